@@ -1,0 +1,328 @@
+"""Corpus → tokenizer → token files → classes: does what is missing or out of date, and says why.
+
+Decides which stage depends on which setting and file. Each finished stage is recorded in
+`meta.json`, so that an interrupted preparation goes on where it stopped; a file that does not match
+its record is made again.
+"""
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep import corpus
+from data_prep.artifacts import (
+    CLASSES,
+    COUNTS,
+    META,
+    TOKENIZER,
+    ClassesInfo,
+    InputFile,
+    Meta,
+    Prepared,
+    Split,
+    load_tokenizer,
+    open_prepared,
+    read_meta,
+    save_tokenizer,
+    write_meta,
+)
+from data_prep.classes import build_word_classes
+from data_prep.encode import encode_split
+from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig, UserError
+from data_prep.storage import ArrayInfo, map_array, sha256_file, verify_array, write_array
+from data_prep.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
+from data_prep.vocabulary import count_words, train_sentencepiece
+
+LOCK = ".lock"
+
+TEXT_SETTINGS = ("format", "hub", "hub_config", "text_field", "keep_empty_lines")
+"""Settings of `data` that change the text; the others say where its files are, which are hashed."""
+TOKENIZER_SETTINGS = {
+    "words": ("kind", "vocab_size", "min_count", "lowercase", "split_punctuation"),
+    "sentencepiece": (
+        "kind",
+        "vocab_size",
+        "model_type",
+        "byte_fallback",
+        "character_coverage",
+        "max_sentences",
+    ),
+}
+
+logger = logging.getLogger("data_prep")
+
+
+def prepare(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    classes: ClassesConfig,
+    folder: Path | str,
+    *,
+    progress: bool = True,
+) -> Prepared:
+    """Make a prepared folder what the settings say, with as little work as that takes.
+
+    With the same settings and input files it does nothing. Otherwise each difference is logged to
+    `data_prep`, and only what depends on it is made again: everything after a change of the
+    training text or the tokenizer, one token file after a change of its split, the classes alone
+    after a change of `classes`. A dataset on the hub is taken to be what it was. Preparations of
+    one folder wait for each other.
+
+    Args:
+        data: where the text is.
+        tokenizer: how a line becomes tokens; the vocabulary is built from the training split alone.
+        classes: how words are put into classes.
+        folder: the prepared folder, made if need be.
+        progress: whether bars on stderr show the progress.
+
+    Returns:
+        The folder, open for reading.
+
+    Raises:
+        UserError: a setting, a file of the corpus or the folder is at fault.
+    """
+    folder = Path(folder)
+    with _locked(folder):
+        wanted = _wanted(data, tokenizer, classes)
+        found = _found(folder)
+        kept = _kept(folder, found, wanted)
+        if kept.complete and kept == found:
+            logger.info("%s is up to date", folder)
+        else:
+            _remove_stale(folder, found, kept)
+            write_meta(folder, kept)
+            _make(kept, data, tokenizer, classes, folder, progress)
+    return open_prepared(folder)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _wanted(data: DataConfig, tokenizer: TokenizerConfig, classes: ClassesConfig) -> Meta:
+    """The record of a preparation that has everything still to do."""
+    inputs = {split: _described(corpus.input_files(data, split)) for split in corpus.splits(data)}
+    if classes.method == "file" and classes.file is not None:
+        inputs["classes"] = _described([Path(data.dir, classes.file)])
+    _warn_of_overlap(inputs, data)
+    return Meta(
+        settings={
+            "data": {name: getattr(data, name) for name in TEXT_SETTINGS},
+            "tokenizer": {n: getattr(tokenizer, n) for n in TOKENIZER_SETTINGS[tokenizer.kind]},
+            "classes": asdict(classes),
+        },
+        inputs=inputs,
+    )
+
+
+def _described(paths: Iterable[Path]) -> list[InputFile]:
+    return [
+        InputFile(name=path.name, sha256=sha256_file(path), num_bytes=path.stat().st_size)
+        for path in paths
+    ]
+
+
+def _warn_of_overlap(inputs: dict[str, list[InputFile]], data: DataConfig) -> None:
+    """Say so if a file is trained on and measured on; a hub folder's files are listed for every
+    split.
+    """
+    trained_on = {file.sha256 for file in inputs["train"]}
+    for split in {"valid", "test"} & inputs.keys() if data.hub is None else ():
+        for file in inputs[split]:
+            if file.sha256 in trained_on:
+                logger.warning("%s: %s is in the training split as well", split, file.name)
+
+
+def _found(folder: Path) -> Meta | None:
+    try:
+        return read_meta(folder)
+    except UserError as error:
+        logger.warning("%s; preparing from the beginning", error)
+        return None
+
+
+def _kept(folder: Path, found: Meta | None, wanted: Meta) -> Meta:
+    """The finished stages that still hold, under the wanted settings and inputs."""
+    if found is None:
+        return wanted
+    changed = _log_changes(found, wanted)
+    if changed & {"data", "tokenizer", "train"} or not _tokenizer_is_sound(folder, found):
+        return wanted
+    kept = replace(wanted, tokenizer=found.tokenizer)
+    kept_splits = {
+        split: info
+        for split, info in found.splits.items()
+        if split in wanted.inputs
+        and split not in changed
+        and _is_sound(folder / f"{split}.npy", info.array)
+    }
+    if "train" in kept_splits and not _is_sound(folder / COUNTS, found.counts):
+        del kept_splits["train"]
+    kept = replace(kept, splits=kept_splits)
+    if "train" not in kept_splits:
+        return kept
+    kept = replace(kept, counts=found.counts)
+    if "classes" in changed or not found.classes:
+        return kept
+    if not _is_sound(folder / CLASSES, found.classes.array):
+        return kept
+    return replace(kept, classes=found.classes, complete=set(kept_splits) == _splits(wanted))
+
+
+def _splits(meta: Meta) -> set[Split]:
+    return cast(set[Split], set(meta.inputs) - {"classes"})
+
+
+def _log_changes(found: Meta, wanted: Meta) -> set[str]:
+    """Log every difference; returns the sections and splits that differ."""
+    changed = set()
+    for section, settings in wanted.settings.items():
+        before = found.settings.get(section, {})
+        for name in {**before, **settings}:
+            if before.get(name) != settings.get(name):
+                changed.add(section)
+                logger.info("%s.%s: %s → %s", section, name, before.get(name), settings.get(name))
+    for split in {**found.inputs, **wanted.inputs}:
+        for difference in _differences(found.inputs.get(split, []), wanted.inputs.get(split, [])):
+            changed.add(split)
+            logger.info("%s: %s", split, difference)
+    return changed
+
+
+def _differences(before: Sequence[InputFile], after: Sequence[InputFile]) -> list[str]:
+    """What happened to the input files of a split, in words; nothing if they are the same."""
+    if before == after:
+        return []
+    old, new = ({file.name: file for file in files} for files in (before, after))
+    said = [f"{name} removed" for name in old if name not in new]
+    said += [f"{name} added" for name in new if name not in old]
+    said += [f"{name} changed" for name in new if name in old and old[name] != new[name]]
+    return said or ["order of the files changed"]
+
+
+def _tokenizer_is_sound(folder: Path, found: Meta) -> bool:
+    if found.tokenizer is None:
+        return False
+    try:
+        load_tokenizer(folder)
+    except UserError as error:
+        logger.warning("%s; making it again", error)
+        return False
+    if sha256_file(folder / TOKENIZER) != found.tokenizer.sha256:
+        logger.warning("%s is another tokenizer; making it again", folder / TOKENIZER)
+        return False
+    return True
+
+
+def _is_sound(path: Path, info: ArrayInfo | None) -> bool:
+    if info is None:
+        return False
+    try:
+        verify_array(path, map_array(path, info), info)
+    except UserError as error:
+        logger.warning("%s; making it again", error)
+        return False
+    return True
+
+
+def _remove_stale(folder: Path, found: Meta | None, kept: Meta) -> None:
+    """Delete the record before what it describes, so that it never describes what is not there."""
+    (folder / META).unlink(missing_ok=True)
+    for split in found.splits if found else ():
+        if split not in kept.splits:
+            (folder / f"{split}.npy").unlink(missing_ok=True)
+
+
+def _make(
+    meta: Meta,
+    data: DataConfig,
+    tokenizer_settings: TokenizerConfig,
+    classes: ClassesConfig,
+    folder: Path,
+    progress: bool,
+) -> None:
+    """Make the stages that the record lacks, recording each."""
+    if meta.tokenizer is None:
+        logger.info("building the vocabulary from the training split")
+        tokenizer, word_counts = _build_tokenizer(data, tokenizer_settings)
+        meta = replace(meta, tokenizer=save_tokenizer(folder, tokenizer, word_counts))
+        write_meta(folder, meta)
+    else:
+        tokenizer = load_tokenizer(folder)
+    for split in corpus.SPLITS:
+        if split in _splits(meta) and split not in meta.splits:
+            meta = _encode(meta, split, data, tokenizer, folder, progress)
+            write_meta(folder, meta)
+    if meta.classes is None:
+        meta = replace(
+            meta, classes=_build_classes(meta, classes, tokenizer, data, folder, progress)
+        )
+    write_meta(folder, replace(meta, complete=True))
+
+
+def _build_tokenizer(
+    data: DataConfig, settings: TokenizerConfig
+) -> tuple[Tokenizer, NDArray[np.int64] | None]:
+    lines = corpus.lines(data, "train")
+    if settings.kind == "sentencepiece":
+        return SentencePieceTokenizer(train_sentencepiece(lines, settings)), None
+    words, counts = count_words(lines, settings)
+    tokenizer = WordTokenizer(
+        words, lowercase=settings.lowercase, split_punctuation=settings.split_punctuation
+    )
+    return tokenizer, counts
+
+
+def _encode(
+    meta: Meta, split: Split, data: DataConfig, tokenizer: Tokenizer, folder: Path, progress: bool
+) -> Meta:
+    path = folder / f"{split}.npy"
+    info, occurrences = encode_split(corpus.lines(data, split), tokenizer, path, progress=progress)
+    logger.info("%s: %d lines, %d tokens, %d unknown", split, info.lines, info.tokens, info.oov)
+    meta = replace(meta, splits={**meta.splits, split: info})
+    if split != "train":
+        return meta
+    return replace(meta, counts=write_array(folder / COUNTS, [occurrences], "int64"))
+
+
+def _build_classes(
+    meta: Meta,
+    settings: ClassesConfig,
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    folder: Path,
+    progress: bool,
+) -> ClassesInfo:
+    assert meta.counts is not None
+    logger.info("building word classes by %s", settings.method)
+    word_class = build_word_classes(
+        map_array(folder / COUNTS, meta.counts),
+        settings,
+        tokens=map_array(folder / "train.npy", meta.splits["train"].array),
+        words=[tokenizer.token(id) for id in range(tokenizer.vocab_size)],
+        folder=Path(data.dir),
+        progress=progress,
+    )
+    return ClassesInfo(
+        method=settings.method,
+        num_word_classes=int(word_class.max()) + 1,
+        array=write_array(folder / CLASSES, [word_class], "int32"),
+    )

@@ -1,0 +1,173 @@
+"""Files that are complete or absent, and arrays of one dimension with checksums.
+
+Decides how bytes reach the disk and how they are checked when they come back; which files there
+are is up to `artifacts`.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from io import BufferedReader, BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, TypeVar
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from data_prep.settings import STRICT, NonNegative, UserError
+
+CHUNK_BYTES = 1 << 24
+
+ArrayType = Literal["uint16", "uint32", "int32", "int64"]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayInfo:
+    """A `.npy` file of one dimension."""
+
+    __pydantic_config__ = STRICT
+
+    dtype: ArrayType
+    length: NonNegative
+    sha256: str
+    """Of the array's bytes. The header follows from dtype and length and is compared whole."""
+
+
+def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) -> ArrayInfo:
+    """Write chunks one after the other as one `.npy` array, a chunk in memory at a time; atomic.
+
+    Args:
+        path: the file.
+        chunks: arrays of one dimension, cast to `dtype`.
+        dtype: type of the file, little-endian.
+    """
+    stored = np.dtype(dtype).newbyteorder("<")
+
+    def write(file: BinaryIO) -> ArrayInfo:
+        digest, length = hashlib.sha256(), 0
+        file.write(_npy_header(stored, 0))
+        for chunk in chunks:
+            raw = np.ascontiguousarray(chunk, stored).view(np.uint8).data
+            digest.update(raw)
+            file.write(raw)
+            length += chunk.size
+        file.seek(0)
+        file.write(_npy_header(stored, length))
+        return ArrayInfo(dtype=dtype, length=length, sha256=digest.hexdigest())
+
+    return write_atomically(path, write)
+
+
+def map_array(path: Path, info: ArrayInfo) -> NDArray[Any]:
+    """A read-only memory map of a `.npy` file, once its size and header are what they must be.
+
+    Raises:
+        UserError: the file is absent, truncated, too long, or its header says something else.
+    """
+    dtype = np.dtype(info.dtype).newbyteorder("<")
+    header = _npy_header(dtype, info.length)
+    expected_bytes = len(header) + info.length * dtype.itemsize
+    with open_to_read(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes != expected_bytes:
+            raise UserError(
+                f"{path} is damaged: {num_bytes} bytes, expected {expected_bytes}"
+                f" ({info.length} × {info.dtype})"
+            )
+        if file.read(len(header)) != header:
+            raise UserError(
+                f"{path} is damaged: its header is not that of {info.length} × {info.dtype}"
+            )
+        if info.length == 0:
+            return np.empty(0, dtype)
+        return np.memmap(file, dtype, mode="r", offset=len(header), shape=(info.length,))
+
+
+def verify_array(
+    path: Path, array: NDArray[Any], info: ArrayInfo, *, below: int | None = None
+) -> None:
+    """Compare a mapped array with its checksum, and its values with the range [0, below).
+
+    Raises:
+        UserError: they differ; names `path`.
+    """
+    digest, lowest, highest = hashlib.sha256(), 0, -1
+    step = CHUNK_BYTES // array.itemsize
+    for start in range(0, array.size, step):
+        chunk = array[start : start + step]
+        digest.update(chunk.view(np.uint8).data)
+        lowest, highest = min(lowest, int(chunk.min())), max(highest, int(chunk.max()))
+    if digest.hexdigest() != info.sha256:
+        raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one")
+    if below is not None and not 0 <= lowest <= highest < below:
+        worst = lowest if lowest < 0 else highest
+        raise UserError(f"{path} holds the value {worst}: expected 0 to {below - 1}")
+
+
+def sha256_file(path: Path | str) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal; UserError if it cannot be read."""
+    with open_to_read(Path(path)) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_atomically(path: Path | str, writer: Callable[[BinaryIO], Result]) -> Result:
+    """Write a file that is complete or absent; the one before it stays until the new one is whole.
+
+    Args:
+        path: the file; its folder exists.
+        writer: gets a binary file, open for writing and seeking, in the same folder.
+
+    Returns:
+        What `writer` returns.
+
+    Raises:
+        UserError: the file system refuses (full, read-only, no permission).
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            result = writer(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return result
+
+
+def write_json_atomically(path: Path | str, content: Any) -> None:
+    """`write_atomically` of JSON, indented, UTF-8; ValueError for NaN and infinities."""
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def open_to_read(path: Path) -> BufferedReader:
+    """Open a binary file; UserError if that fails."""
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _npy_header(dtype: np.dtype[Any], length: int) -> bytes:
+    """Header of format 1.0, which numpy pads to the same size for every length."""
+    buffer = BytesIO()
+    header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+    npy.write_array_header_1_0(buffer, header)
+    return buffer.getvalue()

@@ -1,0 +1,240 @@
+"""How a vocabulary is built from the training lines: counted words, or a sentencepiece model.
+
+Decides which words or pieces there are and in what order. Knows no files; what a token is says
+`tokenizer`.
+"""
+
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.settings import TokenizerConfig, UserError
+from data_prep.tokenizer import (
+    EOS,
+    UNK,
+    SentencePieceTokenizer,
+    known_stretches,
+    word_splitter,
+)
+
+if TYPE_CHECKING:
+    import pyarrow
+
+LINES_PER_BATCH = 16_384
+MAX_COUNTED_TYPES = 2_000_000
+"""Distinct words that the counting dictionary may hold before an Arrow table, far smaller, takes
+them.
+"""
+MAX_SENTENCE_CHARACTERS = 4_096
+"""Longest stretch of a line that sentencepiece learns from at once; its time grows out of
+proportion.
+"""
+
+
+def count_words(
+    lines: Iterable[str], settings: TokenizerConfig
+) -> tuple[list[str], NDArray[np.int64]]:
+    """The vocabulary of a corpus: its words, most frequent first, equal counts in code point order.
+
+    `<eos>` is counted once a line; `<unk>` counts its literal occurrences and those of every word
+    left out. Beyond a fixed amount, counting needs some 30 bytes of memory for each distinct word.
+
+    Args:
+        lines: the training lines.
+        settings: `vocab_size`, `min_count`, `lowercase`, `split_punctuation` of the section
+            `tokenizer`.
+
+    Returns:
+        The words [N], `<unk>` and `<eos>` always among them, and their occurrences [N], which add
+        up to the tokens of the split.
+
+    Raises:
+        UserError: `vocab_size` has no place for a word.
+    """
+    if settings.vocab_size is not None and settings.vocab_size < 3:
+        raise UserError(
+            f"tokenizer.vocab_size is {settings.vocab_size}:"
+            f" expected at least 3, {UNK} and {EOS} included"
+        )
+    types, num_lines = _count_types(
+        lines, word_splitter(settings.lowercase, settings.split_punctuation)
+    )
+    return _cut_vocabulary(types, num_lines, settings)
+
+
+def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: int = 1) -> bytes:
+    """A sentencepiece model of the lines, as the bytes of its file; the same for the same
+    arguments.
+
+    Args:
+        lines: the training lines. Long ones are learnt from in stretches, none is left out.
+        settings: `vocab_size`, `model_type`, `byte_fallback`, `character_coverage` and
+            `max_sentences` of the section `tokenizer`.
+        seed: which lines are drawn when there are more than `max_sentences`.
+
+    Raises:
+        UserError: `vocab_size` is missing, too small for the characters or too large for the text;
+            `max_sentences` is too small; there is no text.
+    """
+    import sentencepiece
+
+    if settings.vocab_size is None:
+        raise UserError(
+            "tokenizer.vocab_size is not set: tokenizer.kind sentencepiece needs a number of pieces"
+        )
+    if settings.max_sentences <= 100:
+        raise UserError(
+            f"tokenizer.max_sentences is {settings.max_sentences}: expected more than 100"
+        )
+    model = io.BytesIO()
+    failures: list[BaseException] = []
+    sentencepiece.set_random_generator_seed(seed)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_training_sentences(lines, failures),
+            model_writer=model,
+            **_trainer_options(settings),
+        )
+    except RuntimeError as error:
+        if failures:
+            raise failures[0] from None
+        raise UserError(_training_mistake(str(error), settings.vocab_size)) from error
+    num_pieces = SentencePieceTokenizer(model.getvalue()).vocab_size
+    if num_pieces < settings.vocab_size:
+        raise UserError(_too_large(settings.vocab_size, num_pieces))
+    return model.getvalue()
+
+
+def _count_types(
+    lines: Iterable[str], split: Callable[[str], list[str]]
+) -> tuple["pyarrow.Table", int]:
+    """Every distinct word with its count, unordered columns `word` and `count`; the number of
+    lines.
+    """
+    iterator = iter(lines)
+    counter: Counter[str] = Counter()
+    types = _as_table(counter)
+    num_lines = 0
+    while batch := list(islice(iterator, LINES_PER_BATCH)):
+        num_lines += len(batch)
+        counter.update(chain.from_iterable(map(split, batch)))
+        if len(counter) > MAX_COUNTED_TYPES:
+            types = _added(types, counter)
+            counter.clear()
+    return _added(types, counter), num_lines
+
+
+def _as_table(counts: dict[str, int]) -> "pyarrow.Table":
+    import pyarrow
+
+    return pyarrow.table(
+        {
+            "word": pyarrow.array(counts.keys(), pyarrow.large_string()),
+            "count": pyarrow.array(counts.values(), pyarrow.int64()),
+        }
+    )
+
+
+def _added(types: "pyarrow.Table", counts: dict[str, int]) -> "pyarrow.Table":
+    import pyarrow
+
+    both = pyarrow.concat_tables([types, _as_table(counts)])
+    summed = both.group_by("word").aggregate([("count", "sum")])
+    return summed.rename_columns(["word", "count"])
+
+
+def _cut_vocabulary(
+    types: "pyarrow.Table", num_lines: int, settings: TokenizerConfig
+) -> tuple[list[str], NDArray[np.int64]]:
+    import pyarrow
+    from pyarrow import compute
+
+    is_special = compute.is_in(types["word"], value_set=pyarrow.array([UNK, EOS], "large_string"))
+    literal = Counter(dict(zip(*types.filter(is_special).to_pydict().values(), strict=True)))
+    types = _sorted(types.filter(compute.invert(is_special)))
+    num_kept = int((types["count"].to_numpy() >= settings.min_count).sum())
+    if settings.vocab_size is not None:
+        num_kept = min(num_kept, settings.vocab_size - 2)
+    num_cut = compute.sum(types["count"][num_kept:], min_count=0).as_py()
+    special = {UNK: literal[UNK] + num_cut, EOS: literal[EOS] + num_lines}
+    kept = _sorted(pyarrow.concat_tables([types[:num_kept], _as_table(special)]))
+    return kept["word"].to_pylist(), kept["count"].to_numpy().astype(np.int64)
+
+
+def _sorted(types: "pyarrow.Table") -> "pyarrow.Table":
+    return types.sort_by([("count", "descending"), ("word", "ascending")])
+
+
+def _training_sentences(lines: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
+    """What sentencepiece learns from; keeps what `lines` raises, which sentencepiece makes text
+    of.
+    """
+    try:
+        for line in lines:
+            yield from _short_stretches(line)
+    except BaseException as error:
+        failures.append(error)
+        raise
+
+
+def _short_stretches(line: str) -> Iterator[str]:
+    for stretch in known_stretches(line):
+        start = 0
+        while len(stretch) - start > MAX_SENTENCE_CHARACTERS:
+            end = start + MAX_SENTENCE_CHARACTERS
+            cut = stretch.rfind(" ", start + 1, end)
+            yield stretch[start : cut if cut > 0 else end]
+            start = cut if cut > 0 else end
+        yield stretch[start:]
+
+
+def _trainer_options(settings: TokenizerConfig) -> dict[str, Any]:
+    return {
+        "model_type": settings.model_type,
+        "vocab_size": settings.vocab_size,
+        "byte_fallback": settings.byte_fallback,
+        "character_coverage": settings.character_coverage,
+        "input_sentence_size": settings.max_sentences,
+        "shuffle_input_sentence": True,
+        "max_sentence_length": 4 * MAX_SENTENCE_CHARACTERS,
+        "unk_id": 0,
+        "eos_id": 1,
+        "bos_id": -1,
+        "pad_id": -1,
+        "unk_piece": UNK,
+        "eos_piece": EOS,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": False,
+        "allow_whitespace_only_pieces": True,
+        # Not the machine's number of cores: the sums of unigram training depend on it.
+        "num_threads": 16,
+        "minloglevel": 2,
+    }
+
+
+def _training_mistake(message: str, vocab_size: int) -> str:
+    if "sentences_.empty()" in message:
+        return "the training split has no text that a sentencepiece model could be built from"
+    if too_high := re.search(r"value <= (\d+)", message):
+        return _too_large(vocab_size, int(too_high[1]))
+    if too_low := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        return (
+            f"tokenizer.vocab_size is {vocab_size}: expected at least {too_low[1]},"
+            " a piece for every"
+            " character of the training split (or lower tokenizer.character_coverage)"
+        )
+    return f"sentencepiece could not build a model of the training split: {message}"
+
+
+def _too_large(vocab_size: int, maximum: int) -> str:
+    return (
+        f"tokenizer.vocab_size is {vocab_size}:"
+        f" expected at most {maximum}, all that the training split gives"
+    )

@@ -1,0 +1,372 @@
+"""The typed configuration of a run: one YAML file, one dataclass per section, overrides as
+`--section.key=value`.
+
+Decides what a valid configuration is and says plainly what is wrong with an invalid one. Builds
+nothing.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError
+
+from data_prep.settings import (
+    STRICT,
+    ClassesConfig,
+    DataConfig,
+    Fraction,
+    NonNegative,
+    Positive,
+    TokenizerConfig,
+    UserError,
+)
+
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Embedding and backbone. Sizes are numbers of units; dropouts are probabilities of zeroing."""
+
+    __pydantic_config__ = STRICT
+
+    backbone: Literal["lstm", "transformer"] = "lstm"
+    hidden: Positive = 200
+    """H: size of the backbone's output and of the output layer's rows."""
+    embedding: Positive | None = None
+    """Size of the input vectors; default `hidden`."""
+    layers: Positive = 2
+    tied: bool = False
+    """One vector per word serves as its input vector and its output row (wants embedding =
+    hidden).
+    """
+    dropout: Fraction = 0.0
+    """On the input vectors, between layers and on the backbone's output."""
+    dropout_weight: Fraction = 0.0
+    """LSTM: on the recurrent weights (DropConnect; Merity, Keskar & Socher 2018, section 2)."""
+    dropout_variational: bool = False
+    """LSTM: one mask for all time steps of a sequence (Gal & Ghahramani 2016)."""
+    heads: Positive = 8
+    """Transformer: attention heads; divides `hidden` into an even head size."""
+    feedforward: Positive | None = None
+    """Transformer: inner size of SwiGLU; default 8/3 `hidden`, rounded up to a multiple of 32."""
+    init_range: PositiveFloat | None = None
+    """Start the parameters of embedding, LSTM and output layer uniformly in ±init_range; default
+    each module's own way.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """The output layer: which tree of softmaxes, and how it is computed."""
+
+    __pydantic_config__ = STRICT
+
+    tree: str = "two_level"
+    """full | two_level | balanced | huffman, or the name of a file of paths (one line a word: the
+    word, then child numbers).
+    """
+    head: NonNegative = 0
+    """two_level: this many of the most frequent words hang on the root, beside the classes."""
+    branching: Annotated[int, Field(ge=2)] | None = None
+    """balanced: most children of a node; default ⌈√N⌉."""
+    arity: Annotated[int, Field(ge=2)] = 2
+    """huffman: children of a node."""
+    bias: bool = True
+    backend: Literal["auto", "reference"] = "auto"
+    """Which implementation of the layer runs; `auto` chooses by device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer and the learning rate over time."""
+
+    __pydantic_config__ = STRICT
+
+    optimizer: Literal["sgd", "adamw"] = "adamw"
+    lr: PositiveFloat = 1e-3
+    """Highest learning rate, for the mean loss per token."""
+    momentum: Fraction = 0.0
+    """sgd only."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """adamw only."""
+    weight_decay: NonNegativeFloat = 0.0
+    """adamw: decoupled; sgd: L2. Matrices alone decay, not biases or gains."""
+    clip: NonNegativeFloat = 1.0
+    """Largest L2 norm of the whole gradient; 0 leaves it alone."""
+    schedule: Literal["constant", "cosine", "step", "plateau"] = "constant"
+    """cosine: down to `min_lr_factor` at the last step; step: times `decay` each epoch after the
+    first `decay_after_epochs`;
+    plateau: times `decay` whenever the validation perplexity has not improved."""
+    warmup_steps: NonNegative = 0
+    """The rate rises linearly over this many steps first."""
+    min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.1
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.5
+    decay_after_epochs: NonNegative = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, on what, in which portions."""
+
+    __pydantic_config__ = STRICT
+
+    max_epochs: Positive | None = None
+    max_steps: Positive | None = None
+    """Optimizer steps. Whichever of the two limits comes first ends the training; one must be
+    given.
+    """
+    batch_size: Positive = 20
+    """B: parallel sequences per step over all devices together."""
+    seq_len: Positive = 35
+    """T: tokens of each sequence per step (truncated back-propagation for the LSTM, context for the
+    Transformer).
+    """
+    accumulate: Positive = 1
+    """Batches whose gradients are added up before a step."""
+    precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true"] = "32-true"
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    devices: Positive | Literal["auto"] = 1
+    strategy: Literal["auto", "ddp"] = "auto"
+    val_every_steps: Positive | None = None
+    """Validate after this many steps; default at the end of each epoch."""
+    checkpoint_every_steps: Positive | None = None
+    """Write last.ckpt after this many steps as well as after each validation."""
+    threads: Positive | None = None
+    """CPU threads; default PyTorch's choice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is written down while training; metrics.csv always is."""
+
+    __pydantic_config__ = STRICT
+
+    every_steps: Positive = 50
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    wandb_project: str = "sqrtlm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that determines a run."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    seed: NonNegative = 1
+    run_dir: str | None = None
+    """Folder of everything the run writes; default `runs/<name>`."""
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    classes: ClassesConfig = field(default_factory=ClassesConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def run_path(self) -> Path:
+        """Folder of the run."""
+        return Path(self.run_dir or f"runs/{self.name}")
+
+    @property
+    def prepared_path(self) -> Path:
+        """Folder of the prepared data."""
+        return Path(self.data.prepared_dir) if self.data.prepared_dir else self.run_path / "data"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a configuration file and apply overrides.
+
+    Args:
+        path: YAML file.
+        overrides: `--section.key=value`, values in YAML; later ones win.
+
+    Raises:
+        UserError: naming the file and the key, if the file is not there or not YAML, if a key is
+            unknown (with the nearest valid one) or given twice, or if a value has the wrong type or
+            is out of range.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot read the configuration: {_reason(error)}") from error
+    values = _parse(text, str(path))
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected sections with keys, got {type(values).__name__}")
+    for override in overrides:
+        _apply(values, override)
+    return validate(values, str(path))
+
+
+def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration that a run was started with, its folder being where it is now.
+
+    Raises:
+        UserError: as `load_config`.
+    """
+    return replace(load_config(folder / "config.yaml", overrides), run_dir=str(folder))
+
+
+def validate(values: dict[str, Any], source: str) -> Config:
+    """Make a `Config` of plain values; nothing is coerced.
+
+    Raises:
+        UserError: as `load_config`; `source` opens the message.
+    """
+    try:
+        config = _ADAPTER.validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise UserError(f"{source}: {_first_problem(error)}") from error
+    except TypeError as error:
+        raise UserError(f"{source}: a value is neither a number nor text: {error}") from error
+    _check_consistency(config, source)
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The configuration as plain values, defaults included: what `validate` takes."""
+    values: dict[str, Any] = json.loads(_ADAPTER.dump_json(config))
+    return values
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as a YAML file, defaults included."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ: `section.key` → (old, new)."""
+    before, after = _flatten(to_dict(old)), _flatten(to_dict(new))
+    return {
+        key: (before.get(key), after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    }
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: 1e-3 is a number, and a key given twice is an error."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    for i, key in enumerate(keys):
+        if key in keys[:i]:
+            raise yaml.MarkedYAMLError(
+                problem=f"key {key!r} given twice", problem_mark=node.start_mark
+            )
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+_ADAPTER = TypeAdapter(Config)
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{source}: not valid YAML: {_one_line(str(error))}") from error
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    name, equals, text = override.removeprefix("--").partition("=")
+    if not override.startswith("--") or not equals or not name:
+        raise UserError(f"expected an override --section.key=value, got {override!r}")
+    *sections, key = name.split(".")
+    for section in sections:
+        inner = values.get(section)
+        values[section] = inner = {} if inner is None else inner
+        if not isinstance(inner, dict):
+            raise UserError(f"--{name}: {section} is not a section")
+        values = inner
+    values[key] = _parse(text, f"--{name}")
+
+
+def _check_consistency(config: Config, source: str) -> None:
+    """What no single field can tell."""
+    model, train = config.model, config.train
+    problem = None
+    if train.max_epochs is None and train.max_steps is None:
+        problem = "give train.max_epochs or train.max_steps"
+    elif model.backbone == "transformer" and model.hidden % (2 * model.heads):
+        problem = (
+            f"model.hidden = {model.hidden} must be a multiple of twice model.heads = {model.heads}"
+        )
+    elif model.tied and model.embedding not in (None, model.hidden):
+        problem = (
+            f"model.tied wants model.embedding = model.hidden = {model.hidden},"
+            f" got {model.embedding}"
+        )
+    elif config.tokenizer.kind == "sentencepiece" and config.tokenizer.vocab_size is None:
+        problem = "tokenizer.kind: sentencepiece wants tokenizer.vocab_size"
+    elif config.classes.method == "file" and config.classes.file is None:
+        problem = "classes.method: file wants classes.file"
+    elif config.output.tree != "two_level" and config.output.head:
+        problem = "output.head belongs to output.tree: two_level"
+    elif train.seq_len < 2 and model.backbone == "transformer":
+        problem = "train.seq_len must be at least 2 for a transformer"
+    elif not config.name or "/" in config.name or config.name.startswith("."):
+        problem = f"name must be a plain file name, got {config.name!r}"
+    if problem:
+        raise UserError(f"{source}: {problem}")
+
+
+def _first_problem(error: ValidationError) -> str:
+    """One line for the first thing pydantic found."""
+    problem = error.errors()[0]
+    place = [str(part) for part in problem["loc"] if part not in _UNION_BRANCHES]
+    key = ".".join(place)
+    if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        known = _known_keys()
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        last = [name for name in known if name.split(".")[-1] == place[-1]]
+        hint = (last or near or [""])[0]
+        return f"unknown key {key}" + (f"; did you mean {hint}?" if hint else "")
+    if problem["type"] in ("missing", "missing_argument"):
+        return f"{key} is missing"
+    got = problem["input"]
+    return f"{key}: {_one_line(problem['msg'])}, got {got!r}"
+
+
+_UNION_BRANCHES = {"str", "list[str]", "int", "float", "constrained-int", "constrained-float"} | {
+    "literal['auto']"
+}
+
+
+def _known_keys() -> list[str]:
+    blank = to_dict(Config(name="name"))
+    return sorted({*_flatten(blank), *blank})
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else _one_line(str(error))

@@ -1,0 +1,1 @@
+"""The language model: embedding → backbone (LSTM or Transformer) → output layer."""

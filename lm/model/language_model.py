@@ -1,0 +1,167 @@
+"""The language model: input vectors → backbone → output layer. Decides how the parts are joined and
+initialised.
+"""
+
+import math
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lm.config import ModelConfig, OutputConfig
+from lm.model.lstm import LSTM, Dropout
+from lm.model.transformer import Transformer
+from lm.output import ClassTree, HierarchicalSoftmax
+
+State = tuple[Tensor, ...]
+
+
+class Backbone(Protocol):
+    """What turns input vectors into hidden vectors, forwards in time."""
+
+    hidden_size: int
+    carries_state: bool
+    """Whether the state after one batch is the start of the next while training."""
+
+    def init_state(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        """The state before the first token."""
+
+    def __call__(self, embedded: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
+        """hidden [T, B, H] of embedded [T, B, E], and the state after them."""
+
+    @staticmethod
+    def detach_state(state: State) -> State:
+        """The state, cut from the graph that made it."""
+
+    @staticmethod
+    def select_state(state: State, index: Tensor) -> State:
+        """The state of some sequences of the batch."""
+
+
+class LanguageModel(nn.Module):
+    """P(word | words before it) for streams of words.
+
+    Args:
+        backbone: E → H.
+        output: the softmax over words.
+        embedding_size: E; None shares the output layer's rows of words as input vectors (then E =
+            H).
+        dropout: probability of zeroing, on input vectors and on hidden vectors.
+        dropout_variational: one mask for all time steps.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        output: HierarchicalSoftmax,
+        *,
+        embedding_size: int | None,
+        dropout: float = 0.0,
+        dropout_variational: bool = False,
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.output = output
+        self.dropout = Dropout(dropout, dropout_variational)
+        self.embedding = None
+        if embedding_size is not None:
+            self.embedding = nn.Embedding(output.tree.vocab_size, embedding_size)
+            nn.init.normal_(self.embedding.weight, std=1 / math.sqrt(embedding_size))
+
+    @property
+    def vocab_size(self) -> int:
+        """N."""
+        return self.output.tree.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.output.weight.device
+
+    def init_state(self, batch_size: int) -> State:
+        """The state before the first token."""
+        weight = self.output.weight
+        return self.backbone.init_state(batch_size, device=weight.device, dtype=weight.dtype)
+
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
+        """Hidden vectors.
+
+        Args:
+            tokens: [T, B] int64, the words read.
+            state: after the words before them; None is the beginning.
+
+        Returns:
+            hidden [T, B, H], each of which predicts the next word, and the state after `tokens`.
+        """
+        if self.embedding is None:
+            embedded = F.embedding(self.output.tree.row_of_word[tokens], self.output.weight)
+        else:
+            embedded = self.embedding(tokens)
+        hidden, state = self.backbone(self.dropout(embedded), state)
+        return self.dropout(hidden), state
+
+    def loss(
+        self, tokens: Tensor, targets: Tensor, state: State | None = None
+    ) -> tuple[Tensor, State | None]:
+        """Mean negative log-likelihood in nats of `targets` [T, B] after `tokens` [T, B], and the
+        state after them.
+        """
+        hidden, state = self(tokens, state)
+        return self.output.loss(hidden, targets), state
+
+
+def build_model(
+    config: ModelConfig, output: OutputConfig, tree: ClassTree, context: int
+) -> LanguageModel:
+    """The model that a configuration describes, freshly initialised from torch's random numbers.
+
+    Args:
+        config: the section `model`.
+        output: the section `output`.
+        tree: what `output.tree` stands for.
+        context: T, positions that a Transformer attends to.
+    """
+    embedding_size = config.embedding or config.hidden
+    backbone: nn.Module
+    if config.backbone == "lstm":
+        backbone = LSTM(
+            embedding_size,
+            config.hidden,
+            config.layers,
+            dropout=config.dropout,
+            dropout_weight=config.dropout_weight,
+            dropout_variational=config.dropout_variational,
+        )
+    else:
+        backbone = Transformer(
+            embedding_size,
+            config.hidden,
+            config.layers,
+            heads=config.heads,
+            feedforward=config.feedforward,
+            dropout=config.dropout,
+            context=context,
+        )
+    model = LanguageModel(
+        cast(Backbone, backbone),
+        HierarchicalSoftmax(config.hidden, tree, bias=output.bias, backend=output.backend),
+        embedding_size=None if config.tied else embedding_size,
+        dropout=config.dropout,
+        dropout_variational=config.dropout_variational,
+    )
+    if config.init_range is not None:
+        for module in (
+            model.embedding,
+            model.output,
+            backbone if config.backbone == "lstm" else None,
+        ):
+            for parameter in () if module is None else module.parameters():
+                nn.init.uniform_(parameter, -config.init_range, config.init_range)
+    return model

@@ -1,0 +1,262 @@
+"""The Transformer backbone: pre-norm blocks of causal self-attention and SwiGLU, without biases.
+
+    x ← x + W_out · attention(RMSNorm(x))                               (1)
+    x ← x + W_down · (silu(W_gate · RMSNorm(x)) ⊙ W_up · RMSNorm(x))    (2)
+    hidden = RMSNorm(x)                                                 (3)
+
+Queries and keys are rotated by their positions, so that attention sees only distances. Every
+position attends to itself and to the `context` − 1 positions before it, whether they come in one
+window, in chunks or token by token.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROTARY_BASE = 10_000.0
+NORM_EPS = 1e-6
+INIT_STD = 0.02
+
+Rotary = tuple[Tensor, Tensor]
+"""cos and sin of the angles by which T positions rotate, each [T, D/2]."""
+
+
+class Transformer(nn.Module):
+    """A decoder-only Transformer without its embedding and output layer, equations (1)–(3).
+
+    Args:
+        input_size: E, size of the input vectors; projected to `hidden_size` if it differs.
+        hidden_size: H, size of the residual stream and of the output.
+        layers: number of blocks.
+        heads: number of attention heads, each of the even size D = H / heads.
+        feedforward: inner size of SwiGLU; None takes 8/3 H rounded up to a multiple of 32, about
+            as many parameters as the usual 4 H without a gate.
+        dropout: probability of zeroing an entry of what a sublayer adds to the residual stream.
+        context: most positions that a position attends to, itself included.
+
+    Raises:
+        ValueError: if a size is not positive, H / heads not an even whole number or dropout not in
+            [0, 1).
+
+    Source: Vaswani et al. 2017; pre-norm: Xiong et al. 2020; RMSNorm: Zhang & Sennrich 2019; rotary
+    positions: Su et al. 2021, equation 34; SwiGLU: Shazeer 2020, equation 6; initialisation:
+    Radford et al. 2019, section 2.3.
+    """
+
+    carries_state = False
+    """Windows are independent in training and evaluation; the state serves generation."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        layers: int,
+        *,
+        heads: int,
+        feedforward: int | None = None,
+        dropout: float = 0.0,
+        context: int,
+    ) -> None:
+        super().__init__()
+        inner = -(-hidden_size // 12) * 32 if feedforward is None else feedforward
+        sizes = {"input_size": input_size, "hidden_size": hidden_size, "layers": layers}
+        _check_sizes(sizes | {"heads": heads, "feedforward": inner, "context": context})
+        if not 0 <= dropout < 1:
+            raise ValueError(f"Transformer: dropout must be in [0, 1), got {dropout}")
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.heads = heads
+        self.context = context
+        self.project = (
+            nn.Identity()
+            if input_size == hidden_size
+            else nn.Linear(input_size, hidden_size, bias=False)
+        )
+        self.blocks = nn.ModuleList(
+            _Block(hidden_size, heads, inner, dropout) for _ in range(layers)
+        )
+        self.norm = nn.RMSNorm(hidden_size, NORM_EPS)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws matrices from N(0, 0.02²), residual projections from N(0, 0.02² / (2 · layers))."""
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                residual = name.endswith(("attention.out.weight", "feedforward.down.weight"))
+                scale = (2 * len(self.blocks)) ** -0.5 if residual else 1.0
+                nn.init.normal_(weight, std=INIT_STD * scale)
+
+    def init_state(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, ...]:
+        """An empty cache: keys, values [layers, B, heads, S = 0, D] and the next position [] int64.
+
+        A plain tuple, so that `torch.load(weights_only=True)` reads it back.
+        """
+        head_size = self.hidden_size // self.heads
+        shape = (len(self.blocks), batch_size, self.heads, 0, head_size)
+        empty = torch.empty(shape, device=device, dtype=dtype)
+        return empty, empty.clone(), torch.zeros((), device=device, dtype=torch.int64)
+
+    def forward(
+        self, embedded: Tensor, state: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Runs the blocks over T positions.
+
+        Args:
+            embedded: input vectors [T, B, E], T ≥ 1.
+            state: what `init_state`, or the call for the positions just before, returned; None if
+                there are none before and none will follow.
+
+        Returns:
+            The final norm's output [T, B, H], and the state extended by these positions, of which
+            those that the next one attends to are kept; None for None.
+
+        Raises:
+            ValueError: if a shape does not fit.
+        """
+        self._check_shapes(embedded, state)
+        num_past = 0 if state is None else state[0].shape[3]
+        rotary = self._rotary(embedded, state)
+        mask = self._mask(embedded, num_past)
+        x = self.project(embedded).type_as(self.norm.weight)  # autocast rounds what is added, not x
+        all_keys, all_values = [], []
+        for k, block in enumerate(self.blocks):
+            past = (state[0][k], state[1][k]) if state is not None and num_past else None
+            x, keys, values = block(x, rotary, mask, past)
+            all_keys.append(keys)
+            all_values.append(values)
+        hidden = self.norm(x)
+        if state is None:
+            return hidden, None
+        num_dropped = max(0, num_past + len(embedded) - (self.context - 1))
+        kept_keys, kept_values = (
+            torch.stack([part[:, :, num_dropped:] for part in parts])
+            for parts in (all_keys, all_values)
+        )
+        return hidden, (kept_keys, kept_values, state[2] + len(embedded))
+
+    @staticmethod
+    def detach_state(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Cuts the cache from the graph that made it."""
+        return tuple(part.detach() for part in state)
+
+    @staticmethod
+    def select_state(state: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:
+        """The cache of the sequences `index` [B'] of the batch, in that order; they may repeat."""
+        keys, values, position = state
+        return keys.index_select(1, index), values.index_select(1, index), position
+
+    def _rotary(self, embedded: Tensor, state: tuple[Tensor, ...] | None) -> Rotary:
+        """Angles position · base^(−2j / D), in at least fp32: bf16 counts exactly only to 256."""
+        dtype = torch.promote_types(embedded.dtype, torch.float32)
+        head_size = self.hidden_size // self.heads
+        positions = torch.arange(len(embedded), device=embedded.device)
+        if state is not None:
+            positions = positions + state[2]
+        exponents = torch.arange(0, head_size, 2, device=embedded.device, dtype=dtype) / head_size
+        angles = torch.outer(positions.to(dtype), ROTARY_BASE**-exponents)
+        return angles.cos(), angles.sin()
+
+    def _mask(self, embedded: Tensor, num_past: int) -> Tensor | None:
+        """Which of S + T keys each of T queries sees, [T, S + T]; None: all up to its own."""
+        num_new = len(embedded)
+        fits = num_past + num_new <= self.context
+        if fits and (num_past == 0 or num_new == 1):
+            return None
+        key = torch.arange(num_past + num_new, device=embedded.device)
+        query = key[num_past:, None]
+        return (key <= query) & (key > query - self.context)
+
+    def _check_shapes(self, embedded: Tensor, state: tuple[Tensor, ...] | None) -> None:
+        if embedded.dim() != 3 or embedded.shape[2] != self.input_size or embedded.shape[0] < 1:
+            raise ValueError(
+                f"Transformer: embedded must be [T ≥ 1, B, {self.input_size}], "
+                f"got {list(embedded.shape)}"
+            )
+        if state is not None and state[0].shape[1] != embedded.shape[1]:
+            raise ValueError(
+                f"Transformer: the state is of {state[0].shape[1]} sequences, "
+                f"embedded of {embedded.shape[1]}"
+            )
+
+
+class _Block(nn.Module):
+    """Equations (1) and (2) with residual dropout."""
+
+    def __init__(self, hidden_size: int, heads: int, inner: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(hidden_size, NORM_EPS)
+        self.attention = _Attention(hidden_size, heads)
+        self.feedforward_norm = nn.RMSNorm(hidden_size, NORM_EPS)
+        self.feedforward = _SwiGLU(hidden_size, inner)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, x: Tensor, rotary: Rotary, mask: Tensor | None, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        attended, keys, values = self.attention(self.attention_norm(x), rotary, mask, past)
+        x = x + self.dropout(attended)
+        x = x + self.dropout(self.feedforward(self.feedforward_norm(x)))
+        return x, keys, values
+
+
+class _Attention(nn.Module):
+    """Multi-head self-attention over the past and the new positions."""
+
+    def __init__(self, hidden_size: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.out = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def forward(
+        self, x: Tensor, rotary: Rotary, mask: Tensor | None, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what adds to the stream [T, B, H], and keys and values [B, heads, S + T, D]."""
+        split = self.query_key_value(x).unflatten(2, (3, self.heads, -1))
+        queries, keys, values = split.permute(2, 1, 3, 0, 4)  # each [B, heads, T, D]
+        queries, keys = _rotate(queries, rotary), _rotate(keys, rotary)
+        if past is not None:
+            keys = torch.cat([past[0], keys], dim=2)
+            values = torch.cat([past[1], values], dim=2)
+        is_causal = mask is None and past is None
+        attended = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=is_causal)
+        return self.out(attended.permute(2, 0, 1, 3).flatten(2)), keys, values
+
+
+class _SwiGLU(nn.Module):
+    """The feed-forward sublayer of equation (2); one matrix holds W_gate over W_up."""
+
+    def __init__(self, hidden_size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden_size, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+def _rotate(vectors: Tensor, rotary: Rotary) -> Tensor:
+    """Turns components j and j + D/2 of `vectors` [B, heads, T, D] by angle j; rounds once."""
+    cos, sin = rotary
+    first, second = vectors.chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    return turned.type_as(vectors)
+
+
+def _check_sizes(sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"Transformer: {name} must be positive, got {size}")
+    hidden_size, heads = sizes["hidden_size"], sizes["heads"]
+    if hidden_size % (2 * heads):
+        raise ValueError(
+            "Transformer: hidden_size / heads must be an even whole number, "
+            f"got {hidden_size} / {heads} = {hidden_size / heads:g}"
+        )

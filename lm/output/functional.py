@@ -1,0 +1,248 @@
+"""hierarchical_cross_entropy: the contract of the output layer, its custom op, and the choice of
+backend.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lm.output import reference
+from lm.output.routing import Visits, route
+from lm.output.tree import ClassTree
+
+Backend = Literal["auto", "reference"]
+Reduction = Literal["mean", "sum", "none"]
+
+
+def hierarchical_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    tree: ClassTree,
+    bias: Tensor | None = None,
+    *,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Negative log-likelihood of words under a tree of softmaxes, for all positions at once.
+
+    nll = - Σ over the nodes on the target's path of log softmax(W_node h + b_node)[child on the
+    path]
+
+    With `ClassTree.full(N)` it is `torch.nn.functional.cross_entropy(hidden @ weight.T + bias,
+    target)`. Differentiable once, in `hidden`, `weight` and `bias`. Sums are formed in fp32 (fp64
+    for fp64) whatever the inputs, and so is the result. Under autocast `hidden` and `weight` may
+    have different dtypes; no weight is cast as a whole.
+
+    Args:
+        hidden: [..., H] floating point, outputs of a backbone.
+        weight: [R, H], one row for each node but the root and for each word, as `tree` numbers
+            them.
+        target: [...] int64, words 0 … N - 1 or `ignore_index`.
+        tree: the softmaxes; on the same device.
+        bias: [R] or None.
+        reduction: "mean" over the positions that are not ignored (0 if all are), "sum", or "none".
+        ignore_index: positions with this target cost nothing and get no gradient.
+        backend: "auto" chooses by device; "reference" runs node by node, on a CPU.
+
+    Returns:
+        nats: a scalar, or [...] for "none", where ignored positions hold 0.
+
+    Raises:
+        ValueError: if shapes, dtypes, devices or options do not fit together.
+        IndexError: if a target is neither a word nor `ignore_index`.
+    """
+    _check(hidden, weight, target, tree, bias, reduction, backend)
+    nll: Tensor
+    nll, *_ = hierarchical_nll(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        target.reshape(-1),
+        tree.num_children,
+        tree.first_row,
+        tree.row_of_node,
+        tree.node_of_row,
+        tree.row_of_word,
+        tree.depth,
+        tree.max_path_columns,
+        ignore_index,
+    )
+    if reduction == "none":
+        return nll.view(target.shape)
+    if reduction == "sum":
+        return nll.sum()
+    return nll.sum() / (target != ignore_index).sum().clamp(min=1)
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    tree: ClassTree,
+    bias: Tensor | None,
+    reduction: str,
+    backend: str,
+) -> None:
+    if hidden.dim() < 1 or hidden.shape[:-1] != target.shape:
+        raise ValueError(
+            "hidden must be [..., H] and target [...],"
+            f" got {list(hidden.shape)} and {list(target.shape)}"
+        )
+    if weight.shape != (tree.num_rows, hidden.shape[-1]):
+        expected = [tree.num_rows, hidden.shape[-1]]
+        raise ValueError(f"weight must be [R, H] = {expected}, got {list(weight.shape)}")
+    if bias is not None and bias.shape != (tree.num_rows,):
+        raise ValueError(f"bias must be [R] = [{tree.num_rows}], got {list(bias.shape)}")
+    if target.dtype != torch.int64:
+        raise ValueError(f"target must be int64, got {target.dtype}")
+    if not hidden.is_floating_point():
+        raise ValueError(f"hidden must be floating point, got {hidden.dtype}")
+    others = [weight] if bias is None else [weight, bias]
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    if not autocast and any(other.dtype != hidden.dtype for other in others):
+        dtypes = ", ".join(str(tensor.dtype) for tensor in (hidden, *others))
+        raise ValueError(
+            f"hidden, weight and bias must have one dtype outside of autocast, got {dtypes}"
+        )
+    if any(tensor.device != hidden.device for tensor in (*others, target, tree.row_of_word)):
+        raise ValueError(
+            f"weight, bias, target and tree must be on the device of hidden, {hidden.device}"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
+    if backend not in ("auto", "reference"):
+        raise ValueError(f"backend must be auto or reference, got {backend!r}")
+
+
+def _check_targets(target: Tensor, vocab_size: int, ignore_index: int) -> None:
+    wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
+    if bool(wrong.any()):
+        raise IndexError(f"target {int(target[wrong][0])} is out of bounds for {vocab_size} words")
+
+
+@torch.library.custom_op("sqrtlm::hierarchical_nll", mutates_args=())
+def hierarchical_nll(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    num_children: Tensor,
+    first_row: Tensor,
+    row_of_node: Tensor,
+    node_of_row: Tensor,
+    row_of_word: Tensor,
+    depth: int,
+    max_path_columns: int,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """nll [P]; what the backward needs of the forward (`reference.saved_size`); order, child and
+    num_visits of `Visits`.
+
+    `hierarchical_cross_entropy` documents the arguments.
+    """
+    _check_targets(target, row_of_word.numel(), ignore_index)
+    tree = (num_children, first_row, row_of_node, node_of_row, row_of_word)
+    visits = route(target, *tree, depth, ignore_index)
+    dtype = reference.compute_dtype(hidden.dtype)
+    size = reference.saved_size(hidden.shape[0], max_path_columns, depth)
+    saved = hidden.new_empty(size, dtype=dtype)
+    nll = reference.forward(hidden, weight, bias, visits, num_children, first_row, saved)
+    return nll, saved, visits.order, visits.child, visits.num_visits
+
+
+@hierarchical_nll.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    num_children: Tensor,
+    first_row: Tensor,
+    row_of_node: Tensor,
+    node_of_row: Tensor,
+    row_of_word: Tensor,
+    depth: int,
+    max_path_columns: int,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_positions, dtype = hidden.shape[0], reference.compute_dtype(hidden.dtype)
+    size = reference.saved_size(num_positions, max_path_columns, depth)
+    num_visits = num_positions * depth
+    return (
+        hidden.new_empty(num_positions, dtype=dtype),
+        hidden.new_empty(size, dtype=dtype),
+        target.new_empty(num_visits),
+        target.new_empty(num_visits),
+        torch.empty_like(num_children),
+    )
+
+
+@torch.library.custom_op("sqrtlm::hierarchical_nll_backward", mutates_args=())
+def hierarchical_nll_backward(
+    d_nll: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor,
+    child: Tensor,
+    num_visits: Tensor,
+    num_children: Tensor,
+    first_row: Tensor,
+    saved: Tensor,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """d_hidden [P, H], d_weight [R, H] and d_bias [R]; an empty tensor for each that `needs` does
+    not ask for.
+    """
+    visits = Visits(order, child, num_visits)
+    grads = reference.backward(
+        d_nll, hidden, weight, bias, visits, num_children, first_row, saved, needs
+    )
+    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if grad is None else grad for grad in grads)
+    return d_hidden, d_weight, d_bias
+
+
+@hierarchical_nll_backward.register_fake
+def _(
+    d_nll: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor,
+    child: Tensor,
+    num_visits: Tensor,
+    num_children: Tensor,
+    first_row: Tensor,
+    saved: Tensor,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_hidden, d_weight, d_bias = (
+        tensor.new_empty(tensor.shape) if tensor is not None and needed else hidden.new_empty(0)
+        for tensor, needed in zip((hidden, weight, bias), needs, strict=True)
+    )
+    return d_hidden, d_weight, d_bias
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, bias, _, num_children, first_row, *_ = inputs
+    _, saved, order, child, num_visits = output
+    ctx.mark_non_differentiable(saved, order, child, num_visits)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        hidden, weight, bias, order, child, num_visits, num_children, first_row, saved
+    )
+
+
+def _backward(ctx: Any, d_nll: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if d_nll is None:
+        return (None,) * 12
+    needs = list(ctx.needs_input_grad[:3])
+    grads = hierarchical_nll_backward(d_nll, *ctx.saved_tensors, needs)
+    wanted = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+    return (*wanted, *(None,) * 9)
+
+
+hierarchical_nll.register_autograd(_backward, setup_context=_save_for_backward)

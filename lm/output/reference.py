@@ -1,0 +1,279 @@
+"""The portable backend: node by node over views of the weight. The definition of correct, and the
+product on a CPU.
+
+With visits v = (position p, node n), rows W_n and biases b_n of the node's children, and y_v the
+child on the target's path:
+
+    z_v = W_n h_p + b_n                            (1)
+    log q_v = z_v - lse_v,  lse_v = log Σ exp z_v  (2)
+    nll_p = - Σ_{v of p} log q_v[y_v]              (3)
+    g_v = d nll_p · (q_v - onehot(y_v))            (4)
+    d h_p = Σ_{v of p} W_nᵀ g_v                    (5)
+    d W_n = Σ_{v of n} g_v h_pᵀ,   d b_n = Σ g_v   (6)
+
+Each node is one small matrix product, so a position costs O(H · columns on its path). Where they
+are few (positions × √N), the log-probabilities (2) are kept for the backward; where they are many
+(the full softmax of a large vocabulary) only lse is kept and the backward forms them again, one
+block of children after another. No weight is copied, and each row's gradient is complete when it is
+written, once.
+"""
+
+import mmap
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lm.output.routing import Visits
+
+_KEPT_ELEMENTS = 1 << 26
+"""Most log-probabilities kept from forward to backward: 256 MB in fp32."""
+_BLOCK_ELEMENTS = 1 << 23
+"""Most logits held at once where they are not kept, and most elements of half-precision rows cast
+to fp32 at once.
+"""
+_LAZY_BYTES = 1 << 20
+"""From this size on, a gradient is mapped memory."""
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are formed in: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def saved_size(num_positions: int, max_path_columns: int, depth: int) -> int:
+    """Elements saved for the backward, a matter of shapes alone: log q (2) of every visit if they
+    are few, else every lse.
+    """
+    num_columns = num_positions * max_path_columns
+    return num_columns if num_columns <= _KEPT_ELEMENTS else num_positions * depth
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    visits: Visits,
+    num_children: Tensor,
+    first_row: Tensor,
+    saved: Tensor,
+) -> Tensor:
+    """nll [P] (3) in `compute_dtype`.
+
+    Args:
+        hidden: [P, H].
+        weight: [R, H].
+        bias: [R] or None.
+        visits: of the targets.
+        num_children, first_row: [I], the tree.
+        saved: [saved_size], filled in for the backward.
+    """
+    num_visits = int(visits.num_visits.sum())
+    position, visited = _visited(hidden, visits, num_visits, saved.dtype)
+    log_prob = saved.new_empty(num_visits)
+    used = 0
+    for node in _nodes(visits, num_children, first_row):
+        child = visits.child[node.visits, None]
+        own_hidden = visited[node.visits]
+        if _keeps(saved, visits):
+            logits = saved.new_empty(node.shape)
+            for children in node.blocks(weight, saved.dtype):
+                _logits(own_hidden, weight, bias, node, children, out=logits[:, children])
+            log_q = torch.log_softmax(logits, dim=1, out=node.columns(saved))
+            log_prob[node.visits] = log_q.gather(1, child).squeeze(1)
+            used = node.offset + prod(node.shape)
+        else:
+            lse, picked = _online_lse(own_hidden, weight, bias, node, child)
+            saved[node.visits] = lse
+            log_prob[node.visits] = picked - lse
+            used = node.stop
+    saved[used:] = 0
+    return log_prob.new_zeros(hidden.shape[0]).index_add_(0, position, log_prob).neg_()
+
+
+def backward(
+    d_nll: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    visits: Visits,
+    num_children: Tensor,
+    first_row: Tensor,
+    saved: Tensor,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """d_hidden [P, H], d_weight [R, H], d_bias [R] in the dtypes of what they belong to; None where
+    not needed.
+
+    Args:
+        d_nll: [P], gradient of each position's nll.
+        saved: what `forward` filled in.
+        needs: which of the three are wanted.
+    """
+    num_visits = int(visits.num_visits.sum())
+    position, visited = _visited(hidden, visits, num_visits, saved.dtype)
+    visited_d_nll = d_nll.to(saved.dtype).index_select(0, position)
+    d_visited = torch.zeros_like(visited) if needs[0] else None
+    d_weight = _lazy_zeros(weight) if needs[1] else None
+    d_bias = _lazy_zeros(bias) if bias is not None and needs[2] else None
+    for node in _nodes(visits, num_children, first_row):
+        child = visits.child[node.visits, None]
+        own_hidden = visited[node.visits]
+        for children in node.blocks(weight, saved.dtype):
+            rows = node.rows(children)
+            if _keeps(saved, visits):
+                log_q = node.columns(saved)[:, children]
+            else:
+                logits = saved.new_empty(node.stop - node.start, rows.stop - rows.start)
+                _logits(own_hidden, weight, bias, node, children, out=logits)
+                log_q = logits.sub_(saved[node.visits, None])
+            d_logits = _d_logits(log_q, child - children.start, visited_d_nll[node.visits, None])
+            if d_visited is not None:
+                own = weight[rows].to(saved.dtype)
+                _accumulate(d_visited[node.visits], d_logits, own, first=children.start == 0)
+            if d_weight is not None:
+                _write_product(d_weight[rows], d_logits.T, own_hidden)
+            if d_bias is not None:
+                d_bias[rows] = d_logits.sum(0).to(d_bias.dtype)
+    d_hidden = None
+    if d_visited is not None:
+        d_hidden = saved.new_zeros(hidden.shape).index_add_(0, position, d_visited)
+        d_hidden = d_hidden.to(hidden.dtype)
+    return d_hidden, d_weight, d_bias
+
+
+class _Node(NamedTuple):
+    """A visited node: its sorted visits start … stop, its rows, and where its columns begin in the
+    saved log-probabilities.
+    """
+
+    start: int
+    stop: int
+    first_row: int
+    num_children: int
+    offset: int
+
+    @property
+    def visits(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stop - self.start, self.num_children
+
+    def rows(self, children: slice) -> slice:
+        return slice(self.first_row + children.start, self.first_row + children.stop)
+
+    def columns(self, saved: Tensor) -> Tensor:
+        """The node's log-probabilities [visits, children], a view."""
+        return saved[self.offset : self.offset + prod(self.shape)].view(self.shape)
+
+    def blocks(self, weight: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+        """The children in portions: few enough for their logits, and for their rows where these
+        must be cast.
+        """
+        longest = max(self.stop - self.start, weight.shape[1] if weight.dtype != dtype else 1)
+        step = max(1, _BLOCK_ELEMENTS // longest)
+        for begin in range(0, self.num_children, step):
+            yield slice(begin, min(begin + step, self.num_children))
+
+
+def _nodes(visits: Visits, num_children: Tensor, first_row: Tensor) -> Iterator[_Node]:
+    """The visited nodes in order."""
+    visited = visits.num_visits.nonzero().squeeze(1)
+    counts, widths, rows = (
+        array[visited].tolist() for array in (visits.num_visits, num_children, first_row)
+    )
+    start = offset = 0
+    for count, width, row in zip(counts, widths, rows, strict=True):
+        yield _Node(start, start + count, row, width, offset)
+        start += count
+        offset += count * width
+
+
+def _visited(
+    hidden: Tensor, visits: Visits, num_visits: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Position [V] and hidden vector [V, H] of each visit, sorted by node."""
+    position = visits.order[:num_visits] % max(hidden.shape[0], 1)
+    return position, hidden.index_select(0, position).to(dtype)
+
+
+def _keeps(saved: Tensor, visits: Visits) -> bool:
+    """Whether `saved` holds log-probabilities: their nodes have two children at least, so lse are
+    always fewer.
+    """
+    return saved.numel() != visits.order.numel()
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, node: _Node, children: slice, out: Tensor
+) -> None:
+    """Equation (1) for some children of a node, into `out` [visits, children]."""
+    rows = node.rows(children)
+    own = weight[rows].to(hidden.dtype)
+    if bias is None:
+        torch.mm(hidden, own.T, out=out)
+    else:
+        torch.addmm(bias[rows].to(hidden.dtype), hidden, own.T, out=out)
+
+
+def _online_lse(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, node: _Node, child: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and the target's logit, [visits] each, walking the children block by block."""
+    lse = hidden.new_full((hidden.shape[0],), -torch.inf)
+    picked = torch.empty_like(lse)
+    for children in node.blocks(weight, hidden.dtype):
+        logits = hidden.new_empty(hidden.shape[0], children.stop - children.start)
+        _logits(hidden, weight, bias, node, children, out=logits)
+        lse = torch.logaddexp(lse, logits.logsumexp(1))
+        inside = (
+            ((child >= children.start) & (child < children.stop)).squeeze(1).nonzero().squeeze(1)
+        )
+        picked[inside] = logits[inside, child[inside, 0] - children.start]
+    return lse, picked
+
+
+def _d_logits(log_q: Tensor, child: Tensor, d_nll: Tensor) -> Tensor:
+    """Equation (4) for a block of children [visits, block]; `child` [visits, 1] may lie outside of
+    the block.
+    """
+    d_logits = log_q.exp()
+    inside = (child >= 0) & (child < log_q.shape[1])
+    own = child.clamp(0, log_q.shape[1] - 1)
+    own_log_q = log_q.gather(1, own)
+    d_logits.scatter_(
+        1, own, torch.where(inside, own_log_q.expm1(), own_log_q.exp())
+    )  # q - 1 without cancellation
+    return d_logits.mul_(d_nll)
+
+
+def _accumulate(out: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """out = left @ right, or added to what the blocks before gave."""
+    if first:
+        torch.mm(left, right, out=out)
+    else:
+        out.addmm_(left, right)
+
+
+def _write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """out = left @ right, rounded once."""
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(left @ right)
+
+
+def _lazy_zeros(like: Tensor) -> Tensor:
+    """Zeros; a large tensor on a CPU is mapped memory, of which only the pages that are written
+    become real.
+
+    Filling the gradient of 268k words with zeros would take as long as everything else.
+    """
+    num_bytes = like.numel() * like.element_size()
+    if like.device.type != "cpu" or num_bytes < _LAZY_BYTES:
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=like.dtype).view(like.shape)

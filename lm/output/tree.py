@@ -1,0 +1,252 @@
+"""ClassTree: the shape of a softmax. Decides which row belongs to which node or word; holds no
+weights and computes nothing.
+
+An internal *node* is a softmax over its children; a child is another node or a word. Every node but
+the root, and every word, owns one *row* of the weight, and the children of a node own contiguous
+rows. With N words and I nodes there are R = N + I - 1 rows. Nodes and rows are numbered breadth
+first, parents before children:
+
+    rows:  | children of node 0 (the root) | children of node 1 | children of node 2 | ...
+
+so that three flat arrays say everything: `num_children` [I], `row_of_node` [I] (-1 for the root)
+    and `row_of_word` [N].
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lm.output import shapes
+
+_SAVED = ("num_children", "row_of_node", "row_of_word")
+
+
+class ClassTree(nn.Module):
+    """A tree of softmaxes over N words, as flat integer arrays.
+
+    A module, because its arrays are the buffers of the layer that uses it: they move with the layer
+    and are saved with it. Build one with `full`, `two_level`, `balanced`, `huffman` or
+    `from_paths`.
+
+    Attributes:
+        vocab_size: N, number of words.
+        num_rows: R = N + I - 1, number of weight rows.
+        num_nodes: I, number of internal nodes, the root included.
+        depth: largest number of nodes on the path of a word (1 for the full softmax).
+        max_path_columns: largest number of children met on the path of a word, summed over its
+            nodes.
+        num_children: [I] int64, children of each node.
+        first_row: [I] int64, row of each node's first child.
+        row_of_node: [I] int64, row that stands for the node in its parent; -1 for the root.
+        node_of_row: [R] int64, node whose child the row is.
+        row_of_word: [N] int64.
+    """
+
+    num_children: Tensor
+    first_row: Tensor
+    row_of_node: Tensor
+    node_of_row: Tensor
+    row_of_word: Tensor
+
+    def __init__(self, num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> None:
+        """Make the tree of three arrays as they are saved, and check that they are one.
+
+        Raises:
+            ValueError: if the arrays do not describe a tree in which each row has exactly one
+                owner.
+        """
+        super().__init__()
+        num_children, row_of_node, row_of_word = (
+            torch.as_tensor(array).to(torch.int64)
+            for array in (num_children, row_of_node, row_of_word)
+        )
+        _check(num_children, row_of_node, row_of_word)
+        self.vocab_size = row_of_word.numel()
+        self.num_nodes = num_children.numel()
+        self.num_rows = self.vocab_size + self.num_nodes - 1
+        self.register_buffer("num_children", num_children)
+        self.register_buffer("row_of_node", row_of_node)
+        self.register_buffer("row_of_word", row_of_word)
+        first_row = num_children.cumsum(0) - num_children
+        node_of_row = torch.repeat_interleave(torch.arange(self.num_nodes), num_children)
+        self.register_buffer("first_row", first_row, persistent=False)
+        self.register_buffer("node_of_row", node_of_row, persistent=False)
+        self.depth, self.max_path_columns = _measure(num_children, row_of_node, node_of_row)
+
+    @classmethod
+    def full(cls, vocab_size: int) -> "ClassTree":
+        """The ordinary softmax: one node, whose children are the N words in the order of their
+        ids.
+        """
+        shapes.check_size("vocab_size", vocab_size, 1)
+        return cls(torch.tensor([vocab_size]), torch.tensor([-1]), torch.arange(vocab_size))
+
+    @classmethod
+    def two_level(cls, word_class: Tensor | Sequence[int], head: int = 0) -> "ClassTree":
+        """The class-based softmax: the root's children are the classes, a class's children its
+        words.
+
+        Args:
+            word_class: [N] integers ≥ 0, the class of each word. Class numbers without words are
+                skipped.
+            head: the words 0 … head - 1 (the most frequent ones, if ids are by frequency) hang on
+                the root, beside the classes; their class is ignored.
+
+        Raises:
+            ValueError: if `word_class` is not one-dimensional integers ≥ 0, or `head` is not within
+                0 … N.
+
+        Source: Goodman 2001; words at the root: Grave et al. 2017, section 4.
+        """
+        return cls._of(shapes.two_level(word_class, head))
+
+    @classmethod
+    def balanced(cls, vocab_size: int, branching: int) -> "ClassTree":
+        """The shallowest tree of even depth in which no node has more than `branching` children,
+        words in the order of their ids.
+
+        Raises:
+            ValueError: if `vocab_size` < 1 or `branching` < 2.
+        """
+        return cls._of(shapes.balanced(vocab_size, branching))
+
+    @classmethod
+    def huffman(cls, counts: Tensor | Sequence[int], arity: int = 2) -> "ClassTree":
+        """The tree of least expected depth under `counts` in which every node but one has exactly
+        `arity` children.
+
+        Args:
+            counts: [N] integers ≥ 0, how often each word occurs.
+            arity: children of a node.
+
+        Raises:
+            ValueError: if `counts` is not one-dimensional integers ≥ 0, or `arity` < 2.
+
+        Source: Huffman 1952; as an output layer: Mikolov et al. 2013.
+        """
+        return cls._of(shapes.huffman(counts, arity))
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> "ClassTree":
+        """The tree in which word w is found by following the child numbers `paths[w]` from the
+        root.
+
+        Args:
+            paths: for each word in the order of ids, its child numbers (integers ≥ 0), outermost
+                first. Children of a node are ordered by number; numbers may have gaps.
+
+        Raises:
+            ValueError: if a path is empty or negative, if two words share a path, or if one path
+                begins another.
+        """
+        return cls._of(shapes.from_paths(paths))
+
+    @classmethod
+    def from_file(cls, path: str | Path, words: Sequence[str]) -> "ClassTree":
+        """The tree of a text file: one line a word, the word and its child numbers separated by
+        blanks, in any order.
+
+        Raises:
+            ValueError: if a line does not parse, or the file's words are not exactly `words`,
+                naming the line or word.
+        """
+        return cls.from_paths(shapes.read_paths(path, words))
+
+    @classmethod
+    def _of(cls, parents: shapes.Parents) -> "ClassTree":
+        return cls(*shapes.number_breadth_first(parents))
+
+    def save(self, path: str | Path) -> None:
+        """Write the three defining arrays; `load` reads them."""
+        torch.save(self.state_dict(), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ClassTree":
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: if the file does not hold a tree.
+        """
+        return cls.from_state(torch.load(path, map_location="cpu", weights_only=True))
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor]) -> "ClassTree":
+        """The tree whose `state_dict()` is `state`.
+
+        Raises:
+            ValueError: if an array is missing or the arrays do not describe a tree.
+        """
+        missing = [name for name in _SAVED if name not in state]
+        if missing:
+            raise ValueError(f"not a saved tree: {', '.join(missing)} missing")
+        return cls(*(state[name] for name in _SAVED))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Refuse the weights of another tree: rows would silently belong to other words."""
+        for name in _SAVED:
+            value, own = state_dict.get(prefix + name), getattr(self, name)
+            if value is not None and not torch.equal(value.to(own.device), own):
+                raise ValueError(f"the weights belong to another tree: {prefix}{name} differs")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return (
+            f"vocab_size={self.vocab_size}, num_nodes={self.num_nodes}, depth={self.depth}, "
+            f"max_path_columns={self.max_path_columns}"
+        )
+
+    def root_child(self, word: Tensor) -> Tensor:
+        """Which child of the root each word hangs below, [...] int64 for words [...]: its class, in
+        a tree of two levels.
+        """
+        row = self.row_of_word[word]
+        for _ in range(self.depth - 1):
+            above = self.row_of_node[self.node_of_row[row]]
+            row = torch.where(above >= 0, above, row)
+        return row
+
+    def path(self, word: int) -> list[tuple[int, int]]:
+        """The (node, row) pairs of a word from the root down."""
+        visits: list[tuple[int, int]] = []
+        row = int(self.row_of_word[word])
+        while row >= 0:
+            node = int(self.node_of_row[row])
+            visits.append((node, row))
+            row = int(self.row_of_node[node])
+        return visits[::-1]
+
+
+def _check(num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> None:
+    """Each row is owned by one node or word, and each node lies below an earlier one."""
+    num_nodes, num_words = num_children.numel(), row_of_word.numel()
+    num_rows = num_words + num_nodes - 1
+    if num_words < 1 or num_nodes < 1 or row_of_node.numel() != num_nodes:
+        raise ValueError(
+            f"not a tree: {num_words} words, {num_nodes} nodes, {row_of_node.numel()} rows of nodes"
+        )
+    if bool((num_children < 1).any()) or int(num_children.sum()) != num_rows:
+        raise ValueError(f"not a tree: {int(num_children.sum())} children in all, {num_rows} rows")
+    owned = torch.cat([row_of_node[1:], row_of_word])
+    if int(row_of_node[0]) != -1 or bool((owned < 0).any()) or bool((owned >= num_rows).any()):
+        raise ValueError("not a tree: rows out of range")
+    if not bool((torch.bincount(owned, minlength=num_rows) == 1).all()):
+        raise ValueError("not a tree: a row has several owners")
+    first_row = num_children.cumsum(0) - num_children
+    if bool((row_of_node[1:] >= first_row[1:]).any()):
+        raise ValueError("not a tree: a node does not lie below an earlier one")
+
+
+def _measure(num_children: Tensor, row_of_node: Tensor, node_of_row: Tensor) -> tuple[int, int]:
+    """Depth, and the largest number of columns on a path. Parents come first, so sums run down by
+    pointer jumping.
+    """
+    above = torch.cat([torch.tensor([0]), node_of_row[row_of_node[1:]]])
+    level, columns = (above >= 0).to(torch.int64), num_children.clone()
+    level[0], columns[0] = 0, 0  # the root is counted once, below
+    while bool(above.any()):
+        level, columns = level + level[above], columns + columns[above]
+        above = above[above]
+    return int(level.max()) + 1, int(columns.max()) + int(num_children[0])

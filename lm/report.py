@@ -1,0 +1,147 @@
+"""Pictures and tables of a run, for people."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_prep.artifacts import Prepared, open_prepared
+from data_prep.classes import ClassReport, class_report
+from lm.batches import Batches
+from lm.config import Config
+from lm.evaluation import Evaluation
+from lm.metrics import read_metrics
+from lm.model.language_model import build_model
+from lm.tree_choice import build_tree
+
+
+def draw_curves(folder: Path, title: str) -> Path:
+    """Draw `curves.png` from `metrics.csv`: perplexity of training and validation text over the
+    tokens trained on.
+    """
+    from matplotlib.figure import Figure  # takes a second, and only this function needs it
+
+    lines = read_metrics(folder / "metrics.csv")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(
+        [line.tokens for line in lines],
+        [line.train_perplexity for line in lines],
+        label="training",
+        linewidth=1,
+    )
+    validated = [
+        (line.tokens, line.valid_perplexity) for line in lines if line.valid_perplexity is not None
+    ]
+    if validated:
+        tokens, perplexities = zip(*validated, strict=True)
+        axes.plot(tokens, perplexities, "o-", label=f"validation, best {min(perplexities):.1f}")
+    axes.set(xlabel="tokens trained on", ylabel="perplexity", yscale="log", title=title)
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_minor_formatter("{x:.0f}")
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend()
+    path = folder / "curves.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def evaluation_table(result: Evaluation, split: str) -> str:
+    """The figures of `lm evaluate` as lines of text."""
+    rows = [
+        ("tokens predicted", f"{result.tokens:,}"),
+        ("words, without <eos>", f"{result.words:,}"),
+        ("out of vocabulary", f"{result.oov:,}"),
+        ("negative log-likelihood", f"{result.nll_nats:.1f} nats"),
+        ("perplexity", f"{result.perplexity:.2f}"),
+        ("  excluding out of vocabulary", f"{result.perplexity_excluding_oov:.2f}"),
+        (
+            "  class × within class",
+            f"{result.class_perplexity:.2f} × {result.within_class_perplexity:.2f}",
+        ),
+        ("word perplexity", f"{result.word_perplexity:.2f}"),
+        ("bits per byte", f"{result.bits_per_byte:.4f}"),
+        ("context", result.context),
+        ("line ends", result.eos_rule),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([split, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def report_classes(prepared: Prepared, num_words: int) -> ClassReport:
+    """Sizes, mass, cost and likelihood of the word classes of a prepared corpus, and the top words
+    of each.
+    """
+    return class_report(
+        prepared.counts(), prepared.word_class(), prepared.tokens("train"), num_top_words=num_words
+    )
+
+
+def classes_table(report: ClassReport, prepared: Prepared) -> str:
+    """The class report as lines of text, heaviest class first."""
+    tokenizer = prepared.tokenizer()
+    sizes = np.bincount(prepared.word_class())
+    head = [
+        f"{report.num_word_classes:,} classes of {report.min_words:,} to {report.max_words:,}"
+        f" words, median {report.median_words:g}",
+        f"columns per token   {report.columns_per_token:.1f} of {prepared.vocab_size:,}",
+        f"bigram likelihood   {report.log_likelihood:.4f} nats per token "
+        f"(perplexity {math.exp(-report.log_likelihood):.1f})",
+        f"entropy             class {report.class_entropy:.3f} bits,"
+        f" word in class {report.word_entropy:.3f} bits",
+        "",
+        "class   words   mass %  top words",
+    ]
+    heaviest = sorted(range(report.num_word_classes), key=lambda c: -report.token_mass[c])
+    rows = [
+        f"{c:5d} {sizes[c]:7,d} {100 * report.token_mass[c]:8.3f}  "
+        + " ".join(tokenizer.token(word) for word in report.top_words[c])
+        for c in heaviest
+    ]
+    return "\n".join(head + rows)
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """Sizes, cost and memory of a run, from its prepared data; without allocating its weights.
+
+    Raises:
+        UserError: if the data are not prepared yet.
+    """
+    prepared = open_prepared(config.prepared_path)
+    tree = build_tree(config, prepared)
+    with torch.device("meta"):
+        model = build_model(config.model, config.output, tree, config.train.seq_len)
+    parameters = {
+        name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()
+    }
+    total = sum(parameters.values())
+    bytes_each = {"bf16-true": 2, "64-true": 8}.get(config.train.precision, 4)
+    states = {"adamw": 2, "sgd": int(config.optim.momentum > 0)}[config.optim.optimizer]
+    batches = Batches(
+        prepared.tokens("train"),
+        eos_id=prepared.eos_id,
+        batch_size=config.train.batch_size,
+        seq_len=config.train.seq_len,
+        shuffle=not model.backbone.carries_state,
+        seed=config.seed,
+    )
+    return {
+        "name": config.name,
+        "run_dir": str(config.run_path),
+        "backbone": config.model.backbone,
+        "layers": config.model.layers,
+        "hidden": config.model.hidden,
+        "vocab_size": tree.vocab_size,
+        "tree": config.output.tree,
+        "tree_nodes": tree.num_nodes,
+        "tree_depth": tree.depth,
+        "columns_per_token_at_most": tree.max_path_columns,
+        "train_tokens": prepared.splits["train"].tokens,
+        "batches_per_epoch": batches.per_epoch,
+        **{f"{name}_parameters": count for name, count in parameters.items() if count},
+        "parameters": total,
+        "weights_mib": round(total * bytes_each / 2**20, 1),
+        "weights_gradients_optimizer_mib": round(total * bytes_each * (2 + states) / 2**20, 1),
+    }

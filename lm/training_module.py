@@ -1,0 +1,158 @@
+"""One training step, and all state besides weights and optimizer that a continuation needs."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from data_prep.settings import UserError
+from lm.batches import Batch, Batches
+from lm.config import Config
+from lm.model.language_model import LanguageModel
+from lm.optimization import build_optimizer, learning_rate
+
+
+@dataclass
+class Progress:
+    """Where a training stands.
+
+    Attributes:
+        batches_done: batches trained on.
+        tokens_done: tokens trained on, over all devices.
+        best: lowest validation perplexity so far.
+        stalls: validations that did not improve on it.
+        nll: nats summed over the tokens since the last line of metrics.csv.
+        num_tokens: how many these are.
+        seconds: spent training, validation and checkpoints left out.
+    """
+
+    batches_done: int = 0
+    tokens_done: int = 0
+    best: float = math.inf
+    stalls: int = 0
+    nll: float = 0.0
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+
+class TrainingModule(pl.LightningModule):
+    """What Lightning trains: the model with its optimizer, carried state, random numbers and
+    progress.
+
+    Args:
+        config: of the run.
+        model: to train.
+        batches: what is read.
+        total_steps: optimizer steps of the whole training.
+    """
+
+    def __init__(
+        self, config: Config, model: LanguageModel, batches: Batches, total_steps: int
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.model = model
+        self.batches = batches
+        self.total_steps = total_steps
+        self.progress = Progress()
+        self._carried: tuple[Tensor, ...] | None = None
+        self._pending: list[tuple[Tensor, int]] = []
+        self._restored: dict[str, Any] | None = None
+
+    @property
+    def total_batches(self) -> int:
+        """Batches of the whole training."""
+        return self.total_steps * self.config.train.accumulate
+
+    @property
+    def finished(self) -> bool:
+        """Whether all batches are done."""
+        return self.progress.batches_done >= self.total_batches
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the next step."""
+        epoch = self.progress.batches_done // self.batches.per_epoch
+        return learning_rate(
+            self.config.optim, self.global_step, self.total_steps, epoch, self.progress.stalls
+        )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The optimizer of the section `optim`."""
+        return build_optimizer(self.model, self.config.optim)
+
+    def on_train_start(self) -> None:
+        """Put restored random numbers in place, after everything that may have drawn some."""
+        if self._restored is not None:
+            torch.set_rng_state(self._restored["cpu"])
+            if self._restored["cuda"] is not None:
+                torch.cuda.set_rng_state(self._restored["cuda"], self.device)
+            self._restored = None
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Set the learning rate of this step."""
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = self.rate
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Mean nll of one batch."""
+        carried = self._carried if batch.continues else None
+        loss, state = self.model.loss(batch.inputs, batch.targets, carried)
+        if self.model.backbone.carries_state and state is not None:
+            self._carried = self.model.backbone.detach_state(state)
+        num_tokens = batch.targets.numel()
+        self._pending.append((loss.detach(), num_tokens))
+        self.progress.batches_done += 1
+        self.progress.tokens_done += num_tokens * self.batches.world_size
+        return loss
+
+    def gather_losses(self) -> None:
+        """Read the losses of the last batches from the device.
+
+        Raises:
+            UserError: if one is not finite; whoever asked has written nothing yet.
+        """
+        for loss, num_tokens in self._pending:
+            value = float(loss)
+            if not math.isfinite(value):
+                raise UserError(
+                    f"the loss became {value} before step {self.global_step};"
+                    " the last checkpoint is untouched (a lower optim.lr or optim.clip may help)"
+                )
+            self.progress.nll += value * num_tokens
+            self.progress.num_tokens += num_tokens
+        self._pending.clear()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what Lightning does not know about, of every device."""
+        self.gather_losses()
+        own = {
+            "carried": None if self._carried is None else tuple(s.cpu() for s in self._carried),
+            "cpu": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state(self.device) if self.on_gpu else None,
+        }
+        every: list[Any] = [own]
+        if self.batches.world_size > 1:
+            every = [None] * self.batches.world_size
+            torch.distributed.all_gather_object(every, own)
+        checkpoint["sqrtlm"] = {"progress": asdict(self.progress), "devices": every}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take it back.
+
+        Raises:
+            UserError: if the checkpoint was written by another number of devices.
+        """
+        saved = checkpoint["sqrtlm"]
+        if len(saved["devices"]) != self.batches.world_size:
+            raise UserError(
+                f"the checkpoint is of {len(saved['devices'])} devices,"
+                f" this continuation has {self.batches.world_size} (train.devices)"
+            )
+        self.progress = Progress(**saved["progress"])
+        self._restored = own = saved["devices"][self.batches.rank]
+        if own["carried"] is not None:
+            self._carried = tuple(part.to(self.device) for part in own["carried"])

@@ -1,0 +1,120 @@
+"""Files are complete or absent; damaged arrays are refused before they are mapped."""
+
+import hashlib
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.settings import UserError
+from data_prep.storage import (
+    ArrayInfo,
+    map_array,
+    sha256_file,
+    verify_array,
+    write_array,
+    write_atomically,
+    write_json_atomically,
+)
+
+
+@pytest.fixture
+def array(tmp_path: Path) -> tuple[Path, ArrayInfo]:
+    path = tmp_path / "x.npy"
+    return path, write_array(path, [np.arange(5), np.arange(0), np.arange(5, 300)], "uint16")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=5), max_size=5))
+def test_chunks_come_back_as_one_array_that_numpy_reads(
+    tmp_path_factory: pytest.TempPathFactory, chunks: list[list[int]]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "chunks.npy"
+    info = write_array(path, [np.array(chunk, np.int64) for chunk in chunks], "uint32")
+    flat = [value for chunk in chunks for value in chunk]
+    assert np.load(path).tolist() == map_array(path, info).tolist() == flat
+    assert info.sha256 == hashlib.sha256(np.array(flat, "<u4").tobytes()).hexdigest()
+    verify_array(path, map_array(path, info), info)
+
+
+def test_a_map_is_read_only(array: tuple[Path, ArrayInfo]) -> None:
+    mapped = map_array(*array)
+    assert mapped[299] == 299
+    with pytest.raises(ValueError, match="read-only"):
+        mapped[0] = 1
+
+
+@pytest.mark.parametrize("change", [-1, -500, 1])
+def test_a_file_of_another_size_is_refused_before_mapping(
+    array: tuple[Path, ArrayInfo], change: int
+) -> None:
+    path, info = array
+    content = path.read_bytes()
+    path.write_bytes(content[:change] if change < 0 else content + b"\0")
+    message = rf"x\.npy is damaged: {728 + change} bytes, expected 728 \(300 × uint16\)$"
+    with pytest.raises(UserError, match=message):
+        map_array(path, info)
+
+
+def test_another_header_is_refused(array: tuple[Path, ArrayInfo]) -> None:
+    path, info = array
+    path.write_bytes(path.read_bytes().replace(b"<u2", b"<i2"))
+    with pytest.raises(UserError, match=r"x\.npy is damaged: its header is not that of 300 × ui"):
+        map_array(path, info)
+
+
+def test_every_flipped_byte_is_found(array: tuple[Path, ArrayInfo]) -> None:
+    path, info = array
+    content = path.read_bytes()
+    for place in range(128, len(content), 41):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(UserError, match=r"x\.npy is damaged: its SHA-256 is not the recorded"):
+            verify_array(path, map_array(path, info), info)
+
+
+def test_values_out_of_range_are_refused(array: tuple[Path, ArrayInfo]) -> None:
+    path, info = array
+    verify_array(path, map_array(path, info), info, below=300)
+    with pytest.raises(UserError, match=r"x\.npy holds the value 299: expected 0 to 298$"):
+        verify_array(path, map_array(path, info), info, below=299)
+
+
+def test_a_failed_write_leaves_the_file_before_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"before")
+
+    def fail(file: BinaryIO) -> None:
+        file.write(b"half")
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        write_atomically(path, fail)
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
+    def fail(file: BinaryIO) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match=r"file cannot be written: No space left on device$"):
+        write_atomically(tmp_path / "file", fail)
+    with pytest.raises(UserError, match=r"nowhere/file cannot be written: No such file or direc"):
+        write_atomically(tmp_path / "nowhere" / "file", fail)
+
+
+def test_json_is_exact_and_finite(tmp_path: Path) -> None:
+    write_json_atomically(tmp_path / "x.json", {"é": [1, 0.1]})
+    assert (tmp_path / "x.json").read_text() == '{\n  "é": [\n    1,\n    0.1\n  ]\n}\n'
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json_atomically(tmp_path / "x.json", float("nan"))
+
+
+def test_the_hash_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc")
+    assert sha256_file(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
+    with pytest.raises(UserError, match="nope cannot be read: No such file or directory"):
+        sha256_file(tmp_path / "nope")

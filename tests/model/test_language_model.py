@@ -1,0 +1,149 @@
+"""The language model: its parts joined as said, tied weights really one, compiled as eager."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo
+from torch.nn import functional as F
+
+from lm.config import ModelConfig, OutputConfig
+from lm.model.language_model import LanguageModel, build_model
+from lm.output import ClassTree
+
+N, H, T, B = 11, 8, 5, 3
+BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
+
+
+def make(backbone: str, tree: ClassTree | None = None, **settings: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    config = ModelConfig(backbone=backbone, hidden=H, heads=2, layers=2, **settings)  # type: ignore[arg-type]
+    if tree is None:
+        tree = ClassTree.two_level(torch.arange(N) % 3)
+    return build_model(config, OutputConfig(), tree, context=T).double()
+
+
+def text(seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(N, (T + 1, B), generator=generator)
+    return words[:-1], words[1:]
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+@BACKBONES
+def test_the_loss_is_the_mean_cross_entropy_of_the_next_words(backbone: str) -> None:
+    model, (tokens, targets) = make(backbone, ClassTree.full(N)), text()
+    assert model.embedding is not None
+    hidden, _ = model.backbone(model.embedding(tokens))
+    logits = F.linear(hidden, model.output.weight, model.output.bias)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss, _ = model.loss(tokens, targets)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
+@BACKBONES
+def test_a_word_does_not_change_what_is_predicted_before_it(backbone: str) -> None:
+    model, (tokens, _) = make(backbone).eval(), text()
+    changed = tokens.clone()
+    changed[3] = (changed[3] + 1) % N
+    before, after = model(tokens)[0], model(changed)[0]
+    assert torch.equal(before[:3], after[:3])
+    assert (before[3:] - after[3:]).abs().amax(dim=2).min() > 1e-6
+
+
+@BACKBONES
+def test_word_by_word_with_the_state_equals_all_at_once(backbone: str) -> None:
+    model, (tokens, _) = make(backbone).eval(), text()
+    state, parts = model.init_state(B), []
+    for t in range(T):
+        hidden, new_state = model(tokens[t : t + 1], state)
+        assert new_state is not None
+        state = new_state
+        parts.append(hidden)
+    torch.testing.assert_close(torch.cat(parts), model(tokens)[0], rtol=1e-10, atol=1e-12)
+
+
+@BACKBONES
+def test_selected_sequences_go_on_as_they_would_have(backbone: str) -> None:
+    model, (tokens, _) = make(backbone).eval(), text()
+    index = torch.tensor([2, 0, 2])
+    _, state = model(tokens[:2], model.init_state(B))
+    assert state is not None
+    whole, _ = model(tokens[2:], state)
+    chosen, _ = model(tokens[2:, index], model.backbone.select_state(state, index))
+    torch.testing.assert_close(chosen, whole[:, index], rtol=1e-10, atol=1e-12)
+
+
+@BACKBONES
+def test_tied_weights_are_one_tensor_read_by_word(backbone: str) -> None:
+    model, (tokens, _) = make(backbone, tied=True), text()
+    assert model.embedding is None
+    rows = [name for name, p in model.named_parameters() if len(p) == model.output.tree.num_rows]
+    assert rows == ["output.weight", "output.bias"]
+    vectors = model.output.weight[model.output.tree.row_of_word]
+    hidden, _ = model.backbone(vectors[tokens])
+    assert torch.equal(model(tokens)[0], hidden)
+
+
+@BACKBONES
+def test_the_gradient_of_tied_weights_is_the_sum_of_both_uses(backbone: str) -> None:
+    tied, (tokens, targets) = make(backbone, tied=True), text()
+    apart = make(backbone)
+    assert apart.embedding is not None
+    row_of_word = tied.output.tree.row_of_word
+    apart.backbone.load_state_dict(tied.backbone.state_dict())  # type: ignore[attr-defined]
+    apart.output.load_state_dict(tied.output.state_dict())
+    with torch.no_grad():
+        apart.embedding.weight.copy_(tied.output.weight[row_of_word])
+    separate = gradients(apart, apart.loss(tokens, targets)[0])
+    expected = separate["output.weight"].clone()
+    expected[row_of_word] += separate["embedding.weight"]
+    together = gradients(tied, tied.loss(tokens, targets)[0])
+    assert separate["embedding.weight"].norm() > 1e-3
+    torch.testing.assert_close(together["output.weight"], expected, rtol=1e-10, atol=1e-14)
+
+
+@BACKBONES
+def test_input_vectors_may_have_another_size(backbone: str) -> None:
+    model, (tokens, _) = make(backbone, embedding=6), text()
+    assert model.embedding is not None
+    hidden, _ = model.backbone(model.embedding(tokens))
+    assert model.embedding.weight.shape == (N, 6)
+    assert torch.equal(model(tokens)[0], hidden)
+
+
+@BACKBONES
+def test_init_range_bounds_embedding_and_output(backbone: str) -> None:
+    model = make(backbone, init_range=0.01)
+    assert model.embedding is not None
+    for weight in (model.embedding.weight, model.output.weight):
+        assert 0.009 < float(weight.detach().abs().max()) <= 0.01
+
+
+@BACKBONES
+def test_dropout_acts_while_training_alone(backbone: str) -> None:
+    model, (tokens, _) = make(backbone, dropout=0.5), text()
+    plain = make(backbone)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model.eval()(tokens)[0], plain(tokens)[0])
+    first, second = (model.train()(tokens)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+    assert 0.2 < float((first == 0).double().mean()) < 0.8
+
+
+@BACKBONES
+def test_compiled_whole_equals_eager_in_loss_and_gradients(backbone: str) -> None:
+    model, (tokens, targets) = make(backbone), text()
+    expected, _ = model.loss(tokens, targets)
+    compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
+    with dynamo.patch(allow_rnn=True):  # nn.LSTM breaks the graph without
+        loss, _ = compiled(tokens, targets)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        gradients(model, loss), gradients(model, expected), rtol=1e-9, atol=1e-13
+    )

@@ -1,0 +1,203 @@
+"""The LSTM backbone against its equations, written out step by step in fp64."""
+
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lm.model.lstm import LSTM, Dropout
+
+T, B, E, H, LAYERS = 5, 3, 4, 6, 2
+
+
+def make(seed: int = 0, dtype: torch.dtype = torch.float64, **dropouts: float | bool) -> LSTM:
+    torch.manual_seed(seed)
+    return LSTM(E, H, LAYERS, **dropouts).to(dtype)  # type: ignore[arg-type]
+
+
+def inputs(seed: int = 1, dtype: torch.dtype = torch.float64) -> tuple[Tensor, tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    embedded, h, c = (
+        torch.randn(shape, generator=generator, dtype=dtype)
+        for shape in ((T, B, E), (LAYERS, B, H), (LAYERS, B, H))
+    )
+    return embedded, (h, c)
+
+
+def by_equations(
+    layer: nn.Module, weight_hh: Tensor, x: Tensor, h: Tensor, c: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One layer, one time step after the other, as in the module docstring."""
+    weight_ih = layer.get_parameter("weight_ih_l0")
+    bias = layer.get_parameter("bias_ih_l0") + layer.get_parameter("bias_hh_l0")
+    outputs = []
+    for x_t in x:
+        i, f, g, o = (weight_ih @ x_t.T + weight_hh @ h.T + bias[:, None]).T.chunk(4, dim=1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(c)
+        outputs.append(h)
+    return torch.stack(outputs), h, c
+
+
+def definition(
+    model: LSTM, x: Tensor, state: tuple[Tensor, ...], weights_hh: list[Tensor]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ends = []
+    for k, layer in enumerate(model.layers):
+        x, h, c = by_equations(layer, weights_hh[k], x, state[0][k], state[1][k])
+        ends.append((h, c))
+    return x, (torch.stack([h for h, _ in ends]), torch.stack([c for _, c in ends]))
+
+
+def raw_weights_hh(model: LSTM) -> list[Tensor]:
+    return [layer.get_parameter("weight_hh_l0") for layer in model.layers]
+
+
+def test_equals_the_equations_step_by_step() -> None:
+    model, (embedded, state) = make(), inputs()
+    expected = definition(model, embedded, state, raw_weights_hh(model))
+    torch.testing.assert_close(model(embedded, state), expected, rtol=0, atol=1e-13)
+
+
+def test_fp32_error_is_a_few_roundings() -> None:
+    model, (embedded, state) = make(), inputs()
+    truth, _ = model(embedded, state)
+    single, _ = model.float()(embedded.float(), (state[0].float(), state[1].float()))
+    torch.testing.assert_close(single.double(), truth, rtol=0, atol=20 * 2**-24)
+
+
+def test_gradients_match_finite_differences() -> None:
+    model, (embedded, state) = make(), inputs()
+    leaves = [embedded.requires_grad_(), *(part.requires_grad_() for part in state)]
+    names, parameters = zip(*model.named_parameters(), strict=True)
+
+    def function(x: Tensor, h: Tensor, c: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        hidden, end = torch.func.functional_call(
+            model, dict(zip(names, values, strict=True)), (x, (h, c))
+        )
+        return hidden, *end
+
+    assert torch.autograd.gradcheck(function, (*leaves, *parameters), fast_mode=True)
+
+
+def test_no_state_is_zero_state() -> None:
+    model, (embedded, _) = make(), inputs()
+    zeros = model.init_state(B, device="cpu", dtype=torch.float64)
+    assert not any(part.any() for part in zeros)
+    torch.testing.assert_close(model(embedded), model(embedded, zeros), rtol=0, atol=0)
+
+
+def test_state_carried_over_two_halves_equals_one_window() -> None:
+    model, (embedded, state) = make(), inputs()
+    whole, end = model(embedded, state)
+    first, middle = model(embedded[:2], state)
+    second, last = model(embedded[2:], middle)
+    torch.testing.assert_close(torch.cat([first, second]), whole, rtol=0, atol=1e-14)
+    torch.testing.assert_close(last, end, rtol=0, atol=1e-14)
+
+
+def test_detached_state_keeps_values_and_stops_gradients() -> None:
+    model, (embedded, state) = make(), inputs()
+    early = embedded.clone().requires_grad_()
+    _, end = model(early, state)
+    detached = model.detach_state(end)
+    torch.testing.assert_close(detached, end, rtol=0, atol=0)
+    model(embedded, detached)[0].sum().backward()
+    assert early.grad is None
+
+
+def test_selected_state_continues_as_its_sequence() -> None:
+    model, (embedded, state) = make(), inputs()
+    index = torch.tensor([2, 0, 0, 1])
+    expected, _ = model(embedded[:, index], (state[0][:, index], state[1][:, index]))
+    hidden, _ = model(embedded[:, index], model.select_state(state, index))
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
+
+
+def test_weight_dropout_runs_the_equations_with_dropped_weights() -> None:
+    """The masks are redrawn from the same seed, so that the definition gets the same W_hh."""
+    model, (embedded, state) = make(dropout_weight=0.5), inputs()
+    torch.manual_seed(3)
+    actual = model(embedded, state)
+    torch.manual_seed(3)
+    dropped = [nn.functional.dropout(weight, 0.5) for weight in raw_weights_hh(model)]
+    expected = definition(model, embedded, state, dropped)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-13)
+
+    parameters = list(model.parameters())
+    actual_grads = torch.autograd.grad(actual[0].sum(), parameters)
+    expected_grads = torch.autograd.grad(expected[0].sum(), parameters)
+    torch.testing.assert_close(actual_grads, expected_grads, rtol=0, atol=1e-12)
+
+
+def test_weight_dropout_zeroes_its_share_of_the_gradient() -> None:
+    """A dropped entry takes no part in the call: its gradient is exactly zero, no other one's."""
+    torch.manual_seed(0)
+    model = LSTM(4, 64, 1, dropout_weight=0.3)
+    model(torch.randn(3, 8, 4))[0].sum().backward()
+    (weight,) = raw_weights_hh(model)
+    zero_fraction = (cast(Tensor, weight.grad) == 0).double().mean().item()
+    standard_error = (0.3 * 0.7 / weight.numel()) ** 0.5
+    assert zero_fraction == pytest.approx(0.3, abs=5 * standard_error)
+
+
+def test_weight_dropout_leaves_parameters_as_they_were() -> None:
+    plain, model = make(), make(dropout_weight=0.5)
+    embedded, state = inputs()
+    model(embedded, state)
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(
+        model.eval()(embedded, state), plain(embedded, state), rtol=0, atol=0
+    )
+
+
+def test_evaluation_mode_is_deterministic_and_undropped() -> None:
+    model = make(dropout=0.5, dropout_weight=0.5, dropout_variational=True)
+    embedded, state = inputs()
+    assert not torch.equal(model(embedded, state)[0], model(embedded, state)[0])
+    expected = make()(embedded, state)
+    torch.testing.assert_close(model.eval()(embedded, state), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("variational", [False, True])
+def test_dropout_acts_between_layers_only(variational: bool) -> None:
+    model = make(dropout=0.5, dropout_variational=variational)
+    embedded, state = inputs()
+    torch.manual_seed(4)
+    actual, _ = model(embedded, state)
+    torch.manual_seed(4)
+    weights = raw_weights_hh(model)
+    lower, *_ = by_equations(model.layers[0], weights[0], embedded, state[0][0], state[1][0])
+    between = Dropout(0.5, variational)(lower)
+    expected, *_ = by_equations(model.layers[1], weights[1], between, state[0][1], state[1][1])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-13)
+
+
+def test_variational_mask_is_equal_over_time_and_differs_over_sequences() -> None:
+    torch.manual_seed(0)
+    mask = Dropout(0.3, variational=True)(torch.ones(7, 40, 50, dtype=torch.float64))
+    torch.testing.assert_close(mask, mask[:1].expand_as(mask), rtol=0, atol=0)
+    kept = mask[0] != 0
+    torch.testing.assert_close(mask[0][kept], torch.full_like(mask[0][kept], 1 / 0.7))
+    assert kept.double().mean().item() == pytest.approx(0.7, abs=5 * (0.21 / 2000) ** 0.5)
+    assert not torch.equal(kept[0], kept[1])
+
+
+def test_plain_mask_differs_over_time() -> None:
+    torch.manual_seed(0)
+    mask = Dropout(0.3)(torch.ones(7, 40, 50))
+    assert (mask != 0).double().mean().item() == pytest.approx(0.7, abs=5 * (0.21 / 14000) ** 0.5)
+    assert not torch.equal(mask[0], mask[1])
+
+
+def test_errors_name_the_numbers() -> None:
+    with pytest.raises(ValueError, match=r"got 4, 0 and 2"):
+        LSTM(4, 0, 2)
+    with pytest.raises(ValueError, match=r"dropout_weight must be in \[0, 1\), got 1.0"):
+        LSTM(4, 6, 2, dropout_weight=1.0)
+    model, (embedded, state) = make(), inputs()
+    with pytest.raises(ValueError, match=r"\[T ≥ 1, B, 4\], got \[5, 3, 3\]"):
+        model(embedded[..., :3])
+    with pytest.raises(ValueError, match=r"state c must be \[2, 3, 6\], got \[2, 2, 6\]"):
+        model(embedded, (state[0], state[1][:, :2]))

@@ -1,0 +1,256 @@
+"""The Transformer backbone against its definition in fp64: loops, softmax, complex rotation."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lm.model.transformer import Transformer
+
+T, B, E, H, LAYERS, HEADS, CONTEXT = 7, 2, 6, 8, 2, 2, 16
+
+
+def make(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
+    """A small model with weights large enough to make attention far from uniform."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"input_size": E, "hidden_size": H, "layers": LAYERS}
+    model = Transformer(**(sizes | {"heads": HEADS, "context": CONTEXT} | changes))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    return model.to(dtype)
+
+
+def inputs(length: int = T, size: int = E, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(length, B, size, generator=generator, dtype=torch.float64)
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def rotated(vector: Tensor, position: int) -> Tensor:
+    """Component j + i · component (j + D/2), times exp(i · position · 10000^(−2j / D))."""
+    half = vector.shape[-1] // 2
+    frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    turn = torch.exp(1j * position * frequency)
+    turned = torch.complex(vector[..., :half], vector[..., half:]) * turn
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def attention_by_loops(
+    x: Tensor, weights: Mapping[str, Tensor], heads: int, context: int
+) -> Tensor:
+    """One query after the other, one head after the other; `x` is [T, B, H]."""
+    queries, keys, values = (
+        (x @ block.T).view(*x.shape[:2], heads, -1)
+        for block in weights["attention.query_key_value.weight"].chunk(3)
+    )
+    scale = queries.shape[-1] ** -0.5
+    rows = []
+    for t in range(len(x)):
+        seen = range(max(0, t - context + 1), t + 1)
+        query = rotated(queries[t], t)
+        logits = torch.stack([(query * rotated(keys[s], s)).sum(-1) * scale for s in seen])
+        weight = logits.exp() / logits.exp().sum(0)  # [seen, B, heads]
+        attended = sum(weight[k, ..., None] * values[s] for k, s in enumerate(seen))
+        assert isinstance(attended, Tensor)
+        rows.append(attended.flatten(1) @ weights["attention.out.weight"].T)
+    return torch.stack(rows)
+
+
+def definition(model: Transformer, embedded: Tensor) -> Tensor:
+    weights = dict(model.named_parameters())
+    x = embedded @ weights["project.weight"].T if "project.weight" in weights else embedded
+    for k in range(len(model.blocks)):
+        prefix = f"blocks.{k}."
+        block = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+        normed = rms_norm(x, block["attention_norm.weight"])
+        x = x + attention_by_loops(normed, block, model.heads, model.context)
+        normed = rms_norm(x, block["feedforward_norm.weight"])
+        gate, up = block["feedforward.gate_up.weight"].chunk(2)
+        inner = F.silu(normed @ gate.T) * (normed @ up.T)
+        x = x + inner @ block["feedforward.down.weight"].T
+    return rms_norm(x, weights["norm.weight"])
+
+
+def in_chunks(
+    model: Transformer, embedded: Tensor, sizes: list[int]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    state = model.init_state(embedded.shape[1], device="cpu", dtype=embedded.dtype)
+    hidden = []
+    for chunk in torch.split(embedded, sizes):
+        part, state = model(chunk, state)
+        hidden.append(part)
+    return torch.cat(hidden), state
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"input_size": H},
+        {"heads": 4, "feedforward": 5},
+        {"context": 3},
+        {"context": T},
+        {"layers": 1, "context": 1},
+    ],
+)
+def test_equals_the_definition(changes: dict[str, Any]) -> None:
+    model = make(**changes)
+    embedded = inputs(size=model.input_size)
+    expected = definition(model, embedded)
+    torch.testing.assert_close(model(embedded)[0], expected, rtol=0, atol=1e-12)
+
+
+def test_gradients_match_finite_differences() -> None:
+    model, embedded = make(layers=1, context=3), inputs(length=4).requires_grad_()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+
+    def function(x: Tensor, *values: Tensor) -> Tensor:
+        state_dict = dict(zip(names, values, strict=True))
+        hidden: Tensor = torch.func.functional_call(model, state_dict, (x,))[0]
+        return hidden
+
+    assert torch.autograd.gradcheck(function, (embedded, *parameters), fast_mode=True)
+
+
+def test_fp32_error_is_a_few_roundings() -> None:
+    model, embedded = make(), inputs()
+    truth, _ = model(embedded)
+    single, _ = model.float()(embedded.float())
+    torch.testing.assert_close(single.double(), truth, rtol=0, atol=200 * 2**-24)
+
+
+def test_a_later_input_changes_no_earlier_hidden() -> None:
+    model, embedded = make(), inputs()
+    before, _ = model(embedded)
+    changed = embedded.clone()
+    changed[4] += 1
+    after, _ = model(changed)
+    torch.testing.assert_close(after[:4], before[:4], rtol=0, atol=0)
+    assert ((after[4:] - before[4:]).abs().amax(dim=(1, 2)) > 1e-3).all()
+
+
+def test_sequences_of_a_batch_do_not_meet() -> None:
+    model, embedded = make(), inputs()
+    whole, _ = model(embedded)
+    alone, _ = model(embedded[:, 1:])
+    torch.testing.assert_close(alone, whole[:, 1:], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("context", [1, 3, T - 1, T, CONTEXT])
+@pytest.mark.parametrize("sizes", [[1] * T, [T], [3, 4], [4, 1, 2]])
+def test_cached_chunks_equal_one_window(sizes: list[int], context: int) -> None:
+    """Beyond the context too: every position's window slides in the same way, cached or not."""
+    model, embedded = make(context=context), inputs()
+    whole, none = model(embedded)
+    assert none is None
+    hidden, (keys, values, position) = in_chunks(model, embedded, sizes)
+    torch.testing.assert_close(hidden, whole, rtol=0, atol=1e-12)
+    kept = (LAYERS, B, HEADS, min(T, context - 1), H // HEADS)
+    assert keys.shape == values.shape == kept
+    assert position.item() == T
+
+
+def test_only_distances_count() -> None:
+    """A sliding window may count positions on: the same inputs later give the same hidden."""
+    model, embedded = make(), inputs()
+    keys, values, position = model.init_state(B, dtype=torch.float64)
+    late, _ = model(embedded, (keys, values, position + 1000))
+    torch.testing.assert_close(late, model(embedded)[0], rtol=0, atol=1e-10)
+
+
+def test_selected_cache_continues_as_its_sequence() -> None:
+    model, embedded = make(), inputs()
+    index = torch.tensor([1, 0, 1])
+    whole, _ = model(embedded)
+    _, state = in_chunks(model, embedded[:4], [4])
+    hidden, _ = model(embedded[4:, index], model.select_state(state, index))
+    torch.testing.assert_close(hidden, whole[4:, index], rtol=0, atol=1e-12)
+
+
+def test_detached_cache_keeps_values_and_stops_gradients() -> None:
+    model, embedded = make(), inputs()
+    early = embedded[:4].clone().requires_grad_()
+    _, state = in_chunks(model, early, [4])
+    detached = model.detach_state(state)
+    torch.testing.assert_close(detached, state, rtol=0, atol=0)
+    model(embedded[4:], detached)[0].sum().backward()
+    assert early.grad is None
+
+
+def test_dropout_acts_in_training_only() -> None:
+    plain, model, embedded = make(), make(dropout=0.5), inputs()
+    assert not torch.equal(model(embedded)[0], model(embedded)[0])
+    expected, _ = plain(embedded)
+    torch.testing.assert_close(model.eval()(embedded)[0], expected, rtol=0, atol=0)
+
+
+def test_dropout_of_everything_added_leaves_the_normed_input() -> None:
+    """With p → 1 nothing adds to the residual stream: only sublayers' outputs are dropped."""
+    model = make(input_size=H, dropout=1 - 1e-9)
+    embedded = inputs(size=H)
+    expected = rms_norm(embedded, model.norm.weight)
+    torch.testing.assert_close(model(embedded)[0], expected, rtol=0, atol=1e-13)
+
+
+def test_initial_spread_of_residual_projections_is_scaled() -> None:
+    torch.manual_seed(0)
+    model = Transformer(96, 192, 3, heads=4, context=8)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:
+            torch.testing.assert_close(weight, torch.ones_like(weight), rtol=0, atol=0)
+            continue
+        residual = name.endswith(("out.weight", "down.weight"))
+        expected = 0.02 / 6**0.5 if residual else 0.02
+        standard_error = expected / (2 * weight.numel()) ** 0.5
+        assert weight.std().item() == pytest.approx(expected, abs=5 * standard_error), name
+
+
+@pytest.mark.parametrize(("hidden_size", "inner"), [(8, 32), (192, 512), (200, 544), (768, 2048)])
+def test_default_inner_size_is_eight_thirds_rounded_up_to_32(hidden_size: int, inner: int) -> None:
+    with torch.device("meta"):
+        model = Transformer(hidden_size, hidden_size, 1, heads=4, context=8)
+    down = dict(model.named_parameters())["blocks.0.feedforward.down.weight"]
+    assert down.shape == (hidden_size, inner)
+
+
+def test_compiles_as_one_graph_for_windows_of_any_length() -> None:
+    model = make()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for length in (T, T + 1, CONTEXT + 3):
+        embedded = inputs(length)
+        expected, _ = model(embedded)
+        torch.testing.assert_close(compiled(embedded)[0], expected, rtol=0, atol=1e-13)
+
+
+def test_autocast_keeps_positions_apart() -> None:
+    """Angles are in fp32 even if products are in bf16, which cannot tell position 300 from 301."""
+    model = make(dtype=torch.float32, layers=1)
+    embedded = inputs().float()
+    keys, values, position = model.init_state(B, dtype=torch.float32)
+    truth, _ = model(embedded, (keys, values, position + 300))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden, state = model(embedded[:4], (keys, values, position + 300))
+        rest, _ = model(embedded[4:], state)
+    torch.testing.assert_close(torch.cat([hidden, rest]), truth, rtol=0, atol=20 * 2**-8)
+
+
+def test_errors_name_the_numbers() -> None:
+    with pytest.raises(ValueError, match=r"even whole number, got 200 / 8 = 25"):
+        Transformer(200, 200, 1, heads=8, context=8)
+    with pytest.raises(ValueError, match=r"even whole number, got 10 / 4 = 2\.5"):
+        Transformer(10, 10, 1, heads=4, context=8)
+    with pytest.raises(ValueError, match=r"context must be positive, got 0"):
+        make(context=0)
+    with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\), got 1"):
+        make(dropout=1)
+    model = make()
+    with pytest.raises(ValueError, match=r"\[T ≥ 1, B, 6\], got \[7, 2, 5\]"):
+        model(inputs(size=5))
+    with pytest.raises(ValueError, match=r"state is of 3 sequences, embedded of 2"):
+        model(inputs(), model.init_state(3, dtype=torch.float64))

@@ -1,0 +1,186 @@
+"""ClassTree: every shape is a partition of the words, numbered as the docstring says."""
+
+import heapq
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm.output import ClassTree, HierarchicalSoftmax
+
+
+def shapes(num_words: int) -> dict[str, ClassTree]:
+    words = torch.arange(num_words)
+    scattered = (words * 7 + 3) % max(1, round(num_words**0.5))
+    return {
+        "full": ClassTree.full(num_words),
+        "two_level": ClassTree.two_level(scattered),
+        "head": ClassTree.two_level(scattered, head=num_words // 3),
+        "all in the head": ClassTree.two_level(scattered, head=num_words),
+        "balanced 2": ClassTree.balanced(num_words, 2),
+        "balanced 5": ClassTree.balanced(num_words, 5),
+        "huffman 2": ClassTree.huffman(words * words),
+        "huffman 3": ClassTree.huffman(words + 1, arity=3),
+    }
+
+
+@pytest.mark.parametrize("num_words", [1, 2, 3, 12, 97])
+@pytest.mark.parametrize("shape", shapes(1))
+def test_every_row_has_one_owner_and_children_are_contiguous(shape: str, num_words: int) -> None:
+    tree = shapes(num_words)[shape]
+    assert tree.num_rows == tree.vocab_size + tree.num_nodes - 1
+    assert int(tree.num_children.sum()) == tree.num_rows
+    owned = torch.cat([tree.row_of_node[1:], tree.row_of_word])
+    assert torch.equal(owned.sort().values, torch.arange(tree.num_rows))
+    assert int(tree.first_row[0]) == 0
+    for node in range(tree.num_nodes):
+        first, count = int(tree.first_row[node]), int(tree.num_children[node])
+        assert (tree.node_of_row[first : first + count] == node).all()
+
+
+@pytest.mark.parametrize("num_words", [1, 2, 12, 97])
+@pytest.mark.parametrize("shape", shapes(1))
+def test_depth_and_columns_are_the_largest_over_the_words(shape: str, num_words: int) -> None:
+    tree = shapes(num_words)[shape]
+    paths = [tree.path(word) for word in range(num_words)]
+    columns = [sum(int(tree.num_children[node]) for node, _ in path) for path in paths]
+    assert tree.depth == max(map(len, paths))
+    assert tree.max_path_columns == max(columns)
+    roots = tree.root_child(torch.arange(num_words)).tolist()
+    assert roots == [path[0][1] for path in paths]
+
+
+@pytest.mark.parametrize("num_words", [1, 2, 12, 97])
+@pytest.mark.parametrize("shape", shapes(1))
+def test_a_tree_made_of_the_paths_of_another_is_the_same(
+    shape: str, num_words: int, tmp_path: Path
+) -> None:
+    tree = shapes(num_words)[shape]
+    paths = [
+        [row - int(tree.first_row[node]) for node, row in tree.path(word)]
+        for word in range(num_words)
+    ]
+    words = [f"w{word}" for word in range(num_words)]
+    lines = [" ".join([word, *map(str, path)]) for word, path in zip(words, paths, strict=True)]
+    (tmp_path / "paths").write_text("\n".join(reversed(lines)) + "\n\n")
+    tree.save(tmp_path / "tree")
+    for other in (
+        ClassTree.from_paths(paths),
+        ClassTree.from_file(tmp_path / "paths", words),
+        ClassTree.load(tmp_path / "tree"),
+    ):
+        for name, value in tree.named_buffers():
+            assert torch.equal(value, other.get_buffer(name)), name
+
+
+def test_two_levels_lay_classes_first_then_the_words_of_each_class() -> None:
+    tree = ClassTree.two_level([1, 0, 1, 9, 0])  # class numbers may have gaps
+    assert tree.num_children.tolist() == [3, 2, 2, 1]
+    assert tree.row_of_node.tolist() == [-1, 0, 1, 2]
+    assert tree.row_of_word.tolist() == [5, 3, 6, 7, 4]
+
+
+def test_head_words_hang_on_the_root_before_the_classes() -> None:
+    tree = ClassTree.two_level([0, 0, 0, 1, 1, 0], head=2)
+    assert tree.num_children.tolist() == [4, 2, 2]
+    assert tree.row_of_word.tolist() == [0, 1, 4, 6, 7, 5]
+
+
+@pytest.mark.parametrize(("num_words", "branching"), [(1, 2), (8, 2), (9, 2), (100, 10), (97, 4)])
+def test_balanced_trees_are_as_shallow_as_the_branching_allows(
+    num_words: int, branching: int
+) -> None:
+    tree = ClassTree.balanced(num_words, branching)
+    depth = 1
+    while branching**depth < num_words:
+        depth += 1
+    assert tree.depth == depth
+    assert int(tree.num_children.max()) <= branching
+    assert {len(tree.path(word)) for word in range(num_words)} == {depth}
+    assert all(a < b for a, b in pairwise(tree.row_of_word.tolist()))
+
+
+@pytest.mark.parametrize("arity", [2, 3, 5])
+def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
+    counts = torch.randint(0, 1000, (97,), generator=torch.Generator().manual_seed(0))
+    tree = ClassTree.huffman(counts, arity)
+    cost = sum(int(counts[word]) * len(tree.path(word)) for word in range(97))
+    heap = counts.tolist() + [0] * (-(97 - 1) % (arity - 1))  # the textbook's padding
+    heapq.heapify(heap)
+    least = 0
+    while len(heap) > 1:
+        merged = sum(heapq.heappop(heap) for _ in range(arity))
+        least += merged
+        heapq.heappush(heap, merged)
+    assert cost == least
+    assert sorted(tree.num_children.tolist())[1:] == [arity] * (tree.num_nodes - 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ClassTree.full(0), "vocab_size must be at least 1, got 0"),
+        (lambda: ClassTree.two_level([]), "non-empty"),
+        (lambda: ClassTree.two_level([0, -1]), "word_class must be ≥ 0, got -1"),
+        (lambda: ClassTree.two_level(torch.zeros(3)), "integers"),
+        (lambda: ClassTree.two_level([0, 0], head=3), "head must be within 0 … 2 words, got 3"),
+        (lambda: ClassTree.balanced(5, 1), "branching must be at least 2, got 1"),
+        (lambda: ClassTree.huffman([1, 2], arity=1), "arity must be at least 2, got 1"),
+        (lambda: ClassTree.huffman([1, -2]), "counts must be ≥ 0, got -2"),
+        (lambda: ClassTree.from_paths([[0], []]), "path of word 1 must be integers"),
+        (lambda: ClassTree.from_paths([[0], [0]]), "path of word 0"),
+        (lambda: ClassTree.from_paths([[0], [0, 1]]), "path of word 0"),
+        (lambda: ClassTree.from_state({}), "not a saved tree"),
+    ],
+)
+def test_what_is_no_tree_is_refused(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("num_children", "row_of_node", "row_of_word"),
+    [
+        ([3], [-1], [0, 1, 1]),  # a row with two owners
+        ([2, 2], [-1, 2], [0, 1, 3]),  # a node below itself
+        ([2, 1], [-1, 0], [1, 2, 3]),  # a row too few
+        ([3], [-1], [0, 1, 3]),  # a row out of range
+        ([3], [0], [0, 1, 2]),  # a root with a row
+    ],
+)
+def test_arrays_that_are_no_tree_are_refused(
+    num_children: list[int], row_of_node: list[int], row_of_word: list[int]
+) -> None:
+    with pytest.raises(ValueError, match="not a tree"):
+        ClassTree(*map(torch.tensor, (num_children, row_of_node, row_of_word)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a 0\nb 1\n", "no path for 1 words, the first of them 'c'"),
+        ("a 0\nb 1\nd 2\n", ":3: expected a word of the vocabulary"),
+        ("a 0\nb x\nc 1\n", ":2: expected a word"),
+        ("a 0\nb 1\na 2\n", ":3: a has a path already"),
+    ],
+)
+def test_files_of_paths_are_checked_line_by_line(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "paths").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        ClassTree.from_file(tmp_path / "paths", ["a", "b", "c"])
+
+
+def test_weights_of_another_tree_are_refused() -> None:
+    layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1, 1]))
+    other = HierarchicalSoftmax(4, ClassTree.two_level([0, 1, 0, 1]))
+    with pytest.raises(ValueError, match=r"another tree: tree\.row_of_word"):
+        other.load_state_dict(layer.state_dict())
+
+
+def test_a_million_words_are_numbered_in_closed_form() -> None:
+    tree = ClassTree.two_level(torch.arange(1_000_000) % 1000)
+    assert tree.num_rows == 1_001_000
+    assert tree.max_path_columns == 2000
+    assert tree.path(999_999) == [(0, 999), (1000, 1_000_999)]
