@@ -99,7 +99,7 @@ def count_bigrams(tokens: Tokens, vocab_size: int, *, progress: bool = False) ->
     """How often word w is followed by word v: a sparse matrix [N, N] (float64), row w, column v."""
     bigrams = sparse.csr_array((vocab_size, vocab_size), dtype=np.float64)
     starts = range(0, len(tokens) - 1, TOKENS_PER_CHUNK)
-    for start in tqdm(starts, desc="counting word pairs", disable=not progress):
+    for start in tqdm(starts, desc="counting word pairs", disable=None if progress else True):
         chunk = np.asarray(tokens[start : start + TOKENS_PER_CHUNK + 1], dtype=np.int64)
         pairs, occurrences = np.unique(chunk[:-1] * vocab_size + chunk[1:], return_counts=True)
         where = np.divmod(pairs, vocab_size)
@@ -223,7 +223,7 @@ def balanced_kmeans(
     weighted = vectors * np.maximum(counts, 1).astype(np.float32)[:, None]
     prices = np.zeros(num_word_classes, dtype=np.float32)
     word_class = np.full(len(vectors), -1)
-    for _ in tqdm(range(KMEANS_ITERATIONS), desc="k-means", disable=not progress):
+    for _ in tqdm(range(KMEANS_ITERATIONS), desc="k-means", disable=None if progress else True):
 
         def score(ids: IntArray, centroids: FloatArray = centroids) -> FloatArray:
             return (vectors[ids] @ centroids.T) * urgency[ids]
@@ -314,7 +314,9 @@ def refine_classes(
     seen = np.flatnonzero(counts > 0)
     prices = np.zeros(num_word_classes, dtype=np.float32)
     best = _ClassContexts(bigrams, reverse, counts, word_class, num_word_classes)
-    for _ in tqdm(range(REFINEMENT_PASSES), desc="refining classes", disable=not progress):
+    for _ in tqdm(
+        range(REFINEMENT_PASSES), desc="refining classes", disable=None if progress else True
+    ):
         moving = generator.random(len(seen)) < REFINEMENT_SHARE
         occupied = np.bincount(best.word_class, minlength=num_word_classes)
         occupied -= np.bincount(best.word_class[seen[moving]], minlength=num_word_classes)

@@ -34,7 +34,9 @@ def encode_split(
         What was counted, and the occurrences of every id, int64 [N].
     """
     counting = _Counting(tokenizer)
-    with tqdm(desc=path.stem, unit=" lines", unit_scale=True, disable=not progress) as bar:
+    with tqdm(
+        desc=path.stem, unit=" lines", unit_scale=True, disable=None if progress else True
+    ) as bar:
         array = write_array(path, counting.batches(lines, bar), token_dtype(tokenizer.vocab_size))
     info = SplitInfo(
         dtype=token_dtype(tokenizer.vocab_size),

@@ -105,9 +105,10 @@ class ClassesConfig:
     __pydantic_config__ = STRICT
 
     method: Literal["embedding", "frequency", "uniform", "random", "file"] = "embedding"
-    """embedding: balanced k-means on PPMI-SVD vectors; frequency: equal sums of √count; uniform:
-    equal blocks of frequency ranks;
-    random: equal sizes, shuffled; file: a word → class file."""
+    """embedding: balanced k-means on PPMI-SVD vectors, refined by the likelihood of class bigrams;
+    frequency: equal sums of √count; uniform: equal blocks of frequency ranks; random: equal sizes,
+    shuffled; file: a word → class file.
+    """
     num_word_classes: Positive | None = None
     """C, number of classes; default √N, rounded."""
     seed: NonNegative = 1

@@ -4,17 +4,20 @@ Checkpoints are written whole or not at all and refused if damaged. Reading them
 """
 
 import json
+import os
 import pickle
+import stat
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from data_prep.artifacts import sha256_file, write_atomically, write_json_atomically
 from data_prep.settings import STRICT, UserError
@@ -61,17 +64,7 @@ class AtomicCheckpointIO(CheckpointIO):
         Raises:
             UserError: if the file is absent, damaged, or holds more than plain data.
         """
-        try:
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()
-            if damaged is not None:
-                raise UserError(f"{path}: damaged checkpoint ({damaged})")
-            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-            return checkpoint
-        except OSError as error:
-            raise UserError(f"{path}: cannot read the checkpoint: {error.strerror}") from error
-        except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError) as error:
-            raise UserError(f"{path}: damaged checkpoint or none of ours") from error
+        return _read(Path(path))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint."""
@@ -84,21 +77,46 @@ def batches_done(path: Path) -> int:
     Raises:
         UserError: if it is no checkpoint of ours.
     """
+    checkpoint = _read(path, weights=False)
     try:
-        zipfile.ZipFile(path).close()  # a file cut short lacks the directory at its end
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return int(checkpoint["sqrtlm"]["progress"]["batches_done"])
+    except (KeyError, TypeError) as error:
+        raise _damaged(path) from error
+
+
+def _read(path: Path, *, weights: bool = True) -> dict[str, Any]:
+    """A checkpoint as plain data, its checksums verified; without `weights`, tensors are mapped
+    and not verified.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                if weights or "/data/" not in name:
+                    _read_through(archive, name)
     except OSError as error:
         raise UserError(f"{path}: cannot read the checkpoint: {error.strerror}") from error
-    except (
-        zipfile.BadZipFile,
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-        KeyError,
-        TypeError,
-    ) as error:
-        raise UserError(f"{path}: damaged checkpoint or none of ours") from error
+    except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
+        raise _damaged(path) from error
+    try:
+        checkpoint: dict[str, Any] = torch.load(
+            path, map_location="cpu", mmap=not weights, weights_only=True
+        )
+        return checkpoint
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        if "allocate memory" in str(error):
+            raise
+        raise _damaged(path) from error
+
+
+def _read_through(archive: zipfile.ZipFile, name: str) -> None:
+    """Read a file of an archive in small pieces; its checksum is compared at its end."""
+    with archive.open(name) as file:
+        while file.read(1 << 20):
+            pass
+
+
+def _damaged(path: Path) -> UserError:
+    return UserError(f"{path}: damaged checkpoint or none of ours")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +147,19 @@ def save_model(folder: Path, model: LanguageModel, description: Description) -> 
     tensors = {
         name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
     }
-    write_atomically(folder / WEIGHTS, lambda file: save_file(tensors, file.name))
+    write_atomically(folder / WEIGHTS, lambda file: _write_tensors(tensors, file))
     values = asdict(description) | {"weights_sha256": sha256_file(folder / WEIGHTS)}
     write_json_atomically(folder / DESCRIPTION, values)
+
+
+def _write_tensors(tensors: dict[str, Tensor], file: BinaryIO) -> None:
+    """Write an open file by its name, since safetensors puts a new file, closed to others, in its
+    place.
+    """
+    save_file(tensors, file.name)
+    os.chmod(file.name, stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+    with open(file.name, "rb+") as written:
+        os.fsync(written.fileno())
 
 
 def load_model(folder: Path) -> tuple[LanguageModel, Description]:

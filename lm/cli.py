@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
@@ -26,12 +27,12 @@ _OVERRIDES = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    # Lightning 2.6 asks torch 2.13 in a way that the latter calls outdated; no user can mend that.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
     try:
         options, overrides = _parser().parse_known_args(arguments)
     except UserError as error:
         return _complain(error)
-    from lm.run_keeper import Interrupted
-
     try:
         options.run(options, overrides)
     except BrokenPipeError:
@@ -39,9 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
     except (UserError, OSError) as error:
         return _complain(error)
-    except Interrupted as error:
-        print(f"lm: {error}; continue with --resume auto", file=sys.stderr)
-        return 128 + error.signal_number
     except KeyboardInterrupt:
         print("lm: interrupted", file=sys.stderr)
         return 130
@@ -162,9 +160,9 @@ def _prepared(config: Config, progress: bool = True) -> Any:
 
 
 def _train(options: argparse.Namespace, overrides: list[str]) -> None:
-    from lm.training import check_folder, train
-
     config = load_config(options.config, overrides)
+    from lm.training import check_folder, train  # takes seconds, which a mistake need not wait for
+
     check_folder(config, options.resume)
     _prepared(config, not options.no_progress)
     folder = train(config, resume=options.resume, progress=not options.no_progress)
@@ -181,7 +179,7 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> None:
         result, name = evaluate_run(folder, options.split), options.split
     else:
         result, name = evaluate_text(folder, _text_lines(options.text)), options.text
-    print(json.dumps(asdict(result)) if options.json else evaluation_table(result, name))
+    print(json.dumps(result.to_dict()) if options.json else evaluation_table(result, name))
 
 
 def _text_lines(name: str) -> Iterator[str]:

@@ -94,6 +94,13 @@ class Evaluation:
         "one <eos> after every line, empty lines too; the first token is predicted from <eos>"
     )
 
+    def to_dict(self) -> dict[str, Any]:
+        """The figures for JSON, which has no infinity: null stands for what is not finite."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
+
 
 @torch.no_grad()
 def evaluate(
@@ -252,7 +259,7 @@ def evaluate_run(folder: Path, split: str) -> Evaluation:
         context=description.context,
         progress=f"evaluate {split}",
     )
-    write_json_atomically(folder / f"evaluate-{split}.json", asdict(result))
+    write_json_atomically(folder / f"evaluate-{split}.json", result.to_dict())
     return result
 
 

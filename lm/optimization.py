@@ -10,8 +10,17 @@ from torch import nn
 from lm.config import OptimConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer over all parameters; matrices decay, vectors (biases, gains) do not."""
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, *, fused: bool = True
+) -> torch.optim.Optimizer:
+    """The optimizer over all parameters; matrices decay, vectors (biases, gains) do not.
+
+    Args:
+        model: whose parameters.
+        config: the section `optim`.
+        fused: one kernel for the whole step, which under mixed precision Lightning cannot clip the
+            gradients for.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
@@ -19,8 +28,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     ]
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
 
 
 def learning_rate(

@@ -2,13 +2,15 @@
 interruptions.
 """
 
+import logging
 import math
 import os
 import signal
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
@@ -24,17 +26,14 @@ from lm.evaluation import TextCounts, evaluate
 from lm.metrics import Metrics, MetricsFile
 from lm.training_module import TrainingModule
 
+_log = logging.getLogger(__name__)
 
-class Interrupted(Exception):
-    """A signal ended the training after its checkpoint was written.
 
-    Attributes:
-        signal_number: which signal.
-    """
+class Interrupted(SystemExit):
+    """A signal ended the training after its checkpoint was written; the exit code tells which."""
 
     def __init__(self, signal_number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
-        self.signal_number = signal_number
+        super().__init__(128 + signal_number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +80,16 @@ class RunKeeper(Callback):
         self._clock = 0.0
         self._logged_seconds = 0.0
         self._signal: int | None = None
-        self._handlers: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Open the metrics and take over the signals."""
+        """Start the observers and open the metrics."""
         assert isinstance(module, TrainingModule)
         if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
             for observer in self.observers:
                 observer.start(module)
             self.metrics = MetricsFile(self.folder / "metrics.csv", trainer.global_step)
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._handlers[number] = signal.signal(number, self._on_signal)
+        self._listen()  # alone: Lightning's own handler would end the training with exit code 0
         self._logged_seconds = module.progress.seconds
         self._clock = time.perf_counter()
 
@@ -114,10 +110,10 @@ class RunKeeper(Callback):
         progress, train = module.progress, self.config.train
         if progress.batches_done % train.accumulate and not module.finished:
             return
-        step = trainer.global_step
+        step, stopped_by = trainer.global_step, self._signal
         validates = self._is_validation_due(module, step)
         logs = validates or module.finished or step % self.config.log.every_steps == 0
-        saves = validates or module.finished or self._signal is not None
+        saves = validates or module.finished or stopped_by is not None
         if train.checkpoint_every_steps is not None:
             saves = saves or step % train.checkpoint_every_steps == 0
         if logs or saves:
@@ -132,20 +128,53 @@ class RunKeeper(Callback):
             self._clock = time.perf_counter()
         for observer in self.observers if trainer.is_global_zero else ():
             observer.step(module)
-        if self._signal is not None:
-            raise Interrupted(self._signal)
+        if stopped_by is not None:
+            name = signal.Signals(stopped_by).name
+            _log.info("stopped by %s at step %d: continue with --resume auto", name, step)
+            raise Interrupted(stopped_by)
 
-    def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
-        """Give the signals back, however the training ended."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers.clear()
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Stop the observers."""
+        self._end()
+
+    def on_exception(
+        self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Stop the observers."""
+        self._end()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take over the signals meanwhile.
+
+        Raises:
+            Interrupted: if Lightning noticed one of them first.
+        """
+        handlers = self._listen()
+        try:
+            yield
+        except SystemExit as error:
+            if self._signal is None or isinstance(error, Interrupted):
+                raise
+            raise Interrupted(self._signal) from error
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _listen(self) -> dict[int, Any]:
+        """Take over the signals; returns what handled them before."""
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        return {number: signal.signal(number, self._on_signal) for number in numbers}
+
+    def _end(self) -> None:
         for observer in self.observers:
             observer.stop()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is not None:
-            raise KeyboardInterrupt
+        if self._signal is not None:  # Lightning would make exit code 1 of a KeyboardInterrupt
+            raise Interrupted(number)
         self._signal = number
 
     def _is_validation_due(self, module: TrainingModule, step: int) -> bool:
@@ -187,9 +216,7 @@ class RunKeeper(Callback):
             train_perplexity=math.exp(min(progress.nll / max(progress.num_tokens, 1), 700)),
             valid_perplexity=self.valid_perplexity if validated else None,
             seconds=round(progress.seconds, 3),
-            tokens_per_second=round(
-                progress.num_tokens * module.batches.world_size / max(seconds, 1e-9)
-            ),
+            tokens_per_second=round(progress.num_tokens / max(seconds, 1e-9)),
         )
         progress.nll, progress.num_tokens = 0.0, 0
         self._logged_seconds = progress.seconds
@@ -199,15 +226,19 @@ class RunKeeper(Callback):
                 observer.line(line)
 
     def _save(self, trainer: pl.Trainer, module: TrainingModule, improved: bool) -> None:
-        last = self.folder / "checkpoints" / "last.ckpt"
-        trainer.save_checkpoint(last)
+        """last.ckpt comes last: whoever goes on from the one before it makes the others again."""
+        folder = self.folder / "checkpoints"
         keeps = improved or (self.validation is None and module.finished)
-        if not keeps or not trainer.is_global_zero:
-            return
-        link = last.with_name("best.ckpt.tmp")
-        link.unlink(missing_ok=True)
-        os.link(last, link)
-        os.replace(link, last.with_name("best.ckpt"))
+        if keeps and trainer.is_global_zero:
+            self._save_model(trainer, module)
+        trainer.save_checkpoint(folder / ("best.ckpt" if keeps else "last.ckpt"))
+        if keeps and trainer.is_global_zero:
+            link = folder / "last.ckpt.tmp"
+            link.unlink(missing_ok=True)
+            os.link(folder / "best.ckpt", link)
+            os.replace(link, folder / "last.ckpt")
+
+    def _save_model(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         description = Description(
             format_version=FORMAT_VERSION,
             model=self.config.model,
@@ -238,7 +269,9 @@ class Observer:
 
 
 class ProgressBar(Observer):
-    """One line on stderr: steps, time left, perplexities, tokens per second."""
+    """Steps, time left, perplexities and tokens per second on stderr: one line that changes, or
+    where that is no terminal a line for each validation.
+    """
 
     def __init__(self) -> None:
         self.bar: tqdm[Any] | None = None
@@ -247,7 +280,11 @@ class ProgressBar(Observer):
     def start(self, module: TrainingModule) -> None:
         """Show the bar."""
         self.bar = tqdm(
-            total=module.total_steps, initial=module.global_step, desc="train", unit="step"
+            total=module.total_steps,
+            initial=module.global_step,
+            desc="train",
+            unit="step",
+            disable=None,
         )
 
     def step(self, module: TrainingModule) -> None:
@@ -266,6 +303,9 @@ class ProgressBar(Observer):
             self._figures["valid ppl"] = f"{line.valid_perplexity:.2f}"
         if self.bar is not None:
             self.bar.set_postfix(self._figures, refresh=False)
+            if self.bar.disable and line.valid_perplexity is not None:
+                figures = ", ".join(f"{name} {value}" for name, value in self._figures.items())
+                _log.info("step %d of %d: %s", line.step, self.bar.total, figures)
 
     def stop(self) -> None:
         """Leave the bar as it stands."""

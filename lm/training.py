@@ -92,7 +92,8 @@ def train(config: Config, *, resume: str | None = None, progress: bool = True) -
         _check_tokenizer(folder, prepared)
     trainer.fit_loop.epoch_loop.max_steps = module.total_steps
     loader = BatchLoader(module.batches, lambda: module.progress.batches_done)
-    trainer.fit(module, loader, ckpt_path=checkpoint)
+    with keeper.listening():
+        trainer.fit(module, loader, ckpt_path=checkpoint)
     if trainer.is_global_zero:
         draw_curves(folder, config.name)
     return folder
@@ -113,7 +114,8 @@ def _build_module(config: Config, prepared: Prepared, trainer: pl.Trainer) -> Tr
         rank=trainer.global_rank,
         world_size=trainer.world_size,
     )
-    return TrainingModule(config, model, batches, _total_steps(config, batches))
+    steps = _total_steps(config, batches)
+    return TrainingModule(config, model, batches, steps, prepared.splits["train"].sha256)
 
 
 def _build_trainer(config: Config, keeper: RunKeeper) -> pl.Trainer:

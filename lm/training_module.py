@@ -47,16 +47,23 @@ class TrainingModule(pl.LightningModule):
         model: to train.
         batches: what is read.
         total_steps: optimizer steps of the whole training.
+        text_sha256: of the training split; a continuation must find the same.
     """
 
     def __init__(
-        self, config: Config, model: LanguageModel, batches: Batches, total_steps: int
+        self,
+        config: Config,
+        model: LanguageModel,
+        batches: Batches,
+        total_steps: int,
+        text_sha256: str,
     ) -> None:
         super().__init__()
         self.config = config
         self.model = model
         self.batches = batches
         self.total_steps = total_steps
+        self.text_sha256 = text_sha256
         self.progress = Progress()
         self._carried: tuple[Tensor, ...] | None = None
         self._pending: list[tuple[Tensor, int]] = []
@@ -82,7 +89,8 @@ class TrainingModule(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer of the section `optim`."""
-        return build_optimizer(self.model, self.config.optim)
+        mixed = self.config.train.precision.endswith("-mixed")
+        return build_optimizer(self.model, self.config.optim, fused=not mixed)
 
     def on_train_start(self) -> None:
         """Put restored random numbers in place, after everything that may have drawn some."""
@@ -110,21 +118,27 @@ class TrainingModule(pl.LightningModule):
         return loss
 
     def gather_losses(self) -> None:
-        """Read the losses of the last batches from the device.
+        """Read the losses of the last batches, of all devices.
 
         Raises:
             UserError: if one is not finite; whoever asked has written nothing yet.
         """
-        for loss, num_tokens in self._pending:
-            value = float(loss)
-            if not math.isfinite(value):
-                raise UserError(
-                    f"the loss became {value} before step {self.global_step};"
-                    " the last checkpoint is untouched (a lower optim.lr or optim.clip may help)"
-                )
-            self.progress.nll += value * num_tokens
-            self.progress.num_tokens += num_tokens
+        if not self._pending:
+            return
+        nll = sum(float(loss) * num_tokens for loss, num_tokens in self._pending)
+        num_tokens = sum(num_tokens for _, num_tokens in self._pending)
         self._pending.clear()
+        if self.batches.world_size > 1:
+            sums = torch.tensor([nll, num_tokens], dtype=torch.float64, device=self.device)
+            torch.distributed.all_reduce(sums)
+            nll, num_tokens = float(sums[0]), int(sums[1])
+        if not math.isfinite(nll):
+            raise UserError(
+                f"the loss became {nll / num_tokens} before step {self.global_step};"
+                " the last checkpoint is untouched (a lower optim.lr or optim.clip may help)"
+            )
+        self.progress.nll += nll
+        self.progress.num_tokens += num_tokens
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what Lightning does not know about, of every device."""
@@ -138,13 +152,18 @@ class TrainingModule(pl.LightningModule):
         if self.batches.world_size > 1:
             every = [None] * self.batches.world_size
             torch.distributed.all_gather_object(every, own)
-        checkpoint["sqrtlm"] = {"progress": asdict(self.progress), "devices": every}
+        checkpoint["sqrtlm"] = {
+            "progress": asdict(self.progress),
+            "devices": every,
+            "text_sha256": self.text_sha256,
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take it back.
 
         Raises:
-            UserError: if the checkpoint was written by another number of devices.
+            UserError: if the checkpoint was written by another number of devices, or the training
+                split has changed since.
         """
         saved = checkpoint["sqrtlm"]
         if len(saved["devices"]) != self.batches.world_size:
@@ -152,6 +171,8 @@ class TrainingModule(pl.LightningModule):
                 f"the checkpoint is of {len(saved['devices'])} devices,"
                 f" this continuation has {self.batches.world_size} (train.devices)"
             )
+        if saved["text_sha256"] != self.text_sha256:
+            raise UserError("the training split was prepared again since, from another text")
         self.progress = Progress(**saved["progress"])
         self._restored = own = saved["devices"][self.batches.rank]
         if own["carried"] is not None:

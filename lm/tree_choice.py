@@ -26,7 +26,7 @@ def build_tree(config: Config, prepared: Prepared) -> ClassTree:
             vocab_size, output.branching or max(2, math.isqrt(vocab_size - 1) + 1)
         )
     if output.tree == "huffman":
-        return ClassTree.huffman(torch.from_numpy(prepared.counts()), output.arity)
+        return ClassTree.huffman(torch.tensor(prepared.counts()), output.arity)
     if output.tree == "two_level":
         word_class = torch.from_numpy(prepared.word_class().astype("int64"))
         return ClassTree.two_level(word_class, head=output.head)

@@ -7,9 +7,9 @@ child on the target's path:
     z_v = W_n h_p + b_n                            (1)
     log q_v = z_v - lse_v,  lse_v = log Σ exp z_v  (2)
     nll_p = - Σ_{v of p} log q_v[y_v]              (3)
-    g_v = d nll_p · (q_v - onehot(y_v))            (4)
-    d h_p = Σ_{v of p} W_nᵀ g_v                    (5)
-    d W_n = Σ_{v of n} g_v h_pᵀ,   d b_n = Σ g_v   (6)
+    e_v = q_v - onehot(y_v)                        (4)
+    d h_p = d nll_p · Σ_{v of p} W_nᵀ e_v          (5)
+    d W_n = Σ_{v of n} e_v (d nll_p h_p)ᵀ,   d b_n = Σ_{v of n} d nll_p e_v   (6)
 
 Each node is one small matrix product, so a position costs O(H · columns on its path). Where they
 are few (positions × √N), the log-probabilities (2) are kept for the backward; where they are many
@@ -36,6 +36,10 @@ to fp32 at once.
 """
 _LAZY_BYTES = 1 << 20
 """From this size on, a gradient is mapped memory."""
+_MAPPING = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+)
+"""Private pages where the system has them: touching one first is cheaper than a shared one."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -70,25 +74,24 @@ def forward(
         num_children, first_row: [I], the tree.
         saved: [saved_size], filled in for the backward.
     """
-    num_visits = int(visits.num_visits.sum())
-    position, visited = _visited(hidden, visits, num_visits, saved.dtype)
-    log_prob = saved.new_empty(num_visits)
-    used = 0
-    for node in _nodes(visits, num_children, first_row):
-        child = visits.child[node.visits, None]
-        own_hidden = visited[node.visits]
-        if _keeps(saved, visits):
+    position, visited = _visited(hidden, visits, saved.dtype)
+    nodes = _nodes(visits, num_children, first_row)
+    if _keeps(saved, visits):
+        for node in nodes:
             logits = saved.new_empty(node.shape)
+            own_hidden = visited[node.visits]
             for children in node.blocks(weight, saved.dtype):
                 _logits(own_hidden, weight, bias, node, children, out=logits[:, children])
-            log_q = torch.log_softmax(logits, dim=1, out=node.columns(saved))
-            log_prob[node.visits] = log_q.gather(1, child).squeeze(1)
-            used = node.offset + prod(node.shape)
-        else:
-            lse, picked = _online_lse(own_hidden, weight, bias, node, child)
+            torch.log_softmax(logits, dim=1, out=node.columns(saved))
+        place, used = _target_places(visits, num_children, position.numel())
+        log_prob = saved[place]
+    else:
+        log_prob, used = saved.new_empty(position.numel()), position.numel()
+        for node in nodes:
+            child = visits.child[node.visits, None]
+            lse, picked = _online_lse(visited[node.visits], weight, bias, node, child)
             saved[node.visits] = lse
             log_prob[node.visits] = picked - lse
-            used = node.stop
     saved[used:] = 0
     return log_prob.new_zeros(hidden.shape[0]).index_add_(0, position, log_prob).neg_()
 
@@ -112,33 +115,36 @@ def backward(
         saved: what `forward` filled in.
         needs: which of the three are wanted.
     """
-    num_visits = int(visits.num_visits.sum())
-    position, visited = _visited(hidden, visits, num_visits, saved.dtype)
+    position, visited = _visited(hidden, visits, saved.dtype)
     visited_d_nll = d_nll.to(saved.dtype).index_select(0, position)
+    scaled = visited * visited_d_nll[:, None]
     d_visited = torch.zeros_like(visited) if needs[0] else None
     d_weight = _lazy_zeros(weight) if needs[1] else None
     d_bias = _lazy_zeros(bias) if bias is not None and needs[2] else None
+    kept = None
+    if _keeps(saved, visits):
+        place, used = _target_places(visits, num_children, position.numel())
+        kept = _error(saved[:used], place)
     for node in _nodes(visits, num_children, first_row):
-        child = visits.child[node.visits, None]
-        own_hidden = visited[node.visits]
         for children in node.blocks(weight, saved.dtype):
             rows = node.rows(children)
-            if _keeps(saved, visits):
-                log_q = node.columns(saved)[:, children]
+            if kept is not None:
+                error = node.columns(kept)[:, children]
             else:
-                logits = saved.new_empty(node.stop - node.start, rows.stop - rows.start)
-                _logits(own_hidden, weight, bias, node, children, out=logits)
-                log_q = logits.sub_(saved[node.visits, None])
-            d_logits = _d_logits(log_q, child - children.start, visited_d_nll[node.visits, None])
+                log_q = saved.new_empty(node.stop - node.start, rows.stop - rows.start)
+                _logits(visited[node.visits], weight, bias, node, children, out=log_q)
+                log_q.sub_(saved[node.visits, None])
+                error = _error_in_block(log_q, visits.child[node.visits, None] - children.start)
             if d_visited is not None:
                 own = weight[rows].to(saved.dtype)
-                _accumulate(d_visited[node.visits], d_logits, own, first=children.start == 0)
+                _accumulate(d_visited[node.visits], error, own, first=children.start == 0)
             if d_weight is not None:
-                _write_product(d_weight[rows], d_logits.T, own_hidden)
+                _write_product(d_weight[rows], error.T, scaled[node.visits])
             if d_bias is not None:
-                d_bias[rows] = d_logits.sum(0).to(d_bias.dtype)
+                d_bias[rows] = torch.mv(error.T, visited_d_nll[node.visits]).to(d_bias.dtype)
     d_hidden = None
     if d_visited is not None:
+        d_visited.mul_(visited_d_nll[:, None])
         d_hidden = saved.new_zeros(hidden.shape).index_add_(0, position, d_visited)
         d_hidden = d_hidden.to(hidden.dtype)
     return d_hidden, d_weight, d_bias
@@ -193,12 +199,21 @@ def _nodes(visits: Visits, num_children: Tensor, first_row: Tensor) -> Iterator[
         offset += count * width
 
 
-def _visited(
-    hidden: Tensor, visits: Visits, num_visits: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _visited(hidden: Tensor, visits: Visits, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Position [V] and hidden vector [V, H] of each visit, sorted by node."""
+    num_visits = int(visits.num_visits.sum())
     position = visits.order[:num_visits] % max(hidden.shape[0], 1)
     return position, hidden.index_select(0, position).to(dtype)
+
+
+def _target_places(visits: Visits, num_children: Tensor, num_visits: int) -> tuple[Tensor, int]:
+    """Where each visit's target stands among the kept columns [V], and how many columns are
+    kept.
+    """
+    width = torch.repeat_interleave(num_children, visits.num_visits, output_size=num_visits)
+    end = width.cumsum(0)
+    used = int(end[-1]) if num_visits else 0
+    return end - width + visits.child[:num_visits], used
 
 
 def _keeps(saved: Tensor, visits: Visits) -> bool:
@@ -237,18 +252,23 @@ def _online_lse(
     return lse, picked
 
 
-def _d_logits(log_q: Tensor, child: Tensor, d_nll: Tensor) -> Tensor:
-    """Equation (4) for a block of children [visits, block]; `child` [visits, 1] may lie outside of
-    the block.
+def _error(log_q: Tensor, place: Tensor) -> Tensor:
+    """q - onehot of (4) for kept columns (flat), the targets' at `place`; q - 1 without
+    cancellation.
     """
-    d_logits = log_q.exp()
+    error = log_q.exp()
+    error[place] = log_q[place].expm1()
+    return error
+
+
+def _error_in_block(log_q: Tensor, child: Tensor) -> Tensor:
+    """q - onehot of (4) for a block of children; `child` [visits, 1] may lie outside of the
+    block.
+    """
     inside = (child >= 0) & (child < log_q.shape[1])
-    own = child.clamp(0, log_q.shape[1] - 1)
-    own_log_q = log_q.gather(1, own)
-    d_logits.scatter_(
-        1, own, torch.where(inside, own_log_q.expm1(), own_log_q.exp())
-    )  # q - 1 without cancellation
-    return d_logits.mul_(d_nll)
+    child = child.clamp(0, log_q.shape[1] - 1)
+    picked = log_q.gather(1, child)
+    return log_q.exp().scatter_(1, child, torch.where(inside, picked.expm1(), picked.exp()))
 
 
 def _accumulate(out: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
@@ -276,4 +296,4 @@ def _lazy_zeros(like: Tensor) -> Tensor:
     num_bytes = like.numel() * like.element_size()
     if like.device.type != "cpu" or num_bytes < _LAZY_BYTES:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=like.dtype).view(like.shape)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, **_MAPPING), dtype=like.dtype).view(like.shape)

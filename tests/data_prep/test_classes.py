@@ -1,6 +1,7 @@
 """Word classes: partitions of any size, likelihood as computed by hand, files of other tools."""
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -397,11 +398,12 @@ def test_the_default_number_of_classes_is_the_root_and_never_exceeds_the_words(
     assert_partition(word_class, 83, expected)
 
 
-def test_progress_goes_to_stderr_when_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_progress_goes_to_a_terminal_when_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = zipf_tokens(20, 200)
-    for progress in (False, True):
+    for terminal, progress in [(True, False), (True, True), (False, True)]:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         build_word_classes(
             counts_of(tokens, 20),
             ClassesConfig(),
@@ -412,4 +414,4 @@ def test_progress_goes_to_stderr_when_asked_for(
         )
         shown = capsys.readouterr()
         assert shown.out == ""
-        assert ("k-means" in shown.err) == progress
+        assert ("k-means" in shown.err) == (terminal and progress)

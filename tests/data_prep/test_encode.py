@@ -1,5 +1,6 @@
 """Token files: every line ends in `<eos>`, and the counts are those of the text."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -50,8 +51,9 @@ def test_batches_do_not_show(
 
 
 def test_progress_goes_to_stderr_and_counts_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     encode_split(["a", "b", "c"], TOKENIZER, tmp_path / "train.npy", progress=True)
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -1,0 +1,165 @@
+"""What the tests share: repeatable numbers, a tiny corpus, and runs trained on it."""
+
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm.cli import main
+
+TINY = """\
+name: tiny
+data: {{dir: {corpus}, files: {{train: train.txt, valid: valid.txt, test: test.txt}}}}
+model: {{hidden: 12, layers: 2, heads: 2, dropout: 0.2}}
+optim: {{lr: 0.01}}
+train: {{max_steps: 24, batch_size: 4, seq_len: 8, threads: 1}}
+log: {{every_steps: 5}}
+"""
+NOUNS, VERBS, ADVERBS = (
+    ["cat", "dog", "bird", "man", "woman", "child", "horse", "fish"],
+    ["sees", "hears", "likes", "follows", "finds"],
+    ["today", "now", "again", "often", "slowly"],
+)
+
+
+def pytest_configure() -> None:
+    """Keep libraries from the network, and their talk from the output."""
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "WANDB_SILENT": "true",
+        "WANDB_ERROR_REPORTING": "false",
+    }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _caches(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Caches of libraries in a folder of the session."""
+    cache = tmp_path_factory.mktemp("cache")
+    os.environ |= {"HF_HOME": str(cache / "hf"), "WANDB_CACHE_DIR": str(cache / "wandb")}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_and_nan_filled_memory() -> None:
+    """Uninitialised memory is NaN, so that a forgotten element shows."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> Iterator[None]:
+    """Each test begins with the same random numbers, and with the threads of the session."""
+    random.seed(0)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(1)
+
+
+def toy_sentences(seed: int, count: int) -> list[str]:
+    """Sentences of a small grammar: something to learn."""
+    rng = random.Random(seed)
+
+    def phrase() -> str:
+        return f"{rng.choice(('the', 'a', 'the old'))} {rng.choice(NOUNS)}"
+
+    return [
+        f"{phrase()} {rng.choice(VERBS)} {phrase()} {rng.choice(ADVERBS)}" for _ in range(count)
+    ]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.txt, valid.txt, test.txt; in the last two is a word that the first
+    lacks.
+    """
+    folder = tmp_path_factory.mktemp("corpus")
+    for seed, (split, count) in enumerate([("train", 300), ("valid", 20), ("test", 25)]):
+        lines = toy_sentences(seed, count)
+        if split != "train":
+            lines[3] += " zebra"
+            lines[5] = ""
+        (folder / f"{split}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of a tiny LSTM, its data prepared once for all runs."""
+    path = tmp_path_factory.mktemp("tiny") / "tiny.yaml"
+    path.write_text(TINY.format(corpus=corpus), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def prepared_dir(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prepared data of `tiny`, not to be changed."""
+    folder = tmp_path_factory.mktemp("prepared")
+    assert main(["prepare", str(tiny), f"--data.prepared_dir={folder}"]) == 0
+    return folder
+
+
+Train = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def train(tiny: Path, prepared_dir: Path) -> Train:
+    """`train(folder, *options)` trains `tiny` with options of the command, in `folder`."""
+
+    def run(folder: Path, *options: str) -> Path:
+        arguments = [f"--run_dir={folder}", f"--data.prepared_dir={prepared_dir}", *options]
+        assert main(["train", str(tiny), "--no-progress", *arguments]) == 0
+        return folder
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def lstm_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained LSTM, not to be changed."""
+    return train(tmp_path_factory.mktemp("lstm_run"))
+
+
+@pytest.fixture(scope="session")
+def transformer_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained Transformer, not to be changed."""
+    return train(tmp_path_factory.mktemp("transformer_run"), "--model.backbone=transformer")
+
+
+@pytest.fixture
+def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`complaint(*arguments)` runs a command that must fail for a mistake of the user's; returns
+    its one line without `lm: `.
+    """
+
+    def run(*arguments: object) -> str:
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("lm: ")
+        assert err.count("\n") == 1
+        return err.removeprefix("lm: ").removesuffix("\n")
+
+    return run
+
+
+def _contents(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file under a folder, by name; "" for a folder."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else ""
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.fixture(scope="session")
+def contents() -> Callable[[Path], dict[str, str]]:
+    """`contents(folder)`: SHA-256 of every file under it, by name; "" for a folder."""
+    return _contents

@@ -1,0 +1,228 @@
+"""Checkpoints are whole or absent, refused if damaged, and never executed."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+
+from data_prep.settings import UserError
+from lm.checkpoint import (
+    AtomicCheckpointIO,
+    Description,
+    batches_done,
+    load_model,
+    read_description,
+    save_model,
+)
+from lm.config import ModelConfig, OutputConfig
+from lm.model.language_model import LanguageModel, build_model
+from lm.output import ClassTree
+
+Contents = Callable[[Path], dict[str, str]]
+CHECKPOINT: dict[str, Any] = {
+    "state": {"weight": torch.arange(1000.0)},
+    "sqrtlm": {"progress": {"batches_done": 7}},
+}
+
+
+def description(model: ModelConfig, output: OutputConfig) -> Description:
+    return Description(
+        format_version=1,
+        model=model,
+        output=output,
+        context=6,
+        eos_id=1,
+        unk_id=0,
+        tokenizer_sha256="t",
+        weights_sha256="",
+        step=3,
+        valid_perplexity=4.5,
+    )
+
+
+def saved(folder: Path, **settings: Any) -> LanguageModel:
+    config, output = ModelConfig(hidden=8, heads=2, **settings), OutputConfig()
+    tree = ClassTree.two_level(torch.tensor([0, 1, 2, 0, 1, 1, 2]), head=1)
+    model = build_model(config, output, tree, 6)
+    save_model(folder, model, description(config, output))
+    return model
+
+
+def test_a_checkpoint_reads_back_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
+    read = AtomicCheckpointIO().load_checkpoint(path)
+    assert torch.equal(read["state"]["weight"], torch.arange(1000.0))
+    assert batches_done(path) == 7
+    assert [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: Contents
+) -> None:
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
+    before = contents(tmp_path)
+
+    def save(checkpoint: object, file: Any) -> None:
+        file.write(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", save)
+    message = f"^{path}: the disk is full; the checkpoint before it is untouched$"
+    with pytest.raises(UserError, match=message):
+        AtomicCheckpointIO().save_checkpoint({}, path)
+    assert contents(tmp_path) == before
+
+
+def test_any_other_failure_is_not_called_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(checkpoint: object, file: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(RuntimeError, match=r"^out of memory$"):
+        AtomicCheckpointIO().save_checkpoint({}, tmp_path / "last.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
+    whole = path.read_bytes()
+    refused = 0
+    for place in range(0, len(whole), 13):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        for read in (whole_checkpoint, batches_done):
+            try:
+                assert read(path) == 7
+            except UserError as error:
+                refused += str(error) == f"{path}: damaged checkpoint or none of ours"
+    assert refused > len(whole) / 13 / 2
+
+
+def whole_checkpoint(path: Path) -> int:
+    """`batches_done` of a checkpoint that is read and compared whole."""
+    read = AtomicCheckpointIO().load_checkpoint(path)
+    assert torch.equal(read["state"]["weight"], CHECKPOINT["state"]["weight"])
+    return int(read["sqrtlm"]["progress"]["batches_done"])
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, 4000])
+def test_a_checkpoint_cut_short_is_refused(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
+    os.truncate(path, length)
+    message = f"^{path}: damaged checkpoint or none of ours$"
+    with pytest.raises(UserError, match=message):
+        AtomicCheckpointIO().load_checkpoint(path)
+    with pytest.raises(UserError, match=message):
+        batches_done(path)
+
+
+class Trap:
+    """Runs `touch` when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_code_in_a_checkpoint_is_refused_and_never_runs(tmp_path: Path) -> None:
+    path, touched = tmp_path / "last.ckpt", tmp_path / "touched"
+    torch.save({"sqrtlm": Trap(touched)}, path)
+    for read in (AtomicCheckpointIO().load_checkpoint, batches_done):
+        with pytest.raises(UserError, match=f"^{path}: damaged checkpoint or none of ours$"):
+            read(path)
+    path.write_bytes(pickle.dumps(Trap(touched)))
+    with pytest.raises(UserError, match=f"^{path}: damaged checkpoint or none of ours$"):
+        AtomicCheckpointIO().load_checkpoint(path)
+    assert not touched.exists()
+
+
+def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    torch.save({"state": torch.zeros(3)}, path)
+    with pytest.raises(UserError, match=f"^{path}: damaged checkpoint or none of ours$"):
+        batches_done(path)
+
+
+@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_model_predicts_the_same_when_it_is_loaded(
+    tmp_path: Path, backbone: str, tied: bool
+) -> None:
+    model = saved(tmp_path, backbone=backbone, tied=tied, dropout=0.5).eval()
+    loaded, read = load_model(tmp_path)
+    tokens = torch.tensor([[1, 5], [3, 2], [6, 0]])
+    for ours, theirs in zip(model(tokens), loaded(tokens), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    nll, same = (each.output.loss(each(tokens)[0], tokens, "none") for each in (model, loaded))
+    assert torch.equal(nll, same)
+    assert not loaded.training
+    assert (read.step, read.valid_perplexity, read.context) == (3, 4.5, 6)
+
+
+def test_a_model_may_be_read_by_whoever_may_read_the_run(tmp_path: Path) -> None:
+    saved(tmp_path)
+    modes = {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    (tmp_path / "plain").touch()
+    assert modes == {(tmp_path / "plain").stat().st_mode & 0o777}
+
+
+def test_weights_and_description_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        saved(tmp_path / name)
+    weights = tmp_path / "a" / "model.safetensors"
+    weights.write_bytes((tmp_path / "b" / "model.safetensors").read_bytes())
+    message = f"^{weights}: damaged, or not the weights that model.json describes$"
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path / "a")
+
+
+def rewritten(folder: Path, **changes: Any) -> Path:
+    path = folder / "model.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return path
+
+
+def test_a_description_of_another_shape_than_the_weights_is_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path)
+    values = json.loads((tmp_path / "model.json").read_text())
+    rewritten(tmp_path, model=values["model"] | {"hidden": 9})
+    with pytest.raises(UserError) as caught:
+        load_model(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}/model.safetensors: does not fit model.json: ")
+
+
+def test_a_description_that_is_no_description_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = rewritten(tmp_path, format_version=2)
+    with pytest.raises(UserError, match=f"^{path}: format version 2, expected 1$"):
+        read_description(tmp_path)
+    rewritten(tmp_path, format_version=1, step="3")
+    with pytest.raises(UserError, match=f"^{path}: damaged: "):
+        read_description(tmp_path)
+    for text in ("[]", "{", ""):
+        path.write_text(text)
+        with pytest.raises(UserError, match=f"^{path}: damaged: "):
+            read_description(tmp_path)
+
+
+def test_missing_weights_are_named(tmp_path: Path, lstm_run: Path) -> None:
+    run = copytree(lstm_run, tmp_path / "run")
+    (run / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=f"^{run}/model.safetensors"):
+        load_model(run)

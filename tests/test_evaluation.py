@@ -1,0 +1,283 @@
+"""Evaluation: each token once, from the right context; sums over counts; one evaluator for all."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import lm.evaluation
+from data_prep.artifacts import open_prepared
+from lm.checkpoint import load_model
+from lm.cli import main
+from lm.config import ModelConfig, OutputConfig
+from lm.evaluation import Evaluation, TextCounts, evaluate
+from lm.metrics import read_metrics
+from lm.model.language_model import LanguageModel, build_model
+from lm.output import ClassTree
+
+N, EOS, UNK = 9, 0, 1
+COUNTS = TextCounts(words=7, lines=3, utf8_bytes=40)
+FIELDS = (
+    "tokens words oov nll_nats perplexity perplexity_excluding_oov word_perplexity bits_per_byte"
+    " class_perplexity within_class_perplexity context eos_rule"
+)
+BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
+
+
+def make(backbone: str, context: int = 6) -> LanguageModel:
+    config = ModelConfig(backbone=backbone, hidden=8, heads=2, layers=1, dropout=0.3)  # type: ignore[arg-type]
+    tree = ClassTree.two_level(torch.arange(N) % 3)
+    return build_model(config, OutputConfig(), tree, context).double()
+
+
+def text(n: int) -> NDArray[np.uint16]:
+    return np.random.default_rng(3).integers(N, size=n).astype(np.uint16)
+
+
+def measured(model: LanguageModel, tokens: NDArray[np.uint16], context: int = 6) -> Evaluation:
+    return evaluate(model, tokens, COUNTS, eos_id=EOS, unk_id=UNK, context=context)
+
+
+@torch.no_grad()
+def nll_after(model: LanguageModel, before: NDArray[np.int64], word: int) -> float:
+    """-log P of one word after the words before it, from the log-probabilities of all words."""
+    hidden, _ = model.eval()(torch.from_numpy(before)[:, None])
+    return -float(model.output.log_prob(hidden[-1])[0, word])
+
+
+def by_hand(model: LanguageModel, tokens: NDArray[np.uint16], context: int) -> list[float]:
+    """The nll of each token by the rule in words: an LSTM sees everything before, a Transformer
+    what its window shows, where windows are half a context apart and the last one ends with the
+    text.
+    """
+    inputs = np.concatenate([[EOS], tokens[:-1]]).astype(np.int64)
+    nll = []
+    for place in range(len(tokens)):
+        begin = 0
+        if not model.backbone.carries_state and place >= context:
+            stride = context // 2
+            begin = math.ceil((place + 1 - context) / stride) * stride
+            begin = min(begin, len(tokens) - context)
+        nll.append(nll_after(model, inputs[begin : place + 1], int(tokens[place])))
+    return nll
+
+
+@pytest.mark.parametrize(
+    ("backbone", "n", "context"),
+    [
+        *[("lstm", n, 6) for n in (1, 2, 13)],
+        *[("transformer", n, 6) for n in (1, 2, 5, 6, 7, 8, 9, 10, 11, 12, 13, 21)],
+        *[("transformer", n, 4) for n in (3, 4, 5, 6, 7)],
+        *[("transformer", n, 5) for n in (4, 5, 6, 7, 8)],
+        *[("transformer", n, 2) for n in (1, 2, 3, 4)],
+    ],
+)
+def test_the_sum_is_that_of_a_loop_over_the_tokens(backbone: str, n: int, context: int) -> None:
+    model, tokens = make(backbone, context), text(n)
+    result = measured(model, tokens, context)
+    expected = by_hand(model, tokens, context)
+    assert result.tokens == n
+    assert result.nll_nats == pytest.approx(sum(expected), rel=1e-11)
+    assert result.perplexity == pytest.approx(math.exp(sum(expected) / n), rel=1e-11)
+
+
+@BACKBONES
+@pytest.mark.parametrize("n", [1, 5, 6, 7, 50, 51, 64])
+def test_no_figure_depends_on_how_much_is_computed_at_once(
+    backbone: str, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = make(backbone), text(n)
+    expected = measured(model, tokens)
+    for chunk in (1, 7, 12, 24, 50):
+        monkeypatch.setattr(lm.evaluation, "_CHUNK_TOKENS", chunk)
+        result = measured(model, tokens)
+        for name in FIELDS.split():
+            value, truth = getattr(result, name), getattr(expected, name)
+            assert value == truth or value == pytest.approx(truth, rel=1e-9, nan_ok=True)
+
+
+@BACKBONES
+def test_the_figures_follow_from_sums_and_counts(backbone: str) -> None:
+    model, tokens = make(backbone), text(40)
+    result, nll = measured(model, tokens), by_hand(model, tokens, 6)
+    known = [value for value, word in zip(nll, tokens, strict=True) if word != UNK]
+    total = sum(nll)
+    assert (result.tokens, result.words, result.oov) == (40, 7, 40 - len(known))
+    assert result.oov > 0
+    expected = {
+        "perplexity": math.exp(total / 40),
+        "perplexity_excluding_oov": math.exp(sum(known) / len(known)),
+        "word_perplexity": math.exp(total / (7 + 3)),
+        "bits_per_byte": total / math.log(2) / 40,
+    }
+    for name, value in expected.items():
+        assert getattr(result, name) == pytest.approx(value, rel=1e-11)
+    product = result.class_perplexity * result.within_class_perplexity
+    assert result.perplexity == pytest.approx(product, rel=1e-12)
+
+
+def test_the_class_perplexity_is_that_of_summed_word_probabilities() -> None:
+    model, tokens = make("lstm"), text(20)
+    inputs = np.concatenate([[EOS], tokens[:-1]]).astype(np.int64)
+    with torch.no_grad():
+        hidden, _ = model.eval()(torch.from_numpy(inputs)[:, None])
+        probability = model.output.log_prob(hidden[:, 0]).exp()
+    same_class = (
+        torch.arange(N)[None, :] % 3 == torch.from_numpy(tokens.astype(np.int64))[:, None] % 3
+    )
+    expected = math.exp(-float((probability * same_class).sum(1).log().mean()))
+    assert measured(model, tokens).class_perplexity == pytest.approx(expected, rel=1e-11)
+
+
+def test_the_first_token_is_predicted_from_eos() -> None:
+    model = make("lstm")
+    for word in range(2, N):
+        expected = nll_after(model, np.array([EOS]), word)
+        result = measured(model, np.array([word], dtype=np.uint16))
+        assert result.nll_nats == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_text_without_unknown_words_excludes_nothing_and_one_of_them_alone_says_nan() -> None:
+    model = make("lstm")
+    known = measured(model, np.array([2, 3, 4], dtype=np.uint16))
+    assert (known.oov, known.perplexity_excluding_oov) == (0, known.perplexity)
+    assert math.isnan(measured(model, np.array([UNK], dtype=np.uint16)).perplexity_excluding_oov)
+
+
+def test_training_goes_on_in_training_mode() -> None:
+    model = make("lstm").train()
+    first, second = measured(model, text(9)), measured(model, text(9))
+    assert first == second
+    assert model.training
+
+
+def test_no_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^no tokens to evaluate$"):
+        measured(make("lstm"), text(0))
+
+
+@pytest.fixture
+def evaluated(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """`evaluated(*arguments)`: what `lm evaluate … --json` prints."""
+
+    def run(*arguments: object) -> dict[str, Any]:
+        capsys.readouterr()
+        assert main(["evaluate", *map(str, arguments), "--json"]) == 0
+        values: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return values
+
+    return run
+
+
+@pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
+def test_validation_while_training_is_what_evaluate_says(
+    run: str, request: pytest.FixtureRequest, evaluated: Callable[..., dict[str, Any]]
+) -> None:
+    folder: Path = request.getfixturevalue(run)
+    lines = read_metrics(folder / "metrics.csv")
+    best = min(line.valid_perplexity for line in lines if line.valid_perplexity is not None)
+    assert evaluated(folder, "--split=valid")["perplexity"] == best
+    (folder / "evaluate-valid.json").unlink()
+
+
+def test_json_has_every_field_and_is_kept_in_the_run(
+    lstm_run: Path, corpus: Path, evaluated: Callable[..., dict[str, Any]]
+) -> None:
+    values = evaluated(lstm_run)
+    assert list(values) == FIELDS.split()
+    kept = lstm_run / "evaluate-test.json"
+    assert json.loads(kept.read_text()) == values
+    kept.unlink()
+    content = (corpus / "test.txt").read_bytes()
+    lines = content.decode().splitlines()
+    assert values["words"] == len(content.split())
+    assert values["tokens"] == len(content.split()) + len(lines)
+    assert values["oov"] == content.count(b"zebra") == 1
+    assert values["bits_per_byte"] == values["nll_nats"] / math.log(2) / len(content)
+
+
+@pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
+def test_the_test_text_is_the_test_split(
+    run: str,
+    request: pytest.FixtureRequest,
+    corpus: Path,
+    evaluated: Callable[..., dict[str, Any]],
+) -> None:
+    folder: Path = request.getfixturevalue(run)
+    split = evaluated(folder, "--split=test")
+    assert evaluated(folder, "--text", corpus / "test.txt") == split
+    (folder / "evaluate-test.json").unlink()
+
+
+def test_the_loop_by_hand_over_a_run_gives_its_perplexity(lstm_run: Path) -> None:
+    model, description = load_model(lstm_run)
+    tokens = open_prepared(prepared_of(lstm_run)).tokens("test")
+    expected = by_hand_from(model.double(), tokens, description.eos_id)
+    result = evaluate(
+        *(model, tokens, COUNTS),
+        eos_id=description.eos_id,
+        unk_id=description.unk_id,
+        context=description.context,
+    )
+    assert result.nll_nats == pytest.approx(expected, rel=1e-11)
+
+
+def by_hand_from(model: LanguageModel, tokens: NDArray[Any], eos_id: int) -> float:
+    """The nll of a text, one token after the other with the state."""
+    state, word, total = model.init_state(1), eos_id, 0.0
+    with torch.no_grad():
+        for target in tokens.tolist():
+            hidden, new_state = model(torch.tensor([[word]]), state)
+            assert new_state is not None
+            total -= float(model.output.log_prob(hidden)[0, 0, target])
+            state, word = new_state, target
+    return total
+
+
+def prepared_of(run: Path) -> str:
+    """The folder of a run's prepared data."""
+    (line,) = [
+        line for line in (run / "config.yaml").read_text().splitlines() if "prepared_dir" in line
+    ]
+    return line.split(": ")[1]
+
+
+def test_a_text_of_words_never_seen_is_all_unknown(
+    lstm_run: Path, tmp_path: Path, evaluated: Callable[..., dict[str, Any]]
+) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("xyzzy plugh\nxyzzy\n")
+    values = evaluated(lstm_run, "--text", path)
+    assert (values["tokens"], values["words"], values["oov"]) == (5, 3, 3)
+
+
+def test_a_text_that_cannot_be_evaluated_is_named(
+    lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    empty, latin = tmp_path / "empty.txt", tmp_path / "latin.txt"
+    empty.touch()
+    latin.write_bytes(b"caf\xe9\n")
+    absent = tmp_path / "absent.txt"
+    said = {
+        path: complaint("evaluate", lstm_run, "--text", path) for path in (empty, latin, absent)
+    }
+    assert said[empty] == "the text to evaluate is empty"
+    assert said[latin].startswith(f"{latin}: invalid UTF-8")
+    assert said[absent] == f"{absent}: No such file or directory"
+
+
+def test_a_tokenizer_of_another_run_is_refused(
+    lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    run = shutil.copytree(lstm_run, tmp_path / "run")
+    text = (run / "tokenizer.json").read_text()
+    (run / "tokenizer.json").write_text(text.replace('"lowercase": false', '"lowercase": true'))
+    said = complaint("evaluate", run, "--text", run / "config.yaml")
+    assert said == f"{run}: the tokenizer is not the one that the model was trained with"

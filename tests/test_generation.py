@@ -1,0 +1,151 @@
+"""Generation: what was learnt comes back, and the seed decides."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm.checkpoint import load_model
+from lm.cli import main
+from lm.generation import generate
+from lm.metrics import read_metrics
+
+RUNS = pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
+SONG = [
+    "one man went to mow",
+    "he went to mow a meadow",
+    "his dog came along and slept",
+    "until the moon rose over them",
+]
+Printed = Callable[..., str]
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
+    """`printed(*arguments)`: what `lm generate` prints."""
+
+    def run(*arguments: object) -> str:
+        capsys.readouterr()
+        assert main(["generate", *map(str, arguments)]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture(scope="module", params=["lstm", "transformer"])
+def song_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that knows one short text by heart."""
+    folder = tmp_path_factory.mktemp(f"song_{request.param}")
+    (folder / "song.txt").write_text("\n".join(SONG * 12) + "\n")
+    config = folder / "song.yaml"
+    config.write_text(
+        f"""\
+name: song
+run_dir: {folder / "run"}
+data: {{dir: {folder}, files: {{train: song.txt}}}}
+model: {{backbone: {request.param}, hidden: 24, layers: 1, heads: 2}}
+optim: {{lr: 0.02, schedule: cosine}}
+train: {{max_steps: 120, batch_size: 4, seq_len: 16, threads: 1}}
+log: {{every_steps: 10}}
+"""
+    )
+    assert main(["train", str(config), "--no-progress"]) == 0
+    return folder / "run"
+
+
+def test_a_tiny_model_learns_a_short_text_by_heart(song_run: Path) -> None:
+    lines = read_metrics(song_run / "metrics.csv")
+    assert lines[0].train_perplexity > 3
+    assert lines[-1].train_perplexity < 1.5
+
+
+def test_greedily_it_says_the_text(song_run: Path, printed: Printed) -> None:
+    length = sum(len(line.split()) + 1 for line in SONG)
+    said = printed(song_run, "--temperature=0", f"--tokens={2 * length}", "--prompt", SONG[0])
+    rest = "\n".join([*SONG, *SONG, SONG[0]])
+    assert said == rest + "\n"
+
+
+def test_a_prompt_of_several_lines_is_continued(song_run: Path, printed: Printed) -> None:
+    prompt = f"{SONG[1]}\nhis dog"
+    said = printed(song_run, "--temperature=0", "--tokens=4", "--prompt", prompt)
+    assert said == f"{SONG[1]}\n{SONG[2]}\n"
+
+
+def test_greedy_is_the_most_probable_word_of_the_whole_text_so_far(song_run: Path) -> None:
+    model, description = load_model(song_run)
+    words = [description.eos_id]
+    drawn = [
+        int(word) for word in generate(model, words, num_tokens=12, num_samples=1, temperature=0.0)
+    ]
+    with torch.no_grad():
+        for word in drawn:
+            hidden, _ = model(torch.tensor(words)[:, None])
+            assert int(model.output.log_prob(hidden[-1]).argmax()) == word
+            words.append(word)
+
+
+@RUNS
+def test_the_seed_decides(run: str, request: pytest.FixtureRequest, printed: Printed) -> None:
+    folder = request.getfixturevalue(run)
+    first = printed(folder, "--seed=5", "--tokens=40")
+    assert printed(folder, "--seed=5", "--tokens=40") == first
+    assert printed(folder, "--seed=6", "--tokens=40") != first
+
+
+@RUNS
+def test_samples_differ_and_come_as_json(
+    run: str, request: pytest.FixtureRequest, printed: Printed
+) -> None:
+    folder = request.getfixturevalue(run)
+    options = ["--prompt=the cat", "--samples=3", "--tokens=20", "--seed=2"]
+    values = json.loads(printed(folder, *options, "--json"))
+    assert values["prompt"] == "the cat"
+    assert len(set(values["samples"])) == 3
+    for sample in values["samples"]:
+        assert len(sample.split()) + sample.count("\n") == 20
+    plain = printed(folder, *options)
+    assert plain == "".join(f"the cat{sample}\n" for sample in values["samples"])
+
+
+def test_one_sample_as_json_is_what_is_printed(lstm_run: Path, printed: Printed) -> None:
+    options = ["--prompt=the", "--tokens=9"]
+    values = json.loads(printed(lstm_run, *options, "--json"))
+    assert printed(lstm_run, *options) == f"the{values['samples'][0]}\n"
+
+
+def test_a_prompt_may_come_from_stdin(
+    lstm_run: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = printed(lstm_run, "--prompt", "the old dog", "--tokens=6")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the old dog\n"))
+    assert printed(lstm_run, "--prompt", "-", "--tokens=6") == expected
+
+
+def test_the_one_most_probable_word_is_the_greedy_one(lstm_run: Path, printed: Printed) -> None:
+    greedy = printed(lstm_run, "--temperature=0", "--tokens=15")
+    for option in ("--top-k=1", "--top-p=1e-9", "--temperature=1e-4"):
+        assert printed(lstm_run, option, "--tokens=15", "--seed=3") == greedy
+
+
+def test_the_frequencies_of_the_first_word_are_its_probabilities(lstm_run: Path) -> None:
+    model, description = load_model(lstm_run)
+    (drawn,) = generate(model, [description.eos_id], num_tokens=1, num_samples=20_000, seed=4)
+    with torch.no_grad():
+        hidden, _ = model(torch.tensor([[description.eos_id]]))
+        probability = model.output.log_prob(hidden)[0, 0].exp()
+    expected = 20_000 * probability
+    counts = torch.bincount(drawn, minlength=model.vocab_size)
+    chi_square = float(((counts - expected) ** 2 / expected)[expected > 5].sum())
+    degrees = int((expected > 5).sum()) - 1
+    assert chi_square < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def test_an_empty_prompt_is_refused(lstm_run: Path) -> None:
+    model, _ = load_model(lstm_run)
+    with pytest.raises(ValueError, match=r"^the prompt must have at least one token$"):
+        next(generate(model, [], num_tokens=1, num_samples=1))

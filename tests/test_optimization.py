@@ -1,0 +1,89 @@
+"""The learning rate at the corners of its curves, and what decays."""
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+from lm.config import OptimConfig
+from lm.optimization import build_optimizer, learning_rate
+
+
+def rate(step: int = 0, epoch: int = 0, stalls: int = 0, **settings: Any) -> float:
+    return learning_rate(OptimConfig(lr=2.0, **settings), step, 100, epoch, stalls)
+
+
+def test_a_constant_rate_stays() -> None:
+    assert {rate(step, step // 10, step) for step in range(0, 200, 7)} == {2.0}
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "step", "plateau"])
+def test_warm_up_rises_linearly_to_the_full_rate_at_its_last_step(schedule: str) -> None:
+    rates = [rate(step, schedule=schedule, warmup_steps=4) for step in range(5)]
+    decayed = 1.0 if schedule == "step" else 2.0
+    assert rates == [0.5, 1.0, 1.5, 2.0, decayed]
+
+
+def test_cosine_is_highest_after_warm_up_halfway_in_the_middle_and_lowest_at_the_end() -> None:
+    rates = [rate(step, schedule="cosine", warmup_steps=20) for step in (20, 60, 100)]
+    assert rates == pytest.approx([2.0, 1.1, 0.2], rel=1e-15)
+
+
+def test_cosine_without_warm_up_begins_at_the_full_rate_and_may_end_at_zero() -> None:
+    rates = [rate(step, schedule="cosine", min_lr_factor=0.0) for step in (0, 50, 100)]
+    assert rates == pytest.approx([2.0, 1.0, 0.0])
+
+
+def test_cosine_with_warm_up_for_the_whole_training_divides_by_nothing() -> None:
+    assert rate(99, schedule="cosine", warmup_steps=100) == 2.0
+
+
+def test_steps_halve_the_rate_in_each_epoch_after_the_first_few() -> None:
+    rates = [
+        rate(epoch=epoch, schedule="step", decay=0.5, decay_after_epochs=3) for epoch in range(6)
+    ]
+    assert rates == [2.0, 2.0, 2.0, 1.0, 0.5, 0.25]
+
+
+def test_a_plateau_lowers_the_rate_with_every_stall() -> None:
+    assert [rate(stalls=n, schedule="plateau", decay=0.25) for n in range(4)] == [
+        2.0,
+        0.5,
+        0.125,
+        0.03125,
+    ]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_matrices_decay_and_vectors_do_not(
+    optimizer: Literal["sgd", "adamw"],
+) -> None:
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.bias.fill_(1.0)
+    before = model.weight.detach().clone()
+    stepper = build_optimizer(model, OptimConfig(optimizer=optimizer, lr=0.5, weight_decay=0.1))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    stepper.step()
+    torch.testing.assert_close(model.weight.detach(), before * (1 - 0.5 * 0.1))
+    assert model.bias.tolist() == [1.0, 1.0]
+
+
+def test_sgd_is_the_textbook_step_with_momentum() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    weight = model.weight.detach().item()
+    stepper = build_optimizer(model, OptimConfig(optimizer="sgd", lr=0.5, momentum=0.5))
+    for gradient, moved in ((1.0, 0.5), (3.0, 1.75)):
+        model.weight.grad = torch.full((1, 1), gradient)
+        stepper.step()
+        assert model.weight.detach().item() == pytest.approx(weight - moved, abs=1e-6)
+        weight = model.weight.detach().item()
+
+
+def test_parameters_that_want_no_gradient_are_left_out() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    groups = build_optimizer(model, OptimConfig()).param_groups
+    assert [parameter.shape for group in groups for parameter in group["params"]] == [(2, 3)]

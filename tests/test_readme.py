@@ -1,0 +1,71 @@
+"""The README is true: its commands run, its file tree is the tree."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lm.cli import main
+
+TOP = Path(__file__).resolve().parent.parent
+README = (TOP / "README.md").read_text(encoding="utf-8")
+SMALL = ["--model.hidden=8", "--model.init_range=null", "--train.max_steps=2", "--no-progress"]
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    return [text for name, text in found if name == language]
+
+
+def commands(block: str) -> list[str]:
+    return [line.split("#")[0].strip() for line in block.splitlines() if line.strip()]
+
+
+def test_the_quick_start_is_two_commands_that_exist() -> None:
+    quick_start = README.split("## Quick start")[1].split("\n## ")[0]
+    (block,) = re.findall(r"```sh\n(.*?)```", quick_start, re.DOTALL)
+    assert commands(block) == ["scripts/demo", "scripts/test"]
+    assert all((TOP / command).stat().st_mode & 0o111 for command in commands(block))
+
+
+def test_the_commands_run(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for split in ("train", "valid", "test"):
+        shutil.copy(corpus / f"{split}.txt", tmp_path / f"ptb.{split}.txt")
+    (tmp_path / "configs").symlink_to(TOP / "configs")
+    monkeypatch.chdir(tmp_path)
+    (block,) = [block for block in blocks("sh") if "lm prepare" in block]
+    ran = []
+    for command in commands(block):
+        _, verb, *arguments = shlex.split(command.replace("DIR", "."))
+        small = SMALL if verb == "train" else []
+        assert main([verb, *arguments, *small]) == 0, command
+        ran.append(verb)
+    assert ran == ["prepare", "train", "evaluate", "generate", "classes", "info"]
+    assert "tokens predicted" in capsys.readouterr().out
+
+
+def test_the_python_example_runs() -> None:
+    (block,) = blocks("python")
+    names: dict[str, object] = {}
+    exec(block.replace("100_000", "1_000"), names)
+    layer = names["layer"]
+    assert getattr(layer, "weight").grad.abs().sum() > 0  # noqa: B009
+
+
+def test_the_file_tree_names_every_module() -> None:
+    (tree,) = [block for block in blocks("") if block.startswith("lm/")]
+    named = set(re.findall(r"(\w+\.py)\b", tree))
+    modules = {
+        path.name
+        for folder in ("lm", "data_prep")
+        for path in (TOP / folder).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert named == modules

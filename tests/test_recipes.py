@@ -1,0 +1,163 @@
+"""Every recipe trains: each file of configs/, made small, for two steps on the tiny corpus."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.artifacts import open_prepared
+from lm.cli import main
+from lm.config import Config, load_config
+from lm.metrics import read_metrics
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("**/*.yaml"))
+NAMES = [path.stem for path in CONFIGS]
+Evaluated = Callable[[Path], float]
+
+
+def small(config: Config, corpus: Path) -> list[str]:
+    """Overrides that fit a recipe to the tiny corpus and to a CPU, and keep the rest of it."""
+    files = {split: str(corpus / f"{split}.txt") for split in ("train", "valid", "test")}
+    pieces = 34 + (256 if config.tokenizer.byte_fallback else 0)
+    changes: dict[str, dict[str, Any]] = {
+        "data": {"hub": None, "hub_config": None, "format": "text", "prepared_dir": None},
+        "data.files": files,
+        "tokenizer": {"vocab_size": pieces if config.tokenizer.kind == "sentencepiece" else None},
+        "classes": {"num_word_classes": None, "max_words": None, "dimensions": 8},
+        "model": {
+            "hidden": 16,
+            "embedding": 12 if config.model.embedding and not config.model.tied else None,
+            "layers": min(config.model.layers, 2),
+            "heads": 2,
+            "feedforward": None,
+        },
+        "output": {"head": min(config.output.head, 3)},
+        "train": {
+            "max_steps": 2,
+            "max_epochs": None,
+            "batch_size": 4,
+            "seq_len": 8,
+            "accumulate": min(config.train.accumulate, 2),
+            "accelerator": "cpu",
+            "devices": 1,
+            "strategy": "auto",
+            "val_every_steps": None,
+            "threads": 1,
+        },
+        "log": {"wandb": "disabled"},
+    }
+    if config.classes.method == "file":
+        changes["classes"] |= {"method": "uniform", "file": None}
+    if config.train.precision == "16-mixed":
+        changes["train"]["precision"] = "bf16-mixed"
+    return [
+        f"--{section}.{key}={json.dumps(value)}"
+        for section, values in changes.items()
+        for key, value in values.items()
+    ]
+
+
+@pytest.fixture
+def validated(capsys: pytest.CaptureFixture[str]) -> Evaluated:
+    """`validated(run)`: perplexity of the validation split as `lm evaluate` says it."""
+
+    def run(folder: Path) -> float:
+        capsys.readouterr()
+        assert main(["evaluate", str(folder), "--split=valid", "--json"]) == 0
+        return float(json.loads(capsys.readouterr().out)["perplexity"])
+
+    return run
+
+
+def assert_trained(run: Path, perplexity: float) -> None:
+    """Two steps are done, and the model is about as good as an untrained one."""
+    line = read_metrics(run / "metrics.csv")[-1]
+    config = load_config(run / "config.yaml")
+    vocab_size = open_prepared(config.prepared_path).vocab_size
+    assert (line.step, line.tokens) == (2, 2 * config.train.accumulate * 4 * 8)
+    assert 1 < line.train_perplexity < 3 * vocab_size
+    assert line.valid_perplexity == pytest.approx(perplexity, rel=1e-2)
+    assert math.isfinite(perplexity)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
+def test_every_recipe_trains(
+    path: Path, corpus: Path, tmp_path: Path, validated: Evaluated
+) -> None:
+    overrides = [*small(load_config(path), corpus), f"--run_dir={tmp_path / 'run'}"]
+    assert main(["train", str(path), "--no-progress", *overrides]) == 0
+    assert_trained(tmp_path / "run", validated(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
+def test_every_recipe_is_complete_and_says_what_it_is(path: Path) -> None:
+    config = load_config(path)
+    assert config.name == path.stem
+    head = path.read_text(encoding="utf-8").split("\nname:")[0]
+    assert all(line.startswith("# ") for line in head.splitlines())
+    assert "\n# Machine: " in head
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--output.tree=full"],
+        ["--output.tree=balanced"],
+        ["--output.tree=balanced", "--output.branching=2"],
+        ["--output.tree=huffman"],
+        ["--output.tree=huffman", "--output.arity=3"],
+        ["--output.tree=two_level", "--output.head=4"],
+        ["--model.tied=true", "--output.bias=false"],
+    ],
+    ids=lambda options: " ".join(option.split(".")[1] for option in options),
+)
+@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
+def test_every_tree_trains(
+    backbone: str,
+    options: list[str],
+    train: Callable[..., Path],
+    tmp_path: Path,
+    validated: Evaluated,
+) -> None:
+    run = train(tmp_path / "run", f"--model.backbone={backbone}", *options, "--train.max_steps=2")
+    assert_trained(run, validated(run))
+
+
+def test_a_tree_of_a_file_trains_as_the_same_tree_without_one(
+    train: Callable[..., Path], prepared_dir: Path, tmp_path: Path, validated: Evaluated
+) -> None:
+    prepared = open_prepared(prepared_dir)
+    tokenizer, word_class = prepared.tokenizer(), prepared.word_class()
+    members: dict[int, int] = {}
+    with open(tmp_path / "tree.txt", "w") as file:
+        for word in range(prepared.vocab_size):
+            number = int(word_class[word])
+            members[number] = members.get(number, -1) + 1
+            file.write(f"{tokenizer.token(word)} {number} {members[number]}\n")
+    steps = "--train.max_steps=2"
+    by_file = train(tmp_path / "file", f"--output.tree={tmp_path / 'tree.txt'}", steps)
+    by_name = train(tmp_path / "name", steps)
+    assert_trained(by_file, validated(by_file))
+    assert validated(by_file) == pytest.approx(validated(by_name), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_pieces_train_and_are_measured_by_words_and_bytes(
+    kind: str, tiny: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--tokenizer.kind=sentencepiece", "--tokenizer.vocab_size=34"]
+    options += [f"--tokenizer.model_type={kind}", "--train.max_steps=2", f"--run_dir={tmp_path}"]
+    assert main(["train", str(tiny), "--no-progress", *options]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    text = (corpus / "test.txt").read_text()
+    assert values["words"] == len(text.split())
+    assert values["tokens"] > values["words"] + text.count("\n")
+    bits = values["nll_nats"] / math.log(2)
+    assert values["bits_per_byte"] == pytest.approx(bits / len(text.encode()), rel=1e-12)
+    per_word = math.exp(values["nll_nats"] / (values["words"] + text.count("\n")))
+    assert values["word_perplexity"] == pytest.approx(per_word, rel=1e-12)

