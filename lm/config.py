@@ -74,7 +74,8 @@ class OutputConfig:
     word, then child numbers).
     """
     head: NonNegative = 0
-    """two_level: this many of the most frequent words hang on the root, beside the classes."""
+    """two_level: this many of the most frequent words hang on the root, beside the classes; other
+    trees have no head."""
     branching: Annotated[int, Field(ge=2)] | None = None
     """balanced: most children of a node; default ⌈√N⌉."""
     arity: Annotated[int, Field(ge=2)] = 2
@@ -317,8 +318,6 @@ def _check_consistency(config: Config, source: str) -> None:
         problem = "tokenizer.kind: sentencepiece wants tokenizer.vocab_size"
     elif config.classes.method == "file" and config.classes.file is None:
         problem = "classes.method: file wants classes.file"
-    elif config.output.tree != "two_level" and config.output.head:
-        problem = "output.head belongs to output.tree: two_level"
     elif train.seq_len < 2 and model.backbone == "transformer":
         problem = "train.seq_len must be at least 2 for a transformer"
     elif not config.name or "/" in config.name or config.name.startswith("."):

@@ -133,10 +133,6 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
         ),
         (MINIMAL + "classes: {method: file}", "classes.method: file wants classes.file"),
         (
-            MINIMAL + "output: {tree: full, head: 3}",
-            "output.head belongs to output.tree: two_level",
-        ),
-        (
             MINIMAL.replace("5", "5, seq_len: 1") + "model: {backbone: transformer, hidden: 16}",
             "train.seq_len must be at least 2 for a transformer",
         ),

@@ -28,16 +28,27 @@ class Parents(NamedTuple):
     word_rank: Tensor
 
 
-def two_level(word_class: Tensor | Sequence[int], head: int) -> Parents:
+def two_level(
+    word_class: Tensor | Sequence[int], head: int, counts: Tensor | Sequence[int] | None
+) -> Parents:
     """`ClassTree.two_level`."""
     word_class = _integers("word_class", word_class)
-    if not 0 <= head <= word_class.numel():
-        raise ValueError(f"head must be within 0 … {word_class.numel()} words, got {head}")
-    used, tail_class = torch.unique(word_class[head:], return_inverse=True)
-    parent_of_word = torch.cat([torch.zeros(head, dtype=torch.int64), tail_class + 1])
+    vocab_size = word_class.numel()
+    if not 0 <= head <= vocab_size:
+        raise ValueError(f"head must be within 0 … {vocab_size} words, got {head}")
+    by_count = torch.arange(vocab_size)
+    if counts is not None:
+        counts = _integers("counts", counts)
+        if counts.numel() != vocab_size:
+            raise ValueError(f"counts must be of {vocab_size} words, got {counts.numel()}")
+        by_count = torch.argsort(counts, descending=True, stable=True)
+    tail = by_count[head:]
+    used, tail_class = torch.unique(word_class[tail], return_inverse=True)
+    parent_of_word = torch.zeros(vocab_size, dtype=torch.int64)
+    parent_of_word[tail] = tail_class + 1
     parent_of_node = torch.cat([torch.tensor([-1]), torch.zeros(used.numel(), dtype=torch.int64)])
-    node_rank = torch.arange(used.numel() + 1) + head
-    return Parents(parent_of_node, node_rank, parent_of_word, torch.arange(word_class.numel()))
+    node_rank = torch.arange(used.numel() + 1) + vocab_size  # after the head's words
+    return Parents(parent_of_node, node_rank, parent_of_word, torch.arange(vocab_size))
 
 
 def balanced(vocab_size: int, branching: int) -> Parents:

@@ -85,23 +85,29 @@ class ClassTree(nn.Module):
         return cls(torch.tensor([vocab_size]), torch.tensor([-1]), torch.arange(vocab_size))
 
     @classmethod
-    def two_level(cls, word_class: Tensor | Sequence[int], head: int = 0) -> "ClassTree":
+    def two_level(
+        cls,
+        word_class: Tensor | Sequence[int],
+        head: int = 0,
+        counts: Tensor | Sequence[int] | None = None,
+    ) -> "ClassTree":
         """The class-based softmax: the root's children are the classes, a class's children its
         words.
 
         Args:
             word_class: [N] integers ≥ 0, the class of each word. Class numbers without words are
                 skipped.
-            head: the words 0 … head - 1 (the most frequent ones, if ids are by frequency) hang on
-                the root, beside the classes; their class is ignored.
+            head: this many words hang on the root, before the classes; their class is ignored.
+            counts: [N] integers ≥ 0, of which the largest tell the head's words; None takes the
+                words 0 … head - 1, as is right for ids by falling frequency.
 
         Raises:
-            ValueError: if `word_class` is not one-dimensional integers ≥ 0, or `head` is not within
+            ValueError: if `word_class` or `counts` is not N integers ≥ 0, or `head` is not within
                 0 … N.
 
         Source: Goodman 2001; words at the root: Grave et al. 2017, section 4.
         """
-        return cls._of(shapes.two_level(word_class, head))
+        return cls._of(shapes.two_level(word_class, head, counts))
 
     @classmethod
     def balanced(cls, vocab_size: int, branching: int) -> "ClassTree":

@@ -87,6 +87,12 @@ def test_head_words_hang_on_the_root_before_the_classes() -> None:
     assert tree.row_of_word.tolist() == [0, 1, 4, 6, 7, 5]
 
 
+def test_the_head_is_of_the_words_that_counts_tell() -> None:
+    tree = ClassTree.two_level([0, 0, 0, 1, 1, 0], head=2, counts=[1, 9, 1, 3, 9, 2])
+    assert tree.num_children.tolist() == [4, 3, 1]
+    assert tree.row_of_word.tolist() == [4, 0, 5, 7, 1, 6]
+
+
 @pytest.mark.parametrize(("num_words", "branching"), [(1, 2), (8, 2), (9, 2), (100, 10), (97, 4)])
 def test_balanced_trees_are_as_shallow_as_the_branching_allows(
     num_words: int, branching: int
@@ -125,6 +131,7 @@ def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
         (lambda: ClassTree.two_level([0, -1]), "word_class must be ≥ 0, got -1"),
         (lambda: ClassTree.two_level(torch.zeros(3)), "integers"),
         (lambda: ClassTree.two_level([0, 0], head=3), "head must be within 0 … 2 words, got 3"),
+        (lambda: ClassTree.two_level([0, 0], 1, [1]), "counts must be of 2 words, got 1"),
         (lambda: ClassTree.balanced(5, 1), "branching must be at least 2, got 1"),
         (lambda: ClassTree.huffman([1, 2], arity=1), "arity must be at least 2, got 1"),
         (lambda: ClassTree.huffman([1, -2]), "counts must be ≥ 0, got -2"),
