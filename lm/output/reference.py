@@ -20,7 +20,6 @@ written, once.
 
 import mmap
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -34,12 +33,15 @@ _BLOCK_ELEMENTS = 1 << 23
 """Most logits held at once where they are not kept, and most elements of half-precision rows cast
 to fp32 at once.
 """
-_LAZY_BYTES = 1 << 20
-"""From this size on, a gradient is mapped memory."""
+_LAZY_BYTES = 1 << 25
+"""From this size on, a gradient is mapped memory; smaller blocks are used again by malloc."""
 _MAPPING = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 )
 """Private pages where the system has them: touching one first is cheaper than a shared one."""
+
+_DENSE = 4
+"""Where at least one row in so many is visited, mapped memory comes in huge pages."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -78,8 +80,8 @@ def forward(
     nodes = _nodes(visits, num_children, first_row)
     if _keeps(saved, visits):
         for node in nodes:
-            logits = saved.new_empty(node.shape)
             own_hidden = visited[node.visits]
+            logits = saved.new_empty(node.shape)
             for children in node.blocks(weight, saved.dtype):
                 _logits(own_hidden, weight, bias, node, children, out=logits[:, children])
             torch.log_softmax(logits, dim=1, out=node.columns(saved))
@@ -118,30 +120,33 @@ def backward(
     position, visited = _visited(hidden, visits, saved.dtype)
     visited_d_nll = d_nll.to(saved.dtype).index_select(0, position)
     scaled = visited * visited_d_nll[:, None]
-    d_visited = torch.zeros_like(visited) if needs[0] else None
-    d_weight = _lazy_zeros(weight) if needs[1] else None
-    d_bias = _lazy_zeros(bias) if bias is not None and needs[2] else None
+    nodes = list(_nodes(visits, num_children, first_row))
+    d_visited = torch.empty_like(visited) if needs[0] else None
+    d_weight = _zeros_but_for(nodes, weight) if needs[1] else None
+    d_bias = torch.zeros_like(bias) if bias is not None and needs[2] else None
     kept = None
     if _keeps(saved, visits):
         place, used = _target_places(visits, num_children, position.numel())
         kept = _error(saved[:used], place)
-    for node in _nodes(visits, num_children, first_row):
+    for node, own_scaled in zip(nodes, _by_node(scaled, nodes), strict=True):
+        own_d_nll = visited_d_nll[node.visits]
         for children in node.blocks(weight, saved.dtype):
             rows = node.rows(children)
+            own_weight = weight[rows].to(saved.dtype)
             if kept is not None:
-                error = node.columns(kept)[:, children]
+                error = node.columns(kept, children)
             else:
                 log_q = saved.new_empty(node.stop - node.start, rows.stop - rows.start)
                 _logits(visited[node.visits], weight, bias, node, children, out=log_q)
                 log_q.sub_(saved[node.visits, None])
                 error = _error_in_block(log_q, visits.child[node.visits, None] - children.start)
             if d_visited is not None:
-                own = weight[rows].to(saved.dtype)
-                _accumulate(d_visited[node.visits], error, own, first=children.start == 0)
+                first = children.start == 0
+                _accumulate(d_visited[node.visits], error, own_weight, first=first)
             if d_weight is not None:
-                _write_product(d_weight[rows], error.T, scaled[node.visits])
+                _write_product(d_weight[rows], error.T, own_scaled)
             if d_bias is not None:
-                d_bias[rows] = torch.mv(error.T, visited_d_nll[node.visits]).to(d_bias.dtype)
+                _write_product(d_bias[rows], error.T, own_d_nll)
     d_hidden = None
     if d_visited is not None:
         d_visited.mul_(visited_d_nll[:, None])
@@ -172,9 +177,13 @@ class _Node(NamedTuple):
     def rows(self, children: slice) -> slice:
         return slice(self.first_row + children.start, self.first_row + children.stop)
 
-    def columns(self, saved: Tensor) -> Tensor:
-        """The node's log-probabilities [visits, children], a view."""
-        return saved[self.offset : self.offset + prod(self.shape)].view(self.shape)
+    def columns(self, flat: Tensor, children: slice | None = None) -> Tensor:
+        """The node's columns [visits, children] among the kept ones, a view."""
+        count, width = self.shape
+        own = flat.as_strided((count, width), (width, 1), flat.storage_offset() + self.offset)
+        return (
+            own if children is None or children.stop - children.start == width else own[:, children]
+        )
 
     def blocks(self, weight: Tensor, dtype: torch.dtype) -> Iterator[slice]:
         """The children in portions: few enough for their logits, and for their rows where these
@@ -282,18 +291,34 @@ def _accumulate(out: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
 def _write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
     """out = left @ right, rounded once."""
     if out.dtype == left.dtype:
-        torch.mm(left, right, out=out)
+        torch.matmul(left, right, out=out)
     else:
         out.copy_(left @ right)
 
 
-def _lazy_zeros(like: Tensor) -> Tensor:
-    """Zeros; a large tensor on a CPU is mapped memory, of which only the pages that are written
-    become real.
+def _by_node(visited: Tensor, nodes: Sequence[_Node]) -> tuple[Tensor, ...]:
+    """The visits' vectors [V, H] as one view [visits, H] for each node."""
+    views: tuple[Tensor, ...] = torch.split(visited, [node.stop - node.start for node in nodes])
+    return views
 
-    Filling the gradient of 268k words with zeros would take as long as everything else.
+
+def _zeros_but_for(nodes: Sequence[_Node], like: Tensor) -> Tensor:
+    """A gradient [R, H] that is zero wherever `nodes` will not write.
+
+    A large one on a CPU is mapped memory, of which only the pages that are written become real:
+    filling the gradient of 268k words with zeros would take as long as everything else.
     """
     num_bytes = like.numel() * like.element_size()
-    if like.device.type != "cpu" or num_bytes < _LAZY_BYTES:
-        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes, **_MAPPING), dtype=like.dtype).view(like.shape)
+    if like.device.type == "cpu" and num_bytes >= _LAZY_BYTES:
+        memory = mmap.mmap(-1, num_bytes, **_MAPPING)
+        visited = sum(node.num_children for node in nodes)
+        if hasattr(mmap, "MADV_HUGEPAGE") and visited * _DENSE >= like.shape[0]:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    end = 0
+    for node in nodes:
+        out[end : node.first_row] = 0
+        end = node.first_row + node.num_children
+    out[end:] = 0
+    return out

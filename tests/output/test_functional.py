@@ -326,8 +326,10 @@ def test_results_repeat_bit_for_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_gradients_are_written_to_mapped_memory_where_they_are_large() -> None:
-    """Above the size where the gradient is mapped, what was not visited is zero all the same."""
+def test_what_was_not_visited_is_zero_in_mapped_gradients_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reference, "_LAZY_BYTES", 1 << 20)
     tree = ClassTree.two_level(torch.arange(4000) // 64)
     weight = torch.randn(tree.num_rows, 80, requires_grad=True)
     assert weight.numel() * 4 > reference._LAZY_BYTES
@@ -353,7 +355,10 @@ def _dense(hidden: Tensor, weight: Tensor, target: Tensor, tree: ClassTree) -> T
     return nll / target.numel()
 
 
-def test_no_tensor_of_the_size_of_the_vocabulary_is_made_besides_the_gradient() -> None:
+def test_no_tensor_of_the_size_of_the_vocabulary_is_made_besides_the_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reference, "_LAZY_BYTES", 1 << 20)
     num_words = 250_000
     tree = ClassTree.two_level(torch.arange(num_words) // 500)
     weight = torch.zeros(tree.num_rows, 8, requires_grad=True)
