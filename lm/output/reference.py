@@ -40,9 +40,6 @@ _MAPPING = (
 )
 """Private pages where the system has them: touching one first is cheaper than a shared one."""
 
-_DENSE = 4
-"""Where at least one row in so many is visited, mapped memory comes in huge pages."""
-
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums are formed in: at least fp32."""
@@ -311,9 +308,6 @@ def _zeros_but_for(nodes: Sequence[_Node], like: Tensor) -> Tensor:
     num_bytes = like.numel() * like.element_size()
     if like.device.type == "cpu" and num_bytes >= _LAZY_BYTES:
         memory = mmap.mmap(-1, num_bytes, **_MAPPING)
-        visited = sum(node.num_children for node in nodes)
-        if hasattr(mmap, "MADV_HUGEPAGE") and visited * _DENSE >= like.shape[0]:
-            memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     end = 0
