@@ -286,11 +286,12 @@ def _accumulate(out: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
 
 
 def _write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """out = left @ right, rounded once."""
+    """out = left @ right, a matrix or a vector, rounded once."""
+    multiply = torch.mm if right.dim() == 2 else torch.mv
     if out.dtype == left.dtype:
-        torch.matmul(left, right, out=out)
+        multiply(left, right, out=out)  # `torch.matmul` would write a copy first
     else:
-        out.copy_(left @ right)
+        out.copy_(multiply(left, right))
 
 
 def _by_node(visited: Tensor, nodes: Sequence[_Node]) -> tuple[Tensor, ...]:
