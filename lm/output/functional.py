@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lm.output import reference
 from lm.output.routing import Visits, route
-from lm.output.tree import ClassTree
+from lm.output.tree import ClassTree, TreeArrays
 
 Backend = Literal["auto", "reference"]
 Reduction = Literal["mean", "sum", "none"]
@@ -61,11 +61,7 @@ def hierarchical_cross_entropy(
         weight,
         bias,
         target.reshape(-1),
-        tree.num_children,
-        tree.first_row,
-        tree.row_of_node,
-        tree.node_of_row,
-        tree.row_of_word,
+        list(tree.arrays),
         tree.depth,
         tree.max_path_columns,
         ignore_index,
@@ -129,28 +125,24 @@ def hierarchical_nll(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    num_children: Tensor,
-    first_row: Tensor,
-    row_of_node: Tensor,
-    node_of_row: Tensor,
-    row_of_word: Tensor,
+    tree: list[Tensor],
     depth: int,
     max_path_columns: int,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """nll [P]; what the backward needs of the forward (`reference.saved_size`); order, child and
-    num_visits of `Visits`.
+    """nll [P]; what the backward needs of the forward (`reference.saved_size`); position, node and
+    child of `Visits`.
 
-    `hierarchical_cross_entropy` documents the arguments.
+    `hierarchical_cross_entropy` documents the arguments; `tree` are its arrays.
     """
-    _check_targets(target, row_of_word.numel(), ignore_index)
-    tree = (num_children, first_row, row_of_node, node_of_row, row_of_word)
-    visits = route(target, *tree, depth, ignore_index)
+    arrays = TreeArrays(*tree)
+    _check_targets(target, arrays.row_of_word.numel(), ignore_index)
+    visits = route(target, arrays, depth, ignore_index)
     dtype = reference.compute_dtype(hidden.dtype)
     size = reference.saved_size(hidden.shape[0], max_path_columns, depth)
     saved = hidden.new_empty(size, dtype=dtype)
-    nll = reference.forward(hidden, weight, bias, visits, num_children, first_row, saved)
-    return nll, saved, visits.order, visits.child, visits.num_visits
+    nll = reference.forward(hidden, weight, bias, visits, arrays, saved)
+    return nll, saved, *visits
 
 
 @hierarchical_nll.register_fake
@@ -159,24 +151,19 @@ def _(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    num_children: Tensor,
-    first_row: Tensor,
-    row_of_node: Tensor,
-    node_of_row: Tensor,
-    row_of_word: Tensor,
+    tree: list[Tensor],
     depth: int,
     max_path_columns: int,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_positions, dtype = hidden.shape[0], reference.compute_dtype(hidden.dtype)
     size = reference.saved_size(num_positions, max_path_columns, depth)
-    num_visits = num_positions * depth
     return (
         hidden.new_empty(num_positions, dtype=dtype),
         hidden.new_empty(size, dtype=dtype),
-        target.new_empty(num_visits),
-        target.new_empty(num_visits),
-        torch.empty_like(num_children),
+        target.new_empty(num_positions),
+        target.new_empty(depth, num_positions),
+        target.new_empty(depth, num_positions),
     )
 
 
@@ -186,21 +173,18 @@ def hierarchical_nll_backward(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    order: Tensor,
-    child: Tensor,
-    num_visits: Tensor,
-    num_children: Tensor,
-    first_row: Tensor,
     saved: Tensor,
+    position: Tensor,
+    node: Tensor,
+    child: Tensor,
+    tree: list[Tensor],
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_hidden [P, H], d_weight [R, H] and d_bias [R]; an empty tensor for each that `needs` does
     not ask for.
     """
-    visits = Visits(order, child, num_visits)
-    grads = reference.backward(
-        d_nll, hidden, weight, bias, visits, num_children, first_row, saved, needs
-    )
+    visits = Visits(position, node, child)
+    grads = reference.backward(d_nll, hidden, weight, bias, visits, TreeArrays(*tree), saved, needs)
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if grad is None else grad for grad in grads)
     return d_hidden, d_weight, d_bias
 
@@ -211,12 +195,11 @@ def _(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    order: Tensor,
-    child: Tensor,
-    num_visits: Tensor,
-    num_children: Tensor,
-    first_row: Tensor,
     saved: Tensor,
+    position: Tensor,
+    node: Tensor,
+    child: Tensor,
+    tree: list[Tensor],
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_hidden, d_weight, d_bias = (
@@ -227,22 +210,24 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, _, num_children, first_row, *_ = inputs
-    _, saved, order, child, num_visits = output
-    ctx.mark_non_differentiable(saved, order, child, num_visits)
+    hidden, weight, bias, _, tree, *_ = inputs
+    _, saved, *visits = output
+    ctx.mark_non_differentiable(saved, *visits)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
-        hidden, weight, bias, order, child, num_visits, num_children, first_row, saved
-    )
+    ctx.save_for_backward(hidden, weight, bias, saved, *visits, *tree)
 
 
-def _backward(ctx: Any, d_nll: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, d_nll: Tensor | None, *_: None) -> tuple[Any, ...]:
+    num_arrays = len(TreeArrays._fields)
+    rest = (None, [None] * num_arrays, None, None, None)
     if d_nll is None:
-        return (None,) * 12
+        return (None, None, None, *rest)
     needs = list(ctx.needs_input_grad[:3])
-    grads = hierarchical_nll_backward(d_nll, *ctx.saved_tensors, needs)
+    saved = ctx.saved_tensors
+    tree = list(saved[-num_arrays:])
+    grads = hierarchical_nll_backward(d_nll, *saved[:-num_arrays], tree, needs)
     wanted = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-    return (*wanted, *(None,) * 9)
+    return (*wanted, *rest)
 
 
 hierarchical_nll.register_autograd(_backward, setup_context=_save_for_backward)

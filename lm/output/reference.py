@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lm.output.routing import Visits
+from lm.output.tree import TreeArrays
 
 _KEPT_ELEMENTS = 1 << 26
 """Most log-probabilities kept from forward to backward: 256 MB in fp32."""
@@ -59,8 +60,7 @@ def forward(
     weight: Tensor,
     bias: Tensor | None,
     visits: Visits,
-    num_children: Tensor,
-    first_row: Tensor,
+    tree: TreeArrays,
     saved: Tensor,
 ) -> Tensor:
     """nll [P] (3) in `compute_dtype`.
@@ -70,29 +70,29 @@ def forward(
         weight: [R, H].
         bias: [R] or None.
         visits: of the targets.
-        num_children, first_row: [I], the tree.
+        tree: its arrays.
         saved: [saved_size], filled in for the backward.
     """
-    position, visited = _visited(hidden, visits, saved.dtype)
-    nodes = _nodes(visits, num_children, first_row)
+    own_hidden = hidden.index_select(0, visits.position).to(saved.dtype)
+    log_prob = saved.new_zeros(hidden.shape[0])
+    nodes = _nodes(visits, tree)
     if _keeps(saved, visits):
         for node in nodes:
-            own_hidden = visited[node.visits]
             logits = saved.new_empty(node.shape)
             for children in node.blocks(weight, saved.dtype):
                 _logits(own_hidden, weight, bias, node, children, out=logits[:, children])
             torch.log_softmax(logits, dim=1, out=node.columns(saved))
-        place, used = _target_places(visits, num_children, position.numel())
-        log_prob = saved[place]
+        place, visit, used = _targets(visits, tree)
+        log_prob.index_add_(0, visit, saved[place])
+        saved[used:] = 0
     else:
-        log_prob, used = saved.new_empty(position.numel()), position.numel()
+        all_lse = saved.zero_().view(visits.node.shape)
         for node in nodes:
-            child = visits.child[node.visits, None]
-            lse, picked = _online_lse(visited[node.visits], weight, bias, node, child)
-            saved[node.visits] = lse
-            log_prob[node.visits] = picked - lse
-    saved[used:] = 0
-    return log_prob.new_zeros(hidden.shape[0]).index_add_(0, position, log_prob).neg_()
+            child = visits.child[node.level, node.visits, None]
+            lse, picked = _online_lse(own_hidden, weight, bias, node, child)
+            all_lse[node.level, node.visits] = lse
+            log_prob[node.visits] += picked - lse
+    return torch.empty_like(log_prob).index_copy_(0, visits.position, log_prob.neg_())
 
 
 def backward(
@@ -101,8 +101,7 @@ def backward(
     weight: Tensor,
     bias: Tensor | None,
     visits: Visits,
-    num_children: Tensor,
-    first_row: Tensor,
+    tree: TreeArrays,
     saved: Tensor,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -114,49 +113,43 @@ def backward(
         saved: what `forward` filled in.
         needs: which of the three are wanted.
     """
-    position, visited = _visited(hidden, visits, saved.dtype)
-    visited_d_nll = d_nll.to(saved.dtype).index_select(0, position)
-    scaled = visited * visited_d_nll[:, None]
-    nodes = list(_nodes(visits, num_children, first_row))
-    d_visited = torch.empty_like(visited) if needs[0] else None
+    own_hidden = hidden.index_select(0, visits.position).to(saved.dtype)
+    own_d_nll = d_nll.to(saved.dtype).index_select(0, visits.position)
+    scaled = own_hidden * own_d_nll[:, None]
+    nodes = list(_nodes(visits, tree))
+    d_own = torch.zeros_like(own_hidden) if needs[0] else None
     d_weight = _zeros_but_for(nodes, weight) if needs[1] else None
     d_bias = torch.zeros_like(bias) if bias is not None and needs[2] else None
     kept = None
     if _keeps(saved, visits):
-        place, used = _target_places(visits, num_children, position.numel())
+        place, _, used = _targets(visits, tree)
         kept = _error(saved[:used], place)
-    for node, own_scaled in zip(nodes, _by_node(scaled, nodes), strict=True):
-        own_d_nll = visited_d_nll[node.visits]
+    for node in nodes:
         for children in node.blocks(weight, saved.dtype):
             rows = node.rows(children)
-            own_weight = weight[rows].to(saved.dtype)
             if kept is not None:
                 error = node.columns(kept, children)
             else:
-                log_q = saved.new_empty(node.stop - node.start, rows.stop - rows.start)
-                _logits(visited[node.visits], weight, bias, node, children, out=log_q)
-                log_q.sub_(saved[node.visits, None])
-                error = _error_in_block(log_q, visits.child[node.visits, None] - children.start)
-            if d_visited is not None:
-                first = children.start == 0
-                _accumulate(d_visited[node.visits], error, own_weight, first=first)
+                error = _error_in_block(own_hidden, weight, bias, visits, saved, node, children)
+            if d_own is not None:
+                d_own[node.visits].addmm_(error, weight[rows].to(saved.dtype))
             if d_weight is not None:
-                _write_product(d_weight[rows], error.T, own_scaled)
+                _write_product(d_weight[rows], error.T, scaled[node.visits])
             if d_bias is not None:
-                _write_product(d_bias[rows], error.T, own_d_nll)
+                _write_product(d_bias[rows], error.T, own_d_nll[node.visits])
     d_hidden = None
-    if d_visited is not None:
-        d_visited.mul_(visited_d_nll[:, None])
-        d_hidden = saved.new_zeros(hidden.shape).index_add_(0, position, d_visited)
-        d_hidden = d_hidden.to(hidden.dtype)
+    if d_own is not None:
+        d_own.mul_(own_d_nll[:, None])
+        d_hidden = torch.empty_like(d_own).index_copy_(0, visits.position, d_own).to(hidden.dtype)
     return d_hidden, d_weight, d_bias
 
 
 class _Node(NamedTuple):
-    """A visited node: its sorted visits start … stop, its rows, and where its columns begin in the
-    saved log-probabilities.
+    """A visited node: its level, its visits start … stop among the sorted positions, its rows, and
+    where its columns begin in the saved log-probabilities.
     """
 
+    level: int
     start: int
     stop: int
     first_row: int
@@ -192,63 +185,61 @@ class _Node(NamedTuple):
             yield slice(begin, min(begin + step, self.num_children))
 
 
-def _nodes(visits: Visits, num_children: Tensor, first_row: Tensor) -> Iterator[_Node]:
-    """The visited nodes in order."""
-    visited = visits.num_visits.nonzero().squeeze(1)
-    counts, widths, rows = (
-        array[visited].tolist() for array in (visits.num_visits, num_children, first_row)
-    )
-    start = offset = 0
-    for count, width, row in zip(counts, widths, rows, strict=True):
-        yield _Node(start, start + count, row, width, offset)
-        start += count
-        offset += count * width
+def _nodes(visits: Visits, tree: TreeArrays) -> Iterator[_Node]:
+    """The visited nodes, in the order of their rows: level by level, and depth first in each."""
+    offset = 0
+    for level, own in enumerate(visits.node):
+        node, count = torch.unique_consecutive(own, return_counts=True)
+        stop = count.cumsum(0)
+        visited = node >= 0
+        node, count, stop = node[visited], count[visited], stop[visited]
+        arrays = (stop - count, stop, tree.first_row[node], tree.num_children[node])
+        for start, end, row, width in zip(*(array.tolist() for array in arrays), strict=True):
+            yield _Node(level, start, end, row, width, offset)
+            offset += (end - start) * width
 
 
-def _visited(hidden: Tensor, visits: Visits, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Position [V] and hidden vector [V, H] of each visit, sorted by node."""
-    num_visits = int(visits.num_visits.sum())
-    position = visits.order[:num_visits] % max(hidden.shape[0], 1)
-    return position, hidden.index_select(0, position).to(dtype)
-
-
-def _target_places(visits: Visits, num_children: Tensor, num_visits: int) -> tuple[Tensor, int]:
-    """Where each visit's target stands among the kept columns [V], and how many columns are
-    kept.
+def _targets(visits: Visits, tree: TreeArrays) -> tuple[Tensor, Tensor, int]:
+    """Where each visit's target stands among the kept columns [V], the sorted position that the
+    visit belongs to [V], and how many columns are kept.
     """
-    width = torch.repeat_interleave(num_children, visits.num_visits, output_size=num_visits)
+    place = (visits.node.flatten() >= 0).nonzero().squeeze(1)
+    width = tree.num_children[visits.node.flatten()[place]]
     end = width.cumsum(0)
-    used = int(end[-1]) if num_visits else 0
-    return end - width + visits.child[:num_visits], used
+    used = int(end[-1]) if place.numel() else 0
+    return end - width + visits.child.flatten()[place], place % visits.node.shape[1], used
 
 
 def _keeps(saved: Tensor, visits: Visits) -> bool:
     """Whether `saved` holds log-probabilities: their nodes have two children at least, so lse are
     always fewer.
     """
-    return saved.numel() != visits.order.numel()
+    return saved.numel() != visits.node.numel()
 
 
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, node: _Node, children: slice, out: Tensor
 ) -> None:
-    """Equation (1) for some children of a node, into `out` [visits, children]."""
+    """Equation (1) for some children of a node, into `out` [visits, children]; `hidden` [P, H] is
+    sorted.
+    """
     rows = node.rows(children)
     own = weight[rows].to(hidden.dtype)
     if bias is None:
-        torch.mm(hidden, own.T, out=out)
+        torch.mm(hidden[node.visits], own.T, out=out)
     else:
-        torch.addmm(bias[rows].to(hidden.dtype), hidden, own.T, out=out)
+        torch.addmm(bias[rows].to(hidden.dtype), hidden[node.visits], own.T, out=out)
 
 
 def _online_lse(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, node: _Node, child: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Log-sum-exp and the target's logit, [visits] each, walking the children block by block."""
-    lse = hidden.new_full((hidden.shape[0],), -torch.inf)
+    num_visits, _ = node.shape
+    lse = hidden.new_full((num_visits,), -torch.inf)
     picked = torch.empty_like(lse)
     for children in node.blocks(weight, hidden.dtype):
-        logits = hidden.new_empty(hidden.shape[0], children.stop - children.start)
+        logits = hidden.new_empty(num_visits, children.stop - children.start)
         _logits(hidden, weight, bias, node, children, out=logits)
         lse = torch.logaddexp(lse, logits.logsumexp(1))
         inside = (
@@ -267,22 +258,24 @@ def _error(log_q: Tensor, place: Tensor) -> Tensor:
     return error
 
 
-def _error_in_block(log_q: Tensor, child: Tensor) -> Tensor:
-    """q - onehot of (4) for a block of children; `child` [visits, 1] may lie outside of the
-    block.
-    """
+def _error_in_block(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    visits: Visits,
+    saved: Tensor,
+    node: _Node,
+    children: slice,
+) -> Tensor:
+    """q - onehot of (4) for a block of a node's children, formed again from lse."""
+    log_q = saved.new_empty(node.stop - node.start, children.stop - children.start)
+    _logits(hidden, weight, bias, node, children, out=log_q)
+    log_q.sub_(saved.view(visits.node.shape)[node.level, node.visits, None])
+    child = visits.child[node.level, node.visits, None] - children.start
     inside = (child >= 0) & (child < log_q.shape[1])
     child = child.clamp(0, log_q.shape[1] - 1)
     picked = log_q.gather(1, child)
     return log_q.exp().scatter_(1, child, torch.where(inside, picked.expm1(), picked.exp()))
-
-
-def _accumulate(out: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """out = left @ right, or added to what the blocks before gave."""
-    if first:
-        torch.mm(left, right, out=out)
-    else:
-        out.addmm_(left, right)
 
 
 def _write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -292,12 +285,6 @@ def _write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
         multiply(left, right, out=out)  # `torch.matmul` would write a copy first
     else:
         out.copy_(multiply(left, right))
-
-
-def _by_node(visited: Tensor, nodes: Sequence[_Node]) -> tuple[Tensor, ...]:
-    """The visits' vectors [V, H] as one view [visits, H] for each node."""
-    views: tuple[Tensor, ...] = torch.split(visited, [node.stop - node.start for node in nodes])
-    return views
 
 
 def _zeros_but_for(nodes: Sequence[_Node], like: Tensor) -> Tensor:

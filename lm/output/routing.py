@@ -1,4 +1,9 @@
-"""From targets to visits: which (position, node) pairs a batch needs, sorted by node.
+"""From targets to visits: which (position, node) pairs a batch needs, laid out so that every node's
+visits are neighbours.
+
+The positions are sorted by the node of their target's word, depth first. The nodes below any node
+are then neighbours, and so are their positions: on each level, the visits of a node are an interval
+of the sorted positions. One sort serves all levels, and a backend reads each hidden vector once.
 
 Runs on the device of the targets with shapes that depend on nothing but the number of positions and
 the depth of the tree, so that nothing is read back by the host.
@@ -9,52 +14,49 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lm.output.tree import TreeArrays
+
 
 class Visits(NamedTuple):
-    """The visits of a batch, V = positions × depth of them, sorted by node; absent ones come last.
+    """The visits of a batch of P positions in a tree of depth D.
 
     Attributes:
-        order: [V] int64, place of each visit in the unsorted layout [depth, positions].
-        child: [V] int64, which child of the node lies on the target's path.
-        num_visits: [I] int64, visits of each node; they stand one node after another.
+        position: [P] int64, the positions sorted by their target's node, depth first; ignored ones
+            last.
+        node: [D, P] int64, the node that a sorted position visits on each level, the root's level
+            first; -1 where it visits none.
+        child: [D, P] int64, which child of the node lies on the target's path; 0 where there is
+            none.
     """
 
-    order: Tensor
+    position: Tensor
+    node: Tensor
     child: Tensor
-    num_visits: Tensor
 
 
-def route(
-    target: Tensor,
-    num_children: Tensor,
-    first_row: Tensor,
-    row_of_node: Tensor,
-    node_of_row: Tensor,
-    row_of_word: Tensor,
-    depth: int,
-    ignore_index: int,
-) -> Visits:
+def route(target: Tensor, tree: TreeArrays, depth: int, ignore_index: int) -> Visits:
     """Lay out the visits of every target.
 
     A node with a single child is not visited: its softmax is 1, whatever the weights.
 
     Args:
         target: [P] int64, words, or `ignore_index` where nothing is to be predicted.
-        num_children, first_row, row_of_node, node_of_row, row_of_word, depth: the tree
-            (`ClassTree`).
+        tree: its arrays.
+        depth: D, of the tree.
         ignore_index: value of the targets without visits.
     """
-    num_nodes = num_children.numel()
-    on_path = target != ignore_index
-    row = row_of_word[torch.where(on_path, target, 0)]
-    nodes, children = [], []
-    for _ in range(depth):
-        node = node_of_row[row]
-        nodes.append(torch.where(on_path & (num_children[node] > 1), node, num_nodes))
-        children.append(row - first_row[node])
-        row = row_of_node[node]
-        on_path = on_path & (row >= 0)
-        row = row.clamp(min=0)
-    node, order = torch.sort(torch.cat(nodes), stable=True)
-    starts = torch.searchsorted(node, torch.arange(num_nodes + 1, device=node.device))
-    return Visits(order, torch.cat(children)[order], starts.diff())
+    kept = target != ignore_index
+    row = tree.row_of_word[torch.where(kept, target, 0)]
+    rank = torch.where(kept, tree.preorder[tree.node_of_row[row]], tree.preorder.numel())
+    position = torch.sort(rank, stable=True).indices
+    row, kept = row[position], kept[position]
+    rows = [row]
+    for _ in range(depth - 1):
+        rows.append(tree.row_of_node[tree.node_of_row[rows[-1]]].clamp(min=0))
+    level = torch.arange(depth, device=target.device)[:, None]
+    climbs = tree.level[tree.node_of_row[row]] - level
+    path = torch.stack(rows).gather(0, climbs.clamp(min=0))
+    node = tree.node_of_row[path]
+    visited = (climbs >= 0) & kept & (tree.num_children[node] > 1)
+    child = torch.where(visited, path - tree.first_row[node], 0)
+    return Visits(position, torch.where(visited, node, -1), child)

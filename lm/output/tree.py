@@ -13,13 +13,41 @@ so that three flat arrays say everything: `num_children` [I], `row_of_node` [I] 
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lm.output import shapes
+
+
+class TreeArrays(NamedTuple):
+    """A tree as flat integer arrays: what the backends see of it, in the order in which the custom
+    op takes it.
+
+    Attributes:
+        num_children: [I] int64, children of each node.
+        first_row: [I] int64, row of each node's first child.
+        row_of_node: [I] int64, row that stands for the node in its parent; -1 for the root.
+        node_of_row: [R] int64, node whose child the row is.
+        row_of_word: [N] int64.
+        level: [I] int64, nodes above the node; 0 for the root.
+        preorder: [I] int64, rank of the node depth first, parents before children: the nodes below
+            a node follow it without a gap.
+        column: [I] int64, children of the nodes above the node, together.
+    """
+
+    num_children: Tensor
+    first_row: Tensor
+    row_of_node: Tensor
+    node_of_row: Tensor
+    row_of_word: Tensor
+    level: Tensor
+    preorder: Tensor
+    column: Tensor
+
 
 _SAVED = ("num_children", "row_of_node", "row_of_word")
 
@@ -38,11 +66,8 @@ class ClassTree(nn.Module):
         depth: largest number of nodes on the path of a word (1 for the full softmax).
         max_path_columns: largest number of children met on the path of a word, summed over its
             nodes.
-        num_children: [I] int64, children of each node.
-        first_row: [I] int64, row of each node's first child.
-        row_of_node: [I] int64, row that stands for the node in its parent; -1 for the root.
-        node_of_row: [R] int64, node whose child the row is.
-        row_of_word: [N] int64.
+        num_children, first_row, row_of_node, node_of_row, row_of_word, level, preorder, column:
+            the buffers; see `TreeArrays`.
     """
 
     num_children: Tensor
@@ -50,6 +75,9 @@ class ClassTree(nn.Module):
     row_of_node: Tensor
     node_of_row: Tensor
     row_of_word: Tensor
+    level: Tensor
+    preorder: Tensor
+    column: Tensor
 
     def __init__(self, num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> None:
         """Make the tree of three arrays as they are saved, and check that they are one.
@@ -74,7 +102,13 @@ class ClassTree(nn.Module):
         node_of_row = torch.repeat_interleave(torch.arange(self.num_nodes), num_children)
         self.register_buffer("first_row", first_row, persistent=False)
         self.register_buffer("node_of_row", node_of_row, persistent=False)
-        self.depth, self.max_path_columns = _measure(num_children, row_of_node, node_of_row)
+        above = torch.cat([torch.tensor([0]), node_of_row[row_of_node[1:]]])
+        level, column = _levels(num_children, above)
+        self.register_buffer("level", level, persistent=False)
+        self.register_buffer("preorder", _depth_first(level, above), persistent=False)
+        self.register_buffer("column", column, persistent=False)
+        self.max_path_columns = int((column + num_children).max())
+        self.depth = int(level[-1]) + 1
 
     @classmethod
     def full(cls, vocab_size: int) -> "ClassTree":
@@ -198,6 +232,11 @@ class ClassTree(nn.Module):
                 raise ValueError(f"the weights belong to another tree: {prefix}{name} differs")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    @property
+    def arrays(self) -> TreeArrays:
+        """What the backends see."""
+        return TreeArrays(*(getattr(self, name) for name in TreeArrays._fields))
+
     def extra_repr(self) -> str:
         return (
             f"vocab_size={self.vocab_size}, num_nodes={self.num_nodes}, depth={self.depth}, "
@@ -245,14 +284,34 @@ def _check(num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> No
         raise ValueError("not a tree: a node does not lie below an earlier one")
 
 
-def _measure(num_children: Tensor, row_of_node: Tensor, node_of_row: Tensor) -> tuple[int, int]:
-    """Depth, and the largest number of columns on a path. Parents come first, so sums run down by
+def _levels(num_children: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+    """Level of each node, and the columns above it. Parents come first, so sums run down by
     pointer jumping.
+
+    Args:
+        num_children: [I].
+        above: [I], parent of each node; 0 for the root.
     """
-    above = torch.cat([torch.tensor([0]), node_of_row[row_of_node[1:]]])
-    level, columns = (above >= 0).to(torch.int64), num_children.clone()
-    level[0], columns[0] = 0, 0  # the root is counted once, below
+    level, column = torch.ones_like(above), num_children[above]
+    level[0], column[0] = 0, 0
     while bool(above.any()):
-        level, columns = level + level[above], columns + columns[above]
+        level, column = level + level[above], column + column[above]
         above = above[above]
-    return int(level.max()) + 1, int(columns.max()) + int(num_children[0])
+    return level, column
+
+
+def _depth_first(level: Tensor, above: Tensor) -> Tensor:
+    """Rank [I] of each node depth first: its parent's, and the nodes at and below the siblings
+    before it.
+    """
+    bounds = [0, *torch.bincount(level).cumsum(0).tolist()]
+    size = torch.ones_like(above)
+    for first, last in reversed(list(pairwise(bounds))[1:]):
+        size.index_add_(0, above[first:last], size[first:last].clone())
+    rank = torch.zeros_like(above)
+    for first, last in list(pairwise(bounds))[1:]:
+        parent = above[first:last]
+        before = size[first:last].cumsum(0) - size[first:last]
+        eldest = torch.searchsorted(parent, parent)
+        rank[first:last] = rank[parent] + 1 + before - before[eldest]
+    return rank

@@ -99,11 +99,8 @@ def test_gradcheck(name: str) -> None:
 def test_opcheck(name: str) -> None:
     tree = TREES[name]
     hidden, weight, bias, target = problem(tree, 5)
-    arrays = (tree.num_children, tree.first_row, tree.row_of_node, tree.node_of_row)
-    rest = (tree.row_of_word, tree.depth, tree.max_path_columns, -100)
-    results = torch.library.opcheck(
-        hierarchical_nll, (hidden, weight, bias, target, *arrays, *rest)
-    )
+    rest = (list(tree.arrays), tree.depth, tree.max_path_columns, -100)
+    results = torch.library.opcheck(hierarchical_nll, (hidden, weight, bias, target, *rest))
     assert set(results.values()) == {"SUCCESS"}
 
 

@@ -51,6 +51,23 @@ def test_depth_and_columns_are_the_largest_over_the_words(shape: str, num_words:
     assert roots == [path[0][1] for path in paths]
 
 
+@pytest.mark.parametrize("num_words", [1, 2, 3, 12, 97])
+@pytest.mark.parametrize("shape", shapes(1))
+def test_preorder_and_level_are_those_of_a_walk(shape: str, num_words: int) -> None:
+    tree = shapes(num_words)[shape]
+    node_of_row = {row: node for node, row in enumerate(tree.row_of_node.tolist())}
+    walked: list[tuple[int, int]] = []
+    waiting = [(0, 0)]
+    while waiting:
+        node, level = waiting.pop()
+        walked.append((node, level))
+        first = int(tree.first_row[node])
+        rows = range(first, first + int(tree.num_children[node]))
+        waiting += [(node_of_row[row], level + 1) for row in reversed(rows) if row in node_of_row]
+    assert [node for node, _ in walked] == tree.preorder.argsort().tolist()
+    assert [level for _, level in walked] == tree.level[tree.preorder.argsort()].tolist()
+
+
 @pytest.mark.parametrize("num_words", [1, 2, 12, 97])
 @pytest.mark.parametrize("shape", shapes(1))
 def test_a_tree_made_of_the_paths_of_another_is_the_same(
