@@ -129,9 +129,9 @@ def hierarchical_nll(
     depth: int,
     max_path_columns: int,
     ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """nll [P]; what the backward needs of the forward (`reference.saved_size`); position, node and
-    child of `Visits`.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """nll [P]; what the backward needs of the forward (`reference.saved_size`); the four of
+    `Visits`.
 
     `hierarchical_cross_entropy` documents the arguments; `tree` are its arrays.
     """
@@ -155,12 +155,13 @@ def _(
     depth: int,
     max_path_columns: int,
     ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_positions, dtype = hidden.shape[0], reference.compute_dtype(hidden.dtype)
     size = reference.saved_size(num_positions, max_path_columns, depth)
     return (
         hidden.new_empty(num_positions, dtype=dtype),
         hidden.new_empty(size, dtype=dtype),
+        target.new_empty(num_positions),
         target.new_empty(num_positions),
         target.new_empty(depth, num_positions),
         target.new_empty(depth, num_positions),
@@ -175,6 +176,7 @@ def hierarchical_nll_backward(
     bias: Tensor | None,
     saved: Tensor,
     position: Tensor,
+    rank: Tensor,
     node: Tensor,
     child: Tensor,
     tree: list[Tensor],
@@ -183,7 +185,7 @@ def hierarchical_nll_backward(
     """d_hidden [P, H], d_weight [R, H] and d_bias [R]; an empty tensor for each that `needs` does
     not ask for.
     """
-    visits = Visits(position, node, child)
+    visits = Visits(position, rank, node, child)
     grads = reference.backward(d_nll, hidden, weight, bias, visits, TreeArrays(*tree), saved, needs)
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if grad is None else grad for grad in grads)
     return d_hidden, d_weight, d_bias
@@ -197,6 +199,7 @@ def _(
     bias: Tensor | None,
     saved: Tensor,
     position: Tensor,
+    rank: Tensor,
     node: Tensor,
     child: Tensor,
     tree: list[Tensor],

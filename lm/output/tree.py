@@ -36,6 +36,7 @@ class TreeArrays(NamedTuple):
         level: [I] int64, nodes above the node; 0 for the root.
         preorder: [I] int64, rank of the node depth first, parents before children: the nodes below
             a node follow it without a gap.
+        preorder_stop: [I] int64, rank after the last node below it.
         column: [I] int64, children of the nodes above the node, together.
     """
 
@@ -46,6 +47,7 @@ class TreeArrays(NamedTuple):
     row_of_word: Tensor
     level: Tensor
     preorder: Tensor
+    preorder_stop: Tensor
     column: Tensor
 
 
@@ -66,8 +68,8 @@ class ClassTree(nn.Module):
         depth: largest number of nodes on the path of a word (1 for the full softmax).
         max_path_columns: largest number of children met on the path of a word, summed over its
             nodes.
-        num_children, first_row, row_of_node, node_of_row, row_of_word, level, preorder, column:
-            the buffers; see `TreeArrays`.
+        num_children, first_row, row_of_node, node_of_row, row_of_word, level, preorder,
+            preorder_stop, column: the buffers; see `TreeArrays`.
     """
 
     num_children: Tensor
@@ -77,6 +79,7 @@ class ClassTree(nn.Module):
     row_of_word: Tensor
     level: Tensor
     preorder: Tensor
+    preorder_stop: Tensor
     column: Tensor
 
     def __init__(self, num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> None:
@@ -105,7 +108,9 @@ class ClassTree(nn.Module):
         above = torch.cat([torch.tensor([0]), node_of_row[row_of_node[1:]]])
         level, column = _levels(num_children, above)
         self.register_buffer("level", level, persistent=False)
-        self.register_buffer("preorder", _depth_first(level, above), persistent=False)
+        preorder, num_below = _depth_first(level, above)
+        self.register_buffer("preorder", preorder, persistent=False)
+        self.register_buffer("preorder_stop", preorder + num_below, persistent=False)
         self.register_buffer("column", column, persistent=False)
         self.max_path_columns = int((column + num_children).max())
         self.depth = int(level[-1]) + 1
@@ -300,9 +305,9 @@ def _levels(num_children: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
     return level, column
 
 
-def _depth_first(level: Tensor, above: Tensor) -> Tensor:
+def _depth_first(level: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
     """Rank [I] of each node depth first: its parent's, and the nodes at and below the siblings
-    before it.
+    before it. And how many nodes are at and below each [I].
     """
     bounds = [0, *torch.bincount(level).cumsum(0).tolist()]
     size = torch.ones_like(above)
@@ -314,4 +319,4 @@ def _depth_first(level: Tensor, above: Tensor) -> Tensor:
         before = size[first:last].cumsum(0) - size[first:last]
         eldest = torch.searchsorted(parent, parent)
         rank[first:last] = rank[parent] + 1 + before - before[eldest]
-    return rank
+    return rank, size

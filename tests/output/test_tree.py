@@ -66,6 +66,20 @@ def test_preorder_and_level_are_those_of_a_walk(shape: str, num_words: int) -> N
         waiting += [(node_of_row[row], level + 1) for row in reversed(rows) if row in node_of_row]
     assert [node for node, _ in walked] == tree.preorder.argsort().tolist()
     assert [level for _, level in walked] == tree.level[tree.preorder.argsort()].tolist()
+    for node, rank in enumerate(tree.preorder.tolist()):
+        below = [other for other in range(tree.num_nodes) if node in ancestors(tree, other)]
+        ranks = sorted(tree.preorder[below].tolist())
+        assert ranks == list(range(rank, int(tree.preorder_stop[node])))
+        above = set(ancestors(tree, node)) - {node}
+        assert int(tree.column[node]) == sum(int(tree.num_children[other]) for other in above)
+
+
+def ancestors(tree: ClassTree, node: int) -> list[int]:
+    """The node and those above it."""
+    path = [node]
+    while path[-1] > 0:
+        path.append(int(tree.node_of_row[tree.row_of_node[path[-1]]]))
+    return path
 
 
 @pytest.mark.parametrize("num_words", [1, 2, 12, 97])

@@ -1,0 +1,412 @@
+"""The Triton backend: memory, tile shapes and launches of the fused kernels.
+
+What the kernels compute stands in `kernels`; the batch comes sorted from `routing`. Triton is
+imported when the backend is first used, so that a machine without it has the other backend.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lm.output.routing import LIGHT, Schedule, Visits
+from lm.output.tree import TreeArrays
+
+KEPT_BYTES = 1 << 31
+"""Most memory for what the forward keeps for the backward, positions × columns on a path. Trees with
+wider paths, such as the full softmax of a large vocabulary, are for the reference backend.
+"""
+_ROWS_PER_ZEROING = 64
+"""Rows looked at in turn by the program that writes zeros for nodes without visits."""
+_MOST_SPLITS = 16
+
+
+class Tile(NamedTuple):
+    """What a program of one kernel works on at a time.
+
+    Attributes:
+        v: positions.
+        h: columns of H.
+        warps: of a program.
+        stages: loads in flight ahead of the product.
+    """
+
+    v: int
+    h: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """Tile shapes of the kernels.
+
+    Attributes:
+        block_c: children in a block, of all kernels, because what is kept is laid out by it.
+        forward, d_hidden, d_weight, d_light: see `Tile`; `v` of d_light is `routing.LIGHT`.
+    """
+
+    block_c: int
+    forward: Tile
+    d_hidden: Tile
+    d_weight: Tile
+    d_light: Tile
+
+
+def tiles(dtype: torch.dtype, capability: int) -> Tiles:
+    """The tile shapes for hidden vectors of a dtype on an architecture.
+
+    Args:
+        dtype: of hidden.
+        capability: compute capability × 10: 80, 90, 100.
+    """
+    return Tiles(64, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3))
+
+
+def kept_blocks(max_path_columns: int, depth: int, block_c: int) -> int:
+    """Blocks of children on the longest path: each level may leave one of them partly empty."""
+    return max_path_columns // block_c + depth
+
+
+class State(NamedTuple):
+    """What the forward leaves for the backward; equations (7) and (8) of `kernels`.
+
+    Attributes:
+        kept: [P, blocks, block_c] in the dtype of hidden, k of every visit's blocks; empty if not asked
+            for.
+        block_max: [P, blocks], m; empty if not asked for.
+        lse: [D, P], log-sum-exp of every visit.
+        picked: [D, P], logit of every visit's target.
+    """
+
+    kept: Tensor
+    block_max: Tensor
+    lse: Tensor
+    picked: Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are formed in: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def new_state(
+    hidden: Tensor, depth: int, max_path_columns: int, keep: bool, block_c: int
+) -> State:
+    """Memory for the state, not filled in."""
+    num_positions, dtype = hidden.shape[0], compute_dtype(hidden.dtype)
+    num_blocks = kept_blocks(max_path_columns, depth, block_c) if keep else 0
+    return State(
+        hidden.new_empty(num_positions, num_blocks, block_c),
+        hidden.new_empty(num_positions, num_blocks, dtype=dtype),
+        hidden.new_empty(depth, num_positions, dtype=dtype),
+        hidden.new_empty(depth, num_positions, dtype=dtype),
+    )
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    visits: Visits,
+    plan: Schedule,
+    tree: TreeArrays,
+    max_path_columns: int,
+    keep: bool,
+) -> tuple[Tensor, State]:
+    """nll [P], and what the backward needs if `keep`; one launch.
+
+    Args:
+        hidden: [P, H], contiguous.
+        weight: [R, H], rows contiguous.
+        bias: [R] or None, contiguous.
+        visits, plan: the batch.
+        tree: its arrays.
+        max_path_columns: of the tree.
+        keep: whether a backward will follow.
+    """
+    from lm.output import kernels
+
+    depth, num_positions = visits.node.shape
+    shape = _tiles_for(hidden)
+    tile, block_c = shape.forward, shape.block_c
+    state = new_state(hidden, depth, max_path_columns, keep, block_c)
+    accumulated = state.lse.dtype
+    nll = hidden.new_empty(num_positions, dtype=accumulated)
+    num_tiles, num_groups = -(-num_positions // tile.v), plan.light_first.numel()
+    splits = _num_splits(num_tiles, max_path_columns, block_c, _num_processors(hidden))
+    units = _Units.of(hidden, weight)
+    _launch(
+        kernels._forward,
+        (num_tiles + num_groups) * splits,
+        tile,
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        **_batch(visits),
+        stop=plan.stop,
+        light_level=plan.light_level,
+        light_first=plan.light_first,
+        **_nodes(tree),
+        kept=state.kept,
+        block_max=state.block_max,
+        part=hidden.new_empty(splits, depth, num_positions, dtype=accumulated),
+        picked=state.picked,
+        lse=state.lse,
+        arrived=torch.zeros(num_positions, dtype=torch.int32, device=hidden.device),
+        nll=nll,
+        P=num_positions,
+        D=depth,
+        num_tiles=num_tiles,
+        num_blocks=state.kept.shape[1],
+        h_units=units.size,
+        hidden_stride=units.hidden_stride,
+        weight_stride=units.weight_stride,
+        SPLITS=splits,
+        LIGHT=LIGHT,
+        KEEP=keep,
+        **_arithmetic(hidden, units),
+        BLOCK_V=tile.v,
+        BLOCK_C=block_c,
+        BLOCK_H=tile.h,
+    )
+    return nll, state
+
+
+def backward(
+    d_nll: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    visits: Visits,
+    plan: Schedule,
+    tree: TreeArrays,
+    state: State,
+    needs: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """d_hidden [P, H], d_weight [R, H], d_bias [R]; None where not needed; three launches at most.
+
+    Args:
+        d_nll: [P], gradient of each position's nll.
+        state: what `forward` kept.
+        needs: which of the three are wanted.
+    """
+    d_hidden = torch.empty_like(hidden) if needs[0] else None
+    d_weight = torch.empty_like(weight) if needs[1] else None
+    d_bias = torch.empty_like(bias) if bias is not None and needs[2] else None
+    d_nll = d_nll.to(state.lse.dtype).contiguous()
+    partial = None
+    shape, units = _tiles_for(hidden), _Units.of(hidden, weight)
+    depth, num_positions = visits.node.shape
+    common = {
+        **_batch(visits),
+        "stop": plan.stop,
+        **_nodes(tree),
+        **state._asdict(),
+        "P": num_positions,
+        "num_blocks": state.kept.shape[1],
+        "h_units": units.size,
+        **_arithmetic(hidden, units),
+        "BLOCK_C": shape.block_c,
+    }
+    if d_hidden is not None:
+        partial = torch.empty(hidden.shape, dtype=state.lse.dtype, device=hidden.device)
+        _launch_d_hidden(d_nll, weight, plan, d_hidden, partial, shape.d_hidden, units, depth, common)
+    scale = None
+    if hidden.dtype == torch.float16:  # d_nll of a mean would leave little of its range
+        scale = d_nll.abs().amax().clamp(min=torch.finfo(d_nll.dtype).tiny)
+        d_nll = d_nll / scale
+    if d_weight is not None or d_bias is not None:
+        _launch_d_weight(
+            d_nll, scale, hidden, visits, plan, tree, d_weight, d_bias, shape, units, common
+        )
+    _launch_d_light(
+        d_nll, scale, hidden, weight, plan, partial, d_hidden, d_weight, d_bias,
+        shape.d_light, units, depth, common,
+    )  # fmt: skip
+    return d_hidden, d_weight, d_bias
+
+
+def _launch_d_hidden(
+    d_nll: Tensor,
+    weight: Tensor,
+    plan: Schedule,
+    d_hidden: Tensor,
+    partial: Tensor,
+    tile: Tile,
+    units: "_Units",
+    depth: int,
+    common: dict[str, Any],
+) -> None:
+    from lm.output import kernels
+
+    num_positions, size = d_hidden.shape
+    _launch(
+        kernels._d_hidden,
+        -(-num_positions // tile.v) * -(-size // tile.h),
+        tile,
+        d_nll=d_nll,
+        weight=weight,
+        light_level=plan.light_level,
+        d_hidden=d_hidden,
+        partial=partial,
+        D=depth,
+        weight_stride=units.weight_stride,
+        **common,
+        BLOCK_V=tile.v,
+        BLOCK_H=tile.h,
+    )
+
+
+def _launch_d_weight(
+    d_nll: Tensor,
+    scale: Tensor | None,
+    hidden: Tensor,
+    visits: Visits,
+    plan: Schedule,
+    tree: TreeArrays,
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
+    shape: Tiles,
+    units: "_Units",
+    common: dict[str, Any],
+) -> None:
+    from lm.output import kernels
+
+    tile, num_nodes = shape.d_weight, tree.num_children.numel()
+    heavy = plan.heavy_first
+    width = tree.num_children[visits.node.flatten()[heavy.clamp(min=0)].clamp(min=0)]
+    num_tiles = -(-width // shape.block_c) * -(-hidden.shape[1] // tile.h)
+    visited = torch.zeros(num_nodes + 1, dtype=torch.int8, device=hidden.device)
+    owner = torch.where(visits.node < 0, num_nodes, visits.node).flatten()
+    num_programs = 4 * _num_processors(hidden)
+    _launch(
+        kernels._d_weight,
+        num_programs,
+        tile,
+        d_nll=d_nll,
+        scale=scale,
+        hidden=hidden,
+        heavy_first=heavy,
+        tile_stop=torch.where(heavy < 0, 0, num_tiles).cumsum(0),
+        node_of_row=tree.node_of_row,
+        visited=visited.scatter_(0, owner, 1),
+        d_weight=d_weight,
+        d_bias=d_bias,
+        R=tree.node_of_row.numel(),
+        num_heavy=heavy.numel(),
+        hidden_stride=units.hidden_stride,
+        SEARCH=heavy.numel().bit_length(),
+        **common,
+        BLOCK_V=tile.v,
+        BLOCK_H=tile.h,
+        BLOCK_R=_ROWS_PER_ZEROING,
+    )
+
+
+def _launch_d_light(
+    d_nll: Tensor,
+    scale: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    plan: Schedule,
+    partial: Tensor | None,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
+    tile: Tile,
+    units: "_Units",
+    depth: int,
+    common: dict[str, Any],
+) -> None:
+    from lm.output import kernels
+
+    _launch(
+        kernels._d_light,
+        plan.light_first.numel() * -(-hidden.shape[1] // tile.h),
+        tile,
+        d_nll=d_nll,
+        scale=scale,
+        hidden=hidden,
+        weight=weight,
+        light_level=plan.light_level,
+        light_first=plan.light_first,
+        partial=partial,
+        d_hidden=d_hidden,
+        d_weight=d_weight,
+        d_bias=d_bias,
+        D=depth,
+        hidden_stride=units.hidden_stride,
+        weight_stride=units.weight_stride,
+        LIGHT=LIGHT,
+        **common,
+        BLOCK_H=tile.h,
+    )
+
+
+class _Units(NamedTuple):
+    """H and the strides in units of `align` elements, so that the compiler knows what divides them:
+    rows of 300 halves are not multiples of 16, but of 4.
+    """
+
+    align: int
+    size: int
+    hidden_stride: int
+    weight_stride: int
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor) -> "_Units":
+        sizes = (hidden.shape[1], hidden.stride(0), weight.stride(0))
+        align = math.gcd(*sizes, 16)
+        return cls(align, *(size // align for size in sizes))
+
+
+def _batch(visits: Visits) -> dict[str, Tensor]:
+    return {"position": visits.position, "node": visits.node, "child": visits.child}
+
+
+def _nodes(tree: TreeArrays) -> dict[str, Tensor]:
+    return {
+        "first_row": tree.first_row,
+        "num_children": tree.num_children,
+        "column": tree.column,
+    }
+
+
+def _arithmetic(hidden: Tensor, units: _Units) -> dict[str, Any]:
+    """Constants of the kernels that follow from the dtype and the alignment."""
+    import triton.language as tl
+
+    fast = torch.get_float32_matmul_precision() != "highest"
+    return {
+        "ACC": tl.float64 if hidden.dtype == torch.float64 else tl.float32,
+        "PRECISION": "tf32" if fast and hidden.dtype == torch.float32 else "ieee",
+        "ALIGN": units.align,
+    }
+
+
+def _tiles_for(hidden: Tensor) -> Tiles:
+    capability = 90
+    if hidden.is_cuda:
+        major, minor = torch.cuda.get_device_capability(hidden.device)
+        capability = 10 * major + minor
+    return tiles(hidden.dtype, capability)
+
+
+def _num_processors(hidden: Tensor) -> int:
+    if hidden.is_cuda:
+        return torch.cuda.get_device_properties(hidden.device).multi_processor_count
+    return 1
+
+
+def _num_splits(num_tiles: int, columns: int, block_c: int, num_processors: int) -> int:
+    """Programs among which each tile's children are shared: enough to fill the device where the tiles
+    are few, each with four blocks of the widest node at least.
+    """
+    wanted = -(-num_processors // max(num_tiles, 1))
+    return max(1, min(wanted, columns // (4 * block_c), _MOST_SPLITS))
+
+
+def _launch(kernel: Any, num_programs: int, tile: Tile, **arguments: Any) -> None:
+    if num_programs:
+        kernel[(num_programs,)](**arguments, num_warps=tile.warps, num_stages=tile.stages)

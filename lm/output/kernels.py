@@ -1,0 +1,462 @@
+"""The fused Triton kernels: every visit of every level in one launch forward, in three backward.
+
+Letters: P positions, sorted as `routing` lays them out, one of them v; D levels, one of them d; H
+the size of hidden vectors; n a node, c its children, W_n their rows; e_v, q_v, lse_v, y_v, (1)–(6)
+as in `reference`.
+
+Forward. A program owns a tile of neighbouring positions and walks the nodes they visit; of each
+node, blocks of `BLOCK_C` children, with a running log-sum-exp (Milakov & Gimelshein 2018):
+
+    z = W h + b,   m = max_block z,   k = exp(z - m)               (7)
+    lse = log Σ_blocks exp(m) Σ k,   log q[y] = z[y] - lse         (8)
+
+k, between 0 and 1, is kept in the dtype of `hidden` together with m: `kept` and `block_max`, a
+matter of positions × columns on a path, √N-small. A tile may be shared by several programs
+(`SPLITS`), each taking a part of every node's children; whichever of all the programs that work on
+a position arrives last adds up its splits and levels, in a fixed order.
+
+Backward. The error (4) of a block comes back from what was kept, with no second product:
+
+    e = k exp(m - lse) - onehot(y),   at y: expm1(log q[y])        (9)
+
+`_d_hidden` gives heavy nodes' share of (5), a tile of positions and of columns of H to a program;
+`_d_weight` (6) for heavy nodes, a block of children to a program, which adds over all their
+visits; `_d_light` both for light groups, whose rows one program reads once and whose gradients it
+writes once. So every row's gradient has one owner and is rounded once, and no float is added
+atomically.
+
+Every pointer is to elements with contiguous last dimension. H and strides come in units of `ALIGN`
+elements: that many are loaded at once.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rows(matrix, row, row_mask, column, column_mask, stride):
+    """[rows, columns] of a matrix, 0 outside of the masks; 64-bit offsets."""
+    offset = row.to(tl.int64)[:, None] * stride + column[None, :]
+    return tl.load(matrix + offset, mask=row_mask[:, None] & column_mask[None, :], other=0.0)
+
+
+@triton.jit
+def _active(node, light_level, v, in_tile, d, P, HEAVY: tl.constexpr):
+    """Which positions of a tile visit a heavy (or light) node on level d."""
+    visits = tl.load(node + d * P + v, mask=in_tile, other=-1) >= 0
+    heavy = d < tl.load(light_level + v, mask=in_tile, other=0)
+    return in_tile & visits & (heavy == HEAVY)
+
+
+@triton.jit
+def _next(active, v, begin, end):
+    """The first active position from `begin` on; `end` if there is none."""
+    return tl.min(tl.where(active & (v >= begin), v, end), axis=0)
+
+
+@triton.jit
+def _first_block(column, n, d, BLOCK_C: tl.constexpr):
+    """Where a node's blocks begin among those of a path: a part of a block is lost per level."""
+    return tl.load(column + n) // BLOCK_C + d
+
+
+@triton.jit
+def _expm1(x):
+    """exp(x) - 1 for x <= 0, without cancellation: the series near 0."""
+    series = 1.0 + x / 9.0
+    series = 1.0 + x / 8.0 * series
+    series = 1.0 + x / 7.0 * series
+    series = 1.0 + x / 6.0 * series
+    series = 1.0 + x / 5.0 * series
+    series = 1.0 + x / 4.0 * series
+    series = 1.0 + x / 3.0 * series
+    series = 1.0 + x / 2.0 * series
+    return tl.where(x > -0.1, x * series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def _forward(
+    hidden, weight, bias,
+    position, node, child, stop, light_level, light_first,
+    first_row, num_children, column,
+    kept, block_max, part, picked, lse, arrived, nll,
+    P, D, num_tiles, num_blocks, h_units,
+    hidden_stride, weight_stride,
+    SPLITS: tl.constexpr, LIGHT: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """nll [P], with lse and z[y] (`picked`) [D, P] of every visit."""
+    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    if tile < num_tiles:
+        begin = tile * BLOCK_V
+        _forward_tile(
+            hidden, weight, bias,
+            position, node, child, stop, light_level, first_row, num_children, column,
+            kept, block_max, part, picked, lse, arrived, nll,
+            begin, tl.minimum(begin + BLOCK_V, P), 0, split,
+            P, D, num_blocks, h_units, hidden_stride, weight_stride,
+            True, SPLITS, KEEP, ACC, PRECISION, ALIGN, BLOCK_V, BLOCK_C, BLOCK_H,
+        )  # fmt: skip
+    else:
+        begin = tl.load(light_first + tile - num_tiles).to(tl.int32)
+        if begin < P:
+            top = tl.load(light_level + begin).to(tl.int32)
+            _forward_tile(
+                hidden, weight, bias,
+                position, node, child, stop, light_level, first_row, num_children, column,
+                kept, block_max, part, picked, lse, arrived, nll,
+                begin, tl.load(stop + top * P + begin).to(tl.int32), top, split,
+                P, D, num_blocks, h_units, hidden_stride, weight_stride,
+                False, SPLITS, KEEP, ACC, PRECISION, ALIGN, LIGHT, BLOCK_C, BLOCK_H,
+            )  # fmt: skip
+
+
+@triton.jit
+def _forward_tile(
+    hidden, weight, bias,
+    position, node, child, stop, light_level, first_row, num_children, column,
+    kept, block_max, part, picked, lse, arrived, nll,
+    begin, end, top, split,
+    P, D, num_blocks, h_units, hidden_stride, weight_stride,
+    HEAVY: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """The heavy or the light nodes, from level `top` on, of positions begin … end; of each node's
+    children the part that belongs to `split`.
+    """
+    v = begin + tl.arange(0, BLOCK_V)
+    in_tile = v < end
+    p = tl.load(position + v, mask=in_tile, other=0)
+    for d in range(top, D):
+        active = _active(node, light_level, v, in_tile, d, P, HEAVY)
+        s = _next(active, v, begin, end)
+        while s < end:
+            n = tl.load(node + d * P + s)
+            s_stop = tl.minimum(tl.load(stop + d * P + s).to(tl.int32), end)
+            _forward_node(
+                hidden, weight, bias, child, first_row, num_children, column,
+                kept, block_max, part, picked,
+                n, d, v, p, active & (v >= s) & (v < s_stop), split,
+                P, D, num_blocks, h_units, hidden_stride, weight_stride,
+                SPLITS, KEEP, ACC, PRECISION, ALIGN, BLOCK_V, BLOCK_C, BLOCK_H,
+            )  # fmt: skip
+            s = _next(active, v, s_stop, end)
+    _finish(node, light_level, part, picked, lse, arrived, nll, v, p, in_tile, P, D, SPLITS, ACC)
+
+
+@triton.jit
+def _forward_node(
+    hidden, weight, bias, child, first_row, num_children, column,
+    kept, block_max, part, picked,
+    n, d, v, p, visits, split,
+    P, D, num_blocks, h_units, hidden_stride, weight_stride,
+    SPLITS: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """(7) and (8) for one node and those positions of the tile that visit it."""
+    H = h_units * ALIGN
+    width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
+    share = tl.cdiv(tl.cdiv(width, BLOCK_C), SPLITS) * BLOCK_C
+    c_begin, c_end = split * share, tl.minimum((split + 1) * share, width)
+    y = tl.load(child + d * P + v, mask=visits, other=-1).to(tl.int32)
+    block = _first_block(column, n, d, BLOCK_C) + c_begin // BLOCK_C
+    m = tl.full([BLOCK_V], float("-inf"), ACC)
+    total = tl.zeros([BLOCK_V], ACC)
+    z_y = tl.zeros([BLOCK_V], ACC)
+    for c0 in range(c_begin, c_end, BLOCK_C):
+        c = c0 + tl.arange(0, BLOCK_C)
+        inside = c < width
+        z = tl.zeros([BLOCK_V, BLOCK_C], ACC)
+        for h0 in range(0, H, BLOCK_H):
+            h = h0 + tl.arange(0, BLOCK_H)
+            own = _rows(hidden, p, visits, h, h < H, hidden_stride * ALIGN)
+            w = _rows(weight, first + c, inside, h, h < H, weight_stride * ALIGN).to(own.dtype)
+            z = tl.dot(own, tl.trans(w), z, input_precision=PRECISION, out_dtype=ACC)
+        if bias is not None:
+            z += tl.load(bias + first + c, mask=inside, other=0.0).to(ACC)[None, :]
+        z_y += tl.sum(tl.where(c[None, :] == y[:, None], z, 0.0), axis=1)
+        z = tl.where(inside[None, :], z, float("-inf"))
+        m_block = tl.max(z, axis=1)
+        k = tl.exp(z - m_block[:, None])
+        if KEEP:
+            place = v.to(tl.int64) * num_blocks + block
+            tl.store(block_max + place, m_block, mask=visits)
+            k_place = (place * BLOCK_C)[:, None] + tl.arange(0, BLOCK_C)[None, :]
+            tl.store(kept + k_place, k.to(kept.dtype.element_ty), mask=visits[:, None])
+        m_new = tl.maximum(m, m_block)
+        total = total * tl.exp(m - m_new) + tl.sum(k, axis=1) * tl.exp(m_block - m_new)
+        m = m_new
+        block += 1
+    tl.store(part + (split * D + d) * P + v, m + tl.log(total), mask=visits)
+    tl.store(picked + d * P + v, z_y, mask=visits & (y >= c_begin) & (y < c_end))
+
+
+@triton.jit
+def _finish(
+    node, light_level, part, picked, lse, arrived, nll,
+    v, p, in_tile, P, D, SPLITS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Where this program is the last to arrive: lse of all splits, nll of all levels, in order."""
+    tl.debug_barrier()  # what the other threads of this program stored must be out first
+    programs = tl.where(tl.load(light_level + v, mask=in_tile, other=D) < D, 2 * SPLITS, SPLITS)
+    before = tl.atomic_add(arrived + v, 1, mask=in_tile, sem="acq_rel")
+    last = in_tile & (before + 1 == programs)
+    tl.debug_barrier()
+    own_nll = tl.zeros(v.shape, ACC)
+    for d in range(0, D):
+        visits = last & (tl.load(node + d * P + v, mask=last, other=-1) >= 0)
+        m = tl.load(part + d * P + v, mask=visits, other=0.0, cache_modifier=".cg")
+        total = tl.full(v.shape, 1.0, ACC)
+        for split in range(1, SPLITS):
+            place = part + (split * D + d) * P + v
+            other = tl.load(place, mask=visits, other=0.0, cache_modifier=".cg")
+            m_new = tl.maximum(m, other)
+            total = total * tl.exp(m - m_new) + tl.exp(other - m_new)
+            m = m_new
+        own_lse = m + tl.log(total)
+        z_y = tl.load(picked + d * P + v, mask=visits, other=0.0, cache_modifier=".cg")
+        tl.store(lse + d * P + v, own_lse, mask=visits)
+        own_nll += tl.where(visits, own_lse - z_y, 0.0)
+    tl.store(nll + p, own_nll, mask=last)
+
+
+@triton.jit
+def _error(
+    kept, block_max, lse, picked, child,
+    v, visits, d, block, c0, P, num_blocks, ACC: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """(9): [positions, BLOCK_C] of a block that begins with child c0; 0 where not visited."""
+    y = tl.load(child + d * P + v, mask=visits, other=-1).to(tl.int32)
+    own_lse = tl.load(lse + d * P + v, mask=visits, other=0.0)
+    log_q = tl.load(picked + d * P + v, mask=visits, other=0.0) - own_lse
+    place = v.to(tl.int64) * num_blocks + block
+    m = tl.load(block_max + place, mask=visits, other=0.0)
+    column = tl.arange(0, BLOCK_C)
+    k = tl.load(
+        kept + (place * BLOCK_C)[:, None] + column[None, :], mask=visits[:, None], other=0.0
+    ).to(ACC)
+    q = k * tl.exp(m - own_lse)[:, None]
+    return tl.where((c0 + column)[None, :] == y[:, None], _expm1(log_q)[:, None], q)
+
+
+@triton.jit
+def _d_hidden(
+    d_nll, weight,
+    position, node, child, stop, light_level, first_row, num_children, column,
+    kept, block_max, lse, picked,
+    d_hidden, partial,
+    P, D, num_blocks, h_units, weight_stride,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """(5) over heavy nodes: final for positions that visit no light node, `partial` for others."""
+    H = h_units * ALIGN
+    num_h = tl.cdiv(H, BLOCK_H)
+    begin = (tl.program_id(0) // num_h) * BLOCK_V
+    h = (tl.program_id(0) % num_h) * BLOCK_H + tl.arange(0, BLOCK_H)
+    end = tl.minimum(begin + BLOCK_V, P)
+    v = begin + tl.arange(0, BLOCK_V)
+    in_tile = v < end
+    p = tl.load(position + v, mask=in_tile, other=0)
+    total = tl.zeros([BLOCK_V, BLOCK_H], ACC)
+    for d in range(0, D):
+        active = _active(node, light_level, v, in_tile, d, P, True)
+        s = _next(active, v, begin, end)
+        while s < end:
+            n = tl.load(node + d * P + s)
+            s_stop = tl.minimum(tl.load(stop + d * P + s).to(tl.int32), end)
+            visits = active & (v >= s) & (v < s_stop)
+            width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
+            block = _first_block(column, n, d, BLOCK_C)
+            for c0 in range(0, width, BLOCK_C):
+                error = _error(
+                    kept, block_max, lse, picked, child,
+                    v, visits, d, block + c0 // BLOCK_C, c0, P, num_blocks, ACC, BLOCK_C,
+                )  # fmt: skip
+                c = c0 + tl.arange(0, BLOCK_C)
+                w = _rows(weight, first + c, c < width, h, h < H, weight_stride * ALIGN)
+                error = error.to(kept.dtype.element_ty)
+                total = tl.dot(
+                    error, w.to(error.dtype), total, input_precision=PRECISION, out_dtype=ACC
+                )
+            s = _next(active, v, s_stop, end)
+    total = total * tl.load(d_nll + p, mask=in_tile, other=0.0).to(ACC)[:, None]
+    light = tl.load(light_level + v, mask=in_tile, other=D) < D
+    inside = in_tile[:, None] & (h < H)[None, :]
+    out = p.to(tl.int64)[:, None] * H + h[None, :]
+    tl.store(d_hidden + out, total.to(d_hidden.dtype.element_ty), mask=inside & ~light[:, None])
+    own = v.to(tl.int64)[:, None] * H + h[None, :]
+    tl.store(partial + own, total, mask=inside & light[:, None])
+
+
+@triton.jit
+def _d_weight(
+    d_nll, scale, hidden,
+    position, node, child, stop, heavy_first, tile_stop, first_row, num_children, column,
+    node_of_row, visited,
+    kept, block_max, lse, picked,
+    d_weight, d_bias,
+    P, R, num_heavy, num_blocks, h_units, hidden_stride,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, SEARCH: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """(6) for the rows of heavy nodes, and 0 for the rows of nodes that nobody visits.
+
+    Programs take tiles (heavy node, block of children, columns of H) in turn; `tile_stop` [K] says
+    after how many tiles each node ends.
+    """
+    H = h_units * ALIGN
+    num_h = tl.cdiv(H, BLOCK_H)
+    num_tiles = tl.load(tile_stop + num_heavy - 1, mask=num_heavy > 0, other=0).to(tl.int32)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        k = 0
+        for bit in tl.static_range(SEARCH):
+            step: tl.constexpr = 1 << (SEARCH - 1 - bit)
+            probe = tl.load(tile_stop + k + step - 1, mask=k + step <= num_heavy, other=num_tiles + 1)
+            k += tl.where(probe <= tile, step, 0)
+        local = tile - tl.load(tile_stop + k - 1, mask=k > 0, other=0).to(tl.int32)
+        flat = tl.load(heavy_first + k)
+        d, s = (flat // P).to(tl.int32), (flat % P).to(tl.int32)
+        n, s_stop = tl.load(node + flat), tl.load(stop + flat).to(tl.int32)
+        width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
+        c0 = (local // num_h) * BLOCK_C
+        h0 = (local % num_h) * BLOCK_H
+        block = _first_block(column, n, d, BLOCK_C) + c0 // BLOCK_C
+        _write_rows(
+            d_nll, scale, hidden, position, child, kept, block_max, lse, picked, d_weight, d_bias,
+            s, s_stop, d, block, c0, width, first, h0, P, H, num_blocks, hidden_stride * ALIGN,
+            ACC, PRECISION, BLOCK_V, BLOCK_C, BLOCK_H,
+        )  # fmt: skip
+    for r0 in range(tl.program_id(0), tl.cdiv(R, BLOCK_R), tl.num_programs(0)):
+        r = r0 * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
+        owner = tl.load(node_of_row + r, mask=r < R, other=0)
+        empty = (r < R) & (tl.load(visited + owner, mask=r < R, other=1) == 0)
+        if tl.sum(empty.to(tl.int32), axis=0) > 0:
+            _write_zeros(d_weight, d_bias, r, empty, H, BLOCK_R, BLOCK_H)
+
+
+@triton.jit
+def _write_rows(
+    d_nll, scale, hidden, position, child, kept, block_max, lse, picked, d_weight, d_bias,
+    s, s_stop, d, block, c0, width, first, h0, P, H, num_blocks, hidden_stride,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Σ over the visits s … s_stop of e (d nll h)ᵀ, for one block of children, stored once."""
+    h = h0 + tl.arange(0, BLOCK_H)
+    c = c0 + tl.arange(0, BLOCK_C)
+    total = tl.zeros([BLOCK_C, BLOCK_H], ACC)
+    bias_total = tl.zeros([BLOCK_C], ACC)
+    for v0 in range(s, s_stop, BLOCK_V):
+        v = v0 + tl.arange(0, BLOCK_V)
+        visits = v < s_stop
+        p = tl.load(position + v, mask=visits, other=0)
+        error = _error(
+            kept, block_max, lse, picked, child,
+            v, visits, d, block, c0, P, num_blocks, ACC, BLOCK_C,
+        )  # fmt: skip
+        error *= tl.load(d_nll + p, mask=visits, other=0.0).to(ACC)[:, None]
+        own = _rows(hidden, p, visits, h, h < H, hidden_stride)
+        total = tl.dot(
+            tl.trans(error.to(own.dtype)), own, total, input_precision=PRECISION, out_dtype=ACC
+        )
+        bias_total += tl.sum(error, axis=0)
+    _store_rows(
+        d_weight, d_bias, scale, total, bias_total, first, c, width, h0, h, H
+    )
+
+
+@triton.jit
+def _store_rows(d_weight, d_bias, scale, total, bias_total, first, c, width, h0, h, H):
+    """One block of rows' gradients, and those of their biases once among the columns of H."""
+    if scale is not None:
+        factor = tl.load(scale)
+        total, bias_total = total * factor, bias_total * factor
+    place = (first + c).to(tl.int64)[:, None] * H + h[None, :]
+    inside = (c < width)[:, None] & (h < H)[None, :]
+    if d_weight is not None:
+        tl.store(d_weight + place, total.to(d_weight.dtype.element_ty), mask=inside)
+    if d_bias is not None:
+        out = bias_total.to(d_bias.dtype.element_ty)
+        tl.store(d_bias + first + c, out, mask=c < tl.where(h0 == 0, width, 0))
+
+
+@triton.jit
+def _write_zeros(d_weight, d_bias, r, empty, H, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+    if d_weight is not None:
+        for h0 in range(0, H, BLOCK_H):
+            h = h0 + tl.arange(0, BLOCK_H)
+            zeros = tl.zeros([BLOCK_R, BLOCK_H], d_weight.dtype.element_ty)
+            inside = empty[:, None] & (h < H)[None, :]
+            tl.store(d_weight + r[:, None] * H + h[None, :], zeros, mask=inside)
+    if d_bias is not None:
+        tl.store(d_bias + r, tl.zeros([BLOCK_R], d_bias.dtype.element_ty), mask=empty)
+
+
+@triton.jit
+def _d_light(
+    d_nll, scale, hidden, weight,
+    position, node, child, stop, light_level, light_first, first_row, num_children, column,
+    kept, block_max, lse, picked,
+    partial, d_hidden, d_weight, d_bias,
+    P, D, num_blocks, h_units, hidden_stride, weight_stride,
+    LIGHT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """(5), added to `partial`, and (6) for one light group and some columns of H."""
+    H = h_units * ALIGN
+    num_h = tl.cdiv(H, BLOCK_H)
+    begin = tl.load(light_first + tl.program_id(0) // num_h).to(tl.int32)
+    h0 = (tl.program_id(0) % num_h) * BLOCK_H
+    if begin < P:
+        h = h0 + tl.arange(0, BLOCK_H)
+        top = tl.load(light_level + begin).to(tl.int32)
+        end = tl.load(stop + top * P + begin).to(tl.int32)
+        v = begin + tl.arange(0, LIGHT)
+        in_tile = v < end
+        p = tl.load(position + v, mask=in_tile, other=0)
+        own_d_nll = tl.load(d_nll + p, mask=in_tile, other=0.0).to(ACC)
+        own = _rows(hidden, p, in_tile, h, h < H, hidden_stride * ALIGN)
+        total = tl.zeros([LIGHT, BLOCK_H], ACC)
+        for d in range(top, D):
+            active = _active(node, light_level, v, in_tile, d, P, False)
+            s = _next(active, v, begin, end)
+            while s < end:
+                n = tl.load(node + d * P + s)
+                s_stop = tl.minimum(tl.load(stop + d * P + s).to(tl.int32), end)
+                visits = active & (v >= s) & (v < s_stop)
+                width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
+                block = _first_block(column, n, d, BLOCK_C)
+                for c0 in range(0, width, BLOCK_C):
+                    c = c0 + tl.arange(0, BLOCK_C)
+                    error = _error(
+                        kept, block_max, lse, picked, child,
+                        v, visits, d, block + c0 // BLOCK_C, c0, P, num_blocks, ACC, BLOCK_C,
+                    )  # fmt: skip
+                    if d_hidden is not None:
+                        w = _rows(weight, first + c, c < width, h, h < H, weight_stride * ALIGN)
+                        total = tl.dot(
+                            error.to(own.dtype), w.to(own.dtype), total,
+                            input_precision=PRECISION, out_dtype=ACC,
+                        )  # fmt: skip
+                    if d_weight is not None or d_bias is not None:
+                        error *= own_d_nll[:, None]
+                        rows = tl.dot(
+                            tl.trans(error.to(own.dtype)), own,
+                            input_precision=PRECISION, out_dtype=ACC,
+                        )  # fmt: skip
+                        _store_rows(
+                            d_weight, d_bias, scale, rows, tl.sum(error, axis=0),
+                            first, c, width, h0, h, H,
+                        )  # fmt: skip
+                s = _next(active, v, s_stop, end)
+        if d_hidden is not None:
+            inside = in_tile[:, None] & (h < H)[None, :]
+            heavy = tl.load(partial + v.to(tl.int64)[:, None] * H + h[None, :], mask=inside, other=0.0)
+            if scale is not None:
+                own_d_nll *= tl.load(scale)
+            out = (total * own_d_nll[:, None] + heavy).to(d_hidden.dtype.element_ty)
+            tl.store(d_hidden + p.to(tl.int64)[:, None] * H + h[None, :], out, mask=inside)
