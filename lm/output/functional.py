@@ -7,11 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lm.output import reference
-from lm.output.routing import Visits, route
+from lm.output import fused, reference
+from lm.output.routing import Schedule, Visits, route, schedule, schedule_sizes
 from lm.output.tree import ClassTree, TreeArrays
 
-Backend = Literal["auto", "reference"]
+Backend = Literal["auto", "reference", "triton"]
 Reduction = Literal["mean", "sum", "none"]
 
 
@@ -45,27 +45,34 @@ def hierarchical_cross_entropy(
         bias: [R] or None.
         reduction: "mean" over the positions that are not ignored (0 if all are), "sum", or "none".
         ignore_index: positions with this target cost nothing and get no gradient.
-        backend: "auto" chooses by device; "reference" runs node by node, on a CPU.
+        backend: "reference" runs node by node, on any device; "triton" in fused kernels, on CUDA;
+            "auto" takes "triton" on CUDA, but for fp64 and for trees whose paths are so wide that
+            the kernels' memory would be no matter of √N any more (`fused.KEPT_BYTES`), such as a
+            full softmax of many words.
 
     Returns:
         nats: a scalar, or [...] for "none", where ignored positions hold 0.
 
     Raises:
         ValueError: if shapes, dtypes, devices or options do not fit together.
-        IndexError: if a target is neither a word nor `ignore_index`.
+        IndexError: if a target is neither a word nor `ignore_index`; "triton" does not wait to see
+            it on CUDA: there it is a device-side assertion.
     """
     _check(hidden, weight, target, tree, bias, reduction, backend)
+    flat, size = hidden.reshape(-1, hidden.shape[-1]), (tree.depth, tree.max_path_columns)
+    chosen = _choose(backend, flat, weight, tree)
     nll: Tensor
-    nll, *_ = hierarchical_nll(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        bias,
-        target.reshape(-1),
-        list(tree.arrays),
-        tree.depth,
-        tree.max_path_columns,
-        ignore_index,
-    )
+    if chosen == "triton":
+        keep = torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
+        )
+        nll, *_ = fused_nll(
+            flat, weight, bias, target.reshape(-1), list(tree.arrays), *size, ignore_index, keep
+        )
+    else:
+        nll, *_ = hierarchical_nll(
+            flat, weight, bias, target.reshape(-1), list(tree.arrays), *size, ignore_index
+        )
     if reduction == "none":
         return nll.view(target.shape)
     if reduction == "sum":
@@ -109,14 +116,31 @@ def _check(
         )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
-    if backend not in ("auto", "reference"):
-        raise ValueError(f"backend must be auto or reference, got {backend!r}")
+    if backend not in ("auto", "reference", "triton"):
+        raise ValueError(f"backend must be auto, reference or triton, got {backend!r}")
+
+
+def _choose(backend: Backend, hidden: Tensor, weight: Tensor, tree: ClassTree) -> Backend:
+    """The backend that "auto" stands for, or the one asked for if it can be had."""
+    if backend == "reference" or (backend == "auto" and not hidden.is_cuda):
+        return "reference"
+    obstacle = fused.obstacle(hidden, weight, tree.max_path_columns, tree.depth)
+    if backend == "triton" and obstacle:
+        raise ValueError(f"backend triton {obstacle}")
+    return "reference" if obstacle else "triton"
 
 
 def _check_targets(target: Tensor, vocab_size: int, ignore_index: int) -> None:
     wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
     if bool(wrong.any()):
         raise IndexError(f"target {int(target[wrong][0])} is out of bounds for {vocab_size} words")
+
+
+def _assert_targets(target: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
+    """The targets, asserted on their device without waiting; wrong ones stay within the tables."""
+    good = ((target >= 0) & (target < vocab_size)) | (target == ignore_index)
+    torch._assert_async(good.all(), "a target is neither a word nor ignore_index")
+    return torch.where(good, target, ignore_index)
 
 
 @torch.library.custom_op("sqrtlm::hierarchical_nll", mutates_args=())
@@ -168,25 +192,83 @@ def _(
     )
 
 
+@torch.library.custom_op("sqrtlm::fused_nll", mutates_args=())
+def fused_nll(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    tree: list[Tensor],
+    depth: int,
+    max_path_columns: int,
+    ignore_index: int,
+    keep: bool,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+]:  # fmt: skip
+    """nll [P]; the four each of `fused.State`, for a backward if `keep`, of `Visits` and of
+    `Schedule`.
+    """
+    arrays = TreeArrays(*tree)
+    num_words = arrays.row_of_word.numel()
+    if target.is_cuda:
+        target = _assert_targets(target, num_words, ignore_index)
+    else:
+        _check_targets(target, num_words, ignore_index)
+    visits = route(target, arrays, depth, ignore_index)
+    plan = schedule(visits, arrays)
+    hidden, bias = hidden.contiguous(), None if bias is None else bias.contiguous()
+    nll, state = fused.forward(hidden, weight, bias, visits, plan, arrays, max_path_columns, keep)
+    return nll, *state, *visits, *plan
+
+
+@fused_nll.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    tree: list[Tensor],
+    depth: int,
+    max_path_columns: int,
+    ignore_index: int,
+    keep: bool,
+) -> tuple[Tensor, ...]:
+    num_positions = hidden.shape[0]
+    state = fused.new_state(hidden, depth, max_path_columns, keep)
+    flat, table = (num_positions,), (depth, num_positions)
+    groups, heavy = schedule_sizes(num_positions, tree[0].shape[0], depth)
+    shapes = (flat, flat, table, table, table, flat, (groups,), (heavy,))
+    nll = hidden.new_empty(num_positions, dtype=state.lse.dtype)
+    return nll, *state, *(target.new_empty(shape) for shape in shapes)
+
+
 @torch.library.custom_op("sqrtlm::hierarchical_nll_backward", mutates_args=())
 def hierarchical_nll_backward(
     d_nll: Tensor,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    saved: Tensor,
-    position: Tensor,
-    rank: Tensor,
-    node: Tensor,
-    child: Tensor,
+    left: list[Tensor],
     tree: list[Tensor],
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_hidden [P, H], d_weight [R, H] and d_bias [R]; an empty tensor for each that `needs` does
     not ask for.
+
+    Args:
+        left: what `hierarchical_nll` or `fused_nll` returned besides nll.
     """
-    visits = Visits(position, rank, node, child)
-    grads = reference.backward(d_nll, hidden, weight, bias, visits, TreeArrays(*tree), saved, needs)
+    arrays, inputs = TreeArrays(*tree), (d_nll, hidden, weight, bias)
+    grads: tuple[Tensor | None, ...]
+    if len(left) == 1 + len(Visits._fields):
+        grads = reference.backward(*inputs, Visits(*left[1:]), arrays, left[0], needs)
+    else:
+        state, visits, plan = fused.State(*left[:4]), Visits(*left[4:8]), Schedule(*left[8:])
+        grads = fused.backward(
+            d_nll, hidden.contiguous(), weight, bias, visits, plan, arrays, state, needs
+        )
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if grad is None else grad for grad in grads)
     return d_hidden, d_weight, d_bias
 
@@ -197,11 +279,7 @@ def _(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    saved: Tensor,
-    position: Tensor,
-    rank: Tensor,
-    node: Tensor,
-    child: Tensor,
+    left: list[Tensor],
     tree: list[Tensor],
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,24 +291,26 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, _, tree, *_ = inputs
-    _, saved, *visits = output
-    ctx.mark_non_differentiable(saved, *visits)
+    hidden, weight, bias, _, tree, *rest = inputs
+    ctx.num_rest = len(rest)
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, weight, bias, saved, *visits, *tree)
+    ctx.save_for_backward(hidden, weight, bias, *tree, *output[1:])
 
 
 def _backward(ctx: Any, d_nll: Tensor | None, *_: None) -> tuple[Any, ...]:
     num_arrays = len(TreeArrays._fields)
-    rest = (None, [None] * num_arrays, None, None, None)
+    rest = (None, [None] * num_arrays, *(None,) * ctx.num_rest)
     if d_nll is None:
         return (None, None, None, *rest)
     needs = list(ctx.needs_input_grad[:3])
-    saved = ctx.saved_tensors
-    tree = list(saved[-num_arrays:])
-    grads = hierarchical_nll_backward(d_nll, *saved[:-num_arrays], tree, needs)
+    hidden, weight, bias, *saved = ctx.saved_tensors
+    grads = hierarchical_nll_backward(
+        d_nll, hidden, weight, bias, saved[num_arrays:], saved[:num_arrays], needs
+    )
     wanted = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
     return (*wanted, *rest)
 
 
 hierarchical_nll.register_autograd(_backward, setup_context=_save_for_backward)
+fused_nll.register_autograd(_backward, setup_context=_save_for_backward)

@@ -5,6 +5,7 @@ imported when the backend is first used, so that a machine without it has the ot
 """
 
 import math
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ from lm.output.routing import LIGHT, Schedule, Visits
 from lm.output.tree import TreeArrays
 
 KEPT_BYTES = 1 << 31
-"""Most memory for what the forward keeps for the backward, positions × columns on a path. Trees with
-wider paths, such as the full softmax of a large vocabulary, are for the reference backend.
+"""Most memory for what the forward keeps for the backward, positions × columns on a path. Trees
+with wider paths, such as the full softmax of a large vocabulary, are for the reference backend.
 """
 _ROWS_PER_ZEROING = 64
 """Rows looked at in turn by the program that writes zeros for nodes without visits."""
@@ -53,14 +54,44 @@ class Tiles(NamedTuple):
     d_light: Tile
 
 
+_TILES = {
+    # 64 x 64 positions and children fill a warp group's wgmma; d_hidden takes 128 columns, so that
+    # what was kept is read half as often, and then needs eight warps for its registers; d_light
+    # holds a block of W, of h and of d_weight at a time: a third stage spills.
+    ("half", 90): Tiles(
+        64, Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 2)
+    ),
+    # The same; accumulators live in tensor memory, registers are no concern.
+    ("half", 100): Tiles(
+        64, Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 2)
+    ),
+    # Without wgmma all operands pass through registers: 32 columns, or the kernels spill.
+    ("half", 80): Tiles(
+        64, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2), Tile(16, 32, 4, 3)
+    ),
+    # Twice the bytes: half the columns.
+    ("single", 90): Tiles(
+        32, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(32, 32, 4, 3), Tile(16, 32, 4, 3)
+    ),
+    ("single", 100): Tiles(
+        32, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(32, 32, 4, 3), Tile(16, 32, 4, 3)
+    ),
+    ("single", 80): Tiles(
+        32, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(32, 32, 4, 3), Tile(16, 32, 4, 3)
+    ),
+}
+"""By size of a number and architecture; each the largest tried that spills no register."""
+
+
 def tiles(dtype: torch.dtype, capability: int) -> Tiles:
     """The tile shapes for hidden vectors of a dtype on an architecture.
 
     Args:
         dtype: of hidden.
-        capability: compute capability × 10: 80, 90, 100.
+        capability: compute capability x 10: 80, 90, 100.
     """
-    return Tiles(64, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3))
+    size = "half" if dtype.itemsize == 2 else "single"
+    return _TILES[size, max(known for _, known in _TILES if known <= max(capability, 80))]
 
 
 def kept_blocks(max_path_columns: int, depth: int, block_c: int) -> int:
@@ -72,9 +103,9 @@ class State(NamedTuple):
     """What the forward leaves for the backward; equations (7) and (8) of `kernels`.
 
     Attributes:
-        kept: [P, blocks, block_c] in the dtype of hidden, k of every visit's blocks; empty if not asked
-            for.
-        block_max: [P, blocks], m; empty if not asked for.
+        kept: [P, blocks, block_c] in the dtype of hidden, k of every visit's blocks; empty if there
+            is to be no backward.
+        block_max: [P, blocks], m; empty likewise.
         lse: [D, P], log-sum-exp of every visit.
         picked: [D, P], logit of every visit's target.
     """
@@ -90,11 +121,30 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def new_state(
-    hidden: Tensor, depth: int, max_path_columns: int, keep: bool, block_c: int
-) -> State:
+def obstacle(hidden: Tensor, weight: Tensor, max_path_columns: int, depth: int) -> str | None:
+    """Why the kernels cannot take a problem, a sentence without its subject; None if they can."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not hidden.is_cuda and not interpreted:
+        return f"needs a CUDA device, got {hidden.device}"
+    if hidden.dtype == torch.float64 and not interpreted:
+        return "does not take fp64"
+    if weight.stride(1) != 1 and weight.shape[1] > 1:
+        return f"needs weight rows that are contiguous, got strides {tuple(weight.stride())}"
+    block_c = _tiles_for(hidden).block_c
+    blocks = kept_blocks(max_path_columns, depth, block_c)
+    num_bytes = hidden.shape[0] * blocks * block_c * hidden.element_size()
+    if num_bytes > KEPT_BYTES:
+        return (
+            f"would keep {num_bytes} bytes, for {hidden.shape[0]} positions with up to"
+            f" {max_path_columns} columns each; {KEPT_BYTES} is the most"
+        )
+    return None
+
+
+def new_state(hidden: Tensor, depth: int, max_path_columns: int, keep: bool) -> State:
     """Memory for the state, not filled in."""
     num_positions, dtype = hidden.shape[0], compute_dtype(hidden.dtype)
+    block_c = _tiles_for(hidden).block_c
     num_blocks = kept_blocks(max_path_columns, depth, block_c) if keep else 0
     return State(
         hidden.new_empty(num_positions, num_blocks, block_c),
@@ -130,7 +180,7 @@ def forward(
     depth, num_positions = visits.node.shape
     shape = _tiles_for(hidden)
     tile, block_c = shape.forward, shape.block_c
-    state = new_state(hidden, depth, max_path_columns, keep, block_c)
+    state = new_state(hidden, depth, max_path_columns, keep)
     accumulated = state.lse.dtype
     nll = hidden.new_empty(num_positions, dtype=accumulated)
     num_tiles, num_groups = -(-num_positions // tile.v), plan.light_first.numel()
@@ -192,7 +242,9 @@ def backward(
         needs: which of the three are wanted.
     """
     d_hidden = torch.empty_like(hidden) if needs[0] else None
-    d_weight = torch.empty_like(weight) if needs[1] else None
+    d_weight = (
+        torch.empty_strided(weight.shape, weight.stride(), **_like(weight)) if needs[1] else None
+    )
     d_bias = torch.empty_like(bias) if bias is not None and needs[2] else None
     d_nll = d_nll.to(state.lse.dtype).contiguous()
     partial = None
@@ -206,12 +258,15 @@ def backward(
         "P": num_positions,
         "num_blocks": state.kept.shape[1],
         "h_units": units.size,
+        "weight_stride": units.weight_stride,
         **_arithmetic(hidden, units),
         "BLOCK_C": shape.block_c,
     }
     if d_hidden is not None:
         partial = torch.empty(hidden.shape, dtype=state.lse.dtype, device=hidden.device)
-        _launch_d_hidden(d_nll, weight, plan, d_hidden, partial, shape.d_hidden, units, depth, common)
+        _launch_d_hidden(
+            d_nll, weight, plan, d_hidden, partial, shape.d_hidden, units, depth, common
+        )
     scale = None
     if hidden.dtype == torch.float16:  # d_nll of a mean would leave little of its range
         scale = d_nll.abs().amax().clamp(min=torch.finfo(d_nll.dtype).tiny)
@@ -251,7 +306,6 @@ def _launch_d_hidden(
         d_hidden=d_hidden,
         partial=partial,
         D=depth,
-        weight_stride=units.weight_stride,
         **common,
         BLOCK_V=tile.v,
         BLOCK_H=tile.h,
@@ -337,7 +391,6 @@ def _launch_d_light(
         d_bias=d_bias,
         D=depth,
         hidden_stride=units.hidden_stride,
-        weight_stride=units.weight_stride,
         LIGHT=LIGHT,
         **common,
         BLOCK_H=tile.h,
@@ -359,6 +412,10 @@ class _Units(NamedTuple):
         sizes = (hidden.shape[1], hidden.stride(0), weight.stride(0))
         align = math.gcd(*sizes, 16)
         return cls(align, *(size // align for size in sizes))
+
+
+def _like(tensor: Tensor) -> dict[str, Any]:
+    return {"dtype": tensor.dtype, "device": tensor.device}
 
 
 def _batch(visits: Visits) -> dict[str, Tensor]:
@@ -386,11 +443,15 @@ def _arithmetic(hidden: Tensor, units: _Units) -> dict[str, Any]:
 
 
 def _tiles_for(hidden: Tensor) -> Tiles:
-    capability = 90
-    if hidden.is_cuda:
-        major, minor = torch.cuda.get_device_capability(hidden.device)
-        capability = 10 * major + minor
-    return tiles(hidden.dtype, capability)
+    return tiles(hidden.dtype, _capability(hidden))
+
+
+def _capability(hidden: Tensor) -> int:
+    """Compute capability x 10; in the interpreter, that of a H100."""
+    if not hidden.is_cuda:
+        return 90
+    major, minor = torch.cuda.get_device_capability(hidden.device)
+    return 10 * major + minor
 
 
 def _num_processors(hidden: Tensor) -> int:
@@ -400,8 +461,8 @@ def _num_processors(hidden: Tensor) -> int:
 
 
 def _num_splits(num_tiles: int, columns: int, block_c: int, num_processors: int) -> int:
-    """Programs among which each tile's children are shared: enough to fill the device where the tiles
-    are few, each with four blocks of the widest node at least.
+    """Programs among which each tile's children are shared: enough to fill the device where the
+    tiles are few, each with four blocks of the widest node at least.
     """
     wanted = -(-num_processors // max(num_tiles, 1))
     return max(1, min(wanted, columns // (4 * block_c), _MOST_SPLITS))

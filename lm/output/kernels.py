@@ -190,7 +190,8 @@ def _forward_node(
         total = total * tl.exp(m - m_new) + tl.sum(k, axis=1) * tl.exp(m_block - m_new)
         m = m_new
         block += 1
-    tl.store(part + (split * D + d) * P + v, m + tl.log(total), mask=visits)
+    own_lse = m + tl.log(tl.maximum(total, 1.0))  # below 1 only where m is -inf: no children here
+    tl.store(part + (split * D + d) * P + v, own_lse, mask=visits)
     tl.store(picked + d * P + v, z_y, mask=visits & (y >= c_begin) & (y < c_end))
 
 
@@ -299,7 +300,7 @@ def _d_weight(
     node_of_row, visited,
     kept, block_max, lse, picked,
     d_weight, d_bias,
-    P, R, num_heavy, num_blocks, h_units, hidden_stride,
+    P, R, num_heavy, num_blocks, h_units, hidden_stride, weight_stride,
     ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, SEARCH: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -314,8 +315,10 @@ def _d_weight(
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         k = 0
         for bit in tl.static_range(SEARCH):
-            step: tl.constexpr = 1 << (SEARCH - 1 - bit)
-            probe = tl.load(tile_stop + k + step - 1, mask=k + step <= num_heavy, other=num_tiles + 1)
+            step = 1 << (SEARCH - 1 - bit)
+            probe = tl.load(
+                tile_stop + k + step - 1, mask=k + step <= num_heavy, other=num_tiles + 1
+            )
             k += tl.where(probe <= tile, step, 0)
         local = tile - tl.load(tile_stop + k - 1, mask=k > 0, other=0).to(tl.int32)
         flat = tl.load(heavy_first + k)
@@ -327,7 +330,8 @@ def _d_weight(
         block = _first_block(column, n, d, BLOCK_C) + c0 // BLOCK_C
         _write_rows(
             d_nll, scale, hidden, position, child, kept, block_max, lse, picked, d_weight, d_bias,
-            s, s_stop, d, block, c0, width, first, h0, P, H, num_blocks, hidden_stride * ALIGN,
+            s, s_stop, d, block, c0, width, first, h0, P, H, num_blocks,
+            hidden_stride * ALIGN, weight_stride * ALIGN,
             ACC, PRECISION, BLOCK_V, BLOCK_C, BLOCK_H,
         )  # fmt: skip
     for r0 in range(tl.program_id(0), tl.cdiv(R, BLOCK_R), tl.num_programs(0)):
@@ -335,13 +339,15 @@ def _d_weight(
         owner = tl.load(node_of_row + r, mask=r < R, other=0)
         empty = (r < R) & (tl.load(visited + owner, mask=r < R, other=1) == 0)
         if tl.sum(empty.to(tl.int32), axis=0) > 0:
-            _write_zeros(d_weight, d_bias, r, empty, H, BLOCK_R, BLOCK_H)
+            _write_zeros(
+                d_weight, d_bias, r, empty, H, weight_stride * ALIGN, BLOCK_R, BLOCK_H
+            )  # fmt: skip
 
 
 @triton.jit
 def _write_rows(
     d_nll, scale, hidden, position, child, kept, block_max, lse, picked, d_weight, d_bias,
-    s, s_stop, d, block, c0, width, first, h0, P, H, num_blocks, hidden_stride,
+    s, s_stop, d, block, c0, width, first, h0, P, H, num_blocks, hidden_stride, weight_stride,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -365,17 +371,17 @@ def _write_rows(
         )
         bias_total += tl.sum(error, axis=0)
     _store_rows(
-        d_weight, d_bias, scale, total, bias_total, first, c, width, h0, h, H
+        d_weight, d_bias, scale, total, bias_total, first, c, width, h0, h, H, weight_stride
     )
 
 
 @triton.jit
-def _store_rows(d_weight, d_bias, scale, total, bias_total, first, c, width, h0, h, H):
+def _store_rows(d_weight, d_bias, scale, total, bias_total, first, c, width, h0, h, H, stride):
     """One block of rows' gradients, and those of their biases once among the columns of H."""
     if scale is not None:
         factor = tl.load(scale)
         total, bias_total = total * factor, bias_total * factor
-    place = (first + c).to(tl.int64)[:, None] * H + h[None, :]
+    place = (first + c).to(tl.int64)[:, None] * stride + h[None, :]
     inside = (c < width)[:, None] & (h < H)[None, :]
     if d_weight is not None:
         tl.store(d_weight + place, total.to(d_weight.dtype.element_ty), mask=inside)
@@ -385,13 +391,15 @@ def _store_rows(d_weight, d_bias, scale, total, bias_total, first, c, width, h0,
 
 
 @triton.jit
-def _write_zeros(d_weight, d_bias, r, empty, H, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+def _write_zeros(
+    d_weight, d_bias, r, empty, H, weight_stride, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr
+):  # fmt: skip
     if d_weight is not None:
         for h0 in range(0, H, BLOCK_H):
             h = h0 + tl.arange(0, BLOCK_H)
             zeros = tl.zeros([BLOCK_R, BLOCK_H], d_weight.dtype.element_ty)
             inside = empty[:, None] & (h < H)[None, :]
-            tl.store(d_weight + r[:, None] * H + h[None, :], zeros, mask=inside)
+            tl.store(d_weight + r[:, None] * weight_stride + h[None, :], zeros, mask=inside)
     if d_bias is not None:
         tl.store(d_bias + r, tl.zeros([BLOCK_R], d_bias.dtype.element_ty), mask=empty)
 
@@ -450,12 +458,14 @@ def _d_light(
                         )  # fmt: skip
                         _store_rows(
                             d_weight, d_bias, scale, rows, tl.sum(error, axis=0),
-                            first, c, width, h0, h, H,
+                            first, c, width, h0, h, H, weight_stride * ALIGN,
                         )  # fmt: skip
                 s = _next(active, v, s_stop, end)
         if d_hidden is not None:
             inside = in_tile[:, None] & (h < H)[None, :]
-            heavy = tl.load(partial + v.to(tl.int64)[:, None] * H + h[None, :], mask=inside, other=0.0)
+            heavy = tl.load(
+                partial + v.to(tl.int64)[:, None] * H + h[None, :], mask=inside, other=0.0
+            )
             if scale is not None:
                 own_d_nll *= tl.load(scale)
             out = (total * own_d_nll[:, None] + heavy).to(d_hidden.dtype.element_ty)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lm.output.tree import TreeArrays
 
-
 LIGHT = 16
 """Most visits of a node that one program of the fused kernels takes whole: the least rows of a
 matrix unit.
@@ -96,8 +95,8 @@ class Schedule(NamedTuple):
 
 
 def schedule_sizes(num_positions: int, num_nodes: int, depth: int) -> tuple[int, int]:
-    """G and K, a matter of shapes alone: no more groups than nodes or positions, no more heavy nodes
-    than have room for their visits.
+    """G and K, a matter of shapes alone: no more groups than nodes or positions, no more heavy
+    nodes than have room for their visits.
     """
     heavy = depth * (num_positions // (LIGHT + 1))
     return min(num_positions, num_nodes), min(heavy, num_nodes)
@@ -126,7 +125,7 @@ def schedule(visits: Visits, tree: TreeArrays) -> Schedule:
 
 
 def _narrowed(rank: Tensor, largest: int) -> Tensor:
-    """The same numbers in the smallest dtype that holds `largest`: a radix sort passes over bytes."""
+    """The same numbers in the least dtype that holds `largest`: a radix sort passes over bytes."""
     for dtype in (torch.int16, torch.int32):
         if largest <= torch.iinfo(dtype).max:
             return rank.to(dtype)
