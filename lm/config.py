@@ -81,7 +81,7 @@ class OutputConfig:
     arity: Annotated[int, Field(ge=2)] = 2
     """huffman: children of a node."""
     bias: bool = True
-    backend: Literal["auto", "reference"] = "auto"
+    backend: Literal["auto", "reference", "triton"] = "auto"
     """Which implementation of the layer runs; `auto` chooses by device."""
 
 

@@ -1,22 +1,19 @@
 """The peers that `bench_output_layer` compares with ours, each with the memory that it will need.
 
-Decides what a method is and how every peer is written; times nothing. A peer is written as its
-users write it, but spared what would be unfair to it: where autograd would fill a full gradient
-with zeros for every slice of a parameter, the slices are parameters of their own. All have biases
-but `adaptive`, which has none by default.
+A peer is written as its users write it, but spared what would be unfair to it: where autograd would
+fill a full gradient with zeros for every slice of a parameter, the slices are parameters of their
+own. All have biases but `adaptive`, which has none by default. Times nothing.
 """
 
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
 import torch
+from bench_method import Loss, Method, Problem, parameter
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from lm.output import ClassTree
 
 LOOP_POSITIONS = 256
 """As many are timed of the loop over positions, whose time grows with their number alone."""
@@ -25,139 +22,17 @@ GROUPS = 1023
 CHUNK_BYTES = 1 << 30
 """Logits that `chunked` forms at once where it would choose fewer than `CHUNK_POSITIONS` itself."""
 CHUNK_POSITIONS = 16
+CUTOFFS = {
+    10_000: [2_000],
+    33_278: [2_800, 10_000],
+    267_735: [20_000, 40_000, 200_000],
+    800_000: [60_000, 100_000, 640_000],
+    10_000_000: [60_000, 600_000, 3_000_000],
+}
+"""Of `adaptive`: published ones (WikiText-103, One Billion Word) and their like for other sizes."""
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""From hidden [P, H] and target [P] to their mean loss."""
 CrossEntropy = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """From hidden [P, H], weight [N, H], bias [N] and target [P] to the mean loss."""
-
-
-@dataclass(kw_only=True)
-class Problem:
-    """What all methods are given.
-
-    Attributes:
-        hidden: [P, H].
-        target: [P] int64.
-        trees: by name; `random` and `tree_full` are always there.
-        weight: [≥ R, H] for the largest of the trees; a method takes as many rows as it has.
-        bias: [≥ R].
-        cutoffs: of the adaptive softmax.
-    """
-
-    hidden: Tensor
-    target: Tensor
-    trees: dict[str, ClassTree]
-    weight: Tensor
-    bias: Tensor
-    cutoffs: list[int]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.trees["tree_full"].vocab_size
-
-    @property
-    def num_positions(self) -> int:
-        return self.hidden.shape[0]
-
-    @property
-    def hidden_size(self) -> int:
-        return self.hidden.shape[1]
-
-    @property
-    def element_bytes(self) -> int:
-        return self.hidden.element_size()
-
-    def parameters(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Rows and biases first … stop - 1 as parameters; no copy."""
-        return parameter(self.weight[first:stop]), parameter(self.bias[first:stop])
-
-    def gradient_bytes(self, num_rows: int) -> int:
-        """Of `num_rows` rows with biases, and of the hidden vectors."""
-        elements = num_rows * (self.hidden_size + 1) + self.hidden.numel()
-        return elements * self.element_bytes
-
-
-@dataclass(kw_only=True, eq=False)
-class Method:
-    """One way to compute the loss.
-
-    Attributes:
-        name: as `--methods` knows it.
-        problem: what it computes the loss of.
-        build: makes the loss and its parameters.
-        needed_bytes: estimate of what it holds beside the problem: gradients, temporaries, weights
-            of its own.
-        tree: whose probabilities it computes, so that all methods of a tree have the same loss;
-            None if its own.
-        backend: of ours; "torch" of peers.
-        exact: whether its loss must be that of the other methods of its tree; if not, it rounds
-            sums to half precision.
-        slow: timed in every third round only.
-        num_positions: how many of the problem's positions it is timed on; 0: all.
-        refused: why there is no figure, or None.
-        value: loss of the last step.
-        timings: seconds of each step, to be asked for at the end.
-        peak_bytes: most that one step held beyond what was held before it.
-    """
-
-    name: str
-    problem: Problem
-    build: Callable[[], tuple[Loss, list[Tensor]]]
-    needed_bytes: int
-    tree: ClassTree | None = None
-    backend: str = "torch"
-    exact: bool = True
-    slow: bool = False
-    num_positions: int = 0
-    refused: str | None = None
-    value: Tensor | None = None
-    timings: list[Callable[[], float]] = field(default_factory=list)
-    peak_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        self.num_positions = self.num_positions or self.problem.num_positions
-        self.hidden = parameter(self.problem.hidden[: self.num_positions])
-        self.target = self.problem.target[: self.num_positions]
-        self.loss: Loss | None = None
-        self.parameters: list[Tensor] = []
-
-    @property
-    def label(self) -> str:
-        """Name, and backend of ours."""
-        return self.name if self.backend == "torch" else f"{self.name}/{self.backend}"
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Size of the gradients of the parameters, hidden vectors included."""
-        return sum(p.numel() * p.element_size() for p in [self.hidden, *self.parameters])
-
-    def prepare(self) -> None:
-        """Make the parameters."""
-        self.loss, self.parameters = self.build()
-
-    def step(self) -> None:
-        """Forward and backward."""
-        loss = self.loss(self.hidden, self.target)
-        torch.autograd.backward(loss)
-        self.value = loss.detach()
-
-    def free(self) -> None:
-        """Let go of the gradients."""
-        for tensor in [self.hidden, *self.parameters]:
-            tensor.grad = None
-
-    def refuse(self, reason: str) -> None:
-        """Give up, and let go of all memory."""
-        self.free()
-        self.refused, self.loss, self.parameters, self.timings = reason, None, [], []
-        if self.hidden.is_cuda:
-            torch.cuda.empty_cache()
-
-
-def parameter(tensor: Tensor) -> Tensor:
-    """The same memory as a leaf that wants a gradient."""
-    return tensor.detach().requires_grad_()
 
 
 def full_softmax(
@@ -254,6 +129,11 @@ def _missing(problem: Problem, package: str) -> str | None:
     if not problem.hidden.is_cuda:
         return "CUDA only"
     return None if importlib.util.find_spec(package) else "not installed"
+
+
+def usual_cutoffs(vocab_size: int) -> list[int]:
+    """Of `adaptive` for a vocabulary, unless others are asked for."""
+    return CUTOFFS.get(vocab_size) or [max(1, vocab_size // 10), vocab_size // 3]
 
 
 def adaptive(problem: Problem) -> Method:

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.cli import main
-
 TINY = """\
 name: tiny
 data: {{dir: {corpus}, files: {{train: train.txt, valid: valid.txt, test: test.txt}}}}
@@ -26,11 +24,20 @@ NOUNS, VERBS, ADVERBS = (
 )
 
 
-def pytest_configure() -> None:
-    """Keep libraries from the network, and their talk from the output; kernels are interpreted
-    where there is no GPU.
+def main(arguments: list[str]) -> int:
+    """The command `lm`, imported when used: the kernels are tested on machines without its
+    libraries.
     """
-    if not torch.cuda.is_available():
+    from lm.cli import main as command
+
+    return command(arguments)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep libraries from the network, and their talk from the output; kernels are interpreted
+    unless only the tests for a GPU run.
+    """
+    if config.getoption("markexpr") != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when lm.output.kernels is imported
     os.environ |= {
         "HF_HUB_OFFLINE": "1",

@@ -44,13 +44,13 @@ def bench() -> Iterator[Any]:
 def parse(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
     """`parse(*arguments)`: the options of a tiny problem on the CPU."""
 
-    def run(*arguments: str) -> argparse.Namespace:
+    def options_of(*arguments: str) -> argparse.Namespace:
         tiny = ["--positions", "32", "--rounds", "1", "--backends", "reference"]
         monkeypatch.setattr(sys, "argv", ["bench_output_layer", *tiny, *arguments])
         options: argparse.Namespace = bench.parse_options()
         return options
 
-    return run
+    return options_of
 
 
 @pytest.fixture
@@ -65,6 +65,18 @@ def stepped(bench: Any, parse: Callable[..., argparse.Namespace]) -> list[Any]:
     return methods
 
 
+def run(*arguments: str) -> str:
+    """What the script prints, in a process of its own."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 def by_name(methods: list[Any]) -> dict[str, Any]:
     return {method.name: method for method in methods}
 
@@ -72,21 +84,15 @@ def by_name(methods: list[Any]) -> dict[str, Any]:
 def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(tmp_path: Path) -> None:
     problems = ["--rows", "97:8", "131:7", "--positions", "32", "--rounds", "4"]
     files = ["--json", str(tmp_path / "rows"), "--plot", str(tmp_path / "plot.png")]
-    result = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), *problems, *files],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
+    table = run(*problems, *files)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert result.stdout.count("losses agree: random/reference = gather = grouped = loop") == 2
-    assert result.stdout.count("losses agree: tree_full/reference = full = chunked") == 2
+    assert table.count("losses agree: random/reference = gather = grouped = loop") == 2
+    assert table.count("losses agree: tree_full/reference = full = chunked") == 2
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row["method"] for row in rows] == [*OURS, *PEERS] * 2
     assert [row["vocab_size"] for row in rows] == [97] * 14 + [131] * 14
     for row in rows:
-        assert f"\n{row['label']} " in result.stdout
+        assert f"\n{row['label']} " in table
         if row["method"] in GPU_ONLY:
             assert (row["refused"], row["seconds_median"]) == ("CUDA only", None)
             continue
@@ -157,7 +163,7 @@ def test_the_loop_is_compared_on_the_positions_it_runs_and_scaled_to_all(
     assert line.startswith("losses agree: random/reference = loop")
     assert float(methods[0].value) != pytest.approx(float(methods[1].value), rel=1e-3)
     methods[1].timings.append(lambda: 0.5)
-    assert bench.timed(methods[1]) == [2.0]
+    assert methods[1].seconds() == [2.0]
 
 
 def test_the_floor_of_a_tiny_problem_is_the_count_by_hand(bench: Any) -> None:
@@ -170,10 +176,11 @@ def test_the_floor_of_a_tiny_problem_is_the_count_by_hand(bench: Any) -> None:
         bias=torch.zeros(9),
         cutoffs=[2],
     )
+    least_work = sys.modules["bench_measure"].least_work
     # rows: 3 classes and the 3 words of class 0, while class 2, a single word, is not visited;
     # columns: the 3 classes for 4 positions, the 3 words for 2
-    assert bench.least_work(problem, tree) == (3 * (6 + 4) * 5 * 2, 6 * (4 * 3 + 2 * 3) * 5)
-    full = bench.least_work(problem, problem.trees["tree_full"])
+    assert least_work(problem, tree) == (3 * (6 + 4) * 5 * 2, 6 * (4 * 3 + 2 * 3) * 5)
+    full = least_work(problem, problem.trees["tree_full"])
     assert full == (3 * (6 + 4) * 5 * 2, 6 * 4 * 6 * 5)
 
 
@@ -197,10 +204,10 @@ def test_running_out_of_memory_and_a_peer_that_fails_are_reported(
 ) -> None:
     methods = by_name(stepped)
 
-    def out_of_memory() -> None:
+    def out_of_memory(method: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def fail() -> None:
+    def fail(method: Any) -> None:
         raise RuntimeError("cannot\nat all")
 
     bench.attempt(methods["random"], out_of_memory, 2e9)
@@ -241,7 +248,7 @@ def test_launches_are_told_apart_by_name(bench: Any) -> None:
         "forward": ["void at::native::sort", "_forward", "Memset (Device)", "void cub::scan"],
         "backward": ["_d_hidden", "_d_weight", "_d_light", "void at::native::copy"],
     }
-    assert bench.describe_launches(found) == (
+    assert bench.describe_launches(found, on_gpu=True) == (
         "forward: 1 hierarchical kernel (_forward) + 2 routing kernels + 1 copies and fills; "
         "backward: 3 hierarchical kernels (_d_hidden, _d_weight, _d_light) + 1 other kernels"
         " + 0 copies and fills"
@@ -272,13 +279,13 @@ def test_losses_summed_in_half_precision_are_reported_not_refused(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_graph_repeats_the_step_and_the_forward_is_one_launch(
-    bench: Any, parse: Callable[..., argparse.Namespace]
-) -> None:
-    names = ["random", "graph", "gather", "grouped", "loop"]
-    options = parse("--device", "cuda", "--backends", "triton", "--methods", *names)
-    peak, clock = bench.Ceilings(*PEAK), bench.CudaClock()
-    ours, graph, *_ = rows = bench.measure((1000, 64), peak, clock, options)
-    assert [row["refused"] for row in rows] == [None] * 5
+def test_a_graph_repeats_the_step_and_the_forward_is_one_launch(tmp_path: Path) -> None:
+    problem = ["--device", "cuda", "--rows", "1000:64", "--positions", "64", "--rounds", "2"]
+    problem += ["--backends", "triton", "--methods", "random", "graph"]
+    table = run(*problem, "--json", str(tmp_path / "rows"))
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    ours, graph = rows
+    assert (ours["refused"], graph["refused"]) == (None, None)
     assert graph["loss"] == ours["loss"]
     assert sum(name.startswith("_forward") for name in ours["launches"]["forward"]) == 1
+    assert "launches of random/triton: forward: 1 hierarchical kernel" in table

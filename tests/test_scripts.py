@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from data_prep.artifacts import open_prepared
 
@@ -23,29 +24,6 @@ def run(script: str, *arguments: str) -> str:
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
-
-
-def test_the_output_layer_benchmark_compares_every_method_and_counts_its_floor(
-    tmp_path: Path,
-) -> None:
-    sizes = ["--vocab-sizes", "60", "--positions", "8", "--hidden", "4", "--cutoffs", "10", "30"]
-    run("bench_output_layer", *sizes, "--rounds", "2", "--json", str(tmp_path / "rows"))
-    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    by_method = {row["method"]: row for row in rows}
-    assert list(by_method) == [
-        "rank blocks",
-        "random classes",
-        "balanced N^1/3",
-        "adaptive",
-        "full",
-        "chunked full",
-    ]
-    assert by_method["rank blocks"]["ratio_to_rank_blocks"] == 1
-    assert by_method["full"]["gradient_bytes"] == 4 * (8 * 4 + 60 * 4 + 60)
-    ours = by_method["random classes"]
-    # 8 classes of 7 or 8 words: a position has 8 + 7 or 8 + 8 columns
-    assert 8 * 15 * 6 * 4 <= ours["floor_flops"] <= 8 * 16 * 6 * 4
-    assert ours["floor_bytes"] <= 3 * 68 * 4 * 4
 
 
 def test_the_bigram_baseline_is_the_interpolated_model_by_hand(prepared_dir: Path) -> None:
@@ -93,3 +71,27 @@ def test_the_demonstration_splits_speeches_by_the_rule_it_states(
     assert texts["test"] == ["speech of 1799", "speech of 1809"]
     assert len(texts["train"]) == 17
     assert "valid: 2 speeches, 1794-Someone-1 … 1804-Someone-1, 6 words" in result.stdout
+
+
+def test_the_check_for_a_gpu_goes_its_way_without_one(tmp_path: Path) -> None:
+    out = run("gpu_check", "--dry-run", "--out", str(tmp_path))
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert [step["step"] for step in report["steps"]] == ["tests", "benchmark"]
+    assert all(step["exit_code"] == 0 for step in report["steps"])
+    assert "4 passed" in report["steps"][0]["last_line"]
+    lines = (tmp_path / "bench_output_layer.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    kernels = {row["method"]: row["launches"] for row in rows if row["backend"] == "triton"}
+    assert kernels["random"]["forward"] == ["_forward"]
+    assert kernels["random"]["backward"] == ["_d_hidden", "_d_weight", "_d_light"]
+    assert "forward: 1 hierarchical kernel (_forward)" in out
+
+
+def test_the_check_for_a_gpu_fails_without_one() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    result = subprocess.run(
+        [sys.executable, str(TOP / "scripts/gpu_check")], capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert result.stderr == "gpu_check: no CUDA device; --dry-run goes without\n"

@@ -236,7 +236,7 @@ def _(
     keep: bool,
 ) -> tuple[Tensor, ...]:
     num_positions = hidden.shape[0]
-    state = fused.new_state(hidden, depth, max_path_columns, keep)
+    state = fused.new_state(hidden, weight, depth, max_path_columns, keep)
     flat, table = (num_positions,), (depth, num_positions)
     groups, heavy = schedule_sizes(num_positions, tree[0].shape[0], depth)
     shapes = (flat, flat, table, table, table, flat, (groups,), (heavy,))

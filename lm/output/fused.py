@@ -6,6 +6,7 @@ imported when the backend is first used, so that a machine without it has the ot
 
 import math
 import os
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,10 @@ from lm.output.tree import TreeArrays
 KEPT_BYTES = 1 << 31
 """Most memory for what the forward keeps for the backward, positions × columns on a path. Trees
 with wider paths, such as the full softmax of a large vocabulary, are for the reference backend.
+"""
+MAX_REGISTERS = 255
+"""Of a thread. Said aloud, because the assembler otherwise spills to fit more programs on a
+processor.
 """
 _ROWS_PER_ZEROING = 64
 """Rows looked at in turn by the program that writes zeros for nodes without visits."""
@@ -55,43 +60,47 @@ class Tiles(NamedTuple):
 
 
 _TILES = {
-    # 64 x 64 positions and children fill a warp group's wgmma; d_hidden takes 128 columns, so that
-    # what was kept is read half as often, and then needs eight warps for its registers; d_light
-    # holds a block of W, of h and of d_weight at a time: a third stage spills.
-    ("half", 90): Tiles(
-        64, Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 2)
-    ),
-    # The same; accumulators live in tensor memory, registers are no concern.
-    ("half", 100): Tiles(
-        64, Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 2)
-    ),
     # Without wgmma all operands pass through registers: 32 columns, or the kernels spill.
     ("half", 80): Tiles(
         64, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2), Tile(16, 32, 4, 3)
     ),
-    # Twice the bytes: half the columns.
-    ("single", 90): Tiles(
-        32, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(32, 32, 4, 3), Tile(16, 32, 4, 3)
+    # 64 positions and 64 children fill a warp group's wgmma. d_hidden turns what was kept into
+    # errors beside its product and needs eight warps for the registers; d_light holds a block of
+    # W, of h and of d_weight at a time: a third stage spills.
+    ("half", 90): Tiles(
+        64, Tile(64, 64, 4, 3), Tile(64, 64, 8, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 2)
     ),
-    ("single", 100): Tiles(
-        32, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(32, 32, 4, 3), Tile(16, 32, 4, 3)
+    # The same, but accumulators live in tensor memory: four warps have registers enough.
+    ("half", 100): Tiles(
+        64, Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(16, 64, 4, 2)
     ),
+    # Twice the bytes, and without tf32 no tensor cores: products by threads, whose operands take
+    # all registers of eight warps at 32 x 32.
     ("single", 80): Tiles(
-        32, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(32, 32, 4, 3), Tile(16, 32, 4, 3)
+        32, Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 4, 3)
     ),
 }
-"""By size of a number and architecture; each the largest tried that spills no register."""
+"""By size of a number and least architecture; the largest tried that spill no register."""
+_WIDE_D_HIDDEN = Tile(64, 128, 8, 3)
+"""For half precision from sm_90 on, where 4 divides H: what was kept is read half as often. Columns
+that are loaded one by one or in pairs take the registers that this needs.
+"""
 
 
-def tiles(dtype: torch.dtype, capability: int) -> Tiles:
-    """The tile shapes for hidden vectors of a dtype on an architecture.
+def tiles(dtype: torch.dtype, capability: int, align: int) -> Tiles:
+    """The tile shapes for hidden vectors of a dtype and size on an architecture.
 
     Args:
         dtype: of hidden.
         capability: compute capability x 10: 80, 90, 100.
+        align: a power of two that divides H and the strides.
     """
     size = "half" if dtype.itemsize == 2 else "single"
-    return _TILES[size, max(known for _, known in _TILES if known <= max(capability, 80))]
+    fitting = [known for own, known in _TILES if own == size and known <= max(capability, 80)]
+    found = _TILES[size, max(fitting)]
+    if size == "half" and capability >= 90 and align >= 4:
+        found = found._replace(d_hidden=_WIDE_D_HIDDEN)
+    return found
 
 
 def kept_blocks(max_path_columns: int, depth: int, block_c: int) -> int:
@@ -130,7 +139,7 @@ def obstacle(hidden: Tensor, weight: Tensor, max_path_columns: int, depth: int) 
         return "does not take fp64"
     if weight.stride(1) != 1 and weight.shape[1] > 1:
         return f"needs weight rows that are contiguous, got strides {tuple(weight.stride())}"
-    block_c = _tiles_for(hidden).block_c
+    block_c = _tiles_for(hidden, weight).block_c
     blocks = kept_blocks(max_path_columns, depth, block_c)
     num_bytes = hidden.shape[0] * blocks * block_c * hidden.element_size()
     if num_bytes > KEPT_BYTES:
@@ -141,10 +150,12 @@ def obstacle(hidden: Tensor, weight: Tensor, max_path_columns: int, depth: int) 
     return None
 
 
-def new_state(hidden: Tensor, depth: int, max_path_columns: int, keep: bool) -> State:
+def new_state(
+    hidden: Tensor, weight: Tensor, depth: int, max_path_columns: int, keep: bool
+) -> State:
     """Memory for the state, not filled in."""
     num_positions, dtype = hidden.shape[0], compute_dtype(hidden.dtype)
-    block_c = _tiles_for(hidden).block_c
+    block_c = _tiles_for(hidden, weight).block_c
     num_blocks = kept_blocks(max_path_columns, depth, block_c) if keep else 0
     return State(
         hidden.new_empty(num_positions, num_blocks, block_c),
@@ -178,9 +189,9 @@ def forward(
     from lm.output import kernels
 
     depth, num_positions = visits.node.shape
-    shape = _tiles_for(hidden)
+    shape = _tiles_for(hidden, weight)
     tile, block_c = shape.forward, shape.block_c
-    state = new_state(hidden, depth, max_path_columns, keep)
+    state = new_state(hidden, weight, depth, max_path_columns, keep)
     accumulated = state.lse.dtype
     nll = hidden.new_empty(num_positions, dtype=accumulated)
     num_tiles, num_groups = -(-num_positions // tile.v), plan.light_first.numel()
@@ -248,7 +259,7 @@ def backward(
     d_bias = torch.empty_like(bias) if bias is not None and needs[2] else None
     d_nll = d_nll.to(state.lse.dtype).contiguous()
     partial = None
-    shape, units = _tiles_for(hidden), _Units.of(hidden, weight)
+    shape, units = _tiles_for(hidden, weight), _Units.of(hidden, weight)
     depth, num_positions = visits.node.shape
     common = {
         **_batch(visits),
@@ -442,8 +453,8 @@ def _arithmetic(hidden: Tensor, units: _Units) -> dict[str, Any]:
     }
 
 
-def _tiles_for(hidden: Tensor) -> Tiles:
-    return tiles(hidden.dtype, _capability(hidden))
+def _tiles_for(hidden: Tensor, weight: Tensor) -> Tiles:
+    return tiles(hidden.dtype, _capability(hidden), _Units.of(hidden, weight).align)
 
 
 def _capability(hidden: Tensor) -> int:
@@ -469,5 +480,12 @@ def _num_splits(num_tiles: int, columns: int, block_c: int, num_processors: int)
 
 
 def _launch(kernel: Any, num_programs: int, tile: Tile, **arguments: Any) -> None:
+    device = arguments["position"].device
     if num_programs:
-        kernel[(num_programs,)](**arguments, num_warps=tile.warps, num_stages=tile.stages)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            kernel[(num_programs,)](**arguments, **options(tile))
+
+
+def options(tile: Tile) -> dict[str, int]:
+    """How the compiler is to make the kernel of a tile."""
+    return {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": MAX_REGISTERS}

@@ -41,6 +41,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(reference, "_KEPT_ELEMENTS", 0)
         monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 37)
     if kind == "fused":
+        pytest.importorskip("triton")
         monkeypatch.setattr(functional, "_choose", lambda *_: "triton")
         monkeypatch.setattr(fused, "tiles", lambda *_: fused.Tiles(16, *[SMALL] * 4))
     return kind

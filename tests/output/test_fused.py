@@ -14,6 +14,8 @@ from lm.output import ClassTree, fused, hierarchical_cross_entropy, reference
 from lm.output.routing import LIGHT, Visits, route, schedule
 from lm.output.tree import TreeArrays
 
+pytest.importorskip("triton")
+
 SMALL = fused.Tiles(16, *[fused.Tile(v=16, h=16, warps=4, stages=1)] * 4)
 MIXED = fused.Tiles(
     16, *(fused.Tile(v, h, 4, 1) for v, h in [(32, 32), (16, 64), (32, 16), (16, 32)])
