@@ -17,6 +17,7 @@ import torch
 
 from lm.output import ClassTree, fused
 from lm.output.routing import route, schedule
+from lm.output.tiles import Tile, Tiles
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -103,9 +104,8 @@ def test_the_formula_counts_what_the_interpreter_loads_and_stores(
     tree: ClassTree, positions: int, size: int, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = script("kernel_bytes")
-    tile = fused.Tile
-    shape = fused.Tiles(
-        16, tile(32, 16, 4, 1), tile(16, 32, 4, 1), tile(32, 16, 4, 1), tile(16, 16, 4, 1)
+    shape = Tiles(
+        16, Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)
     )
     monkeypatch.setattr(fused, "tiles", lambda *_: shape)
     hidden, weight = torch.randn(positions, size), torch.randn(tree.num_rows, size)
@@ -143,9 +143,9 @@ def test_every_kernel_compiles_without_spills_and_with_tensor_cores(
     """In a process of its own, where kernels are compiled instead of interpreted."""
     pytest.importorskip("triton.backends.nvidia")
     out = tmp_path / "report.jsonl"
-    command = [sys.executable, ROOT / "scripts/kernel_report", "--json", out]
+    command = [sys.executable, "-W", "error", ROOT / "scripts/kernel_report", "--json", out]
     command += ["--sm", str(capability), "--sizes", "300", "650", "--dtypes", "bf16", "tf32"]
-    cache = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_DEFAULT_FP_FUSION": "1"}
+    cache = {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | cache
     done = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, env=environment
@@ -168,8 +168,9 @@ def test_a_kernel_that_spills_is_reported() -> None:
         "from importlib.machinery import SourceFileLoader\n"
         f"module = SourceFileLoader('r', {str(ROOT / 'scripts/kernel_report')!r}).load_module()\n"
         "from lm.output import fused\n"
-        "good, huge = fused.Tile(64, 32, 4, 3), fused.Tile(128, 128, 4, 3)\n"
-        "fused.tiles = lambda *_: fused.Tiles(64, good, huge, good, fused.Tile(16, 32, 4, 3))\n"
+        "from lm.output.tiles import Tile, Tiles\n"
+        "good, huge = Tile(64, 32, 4, 3), Tile(128, 128, 4, 3)\n"
+        "fused.tiles = lambda *_: Tiles(64, good, huge, good, Tile(16, 32, 4, 3))\n"
         "module.main()\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -1,4 +1,4 @@
-"""The Triton backend: memory, tile shapes and launches of the fused kernels.
+"""The Triton backend: memory and launches of the fused kernels.
 
 What the kernels compute stands in `kernels`; the batch comes sorted from `routing`. Triton is
 imported when the backend is first used, so that a machine without it has the other backend.
@@ -13,94 +13,16 @@ import torch
 from torch import Tensor
 
 from lm.output.routing import LIGHT, Schedule, Visits
+from lm.output.tiles import Tile, Tiles, compiler_options, tiles
 from lm.output.tree import TreeArrays
 
 KEPT_BYTES = 1 << 31
 """Most memory for what the forward keeps for the backward, positions × columns on a path. Trees
 with wider paths, such as the full softmax of a large vocabulary, are for the reference backend.
 """
-MAX_REGISTERS = 255
-"""Of a thread. Said aloud, because the assembler otherwise spills to fit more programs on a
-processor.
-"""
 _ROWS_PER_ZEROING = 64
 """Rows looked at in turn by the program that writes zeros for nodes without visits."""
 _MOST_SPLITS = 16
-
-
-class Tile(NamedTuple):
-    """What a program of one kernel works on at a time.
-
-    Attributes:
-        v: positions.
-        h: columns of H.
-        warps: of a program.
-        stages: loads in flight ahead of the product.
-    """
-
-    v: int
-    h: int
-    warps: int
-    stages: int
-
-
-class Tiles(NamedTuple):
-    """Tile shapes of the kernels.
-
-    Attributes:
-        block_c: children in a block, of all kernels, because what is kept is laid out by it.
-        forward, d_hidden, d_weight, d_light: see `Tile`; `v` of d_light is `routing.LIGHT`.
-    """
-
-    block_c: int
-    forward: Tile
-    d_hidden: Tile
-    d_weight: Tile
-    d_light: Tile
-
-
-_TILES = {
-    # Without wgmma all operands pass through registers: 32 columns, or the kernels spill.
-    ("half", 80): Tiles(
-        64, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2), Tile(16, 32, 4, 3)
-    ),
-    # 64 positions and 64 children fill a warp group's wgmma. d_hidden turns what was kept into
-    # errors beside its product and needs eight warps for the registers; d_light holds a block of
-    # W, of h and of d_weight at a time: a third stage spills.
-    ("half", 90): Tiles(
-        64, Tile(64, 64, 4, 3), Tile(64, 64, 8, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 2)
-    ),
-    # The same, but accumulators live in tensor memory: four warps have registers enough.
-    ("half", 100): Tiles(
-        64, Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(16, 64, 4, 2)
-    ),
-    # Twice the bytes, and without tf32 no tensor cores: products by threads, whose operands take
-    # all registers of eight warps at 32 x 32.
-    ("single", 80): Tiles(
-        32, Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 4, 3)
-    ),
-}
-"""By size of a number and least architecture; the largest tried that spill no register."""
-_WIDE_D_HIDDEN = Tile(64, 128, 8, 3)
-"""For half precision from sm_90 on, where 4 divides H: what was kept is read half as often. Columns
-that are loaded one by one or in pairs take the registers that this needs.
-"""
-
-
-def tiles(dtype: torch.dtype, capability: int, align: int) -> Tiles:
-    """The tile shapes for hidden vectors of a dtype and size on an architecture.
-
-    Args:
-        dtype: of hidden.
-        capability: compute capability x 10: 80, 90, 100.
-        align: a power of two that divides H and the strides.
-    """
-    size = "half" if dtype.itemsize == 2 else "single"
-    fitting = [known for own, known in _TILES if own == size and known <= max(capability, 80)]
-    found = _TILES[size, max(fitting)]
-    if size == "half" and capability >= 90 and align >= 4:
-        found = found._replace(d_hidden=_WIDE_D_HIDDEN)
-    return found
 
 
 def kept_blocks(max_path_columns: int, depth: int, block_c: int) -> int:
@@ -483,9 +405,4 @@ def _launch(kernel: Any, num_programs: int, tile: Tile, **arguments: Any) -> Non
     device = arguments["position"].device
     if num_programs:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            kernel[(num_programs,)](**arguments, **options(tile))
-
-
-def options(tile: Tile) -> dict[str, int]:
-    """How the compiler is to make the kernel of a tile."""
-    return {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": MAX_REGISTERS}
+            kernel[(num_programs,)](**arguments, **compiler_options(tile))

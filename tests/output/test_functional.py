@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from lm.output import ClassTree, functional, fused, hierarchical_cross_entropy, reference
 from lm.output.functional import fused_nll, hierarchical_nll
+from lm.output.tiles import Tile, Tiles
 
 N, H = 23, 6
 TREES = {
@@ -25,7 +26,7 @@ def _seed() -> None:
     torch.manual_seed(7)
 
 
-SMALL = fused.Tile(v=16, h=16, warps=4, stages=1)
+SMALL = Tile(v=16, h=16, warps=4, stages=1)
 BOTH = pytest.mark.parametrize("backend", ["kept", "fused"], indirect=True)
 """Both backends."""
 ALL = pytest.mark.parametrize("backend", ["kept", "formed again", "fused"], indirect=True)
@@ -43,7 +44,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if kind == "fused":
         pytest.importorskip("triton")
         monkeypatch.setattr(functional, "_choose", lambda *_: "triton")
-        monkeypatch.setattr(fused, "tiles", lambda *_: fused.Tiles(16, *[SMALL] * 4))
+        monkeypatch.setattr(fused, "tiles", lambda *_: Tiles(16, *[SMALL] * 4))
     return kind
 
 

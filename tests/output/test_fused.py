@@ -12,21 +12,20 @@ from torch import Tensor
 
 from lm.output import ClassTree, fused, hierarchical_cross_entropy, reference
 from lm.output.routing import LIGHT, Visits, route, schedule
+from lm.output.tiles import Tile, Tiles
 from lm.output.tree import TreeArrays
 
 pytest.importorskip("triton")
 
-SMALL = fused.Tiles(16, *[fused.Tile(v=16, h=16, warps=4, stages=1)] * 4)
-MIXED = fused.Tiles(
-    16, *(fused.Tile(v, h, 4, 1) for v, h in [(32, 32), (16, 64), (32, 16), (16, 32)])
-)
+SMALL = Tiles(16, *[Tile(v=16, h=16, warps=4, stages=1)] * 4)
+MIXED = Tiles(16, *(Tile(v, h, 4, 1) for v, h in [(32, 32), (16, 64), (32, 16), (16, 32)]))
 
 
 def two_level(num_words: int, num_classes: int) -> ClassTree:
     return ClassTree.two_level(torch.arange(num_words) * num_classes // num_words)
 
 
-GRID: dict[str, tuple[ClassTree, int, int, fused.Tiles, int]] = {
+GRID: dict[str, tuple[ClassTree, int, int, Tiles, int]] = {
     # name: tree, positions, H, tiles, splits
     "one position: everything is light": (two_level(50, 7), 1, 20, SMALL, 1),
     "exactly LIGHT positions: the root is light": (two_level(50, 7), LIGHT, 20, SMALL, 1),

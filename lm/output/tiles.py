@@ -1,0 +1,99 @@
+"""Tile shapes of the fused kernels, and how they are compiled.
+
+Chosen by the compiler's word for sm_80, sm_90 and sm_100 (`scripts/kernel_report`), not yet by the
+clock of a GPU.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+MAX_REGISTERS = 255
+"""Of a thread. Said aloud, because the assembler otherwise spills to fit more programs on a
+processor.
+"""
+
+
+class Tile(NamedTuple):
+    """What a program of one kernel works on at a time.
+
+    Attributes:
+        v: positions.
+        h: columns of H.
+        warps: of a program.
+        stages: loads in flight ahead of the product.
+    """
+
+    v: int
+    h: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """Tile shapes of the kernels.
+
+    Attributes:
+        block_c: children in a block, of all kernels, because what is kept is laid out by it.
+        forward, d_hidden, d_weight, d_light: see `Tile`; `v` of d_light is `routing.LIGHT`.
+    """
+
+    block_c: int
+    forward: Tile
+    d_hidden: Tile
+    d_weight: Tile
+    d_light: Tile
+
+
+_TILES = {
+    # Without wgmma all operands pass through registers: 32 columns, or the kernels spill.
+    ("half", 80): Tiles(
+        64, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2), Tile(16, 32, 4, 3)
+    ),
+    # 64 positions and 64 children fill a warp group's wgmma. d_hidden turns what was kept into
+    # errors beside its product and needs eight warps for the registers; d_light holds a block of
+    # W, of h and of d_weight at a time: a third stage spills.
+    ("half", 90): Tiles(
+        64, Tile(64, 64, 4, 3), Tile(64, 64, 8, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 2)
+    ),
+    # The same, but accumulators live in tensor memory: four warps have registers enough.
+    ("half", 100): Tiles(
+        64, Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(16, 64, 4, 2)
+    ),
+    # Twice the bytes, and without tf32 no tensor cores: products by threads, whose operands take
+    # all registers of eight warps at 32 x 32.
+    ("single", 80): Tiles(
+        32, Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 4, 3)
+    ),
+}
+"""By size of a number and least architecture; the largest tried that spill no register."""
+_WIDE_D_HIDDEN = Tile(64, 128, 8, 3)
+"""For half precision from sm_90 on, where 4 divides H: what was kept is read half as often. Columns
+that are loaded one by one or in pairs take the registers that this needs.
+"""
+
+
+def tiles(dtype: torch.dtype, capability: int, align: int) -> Tiles:
+    """The tile shapes for hidden vectors of a dtype and size on an architecture.
+
+    Args:
+        dtype: of hidden.
+        capability: compute capability x 10: 80, 90, 100.
+        align: a power of two that divides H and the strides.
+    """
+    size = "half" if dtype.itemsize == 2 else "single"
+    fitting = [known for own, known in _TILES if own == size and known <= max(capability, 80)]
+    found = _TILES[size, max(fitting)]
+    if size == "half" and capability >= 90 and align >= 4:
+        found = found._replace(d_hidden=_WIDE_D_HIDDEN)
+    return found
+
+
+def compiler_options(tile: Tile) -> dict[str, int | bool]:
+    """How the compiler is to make the kernel of a tile."""
+    return {
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        "maxnreg": MAX_REGISTERS,
+        "enable_fp_fusion": True,
+    }
