@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lm.output.reference import compute_dtype
 from lm.output.routing import LIGHT, Schedule, Visits
 from lm.output.tiles import Tile, Tiles, compiler_options, tiles
 from lm.output.tree import TreeArrays
@@ -47,16 +48,13 @@ class State(NamedTuple):
     picked: Tensor
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are formed in: at least fp32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def obstacle(hidden: Tensor, weight: Tensor, max_path_columns: int, depth: int) -> str | None:
     """Why the kernels cannot take a problem, a sentence without its subject; None if they can."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not hidden.is_cuda and not interpreted:
         return f"needs a CUDA device, got {hidden.device}"
+    if _capability(hidden) < 80:
+        return f"needs compute capability 8.0, got {_capability(hidden) / 10}"
     if hidden.dtype == torch.float64 and not interpreted:
         return "does not take fp64"
     if weight.stride(1) != 1 and weight.shape[1] > 1:

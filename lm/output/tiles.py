@@ -91,9 +91,9 @@ def tiles(dtype: torch.dtype, capability: int, align: int) -> Tiles:
 
 def compiler_options(tile: Tile) -> dict[str, int | bool]:
     """How the compiler is to make the kernel of a tile."""
-    return {
+    options: dict[str, int | bool] = {
         "num_warps": tile.warps,
         "num_stages": tile.stages,
-        "maxnreg": MAX_REGISTERS,
         "enable_fp_fusion": True,
     }
+    return options if torch.version.hip else options | {"maxnreg": MAX_REGISTERS}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.output import ClassTree, fused, hierarchical_cross_entropy, reference
+from lm.output import ClassTree, fused, hierarchical_cross_entropy
 from lm.output.routing import LIGHT, Visits, route, schedule
 from lm.output.tiles import Tile, Tiles
 from lm.output.tree import TreeArrays
@@ -285,6 +285,10 @@ def test_problems_that_the_kernels_cannot_take_are_named(monkeypatch: pytest.Mon
         with pytest.raises(ValueError, match=r"would keep .* for 20 positions with up to 16 col"):
             loss()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "_capability", lambda _: 75)
+        with pytest.raises(ValueError, match=r"needs compute capability 8.0, got 7.5"):
+            loss()
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lm.output.fused.os.environ", {})
         with pytest.raises(ValueError, match="backend triton needs a CUDA device, got cpu"):
             loss()
@@ -333,8 +337,3 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
         [sys.executable, "-c", LAST_ROWS], capture_output=True, text=True, check=False
     )
     assert done.stdout == "last rows: right\n", done.stderr[-2000:]
-
-
-def test_compute_dtypes_agree_between_the_backends() -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        assert fused.compute_dtype(dtype) == reference.compute_dtype(dtype)
