@@ -1,4 +1,4 @@
-"""Word classes for the two-level softmax: which class each word belongs to, by any of five methods.
+"""Word classes for the two-level softmax: which class each word belongs to, by any of six methods.
 
 Decides nothing about how classes become a tree, and writes no file. A word class array is int32 [N]
 with values 0 to C - 1, every class non-empty. Word ids need not be in order of frequency; whatever
@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.clustering import TOKENS_PER_CHUNK, Tokens, embedding_classes
+from data_prep.clustering import TOKENS_PER_CHUNK, Tokens, count_bigrams, embedding_classes
 from data_prep.settings import ClassesConfig, UserError
 
 __all__ = [
@@ -70,6 +70,8 @@ def build_word_classes(
         return uniform_classes(counts, num_word_classes)
     if settings.method == "random":
         return random_classes(vocab_size, num_word_classes, settings.seed)
+    if settings.method == "exchange":
+        return _exchange_classes(counts, tokens, num_word_classes, settings, progress)
     return embedding_classes(
         counts,
         tokens,
@@ -79,6 +81,39 @@ def build_word_classes(
         seed=settings.seed,
         progress=progress,
     )
+
+
+def _exchange_classes(
+    counts: IntArray,
+    tokens: Tokens,
+    num_word_classes: int,
+    settings: ClassesConfig,
+    progress: bool,
+) -> WordClass:
+    """`embedding` classes of equal sizes, then exchange up to `max_words`."""
+    from data_prep.exchange import exchange  # loads a compiler
+
+    equal = -(-len(counts) // num_word_classes)
+    capacity = settings.max_words or 2 * equal
+    start = embedding_classes(
+        counts,
+        tokens,
+        num_word_classes,
+        dimensions=settings.dimensions,
+        max_words=min(equal, capacity),
+        seed=settings.seed,
+        progress=progress,
+    )
+    bigrams = count_bigrams(tokens, len(counts), progress=progress)
+    return exchange(
+        bigrams,
+        counts,
+        start.astype(np.int64),
+        num_word_classes,
+        capacity,
+        column_cost=settings.column_cost,
+        progress=progress,
+    ).astype(np.int32)
 
 
 def _classes_from_file(settings: ClassesConfig, words: Sequence[str], folder: Path) -> WordClass:

@@ -104,19 +104,26 @@ class ClassesConfig:
 
     __pydantic_config__ = STRICT
 
-    method: Literal["embedding", "frequency", "uniform", "random", "file"] = "embedding"
+    method: Literal["embedding", "exchange", "frequency", "uniform", "random", "file"] = "embedding"
     """embedding: balanced k-means on PPMI-SVD vectors, refined by the likelihood of class bigrams;
+    exchange: from there, each word moves to the class that makes the text most likely;
     frequency: equal sums of √count; uniform: equal blocks of frequency ranks; random: equal sizes,
     shuffled; file: a word → class file.
     """
     num_word_classes: Positive | None = None
     """C, number of classes; default √N, rounded."""
     seed: NonNegative = 1
-    """Seed of `random` and `embedding`."""
+    """Seed of `random`, `embedding` and `exchange`."""
     dimensions: Positive = 100
-    """embedding: length of the word vectors."""
+    """embedding, exchange: length of the word vectors."""
     max_words: Positive | None = None
-    """embedding: most words in one class; default ⌈N / C⌉, equal sizes."""
+    """embedding, exchange: most words in one class; default ⌈N / C⌉, equal sizes, and twice that
+    for exchange.
+    """
+    column_cost: Annotated[float, Field(ge=0)] = 0.0
+    """exchange: nats that one logit of one token is worth; above 0, frequent words end in smaller
+    classes.
+    """
     file: str | None = None
     """file: the word → class file; a relative name starts at `data.dir`."""
     file_format: Literal["mkcls", "brown", "srilm"] = "mkcls"

@@ -385,7 +385,7 @@ def test_settings_that_contradict_the_file_are_refused(tmp_path: Path) -> None:
 # Settings
 
 
-@pytest.mark.parametrize("method", ["embedding", "frequency", "uniform", "random"])
+@pytest.mark.parametrize("method", ["embedding", "exchange", "frequency", "uniform", "random"])
 @pytest.mark.parametrize(("asked", "expected"), [(None, 9), (5, 5), (500, 83)])
 def test_the_default_number_of_classes_is_the_root_and_never_exceeds_the_words(
     tmp_path: Path, method: str, asked: int | None, expected: int
