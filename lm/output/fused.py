@@ -224,11 +224,11 @@ def _launch_d_hidden(
     depth: int,
     common: dict[str, Any],
 ) -> None:
-    from lm.output import kernels
+    from lm.output import kernels_backward
 
     num_positions, size = d_hidden.shape
     _launch(
-        kernels._d_hidden,
+        kernels_backward._d_hidden,
         -(-num_positions // tile.v) * -(-size // tile.h),
         tile,
         d_nll=d_nll,
@@ -256,7 +256,7 @@ def _launch_d_weight(
     units: "_Units",
     common: dict[str, Any],
 ) -> None:
-    from lm.output import kernels
+    from lm.output import kernels_backward
 
     tile, num_nodes = shape.d_weight, tree.num_children.numel()
     heavy = plan.heavy_first
@@ -266,7 +266,7 @@ def _launch_d_weight(
     owner = torch.where(visits.node < 0, num_nodes, visits.node).flatten()
     num_programs = 4 * _num_processors(hidden)
     _launch(
-        kernels._d_weight,
+        kernels_backward._d_weight,
         num_programs,
         tile,
         d_nll=d_nll,
@@ -304,10 +304,10 @@ def _launch_d_light(
     depth: int,
     common: dict[str, Any],
 ) -> None:
-    from lm.output import kernels
+    from lm.output import kernels_backward
 
     _launch(
-        kernels._d_light,
+        kernels_backward._d_light,
         plan.light_first.numel() * -(-hidden.shape[1] // tile.h),
         tile,
         d_nll=d_nll,
