@@ -296,6 +296,8 @@ class ClassReport:
     """Words in the smallest class."""
     median_words: float
     max_words: int
+    sizes: tuple[int, ...]
+    """Words in each class."""
     token_mass: tuple[float, ...]
     """Share of the tokens that each class's words make up."""
     columns_per_token: float
@@ -345,6 +347,7 @@ def class_report(
         min_words=int(sizes.min()),
         median_words=float(np.median(sizes)),
         max_words=int(sizes.max()),
+        sizes=tuple(sizes.tolist()),
         token_mass=tuple(mass.tolist()),
         columns_per_token=float(len(sizes) + mass @ sizes),
         log_likelihood=_bigram_log_likelihood(counts, class_counts, word_class, tokens),

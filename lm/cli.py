@@ -9,7 +9,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -100,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument(
         "--words", type=_positive, default=8, help="words shown of each class (default 8)"
     )
+    verb.add_argument("--plot", metavar="FILE", help="draw the classes too, as .png, .svg or .pdf")
     verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
     verb = _verb(verbs, "info", _info, "sizes, memory, what would be run", _OVERRIDES)
     verb.add_argument("source", metavar="RUN|CONFIG")
@@ -225,11 +225,17 @@ def _generate(options: argparse.Namespace, overrides: list[str]) -> None:
 
 def _classes(options: argparse.Namespace, overrides: list[str]) -> None:
     from data_prep.artifacts import open_prepared
-    from lm.report import classes_table, report_classes
+    from lm.report import classes_json, classes_table, draw_classes, report_classes
 
     prepared = open_prepared(_config_of(options.source, overrides).prepared_path)
     report = report_classes(prepared, options.words)
-    print(json.dumps(asdict(report)) if options.json else classes_table(report, prepared))
+    if options.plot:
+        draw_classes(report, prepared, Path(options.plot))
+    print(
+        json.dumps(classes_json(report, prepared), ensure_ascii=False)
+        if options.json
+        else classes_table(report, prepared)
+    )
 
 
 def _info(options: argparse.Namespace, overrides: list[str]) -> None:

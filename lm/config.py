@@ -71,7 +71,7 @@ class OutputConfig:
 
     tree: str = "two_level"
     """full | two_level | balanced | huffman, or the name of a file of paths (one line a word: the
-    word, then child numbers).
+    word, then child numbers); adaptive is torch's adaptive softmax, to compare with.
     """
     head: NonNegative = 0
     """two_level: this many of the most frequent words hang on the root, beside the classes; other
@@ -80,6 +80,8 @@ class OutputConfig:
     """balanced: most children of a node; default ⌈√N⌉."""
     arity: Annotated[int, Field(ge=2)] = 2
     """huffman: children of a node."""
+    cutoffs: list[Positive] | None = None
+    """adaptive: the ranks at which its clusters begin, by count; default N / 10 and N / 3."""
     bias: bool = True
     backend: Literal["auto", "reference", "triton"] = "auto"
     """Which implementation of the layer runs; `auto` chooses by device."""
@@ -314,6 +316,8 @@ def _check_consistency(config: Config, source: str) -> None:
             f"model.tied wants model.embedding = model.hidden = {model.hidden},"
             f" got {model.embedding}"
         )
+    elif model.tied and config.output.tree == "adaptive":
+        problem = "model.tied: output.tree: adaptive has no vector for each word to share"
     elif config.tokenizer.kind == "sentencepiece" and config.tokenizer.vocab_size is None:
         problem = "tokenizer.kind: sentencepiece wants tokenizer.vocab_size"
     elif config.classes.method == "file" and config.classes.file is None:

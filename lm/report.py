@@ -1,6 +1,7 @@
 """Pictures and tables of a run, for people."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,16 @@ import torch
 
 from data_prep.artifacts import Prepared, open_prepared
 from data_prep.classes import ClassReport, class_report
+from data_prep.settings import UserError
 from lm.batches import Batches
 from lm.config import Config
 from lm.evaluation import Evaluation
 from lm.metrics import read_metrics
 from lm.model.language_model import build_model
 from lm.tree_choice import build_tree
+
+LABELLED_CLASSES = 25
+"""Heaviest classes whose top words stand in the picture."""
 
 
 def draw_curves(folder: Path, title: str) -> Path:
@@ -82,7 +87,6 @@ def report_classes(prepared: Prepared, num_words: int) -> ClassReport:
 def classes_table(report: ClassReport, prepared: Prepared) -> str:
     """The class report as lines of text, heaviest class first."""
     tokenizer = prepared.tokenizer()
-    sizes = np.bincount(prepared.word_class())
     head = [
         f"{report.num_word_classes:,} classes of {report.min_words:,} to {report.max_words:,}"
         f" words, median {report.median_words:g}",
@@ -96,11 +100,60 @@ def classes_table(report: ClassReport, prepared: Prepared) -> str:
     ]
     heaviest = sorted(range(report.num_word_classes), key=lambda c: -report.token_mass[c])
     rows = [
-        f"{c:5d} {sizes[c]:7,d} {100 * report.token_mass[c]:8.3f}  "
+        f"{c:5d} {report.sizes[c]:7,d} {100 * report.token_mass[c]:8.3f}  "
         + " ".join(tokenizer.token(word) for word in report.top_words[c])
         for c in heaviest
     ]
     return "\n".join(head + rows)
+
+
+def classes_json(report: ClassReport, prepared: Prepared) -> dict[str, Any]:
+    """The class report for JSON, the top words spelt out."""
+    tokenizer = prepared.tokenizer()
+    words = [[tokenizer.token(word) for word in own] for own in report.top_words]
+    return asdict(report) | {"top_words": words}
+
+
+def draw_classes(report: ClassReport, prepared: Prepared, path: Path) -> None:
+    """Draw the classes by size and token mass, the heaviest ones with their top words, and how the
+    mass and the cost of a token spread over them.
+
+    Raises:
+        UserError: if the file's ending names no format.
+    """
+    from matplotlib.figure import Figure
+
+    tokenizer = prepared.tokenizer()
+    sizes, mass = np.array(report.sizes), np.array(report.token_mass)
+    heaviest = np.argsort(-mass, kind="stable")
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    bars, cloud, curve = figure.subplot_mosaic([["bars", "cloud"], ["bars", "curve"]]).values()
+    shown = heaviest[:LABELLED_CLASSES]
+    bars.barh(range(len(shown)), 100 * mass[shown])
+    labels = [" ".join(tokenizer.token(w) for w in report.top_words[c][:5]) for c in shown]
+    bars.set_yticks(range(len(shown)), labels, fontsize=8, parse_math=False)
+    bars.invert_yaxis()
+    bars.set(xlabel="% of the tokens", title="the heaviest classes")
+    cloud.scatter(sizes, 100 * mass, s=12, alpha=0.6)
+    cloud.set(xlabel="words in the class", ylabel="% of the tokens", title="all classes")
+    if mass.min() > 0:
+        cloud.set_yscale("log")
+    rank = np.arange(1, len(mass) + 1)
+    curve.plot(rank, 100 * mass[heaviest].cumsum(), label="tokens")
+    cost = (mass * sizes)[heaviest].cumsum()
+    curve.plot(rank, 100 * cost / cost[-1], label="columns within classes")
+    curve.set(xlabel="classes, heaviest first", ylabel="% of the whole", title="what they carry")
+    curve.legend()
+    for axes in (bars, cloud, curve):
+        axes.grid(True, alpha=0.3)
+    figure.suptitle(
+        f"{report.num_word_classes:,} classes, {report.columns_per_token:,.0f} columns a token,"
+        f" {report.class_entropy:.2f} bits a class + {report.word_entropy:.2f} bits a word in it"
+    )
+    try:
+        figure.savefig(path, dpi=120)
+    except ValueError as error:  # no such format
+        raise UserError(f"{path}: {error}") from error
 
 
 def describe(config: Config) -> dict[str, Any]:

@@ -3,6 +3,7 @@ data.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -27,6 +28,19 @@ def build_tree(config: Config, prepared: Prepared) -> ClassTree:
         )
     if output.tree == "huffman":
         return ClassTree.huffman(torch.tensor(prepared.counts()), output.arity)
+    if output.tree == "adaptive":
+        counts = torch.tensor(prepared.counts())
+        head, *others = output.cutoffs or [max(1, vocab_size // 10), vocab_size // 3]
+        if not 0 < head < vocab_size or not all(
+            a < b for a, b in pairwise([head, *others, vocab_size])
+        ):
+            raise UserError(
+                f"output.cutoffs: expected rising numbers under {vocab_size}, got {output.cutoffs}"
+            )
+        rank = torch.empty_like(counts)
+        rank[counts.argsort(descending=True, stable=True)] = torch.arange(vocab_size)
+        cluster = torch.bucketize(rank, torch.tensor(others, dtype=rank.dtype), right=True)
+        return ClassTree.two_level(cluster, head, counts)
     if output.tree == "two_level":
         word_class = torch.from_numpy(prepared.word_class().astype("int64"))
         if output.head > vocab_size:
@@ -38,7 +52,8 @@ def build_tree(config: Config, prepared: Prepared) -> ClassTree:
         return ClassTree.from_file(output.tree, words)
     except FileNotFoundError as error:
         raise UserError(
-            f"output.tree: {output.tree} is neither full, two_level, balanced, huffman nor a file"
+            f"output.tree: {output.tree} is no known tree (full, two_level, balanced, huffman,"
+            " adaptive) and no file"
         ) from error
     except ValueError as error:
         raise UserError(f"output.tree: {error}") from error

@@ -199,8 +199,27 @@ def test_a_tree_that_is_neither_a_shape_nor_a_file_is_named(
         *("train", tiny, f"--data.prepared_dir={prepared_dir}", f"--run_dir={tmp_path / 'run'}"),
         "--output.tree=oak",
     )
-    expected = "oak is neither full, two_level, balanced, huffman nor a file"
+    expected = "oak is no known tree (full, two_level, balanced, huffman, adaptive) and no file"
     assert said == f"output.tree: {expected}"
+
+
+@pytest.mark.parametrize("cutoffs", ["[9, 5]", "[5, 999]", "[5, 5]"])
+def test_cutoffs_that_do_not_rise_within_the_vocabulary_are_refused(
+    cutoffs: str, tiny: Path, prepared_dir: Path, tmp_path: Path, untouched: Complaint
+) -> None:
+    said = untouched(
+        *("train", tiny, f"--data.prepared_dir={prepared_dir}", f"--run_dir={tmp_path / 'run'}"),
+        *("--output.tree=adaptive", f"--output.cutoffs={cutoffs}"),
+    )
+    assert re.match(r"output.cutoffs: expected rising numbers under \d+, got \[", said)
+
+
+def test_an_adaptive_softmax_generates_nothing(
+    train: Callable[..., Path], tmp_path: Path, untouched: Complaint
+) -> None:
+    train(tmp_path / "run", "--output.tree=adaptive", "--train.max_steps=1")
+    said = untouched("generate", tmp_path / "run")
+    assert said == "generate: output.tree: adaptive trains and evaluates only"
 
 
 def test_a_tree_file_that_lacks_words_is_named(
@@ -331,7 +350,20 @@ def test_the_class_report_of_a_run_sums_to_all_tokens(
     word_class = np.load(prepared_dir / "classes.npy")
     assert report["num_word_classes"] == len(np.unique(word_class))
     assert sum(report["token_mass"]) == pytest.approx(1, abs=1e-12)
+    assert report["sizes"] == np.bincount(word_class).tolist()
     assert max(len(words) for words in report["top_words"]) == 2
+    assert "the" in {word for words in report["top_words"] for word in words}
+
+
+def test_the_classes_are_drawn(
+    lstm_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], complaint: Complaint
+) -> None:
+    assert main(["classes", str(lstm_run), f"--plot={tmp_path / 'classes.svg'}"]) == 0
+    assert "classes of" in capsys.readouterr().out
+    picture = (tmp_path / "classes.svg").read_text()
+    assert "heaviest" in picture
+    said = complaint("classes", lstm_run, f"--plot={tmp_path / 'classes.oak'}")
+    assert "Format 'oak' is not supported" in said
 
 
 def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(

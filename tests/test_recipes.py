@@ -110,6 +110,8 @@ def test_every_recipe_is_complete_and_says_what_it_is(path: Path) -> None:
         ["--output.tree=huffman"],
         ["--output.tree=huffman", "--output.arity=3"],
         ["--output.tree=two_level", "--output.head=4"],
+        ["--output.tree=adaptive"],
+        ["--output.tree=adaptive", "--output.cutoffs=[3, 9]", "--output.bias=false"],
         ["--model.tied=true", "--output.bias=false"],
     ],
     ids=lambda options: " ".join(option.split(".")[1] for option in options),

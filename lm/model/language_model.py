@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lm.config import ModelConfig, OutputConfig
+from lm.model.adaptive import AdaptiveSoftmax
 from lm.model.lstm import LSTM, Dropout
 from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
@@ -60,7 +61,7 @@ class LanguageModel(nn.Module):
     def __init__(
         self,
         backbone: Backbone,
-        output: HierarchicalSoftmax,
+        output: HierarchicalSoftmax | AdaptiveSoftmax,
         *,
         embedding_size: int | None,
         dropout: float = 0.0,
@@ -151,7 +152,9 @@ def build_model(
         )
     model = LanguageModel(
         cast(Backbone, backbone),
-        HierarchicalSoftmax(config.hidden, tree, bias=output.bias, backend=output.backend),
+        AdaptiveSoftmax(config.hidden, tree, bias=output.bias)
+        if output.tree == "adaptive"
+        else HierarchicalSoftmax(config.hidden, tree, bias=output.bias, backend=output.backend),
         embedding_size=None if config.tied else embedding_size,
         dropout=config.dropout,
         dropout_variational=config.dropout_variational,

@@ -264,6 +264,7 @@ def test_report_equals_the_computation_by_hand() -> None:
     report = class_report(np.array([3, 2, 1, 1, 0]), np.array([0, 1, 1, 0, 0]), tokens)
     assert (report.num_word_classes, report.min_words, report.max_words) == (2, 2, 3)
     assert report.median_words == 2.5
+    assert report.sizes == (3, 2)
     assert report.token_mass == pytest.approx((4 / 7, 3 / 7))
     assert report.columns_per_token == pytest.approx(2 + 4 / 7 * 3 + 3 / 7 * 2)
     assert report.top_words == ((0, 3, 4), (1, 2))

@@ -1,0 +1,94 @@
+"""A table is trained once, its logs are what it prints, and the README prints no other figures."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lm.config import load_config
+from lm.metrics import read_metrics
+
+TOP = Path(__file__).resolve().parent.parent
+SCRIPT = TOP / "scripts" / "reproduce"
+TABLES = yaml.safe_load((TOP / "scripts" / "tables.yaml").read_text())
+
+
+def reproduce(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def small(tiny: Path, tmp_path: Path) -> list[object]:
+    """Arguments for a table of two rows on the tiny corpus."""
+    table = {
+        "title": "toy",
+        "config": str(tiny),
+        "shared": ["train.max_steps=2", "train.val_every_steps=1", "classes.dimensions=4"],
+        "seeds": [1, 2],
+        "rows": {"full softmax": ["output.tree=full"], "classes": ["classes.method=random"]},
+    }
+    tables = tmp_path / "tables.yaml"
+    tables.write_text(yaml.safe_dump({"toy": table}, sort_keys=False))
+    return [
+        "toy",
+        f"--tables={tables}",
+        f"--results={tmp_path / 'logs'}",
+        f"--runs={tmp_path / 'r'}",
+    ]
+
+
+def test_a_table_is_trained_once_and_printed_from_its_logs(
+    small: list[object], corpus: Path, tmp_path: Path
+) -> None:
+    first = reproduce(
+        *small, f"--data-dir={corpus}", "--no-progress", f"--plot={tmp_path / 'p.png'}"
+    )
+    assert first.returncode == 0, first.stderr
+    assert (tmp_path / "p.png").stat().st_size > 1000
+    log = json.loads((tmp_path / "logs/toy/full_softmax-2.json").read_text())
+    assert log["command"].endswith("--output.tree=full --seed=2")
+    assert str(tmp_path) not in log["command"].replace(str(small[1]), "").split("--data.dir=DIR")[1]
+    perplexities = [
+        json.loads((tmp_path / f"logs/toy/full_softmax-{seed}.json").read_text())["test"][
+            "perplexity"
+        ]
+        for seed in (1, 2)
+    ]
+    assert perplexities[0] != perplexities[1]
+    line = next(line for line in first.stdout.splitlines() if line.startswith("| full softmax |"))
+    assert f"| {sum(perplexities) / 2:.2f} |" in line
+    assert f"1: {perplexities[0]:.2f}, 2: {perplexities[1]:.2f}" in line
+    assert read_metrics(tmp_path / "logs/toy/classes-1.csv")[-1].step == 2
+    again = reproduce(*small)  # needs no corpus: nothing is missing
+    assert (again.returncode, again.stdout) == (0, first.stdout)
+
+
+def test_mistakes_are_one_line(small: list[object]) -> None:
+    for arguments, expected in [
+        (["oak"], "no table 'oak'"),
+        (["toy", "--rows", "oak"], "toy has no row 'oak'; its rows: full softmax, classes"),
+        (["toy"], "--data-dir: where is the corpus?"),
+    ]:
+        done = reproduce(*arguments, *small[1:])
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"reproduce: {expected}")
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_of_the_tables_is_a_valid_configuration(name: str) -> None:
+    table = TABLES[name]
+    for own in table["rows"].values():
+        overrides = [f"--{option}" for option in (*table.get("shared", ()), *own)]
+        load_config(TOP / table["config"], overrides)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_readme_shows_the_tables_as_the_logs_have_them(name: str) -> None:
+    shown = reproduce(name, "--show").stdout.strip()
+    if shown.count("\n") > 1:
+        assert shown in (TOP / "README.md").read_text(encoding="utf-8")
