@@ -129,10 +129,42 @@ def test_the_formula_counts_what_the_interpreter_loads_and_stores(
     assert others < 400 * visits_made * (tree.max_path_columns // 16 + tree.depth)
 
 
-def test_bytes_stay_near_the_floor_at_a_million_words() -> None:
-    row = script("kernel_bytes").row(800_000, 1024, 16_384, 90, "random")
-    assert row["rows_visited"] > 0.99 * 800_000
-    assert row["floor_mb"] < row["memory_mb"] < 1.3 * row["floor_mb"]
+@pytest.mark.parametrize(("vocab_size", "size"), [(33_278, 650), (267_735, 1024)])
+def test_bytes_stay_near_the_floor(vocab_size: int, size: int) -> None:
+    row = script("kernel_bytes").row(vocab_size, size, 16_384, 90, "random")
+    assert row["rows_visited"] > 0.99 * vocab_size
+    assert row["floor_mb"] < row["memory_mb"] < row["cache_mb"] < row["half_cache_mb"]
+    assert row["half_cache_mb"] < row["all_mb"]
+    assert row["cache_mb"] < 1.3 * row["floor_mb"]
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("tree", "positions"),
+    [(ClassTree.two_level(torch.arange(400) // 25), 300), (ClassTree.balanced(150, 5), 200)],
+)
+def test_a_cache_of_any_size_lies_between_every_load_and_each_element_once(
+    tree: ClassTree, positions: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("kernel_bytes")
+    shape = Tiles(
+        16, Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)
+    )
+    visits = route(module.zipf(tree.vocab_size, positions), tree.arrays, tree.depth, -100)
+    plan = schedule(visits, tree.arrays)
+    launches = module.Launches(visits, plan, tree, 40, 4, shape)
+    launches.splits = splits
+    batch = module.Batch(visits, plan, tree, shape.block_c)
+    counted = module.counts(batch, 40, 4, shape)
+    zeros = (tree.num_rows - batch.rows(batch.visited)) * 40 * 4
+    assert any(count.all and count.kernel == "_d_light" for count in counted)
+
+    def behind(capacity: int) -> int:
+        return zeros + int(module.through_cache(launches, counted, capacity, granule=1))
+
+    assert behind(0) == sum(count.all for count in counted)
+    assert behind(1 << 40) == sum(count.memory for count in counted)
+    assert behind(0) > behind(20_000) > behind(100_000) >= behind(1 << 40)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

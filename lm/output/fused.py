@@ -24,6 +24,7 @@ with wider paths, such as the full softmax of a large vocabulary, are for the re
 _ROWS_PER_ZEROING = 64
 """Rows looked at in turn by the program that writes zeros for nodes without visits."""
 _MOST_SPLITS = 16
+"""Most programs of a tile: the last of them adds up what the others found."""
 
 
 def kept_blocks(max_path_columns: int, depth: int, block_c: int) -> int:
@@ -115,7 +116,7 @@ def forward(
     accumulated = state.lse.dtype
     nll = hidden.new_empty(num_positions, dtype=accumulated)
     num_tiles, num_groups = -(-num_positions // tile.v), plan.light_first.numel()
-    splits = _num_splits(num_tiles, max_path_columns, block_c, _num_processors(hidden))
+    splits = _num_splits(max_path_columns, depth, block_c)
     units = _Units.of(hidden, weight)
     _launch(
         kernels._forward,
@@ -183,7 +184,6 @@ def backward(
     depth, num_positions = visits.node.shape
     common = {
         **_batch(visits),
-        "stop": plan.stop,
         **_nodes(tree),
         **state._asdict(),
         "P": num_positions,
@@ -278,6 +278,7 @@ def _launch_d_weight(
         visited=visited.scatter_(0, owner, 1),
         d_weight=d_weight,
         d_bias=d_bias,
+        stop=plan.stop,
         R=tree.node_of_row.numel(),
         num_heavy=heavy.numel(),
         hidden_stride=units.hidden_stride,
@@ -314,6 +315,7 @@ def _launch_d_light(
         scale=scale,
         hidden=hidden,
         weight=weight,
+        stop=plan.stop,
         light_level=plan.light_level,
         light_first=plan.light_first,
         partial=partial,
@@ -391,12 +393,11 @@ def _num_processors(hidden: Tensor) -> int:
     return 1
 
 
-def _num_splits(num_tiles: int, columns: int, block_c: int, num_processors: int) -> int:
-    """Programs among which each tile's children are shared: enough to fill the device where the
-    tiles are few, each with four blocks of the widest node at least.
+def _num_splits(max_path_columns: int, depth: int, block_c: int) -> int:
+    """Programs among which each tile's children are shared: one for each block of a node of
+    average width.
     """
-    wanted = -(-num_processors // max(num_tiles, 1))
-    return max(1, min(wanted, columns // (4 * block_c), _MOST_SPLITS))
+    return max(1, min(-(-max_path_columns // (depth * block_c)), _MOST_SPLITS))
 
 
 def _launch(kernel: Any, num_programs: int, tile: Tile, **arguments: Any) -> None:

@@ -11,9 +11,15 @@ node, blocks of `BLOCK_C` children, with a running log-sum-exp (Milakov & Gimels
     lse = log Σ_blocks exp(m) Σ k,   log q[y] = z[y] - lse         (8)
 
 k, between 0 and 1, is kept for `kernels_backward` in the dtype of `hidden` together with m: `kept`
-and `block_max`, a matter of positions × columns on a path, √N-small. A tile may be shared by
-several programs (`SPLITS`), each taking a part of every node's children; whichever of all the
+and `block_max`, a matter of positions × columns on a path, √N-small. Several programs (`SPLITS`)
+share a tile, each taking a part of every node's children; whichever of all the
 programs that work on a position arrives last adds up its splits and levels, in a fixed order.
+
+The order of the work is made for the second-level cache. The programs of a tile are neighbours and
+run at the same time, so that its hidden vectors come from memory once; a program that walked all
+children itself would find them thrown out by those of other tiles. Every other tile walks its nodes
+backwards: a node with visits in two tiles is then the last of both, or the first.
+`scripts/kernel_bytes` plays all this through a cache.
 
 Every pointer is to elements with contiguous last dimension. H and strides come in units of `ALIGN`
 elements: that many are loaded at once.
@@ -45,6 +51,14 @@ def _next(active, v, begin, end):
 
 
 @triton.jit
+def _end_of(left, v, end, backwards):
+    """The first position of those left, or the last one; -1 if none is left."""
+    last = tl.max(tl.where(left, v, -1), axis=0)
+    first = tl.min(tl.where(left, v, end), axis=0)
+    return tl.where(backwards, last, tl.minimum(first, last))
+
+
+@triton.jit
 def _first_block(column, n, d, BLOCK_C: tl.constexpr):
     """Where a node's blocks begin among those of a path: a part of a block is lost per level."""
     return tl.load(column + n) // BLOCK_C + d
@@ -68,9 +82,9 @@ def _forward(
         begin = tile * BLOCK_V
         _forward_tile(
             hidden, weight, bias,
-            position, node, child, stop, light_level, first_row, num_children, column,
+            position, node, child, light_level, first_row, num_children, column,
             kept, block_max, part, picked, lse, arrived, nll,
-            begin, tl.minimum(begin + BLOCK_V, P), 0, split,
+            begin, tl.minimum(begin + BLOCK_V, P), 0, split, tile % 2 == 1,
             P, D, num_blocks, h_units, hidden_stride, weight_stride,
             True, SPLITS, KEEP, ACC, PRECISION, ALIGN, BLOCK_V, BLOCK_C, BLOCK_H,
         )  # fmt: skip
@@ -80,9 +94,9 @@ def _forward(
             top = tl.load(light_level + begin).to(tl.int32)
             _forward_tile(
                 hidden, weight, bias,
-                position, node, child, stop, light_level, first_row, num_children, column,
+                position, node, child, light_level, first_row, num_children, column,
                 kept, block_max, part, picked, lse, arrived, nll,
-                begin, tl.load(stop + top * P + begin).to(tl.int32), top, split,
+                begin, tl.load(stop + top * P + begin).to(tl.int32), top, split, False,
                 P, D, num_blocks, h_units, hidden_stride, weight_stride,
                 False, SPLITS, KEEP, ACC, PRECISION, ALIGN, LIGHT, BLOCK_C, BLOCK_H,
             )  # fmt: skip
@@ -91,9 +105,9 @@ def _forward(
 @triton.jit
 def _forward_tile(
     hidden, weight, bias,
-    position, node, child, stop, light_level, first_row, num_children, column,
+    position, node, child, light_level, first_row, num_children, column,
     kept, block_max, part, picked, lse, arrived, nll,
-    begin, end, top, split,
+    begin, end, top, split, backwards,
     P, D, num_blocks, h_units, hidden_stride, weight_stride,
     HEAVY: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, ALIGN: tl.constexpr,
@@ -106,19 +120,20 @@ def _forward_tile(
     in_tile = v < end
     p = tl.load(position + v, mask=in_tile, other=0)
     for d in range(top, D):
-        active = _active(node, light_level, v, in_tile, d, P, HEAVY)
-        s = _next(active, v, begin, end)
-        while s < end:
+        nodes = tl.load(node + d * P + v, mask=in_tile, other=-1)
+        left = _active(node, light_level, v, in_tile, d, P, HEAVY)
+        s = _end_of(left, v, end, backwards)
+        while s >= 0:
             n = tl.load(node + d * P + s)
-            s_stop = tl.minimum(tl.load(stop + d * P + s).to(tl.int32), end)
             _forward_node(
                 hidden, weight, bias, child, first_row, num_children, column,
                 kept, block_max, part, picked,
-                n, d, v, p, active & (v >= s) & (v < s_stop), split,
+                n, d, v, p, left & (nodes == n), split,
                 P, D, num_blocks, h_units, hidden_stride, weight_stride,
                 SPLITS, KEEP, ACC, PRECISION, ALIGN, BLOCK_V, BLOCK_C, BLOCK_H,
             )  # fmt: skip
-            s = _next(active, v, s_stop, end)
+            left = left & (nodes != n)
+            s = _end_of(left, v, end, backwards)
     _finish(node, light_level, part, picked, lse, arrived, nll, v, p, in_tile, P, D, SPLITS, ACC)
 
 

@@ -19,7 +19,7 @@ atomically.
 import triton
 import triton.language as tl
 
-from lm.output.kernels import _active, _first_block, _next, _rows
+from lm.output.kernels import _active, _end_of, _first_block, _next, _rows
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _error(
 @triton.jit
 def _d_hidden(
     d_nll, weight,
-    position, node, child, stop, light_level, first_row, num_children, column,
+    position, node, child, light_level, first_row, num_children, column,
     kept, block_max, lse, picked,
     d_hidden, partial,
     P, D, num_blocks, h_units, weight_stride,
@@ -68,7 +68,8 @@ def _d_hidden(
     """(5) over heavy nodes: final for positions that visit no light node, `partial` for others."""
     H = h_units * ALIGN
     num_h = tl.cdiv(H, BLOCK_H)
-    begin = (tl.program_id(0) // num_h) * BLOCK_V
+    tile = tl.program_id(0) // num_h
+    begin, backwards = tile * BLOCK_V, tile % 2 == 1
     h = (tl.program_id(0) % num_h) * BLOCK_H + tl.arange(0, BLOCK_H)
     end = tl.minimum(begin + BLOCK_V, P)
     v = begin + tl.arange(0, BLOCK_V)
@@ -76,12 +77,12 @@ def _d_hidden(
     p = tl.load(position + v, mask=in_tile, other=0)
     total = tl.zeros([BLOCK_V, BLOCK_H], ACC)
     for d in range(0, D):
-        active = _active(node, light_level, v, in_tile, d, P, True)
-        s = _next(active, v, begin, end)
-        while s < end:
+        nodes = tl.load(node + d * P + v, mask=in_tile, other=-1)
+        left = _active(node, light_level, v, in_tile, d, P, True)
+        s = _end_of(left, v, end, backwards)
+        while s >= 0:
             n = tl.load(node + d * P + s)
-            s_stop = tl.minimum(tl.load(stop + d * P + s).to(tl.int32), end)
-            visits = active & (v >= s) & (v < s_stop)
+            visits = left & (nodes == n)
             width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
             block = _first_block(column, n, d, BLOCK_C)
             for c0 in range(0, width, BLOCK_C):
@@ -95,7 +96,8 @@ def _d_hidden(
                 total = tl.dot(
                     error, w.to(error.dtype), total, input_precision=PRECISION, out_dtype=ACC
                 )
-            s = _next(active, v, s_stop, end)
+            left = left & (nodes != n)
+            s = _end_of(left, v, end, backwards)
     total = total * tl.load(d_nll + p, mask=in_tile, other=0.0).to(ACC)[:, None]
     light = tl.load(light_level + v, mask=in_tile, other=D) < D
     inside = in_tile[:, None] & (h < H)[None, :]
