@@ -138,6 +138,17 @@ def test_bytes_stay_near_the_floor(vocab_size: int, size: int) -> None:
     assert row["cache_mb"] < 1.3 * row["floor_mb"]
 
 
+def test_tile_shapes_are_timed_one_kernel_after_another(tmp_path: Path) -> None:
+    out = tmp_path / "tiles.jsonl"
+    command = [sys.executable, str(ROOT / "scripts/tune_tiles"), "--dry-run", f"--json={out}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["kernel"] for row in rows} == {"forward", "d_hidden", "d_weight", "d_light"}
+    assert all(row["score"] > 0 for row in rows)
+    assert len(rows) == 8
+    assert "time ÷ the table's" in done.stdout
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
     ("tree", "positions"),
