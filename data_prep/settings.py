@@ -104,9 +104,10 @@ class ClassesConfig:
 
     __pydantic_config__ = STRICT
 
-    method: Literal["embedding", "exchange", "frequency", "uniform", "random", "file"] = "embedding"
-    """embedding: balanced k-means on PPMI-SVD vectors, refined by the likelihood of class bigrams;
-    exchange: from there, each word moves to the class that makes the text most likely;
+    method: Literal["embedding", "exchange", "frequency", "uniform", "random", "file"] = "exchange"
+    """exchange: each word moves to the class that makes the text most likely, from those of
+    embedding;
+    embedding: balanced k-means on PPMI-SVD vectors, refined by the likelihood of class bigrams;
     frequency: equal sums of √count; uniform: equal blocks of frequency ranks; random: equal sizes,
     shuffled; file: a word → class file.
     """

@@ -18,13 +18,13 @@ block of children after another. No weight is copied, and each row's gradient is
 written, once.
 """
 
-import mmap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lm.output.memory import zeros_but_for
 from lm.output.routing import Visits
 from lm.output.tree import TreeArrays
 
@@ -34,12 +34,6 @@ _BLOCK_ELEMENTS = 1 << 23
 """Most logits held at once where they are not kept, and most elements of half-precision rows cast
 to fp32 at once.
 """
-_LAZY_BYTES = 1 << 25
-"""From this size on, a gradient is mapped memory; smaller blocks are used again by malloc."""
-_MAPPING = (
-    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-)
-"""Private pages where the system has them: touching one first is cheaper than a shared one."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -118,7 +112,8 @@ def backward(
     scaled = own_hidden * own_d_nll[:, None]
     nodes = list(_nodes(visits, tree))
     d_own = torch.zeros_like(own_hidden) if needs[0] else None
-    d_weight = _zeros_but_for(nodes, weight) if needs[1] else None
+    written = [(node.first_row, node.first_row + node.num_children) for node in nodes]
+    d_weight = zeros_but_for(written, weight) if needs[1] else None
     d_bias = torch.zeros_like(bias) if bias is not None and needs[2] else None
     kept = None
     if _keeps(saved, visits):
@@ -285,22 +280,3 @@ def _write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
         multiply(left, right, out=out)  # `torch.matmul` would write a copy first
     else:
         out.copy_(multiply(left, right))
-
-
-def _zeros_but_for(nodes: Sequence[_Node], like: Tensor) -> Tensor:
-    """A gradient [R, H] that is zero wherever `nodes` will not write.
-
-    A large one on a CPU is mapped memory, of which only the pages that are written become real:
-    filling the gradient of 268k words with zeros would take as long as everything else.
-    """
-    num_bytes = like.numel() * like.element_size()
-    if like.device.type == "cpu" and num_bytes >= _LAZY_BYTES:
-        memory = mmap.mmap(-1, num_bytes, **_MAPPING)
-        return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
-    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    end = 0
-    for node in nodes:
-        out[end : node.first_row] = 0
-        end = node.first_row + node.num_children
-    out[end:] = 0
-    return out

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output import ClassTree, functional, fused, hierarchical_cross_entropy, reference
+from lm.output import ClassTree, functional, fused, hierarchical_cross_entropy, memory, reference
 from lm.output.functional import fused_nll, hierarchical_nll
 from lm.output.tiles import Tile, Tiles
 
@@ -375,10 +375,10 @@ def test_results_repeat_bit_for_bit() -> None:
 def test_what_was_not_visited_is_zero_in_mapped_gradients_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reference, "_LAZY_BYTES", 1 << 20)
+    monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 20)
     tree = ClassTree.two_level(torch.arange(4000) // 64)
     weight = torch.randn(tree.num_rows, 80, requires_grad=True)
-    assert weight.numel() * 4 > reference._LAZY_BYTES
+    assert weight.numel() * 4 > memory.LARGE_BYTES
     hidden, target = torch.randn(5, 80), torch.tensor([1, 70, 71, 3999, 5])
     (d_weight,) = torch.autograd.grad(
         hierarchical_cross_entropy(hidden, weight, target, tree), weight
@@ -387,6 +387,40 @@ def test_what_was_not_visited_is_zero_in_mapped_gradients_too(
     (truth,) = torch.autograd.grad(_dense(hidden, dense, target, tree), dense)
     torch.testing.assert_close(d_weight, truth)
     assert int((d_weight.abs().sum(1) > 0).sum()) == 63 + 64 + 64 + 32
+
+
+def test_a_gradient_in_the_memory_of_an_earlier_one_is_zero_where_nobody_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 16)
+    monkeypatch.setattr(memory, "_free", [])
+    tree = ClassTree.two_level(torch.arange(400) // 20)
+    hidden, weight = torch.randn(300, 80), torch.randn(tree.num_rows, 80, requires_grad=True)
+
+    def gradient(target: Tensor) -> Tensor:
+        nll = hierarchical_cross_entropy(hidden, weight, target, tree)
+        return torch.autograd.grad(nll, weight)[0]
+
+    def truth(target: Tensor) -> Tensor:
+        dense = weight.detach().clone().requires_grad_()
+        return torch.autograd.grad(_dense(hidden, dense, target, tree), dense)[0]
+
+    everywhere, nearly, seldom = (torch.arange(300) % size for size in (400, 280, 40))
+    first = gradient(everywhere)
+    place = first.data_ptr()
+    first.fill_(torch.nan)
+    other = gradient(nearly)  # while the first one lives
+    assert other.data_ptr() != place
+    del first
+    reused = gradient(nearly)
+    assert reused.data_ptr() == place
+    torch.testing.assert_close(reused, truth(nearly))
+    torch.testing.assert_close(other, reused)
+    del reused
+    fresh = gradient(seldom)  # of which little is written
+    assert fresh.data_ptr() != place
+    torch.testing.assert_close(fresh, truth(seldom))
+    assert len(memory._free) == 1
 
 
 def _dense(hidden: Tensor, weight: Tensor, target: Tensor, tree: ClassTree) -> Tensor:
@@ -404,7 +438,7 @@ def _dense(hidden: Tensor, weight: Tensor, target: Tensor, tree: ClassTree) -> T
 def test_no_tensor_of_the_size_of_the_vocabulary_is_made_besides_the_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reference, "_LAZY_BYTES", 1 << 20)
+    monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 20)
     num_words = 250_000
     tree = ClassTree.two_level(torch.arange(num_words) // 500)
     weight = torch.zeros(tree.num_rows, 8, requires_grad=True)

@@ -1,0 +1,77 @@
+"""Memory of gradients on a CPU: zero wherever nobody writes, without writing zeros for millions of
+rows.
+
+A page of memory that is touched for the first time costs the system more than the arithmetic on it.
+So a large gradient of which little is written is fresh mapped memory, whose other pages never
+become real; and one of which much is written takes the memory of an earlier gradient, once that is
+gone: only the rows between are zeroed.
+"""
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGE_BYTES = 1 << 25
+"""From this size on a gradient is mapped; smaller blocks are used again by malloc."""
+REUSED_BYTES = 1 << 31
+"""Most memory that is kept for the next gradient."""
+REUSED_SHARE = 0.25
+"""Of the rows; gradients of which less is written are fresh."""
+_MAPPING: dict[str, Any] = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+)
+"""Private pages where the system has them: touching one first is cheaper than a shared one."""
+
+_free: list[mmap.mmap] = []
+"""Memory of a gradient that is gone, one at most."""
+
+
+def zeros_but_for(written: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
+    """A gradient [R, H] that is zero outside of the rows `written`, which the caller fills in.
+
+    Args:
+        written: first row and end of intervals of rows, from left to right, disjoint.
+        like: [R, H], whose shape, dtype and device it has.
+    """
+    num_bytes = like.numel() * like.element_size()
+    if like.device.type != "cpu" or num_bytes < LARGE_BYTES:
+        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return _zero_between(out, written)
+    share = sum(end - first for first, end in written) / like.shape[0]
+    if share < REUSED_SHARE or num_bytes > REUSED_BYTES:
+        return torch.frombuffer(mmap.mmap(-1, num_bytes, **_MAPPING), dtype=like.dtype).view(
+            like.shape
+        )
+    used = _taken(num_bytes)
+    memory = used or mmap.mmap(-1, num_bytes, **_MAPPING)
+    lease = (ctypes.c_char * num_bytes).from_buffer(memory)
+    weakref.finalize(lease, _give_back, memory).atexit = False
+    out = torch.frombuffer(lease, dtype=like.dtype).view(like.shape)
+    return _zero_between(out, written) if used else out
+
+
+def _taken(num_bytes: int) -> mmap.mmap | None:
+    """Free memory of that size, which is no longer free."""
+    try:
+        memory = _free.pop()
+    except IndexError:
+        return None
+    return memory if len(memory) == num_bytes else None
+
+
+def _give_back(memory: mmap.mmap) -> None:
+    _free[:] = [memory]
+
+
+def _zero_between(out: Tensor, written: Sequence[tuple[int, int]]) -> Tensor:
+    end = 0
+    for first, stop in written:
+        out[end:first] = 0
+        end = stop
+    out[end:] = 0
+    return out
