@@ -5,6 +5,8 @@ folder.
 import logging
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -92,11 +94,22 @@ def train(config: Config, *, resume: str | None = None, progress: bool = True) -
         _check_tokenizer(folder, prepared)
     trainer.fit_loop.epoch_loop.max_steps = module.total_steps
     loader = BatchLoader(module.batches, lambda: module.progress.batches_done)
-    with keeper.listening():
+    with keeper.listening(), _matmul_precision(config.train.matmul_precision):
         trainer.fit(module, loader, ckpt_path=checkpoint)
     if trainer.is_global_zero:
         draw_curves(folder, config.name)
     return folder
+
+
+@contextmanager
+def _matmul_precision(precision: str) -> Iterator[None]:
+    """Multiply fp32 matrices so, for a while."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _build_module(config: Config, prepared: Prepared, trainer: pl.Trainer) -> TrainingModule:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from lm.checkpoint import AtomicCheckpointIO, batches_done
 from lm.metrics import Metrics, MetricsFile, read_metrics
+from lm.model.language_model import LanguageModel
 
 Train = Callable[..., Path]
 Complaint = Callable[..., str]
@@ -143,6 +144,21 @@ def test_accumulated_batches_make_one_step_by_their_mean_gradient(
     assert one.train_perplexity == pytest.approx(two.train_perplexity, rel=1e-12)
     first, second = (load_file(run / "model.safetensors")["output.bias"] for run in (once, twice))
     torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
+
+
+def test_matrices_are_multiplied_as_asked_for_while_training_and_as_before_after_it(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, seen = LanguageModel.loss, set[str]()
+
+    def watched(self: LanguageModel, *arguments: Any) -> Any:
+        seen.add(torch.get_float32_matmul_precision())
+        return loss(self, *arguments)
+
+    monkeypatch.setattr(LanguageModel, "loss", watched)
+    train(tmp_path / "run", "--train.matmul_precision=medium", "--train.max_steps=1")
+    assert seen == {"medium"}
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_wandb_offline_keeps_the_configuration_and_the_figures(
