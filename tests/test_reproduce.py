@@ -29,6 +29,7 @@ def small(tiny: Path, tmp_path: Path) -> list[object]:
         "config": str(tiny),
         "shared": ["train.max_steps=2", "train.val_every_steps=1", "classes.dimensions=4"],
         "seeds": [1, 2],
+        "figures": ["perplexity", "oov"],
         "rows": {"full softmax": ["output.tree=full"], "classes": ["classes.method=random"]},
     }
     tables = tmp_path / "tables.yaml"
