@@ -155,7 +155,7 @@ def test_tile_shapes_are_timed_one_kernel_after_another(tmp_path: Path) -> None:
     [(ClassTree.two_level(torch.arange(400) // 25), 300), (ClassTree.balanced(150, 5), 200)],
 )
 def test_a_cache_of_any_size_lies_between_every_load_and_each_element_once(
-    tree: ClassTree, positions: int, splits: int, monkeypatch: pytest.MonkeyPatch
+    tree: ClassTree, positions: int, splits: int
 ) -> None:
     module = script("kernel_bytes")
     shape = Tiles(
@@ -171,7 +171,8 @@ def test_a_cache_of_any_size_lies_between_every_load_and_each_element_once(
     assert any(count.all and count.kernel == "_d_light" for count in counted)
 
     def behind(capacity: int) -> int:
-        return zeros + int(module.through_cache(launches, counted, capacity, granule=1))
+        played: int = module.through_cache(launches, counted, capacity, granule=1)
+        return int(zeros) + played
 
     assert behind(0) == sum(count.all for count in counted)
     assert behind(1 << 40) == sum(count.memory for count in counted)

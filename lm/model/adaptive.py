@@ -67,6 +67,17 @@ class AdaptiveSoftmax(nn.Module):
         """Rows of the head."""
         return self.softmax.head.weight
 
+    @property
+    def bias(self) -> Tensor | None:
+        """Biases of the head."""
+        return self.softmax.head.bias
+
+    def log_prob(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities of all words, [..., N], for hidden [..., H]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            by_rank = self.softmax.log_prob(self._rows(hidden))
+        return by_rank[:, self.rank].view(*hidden.shape[:-1], -1)
+
     def loss(self, hidden: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
         """Negative log-likelihood in nats of `target` [...] for hidden [..., H]: the mean, or each
         [...] for reduction "none".

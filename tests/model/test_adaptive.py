@@ -33,6 +33,7 @@ def test_probabilities_of_all_words_sum_to_one() -> None:
     nll = adaptive.loss(hidden, torch.arange(N), "none")
     torch.testing.assert_close(nll.neg().exp().sum(), torch.tensor(1.0, dtype=torch.float64))
     torch.testing.assert_close(adaptive.loss(hidden, torch.arange(N)), nll.mean())
+    torch.testing.assert_close(adaptive.log_prob(hidden)[0], -nll)
 
 
 def test_the_head_pays_all_for_its_words_and_the_cluster_for_others() -> None:
