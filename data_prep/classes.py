@@ -95,6 +95,7 @@ def _exchange_classes(
 
     equal = -(-len(counts) // num_word_classes)
     capacity = settings.max_words or 2 * equal
+    bigrams = count_bigrams(tokens, len(counts), progress=progress)
     start = embedding_classes(
         counts,
         tokens,
@@ -102,9 +103,9 @@ def _exchange_classes(
         dimensions=settings.dimensions,
         max_words=min(equal, capacity),
         seed=settings.seed,
+        bigrams=bigrams,
         progress=progress,
     )
-    bigrams = count_bigrams(tokens, len(counts), progress=progress)
     return exchange(
         bigrams,
         counts,

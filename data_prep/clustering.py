@@ -52,6 +52,7 @@ def embedding_classes(
     dimensions: int = 100,
     max_words: int | None = None,
     seed: int = 1,
+    bigrams: sparse.csr_array | None = None,
     progress: bool = False,
 ) -> NDArray[np.int32]:
     """Classes of words with like neighbours: balanced k-means on PPMI-SVD vectors, then refined.
@@ -66,6 +67,7 @@ def embedding_classes(
         dimensions: D, length of the vectors; fewer where the vocabulary is smaller.
         max_words: most words in one class; default ⌈N / C⌉, equal sizes.
         seed: the same seed, text and machine give the same classes.
+        bigrams: `count_bigrams` of the tokens, where they are counted already.
         progress: bars on stderr.
 
     Returns:
@@ -84,7 +86,8 @@ def embedding_classes(
             f"classes.max_words: {num_word_classes} classes of at most {capacity} words hold "
             f"{num_word_classes * capacity} words, but the vocabulary has {vocab_size}"
         )
-    bigrams = count_bigrams(tokens, vocab_size, progress=progress)
+    if bigrams is None:
+        bigrams = count_bigrams(tokens, vocab_size, progress=progress)
     vectors = word_vectors(bigrams, counts, dimensions, seed)
     word_class = balanced_kmeans(
         vectors, counts, num_word_classes, capacity, seed, progress=progress

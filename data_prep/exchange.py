@@ -187,18 +187,21 @@ def _gains(
         gain[c] = _f(diagonal + together, table) - _f(diagonal, table)
         gain[c] -= 2 * (_f(mass[c] + n, table) - _f(mass[c], table))
         gain[c] -= column_cost * (n * (size[c] + 1) + mass[c])
-    for i in range(num_after):
-        d = after_classes[i]
+    _add_gains(after, after_classes, num_after, followed, table, gain)
+    _add_gains(before, before_classes, num_before, follows, table, gain)
+
+
+@numba.njit(cache=True)
+def _add_gains(
+    side: IntArray, classes: IntArray, found: int,
+    pairs: IntArray, table: DoubleArray, gain: DoubleArray,
+) -> None:  # fmt: skip
+    """Add what the pairs with the classes of a word's neighbours on one side gain by it."""
+    for i in range(found):
+        d = classes[i]
         for c in range(len(gain)):
             if c != d:
-                pairs = followed[d, c]
-                gain[c] += _f(pairs + after[d], table) - _f(pairs, table)
-    for i in range(num_before):
-        d = before_classes[i]
-        for c in range(len(gain)):
-            if c != d:
-                pairs = follows[d, c]
-                gain[c] += _f(pairs + before[d], table) - _f(pairs, table)
+                gain[c] += _f(pairs[d, c] + side[d], table) - _f(pairs[d, c], table)
 
 
 @numba.njit(cache=True)

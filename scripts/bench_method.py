@@ -181,3 +181,11 @@ class Graph(Method):
         with torch.cuda.graph(graph):
             super().step()
         return graph
+
+
+def zipf(vocab_size: int, positions: int) -> tuple[Tensor, Tensor]:
+    """Words [positions] drawn by inverse rank, and counts [N] in that proportion."""
+    rank = torch.arange(1, vocab_size + 1, dtype=torch.float64)
+    cumulative = (1 / rank).cumsum(0)
+    uniform = torch.rand(positions, dtype=torch.float64) * cumulative[-1]
+    return torch.searchsorted(cumulative, uniform), (10 * vocab_size / rank).long()

@@ -109,7 +109,7 @@ def test_the_formula_counts_what_the_interpreter_loads_and_stores(
     )
     monkeypatch.setattr(fused, "tiles", lambda *_: shape)
     hidden, weight = torch.randn(positions, size), torch.randn(tree.num_rows, size)
-    target = module.zipf(tree.vocab_size, positions)
+    target, _ = module.zipf(tree.vocab_size, positions)
     visits = route(target, tree.arrays, tree.depth, -100)
     plan = schedule(visits, tree.arrays)
     rest = (None, visits, plan, tree.arrays)
@@ -161,7 +161,8 @@ def test_a_cache_of_any_size_lies_between_every_load_and_each_element_once(
     shape = Tiles(
         16, Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)
     )
-    visits = route(module.zipf(tree.vocab_size, positions), tree.arrays, tree.depth, -100)
+    target, _ = module.zipf(tree.vocab_size, positions)
+    visits = route(target, tree.arrays, tree.depth, -100)
     plan = schedule(visits, tree.arrays)
     launches = module.Launches(visits, plan, tree, 40, 4, shape)
     launches.splits = splits

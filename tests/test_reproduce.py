@@ -3,15 +3,18 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
 from lm.config import load_config
+from lm.evaluation import Evaluation
 from lm.metrics import read_metrics
 
 TOP = Path(__file__).resolve().parent.parent
+RESULTS = TOP / "scripts" / "results"
 SCRIPT = TOP / "scripts" / "reproduce"
 TABLES = yaml.safe_load((TOP / "scripts" / "tables.yaml").read_text())
 
@@ -85,11 +88,17 @@ def test_every_row_of_the_tables_is_a_valid_configuration(name: str) -> None:
     table = TABLES[name]
     for own in table["rows"].values():
         overrides = [f"--{option}" for option in (*table.get("shared", ()), *own)]
-        load_config(TOP / table["config"], overrides)
+        config = load_config(TOP / table["config"], overrides)
+        assert config.name == Path(table["config"]).stem
+    assert set(table["figures"]) <= {field.name for field in fields(Evaluation)}
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_readme_shows_the_tables_as_the_logs_have_them(name: str) -> None:
-    shown = reproduce(name, "--show").stdout.strip()
-    if shown.count("\n") > 1:
+    done = reproduce(name, "--show")
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.strip()
+    logged = {json.loads(log.read_text())["row"] for log in (RESULTS / name).glob("*.json")}
+    assert shown.count("\n") == 1 + len(logged)
+    if logged:
         assert shown in (TOP / "README.md").read_text(encoding="utf-8")
