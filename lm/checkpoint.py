@@ -1,6 +1,9 @@
 """What a run leaves on disk of a model: checkpoints to go on from, and the model itself for use.
 
-Checkpoints are written whole or not at all and refused if damaged. Reading them executes nothing.
+Checkpoints and models are written whole or not at all, from the tensors where they lie, and refused
+if damaged. Reading them executes nothing and copies nothing: the file is verified in one pass and
+then mapped privately, so that a page takes memory once it is used and a change never reaches the
+file. A file that is replaced by renaming, as ours are, stays as it was for whoever has mapped it.
 """
 
 import json
@@ -59,7 +62,8 @@ class AtomicCheckpointIO(CheckpointIO):
         map_location: Any | None = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint, always as plain data.
+        """Read a checkpoint, always as plain data; its tensors are views of the file, mapped
+        privately.
 
         Raises:
             UserError: if the file is absent, damaged, or holds more than plain data.
@@ -85,8 +89,8 @@ def batches_done(path: Path) -> int:
 
 
 def _read(path: Path, *, weights: bool = True) -> dict[str, Any]:
-    """A checkpoint as plain data, its checksums verified; without `weights`, tensors are mapped
-    and not verified.
+    """A checkpoint as plain data, its tensors mapped; without `weights`, the checksums of these are
+    not verified.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -99,7 +103,7 @@ def _read(path: Path, *, weights: bool = True) -> dict[str, Any]:
         raise _damaged(path) from error
     try:
         checkpoint: dict[str, Any] = torch.load(
-            path, map_location="cpu", mmap=not weights, weights_only=True
+            path, map_location="cpu", mmap=True, weights_only=True
         )
         return checkpoint
     except (pickle.UnpicklingError, RuntimeError) as error:
@@ -163,7 +167,8 @@ def _write_tensors(tensors: dict[str, Tensor], file: BinaryIO) -> None:
 
 
 def load_model(folder: Path) -> tuple[LanguageModel, Description]:
-    """The model of a run or an export, in evaluation mode, on the CPU.
+    """The model of a run or an export, in evaluation mode, on the CPU, its parameters of the type
+    that they were trained in: views of the file, mapped privately.
 
     Raises:
         UserError: if a file is absent or damaged, or the two do not belong together.
@@ -182,8 +187,9 @@ def load_model(folder: Path) -> tuple[LanguageModel, Description]:
                 if name.startswith(prefix)
             }
         )
-        model = build_model(description.model, description.output, tree, description.context)
-        model.load_state_dict(state)
+        with torch.device("meta"):
+            model = build_model(description.model, description.output, tree, description.context)
+        model.load_state_dict(state, assign=True)
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise UserError(f"{weights}: does not fit {DESCRIPTION}: {error}") from error
     return model.eval(), description

@@ -27,6 +27,10 @@ from data_prep.settings import (
     UserError,
 )
 
+SPARSE_ELEMENTS = 1 << 24
+"""Numbers in a table of words from which on its gradients are sparse, where nothing is against it:
+below, a dense gradient of 64 MB costs no more than going row by row.
+"""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
@@ -85,6 +89,16 @@ class OutputConfig:
     bias: bool = True
     backend: Literal["auto", "reference", "triton"] = "auto"
     """Which implementation of the layer runs; `auto` chooses by device."""
+    sparse: bool | None = None
+    """Whether the table of words (output rows and input vectors) gets gradients of the rows that a
+    batch visits alone, so that a step costs what it visits. Default: where the optimizer allows it
+    (`optim.table`, or sgd without momentum and weight decay), on one device, and the table has
+    2^24 numbers or more.
+    """
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of the table of words. bf16 is half the memory; its updates are rounded at random, which
+    wants `sparse`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +116,11 @@ class OptimConfig:
     """adamw only."""
     weight_decay: NonNegativeFloat = 0.0
     """adamw: decoupled; sgd: L2. Matrices alone decay, not biases or gains."""
+    table: Literal["sgd", "adagrad", "adam"] | None = None
+    """Optimizer of the table of words, by rows: sgd, adagrad (one number of state a row) or adam
+    (of the rows with a gradient); default `optimizer`."""
+    table_lr: PositiveFloat | None = None
+    """Highest learning rate of `table`; default `lr`."""
     clip: NonNegativeFloat = 1.0
     """Largest L2 norm of the whole gradient; 0 leaves it alone."""
     schedule: Literal["constant", "cosine", "step", "plateau"] = "constant"
@@ -330,8 +349,58 @@ def _check_consistency(config: Config, source: str) -> None:
         problem = "train.seq_len must be at least 2 for a transformer"
     elif not config.name or "/" in config.name or config.name.startswith("."):
         problem = f"name must be a plain file name, got {config.name!r}"
+    problem = problem or _table_problem(config)
     if problem:
         raise UserError(f"{source}: {problem}")
+
+
+def _table_problem(config: Config) -> str | None:
+    """What does not go together with how the table of words is kept and updated."""
+    output, optim, train = config.output, config.optim, config.train
+    if optim.table_lr is not None and optim.table is None:
+        return "optim.table_lr wants optim.table"
+    if output.dtype == "bf16" and (output.sparse is False or not _steps_by_rows(config)):
+        return "output.dtype: bf16 wants output.sparse and optim.table: sgd, adagrad or adam"
+    if output.dtype == "bf16" and train.precision in ("bf16-true", "64-true"):
+        return f"output.dtype: bf16 does not go with train.precision: {train.precision}"
+    if not output.sparse and output.dtype != "bf16":
+        return None
+    if not _steps_by_rows(config):
+        return (
+            "output.sparse wants an optimizer that leaves rows without a gradient alone:"
+            " optim.table, or sgd without momentum and weight_decay"
+        )
+    if obstacle := _sparse_obstacle(config):
+        return f"output.sparse does not go with {obstacle}"
+    return None
+
+
+def _steps_by_rows(config: Config) -> bool:
+    """Whether the table's optimizer leaves rows without a gradient alone."""
+    optim = config.optim
+    plain = optim.optimizer == "sgd" and optim.momentum == 0 and optim.weight_decay == 0
+    return optim.table is not None or plain
+
+
+def _sparse_obstacle(config: Config) -> str | None:
+    if config.train.devices != 1:
+        return f"train.devices: {config.train.devices}"
+    if config.train.precision == "16-mixed":
+        return "train.precision: 16-mixed"
+    if config.output.tree == "adaptive":
+        return "output.tree: adaptive"
+    return None
+
+
+def has_sparse_table(config: Config, num_rows: int) -> bool:
+    """Whether the gradients of a table of so many rows are of visited rows alone: `output.sparse`,
+    or its default.
+    """
+    output = config.output
+    if output.sparse is not None or output.dtype == "bf16":
+        return output.sparse is not False
+    large = num_rows * config.model.hidden >= SPARSE_ELEMENTS
+    return large and _steps_by_rows(config) and _sparse_obstacle(config) is None
 
 
 def _first_problem(error: ValidationError) -> str:

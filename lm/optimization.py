@@ -3,33 +3,92 @@ validation has stalled.
 """
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from lm.config import OptimConfig
+from lm.output.sparse import RowAdagrad, RowAdam, RowOptimizer, RowSGD
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers of different parameters as one: of the backbone and of the table of words.
+
+    Args:
+        parts: whose groups it has, and whose states it saves, in this order.
+    """
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of each."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of each."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """To each."""
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, *, fused: bool = True
+    model: nn.Module,
+    config: OptimConfig,
+    *,
+    table: Sequence[nn.Parameter] = (),
+    fused: bool = True,
 ) -> torch.optim.Optimizer:
     """The optimizer over all parameters; matrices decay, vectors (biases, gains) do not.
 
     Args:
         model: whose parameters.
         config: the section `optim`.
+        table: those of them that are updated by rows, as `config.table` says; they do not decay.
         fused: one kernel for the whole step, which under mixed precision Lightning cannot clip the
             gradients for.
+
+    Returns:
+        Groups have `scale`, by which the learning rate is multiplied.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    by_rows = {id(parameter) for parameter in table}
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in by_rows]
+    usual = _usual(rest, config, fused)
+    return Together(usual, _by_rows(table, config)) if table else usual
+
+
+def _usual(
+    parameters: list[nn.Parameter], config: OptimConfig, fused: bool
+) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [group | {"scale": 1.0} for group in groups if group["params"]]
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
+
+
+def _by_rows(table: Sequence[nn.Parameter], config: OptimConfig) -> RowOptimizer:
+    lr = config.table_lr or config.lr
+    groups: Any = [{"params": list(table), "scale": lr / config.lr}]
+    if config.table == "adam":
+        return RowAdam(groups, lr, config.betas)
+    return RowAdagrad(groups, lr) if config.table == "adagrad" else RowSGD(groups, lr)
 
 
 def learning_rate(

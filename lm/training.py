@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from data_prep.artifacts import (
 from data_prep.settings import UserError
 from lm.batches import Batches, BatchLoader
 from lm.checkpoint import AtomicCheckpointIO, batches_done
-from lm.config import Config, differences, load_config, to_yaml
+from lm.config import Config, differences, has_sparse_table, load_config, to_yaml
 from lm.evaluation import TextCounts
 from lm.model.language_model import build_model
 from lm.report import draw_curves
@@ -86,7 +86,7 @@ def train(config: Config, *, resume: str | None = None, progress: bool = True) -
     checkpoint = check_folder(config, resume) if trainer.is_global_zero or resume else None
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    module = _build_module(config, prepared, trainer)
+    module = _build_module(config, prepared, trainer, weights=checkpoint is None)
     if checkpoint is not None and batches_done(checkpoint) >= module.total_batches:
         _log.info("%s is complete already", folder)
         return folder
@@ -112,11 +112,23 @@ def _matmul_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _build_module(config: Config, prepared: Prepared, trainer: pl.Trainer) -> TrainingModule:
-    """The model, freshly initialised by `seed`, and its batches."""
+def _build_module(
+    config: Config, prepared: Prepared, trainer: pl.Trainer, *, weights: bool
+) -> TrainingModule:
+    """The model, its parameters of the type they are trained in, and its batches; freshly
+    initialised by `seed`, or without `weights`, which a checkpoint will bring.
+    """
     torch.manual_seed(config.seed)
     tree = build_tree(config, prepared)
-    model = build_model(config.model, config.output, tree, config.train.seq_len)
+    device = nullcontext() if weights else torch.device("meta")
+    with trainer.precision_plugin.module_init_context(), device:
+        model = build_model(
+            config.model,
+            config.output,
+            tree,
+            config.train.seq_len,
+            sparse=has_sparse_table(config, tree.num_rows),
+        )
     batches = Batches(
         prepared.tokens("train"),
         eos_id=prepared.eos_id,

@@ -1,8 +1,9 @@
 """One training step, and all state besides weights and optimizer that a continuation needs."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
@@ -87,10 +88,22 @@ class TrainingModule(pl.LightningModule):
             self.config.optim, self.global_step, self.total_steps, epoch, self.progress.stalls
         )
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = True
+    ) -> Any:
+        """Make the tensors the parameters, without a copy."""
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def cpu(self) -> Self:
+        """What Lightning ends with; there is nothing to move if no weights were loaded."""
+        return self if self.model.device.type == "meta" else super().cpu()
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer of the section `optim`."""
         mixed = self.config.train.precision.endswith("-mixed")
-        return build_optimizer(self.model, self.config.optim, fused=not mixed)
+        by_rows = self.config.optim.table is not None or self.model.output.sparse
+        table = self.model.table if by_rows else ()
+        return build_optimizer(self.model, self.config.optim, table=table, fused=not mixed)
 
     def on_train_start(self) -> None:
         """Put restored random numbers in place, after everything that may have drawn some."""
@@ -103,7 +116,7 @@ class TrainingModule(pl.LightningModule):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Set the learning rate of this step."""
         for group in self.trainer.optimizers[0].param_groups:
-            group["lr"] = self.rate
+            group["lr"] = self.rate * group["scale"]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean nll of one batch."""
@@ -162,8 +175,8 @@ class TrainingModule(pl.LightningModule):
         """Take it back.
 
         Raises:
-            UserError: if the checkpoint was written by another number of devices, or the training
-                split has changed since.
+            UserError: if the checkpoint was written by another number of devices or with parameters
+                of another type, or the training split has changed since.
         """
         saved = checkpoint["sqrtlm"]
         if len(saved["devices"]) != self.batches.world_size:
@@ -173,6 +186,13 @@ class TrainingModule(pl.LightningModule):
             )
         if saved["text_sha256"] != self.text_sha256:
             raise UserError("the training split was prepared again since, from another text")
+        for name, parameter in self.named_parameters():
+            value = checkpoint["state_dict"].get(name, parameter)
+            if value.dtype != parameter.dtype:
+                raise UserError(
+                    f"{name} is {value.dtype} in the checkpoint, and {parameter.dtype} under"
+                    f" train.precision: {self.config.train.precision}"
+                )
         self.progress = Progress(**saved["progress"])
         self._restored = own = saved["devices"][self.batches.rank]
         if own["carried"] is not None:

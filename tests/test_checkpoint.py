@@ -46,10 +46,12 @@ def description(model: ModelConfig, output: OutputConfig) -> Description:
     )
 
 
-def saved(folder: Path, **settings: Any) -> LanguageModel:
-    config, output = ModelConfig(hidden=8, heads=2, **settings), OutputConfig()
-    tree = ClassTree.two_level(torch.tensor([0, 1, 2, 0, 1, 1, 2]), head=1)
-    model = build_model(config, output, tree, 6)
+def saved(
+    folder: Path, tree: str = "two_level", dtype: torch.dtype = torch.float32, **settings: Any
+) -> LanguageModel:
+    config, output = ModelConfig(hidden=8, heads=2, **settings), OutputConfig(tree=tree)
+    classes = ClassTree.two_level(torch.tensor([0, 1, 2, 0, 1, 1, 2]), head=1)
+    model = build_model(config, output, classes, 6).to(dtype)
     save_model(folder, model, description(config, output))
     return model
 
@@ -61,6 +63,20 @@ def test_a_checkpoint_reads_back_what_was_written(tmp_path: Path) -> None:
     assert torch.equal(read["state"]["weight"], torch.arange(1000.0))
     assert batches_done(path) == 7
     assert [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_a_read_checkpoint_is_its_own_whatever_becomes_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
+    read = AtomicCheckpointIO().load_checkpoint(path)
+    read["state"]["weight"][:500] += 1  # copies the pages, not the file
+    changed = read["state"]["weight"].clone()
+    assert whole_checkpoint(path) == 7
+    AtomicCheckpointIO().save_checkpoint(read, path)
+    again = AtomicCheckpointIO().load_checkpoint(path)
+    path.unlink()
+    assert torch.equal(read["state"]["weight"], changed)
+    assert torch.equal(again["state"]["weight"], changed)
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(
@@ -157,12 +173,23 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("tree", "tied", "embedding"),
+    [("two_level", False, 4), ("two_level", True, None), ("adaptive", False, None)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_saved_model_predicts_the_same_when_it_is_loaded(
-    tmp_path: Path, backbone: str, tied: bool
+    tmp_path: Path,
+    backbone: str,
+    tree: str,
+    tied: bool,
+    embedding: int | None,
+    dtype: torch.dtype,
 ) -> None:
-    model = saved(tmp_path, backbone=backbone, tied=tied, dropout=0.5).eval()
+    settings = {"tied": tied, "embedding": embedding, "dropout": 0.5}
+    model = saved(tmp_path, tree, dtype, backbone=backbone, **settings).eval()
     loaded, read = load_model(tmp_path)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     tokens = torch.tensor([[1, 5], [3, 2], [6, 0]])
     for ours, theirs in zip(model(tokens), loaded(tokens), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
@@ -170,6 +197,19 @@ def test_a_saved_model_predicts_the_same_when_it_is_loaded(
     assert torch.equal(nll, same)
     assert not loaded.training
     assert (read.step, read.valid_perplexity, read.context) == (3, 4.5, 6)
+
+
+def test_a_loaded_model_may_be_changed_and_saved_in_the_place_of_its_own_file(
+    tmp_path: Path,
+) -> None:
+    weight = saved(tmp_path).output.weight.detach()
+    first, read = load_model(tmp_path)
+    first.output.weight.data.add_(1)
+    second, _ = load_model(tmp_path)
+    assert torch.equal(second.output.weight, weight)
+    save_model(tmp_path, first, read)
+    assert torch.equal(load_model(tmp_path)[0].output.weight, weight + 1)
+    assert torch.equal(second.output.weight, weight)
 
 
 def test_a_model_may_be_read_by_whoever_may_read_the_run(tmp_path: Path) -> None:

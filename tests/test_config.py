@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.settings import UserError
-from lm.config import Config, differences, load_config, to_dict, to_yaml, validate
+from lm.config import Config, differences, has_sparse_table, load_config, to_dict, to_yaml, validate
 
 MINIMAL = "name: run\ntrain: {max_steps: 5}\n"
 
@@ -136,6 +136,39 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
             MINIMAL.replace("5", "5, seq_len: 1") + "model: {backbone: transformer, hidden: 16}",
             "train.seq_len must be at least 2 for a transformer",
         ),
+        (
+            MINIMAL + "output: {sparse: true}",
+            "output.sparse wants an optimizer that leaves rows without a gradient alone:"
+            " optim.table, or sgd without momentum and weight_decay",
+        ),
+        (
+            MINIMAL.replace("5", "5, devices: 2")
+            + "output: {sparse: true}\noptim: {table: adagrad}",
+            "output.sparse does not go with train.devices: 2",
+        ),
+        (
+            MINIMAL.replace("5", "5, precision: 16-mixed")
+            + "output: {sparse: true}\noptim: {table: sgd}",
+            "output.sparse does not go with train.precision: 16-mixed",
+        ),
+        (
+            MINIMAL + "output: {sparse: true, tree: adaptive}\noptim: {table: sgd}",
+            "output.sparse does not go with output.tree: adaptive",
+        ),
+        (
+            MINIMAL + "output: {dtype: bf16}",
+            "output.dtype: bf16 wants output.sparse and optim.table: sgd, adagrad or adam",
+        ),
+        (
+            MINIMAL + "output: {dtype: bf16, sparse: false}\noptim: {table: sgd}",
+            "output.dtype: bf16 wants output.sparse and optim.table: sgd, adagrad or adam",
+        ),
+        (
+            MINIMAL.replace("5", "5, precision: 64-true")
+            + "output: {dtype: bf16}\noptim: {table: sgd}",
+            "output.dtype: bf16 does not go with train.precision: 64-true",
+        ),
+        (MINIMAL + "optim: {table_lr: 0.1}", "optim.table_lr wants optim.table"),
         (MINIMAL.replace("run", "a/b"), "name must be a plain file name, got 'a/b'"),
         (MINIMAL.replace("run", "..."), "name must be a plain file name, got '...'"),
         ("", "expected sections with keys, got NoneType"),
@@ -144,6 +177,24 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
 )
 def test_what_does_not_fit_together_is_said(tmp_path: Path, text: str, message: str) -> None:
     assert problem(tmp_path, text) == message
+
+
+def test_large_tables_that_are_updated_by_rows_have_sparse_gradients(tmp_path: Path) -> None:
+    def is_sparse(text: str, num_rows: int = 1 << 16) -> bool:
+        path = tmp_path / "config.yaml"
+        path.write_text(MINIMAL + "model: {hidden: 256}\n" + text)
+        return has_sparse_table(load_config(path), num_rows)
+
+    sgd = "optim: {optimizer: sgd}\n"
+    assert is_sparse(sgd)
+    assert not is_sparse(sgd, num_rows=65535)
+    assert is_sparse("optim: {table: adagrad}")
+    assert not is_sparse("optim: {optimizer: adamw}")
+    assert not is_sparse("optim: {optimizer: sgd, momentum: 0.9}")
+    assert not is_sparse("optim: {optimizer: sgd, weight_decay: 0.1}")
+    assert not is_sparse(sgd + "output: {tree: adaptive}")
+    assert not is_sparse(sgd + "output: {sparse: false}")
+    assert is_sparse(sgd + "output: {sparse: true}", num_rows=10)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The learning rate at the corners of its curves, and what decays."""
 
+import copy
 from typing import Any, Literal
 
 import pytest
@@ -87,3 +88,44 @@ def test_parameters_that_want_no_gradient_are_left_out() -> None:
     model.bias.requires_grad_(False)
     groups = build_optimizer(model, OptimConfig()).param_groups
     assert [parameter.shape for group in groups for parameter in group["params"]] == [(2, 3)]
+
+
+def test_rows_have_an_optimizer_and_a_rate_of_their_own() -> None:
+    model = nn.ModuleList([nn.Linear(3, 2, bias=False), nn.Embedding(5, 2)])
+    linear, rows = (next(part.parameters()).detach().clone() for part in model)
+    config = OptimConfig(optimizer="sgd", lr=2.0, weight_decay=0.1, table="adagrad", table_lr=0.5)
+    optimizer = build_optimizer(model, config, table=list(model[1].parameters()))
+    assert [group["scale"] for group in optimizer.param_groups] == [1.0, 0.25]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0 * group["scale"]
+    assert optimizer.step(lambda: 7.0) == 7.0
+    torch.testing.assert_close(
+        next(model[0].parameters()).detach(), linear - 1.0 * (1 + 0.1 * linear)
+    )
+    torch.testing.assert_close(next(model[1].parameters()).detach(), rows - 0.25)
+
+
+def test_optimizers_together_are_saved_and_restored_together() -> None:
+    def stepped(times: int, state: dict[str, Any] | None) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(3, 2), nn.Embedding(5, 2)])
+        config = OptimConfig(optimizer="sgd", momentum=0.9, lr=0.1, table="adam")
+        optimizer = build_optimizer(model, config, table=list(model[1].parameters()))
+        if state is not None:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        for _ in range(times):
+            for parameter in model.parameters():
+                parameter.grad = parameter.detach().clone()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = stepped(2, None)
+    state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    resumed, after = stepped(2, state)
+    whole, _ = stepped(4, None)
+    pairs = zip(resumed.parameters(), whole.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    assert after.param_groups[-1] is after.parts[-1].param_groups[-1]

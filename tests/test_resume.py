@@ -36,6 +36,18 @@ RECIPES = {
         *("--model.backbone=transformer", "--optim.schedule=cosine", "--optim.warmup_steps=5"),
         *("--train.val_every_steps=6", "--train.checkpoint_every_steps=4"),
     ],
+    "transformer, bf16 parameters": [
+        *("--model.backbone=transformer", "--train.precision=bf16-true"),
+        *("--train.val_every_steps=6", "--train.checkpoint_every_steps=4"),
+    ],
+    "tied table in bf16, by rows": [
+        *("--model.tied=true", "--output.dtype=bf16", "--train.precision=bf16-mixed"),
+        *("--optim.table=adagrad", "--optim.table_lr=0.05", "--train.accumulate=2"),
+        *("--train.val_every_steps=6", "--train.checkpoint_every_steps=4"),
+    ],
+    "sparse gradients, adam by rows": [
+        *("--output.sparse=true", "--optim.table=adam", "--train.val_every_steps=6"),
+    ],
     "lstm, two epochs, tied, bf16": [
         *("--train.max_epochs=2", "--train.max_steps=null", "--train.batch_size=16"),
         *("--model.tied=true", "--train.precision=bf16-mixed", "--optim.schedule=step"),
@@ -288,6 +300,36 @@ def test_a_named_checkpoint_is_continued(
     torch.testing.assert_close(
         Outcome.of(tmp_path / "run").state, Outcome.of(truth).state, rtol=0, atol=0
     )
+
+
+def test_a_checkpoint_of_parameters_of_another_type_is_refused(
+    train: Train, tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Complaint
+) -> None:
+    options = ["--train.max_steps=1", "--train.precision=64-true"]
+    checkpoint = train(tmp_path / "early", *options) / "checkpoints" / "last.ckpt"
+    said = complaint(
+        *("train", tiny, "--no-progress", f"--run_dir={tmp_path / 'run'}"),
+        *(f"--data.prepared_dir={prepared_dir}", "--resume", checkpoint),
+    )
+    assert said == (
+        "model.backbone.layers.0.weight_ih_l0 is torch.float64 in the checkpoint, and torch.float32"
+        " under train.precision: 32-true"
+    )
+
+
+def test_a_damaged_checkpoint_is_refused_when_a_run_goes_on(
+    train: Train, tiny: Path, tmp_path: Path, prepared_dir: Path, complaint: Complaint
+) -> None:
+    run = train(tmp_path / "run", "--train.max_steps=1")
+    last = run / "checkpoints" / "last.ckpt"
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 1
+    last.write_bytes(content)
+    said = complaint(
+        *("train", tiny, "--no-progress", f"--run_dir={run}", "--train.max_steps=2"),
+        *(f"--data.prepared_dir={prepared_dir}", "--resume", "auto"),
+    )
+    assert said == f"{last}: damaged checkpoint or none of ours"
 
 
 def test_auto_without_a_checkpoint_starts_a_run(

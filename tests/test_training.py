@@ -146,6 +146,36 @@ def test_accumulated_batches_make_one_step_by_their_mean_gradient(
     torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_sparse_gradients_train_what_dense_ones_train(
+    train: Train, tmp_path: Path, tied: str
+) -> None:
+    """With clipping and accumulation: the step is plain SGD's."""
+    options = ["--model.dropout=0", "--train.precision=64-true", f"--model.tied={tied}"]
+    options += ["--optim.optimizer=sgd", "--optim.clip=0.05", "--optim.lr=3"]
+    options += ["--train.accumulate=2", "--output.head=3"]
+    runs = [
+        train(tmp_path / sparse, *options, f"--output.sparse={sparse}")
+        for sparse in ("true", "false")
+    ]
+    first, second = (load_file(run / "model.safetensors") for run in runs)
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-9, atol=1e-11)
+
+
+def test_a_table_in_bf16_learns(train: Train, tmp_path: Path) -> None:
+    options = ["--output.dtype=bf16", "--train.precision=bf16-mixed", "--model.tied=true"]
+    options += ["--optim.table=adagrad", "--optim.table_lr=0.1", "--train.max_steps=60"]
+    run = train(tmp_path, *options)
+    curve = [line.valid_perplexity for line in read_metrics(run / "metrics.csv")]
+    found = [perplexity for perplexity in curve if perplexity is not None]
+    assert found[-1] < 12  # of 27 words
+    weights = load_file(run / "model.safetensors")
+    assert weights["output.weight"].dtype == torch.bfloat16
+    assert weights["backbone.layers.0.weight_hh_l0"].dtype == torch.float32
+
+
 def test_matrices_are_multiplied_as_asked_for_while_training_and_as_before_after_it(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,9 @@ class AdaptiveSoftmax(nn.Module):
     Source: Grave et al. 2017.
     """
 
+    sparse = False
+    """Its gradients are dense."""
+
     def __init__(self, hidden_size: int, tree: ClassTree, *, bias: bool = True) -> None:
         super().__init__()
         arrays = tree.arrays

@@ -14,6 +14,7 @@ from lm.model.adaptive import AdaptiveSoftmax
 from lm.model.lstm import LSTM, Dropout
 from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output.row_gradient import lookup
 
 State = tuple[Tensor, ...]
 
@@ -56,6 +57,7 @@ class LanguageModel(nn.Module):
             H).
         dropout: probability of zeroing, on input vectors and on hidden vectors.
         dropout_variational: one mask for all time steps.
+        table_dtype: of the input vectors, if they are not the output layer's rows; None is torch's.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class LanguageModel(nn.Module):
         output: HierarchicalSoftmax | AdaptiveSoftmax,
         *,
         embedding_size: int | None,
+        table_dtype: torch.dtype | None = None,
         dropout: float = 0.0,
         dropout_variational: bool = False,
     ) -> None:
@@ -73,7 +76,7 @@ class LanguageModel(nn.Module):
         self.dropout = Dropout(dropout, dropout_variational)
         self.embedding = None
         if embedding_size is not None:
-            self.embedding = nn.Embedding(output.tree.vocab_size, embedding_size)
+            self.embedding = nn.Embedding(output.tree.vocab_size, embedding_size, dtype=table_dtype)
             nn.init.normal_(self.embedding.weight, std=1 / math.sqrt(embedding_size))
 
     @property
@@ -86,10 +89,20 @@ class LanguageModel(nn.Module):
         """Where the weights are."""
         return self.output.weight.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the backbone; the table of words may be kept in less precision."""
+        return next(p.dtype for p in cast(nn.Module, self.backbone).parameters())
+
+    @property
+    def table(self) -> list[nn.Parameter]:
+        """What has a row for each word: the output layer's parameters and the input vectors."""
+        vectors = () if self.embedding is None else self.embedding.parameters()
+        return [*self.output.parameters(), *vectors]
+
     def init_state(self, batch_size: int) -> State:
         """The state before the first token."""
-        weight = self.output.weight
-        return self.backbone.init_state(batch_size, device=weight.device, dtype=weight.dtype)
+        return self.backbone.init_state(batch_size, device=self.device, dtype=self.dtype)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
         """Hidden vectors.
@@ -101,10 +114,14 @@ class LanguageModel(nn.Module):
         Returns:
             hidden [T, B, H], each of which predicts the next word, and the state after `tokens`.
         """
+        vectors, index = self.output.weight, tokens
         if self.embedding is None:
-            embedded = F.embedding(self.output.tree.row_of_word[tokens], self.output.weight)
+            index = self.output.tree.row_of_word[tokens]
         else:
-            embedded = self.embedding(tokens)
+            vectors = self.embedding.weight
+        sparse = self.training and self.output.sparse
+        embedded = lookup(vectors, index) if sparse else F.embedding(index, vectors)
+        embedded = embedded.to(self.dtype)
         hidden, state = self.backbone(self.dropout(embedded), state)
         return self.dropout(hidden), state
 
@@ -119,7 +136,12 @@ class LanguageModel(nn.Module):
 
 
 def build_model(
-    config: ModelConfig, output: OutputConfig, tree: ClassTree, context: int
+    config: ModelConfig,
+    output: OutputConfig,
+    tree: ClassTree,
+    context: int,
+    *,
+    sparse: bool = False,
 ) -> LanguageModel:
     """The model that a configuration describes, freshly initialised from torch's random numbers.
 
@@ -128,6 +150,7 @@ def build_model(
         output: the section `output`.
         tree: what `output.tree` stands for.
         context: T, positions that a Transformer attends to.
+        sparse: whether the table of words gets a `RowGradient`.
     """
     embedding_size = config.embedding or config.hidden
     backbone: nn.Module
@@ -150,11 +173,23 @@ def build_model(
             dropout=config.dropout,
             context=context,
         )
+    dtype = torch.bfloat16 if output.dtype == "bf16" else None
+    softmax: HierarchicalSoftmax | AdaptiveSoftmax
+    if output.tree == "adaptive":
+        softmax = AdaptiveSoftmax(config.hidden, tree, bias=output.bias)
+    else:
+        softmax = HierarchicalSoftmax(
+            config.hidden,
+            tree,
+            bias=output.bias,
+            backend=output.backend,
+            sparse=sparse,
+            dtype=dtype,
+        )
     model = LanguageModel(
         cast(Backbone, backbone),
-        AdaptiveSoftmax(config.hidden, tree, bias=output.bias)
-        if output.tree == "adaptive"
-        else HierarchicalSoftmax(config.hidden, tree, bias=output.bias, backend=output.backend),
+        softmax,
+        table_dtype=dtype,
         embedding_size=None if config.tied else embedding_size,
         dropout=config.dropout,
         dropout_variational=config.dropout_variational,

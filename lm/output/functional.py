@@ -25,6 +25,7 @@ def hierarchical_cross_entropy(
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     backend: Backend = "auto",
+    sparse: bool = False,
 ) -> Tensor:
     """Negative log-likelihood of words under a tree of softmaxes, for all positions at once.
 
@@ -33,8 +34,8 @@ def hierarchical_cross_entropy(
 
     With `ClassTree.full(N)` it is `torch.nn.functional.cross_entropy(hidden @ weight.T + bias,
     target)`. Differentiable once, in `hidden`, `weight` and `bias`. Sums are formed in fp32 (fp64
-    for fp64) whatever the inputs, and so is the result. Under autocast `hidden` and `weight` may
-    have different dtypes; no weight is cast as a whole.
+    for fp64) whatever the inputs, and so is the result. `weight` and `bias` may be kept in less
+    precision than `hidden`, under autocast in more; no weight is cast as a whole.
 
     Args:
         hidden: [..., H] floating point, outputs of a backbone.
@@ -49,6 +50,9 @@ def hierarchical_cross_entropy(
             "auto" takes "triton" on CUDA, but for fp64 and for trees whose paths are so wide that
             the kernels' memory would be no matter of √N any more (`fused.KEPT_BYTES`), such as a
             full softmax of many words.
+        sparse: `weight` and `bias` get a `RowGradient`, of the rows of visited nodes alone, for the
+            optimizers of `lm.output.sparse`; not within `torch.compile`, and on CUDA the host waits
+            for the number of these rows.
 
     Returns:
         nats: a scalar, or [...] for "none", where ignored positions hold 0.
@@ -62,7 +66,9 @@ def hierarchical_cross_entropy(
     flat, size = hidden.reshape(-1, hidden.shape[-1]), (tree.depth, tree.max_path_columns)
     chosen = _choose(backend, flat, weight, tree)
     nll: Tensor
-    if chosen == "triton":
+    if sparse and torch.is_grad_enabled():
+        nll = _sparse_nll(flat, weight, bias, target.reshape(-1), tree, ignore_index, chosen)
+    elif chosen == "triton":
         keep = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
         )
@@ -105,10 +111,12 @@ def _check(
         raise ValueError(f"hidden must be floating point, got {hidden.dtype}")
     others = [weight] if bias is None else [weight, bias]
     autocast = torch.is_autocast_enabled(hidden.device.type)
-    if not autocast and any(other.dtype != hidden.dtype for other in others):
+    finer = [t for t in others if torch.promote_types(t.dtype, hidden.dtype) != hidden.dtype]
+    if not autocast and finer:
         dtypes = ", ".join(str(tensor.dtype) for tensor in (hidden, *others))
         raise ValueError(
-            f"hidden, weight and bias must have one dtype outside of autocast, got {dtypes}"
+            "weight and bias must have the dtype of hidden or less precision outside of autocast,"
+            f" got hidden, weight, bias: {dtypes}"
         )
     if any(tensor.device != hidden.device for tensor in (*others, target, tree.row_of_word)):
         raise ValueError(
@@ -314,3 +322,59 @@ def _backward(ctx: Any, d_nll: Tensor | None, *_: None) -> tuple[Any, ...]:
 
 hierarchical_nll.register_autograd(_backward, setup_context=_save_for_backward)
 fused_nll.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+class _SparseNll(torch.autograd.Function):
+    """nll [P] whose backward leaves a `RowGradient` to weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        tree: ClassTree,
+        ignore_index: int,
+        backend: Backend,
+    ) -> Tensor:
+        arrays, size = list(tree.arrays), (tree.depth, tree.max_path_columns)
+        inputs = (hidden, weight, bias, target, arrays, *size, ignore_index)
+        nll: Tensor
+        if backend == "triton":
+            nll, *left = fused_nll(*inputs, True)
+        else:
+            nll, *left = hierarchical_nll(*inputs)
+        ctx.tree = tree
+        ctx.save_for_backward(hidden, weight, bias, *left)
+        return nll
+
+    @staticmethod
+    def backward(ctx: Any, *d_nll: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, *left = ctx.saved_tensors
+        inputs, needs = (d_nll[0], hidden, weight, bias), list(ctx.needs_input_grad[:3])
+        arrays = ctx.tree.arrays
+        grads: tuple[Tensor | None, ...]
+        if len(left) == 1 + len(Visits._fields):
+            visits = Visits(*left[1:])
+            grads = reference.sparse_backward(*inputs, visits, arrays, left[0], needs)
+        else:
+            state, visits, plan = fused.State(*left[:4]), Visits(*left[4:8]), Schedule(*left[8:])
+            inputs = (d_nll[0], hidden.contiguous(), weight, bias)
+            grads = fused.sparse_backward(*inputs, visits, plan, arrays, state, needs)
+        return (*grads, None, None, None, None)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _sparse_nll(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    tree: ClassTree,
+    ignore_index: int,
+    backend: Backend,
+) -> Tensor:
+    args = (hidden, weight, bias, target, tree, ignore_index, backend)
+    nll: Tensor = _SparseNll.apply(*args)  # type: ignore[no-untyped-call]
+    return nll

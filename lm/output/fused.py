@@ -4,7 +4,6 @@ What the kernels compute stands in `kernels`; the batch comes sorted from `routi
 imported when the backend is first used, so that a machine without it has the other backend.
 """
 
-import math
 import os
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -12,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lm.output.arguments import Units, arithmetic, like, num_processors, of_batch, of_nodes
 from lm.output.reference import compute_dtype
 from lm.output.routing import LIGHT, Schedule, Visits
+from lm.output.row_gradient import RowGradient, Rows
 from lm.output.tiles import Tile, Tiles, compiler_options, tiles
 from lm.output.tree import TreeArrays
 
@@ -117,7 +118,7 @@ def forward(
     nll = hidden.new_empty(num_positions, dtype=accumulated)
     num_tiles, num_groups = -(-num_positions // tile.v), plan.light_first.numel()
     splits = _num_splits(max_path_columns, depth, block_c)
-    units = _Units.of(hidden, weight)
+    units = Units.of(hidden, weight)
     _launch(
         kernels._forward,
         (num_tiles + num_groups) * splits,
@@ -125,11 +126,11 @@ def forward(
         hidden=hidden,
         weight=weight,
         bias=bias,
-        **_batch(visits),
+        **of_batch(visits),
         stop=plan.stop,
         light_level=plan.light_level,
         light_first=plan.light_first,
-        **_nodes(tree),
+        **of_nodes(tree),
         kept=state.kept,
         block_max=state.block_max,
         part=hidden.new_empty(splits, depth, num_positions, dtype=accumulated),
@@ -147,7 +148,7 @@ def forward(
         SPLITS=splits,
         LIGHT=LIGHT,
         KEEP=keep,
-        **_arithmetic(hidden, units),
+        **arithmetic(hidden, units),
         BLOCK_V=tile.v,
         BLOCK_C=block_c,
         BLOCK_H=tile.h,
@@ -175,22 +176,82 @@ def backward(
     """
     d_hidden = torch.empty_like(hidden) if needs[0] else None
     d_weight = (
-        torch.empty_strided(weight.shape, weight.stride(), **_like(weight)) if needs[1] else None
+        torch.empty_strided(weight.shape, weight.stride(), **like(weight)) if needs[1] else None
     )
     d_bias = torch.empty_like(bias) if bias is not None and needs[2] else None
+    grads = (d_hidden, d_weight, d_bias)
+    _launch_backward(d_nll, hidden, weight, visits, plan, tree, state, grads, None)
+    return grads
+
+
+def sparse_backward(
+    d_nll: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    visits: Visits,
+    plan: Schedule,
+    tree: TreeArrays,
+    state: State,
+    needs: list[bool],
+) -> tuple[Tensor | None, RowGradient | None, RowGradient | None]:
+    """As `backward`, d_weight and d_bias as the gradients of visited rows, in neighbouring memory;
+    waits for their number.
+    """
+    num_nodes = tree.num_children.numel()
+    owner = torch.where(visits.node < 0, num_nodes, visits.node).flatten()
+    visited = torch.zeros(num_nodes + 1, dtype=torch.bool, device=hidden.device)
+    visited = visited.scatter_(0, owner, True)[:num_nodes]
+    width = torch.where(visited, tree.num_children, 0)
+    written_row = width.cumsum(0) - width
+    index = visited[tree.node_of_row].nonzero().squeeze(1)
+    shape, stride = (index.numel(), weight.shape[1]), weight.stride()
+    grads = (
+        torch.empty_like(hidden) if needs[0] else None,
+        torch.empty_strided(shape, stride, **like(weight)) if needs[1] else None,
+        bias.new_empty(index.numel()) if bias is not None and needs[2] else None,
+    )
+    _launch_backward(d_nll, hidden, weight, visits, plan, tree, state, grads, written_row)
+    return (
+        grads[0],
+        None if grads[1] is None else RowGradient(weight, [Rows(index, grads[1])]),
+        RowGradient(bias, [Rows(index, grads[2][:, None])])
+        if bias is not None and grads[2] is not None
+        else None,
+    )
+
+
+def _launch_backward(
+    d_nll: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    visits: Visits,
+    plan: Schedule,
+    tree: TreeArrays,
+    state: State,
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    written_row: Tensor | None,
+) -> None:
+    """Fill in d_hidden, d_weight and d_bias.
+
+    Args:
+        written_row: [I], where in d_weight and d_bias the gradients of each node's rows begin; None
+            if at its rows, in which case those of nodes without visits are set to 0.
+    """
+    d_hidden, d_weight, d_bias = grads
     d_nll = d_nll.to(state.lse.dtype).contiguous()
     partial = None
-    shape, units = _tiles_for(hidden, weight), _Units.of(hidden, weight)
+    shape, units = _tiles_for(hidden, weight), Units.of(hidden, weight)
     depth, num_positions = visits.node.shape
     common = {
-        **_batch(visits),
-        **_nodes(tree),
+        **of_batch(visits),
+        **of_nodes(tree),
         **state._asdict(),
         "P": num_positions,
         "num_blocks": state.kept.shape[1],
         "h_units": units.size,
         "weight_stride": units.weight_stride,
-        **_arithmetic(hidden, units),
+        **arithmetic(hidden, units),
         "BLOCK_C": shape.block_c,
     }
     if d_hidden is not None:
@@ -203,14 +264,16 @@ def backward(
         scale = d_nll.abs().amax().clamp(min=torch.finfo(d_nll.dtype).tiny)
         d_nll = d_nll / scale
     if d_weight is not None or d_bias is not None:
+        written = common if written_row is None else common | {"first_row": written_row}
+        num_rows = tree.node_of_row.numel() if written_row is None else 0
         _launch_d_weight(
-            d_nll, scale, hidden, visits, plan, tree, d_weight, d_bias, shape, units, common
-        )
+            d_nll, scale, hidden, visits, plan, tree, d_weight, d_bias, shape, units, num_rows,
+            written,
+        )  # fmt: skip
     _launch_d_light(
-        d_nll, scale, hidden, weight, plan, partial, d_hidden, d_weight, d_bias,
+        d_nll, scale, hidden, weight, plan, partial, d_hidden, d_weight, d_bias, written_row,
         shape.d_light, units, depth, common,
     )  # fmt: skip
-    return d_hidden, d_weight, d_bias
 
 
 def _launch_d_hidden(
@@ -220,7 +283,7 @@ def _launch_d_hidden(
     d_hidden: Tensor,
     partial: Tensor,
     tile: Tile,
-    units: "_Units",
+    units: Units,
     depth: int,
     common: dict[str, Any],
 ) -> None:
@@ -253,9 +316,11 @@ def _launch_d_weight(
     d_weight: Tensor | None,
     d_bias: Tensor | None,
     shape: Tiles,
-    units: "_Units",
+    units: Units,
+    num_rows: int,
     common: dict[str, Any],
 ) -> None:
+    """`num_rows`: of which those of nodes without visits are set to 0."""
     from lm.output import kernels_backward
 
     tile, num_nodes = shape.d_weight, tree.num_children.numel()
@@ -264,7 +329,7 @@ def _launch_d_weight(
     num_tiles = -(-width // shape.block_c) * -(-hidden.shape[1] // tile.h)
     visited = torch.zeros(num_nodes + 1, dtype=torch.int8, device=hidden.device)
     owner = torch.where(visits.node < 0, num_nodes, visits.node).flatten()
-    num_programs = 4 * _num_processors(hidden)
+    num_programs = 4 * num_processors(hidden)
     _launch(
         kernels_backward._d_weight,
         num_programs,
@@ -279,7 +344,7 @@ def _launch_d_weight(
         d_weight=d_weight,
         d_bias=d_bias,
         stop=plan.stop,
-        R=tree.node_of_row.numel(),
+        R=num_rows,
         num_heavy=heavy.numel(),
         hidden_stride=units.hidden_stride,
         SEARCH=heavy.numel().bit_length(),
@@ -300,8 +365,9 @@ def _launch_d_light(
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
     d_bias: Tensor | None,
+    written_row: Tensor | None,
     tile: Tile,
-    units: "_Units",
+    units: Units,
     depth: int,
     common: dict[str, Any],
 ) -> None:
@@ -322,6 +388,7 @@ def _launch_d_light(
         d_hidden=d_hidden,
         d_weight=d_weight,
         d_bias=d_bias,
+        written_row=written_row,
         D=depth,
         hidden_stride=units.hidden_stride,
         LIGHT=LIGHT,
@@ -330,53 +397,8 @@ def _launch_d_light(
     )
 
 
-class _Units(NamedTuple):
-    """H and the strides in units of `align` elements, so that the compiler knows what divides them:
-    rows of 300 halves are not multiples of 16, but of 4.
-    """
-
-    align: int
-    size: int
-    hidden_stride: int
-    weight_stride: int
-
-    @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor) -> "_Units":
-        sizes = (hidden.shape[1], hidden.stride(0), weight.stride(0))
-        align = math.gcd(*sizes, 16)
-        return cls(align, *(size // align for size in sizes))
-
-
-def _like(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "device": tensor.device}
-
-
-def _batch(visits: Visits) -> dict[str, Tensor]:
-    return {"position": visits.position, "node": visits.node, "child": visits.child}
-
-
-def _nodes(tree: TreeArrays) -> dict[str, Tensor]:
-    return {
-        "first_row": tree.first_row,
-        "num_children": tree.num_children,
-        "column": tree.column,
-    }
-
-
-def _arithmetic(hidden: Tensor, units: _Units) -> dict[str, Any]:
-    """Constants of the kernels that follow from the dtype and the alignment."""
-    import triton.language as tl
-
-    fast = torch.get_float32_matmul_precision() != "highest"
-    return {
-        "ACC": tl.float64 if hidden.dtype == torch.float64 else tl.float32,
-        "PRECISION": "tf32" if fast and hidden.dtype == torch.float32 else "ieee",
-        "ALIGN": units.align,
-    }
-
-
 def _tiles_for(hidden: Tensor, weight: Tensor) -> Tiles:
-    return tiles(hidden.dtype, _capability(hidden), _Units.of(hidden, weight).align)
+    return tiles(hidden.dtype, _capability(hidden), Units.of(hidden, weight).align)
 
 
 def _capability(hidden: Tensor) -> int:
@@ -385,12 +407,6 @@ def _capability(hidden: Tensor) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(hidden.device)
     return 10 * major + minor
-
-
-def _num_processors(hidden: Tensor) -> int:
-    if hidden.is_cuda:
-        return torch.cuda.get_device_properties(hidden.device).multi_processor_count
-    return 1
 
 
 def _num_splits(max_path_columns: int, depth: int, block_c: int) -> int:

@@ -223,12 +223,15 @@ def _d_light(
     d_nll, scale, hidden, weight,
     position, node, child, stop, light_level, light_first, first_row, num_children, column,
     kept, block_max, lse, picked,
-    partial, d_hidden, d_weight, d_bias,
+    partial, d_hidden, d_weight, d_bias, written_row,
     P, D, num_blocks, h_units, hidden_stride, weight_stride,
     LIGHT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """(5), added to `partial`, and (6) for one light group and some columns of H."""
+    """(5), added to `partial`, and (6) for one light group and some columns of H.
+
+    `written_row` [I] says where the gradients of each node's rows begin, if not at its rows.
+    """
     H = h_units * ALIGN
     num_h = tl.cdiv(H, BLOCK_H)
     begin = tl.load(light_first + tl.program_id(0) // num_h).to(tl.int32)
@@ -251,6 +254,7 @@ def _d_light(
                 s_stop = tl.minimum(tl.load(stop + d * P + s).to(tl.int32), end)
                 visits = active & (v >= s) & (v < s_stop)
                 width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
+                written = first if written_row is None else tl.load(written_row + n)
                 block = _first_block(column, n, d, BLOCK_C)
                 for c0 in range(0, width, BLOCK_C):
                     c = c0 + tl.arange(0, BLOCK_C)
@@ -272,7 +276,7 @@ def _d_light(
                         )  # fmt: skip
                         _store_rows(
                             d_weight, d_bias, scale, rows, tl.sum(error, axis=0),
-                            first, c, width, h0, h, H, weight_stride * ALIGN,
+                            written, c, width, h0, h, H, weight_stride * ALIGN,
                         )  # fmt: skip
                 s = _next(active, v, s_stop, end)
         if d_hidden is not None:

@@ -38,7 +38,7 @@ class HierarchicalSoftmax(nn.Module):
         tree: which softmaxes there are; moves with the layer and is saved with it.
         bias: whether rows have biases.
         ignore_index: targets that cost nothing.
-        backend: as in `hierarchical_cross_entropy`.
+        backend, sparse: as in `hierarchical_cross_entropy`.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class HierarchicalSoftmax(nn.Module):
         bias: bool = True,
         ignore_index: int = -100,
         backend: Backend = "auto",
+        sparse: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -59,6 +60,7 @@ class HierarchicalSoftmax(nn.Module):
         self.tree = tree
         self.ignore_index = ignore_index
         self.backend = backend
+        self.sparse = sparse
         self.weight = nn.Parameter(
             torch.empty(tree.num_rows, hidden_size, device=device, dtype=dtype)
         )
@@ -98,6 +100,7 @@ class HierarchicalSoftmax(nn.Module):
             reduction=reduction,
             ignore_index=self.ignore_index,
             backend=self.backend,
+            sparse=self.sparse,
         )
 
     def class_loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
@@ -160,5 +163,6 @@ class HierarchicalSoftmax(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"hidden_size={self.hidden_size}, bias={self.bias is not None}, backend={self.backend}"
+            f"hidden_size={self.hidden_size}, bias={self.bias is not None}, backend={self.backend},"
+            f" sparse={self.sparse}"
         )

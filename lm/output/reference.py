@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lm.output.memory import zeros_but_for
 from lm.output.routing import Visits
+from lm.output.row_gradient import Product, RowGradient, Rows
 from lm.output.tree import TreeArrays
 
 _KEPT_ELEMENTS = 1 << 26
@@ -107,36 +108,116 @@ def backward(
         saved: what `forward` filled in.
         needs: which of the three are wanted.
     """
-    own_hidden = hidden.index_select(0, visits.position).to(saved.dtype)
-    own_d_nll = d_nll.to(saved.dtype).index_select(0, visits.position)
-    scaled = own_hidden * own_d_nll[:, None]
-    nodes = list(_nodes(visits, tree))
-    d_own = torch.zeros_like(own_hidden) if needs[0] else None
-    written = [(node.first_row, node.first_row + node.num_children) for node in nodes]
+    batch = _Batch.of(d_nll, hidden, weight, bias, visits, tree, saved)
+    d_own = torch.zeros_like(batch.hidden) if needs[0] else None
+    written = [(node.first_row, node.first_row + node.num_children) for node in batch.nodes]
     d_weight = zeros_but_for(written, weight) if needs[1] else None
     d_bias = torch.zeros_like(bias) if bias is not None and needs[2] else None
-    kept = None
-    if _keeps(saved, visits):
-        place, _, used = _targets(visits, tree)
-        kept = _error(saved[:used], place)
-    for node in nodes:
-        for children in node.blocks(weight, saved.dtype):
-            rows = node.rows(children)
-            if kept is not None:
-                error = node.columns(kept, children)
-            else:
-                error = _error_in_block(own_hidden, weight, bias, visits, saved, node, children)
-            if d_own is not None:
-                d_own[node.visits].addmm_(error, weight[rows].to(saved.dtype))
-            if d_weight is not None:
-                _write_product(d_weight[rows], error.T, scaled[node.visits])
-            if d_bias is not None:
-                _write_product(d_bias[rows], error.T, own_d_nll[node.visits])
-    d_hidden = None
-    if d_own is not None:
-        d_own.mul_(own_d_nll[:, None])
-        d_hidden = torch.empty_like(d_own).index_copy_(0, visits.position, d_own).to(hidden.dtype)
-    return d_hidden, d_weight, d_bias
+    for node, children, error in batch.errors():
+        rows = node.rows(children)
+        if d_own is not None:
+            d_own[node.visits].addmm_(error, weight[rows].to(saved.dtype))
+        if d_weight is not None:
+            _write_product(d_weight[rows], error.T, batch.scaled[node.visits])
+        if d_bias is not None:
+            _write_product(d_bias[rows], error.T, batch.d_nll[node.visits])
+    return None if d_own is None else batch.d_hidden(d_own, hidden.dtype), d_weight, d_bias
+
+
+def sparse_backward(
+    d_nll: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    visits: Visits,
+    tree: TreeArrays,
+    saved: Tensor,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, RowGradient | None, RowGradient | None]:
+    """As `backward`, d_weight and d_bias as the gradients of visited rows: factors where the
+    forward kept its columns, else values.
+    """
+    batch = _Batch.of(d_nll, hidden, weight, bias, visits, tree, saved)
+    d_own = torch.zeros_like(batch.hidden) if needs[0] else None
+    d_weight: list[Product | Rows] = []
+    d_bias: list[Product | Rows] = []
+    for node, children, error in batch.errors():
+        rows = node.rows(children)
+        if d_own is not None:
+            d_own[node.visits].addmm_(error, weight[rows].to(saved.dtype))
+        for wanted, parts, right in (
+            (needs[1], d_weight, batch.scaled[node.visits]),
+            (bias is not None and needs[2], d_bias, batch.d_nll[node.visits, None]),
+        ):
+            if wanted and batch.kept is not None:
+                parts.append(Product(rows.start, error, right))
+            elif wanted:
+                index = torch.arange(rows.start, rows.stop, device=error.device)
+                parts.append(Rows(index, error.T @ right))
+    return (
+        None if d_own is None else batch.d_hidden(d_own, hidden.dtype),
+        RowGradient(weight, d_weight) if needs[1] else None,
+        RowGradient(bias, d_bias) if bias is not None and needs[2] else None,
+    )
+
+
+class _Batch(NamedTuple):
+    """What both backwards begin with: everything in the order of the sorted positions.
+
+    Attributes:
+        inputs: weight, bias, visits and saved, as the forward had them.
+        hidden: [P, H].
+        d_nll: [P].
+        scaled: [P, H], d_nll_p h_p of (6).
+        nodes: that are visited.
+        kept: q - onehot of (4) in the places of the kept log q; None where they were not kept.
+    """
+
+    inputs: tuple[Tensor, Tensor | None, Visits, Tensor]
+    hidden: Tensor
+    d_nll: Tensor
+    scaled: Tensor
+    nodes: list["_Node"]
+    kept: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        d_nll: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        visits: Visits,
+        tree: TreeArrays,
+        saved: Tensor,
+    ) -> "_Batch":
+        """Sort, and find the errors where the columns were kept."""
+        own_hidden = hidden.index_select(0, visits.position).to(saved.dtype)
+        own_d_nll = d_nll.to(saved.dtype).index_select(0, visits.position)
+        kept = None
+        if _keeps(saved, visits):
+            place, _, used = _targets(visits, tree)
+            kept = _error(saved[:used], place)
+        nodes = list(_nodes(visits, tree))
+        scaled = own_hidden * own_d_nll[:, None]
+        return cls((weight, bias, visits, saved), own_hidden, own_d_nll, scaled, nodes, kept)
+
+    def errors(self) -> Iterator[tuple["_Node", slice, Tensor]]:
+        """(4) of each node, [visits, children], a block of children after another."""
+        weight, bias, visits, saved = self.inputs
+        for node in self.nodes:
+            for children in node.blocks(weight, saved.dtype):
+                if self.kept is not None:
+                    yield node, children, node.columns(self.kept, children)
+                else:
+                    args = self.hidden, weight, bias, visits, saved, node, children
+                    yield node, children, _error_in_block(*args)
+
+    def d_hidden(self, d_own: Tensor, dtype: torch.dtype) -> Tensor:
+        """(5) of the positions as they came, of the sums over visits as they were sorted."""
+        d_own.mul_(self.d_nll[:, None])
+        position = self.inputs[2].position
+        return torch.empty_like(d_own).index_copy_(0, position, d_own).to(dtype)
 
 
 class _Node(NamedTuple):
