@@ -8,11 +8,12 @@ replaced after each of them. File names are fixed here; none is ever taken from 
 
 import hashlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +37,16 @@ from data_prep.storage import (
 )
 from data_prep.tokenizer import EOS, UNK, SentencePieceTokenizer, Tokenizer, WordTokenizer
 
+if TYPE_CHECKING:
+    from data_prep.word_table import WordTable
+
 FORMAT_VERSION = 1
 META = "meta.json"
 COUNTS = "counts.npy"
 CLASSES = "classes.npy"
 TOKENIZER = "tokenizer.json"
 MODEL_FILE = {"words": "vocab.txt", "sentencepiece": "tokenizer.model"}
+WORDS_PER_CHUNK = 1 << 16
 
 Split = Literal["train", "valid", "test"]
 
@@ -154,6 +159,7 @@ class Prepared:
         self.vocab_size = meta.tokenizer.vocab_size
         self.eos_id = meta.tokenizer.eos_id
         self.unk_id = meta.tokenizer.unk_id
+        self.tokenizer_kind = meta.tokenizer.kind
         self.tokenizer_sha256 = meta.tokenizer.sha256
         self.num_word_classes = meta.classes.num_word_classes
         self._counts = meta.counts
@@ -192,9 +198,7 @@ class Prepared:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        path = self.folder / TOKENIZER
-        if sha256_file(path) != self.tokenizer_sha256:
-            raise UserError(f"{path} is not the tokenizer that the token files were written with")
+        verify_tokenizer(self.folder, self.tokenizer_sha256)
         return load_tokenizer(self.folder)
 
     def _array(
@@ -271,6 +275,7 @@ def save_tokenizer(
         counts: occurrences of each word [N], for `vocab.txt`.
     """
     model = folder / MODEL_FILE[tokenizer.kind]
+    content: Iterator[bytes]
     settings = {}
     if isinstance(tokenizer, WordTokenizer):
         if counts is None or len(counts) != tokenizer.vocab_size:
@@ -281,13 +286,11 @@ def save_tokenizer(
             "split_punctuation": tokenizer.split_punctuation,
         }
     elif isinstance(tokenizer, SentencePieceTokenizer):
-        content = tokenizer.model
+        content = iter([tokenizer.model])
     else:
         raise ValueError(f"no file format for {type(tokenizer).__name__}")
-    write_atomically(model, lambda file: file.write(content))
-    description = TokenizerFile(
-        kind=tokenizer.kind, sha256=hashlib.sha256(content).hexdigest(), **settings
-    )
+    digest = write_atomically(model, partial(_write_hashed, content))
+    description = TokenizerFile(kind=tokenizer.kind, sha256=digest, **settings)
     write_json_atomically(folder / TOKENIZER, asdict(description))
     return TokenizerInfo(
         kind=tokenizer.kind,
@@ -312,7 +315,7 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     with open_to_read(path) as file:
         content = file.read()
     if hashlib.sha256(content).hexdigest() != description.sha256:
-        raise UserError(f"{path} is damaged: its SHA-256 differs from the one in {TOKENIZER}")
+        raise UserError(_damaged(path))
     if description.kind == "sentencepiece":
         try:
             return SentencePieceTokenizer(content)
@@ -324,14 +327,38 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     )
 
 
+def verify_tokenizer(folder: Path, sha256: str) -> None:
+    """Compare the files of a tokenizer with their checksums, without loading it.
+
+    Args:
+        folder: holds `tokenizer.json` and `vocab.txt` or `tokenizer.model`.
+        sha256: of `tokenizer.json`, as `TokenizerInfo` has it.
+
+    Raises:
+        UserError: a file is absent, damaged or of another tokenizer.
+    """
+    path = folder / TOKENIZER
+    if sha256_file(path) != sha256:
+        raise UserError(f"{path} is not the tokenizer that the token files were written with")
+    description: TokenizerFile = _read_json(path, TokenizerFile)
+    model = folder / MODEL_FILE[description.kind]
+    if sha256_file(model) != description.sha256:
+        raise UserError(_damaged(model))
+
+
 def copy_tokenizer(prepared: Prepared, folder: Path | str) -> None:
-    """Copy the tokenizer's files to a run or an exported model."""
-    for name in (MODEL_FILE[prepared.tokenizer().kind], TOKENIZER):
+    """Copy the tokenizer's files to a run or an exported model.
+
+    Raises:
+        UserError: a file is absent, damaged or of another tokenizer.
+    """
+    verify_tokenizer(prepared.folder, prepared.tokenizer_sha256)
+    for name in (MODEL_FILE[prepared.tokenizer_kind], TOKENIZER):
         with open_to_read(prepared.folder / name) as source:
             write_atomically(Path(folder) / name, partial(shutil.copyfileobj, source))
 
 
-def parse_vocabulary(content: bytes, path: Path) -> tuple[list[str], NDArray[np.int64]]:
+def parse_vocabulary(content: bytes, path: Path) -> tuple["WordTable", NDArray[np.int64]]:
     """The words and counts of a `vocab.txt`: one `word TAB count` a line.
 
     Args:
@@ -341,24 +368,31 @@ def parse_vocabulary(content: bytes, path: Path) -> tuple[list[str], NDArray[np.
     Raises:
         UserError: names the first line that is wrong, or the special word that is missing.
     """
+    from data_prep.word_table import RepeatedWord, WordTable, parse_counts  # loads a compiler
+
     try:
-        lines = content.decode().removesuffix("\n").split("\n")
+        content.decode()
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}, line {number}: invalid UTF-8") from error
-    line_of_word: dict[str, int] = {}
-    counts = np.zeros(len(lines), np.int64)
-    for number, line in enumerate(lines, start=1):
-        word, tab, count = line.partition("\t")
-        if not word or not tab or not (count.isascii() and count.isdigit() and len(count) < 19):
-            raise UserError(f"{path}, line {number}: expected word TAB count, got {line[:80]!r}")
-        if line_of_word.setdefault(word, number) != number:
-            raise UserError(f"{path}, line {number}: {word!r} is on line {line_of_word[word]} too")
-        counts[number - 1] = int(count)
+    text, starts, counts, num_right = parse_counts(content)
+    if num_right < len(counts):
+        line = content.split(b"\n", num_right + 1)[num_right].decode()
+        raise UserError(f"{path}, line {num_right + 1}: expected word TAB count, got {line[:80]!r}")
+    try:
+        words = WordTable(text, starts)
+    except RepeatedWord as error:
+        raise UserError(
+            f"{path}, line {error.id + 1}: {error.word!r} is on line {error.first_id + 1} too"
+        ) from error
     for special in (UNK, EOS):
-        if special not in line_of_word:
+        if words.id(special) < 0:
             raise UserError(f"{path}: the word {special} is missing")
-    return list(line_of_word), counts
+    return words, counts
+
+
+def _damaged(path: Path) -> str:
+    return f"{path} is damaged: its SHA-256 differs from the one in {TOKENIZER}"
 
 
 def _read_json(path: Path, kind: type[Any]) -> Any:
@@ -377,6 +411,17 @@ def _read_json(path: Path, kind: type[Any]) -> Any:
         ) from error
 
 
-def _vocabulary(words: Iterable[str], counts: NDArray[np.int64]) -> bytes:
-    lines = map("{}\t{}\n".format, words, counts.tolist())
-    return "".join(lines).encode()
+def _vocabulary(words: "WordTable", counts: NDArray[np.int64]) -> Iterator[bytes]:
+    """The content of `vocab.txt`, in portions."""
+    lines = map("{}\t{}\n".format, words, map(int, counts))
+    while chunk := "".join(islice(lines, WORDS_PER_CHUNK)):
+        yield chunk.encode()
+
+
+def _write_hashed(content: Iterable[bytes], file: BinaryIO) -> str:
+    """Write the content; returns its SHA-256."""
+    digest = hashlib.sha256()
+    for chunk in content:
+        digest.update(chunk)
+        file.write(chunk)
+    return digest.hexdigest()

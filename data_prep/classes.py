@@ -5,15 +5,17 @@ with values 0 to C - 1, every class non-empty. Word ids need not be in order of 
 depends on frequency reads `counts`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
 
-from data_prep.clustering import TOKENS_PER_CHUNK, Tokens, count_bigrams, embedding_classes
+from data_prep.bigrams import TOKENS_PER_CHUNK, Tokens, count_bigrams
+from data_prep.clustering import embedding_classes
 from data_prep.settings import ClassesConfig, UserError
 
 __all__ = [
@@ -39,7 +41,7 @@ def build_word_classes(
     settings: ClassesConfig,
     *,
     tokens: Tokens,
-    words: Sequence[str],
+    words: Callable[[], Sequence[str]],
     folder: Path,
     progress: bool = True,
 ) -> WordClass:
@@ -49,20 +51,21 @@ def build_word_classes(
         counts: [N] occurrences of each word in the training split, int64.
         settings: the section.
         tokens: [T] word ids of the training split; may be a memory map.
-        words: the N words by id; `file` alone reads them.
+        words: gives the N words by id; `file` alone asks for them.
         folder: where a relative `settings.file` starts.
         progress: bars on stderr.
 
     Returns:
         int32 [N]. C is `settings.num_word_classes` or √N, rounded, but never more than N; a file
-        decides its own.
+        decides its own. With `settings.clustered_words`, the classes of the clustered words come
+        first, those of the others after them.
 
     Raises:
         UserError: the section contradicts itself, the vocabulary or the file it names.
     """
     vocab_size = len(counts)
     if settings.method == "file":
-        return _classes_from_file(settings, words, folder)
+        return _classes_from_file(settings, words(), folder)
     num_word_classes = min(settings.num_word_classes or round(vocab_size**0.5), vocab_size)
     if settings.method == "frequency":
         return frequency_classes(counts, num_word_classes)
@@ -70,46 +73,72 @@ def build_word_classes(
         return uniform_classes(counts, num_word_classes)
     if settings.method == "random":
         return random_classes(vocab_size, num_word_classes, settings.seed)
-    if settings.method == "exchange":
-        return _exchange_classes(counts, tokens, num_word_classes, settings, progress)
-    return embedding_classes(
-        counts,
-        tokens,
-        num_word_classes,
-        dimensions=settings.dimensions,
-        max_words=settings.max_words,
-        seed=settings.seed,
-        progress=progress,
-    )
+    clustered = min(settings.clustered_words or vocab_size, vocab_size)
+    if clustered == vocab_size:
+        bigrams = count_bigrams(tokens, vocab_size, progress=progress)
+        return _clustered_classes(bigrams, counts, num_word_classes, settings, progress)
+    return _clustered_head(counts, tokens, clustered, num_word_classes, settings, progress)
 
 
-def _exchange_classes(
+def _clustered_head(
     counts: IntArray,
     tokens: Tokens,
+    num_clustered: int,
     num_word_classes: int,
     settings: ClassesConfig,
     progress: bool,
 ) -> WordClass:
-    """`embedding` classes of equal sizes, then exchange up to `max_words`."""
-    from data_prep.exchange import exchange  # loads a compiler
+    """The most frequent words clustered, the others in `frequency` classes that come after."""
+    order = np.argsort(-counts, kind="stable")
+    head, tail = order[:num_clustered], order[num_clustered:]
+    in_head = _head_classes(counts[head], counts[tail], num_word_classes)
+    word_class = np.zeros(len(counts), np.int32)
+    if in_head == num_word_classes:
+        return word_class  # one class holds both
+    bigrams = count_bigrams(tokens, len(counts), words=head, progress=progress)
+    word_class[head] = _clustered_classes(bigrams, counts[head], in_head, settings, progress)
+    word_class[tail] = in_head + frequency_classes(counts[tail], num_word_classes - in_head)
+    return word_class
 
+
+def _head_classes(head: IntArray, tail: IntArray, num_word_classes: int) -> int:
+    """How many of the classes the clustered words get: their share of Σ √count, rounded, but one
+    at least for either part and no more than it has words; all if there is only one.
+    """
+    mass, rest = np.sqrt(head).sum(), np.sqrt(tail).sum()
+    wanted = round(num_word_classes * mass / max(mass + rest, 1))
+    lowest = max(1, num_word_classes - len(tail))
+    return int(max(lowest, min(wanted, len(head), max(num_word_classes - 1, 1))))
+
+
+def _clustered_classes(
+    bigrams: sparse.csr_array,
+    counts: IntArray,
+    num_word_classes: int,
+    settings: ClassesConfig,
+    progress: bool,
+) -> WordClass:
+    """`embedding` classes; for `exchange` of equal sizes, then exchanged up to `max_words`."""
     equal = -(-len(counts) // num_word_classes)
-    capacity = settings.max_words or 2 * equal
-    bigrams = count_bigrams(tokens, len(counts), progress=progress)
-    start = embedding_classes(
+    exchanged = settings.method == "exchange"
+    capacity = settings.max_words or (2 * equal if exchanged else equal)
+    word_class = embedding_classes(
         counts,
-        tokens,
+        bigrams,
         num_word_classes,
         dimensions=settings.dimensions,
-        max_words=min(equal, capacity),
+        max_words=min(equal, capacity) if exchanged else capacity,
         seed=settings.seed,
-        bigrams=bigrams,
         progress=progress,
     )
+    if not exchanged:
+        return word_class
+    from data_prep.exchange import exchange  # loads a compiler
+
     return exchange(
         bigrams,
         counts,
-        start.astype(np.int64),
+        word_class.astype(np.int64),
         num_word_classes,
         capacity,
         column_cost=settings.column_cost,

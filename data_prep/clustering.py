@@ -22,9 +22,6 @@ from data_prep.assignment import (
 from data_prep.settings import UserError
 
 DoubleArray = NDArray[np.float64]
-Tokens = NDArray[np.unsignedinteger] | NDArray[np.signedinteger]
-
-TOKENS_PER_CHUNK = 1 << 22
 
 CONTEXT_WORDS = 10_000
 """Most frequent words that count as neighbours in the vectors."""
@@ -46,13 +43,12 @@ REFINEMENT_SMOOTHING = 0.02
 
 def embedding_classes(
     counts: IntArray,
-    tokens: Tokens,
+    bigrams: sparse.csr_array,
     num_word_classes: int,
     *,
     dimensions: int = 100,
     max_words: int | None = None,
     seed: int = 1,
-    bigrams: sparse.csr_array | None = None,
     progress: bool = False,
 ) -> NDArray[np.int32]:
     """Classes of words with like neighbours: balanced k-means on PPMI-SVD vectors, then refined.
@@ -61,13 +57,12 @@ def embedding_classes(
     to the smallest classes.
 
     Args:
-        counts: [N] occurrences of each word in `tokens`.
-        tokens: [T] word ids, in the order of the text; may be a memory map, is read in portions.
+        counts: [N] occurrences of each word.
+        bigrams: [N, N] how often word w is followed by word v, from `count_bigrams`.
         num_word_classes: C, 1 to N.
         dimensions: D, length of the vectors; fewer where the vocabulary is smaller.
         max_words: most words in one class; default ⌈N / C⌉, equal sizes.
         seed: the same seed, text and machine give the same classes.
-        bigrams: `count_bigrams` of the tokens, where they are counted already.
         progress: bars on stderr.
 
     Returns:
@@ -84,10 +79,8 @@ def embedding_classes(
     if capacity * num_word_classes < vocab_size:
         raise UserError(
             f"classes.max_words: {num_word_classes} classes of at most {capacity} words hold "
-            f"{num_word_classes * capacity} words, but the vocabulary has {vocab_size}"
+            f"{num_word_classes * capacity} words, but {vocab_size} are to be clustered"
         )
-    if bigrams is None:
-        bigrams = count_bigrams(tokens, vocab_size, progress=progress)
     vectors = word_vectors(bigrams, counts, dimensions, seed)
     word_class = balanced_kmeans(
         vectors, counts, num_word_classes, capacity, seed, progress=progress
@@ -96,18 +89,6 @@ def embedding_classes(
         bigrams, counts, word_class, num_word_classes, capacity, seed, progress=progress
     )
     return word_class.astype(np.int32)
-
-
-def count_bigrams(tokens: Tokens, vocab_size: int, *, progress: bool = False) -> sparse.csr_array:
-    """How often word w is followed by word v: a sparse matrix [N, N] (float64), row w, column v."""
-    bigrams = sparse.csr_array((vocab_size, vocab_size), dtype=np.float64)
-    starts = range(0, len(tokens) - 1, TOKENS_PER_CHUNK)
-    for start in tqdm(starts, desc="counting word pairs", disable=None if progress else True):
-        chunk = np.asarray(tokens[start : start + TOKENS_PER_CHUNK + 1], dtype=np.int64)
-        pairs, occurrences = np.unique(chunk[:-1] * vocab_size + chunk[1:], return_counts=True)
-        where = np.divmod(pairs, vocab_size)
-        bigrams += sparse.csr_array((occurrences.astype(np.float64), where), shape=bigrams.shape)
-    return bigrams
 
 
 # Vectors

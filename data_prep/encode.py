@@ -4,9 +4,9 @@ Decides the layout of a token stream and what is counted; `artifacts` decides th
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +60,7 @@ class _Counting:
         self.utf8_bytes = 0
         self.occurrences = np.zeros(tokenizer.vocab_size, np.int64)
 
-    def batches(self, lines: Iterable[str], bar: "tqdm[Any]") -> Iterator[NDArray[np.int64]]:
+    def batches(self, lines: Iterable[str], bar: "tqdm[Any]") -> Iterator[NDArray[np.integer]]:
         """Token ids of a batch of lines after the other, `<eos>` after each line."""
         iterator = iter(lines)
         while batch := list(islice(iterator, LINES_PER_BATCH)):
@@ -69,14 +69,7 @@ class _Counting:
             self.lines += len(batch)
             self.words += self.tokenizer.num_words(text)
             self.utf8_bytes += len(text.encode()) + 1
-            ids = self._ids(batch)
+            ids = self.tokenizer.encode_stream(batch)
             np.add.at(self.occurrences, ids, 1)
             bar.update(len(batch))
             yield ids
-
-    def _ids(self, batch: list[str]) -> NDArray[np.int64]:
-        encoded = self.tokenizer.encode_lines(batch)
-        for ids in encoded:
-            ids.append(self.tokenizer.eos_id)
-        flat = chain.from_iterable(encoded)
-        return cast(NDArray[np.int64], np.fromiter(flat, np.int64, sum(map(len, encoded))))

@@ -113,7 +113,7 @@ def _x_log_x(values: DoubleArray) -> DoubleArray:
 def _neighbours(bigrams: sparse.csr_array) -> tuple[Neighbours, Neighbours, IntArray]:
     """Words after and before each word, and how often a word follows itself [N]."""
     self_count = bigrams.diagonal().round().astype(np.int64)
-    others = (bigrams - sparse.diags_array(bigrams.diagonal())).tocsr()
+    others = (bigrams - sparse.diags_array(bigrams.diagonal(), dtype=bigrams.dtype)).tocsr()
     others.eliminate_zeros()
     sides = []
     for side in (others, others.T.tocsr()):

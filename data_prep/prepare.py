@@ -14,24 +14,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from data_prep import corpus
 from data_prep.artifacts import (
     CLASSES,
     COUNTS,
     META,
-    TOKENIZER,
     ClassesInfo,
     InputFile,
     Meta,
     Prepared,
     Split,
+    TokenizerInfo,
     load_tokenizer,
     open_prepared,
     read_meta,
     save_tokenizer,
+    verify_tokenizer,
     write_meta,
 )
 from data_prep.classes import build_word_classes
@@ -222,12 +220,9 @@ def _tokenizer_is_sound(folder: Path, found: Meta) -> bool:
     if found.tokenizer is None:
         return False
     try:
-        load_tokenizer(folder)
+        verify_tokenizer(folder, found.tokenizer.sha256)
     except UserError as error:
         logger.warning("%s; making it again", error)
-        return False
-    if sha256_file(folder / TOKENIZER) != found.tokenizer.sha256:
-        logger.warning("%s is another tokenizer; making it again", folder / TOKENIZER)
         return False
     return True
 
@@ -262,33 +257,29 @@ def _make(
     """Make the stages that the record lacks, recording each."""
     if meta.tokenizer is None:
         logger.info("building the vocabulary from the training split")
-        tokenizer, word_counts = _build_tokenizer(data, tokenizer_settings)
-        meta = replace(meta, tokenizer=save_tokenizer(folder, tokenizer, word_counts))
+        meta = replace(meta, tokenizer=_build_tokenizer(data, tokenizer_settings, folder))
         write_meta(folder, meta)
-    else:
-        tokenizer = load_tokenizer(folder)
-    for split in corpus.SPLITS:
-        if split in _splits(meta) and split not in meta.splits:
-            meta = _encode(meta, split, data, tokenizer, folder, progress)
-            write_meta(folder, meta)
+    missing = [split for split in corpus.SPLITS if split in _splits(meta) - set(meta.splits)]
+    tokenizer = load_tokenizer(folder) if missing else None
+    for split in missing:
+        assert tokenizer is not None
+        meta = _encode(meta, split, data, tokenizer, folder, progress)
+        write_meta(folder, meta)
+    del tokenizer  # large, and hardly any classes need it
     if meta.classes is None:
-        meta = replace(
-            meta, classes=_build_classes(meta, classes, tokenizer, data, folder, progress)
-        )
+        meta = replace(meta, classes=_build_classes(meta, classes, data, folder, progress))
     write_meta(folder, replace(meta, complete=True))
 
 
-def _build_tokenizer(
-    data: DataConfig, settings: TokenizerConfig
-) -> tuple[Tokenizer, NDArray[np.int64] | None]:
+def _build_tokenizer(data: DataConfig, settings: TokenizerConfig, folder: Path) -> TokenizerInfo:
     lines = corpus.lines(data, "train")
     if settings.kind == "sentencepiece":
-        return SentencePieceTokenizer(train_sentencepiece(lines, settings)), None
+        return save_tokenizer(folder, SentencePieceTokenizer(train_sentencepiece(lines, settings)))
     words, counts = count_words(lines, settings)
     tokenizer = WordTokenizer(
         words, lowercase=settings.lowercase, split_punctuation=settings.split_punctuation
     )
-    return tokenizer, counts
+    return save_tokenizer(folder, tokenizer, counts)
 
 
 def _encode(
@@ -306,18 +297,22 @@ def _encode(
 def _build_classes(
     meta: Meta,
     settings: ClassesConfig,
-    tokenizer: Tokenizer,
     data: DataConfig,
     folder: Path,
     progress: bool,
 ) -> ClassesInfo:
     assert meta.counts is not None
     logger.info("building word classes by %s", settings.method)
+
+    def words() -> list[str]:
+        tokenizer = load_tokenizer(folder)
+        return [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
+
     word_class = build_word_classes(
         map_array(folder / COUNTS, meta.counts),
         settings,
         tokens=map_array(folder / "train.npy", meta.splits["train"].array),
-        words=[tokenizer.token(id) for id in range(tokenizer.vocab_size)],
+        words=words,
         folder=Path(data.dir),
         progress=progress,
     )

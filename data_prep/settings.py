@@ -115,11 +115,16 @@ class ClassesConfig:
     """C, number of classes; default √N, rounded."""
     seed: NonNegative = 1
     """Seed of `random`, `embedding` and `exchange`."""
+    clustered_words: Positive | None = None
+    """embedding, exchange: only this many of the most frequent words are clustered; the others are
+    cut by count into classes of their own, as in frequency. The two parts share C in proportion to
+    their sums of √count. Default: all.
+    """
     dimensions: Positive = 100
     """embedding, exchange: length of the word vectors."""
     max_words: Positive | None = None
     """embedding, exchange: most words in one class; default ⌈N / C⌉, equal sizes, and twice that
-    for exchange.
+    for exchange. With `clustered_words`, N and C are those of the clustered words.
     """
     column_cost: Annotated[float, Field(ge=0)] = 0.0
     """exchange: nats that one logit of one token is worth; above 0, frequent words end in smaller

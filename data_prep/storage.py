@@ -92,15 +92,19 @@ def verify_array(
 ) -> None:
     """Compare a mapped array with its checksum, and its values with the range [0, below).
 
+    The file is read, not the map, whose pages would count as this process's memory.
+
     Raises:
         UserError: they differ; names `path`.
     """
     digest, lowest, highest = hashlib.sha256(), 0, -1
     step = CHUNK_BYTES // array.itemsize
-    for start in range(0, array.size, step):
-        chunk = array[start : start + step]
-        digest.update(chunk.view(np.uint8).data)
-        lowest, highest = min(lowest, int(chunk.min())), max(highest, int(chunk.max()))
+    with open_to_read(path) as file:
+        file.seek(-array.nbytes, os.SEEK_END)
+        for _ in range(0, array.size, step):
+            chunk = np.fromfile(file, array.dtype, step)
+            digest.update(chunk.view(np.uint8).data)
+            lowest, highest = min(lowest, int(chunk.min())), max(highest, int(chunk.max()))
     if digest.hexdigest() != info.sha256:
         raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one")
     if below is not None and not 0 <= lowest <= highest < below:

@@ -6,9 +6,9 @@ Decides which words or pieces there are and in what order. Knows no files; what 
 
 import io
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,17 +20,15 @@ from data_prep.tokenizer import (
     UNK,
     SentencePieceTokenizer,
     known_stretches,
-    word_splitter,
+    word_separator,
 )
 
 if TYPE_CHECKING:
     import pyarrow
 
+    from data_prep.word_table import WordCounter, WordTable
+
 LINES_PER_BATCH = 16_384
-MAX_COUNTED_TYPES = 2_000_000
-"""Distinct words that the counting dictionary may hold before an Arrow table, far smaller, takes
-them.
-"""
 MAX_SENTENCE_CHARACTERS = 4_096
 """Longest stretch of a line that sentencepiece learns from at once; its time grows out of
 proportion.
@@ -39,11 +37,12 @@ proportion.
 
 def count_words(
     lines: Iterable[str], settings: TokenizerConfig
-) -> tuple[list[str], NDArray[np.int64]]:
+) -> tuple["WordTable", NDArray[np.int64]]:
     """The vocabulary of a corpus: its words, most frequent first, equal counts in code point order.
 
     `<eos>` is counted once a line; `<unk>` counts its literal occurrences and those of every word
-    left out. Beyond a fixed amount, counting needs some 30 bytes of memory for each distinct word.
+    left out. Memory grows with the distinct words, some 50 bytes for each and 90 while they are
+    sorted, not with the text.
 
     Args:
         lines: the training lines.
@@ -62,10 +61,21 @@ def count_words(
             f"tokenizer.vocab_size is {settings.vocab_size}:"
             f" expected at least 3, {UNK} and {EOS} included"
         )
-    types, num_lines = _count_types(
-        lines, word_splitter(settings.lowercase, settings.split_punctuation)
-    )
-    return _cut_vocabulary(types, num_lines, settings)
+    from data_prep.word_table import WordCounter, WordTable  # loads a compiler
+
+    counter = WordCounter()
+    counter.add(f"{UNK} {EOS}")  # ids 0 and 1
+    num_lines = _count(counter, lines, settings)
+    text, starts, counts = counter.result()
+    del counter  # frees its table
+    counts[:2] -= 1
+    words = _as_arrow(text, starts)
+    order, num_cut = _cut_order(words, counts, settings)
+    counts[0] += num_cut
+    counts[1] += num_lines
+    for id, word in enumerate((UNK, EOS)):
+        order = np.insert(order, _place(word, int(counts[id]), words, counts, order), id)
+    return WordTable(*_as_numpy(words.take(order))), counts[order]
 
 
 def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: int = 1) -> bytes:
@@ -111,64 +121,63 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
     return model.getvalue()
 
 
-def _count_types(
-    lines: Iterable[str], split: Callable[[str], list[str]]
-) -> tuple["pyarrow.Table", int]:
-    """Every distinct word with its count, unordered columns `word` and `count`; the number of
-    lines.
-    """
+def _count(counter: "WordCounter", lines: Iterable[str], settings: TokenizerConfig) -> int:
+    """Count the words of the lines; returns the number of lines."""
+    separate = word_separator(settings.lowercase, settings.split_punctuation)
     iterator = iter(lines)
-    counter: Counter[str] = Counter()
-    types = _as_table(counter)
     num_lines = 0
     while batch := list(islice(iterator, LINES_PER_BATCH)):
         num_lines += len(batch)
-        counter.update(chain.from_iterable(map(split, batch)))
-        if len(counter) > MAX_COUNTED_TYPES:
-            types = _added(types, counter)
-            counter.clear()
-    return _added(types, counter), num_lines
+        counter.add(separate(batch))
+    return num_lines
 
 
-def _as_table(counts: dict[str, int]) -> "pyarrow.Table":
-    import pyarrow
-
-    return pyarrow.table(
-        {
-            "word": pyarrow.array(counts.keys(), pyarrow.large_string()),
-            "count": pyarrow.array(counts.values(), pyarrow.int64()),
-        }
-    )
-
-
-def _added(types: "pyarrow.Table", counts: dict[str, int]) -> "pyarrow.Table":
-    import pyarrow
-
-    both = pyarrow.concat_tables([types, _as_table(counts)])
-    summed = both.group_by("word").aggregate([("count", "sum")])
-    return summed.rename_columns(["word", "count"])
-
-
-def _cut_vocabulary(
-    types: "pyarrow.Table", num_lines: int, settings: TokenizerConfig
-) -> tuple[list[str], NDArray[np.int64]]:
+def _cut_order(
+    words: "pyarrow.LargeStringArray", counts: NDArray[np.int64], settings: TokenizerConfig
+) -> tuple[NDArray[np.int64], int]:
+    """Ids of the words that stay, by count and code points, without the special words 0 and 1; and
+    the occurrences of the others.
+    """
     import pyarrow
     from pyarrow import compute
 
-    is_special = compute.is_in(types["word"], value_set=pyarrow.array([UNK, EOS], "large_string"))
-    literal = Counter(dict(zip(*types.filter(is_special).to_pydict().values(), strict=True)))
-    types = _sorted(types.filter(compute.invert(is_special)))
-    num_kept = int((types["count"].to_numpy() >= settings.min_count).sum())
+    keys = [("count", "descending"), ("word", "ascending")]
+    table = pyarrow.table({"word": words, "count": counts})
+    order = compute.sort_indices(table, sort_keys=keys).to_numpy().view(np.int64)
+    order = order[order > 1]
+    num_kept = int((counts[2:] >= settings.min_count).sum())
     if settings.vocab_size is not None:
         num_kept = min(num_kept, settings.vocab_size - 2)
-    num_cut = compute.sum(types["count"][num_kept:], min_count=0).as_py()
-    special = {UNK: literal[UNK] + num_cut, EOS: literal[EOS] + num_lines}
-    kept = _sorted(pyarrow.concat_tables([types[:num_kept], _as_table(special)]))
-    return kept["word"].to_pylist(), kept["count"].to_numpy().astype(np.int64)
+    return order[:num_kept], int(counts[order[num_kept:]].sum())
 
 
-def _sorted(types: "pyarrow.Table") -> "pyarrow.Table":
-    return types.sort_by([("count", "descending"), ("word", "ascending")])
+def _place(
+    word: str,
+    count: int,
+    words: "pyarrow.LargeStringArray",
+    counts: NDArray[np.int64],
+    order: NDArray[np.int64],
+) -> int:
+    """Where a further word belongs in the order."""
+    descending = -counts[order]
+    first, last = (int(np.searchsorted(descending, -count, side)) for side in ("left", "right"))
+    equals = range(first, last)
+    return first + bisect_left(equals, word, key=lambda rank: words[order[rank]].as_py())
+
+
+def _as_arrow(text: NDArray[np.uint8], starts: NDArray[np.int64]) -> "pyarrow.LargeStringArray":
+    """The words of `text`, which begin at `starts`; nothing is copied."""
+    import pyarrow
+
+    buffers = map(pyarrow.py_buffer, (starts, text))
+    return pyarrow.LargeStringArray.from_buffers(len(starts) - 1, *buffers)
+
+
+def _as_numpy(
+    words: "pyarrow.LargeStringArray",
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    _, starts, text = words.buffers()
+    return np.frombuffer(text, np.uint8), np.frombuffer(starts, np.int64)[: len(words) + 1]
 
 
 def _training_sentences(lines: Iterable[str], failures: list[BaseException]) -> Iterator[str]:

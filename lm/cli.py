@@ -248,7 +248,7 @@ def _info(options: argparse.Namespace, overrides: list[str]) -> None:
 def _as_lines(values: dict[str, Any]) -> str:
     width = max(map(len, values))
     return "\n".join(
-        f"{key:<{width}}  {value:,}" if isinstance(value, int) else f"{key:<{width}}  {value}"
+        f"{key:<{width}}  {value:,}" if type(value) is int else f"{key:<{width}}  {value}"
         for key, value in values.items()
     )
 

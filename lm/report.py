@@ -12,8 +12,9 @@ from data_prep.artifacts import Prepared, open_prepared
 from data_prep.classes import ClassReport, class_report
 from data_prep.settings import UserError
 from lm.batches import Batches
-from lm.config import Config
+from lm.config import Config, has_sparse_table
 from lm.evaluation import Evaluation
+from lm.footprint import available, footprint
 from lm.metrics import read_metrics
 from lm.model.language_model import build_model
 from lm.tree_choice import build_tree
@@ -170,8 +171,7 @@ def describe(config: Config) -> dict[str, Any]:
         name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()
     }
     total = sum(parameters.values())
-    bytes_each = {"bf16-true": 2, "64-true": 8}.get(config.train.precision, 4)
-    states = {"adamw": 2, "sgd": int(config.optim.momentum > 0)}[config.optim.optimizer]
+    need, there = footprint(config, tree), available(config)
     batches = Batches(
         prepared.tokens("train"),
         eos_id=prepared.eos_id,
@@ -195,6 +195,8 @@ def describe(config: Config) -> dict[str, Any]:
         "batches_per_epoch": batches.per_epoch,
         **{f"{name}_parameters": count for name, count in parameters.items() if count},
         "parameters": total,
-        "weights_mib": round(total * bytes_each / 2**20, 1),
-        "weights_gradients_optimizer_mib": round(total * bytes_each * (2 + states) / 2**20, 1),
+        "sparse_gradients": has_sparse_table(config, tree.num_rows),
+        **{f"{name}_mib": round(size / 2**20, 1) for name, size in asdict(need).items()},
+        "memory_mib": round(need.total / 2**20, 1),
+        "memory_there_mib": None if there is None else round(there / 2**20, 1),
     }

@@ -30,6 +30,7 @@ from lm.batches import Batches, BatchLoader
 from lm.checkpoint import AtomicCheckpointIO, batches_done
 from lm.config import Config, differences, has_sparse_table, load_config, to_yaml
 from lm.evaluation import TextCounts
+from lm.footprint import check_memory
 from lm.model.language_model import build_model
 from lm.report import draw_curves
 from lm.run_keeper import (
@@ -70,8 +71,8 @@ def train(config: Config, *, resume: str | None = None, progress: bool = True) -
         The run's folder.
 
     Raises:
-        UserError: if the folder holds a run already, the continuation does not fit it, or the loss
-            is not finite.
+        UserError: if the folder holds a run already, the continuation does not fit it, the memory
+            does not suffice, or the loss is not finite.
         Interrupted: if a signal ended it; the checkpoint is written.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -120,6 +121,7 @@ def _build_module(
     """
     torch.manual_seed(config.seed)
     tree = build_tree(config, prepared)
+    check_memory(config, tree)
     device = nullcontext() if weights else torch.device("meta")
     with trainer.precision_plugin.module_init_context(), device:
         model = build_model(

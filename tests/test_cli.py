@@ -324,8 +324,12 @@ def test_info_counts_the_parameters_of_the_model(
     assert info["output_parameters"] == (vocab_size + nodes - 1) * (hidden + 1)
     parts = ("embedding_parameters", "backbone_parameters", "output_parameters")
     assert info["parameters"] == sum(info[part] for part in parts)
-    megabytes = info["parameters"] * 4 * 4 / 2**20
-    assert info["weights_gradients_optimizer_mib"] == round(megabytes, 1)
+    megabytes = info["parameters"] * 4 / 2**20
+    sizes = [info[f"{part}_mib"] for part in ("weights", "gradients", "optimizer")]
+    assert sizes == [round(times * megabytes, 1) for times in (1, 1, 2)]
+    sizes += [info["batch_mib"], info["other_mib"]]
+    assert info["memory_mib"] == pytest.approx(sum(sizes), abs=0.3)
+    assert info["memory_there_mib"] > info["memory_mib"]
 
 
 def test_info_and_classes_for_people_say_the_same_as_json(

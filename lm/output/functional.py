@@ -338,14 +338,21 @@ class _SparseNll(torch.autograd.Function):
         ignore_index: int,
         backend: Backend,
     ) -> Tensor:
-        arrays, size = list(tree.arrays), (tree.depth, tree.max_path_columns)
-        inputs = (hidden, weight, bias, target, arrays, *size, ignore_index)
+        ctx.tree, ctx.backend = tree, backend
+        size = (tree.depth, tree.max_path_columns)
         nll: Tensor
         if backend == "triton":
-            nll, *left = fused_nll(*inputs, True)
+            arrays = list(tree.arrays)
+            nll, *left = fused_nll(hidden, weight, bias, target, arrays, *size, ignore_index, True)
         else:
-            nll, *left = hierarchical_nll(*inputs)
-        ctx.tree = tree
+            _check_targets(target, tree.vocab_size, ignore_index)
+            visits = route(target, tree.arrays, tree.depth, ignore_index)
+            dtype = reference.compute_dtype(hidden.dtype)
+            num_saved = reference.saved_size(hidden.shape[0], tree.max_path_columns, tree.depth)
+            saved = hidden.new_empty(num_saved, dtype=dtype)
+            pulled = torch.zeros_like(hidden, dtype=dtype)
+            nll = reference.forward(hidden, weight, bias, visits, tree.arrays, saved, pulled)
+            left = [saved, pulled, *visits]
         ctx.save_for_backward(hidden, weight, bias, *left)
         return nll
 
@@ -355,13 +362,15 @@ class _SparseNll(torch.autograd.Function):
         inputs, needs = (d_nll[0], hidden, weight, bias), list(ctx.needs_input_grad[:3])
         arrays = ctx.tree.arrays
         grads: tuple[Tensor | None, ...]
-        if len(left) == 1 + len(Visits._fields):
-            visits = Visits(*left[1:])
-            grads = reference.sparse_backward(*inputs, visits, arrays, left[0], needs)
+        if ctx.backend != "triton":
+            saved, pulled, *visits = left
+            grads = reference.sparse_backward(
+                *inputs, Visits(*visits), arrays, saved, pulled, needs
+            )
         else:
-            state, visits, plan = fused.State(*left[:4]), Visits(*left[4:8]), Schedule(*left[8:])
             inputs = (d_nll[0], hidden.contiguous(), weight, bias)
-            grads = fused.sparse_backward(*inputs, visits, plan, arrays, state, needs)
+            batch = Visits(*left[4:8]), Schedule(*left[8:]), arrays, fused.State(*left[:4])
+            grads = fused.sparse_backward(*inputs, *batch, needs)
         return (*grads, None, None, None, None)
 
 

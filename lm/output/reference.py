@@ -57,6 +57,7 @@ def forward(
     visits: Visits,
     tree: TreeArrays,
     saved: Tensor,
+    pulled: Tensor | None = None,
 ) -> Tensor:
     """nll [P] (3) in `compute_dtype`.
 
@@ -67,11 +68,18 @@ def forward(
         visits: of the targets.
         tree: its arrays.
         saved: [saved_size], filled in for the backward.
+        pulled: [P, H] of zeros, in the order of the sorted positions, or None. Σ W_nᵀ e_v of (5) is
+            added while the rows are at hand, and `saved` is left with the errors (4) instead of
+            log-probabilities; only where these are kept.
     """
     own_hidden = hidden.index_select(0, visits.position).to(saved.dtype)
     log_prob = saved.new_zeros(hidden.shape[0])
     nodes = _nodes(visits, tree)
-    if _keeps(saved, visits):
+    if _keeps(saved, visits) and pulled is not None:
+        for node in nodes:
+            own = _pull(own_hidden, weight, bias, visits, saved, node, pulled)
+            log_prob[node.visits] += own
+    elif _keeps(saved, visits):
         for node in nodes:
             logits = saved.new_empty(node.shape)
             for children in node.blocks(weight, saved.dtype):
@@ -132,18 +140,22 @@ def sparse_backward(
     visits: Visits,
     tree: TreeArrays,
     saved: Tensor,
+    pulled: Tensor,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, RowGradient | None, RowGradient | None]:
     """As `backward`, d_weight and d_bias as the gradients of visited rows: factors where the
-    forward kept its columns, else values.
+    forward kept errors, else values.
+
+    Args:
+        pulled: what the forward filled in with `saved`.
     """
-    batch = _Batch.of(d_nll, hidden, weight, bias, visits, tree, saved)
-    d_own = torch.zeros_like(batch.hidden) if needs[0] else None
+    batch = _Batch.of(d_nll, hidden, weight, bias, visits, tree, saved, errors_kept=True)
+    d_own = pulled if batch.kept is not None else torch.zeros_like(batch.hidden)
     d_weight: list[Product | Rows] = []
     d_bias: list[Product | Rows] = []
     for node, children, error in batch.errors():
         rows = node.rows(children)
-        if d_own is not None:
+        if batch.kept is None and needs[0]:
             d_own[node.visits].addmm_(error, weight[rows].to(saved.dtype))
         for wanted, parts, right in (
             (needs[1], d_weight, batch.scaled[node.visits]),
@@ -155,7 +167,7 @@ def sparse_backward(
                 index = torch.arange(rows.start, rows.stop, device=error.device)
                 parts.append(Rows(index, error.T @ right))
     return (
-        None if d_own is None else batch.d_hidden(d_own, hidden.dtype),
+        batch.d_hidden(d_own, hidden.dtype) if needs[0] else None,
         RowGradient(weight, d_weight) if needs[1] else None,
         RowGradient(bias, d_bias) if bias is not None and needs[2] else None,
     )
@@ -190,14 +202,15 @@ class _Batch(NamedTuple):
         visits: Visits,
         tree: TreeArrays,
         saved: Tensor,
+        errors_kept: bool = False,
     ) -> "_Batch":
-        """Sort, and find the errors where the columns were kept."""
+        """Sort, and find the errors where the columns were kept, unless these are errors."""
         own_hidden = hidden.index_select(0, visits.position).to(saved.dtype)
         own_d_nll = d_nll.to(saved.dtype).index_select(0, visits.position)
         kept = None
         if _keeps(saved, visits):
             place, _, used = _targets(visits, tree)
-            kept = _error(saved[:used], place)
+            kept = saved if errors_kept else _error(saved[:used], place)
         nodes = list(_nodes(visits, tree))
         scaled = own_hidden * own_d_nll[:, None]
         return cls((weight, bias, visits, saved), own_hidden, own_d_nll, scaled, nodes, kept)
@@ -215,9 +228,9 @@ class _Batch(NamedTuple):
 
     def d_hidden(self, d_own: Tensor, dtype: torch.dtype) -> Tensor:
         """(5) of the positions as they came, of the sums over visits as they were sorted."""
-        d_own.mul_(self.d_nll[:, None])
+        scaled = d_own * self.d_nll[:, None]
         position = self.inputs[2].position
-        return torch.empty_like(d_own).index_copy_(0, position, d_own).to(dtype)
+        return torch.empty_like(d_own).index_copy_(0, position, scaled).to(dtype)
 
 
 class _Node(NamedTuple):
@@ -299,12 +312,49 @@ def _logits(
     """Equation (1) for some children of a node, into `out` [visits, children]; `hidden` [P, H] is
     sorted.
     """
-    rows = node.rows(children)
-    own = weight[rows].to(hidden.dtype)
+    own = weight[node.rows(children)].to(hidden.dtype)
+    _products(hidden, own, bias, node, children, out)
+
+
+def _products(
+    hidden: Tensor, rows: Tensor, bias: Tensor | None, node: _Node, children: slice, out: Tensor
+) -> None:
+    """`_logits` with the children's rows at hand, in hidden's dtype."""
     if bias is None:
-        torch.mm(hidden[node.visits], own.T, out=out)
+        torch.mm(hidden[node.visits], rows.T, out=out)
     else:
-        torch.addmm(bias[rows].to(hidden.dtype), hidden[node.visits], own.T, out=out)
+        own_bias = bias[node.rows(children)].to(hidden.dtype)
+        torch.addmm(own_bias, hidden[node.visits], rows.T, out=out)
+
+
+def _pull(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    visits: Visits,
+    saved: Tensor,
+    node: _Node,
+    pulled: Tensor,
+) -> Tensor:
+    """log q [visits] of a node's targets; its errors go into `saved`, and into `pulled` what they
+    pull at the hidden vectors.
+    """
+    blocks = list(node.blocks(weight, saved.dtype))
+    logits, error = saved.new_empty(node.shape), node.columns(saved)
+    rows = weight[node.rows(blocks[0])].to(saved.dtype)
+    for number, children in enumerate(blocks):
+        if number:
+            rows = weight[node.rows(children)].to(saved.dtype)
+        _products(hidden, rows, bias, node, children, out=logits[:, children])
+    torch.log_softmax(logits, dim=1, out=error)
+    child = visits.child[node.level, node.visits, None]
+    picked = error.gather(1, child)
+    error.exp_().scatter_(1, child, picked.expm1())
+    for number, children in enumerate(reversed(blocks)):
+        if number:
+            rows = weight[node.rows(children)].to(saved.dtype)
+        pulled[node.visits].addmm_(error[:, children], rows)
+    return picked.squeeze(1)
 
 
 def _online_lse(

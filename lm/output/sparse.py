@@ -12,6 +12,7 @@ smaller than half the last place is not lost, but happens now and then, right on
 (Gupta et al. 2015). State is kept in fp32.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ from lm.output.row_gradient import Block, RowGradient
 _NOISE = 1 << 20
 """Random numbers drawn for each step of a table in bf16, used from a random place for each block.
 """
+_UPPER_HALF = 1 if sys.byteorder == "little" else 0
+"""Which half of an fp32 number is its bf16."""
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -73,7 +76,12 @@ class RowOptimizer(torch.optim.Optimizer):
             if noise is not None:
                 rows = table[block.rows].float()
                 self._change(rows, block, param, group)
-                table[block.rows] = noise.rounded(rows)
+                if isinstance(block.rows, slice):
+                    noise.round_into(table[block.rows], rows)
+                else:
+                    rounded = torch.empty_like(rows, dtype=table.dtype)
+                    noise.round_into(rounded, rows)
+                    table[block.rows] = rounded
             elif isinstance(block.rows, slice):
                 self._change(table[block.rows], block, param, group)
             else:
@@ -190,11 +198,11 @@ class _Noise:
     def __init__(self, table: Tensor) -> None:
         self._bits = torch.randint(1 << 16, (_NOISE,), dtype=torch.int32, device=table.device)
 
-    def rounded(self, rows: Tensor) -> Tensor:
-        """`rows` in fp32, to bf16; each up or down with the right odds. What is not finite stays
-        so.
+    def round_into(self, out: Tensor, rows: Tensor) -> None:
+        """Write `rows` [K, H] in fp32, which are used up, into `out` in bf16, each number up or
+        down with the right odds. What is not finite stays so.
         """
-        bits = rows.contiguous().view(torch.int32)
+        bits = rows.view(torch.int32)
         flat = bits.view(-1)
         start = int(torch.randint(_NOISE, ()))
         for begin in range(0, flat.numel(), _NOISE):
@@ -202,4 +210,5 @@ class _Noise:
             first = self._bits[start : start + part.numel()]
             part[: first.numel()] += first
             part[first.numel() :] += self._bits[: part.numel() - first.numel()]
-        return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+        halves = bits.view(torch.int16)
+        out.view(torch.int16).copy_(halves[:, _UPPER_HALF::2])

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import linear_sum_assignment
 
+from data_prep import bigrams as bigrams_module
 from data_prep import classes as classes_module
 from data_prep import clustering
 from data_prep.assignment import assign, smallest_classes
+from data_prep.bigrams import count_bigrams
 from data_prep.classes import (
     build_word_classes,
     class_report,
@@ -41,6 +44,22 @@ def zipf_tokens(vocab_size: int, num_tokens: int, seed: int = 0) -> NDArray[np.u
 
 def counts_of(tokens: NDArray[np.uint16], vocab_size: int) -> NDArray[np.int64]:
     return np.bincount(tokens, minlength=vocab_size).astype(np.int64)
+
+
+def embedded(
+    counts: NDArray[np.int64],
+    tokens: NDArray[np.uint16],
+    num_word_classes: int,
+    *,
+    dimensions: int = 100,
+    max_words: int | None = None,
+    seed: int = 1,
+) -> NDArray[np.int32]:
+    """`embedding_classes` of a text."""
+    bigrams = count_bigrams(tokens, len(counts))
+    return embedding_classes(
+        counts, bigrams, num_word_classes, dimensions=dimensions, max_words=max_words, seed=seed
+    )
 
 
 def planted_text(
@@ -76,7 +95,7 @@ def test_every_method_puts_each_word_into_one_of_c_nonempty_classes(
         frequency_classes(counts, num_word_classes),
         uniform_classes(counts, num_word_classes),
         random_classes(vocab_size, num_word_classes, seed=3),
-        embedding_classes(counts, tokens, num_word_classes, dimensions=8),
+        embedded(counts, tokens, num_word_classes, dimensions=8),
     ):
         assert_partition(word_class, vocab_size, num_word_classes)
 
@@ -86,7 +105,7 @@ def test_classes_of_words_that_hardly_occur_are_still_a_partition(num_tokens: in
     tokens = np.full(num_tokens, 4, dtype=np.uint16)
     counts = counts_of(tokens, 23)
     assert_partition(frequency_classes(counts, 5), 23, 5)
-    word_class = embedding_classes(counts, tokens, 5)
+    word_class = embedded(counts, tokens, 5)
     assert_partition(word_class, 23, 5)
     assert sorted(np.bincount(word_class).tolist()) == [4, 4, 5, 5, 5]
 
@@ -128,7 +147,7 @@ def test_the_same_seed_gives_the_same_classes_and_another_seed_others() -> None:
     counts = counts_of(tokens, 60)
     methods: list[Callable[[int], NDArray[np.int32]]] = [
         lambda seed: random_classes(60, 8, seed),
-        lambda seed: embedding_classes(counts, tokens, 8, dimensions=10, seed=seed),
+        lambda seed: embedded(counts, tokens, 8, dimensions=10, seed=seed),
     ]
     for make in methods:
         assert np.array_equal(make(1), make(1))
@@ -137,7 +156,7 @@ def test_the_same_seed_gives_the_same_classes_and_another_seed_others() -> None:
 
 def test_embedding_recovers_the_classes_that_made_the_text() -> None:
     tokens, truth = planted_text(6, 15, 12_000)
-    word_class = embedding_classes(counts_of(tokens, 90), tokens, 6, dimensions=10)
+    word_class = embedded(counts_of(tokens, 90), tokens, 6, dimensions=10)
     common = sum(Counter(truth[word_class == c].tolist()).most_common(1)[0][1] for c in range(6))
     assert common / 90 >= 0.9
 
@@ -152,9 +171,7 @@ def test_vectors_alone_recover_the_classes_that_made_the_text(
 @pytest.mark.parametrize("max_words", [None, 15, 30, 101])
 def test_no_class_exceeds_max_words(max_words: int | None) -> None:
     tokens = zipf_tokens(101, 4_000)
-    word_class = embedding_classes(
-        counts_of(tokens, 101), tokens, 9, dimensions=10, max_words=max_words
-    )
+    word_class = embedded(counts_of(tokens, 101), tokens, 9, dimensions=10, max_words=max_words)
     assert_partition(word_class, 101, 9)
     assert np.bincount(word_class).max() <= (max_words or 12)
 
@@ -162,9 +179,9 @@ def test_no_class_exceeds_max_words(max_words: int | None) -> None:
 def test_refinement_raises_the_likelihood(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, _ = planted_text(8, 20, 6_000)
     counts = counts_of(tokens, 160)
-    refined = class_report(counts, embedding_classes(counts, tokens, 8, dimensions=3), tokens)
+    refined = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
     monkeypatch.setattr(clustering, "REFINEMENT_PASSES", 0)
-    plain = class_report(counts, embedding_classes(counts, tokens, 8, dimensions=3), tokens)
+    plain = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
     arbitrary = class_report(counts, random_classes(160, 8, seed=1), tokens)
     assert refined.log_likelihood > plain.log_likelihood > arbitrary.log_likelihood
 
@@ -174,8 +191,9 @@ def test_bigram_counts_do_not_depend_on_the_portions(monkeypatch: pytest.MonkeyP
     expected = np.zeros((30, 30))
     np.add.at(expected, (tokens[:-1], tokens[1:]), 1)
     for portion in (1_000, 7, 1_000_000):
-        monkeypatch.setattr(clustering, "TOKENS_PER_CHUNK", portion)
-        assert np.array_equal(clustering.count_bigrams(tokens, 30).toarray(), expected)
+        monkeypatch.setattr(bigrams_module, "TOKENS_PER_CHUNK", portion)
+        monkeypatch.setattr(bigrams_module, "PAIRS_PER_PORTION", portion)
+        assert np.array_equal(count_bigrams(tokens, 30).toarray(), expected)
 
 
 def test_truncated_svd_equals_the_dense_one() -> None:
@@ -236,8 +254,10 @@ def test_leftover_words_level_the_classes() -> None:
 
 def test_too_few_places_name_the_key() -> None:
     tokens = zipf_tokens(10, 50)
-    with pytest.raises(UserError, match=r"classes\.max_words: 3 classes .* 9 words, .* has 10"):
-        embedding_classes(counts_of(tokens, 10), tokens, 3, max_words=3)
+    with pytest.raises(
+        UserError, match=r"classes\.max_words: 3 classes .* 9 words, but 10 are to be"
+    ):
+        embedded(counts_of(tokens, 10), tokens, 3, max_words=3)
 
 
 @pytest.mark.parametrize("num_word_classes", [0, 11])
@@ -247,13 +267,87 @@ def test_an_impossible_number_of_classes_is_refused(num_word_classes: int) -> No
         lambda: frequency_classes(counts, num_word_classes),
         lambda: uniform_classes(counts, num_word_classes),
         lambda: random_classes(10, num_word_classes, seed=1),
-        lambda: embedding_classes(counts, np.arange(10, dtype=np.uint16), num_word_classes),
+        lambda: embedded(counts, np.arange(10, dtype=np.uint16), num_word_classes),
     ]
     for make in methods:
         with pytest.raises(
             ValueError, match=f"num_word_classes: expected 1 to 10.*, got {num_word_classes}"
         ):
             make()
+
+
+# Clustered head, tail by count
+
+
+def built(
+    counts: NDArray[np.int64], tokens: NDArray[np.uint16], settings: ClassesConfig
+) -> NDArray[np.int32]:
+    return build_word_classes(
+        counts, settings, tokens=tokens, words=list, folder=Path(), progress=False
+    )
+
+
+@pytest.mark.parametrize("method", ["embedding", "exchange"])
+@pytest.mark.parametrize("num_word_classes", [1, 2, 9, 40, 101])
+@pytest.mark.parametrize("clustered_words", [1, 2, 30, 100, 101, 500])
+def test_a_clustered_head_and_a_tail_by_count_are_a_partition(
+    method: Literal["embedding", "exchange"], num_word_classes: int, clustered_words: int
+) -> None:
+    tokens = zipf_tokens(101, 3_000)
+    counts = counts_of(tokens, 101)
+    settings = ClassesConfig(
+        method=method,
+        num_word_classes=num_word_classes,
+        clustered_words=clustered_words,
+        dimensions=8,
+    )
+    word_class = built(counts, tokens, settings)
+    assert_partition(word_class, 101, num_word_classes)
+    whole = built(counts, tokens, replace(settings, clustered_words=None))
+    assert (clustered_words < 101) or np.array_equal(word_class, whole)
+    head = np.argsort(-counts, kind="stable")[:clustered_words]
+    in_both = set(word_class[head].tolist()) & set(np.delete(word_class, head).tolist())
+    assert in_both == ({0} if num_word_classes == 1 and clustered_words < 101 else set())
+
+
+def test_head_and_tail_share_the_classes_by_sqrt_count() -> None:
+    counts = np.array([100, 1, 1, 1, 1, 1, 1, 36, 36, 36], dtype=np.int64)
+    tokens = np.repeat(np.arange(10, dtype=np.uint16), counts)
+    settings = ClassesConfig(method="embedding", num_word_classes=5, clustered_words=4)
+    word_class = built(counts, tokens, settings)
+    # √count: 10 + 3 · 6 = 28 of 34, so 4 of 5 classes.
+    assert sorted(word_class[[0, 7, 8, 9]].tolist()) == [0, 1, 2, 3]
+    assert word_class[1:7].tolist() == [4] * 6
+    nothing = np.zeros(10, dtype=np.int64)
+    sizes = np.bincount(built(nothing, tokens[:0], settings)).tolist()
+    assert (len(sizes), sum(sizes)) == (5, 10)
+
+
+def test_the_clustered_head_is_clustered_as_a_text_of_its_own() -> None:
+    tokens, _ = planted_text(6, 15, 12_000)
+    rare = np.tile(np.arange(90, 130, dtype=np.uint16), 9)
+    text = np.concatenate([tokens, rare])
+    counts = counts_of(text, 130)
+    settings = ClassesConfig(
+        method="embedding", num_word_classes=8, clustered_words=90, dimensions=10
+    )
+    word_class = built(counts, text, settings)
+    in_head = len(set(word_class[:90].tolist()))
+    mass = np.sqrt(counts)
+    assert in_head == round(8 * mass[:90].sum() / mass.sum()) == 8 - len(set(word_class[90:]))
+    order = np.argsort(-counts[:90], kind="stable")
+    sorted_tokens = np.argsort(order)[tokens].astype(np.uint16)
+    expected = embedded(counts[order], sorted_tokens, in_head, dimensions=10)
+    assert np.array_equal(word_class[order], expected)
+
+
+def test_pairs_of_some_words_are_a_part_of_all_pairs() -> None:
+    tokens = zipf_tokens(30, 2_000)
+    words = np.array([7, 0, 21, 3])
+    every = count_bigrams(tokens, 30).toarray()
+    some = count_bigrams(tokens, 30, words=words).toarray()
+    assert np.array_equal(some, every[np.ix_(words, words)])
+    assert count_bigrams(tokens[:1], 30).nnz == 0
 
 
 # Report
@@ -330,7 +424,7 @@ def test_class_files_are_read_and_sentence_words_get_their_own_class(
         np.ones(5, dtype=np.int64),
         settings,
         tokens=np.arange(5, dtype=np.uint16),
-        words=WORDS,
+        words=lambda: WORDS,
         folder=tmp_path,
     )
     assert word_class.tolist() == [2, 0, 0, 1, 2]
@@ -373,7 +467,7 @@ def test_settings_that_contradict_the_file_are_refused(tmp_path: Path) -> None:
 
     def build(settings: ClassesConfig) -> None:
         counts = np.ones(5, dtype=np.int64)
-        build_word_classes(counts, settings, tokens=tokens, words=WORDS, folder=tmp_path)
+        build_word_classes(counts, settings, tokens=tokens, words=lambda: WORDS, folder=tmp_path)
 
     with pytest.raises(UserError, match=r"classes\.num_word_classes: 4 asked for, .* 3 classes"):
         build(settings)
@@ -394,7 +488,7 @@ def test_the_default_number_of_classes_is_the_root_and_never_exceeds_the_words(
     tokens = zipf_tokens(83, 700)
     settings = ClassesConfig(method=method, num_word_classes=asked, dimensions=5)  # type: ignore[arg-type]
     word_class = build_word_classes(
-        counts_of(tokens, 83), settings, tokens=tokens, words=[], folder=tmp_path, progress=False
+        counts_of(tokens, 83), settings, tokens=tokens, words=list, folder=tmp_path, progress=False
     )
     assert_partition(word_class, 83, expected)
 
@@ -409,7 +503,7 @@ def test_progress_goes_to_a_terminal_when_asked_for(
             counts_of(tokens, 20),
             ClassesConfig(),
             tokens=tokens,
-            words=[],
+            words=list,
             folder=tmp_path,
             progress=progress,
         )

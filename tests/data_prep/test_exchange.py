@@ -7,8 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from data_prep import exchange as exchange_module
+from data_prep.bigrams import count_bigrams
 from data_prep.classes import build_word_classes
-from data_prep.clustering import count_bigrams
 from data_prep.exchange import exchange, objective
 from data_prep.settings import ClassesConfig
 
@@ -122,7 +122,7 @@ def test_the_method_of_the_configuration_starts_from_embedding(
         method: build_word_classes(
             counts,
             ClassesConfig(method=method, num_word_classes=8, max_words=max_words),
-            tokens=tokens, words=words, folder=tmp_path, progress=False,
+            tokens=tokens, words=lambda: words, folder=tmp_path, progress=False,
         )
         for method in ("embedding", "exchange")
     }  # fmt: skip

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import data_prep.prepare as module
-from data_prep.artifacts import Prepared, open_prepared, save_tokenizer
+from data_prep import artifacts
+from data_prep.artifacts import Prepared, copy_tokenizer, open_prepared, save_tokenizer
 from data_prep.settings import (
     ClassesConfig,
     DataConfig,
@@ -79,6 +80,34 @@ def test_the_same_again_writes_nothing(corpus: Corpus, caplog: pytest.LogCapture
     corpus.prepare()
     assert corpus.written() == before
     assert caplog.messages == [f"{corpus.folder / 'prepared'} is up to date"]
+
+
+def test_what_is_up_to_date_is_checked_and_copied_without_loading_the_vocabulary(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus.prepare()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the tokenizer was loaded")
+
+    monkeypatch.setattr(module, "load_tokenizer", refuse)
+    monkeypatch.setattr(artifacts, "load_tokenizer", refuse)
+    copy_tokenizer(corpus.prepare(), corpus.folder)
+    copied = (corpus.folder / "vocab.txt").read_bytes()
+    assert copied == (corpus.folder / "prepared" / "vocab.txt").read_bytes()
+    corpus.classes = ClassesConfig(method="uniform")
+    assert corpus.rewritten() == {"classes.npy"}
+
+
+def test_a_folder_of_before_a_setting_existed_is_up_to_date(corpus: Corpus) -> None:
+    corpus.prepare()
+    path = corpus.folder / "prepared" / "meta.json"
+    record = json.loads(path.read_text())
+    assert record["settings"]["classes"].pop("clustered_words") is None
+    path.write_text(json.dumps(record))
+    assert corpus.rewritten() == set()
+    corpus.classes = replace(corpus.classes, clustered_words=3)
+    assert corpus.rewritten() == {"classes.npy"}
 
 
 def test_a_corpus_that_moves_is_the_same_corpus(corpus: Corpus) -> None:

@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep.settings import TokenizerConfig
-from data_prep.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
+from data_prep.tokenizer import (
+    SentencePieceTokenizer,
+    Tokenizer,
+    WordTokenizer,
+    word_separator,
+)
 from data_prep.vocabulary import train_sentencepiece
 
 TEXT = (
@@ -76,8 +81,7 @@ def test_punctuation_is_split_but_not_inside_words_and_numbers(line: str, words:
 
 def test_punctuation_leans_on_its_neighbours_again() -> None:
     line = 'The cat (a "big" one) didn\'t sit, at 3.5: well-known.'
-    splitter = WordTokenizer(["<eos>", "<unk>"], split_punctuation=True)
-    words = list(dict.fromkeys(splitter._split(line)))
+    words = list(dict.fromkeys(word_separator(False, True)([line]).split()))
     tokenizer = WordTokenizer(["<eos>", "<unk>", *words], split_punctuation=True)
     assert tokenizer.decode(tokenizer.encode(line)) == line
 

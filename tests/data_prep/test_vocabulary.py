@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from data_prep import vocabulary
@@ -38,6 +39,7 @@ def test_what_is_cut_off_counts_as_unknown_with_the_literal_ones() -> None:
     assert counted(lines, TokenizerConfig(vocab_size=3)) == [("<unk>", 6), ("<eos>", 3), ("a", 3)]
 
 
+@hypothesis_settings(deadline=None)  # the first call compiles
 @given(
     st.lists(st.text("ab<unk>é ", max_size=12), min_size=1, max_size=20),
     st.integers(1, 3),
@@ -56,10 +58,18 @@ def test_counts_add_up_to_the_tokens_and_agree_with_a_plain_count(
     assert counts.tolist() == sorted(counts.tolist(), reverse=True)
 
 
+@hypothesis_settings(deadline=None)  # the first call compiles
+@given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
+def test_special_words_stand_where_their_counts_put_them(unk: int, eos: int, lines: int) -> None:
+    words = ["a", "a", "a", "b", "b", "~", "~", "~", *["<unk>"] * unk, *["<eos>"] * eos]
+    expected = {**Counter(words), "<unk>": unk, "<eos>": eos + lines + 1}
+    order = sorted(expected.items(), key=lambda item: (-item[1], item[0]))
+    assert counted([" ".join(words), *[""] * lines], TokenizerConfig()) == order
+
+
 def test_counting_in_portions_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [f"w{i % 7} w{i % 11} w{i}" for i in range(100)]
     whole = counted(lines, TokenizerConfig())
-    monkeypatch.setattr(vocabulary, "MAX_COUNTED_TYPES", 5)
     monkeypatch.setattr(vocabulary, "LINES_PER_BATCH", 3)
     assert counted(lines, TokenizerConfig()) == whole
     assert dict(whole)["w5"] == 14 + 9 + 1

@@ -1,0 +1,84 @@
+"""Which words follow which in a text, and how often.
+
+Decides how the pairs of a text of any length are counted in little memory; what they are good for
+say `clustering` and `exchange`.
+
+Legend: N words, T tokens; a row is a word, its columns are the words that follow it.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+from tqdm import tqdm
+
+IntArray = NDArray[np.int64]
+Tokens = NDArray[np.unsignedinteger] | NDArray[np.signedinteger]
+
+TOKENS_PER_CHUNK = 1 << 22
+PAIRS_PER_PORTION = 1 << 25
+"""Pairs that are sorted, and so counted, at a time."""
+
+
+def count_bigrams(
+    tokens: Tokens, vocab_size: int, *, words: IntArray | None = None, progress: bool = False
+) -> sparse.csr_array:
+    """How often word w is followed by word v: a sparse matrix (int32), row w, column v.
+
+    The text is read once for every `PAIRS_PER_PORTION` pairs, for those of some rows at a time:
+    beyond the matrix and one portion, nothing is in memory.
+
+    Args:
+        tokens: [T] word ids; may be a memory map.
+        vocab_size: N.
+        words: [n] the ids whose pairs count, in the order of the rows and columns; default all N.
+        progress: a bar on stderr.
+    """
+    size = vocab_size if words is None else len(words)
+    row_of_word = np.full(vocab_size, -1)
+    row_of_word[slice(None) if words is None else words] = np.arange(size)
+    portions = _row_portions(tokens, row_of_word, size)
+    columns, values, row_sizes = [], [], [np.zeros(1, np.int64)]
+    for first, end, num_pairs in tqdm(
+        portions, desc="counting word pairs", disable=None if progress else True
+    ):
+        pairs, occurrences = _sorted_pairs(tokens, row_of_word, size, first, end, num_pairs)
+        columns.append((pairs % size).astype(np.int32))
+        values.append(occurrences.astype(np.int32))
+        row_sizes.append(np.bincount(pairs // size, minlength=end - first))
+    begins = np.cumsum(np.concatenate(row_sizes))
+    return sparse.csr_array(
+        (np.concatenate(values), np.concatenate(columns), begins), shape=(size, size)
+    )
+
+
+def _row_portions(tokens: Tokens, row_of_word: IntArray, size: int) -> list[tuple[int, int, int]]:
+    """Ranges of rows with about `PAIRS_PER_PORTION` pairs each: first, end, most pairs."""
+    num_pairs = np.zeros(size, np.int64)
+    for start in range(0, len(tokens), TOKENS_PER_CHUNK):
+        rows = row_of_word[tokens[start : start + TOKENS_PER_CHUNK]]
+        num_pairs += np.bincount(rows[rows >= 0], minlength=size)
+    before = np.cumsum(num_pairs) - num_pairs
+    firsts = np.flatnonzero(np.diff(before // PAIRS_PER_PORTION, prepend=-1))
+    ends = np.append(firsts[1:], size)
+    sums = np.add.reduceat(num_pairs, firsts)
+    return list(zip(firsts.tolist(), ends.tolist(), sums.tolist(), strict=True))
+
+
+def _sorted_pairs(
+    tokens: Tokens, row_of_word: IntArray, size: int, first: int, end: int, num_pairs: int
+) -> tuple[IntArray, IntArray]:
+    """The distinct pairs whose row is in [first, end), as (row - first) · size + column, ascending;
+    and how often each occurs.
+    """
+    keys, found = np.empty(num_pairs, np.int64), 0
+    for start in range(0, len(tokens) - 1, TOKENS_PER_CHUNK):
+        chunk = row_of_word[tokens[start : start + TOKENS_PER_CHUNK + 1]]
+        row, column = chunk[:-1], chunk[1:]
+        wanted = (row >= first) & (row < end) & (column >= 0)
+        part = (row[wanted] - first) * size + column[wanted]
+        keys[found : found + len(part)] = part
+        found += len(part)
+    keys = keys[:found]
+    keys.sort()
+    begins = np.flatnonzero(np.diff(keys, prepend=-1))
+    return keys[begins], np.diff(begins, append=found)
