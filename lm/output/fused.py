@@ -270,9 +270,12 @@ def _launch_backward(
             d_nll, scale, hidden, visits, plan, tree, d_weight, d_bias, shape, units, num_rows,
             written,
         )  # fmt: skip
+    tile = shape.d_light
+    if written_row is not None and units.align < 4:  # else its second row number spills
+        tile = tile._replace(warps=8)
     _launch_d_light(
         d_nll, scale, hidden, weight, plan, partial, d_hidden, d_weight, d_bias, written_row,
-        shape.d_light, units, depth, common,
+        tile, units, depth, common,
     )  # fmt: skip
 
 

@@ -51,12 +51,13 @@ class Rows(NamedTuple):
 
 class Block:
     """Some rows of the gradient, no two blocks of which share one: values, or leftᵀ right, formed
-    when they are wanted.
+    when they are wanted, with values added to a few of the rows.
 
     Args:
         rows: which: neighbours, or an index [K].
         values: [K, H], or None.
         factors: left [visits, K] and right [visits, H], or None.
+        more: what is added to some of the K rows; rows counted from the block's first, each once.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class Block:
         rows: slice | Tensor,
         values: Tensor | None = None,
         factors: tuple[Tensor, Tensor] | None = None,
+        more: Rows | None = None,
     ) -> None:
         self.rows = rows
-        self._values, self._factors = values, factors
+        self._values, self._factors, self._more = values, factors, more
 
     def formed(self) -> Tensor:
         """The values [K, H]."""
@@ -74,14 +76,20 @@ class Block:
             assert self._factors is not None
             left, right = self._factors
             self._values = left.T @ right
+            if self._more is not None:
+                self._values[self._more.row] += self._more.values
         return self._values
 
     def square_norms(self) -> Tensor:
         """Of each row, [K]."""
-        if self._values is None and self._factors is not None and len(self._factors[0]) == 1:
-            left, right = self._factors
-            return left[0].square() * right.square().sum()
-        return self.formed().square().sum(1)
+        if self._values is not None or self._factors is None or len(self._factors[0]) > 1:
+            return self.formed().square().sum(1)
+        left, right = self._factors
+        squares = left[0].square() * right.square().sum()
+        if self._more is not None:
+            row, values = self._more
+            squares[row] = (left[0, row, None] * right + values).square().sum(1)
+        return squares
 
     def add_into(self, out: Tensor, factor: float | Tensor) -> None:
         """out += factor * values.
@@ -90,16 +98,20 @@ class Block:
             out: [K, H], in the values' dtype.
             factor: one for all rows, or [K].
         """
-        if self._values is None and self._factors is not None:
-            left, right = self._factors
+        if self._values is not None or self._factors is None:
             if isinstance(factor, Tensor):
-                out.addmm_((left * factor).T, right)
+                out.addcmul_(self.formed(), factor[:, None])
             else:
-                out.addmm_(left.T, right, alpha=factor)
-        elif isinstance(factor, Tensor):
-            out.addcmul_(self.formed(), factor[:, None])
+                out.add_(self.formed(), alpha=factor)
+            return
+        left, right = self._factors
+        if isinstance(factor, Tensor):
+            out.addmm_((left * factor).T, right)
         else:
-            out.add_(self.formed(), alpha=factor)
+            out.addmm_(left.T, right, alpha=factor)
+        if self._more is not None:
+            row, values = self._more
+            out[row] += values * (factor[row, None] if isinstance(factor, Tensor) else factor)
 
 
 class RowGradient(Tensor):
@@ -244,19 +256,20 @@ def _shared_out(
 
 
 def _portions(node: Product, rows: Rows | None) -> Iterator[Block]:
-    """A node's rows, some at a time. Where single rows are among them, the sum is formed."""
+    """A node's rows, some at a time, with what single rows among them have besides."""
     width, step = node.left.shape[1], max(1, _PORTION // node.right.shape[1])
     for begin in range(0, width, step):
         end = min(begin + step, width)
-        where = slice(node.first_row + begin, node.first_row + end)
-        left = node.left if end - begin == width else node.left[:, begin:end]
-        if rows is None:
-            yield Block(where, factors=(left, node.right))
-            continue
-        values = left.T @ node.right
-        inside = (rows.row >= where.start) & (rows.row < where.stop)
-        values.index_add_(0, rows.row[inside] - where.start, rows.values[inside])
-        yield Block(where, values=values)
+        first, stop = node.first_row + begin, node.first_row + end
+        left, more = node.left, rows
+        if end - begin < width:
+            left = node.left[:, begin:end]
+            if rows is not None:
+                inside = (rows.row >= first) & (rows.row < stop)
+                more = Rows(rows.row[inside], rows.values[inside])
+        if more is not None:
+            more = Rows(more.row - first, more.values)
+        yield Block(slice(first, stop), factors=(left, node.right), more=more)
 
 
 def _as_one(blocks: Sequence[Block]) -> Iterator[Block]:
