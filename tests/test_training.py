@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lm import footprint
 from lm.checkpoint import AtomicCheckpointIO, batches_done
 from lm.metrics import Metrics, MetricsFile, read_metrics
 from lm.model.language_model import LanguageModel
@@ -144,6 +145,20 @@ def test_accumulated_batches_make_one_step_by_their_mean_gradient(
     assert one.train_perplexity == pytest.approx(two.train_perplexity, rel=1e-12)
     first, second = (load_file(run / "model.safetensors")["output.bias"] for run in (once, twice))
     torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
+
+
+def test_what_cannot_fit_is_refused_before_the_run_has_a_folder(
+    tiny: Path,
+    prepared_dir: Path,
+    tmp_path: Path,
+    complaint: Complaint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(footprint, "available", lambda _: 1000)
+    run = tmp_path / "run"
+    said = complaint("train", tiny, f"--run_dir={run}", f"--data.prepared_dir={prepared_dir}")
+    assert re.match(r"training tiny needs 0\.\d GB of memory .*, there are 0\.0 GB: even", said)
+    assert not run.exists()
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
