@@ -1,14 +1,12 @@
 """The benchmark of the output layer computes what it says: losses, gradients, floors, ratios."""
 
 import argparse
-import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from importlib.machinery import SourceFileLoader
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +26,9 @@ PEAK = (1e10, 1e11)
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
+def bench(load_script: Callable[[str], Any]) -> Any:
     """The script as a module."""
-    path = list(sys.path)
-    loader = SourceFileLoader("bench_output_layer", str(SCRIPT))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    yield module
-    sys.path[:] = path
+    return load_script("bench_output_layer")
 
 
 @pytest.fixture

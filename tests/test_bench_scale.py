@@ -4,11 +4,9 @@ the definitions, and what fails is told as what it is.
 
 import argparse
 import errno
-import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
-from importlib.machinery import SourceFileLoader
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,16 +23,9 @@ Parse = Callable[..., argparse.Namespace]
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
+def bench(load_script: Callable[[str], Any]) -> Any:
     """The script as a module."""
-    path = list(sys.path)
-    loader = SourceFileLoader("bench_scale", str(SCRIPT))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    yield module
-    sys.path[:] = path
+    return load_script("bench_scale")
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,17 +18,8 @@ from lm.output import ClassTree, fused
 from lm.output.routing import route, schedule
 from lm.output.tiles import Tile, Tiles
 
+Load = Callable[[str], ModuleType]
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def script(name: str) -> ModuleType:
-    """A script as a module."""
-    loader = SourceFileLoader(name, str(ROOT / "scripts" / name))
-    spec = spec_from_loader(name, loader)
-    assert spec
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
 
 
 class Counter:
@@ -101,9 +91,14 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     ],
 )
 def test_the_formula_counts_what_the_interpreter_loads_and_stores(
-    tree: ClassTree, positions: int, size: int, counter: Counter, monkeypatch: pytest.MonkeyPatch
+    load_script: Load,
+    tree: ClassTree,
+    positions: int,
+    size: int,
+    counter: Counter,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = script("kernel_bytes")
+    module = load_script("kernel_bytes")
     shape = Tiles(
         16, Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)
     )
@@ -130,8 +125,8 @@ def test_the_formula_counts_what_the_interpreter_loads_and_stores(
 
 
 @pytest.mark.parametrize(("vocab_size", "size"), [(33_278, 650), (267_735, 1024)])
-def test_bytes_stay_near_the_floor(vocab_size: int, size: int) -> None:
-    row = script("kernel_bytes").row(vocab_size, size, 16_384, 90, "random")
+def test_bytes_stay_near_the_floor(load_script: Load, vocab_size: int, size: int) -> None:
+    row = load_script("kernel_bytes").row(vocab_size, size, 16_384, 90, "random")
     assert row["rows_visited"] > 0.99 * vocab_size
     assert row["floor_mb"] < row["memory_mb"] < row["cache_mb"] < row["half_cache_mb"]
     assert row["half_cache_mb"] < row["all_mb"]
@@ -155,9 +150,9 @@ def test_tile_shapes_are_timed_one_kernel_after_another(tmp_path: Path) -> None:
     [(ClassTree.two_level(torch.arange(400) // 25), 300), (ClassTree.balanced(150, 5), 200)],
 )
 def test_a_cache_of_any_size_lies_between_every_load_and_each_element_once(
-    tree: ClassTree, positions: int, splits: int
+    load_script: Load, tree: ClassTree, positions: int, splits: int
 ) -> None:
-    module = script("kernel_bytes")
+    module = load_script("kernel_bytes")
     shape = Tiles(
         16, Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)
     )

@@ -1,9 +1,8 @@
 """The synthetic corpus follows the law that it states, and its arguments alone."""
 
-import importlib.machinery
-import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -18,14 +17,8 @@ Ranks = NDArray[np.int64]
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader("make_corpus", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("make_corpus", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_corpus"] = module  # its dataclass looks there
-    loader.exec_module(module)
-    return module
+def script(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("make_corpus")
 
 
 def make(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -1,11 +1,10 @@
 """Bytes of a step on paper: the rows that a batch visits, and what follows."""
 
-import importlib.util
 import json
 import math
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,9 @@ SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "step_bytes"
 
 
 @pytest.fixture(scope="module")
-def script() -> Any:
+def script(load_script: Callable[[str], Any]) -> Any:
     """The script as a module."""
-    loader = SourceFileLoader("step_bytes", str(SCRIPT))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return load_script("step_bytes")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
