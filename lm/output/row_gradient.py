@@ -21,6 +21,8 @@ from torch import Tensor
 
 _PORTION = 1 << 19
 """Most elements of a product formed at once: 2 MB in fp32."""
+_ROWS_PORTION = 1 << 26
+"""Most elements of single rows in a block: 256 MB in fp32, of which an optimizer makes copies."""
 
 
 class Product(NamedTuple):
@@ -155,7 +157,9 @@ class RowGradient(Tensor):
         own, rest = _shared_out(single, nodes)
         blocks = chain.from_iterable(map(_portions, nodes, own))
         if rest is not None and rest.row.numel():
-            blocks = chain(blocks, [Block(rest.row, rest.values)])
+            step = max(1, _ROWS_PORTION // rest.values.shape[1])
+            others = zip(rest.row.split(step), rest.values.split(step), strict=True)
+            blocks = chain(blocks, (Block(row, values) for row, values in others))
         yield from blocks if self.dim() > 1 else _as_one(list(blocks))
 
     def square_norm(self) -> Tensor:

@@ -55,6 +55,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(params=[1 << 19, 12], ids=["whole nodes", "two rows at a time"])
 def _portion(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_gradient, "_PORTION", request.param)
+    monkeypatch.setattr(row_gradient, "_ROWS_PORTION", request.param)
 
 
 def table(tree: ClassTree, dtype: torch.dtype = torch.float64) -> Table:
