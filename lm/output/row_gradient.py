@@ -158,8 +158,8 @@ class RowGradient(Tensor):
         blocks = chain.from_iterable(map(_portions, nodes, own))
         if rest is not None and rest.row.numel():
             step = max(1, _ROWS_PORTION // rest.values.shape[1])
-            others = zip(rest.row.split(step), rest.values.split(step), strict=True)
-            blocks = chain(blocks, (Block(row, values) for row, values in others))
+            parts = torch.split(rest.row, step), torch.split(rest.values, step)
+            blocks = chain(blocks, (Block(*part) for part in zip(*parts, strict=True)))
         yield from blocks if self.dim() > 1 else _as_one(list(blocks))
 
     def square_norm(self) -> Tensor:
