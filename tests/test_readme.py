@@ -1,5 +1,6 @@
 """The README is true: its commands run, its file tree is the tree."""
 
+import json
 import re
 import shlex
 import shutil
@@ -69,3 +70,20 @@ def test_the_file_tree_names_every_module() -> None:
         if path.name != "__init__.py"
     }
     assert named == modules
+
+
+def test_figures_of_ten_million_words_are_those_of_their_log() -> None:
+    section = README[README.index("## Ten million words") : README.index("## Use")]
+    rows = (TOP / "scripts/results/ten_million.jsonl").read_text().splitlines()
+    expected = []
+    for row in map(json.loads, rows):
+        if "peak_gb" in row:
+            assert row["peak_gb"] == round(row["peak_kib"] * 1024 / 1e9, 2)
+            expected.append(f"{row['peak_gb']} GB, {row['seconds'] / 60:.1f} min")
+        if "seconds_per_step" in row:
+            expected.append(f"{row['seconds_per_step']:.2f} s")
+            first, last = (row[f"train_perplexity_{part}_20"] for part in ("first", "last"))
+            expected.append(f"{first:,.0f} → {last:,.0f}")
+            expected.append(f"| {row['test_perplexity']:,.0f} ")
+    assert len(expected) == 17
+    assert [figure for figure in expected if figure not in section] == []
