@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
+from lm.output.sparse import RowAdagrad
 
 pytestmark = [
     pytest.mark.gpu,
@@ -161,6 +162,45 @@ def test_compiled_with_fullgraph_equals_eager() -> None:
     (own,) = torch.autograd.grad(actual, hidden)
     (truth,) = torch.autograd.grad(expected, hidden)
     torch.testing.assert_close(own, truth, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [64, 300, 650, 33])
+@pytest.mark.parametrize("name", ["head", "balanced", "classes dealt at random"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sparse_gradients_are_bit_for_bit_the_dense_ones(
+    dtype: torch.dtype, name: str, size: int
+) -> None:
+    inputs, target, tree = problem(TREES[name](), 700, size, dtype)
+    upstream = torch.randn(700, device="cuda")
+    _, *dense = gradients(inputs, target, tree, upstream, "triton")
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    hidden, weight, bias = leaves
+    nll = hierarchical_cross_entropy(
+        hidden, weight, target, tree, bias, reduction="none", backend="triton", sparse=True
+    )
+    torch.autograd.backward(nll, upstream.to(nll.dtype))
+    for leaf, expected in zip(leaves, dense, strict=True):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad.to_dense(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_updated_on_the_device_as_on_the_host(dtype: torch.dtype) -> None:
+    inputs, target, tree = problem(TREES["head"](), 700, 300, dtype)
+    tables = []
+    for device in ("cuda", "cpu"):
+        hidden, weight, bias = (tensor.detach().to(device) for tensor in inputs)
+        table = [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+        optimizer = RowAdagrad(table, lr=0.1)
+        loss = hierarchical_cross_entropy(
+            hidden, table[0], target.to(device), tree.to(device), table[1], sparse=True
+        )
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(table, 0.1)
+        optimizer.step()
+        tables.append([part.detach().cpu().float() for part in table])
+    close = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(*tables, rtol=close, atol=close)
 
 
 def test_one_kernel_forward_and_three_backward() -> None:
