@@ -87,3 +87,31 @@ def test_figures_of_ten_million_words_are_those_of_their_log() -> None:
             expected.append(f"| {row['test_perplexity']:,.0f} ")
     assert len(expected) == 17
     assert [figure for figure in expected if figure not in section] == []
+
+
+def test_figures_of_steps_as_the_vocabulary_grows_are_those_of_their_log() -> None:
+    rows = map(json.loads, (TOP / "scripts/results/bench_scale.jsonl").read_text().splitlines())
+    found = {(row["vocab_size"], row["method"]): row for row in rows}
+    section = README[README.index("## Ten million words") : README.index("## Use")]
+    lines = [line for line in section.splitlines() if re.match(r"\| 1[0,]+ ", line)]
+    assert len(lines) == 4
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        number = int(cells[0].replace(",", ""))
+        layer, step = found[number, "layer"], found[number, "step"]
+        seconds, whole = layer["cpu_seconds"], step["cpu_seconds"]
+        assert cells[1:6] == [
+            f"{layer['rows_visited']:,.0f}",
+            f"{layer['bytes_per_position'] / 1e3:,.0f}",
+            f"{seconds:.2f} ({1e6 * seconds / layer['positions']:.0f})",
+            f"{whole:.2f} ({60 / whole:.0f})",
+            f"{step['peak_bytes'] / 1e9:.1f}",
+        ]
+        for cell, name in zip(cells[6:], ("dense", "full", "gather", "host", "loop"), strict=True):
+            row = found.get((number, name))
+            if row is None:
+                assert cell == "–"
+            elif row["outcome"] == "done":
+                assert cell == f"{row['cpu_seconds']:.2f}"
+            else:
+                assert cell == {"memory": "memory", "time": "> 60 s"}[row["outcome"]]
