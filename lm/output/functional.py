@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lm.output import fused, reference
 from lm.output.routing import Schedule, Visits, route, schedule, schedule_sizes
+from lm.output.row_gradient import not_compiled
 from lm.output.tree import ClassTree, TreeArrays
 
 Backend = Literal["auto", "reference", "triton"]
@@ -374,7 +375,7 @@ class _SparseNll(torch.autograd.Function):
         return (*grads, None, None, None, None)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def _sparse_nll(
     hidden: Tensor,
     weight: Tensor,

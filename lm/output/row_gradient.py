@@ -11,14 +11,17 @@ To autograd it is a tensor of the table's shape: it is added up over uses and ov
 clipped by `torch.nn.utils.clip_grad_norm_` and found in `.grad`.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
 _PORTION = 1 << 19
 """Most elements of a product formed at once: 2 MB in fp32."""
 _ROWS_PORTION = 1 << 26
@@ -337,6 +340,18 @@ def _norm(
     return one.square_norm().sqrt()
 
 
+def not_compiled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """`torch.compiler.disable` that loads the compiler for nobody who has not loaded it."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        compiler = sys.modules.get("torch._dynamo")
+        run: Callable[P, Tensor] = function if compiler is None else compiler.disable(function)
+        return run(*args, **kwargs)
+
+    return call
+
+
 class _Lookup(torch.autograd.Function):
     """Rows of a table, whose gradient is theirs alone."""
 
@@ -354,7 +369,7 @@ class _Lookup(torch.autograd.Function):
         return RowGradient(table, [Rows(index.flatten(), values)]), None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def lookup(table: Tensor, index: Tensor) -> Tensor:
     """`torch.nn.functional.embedding` with a `RowGradient`.
 
