@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from data_prep.settings import UserError
-from lm.config import Config, has_sparse_table
+from lm.config import Config, has_sparse_table, to_dict, validate
 from lm.model.language_model import LanguageModel, build_model
 from lm.output import ClassTree
 from lm.output.reference import saved_size
@@ -20,7 +20,7 @@ LIBRARIES = 600 << 20
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _LIGHTER: tuple[tuple[str, dict[str, dict[str, Any]]], ...] = (
     ("--optim.table=adagrad", {"optim": {"table": "adagrad"}}),
-    ("--model.tied=true", {"model": {"tied": True, "embedding": None}}),
+    ("--model.tied=true", {"model": {"tied": True}}),
     (
         "--output.dtype=bf16 --train.precision=bf16-mixed",
         {"output": {"dtype": "bf16"}, "train": {"precision": "bf16-mixed"}},
@@ -129,18 +129,29 @@ def _batch_bytes(config: Config, tree: ClassTree, each: int) -> int:
 def _what_fits(config: Config, tree: ClassTree, there: int) -> str:
     """The first of the lighter settings, each with those before it, that fits."""
     said: list[str] = []
+    need = footprint(config, tree).total
     for options, sections in _LIGHTER:
         changed = {
             name: replace(getattr(config, name), **values) for name, values in sections.items()
         }
         lighter = replace(config, **changed)
-        if lighter == config:
+        if lighter == config or not _is_valid(lighter):
             continue
         config, said = lighter, [*said, options]
         need = footprint(config, tree).total
         if need <= there:
             return f"{' '.join(said)} would fit, with {_gb(need)}"
-    return f"even {' '.join(said)} would need {_gb(need)}; fewer words or a smaller model.hidden"
+    even = f"even {' '.join(said)} would need {_gb(need)}; " if said else ""
+    return f"{even}fewer words or a smaller model.hidden"
+
+
+def _is_valid(config: Config) -> bool:
+    """Whether the settings go together."""
+    try:
+        validate(to_dict(config), config.name)
+    except UserError:
+        return False
+    return True
 
 
 def _gb(num_bytes: int) -> str:

@@ -108,6 +108,18 @@ def test_changes_add_up_until_they_suffice(
         check_memory(wanted, TREE)
 
 
+def test_what_would_be_refused_is_not_proposed(
+    config: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "available", lambda _: 1000)
+    with_head = ClassTree.two_level(torch.arange(NUM_WORDS) % NUM_CLASSES, head=100)
+    with pytest.raises(UserError, match=r": even --optim\.table=adagrad would need"):
+        check_memory(config("output.tree=adaptive"), with_head)
+    other_size = config("model.embedding=8", "optim.table=adagrad", "train.devices=2")
+    with pytest.raises(UserError, match=r"are 0\.0 GB: fewer words or a smaller model\.hidden"):
+        check_memory(other_size, TREE)
+
+
 def test_memory_that_cannot_be_told_refuses_nothing(
     config: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

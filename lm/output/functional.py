@@ -169,13 +169,24 @@ def hierarchical_nll(
     `hierarchical_cross_entropy` documents the arguments; `tree` are its arrays.
     """
     arrays = TreeArrays(*tree)
-    _check_targets(target, arrays.row_of_word.numel(), ignore_index)
-    visits = route(target, arrays, depth, ignore_index)
-    dtype = reference.compute_dtype(hidden.dtype)
-    size = reference.saved_size(hidden.shape[0], max_path_columns, depth)
-    saved = hidden.new_empty(size, dtype=dtype)
+    visits, saved = _laid_out(hidden, target, arrays, depth, max_path_columns, ignore_index)
     nll = reference.forward(hidden, weight, bias, visits, arrays, saved)
     return nll, saved, *visits
+
+
+def _laid_out(
+    hidden: Tensor,
+    target: Tensor,
+    tree: TreeArrays,
+    depth: int,
+    max_path_columns: int,
+    ignore_index: int,
+) -> tuple[Visits, Tensor]:
+    """The visits, and memory for what the reference's backward needs of its forward."""
+    _check_targets(target, tree.row_of_word.numel(), ignore_index)
+    visits = route(target, tree, depth, ignore_index)
+    size = reference.saved_size(hidden.shape[0], max_path_columns, depth)
+    return visits, hidden.new_empty(size, dtype=reference.compute_dtype(hidden.dtype))
 
 
 @hierarchical_nll.register_fake
@@ -346,12 +357,8 @@ class _SparseNll(torch.autograd.Function):
             arrays = list(tree.arrays)
             nll, *left = fused_nll(hidden, weight, bias, target, arrays, *size, ignore_index, True)
         else:
-            _check_targets(target, tree.vocab_size, ignore_index)
-            visits = route(target, tree.arrays, tree.depth, ignore_index)
-            dtype = reference.compute_dtype(hidden.dtype)
-            num_saved = reference.saved_size(hidden.shape[0], tree.max_path_columns, tree.depth)
-            saved = hidden.new_empty(num_saved, dtype=dtype)
-            pulled = torch.zeros_like(hidden, dtype=dtype)
+            visits, saved = _laid_out(hidden, target, tree.arrays, *size, ignore_index)
+            pulled = torch.zeros_like(hidden, dtype=saved.dtype)
             nll = reference.forward(hidden, weight, bias, visits, tree.arrays, saved, pulled)
             left = [saved, pulled, *visits]
         ctx.save_for_backward(hidden, weight, bias, *left)

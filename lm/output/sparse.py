@@ -13,6 +13,7 @@ smaller than half the last place is not lost, but happens now and then, right on
 """
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ _UPPER_HALF = 1 if sys.byteorder == "little" else 0
 """Which half of an fp32 number is its bf16."""
 
 
-class RowOptimizer(torch.optim.Optimizer):
+class RowOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer that works block by block; a subclass says what happens to a block.
 
     Args:
@@ -90,11 +91,11 @@ class RowOptimizer(torch.optim.Optimizer):
                 table[block.rows] = rows
 
     def _begin(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> None:
-        """Before the first block of a step."""
+        """Before the first block of a step; most have nothing to do."""
 
+    @abstractmethod
     def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
         """Update `rows` [K, H], those of `block`, in at least fp32."""
-        raise NotImplementedError
 
 
 class RowSGD(RowOptimizer):
