@@ -13,9 +13,10 @@ child on the target's path:
 
 Each node is one small matrix product, so a position costs O(H · columns on its path). Where they
 are few (positions × √N), the log-probabilities (2) are kept for the backward; where they are many
-(the full softmax of a large vocabulary) only lse is kept and the backward forms them again, one
-block of children after another. No weight is copied, and each row's gradient is complete when it is
-written, once.
+(the full softmax) only lse is kept and the backward forms them again, one block of children after
+another: every position needs every row then, and to multiply again what lies in cache costs less
+than to fetch positions × N numbers from memory. No weight is copied, and each row's gradient is
+complete when it is written, once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,10 +32,12 @@ from lm.output.tree import TreeArrays
 
 _KEPT_ELEMENTS = 1 << 26
 """Most log-probabilities kept from forward to backward: 256 MB in fp32."""
-_BLOCK_ELEMENTS = 1 << 23
-"""Most logits held at once where they are not kept, and most elements of half-precision rows cast
-to fp32 at once.
-"""
+_KEPT_OF_ONE_NODE = 1 << 20
+"""The same for a tree of one node, the full softmax."""
+_BLOCK_ELEMENTS = 1 << 20
+"""Most logits held at once where they are not kept, 4 MB in fp32."""
+_CAST_ELEMENTS = 1 << 23
+"""Most elements of half-precision rows cast to fp32 at once."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,7 +50,8 @@ def saved_size(num_positions: int, max_path_columns: int, depth: int) -> int:
     are few, else every lse.
     """
     num_columns = num_positions * max_path_columns
-    return num_columns if num_columns <= _KEPT_ELEMENTS else num_positions * depth
+    most = _KEPT_OF_ONE_NODE if depth == 1 else _KEPT_ELEMENTS
+    return num_columns if num_columns <= most else num_positions * depth
 
 
 def forward(
@@ -82,7 +86,7 @@ def forward(
     elif _keeps(saved, visits):
         for node in nodes:
             logits = saved.new_empty(node.shape)
-            for children in node.blocks(weight, saved.dtype):
+            for children in node.blocks(weight, saved.dtype, kept=True):
                 _logits(own_hidden, weight, bias, node, children, out=logits[:, children])
             torch.log_softmax(logits, dim=1, out=node.columns(saved))
         place, visit, used = _targets(visits, tree)
@@ -219,7 +223,7 @@ class _Batch(NamedTuple):
         """(4) of each node, [visits, children], a block of children after another."""
         weight, bias, visits, saved = self.inputs
         for node in self.nodes:
-            for children in node.blocks(weight, saved.dtype):
+            for children in node.blocks(weight, saved.dtype, self.kept is not None):
                 if self.kept is not None:
                     yield node, children, node.columns(self.kept, children)
                 else:
@@ -264,12 +268,14 @@ class _Node(NamedTuple):
             own if children is None or children.stop - children.start == width else own[:, children]
         )
 
-    def blocks(self, weight: Tensor, dtype: torch.dtype) -> Iterator[slice]:
-        """The children in portions: few enough for their logits, and for their rows where these
-        must be cast.
+    def blocks(self, weight: Tensor, dtype: torch.dtype, kept: bool) -> Iterator[slice]:
+        """The children in portions: few enough for their logits, unless these are `kept` as a
+        whole, and for their rows where these must be cast.
         """
-        longest = max(self.stop - self.start, weight.shape[1] if weight.dtype != dtype else 1)
-        step = max(1, _BLOCK_ELEMENTS // longest)
+        step = self.num_children if kept else _BLOCK_ELEMENTS // (self.stop - self.start)
+        if weight.dtype != dtype:
+            step = min(step, _CAST_ELEMENTS // weight.shape[1])
+        step = max(1, step)
         for begin in range(0, self.num_children, step):
             yield slice(begin, min(begin + step, self.num_children))
 
@@ -339,7 +345,7 @@ def _pull(
     """log q [visits] of a node's targets; its errors go into `saved`, and into `pulled` what they
     pull at the hidden vectors.
     """
-    blocks = list(node.blocks(weight, saved.dtype))
+    blocks = list(node.blocks(weight, saved.dtype, kept=True))
     logits, error = saved.new_empty(node.shape), node.columns(saved)
     rows = weight[node.rows(blocks[0])].to(saved.dtype)
     for number, children in enumerate(blocks):
@@ -364,7 +370,7 @@ def _online_lse(
     num_visits, _ = node.shape
     lse = hidden.new_full((num_visits,), -torch.inf)
     picked = torch.empty_like(lse)
-    for children in node.blocks(weight, hidden.dtype):
+    for children in node.blocks(weight, hidden.dtype, kept=False):
         logits = hidden.new_empty(num_visits, children.stop - children.start)
         _logits(hidden, weight, bias, node, children, out=logits)
         lse = torch.logaddexp(lse, logits.logsumexp(1))
