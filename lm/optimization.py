@@ -58,8 +58,8 @@ def build_optimizer(
         model: whose parameters.
         config: the section `optim`.
         table: those of them that are updated by rows, as `config.table` says; they do not decay.
-        fused: one kernel for the whole step, which under mixed precision Lightning cannot clip the
-            gradients for.
+        fused: one kernel for the whole step; not where gradients are scaled (fp16), since it would
+            unscale them after they have been clipped.
 
     Returns:
         Groups have `scale`, by which the learning rate is multiplied.

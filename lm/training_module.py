@@ -100,10 +100,22 @@ class TrainingModule(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer of the section `optim`."""
-        mixed = self.config.train.precision.endswith("-mixed")
+        scaled = self.config.train.precision == "16-mixed"
         by_rows = self.config.optim.table is not None or self.model.output.sparse
         table = self.model.table if by_rows else ()
-        return build_optimizer(self.model, self.config.optim, table=table, fused=not mixed)
+        return build_optimizer(self.model, self.config.optim, table=table, fused=not scaled)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """By the norm of all; Lightning's own refuses fused optimizers even where gradients are
+        not scaled.
+        """
+        if gradient_clip_val:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
     def on_train_start(self) -> None:
         """Put restored random numbers in place, after everything that may have drawn some."""
