@@ -5,14 +5,18 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from data_prep.artifacts import open_prepared
+from lm.checkpoint import load_model
 
 TOP = Path(__file__).resolve().parent.parent
+Train = Callable[..., Path]
 
 
 def run(script: str, *arguments: str) -> str:
@@ -42,12 +46,25 @@ def test_the_bigram_baseline_is_the_interpolated_model_by_hand(prepared_dir: Pat
 def test_training_steps_are_timed_side_by_side(corpus: Path, tiny: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     options = ["--rounds", "1", "--steps", "2", "--json", str(rows)]
+    options += ["--trees", "two_level,output.head=3", "torch", "full"]
     run("bench_train", str(tiny), *options, f"--run_dir={tmp_path / 'run'}")
-    two_level, full = (json.loads(line) for line in rows.read_text().splitlines())
-    assert (two_level["tree"], full["tree"]) == ("two_level", "full")
+    two_level, torch_, full = (json.loads(line) for line in rows.read_text().splitlines())
+    assert (two_level["tree"], full["tree"]) == ("two_level,output.head=3", "full")
     assert full["ratio"] == 1
     ratio = two_level["tokens_per_second_median"] / full["tokens_per_second_median"]
     assert two_level["ratio"] == pytest.approx(ratio)
+    assert torch_["tokens_per_second_median"] > 0
+
+
+def test_the_peer_of_training_steps_has_the_same_loss(
+    train: Train, tmp_path: Path, load_script: Callable[[str], ModuleType]
+) -> None:
+    train(tmp_path / "run", "--output.tree=full", "--train.max_steps=2")
+    model, _ = load_model(tmp_path / "run")
+    tokens, targets = torch.randint(model.output.tree.vocab_size, (2, 4, 3))
+    ours, _ = model.loss(tokens, targets)
+    peer, _ = load_script("bench_train").torch_loss(model, tokens, targets, None)
+    torch.testing.assert_close(peer, ours)
 
 
 def test_the_demonstration_splits_speeches_by_the_rule_it_states(
