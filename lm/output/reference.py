@@ -35,7 +35,9 @@ _KEPT_ELEMENTS = 1 << 26
 _KEPT_OF_ONE_NODE = 1 << 20
 """The same for a tree of one node, the full softmax."""
 _BLOCK_ELEMENTS = 1 << 20
-"""Most logits held at once where they are not kept, 4 MB in fp32."""
+"""Most logits held at once where they are not kept: 4 MB in fp32, which a CPU's cache holds."""
+_CUDA_BLOCK_ELEMENTS = 1 << 25
+"""The same on CUDA, where the number of launches counts."""
 _CAST_ELEMENTS = 1 << 23
 """Most elements of half-precision rows cast to fp32 at once."""
 
@@ -272,7 +274,8 @@ class _Node(NamedTuple):
         """The children in portions: few enough for their logits, unless these are `kept` as a
         whole, and for their rows where these must be cast.
         """
-        step = self.num_children if kept else _BLOCK_ELEMENTS // (self.stop - self.start)
+        most = _CUDA_BLOCK_ELEMENTS if weight.is_cuda else _BLOCK_ELEMENTS
+        step = self.num_children if kept else most // (self.stop - self.start)
         if weight.dtype != dtype:
             step = min(step, _CAST_ELEMENTS // weight.shape[1])
         step = max(1, step)
