@@ -115,3 +115,19 @@ def test_figures_of_steps_as_the_vocabulary_grows_are_those_of_their_log() -> No
                 assert cell == f"{row['cpu_seconds']:.2f}"
             else:
                 assert cell == {"memory": "memory", "time": "> 60 s"}[row["outcome"]]
+
+
+def test_ratios_of_tokens_per_second_are_those_of_their_log() -> None:
+    rows = [
+        json.loads(line)
+        for line in (TOP / "scripts/results/bench_train.jsonl").read_text().splitlines()
+    ]
+    rate = {(row["tree"], row["overrides"][0]): row["tokens_per_second_median"] for row in rows}
+    trees = ("full", "torch", "full,train.matmul_precision=medium", "adaptive", "none")
+    section = README[README.index("| tokens per second of the class softmax") :]
+    lines = section.splitlines()[2 : 2 + len(trees)]
+    for line, tree in zip(lines, trees, strict=True):
+        assert [cell.strip() for cell in line.strip("|").split("|")][1:] == [
+            f"{rate['two_level', option] / rate[tree, option]:.2f}"
+            for option in ("--train.precision=bf16-mixed", "--train.precision=32-true")
+        ]
