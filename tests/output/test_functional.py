@@ -40,6 +40,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     kind = str(request.param)
     if kind == "formed again":
         monkeypatch.setattr(reference, "_KEPT_ELEMENTS", 0)
+        monkeypatch.setattr(reference, "_KEPT_OF_ONE_NODE", 0)
+        monkeypatch.setattr(reference, "_CAST_ELEMENTS", 37)
         monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 37)
     if kind == "fused":
         pytest.importorskip("triton")

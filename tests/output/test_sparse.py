@@ -44,6 +44,8 @@ def _seed() -> None:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "formed again":
         monkeypatch.setattr(reference, "_KEPT_ELEMENTS", 0)
+        monkeypatch.setattr(reference, "_KEPT_OF_ONE_NODE", 0)
+        monkeypatch.setattr(reference, "_CAST_ELEMENTS", 37)
         monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 37)
     if request.param == "fused":
         pytest.importorskip("triton")
