@@ -104,12 +104,15 @@ class TokenizerInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassesInfo:
-    """The word classes: which method made them and how many there are."""
+    """The word classes: which method made them, how many there are, and how many words are in
+    none.
+    """
 
     __pydantic_config__ = STRICT
 
     method: str
     num_word_classes: Positive
+    head: NonNegative = 0
     array: ArrayInfo
 
 
@@ -162,6 +165,7 @@ class Prepared:
         self.tokenizer_kind = meta.tokenizer.kind
         self.tokenizer_sha256 = meta.tokenizer.sha256
         self.num_word_classes = meta.classes.num_word_classes
+        self.head = meta.classes.head
         self._counts = meta.counts
         self._classes = meta.classes.array
         self._verify = verify
@@ -187,7 +191,9 @@ class Prepared:
         return self._array(COUNTS, self._counts, length=self.vocab_size)
 
     def word_class(self) -> NDArray[np.int32]:
-        """Class of every id, int32 [N], in [0, num_word_classes)."""
+        """Class of every id, int32 [N], in [0, num_word_classes); that of the `head` most frequent
+        words says nothing.
+        """
         return self._array(
             CLASSES, self._classes, length=self.vocab_size, below=self.num_word_classes
         )

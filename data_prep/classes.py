@@ -64,6 +64,8 @@ def build_word_classes(
         UserError: the section contradicts itself, the vocabulary or the file it names.
     """
     vocab_size = len(counts)
+    if settings.head > vocab_size:
+        raise UserError(f"classes.head = {settings.head} is more than {vocab_size} words")
     if settings.method == "file":
         return _classes_from_file(settings, words(), folder)
     num_word_classes = min(settings.num_word_classes or round(vocab_size**0.5), vocab_size)
@@ -118,7 +120,9 @@ def _clustered_classes(
     settings: ClassesConfig,
     progress: bool,
 ) -> WordClass:
-    """`embedding` classes; for `exchange` of equal sizes, then exchanged up to `max_words`."""
+    """`embedding` classes; for `exchange` of equal sizes, then exchanged up to `max_words`: all
+    words, then those below the head, to which its words are neighbours told apart.
+    """
     equal = -(-len(counts) // num_word_classes)
     exchanged = settings.method == "exchange"
     capacity = settings.max_words or (2 * equal if exchanged else equal)
@@ -135,15 +139,19 @@ def _clustered_classes(
         return word_class
     from data_prep.exchange import exchange  # loads a compiler
 
-    return exchange(
-        bigrams,
-        counts,
-        word_class.astype(np.int64),
-        num_word_classes,
-        capacity,
-        column_cost=settings.column_cost,
-        progress=progress,
-    ).astype(np.int32)
+    head = np.argsort(-counts, kind="stable")[: settings.head]
+    for alone in (head[:0], head) if settings.head else (head,):
+        word_class = exchange(
+            bigrams,
+            counts,
+            word_class,
+            num_word_classes,
+            capacity,
+            alone=alone,
+            column_cost=settings.column_cost,
+            progress=progress,
+        ).astype(np.int32)
+    return word_class
 
 
 def _classes_from_file(settings: ClassesConfig, words: Sequence[str], folder: Path) -> WordClass:
@@ -322,6 +330,11 @@ class ClassReport:
     """What word classes cost and how well they predict, on the text that they were made for."""
 
     num_word_classes: int
+    head: int
+    """Words on the root, beside the classes and in none of them. Those with head words alone are
+    empty here, and not in the tree."""
+    head_mass: float
+    """Share of the tokens that the head's words make up."""
     min_words: int
     """Words in the smallest class."""
     median_words: float
@@ -331,10 +344,11 @@ class ClassReport:
     token_mass: tuple[float, ...]
     """Share of the tokens that each class's words make up."""
     columns_per_token: float
-    """Logits that the two-level softmax computes for a token, on average: C + Σ mass · size."""
+    """Logits that the two-level softmax computes for a token, on average: the root's children +
+    Σ mass · size."""
     log_likelihood: float
     """Nats per token of the maximum likelihood class bigram model, P(w'|w) = P(c'|c) · P(w'|c');
-    the first token is not predicted."""
+    the first token is not predicted. A word of the head is a class to it, and to the entropies."""
     class_entropy: float
     """Bits: entropy of the class of a token."""
     word_entropy: float
@@ -344,7 +358,12 @@ class ClassReport:
 
 
 def class_report(
-    counts: IntArray, word_class: NDArray[np.integer], tokens: Tokens, *, num_top_words: int = 10
+    counts: IntArray,
+    word_class: NDArray[np.integer],
+    tokens: Tokens,
+    *,
+    head: int = 0,
+    num_top_words: int = 10,
 ) -> ClassReport:
     """Sizes, masses, entropies and bigram likelihood of word classes.
 
@@ -352,6 +371,7 @@ def class_report(
         counts: [N] occurrences of each word in `tokens`.
         word_class: [N], values 0 to C - 1, every class non-empty.
         tokens: [T] word ids, at least two; may be a memory map, is read in portions.
+        head: this many of the most frequent words are in no class, whatever `word_class` says.
         num_top_words: most ids in each of `top_words`.
 
     Raises:
@@ -366,24 +386,33 @@ def class_report(
             f"expected classes of {len(counts)} words and {counts.sum()} tokens, two at least, "
             f"got classes of {len(word_class)} words and {len(tokens)} tokens"
         )
-    sizes = np.bincount(word_class)
-    if not sizes.all():
+    num_word_classes = int(word_class.max()) + 1
+    if not (sizes := np.bincount(word_class)).all():
         raise ValueError(f"class {sizes.argmin()} has no words")
-    class_counts = np.bincount(word_class, weights=counts).astype(np.float64)
-    mass = class_counts / len(tokens)
+    in_class = word_class.astype(np.int64)
+    in_class[np.argsort(-counts, kind="stable")[:head]] = num_word_classes + np.arange(head)
+    sizes = np.bincount(in_class, minlength=num_word_classes)
+    class_counts = np.bincount(in_class, weights=counts, minlength=len(sizes)).astype(np.float64)
     class_entropy = _entropy(class_counts)
+    mass, head_mass = np.split(class_counts / len(tokens), [num_word_classes])
+    columns = np.count_nonzero(sizes) + mass @ sizes[:num_word_classes]
+    log_likelihood = _bigram_log_likelihood(counts, class_counts, in_class, tokens)
+    top_words = _top_words(counts, in_class, sizes, num_top_words)[:num_word_classes]
+    sizes = sizes[:num_word_classes]
     return ClassReport(
-        num_word_classes=len(sizes),
+        num_word_classes=num_word_classes,
+        head=head,
+        head_mass=float(head_mass.sum()),
         min_words=int(sizes.min()),
         median_words=float(np.median(sizes)),
         max_words=int(sizes.max()),
         sizes=tuple(sizes.tolist()),
         token_mass=tuple(mass.tolist()),
-        columns_per_token=float(len(sizes) + mass @ sizes),
-        log_likelihood=_bigram_log_likelihood(counts, class_counts, word_class, tokens),
+        columns_per_token=float(columns),
+        log_likelihood=log_likelihood,
         class_entropy=class_entropy / np.log(2),
         word_entropy=(_entropy(counts) - class_entropy) / np.log(2),
-        top_words=_top_words(counts, word_class, sizes, num_top_words),
+        top_words=top_words,
     )
 
 

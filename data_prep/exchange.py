@@ -4,8 +4,9 @@ Decides which words share a class by the likelihood of the class bigram model al
 to, by what a class costs the softmax. The loops are compiled, as they look at every class for every
 word.
 
-Legend: N words, C classes, n(w) occurrences of word w, N(c, d) how often class d follows class c,
-N(c) occurrences of class c's words, s(c) their number. Maximised is
+Legend: N words, C classes, A words that are a class each, alone in it for good and numbered after
+the C, n(w) occurrences of word w, N(c, d) how often class d follows class c, N(c) occurrences of
+class c's words, s(c) their number. Maximised is
 
     F = Σ_{c,d} N(c, d) ln N(c, d) - 2 Σ_c N(c) ln N(c) - λ Σ_c N(c) s(c)         (1)
 
@@ -41,10 +42,11 @@ class Neighbours(NamedTuple):
 def exchange(
     bigrams: sparse.csr_array,
     counts: IntArray,
-    word_class: IntArray,
+    word_class: NDArray[np.integer],
     num_word_classes: int,
     capacity: int,
     *,
+    alone: IntArray | None = None,
     passes: int = 8,
     column_cost: float = 0.0,
     progress: bool = False,
@@ -57,6 +59,9 @@ def exchange(
         word_class: [N] classes to start from, none empty.
         num_word_classes: C.
         capacity: most words in a class; a class that starts with more takes none.
+        alone: [A] ids of words that count as a class each. They stay, none joins them, and they
+            neither fill nor weigh the class that they have in `word_class`; to the other words they
+            are neighbours told apart.
         passes: most times that every word is looked at.
         column_cost: λ, nats that one column of one token is worth.
         progress: a bar on stderr.
@@ -68,28 +73,34 @@ def exchange(
         Brown et al. 1992, equation 10, for the objective; Martin, Liermann & Ney 1998, section 3,
         for the algorithm.
     """
-    word_class = word_class.astype(np.int64)
+    alone = np.empty(0, np.int64) if alone is None else alone
+    num_all = num_word_classes + len(alone)
+    in_class = word_class.astype(np.int64)
+    in_class[alone] = np.arange(num_word_classes, num_all)
     right, left, self_count = _neighbours(bigrams)
     member = sparse.csr_array(
-        (np.ones(len(counts)), (np.arange(len(counts)), word_class)),
-        shape=(len(counts), num_word_classes),
+        (np.ones(len(counts)), (np.arange(len(counts)), in_class)), shape=(len(counts), num_all)
     )
-    follows = (member.T @ bigrams @ member).toarray().round().astype(np.int64)
-    followed = follows.T.copy()
-    mass = np.bincount(word_class, weights=counts, minlength=num_word_classes).astype(np.int64)
-    size = np.bincount(word_class, minlength=num_word_classes)
+    movable = member[:, :num_word_classes]
+    follows, followed = (
+        (member.T @ (pairs @ movable)).toarray().round().astype(np.int64)
+        for pairs in (bigrams, bigrams.T)
+    )
+    mass = np.bincount(in_class, weights=counts, minlength=num_all).astype(np.int64)
+    size = np.bincount(in_class, minlength=num_all)
     small = np.arange(TABLE_SIZE, dtype=np.float64)
     table = small * np.log(np.maximum(small, 1))
-    seen = np.flatnonzero(counts > 0)
+    seen = np.flatnonzero((counts > 0) & (in_class < num_word_classes))
     order = seen[np.argsort(-counts[seen], kind="stable")]
     for _ in tqdm(range(passes), desc="exchanging words", disable=None if progress else True):
         moved = _move_words(
-            order, right, left, self_count, counts, word_class,
+            order, right, left, self_count, counts, in_class,
             follows, followed, mass, size, capacity, column_cost, table,
         )  # fmt: skip
         if moved == 0:
             break
-    return word_class
+    in_class[alone] = word_class[alone]
+    return in_class
 
 
 def objective(
@@ -137,8 +148,8 @@ def _f(x: int, table: DoubleArray) -> float:
 def _by_class(
     side: Neighbours, w: int, word_class: IntArray, of_class: IntArray, classes: IntArray
 ) -> int:
-    """Sum a word's neighbours on one side by class: `of_class` [C] gets the counts, `classes` the
-    classes that have any; returns how many.
+    """Sum a word's neighbours on one side by class: `of_class` [C + A] gets the counts, `classes`
+    those classes that have any; returns how many.
     """
     found = 0
     for i in range(side.begin[w], side.begin[w + 1]):
@@ -157,15 +168,20 @@ def _shift(
     before: IntArray, before_classes: IntArray, num_before: int,
     follows: IntArray, followed: IntArray, mass: IntArray, size: IntArray,
 ) -> None:  # fmt: skip
-    """Put a word into class c (sign 1) or take it out (sign -1)."""
+    """Put a word into class c (sign 1) or take it out (sign -1). `follows` [C + A, C] has N(d, c),
+    `followed` N(c, d).
+    """
+    num_word_classes = follows.shape[1]
     for i in range(num_after):
         d = after_classes[i]
-        follows[c, d] += sign * after[d]
         followed[d, c] += sign * after[d]
+        if d < num_word_classes:
+            follows[c, d] += sign * after[d]
     for i in range(num_before):
         d = before_classes[i]
         follows[d, c] += sign * before[d]
-        followed[c, d] += sign * before[d]
+        if d < num_word_classes:
+            followed[c, d] += sign * before[d]
     follows[c, c] += sign * own
     followed[c, c] += sign * own
     mass[c] += sign * n
@@ -212,7 +228,7 @@ def _move_words(
     capacity: int, column_cost: float, table: DoubleArray,
 ) -> int:  # fmt: skip
     """One pass over the words; returns how many moved."""
-    num_word_classes = len(mass)
+    num_word_classes = follows.shape[1]
     after, before = np.zeros_like(mass), np.zeros_like(mass)
     after_classes, before_classes = np.empty_like(mass), np.empty_like(mass)
     gain = np.empty(num_word_classes)

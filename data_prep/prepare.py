@@ -319,5 +319,6 @@ def _build_classes(
     return ClassesInfo(
         method=settings.method,
         num_word_classes=int(word_class.max()) + 1,
+        head=settings.head,
         array=write_array(folder / CLASSES, [word_class], "int32"),
     )

@@ -113,6 +113,10 @@ class ClassesConfig:
     """
     num_word_classes: Positive | None = None
     """C, number of classes; default √N, rounded."""
+    head: NonNegative = 0
+    """This many of the most frequent words are in no class: they hang on the root, beside the
+    classes. exchange then makes the classes of the other words for that tree.
+    """
     seed: NonNegative = 1
     """Seed of `random`, `embedding` and `exchange`."""
     clustered_words: Positive | None = None

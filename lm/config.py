@@ -77,9 +77,6 @@ class OutputConfig:
     """full | two_level | balanced | huffman, or the name of a file of paths (one line a word: the
     word, then child numbers); adaptive is torch's adaptive softmax, to compare with.
     """
-    head: NonNegative = 0
-    """two_level: this many of the most frequent words hang on the root, beside the classes; other
-    trees have no head."""
     branching: Annotated[int, Field(ge=2)] | None = None
     """balanced: most children of a node; default ⌈√N⌉."""
     arity: Annotated[int, Field(ge=2)] = 2

@@ -81,7 +81,11 @@ def report_classes(prepared: Prepared, num_words: int) -> ClassReport:
     of each.
     """
     return class_report(
-        prepared.counts(), prepared.word_class(), prepared.tokens("train"), num_top_words=num_words
+        prepared.counts(),
+        prepared.word_class(),
+        prepared.tokens("train"),
+        head=prepared.head,
+        num_top_words=num_words,
     )
 
 
@@ -90,7 +94,8 @@ def classes_table(report: ClassReport, prepared: Prepared) -> str:
     tokenizer = prepared.tokenizer()
     head = [
         f"{report.num_word_classes:,} classes of {report.min_words:,} to {report.max_words:,}"
-        f" words, median {report.median_words:g}",
+        f" words, median {report.median_words:g};"
+        f" {report.head:,} words beside them, {100 * report.head_mass:.1f} % of the tokens",
         f"columns per token   {report.columns_per_token:.1f} of {prepared.vocab_size:,}",
         f"bigram likelihood   {report.log_likelihood:.4f} nats per token "
         f"(perplexity {math.exp(-report.log_likelihood):.1f})",

@@ -43,9 +43,7 @@ def build_tree(config: Config, prepared: Prepared) -> ClassTree:
         return ClassTree.two_level(cluster, head, counts)
     if output.tree == "two_level":
         word_class = torch.from_numpy(prepared.word_class().astype("int64"))
-        if output.head > vocab_size:
-            raise UserError(f"output.head = {output.head} is more than {vocab_size} words")
-        return ClassTree.two_level(word_class, output.head, torch.tensor(prepared.counts()))
+        return ClassTree.two_level(word_class, prepared.head, torch.tensor(prepared.counts()))
     tokenizer = prepared.tokenizer()
     words = [tokenizer.token(word) for word in range(vocab_size)]
     try:

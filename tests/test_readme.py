@@ -12,7 +12,7 @@ from lm.cli import main
 
 TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
-SMALL = ["--model.hidden=8", "--output.head=5", "--train.max_steps=2", "--no-progress"]
+SMALL = ["--model.hidden=8", "--classes.head=5", "--train.max_steps=2", "--no-progress"]
 
 
 def blocks(language: str) -> list[str]:

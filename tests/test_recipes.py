@@ -26,7 +26,12 @@ def small(config: Config, corpus: Path) -> list[str]:
         "data": {"hub": None, "hub_config": None, "format": "text", "prepared_dir": None},
         "data.files": files,
         "tokenizer": {"vocab_size": pieces if config.tokenizer.kind == "sentencepiece" else None},
-        "classes": {"num_word_classes": None, "max_words": None, "dimensions": 8},
+        "classes": {
+            "num_word_classes": None,
+            "max_words": None,
+            "dimensions": 8,
+            "head": min(config.classes.head, 3),
+        },
         "model": {
             "hidden": 16,
             "embedding": 12 if config.model.embedding and not config.model.tied else None,
@@ -34,7 +39,6 @@ def small(config: Config, corpus: Path) -> list[str]:
             "heads": 2,
             "feedforward": None,
         },
-        "output": {"head": min(config.output.head, 3)},
         "train": {
             "max_steps": 2,
             "max_epochs": None,
@@ -109,7 +113,7 @@ def test_every_recipe_is_complete_and_says_what_it_is(path: Path) -> None:
         ["--output.tree=balanced", "--output.branching=2"],
         ["--output.tree=huffman"],
         ["--output.tree=huffman", "--output.arity=3"],
-        ["--output.tree=two_level", "--output.head=4"],
+        ["--output.tree=two_level", "--classes.head=4"],
         ["--output.tree=adaptive"],
         ["--output.tree=adaptive", "--output.cutoffs=[3, 9]", "--output.bias=false"],
         ["--model.tied=true", "--output.bias=false"],

@@ -46,10 +46,10 @@ def test_the_bigram_baseline_is_the_interpolated_model_by_hand(prepared_dir: Pat
 def test_training_steps_are_timed_side_by_side(corpus: Path, tiny: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     options = ["--rounds", "1", "--steps", "2", "--json", str(rows)]
-    options += ["--trees", "two_level,output.head=3", "torch", "none", "full"]
+    options += ["--trees", "two_level,classes.head=3", "torch", "none", "full"]
     run("bench_train", str(tiny), *options, f"--run_dir={tmp_path / 'run'}")
     two_level, *peers, full = (json.loads(line) for line in rows.read_text().splitlines())
-    assert (two_level["tree"], full["tree"]) == ("two_level,output.head=3", "full")
+    assert (two_level["tree"], full["tree"]) == ("two_level,classes.head=3", "full")
     assert full["ratio"] == 1
     ratio = two_level["tokens_per_second_median"] / full["tokens_per_second_median"]
     assert two_level["ratio"] == pytest.approx(ratio)

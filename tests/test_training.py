@@ -168,7 +168,7 @@ def test_sparse_gradients_train_what_dense_ones_train(
     """With clipping and accumulation: the step is plain SGD's."""
     options = ["--model.dropout=0", "--train.precision=64-true", f"--model.tied={tied}"]
     options += ["--optim.optimizer=sgd", "--optim.clip=0.05", "--optim.lr=3"]
-    options += ["--train.accumulate=2", "--output.head=3"]
+    options += ["--train.accumulate=2", "--classes.head=3"]
     runs = [
         train(tmp_path / sparse, *options, f"--output.sparse={sparse}")
         for sparse in ("true", "false")

@@ -373,6 +373,35 @@ def test_report_equals_the_computation_by_hand() -> None:
     assert report.word_entropy == pytest.approx(-in_class / 7)
 
 
+def test_words_of_the_head_are_classes_of_their_own_to_the_report() -> None:
+    """Words 0 (3 times) and 1 (twice) on the root leave class 0 words 3 and 4, class 1 word 2."""
+    tokens = np.array([0, 1, 0, 2, 3, 0, 1], dtype=np.uint16)
+    counts = np.array([3, 2, 1, 1, 0])
+    report = class_report(counts, np.array([0, 1, 1, 0, 0]), tokens, head=2)
+    assert (report.num_word_classes, report.head) == (2, 2)
+    assert report.sizes == (2, 1)
+    assert report.head_mass == pytest.approx(5 / 7)
+    assert report.token_mass == pytest.approx((1 / 7, 1 / 7))
+    assert report.columns_per_token == pytest.approx(4 + 1 / 7 * 2 + 1 / 7 * 1)
+    assert report.top_words == ((3, 4), (2,))
+    apart = class_report(counts, np.array([2, 3, 1, 0, 0]), tokens)
+    assert report.log_likelihood == pytest.approx(apart.log_likelihood)
+    assert report.class_entropy == pytest.approx(apart.class_entropy)
+    assert report.word_entropy == pytest.approx(apart.word_entropy)
+    all_on_the_root = class_report(counts, np.array([0, 1, 1, 0, 0]), tokens, head=5)
+    assert all_on_the_root.sizes == (0, 0)
+    assert all_on_the_root.columns_per_token == 5
+
+
+def test_a_head_of_more_words_than_there_are_is_refused(tmp_path: Path) -> None:
+    counts = np.array([3, 2], dtype=np.int64)
+    with pytest.raises(UserError, match=r"classes\.head = 3 is more than 2 words"):
+        build_word_classes(
+            counts, ClassesConfig(method="uniform", head=3),
+            tokens=np.array([0, 1]), words=list, folder=tmp_path,
+        )  # fmt: skip
+
+
 def test_with_one_class_the_report_is_the_unigram_model() -> None:
     tokens = zipf_tokens(40, 3_000)
     counts = counts_of(tokens, 40)

@@ -56,6 +56,43 @@ def test_no_single_move_is_left_that_would_raise_the_objective(
                 assert objective(bigrams, counts, moved, column_cost) <= end + 1e-6
 
 
+def test_words_alone_stay_and_the_others_move_as_if_each_of_them_were_a_class() -> None:
+    vocab_size, num_word_classes, capacity = 23, 4, 9
+    tokens, counts = text(vocab_size, 900, seed=7)
+    bigrams, start = count_bigrams(tokens, vocab_size), np.arange(vocab_size) % num_word_classes
+    alone = np.argsort(-counts, kind="stable")[:5]
+
+    def apart(word_class: IntArray) -> IntArray:
+        word_class = word_class.copy()
+        word_class[alone] = num_word_classes + np.arange(len(alone))
+        return word_class
+
+    word_class = exchange(
+        bigrams, counts, start, num_word_classes, capacity, alone=alone, passes=50
+    )
+    assert np.array_equal(word_class[alone], start[alone])
+    end = objective(bigrams, counts, apart(word_class))
+    assert end > objective(bigrams, counts, apart(start))
+    sizes = np.bincount(apart(word_class))
+    assert sizes[:num_word_classes].max() <= capacity
+    for word in set(np.flatnonzero(counts > 0)) - set(alone):
+        for other in range(num_word_classes):
+            moved = apart(word_class)
+            moved[word] = other
+            if sizes[other] < capacity and sizes[word_class[word]] > 1:
+                assert objective(bigrams, counts, moved) <= end + 1e-6
+
+
+def test_a_class_of_words_alone_is_there_to_be_filled() -> None:
+    """Words 4 and 5 follow different words, so they are better apart; class 1 has only word 0."""
+    tokens = np.array([0, 4, 2, 1, 5, 3] * 20, dtype=np.uint16)
+    counts = np.bincount(tokens).astype(np.int64)
+    start = np.array([1, 0, 0, 0, 0, 0])
+    found = exchange(count_bigrams(tokens, 6), counts, start, 2, 6, alone=np.arange(4))
+    assert found[4] != found[5]
+    assert np.array_equal(found[:4], start[:4])
+
+
 def test_the_objective_is_the_likelihood_of_the_class_bigram_model() -> None:
     """Up to the text's ends, and to what no assignment changes: Σ n(w) ln n(w)."""
     tokens, counts = text(12, 4000, seed=3)
@@ -131,6 +168,25 @@ def test_the_method_of_the_configuration_starts_from_embedding(
     bigrams = count_bigrams(tokens, 60)
     before, after = (objective(bigrams, counts, c.astype(np.int64)) for c in classes.values())
     assert after > before
+
+
+@pytest.mark.parametrize("head", [10, 60])
+def test_classes_beside_a_head_are_made_for_the_words_below_it(head: int, tmp_path: Path) -> None:
+    tokens, counts = text(60, 6000, seed=4)
+    in_head = np.argsort(-counts, kind="stable")[:head]
+    likelihood, classes = [], []
+    for beside in (0, head):
+        word_class = build_word_classes(
+            counts,
+            ClassesConfig(method="exchange", num_word_classes=8, head=beside),
+            tokens=tokens, words=list, folder=tmp_path, progress=False,
+        )  # fmt: skip
+        classes.append(word_class.copy())
+        word_class[in_head] = 8 + np.arange(head)
+        bigrams = count_bigrams(tokens, 60)
+        likelihood.append(objective(bigrams, counts, word_class.astype(np.int64)))
+    assert np.array_equal(classes[1][in_head], classes[0][in_head])
+    assert likelihood[1] > likelihood[0] if head == 10 else likelihood[1] == likelihood[0]
 
 
 @pytest.mark.parametrize(("vocab_size", "num_word_classes"), [(1, 1), (5, 1), (5, 5)])
