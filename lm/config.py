@@ -51,6 +51,16 @@ class ModelConfig:
     """One vector per word serves as its input vector and its output row (wants embedding =
     hidden).
     """
+    input: Literal["word", "path"] = "word"
+    """A word's input vector: its own, or the sum of those on its path in the tree, its classes' and
+    its own, so that rare words are read by what their class has taught (additive factors: Botha &
+    Blunsom 2014). Tied, the path's vectors are its output rows.
+    """
+    input_backoff: NonNegativeFloat = 0.0
+    """With input: path, while training: a word seen n times is read as its classes alone with
+    probability input_backoff / (input_backoff + n) (noise by count: Xie et al. 2017); words on the
+    root, which have no class, never are.
+    """
     dropout: Fraction = 0.0
     """On the input vectors, between layers and on the backbone's output."""
     dropout_weight: Fraction = 0.0
@@ -336,6 +346,8 @@ def _check_consistency(config: Config, source: str) -> None:
             f"model.tied wants model.embedding = model.hidden = {model.hidden},"
             f" got {model.embedding}"
         )
+    elif model.input_backoff and model.input != "path":
+        problem = "model.input_backoff wants model.input: path"
     elif model.tied and config.output.tree == "adaptive":
         problem = "model.tied: output.tree: adaptive has no vector for each word to share"
     elif config.tokenizer.kind == "sentencepiece" and config.tokenizer.vocab_size is None:

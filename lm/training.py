@@ -122,6 +122,7 @@ def _build_module(
     torch.manual_seed(config.seed)
     tree = build_tree(config, prepared)
     check_memory(config, tree)
+    counts = torch.tensor(prepared.counts()) if config.model.input_backoff else None
     device = nullcontext() if weights else torch.device("meta")
     with trainer.precision_plugin.module_init_context(), device:
         model = build_model(
@@ -129,6 +130,7 @@ def _build_module(
             config.output,
             tree,
             config.train.seq_len,
+            counts=counts,
             sparse=has_sparse_table(config, tree.num_rows),
         )
     batches = Batches(

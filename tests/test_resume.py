@@ -45,6 +45,10 @@ RECIPES = {
         *("--optim.table=adagrad", "--optim.table_lr=0.05", "--train.accumulate=2"),
         *("--train.val_every_steps=6", "--train.checkpoint_every_steps=4"),
     ],
+    "input vectors of whole paths, noise by count": [
+        *("--model.input=path", "--model.input_backoff=3", "--classes.head=4"),
+        *("--model.tied=true", "--train.val_every_steps=6"),
+    ],
     "sparse gradients, adam by rows": [
         *("--output.sparse=true", "--optim.table=adam", "--train.val_every_steps=6"),
     ],

@@ -161,14 +161,14 @@ def test_what_cannot_fit_is_refused_before_the_run_has_a_folder(
     assert not run.exists()
 
 
-@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize(("tied", "path"), [("true", "word"), ("false", "word"), ("true", "path")])
 def test_sparse_gradients_train_what_dense_ones_train(
-    train: Train, tmp_path: Path, tied: str
+    train: Train, tmp_path: Path, tied: str, path: str
 ) -> None:
     """With clipping and accumulation: the step is plain SGD's."""
     options = ["--model.dropout=0", "--train.precision=64-true", f"--model.tied={tied}"]
     options += ["--optim.optimizer=sgd", "--optim.clip=0.05", "--optim.lr=3"]
-    options += ["--train.accumulate=2", "--classes.head=3"]
+    options += ["--train.accumulate=2", "--classes.head=3", f"--model.input={path}"]
     runs = [
         train(tmp_path / sparse, *options, f"--output.sparse={sparse}")
         for sparse in ("true", "false")

@@ -55,6 +55,11 @@ class LanguageModel(nn.Module):
         output: the softmax over words.
         embedding_size: E; None shares the output layer's rows of words as input vectors (then E =
             H).
+        input_path: a word's input vector is the sum of the vectors on its path in the output
+            layer's tree, its nodes' and its own, instead of its own. They are the output layer's
+            rows, or as many of size E.
+        input_backoff: [N] probability with which, while training, a word's own vector is left out
+            of that sum; None is 0.
         dropout: probability of zeroing, on input vectors and on hidden vectors.
         dropout_variational: one mask for all time steps.
         table_dtype: of the input vectors, if they are not the output layer's rows; None is torch's.
@@ -67,6 +72,8 @@ class LanguageModel(nn.Module):
         *,
         embedding_size: int | None,
         table_dtype: torch.dtype | None = None,
+        input_path: bool = False,
+        input_backoff: Tensor | None = None,
         dropout: float = 0.0,
         dropout_variational: bool = False,
     ) -> None:
@@ -74,9 +81,13 @@ class LanguageModel(nn.Module):
         self.backbone = backbone
         self.output = output
         self.dropout = Dropout(dropout, dropout_variational)
+        self.input_path = input_path
+        self.input_backoff: Tensor | None
+        self.register_buffer("input_backoff", input_backoff, persistent=False)
         self.embedding = None
         if embedding_size is not None:
-            self.embedding = nn.Embedding(output.tree.vocab_size, embedding_size, dtype=table_dtype)
+            num_vectors = output.tree.num_rows if input_path else output.tree.vocab_size
+            self.embedding = nn.Embedding(num_vectors, embedding_size, dtype=table_dtype)
             nn.init.normal_(self.embedding.weight, std=1 / math.sqrt(embedding_size))
 
     @property
@@ -114,16 +125,32 @@ class LanguageModel(nn.Module):
         Returns:
             hidden [T, B, H], each of which predicts the next word, and the state after `tokens`.
         """
-        vectors, index = self.output.weight, tokens
-        if self.embedding is None:
-            index = self.output.tree.row_of_word[tokens]
-        else:
-            vectors = self.embedding.weight
-        sparse = self.training and self.output.sparse
-        embedded = lookup(vectors, index) if sparse else F.embedding(index, vectors)
-        embedded = embedded.to(self.dtype)
+        embedded = self._embed_path(tokens) if self.input_path else self._embed_word(tokens)
         hidden, state = self.backbone(self.dropout(embedded), state)
         return self.dropout(hidden), state
+
+    def _embed_word(self, tokens: Tensor) -> Tensor:
+        """The words' own vectors, [T, B, E]."""
+        if self.embedding is not None:
+            return self._lookup(tokens)
+        return self._lookup(self.output.tree.row_of_word[tokens])
+
+    def _embed_path(self, tokens: Tensor) -> Tensor:
+        """Sums of the vectors on the words' paths, [T, B, E]."""
+        tree = self.output.tree
+        rows = torch.cat([tree.row_of_word[tokens].unsqueeze(-1), tree.rows_above(tokens)], -1)
+        used = rows >= 0
+        if self.training and self.input_backoff is not None:
+            drawn = torch.rand(tokens.shape, device=tokens.device)
+            used[..., 0] &= drawn >= self.input_backoff[tokens]
+        return (self._lookup(rows.clamp(min=0)) * used.unsqueeze(-1)).sum(-2)
+
+    def _lookup(self, index: Tensor) -> Tensor:
+        """Rows of the input vectors' table, [..., E], in the backbone's type."""
+        vectors = self.output.weight if self.embedding is None else self.embedding.weight
+        sparse = self.training and self.output.sparse
+        found = lookup(vectors, index) if sparse else F.embedding(index, vectors)
+        return found.to(self.dtype)
 
     def loss(
         self, tokens: Tensor, targets: Tensor, state: State | None = None
@@ -141,6 +168,7 @@ def build_model(
     tree: ClassTree,
     context: int,
     *,
+    counts: Tensor | None = None,
     sparse: bool = False,
 ) -> LanguageModel:
     """The model that a configuration describes, freshly initialised from torch's random numbers.
@@ -150,6 +178,8 @@ def build_model(
         output: the section `output`.
         tree: what `output.tree` stands for.
         context: T, positions that a Transformer attends to.
+        counts: [N] occurrences of each word while training, which `input_backoff` asks for; without
+            them a word's own vector is always there.
         sparse: whether the table of words gets a `RowGradient`.
     """
     embedding_size = config.embedding or config.hidden
@@ -190,6 +220,8 @@ def build_model(
         cast(Backbone, backbone),
         softmax,
         table_dtype=dtype,
+        input_path=config.input == "path",
+        input_backoff=_backoff(config.input_backoff, tree, counts),
         embedding_size=None if config.tied else embedding_size,
         dropout=config.dropout,
         dropout_variational=config.dropout_variational,
@@ -203,3 +235,11 @@ def build_model(
             for parameter in () if module is None else module.parameters():
                 nn.init.uniform_(parameter, -config.init_range, config.init_range)
     return model
+
+
+def _backoff(amount: float, tree: ClassTree, counts: Tensor | None) -> Tensor | None:
+    """Probability [N] of a word's own vector being left out; 0 for the words on the root."""
+    if not amount or counts is None:
+        return None
+    below_root = tree.node_of_row[tree.row_of_word] > 0
+    return below_root * (amount / (amount + counts))

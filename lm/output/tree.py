@@ -258,6 +258,17 @@ class ClassTree(nn.Module):
             row = torch.where(above >= 0, above, row)
         return row
 
+    def rows_above(self, word: Tensor) -> Tensor:
+        """Rows of the nodes on each word's path, the nearest first: [..., depth - 1] int64 for
+        words [...]; -1 from the root on, which has none.
+        """
+        row, rows = self.row_of_word[word], []
+        for _ in range(self.depth - 1):
+            above = self.row_of_node[self.node_of_row[row.clamp(min=0)]]
+            row = torch.where(row >= 0, above, row)
+            rows.append(row)
+        return torch.stack(rows, -1) if rows else row.new_empty(*word.shape, 0)
+
     def path(self, word: int) -> list[tuple[int, int]]:
         """The (node, row) pairs of a word from the root down."""
         visits: list[tuple[int, int]] = []

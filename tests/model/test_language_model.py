@@ -16,12 +16,15 @@ N, H, T, B = 11, 8, 5, 3
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 
 
+COUNTS = torch.arange(N) ** 2
+
+
 def make(backbone: str, tree: ClassTree | None = None, **settings: Any) -> LanguageModel:
     torch.manual_seed(0)
     config = ModelConfig(backbone=backbone, hidden=H, heads=2, layers=2, **settings)  # type: ignore[arg-type]
     if tree is None:
         tree = ClassTree.two_level(torch.arange(N) % 3)
-    return build_model(config, OutputConfig(), tree, context=T).double()
+    return build_model(config, OutputConfig(), tree, context=T, counts=COUNTS).double()
 
 
 def text(seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -106,6 +109,50 @@ def test_the_gradient_of_tied_weights_is_the_sum_of_both_uses(backbone: str) -> 
     together = gradients(tied, tied.loss(tokens, targets)[0])
     assert separate["embedding.weight"].norm() > 1e-3
     torch.testing.assert_close(together["output.weight"], expected, rtol=1e-10, atol=1e-14)
+
+
+PATHS = pytest.mark.parametrize(
+    "tree",
+    [
+        ClassTree.full(N),
+        ClassTree.two_level(torch.arange(N) % 3, head=4),
+        ClassTree.huffman(COUNTS),
+    ],
+    ids=["full", "head", "huffman"],
+)
+
+
+@PATHS
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_input_vector_may_be_the_sum_of_those_on_the_path(tree: ClassTree, tied: bool) -> None:
+    model, (tokens, _) = make("lstm", tree, tied=tied, input="path"), text()
+    table = model.output.weight if model.embedding is None else model.embedding.weight
+    assert table.shape == (tree.num_rows, H)
+    vectors = torch.stack([table[[row for _, row in tree.path(w)]].sum(0) for w in range(N)])
+    hidden, _ = model.backbone(vectors[tokens])
+    torch.testing.assert_close(model(tokens)[0], hidden, rtol=1e-12, atol=1e-14)
+
+
+@PATHS
+def test_a_word_is_read_as_its_classes_with_the_probability_of_its_count(tree: ClassTree) -> None:
+    model = make("lstm", tree, tied=True, input="path", input_backoff=2.0)
+    table, words = model.output.weight.detach(), torch.arange(N)
+    read: list[Tensor] = []
+    model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
+    model.train()(words.expand(4000, N).T)
+    whole, without = (
+        torch.stack([table[[row for _, row in tree.path(w)][:stop]].sum(0) for w in range(N)])
+        for stop in (None, -1)
+    )
+    alone = (read[0] - without[:, None]).abs().amax(2) < 1e-12
+    torch.testing.assert_close(read[0][~alone], whole[:, None].expand_as(read[0])[~alone])
+    share = alone.double().mean(1)
+    on_root = torch.tensor([len(tree.path(w)) == 1 for w in range(N)])
+    expected = torch.where(on_root, 0, 2 / (2 + COUNTS.double()))
+    torch.testing.assert_close(share, expected, rtol=0, atol=0.04)
+    assert not share[on_root].any()
+    model.eval()(words[:, None])
+    torch.testing.assert_close(read[1][:, 0], whole)
 
 
 @BACKBONES

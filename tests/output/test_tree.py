@@ -105,6 +105,18 @@ def test_a_tree_made_of_the_paths_of_another_is_the_same(
             assert torch.equal(value, other.get_buffer(name)), name
 
 
+@pytest.mark.parametrize("num_words", [1, 2, 12, 97])
+@pytest.mark.parametrize("shape", shapes(1))
+def test_rows_above_are_those_of_the_path_nearest_first(shape: str, num_words: int) -> None:
+    tree, words = shapes(num_words)[shape], torch.arange(num_words)
+    above = tree.rows_above(words)
+    assert above.shape == (num_words, tree.depth - 1)
+    for word in words.tolist():
+        rows = [row for _, row in reversed(tree.path(word))][1:]
+        assert above[word].tolist() == rows + [-1] * (tree.depth - 1 - len(rows))
+    assert torch.equal(tree.rows_above(words.view(1, -1)), above[None])
+
+
 def test_two_levels_lay_classes_first_then_the_words_of_each_class() -> None:
     tree = ClassTree.two_level([1, 0, 1, 9, 0])  # class numbers may have gaps
     assert tree.num_children.tolist() == [3, 2, 2, 1]
