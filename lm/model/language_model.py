@@ -143,14 +143,32 @@ class LanguageModel(nn.Module):
         if self.training and self.input_backoff is not None:
             drawn = torch.rand(tokens.shape, device=tokens.device)
             used[..., 0] &= drawn >= self.input_backoff[tokens]
-        return (self._lookup(rows.clamp(min=0)) * used.unsqueeze(-1)).sum(-2)
+        rows = rows.clamp(min=0)
+        if self._sparse or self._vectors.dtype != self.dtype:
+            return (self._lookup(rows) * used.unsqueeze(-1)).sum(-2)
+        summed = F.embedding_bag(
+            rows.flatten(0, -2),
+            self._vectors,
+            per_sample_weights=used.flatten(0, -2).to(self.dtype),
+            mode="sum",
+        )
+        return summed.view(*tokens.shape, -1)
 
     def _lookup(self, index: Tensor) -> Tensor:
         """Rows of the input vectors' table, [..., E], in the backbone's type."""
-        vectors = self.output.weight if self.embedding is None else self.embedding.weight
-        sparse = self.training and self.output.sparse
-        found = lookup(vectors, index) if sparse else F.embedding(index, vectors)
-        return found.to(self.dtype)
+        if self._sparse:
+            return lookup(self._vectors, index).to(self.dtype)
+        return F.embedding(index, self._vectors).to(self.dtype)
+
+    @property
+    def _vectors(self) -> Tensor:
+        """The table of input vectors."""
+        return self.output.weight if self.embedding is None else self.embedding.weight
+
+    @property
+    def _sparse(self) -> bool:
+        """Whether the table is to get a `RowGradient`."""
+        return self.training and self.output.sparse
 
     def loss(
         self, tokens: Tensor, targets: Tensor, state: State | None = None

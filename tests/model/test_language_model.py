@@ -184,8 +184,9 @@ def test_dropout_acts_while_training_alone(backbone: str) -> None:
 
 
 @BACKBONES
-def test_compiled_whole_equals_eager_in_loss_and_gradients(backbone: str) -> None:
-    model, (tokens, targets) = make(backbone), text()
+@pytest.mark.parametrize("read", ["word", "path"])
+def test_compiled_whole_equals_eager_in_loss_and_gradients(backbone: str, read: str) -> None:
+    model, (tokens, targets) = make(backbone, input=read), text()
     expected, _ = model.loss(tokens, targets)
     compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
     with dynamo.patch(allow_rnn=True):  # nn.LSTM breaks the graph without
