@@ -140,6 +140,11 @@ def two_classes(corpus: Corpus) -> None:
     corpus.classes = replace(corpus.classes, num_word_classes=2)
 
 
+def head_of_two(corpus: Corpus) -> None:
+    assert corpus.prepare().head == 0
+    corpus.classes = replace(corpus.classes, head=2)
+
+
 def skip_empty(corpus: Corpus) -> None:
     corpus.data = replace(corpus.data, keep_empty_lines=False)
 
@@ -152,6 +157,7 @@ def skip_empty(corpus: Corpus) -> None:
         (edit("train.txt", "a b\n"), "train: train.txt changed", FILES),
         (edit("valid.txt", "the\n"), "valid: valid.txt changed", {"valid.npy"}),
         (two_classes, "classes.num_word_classes: None → 2", {"classes.npy"}),
+        (head_of_two, "classes.head: 0 → 2", {"classes.npy"}),
         (files(["train.txt", "more.txt"], "valid.txt"), "train: more.txt added", FILES),
         (files("train.txt", "more.txt"), "valid: valid.txt removed", {"valid.npy"}),
         (files("train.txt", None), "valid: valid.txt removed", set()),
@@ -170,6 +176,7 @@ def test_a_change_is_named_and_only_what_depends_on_it_is_redone(
     assert corpus.rewritten() == redone
     assert said in caplog.messages
     assert corpus.rewritten() == set()
+    assert corpus.prepare().head == corpus.classes.head
 
 
 def test_files_in_another_order_are_another_text(
