@@ -12,7 +12,11 @@ from lm.cli import main
 
 TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
-SMALL = ["--model.hidden=8", "--classes.head=5", "--train.max_steps=2", "--no-progress"]
+HEAD = ["--classes.head=5"]
+SMALL = {
+    "prepare": HEAD,
+    "train": [*HEAD, "--model.hidden=8", "--train.max_steps=2", "--no-progress"],
+}
 
 
 def blocks(language: str) -> list[str]:
@@ -45,7 +49,7 @@ def test_the_commands_run(
     ran = []
     for command in commands(block):
         _, verb, *arguments = shlex.split(command.replace("DIR", "."))
-        small = SMALL if verb == "train" else []
+        small = SMALL.get(verb, [])
         assert main([verb, *arguments, *small]) == 0, command
         ran.append(verb)
     assert ran == ["prepare", "train", "evaluate", "generate", "classes", "info"]
@@ -123,7 +127,8 @@ def test_ratios_of_tokens_per_second_are_those_of_their_log() -> None:
         for line in (TOP / "scripts/results/bench_train.jsonl").read_text().splitlines()
     ]
     rate = {(row["tree"], row["overrides"][0]): row["tokens_per_second_median"] for row in rows}
-    trees = ("full", "torch", "full,train.matmul_precision=medium", "adaptive", "none")
+    path = "two_level,model.input=path,model.input_backoff=5"
+    trees = ("full", "torch", "full,train.matmul_precision=medium", "adaptive", path, "none")
     section = README[README.index("| tokens per second of the class softmax") :]
     lines = section.splitlines()[2 : 2 + len(trees)]
     for line, tree in zip(lines, trees, strict=True):
