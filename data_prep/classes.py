@@ -423,13 +423,13 @@ def _bigram_log_likelihood(
     tokens: Tokens,
 ) -> float:
     """Nats per predicted token: P(c'|c) from the T - 1 pairs, P(w|c) from all T tokens."""
-    num_word_classes = len(class_counts)
-    transitions = np.zeros((num_word_classes, num_word_classes), dtype=np.int64)
+    shape = (len(class_counts), len(class_counts))
+    transitions = sparse.csr_array(shape, dtype=np.int64)
     for start in range(0, len(tokens) - 1, TOKENS_PER_CHUNK):
-        classes = word_class[tokens[start : start + TOKENS_PER_CHUNK + 1]].astype(np.int64)
-        pairs = classes[:-1] * num_word_classes + classes[1:]
-        transitions.reshape(-1)[:] += np.bincount(pairs, minlength=transitions.size)
-    of_class = -_entropy(transitions) + _entropy(transitions.sum(axis=1))
+        classes = word_class[tokens[start : start + TOKENS_PER_CHUNK + 1]]
+        once = np.ones(len(classes) - 1, np.int64)
+        transitions += sparse.coo_array((once, (classes[:-1], classes[1:])), shape).tocsr()
+    of_class = -_entropy(transitions.data) + _entropy(transitions.sum(axis=1))
     log_prob_in_class = np.log(np.maximum(counts, 1) / np.maximum(class_counts, 1)[word_class])
     first = int(tokens[0])
     of_words = counts @ log_prob_in_class - log_prob_in_class[first]
