@@ -57,9 +57,10 @@ class ModelConfig:
     Blunsom 2014). Tied, the path's vectors are its output rows.
     """
     input_backoff: NonNegativeFloat = 0.0
-    """With input: path, while training: a word seen n times is read as its classes alone with
-    probability input_backoff / (input_backoff + n) (noise by count: Xie et al. 2017); words on the
-    root, which have no class, never are.
+    """While training, a word seen n times is read without its own vector with probability
+    input_backoff / (input_backoff + n) (noise by count: Xie et al. 2017). With input: path its
+    classes' vectors are left, and words on the root, which have no class, are always read whole;
+    with input: word it is read as zero.
     """
     dropout: Fraction = 0.0
     """On the input vectors, between layers and on the backbone's output."""
@@ -346,8 +347,6 @@ def _check_consistency(config: Config, source: str) -> None:
             f"model.tied wants model.embedding = model.hidden = {model.hidden},"
             f" got {model.embedding}"
         )
-    elif model.input_backoff and model.input != "path":
-        problem = "model.input_backoff wants model.input: path"
     elif model.tied and config.output.tree == "adaptive":
         problem = "model.tied: output.tree: adaptive has no vector for each word to share"
     elif config.tokenizer.kind == "sentencepiece" and config.tokenizer.vocab_size is None:

@@ -128,10 +128,6 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
             "model.tied wants model.embedding = model.hidden = 16, got 8",
         ),
         (
-            MINIMAL + "model: {input_backoff: 2.0}",
-            "model.input_backoff wants model.input: path",
-        ),
-        (
             MINIMAL + "tokenizer: {kind: sentencepiece}",
             "tokenizer.kind: sentencepiece wants tokenizer.vocab_size",
         ),

@@ -58,8 +58,8 @@ class LanguageModel(nn.Module):
         input_path: a word's input vector is the sum of the vectors on its path in the output
             layer's tree, its nodes' and its own, instead of its own. They are the output layer's
             rows, or as many of size E.
-        input_backoff: [N] probability with which, while training, a word's own vector is left out
-            of that sum; None is 0.
+        input_backoff: [N] probability with which, while training, a word is read without its own
+            vector: as the rest of that sum, or as zero; None is 0.
         dropout: probability of zeroing, on input vectors and on hidden vectors.
         dropout_variational: one mask for all time steps.
         table_dtype: of the input vectors, if they are not the output layer's rows; None is torch's.
@@ -131,18 +131,19 @@ class LanguageModel(nn.Module):
 
     def _embed_word(self, tokens: Tensor) -> Tensor:
         """The words' own vectors, [T, B, E]."""
-        if self.embedding is not None:
-            return self._lookup(tokens)
-        return self._lookup(self.output.tree.row_of_word[tokens])
+        rows = tokens if self.embedding is not None else self.output.tree.row_of_word[tokens]
+        embedded = self._lookup(rows)
+        known = self._draw_known(tokens)
+        return embedded if known is None else embedded * known.unsqueeze(-1)
 
     def _embed_path(self, tokens: Tensor) -> Tensor:
         """Sums of the vectors on the words' paths, [T, B, E]."""
         tree = self.output.tree
         rows = torch.cat([tree.row_of_word[tokens].unsqueeze(-1), tree.rows_above(tokens)], -1)
         used = rows >= 0
-        if self.training and self.input_backoff is not None:
-            drawn = torch.rand(tokens.shape, device=tokens.device)
-            used[..., 0] &= drawn >= self.input_backoff[tokens]
+        known = self._draw_known(tokens)
+        if known is not None:
+            used[..., 0] &= known
         rows = rows.clamp(min=0)
         if self._sparse or self._vectors.dtype != self.dtype:
             return (self._lookup(rows) * used.unsqueeze(-1)).sum(-2)
@@ -153,6 +154,12 @@ class LanguageModel(nn.Module):
             mode="sum",
         )
         return summed.view(*tokens.shape, -1)
+
+    def _draw_known(self, tokens: Tensor) -> Tensor | None:
+        """Which words are read with their own vector, [T, B] bool; None is all."""
+        if not self.training or self.input_backoff is None:
+            return None
+        return torch.rand(tokens.shape, device=tokens.device) >= self.input_backoff[tokens]
 
     def _lookup(self, index: Tensor) -> Tensor:
         """Rows of the input vectors' table, [..., E], in the backbone's type."""
@@ -239,7 +246,7 @@ def build_model(
         softmax,
         table_dtype=dtype,
         input_path=config.input == "path",
-        input_backoff=_backoff(config.input_backoff, tree, counts),
+        input_backoff=_backoff(config, tree, counts),
         embedding_size=None if config.tied else embedding_size,
         dropout=config.dropout,
         dropout_variational=config.dropout_variational,
@@ -255,9 +262,14 @@ def build_model(
     return model
 
 
-def _backoff(amount: float, tree: ClassTree, counts: Tensor | None) -> Tensor | None:
-    """Probability [N] of a word's own vector being left out; 0 for the words on the root."""
+def _backoff(config: ModelConfig, tree: ClassTree, counts: Tensor | None) -> Tensor | None:
+    """Probability [N] of a word being read without its own vector; with input: path 0 for the words
+    on the root, of which nothing would be left.
+    """
+    amount = config.input_backoff
     if not amount or counts is None:
         return None
-    below_root = tree.node_of_row[tree.row_of_word] > 0
-    return below_root * (amount / (amount + counts))
+    probability = amount / (amount + counts)
+    if config.input == "path":
+        probability = probability * (tree.node_of_row[tree.row_of_word] > 0)
+    return probability

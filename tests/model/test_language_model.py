@@ -134,23 +134,26 @@ def test_an_input_vector_may_be_the_sum_of_those_on_the_path(tree: ClassTree, ti
 
 
 @PATHS
-def test_a_word_is_read_as_its_classes_with_the_probability_of_its_count(tree: ClassTree) -> None:
-    model = make("lstm", tree, tied=True, input="path", input_backoff=2.0)
+@pytest.mark.parametrize("input", ["word", "path"])
+def test_a_word_is_read_without_its_own_vector_with_the_probability_of_its_count(
+    tree: ClassTree, input: str
+) -> None:
+    model = make("lstm", tree, tied=True, input=input, input_backoff=2.0)
     table, words = model.output.weight.detach(), torch.arange(N)
     read: list[Tensor] = []
     model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
     model.train()(words.expand(4000, N).T)
+    paths = [[row for _, row in tree.path(w)][-1 if input == "word" else 0 :] for w in range(N)]
     whole, without = (
-        torch.stack([table[[row for _, row in tree.path(w)][:stop]].sum(0) for w in range(N)])
-        for stop in (None, -1)
+        torch.stack([table[path[:stop]].sum(0) for path in paths]) for stop in (None, -1)
     )
     alone = (read[0] - without[:, None]).abs().amax(2) < 1e-12
     torch.testing.assert_close(read[0][~alone], whole[:, None].expand_as(read[0])[~alone])
     share = alone.double().mean(1)
-    on_root = torch.tensor([len(tree.path(w)) == 1 for w in range(N)])
-    expected = torch.where(on_root, 0, 2 / (2 + COUNTS.double()))
+    always = torch.tensor([input == "path" and len(path) == 1 for path in paths])
+    expected = torch.where(always, 0, 2 / (2 + COUNTS.double()))
     torch.testing.assert_close(share, expected, rtol=0, atol=0.04)
-    assert not share[on_root].any()
+    assert not share[always].any()
     model.eval()(words[:, None])
     torch.testing.assert_close(read[1][:, 0], whole)
 
