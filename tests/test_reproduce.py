@@ -32,7 +32,9 @@ def small(tiny: Path, tmp_path: Path) -> list[object]:
         "config": str(tiny),
         "shared": ["train.max_steps=2", "train.val_every_steps=1", "classes.dimensions=4"],
         "seeds": [1, 2],
-        "figures": ["perplexity", "oov"],
+        "figures": ["perplexity", "oov", "minutes"],
+        "published": "1 to 2",
+        "summary": {"full softmax": "full", "classes": "two_level,a=b"},
         "rows": {"full softmax": ["output.tree=full"], "classes": ["classes.method=random"]},
     }
     tables = tmp_path / "tables.yaml"
@@ -69,6 +71,32 @@ def test_a_table_is_trained_once_and_printed_from_its_logs(
     assert read_metrics(tmp_path / "logs/toy/classes-1.csv")[-1].step == 2
     again = reproduce(*small)  # needs no corpus: nothing is missing
     assert (again.returncode, again.stdout) == (0, first.stdout)
+    assert line.split("|")[4].strip() == f"{sum(log_minutes(tmp_path)) / 2:.4g}"
+    speeds = [
+        {
+            "config": "tiny.yaml",
+            "tree": tree,
+            "ratio": ratio,
+            "overrides": [f"--train.precision={p}"],
+        }
+        for tree, ratio, p in [
+            ("two_level,a=b", 3, "bf16-mixed"),
+            ("two_level,a=b", 2.5, "bf16-mixed"),
+            ("full", 7, "32-true"),
+        ]
+    ]
+    (tmp_path / "logs/bench_train.jsonl").write_text("\n".join(map(json.dumps, speeds)))
+    total = reproduce("summary", *small[1:]).stdout.splitlines()
+    assert total[2].startswith("| toy | 1 to 2 |")
+    assert total[2].endswith(f"| full softmax | {sum(perplexities) / 2:.2f} | – |")
+    assert total[3].startswith("|  |  |")
+    assert total[3].endswith("| 2.50 |")
+    assert len(total) == 4
+
+
+def log_minutes(tmp_path: Path) -> list[float]:
+    logs = (tmp_path / f"logs/toy/full_softmax-{seed}.json" for seed in (1, 2))
+    return [json.loads(log.read_text())["seconds"] / 60 for log in logs]
 
 
 def test_mistakes_are_one_line(small: list[object]) -> None:
@@ -90,7 +118,8 @@ def test_every_row_of_the_tables_is_a_valid_configuration(name: str) -> None:
         overrides = [f"--{option}" for option in (*table.get("shared", ()), *own)]
         config = load_config(TOP / table["config"], overrides)
         assert config.name == Path(table["config"]).stem
-    assert set(table["figures"]) <= {field.name for field in fields(Evaluation)}
+    assert set(table["figures"]) <= {field.name for field in fields(Evaluation)} | {"minutes"}
+    assert set(table.get("summary", ())) <= set(table["rows"])
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -102,3 +131,10 @@ def test_the_readme_shows_the_tables_as_the_logs_have_them(name: str) -> None:
     assert shown.count("\n") == 1 + len(logged)
     if logged:
         assert shown in (TOP / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_shows_the_summary_as_the_logs_have_it() -> None:
+    done = reproduce("summary")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") > 8
+    assert done.stdout.strip() in (TOP / "README.md").read_text(encoding="utf-8")
