@@ -35,7 +35,10 @@ def small(tiny: Path, tmp_path: Path) -> list[object]:
         "figures": ["perplexity", "oov", "minutes"],
         "published": "1 to 2",
         "summary": {"full softmax": "full", "classes": "two_level,a=b"},
-        "rows": {"full softmax": ["output.tree=full"], "classes": ["classes.method=random"]},
+        "rows": {
+            "full softmax": ["output.tree=full"],
+            "classes": {"config": str(tiny), "overrides": ["classes.method=random"]},
+        },
     }
     tables = tmp_path / "tables.yaml"
     tables.write_text(yaml.safe_dump({"toy": table}, sort_keys=False))
@@ -115,9 +118,11 @@ def test_mistakes_are_one_line(small: list[object]) -> None:
 def test_every_row_of_the_tables_is_a_valid_configuration(name: str) -> None:
     table = TABLES[name]
     for own in table["rows"].values():
-        overrides = [f"--{option}" for option in (*table.get("shared", ()), *own)]
-        config = load_config(TOP / table["config"], overrides)
-        assert config.name == Path(table["config"]).stem
+        recipe, options = (
+            (own["config"], own["overrides"]) if isinstance(own, dict) else (table["config"], own)
+        )
+        overrides = [f"--{option}" for option in (*table.get("shared", ()), *options)]
+        assert load_config(TOP / recipe, overrides).name == Path(recipe).stem
     assert set(table["figures"]) <= {field.name for field in fields(Evaluation)} | {"minutes"}
     assert set(table.get("summary", ())) <= set(table["rows"])
 
