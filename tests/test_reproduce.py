@@ -145,3 +145,11 @@ def test_the_readme_shows_the_summary_as_the_logs_have_it() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") > 8
     assert done.stdout.strip() in README
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_commands_of_the_logs_are_commands_of_today(name: str) -> None:
+    for log in (RESULTS / name).glob("*.json"):
+        lm, train, recipe, *options = json.loads(log.read_text())["command"].split()
+        assert (lm, train, options[0]) == ("lm", "train", "--data.dir=DIR")
+        assert load_config(TOP / recipe, options).name == Path(recipe).stem
