@@ -5,7 +5,7 @@ folder.
 import logging
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -58,7 +58,13 @@ _FREE_ON_RESUME = (
 """Keys, or beginnings of keys, that may differ between a run and its continuation."""
 
 
-def train(config: Config, *, resume: str | None = None, progress: bool = True) -> Path:
+def train(
+    config: Config,
+    *,
+    resume: str | None = None,
+    progress: bool = True,
+    observers: Iterable[Observer] = (),
+) -> Path:
     """Train the run of `config` on its prepared data.
 
     Args:
@@ -66,6 +72,7 @@ def train(config: Config, *, resume: str | None = None, progress: bool = True) -
         resume: "auto" continues the run's last checkpoint, or starts if there is none; a path
             continues that one; None starts a new run in an empty folder.
         progress: whether to show a progress bar.
+        observers: are told how it goes; an exception of theirs ends it.
 
     Returns:
         The run's folder.
@@ -77,7 +84,7 @@ def train(config: Config, *, resume: str | None = None, progress: bool = True) -
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     folder, prepared = config.run_path, open_prepared(config.prepared_path)
-    observers: list[Observer] = [Inputs(config, prepared)]
+    observers = [Inputs(config, prepared), *observers]
     if progress:
         observers.append(ProgressBar())
     if config.log.wandb != "disabled":

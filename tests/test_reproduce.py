@@ -99,6 +99,30 @@ def test_a_table_is_trained_once_and_printed_from_its_logs(
     assert len(total) == 4
 
 
+def test_a_check_begins_the_trainings_of_the_logs_anew(
+    small: list[object], corpus: Path, tmp_path: Path
+) -> None:
+    where = [*small, f"--data-dir={corpus}", "--no-progress", "--seeds=1"]
+    assert reproduce(*where).returncode == 0
+    curves = {row: tmp_path / f"logs/toy/{row}-1.csv" for row in ("full_softmax", "classes")}
+    before = {row: path.read_text() for row, path in curves.items()}
+    first = {row: read_metrics(path)[0].valid_perplexity or 0 for row, path in curves.items()}
+    curves["classes"].write_text(before["classes"].replace(str(first["classes"]), "40.0"))
+    done = reproduce(*where, "--check")
+    assert done.returncode == 0, done.stderr
+    same, other = done.stdout.splitlines()
+    now = f"{first['full_softmax']:.2f}"
+    assert same == f"full softmax, seed 1: {now} after 1 steps, every digit as in the log"
+    off = first["classes"] / 40 - 1
+    assert other.endswith(f"{first['classes']:.2f} after 1 steps, 40.00 in the log ({off:+.1%})")
+    curves["classes"].write_text(before["classes"].replace("\n1,", "\n7,"))
+    curves["full_softmax"].unlink()
+    missing, elsewhere = reproduce(*where, "--check").stdout.splitlines()
+    assert missing == "full softmax, seed 1: no log"
+    assert elsewhere.endswith("after 1 steps, the log's first is after 7")
+    assert {path.name for path in (tmp_path / "r").iterdir()} == {"toy"}  # nothing is left
+
+
 def log_minutes(tmp_path: Path) -> list[float]:
     logs = (tmp_path / f"logs/toy/full_softmax-{seed}.json" for seed in (1, 2))
     return [json.loads(log.read_text())["seconds"] / 60 for log in logs]
