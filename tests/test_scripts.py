@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 from data_prep.artifacts import open_prepared
+from data_prep.classes import build_word_classes, class_report
 from lm.checkpoint import load_model
+from lm.config import load_config
 
 TOP = Path(__file__).resolve().parent.parent
 Train = Callable[..., Path]
@@ -55,6 +58,28 @@ def test_training_steps_are_timed_side_by_side(corpus: Path, tiny: Path, tmp_pat
     assert two_level["ratio"] == pytest.approx(ratio)
     assert [peer["tree"] for peer in peers] == ["torch", "none"]
     assert all(peer["tokens_per_second_median"] > 0 for peer in peers)
+
+
+def test_making_classes_is_measured_as_lm_classes_reports_it(tiny: Path, tmp_path: Path) -> None:
+    rows, data = tmp_path / "rows", tmp_path / "data"
+    options = ["--methods", "frequency", "exchange", "--json", str(rows)]
+    shown = run("bench_classes", str(tiny), *options, f"--data.prepared_dir={data}")
+    measured = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [line.split()[0] for line in shown.splitlines()] == ["method", "frequency", "exchange"]
+    prepared = open_prepared(data)
+    tokens = prepared.tokens("train")
+    classes = load_config(tiny).classes
+    methods = replace(classes, method="frequency"), replace(classes, method="exchange")
+    for row, settings in zip(measured, methods, strict=True):
+        word_class = build_word_classes(
+            prepared.counts(), settings, tokens=tokens, words=list, folder=tmp_path
+        )
+        report = class_report(prepared.counts(), word_class, tokens, head=settings.head)
+        assert row["method"] == settings.method
+        assert row["num_word_classes"] == report.num_word_classes
+        assert row["columns_per_token"] == round(report.columns_per_token, 1)
+        assert row["bigram_log_likelihood"] == round(report.log_likelihood, 4)
+        assert 1 < row["peak_mib"] < 4000
 
 
 def test_the_peer_of_training_steps_has_the_same_loss(
