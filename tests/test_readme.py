@@ -141,3 +141,17 @@ def test_ratios_of_tokens_per_second_are_those_of_their_log() -> None:
             f"{rate['two_level', option] / rate[tree, option]:.2f}"
             for option in ("--train.precision=bf16-mixed", "--train.precision=32-true")
         ]
+
+
+def test_figures_of_making_classes_are_those_of_their_log() -> None:
+    rows = (TOP / "scripts/results/bench_classes.jsonl").read_text().splitlines()
+    found = {row["method"]: row for row in map(json.loads, rows)}
+    text = README[README.index("Making classes for") : README.index("The output layer alone")]
+    embedding, exchange = found["embedding"], found["exchange"]
+    assert embedding["peak_mib"] == exchange["peak_mib"]  # exchange begins with the other's classes
+    for figure in (
+        f"for {embedding['vocab_size']:,} words from {embedding['tokens'] / 1e6:.1f} million",
+        f"by embedding {embedding['seconds']:.0f} s and {embedding['peak_mib'] / 1024:.1f} GiB",
+        f"{exchange['seconds']:.0f} s in all and no more memory",
+    ):
+        assert figure in text
