@@ -151,19 +151,19 @@ def save_model(folder: Path, model: LanguageModel, description: Description) -> 
     tensors = {
         name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
     }
-    write_atomically(folder / WEIGHTS, lambda file: _write_tensors(tensors, file))
-    values = asdict(description) | {"weights_sha256": sha256_file(folder / WEIGHTS)}
-    write_json_atomically(folder / DESCRIPTION, values)
+    sha256 = write_atomically(folder / WEIGHTS, lambda file: _write_tensors(tensors, file))
+    write_json_atomically(folder / DESCRIPTION, asdict(description) | {"weights_sha256": sha256})
 
 
-def _write_tensors(tensors: dict[str, Tensor], file: BinaryIO) -> None:
+def _write_tensors(tensors: dict[str, Tensor], file: BinaryIO) -> str:
     """Write an open file by its name, since safetensors puts a new file, closed to others, in its
-    place.
+    place; returns its checksum, so that the time between the two files of a model is short.
     """
     save_file(tensors, file.name)
     os.chmod(file.name, stat.S_IMODE(os.fstat(file.fileno()).st_mode))
     with open(file.name, "rb+") as written:
         os.fsync(written.fileno())
+    return sha256_file(Path(file.name))
 
 
 def load_model(folder: Path) -> tuple[LanguageModel, Description]:

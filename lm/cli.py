@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data_prep.corpus import BYTE_ORDER_MARK
 from data_prep.settings import UserError
 from lm import __version__
 from lm.config import Config, load_config, load_run_config
@@ -90,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
         "--split", default="test", choices=("train", "valid", "test"), help="default: test"
     )
     which.add_argument(
-        "--text", metavar="FILE|-", help="a text file instead of a split of the corpus"
+        "--text",
+        metavar="FILE|-",
+        help="a text file instead of a split of the corpus; its empty lines count too",
     )
     verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
     _add_generate(verbs)
@@ -183,7 +186,7 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _text_lines(name: str) -> Iterator[str]:
-    """Lines of a text file or of stdin.
+    """Lines of a text file or of stdin, without byte order marks.
 
     Raises:
         UserError: if the text is not UTF-8.
@@ -191,7 +194,7 @@ def _text_lines(name: str) -> Iterator[str]:
     try:
         with open(0 if name == "-" else name, encoding="utf-8", closefd=name != "-") as file:
             for line in file:
-                yield line.removesuffix("\n")
+                yield line.removesuffix("\n").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
         raise UserError(f"{name}: invalid UTF-8: {error.reason}") from error
 

@@ -163,8 +163,9 @@ class TrainConfig:
     """Batches whose gradients are added up before a step."""
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true"] = "32-true"
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """How fp32 matrices are multiplied while training: high allows TF32 on a GPU, medium bf16
-    products with fp32 sums (on a CPU too, which is faster for large matrices where it has AMX).
+    """How fp32 matrices are multiplied while training, validation included: high allows TF32 on a
+    GPU, medium bf16 products with fp32 sums (on a CPU too, which is faster for large matrices where
+    it has AMX).
     """
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     devices: Positive | Literal["auto"] = 1

@@ -13,7 +13,7 @@ backbone:
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,10 @@ class TextCounts:
         return cls(words=split.words, lines=split.lines, utf8_bytes=split.utf8_bytes)
 
 
+EOS_RULE = "one <eos> after every line, empty lines too; the first token is predicted from <eos>"
+WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """How well a model predicts a text.
@@ -90,9 +94,7 @@ class Evaluation:
     class_perplexity: float
     within_class_perplexity: float
     context: str
-    eos_rule: str = (
-        "one <eos> after every line, empty lines too; the first token is predicted from <eos>"
-    )
+    eos_rule: str = EOS_RULE
 
     def to_dict(self) -> dict[str, Any]:
         """The figures for JSON, which has no infinity: null stands for what is not finite."""
@@ -244,7 +246,8 @@ def evaluate_run(folder: Path, split: str) -> Evaluation:
             with another tokenizer.
     """
     model, description = load_model(folder)
-    prepared = open_prepared(load_run_config(folder).prepared_path)
+    config = load_run_config(folder)
+    prepared = open_prepared(config.prepared_path)
     if prepared.tokenizer_sha256 != description.tokenizer_sha256:
         raise UserError(
             f"{prepared.folder} was prepared again, with another tokenizer than that of {folder}"
@@ -259,6 +262,8 @@ def evaluate_run(folder: Path, split: str) -> Evaluation:
         context=description.context,
         progress=f"evaluate {split}",
     )
+    if not config.data.keep_empty_lines:
+        result = replace(result, eos_rule=WITHOUT_EMPTY_LINES)
     write_json_atomically(folder / f"evaluate-{split}.json", result.to_dict())
     return result
 

@@ -1,8 +1,11 @@
 """metrics.csv: the figures of a training over its steps, a line at a time."""
 
 import csv
+import io
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from data_prep.storage import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +47,11 @@ class MetricsFile:
     def __init__(self, path: Path, after_step: int) -> None:
         self.path = path
         kept = [line for line in read_metrics(path) if line.step <= after_step]
-        with open(path, "w", newline="") as file:
-            csv.DictWriter(file, _NAMES).writeheader()
-        for line in kept:
-            self.append(line)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, _NAMES)
+        writer.writeheader()
+        writer.writerows(asdict(line) for line in kept)
+        write_atomically(path, lambda file: file.write(text.getvalue().encode()))
 
     def append(self, line: Metrics) -> None:
         """Write one line through to the file."""

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -78,8 +79,8 @@ class RunKeeper(Callback):
         self.observers = observers
         self.metrics: MetricsFile | None = None
         self._clock = 0.0
-        self._logged_seconds = 0.0
         self._signal: int | None = None
+        self._processes: Any = None
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Start the observers and open the metrics."""
@@ -89,8 +90,9 @@ class RunKeeper(Callback):
             for observer in self.observers:
                 observer.start(module)
             self.metrics = MetricsFile(self.folder / "metrics.csv", trainer.global_step)
+        if trainer.world_size > 1:  # on the host, whose signals these are
+            self._processes = torch.distributed.new_group(backend="gloo")
         self._listen()  # alone: Lightning's own handler would end the training with exit code 0
-        self._logged_seconds = module.progress.seconds
         self._clock = time.perf_counter()
 
     def on_train_batch_end(
@@ -110,7 +112,7 @@ class RunKeeper(Callback):
         progress, train = module.progress, self.config.train
         if progress.batches_done % train.accumulate and not module.finished:
             return
-        step, stopped_by = trainer.global_step, self._signal
+        step, stopped_by = trainer.global_step, self._agreed_signal()
         validates = self._is_validation_due(module, step)
         logs = validates or module.finished or step % self.config.log.every_steps == 0
         saves = validates or module.finished or stopped_by is not None
@@ -177,16 +179,23 @@ class RunKeeper(Callback):
             raise Interrupted(number)
         self._signal = number
 
+    def _agreed_signal(self) -> int | None:
+        """The signal that has come to any process, so that all write the checkpoint together."""
+        if self._processes is None:
+            return self._signal
+        number = torch.tensor(self._signal or 0)
+        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=self._processes)
+        return int(number) or None
+
     def _is_validation_due(self, module: TrainingModule, step: int) -> bool:
         if self.validation is None:
             return False
-        every = self.config.train.val_every_steps
-        due = (
-            step % every == 0
-            if every
-            else module.progress.batches_done % module.batches.per_epoch == 0
-        )
-        return due or module.finished
+        every, done = self.config.train.val_every_steps, module.progress.batches_done
+        if every:
+            return step % every == 0 or module.finished
+        before = done - self.config.train.accumulate
+        per_epoch = module.batches.per_epoch
+        return done // per_epoch > before // per_epoch or module.finished
 
     def _validate(self, module: TrainingModule) -> bool:
         """Measure the validation perplexity; True if it is the best so far."""
@@ -207,7 +216,7 @@ class RunKeeper(Callback):
 
     def _log(self, module: TrainingModule, step: int, validated: bool) -> None:
         progress = module.progress
-        seconds = progress.seconds - self._logged_seconds
+        seconds = progress.seconds - progress.logged_seconds
         line = Metrics(
             step=step,
             epoch=round(progress.batches_done / module.batches.per_epoch, 4),
@@ -219,7 +228,7 @@ class RunKeeper(Callback):
             tokens_per_second=round(progress.num_tokens / max(seconds, 1e-9)),
         )
         progress.nll, progress.num_tokens = 0.0, 0
-        self._logged_seconds = progress.seconds
+        progress.logged_seconds = progress.seconds
         if self.metrics is not None:
             self.metrics.append(line)
             for observer in self.observers:

@@ -47,6 +47,7 @@ from lm.tree_choice import build_tree
 _log = logging.getLogger(__name__)
 _FREE_ON_RESUME = (
     "log.",
+    "name",
     "run_dir",
     "data.dir",
     "data.prepared_dir",
@@ -96,6 +97,8 @@ def train(
         torch.set_num_threads(config.train.threads)
     module = _build_module(config, prepared, trainer, weights=checkpoint is None)
     if checkpoint is not None and batches_done(checkpoint) >= module.total_batches:
+        if checkpoint.resolve().parent.parent != folder.resolve():
+            raise UserError(f"{checkpoint} is of the last step: there is nothing to go on with")
         _log.info("%s is complete already", folder)
         return folder
     if checkpoint is not None:
@@ -159,7 +162,10 @@ def _build_trainer(config: Config, keeper: RunKeeper) -> pl.Trainer:
     devices = train.devices
     strategy: str | Strategy = train.strategy
     if strategy == "ddp" or (isinstance(devices, int) and devices > 1):
-        strategy = DDPStrategy(broadcast_buffers=False)  # the tree never changes
+        strategy = DDPStrategy(
+            broadcast_buffers=False,  # the tree never changes
+            find_unused_parameters=config.output.tree == "adaptive",  # clusters without a target
+        )
     return pl.Trainer(
         accelerator=train.accelerator,
         devices=devices,
@@ -198,6 +204,8 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
         if resume != "auto":
             raise UserError(f"--resume {resume}: no such checkpoint")
         return None
+    if resume != "auto" and not written.exists():
+        written = checkpoint.parent.parent / "config.yaml"
     if written.exists():
         changed = differences(load_config(written), config)
         changed = {
@@ -205,7 +213,7 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
         }
         if changed:
             what = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in changed.items())
-            raise UserError(f"{folder} was started with another configuration ({what})")
+            raise UserError(f"{written.parent} was started with another configuration ({what})")
     return checkpoint
 
 

@@ -28,6 +28,7 @@ class Progress:
         nll: nats summed over the tokens since the last line of metrics.csv.
         num_tokens: how many these are.
         seconds: spent training, validation and checkpoints left out.
+        logged_seconds: of these, before the last line of metrics.csv.
     """
 
     batches_done: int = 0
@@ -37,6 +38,7 @@ class Progress:
     nll: float = 0.0
     num_tokens: int = 0
     seconds: float = 0.0
+    logged_seconds: float = 0.0
 
 
 class TrainingModule(pl.LightningModule):
@@ -91,12 +93,23 @@ class TrainingModule(pl.LightningModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = True
     ) -> Any:
-        """Make the tensors the parameters, without a copy."""
-        return super().load_state_dict(state_dict, strict, assign)
+        """Make the tensors the parameters, without a copy.
+
+        Raises:
+            UserError: if they are of another model, or its tree is another.
+        """
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except (RuntimeError, ValueError) as error:
+            problem = " ".join(str(error).split())
+            raise UserError(f"the checkpoint does not fit the configuration: {problem}") from error
 
     def cpu(self) -> Self:
-        """What Lightning ends with; there is nothing to move if no weights were loaded."""
-        return self if self.model.device.type == "meta" else super().cpu()
+        """What Lightning ends with: gradients of rows cannot be moved, and there is nothing to move
+        if not all weights were loaded.
+        """
+        self.zero_grad(set_to_none=True)
+        return self if any(part.is_meta for part in self.parameters()) else super().cpu()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer of the section `optim`."""
@@ -118,8 +131,12 @@ class TrainingModule(pl.LightningModule):
             torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
     def on_train_start(self) -> None:
-        """Put restored random numbers in place, after everything that may have drawn some."""
+        """Put restored random numbers in place, after everything that may have drawn some, and the
+        restored state of the model where the model is now.
+        """
         if self._restored is not None:
+            if self._restored["carried"] is not None:
+                self._carried = tuple(part.to(self.device) for part in self._restored["carried"])
             torch.set_rng_state(self._restored["cpu"])
             if self._restored["cuda"] is not None:
                 torch.cuda.set_rng_state(self._restored["cuda"], self.device)
@@ -206,6 +223,4 @@ class TrainingModule(pl.LightningModule):
                     f" train.precision: {self.config.train.precision}"
                 )
         self.progress = Progress(**saved["progress"])
-        self._restored = own = saved["devices"][self.batches.rank]
-        if own["carried"] is not None:
-            self._carried = tuple(part.to(self.device) for part in own["carried"])
+        self._restored = saved["devices"][self.batches.rank]

@@ -1,13 +1,17 @@
 """Several devices compute what one does."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from lm.checkpoint import batches_done
 from lm.metrics import read_metrics
 
 
@@ -33,3 +37,36 @@ def test_two_processes_train_as_one_and_go_on_where_they_stopped(
         assert ours.tokens == truth.tokens
         assert ours.train_perplexity == pytest.approx(truth.train_perplexity, rel=1e-5)
     assert two[-1].valid_perplexity == pytest.approx(one[-1].valid_perplexity, rel=1e-5)
+
+
+def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(
+    tiny: Path, prepared_dir: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "lm.cli", "train", str(tiny), "--no-progress"]
+    command += [f"--run_dir={tmp_path}", f"--data.prepared_dir={prepared_dir}"]
+    command += ["--train.devices=2", "--train.accelerator=cpu", "--train.max_steps=100000"]
+    command += ["--log.every_steps=5", "--train.val_every_steps=100000"]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    ) as process:
+        while not read_metrics(tmp_path / "metrics.csv") and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    assert "Traceback" not in said
+    (step,) = set(re.findall(r"stopped by SIGTERM at step (\d+)", said))
+    assert batches_done(tmp_path / "checkpoints" / "last.ckpt") == int(step)
+
+
+def test_adaptive_clusters_without_a_target_train_on_two_processes(
+    tiny: Path, prepared_dir: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "lm.cli", "train", str(tiny), "--no-progress"]
+    command += [f"--run_dir={tmp_path}", f"--data.prepared_dir={prepared_dir}"]
+    command += ["--output.tree=adaptive", "--output.cutoffs=[15,21]", "--train.max_steps=8"]
+    command += ["--train.devices=2", "--train.accelerator=cpu"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert result.returncode == 0, result.stderr

@@ -258,6 +258,26 @@ def test_a_text_of_words_never_seen_is_all_unknown(
     assert (values["tokens"], values["words"], values["oov"]) == (5, 3, 3)
 
 
+def test_byte_order_marks_are_no_words(
+    lstm_run: Path, corpus: Path, tmp_path: Path, evaluated: Callable[..., dict[str, Any]]
+) -> None:
+    path, plain = tmp_path / "text.txt", (corpus / "test.txt").read_text()
+    path.write_text(plain, encoding="utf-8-sig")
+    assert evaluated(lstm_run, "--text", path) == evaluated(lstm_run, "--text", corpus / "test.txt")
+
+
+def test_the_rule_for_line_ends_is_that_of_the_corpus(
+    tiny: Path, tmp_path: Path, evaluated: Callable[..., dict[str, Any]], lstm_run: Path
+) -> None:
+    options = ["--data.keep_empty_lines=false", "--train.max_steps=1", "--no-progress"]
+    assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
+    without, with_them = evaluated(tmp_path / "run"), evaluated(lstm_run)
+    (lstm_run / "evaluate-test.json").unlink()
+    assert without["tokens"] == with_them["tokens"] - 1
+    assert "empty lines left out" in without["eos_rule"]
+    assert "empty lines too" in with_them["eos_rule"]
+
+
 def test_a_text_that_cannot_be_evaluated_is_named(
     lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
 ) -> None:

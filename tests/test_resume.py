@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,6 +23,7 @@ from lm.checkpoint import AtomicCheckpointIO, batches_done
 from lm.cli import main
 from lm.config import load_config
 from lm.metrics import Metrics, read_metrics
+from lm.training_module import TrainingModule
 
 Train = Callable[..., Path]
 Contents = Callable[[Path], dict[str, str]]
@@ -71,7 +74,8 @@ class Outcome:
     @classmethod
     def of(cls, run: Path) -> "Outcome":
         checkpoint = AtomicCheckpointIO().load_checkpoint(run / "checkpoints" / "last.ckpt")
-        checkpoint["sqrtlm"]["progress"].pop("seconds")
+        for name in ("seconds", "logged_seconds"):
+            checkpoint["sqrtlm"]["progress"].pop(name)
         checkpoint["sqrtlm"].pop("text_sha256")  # text, which assert_close cannot compare
         kept = ("state_dict", "optimizer_states", "sqrtlm", "global_step")
         return cls(
@@ -306,11 +310,85 @@ def test_a_named_checkpoint_is_continued(
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [("--model.hidden=16", "model.hidden: 12 → 16"), ("--output.tree=full", "output.tree")],
+)
+def test_a_checkpoint_of_a_run_with_another_configuration_is_refused(
+    option: str, key: str, lstm_run: Path, arguments: list[str], complaint: Complaint
+) -> None:
+    checkpoint = lstm_run / "checkpoints" / "last.ckpt"
+    said = complaint(*arguments, option, "--resume", checkpoint)
+    assert said.startswith(f"{lstm_run} was started with another configuration ({key}")
+
+
+def test_a_checkpoint_without_its_run_is_refused_if_it_does_not_fit(
+    lstm_run: Path, arguments: list[str], tmp_path: Path, complaint: Complaint
+) -> None:
+    alone = tmp_path / "alone.ckpt"
+    shutil.copyfile(lstm_run / "checkpoints" / "last.ckpt", alone)
+    for option, problem in (
+        ("--model.hidden=16", "size mismatch"),
+        ("--output.tree=full", "the weights belong to another tree"),
+    ):
+        said = complaint(*arguments, "--train.max_steps=30", option, "--resume", alone)
+        assert said.startswith("the checkpoint does not fit the configuration: ")
+        assert problem in said
+    said = complaint(*arguments, "--resume", alone)
+    assert said == f"{alone} is of the last step: there is nothing to go on with"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_carried_state_goes_on_where_the_model_is_by_then(
+    lstm_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning moves the model after it has loaded the checkpoint: meta stands for a GPU."""
+    checkpoint = AtomicCheckpointIO().load_checkpoint(lstm_run / "checkpoints" / "last.ckpt")
+    own = checkpoint["sqrtlm"]["devices"][0]
+    module = TrainingModule.__new__(TrainingModule)
+    pl.LightningModule.__init__(module)
+    module._restored = own
+    module.to("meta")
+    monkeypatch.setattr(torch, "set_rng_state", lambda _: None)
+    module.on_train_start()
+    assert module._carried is not None
+    assert [part.device.type for part in module._carried] == ["meta"] * len(own["carried"])
+
+
+def test_tokens_per_second_count_the_time_before_an_interruption(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm.run_keeper.time.perf_counter", iter(range(1000)).__next__)
+    options = ["--train.checkpoint_every_steps=4", "--train.val_every_steps=100"]
+    options += ["--log.every_steps=6", "--train.max_steps=12"]
+    main([*arguments, *options])
+    whole = read_metrics(tmp_path / "run" / "metrics.csv")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "config.yaml").unlink()
+    kill = lm.batches.Batches.__getitem__
+
+    def die_once(self: lm.batches.Batches, number: int) -> lm.batches.Batch:
+        if number == 5:
+            raise KeyError("killed")
+        return kill(self, number)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(lm.batches.Batches, "__getitem__", die_once)
+        with pytest.raises(KeyError):
+            main([*arguments, *options])
+    assert main([*arguments, *options, "--resume", "auto"]) == 0
+    again = read_metrics(tmp_path / "run" / "metrics.csv")
+    assert [line.step for line in again] == [line.step for line in whole] == [6, 12]
+    assert again[0].tokens_per_second == pytest.approx(again[0].tokens / again[0].seconds, abs=1)
+
+
 def test_a_checkpoint_of_parameters_of_another_type_is_refused(
     train: Train, tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Complaint
 ) -> None:
     options = ["--train.max_steps=1", "--train.precision=64-true"]
-    checkpoint = train(tmp_path / "early", *options) / "checkpoints" / "last.ckpt"
+    early = train(tmp_path / "early", *options)
+    (early / "config.yaml").unlink()  # which would be refused first
+    checkpoint = early / "checkpoints" / "last.ckpt"
     said = complaint(
         *("train", tiny, "--no-progress", f"--run_dir={tmp_path / 'run'}"),
         *(f"--data.prepared_dir={prepared_dir}", "--resume", checkpoint),

@@ -147,6 +147,19 @@ def test_accumulated_batches_make_one_step_by_their_mean_gradient(
     torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("accumulate", [4, 7, 100])
+def test_every_epoch_is_validated_where_batches_are_accumulated(
+    accumulate: int, train: Train, tmp_path: Path
+) -> None:
+    options = [f"--train.accumulate={accumulate}", "--train.max_epochs=6", "--train.max_steps=null"]
+    lines = read_metrics(train(tmp_path / "run", *options) / "metrics.csv")
+    validated = [line for line in lines if line.valid_perplexity is not None]
+    (size,) = {round(line.step * accumulate / line.epoch) for line in lines}
+    last = max(line.step for line in lines)
+    expected = sorted({-(-epoch * size // accumulate) for epoch in range(1, 7)} | {last})
+    assert [line.step for line in validated] == [step for step in expected if step <= last]
+
+
 def test_what_cannot_fit_is_refused_before_the_run_has_a_folder(
     tiny: Path,
     prepared_dir: Path,
