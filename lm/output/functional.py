@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lm.output import fused, reference
 from lm.output.routing import Schedule, Visits, route, schedule, schedule_sizes
-from lm.output.row_gradient import not_compiled
+from lm.output.row_gradient import differentiable_once, not_compiled
 from lm.output.tree import ClassTree, TreeArrays
 
 Backend = Literal["auto", "reference", "triton"]
@@ -365,6 +365,7 @@ class _SparseNll(torch.autograd.Function):
         return nll
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *d_nll: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, *left = ctx.saved_tensors
         inputs, needs = (d_nll[0], hidden, weight, bias), list(ctx.needs_input_grad[:3])

@@ -61,6 +61,8 @@ def obstacle(hidden: Tensor, weight: Tensor, max_path_columns: int, depth: int) 
         return "does not take fp64"
     if weight.stride(1) != 1 and weight.shape[1] > 1:
         return f"needs weight rows that are contiguous, got strides {tuple(weight.stride())}"
+    if weight.stride(0) < weight.shape[1] and weight.shape[0] > 1:
+        return f"needs weight rows that do not overlap, got strides {tuple(weight.stride())}"
     block_c = _tiles_for(hidden, weight).block_c
     blocks = kept_blocks(max_path_columns, depth, block_c)
     num_bytes = hidden.shape[0] * blocks * block_c * hidden.element_size()
@@ -260,7 +262,8 @@ def _launch_backward(
             d_nll, weight, plan, d_hidden, partial, shape.d_hidden, units, depth, common
         )
     scale = None
-    if hidden.dtype == torch.float16:  # d_nll of a mean would leave little of its range
+    # d_nll of a mean would leave little of the range of fp16
+    if hidden.dtype == torch.float16 and num_positions:
         scale = d_nll.abs().amax().clamp(min=torch.finfo(d_nll.dtype).tiny)
         d_nll = d_nll / scale
     if d_weight is not None or d_bias is not None:

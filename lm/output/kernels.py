@@ -65,6 +65,12 @@ def _first_block(column, n, d, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
+def _base(m):
+    """A finite number to subtract in place of a largest logit, so that -inf minus it is -inf."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
 def _forward(
     hidden, weight, bias,
     position, node, child, stop, light_level, light_first,
@@ -171,17 +177,18 @@ def _forward_node(
         z_y += tl.sum(tl.where(c[None, :] == y[:, None], z, 0.0), axis=1)
         z = tl.where(inside[None, :], z, float("-inf"))
         m_block = tl.max(z, axis=1)
-        k = tl.exp(z - m_block[:, None])
+        k = tl.exp(z - _base(m_block)[:, None])
         if KEEP:
             place = v.to(tl.int64) * num_blocks + block
             tl.store(block_max + place, m_block, mask=visits)
             k_place = (place * BLOCK_C)[:, None] + tl.arange(0, BLOCK_C)[None, :]
             tl.store(kept + k_place, k.to(kept.dtype.element_ty), mask=visits[:, None])
         m_new = tl.maximum(m, m_block)
-        total = total * tl.exp(m - m_new) + tl.sum(k, axis=1) * tl.exp(m_block - m_new)
+        base = _base(m_new)
+        total = total * tl.exp(m - base) + tl.sum(k, axis=1) * tl.exp(m_block - base)
         m = m_new
         block += 1
-    own_lse = m + tl.log(tl.maximum(total, 1.0))  # below 1 only where m is -inf: no children here
+    own_lse = m + tl.log(tl.where(total == 0.0, 1.0, total))  # -inf where there are no children
     tl.store(part + (split * D + d) * P + v, own_lse, mask=visits)
     tl.store(picked + d * P + v, z_y, mask=visits & (y >= c_begin) & (y < c_end))
 
@@ -206,7 +213,8 @@ def _finish(
             place = part + (split * D + d) * P + v
             other = tl.load(place, mask=visits, other=0.0, cache_modifier=".cg")
             m_new = tl.maximum(m, other)
-            total = total * tl.exp(m - m_new) + tl.exp(other - m_new)
+            base = _base(m_new)
+            total = total * tl.exp(m - base) + tl.exp(other - base)
             m = m_new
         own_lse = m + tl.log(total)
         z_y = tl.load(picked + d * P + v, mask=visits, other=0.0, cache_modifier=".cg")

@@ -57,7 +57,6 @@ class HierarchicalSoftmax(nn.Module):
         if hidden_size < 1:
             raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
         self.hidden_size = hidden_size
-        self.tree = tree
         self.ignore_index = ignore_index
         self.backend = backend
         self.sparse = sparse
@@ -67,6 +66,7 @@ class HierarchicalSoftmax(nn.Module):
         self.bias = None
         if bias:
             self.bias = nn.Parameter(torch.empty(tree.num_rows, device=device, dtype=dtype))
+        self.tree = tree if self.weight.is_meta else tree.to(self.weight.device)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -105,7 +105,7 @@ class HierarchicalSoftmax(nn.Module):
 
     def class_loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """The part of `loss` that is paid at the root: of the class, where the tree has two
-        levels.
+        levels. Gradients are dense, of the whole weight, whatever `sparse` is.
         """
         num_children = int(self.tree.num_children[0])
         root = ClassTree.full(num_children).to(hidden.device)

@@ -204,7 +204,8 @@ class RowGradient(Tensor):
         if handler is None:
             raise NotImplementedError(
                 f"{func}: a RowGradient is added, scaled, clipped and handed to the optimizers of"
-                " lm.output.sparse; to_dense() makes an ordinary tensor of it"
+                " lm.output.sparse; to_dense() makes an ordinary tensor of it, and zero_grad() lets"
+                " a layer be moved"
             )
         return handler(*args, **(kwargs or {}))
 
@@ -352,6 +353,20 @@ def not_compiled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
     return call
 
 
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that refuses to be differentiated, where autograd would take what it returns for
+    constants.
+    """
+
+    @wraps(backward)
+    def refusing(ctx: Any, *upstream: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("gradients of rows are differentiable once: not with create_graph")
+        return backward(ctx, *upstream)
+
+    return refusing
+
+
 class _Lookup(torch.autograd.Function):
     """Rows of a table, whose gradient is theirs alone."""
 
@@ -362,6 +377,7 @@ class _Lookup(torch.autograd.Function):
         return table[index]
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *d_rows: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         table = ctx.table_like

@@ -72,23 +72,18 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         table = param.view(param.shape[0], -1)
         noise = _Noise(table) if table.dtype == torch.bfloat16 else None
+        wide = torch.promote_types(table.dtype, torch.float32)
         self._begin(param, table, group)
         for block in _blocks(grad):
+            own = table[block.rows]  # a view of them, if they are a slice
+            rows = own.to(wide)
+            self._change(rows, block, param, group)
             if noise is not None:
-                rows = table[block.rows].float()
-                self._change(rows, block, param, group)
-                if isinstance(block.rows, slice):
-                    noise.round_into(table[block.rows], rows)
-                else:
-                    rounded = torch.empty_like(rows, dtype=table.dtype)
-                    noise.round_into(rounded, rows)
-                    table[block.rows] = rounded
-            elif isinstance(block.rows, slice):
-                self._change(table[block.rows], block, param, group)
-            else:
-                rows = table[block.rows]
-                self._change(rows, block, param, group)
-                table[block.rows] = rows
+                noise.round_into(own, rows)
+            elif rows is not own:
+                own.copy_(rows)
+            if not isinstance(block.rows, slice):
+                table[block.rows] = own
 
     def _begin(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> None:
         """Before the first block of a step; most have nothing to do."""
@@ -203,6 +198,7 @@ class _Noise:
         """Write `rows` [K, H] in fp32, which are used up, into `out` in bf16, each number up or
         down with the right odds. What is not finite stays so.
         """
+        rows.masked_fill_(rows.isnan(), torch.nan)  # one whose bits are far from overflowing
         bits = rows.view(torch.int32)
         flat = bits.view(-1)
         start = int(torch.randint(_NOISE, ()))

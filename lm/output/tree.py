@@ -12,7 +12,7 @@ so that three flat arrays say everything: `num_children` [I], `row_of_node` [I] 
     and `row_of_word` [N].
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,13 +87,14 @@ class ClassTree(nn.Module):
 
         Raises:
             ValueError: if the arrays do not describe a tree in which each row has exactly one
-                owner.
+                owner, its nodes numbered breadth first.
         """
         super().__init__()
-        num_children, row_of_node, row_of_word = (
-            torch.as_tensor(array).to(torch.int64)
-            for array in (num_children, row_of_node, row_of_word)
-        )
+        with torch.device("cpu"):  # whatever the default device is
+            arrays = (num_children, row_of_node, row_of_word)
+            self._lay_out(*(torch.as_tensor(array).to(torch.int64) for array in arrays))
+
+    def _lay_out(self, num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> None:
         _check(num_children, row_of_node, row_of_word)
         self.vocab_size = row_of_word.numel()
         self.num_nodes = num_children.numel()
@@ -121,7 +122,8 @@ class ClassTree(nn.Module):
         ids.
         """
         shapes.check_size("vocab_size", vocab_size, 1)
-        return cls(torch.tensor([vocab_size]), torch.tensor([-1]), torch.arange(vocab_size))
+        with torch.device("cpu"):
+            return cls(torch.tensor([vocab_size]), torch.tensor([-1]), torch.arange(vocab_size))
 
     @classmethod
     def two_level(
@@ -146,7 +148,7 @@ class ClassTree(nn.Module):
 
         Source: Goodman 2001; words at the root: Grave et al. 2017, section 4.
         """
-        return cls._of(shapes.two_level(word_class, head, counts))
+        return cls._of(shapes.two_level, word_class, head, counts)
 
     @classmethod
     def balanced(cls, vocab_size: int, branching: int) -> "ClassTree":
@@ -156,7 +158,7 @@ class ClassTree(nn.Module):
         Raises:
             ValueError: if `vocab_size` < 1 or `branching` < 2.
         """
-        return cls._of(shapes.balanced(vocab_size, branching))
+        return cls._of(shapes.balanced, vocab_size, branching)
 
     @classmethod
     def huffman(cls, counts: Tensor | Sequence[int], arity: int = 2) -> "ClassTree":
@@ -172,7 +174,7 @@ class ClassTree(nn.Module):
 
         Source: Huffman 1952; as an output layer: Mikolov et al. 2013.
         """
-        return cls._of(shapes.huffman(counts, arity))
+        return cls._of(shapes.huffman, counts, arity)
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> "ClassTree":
@@ -187,7 +189,7 @@ class ClassTree(nn.Module):
             ValueError: if a path is empty or negative, if two words share a path, or if one path
                 begins another.
         """
-        return cls._of(shapes.from_paths(paths))
+        return cls._of(shapes.from_paths, paths)
 
     @classmethod
     def from_file(cls, path: str | Path, words: Sequence[str]) -> "ClassTree":
@@ -201,8 +203,9 @@ class ClassTree(nn.Module):
         return cls.from_paths(shapes.read_paths(path, words))
 
     @classmethod
-    def _of(cls, parents: shapes.Parents) -> "ClassTree":
-        return cls(*shapes.number_breadth_first(parents))
+    def _of(cls, shape: Callable[..., shapes.Parents], *arguments: Any) -> "ClassTree":
+        with torch.device("cpu"):
+            return cls(*shapes.number_breadth_first(shape(*arguments)))
 
     def save(self, path: str | Path) -> None:
         """Write the three defining arrays; `load` reads them."""
@@ -281,7 +284,7 @@ class ClassTree(nn.Module):
 
 
 def _check(num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> None:
-    """Each row is owned by one node or word, and each node lies below an earlier one."""
+    """Each row is owned by one node or word, and nodes are numbered as their rows are."""
     num_nodes, num_words = num_children.numel(), row_of_word.numel()
     num_rows = num_words + num_nodes - 1
     if num_words < 1 or num_nodes < 1 or row_of_node.numel() != num_nodes:
@@ -298,6 +301,8 @@ def _check(num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> No
     first_row = num_children.cumsum(0) - num_children
     if bool((row_of_node[1:] >= first_row[1:]).any()):
         raise ValueError("not a tree: a node does not lie below an earlier one")
+    if bool((row_of_node[1:].diff() <= 0).any()):
+        raise ValueError("not a tree of ours: its nodes are not numbered breadth first")
 
 
 def _levels(num_children: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:

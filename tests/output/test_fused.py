@@ -91,6 +91,46 @@ def test_the_kernels_equal_the_reference(
         torch.testing.assert_close(own, true, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("banned", [slice(0, 16), slice(4, 40), slice(100, 116)])
+def test_whole_blocks_of_children_may_be_impossible(
+    banned: slice, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bias of -inf bans a word or a class; here all children of a block, of a program."""
+    monkeypatch.setattr(fused, "tiles", lambda *_: SMALL)
+    monkeypatch.setattr(fused, "_num_splits", lambda *_: splits)
+    tree = ClassTree.two_level(torch.arange(240) // 3)  # rows: 80 classes, then 240 words
+    hidden, weight, bias, _ = problem(tree, 40, 20)
+    bias[banned] = -torch.inf
+    target = torch.randint(120, 240, (40,))
+    upstream = torch.randn(40)
+    ours = gradients("triton", [hidden, weight, bias], target, tree, upstream)
+    truth = gradients("reference", [hidden, weight, bias], target, tree, upstream)
+    for own, true in zip(ours, truth, strict=True):
+        assert true.isfinite().all()
+        torch.testing.assert_close(own, true, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_no_number_is_not_hidden() -> None:
+    tree = two_level(60, 8)
+    hidden, weight, bias, target = problem(tree, 20, 16)
+    weight[2] = torch.nan  # a class that no target is in
+    target = torch.where(tree.root_child(target.clamp(min=0)) == 2, 59, target)
+    for backend in ("reference", "triton"):
+        nll, *_ = gradients(backend, [hidden, weight, bias], target, tree, torch.ones(20))
+        assert torch.equal(nll.isnan(), target >= 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_empty_batch_has_gradients_of_zero(dtype: torch.dtype) -> None:
+    tree = two_level(60, 8)
+    *inputs, target = problem(tree, 0, 16, dtype)
+    _, d_hidden, d_weight, d_bias = gradients("triton", inputs, target, tree, torch.ones(0))
+    assert d_hidden.shape == (0, 16)
+    assert not d_weight.any()
+    assert not d_bias.any()
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3)])
 def test_the_shapes_that_are_shipped_equal_the_reference(
     dtype: torch.dtype, tolerance: float
@@ -294,6 +334,9 @@ def test_problems_that_the_kernels_cannot_take_are_named(monkeypatch: pytest.Mon
             loss()
     weight = weight.T.contiguous().T
     with pytest.raises(ValueError, match=r"needs weight rows that are contiguous, got .*\(1, 68\)"):
+        loss()
+    weight = weight[:1].contiguous().expand(68, 16)
+    with pytest.raises(ValueError, match=r"needs weight rows that do not overlap, got .*\(0, 1\)"):
         loss()
 
 

@@ -72,6 +72,22 @@ def test_the_tree_is_saved_with_the_weights_and_moves_with_them(
     assert layer.tree.row_of_word.dtype == torch.int64
 
 
+def test_the_tree_is_where_the_layer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.device] = []
+    tree = ClassTree.full(5)
+
+    def to(device: torch.device) -> ClassTree:
+        moved.append(device)
+        return tree
+
+    monkeypatch.setattr(tree, "to", to)
+    assert HierarchicalSoftmax(3, tree, device="cpu").tree is tree
+    assert moved == [torch.device("cpu")]
+    on_meta = HierarchicalSoftmax(3, tree, device="meta")  # has a shape, and can be given weights
+    assert on_meta.tree.row_of_word.tolist() == [0, 1, 2, 3, 4]
+    assert len(moved) == 1
+
+
 def test_each_node_starts_close_to_uniform() -> None:
     torch.manual_seed(0)
     layer = HierarchicalSoftmax(64, ClassTree.two_level(torch.arange(900) % 30))

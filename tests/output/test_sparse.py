@@ -205,6 +205,8 @@ def test_other_operations_are_refused() -> None:
     assert isinstance(grad, RowGradient)
     with pytest.raises(NotImplementedError, match=r"to_dense\(\) makes an ordinary tensor"):
         grad.exp()
+    with pytest.raises(NotImplementedError, match=r"zero_grad\(\) lets a layer be moved"):
+        grad.to("meta")
     with pytest.raises(NotImplementedError, match="numbers only"):
         grad * torch.ones(H, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match="2-norm over all of it"):
@@ -360,8 +362,11 @@ def test_what_bf16_can_hold_is_not_rounded(value: float) -> None:
     assert torch.equal(rounded, torch.full((300, 7), value, dtype=torch.bfloat16))
 
 
-def test_what_is_no_number_stays_none() -> None:
-    assert at_random(torch.full((300, 7), torch.nan)).isnan().all()
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x400000, -1])
+def test_what_is_no_number_stays_none(bits: int) -> None:
+    """Whoever computed it: 0x7FFFFFFF is a GPU's, 0xFFC00000 a CPU's."""
+    number = torch.full((300, 7), bits, dtype=torch.int32).view(torch.float32)
+    assert at_random(number).isnan().all()
 
 
 def test_rounding_goes_to_both_neighbours_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,6 +375,28 @@ def test_rounding_goes_to_both_neighbours_in_proportion(monkeypatch: pytest.Monk
     values, counts = torch.unique(rounded.float(), return_counts=True)
     assert values.tolist() == [-1 - 1 / 128, -1]
     assert float(counts[0] / counts.sum()) == pytest.approx(0.25, abs=0.01)
+
+
+@pytest.mark.usefixtures("backend")
+def test_the_gradient_is_not_differentiable_again() -> None:
+    layer = HierarchicalSoftmax(H, TREES["head"], sparse=True)
+    hidden = torch.randn(6, H, requires_grad=True)
+    for read in (hidden, lookup(layer.weight, torch.arange(6))):
+        loss = layer.loss(read, torch.arange(6))
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            torch.autograd.grad(loss, [layer.weight], create_graph=True)
+
+
+@pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, RowAdam])
+def test_rows_in_fp16_are_updated_in_fp32_and_rounded_once(kind: Kind) -> None:
+    hidden, target = torch.randn(6, H).half(), torch.arange(6)
+    layer = HierarchicalSoftmax(H, TREES["head"], sparse=True, dtype=torch.float16)
+    truth = HierarchicalSoftmax(H, TREES["head"], sparse=True)
+    truth.load_state_dict(layer.state_dict())
+    for each, own in ((layer, hidden), (truth, hidden.float())):
+        torch.autograd.backward(each.loss(own, target))
+        kind(each.parameters(), lr=0.1).step()
+    torch.testing.assert_close(layer.weight.float(), truth.weight, rtol=2e-3, atol=2e-3)
 
 
 def test_lookup_of_repeated_rows_adds_their_gradients_up() -> None:

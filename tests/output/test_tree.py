@@ -1,6 +1,7 @@
 """ClassTree: every shape is a partition of the words, numbered as the docstring says."""
 
 import heapq
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -198,6 +199,7 @@ def test_what_is_no_tree_is_refused(make: object, message: str) -> None:
         ([2, 1], [-1, 0], [1, 2, 3]),  # a row too few
         ([3], [-1], [0, 1, 3]),  # a row out of range
         ([3], [0], [0, 1, 2]),  # a root with a row
+        ([2] * 7, [-1, 0, 1, 2, 4, 3, 5], [6, 7, 10, 11, 8, 9, 12, 13]),  # not breadth first
     ],
 )
 def test_arrays_that_are_no_tree_are_refused(
@@ -227,6 +229,25 @@ def test_weights_of_another_tree_are_refused() -> None:
     other = HierarchicalSoftmax(4, ClassTree.two_level([0, 1, 0, 1]))
     with pytest.raises(ValueError, match=r"another tree: tree\.row_of_word"):
         other.load_state_dict(layer.state_dict())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ClassTree.full(12),
+        lambda: ClassTree.two_level([0, 1, 2, 3] * 3, head=2),
+        lambda: ClassTree.balanced(12, 3),
+        lambda: ClassTree.huffman(list(range(12))),
+        lambda: ClassTree.from_paths([[word % 3, word // 3] for word in range(12)]),
+    ],
+)
+def test_trees_are_made_on_the_host_whatever_the_default_device_is(
+    make: Callable[[], ClassTree],
+) -> None:
+    with torch.device("meta"):
+        tree = make()
+        again = ClassTree.from_state(tree.state_dict())
+    assert tree.preorder.tolist() == again.preorder.tolist() == make().preorder.tolist()
 
 
 def test_a_million_words_are_numbered_in_closed_form() -> None:
