@@ -98,7 +98,10 @@ def _clustered_head(
     if in_head == num_word_classes:
         return word_class  # one class holds both
     bigrams = count_bigrams(tokens, len(counts), words=head, progress=progress)
-    word_class[head] = _clustered_classes(bigrams, counts[head], in_head, settings, progress)
+    others = _with_other_words(bigrams, counts[head], counts[tail], head, tokens)
+    word_class[head] = _clustered_classes(
+        bigrams, counts[head], in_head, settings, progress, others
+    )
     word_class[tail] = in_head + frequency_classes(counts[tail], num_word_classes - in_head)
     return word_class
 
@@ -113,15 +116,30 @@ def _head_classes(head: IntArray, tail: IntArray, num_word_classes: int) -> int:
     return int(max(lowest, min(wanted, len(head), max(num_word_classes - 1, 1))))
 
 
+def _with_other_words(
+    bigrams: sparse.csr_array, counts: IntArray, rest: IntArray, words: IntArray, tokens: Tokens
+) -> tuple[sparse.csr_array, IntArray]:
+    """Pairs and counts of `words`, and of all others as one word more, the last: [n + 1, n + 1]
+    and [n + 1]. How often it follows itself is left out: no assignment changes that.
+    """
+    after = counts - bigrams.sum(axis=1) - np.isin(words, tokens[-1:])
+    before = counts - bigrams.sum(axis=0) - np.isin(words, tokens[:1])
+    column, row = sparse.csr_array(after[:, None]), sparse.csr_array(before[None])
+    pairs = sparse.block_array([[bigrams, column], [row, None]], format="csr")
+    return pairs, np.append(counts, rest.sum())
+
+
 def _clustered_classes(
     bigrams: sparse.csr_array,
     counts: IntArray,
     num_word_classes: int,
     settings: ClassesConfig,
     progress: bool,
+    others: tuple[sparse.csr_array, IntArray] | None = None,
 ) -> WordClass:
     """`embedding` classes; for `exchange` of equal sizes, then exchanged up to `max_words`: all
-    words, then those below the head, to which its words are neighbours told apart.
+    words, then those below the head, to which its words are neighbours told apart, and so is the
+    one that stands for all `others`, of `_with_other_words`, from the start.
     """
     equal = -(-len(counts) // num_word_classes)
     exchanged = settings.method == "exchange"
@@ -140,6 +158,10 @@ def _clustered_classes(
     from data_prep.exchange import exchange  # loads a compiler
 
     head = np.argsort(-counts, kind="stable")[: settings.head]
+    num_words, last = len(counts), head[:0]
+    if others is not None:
+        bigrams, counts = others
+        word_class, last = np.append(word_class, np.int32(0)), np.array([num_words])
     for alone in (head[:0], head) if settings.head else (head,):
         word_class = exchange(
             bigrams,
@@ -147,11 +169,11 @@ def _clustered_classes(
             word_class,
             num_word_classes,
             capacity,
-            alone=alone,
+            alone=np.append(alone, last),
             column_cost=settings.column_cost,
             progress=progress,
         ).astype(np.int32)
-    return word_class
+    return word_class[:num_words]
 
 
 def _classes_from_file(settings: ClassesConfig, words: Sequence[str], folder: Path) -> WordClass:
@@ -375,16 +397,20 @@ def class_report(
         num_top_words: most ids in each of `top_words`.
 
     Raises:
-        ValueError: the arrays do not belong together, a class is empty or there are fewer than two
-            tokens.
+        ValueError: the arrays do not belong together, or a class is empty.
+        UserError: there are fewer than two tokens.
 
     Source:
         Brown et al. 1992, equation 10, for the likelihood.
     """
-    if len(word_class) != len(counts) or counts.sum() != len(tokens) or len(tokens) < 2:
+    if len(word_class) != len(counts) or counts.sum() != len(tokens):
         raise ValueError(
-            f"expected classes of {len(counts)} words and {counts.sum()} tokens, two at least, "
+            f"expected classes of {len(counts)} words and {counts.sum()} tokens, "
             f"got classes of {len(word_class)} words and {len(tokens)} tokens"
+        )
+    if len(tokens) < 2:
+        raise UserError(
+            f"a class report wants two tokens of training text at least, got {len(tokens)}"
         )
     num_word_classes = int(word_class.max()) + 1
     if not (sizes := np.bincount(word_class)).all():

@@ -278,7 +278,8 @@ def refine_classes(
     that does not raise the likelihood of the text is taken back.
 
     Args:
-        bigrams: [N, N] counts of neighbours.
+        bigrams: [N, N] counts of neighbours; where a text has other words too, pairs with them are
+            left out, and what the class after another word is counts for nothing.
         counts: [N] occurrences of each word.
         word_class: [N] classes to start from.
         num_word_classes: C.
@@ -361,7 +362,9 @@ class _ClassContexts:
 
 
 def _log_likelihood(transitions: DoubleArray, counts: IntArray, word_class: IntArray) -> float:
-    """Nats of the text under its best class bigram model, less what no assignment changes."""
+    """Nats of the text under its best class bigram model, less what no assignment changes: of the
+    class after each class in `transitions`, and of every word in its class.
+    """
     class_counts = np.bincount(word_class, weights=counts, minlength=len(transitions)).astype(float)
     return float(_x_log_x(transitions) - _x_log_x(transitions.sum(axis=1)) - _x_log_x(class_counts))
 

@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from data_prep.settings import DataConfig, UserError
+from data_prep.settings import BYTE_ORDER_MARK, DataConfig, UserError
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 SPLITS = ("train", "valid", "test")
 HUB_SPLITS = {"train": "train", "valid": "validation", "test": "test"}
 ROWS_PER_BATCH = 16_384
-BYTE_ORDER_MARK = "\ufeff"
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 
 READING_ERRORS = (OSError, EOFError, ValueError, TypeError, lzma.LZMAError, zlib.error)
@@ -75,6 +74,12 @@ def splits(data: DataConfig) -> list[str]:
     return [split for split in SPLITS if getattr(data.files, split)]
 
 
+def hub_folder(data: DataConfig) -> Path | None:
+    """The local folder that `data.hub` names; None if it names no folder."""
+    folder = Path(data.dir, data.hub or "")
+    return folder if data.hub is not None and folder.is_dir() else None
+
+
 def input_files(data: DataConfig, split: str) -> list[Path]:
     """The local files of a split in reading order: those of a glob or a folder by name, lists as
     given.
@@ -85,8 +90,8 @@ def input_files(data: DataConfig, split: str) -> list[Path]:
         UserError: nothing is there; names the file and its configuration key.
     """
     if data.hub is not None:
-        folder = Path(data.dir, data.hub)
-        return sorted(path for path in folder.rglob("*") if path.is_file())
+        folder = hub_folder(data)
+        return sorted(path for path in folder.rglob("*") if path.is_file()) if folder else []
     given = getattr(data.files, split)
     if not given:
         raise UserError(
@@ -173,8 +178,12 @@ def _load_files(format: str, paths: list[Path]) -> "IterableDataset":
     _check_locale(format, paths)
     # The loader takes names for globs, and finds nothing, silently, where a name has brackets.
     names = [glob.escape(str(path.absolute())) for path in paths]
+    # Text is text: the loader takes "NA", "null" and the like for nothing otherwise.
+    options = {"keep_default_na": False} if format == "csv" else {}
     with _silent_loader():
-        return load_dataset(format, data_files={"train": names}, split="train", streaming=True)
+        return load_dataset(
+            format, data_files={"train": names}, split="train", streaming=True, **options
+        )
 
 
 def _check_locale(format: str, paths: list[Path]) -> None:
@@ -192,8 +201,8 @@ def _load_hub(data: DataConfig) -> dict[str, "IterableDataset"]:
     """The dataset's splits under the names that it has for them."""
     from datasets import load_dataset
 
-    local = Path(data.dir, data.hub or "")
-    name = str(local.absolute()) if local.is_dir() else data.hub
+    local = hub_folder(data)
+    name = str(local.absolute()) if local else data.hub
     try:
         with _silent_loader():
             return dict(load_dataset(name, data.hub_config, streaming=True))

@@ -8,17 +8,20 @@ its record is made again.
 import fcntl
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from data_prep import corpus
 from data_prep.artifacts import (
     CLASSES,
     COUNTS,
     META,
+    MODEL_FILE,
+    TOKENIZER,
     ClassesInfo,
     InputFile,
     Meta,
@@ -40,6 +43,15 @@ from data_prep.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
 from data_prep.vocabulary import count_words, train_sentencepiece
 
 LOCK = ".lock"
+OWN_FILES = (
+    META,
+    TOKENIZER,
+    *MODEL_FILE.values(),
+    COUNTS,
+    CLASSES,
+    *(f"{split}.npy" for split in corpus.SPLITS),
+)
+"""What a preparation may replace."""
 
 TEXT_SETTINGS = ("format", "hub", "hub_config", "text_field", "keep_empty_lines")
 """Settings of `data` that change the text; the others say where its files are, which are hashed."""
@@ -64,6 +76,7 @@ def prepare(
     classes: ClassesConfig,
     folder: Path | str,
     *,
+    keep: bool = False,
     progress: bool = True,
 ) -> Prepared:
     """Make a prepared folder what the settings say, with as little work as that takes.
@@ -79,19 +92,32 @@ def prepare(
         tokenizer: how a line becomes tokens; the vocabulary is built from the training split alone.
         classes: how words are put into classes.
         folder: the prepared folder, made if need be.
+        keep: whether a complete folder that was made from something else is refused and left as it
+            is, instead of made again.
         progress: whether bars on stderr show the progress.
 
     Returns:
         The folder, open for reading.
 
     Raises:
-        UserError: a setting, a file of the corpus or the folder is at fault.
+        UserError: a setting, a file of the corpus or the folder is at fault; the folder has files
+            of these names that no preparation wrote.
     """
     folder = Path(folder)
+    _check_owned(folder)
     with _locked(folder):
-        wanted = _wanted(data, tokenizer, classes)
         found = _found(folder)
-        kept = _kept(folder, found, wanted)
+        wanted = _wanted(data, tokenizer, classes, folder, found)
+        changed = _changes(found, wanted) if found else {}
+        differences = list(chain.from_iterable(changed.values()))
+        if keep and found and found.complete and differences:
+            raise UserError(
+                f"{folder} was prepared from something else ({'; '.join(differences)}), and a"
+                " run goes on with the data it began with"
+            )
+        for difference in differences:
+            logger.info("%s", difference)
+        kept = _kept(folder, found, wanted, changed)
         if kept.complete and kept == found:
             logger.info("%s is up to date", folder)
         else:
@@ -99,6 +125,41 @@ def prepare(
             write_meta(folder, kept)
             _make(kept, data, tokenizer, classes, folder, progress)
     return open_prepared(folder)
+
+
+def open_made_by(
+    data: DataConfig, tokenizer: TokenizerConfig, classes: ClassesConfig, folder: Path | str
+) -> Prepared:
+    """Open a prepared folder, if these settings made it; the corpus is not looked at.
+
+    Raises:
+        UserError: other settings made it; or as `open_prepared`.
+    """
+    prepared = open_prepared(folder)
+    wanted = _settings(data, tokenizer, classes)
+    changes = [
+        f"{name} = {before}, not {after}"
+        for name, (before, after) in _setting_changes(prepared.meta.settings, wanted)
+    ]
+    if changes:
+        raise UserError(f"{folder} was prepared with {'; '.join(changes)}: run `lm prepare` first")
+    return prepared
+
+
+def _check_owned(folder: Path) -> None:
+    """Refuse a folder with files of ours by name alone: every preparation leaves its lock."""
+    present = [name for name in OWN_FILES if (folder / name).exists()]
+    if not present or (folder / LOCK).exists():
+        return
+    try:
+        ours = read_meta(folder) is not None
+    except UserError:
+        ours = False
+    if not ours:
+        raise UserError(
+            f"{folder / present[0]} is not from a preparation and would be replaced: choose another"
+            " data.prepared_dir"
+        )
 
 
 @contextmanager
@@ -115,20 +176,49 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _wanted(data: DataConfig, tokenizer: TokenizerConfig, classes: ClassesConfig) -> Meta:
+def _wanted(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    classes: ClassesConfig,
+    folder: Path,
+    found: Meta | None,
+) -> Meta:
     """The record of a preparation that has everything still to do."""
-    inputs = {split: _described(corpus.input_files(data, split)) for split in corpus.splits(data)}
+    settings = _settings(data, tokenizer, classes)
+    paths = {
+        split: corpus.input_files(data, split) for split in _wanted_splits(data, settings, found)
+    }
     if classes.method == "file" and classes.file is not None:
-        inputs["classes"] = _described([Path(data.dir, classes.file)])
+        paths["classes"] = [Path(data.dir, classes.file)]
+    for path in chain.from_iterable(paths.values()):
+        if path.resolve().parent == folder.resolve():
+            raise UserError(f"{path} is in the prepared folder: the corpus must be elsewhere")
+    inputs = {name: _described(files) for name, files in paths.items()}
     _warn_of_overlap(inputs, data)
-    return Meta(
-        settings={
-            "data": {name: getattr(data, name) for name in TEXT_SETTINGS},
-            "tokenizer": {n: getattr(tokenizer, n) for n in TOKENIZER_SETTINGS[tokenizer.kind]},
-            "classes": asdict(classes),
-        },
-        inputs=inputs,
-    )
+    return Meta(settings=settings, inputs=inputs)
+
+
+def _settings(
+    data: DataConfig, tokenizer: TokenizerConfig, classes: ClassesConfig
+) -> dict[str, dict[str, Any]]:
+    """The settings that matter to the files, by section."""
+    return {
+        "data": {name: getattr(data, name) for name in TEXT_SETTINGS},
+        "tokenizer": {n: getattr(tokenizer, n) for n in TOKENIZER_SETTINGS[tokenizer.kind]},
+        "classes": asdict(classes),
+    }
+
+
+def _wanted_splits(
+    data: DataConfig, settings: dict[str, dict[str, Any]], found: Meta | None
+) -> list[str]:
+    """The splits of the corpus; the hub, which is taken to be what it was, is asked only once."""
+    on_hub = data.hub is not None and corpus.hub_folder(data) is None
+    if on_hub and found and found.complete:
+        before = {"data": found.settings.get("data", {})}
+        if not list(_setting_changes(before, {"data": settings["data"]})):
+            return [split for split in corpus.SPLITS if split in found.splits]
+    return corpus.splits(data)
 
 
 def _described(paths: Iterable[Path]) -> list[InputFile]:
@@ -157,12 +247,11 @@ def _found(folder: Path) -> Meta | None:
         return None
 
 
-def _kept(folder: Path, found: Meta | None, wanted: Meta) -> Meta:
-    """The finished stages that still hold, under the wanted settings and inputs."""
+def _kept(folder: Path, found: Meta | None, wanted: Meta, changed: Mapping[str, list[str]]) -> Meta:
+    """The finished stages that still hold, where these sections and splits have changed."""
     if found is None:
         return wanted
-    changed = _log_changes(found, wanted)
-    if changed & {"data", "tokenizer", "train"} or not _tokenizer_is_sound(folder, found):
+    if changed.keys() & {"data", "tokenizer", "train"} or not _tokenizer_is_sound(folder, found):
         return wanted
     kept = replace(wanted, tokenizer=found.tokenizer)
     kept_splits = {
@@ -189,20 +278,27 @@ def _splits(meta: Meta) -> set[Split]:
     return cast(set[Split], set(meta.inputs) - {"classes"})
 
 
-def _log_changes(found: Meta, wanted: Meta) -> set[str]:
-    """Log every difference; returns the sections and splits that differ."""
-    changed = set()
-    for section, settings in wanted.settings.items():
-        before = found.settings.get(section, {})
-        for name in {**before, **settings}:
-            if before.get(name) != settings.get(name):
-                changed.add(section)
-                logger.info("%s.%s: %s → %s", section, name, before.get(name), settings.get(name))
+def _changes(found: Meta, wanted: Meta) -> dict[str, list[str]]:
+    """What differs, in words, by the sections and splits that do."""
+    changed: dict[str, list[str]] = {}
+    for name, (before, after) in _setting_changes(found.settings, wanted.settings):
+        changed.setdefault(name.split(".")[0], []).append(f"{name}: {before} → {after}")
     for split in {**found.inputs, **wanted.inputs}:
-        for difference in _differences(found.inputs.get(split, []), wanted.inputs.get(split, [])):
-            changed.add(split)
-            logger.info("%s: %s", split, difference)
+        before, after = found.inputs.get(split, []), wanted.inputs.get(split, [])
+        for difference in _differences(before, after):
+            changed.setdefault(split, []).append(f"{split}: {difference}")
     return changed
+
+
+def _setting_changes(
+    before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """`section.key` and its two values, of every setting that differs; one not recorded is None."""
+    for section, settings in after.items():
+        old = before.get(section, {})
+        for key in {**old, **settings}:
+            if old.get(key) != settings.get(key):
+                yield f"{section}.{key}", (old.get(key), settings.get(key))
 
 
 def _differences(before: Sequence[InputFile], after: Sequence[InputFile]) -> list[str]:

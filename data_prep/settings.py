@@ -18,6 +18,9 @@ NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Files = str | list[str] | None
 
+BYTE_ORDER_MARK = "\ufeff"
+"""Stands before some texts and is no part of them."""
+
 
 class UserError(ValueError):
     """A mistake of the user's. Its text is one complete line; commands print it without a
@@ -65,7 +68,7 @@ class DataConfig:
     WikiText figures).
     """
     prepared_dir: str | None = None
-    """Folder of the prepared files; default `<run_dir>/data`."""
+    """Folder of the prepared files and of nothing else; default `<run_dir>/data`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +125,8 @@ class ClassesConfig:
     clustered_words: Positive | None = None
     """embedding, exchange: only this many of the most frequent words are clustered; the others are
     cut by count into classes of their own, as in frequency. The two parts share C in proportion to
-    their sums of √count. Default: all.
+    their sums of √count. embedding looks at pairs of clustered words alone; to exchange, the others
+    are one neighbour. Default: all.
     """
     dimensions: Positive = 100
     """embedding, exchange: length of the word vectors."""

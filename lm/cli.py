@@ -13,8 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
-from data_prep.corpus import BYTE_ORDER_MARK
-from data_prep.settings import UserError
+from data_prep.settings import BYTE_ORDER_MARK, UserError
 from lm import __version__
 from lm.config import Config, load_config, load_run_config
 
@@ -154,11 +153,16 @@ def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
     _prepared(load_config(options.config, overrides))
 
 
-def _prepared(config: Config, progress: bool = True) -> Any:
+def _prepared(config: Config, *, keep: bool = False, progress: bool = True) -> Any:
     from data_prep.prepare import prepare
 
     return prepare(
-        config.data, config.tokenizer, config.classes, config.prepared_path, progress=progress
+        config.data,
+        config.tokenizer,
+        config.classes,
+        config.prepared_path,
+        keep=keep,
+        progress=progress,
     )
 
 
@@ -166,8 +170,8 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> None:
     config = load_config(options.config, overrides)
     from lm.training import check_folder, train  # takes seconds, which a mistake need not wait for
 
-    check_folder(config, options.resume)
-    _prepared(config, not options.no_progress)
+    checkpoint = check_folder(config, options.resume)
+    _prepared(config, keep=checkpoint is not None, progress=not options.no_progress)
     folder = train(config, resume=options.resume, progress=not options.no_progress)
     print(folder)
 
@@ -227,10 +231,9 @@ def _generate(options: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _classes(options: argparse.Namespace, overrides: list[str]) -> None:
-    from data_prep.artifacts import open_prepared
     from lm.report import classes_json, classes_table, draw_classes, report_classes
 
-    prepared = open_prepared(_config_of(options.source, overrides).prepared_path)
+    _, prepared = _opened(options.source, overrides)
     report = report_classes(prepared, options.words)
     if options.plot:
         draw_classes(report, prepared, Path(options.plot))
@@ -244,7 +247,7 @@ def _classes(options: argparse.Namespace, overrides: list[str]) -> None:
 def _info(options: argparse.Namespace, overrides: list[str]) -> None:
     from lm.report import describe
 
-    description = describe(_config_of(options.source, overrides))
+    description = describe(*_opened(options.source, overrides))
     print(json.dumps(description) if options.json else _as_lines(description))
 
 
@@ -256,9 +259,17 @@ def _as_lines(values: dict[str, Any]) -> str:
     )
 
 
-def _config_of(source: str, overrides: list[str]) -> Config:
+def _opened(source: str, overrides: list[str]) -> tuple[Config, Any]:
+    """The configuration of a run or a file, and its prepared data, which must be made by it."""
+    from data_prep.prepare import open_made_by
+    from lm.report import check_own_classes
+
     path = Path(source)
-    return load_run_config(path, overrides) if path.is_dir() else load_config(path, overrides)
+    config = load_run_config(path, overrides) if path.is_dir() else load_config(path, overrides)
+    prepared = open_made_by(config.data, config.tokenizer, config.classes, config.prepared_path)
+    if path.is_dir():
+        check_own_classes(path, prepared)
+    return config, prepared
 
 
 def _no_overrides(overrides: list[str]) -> None:

@@ -23,6 +23,7 @@ from data_prep.settings import (
     Fraction,
     NonNegative,
     Positive,
+    SplitFiles,
     TokenizerConfig,
     UserError,
 )
@@ -354,6 +355,12 @@ def _check_consistency(config: Config, source: str) -> None:
         problem = "tokenizer.kind: sentencepiece wants tokenizer.vocab_size"
     elif config.classes.method == "file" and config.classes.file is None:
         problem = "classes.method: file wants classes.file"
+    elif config.classes.method != "file" and config.classes.file is not None:
+        problem = f"classes.file wants classes.method: file, got {config.classes.method}"
+    elif config.data.hub is not None and config.data.files != SplitFiles():
+        problem = (
+            "data.hub and data.files are both given: leave out the files, or set data.hub to null"
+        )
     elif train.seq_len < 2 and model.backbone == "transformer":
         problem = "train.seq_len must be at least 2 for a transformer"
     elif not config.name or "/" in config.name or config.name.startswith("."):

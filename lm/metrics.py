@@ -5,7 +5,7 @@ import io
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from data_prep.storage import write_atomically
+from data_prep.artifacts import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)

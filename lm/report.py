@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_prep.artifacts import Prepared, open_prepared
+from data_prep.artifacts import Prepared
 from data_prep.classes import ClassReport, class_report
 from data_prep.settings import UserError
 from lm.batches import Batches
@@ -74,6 +74,23 @@ def evaluation_table(result: Evaluation, split: str) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join([split, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def check_own_classes(folder: Path, prepared: Prepared) -> None:
+    """Refuse prepared data whose classes are no longer those of a run.
+
+    Raises:
+        UserError: if they differ, or the run's file is damaged.
+    """
+    path = folder / "classes.npy"
+    try:
+        own = np.load(path) if path.exists() else prepared.word_class()
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+    if not np.array_equal(own, prepared.word_class()):
+        raise UserError(
+            f"{prepared.folder} was prepared again since: its classes are not those of {path}"
+        )
 
 
 def report_classes(prepared: Prepared, num_words: int) -> ClassReport:
@@ -162,13 +179,8 @@ def draw_classes(report: ClassReport, prepared: Prepared, path: Path) -> None:
         raise UserError(f"{path}: {error}") from error
 
 
-def describe(config: Config) -> dict[str, Any]:
-    """Sizes, cost and memory of a run, from its prepared data; without allocating its weights.
-
-    Raises:
-        UserError: if the data are not prepared yet.
-    """
-    prepared = open_prepared(config.prepared_path)
+def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
+    """Sizes, cost and memory of a run, from its prepared data; without allocating its weights."""
     tree = build_tree(config, prepared)
     with torch.device("meta"):
         model = build_model(config.model, config.output, tree, config.train.seq_len)

@@ -346,6 +346,35 @@ def test_info_and_classes_for_people_say_the_same_as_json(
     assert capsys.readouterr().out.startswith(f"{report['num_word_classes']} classes of ")
 
 
+@pytest.mark.parametrize("verb", ["classes", "info"])
+def test_classes_that_the_data_were_not_prepared_with_are_not_reported(
+    tiny: Path, copied_run: Path, untouched: Complaint, verb: str
+) -> None:
+    data = copied_run / "data"
+    for source in ([tiny, f"--run_dir={copied_run}"], [copied_run]):
+        assert untouched(verb, *source, "--classes.method=random") == (
+            f"{data} was prepared with classes.method = exchange, not random:"
+            " run `lm prepare` first"
+        )
+    own = np.load(copied_run / "classes.npy")
+    np.save(copied_run / "classes.npy", own[::-1])
+    assert untouched(verb, copied_run) == (
+        f"{data} was prepared again since: its classes are not those of {copied_run}/classes.npy"
+    )
+    (copied_run / "classes.npy").write_bytes(b"not an array")
+    assert untouched(verb, copied_run).startswith(f"{copied_run}/classes.npy is damaged: ")
+
+
+def test_a_text_of_one_token_has_no_class_report(
+    tiny: Path, tmp_path: Path, untouched: Complaint
+) -> None:
+    options = corpus_of(tmp_path, b"\n")
+    assert main(["prepare", str(tiny), *options]) == 0
+    assert untouched("classes", tiny, *options) == (
+        "a class report wants two tokens of training text at least, got 1"
+    )
+
+
 def test_the_class_report_of_a_run_sums_to_all_tokens(
     lstm_run: Path, prepared_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,14 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
         ),
         (MINIMAL + "classes: {method: file}", "classes.method: file wants classes.file"),
         (
+            MINIMAL + "classes: {method: random, file: c.txt}",
+            "classes.file wants classes.method: file, got random",
+        ),
+        (
+            MINIMAL + "data: {hub: a/b, files: {valid: v.txt}}",
+            "data.hub and data.files are both given: leave out the files, or set data.hub to null",
+        ),
+        (
             MINIMAL.replace("5", "5, seq_len: 1") + "model: {backbone: transformer, hidden: 16}",
             "train.seq_len must be at least 2 for a transformer",
         ),

@@ -28,6 +28,7 @@ from data_prep.classes import (
     read_word_classes,
     uniform_classes,
 )
+from data_prep.exchange import exchange
 from data_prep.settings import ClassesConfig, UserError
 
 SIZES = [(1, 1), (2, 1), (7, 7), (13, 4), (101, 10), (101, 1), (101, 101), (60, 59)]
@@ -341,6 +342,31 @@ def test_the_clustered_head_is_clustered_as_a_text_of_its_own() -> None:
     assert np.array_equal(word_class[order], expected)
 
 
+@pytest.mark.parametrize("head", [0, 5])
+def test_to_exchange_the_words_that_are_not_clustered_are_one_neighbour(head: int) -> None:
+    tokens, _ = planted_text(6, 15, 12_000)
+    counts, n = counts_of(tokens, 90), 60
+    settings = ClassesConfig(
+        num_word_classes=12, clustered_words=n, head=head, dimensions=10, max_words=20
+    )
+    words = np.argsort(-counts, kind="stable")[:n]
+    clustered = built(counts, tokens, settings)[words]
+    in_head = len(set(clustered.tolist()))
+    start = built(counts, tokens, replace(settings, method="embedding", max_words=None))[words]
+    assert len(set(start.tolist())) == in_head
+    id = np.full(90, n)
+    id[words] = np.arange(n)
+    text = id[tokens].astype(np.uint16)
+    pairs, occurrences = count_bigrams(text, n + 1), counts_of(text, n + 1)
+    expected = np.append(start, 0)
+    for alone in ([n], [*range(head), n]) if head else ([n],):
+        expected = exchange(
+            pairs, occurrences, expected, in_head, 20, alone=np.array(alone)
+        ).astype(np.int32)
+    assert np.array_equal(clustered, expected[:n])
+    assert not np.array_equal(clustered, start)
+
+
 def test_pairs_of_some_words_are_a_part_of_all_pairs() -> None:
     tokens = zipf_tokens(30, 2_000)
     words = np.array([7, 0, 21, 3])
@@ -424,6 +450,8 @@ def test_report_refuses_arrays_that_do_not_belong_together() -> None:
     tokens = np.array([0, 1, 1], dtype=np.uint16)
     with pytest.raises(ValueError, match="expected classes of 2 words and 4 tokens"):
         class_report(np.array([1, 3]), np.array([0, 1]), tokens)
+    with pytest.raises(UserError, match=r"wants two tokens of training text at least, got 1$"):
+        class_report(np.array([1, 0]), np.array([0, 0]), np.array([0], dtype=np.uint16))
     with pytest.raises(ValueError, match="class 1 has no words"):
         class_report(np.array([1, 2]), np.array([0, 2]), tokens)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import zstandard
 from datasets.utils import logging as loader_logging
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -75,7 +76,13 @@ def test_empty_lines_can_be_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)]
+    ("suffix", "compress"),
+    [
+        ("gz", gzip.compress),
+        ("bz2", bz2.compress),
+        ("xz", lzma.compress),
+        ("zst", zstandard.compress),
+    ],
 )
 def test_compressed_files_are_read_as_they_are(
     tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
@@ -105,6 +112,11 @@ def test_columns_of_other_formats_are_split_into_lines(tmp_path: Path) -> None:
     assert read(tmp_path, "x.parquet", format="parquet", text_field="body") == expected
     write(tmp_path, b'n,body\n1,"a\nb"\n2,c\n', "x.csv")
     assert read(tmp_path, "x.csv", format="csv", text_field="body") == ["a", "b", "c"]
+
+
+def test_no_text_of_a_csv_file_stands_for_nothing(tmp_path: Path) -> None:
+    write(tmp_path, b'n,text\n1,NA\n2,None\n3,null\n4,\n5,""\n6,nan\n', "x.csv")
+    assert read(tmp_path, "x.csv", format="csv") == ["NA", "None", "null", "", "", "nan"]
 
 
 def test_a_folder_in_the_layout_of_the_hub_has_its_splits(tmp_path: Path) -> None:

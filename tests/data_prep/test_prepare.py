@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import IterableDataset
 
 import data_prep.prepare as module
 from data_prep import artifacts
@@ -21,6 +22,8 @@ from data_prep.settings import (
     UserError,
 )
 from data_prep.tokenizer import WordTokenizer
+
+Contents = Callable[[Path], dict[str, str]]
 
 FILES = {"train.npy", "valid.npy", "counts.npy", "classes.npy", "vocab.txt", "tokenizer.json"}
 
@@ -41,9 +44,11 @@ class Corpus:
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)
 
-    def prepare(self) -> Prepared:
+    def prepare(self, *, keep: bool = False) -> Prepared:
         folder = self.folder / "prepared"
-        return module.prepare(self.data, self.tokenizer, self.classes, folder, progress=False)
+        return module.prepare(
+            self.data, self.tokenizer, self.classes, folder, keep=keep, progress=False
+        )
 
     def written(self) -> dict[str, int]:
         paths = (self.folder / "prepared").iterdir()
@@ -177,6 +182,123 @@ def test_a_change_is_named_and_only_what_depends_on_it_is_redone(
     assert said in caplog.messages
     assert corpus.rewritten() == set()
     assert corpus.prepare().head == corpus.classes.head
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lowercase, "tokenizer.lowercase: False → True"),
+        (edit("train.txt", "a b\n"), "train: train.txt changed"),
+        (two_classes, "classes.num_word_classes: None → 2"),
+        (files(["train.txt", "more.txt"], None), "train: more.txt added; valid: valid.txt removed"),
+    ],
+)
+def test_what_a_run_goes_on_with_is_not_made_again(
+    corpus: Corpus, change: Callable[[Corpus], None], said: str
+) -> None:
+    corpus.prepare()
+    before = corpus.written()
+    change(corpus)
+    with pytest.raises(UserError) as refused:
+        corpus.prepare(keep=True)
+    assert str(refused.value) == (
+        f"{corpus.folder / 'prepared'} was prepared from something else ({said}), and a run goes on"
+        " with the data it began with"
+    )
+    assert corpus.written() == before
+
+
+def test_what_is_absent_damaged_or_half_prepared_is_made_for_a_run_that_goes_on(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = corpus.prepare(keep=True).tokens("train").tolist()
+    (corpus.folder / "prepared" / "train.npy").unlink()
+    assert corpus.prepare(keep=True).tokens("train").tolist() == tokens
+    corpus.write("train.txt", "another text\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "encode_split", None)
+        with pytest.raises(TypeError):
+            corpus.prepare()
+    corpus.write("train.txt", "a text\n")
+    prepared = corpus.prepare(keep=True)
+    assert prepared.tokenizer().decode(prepared.tokens("train")) == "a text\n"
+
+
+def test_only_the_settings_that_made_a_folder_open_it(corpus: Corpus) -> None:
+    folder = corpus.prepare().folder
+    opened = module.open_made_by(corpus.data, corpus.tokenizer, corpus.classes, folder)
+    assert opened.meta == open_prepared(folder).meta
+    lowercase(corpus)
+    two_classes(corpus)
+    with pytest.raises(UserError) as refused:
+        module.open_made_by(corpus.data, corpus.tokenizer, corpus.classes, folder)
+    assert str(refused.value) == (
+        f"{folder} was prepared with tokenizer.lowercase = False, not True;"
+        " classes.num_word_classes = None, not 2: run `lm prepare` first"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("vocab.txt", "mine\n"), ("meta.json", '{"version": 3}'), ("test.npy", "mine")],
+)
+def test_files_that_no_preparation_wrote_are_left_alone(
+    corpus: Corpus, contents: Contents, name: str, content: str
+) -> None:
+    folder = corpus.folder / "prepared"
+    folder.mkdir()
+    corpus.write(f"prepared/{name}", content)
+    before = contents(folder)
+    for _ in range(2):
+        with pytest.raises(UserError) as refused:
+            corpus.prepare()
+        assert str(refused.value) == (
+            f"{folder / name} is not from a preparation and would be replaced: choose another"
+            " data.prepared_dir"
+        )
+        assert contents(folder) == before
+
+
+def test_a_copy_without_hidden_files_is_still_a_prepared_folder(corpus: Corpus) -> None:
+    corpus.prepare()
+    (corpus.folder / "prepared" / module.LOCK).unlink()
+    assert corpus.rewritten() == {module.LOCK}
+
+
+@pytest.mark.parametrize("pattern", ["prepared/corpus.txt", "**/*.txt"])
+def test_a_corpus_in_the_prepared_folder_is_refused(corpus: Corpus, pattern: str) -> None:
+    (corpus.folder / "prepared").mkdir()
+    corpus.write("prepared/corpus.txt", "the cat\n")
+    corpus.data = replace(corpus.data, files=SplitFiles(train=pattern))
+    with pytest.raises(UserError) as refused:
+        corpus.prepare()
+    assert str(refused.value) == (
+        f"{corpus.folder}/prepared/corpus.txt is in the prepared folder: the corpus must be"
+        " elsewhere"
+    )
+
+
+def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = IterableDataset.from_generator(lambda: iter([{"text": "the cat sat\n"}]))
+    opened: list[str | None] = []
+
+    def load(data: DataConfig) -> dict[str, IterableDataset]:
+        opened.append(data.hub_config)
+        return {"train": lines, "validation": lines}
+
+    monkeypatch.setattr("data_prep.corpus._load_hub", load)
+    corpus.data = DataConfig(dir=str(corpus.folder), hub="some/corpus")
+    assert list(corpus.prepare().splits) == ["train", "valid"]
+    opened.clear()
+    assert corpus.rewritten() == set()
+    corpus.classes = ClassesConfig(method="uniform")
+    assert corpus.rewritten() == {"classes.npy"}
+    assert opened == []
+    corpus.data = replace(corpus.data, hub_config="large")
+    assert corpus.rewritten() == FILES
+    assert set(opened) == {"large"}
 
 
 def test_files_in_another_order_are_another_text(
