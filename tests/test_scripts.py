@@ -5,7 +5,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -15,8 +15,10 @@ import torch
 
 from data_prep.artifacts import open_prepared
 from data_prep.classes import build_word_classes, class_report
+from data_prep.settings import UserError
 from lm.checkpoint import load_model
 from lm.config import load_config
+from lm.model.language_model import LanguageModel
 
 TOP = Path(__file__).resolve().parent.parent
 Train = Callable[..., Path]
@@ -58,6 +60,32 @@ def test_training_steps_are_timed_side_by_side(corpus: Path, tiny: Path, tmp_pat
     assert two_level["ratio"] == pytest.approx(ratio)
     assert [peer["tree"] for peer in peers] == ["torch", "none"]
     assert all(peer["tokens_per_second_median"] > 0 for peer in peers)
+
+
+def test_steps_are_timed_with_the_gradients_and_optimizers_of_a_training(
+    tiny: Path,
+    tmp_path: Path,
+    load_script: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = load_script("bench_train")
+    original, built = script.build_optimizer, []
+
+    def build(model: LanguageModel, *arguments: object, table: Sequence[object]) -> object:
+        built.append((model.output.sparse, [each is model.output.weight for each in table]))
+        return original(model, *arguments, table=table)
+
+    monkeypatch.setattr(script, "build_optimizer", build)
+    options = [f"--run_dir={tmp_path}", "--model.tied=true"]
+    by_rows = ["--output.sparse=true", "--optim.table=adagrad"]
+    script.trainer(str(tiny), [*options, *by_rows], "two_level")(0)
+    script.trainer(str(tiny), options, "two_level")(0)
+    (sparse, rows), dense = built
+    assert sparse
+    assert rows[0]
+    assert dense == (False, [])
+    with pytest.raises(UserError, match=r"knows no train\.accumulate: 2"):
+        script.trainer(str(tiny), [*options, "--train.accumulate=2"], "two_level")
 
 
 def test_making_classes_is_measured_as_lm_classes_reports_it(tiny: Path, tmp_path: Path) -> None:
