@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lm.config import OptimConfig
+from lm.model.language_model import LanguageModel
 from lm.output.sparse import RowAdagrad, RowAdam, RowOptimizer, RowSGD
 
 
@@ -68,6 +69,11 @@ def build_optimizer(
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in by_rows]
     usual = _usual(rest, config, fused)
     return Together(usual, _by_rows(table, config)) if table else usual
+
+
+def table_by_rows(model: LanguageModel, config: OptimConfig) -> Sequence[nn.Parameter]:
+    """The `table` of `build_optimizer`: the model's, if it is updated by rows; else nothing."""
+    return model.table if config.table is not None or model.output.sparse else ()
 
 
 def _usual(

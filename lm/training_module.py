@@ -13,7 +13,7 @@ from data_prep.settings import UserError
 from lm.batches import Batch, Batches
 from lm.config import Config
 from lm.model.language_model import LanguageModel
-from lm.optimization import build_optimizer, learning_rate
+from lm.optimization import build_optimizer, learning_rate, table_by_rows
 
 
 @dataclass
@@ -113,10 +113,9 @@ class TrainingModule(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer of the section `optim`."""
-        scaled = self.config.train.precision == "16-mixed"
-        by_rows = self.config.optim.table is not None or self.model.output.sparse
-        table = self.model.table if by_rows else ()
-        return build_optimizer(self.model, self.config.optim, table=table, fused=not scaled)
+        optim, scaled = self.config.optim, self.config.train.precision == "16-mixed"
+        table = table_by_rows(self.model, optim)
+        return build_optimizer(self.model, optim, table=table, fused=not scaled)
 
     def configure_gradient_clipping(
         self,
