@@ -31,6 +31,7 @@ from lm.checkpoint import AtomicCheckpointIO, batches_done
 from lm.config import Config, differences, has_sparse_table, load_config, to_yaml
 from lm.evaluation import TextCounts
 from lm.footprint import check_memory
+from lm.machine import processor_name
 from lm.model.language_model import build_model
 from lm.report import draw_curves
 from lm.run_keeper import (
@@ -291,7 +292,7 @@ def _write_inputs(config: Config, prepared: Prepared) -> None:
         "lightning": version("lightning"),
         "numpy": np.__version__,
         "platform": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor_name(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -16,6 +16,8 @@ import torch
 from bench_measure import Ceilings, least_work
 from bench_method import Method
 
+from lm.machine import processor_name
+
 TOP = Path(__file__).resolve().parent.parent
 COLUMNS = (
     ("milliseconds", "seconds_median", 1e-3, 3),
@@ -156,10 +158,7 @@ def device_name(device: torch.device) -> str:
     """The model of the GPU or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor())
+    return processor_name()
 
 
 def commit() -> str | None:
