@@ -1,4 +1,4 @@
-"""What a training ran on, for its logs: its speed, and the last digits of all else, depend on it."""
+"""What a training ran on, for its logs: its speed and the last digits of all else depend on it."""
 
 import platform
 from pathlib import Path
