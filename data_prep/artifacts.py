@@ -27,6 +27,9 @@ from data_prep.storage import (
     verify_array,
 )
 from data_prep.storage import (
+    locked as locked,
+)
+from data_prep.storage import (
     sha256_file as sha256_file,
 )
 from data_prep.storage import (

@@ -302,7 +302,7 @@ def _read_pairs(
 ) -> Iterator[tuple[int, str, str]]:
     """Line number, name of the class and word, of every line that is not blank."""
     try:
-        with path.open(encoding="utf-8", newline="\n") as file:
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
             for line_number, line in enumerate(file, start=1):
                 text = line.rstrip("\r\n")
                 if text.strip():

@@ -7,19 +7,23 @@ of words.
 """
 
 import codecs
+import csv
 import glob
 import locale
 import logging
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import zstandard
 
 from data_prep.settings import BYTE_ORDER_MARK, DataConfig, UserError
+from data_prep.storage import CHUNK_BYTES, open_to_read
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -27,10 +31,20 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "valid", "test")
 HUB_SPLITS = {"train": "train", "valid": "validation", "test": "test"}
-ROWS_PER_BATCH = 16_384
+ROWS_PER_BATCH = 256
+"""A row may be a whole book, and a batch is in memory several times."""
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 
-READING_ERRORS = (OSError, EOFError, ValueError, TypeError, lzma.LZMAError, zlib.error)
+READING_ERRORS = (
+    OSError,
+    EOFError,
+    ValueError,
+    TypeError,
+    csv.Error,
+    lzma.LZMAError,
+    zlib.error,
+    zstandard.ZstdError,
+)
 """What the loader raises for a bad file; errors of pyarrow and Unicode are ValueErrors or
 TypeErrors.
 """
@@ -91,7 +105,10 @@ def input_files(data: DataConfig, split: str) -> list[Path]:
     """
     if data.hub is not None:
         folder = hub_folder(data)
-        return sorted(path for path in folder.rglob("*") if path.is_file()) if folder else []
+        if folder is None:
+            return []
+        paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        return sorted(folder / path for path in paths if not _is_hidden(path))
     given = getattr(data.files, split)
     if not given:
         raise UserError(
@@ -110,8 +127,8 @@ def _expanded(folder: Path, name: str, key: str) -> list[Path]:
         if not found:
             raise UserError(f"{key}: the folder {path} has no files")
         return found
-    found = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-    found = [match for match in found if match.is_file()]
+    matches = glob.glob(name, root_dir=folder, recursive=True)
+    found = sorted(folder / match for match in matches if (folder / match).is_file())
     if not found:
         raise UserError(f"{key}: there is no file {path}")
     return found
@@ -119,6 +136,11 @@ def _expanded(folder: Path, name: str, key: str) -> list[Path]:
 
 def _is_visible_file(path: Path) -> bool:
     return path.is_file() and not path.name.startswith(".")
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether it, or a folder that the relative path goes through, is hidden."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _key(data: DataConfig, split: str) -> str:
@@ -151,15 +173,19 @@ def _columns(data: DataConfig, split: str) -> Iterator["ChunkedArray"]:
         _check_offered(offered, split, data)
         dataset = offered[HUB_SPLITS[split]]
     else:
-        dataset = _load_files(data.format, input_files(data, split))
+        dataset = _load_files(data, split)
     field = "text" if _is_text(data) else data.text_field
     for table in _tables(dataset):
-        if field not in table.column_names:
-            raise UserError(
-                f"data.text_field is {field!r}: {_key(data, split)} has only the columns"
-                f" {', '.join(table.column_names)}"
-            )
+        _check_field(table.column_names, data, split)
         yield table.column(field)
+
+
+def _check_field(columns: Iterable[str], data: DataConfig, split: str) -> None:
+    if not _is_text(data) and data.text_field not in columns:
+        raise UserError(
+            f"data.text_field is {data.text_field!r}: {_key(data, split)} has only the columns"
+            f" {', '.join(columns)}"
+        )
 
 
 def _tables(dataset: "IterableDataset") -> Iterator["Table"]:
@@ -172,18 +198,51 @@ def _tables(dataset: "IterableDataset") -> Iterator["Table"]:
         yield table
 
 
-def _load_files(format: str, paths: list[Path]) -> "IterableDataset":
+def _load_files(data: DataConfig, split: str) -> "IterableDataset":
     from datasets import load_dataset
 
-    _check_locale(format, paths)
+    paths = input_files(data, split)
+    _check_locale(data.format, paths)
+    for path in paths:
+        if path.suffix == ".zst":
+            _check_zstandard(path)
     # The loader takes names for globs, and finds nothing, silently, where a name has brackets.
     names = [glob.escape(str(path.absolute())) for path in paths]
-    # Text is text: the loader takes "NA", "null" and the like for nothing otherwise.
-    options = {"keep_default_na": False} if format == "csv" else {}
+    options: dict[str, Any] = {}
+    if data.format == "csv":
+        # Text is text: the loader takes "NA", "null" and the like for nothing otherwise, digits
+        # for numbers, and one type for each column, whether it is read or not.
+        for path in paths:
+            _check_field(_csv_columns(path), data, split)
+        name = data.text_field
+        options = {"keep_default_na": False, "usecols": [name], "converters": {name: str}}
     with _silent_loader():
         return load_dataset(
-            format, data_files={"train": names}, split="train", streaming=True, **options
+            data.format, data_files={"train": names}, split="train", streaming=True, **options
         )
+
+
+def _csv_columns(path: Path) -> list[str]:
+    import fsspec
+
+    with fsspec.open(
+        str(path), "rt", encoding="utf-8-sig", newline="", compression="infer"
+    ) as file:
+        return next(csv.reader(file), [])
+
+
+def _check_zstandard(path: Path) -> None:
+    """The loader takes a file that was cut off for a whole one."""
+    frame = None
+    with open_to_read(path) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            while chunk:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                frame.decompress(chunk)
+                chunk = frame.unused_data
+                frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError(f"{path.name} ends before its end-of-stream marker")
 
 
 def _check_locale(format: str, paths: list[Path]) -> None:
@@ -234,6 +293,8 @@ def _clean(column: "ChunkedArray", data: DataConfig, split: str, first_row: int)
     """The rows as lines: checked, split where a row has several, and without byte order marks."""
     from pyarrow import compute, types
 
+    if types.is_string_view(column.type):
+        column = column.cast("large_string")
     if not (types.is_string(column.type) or types.is_large_string(column.type)):
         raise UserError(
             f"data.text_field is {data.text_field!r}: that column of {_key(data, split)} holds"

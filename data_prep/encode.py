@@ -4,7 +4,6 @@ Decides the layout of a token stream and what is counted; `artifacts` decides th
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ from tqdm import tqdm
 
 from data_prep.artifacts import SplitInfo, token_dtype
 from data_prep.storage import write_array
-from data_prep.tokenizer import Tokenizer
-
-LINES_PER_BATCH = 16_384
+from data_prep.tokenizer import Tokenizer, line_batches
 
 
 def encode_split(
@@ -62,8 +59,7 @@ class _Counting:
 
     def batches(self, lines: Iterable[str], bar: "tqdm[Any]") -> Iterator[NDArray[np.integer]]:
         """Token ids of a batch of lines after the other, `<eos>` after each line."""
-        iterator = iter(lines)
-        while batch := list(islice(iterator, LINES_PER_BATCH)):
+        for batch in line_batches(lines):
             # A newline separates words, so the joined batch has the words of its lines.
             text = "\n".join(batch)
             self.lines += len(batch)

@@ -16,11 +16,12 @@ whose third is λ times the columns that the class level's words cost, over all 
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 from tqdm import tqdm
+
+from data_prep.compiled import compiled
 
 IntArray = NDArray[np.int64]
 DoubleArray = NDArray[np.float64]
@@ -138,13 +139,13 @@ def _neighbours(bigrams: sparse.csr_array) -> tuple[Neighbours, Neighbours, IntA
     return sides[0], sides[1], self_count
 
 
-@numba.njit(cache=True)
+@compiled
 def _f(x: int, table: DoubleArray) -> float:
     """x ln x."""
     return table[x] if x < len(table) else x * np.log(x)  # type: ignore[no-any-return]
 
 
-@numba.njit(cache=True)
+@compiled
 def _by_class(
     side: Neighbours, w: int, word_class: IntArray, of_class: IntArray, classes: IntArray
 ) -> int:
@@ -161,7 +162,7 @@ def _by_class(
     return found
 
 
-@numba.njit(cache=True)
+@compiled
 def _shift(
     c: int, sign: int, own: int, n: int,
     after: IntArray, after_classes: IntArray, num_after: int,
@@ -188,7 +189,7 @@ def _shift(
     size[c] += sign
 
 
-@numba.njit(cache=True)
+@compiled
 def _gains(
     own: int, n: int,
     after: IntArray, after_classes: IntArray, num_after: int,
@@ -207,7 +208,7 @@ def _gains(
     _add_gains(before, before_classes, num_before, follows, table, gain)
 
 
-@numba.njit(cache=True)
+@compiled
 def _add_gains(
     side: IntArray, classes: IntArray, found: int,
     pairs: IntArray, table: DoubleArray, gain: DoubleArray,
@@ -220,7 +221,7 @@ def _add_gains(
                 gain[c] += _f(pairs[d, c] + side[d], table) - _f(pairs[d, c], table)
 
 
-@numba.njit(cache=True)
+@compiled
 def _move_words(
     order: IntArray, right: Neighbours, left: Neighbours, self_count: IntArray,
     counts: IntArray, word_class: IntArray,

@@ -5,12 +5,11 @@ Decides which stage depends on which setting and file. Each finished stage is re
 its record is made again.
 """
 
-import fcntl
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -38,7 +37,7 @@ from data_prep.artifacts import (
 from data_prep.classes import build_word_classes
 from data_prep.encode import encode_split
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig, UserError
-from data_prep.storage import ArrayInfo, map_array, sha256_file, verify_array, write_array
+from data_prep.storage import ArrayInfo, locked, map_array, sha256_file, verify_array, write_array
 from data_prep.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
 from data_prep.vocabulary import count_words, train_sentencepiece
 
@@ -124,7 +123,7 @@ def prepare(
             _remove_stale(folder, found, kept)
             write_meta(folder, kept)
             _make(kept, data, tokenizer, classes, folder, progress)
-    return open_prepared(folder)
+        return open_prepared(folder)
 
 
 def open_made_by(
@@ -166,14 +165,10 @@ def _check_owned(folder: Path) -> None:
 def _locked(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder / LOCK):
         yield
-    finally:
-        os.close(lock)
 
 
 def _wanted(
@@ -193,7 +188,8 @@ def _wanted(
     for path in chain.from_iterable(paths.values()):
         if path.resolve().parent == folder.resolve():
             raise UserError(f"{path} is in the prepared folder: the corpus must be elsewhere")
-    inputs = {name: _described(files) for name, files in paths.items()}
+    described = cache(_described)  # the files of a hub folder are those of every split
+    inputs = {name: described(tuple(files)) for name, files in paths.items()}
     _warn_of_overlap(inputs, data)
     return Meta(settings=settings, inputs=inputs)
 
@@ -221,7 +217,7 @@ def _wanted_splits(
     return corpus.splits(data)
 
 
-def _described(paths: Iterable[Path]) -> list[InputFile]:
+def _described(paths: tuple[Path, ...]) -> list[InputFile]:
     return [
         InputFile(name=path.name, sha256=sha256_file(path), num_bytes=path.stat().st_size)
         for path in paths
@@ -305,11 +301,23 @@ def _differences(before: Sequence[InputFile], after: Sequence[InputFile]) -> lis
     """What happened to the input files of a split, in words; nothing if they are the same."""
     if before == after:
         return []
-    old, new = ({file.name: file for file in files} for files in (before, after))
+    old, new = map(_by_name, (before, after))
     said = [f"{name} removed" for name in old if name not in new]
     said += [f"{name} added" for name in new if name not in old]
     said += [f"{name} changed" for name in new if name in old and old[name] != new[name]]
     return said or ["order of the files changed"]
+
+
+def _by_name(files: Iterable[InputFile]) -> dict[str, InputFile]:
+    """The files by name; of several of one name, those after the first are numbered."""
+    found: dict[str, list[InputFile]] = {}
+    for file in files:
+        found.setdefault(file.name, []).append(file)
+    return {
+        f"{name} ({number})" if number > 1 else name: file
+        for name, equals in found.items()
+        for number, file in enumerate(equals, start=1)
+    }
 
 
 def _tokenizer_is_sound(folder: Path, found: Meta) -> bool:

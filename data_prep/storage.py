@@ -4,10 +4,12 @@ Decides how bytes reach the disk and how they are checked when they come back; w
 are is up to `artifacts`.
 """
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
 from pathlib import Path
@@ -145,6 +147,34 @@ def write_atomically(path: Path | str, writer: Callable[[BinaryIO], Result]) -> 
     finally:
         temporary.unlink(missing_ok=True)
     return result
+
+
+@contextmanager
+def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
+    """Hold a lock that one process has at a time; it goes with the process, its file stays.
+
+    Args:
+        path: the lock file, made if need be; its folder exists.
+        busy: what to say if another process has the lock; None waits for it.
+
+    Raises:
+        UserError: `busy`; the file cannot be opened.
+    """
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        try:
+            lock = os.open(path, os.O_RDONLY)  # of a folder of somebody else's
+        except OSError:
+            raise UserError(f"{path.parent} cannot be written: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except BlockingIOError as error:
+            raise UserError(str(busy)) from error
+        yield
+    finally:
+        os.close(lock)
 
 
 def write_json_atomically(path: Path | str, content: Any) -> None:

@@ -24,6 +24,21 @@ if TYPE_CHECKING:
 UNK = "<unk>"
 EOS = "<eos>"
 SENTENCEPIECE_SPACE = "\u2581"
+LINES_PER_BATCH = 16_384
+CHARACTERS_PER_BATCH = 1 << 25
+
+
+def line_batches(lines: Iterable[str]) -> Iterator[list[str]]:
+    """The lines some at a time: as many as are fast to work on, fewer where they are long."""
+    batch, num_characters = [], 0
+    for line in lines:
+        batch.append(line)
+        num_characters += len(line)
+        if len(batch) == LINES_PER_BATCH or num_characters >= CHARACTERS_PER_BATCH:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
 
 
 class Tokenizer(ABC):

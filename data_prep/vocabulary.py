@@ -8,7 +8,8 @@ import io
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from data_prep.tokenizer import (
     UNK,
     SentencePieceTokenizer,
     known_stretches,
+    line_batches,
     word_separator,
 )
 
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
     from data_prep.word_table import WordCounter, WordTable
 
-LINES_PER_BATCH = 16_384
 MAX_SENTENCE_CHARACTERS = 4_096
 """Longest stretch of a line that sentencepiece learns from at once; its time grows out of
 proportion.
@@ -90,7 +91,7 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
 
     Raises:
         UserError: `vocab_size` is missing, too small for the characters or too large for the text;
-            `max_sentences` is too small; there is no text.
+            there is no text.
     """
     import sentencepiece
 
@@ -98,22 +99,17 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
         raise UserError(
             "tokenizer.vocab_size is not set: tokenizer.kind sentencepiece needs a number of pieces"
         )
-    if settings.max_sentences <= 100:
-        raise UserError(
-            f"tokenizer.max_sentences is {settings.max_sentences}: expected more than 100"
-        )
+    sentences = chain.from_iterable(map(_short_stretches, lines))
+    # Its own draw depends on more than its seed.
+    drawn = _sample(sentences, settings.max_sentences, Random(seed))
     model = io.BytesIO()
-    failures: list[BaseException] = []
-    sentencepiece.set_random_generator_seed(seed)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_training_sentences(lines, failures),
+            sentence_iterator=iter(drawn),
             model_writer=model,
             **_trainer_options(settings),
         )
     except RuntimeError as error:
-        if failures:
-            raise failures[0] from None
         raise UserError(_training_mistake(str(error), settings.vocab_size)) from error
     num_pieces = SentencePieceTokenizer(model.getvalue()).vocab_size
     if num_pieces < settings.vocab_size:
@@ -124,9 +120,8 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
 def _count(counter: "WordCounter", lines: Iterable[str], settings: TokenizerConfig) -> int:
     """Count the words of the lines; returns the number of lines."""
     separate = word_separator(settings.lowercase, settings.split_punctuation)
-    iterator = iter(lines)
     num_lines = 0
-    while batch := list(islice(iterator, LINES_PER_BATCH)):
+    for batch in line_batches(lines):
         num_lines += len(batch)
         counter.add(separate(batch))
     return num_lines
@@ -180,16 +175,15 @@ def _as_numpy(
     return np.frombuffer(text, np.uint8), np.frombuffer(starts, np.int64)[: len(words) + 1]
 
 
-def _training_sentences(lines: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
-    """What sentencepiece learns from; keeps what `lines` raises, which sentencepiece makes text
-    of.
-    """
-    try:
-        for line in lines:
-            yield from _short_stretches(line)
-    except BaseException as error:
-        failures.append(error)
-        raise
+def _sample(sentences: Iterable[str], size: int, random: Random) -> list[str]:
+    """`size` of the sentences, each as likely as any other; all of them if there are no more."""
+    drawn: list[str] = []
+    for number, sentence in enumerate(sentences):
+        if number < size:
+            drawn.append(sentence)
+        elif (place := int(random.random() * (number + 1))) < size:
+            drawn[place] = sentence
+    return drawn
 
 
 def _short_stretches(line: str) -> Iterator[str]:
@@ -209,8 +203,6 @@ def _trainer_options(settings: TokenizerConfig) -> dict[str, Any]:
         "vocab_size": settings.vocab_size,
         "byte_fallback": settings.byte_fallback,
         "character_coverage": settings.character_coverage,
-        "input_sentence_size": settings.max_sentences,
-        "shuffle_input_sentence": True,
         "max_sentence_length": 4 * MAX_SENTENCE_CHARACTERS,
         "unk_id": 0,
         "eos_id": 1,

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from data_prep.compiled import compiled
 
 Bytes = NDArray[np.uint8]
 Ids = NDArray[np.int32]
@@ -181,7 +182,7 @@ def _enlarged(array: NDArray[Any], used: int, needed: int) -> NDArray[Any]:
     return longer
 
 
-@numba.njit(cache=True)
+@compiled
 def _space(text: Bytes, place: int) -> int:
     """Bytes of the whitespace character at a place, 0 if there is none."""
     byte = text[place]
@@ -201,7 +202,7 @@ def _space(text: Bytes, place: int) -> int:
     return 0
 
 
-@numba.njit(cache=True)
+@compiled
 def _word_end(text: Bytes, begin: int) -> int:
     """Where the word that begins at a place ends; the place itself if whitespace is there."""
     end = begin
@@ -210,7 +211,7 @@ def _word_end(text: Bytes, begin: int) -> int:
     return end
 
 
-@numba.njit(cache=True)
+@compiled
 def _num_words(text: Bytes) -> int:
     found = place = 0
     while place < len(text):
@@ -220,7 +221,7 @@ def _num_words(text: Bytes) -> int:
     return found
 
 
-@numba.njit(cache=True)
+@compiled
 def _hash(text: Bytes, begin: int, end: int) -> np.int64:
     """Hash of text[begin:end], not negative.
 
@@ -233,7 +234,7 @@ def _hash(text: Bytes, begin: int, end: int) -> np.int64:
     return np.int64((bits ^ (bits >> np.uint64(32))) & np.uint64(0xFFFFFFFF))
 
 
-@numba.njit(cache=True)
+@compiled
 def _next_words(
     text: Bytes, place: int, newlines: bool, begins: IntArray, ends: IntArray
 ) -> tuple[int, int]:
@@ -250,7 +251,7 @@ def _next_words(
     return found, place
 
 
-@numba.njit(cache=True)
+@compiled
 def _fetch(
     text: Bytes, begins: IntArray, ends: IntArray, num: int, starts: IntArray, slots: Ids,
     hashes: IntArray, fetched: IntArray,
@@ -266,7 +267,7 @@ def _fetch(
         fetched[i] = starts[max(fetched[i], 0)]
 
 
-@numba.njit(cache=True)
+@compiled
 def _slot(
     text: Bytes, begin: int, end: int, hash: int, words: Bytes, starts: IntArray, slots: Ids
 ) -> int:
@@ -285,7 +286,7 @@ def _slot(
     return slot
 
 
-@numba.njit(cache=True)
+@compiled
 def _fill(words: Bytes, starts: IntArray, num_words: int, slots: Ids) -> int:
     """Enter all words into empty slots, up to the first that is there already: returns its id, or
     -1.
@@ -303,7 +304,7 @@ def _fill(words: Bytes, starts: IntArray, num_words: int, slots: Ids) -> int:
     return NOTHING
 
 
-@numba.njit(cache=True)
+@compiled
 def _find(
     text: Bytes, words: Bytes, starts: IntArray, slots: Ids, unknown: int, line_end: int, ids: Ids
 ) -> int:
@@ -325,7 +326,7 @@ def _find(
     return total
 
 
-@numba.njit(cache=True)
+@compiled
 def _count(
     text: Bytes, place: int, words: Bytes, starts: IntArray, counts: IntArray, num_words: int,
     slots: Ids,
@@ -355,7 +356,7 @@ def _count(
     return place, num_words
 
 
-@numba.njit(cache=True)
+@compiled
 def _parse(content: Bytes, words: Bytes, starts: IntArray, counts: IntArray) -> int:
     """Read lines of `word TAB count`; returns how many, up to the first that reads otherwise."""
     place = 0

@@ -11,7 +11,7 @@ import os
 import pickle
 import stat
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -187,8 +187,10 @@ def load_model(folder: Path) -> tuple[LanguageModel, Description]:
                 if name.startswith(prefix)
             }
         )
+        # Where the kernels ran says nothing of the model.
+        output = replace(description.output, backend="auto")
         with torch.device("meta"):
-            model = build_model(description.model, description.output, tree, description.context)
+            model = build_model(description.model, output, tree, description.context)
         model.load_state_dict(state, assign=True)
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise UserError(f"{weights}: does not fit {DESCRIPTION}: {error}") from error

@@ -203,11 +203,25 @@ def _text_lines(name: str) -> Iterator[str]:
         raise UserError(f"{name}: invalid UTF-8: {error.reason}") from error
 
 
+def _prompt(given: str | None) -> str:
+    """The text to continue, read from stdin if that is asked for.
+
+    Raises:
+        UserError: if the text is not UTF-8.
+    """
+    if given != "-":
+        return given or ""
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt -: invalid UTF-8: {error.reason}") from error
+
+
 def _generate(options: argparse.Namespace, overrides: list[str]) -> None:
     _no_overrides(overrides)
     from lm.generation import generate_text
 
-    prompt = sys.stdin.read().removesuffix("\n") if options.prompt == "-" else options.prompt or ""
+    prompt = _prompt(options.prompt)
     try:
         texts = generate_text(
             Path(options.run_dir),

@@ -133,8 +133,8 @@ class OptimConfig:
     clip: NonNegativeFloat = 1.0
     """Largest L2 norm of the whole gradient; 0 leaves it alone."""
     schedule: Literal["constant", "cosine", "step", "plateau"] = "constant"
-    """cosine: down to `min_lr_factor` at the last step; step: times `decay` each epoch after the
-    first `decay_after_epochs`;
+    """cosine: down towards `min_lr_factor`, which the step after the last would have;
+    step: times `decay` each epoch after the first `decay_after_epochs`;
     plateau: times `decay` whenever the validation perplexity has not improved."""
     warmup_steps: NonNegative = 0
     """The rate rises linearly over this many steps first."""
@@ -197,7 +197,7 @@ class Config:
     __pydantic_config__ = STRICT
 
     name: str
-    seed: NonNegative = 1
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     run_dir: str | None = None
     """Folder of everything the run writes; default `runs/<name>`."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -361,6 +361,10 @@ def _check_consistency(config: Config, source: str) -> None:
         problem = (
             "data.hub and data.files are both given: leave out the files, or set data.hub to null"
         )
+    elif train.precision == "16-mixed" and train.accelerator == "cpu":
+        problem = "train.precision: 16-mixed wants a GPU; on a CPU it is bf16-mixed"
+    elif config.output.backend == "triton" and train.precision == "64-true":
+        problem = "output.backend: triton does not go with train.precision: 64-true"
     elif train.seq_len < 2 and model.backbone == "transformer":
         problem = "train.seq_len must be at least 2 for a transformer"
     elif not config.name or "/" in config.name or config.name.startswith("."):
@@ -401,6 +405,8 @@ def _steps_by_rows(config: Config) -> bool:
 def _sparse_obstacle(config: Config) -> str | None:
     if config.train.devices != 1:
         return f"train.devices: {config.train.devices}"
+    if config.train.strategy != "auto":
+        return f"train.strategy: {config.train.strategy}"
     if config.train.precision == "16-mixed":
         return "train.precision: 16-mixed"
     if config.output.tree == "adaptive":
@@ -415,6 +421,8 @@ def has_sparse_table(config: Config, num_rows: int) -> bool:
     output = config.output
     if output.sparse is not None or output.dtype == "bf16":
         return output.sparse is not False
+    if output.tree == "full":  # every row is visited
+        return False
     large = num_rows * config.model.hidden >= SPARSE_ELEMENTS
     return large and _steps_by_rows(config) and _sparse_obstacle(config) is None
 

@@ -188,8 +188,8 @@ def _evaluation(
 
 
 def _exp(nats: float) -> float:
-    """Perplexity of an average; infinity where it is beyond a float."""
-    return math.exp(nats) if nats < 700 else math.inf
+    """Perplexity of an average; infinity where it is beyond a float, NaN of NaN."""
+    return math.inf if nats >= 700 else math.exp(nats)
 
 
 def _stream(

@@ -54,7 +54,9 @@ class Footprint:
 
 
 def footprint(config: Config, tree: ClassTree) -> Footprint:
-    """What the training of `config` over the words of `tree` will take, on one device."""
+    """What the training of `config` over the words of `tree` will take: on one GPU, or of all the
+    processes that share a CPU's memory.
+    """
     sparse = has_sparse_table(config, tree.num_rows)
     with torch.device("meta"):
         model = build_model(config.model, config.output, tree, config.train.seq_len, sparse=sparse)
@@ -69,13 +71,17 @@ def footprint(config: Config, tree: ClassTree) -> Footprint:
         "adagrad": num_vectors * max(each, 4),
         "adam": 2 * table * max(each, 4),
     }[config.optim.table]
-    return Footprint(
-        weights=table * in_table + rest * each,
-        gradients=rest * each + (0 if sparse else table * in_table),
-        optimizer=usual * rest * each + state_of_table,
-        batch=_batch_bytes(config, tree, max(each, 4)),
-        other=LIBRARIES + sum(buffer.nbytes for buffer in tree.buffers()) + 12 * tree.vocab_size,
-    )
+    devices = config.train.devices
+    gradients = rest * each + (0 if sparse else table * in_table)
+    parts = {
+        "weights": table * in_table + rest * each,
+        "gradients": gradients if devices == 1 else 2 * gradients,  # a copy, to be summed
+        "optimizer": usual * rest * each + state_of_table,
+        "batch": _batch_bytes(config, tree, max(each, 4), sparse),
+        "other": LIBRARIES + sum(buffer.nbytes for buffer in tree.buffers()) + 12 * tree.vocab_size,
+    }
+    processes = devices if isinstance(devices, int) and not _is_on_gpu(config) else 1
+    return Footprint(**{name: processes * size for name, size in parts.items()})
 
 
 def check_memory(config: Config, tree: ClassTree) -> None:
@@ -97,7 +103,7 @@ def check_memory(config: Config, tree: ClassTree) -> None:
 
 def available(config: Config) -> int | None:
     """Bytes of memory of the device that is trained on; None if that cannot be told."""
-    if config.train.accelerator != "cpu" and torch.cuda.is_available():
+    if _is_on_gpu(config):
         return torch.cuda.get_device_properties(0).total_memory
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
@@ -109,18 +115,23 @@ def available(config: Config) -> int | None:
     return min(limits)
 
 
+def _is_on_gpu(config: Config) -> bool:
+    return config.train.accelerator != "cpu" and torch.cuda.is_available()
+
+
 def _sizes(model: LanguageModel) -> tuple[int, int]:
     """Parameters of the table of words, and all others."""
     table = sum(parameter.numel() for parameter in model.table)
     return table, sum(parameter.numel() for parameter in model.parameters()) - table
 
 
-def _batch_bytes(config: Config, tree: ClassTree, each: int) -> int:
+def _batch_bytes(config: Config, tree: ClassTree, each: int, sparse: bool) -> int:
     """Hidden vectors of all layers with what their gradients need, and log-probabilities with
     theirs.
     """
-    positions = config.train.batch_size * config.train.seq_len
-    columns = saved_size(positions, tree.max_path_columns, tree.depth)
+    devices = config.train.devices if isinstance(config.train.devices, int) else 1
+    positions = config.train.batch_size // devices * config.train.seq_len
+    columns = saved_size(positions, tree.max_path_columns, tree.depth, sparse=sparse)
     per_position = 12 if config.model.backbone == "lstm" else 24
     vectors = positions * config.model.hidden * (per_position * config.model.layers + 4)
     return each * (2 * columns + vectors)

@@ -25,7 +25,7 @@ from lm.checkpoint import FORMAT_VERSION, Description, save_model
 from lm.config import Config, to_dict
 from lm.evaluation import TextCounts, evaluate
 from lm.metrics import Metrics, MetricsFile
-from lm.training_module import TrainingModule
+from lm.training_module import TrainingModule, diverged
 
 _log = logging.getLogger(__name__)
 
@@ -198,7 +198,11 @@ class RunKeeper(Callback):
         return done // per_epoch > before // per_epoch or module.finished
 
     def _validate(self, module: TrainingModule) -> bool:
-        """Measure the validation perplexity; True if it is the best so far."""
+        """Measure the validation perplexity; True if it is the best so far.
+
+        Raises:
+            UserError: if it is not finite; nothing of this step is written yet.
+        """
         assert self.validation is not None
         result = evaluate(
             module.model,
@@ -208,6 +212,8 @@ class RunKeeper(Callback):
             unk_id=self.vocabulary.unk_id,
             context=self.config.train.seq_len,
         )
+        if not math.isfinite(result.nll_nats):
+            raise diverged(result.nll_nats, module.global_step)
         self.valid_perplexity = result.perplexity
         improved = result.perplexity < module.progress.best
         module.progress.stalls += not improved

@@ -20,11 +20,12 @@ from data_prep.artifacts import (
     TOKENIZER,
     Prepared,
     copy_tokenizer,
-    open_prepared,
+    locked,
     sha256_file,
     write_atomically,
     write_json_atomically,
 )
+from data_prep.prepare import open_made_by
 from data_prep.settings import UserError
 from lm.batches import Batches, BatchLoader
 from lm.checkpoint import AtomicCheckpointIO, batches_done
@@ -58,6 +59,8 @@ _FREE_ON_RESUME = (
     "train.max_",
 )
 """Keys, or beginnings of keys, that may differ between a run and its continuation."""
+LOCK = ".lock"
+"""Of a run's folder: one process trains a run."""
 
 
 def train(
@@ -85,7 +88,8 @@ def train(
         Interrupted: if a signal ended it; the checkpoint is written.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    folder, prepared = config.run_path, open_prepared(config.prepared_path)
+    folder = config.run_path
+    prepared = open_made_by(config.data, config.tokenizer, config.classes, config.prepared_path)
     observers = [Inputs(config, prepared), *observers]
     if progress:
         observers.append(ProgressBar())
@@ -101,16 +105,33 @@ def train(
         if checkpoint.resolve().parent.parent != folder.resolve():
             raise UserError(f"{checkpoint} is of the last step: there is nothing to go on with")
         _log.info("%s is complete already", folder)
-        return folder
-    if checkpoint is not None:
-        _check_tokenizer(folder, prepared)
-    trainer.fit_loop.epoch_loop.max_steps = module.total_steps
-    loader = BatchLoader(module.batches, lambda: module.progress.batches_done)
-    with keeper.listening(), _matmul_precision(config.train.matmul_precision):
-        trainer.fit(module, loader, ckpt_path=checkpoint)
+    else:
+        if checkpoint is not None:
+            _check_tokenizer(folder, prepared)
+        trainer.fit_loop.epoch_loop.max_steps = module.total_steps
+        loader = BatchLoader(module.batches, lambda: module.progress.batches_done)
+        alone = _alone(config, resume, checkpoint) if trainer.is_global_zero else nullcontext()
+        with alone, keeper.listening(), _matmul_precision(config.train.matmul_precision):
+            trainer.fit(module, loader, ckpt_path=checkpoint)
     if trainer.is_global_zero:
         draw_curves(folder, config.name)
     return folder
+
+
+@contextmanager
+def _alone(config: Config, resume: str | None, checkpoint: Path | None) -> Iterator[None]:
+    """Keep other processes from training this run meanwhile.
+
+    Raises:
+        UserError: if one does, or did since `checkpoint` was found.
+    """
+    folder = config.run_path
+    folder.mkdir(parents=True, exist_ok=True)
+    busy = f"{folder}: another process trains this run"
+    with locked(folder / LOCK, busy=busy):
+        if check_folder(config, resume) != checkpoint:
+            raise UserError(busy)
+        yield
 
 
 @contextmanager
@@ -144,6 +165,8 @@ def _build_module(
             counts=counts,
             sparse=has_sparse_table(config, tree.num_rows),
         )
+    if trainer.global_rank:  # the same weights, but noise of its own
+        torch.manual_seed(config.seed + trainer.global_rank)
     batches = Batches(
         prepared.tokens("train"),
         eos_id=prepared.eos_id,
@@ -160,15 +183,15 @@ def _build_module(
 
 def _build_trainer(config: Config, keeper: RunKeeper) -> pl.Trainer:
     train = config.train
-    devices = train.devices
+    accelerator, devices = _devices(config)
     strategy: str | Strategy = train.strategy
-    if strategy == "ddp" or (isinstance(devices, int) and devices > 1):
+    if strategy == "ddp" or devices > 1:
         strategy = DDPStrategy(
             broadcast_buffers=False,  # the tree never changes
             find_unused_parameters=config.output.tree == "adaptive",  # clusters without a target
         )
     return pl.Trainer(
-        accelerator=train.accelerator,
+        accelerator=accelerator,
         devices=devices,
         strategy=strategy,
         precision=train.precision,
@@ -183,6 +206,28 @@ def _build_trainer(config: Config, keeper: RunKeeper) -> pl.Trainer:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
+
+
+def _devices(config: Config) -> tuple[str, int]:
+    """What Lightning calls the accelerator, and how many of them; Apple's is none, as it has no
+    fp64 to sum in.
+
+    Raises:
+        UserError: if there are not so many, or they are none for the settings.
+    """
+    train, found = config.train, torch.cuda.device_count()
+    on_cpu = train.accelerator == "cpu" or (train.accelerator == "auto" and found == 0)
+    devices = train.devices if train.devices != "auto" else 1 if on_cpu else found
+    if on_cpu and train.precision == "16-mixed":
+        raise UserError("train.precision: 16-mixed wants a GPU; on a CPU it is bf16-mixed")
+    if on_cpu and config.output.backend == "triton":
+        raise UserError("output.backend: triton wants a GPU")
+    if not on_cpu and not 0 < devices <= found:
+        raise UserError(
+            f"train.accelerator: {train.accelerator}, train.devices: {train.devices}: there are"
+            f" {found} CUDA devices"
+        )
+    return "cpu" if on_cpu else "cuda", devices
 
 
 def check_folder(config: Config, resume: str | None) -> Path | None:

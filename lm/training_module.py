@@ -174,10 +174,7 @@ class TrainingModule(pl.LightningModule):
             torch.distributed.all_reduce(sums)
             nll, num_tokens = float(sums[0]), int(sums[1])
         if not math.isfinite(nll):
-            raise UserError(
-                f"the loss became {nll / num_tokens} before step {self.global_step};"
-                " the last checkpoint is untouched (a lower optim.lr or optim.clip may help)"
-            )
+            raise diverged(nll / num_tokens, self.global_step)
         self.progress.nll += nll
         self.progress.num_tokens += num_tokens
 
@@ -223,3 +220,11 @@ class TrainingModule(pl.LightningModule):
                 )
         self.progress = Progress(**saved["progress"])
         self._restored = saved["devices"][self.batches.rank]
+
+
+def diverged(loss: float, step: int) -> UserError:
+    """What is said once a loss, of training or validation text, is not finite."""
+    return UserError(
+        f"the loss became {loss} before step {step};"
+        " the last checkpoint is untouched (a lower optim.lr or optim.clip may help)"
+    )

@@ -161,3 +161,16 @@ def test_a_batch_that_devices_cannot_share_evenly_is_refused() -> None:
     message = "train.batch_size = 3 must be a multiple of 2 devices"
     with pytest.raises(UserError, match=f"^{message}$"):
         make(np.arange(50, dtype=np.uint16), False, world_size=2)
+
+
+@pytest.mark.parametrize("n", [17, 18, 20])
+def test_every_token_is_in_some_epochs_windows_the_last_one_too(n: int) -> None:
+    batches = Batches(
+        np.arange(n, dtype=np.uint16), eos_id=99, batch_size=1, seq_len=4, shuffle=True, seed=7
+    )
+    seen = {
+        token
+        for number in range(40 * batches.per_epoch)
+        for token in batches[number].targets.flatten().tolist()
+    }
+    assert seen == set(range(n))

@@ -160,6 +160,19 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
             "output.sparse does not go with train.precision: 16-mixed",
         ),
         (
+            MINIMAL.replace("5", "5, strategy: ddp")
+            + "output: {sparse: true}\noptim: {table: sgd}",
+            "output.sparse does not go with train.strategy: ddp",
+        ),
+        (
+            MINIMAL.replace("5", "5, precision: 16-mixed, accelerator: cpu"),
+            "train.precision: 16-mixed wants a GPU; on a CPU it is bf16-mixed",
+        ),
+        (
+            MINIMAL.replace("5", "5, precision: 64-true") + "output: {backend: triton}",
+            "output.backend: triton does not go with train.precision: 64-true",
+        ),
+        (
             MINIMAL + "output: {sparse: true, tree: adaptive}\noptim: {table: sgd}",
             "output.sparse does not go with output.tree: adaptive",
         ),
@@ -201,6 +214,7 @@ def test_large_tables_that_are_updated_by_rows_have_sparse_gradients(tmp_path: P
     assert not is_sparse("optim: {optimizer: sgd, momentum: 0.9}")
     assert not is_sparse("optim: {optimizer: sgd, weight_decay: 0.1}")
     assert not is_sparse(sgd + "output: {tree: adaptive}")
+    assert not is_sparse(sgd + "output: {tree: full}")  # every row has a gradient
     assert not is_sparse(sgd + "output: {sparse: false}")
     assert is_sparse(sgd + "output: {sparse: true}", num_rows=10)
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from lm.checkpoint import batches_done
+from lm.checkpoint import AtomicCheckpointIO, batches_done
 from lm.metrics import read_metrics
 
 Two = Callable[..., subprocess.Popen[str]]
@@ -70,3 +71,12 @@ def test_adaptive_clusters_without_a_target_train_on_two_processes(two: Two) -> 
     ) as process:
         _, said = process.communicate()
     assert process.returncode == 0, said
+
+
+def test_each_process_draws_noise_of_its_own(two: Two, tmp_path: Path) -> None:
+    with two("--train.max_steps=2") as process:
+        _, said = process.communicate()
+    assert process.returncode == 0, said
+    checkpoint = AtomicCheckpointIO().load_checkpoint(tmp_path / "two/checkpoints/last.ckpt")
+    first, second = (device["cpu"] for device in checkpoint["sqrtlm"]["devices"])
+    assert not torch.equal(first, second)

@@ -138,3 +138,33 @@ def test_a_limit_of_the_group_of_processes_counts(
     assert module.available(config()) == machine
     limit.write_text("12345678\n")
     assert module.available(config()) == 12345678
+
+
+def test_processes_on_a_cpu_share_its_memory(config: Configured) -> None:
+    one, two = (
+        footprint(config("optim.optimizer=sgd", f"train.devices={devices}"), TREE)
+        for devices in (1, 2)
+    )
+    assert (two.weights, two.other) == (2 * one.weights, 2 * one.other)
+    assert two.gradients == 4 * one.gradients  # with a copy of each, to be summed
+    assert two.batch == pytest.approx(one.batch, rel=0.01)  # half of it for each
+
+
+@pytest.mark.parametrize("sequences", [1, 400])
+def test_what_sparse_gradients_are_made_of_counts_however_many_positions(
+    config: Configured, sequences: int
+) -> None:
+    """Columns on the path are kept for each, where dense gradients form them again."""
+    sparse, dense = (
+        footprint(
+            config(
+                *("optim.optimizer=sgd", f"output.sparse={sparse}", "train.seq_len=1024"),
+                f"train.batch_size={sequences}",
+            ),
+            TREE,
+        ).batch
+        for sparse in ("true", "false")
+    )
+    vectors = sequences * 1024 * 300 * (12 + 4) * 4
+    assert sparse - vectors == 2 * 4 * sequences * 1024 * TREE.max_path_columns
+    assert (sparse == dense) == (sequences == 1)

@@ -149,3 +149,10 @@ def test_an_empty_prompt_is_refused(lstm_run: Path) -> None:
     model, _ = load_model(lstm_run)
     with pytest.raises(ValueError, match=r"^the prompt must have at least one token$"):
         next(generate(model, [], num_tokens=1, num_samples=1))
+
+
+def test_a_prompt_from_stdin_that_is_no_text_is_refused(
+    lstm_run: Path, complaint: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the \xff cat"), "utf-8"))
+    assert complaint("generate", lstm_run, "--prompt", "-").startswith("--prompt -: invalid UTF-8")

@@ -129,3 +129,18 @@ def test_optimizers_together_are_saved_and_restored_together() -> None:
     pairs = zip(resumed.parameters(), whole.parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
     assert after.param_groups[-1] is after.parts[-1].param_groups[-1]
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["adamw", "rows"])
+def test_adam_is_kingmas_step_with_the_betas_asked_for(part: int) -> None:
+    model = nn.ModuleList(nn.Linear(1, 1, bias=False).double() for _ in range(2))
+    config = OptimConfig(lr=0.1, betas=(0.5, 0.25), table="adam")
+    stepper = build_optimizer(model, config, table=list(model[1].parameters()))
+    parameter = next(model[part].parameters())
+    weight, mean, square = float(parameter.detach()), 0.0, 0.0
+    for t, gradient in enumerate((1.0, 3.0, -2.0), 1):
+        parameter.grad = torch.full_like(parameter, gradient)
+        stepper.step()
+        mean, square = 0.5 * mean + 0.5 * gradient, 0.25 * square + 0.75 * gradient**2
+        weight -= 0.1 * (mean / (1 - 0.5**t)) / ((square / (1 - 0.25**t)) ** 0.5 + 1e-8)
+        assert float(parameter.detach()) == pytest.approx(weight, rel=1e-7)

@@ -6,15 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from data_prep.artifacts import open_prepared
+from lm.checkpoint import load_model
 from lm.cli import main
 from lm.config import Config, load_config
 from lm.metrics import read_metrics
+from lm.output import ClassTree
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("**/*.yaml"))
 NAMES = [path.stem for path in CONFIGS]
+Train = Callable[..., Path]
 Evaluated = Callable[[Path], float]
 
 
@@ -167,3 +172,41 @@ def test_pieces_train_and_are_measured_by_words_and_bytes(
     assert values["bits_per_byte"] == pytest.approx(bits / len(text.encode()), rel=1e-12)
     per_word = math.exp(values["nll_nats"] / (values["words"] + text.count("\n")))
     assert values["word_perplexity"] == pytest.approx(per_word, rel=1e-12)
+
+
+def test_the_tree_is_the_one_that_its_options_name(
+    train: Train, prepared_dir: Path, tmp_path: Path
+) -> None:
+
+    prepared = open_prepared(prepared_dir)
+    num_words, counts = prepared.vocab_size, torch.tensor(prepared.counts())
+    word_class = torch.from_numpy(prepared.word_class().astype(np.int64))
+    expected = {
+        ("full",): ClassTree.full(num_words),
+        ("balanced",): ClassTree.balanced(num_words, math.isqrt(num_words - 1) + 1),
+        ("balanced", "--output.branching=2"): ClassTree.balanced(num_words, 2),
+        ("huffman",): ClassTree.huffman(counts),
+        ("huffman", "--output.arity=3"): ClassTree.huffman(counts, 3),
+        ("two_level",): ClassTree.two_level(word_class),
+    }
+    for number, ((name, *options), tree) in enumerate(expected.items()):
+        run = train(
+            tmp_path / str(number), f"--output.tree={name}", *options, "--train.max_steps=1"
+        )
+        found = load_model(run)[0].output.tree.state_dict()
+        for array, value in tree.state_dict().items():
+            assert torch.equal(found[array], value), (name, options, array)
+
+
+def test_the_head_is_of_the_most_frequent_pieces_whatever_their_ids(
+    tiny: Path, tmp_path: Path
+) -> None:
+
+    options = ["--tokenizer.kind=sentencepiece", "--tokenizer.vocab_size=34", "--classes.head=5"]
+    options += ["--train.max_steps=1", "--no-progress", f"--run_dir={tmp_path}"]
+    assert main(["train", str(tiny), *options]) == 0
+    counts = torch.tensor(open_prepared(tmp_path / "data").counts())
+    tree = load_model(tmp_path)[0].output.tree
+    on_root = [word for word in range(34) if len(tree.path(word)) == 1]
+    assert sorted(on_root) == sorted(counts.argsort(descending=True, stable=True)[:5].tolist())
+    assert sorted(on_root) != list(range(5))

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -123,6 +124,15 @@ def test_a_check_begins_the_trainings_of_the_logs_anew(
     assert {path.name for path in (tmp_path / "r").iterdir()} == {"toy"}  # nothing is left
 
 
+def row_of(table: dict[str, Any], row: str) -> tuple[str, list[str]]:
+    """The recipe and the options of a row of tables.yaml."""
+    own = table["rows"][row]
+    recipe, options = (
+        (own["config"], own["overrides"]) if isinstance(own, dict) else (table["config"], own)
+    )
+    return recipe, [f"--{option}" for option in (*table.get("shared", ()), *options)]
+
+
 def log_minutes(tmp_path: Path) -> list[float]:
     logs = (tmp_path / f"logs/toy/full_softmax-{seed}.json" for seed in (1, 2))
     return [json.loads(log.read_text())["seconds"] / 60 for log in logs]
@@ -133,6 +143,8 @@ def test_mistakes_are_one_line(small: list[object]) -> None:
         (["oak"], "no table 'oak'"),
         (["toy", "--rows", "oak"], "toy has no row 'oak'; its rows: full softmax, classes"),
         (["toy"], "--data-dir: where is the corpus?"),
+        (["toy", "--plot", "nowhere/x.png"], "--plot nowhere/x.png: expected a .png, .svg, .pdf"),
+        (["toy", "--plot", "x.foo"], "--plot x.foo: expected a .png, .svg, .pdf in a folder"),
     ]:
         done = reproduce(*arguments, *small[1:])
         assert done.returncode == 1
@@ -143,11 +155,8 @@ def test_mistakes_are_one_line(small: list[object]) -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_every_row_of_the_tables_is_a_valid_configuration(name: str) -> None:
     table = TABLES[name]
-    for own in table["rows"].values():
-        recipe, options = (
-            (own["config"], own["overrides"]) if isinstance(own, dict) else (table["config"], own)
-        )
-        overrides = [f"--{option}" for option in (*table.get("shared", ()), *options)]
+    for row in table["rows"]:
+        recipe, overrides = row_of(table, row)
         assert load_config(TOP / recipe, overrides).name == Path(recipe).stem
     assert set(table["figures"]) <= {field.name for field in fields(Evaluation)} | {"minutes"}
     assert set(table.get("summary", ())) <= set(table["rows"])
@@ -172,8 +181,24 @@ def test_the_readme_shows_the_summary_as_the_logs_have_it() -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_commands_of_the_logs_are_commands_of_today(name: str) -> None:
-    for log in (RESULTS / name).glob("*.json"):
-        lm, train, recipe, *options = json.loads(log.read_text())["command"].split()
-        assert (lm, train, options[0]) == ("lm", "train", "--data.dir=DIR")
-        assert load_config(TOP / recipe, options).name == Path(recipe).stem
+def test_the_commands_of_the_logs_are_those_of_their_rows_today(name: str) -> None:
+    for path in (RESULTS / name).glob("*.json"):
+        log = json.loads(path.read_text())
+        recipe, options = row_of(TABLES[name], log["row"])
+        command = ["lm", "train", recipe, "--data.dir=DIR", *options, f"--seed={log['seed']}"]
+        assert log["command"] == " ".join(command)
+
+
+def test_logs_of_other_settings_are_none(small: list[object], corpus: Path, tmp_path: Path) -> None:
+    one = [*small, f"--data-dir={corpus}", "--no-progress", "--rows", "classes", "--seeds", "1"]
+    assert reproduce(*one).returncode == 0
+    log = tmp_path / "logs/toy/classes-1.json"
+    stale = json.loads(log.read_text())
+    assert "--classes.method=random" in stale["command"]
+    stale["command"] = stale["command"].replace("random", "uniform")
+    log.write_text(json.dumps(stale))
+    assert "| classes |" not in reproduce(*small, "--show").stdout
+    again = reproduce(*one)
+    assert again.returncode == 0, again.stderr
+    assert "| classes |" in again.stdout
+    assert "--classes.method=random" in json.loads(log.read_text())["command"]

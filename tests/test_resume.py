@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import lm.batches
+from lm.batches import Batches
 from lm.checkpoint import AtomicCheckpointIO, batches_done
 from lm.cli import main
 from lm.config import load_config
@@ -480,3 +481,48 @@ def test_a_corpus_in_another_order_is_refused_when_a_run_goes_on(
     assert main([*command, "--train.max_steps=2"]) == 0
     text.write_text("".join(reversed(lines)))  # the same words as often: the same vocabulary
     assert_data_are_kept(tmp_path / "run", [*command, "--train.max_steps=4"], complaint, contents)
+
+
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [
+        ("--train.batch_size=8", "train.batch_size: 4 → 8"),
+        ("--train.seq_len=9", "train.seq_len: 8 → 9"),
+        ("--train.accumulate=2", "train.accumulate: 1 → 2"),
+        ("--train.precision=64-true", "train.precision: 32-true → 64-true"),
+        ("--seed=2", "seed: 1 → 2"),
+    ],
+)
+def test_what_a_continuation_would_read_otherwise_is_refused(
+    option: str,
+    key: str,
+    lstm_run: Path,
+    tiny: Path,
+    prepared_dir: Path,
+    complaint: Callable[..., str],
+) -> None:
+    said = complaint(
+        *("train", tiny, f"--run_dir={lstm_run}", f"--data.prepared_dir={prepared_dir}"),
+        *("--no-progress", "--train.max_steps=30", "--resume", "auto", option),
+    )
+    assert said == f"{lstm_run} was started with another configuration ({key})"
+
+
+def test_another_seed_reads_windows_in_another_order(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    item = Batches.__getitem__
+
+    def noted(self: Batches, number: int) -> Any:
+        batch = item(self, number)
+        if number == 0:
+            read.append(batch.targets)
+        return batch
+
+    monkeypatch.setattr(Batches, "__getitem__", noted)
+    for seed in (1, 1, 2):
+        name = tmp_path / str(len(read))
+        train(name, "--model.backbone=transformer", f"--seed={seed}", "--train.max_steps=1")
+    assert torch.equal(read[0], read[1])
+    assert not torch.equal(read[0], read[2])

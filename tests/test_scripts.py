@@ -17,6 +17,7 @@ from data_prep.artifacts import open_prepared
 from data_prep.classes import build_word_classes, class_report
 from data_prep.settings import UserError
 from lm.checkpoint import load_model
+from lm.cli import main
 from lm.config import load_config
 from lm.model.language_model import LanguageModel
 
@@ -108,6 +109,26 @@ def test_making_classes_is_measured_as_lm_classes_reports_it(tiny: Path, tmp_pat
         assert row["columns_per_token"] == round(report.columns_per_token, 1)
         assert row["bigram_log_likelihood"] == round(report.log_likelihood, 4)
         assert 1 < row["peak_mib"] < 4000
+
+
+def test_measuring_classes_leaves_those_of_a_run_alone(
+    tiny: Path, tmp_path: Path, contents: Callable[[Path], dict[str, str]]
+) -> None:
+    data = f"--data.prepared_dir={tmp_path / 'data'}"
+    assert main(["prepare", str(tiny), data]) == 0
+    before = contents(tmp_path)
+    run("bench_classes", str(tiny), "--methods", "random", data)
+    assert contents(tmp_path) == before
+
+
+def test_a_baseline_without_data_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(TOP / "scripts/ngram_baseline"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"ngram_baseline: {tmp_path} is no prepared folder: it has no meta.json"
+        " (run `lm prepare` first)\n"
+    )
 
 
 def test_the_peer_of_training_steps_has_the_same_loss(

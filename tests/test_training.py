@@ -1,8 +1,10 @@
 """Training: what a run leaves, and that mistakes leave the last good checkpoint."""
 
 import json
+import math
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data_prep.artifacts import locked, open_prepared
 from lm import footprint
 from lm.checkpoint import AtomicCheckpointIO, batches_done
+from lm.cli import main
+from lm.evaluation import evaluate
 from lm.metrics import Metrics, MetricsFile, read_metrics
 from lm.model.language_model import LanguageModel
+from lm.output.row_gradient import RowGradient
+from lm.training_module import TrainingModule
 
 Train = Callable[..., Path]
+Contents = Callable[[Path], dict[str, str]]
 Complaint = Callable[..., str]
 
 
@@ -69,7 +77,7 @@ def test_a_full_disk_ends_the_training_and_leaves_the_last_checkpoint(
 def test_a_run_leaves_everything_that_its_use_needs(lstm_run: Path) -> None:
     files = {path.name for path in lstm_run.rglob("*") if path.is_file()}
     assert files == {
-        *("config.yaml", "classes.npy", "env.json", "tokenizer.json", "vocab.txt"),
+        *(".lock", "config.yaml", "classes.npy", "env.json", "tokenizer.json", "vocab.txt"),
         *("best.ckpt", "last.ckpt", "metrics.csv", "curves.png"),
         *("model.json", "model.safetensors"),
     }
@@ -229,3 +237,226 @@ def test_wandb_offline_keeps_the_configuration_and_the_figures(
     assert (run / "wandb-id").read_text().encode() in content
     for figure in (b"checkpoint_every_steps", b"prepared_dir", b"train_perplexity"):
         assert figure in content
+
+
+def rates(train: Train, folder: Path, *options: str) -> list[tuple[float, float]]:
+    """Epoch after each step, and the learning rate of the step."""
+    lines = read_metrics(
+        train(folder, "--log.every_steps=1", "--optim.lr=1", *options) / "metrics.csv"
+    )
+    return [(line.epoch, line.learning_rate) for line in lines]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_schedules_count_the_steps_and_epochs_of_the_training(
+    accumulate: int, train: Train, tmp_path: Path
+) -> None:
+    options = ["--optim.optimizer=sgd", f"--train.accumulate={accumulate}", "--train.batch_size=16"]
+    cosine = rates(
+        train, tmp_path / "cosine", *options, "--optim.schedule=cosine", "--train.max_steps=8"
+    )
+    expected = [0.1 + 0.9 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]
+    assert [rate for _, rate in cosine] == pytest.approx(expected)
+    steps = [*options, "--optim.schedule=step", "--train.max_epochs=3", "--train.max_steps=null"]
+    halved = rates(train, tmp_path / "step", *steps)
+    before = [0.0, *(epoch for epoch, _ in halved[:-1])]  # epochs done when the step began
+    spacing = halved[0][0]
+    begun = [int(epoch + spacing * (accumulate - 1) / accumulate + 1e-3) for epoch in before]
+    assert [rate for _, rate in halved] == [0.5 ** (epoch + 1) for epoch in begun]
+
+
+def test_the_rate_falls_with_each_validation_that_did_not_improve(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    perplexities = iter([9.0, 8.0, 8.0, 8.5, 7.0, 7.0])
+
+    def rigged(*args: Any, **options: Any) -> Any:
+        result = evaluate(*args, **options)
+        object.__setattr__(result, "perplexity", next(perplexities))
+        return result
+
+    monkeypatch.setattr("lm.run_keeper.evaluate", rigged)
+    options = ["--optim.schedule=plateau", "--optim.decay=0.5", "--train.val_every_steps=1"]
+    found = rates(train, tmp_path / "run", *options, "--train.max_steps=6")
+    assert [rate for _, rate in found] == [1, 1, 1, 0.5, 0.25, 0.25]
+
+
+def test_seconds_and_speed_are_of_training_alone_since_the_line_before(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock on which a batch takes a second, and a validation a thousand."""
+    now = [0.0]
+    monkeypatch.setattr("lm.run_keeper.time.perf_counter", lambda: now[0])
+    loss = LanguageModel.loss
+
+    def slow_loss(*args: Any) -> Any:
+        now[0] += 1
+        return loss(*args)
+
+    def slower_evaluate(*args: Any, **options: Any) -> Any:
+        now[0] += 1000
+        return evaluate(*args, **options)
+
+    monkeypatch.setattr(LanguageModel, "loss", slow_loss)
+    monkeypatch.setattr("lm.run_keeper.evaluate", slower_evaluate)
+    options = ["--train.max_steps=6", "--log.every_steps=2", "--train.val_every_steps=3"]
+    lines = read_metrics(train(tmp_path / "run", *options) / "metrics.csv")
+    assert [(line.step, line.seconds) for line in lines] == [(2, 2), (3, 3), (4, 4), (6, 6)]
+    assert [line.tokens_per_second for line in lines] == [32] * 4
+
+
+def test_the_perplexity_of_a_line_is_that_of_its_tokens_since_the_line_before(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of unequal lengths: the last of an epoch is shorter."""
+    losses: list[tuple[float, int]] = []
+    step = TrainingModule.training_step
+
+    def noted(self: TrainingModule, batch: Any, batch_idx: int) -> Any:
+        loss = step(self, batch, batch_idx)
+        losses.append((float(loss.detach()), batch.targets.numel()))
+        return loss
+
+    monkeypatch.setattr(TrainingModule, "training_step", noted)
+    options = ["--train.max_epochs=2", "--train.max_steps=null", "--train.batch_size=16"]
+    lines = read_metrics(train(tmp_path / "run", *options, "--log.every_steps=4") / "metrics.csv")
+    assert len({num_tokens for _, num_tokens in losses}) == 2
+    for before, after in pairwise([0, *(line.step for line in lines)]):
+        nll = sum(loss * num_tokens for loss, num_tokens in losses[before:after])
+        mean = nll / sum(num_tokens for _, num_tokens in losses[before:after])
+        (line,) = [line for line in lines if line.step == after]
+        assert line.train_perplexity == pytest.approx(math.exp(mean), rel=1e-9)
+
+
+def test_training_hands_the_model_the_counts_and_the_kind_of_gradient_it_asks_for(
+    train: Train, prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    end = TrainingModule.configure_gradient_clipping
+
+    def noted(self: TrainingModule, *args: Any, **options: Any) -> None:
+        found[:] = [self.model.input_backoff, self.model.output.weight.grad]
+        end(self, *args, **options)
+
+    monkeypatch.setattr(TrainingModule, "configure_gradient_clipping", noted)
+    options = ["--model.input_backoff=3", "--optim.optimizer=sgd", "--train.max_steps=1"]
+    train(tmp_path / "sparse", *options, "--output.sparse=true")
+    counts = torch.tensor(open_prepared(prepared_dir).counts())
+    torch.testing.assert_close(found[0], 3 / (3 + counts))
+    assert isinstance(found[1], RowGradient)
+    train(tmp_path / "dense", *options, "--output.sparse=false")
+    assert not isinstance(found[1], RowGradient)
+
+
+@pytest.mark.parametrize("sparse", ["true", "false"])
+def test_a_step_is_no_longer_than_the_clip_allows(
+    sparse: str, train: Train, tmp_path: Path
+) -> None:
+    options = ["--optim.optimizer=sgd", "--train.precision=64-true", "--model.dropout=0"]
+    options += ["--train.max_steps=1", "--optim.lr=1", f"--output.sparse={sparse}"]
+    weights = [
+        load_file(train(tmp_path / clip, *options, f"--optim.clip={clip}") / "model.safetensors")
+        for clip in ("1e-9", "0.01", "0")
+    ]
+    start, clipped, free = (
+        torch.cat([w[name].flatten() for name in sorted(w) if w[name].is_floating_point()])
+        for w in weights
+    )
+    assert float((clipped - start).norm()) == pytest.approx(0.01, rel=1e-4)
+    assert float((free - start).norm()) > 0.02
+
+
+def test_a_new_epoch_begins_without_the_state_of_the_one_before(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[bool] = []
+    loss = LanguageModel.loss
+
+    def watched(self: LanguageModel, tokens: Any, targets: Any, state: Any = None) -> Any:
+        begun.append(state is None)
+        return loss(self, tokens, targets, state)
+
+    monkeypatch.setattr(LanguageModel, "loss", watched)
+    run = train(tmp_path, "--train.max_epochs=2", "--train.max_steps=null", "--train.batch_size=16")
+    per_epoch = read_metrics(run / "metrics.csv")[-1].step // 2
+    assert begun == 2 * ([True] + (per_epoch - 1) * [False])
+
+
+def test_the_table_has_its_own_rate_in_a_training(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[float]] = []
+    begin = TrainingModule.on_train_batch_start
+
+    def noted(self: TrainingModule, batch: Any, batch_idx: int) -> None:
+        begin(self, batch, batch_idx)
+        seen.append([group["lr"] for group in self.trainer.optimizers[0].param_groups])
+
+    monkeypatch.setattr(TrainingModule, "on_train_batch_start", noted)
+    train(
+        *(tmp_path, "--optim.lr=0.01", "--optim.table=adagrad", "--optim.table_lr=0.05"),
+        *("--optim.warmup_steps=2", "--train.max_steps=3"),
+    )
+    assert [rates[0] for rates in seen] == pytest.approx([0.005, 0.01, 0.01])
+    assert [rates[-1] for rates in seen] == pytest.approx([0.025, 0.05, 0.05])
+
+
+def test_weights_that_a_validation_shows_to_be_broken_are_not_kept(
+    tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Complaint
+) -> None:
+    said = complaint(
+        *("train", tiny, f"--run_dir={tmp_path}", f"--data.prepared_dir={prepared_dir}"),
+        *("--no-progress", "--optim.optimizer=sgd", "--optim.lr=1e39", "--optim.clip=0"),
+        "--train.val_every_steps=1",
+    )
+    assert re.match(r"the loss became (nan|inf) before step 1; the last checkpoint is unt", said)
+    assert not (tmp_path / "checkpoints").exists()
+    assert read_metrics(tmp_path / "metrics.csv") == []
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(
+    tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Complaint, contents: Contents
+) -> None:
+    arguments = ["train", tiny, f"--run_dir={tmp_path}", f"--data.prepared_dir={prepared_dir}"]
+    with locked(tmp_path / ".lock"):
+        before = contents(tmp_path)
+        said = complaint(*arguments, "--no-progress", "--resume", "auto")
+        assert contents(tmp_path) == before
+    assert said == f"{tmp_path}: another process trains this run"
+    assert main([str(argument) for argument in arguments] + ["--no-progress"]) == 0
+
+
+def test_the_picture_is_drawn_if_the_end_of_the_training_came_before(
+    train: Train, tmp_path: Path
+) -> None:
+    run = train(tmp_path, "--train.max_steps=2")
+    (run / "curves.png").unlink()
+    train(tmp_path, "--train.max_steps=2", "--resume", "auto")
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--train.accelerator=gpu"], "train.accelerator: gpu, train.devices: 1: there are 0 CUDA"),
+        (["--output.backend=triton"], "output.backend: triton wants a GPU"),
+        (["--train.precision=16-mixed"], "train.precision: 16-mixed wants a GPU"),
+    ],
+)
+def test_what_wants_a_gpu_is_refused_without_one(
+    options: list[str],
+    message: str,
+    tiny: Path,
+    prepared_dir: Path,
+    tmp_path: Path,
+    complaint: Complaint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run = tmp_path / "run"
+    said = complaint(
+        *("train", tiny, f"--run_dir={run}", f"--data.prepared_dir={prepared_dir}"), *options
+    )
+    assert said.startswith(message)
+    assert not run.exists()

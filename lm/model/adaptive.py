@@ -19,6 +19,12 @@ one dimension is the least).
 """
 
 
+def _divisor(hidden_size: int, num_clusters: int) -> int:
+    """The greatest up to `DIVISOR` that leaves the last projection a dimension."""
+    fits = [each for each in range(2, DIVISOR + 1) if each**num_clusters <= hidden_size]
+    return max(fits, default=1)
+
+
 class AdaptiveSoftmax(nn.Module):
     """`nn.AdaptiveLogSoftmaxWithLoss` with the methods of `HierarchicalSoftmax` that training and
     evaluation use. Under autocast it computes in fp32, as `HierarchicalSoftmax` does.
@@ -61,7 +67,7 @@ class AdaptiveSoftmax(nn.Module):
             hidden_size,
             vocab_size,
             cutoffs,
-            div_value=min(DIVISOR, int(hidden_size ** (1 / num_clusters))),
+            div_value=_divisor(hidden_size, num_clusters),
             head_bias=bias,
         )
 

@@ -159,7 +159,9 @@ class LanguageModel(nn.Module):
         """Which words are read with their own vector, [T, B] bool; None is all."""
         if not self.training or self.input_backoff is None:
             return None
-        return torch.rand(tokens.shape, device=tokens.device) >= self.input_backoff[tokens]
+        # Not in half precision, which has no numbers between 0 and what a frequent word's would be.
+        drawn = torch.rand(tokens.shape, dtype=torch.float32, device=tokens.device)
+        return drawn >= self.input_backoff[tokens]
 
     def _lookup(self, index: Tensor) -> Tensor:
         """Rows of the input vectors' table, [..., E], in the backbone's type."""

@@ -181,11 +181,13 @@ def _laid_out(
     depth: int,
     max_path_columns: int,
     ignore_index: int,
+    *,
+    sparse: bool = False,
 ) -> tuple[Visits, Tensor]:
     """The visits, and memory for what the reference's backward needs of its forward."""
     _check_targets(target, tree.row_of_word.numel(), ignore_index)
     visits = route(target, tree, depth, ignore_index)
-    size = reference.saved_size(hidden.shape[0], max_path_columns, depth)
+    size = reference.saved_size(hidden.shape[0], max_path_columns, depth, sparse=sparse)
     return visits, hidden.new_empty(size, dtype=reference.compute_dtype(hidden.dtype))
 
 
@@ -357,7 +359,8 @@ class _SparseNll(torch.autograd.Function):
             arrays = list(tree.arrays)
             nll, *left = fused_nll(hidden, weight, bias, target, arrays, *size, ignore_index, True)
         else:
-            visits, saved = _laid_out(hidden, target, tree.arrays, *size, ignore_index)
+            arguments = (hidden, target, tree.arrays, *size, ignore_index)
+            visits, saved = _laid_out(*arguments, sparse=True)
             pulled = torch.zeros_like(hidden, dtype=saved.dtype)
             nll = reference.forward(hidden, weight, bias, visits, tree.arrays, saved, pulled)
             left = [saved, pulled, *visits]

@@ -47,11 +47,16 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def saved_size(num_positions: int, max_path_columns: int, depth: int) -> int:
+def saved_size(
+    num_positions: int, max_path_columns: int, depth: int, *, sparse: bool = False
+) -> int:
     """Elements saved for the backward, a matter of shapes alone: log q (2) of every visit if they
-    are few, else every lse.
+    are few, else every lse. For sparse gradients of classes they are kept however many they are:
+    as factors of these they are fewer than the visited rows' numbers, which would be instead.
     """
     num_columns = num_positions * max_path_columns
+    if sparse and depth > 1:
+        return num_columns
     most = _KEPT_OF_ONE_NODE if depth == 1 else _KEPT_ELEMENTS
     return num_columns if num_columns <= most else num_positions * depth
 

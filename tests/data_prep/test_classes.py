@@ -467,6 +467,7 @@ WORDS = ["<unk>", "a", "b", "c", "<eos>"]
     [
         ("mkcls", "b\t7\nz\t9\nc\t3\na\t7\n"),
         ("mkcls", "b\t7\r\n\r\nc\t3\r\na\t7\r\nb\t7"),
+        ("mkcls", "\ufeffb\t7\nc\t3\na\t7\n"),
         ("brown", "0110\tb\t12\n00\tc\t4\n0110\ta\t1\n"),
         ("srilm", "X 0.5 b\nY 1 c\nX 0.5 a\n"),
         ("srilm", "X b\nY c\nX a\n"),

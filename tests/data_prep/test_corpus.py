@@ -216,3 +216,56 @@ def test_what_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
 
 def test_the_splits_given_are_those_with_files() -> None:
     assert corpus.splits(DataConfig(files=SplitFiles(test="c", train="a"))) == ["train", "test"]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.97])
+def test_a_cut_zstandard_file_is_no_shorter_corpus(tmp_path: Path, share: float) -> None:
+    text = "".join(f"line {i * i}\n" for i in range(50_000)).encode()
+    whole = zstandard.ZstdCompressor().compress(text)
+    write(tmp_path, whole[: int(len(whole) * share)], "corpus.txt.zst")
+    message = r"data\.files\.train \(.*corpus\.txt\.zst\): cannot be read after 0 rows: EOFError"
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, "corpus.txt.zst")
+    write(tmp_path, whole + zstandard.ZstdCompressor().compress(b"end\n"), "corpus.txt.zst")
+    assert read(tmp_path, "corpus.txt.zst")[-2:] == [f"line {49_999**2}", "end"]
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_damaged_zstandard_file_is_refused(tmp_path: Path, damaged: bool) -> None:
+    content = bytearray(zstandard.ZstdCompressor().compress(b"the cat sat\n" * 1000))
+    content[len(content) // 2 :] = b"\xff" * (len(content) - len(content) // 2)
+    write(tmp_path, bytes(content) if damaged else b"no zstandard at all", "corpus.txt.zst")
+    with pytest.raises(UserError, match=r"corpus\.txt\.zst cannot be read: ZstdError"):
+        read(tmp_path, "corpus.txt.zst")
+
+
+def test_columns_that_are_not_read_may_hold_anything(tmp_path: Path) -> None:
+    rows = [f"{i},{2000 + i},{'' if i % 2 else 'é'}" for i in range(10_050)]
+    write(tmp_path, "\n".join(["text,year,note", *rows, "ten,n.d.,1"]).encode(), "a.csv")
+    found = read(tmp_path, "a.csv", format="csv")
+    assert found == [*map(str, range(10_050)), "ten"]
+    with pytest.raises(UserError, match=r"text_field is 'body': .* only the columns text, year, n"):
+        read(tmp_path, "a.csv", format="csv", text_field="body")
+
+
+def test_text_of_every_arrow_type_of_strings_is_text(tmp_path: Path) -> None:
+    for kind in (pa.string(), pa.large_string(), pa.string_view()):
+        parquet.write_table(pa.table({"text": pa.array(["a", "é"], kind)}), tmp_path / "a.parquet")
+        assert read(tmp_path, "a.parquet", format="parquet") == ["a", "é"]
+
+
+def test_a_folder_with_brackets_has_files_by_glob(tmp_path: Path) -> None:
+    folder = tmp_path / "c[1]"
+    folder.mkdir()
+    write(folder, b"a\n", "x.txt")
+    assert read(folder, "*.txt") == read(folder, str(folder / "x.txt")) == ["a"]
+
+
+def test_hidden_files_of_a_folder_in_the_layout_of_the_hub_are_not_the_corpus(
+    tmp_path: Path,
+) -> None:
+    for name in ("train.txt", "sub/test.txt", ".DS_Store", ".git/HEAD", "sub/.x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path, b"a\n", name)
+    files = corpus.input_files(DataConfig(dir=str(tmp_path), hub="."), "train")
+    assert [str(path.relative_to(tmp_path)) for path in files] == ["sub/test.txt", "train.txt"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_prep import encode
+from data_prep import tokenizer
 from data_prep.encode import encode_split
 from data_prep.storage import map_array
 from data_prep.tokenizer import WordTokenizer
@@ -44,7 +44,7 @@ def test_batches_do_not_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     whole = encode_split(lines, TOKENIZER, tmp_path / "x.npy", progress=False)
-    monkeypatch.setattr(encode, "LINES_PER_BATCH", 2)
+    monkeypatch.setattr(tokenizer, "LINES_PER_BATCH", 2)
     parts = encode_split(iter(lines), TOKENIZER, tmp_path / "y.npy", progress=False)
     assert parts[0] == whole[0]
     assert parts[1].tolist() == whole[1].tolist()

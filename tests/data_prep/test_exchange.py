@@ -198,3 +198,16 @@ def test_degenerate_numbers_of_classes_change_nothing(
     start = np.arange(vocab_size) % num_word_classes
     found = exchange(count_bigrams(tokens, vocab_size), counts, start, num_word_classes, vocab_size)
     assert np.array_equal(found, start)
+
+
+def test_columns_cost_what_the_configuration_says(tmp_path: Path) -> None:
+    tokens, counts = text(60, 5000, seed=2)
+    columns = []
+    for cost in (0.0, 1.0):
+        word_class = build_word_classes(
+            counts,
+            ClassesConfig(method="exchange", num_word_classes=6, max_words=60, column_cost=cost),
+            tokens=tokens, words=list, folder=tmp_path, progress=False,
+        )  # fmt: skip
+        columns.append(float(np.bincount(word_class, weights=counts) @ np.bincount(word_class)))
+    assert columns[1] < columns[0]

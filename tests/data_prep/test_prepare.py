@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from data_prep.settings import (
     TokenizerConfig,
     UserError,
 )
+from data_prep.storage import sha256_file
 from data_prep.tokenizer import WordTokenizer
 
 Contents = Callable[[Path], dict[str, str]]
@@ -423,3 +425,83 @@ def test_a_mistake_in_the_corpus_leaves_no_token_file(corpus: Corpus) -> None:
     with pytest.raises(UserError, match=r"valid\.txt, line 1: a NUL character$"):
         corpus.prepare()
     assert set(corpus.written()) == FILES - {"valid.npy", "classes.npy"} | {".lock", "meta.json"}
+
+
+def test_files_of_one_name_are_told_apart(corpus: Corpus, caplog: pytest.LogCaptureFixture) -> None:
+    for folder in ("n1", "n2"):
+        (corpus.folder / folder).mkdir()
+        corpus.write(f"{folder}/t.txt", f"the {folder} sat\n")
+    corpus.data = replace(corpus.data, files=SplitFiles(train=["n1/t.txt", "n2/t.txt"]))
+    corpus.prepare()
+    corpus.write("n1/t.txt", "the cat sat\n")
+    corpus.prepare()
+    assert "train: t.txt changed" in caplog.messages
+    corpus.data = replace(corpus.data, files=SplitFiles(train=["n2/t.txt", "n1/t.txt"]))
+    caplog.clear()
+    corpus.prepare()
+    assert [m for m in caplog.messages if m.startswith("train: t.txt")] == [
+        "train: t.txt changed",
+        "train: t.txt (2) changed",
+    ]
+
+
+def test_a_file_of_several_splits_is_read_once_for_its_hash(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = corpus.folder / "hub"
+    hub.mkdir()
+    for split in ("train", "validation", "test"):
+        (hub / f"{split}.txt").write_text("the cat\n")
+    corpus.data = DataConfig(dir=str(corpus.folder), hub="hub")
+    hashed: list[str] = []
+
+    def sha256(path: Path) -> str:
+        hashed.append(path.name)
+        return sha256_file(path)
+
+    monkeypatch.setattr(module, "sha256_file", sha256)
+    corpus.prepare()
+    assert sorted(hashed) == ["test.txt", "train.txt", "validation.txt"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("words", {"vocab_size": 5}),
+        ("words", {"min_count": 2}),
+        ("words", {"lowercase": True}),
+        ("words", {"split_punctuation": True}),
+        ("sentencepiece", {"vocab_size": 16}),
+        ("sentencepiece", {"model_type": "char"}),
+        ("sentencepiece", {"byte_fallback": True}),
+        ("sentencepiece", {"character_coverage": 0.9}),
+        ("sentencepiece", {"max_sentences": 200}),
+    ],
+    ids=str,
+)
+def test_every_setting_of_a_tokenizer_that_matters_is_part_of_the_record(
+    kind: Any, options: dict[str, Any]
+) -> None:
+    base = TokenizerConfig(kind=kind, vocab_size=15)
+    data, classes = DataConfig(), ClassesConfig()
+    before, after = (
+        module._settings(data, settings, classes) for settings in (base, replace(base, **options))
+    )
+    (key,) = options
+    assert [name for name, _ in module._setting_changes(before, after)] == [f"tokenizer.{key}"]
+
+
+def test_another_column_is_another_text(tmp_path: Path) -> None:
+    rows = [{"text": "the cat", "other": "a dog"}]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    for field, text in (("text", "the cat\n"), ("other", "a dog\n")):
+        data = DataConfig(
+            dir=str(tmp_path),
+            files=SplitFiles(train="train.jsonl"),
+            format="json",
+            text_field=field,
+        )
+        prepared = module.prepare(
+            data, TokenizerConfig(), ClassesConfig(method="uniform"), tmp_path / "p", progress=False
+        )
+        assert prepared.tokenizer().decode(prepared.tokens("train")) == text

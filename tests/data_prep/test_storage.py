@@ -1,8 +1,10 @@
 """Files are complete or absent; damaged arrays are refused before they are mapped."""
 
+import errno
 import hashlib
+import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from data_prep.settings import UserError
 from data_prep.storage import (
     ArrayInfo,
+    locked,
     map_array,
     sha256_file,
     verify_array,
@@ -118,3 +121,55 @@ def test_the_hash_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
     assert sha256_file(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
     with pytest.raises(UserError, match="nope cannot be read: No such file or directory"):
         sha256_file(tmp_path / "nope")
+
+
+def test_a_lock_is_held_by_one_and_its_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    with (
+        locked(path, busy="it is taken"),
+        pytest.raises(UserError, match="it is taken"),
+        locked(path, busy="it is taken"),
+    ):
+        raise AssertionError("two have it")
+    with locked(path, busy="it is taken"):
+        assert path.exists()
+    with pytest.raises(UserError, match=r"nothing cannot be written: No such file"):
+        locked(tmp_path / "nothing" / ".lock").__enter__()
+
+
+def test_the_lock_of_somebody_elses_folder_can_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".lock").touch()
+    real = os.open
+
+    def refuse(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with locked(tmp_path / ".lock"), pytest.raises(UserError, match="taken"):
+        locked(tmp_path / ".lock", busy="taken").__enter__()
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_before_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        target = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        said.append(f"fsync {target.name}" if target != tmp_path else "fsync folder")
+        said.append(f"{target.stat().st_size} bytes" if target.is_file() else "")
+        fsync(descriptor)
+
+    def noted_replace(old: Any, new: Any) -> None:
+        said.append(f"rename {Path(old).name} {Path(new).name}")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    write_atomically(tmp_path / "x", lambda file: file.write(b"abc"))
+    assert said == ["fsync .x.tmp", "3 bytes", "rename .x.tmp x", "fsync folder", ""]

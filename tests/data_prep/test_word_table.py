@@ -3,13 +3,16 @@
 import sys
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep import word_table
+from data_prep.compiled import compiled
 from data_prep.word_table import RepeatedWord, WordCounter, WordTable, num_words, parse_counts
 
 
@@ -99,3 +102,15 @@ def test_lines_of_words_and_counts_are_read_to_the_first_mistake(
     assert starts[: right + 1].tolist() == [0, 1, 3][: right + 1]
     assert counts[:right].tolist() == [1, 23][:right]
     assert counts.dtype == np.int64
+
+
+def test_loops_are_compiled_where_nothing_can_be_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = numba.njit
+
+    def njit(*function: Any, cache: bool = False) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return real(*function)
+
+    monkeypatch.setattr(numba, "njit", njit)
+    assert compiled(lambda x: x + 1)(2) == 3

@@ -1,5 +1,7 @@
 """The adaptive softmax as an output layer: torch's own figures, for words in any order."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -66,3 +68,14 @@ def test_it_is_a_module_whose_tree_is_saved() -> None:
     assert any(name.startswith("tree.") for name in adaptive.state_dict())
     with pytest.raises(ValueError, match="trains and evaluates only"):
         layer().sample(torch.randn(1, H))
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "num_clusters", "width"), [(64, 3, 1), (63, 3, 2), (200, 2, 12), (2, 2, 2)]
+)
+def test_projections_narrow_as_far_as_the_last_has_a_dimension(
+    hidden_size: int, num_clusters: int, width: int
+) -> None:
+    tree = ClassTree.two_level(torch.arange(20) % num_clusters, head=4)
+    last: Any = AdaptiveSoftmax(hidden_size, tree).softmax.tail[-1]
+    assert last[0].out_features == width

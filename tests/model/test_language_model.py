@@ -198,3 +198,74 @@ def test_compiled_whole_equals_eager_in_loss_and_gradients(backbone: str, read: 
     torch.testing.assert_close(
         gradients(model, loss), gradients(model, expected), rtol=1e-9, atol=1e-13
     )
+
+
+@pytest.mark.parametrize(
+    ("backbone", "variational"), [("lstm", False), ("lstm", True), ("transformer", False)]
+)
+def test_dropout_acts_on_input_vectors_and_on_hidden_vectors(
+    backbone: str, variational: bool
+) -> None:
+    model = make(backbone, dropout=0.5, dropout_variational=variational).train()
+    seen: list[Tensor] = []
+    model.backbone.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))  # type: ignore[attr-defined]
+    tokens = torch.randint(N, (1, 200)).expand(T, 200)  # a word for ever, in 200 sequences
+    hidden, _ = model(tokens)
+    for dropped in (seen[0], hidden):
+        zero = dropped == 0
+        assert 0.45 < float(zero.double().mean()) < 0.55
+        assert bool((zero == zero[:1]).all()) == variational
+    assert model.embedding is not None
+    kept = seen[0] != 0
+    torch.testing.assert_close(seen[0][kept], 2 * model.embedding(tokens)[kept])
+
+
+def test_the_lstm_has_the_dropouts_of_the_configuration() -> None:
+    model = make("lstm", dropout_weight=0.3, dropout=0.2, dropout_variational=True)
+    backbone: Any = model.backbone
+    assert (backbone.dropout_weight, backbone.dropout.p, backbone.dropout.variational) == (
+        0.3,
+        0.2,
+        True,
+    )
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_noise_by_count_is_the_same_with_sparse_gradients(tied: bool, sparse: bool) -> None:
+    tree = ClassTree.two_level(torch.arange(N) % 3, head=4)
+    config = ModelConfig(hidden=H, layers=1, tied=tied, input="path", input_backoff=2.0)
+    model = build_model(config, OutputConfig(), tree, T, counts=COUNTS, sparse=sparse).double()
+    read: list[Tensor] = []
+    model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
+    words = torch.arange(N)
+    model.train()(words.expand(4000, N).T)
+    table = model._vectors.detach()
+    without = torch.stack([table[[row for _, row in tree.path(w)[:-1]]].sum(0) for w in range(N)])
+    share = ((read[0] - without[:, None]).abs().amax(2) < 1e-12).double().mean(1)
+    on_root = torch.tensor([len(tree.path(w)) == 1 for w in range(N)])
+    expected = torch.where(on_root, 0, 2 / (2 + COUNTS.double()))
+    torch.testing.assert_close(share, expected, rtol=0, atol=0.04)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+def test_the_output_layer_is_that_of_the_configuration(backend: Any, bias: bool) -> None:
+    output = build_model(
+        ModelConfig(hidden=H), OutputConfig(backend=backend, bias=bias), ClassTree.full(N), T
+    ).output
+    assert (output.backend, output.bias is not None) == (backend, bias)
+
+
+def test_noise_by_count_is_drawn_in_single_precision() -> None:
+    """In half precision a draw is 0 once in some hundred times, below every probability."""
+    tree = ClassTree.two_level(torch.arange(N) % 3)
+    model = make("lstm", tree, input_backoff=1e-4).train()
+    tokens = torch.full((1000, 100), N - 1)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        known = model._draw_known(tokens)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert known is not None
+    assert known.all()

@@ -1,5 +1,8 @@
 """hierarchical_cross_entropy: its definition in fp64, and the laws that a softmax obeys."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -537,3 +540,21 @@ def test_mistakes_are_named(
     }
     with pytest.raises(error, match=message):
         hierarchical_cross_entropy(**(arguments | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("backend", "cuda", "obstacle", "chosen"),
+    [
+        ("auto", False, None, "reference"),
+        ("auto", True, None, "triton"),
+        ("auto", True, "does not take fp64", "reference"),
+        ("reference", True, None, "reference"),
+        ("triton", True, None, "triton"),
+    ],
+)
+def test_auto_takes_the_kernels_on_cuda_where_nothing_is_against_them(
+    backend: Any, cuda: bool, obstacle: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "obstacle", lambda *_: obstacle)
+    hidden: Any = SimpleNamespace(is_cuda=cuda)
+    assert functional._choose(backend, hidden, torch.empty(0), ClassTree.full(2)) == chosen

@@ -380,3 +380,15 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
         [sys.executable, "-c", LAST_ROWS], capture_output=True, text=True, check=False
     )
     assert done.stdout == "last rows: right\n", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("num_nodes", [32_767, 32_768, 70_000])
+def test_positions_are_sorted_by_node_in_trees_of_any_number_of_nodes(num_nodes: int) -> None:
+    """Ranks are sorted in 16 bits while these hold them."""
+    tree = ClassTree.two_level(torch.arange(2 * (num_nodes - 1)) // 2)
+    assert tree.num_nodes == num_nodes
+    target = torch.randint(tree.vocab_size, (400,))
+    target[:2], target[2] = tree.vocab_size - 1, -100
+    visits = route(target, tree.arrays, tree.depth, -100)
+    assert (visits.rank.diff() >= 0).all()
+    assert int(visits.position[-1]) == 2  # ignored ones last

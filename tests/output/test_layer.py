@@ -88,13 +88,6 @@ def test_the_tree_is_where_the_layer_is_made(monkeypatch: pytest.MonkeyPatch) ->
     assert len(moved) == 1
 
 
-def test_each_node_starts_close_to_uniform() -> None:
-    torch.manual_seed(0)
-    layer = HierarchicalSoftmax(64, ClassTree.two_level(torch.arange(900) % 30))
-    log_prob = layer.log_prob(torch.zeros(1, 64))
-    torch.testing.assert_close(log_prob.exp(), torch.full((1, 900), 1 / 900))
-
-
 def test_hidden_size_must_be_positive() -> None:
     with pytest.raises(ValueError, match="hidden_size must be at least 1, got 0"):
         HierarchicalSoftmax(0, ClassTree.full(3))
@@ -110,3 +103,12 @@ def test_the_layer_needs_no_library_but_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.split() == ["2", "False"], result.stderr
+
+
+def test_rows_start_uniform_within_one_over_the_root_of_h() -> None:
+    torch.manual_seed(0)
+    layer = HierarchicalSoftmax(64, ClassTree.two_level(torch.arange(900) % 30))
+    assert 0.99 / 8 < float(layer.weight.detach().abs().max()) <= 1 / 8
+    assert float(layer.weight.detach().std()) == pytest.approx(1 / 8 / 3**0.5, rel=0.02)
+    log_prob = layer.log_prob(torch.zeros(1, 64))
+    torch.testing.assert_close(log_prob.exp(), torch.full((1, 900), 1 / 900))

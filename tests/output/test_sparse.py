@@ -446,3 +446,37 @@ def test_a_gradient_tells_what_it_holds() -> None:
 def test_a_learning_rate_must_be_positive() -> None:
     with pytest.raises(ValueError, match="lr must be positive, got 0"):
         RowSGD(table(TREES["head"]), lr=0.0)
+
+
+@pytest.mark.parametrize("name", ["head", "full"])
+@pytest.mark.parametrize("rows", [False, True])
+def test_kept_probabilities_of_bf16_rows_cast_a_few_at_a_time_give_the_same(
+    name: str, rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = TREES[name]
+    hidden, target = torch.randn(P, H), torch.randint(0, N, (P,))
+    results = []
+    for most in (reference._CAST_ELEMENTS, 2 * H):  # all rows of a node, two of them
+        monkeypatch.setattr(reference, "_CAST_ELEMENTS", most)
+        weight, bias = table(tree, torch.bfloat16)
+        own = hidden.clone().requires_grad_()
+        nll = hierarchical_cross_entropy(own, weight, target, tree, bias, sparse=rows)
+        nll.backward()  # type: ignore[no-untyped-call]
+        grads = [part.grad for part in (own, weight, bias) if part.grad is not None]
+        results.append([nll.detach(), *(grad.to_dense().float() for grad in grads)])
+    for whole, portions in zip(*results, strict=True):
+        torch.testing.assert_close(portions, whole, rtol=1e-2, atol=1e-5)
+
+
+def test_sparse_gradients_stay_factors_however_many_columns_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As rows they would be larger than what they are the gradient of."""
+    monkeypatch.setattr(reference, "_KEPT_ELEMENTS", 0)
+    tree = TREES["two_level"]
+    weight, bias = table(tree)
+    hidden, target = torch.randn(P, H, dtype=torch.float64), torch.randint(0, N, (P,))
+    nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, sparse=True)
+    nll.backward()  # type: ignore[no-untyped-call]
+    assert isinstance(weight.grad, RowGradient)
+    assert " 0 single rows" in repr(weight.grad)
