@@ -127,7 +127,7 @@ class OptimConfig:
     """adamw: decoupled; sgd: L2. Matrices alone decay, not biases or gains."""
     table: Literal["sgd", "adagrad", "adam"] | None = None
     """Optimizer of the table of words, by rows: sgd, adagrad (one number of state a row) or adam
-    (of the rows with a gradient); default `optimizer`."""
+    (of the rows with a gradient: where gradients are dense, of all); default `optimizer`."""
     table_lr: PositiveFloat | None = None
     """Highest learning rate of `table`; default `lr`."""
     clip: NonNegativeFloat = 1.0

@@ -11,6 +11,9 @@ from data_prep.artifacts import load_tokenizer
 from lm.checkpoint import load_model
 from lm.model.language_model import LanguageModel
 
+WORDS_AT_ONCE = 1024
+"""Of a prompt; the memory of a Transformer grows with their square."""
+
 
 @torch.no_grad()
 def generate(
@@ -47,9 +50,10 @@ def generate(
     tokens = torch.tensor(prompt, device=model.device)[:, None].expand(-1, num_samples)
     state = model.init_state(num_samples)
     for _ in range(num_tokens):
-        hidden, new_state = model(tokens, state)
-        assert new_state is not None
-        state = new_state
+        for piece in tokens.split(WORDS_AT_ONCE):
+            hidden, new_state = model(piece, state)
+            assert new_state is not None
+            state = new_state
         drawn = model.output.sample(
             hidden[-1], temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
         )

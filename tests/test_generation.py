@@ -5,14 +5,18 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from lm import generation
 from lm.checkpoint import load_model
 from lm.cli import main
 from lm.generation import generate
 from lm.metrics import read_metrics
+from lm.model.language_model import LanguageModel
 
 RUNS = pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
 SONG = [
@@ -87,6 +91,26 @@ def test_greedy_is_the_most_probable_word_of_the_whole_text_so_far(song_run: Pat
             hidden, _ = model(torch.tensor(words)[:, None])
             assert int(model.output.log_prob(hidden[-1]).argmax()) == word
             words.append(word)
+
+
+@RUNS
+def test_a_prompt_is_read_in_pieces(
+    run: str, request: pytest.FixtureRequest, printed: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, prompt = request.getfixturevalue(run), "the old cat sees a dog today\na man finds"
+    options = ["--prompt", prompt, "--tokens=20", "--temperature=0"]
+    whole = printed(folder, *options)
+    read: list[int] = []
+    forward = LanguageModel.forward
+
+    def noted(self: LanguageModel, tokens: Tensor, state: Any = None) -> Any:
+        read.append(len(tokens))
+        return forward(self, tokens, state)
+
+    monkeypatch.setattr(LanguageModel, "forward", noted)
+    monkeypatch.setattr(generation, "WORDS_AT_ONCE", 4)
+    assert printed(folder, *options) == whole
+    assert read == [4, 4, 4, *[1] * 19]  # twelve with both <eos>
 
 
 @RUNS
