@@ -50,7 +50,7 @@ def generate(
     tokens = torch.tensor(prompt, device=model.device)[:, None].expand(-1, num_samples)
     state = model.init_state(num_samples)
     for _ in range(num_tokens):
-        for piece in tokens.split(WORDS_AT_ONCE):
+        for piece in torch.split(tokens, WORDS_AT_ONCE):
             hidden, new_state = model(piece, state)
             assert new_state is not None
             state = new_state

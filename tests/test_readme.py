@@ -128,7 +128,9 @@ def test_ratios_of_tokens_per_second_are_those_of_their_log() -> None:
         for line in (TOP / "scripts/results/bench_train.jsonl").read_text().splitlines()
     ]
     rate = {
-        (row["tree"], row["overrides"][0]): row["tokens_per_second_median"]
+        ("EPYC" in row["machine"], row["overrides"][0], row["tree"]): row[
+            "tokens_per_second_median"
+        ]
         for row in rows
         if row["config"] == "ptb_lstm_small.yaml"
     }
@@ -138,9 +140,22 @@ def test_ratios_of_tokens_per_second_are_those_of_their_log() -> None:
     lines = section.splitlines()[2 : 2 + len(trees)]
     for line, tree in zip(lines, trees, strict=True):
         assert [cell.strip() for cell in line.strip("|").split("|")][1:] == [
-            f"{rate['two_level', option] / rate[tree, option]:.2f}"
+            f"{rate[epyc, option, 'two_level'] / rate[epyc, option, tree]:.2f}"
+            for epyc in (True, False)
             for option in ("--train.precision=bf16-mixed", "--train.precision=32-true")
         ]
+    found = re.search(r"by path: (\S+) and (\S+) × the full .*, (\S+) and (\S+) × at", section)
+    assert found is not None
+    for place, recipe in enumerate(("wikitext2_lstm.yaml", "eltec_hun_lstm.yaml"), start=1):
+        speed = {
+            row["tree"]: row["tokens_per_second_median"] for row in rows if row["config"] == recipe
+        }
+        full = "full,model.input=word,model.input_backoff=0"
+        for shown, peer in (
+            (found[place], full),
+            (found[place + 2], f"{full},train.matmul_precision=medium"),
+        ):
+            assert shown == f"{speed['two_level'] / speed[peer]:.1f}"
 
 
 def test_figures_of_making_classes_are_those_of_their_log() -> None:
