@@ -107,8 +107,7 @@ def input_files(data: DataConfig, split: str) -> list[Path]:
         folder = hub_folder(data)
         if folder is None:
             return []
-        paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-        return sorted(folder / path for path in paths if not _is_hidden(path))
+        return _visible_files(folder, folder.rglob("*"))
     given = getattr(data.files, split)
     if not given:
         raise UserError(
@@ -123,7 +122,7 @@ def _expanded(folder: Path, name: str, key: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        found = sorted(child for child in path.iterdir() if _is_visible_file(child))
+        found = _visible_files(path, path.iterdir())
         if not found:
             raise UserError(f"{key}: the folder {path} has no files")
         return found
@@ -134,13 +133,14 @@ def _expanded(folder: Path, name: str, key: str) -> list[Path]:
     return found
 
 
-def _is_visible_file(path: Path) -> bool:
-    return path.is_file() and not path.name.startswith(".")
-
-
-def _is_hidden(path: Path) -> bool:
-    """Whether it, or a folder that the relative path goes through, is hidden."""
-    return any(part.startswith(".") for part in path.parts)
+def _visible_files(folder: Path, paths: Iterable[Path]) -> list[Path]:
+    """The files among the paths, by name, but for hidden ones and those in hidden folders of it."""
+    return sorted(
+        path
+        for path in paths
+        if path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
 
 
 def _key(data: DataConfig, split: str) -> str:

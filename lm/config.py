@@ -361,8 +361,6 @@ def _check_consistency(config: Config, source: str) -> None:
         problem = (
             "data.hub and data.files are both given: leave out the files, or set data.hub to null"
         )
-    elif train.precision == "16-mixed" and train.accelerator == "cpu":
-        problem = "train.precision: 16-mixed wants a GPU; on a CPU it is bf16-mixed"
     elif config.output.backend == "triton" and train.precision == "64-true":
         problem = "output.backend: triton does not go with train.precision: 64-true"
     elif train.seq_len < 2 and model.backbone == "transformer":

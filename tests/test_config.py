@@ -165,10 +165,6 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
             "output.sparse does not go with train.strategy: ddp",
         ),
         (
-            MINIMAL.replace("5", "5, precision: 16-mixed, accelerator: cpu"),
-            "train.precision: 16-mixed wants a GPU; on a CPU it is bf16-mixed",
-        ),
-        (
             MINIMAL.replace("5", "5, precision: 64-true") + "output: {backend: triton}",
             "output.backend: triton does not go with train.precision: 64-true",
         ),

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from data_prep.artifacts import locked, open_prepared
 from lm import footprint
 from lm.checkpoint import AtomicCheckpointIO, batches_done
-from lm.cli import main
 from lm.evaluation import evaluate
 from lm.metrics import Metrics, MetricsFile, read_metrics
 from lm.model.language_model import LanguageModel
@@ -24,17 +23,25 @@ from lm.training_module import TrainingModule
 
 Train = Callable[..., Path]
 Contents = Callable[[Path], dict[str, str]]
-Complaint = Callable[..., str]
+Failed = Callable[..., str]
+
+
+@pytest.fixture
+def failed(tiny: Path, prepared_dir: Path, complaint: Callable[..., str]) -> Failed:
+    """`failed(folder, *options)`: what a training of `tiny` in `folder` that must fail says."""
+
+    def run(folder: Path, *options: str) -> str:
+        folders = [f"--run_dir={folder}", f"--data.prepared_dir={prepared_dir}"]
+        return complaint("train", tiny, "--no-progress", *folders, *options)
+
+    return run
 
 
 def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_checkpoint(
-    tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Complaint
+    tmp_path: Path, failed: Failed
 ) -> None:
-    said = complaint(
-        *("train", tiny, f"--run_dir={tmp_path}", f"--data.prepared_dir={prepared_dir}"),
-        *("--no-progress", "--optim.optimizer=sgd", "--optim.lr=1e38", "--optim.clip=0"),
-        "--train.checkpoint_every_steps=1",
-    )
+    options = ["--optim.optimizer=sgd", "--optim.lr=1e38", "--optim.clip=0"]
+    said = failed(tmp_path, *options, "--train.checkpoint_every_steps=1")
     found = re.fullmatch(
         r"the loss became (nan|inf) before step (\d+); the last checkpoint is untouched"
         r" \(a lower optim.lr or optim.clip may help\)",
@@ -48,11 +55,7 @@ def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_checkpoint(
 
 
 def test_a_full_disk_ends_the_training_and_leaves_the_last_checkpoint(
-    tiny: Path,
-    prepared_dir: Path,
-    tmp_path: Path,
-    complaint: Complaint,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, failed: Failed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save, written = torch.save, list[str]()
 
@@ -64,10 +67,7 @@ def test_a_full_disk_ends_the_training_and_leaves_the_last_checkpoint(
         written.append(file.name)
 
     monkeypatch.setattr(torch, "save", full_after_two)
-    said = complaint(
-        *("train", tiny, f"--run_dir={tmp_path}", f"--data.prepared_dir={prepared_dir}"),
-        *("--no-progress", "--train.checkpoint_every_steps=3"),
-    )
+    said = failed(tmp_path, "--train.checkpoint_every_steps=3")
     last = tmp_path / "checkpoints" / "last.ckpt"
     assert said == f"{last}: the disk is full; the checkpoint before it is untouched"
     assert batches_done(last) == 6
@@ -169,15 +169,11 @@ def test_every_epoch_is_validated_where_batches_are_accumulated(
 
 
 def test_what_cannot_fit_is_refused_before_the_run_has_a_folder(
-    tiny: Path,
-    prepared_dir: Path,
-    tmp_path: Path,
-    complaint: Complaint,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, failed: Failed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(footprint, "available", lambda _: 1000)
     run = tmp_path / "run"
-    said = complaint("train", tiny, f"--run_dir={run}", f"--data.prepared_dir={prepared_dir}")
+    said = failed(run)
     assert re.match(r"training tiny needs 0\.\d GB of memory .*, there are 0\.0 GB: even", said)
     assert not run.exists()
 
@@ -402,28 +398,24 @@ def test_the_table_has_its_own_rate_in_a_training(
 
 
 def test_weights_that_a_validation_shows_to_be_broken_are_not_kept(
-    tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Complaint
+    tmp_path: Path, failed: Failed
 ) -> None:
-    said = complaint(
-        *("train", tiny, f"--run_dir={tmp_path}", f"--data.prepared_dir={prepared_dir}"),
-        *("--no-progress", "--optim.optimizer=sgd", "--optim.lr=1e39", "--optim.clip=0"),
-        "--train.val_every_steps=1",
-    )
+    options = ["--optim.optimizer=sgd", "--optim.lr=1e39", "--optim.clip=0"]
+    said = failed(tmp_path, *options, "--train.val_every_steps=1")
     assert re.match(r"the loss became (nan|inf) before step 1; the last checkpoint is unt", said)
     assert not (tmp_path / "checkpoints").exists()
     assert read_metrics(tmp_path / "metrics.csv") == []
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(
-    tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Complaint, contents: Contents
+    train: Train, tmp_path: Path, failed: Failed, contents: Contents
 ) -> None:
-    arguments = ["train", tiny, f"--run_dir={tmp_path}", f"--data.prepared_dir={prepared_dir}"]
     with locked(tmp_path / ".lock"):
         before = contents(tmp_path)
-        said = complaint(*arguments, "--no-progress", "--resume", "auto")
+        said = failed(tmp_path, "--resume", "auto")
         assert contents(tmp_path) == before
     assert said == f"{tmp_path}: another process trains this run"
-    assert main([str(argument) for argument in arguments] + ["--no-progress"]) == 0
+    assert train(tmp_path, "--train.max_steps=2") == tmp_path
 
 
 def test_the_picture_is_drawn_if_the_end_of_the_training_came_before(
@@ -441,22 +433,21 @@ def test_the_picture_is_drawn_if_the_end_of_the_training_came_before(
         (["--train.accelerator=gpu"], "train.accelerator: gpu, train.devices: 1: there are 0 CUDA"),
         (["--output.backend=triton"], "output.backend: triton wants a GPU"),
         (["--train.precision=16-mixed"], "train.precision: 16-mixed wants a GPU"),
+        (
+            ["--train.precision=16-mixed", "--train.accelerator=cpu"],
+            "train.precision: 16-mixed wants a GPU; on a CPU it is bf16-mixed",
+        ),
     ],
 )
 def test_what_wants_a_gpu_is_refused_without_one(
     options: list[str],
     message: str,
-    tiny: Path,
-    prepared_dir: Path,
     tmp_path: Path,
-    complaint: Complaint,
+    failed: Failed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run = tmp_path / "run"
-    said = complaint(
-        *("train", tiny, f"--run_dir={run}", f"--data.prepared_dir={prepared_dir}"), *options
-    )
-    assert said.startswith(message)
+    assert failed(run, *options).startswith(message)
     assert not run.exists()
