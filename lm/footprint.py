@@ -71,7 +71,7 @@ def footprint(config: Config, tree: ClassTree) -> Footprint:
         "adagrad": num_vectors * max(each, 4),
         "adam": 2 * table * max(each, 4),
     }[config.optim.table]
-    devices = config.train.devices
+    devices = _num_devices(config)
     gradients = rest * each + (0 if sparse else table * in_table)
     parts = {
         "weights": table * in_table + rest * each,
@@ -80,7 +80,7 @@ def footprint(config: Config, tree: ClassTree) -> Footprint:
         "batch": _batch_bytes(config, tree, max(each, 4), sparse),
         "other": LIBRARIES + sum(buffer.nbytes for buffer in tree.buffers()) + 12 * tree.vocab_size,
     }
-    processes = devices if isinstance(devices, int) and not _is_on_gpu(config) else 1
+    processes = 1 if _is_on_gpu(config) else devices
     return Footprint(**{name: processes * size for name, size in parts.items()})
 
 
@@ -119,6 +119,12 @@ def _is_on_gpu(config: Config) -> bool:
     return config.train.accelerator != "cpu" and torch.cuda.is_available()
 
 
+def _num_devices(config: Config) -> int:
+    if config.train.devices != "auto":
+        return config.train.devices
+    return torch.cuda.device_count() if _is_on_gpu(config) else 1
+
+
 def _sizes(model: LanguageModel) -> tuple[int, int]:
     """Parameters of the table of words, and all others."""
     table = sum(parameter.numel() for parameter in model.table)
@@ -129,8 +135,7 @@ def _batch_bytes(config: Config, tree: ClassTree, each: int, sparse: bool) -> in
     """Hidden vectors of all layers with what their gradients need, and log-probabilities with
     theirs.
     """
-    devices = config.train.devices if isinstance(config.train.devices, int) else 1
-    positions = config.train.batch_size // devices * config.train.seq_len
+    positions = config.train.batch_size // _num_devices(config) * config.train.seq_len
     columns = saved_size(positions, tree.max_path_columns, tree.depth, sparse=sparse)
     per_position = 12 if config.model.backbone == "lstm" else 24
     vectors = positions * config.model.hidden * (per_position * config.model.layers + 4)

@@ -148,6 +148,7 @@ def test_processes_on_a_cpu_share_its_memory(config: Configured) -> None:
     assert (two.weights, two.other) == (2 * one.weights, 2 * one.other)
     assert two.gradients == 4 * one.gradients  # with a copy of each, to be summed
     assert two.batch == pytest.approx(one.batch, rel=0.01)  # half of it for each
+    assert footprint(config("optim.optimizer=sgd", "train.devices=auto"), TREE) == one
 
 
 @pytest.mark.parametrize("sequences", [1, 400])
