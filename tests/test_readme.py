@@ -170,3 +170,40 @@ def test_figures_of_making_classes_are_those_of_their_log() -> None:
         f"{exchange['seconds']:.0f} s in all and no more memory",
     ):
         assert figure in text
+
+
+def test_ratios_of_the_output_layer_alone_are_those_of_their_log() -> None:
+    rows = (TOP / "scripts/results/bench_output_layer.jsonl").read_text().splitlines()
+    found = {(row["vocab_size"], row["method"]): row for row in map(json.loads, rows)}
+    text = README[README.index("The output layer alone, forward") : README.index("So `grouped_mm`")]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    header, _, *table = (line for line in lines if len(line) == 4)
+    sizes = [int(cell.removeprefix("N = ").replace(",", "")) for cell in header[1:]]
+    methods = ("full", "chunked", "adaptive", "gather", "grouped", "loop", "floor")
+    assert sizes == [10_000, 33_278, 267_735]
+    for line, method in zip(table, methods, strict=True):
+        for size, cell in zip(sizes, line[1:], strict=True):
+            ours, at_random = found[size, "blocks"], found[size, "random"]
+            if method == "floor":
+                pair = [ours["ratio_to_floor"], at_random["ratio_to_floor"]]
+            else:
+                seconds = found[size, method]["seconds_median"]
+                pair = [seconds / ours["seconds_median"], seconds / at_random["seconds_median"]]
+            shown = re.findall(r"[\d.]+", cell)
+            if method == "grouped":
+                assert cell.startswith("("), "classes of one size are the random ones"
+                pair = pair[1:]
+            digits = [len(figure.partition(".")[2]) for figure in shown]
+            assert shown == [f"{x:.{n}f}" for x, n in zip(pair, digits, strict=True)], method
+
+
+def test_bytes_of_the_kernels_are_those_of_their_log() -> None:
+    rows = (TOP / "scripts/results/kernel_bytes.jsonl").read_text().splitlines()
+    found = {row["N"]: row for row in map(json.loads, rows) if row["classes"] == "random"}
+    section = DETAILS[DETAILS.index("## Kernels") : DETAILS.index("## Growing vocabularies")]
+    table = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"][2:]
+    ratios = ("cache", "half_cache", "memory", "all")
+    assert [int(line[0].replace(",", "")) for line in table] == list(found)
+    for line, row in zip(table, found.values(), strict=True):
+        assert line[1:4] == [str(row["H"]), f"{row['floor_mb']:,}", f"{row['cache_mb']:,}"]
+        assert line[4:] == [f"{row[f'{name}_ratio']:.2f}" for name in ratios]
