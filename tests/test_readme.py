@@ -1,6 +1,7 @@
 """The README is true: its commands run, its file tree is the tree, its figures are their logs'."""
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from lm.cli import main
+from lm.metrics import read_metrics
 
 TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
-DETAILS = (TOP / "scripts/results/README.md").read_text(encoding="utf-8")
+RESULTS = TOP / "scripts" / "results"
+DETAILS = (RESULTS / "README.md").read_text(encoding="utf-8")
 HEAD = ["--classes.head=5"]
 SMALL = {
     "prepare": HEAD,
@@ -79,7 +82,7 @@ def test_the_file_tree_names_every_module() -> None:
 
 def test_figures_of_ten_million_words_are_those_of_their_log() -> None:
     section = README[README.index("## Ten million words") : README.index("## Use")]
-    rows = (TOP / "scripts/results/ten_million.jsonl").read_text().splitlines()
+    rows = (RESULTS / "ten_million.jsonl").read_text().splitlines()
     expected = []
     for row in map(json.loads, rows):
         if "peak_gb" in row:
@@ -95,7 +98,7 @@ def test_figures_of_ten_million_words_are_those_of_their_log() -> None:
 
 
 def test_figures_of_steps_as_the_vocabulary_grows_are_those_of_their_log() -> None:
-    rows = map(json.loads, (TOP / "scripts/results/bench_scale.jsonl").read_text().splitlines())
+    rows = map(json.loads, (RESULTS / "bench_scale.jsonl").read_text().splitlines())
     found = {(row["vocab_size"], row["method"]): row for row in rows}
     section = DETAILS[DETAILS.index("## Growing vocabularies") :]
     lines = [line for line in section.splitlines() if re.match(r"\| 1[0,]+ ", line)]
@@ -123,10 +126,7 @@ def test_figures_of_steps_as_the_vocabulary_grows_are_those_of_their_log() -> No
 
 
 def test_ratios_of_tokens_per_second_are_those_of_their_log() -> None:
-    rows = [
-        json.loads(line)
-        for line in (TOP / "scripts/results/bench_train.jsonl").read_text().splitlines()
-    ]
+    rows = [json.loads(line) for line in (RESULTS / "bench_train.jsonl").read_text().splitlines()]
     rate = {
         ("EPYC" in row["machine"], row["overrides"][0], row["tree"]): row[
             "tokens_per_second_median"
@@ -159,7 +159,7 @@ def test_ratios_of_tokens_per_second_are_those_of_their_log() -> None:
 
 
 def test_figures_of_making_classes_are_those_of_their_log() -> None:
-    rows = (TOP / "scripts/results/bench_classes.jsonl").read_text().splitlines()
+    rows = (RESULTS / "bench_classes.jsonl").read_text().splitlines()
     found = {row["method"]: row for row in map(json.loads, rows)}
     text = README[README.index("Making classes for") : README.index("The output layer alone")]
     embedding, exchange = found["embedding"], found["exchange"]
@@ -173,7 +173,7 @@ def test_figures_of_making_classes_are_those_of_their_log() -> None:
 
 
 def test_ratios_of_the_output_layer_alone_are_those_of_their_log() -> None:
-    rows = (TOP / "scripts/results/bench_output_layer.jsonl").read_text().splitlines()
+    rows = (RESULTS / "bench_output_layer.jsonl").read_text().splitlines()
     found = {(row["vocab_size"], row["method"]): row for row in map(json.loads, rows)}
     text = README[README.index("The output layer alone, forward") : README.index("So `grouped_mm`")]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
@@ -198,7 +198,7 @@ def test_ratios_of_the_output_layer_alone_are_those_of_their_log() -> None:
 
 
 def test_bytes_of_the_kernels_are_those_of_their_log() -> None:
-    rows = (TOP / "scripts/results/kernel_bytes.jsonl").read_text().splitlines()
+    rows = (RESULTS / "kernel_bytes.jsonl").read_text().splitlines()
     found = {row["N"]: row for row in map(json.loads, rows) if row["classes"] == "random"}
     section = DETAILS[DETAILS.index("## Kernels") : DETAILS.index("## Growing vocabularies")]
     table = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"][2:]
@@ -207,3 +207,61 @@ def test_bytes_of_the_kernels_are_those_of_their_log() -> None:
     for line, row in zip(table, found.values(), strict=True):
         assert line[1:4] == [str(row["H"]), f"{row['floor_mb']:,}", f"{row['cache_mb']:,}"]
         assert line[4:] == [f"{row[f'{name}_ratio']:.2f}" for name in ratios]
+
+
+def validations(name: str) -> list[float]:
+    """Validation perplexity after each epoch."""
+    lines = read_metrics(RESULTS / f"{name}.csv")
+    return [line.valid_perplexity for line in lines if line.valid_perplexity is not None]
+
+
+def test_what_is_said_of_the_curves_of_wikitext2_is_in_them() -> None:
+    full = validations("wikitext2_small/full_softmax-1")
+    noisy = validations("wikitext2_lstm-full_noise_by_count")
+    word, path = (
+        validations(f"wikitext2_small/classes_by_exchange_input_by_{what}-1")
+        for what in ("word", "path")
+    )
+    text = " ".join(DETAILS.split())
+    for said in (
+        f"(validation {path[0]:.0f} against {full[0]:.0f} after one, "
+        f"{path[9]:.1f} against {full[9]:.1f} after ten)",
+        f"at {noisy[6]:.1f} after seven, where that is at {full[6]:.1f}, the classes read by word "
+        f"at {word[6]:.1f} and read by path at {path[6]:.1f}",
+    ):
+        assert said in text
+    assert all(ours < theirs for ours, theirs in zip(path, full, strict=True))
+    assert "they are ahead for six epochs only" in text
+    ahead = [ours < theirs for ours, theirs in zip(word, full, strict=True)]
+    assert ahead == [True] * 6 + [False] * 4
+    assert "at each of them but the sixth" in text
+    behind = [ours > theirs for ours, theirs in zip(noisy, full, strict=False)]
+    assert behind == [True] * 5 + [False, True]
+    assert f"was {100 * (noisy[6] / full[6] - 1):.1f} % behind" in " ".join(README.split())
+
+
+def test_what_is_said_of_hungarian_is_in_its_logs() -> None:
+    words, pieces, read_by_word = (
+        json.loads((RESULTS / f"{name}.json").read_text())
+        for name in (
+            "hungarian/words_input_by_path-1",
+            "hungarian/SentencePiece_five_epochs-1",
+            "eltec_hun_lstm-read_by_word",
+        )
+    )
+    assert words["environment"]["processor"] == pieces["environment"]["processor"]
+    test = words["test"]
+    share = f"{100 * test['oov'] / test['tokens']:.1f} %"
+    perplexity = pieces["test"]["word_perplexity"]
+    lead = test["tokens"] * math.log(perplexity / test["perplexity"]) / test["oov"]
+    section = " ".join(DETAILS[DETAILS.index("## Hungarian") :].split())
+    for said in (
+        f"{words['seconds'] / 60:.0f} minutes by words, which is two epochs",
+        f"{pieces['seconds'] / 60:.0f} by 8,000 SentencePiece units, which is five",
+        f"{test['oov']:,} words of the test split, {share}, occur less than twice",
+        f"lead is {lead:.1f} nats for each of them",
+        f"it was {read_by_word['test']['perplexity']:.1f} after the same two epochs",
+    ):
+        assert said in section
+    assert f"{share} are out of the vocabulary" in README
+    assert f"reach {perplexity:.0f} a word" in README
