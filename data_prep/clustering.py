@@ -91,9 +91,6 @@ def embedding_classes(
     return word_class.astype(np.int32)
 
 
-# Vectors
-
-
 def word_vectors(
     bigrams: sparse.csr_array, counts: IntArray, dimensions: int, seed: int
 ) -> FloatArray:
@@ -175,9 +172,6 @@ def _unit_rows(matrix: FloatArray) -> FloatArray:
     return np.where(keep, matrix / np.where(keep, length, 1), 0).astype(np.float32)
 
 
-# Balanced k-means
-
-
 def balanced_kmeans(
     vectors: FloatArray,
     counts: IntArray,
@@ -256,9 +250,6 @@ def _membership(
     return sparse.csr_array(
         (ones, (words, word_class[words])), shape=(vocab_size, num_word_classes)
     )
-
-
-# Likelihood
 
 
 def refine_classes(

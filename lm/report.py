@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from data_prep.artifacts import Prepared
-from data_prep.classes import ClassReport, class_report
+from data_prep.class_report import ClassReport, class_report
 from data_prep.settings import UserError
 from lm.batches import Batches
 from lm.config import Config, has_sparse_table

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from data_prep.artifacts import open_prepared
-from data_prep.classes import build_word_classes, class_report
+from data_prep.class_report import class_report
+from data_prep.classes import build_word_classes
 from data_prep.settings import UserError
 from lm.checkpoint import load_model
 from lm.cli import main

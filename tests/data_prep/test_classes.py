@@ -1,6 +1,5 @@
-"""Word classes: partitions of any size, likelihood as computed by hand, files of other tools."""
+"""Word classes: partitions of any size, by every method, clustered by what the text is like."""
 
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -12,20 +11,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy import sparse
-from scipy.optimize import linear_sum_assignment
 
 from data_prep import bigrams as bigrams_module
-from data_prep import classes as classes_module
 from data_prep import clustering
-from data_prep.assignment import assign, smallest_classes
 from data_prep.bigrams import count_bigrams
+from data_prep.class_report import class_report
 from data_prep.classes import (
     build_word_classes,
-    class_report,
     embedding_classes,
     frequency_classes,
     random_classes,
-    read_word_classes,
     uniform_classes,
 )
 from data_prep.exchange import exchange
@@ -206,53 +201,6 @@ def test_truncated_svd_equals_the_dense_one() -> None:
     assert (np.take_along_axis(vectors, np.abs(vectors).argmax(axis=0)[None], axis=0) > 0).all()
 
 
-def test_words_get_their_best_classes_where_these_have_room() -> None:
-    preferred = np.array([2, 0, 1, 1, 0, 2])
-    placed, prices = assign(
-        lambda ids: np.eye(3, dtype=np.float32)[preferred[ids]],
-        np.arange(6),
-        np.zeros(3, dtype=np.int64),
-        2,
-        np.zeros(3, dtype=np.float32),
-        0.01,
-    )
-    assert placed.tolist() == preferred.tolist()
-    assert prices == pytest.approx(0, abs=1e-3)
-
-
-def test_scarce_places_go_to_the_words_that_need_them_most() -> None:
-    scores = np.array([[5, 4], [5, 0], [5, 3], [5, 1]], dtype=np.float32)
-    nothing = np.zeros(2, dtype=np.float32)
-    placed, _ = assign(
-        lambda ids: scores[ids], np.arange(4), nothing.astype(np.int64), 2, nothing, 0.1
-    )
-    assert placed.tolist() == [1, 0, 1, 0]
-
-
-def test_assignment_is_close_to_the_best_possible() -> None:
-    scores = np.random.default_rng(4).random((120, 12)).astype(np.float32)
-    placed, _ = assign(
-        lambda ids: scores[ids],
-        np.arange(120),
-        np.zeros(12, dtype=np.int64),
-        10,
-        np.zeros(12, dtype=np.float32),
-        0.02,
-    )
-    slots = np.repeat(scores, 10, axis=1)
-    best = slots[linear_sum_assignment(slots, maximize=True)].sum()
-    assert np.bincount(placed).tolist() == [10] * 12
-    assert scores[np.arange(120), placed].sum() >= 0.98 * best
-
-
-def test_leftover_words_level_the_classes() -> None:
-    sizes = np.array([3, 0, 5, 1])
-    places = smallest_classes(sizes, 5, 6)
-    assert sorted((sizes + np.bincount(places, minlength=4)).tolist()) == [3, 3, 4, 5]
-    assert len(smallest_classes(sizes, 5, 0)) == 0
-    assert (sizes + np.bincount(smallest_classes(sizes, 5, 11), minlength=4)).tolist() == [5] * 4
-
-
 def test_too_few_places_name_the_key() -> None:
     tokens = zipf_tokens(10, 50)
     with pytest.raises(
@@ -275,9 +223,6 @@ def test_an_impossible_number_of_classes_is_refused(num_word_classes: int) -> No
             ValueError, match=f"num_word_classes: expected 1 to 10.*, got {num_word_classes}"
         ):
             make()
-
-
-# Clustered head, tail by count
 
 
 def built(
@@ -376,49 +321,6 @@ def test_pairs_of_some_words_are_a_part_of_all_pairs() -> None:
     assert count_bigrams(tokens[:1], 30).nnz == 0
 
 
-# Report
-
-
-def test_report_equals_the_computation_by_hand() -> None:
-    tokens = np.array([0, 1, 0, 2, 3, 0, 1], dtype=np.uint16)
-    report = class_report(np.array([3, 2, 1, 1, 0]), np.array([0, 1, 1, 0, 0]), tokens)
-    assert (report.num_word_classes, report.min_words, report.max_words) == (2, 2, 3)
-    assert report.median_words == 2.5
-    assert report.sizes == (3, 2)
-    assert report.token_mass == pytest.approx((4 / 7, 3 / 7))
-    assert report.columns_per_token == pytest.approx(2 + 4 / 7 * 3 + 3 / 7 * 2)
-    assert report.top_words == ((0, 3, 4), (1, 2))
-    # Classes 0 1 0 1 0 0 1: 0 → 0 once, 0 → 1 three times, 1 → 0 twice.
-    transitions = 1 * math.log(1 / 4) + 3 * math.log(3 / 4) + 2 * math.log(2 / 2)
-    words = 2 * math.log(3 / 4) + 1 * math.log(1 / 4) + 2 * math.log(2 / 3) + 1 * math.log(1 / 3)
-    assert report.log_likelihood == pytest.approx((transitions + words) / 6)
-    assert report.class_entropy == pytest.approx(
-        -4 / 7 * math.log2(4 / 7) - 3 / 7 * math.log2(3 / 7)
-    )
-    in_class = 3 * math.log2(3 / 4) + math.log2(1 / 4) + 2 * math.log2(2 / 3) + math.log2(1 / 3)
-    assert report.word_entropy == pytest.approx(-in_class / 7)
-
-
-def test_words_of_the_head_are_classes_of_their_own_to_the_report() -> None:
-    """Words 0 (3 times) and 1 (twice) on the root leave class 0 words 3 and 4, class 1 word 2."""
-    tokens = np.array([0, 1, 0, 2, 3, 0, 1], dtype=np.uint16)
-    counts = np.array([3, 2, 1, 1, 0])
-    report = class_report(counts, np.array([0, 1, 1, 0, 0]), tokens, head=2)
-    assert (report.num_word_classes, report.head) == (2, 2)
-    assert report.sizes == (2, 1)
-    assert report.head_mass == pytest.approx(5 / 7)
-    assert report.token_mass == pytest.approx((1 / 7, 1 / 7))
-    assert report.columns_per_token == pytest.approx(4 + 1 / 7 * 2 + 1 / 7 * 1)
-    assert report.top_words == ((3, 4), (2,))
-    apart = class_report(counts, np.array([2, 3, 1, 0, 0]), tokens)
-    assert report.log_likelihood == pytest.approx(apart.log_likelihood)
-    assert report.class_entropy == pytest.approx(apart.class_entropy)
-    assert report.word_entropy == pytest.approx(apart.word_entropy)
-    all_on_the_root = class_report(counts, np.array([0, 1, 1, 0, 0]), tokens, head=5)
-    assert all_on_the_root.sizes == (0, 0)
-    assert all_on_the_root.columns_per_token == 5
-
-
 def test_a_head_of_more_words_than_there_are_is_refused(tmp_path: Path) -> None:
     counts = np.array([3, 2], dtype=np.int64)
     with pytest.raises(UserError, match=r"classes\.head = 3 is more than 2 words"):
@@ -426,116 +328,6 @@ def test_a_head_of_more_words_than_there_are_is_refused(tmp_path: Path) -> None:
             counts, ClassesConfig(method="uniform", head=3),
             tokens=np.array([0, 1]), words=list, folder=tmp_path,
         )  # fmt: skip
-
-
-def test_with_one_class_the_report_is_the_unigram_model() -> None:
-    tokens = zipf_tokens(40, 3_000)
-    counts = counts_of(tokens, 40)
-    report = class_report(counts, np.zeros(40, dtype=np.int32), tokens)
-    log_prob = np.log(counts[tokens[1:]] / len(tokens))
-    assert report.log_likelihood == pytest.approx(log_prob.mean())
-    assert report.class_entropy == 0
-    assert report.columns_per_token == 41
-
-
-def test_report_does_not_depend_on_the_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = zipf_tokens(40, 1_003)
-    counts, word_class = counts_of(tokens, 40), random_classes(40, 6, seed=1)
-    whole = class_report(counts, word_class, tokens)
-    monkeypatch.setattr(classes_module, "TOKENS_PER_CHUNK", 17)
-    assert class_report(counts, word_class, tokens) == whole
-
-
-def test_report_refuses_arrays_that_do_not_belong_together() -> None:
-    tokens = np.array([0, 1, 1], dtype=np.uint16)
-    with pytest.raises(ValueError, match="expected classes of 2 words and 4 tokens"):
-        class_report(np.array([1, 3]), np.array([0, 1]), tokens)
-    with pytest.raises(UserError, match=r"wants two tokens of training text at least, got 1$"):
-        class_report(np.array([1, 0]), np.array([0, 0]), np.array([0], dtype=np.uint16))
-    with pytest.raises(ValueError, match="class 1 has no words"):
-        class_report(np.array([1, 2]), np.array([0, 2]), tokens)
-
-
-# Files
-
-
-WORDS = ["<unk>", "a", "b", "c", "<eos>"]
-
-
-@pytest.mark.parametrize(
-    ("file_format", "text"),
-    [
-        ("mkcls", "b\t7\nz\t9\nc\t3\na\t7\n"),
-        ("mkcls", "b\t7\r\n\r\nc\t3\r\na\t7\r\nb\t7"),
-        ("mkcls", "\ufeffb\t7\nc\t3\na\t7\n"),
-        ("brown", "0110\tb\t12\n00\tc\t4\n0110\ta\t1\n"),
-        ("srilm", "X 0.5 b\nY 1 c\nX 0.5 a\n"),
-        ("srilm", "X b\nY c\nX a\n"),
-    ],
-)
-def test_class_files_are_read_and_sentence_words_get_their_own_class(
-    tmp_path: Path, file_format: str, text: str
-) -> None:
-    (tmp_path / "map").write_bytes(text.encode())
-    settings = ClassesConfig(method="file", file="map", file_format=file_format)  # type: ignore[arg-type]
-    word_class = build_word_classes(
-        np.ones(5, dtype=np.int64),
-        settings,
-        tokens=np.arange(5, dtype=np.uint16),
-        words=lambda: WORDS,
-        folder=tmp_path,
-    )
-    assert word_class.tolist() == [2, 0, 0, 1, 2]
-    assert word_class.dtype == np.int32
-
-
-def test_a_class_file_may_hold_the_sentence_words(tmp_path: Path) -> None:
-    (tmp_path / "map").write_text("<eos>\tX\na\tY\nb\tY\nc\tX\n<unk>\tY\n")
-    assert read_word_classes(tmp_path / "map", "mkcls", WORDS).tolist() == [1, 1, 1, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("file_format", "text", "message"),
-    [
-        ("mkcls", "a\t1\n", "2 of the vocabulary's 5 words have no class, the first is 'b'"),
-        ("mkcls", "a\t1\nb\t2\na\t2\n", "line 3: 'a' already has another class"),
-        ("mkcls", "a 1\n", r"line 1: expected word TAB class \(mkcls\), got 'a 1'"),
-        ("brown", "01\ta\t3\n02\tb\t3\n", "line 2: expected bit string TAB word TAB count"),
-        ("brown", "01\ta\tmany\n", "line 1: expected bit string TAB word TAB count"),
-        ("srilm", "X 0.5 a b\n", r"line 1: expected class \[probability\] word"),
-        ("srilm", "X a b\n", r"line 1: expected class \[probability\] word"),
-        ("mkcls", "a\t1\n\udcff\t2\n", "not valid UTF-8"),
-    ],
-)
-def test_a_faulty_class_file_is_refused_in_one_line(
-    tmp_path: Path, file_format: str, text: str, message: str
-) -> None:
-    path = tmp_path / "map"
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match=message) as caught:
-        read_word_classes(path, file_format, WORDS)  # type: ignore[arg-type]
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_settings_that_contradict_the_file_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "map").write_text("a\tX\nb\tY\nc\tX\n")
-    settings = ClassesConfig(method="file", file="map", num_word_classes=4)
-    tokens = np.arange(5, dtype=np.uint16)
-
-    def build(settings: ClassesConfig) -> None:
-        counts = np.ones(5, dtype=np.int64)
-        build_word_classes(counts, settings, tokens=tokens, words=lambda: WORDS, folder=tmp_path)
-
-    with pytest.raises(UserError, match=r"classes\.num_word_classes: 4 asked for, .* 3 classes"):
-        build(settings)
-    with pytest.raises(UserError, match=r"classes\.file: .* needs the name"):
-        build(replace(settings, file=None))
-    with pytest.raises(UserError, match=r"classes\.file: cannot read .*nowhere: No such file"):
-        build(replace(settings, file="nowhere"))
-
-
-# Settings
 
 
 @pytest.mark.parametrize("method", ["embedding", "exchange", "frequency", "uniform", "random"])
