@@ -21,6 +21,7 @@ _OVERRIDES = (
     "Any key of the configuration can be overridden: --section.key=value,"
     " for instance --model.hidden=650."
 )
+_NO_PROGRESS = "no progress bars (there are none anyway where stderr is no terminal)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         verbs, "prepare", _prepare, "corpus → tokenizer → token files → classes", _OVERRIDES
     )
     verb.add_argument("config", metavar="CONFIG", help="YAML file")
+    verb.add_argument("--no-progress", action="store_true", help=_NO_PROGRESS)
     verb = _verb(
         verbs, "train", _train, "train a model (prepares the data first if needed)", _OVERRIDES
     )
@@ -82,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument(
         "--resume", metavar="auto|PATH", help="continue the run's last checkpoint, or that one"
     )
-    verb.add_argument("--no-progress", action="store_true", help="no progress bars")
+    verb.add_argument("--no-progress", action="store_true", help=_NO_PROGRESS)
     verb = _verb(verbs, "evaluate", _evaluate, "perplexity of a trained model on a text")
     verb.add_argument("run_dir", metavar="RUN", help="folder of the run")
     which = verb.add_mutually_exclusive_group()
@@ -94,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE|-",
         help="a text file instead of a split of the corpus; its empty lines count too",
     )
+    verb.add_argument("--no-progress", action="store_true", help=_NO_PROGRESS)
     verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
     _add_generate(verbs)
     verb = _verb(verbs, "classes", _classes, "report on the word classes", _OVERRIDES)
@@ -150,7 +153,7 @@ def _positive(text: str) -> int:
 
 
 def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
-    _prepared(load_config(options.config, overrides))
+    _prepared(load_config(options.config, overrides), progress=not options.no_progress)
 
 
 def _prepared(config: Config, *, keep: bool = False, progress: bool = True) -> Any:
@@ -181,11 +184,12 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> None:
     from lm.evaluation import evaluate_run, evaluate_text
     from lm.report import evaluation_table
 
-    folder = Path(options.run_dir)
+    folder, progress = Path(options.run_dir), not options.no_progress
     if options.text is None:
-        result, name = evaluate_run(folder, options.split), options.split
+        result, name = evaluate_run(folder, options.split, progress=progress), options.split
     else:
-        result, name = evaluate_text(folder, _text_lines(options.text)), options.text
+        lines = _text_lines(options.text)
+        result, name = evaluate_text(folder, lines, progress=progress), options.text
     print(json.dumps(result.to_dict()) if options.json else evaluation_table(result, name))
 
 

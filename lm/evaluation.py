@@ -124,7 +124,7 @@ def evaluate(
         eos_id: what the first token is predicted from.
         unk_id: which tokens are out of vocabulary; None if nothing is.
         context: T, window of a backbone that carries no state.
-        progress: title of a progress bar on stderr; None for none.
+        progress: title of a progress bar on stderr, where that is a terminal; None for none.
 
     Raises:
         ValueError: if there is no token.
@@ -141,7 +141,11 @@ def evaluate(
     nll = class_nll = oov_nll = 0.0
     oov = 0
     with tqdm(
-        total=len(tokens), desc=progress, unit="token", unit_scale=True, disable=progress is None
+        total=len(tokens),
+        desc=progress,
+        unit="token",
+        unit_scale=True,
+        disable=True if progress is None else None,
     ) as bar:
         for hidden, targets in portions:
             each = model.output.loss(hidden, targets, "none").double()
@@ -237,7 +241,7 @@ def _column(ids: NDArray[np.int64], model: LanguageModel) -> Tensor:
     return torch.from_numpy(ids).to(model.device)[:, None]
 
 
-def evaluate_run(folder: Path, split: str) -> Evaluation:
+def evaluate_run(folder: Path, split: str, *, progress: bool = True) -> Evaluation:
     """Evaluate a run's best model on a split of its corpus, and keep the figures as
     `evaluate-<split>.json` in the run.
 
@@ -260,7 +264,7 @@ def evaluate_run(folder: Path, split: str) -> Evaluation:
         eos_id=description.eos_id,
         unk_id=description.unk_id,
         context=description.context,
-        progress=f"evaluate {split}",
+        progress=f"evaluate {split}" if progress else None,
     )
     if not config.data.keep_empty_lines:
         result = replace(result, eos_rule=WITHOUT_EMPTY_LINES)
@@ -268,7 +272,7 @@ def evaluate_run(folder: Path, split: str) -> Evaluation:
     return result
 
 
-def evaluate_text(folder: Path, lines: Iterable[str]) -> Evaluation:
+def evaluate_text(folder: Path, lines: Iterable[str], *, progress: bool = True) -> Evaluation:
     """Evaluate the best model of a run, or an export, on lines of text.
 
     Raises:
@@ -295,5 +299,5 @@ def evaluate_text(folder: Path, lines: Iterable[str]) -> Evaluation:
         eos_id=description.eos_id,
         unk_id=description.unk_id,
         context=description.context,
-        progress="evaluate",
+        progress="evaluate" if progress else None,
     )

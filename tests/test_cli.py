@@ -365,6 +365,19 @@ def test_classes_that_the_data_were_not_prepared_with_are_not_reported(
     assert untouched(verb, copied_run).startswith(f"{copied_run}/classes.npy is damaged: ")
 
 
+def test_preparing_shows_bars_to_a_terminal_unless_unwanted(
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for option in ([], ["--no-progress"]):
+        folder = tmp_path / f"prepared{len(option)}"
+        assert main(["prepare", str(tiny), f"--data.prepared_dir={folder}", *option]) == 0
+        assert ("lines" in capsys.readouterr().err) == (not option)
+
+
 def test_a_text_of_one_token_has_no_class_report(
     tiny: Path, tmp_path: Path, untouched: Complaint
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,20 @@ def test_the_rule_for_line_ends_is_that_of_the_corpus(
     assert without["tokens"] == with_them["tokens"] - 1
     assert "empty lines left out" in without["eos_rule"]
     assert "empty lines too" in with_them["eos_rule"]
+
+
+def test_a_bar_is_shown_to_a_terminal_unless_unwanted(
+    lstm_run: Path,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for source in (["--split", "valid"], ["--text", str(corpus / "valid.txt")]):
+        for terminal, option in ((True, []), (True, ["--no-progress"]), (False, [])):
+            monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+            assert main(["evaluate", str(lstm_run), *source, *option]) == 0
+            assert ("evaluate" in capsys.readouterr().err) == (terminal and not option)
+    (lstm_run / "evaluate-valid.json").unlink()
 
 
 def test_a_text_that_cannot_be_evaluated_is_named(
