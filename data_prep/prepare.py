@@ -14,8 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
-from data_prep import corpus
-from data_prep.artifacts import (
+from data_prep.classes.word_classes import build_word_classes
+from data_prep.corpus import lines as corpus
+from data_prep.errors import UserError
+from data_prep.prepared import (
     CLASSES,
     COUNTS,
     META,
@@ -34,12 +36,11 @@ from data_prep.artifacts import (
     verify_tokenizer,
     write_meta,
 )
-from data_prep.classes import build_word_classes
-from data_prep.encode import encode_split
-from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig, UserError
+from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
 from data_prep.storage import ArrayInfo, locked, map_array, sha256_file, verify_array, write_array
-from data_prep.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
-from data_prep.vocabulary import count_words, train_sentencepiece
+from data_prep.tokenizer.encode import encode_split
+from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
+from data_prep.tokenizer.vocabulary import count_words, train_sentencepiece
 
 LOCK = ".lock"
 OWN_FILES = (

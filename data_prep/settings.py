@@ -22,12 +22,6 @@ BYTE_ORDER_MARK = "\ufeff"
 """Stands before some texts and is no part of them."""
 
 
-class UserError(ValueError):
-    """A mistake of the user's. Its text is one complete line; commands print it without a
-    traceback.
-    """
-
-
 @dataclass(frozen=True, kw_only=True)
 class SplitFiles:
     """The files of each split: a path, a glob, a folder, or a list of these; relative ones start at

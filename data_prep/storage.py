@@ -19,7 +19,8 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from data_prep.settings import STRICT, NonNegative, UserError
+from data_prep.errors import UserError
+from data_prep.settings import STRICT, NonNegative
 
 CHUNK_BYTES = 1 << 24
 

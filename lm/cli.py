@@ -13,7 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
-from data_prep.settings import BYTE_ORDER_MARK, UserError
+from data_prep.errors import UserError
+from data_prep.settings import BYTE_ORDER_MARK
 from lm import __version__
 from lm.config import Config, load_config, load_run_config
 
@@ -171,7 +172,10 @@ def _prepared(config: Config, *, keep: bool = False, progress: bool = True) -> A
 
 def _train(options: argparse.Namespace, overrides: list[str]) -> None:
     config = load_config(options.config, overrides)
-    from lm.training import check_folder, train  # takes seconds, which a mistake need not wait for
+    from lm.training.loop import (  # takes seconds, which a mistake need not wait for
+        check_folder,
+        train,
+    )
 
     checkpoint = check_folder(config, options.resume)
     _prepared(config, keep=checkpoint is not None, progress=not options.no_progress)

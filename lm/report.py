@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_prep.artifacts import Prepared
-from data_prep.class_report import ClassReport, class_report
-from data_prep.settings import UserError
-from lm.batches import Batches
+from data_prep.classes.report import ClassReport, class_report
+from data_prep.errors import UserError
+from data_prep.prepared import Prepared
 from lm.config import Config, has_sparse_table
 from lm.evaluation import Evaluation
-from lm.footprint import available, footprint
-from lm.metrics import read_metrics
+from lm.model.build_tree import build_tree
 from lm.model.language_model import build_model
-from lm.tree_choice import build_tree
+from lm.training.batches import Batches
+from lm.training.memory_estimate import available, footprint
+from lm.training.metrics import read_metrics
 
 LABELLED_CLASSES = 25
 """Heaviest classes whose top words stand in the picture."""

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from lm.output import ClassTree, fused
-from lm.output.routing import route
+from lm.output import ClassTree
+from lm.output.backends.triton import backend as fused
+from lm.output.backends.visits import route
 
 Clock = Callable[[Callable[[], object]], Callable[[], float]]
 """Runs a step; what it returns tells the seconds, to be asked once other steps are under way."""

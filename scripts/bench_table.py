@@ -16,7 +16,7 @@ import torch
 from bench_measure import Ceilings, least_work
 from bench_method import Method
 
-from lm.machine import processor_name
+from lm.training.environment import processor_name
 
 TOP = Path(__file__).resolve().parent.parent
 COLUMNS = (

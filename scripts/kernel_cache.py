@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.output import ClassTree
-from lm.output.fused import _num_splits, kept_blocks
-from lm.output.routing import Schedule, Visits
-from lm.output.tiles import Tiles
+from lm.output.backends.triton.backend import _num_splits, kept_blocks
+from lm.output.backends.triton.tile_shapes import Tiles
+from lm.output.backends.visits import Schedule, Visits
 
 Ints = NDArray[np.int64]
 HIDDEN, WEIGHT, KEPT, D_WEIGHT = range(4)

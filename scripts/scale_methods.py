@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output import ClassTree, hierarchical_cross_entropy
-from lm.output.sparse import RowAdagrad
+from lm.output.rowwise.optimizers import RowAdagrad
 
 SEQUENCES = 32
 """Of the batch that `step` reads."""
@@ -122,7 +122,7 @@ def step(task: Task) -> Method:
     """Ours, a whole language model."""
     from lm.config import ModelConfig, OptimConfig, OutputConfig  # needs more than torch
     from lm.model.language_model import build_model
-    from lm.optimization import build_optimizer
+    from lm.training.optimizers import build_optimizer
 
     num_positions, size = task.hidden.shape
     model_config = ModelConfig(hidden=size, layers=1, tied=True, init_range=RANGE)

@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     unless only the tests for a GPU run.
     """
     if config.getoption("markexpr") != "gpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when lm.output.kernels is imported
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",

@@ -14,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 import lm.evaluation
-from data_prep.artifacts import open_prepared
-from lm.checkpoint import load_model
+from data_prep.prepared import open_prepared
 from lm.cli import main
 from lm.config import ModelConfig, OutputConfig
 from lm.evaluation import Evaluation, TextCounts, evaluate
-from lm.metrics import read_metrics
 from lm.model.language_model import LanguageModel, build_model
 from lm.output import ClassTree
+from lm.training.checkpoint import load_model
+from lm.training.metrics import read_metrics
 
 N, EOS, UNK = 9, 0, 1
 COUNTS = TextCounts(words=7, lines=3, utf8_bytes=40)

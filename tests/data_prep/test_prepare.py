@@ -12,18 +12,12 @@ import pytest
 from datasets import IterableDataset
 
 import data_prep.prepare as module
-from data_prep import artifacts
-from data_prep.artifacts import Prepared, copy_tokenizer, open_prepared, save_tokenizer
-from data_prep.settings import (
-    ClassesConfig,
-    DataConfig,
-    Files,
-    SplitFiles,
-    TokenizerConfig,
-    UserError,
-)
+from data_prep import prepared as artifacts
+from data_prep.errors import UserError
+from data_prep.prepared import Prepared, copy_tokenizer, open_prepared, save_tokenizer
+from data_prep.settings import ClassesConfig, DataConfig, Files, SplitFiles, TokenizerConfig
 from data_prep.storage import sha256_file
-from data_prep.tokenizer import WordTokenizer
+from data_prep.tokenizer.tokenizer import WordTokenizer
 
 Contents = Callable[[Path], dict[str, str]]
 
@@ -290,7 +284,7 @@ def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(
         opened.append(data.hub_config)
         return {"train": lines, "validation": lines}
 
-    monkeypatch.setattr("data_prep.corpus._load_hub", load)
+    monkeypatch.setattr("data_prep.corpus.lines._load_hub", load)
     corpus.data = DataConfig(dir=str(corpus.folder), hub="some/corpus")
     assert list(corpus.prepare().splits) == ["train", "valid"]
     opened.clear()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 from data_prep.storage import (
     ArrayInfo,
     locked,

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output import ClassTree, functional, fused, hierarchical_cross_entropy, memory, reference
+from lm.output import ClassTree, functional, hierarchical_cross_entropy
+from lm.output.backends.reference import backend as reference
+from lm.output.backends.reference import gradient_memory as memory
+from lm.output.backends.triton import backend as fused
+from lm.output.backends.triton.tile_shapes import Tile, Tiles
 from lm.output.functional import fused_nll, hierarchical_nll
-from lm.output.tiles import Tile, Tiles
 
 N, H = 23, 6
 TREES = {

@@ -1,0 +1,104 @@
+"""Word classes from files of other tools: mkcls, Brown clustering, SRILM.
+
+Decides which class a word of the vocabulary has by such a file; makes no classes.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.errors import UserError
+
+FileFormat = Literal["mkcls", "brown", "srilm"]
+
+SENTENCE_WORDS = ("<unk>", "<eos>")
+"""Words that class files of other tools may lack: theirs then is a class of their own, together."""
+
+
+def read_word_classes(
+    path: Path, file_format: FileFormat, words: Sequence[str]
+) -> NDArray[np.int32]:
+    """Classes from a file that another program wrote, a line for each word.
+
+    Words outside the vocabulary are passed over. `<unk>` and `<eos>`, which such programs may not
+    know, share a class of their own if the file lacks them.
+
+    Args:
+        path: the file, UTF-8.
+        file_format: `mkcls`, word TAB class; `brown`, bit string TAB word TAB count; `srilm`, class
+            [probability] word.
+        words: the vocabulary by id.
+
+    Returns:
+        int32 [N], classes numbered in the order in which the file first names one of their words.
+
+    Raises:
+        UserError: no such file, not UTF-8, a line of another format, a word in two classes, or a
+            word of the vocabulary missing.
+    """
+    id_of_word = {word: index for index, word in enumerate(words)}
+    number: dict[str, int] = {}
+    word_class = np.full(len(words), -1, dtype=np.int32)
+    for line_number, name, word in _read_pairs(path, file_format):
+        index = id_of_word.get(word)
+        if index is None:
+            continue
+        found = number.setdefault(name, len(number))
+        if word_class[index] not in (-1, found):
+            raise UserError(f"{path}, line {line_number}: {word!r} already has another class")
+        word_class[index] = found
+    missing = np.flatnonzero(word_class < 0).tolist()
+    unknown = [words[index] for index in missing if words[index] not in SENTENCE_WORDS]
+    if unknown:
+        raise UserError(
+            f"{path}: {len(unknown)} of the vocabulary's {len(words)} words have no class, "
+            f"the first is {unknown[0]!r}"
+        )
+    word_class[missing] = len(number)
+    return word_class
+
+
+def _read_pairs(path: Path, file_format: FileFormat) -> Iterator[tuple[int, str, str]]:
+    """Line number, name of the class and word, of every line that is not blank."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            for line_number, line in enumerate(file, start=1):
+                text = line.rstrip("\r\n")
+                if text.strip():
+                    yield (
+                        line_number,
+                        *_parse_line(text, file_format, f"{path}, line {line_number}"),
+                    )
+    except OSError as error:
+        raise UserError(f"classes.file: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not valid UTF-8 ({error.reason})") from error
+
+
+def _parse_line(text: str, file_format: FileFormat, place: str) -> tuple[str, str]:
+    """Name of the class and word; UserError naming `place` if the line has another format."""
+    match file_format, text.split() if file_format == "srilm" else text.split("\t"):
+        case "mkcls", [word, name]:
+            return name.strip(), word
+        case "brown", [name, word, count] if not name.strip("01") and count.strip().isdecimal():
+            return name, word
+        case "srilm", [name, word]:
+            return name, word
+        case "srilm", [name, probability, word] if _is_probability(probability):
+            return name, word
+    expected = {
+        "mkcls": "word TAB class",
+        "brown": "bit string TAB word TAB count",
+        "srilm": "class [probability] word",
+    }[file_format]
+    raise UserError(f"{place}: expected {expected} ({file_format}), got {text[:80]!r}")
+
+
+def _is_probability(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False

@@ -1,0 +1,1 @@
+"""Text: lines of local files and of datasets."""

@@ -1,0 +1,1 @@
+"""Lines of text to token ids and back."""

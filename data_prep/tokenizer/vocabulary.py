@@ -1,0 +1,242 @@
+"""How a vocabulary is built from the training lines: counted words, or a sentencepiece model.
+
+Decides which words or pieces there are and in what order. Knows no files; what a token is says
+`tokenizer`.
+"""
+
+import io
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.errors import UserError
+from data_prep.settings import TokenizerConfig
+from data_prep.tokenizer.tokenizer import (
+    EOS,
+    UNK,
+    SentencePieceTokenizer,
+    known_stretches,
+    line_batches,
+    word_separator,
+)
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from data_prep.tokenizer.word_index import WordCounter, WordTable
+
+MAX_SENTENCE_CHARACTERS = 4_096
+"""Longest stretch of a line that sentencepiece learns from at once; its time grows out of
+proportion.
+"""
+
+
+def count_words(
+    lines: Iterable[str], settings: TokenizerConfig
+) -> tuple["WordTable", NDArray[np.int64]]:
+    """The vocabulary of a corpus: its words, most frequent first, equal counts in code point order.
+
+    `<eos>` is counted once a line; `<unk>` counts its literal occurrences and those of every word
+    left out. Memory grows with the distinct words, some 50 bytes for each and 90 while they are
+    sorted, not with the text.
+
+    Args:
+        lines: the training lines.
+        settings: `vocab_size`, `min_count`, `lowercase`, `split_punctuation` of the section
+            `tokenizer`.
+
+    Returns:
+        The words [N], `<unk>` and `<eos>` always among them, and their occurrences [N], which add
+        up to the tokens of the split.
+
+    Raises:
+        UserError: `vocab_size` has no place for a word.
+    """
+    if settings.vocab_size is not None and settings.vocab_size < 3:
+        raise UserError(
+            f"tokenizer.vocab_size is {settings.vocab_size}:"
+            f" expected at least 3, {UNK} and {EOS} included"
+        )
+    from data_prep.tokenizer.word_index import WordCounter, WordTable  # loads a compiler
+
+    counter = WordCounter()
+    counter.add(f"{UNK} {EOS}")  # ids 0 and 1
+    num_lines = _count(counter, lines, settings)
+    text, starts, counts = counter.result()
+    del counter  # frees its table
+    counts[:2] -= 1
+    words = _as_arrow(text, starts)
+    order, num_cut = _cut_order(words, counts, settings)
+    counts[0] += num_cut
+    counts[1] += num_lines
+    for id, word in enumerate((UNK, EOS)):
+        order = np.insert(order, _place(word, int(counts[id]), words, counts, order), id)
+    return WordTable(*_as_numpy(words.take(order))), counts[order]
+
+
+def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: int = 1) -> bytes:
+    """A sentencepiece model of the lines, as the bytes of its file; the same for the same
+    arguments.
+
+    Args:
+        lines: the training lines. Long ones are learnt from in stretches, none is left out.
+        settings: `vocab_size`, `model_type`, `byte_fallback`, `character_coverage` and
+            `max_sentences` of the section `tokenizer`.
+        seed: which lines are drawn when there are more than `max_sentences`.
+
+    Raises:
+        UserError: `vocab_size` is missing, too small for the characters or too large for the text;
+            there is no text.
+    """
+    import sentencepiece
+
+    if settings.vocab_size is None:
+        raise UserError(
+            "tokenizer.vocab_size is not set: tokenizer.kind sentencepiece needs a number of pieces"
+        )
+    sentences = chain.from_iterable(map(_short_stretches, lines))
+    # Its own draw depends on more than its seed.
+    drawn = _sample(sentences, settings.max_sentences, Random(seed))
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(drawn),
+            model_writer=model,
+            **_trainer_options(settings),
+        )
+    except RuntimeError as error:
+        raise UserError(_training_mistake(str(error), settings.vocab_size)) from error
+    num_pieces = SentencePieceTokenizer(model.getvalue()).vocab_size
+    if num_pieces < settings.vocab_size:
+        raise UserError(_too_large(settings.vocab_size, num_pieces))
+    return model.getvalue()
+
+
+def _count(counter: "WordCounter", lines: Iterable[str], settings: TokenizerConfig) -> int:
+    """Count the words of the lines; returns the number of lines."""
+    separate = word_separator(settings.lowercase, settings.split_punctuation)
+    num_lines = 0
+    for batch in line_batches(lines):
+        num_lines += len(batch)
+        counter.add(separate(batch))
+    return num_lines
+
+
+def _cut_order(
+    words: "pyarrow.LargeStringArray", counts: NDArray[np.int64], settings: TokenizerConfig
+) -> tuple[NDArray[np.int64], int]:
+    """Ids of the words that stay, by count and code points, without the special words 0 and 1; and
+    the occurrences of the others.
+    """
+    import pyarrow
+    from pyarrow import compute
+
+    keys = [("count", "descending"), ("word", "ascending")]
+    table = pyarrow.table({"word": words, "count": counts})
+    order = compute.sort_indices(table, sort_keys=keys).to_numpy().view(np.int64)
+    order = order[order > 1]
+    num_kept = int((counts[2:] >= settings.min_count).sum())
+    if settings.vocab_size is not None:
+        num_kept = min(num_kept, settings.vocab_size - 2)
+    return order[:num_kept], int(counts[order[num_kept:]].sum())
+
+
+def _place(
+    word: str,
+    count: int,
+    words: "pyarrow.LargeStringArray",
+    counts: NDArray[np.int64],
+    order: NDArray[np.int64],
+) -> int:
+    """Where a further word belongs in the order."""
+    descending = -counts[order]
+    first, last = (int(np.searchsorted(descending, -count, side)) for side in ("left", "right"))
+    equals = range(first, last)
+    return first + bisect_left(equals, word, key=lambda rank: words[order[rank]].as_py())
+
+
+def _as_arrow(text: NDArray[np.uint8], starts: NDArray[np.int64]) -> "pyarrow.LargeStringArray":
+    """The words of `text`, which begin at `starts`; nothing is copied."""
+    import pyarrow
+
+    buffers = map(pyarrow.py_buffer, (starts, text))
+    return pyarrow.LargeStringArray.from_buffers(len(starts) - 1, *buffers)
+
+
+def _as_numpy(
+    words: "pyarrow.LargeStringArray",
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    _, starts, text = words.buffers()
+    return np.frombuffer(text, np.uint8), np.frombuffer(starts, np.int64)[: len(words) + 1]
+
+
+def _sample(sentences: Iterable[str], size: int, random: Random) -> list[str]:
+    """`size` of the sentences, each as likely as any other; all of them if there are no more."""
+    drawn: list[str] = []
+    for number, sentence in enumerate(sentences):
+        if number < size:
+            drawn.append(sentence)
+        elif (place := int(random.random() * (number + 1))) < size:
+            drawn[place] = sentence
+    return drawn
+
+
+def _short_stretches(line: str) -> Iterator[str]:
+    for stretch in known_stretches(line):
+        start = 0
+        while len(stretch) - start > MAX_SENTENCE_CHARACTERS:
+            end = start + MAX_SENTENCE_CHARACTERS
+            cut = stretch.rfind(" ", start + 1, end)
+            yield stretch[start : cut if cut > 0 else end]
+            start = cut if cut > 0 else end
+        yield stretch[start:]
+
+
+def _trainer_options(settings: TokenizerConfig) -> dict[str, Any]:
+    return {
+        "model_type": settings.model_type,
+        "vocab_size": settings.vocab_size,
+        "byte_fallback": settings.byte_fallback,
+        "character_coverage": settings.character_coverage,
+        "max_sentence_length": 4 * MAX_SENTENCE_CHARACTERS,
+        "unk_id": 0,
+        "eos_id": 1,
+        "bos_id": -1,
+        "pad_id": -1,
+        "unk_piece": UNK,
+        "eos_piece": EOS,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": False,
+        "allow_whitespace_only_pieces": True,
+        # Not the machine's number of cores: the sums of unigram training depend on it.
+        "num_threads": 16,
+        "minloglevel": 2,
+    }
+
+
+def _training_mistake(message: str, vocab_size: int) -> str:
+    if "sentences_.empty()" in message:
+        return "the training split has no text that a sentencepiece model could be built from"
+    if too_high := re.search(r"value <= (\d+)", message):
+        return _too_large(vocab_size, int(too_high[1]))
+    if too_low := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        return (
+            f"tokenizer.vocab_size is {vocab_size}: expected at least {too_low[1]},"
+            " a piece for every"
+            " character of the training split (or lower tokenizer.character_coverage)"
+        )
+    return f"sentencepiece could not build a model of the training split: {message}"
+
+
+def _too_large(vocab_size: int, maximum: int) -> str:
+    return (
+        f"tokenizer.vocab_size is {vocab_size}:"
+        f" expected at most {maximum}, all that the training split gives"
+    )

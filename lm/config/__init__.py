@@ -1,0 +1,3 @@
+"""The typed configuration of a run."""
+
+from lm.config.schema import *  # noqa: F403

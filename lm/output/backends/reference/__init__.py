@@ -1,0 +1,1 @@
+"""The portable backend, in torch."""

@@ -1,0 +1,1 @@
+"""Words from distributions: log-probabilities, exact top-k and top-p, sampling."""

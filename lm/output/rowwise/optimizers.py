@@ -1,0 +1,211 @@
+"""Optimizers of tables of rows, of which a step touches those with a gradient and no others: a step
+costs what the batch visited, whatever the size of the table.
+
+They take a `RowGradient` block by block: a block of the gradient is formed, its rows are updated,
+and it is forgotten, so that there is never a gradient of the table's size, nor one of the visited
+rows'. What they do to rows with a gradient is what the dense optimizer does; rows without one keep
+their values and their state (which plain SGD would not change either). Nothing decays: that would
+touch every row.
+
+Rows in bf16 are rounded up or down at random in proportion to the distance: an update that is
+smaller than half the last place is not lost, but happens now and then, right on average
+(Gupta et al. 2015). State is kept in fp32.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lm.output.rowwise.row_gradient import Block, RowGradient
+
+_NOISE = 1 << 20
+"""Random numbers drawn for each step of a table in bf16, used from a random place for each block.
+"""
+_UPPER_HALF = 1 if sys.byteorder == "little" else 0
+"""Which half of an fp32 number is its bf16."""
+
+
+class RowOptimizer(torch.optim.Optimizer, ABC):
+    """An optimizer that works block by block; a subclass says what happens to a block.
+
+    Args:
+        params: tables [R, H] and vectors [R], whose gradients are `RowGradient` or ordinary.
+        defaults: its settings, `lr` among them.
+    """
+
+    def __init__(self, params: Iterable[Tensor], defaults: dict[str, Any]) -> None:
+        if defaults["lr"] <= 0:
+            raise ValueError(f"lr must be positive, got {defaults['lr']}")
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every row that has a gradient.
+
+        Args:
+            closure: evaluates the loss again and returns it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As for any optimizer, but the state keeps its dtype where the table has less."""
+        super().load_state_dict(state_dict)
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, state in state_dict["state"].items():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    device = params[number].device if value.dim() else value.device
+                    self.state[params[number]][name] = value.to(device)
+
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        table = param.view(param.shape[0], -1)
+        noise = _Noise(table) if table.dtype == torch.bfloat16 else None
+        wide = torch.promote_types(table.dtype, torch.float32)
+        self._begin(param, table, group)
+        for block in _blocks(grad):
+            own = table[block.rows]  # a view of them, if they are a slice
+            rows = own.to(wide)
+            self._change(rows, block, param, group)
+            if noise is not None:
+                noise.round_into(own, rows)
+            elif rows is not own:
+                own.copy_(rows)
+            if not isinstance(block.rows, slice):
+                table[block.rows] = own
+
+    def _begin(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> None:
+        """Before the first block of a step; most have nothing to do."""
+
+    @abstractmethod
+    def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
+        """Update `rows` [K, H], those of `block`, in at least fp32."""
+
+
+class RowSGD(RowOptimizer):
+    """row -= lr · gradient, which is `torch.optim.SGD` without momentum and decay."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
+        block.add_into(rows, -group["lr"])
+
+
+class RowAdagrad(RowOptimizer):
+    """Adagrad with one sum for each row, of the means of its squared gradients.
+
+        s_r += ‖g_r‖² / H
+        row_r -= lr · g_r / (√s_r + eps)
+
+    The state is a number a row, 1 / H of what Adagrad or Adam keep.
+
+    Args:
+        params: tables [R, H], and vectors [R], for which this is Adagrad.
+        lr: step size.
+        eps: added to the root.
+
+    Source: Duchi et al. 2011; by rows: Mudigere et al. 2022, section 4.1.4.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float, eps: float = 1e-8) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    def _begin(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> None:
+        if "sum" not in self.state[param]:
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            self.state[param]["sum"] = torch.zeros(len(table), dtype=dtype, device=param.device)
+
+    def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
+        total = self.state[param]["sum"]
+        new = total[block.rows] + block.square_norms() / rows.shape[1]
+        total[block.rows] = new
+        block.add_into(rows, -group["lr"] / (new.sqrt() + group["eps"]))
+
+
+class RowAdam(RowOptimizer):
+    """Adam whose moments move only where there is a gradient, as `torch.optim.SparseAdam`.
+
+    Two numbers of state for each number of the table: for tables that are not so large.
+
+    Args:
+        params: tables [R, H] and vectors [R].
+        lr: step size.
+        betas: of the two moments.
+        eps: added to the root.
+
+    Source: Kingma & Ba 2015.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    def _begin(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            state["step"] = 0
+            state["mean"] = torch.zeros(table.shape, dtype=dtype, device=param.device)
+            state["square"] = torch.zeros(table.shape, dtype=dtype, device=param.device)
+        state["step"] += 1
+
+    def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[param], group["betas"]
+        grad = block.formed()
+        mean = state["mean"][block.rows].lerp(grad, 1 - beta1)
+        square = (state["square"][block.rows] * beta2).addcmul_(grad, grad, value=1 - beta2)
+        state["mean"][block.rows], state["square"][block.rows] = mean, square
+        correction1, correction2 = (1 - beta ** state["step"] for beta in (beta1, beta2))
+        root = square.sqrt_().div_(correction2**0.5).add_(group["eps"])
+        rows.addcdiv_(mean, root, value=-group["lr"] / correction1)
+
+
+def _blocks(grad: Tensor) -> Iterator[Block]:
+    if isinstance(grad, RowGradient):
+        yield from grad.blocks()
+    else:
+        values = grad.view(len(grad), -1).to(torch.promote_types(grad.dtype, torch.float32))
+        yield Block(slice(0, len(grad)), values=values)
+
+
+class _Noise:
+    """Rounds to bf16 at random.
+
+    The noise, uniform below the last place that bf16 has, is drawn once and used in many places.
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self._bits = torch.randint(1 << 16, (_NOISE,), dtype=torch.int32, device=table.device)
+
+    def round_into(self, out: Tensor, rows: Tensor) -> None:
+        """Write `rows` [K, H] in fp32, which are used up, into `out` in bf16, each number up or
+        down with the right odds. What is not finite stays so.
+        """
+        rows.masked_fill_(rows.isnan(), torch.nan)  # one whose bits are far from overflowing
+        bits = rows.view(torch.int32)
+        flat = bits.view(-1)
+        start = int(torch.randint(_NOISE, ()))
+        for begin in range(0, flat.numel(), _NOISE):
+            part = flat[begin : begin + _NOISE]
+            first = self._bits[start : start + part.numel()]
+            part[: first.numel()] += first
+            part[first.numel() :] += self._bits[: part.numel() - first.numel()]
+        halves = bits.view(torch.int16)
+        out.view(torch.int16).copy_(halves[:, _UPPER_HALF::2])

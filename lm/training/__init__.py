@@ -1,0 +1,1 @@
+"""Training a run: the loop, its state, checkpoints, metrics."""

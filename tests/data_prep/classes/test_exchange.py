@@ -1,0 +1,213 @@
+"""Exchange: never a less likely text, and at the end no single move that would make it likelier."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from data_prep.classes import exchange as exchange_module
+from data_prep.classes.bigrams import count_bigrams
+from data_prep.classes.exchange import exchange, objective
+from data_prep.classes.word_classes import build_word_classes
+from data_prep.settings import ClassesConfig
+
+IntArray = NDArray[np.int64]
+
+
+def text(vocab_size: int, num_tokens: int, seed: int) -> tuple[NDArray[np.uint16], IntArray]:
+    """A Markov chain over words with frequent and rare ones, and their counts."""
+    generator = np.random.default_rng(seed)
+    rows = generator.dirichlet(1 / np.arange(1, vocab_size + 1), size=vocab_size)
+    tokens = np.zeros(num_tokens, dtype=np.uint16)
+    for place in range(1, num_tokens):
+        tokens[place] = generator.choice(vocab_size, p=rows[tokens[place - 1]])
+    return tokens, np.bincount(tokens, minlength=vocab_size).astype(np.int64)
+
+
+@pytest.mark.parametrize("table_size", [1 << 16, 1])
+@pytest.mark.parametrize("column_cost", [0.0, 0.02])
+@pytest.mark.parametrize(("vocab_size", "num_word_classes", "capacity"), [(14, 3, 14), (23, 5, 7)])
+def test_no_single_move_is_left_that_would_raise_the_objective(
+    vocab_size: int,
+    num_word_classes: int,
+    capacity: int,
+    column_cost: float,
+    table_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange_module, "TABLE_SIZE", table_size)
+    tokens, counts = text(vocab_size, 900, seed=vocab_size)
+    bigrams = count_bigrams(tokens, vocab_size)
+    start = np.arange(vocab_size) % num_word_classes
+    word_class = exchange(
+        bigrams, counts, start, num_word_classes, capacity, passes=50, column_cost=column_cost
+    )
+    end = objective(bigrams, counts, word_class, column_cost)
+    assert end > objective(bigrams, counts, start, column_cost)
+    sizes = np.bincount(word_class, minlength=num_word_classes)
+    assert sizes.min() >= 1
+    assert sizes.max() <= capacity
+    for word in np.flatnonzero(counts > 0):
+        for other in range(num_word_classes):
+            moved = word_class.copy()
+            moved[word] = other
+            if sizes[other] < capacity and sizes[word_class[word]] > 1:
+                assert objective(bigrams, counts, moved, column_cost) <= end + 1e-6
+
+
+def test_words_alone_stay_and_the_others_move_as_if_each_of_them_were_a_class() -> None:
+    vocab_size, num_word_classes, capacity = 23, 4, 9
+    tokens, counts = text(vocab_size, 900, seed=7)
+    bigrams, start = count_bigrams(tokens, vocab_size), np.arange(vocab_size) % num_word_classes
+    alone = np.argsort(-counts, kind="stable")[:5]
+
+    def apart(word_class: IntArray) -> IntArray:
+        word_class = word_class.copy()
+        word_class[alone] = num_word_classes + np.arange(len(alone))
+        return word_class
+
+    word_class = exchange(
+        bigrams, counts, start, num_word_classes, capacity, alone=alone, passes=50
+    )
+    assert np.array_equal(word_class[alone], start[alone])
+    end = objective(bigrams, counts, apart(word_class))
+    assert end > objective(bigrams, counts, apart(start))
+    sizes = np.bincount(apart(word_class))
+    assert sizes[:num_word_classes].max() <= capacity
+    for word in set(np.flatnonzero(counts > 0)) - set(alone):
+        for other in range(num_word_classes):
+            moved = apart(word_class)
+            moved[word] = other
+            if sizes[other] < capacity and sizes[word_class[word]] > 1:
+                assert objective(bigrams, counts, moved) <= end + 1e-6
+
+
+def test_a_class_of_words_alone_is_there_to_be_filled() -> None:
+    """Words 4 and 5 follow different words, so they are better apart; class 1 has only word 0."""
+    tokens = np.array([0, 4, 2, 1, 5, 3] * 20, dtype=np.uint16)
+    counts = np.bincount(tokens).astype(np.int64)
+    start = np.array([1, 0, 0, 0, 0, 0])
+    found = exchange(count_bigrams(tokens, 6), counts, start, 2, 6, alone=np.arange(4))
+    assert found[4] != found[5]
+    assert np.array_equal(found[:4], start[:4])
+
+
+def test_the_objective_is_the_likelihood_of_the_class_bigram_model() -> None:
+    """Up to the text's ends, and to what no assignment changes: Σ n(w) ln n(w)."""
+    tokens, counts = text(12, 4000, seed=3)
+    bigrams, word_class = count_bigrams(tokens, 12), np.arange(12) % 3
+    mass = np.bincount(word_class, weights=counts)
+    classes = word_class[tokens]
+    follows = np.zeros((3, 3))
+    np.add.at(follows, (classes[:-1], classes[1:]), 1)
+    nats = sum(
+        np.log(follows[c, d] / mass[c] * counts[w] / mass[d])
+        for c, d, w in zip(classes[:-1], classes[1:], tokens[1:], strict=True)
+    )
+    words = counts @ np.log(np.maximum(counts, 1))
+    assert objective(bigrams, counts, word_class) == pytest.approx(nats - words, abs=12)
+    assert objective(bigrams, counts, word_class, 0.5) == pytest.approx(
+        objective(bigrams, counts, word_class) - 0.5 * mass @ np.bincount(word_class)
+    )
+
+
+def test_words_put_into_wrong_classes_find_their_way_back() -> None:
+    generator = np.random.default_rng(5)
+    truth = generator.permutation(np.arange(80) % 8)
+    members = [np.flatnonzero(truth == c) for c in range(8)]
+    current, tokens = 0, np.empty(30_000, dtype=np.uint16)
+    for place in range(len(tokens)):
+        current = (current + generator.choice([1, 3, 6], p=[0.5, 0.3, 0.2])) % 8
+        tokens[place] = generator.choice(members[current])
+    counts = np.bincount(tokens, minlength=80).astype(np.int64)
+    start = np.where(generator.random(80) < 0.4, generator.integers(8, size=80), truth)
+    assert (start != truth).sum() > 20
+    found = exchange(count_bigrams(tokens, 80), counts, start, 8, 20, passes=30)
+    assert np.array_equal(found, truth)
+
+
+def test_words_that_never_occur_stay_and_the_same_start_gives_the_same_end() -> None:
+    tokens, counts = text(30, 600, seed=1)
+    bigrams, start = count_bigrams(tokens, 30), np.arange(30) % 5
+    unseen = counts == 0
+    assert unseen.any()
+    first, again = (exchange(bigrams, counts, start, 5, 12) for _ in range(2))
+    assert np.array_equal(first, again)
+    assert np.array_equal(first[unseen], start[unseen])
+    assert np.array_equal(start, np.arange(30) % 5)
+
+
+def test_columns_that_cost_make_frequent_words_classes_smaller() -> None:
+    tokens, counts = text(60, 5000, seed=2)
+    bigrams, start = count_bigrams(tokens, 60), np.arange(60) % 6
+    columns = []
+    for cost in (0.0, 0.05, 1.0):
+        word_class = exchange(bigrams, counts, start, 6, 60, passes=30, column_cost=cost)
+        sizes = np.bincount(word_class)
+        columns.append(float(np.bincount(word_class, weights=counts) @ sizes) / counts.sum())
+    assert columns[0] > columns[1] > columns[2]
+
+
+@pytest.mark.parametrize("max_words", [None, 9])
+def test_the_method_of_the_configuration_starts_from_embedding(
+    max_words: int | None, tmp_path: Path
+) -> None:
+    tokens, counts = text(60, 6000, seed=4)
+    words = [str(word) for word in range(60)]
+    classes = {
+        method: build_word_classes(
+            counts,
+            ClassesConfig(method=method, num_word_classes=8, max_words=max_words),
+            tokens=tokens, words=lambda: words, folder=tmp_path, progress=False,
+        )
+        for method in ("embedding", "exchange")
+    }  # fmt: skip
+    assert np.bincount(classes["exchange"], minlength=8).min() >= 1
+    assert np.bincount(classes["exchange"]).max() <= (max_words or 16)
+    bigrams = count_bigrams(tokens, 60)
+    before, after = (objective(bigrams, counts, c.astype(np.int64)) for c in classes.values())
+    assert after > before
+
+
+@pytest.mark.parametrize("head", [10, 60])
+def test_classes_beside_a_head_are_made_for_the_words_below_it(head: int, tmp_path: Path) -> None:
+    tokens, counts = text(60, 6000, seed=4)
+    in_head = np.argsort(-counts, kind="stable")[:head]
+    likelihood, classes = [], []
+    for beside in (0, head):
+        word_class = build_word_classes(
+            counts,
+            ClassesConfig(method="exchange", num_word_classes=8, head=beside),
+            tokens=tokens, words=list, folder=tmp_path, progress=False,
+        )  # fmt: skip
+        classes.append(word_class.copy())
+        word_class[in_head] = 8 + np.arange(head)
+        bigrams = count_bigrams(tokens, 60)
+        likelihood.append(objective(bigrams, counts, word_class.astype(np.int64)))
+    assert np.array_equal(classes[1][in_head], classes[0][in_head])
+    assert likelihood[1] > likelihood[0] if head == 10 else likelihood[1] == likelihood[0]
+
+
+@pytest.mark.parametrize(("vocab_size", "num_word_classes"), [(1, 1), (5, 1), (5, 5)])
+def test_degenerate_numbers_of_classes_change_nothing(
+    vocab_size: int, num_word_classes: int
+) -> None:
+    tokens = (np.arange(40) % vocab_size).astype(np.uint16)
+    counts = np.bincount(tokens, minlength=vocab_size).astype(np.int64)
+    start = np.arange(vocab_size) % num_word_classes
+    found = exchange(count_bigrams(tokens, vocab_size), counts, start, num_word_classes, vocab_size)
+    assert np.array_equal(found, start)
+
+
+def test_columns_cost_what_the_configuration_says(tmp_path: Path) -> None:
+    tokens, counts = text(60, 5000, seed=2)
+    columns = []
+    for cost in (0.0, 1.0):
+        word_class = build_word_classes(
+            counts,
+            ClassesConfig(method="exchange", num_word_classes=6, max_words=60, column_cost=cost),
+            tokens=tokens, words=list, folder=tmp_path, progress=False,
+        )  # fmt: skip
+        columns.append(float(np.bincount(word_class, weights=counts) @ np.bincount(word_class)))
+    assert columns[1] < columns[0]

@@ -1,0 +1,87 @@
+"""Class files of other tools: every format, and what is refused of them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.classes.files import read_word_classes
+from data_prep.classes.word_classes import build_word_classes
+from data_prep.errors import UserError
+from data_prep.settings import ClassesConfig
+
+WORDS = ["<unk>", "a", "b", "c", "<eos>"]
+
+
+@pytest.mark.parametrize(
+    ("file_format", "text"),
+    [
+        ("mkcls", "b\t7\nz\t9\nc\t3\na\t7\n"),
+        ("mkcls", "b\t7\r\n\r\nc\t3\r\na\t7\r\nb\t7"),
+        ("mkcls", "\ufeffb\t7\nc\t3\na\t7\n"),
+        ("brown", "0110\tb\t12\n00\tc\t4\n0110\ta\t1\n"),
+        ("srilm", "X 0.5 b\nY 1 c\nX 0.5 a\n"),
+        ("srilm", "X b\nY c\nX a\n"),
+    ],
+)
+def test_class_files_are_read_and_sentence_words_get_their_own_class(
+    tmp_path: Path, file_format: str, text: str
+) -> None:
+    (tmp_path / "map").write_bytes(text.encode())
+    settings = ClassesConfig(method="file", file="map", file_format=file_format)  # type: ignore[arg-type]
+    word_class = build_word_classes(
+        np.ones(5, dtype=np.int64),
+        settings,
+        tokens=np.arange(5, dtype=np.uint16),
+        words=lambda: WORDS,
+        folder=tmp_path,
+    )
+    assert word_class.tolist() == [2, 0, 0, 1, 2]
+    assert word_class.dtype == np.int32
+
+
+def test_a_class_file_may_hold_the_sentence_words(tmp_path: Path) -> None:
+    (tmp_path / "map").write_text("<eos>\tX\na\tY\nb\tY\nc\tX\n<unk>\tY\n")
+    assert read_word_classes(tmp_path / "map", "mkcls", WORDS).tolist() == [1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("file_format", "text", "message"),
+    [
+        ("mkcls", "a\t1\n", "2 of the vocabulary's 5 words have no class, the first is 'b'"),
+        ("mkcls", "a\t1\nb\t2\na\t2\n", "line 3: 'a' already has another class"),
+        ("mkcls", "a 1\n", r"line 1: expected word TAB class \(mkcls\), got 'a 1'"),
+        ("brown", "01\ta\t3\n02\tb\t3\n", "line 2: expected bit string TAB word TAB count"),
+        ("brown", "01\ta\tmany\n", "line 1: expected bit string TAB word TAB count"),
+        ("srilm", "X 0.5 a b\n", r"line 1: expected class \[probability\] word"),
+        ("srilm", "X a b\n", r"line 1: expected class \[probability\] word"),
+        ("mkcls", "a\t1\n\udcff\t2\n", "not valid UTF-8"),
+    ],
+)
+def test_a_faulty_class_file_is_refused_in_one_line(
+    tmp_path: Path, file_format: str, text: str, message: str
+) -> None:
+    path = tmp_path / "map"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=message) as caught:
+        read_word_classes(path, file_format, WORDS)  # type: ignore[arg-type]
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_that_contradict_the_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "map").write_text("a\tX\nb\tY\nc\tX\n")
+    settings = ClassesConfig(method="file", file="map", num_word_classes=4)
+    tokens = np.arange(5, dtype=np.uint16)
+
+    def build(settings: ClassesConfig) -> None:
+        counts = np.ones(5, dtype=np.int64)
+        build_word_classes(counts, settings, tokens=tokens, words=lambda: WORDS, folder=tmp_path)
+
+    with pytest.raises(UserError, match=r"classes\.num_word_classes: 4 asked for, .* 3 classes"):
+        build(settings)
+    with pytest.raises(UserError, match=r"classes\.file: .* needs the name"):
+        build(replace(settings, file=None))
+    with pytest.raises(UserError, match=r"classes\.file: cannot read .*nowhere: No such file"):
+        build(replace(settings, file="nowhere"))

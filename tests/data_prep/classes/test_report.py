@@ -1,0 +1,84 @@
+"""The class report beside what is computed by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from data_prep.classes import report as report_module
+from data_prep.classes.report import class_report
+from data_prep.errors import UserError
+
+
+def some_text() -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+    """Tokens of 40 words, the first by far the most frequent, and the words' counts."""
+    tokens = (40 * np.random.default_rng(0).random(3_003) ** 3).astype(np.uint16)
+    return tokens, np.bincount(tokens, minlength=40)
+
+
+def test_report_equals_the_computation_by_hand() -> None:
+    tokens = np.array([0, 1, 0, 2, 3, 0, 1], dtype=np.uint16)
+    report = class_report(np.array([3, 2, 1, 1, 0]), np.array([0, 1, 1, 0, 0]), tokens)
+    assert (report.num_word_classes, report.min_words, report.max_words) == (2, 2, 3)
+    assert report.median_words == 2.5
+    assert report.sizes == (3, 2)
+    assert report.token_mass == pytest.approx((4 / 7, 3 / 7))
+    assert report.columns_per_token == pytest.approx(2 + 4 / 7 * 3 + 3 / 7 * 2)
+    assert report.top_words == ((0, 3, 4), (1, 2))
+    # Classes 0 1 0 1 0 0 1: 0 → 0 once, 0 → 1 three times, 1 → 0 twice.
+    transitions = 1 * math.log(1 / 4) + 3 * math.log(3 / 4) + 2 * math.log(2 / 2)
+    words = 2 * math.log(3 / 4) + 1 * math.log(1 / 4) + 2 * math.log(2 / 3) + 1 * math.log(1 / 3)
+    assert report.log_likelihood == pytest.approx((transitions + words) / 6)
+    assert report.class_entropy == pytest.approx(
+        -4 / 7 * math.log2(4 / 7) - 3 / 7 * math.log2(3 / 7)
+    )
+    in_class = 3 * math.log2(3 / 4) + math.log2(1 / 4) + 2 * math.log2(2 / 3) + math.log2(1 / 3)
+    assert report.word_entropy == pytest.approx(-in_class / 7)
+
+
+def test_words_of_the_head_are_classes_of_their_own_to_the_report() -> None:
+    """Words 0 (3 times) and 1 (twice) on the root leave class 0 words 3 and 4, class 1 word 2."""
+    tokens = np.array([0, 1, 0, 2, 3, 0, 1], dtype=np.uint16)
+    counts = np.array([3, 2, 1, 1, 0])
+    report = class_report(counts, np.array([0, 1, 1, 0, 0]), tokens, head=2)
+    assert (report.num_word_classes, report.head) == (2, 2)
+    assert report.sizes == (2, 1)
+    assert report.head_mass == pytest.approx(5 / 7)
+    assert report.token_mass == pytest.approx((1 / 7, 1 / 7))
+    assert report.columns_per_token == pytest.approx(4 + 1 / 7 * 2 + 1 / 7 * 1)
+    assert report.top_words == ((3, 4), (2,))
+    apart = class_report(counts, np.array([2, 3, 1, 0, 0]), tokens)
+    assert report.log_likelihood == pytest.approx(apart.log_likelihood)
+    assert report.class_entropy == pytest.approx(apart.class_entropy)
+    assert report.word_entropy == pytest.approx(apart.word_entropy)
+    all_on_the_root = class_report(counts, np.array([0, 1, 1, 0, 0]), tokens, head=5)
+    assert all_on_the_root.sizes == (0, 0)
+    assert all_on_the_root.columns_per_token == 5
+
+
+def test_with_one_class_the_report_is_the_unigram_model() -> None:
+    tokens, counts = some_text()
+    report = class_report(counts, np.zeros(40, dtype=np.int32), tokens)
+    log_prob = np.log(counts[tokens[1:]] / len(tokens))
+    assert report.log_likelihood == pytest.approx(log_prob.mean())
+    assert report.class_entropy == 0
+    assert report.columns_per_token == 41
+
+
+def test_report_does_not_depend_on_the_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, counts = some_text()
+    word_class = np.arange(40) * 7 % 6
+    whole = class_report(counts, word_class, tokens)
+    monkeypatch.setattr(report_module, "TOKENS_PER_CHUNK", 17)
+    assert class_report(counts, word_class, tokens) == whole
+
+
+def test_report_refuses_arrays_that_do_not_belong_together() -> None:
+    tokens = np.array([0, 1, 1], dtype=np.uint16)
+    with pytest.raises(ValueError, match="expected classes of 2 words and 4 tokens"):
+        class_report(np.array([1, 3]), np.array([0, 1]), tokens)
+    with pytest.raises(UserError, match=r"wants two tokens of training text at least, got 1$"):
+        class_report(np.array([1, 0]), np.array([0, 0]), np.array([0], dtype=np.uint16))
+    with pytest.raises(ValueError, match="class 1 has no words"):
+        class_report(np.array([1, 2]), np.array([0, 2]), tokens)

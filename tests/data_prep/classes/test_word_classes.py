@@ -1,0 +1,363 @@
+"""Word classes: partitions of any size, by every method, clustered by what the text is like."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import sparse
+
+from data_prep.classes import bigrams as bigrams_module
+from data_prep.classes import clustering
+from data_prep.classes.bigrams import count_bigrams
+from data_prep.classes.exchange import exchange
+from data_prep.classes.report import class_report
+from data_prep.classes.word_classes import (
+    build_word_classes,
+    embedding_classes,
+    frequency_classes,
+    random_classes,
+    uniform_classes,
+)
+from data_prep.errors import UserError
+from data_prep.settings import ClassesConfig
+
+SIZES = [(1, 1), (2, 1), (7, 7), (13, 4), (101, 10), (101, 1), (101, 101), (60, 59)]
+"""N, C: a single word, one class, as many classes as words, N prime, nearly as many."""
+
+
+def zipf_tokens(vocab_size: int, num_tokens: int, seed: int = 0) -> NDArray[np.uint16]:
+    """Independent draws with P(rank) ∝ 1/rank, ranks shuffled over the ids."""
+    generator = np.random.default_rng(seed)
+    share = 1 / np.arange(1, vocab_size + 1)
+    tokens = generator.choice(vocab_size, num_tokens, p=share / share.sum())
+    return generator.permutation(vocab_size)[tokens].astype(np.uint16)
+
+
+def counts_of(tokens: NDArray[np.uint16], vocab_size: int) -> NDArray[np.int64]:
+    return np.bincount(tokens, minlength=vocab_size).astype(np.int64)
+
+
+def embedded(
+    counts: NDArray[np.int64],
+    tokens: NDArray[np.uint16],
+    num_word_classes: int,
+    *,
+    dimensions: int = 100,
+    max_words: int | None = None,
+    seed: int = 1,
+) -> NDArray[np.int32]:
+    """`embedding_classes` of a text."""
+    bigrams = count_bigrams(tokens, len(counts))
+    return embedding_classes(
+        counts, bigrams, num_word_classes, dimensions=dimensions, max_words=max_words, seed=seed
+    )
+
+
+def planted_text(
+    num_word_classes: int, words_per_class: int, num_tokens: int
+) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+    """Text of a class bigram model (two preferred successors), and the class of each word."""
+    generator = np.random.default_rng(5)
+    truth = generator.permutation(np.arange(num_word_classes * words_per_class) % num_word_classes)
+    members = [np.flatnonzero(truth == c) for c in range(num_word_classes)]
+    tokens = np.empty(num_tokens, dtype=np.uint16)
+    current = 0
+    for position in range(num_tokens):
+        steps = np.array([1, 3, generator.integers(num_word_classes)])
+        step = generator.choice(steps, p=[0.5, 0.3, 0.2])
+        current = (current + step) % num_word_classes
+        tokens[position] = generator.choice(members[current])
+    return tokens, truth
+
+
+def assert_partition(word_class: NDArray[np.int32], vocab_size: int, num_word_classes: int) -> None:
+    assert word_class.dtype == np.int32
+    assert len(word_class) == vocab_size
+    assert set(word_class.tolist()) == set(range(num_word_classes))
+
+
+@pytest.mark.parametrize(("vocab_size", "num_word_classes"), SIZES)
+def test_every_method_puts_each_word_into_one_of_c_nonempty_classes(
+    vocab_size: int, num_word_classes: int
+) -> None:
+    tokens = zipf_tokens(vocab_size, 3 * vocab_size)
+    counts = counts_of(tokens, vocab_size)
+    for word_class in (
+        frequency_classes(counts, num_word_classes),
+        uniform_classes(counts, num_word_classes),
+        random_classes(vocab_size, num_word_classes, seed=3),
+        embedded(counts, tokens, num_word_classes, dimensions=8),
+    ):
+        assert_partition(word_class, vocab_size, num_word_classes)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2])
+def test_classes_of_words_that_hardly_occur_are_still_a_partition(num_tokens: int) -> None:
+    tokens = np.full(num_tokens, 4, dtype=np.uint16)
+    counts = counts_of(tokens, 23)
+    assert_partition(frequency_classes(counts, 5), 23, 5)
+    word_class = embedded(counts, tokens, 5)
+    assert_partition(word_class, 23, 5)
+    assert sorted(np.bincount(word_class).tolist()) == [4, 4, 5, 5, 5]
+
+
+def test_uniform_and_random_classes_differ_by_one_word_in_size() -> None:
+    counts = np.arange(103)
+    for word_class in (uniform_classes(counts, 10), random_classes(103, 10, seed=1)):
+        assert sorted(np.bincount(word_class).tolist()) == [10] * 7 + [11] * 3
+
+
+def test_uniform_classes_are_blocks_of_descending_count() -> None:
+    counts = np.array([5, 0, 9, 7, 1, 3])
+    assert uniform_classes(counts, 3).tolist() == [1, 2, 0, 0, 2, 1]
+
+
+@pytest.mark.parametrize("num_word_classes", [2, 7, 20])
+def test_frequency_classes_have_equal_sums_of_sqrt_count_to_within_one_word(
+    num_word_classes: int,
+) -> None:
+    counts = np.random.default_rng(0).permutation(20_000 // np.arange(20, 2_001))
+    word_class = frequency_classes(counts, num_word_classes)
+    mass = np.sqrt(counts)
+    sums = np.bincount(word_class, weights=mass)
+    assert np.abs(sums - mass.sum() / num_word_classes).max() <= mass.max()
+    lowest = [counts[word_class == c].min() for c in range(num_word_classes)]
+    highest = [counts[word_class == c].max() for c in range(num_word_classes)]
+    assert all(low >= high for low, high in zip(lowest[:-1], highest[1:], strict=True))
+
+
+def test_a_word_of_overwhelming_count_has_a_class_of_its_own() -> None:
+    counts = np.array([1, 1, 1_000_000, 1, 1, 0])
+    word_class = frequency_classes(counts, 3)
+    assert word_class[2] == 0
+    assert np.bincount(word_class).tolist() == [1, 1, 4]
+
+
+def test_the_same_seed_gives_the_same_classes_and_another_seed_others() -> None:
+    tokens = zipf_tokens(60, 2_000)
+    counts = counts_of(tokens, 60)
+    methods: list[Callable[[int], NDArray[np.int32]]] = [
+        lambda seed: random_classes(60, 8, seed),
+        lambda seed: embedded(counts, tokens, 8, dimensions=10, seed=seed),
+    ]
+    for make in methods:
+        assert np.array_equal(make(1), make(1))
+        assert not np.array_equal(make(1), make(2))
+
+
+def test_embedding_recovers_the_classes_that_made_the_text() -> None:
+    tokens, truth = planted_text(6, 15, 12_000)
+    word_class = embedded(counts_of(tokens, 90), tokens, 6, dimensions=10)
+    common = sum(Counter(truth[word_class == c].tolist()).most_common(1)[0][1] for c in range(6))
+    assert common / 90 >= 0.9
+
+
+def test_vectors_alone_recover_the_classes_that_made_the_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clustering, "REFINEMENT_PASSES", 0)
+    test_embedding_recovers_the_classes_that_made_the_text()
+
+
+@pytest.mark.parametrize("max_words", [None, 15, 30, 101])
+def test_no_class_exceeds_max_words(max_words: int | None) -> None:
+    tokens = zipf_tokens(101, 4_000)
+    word_class = embedded(counts_of(tokens, 101), tokens, 9, dimensions=10, max_words=max_words)
+    assert_partition(word_class, 101, 9)
+    assert np.bincount(word_class).max() <= (max_words or 12)
+
+
+def test_refinement_raises_the_likelihood(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, _ = planted_text(8, 20, 6_000)
+    counts = counts_of(tokens, 160)
+    refined = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
+    monkeypatch.setattr(clustering, "REFINEMENT_PASSES", 0)
+    plain = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
+    arbitrary = class_report(counts, random_classes(160, 8, seed=1), tokens)
+    assert refined.log_likelihood > plain.log_likelihood > arbitrary.log_likelihood
+
+
+def test_bigram_counts_do_not_depend_on_the_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = zipf_tokens(30, 1_001)
+    expected = np.zeros((30, 30))
+    np.add.at(expected, (tokens[:-1], tokens[1:]), 1)
+    for portion in (1_000, 7, 1_000_000):
+        monkeypatch.setattr(bigrams_module, "TOKENS_PER_CHUNK", portion)
+        monkeypatch.setattr(bigrams_module, "PAIRS_PER_PORTION", portion)
+        assert np.array_equal(count_bigrams(tokens, 30).toarray(), expected)
+
+
+def test_truncated_svd_equals_the_dense_one() -> None:
+    dense = np.random.default_rng(2).standard_normal((40, 60)) ** 3
+    vectors, values = clustering.truncated_svd(sparse.csr_array(dense), 5, seed=1, iterations=20)
+    expected, expected_values, _ = np.linalg.svd(dense, full_matrices=False)
+    assert values == pytest.approx(expected_values[:5], rel=1e-5)
+    assert np.abs(vectors.T @ expected[:, :5]) == pytest.approx(np.eye(5), abs=1e-3)
+    assert (np.take_along_axis(vectors, np.abs(vectors).argmax(axis=0)[None], axis=0) > 0).all()
+
+
+def test_too_few_places_name_the_key() -> None:
+    tokens = zipf_tokens(10, 50)
+    with pytest.raises(
+        UserError, match=r"classes\.max_words: 3 classes .* 9 words, but 10 are to be"
+    ):
+        embedded(counts_of(tokens, 10), tokens, 3, max_words=3)
+
+
+@pytest.mark.parametrize("num_word_classes", [0, 11])
+def test_an_impossible_number_of_classes_is_refused(num_word_classes: int) -> None:
+    counts = np.ones(10, dtype=np.int64)
+    methods: list[Callable[[], NDArray[np.int32]]] = [
+        lambda: frequency_classes(counts, num_word_classes),
+        lambda: uniform_classes(counts, num_word_classes),
+        lambda: random_classes(10, num_word_classes, seed=1),
+        lambda: embedded(counts, np.arange(10, dtype=np.uint16), num_word_classes),
+    ]
+    for make in methods:
+        with pytest.raises(
+            ValueError, match=f"num_word_classes: expected 1 to 10.*, got {num_word_classes}"
+        ):
+            make()
+
+
+def built(
+    counts: NDArray[np.int64], tokens: NDArray[np.uint16], settings: ClassesConfig
+) -> NDArray[np.int32]:
+    return build_word_classes(
+        counts, settings, tokens=tokens, words=list, folder=Path(), progress=False
+    )
+
+
+@pytest.mark.parametrize("method", ["embedding", "exchange"])
+@pytest.mark.parametrize("num_word_classes", [1, 2, 9, 40, 101])
+@pytest.mark.parametrize("clustered_words", [1, 2, 30, 100, 101, 500])
+def test_a_clustered_head_and_a_tail_by_count_are_a_partition(
+    method: Literal["embedding", "exchange"], num_word_classes: int, clustered_words: int
+) -> None:
+    tokens = zipf_tokens(101, 3_000)
+    counts = counts_of(tokens, 101)
+    settings = ClassesConfig(
+        method=method,
+        num_word_classes=num_word_classes,
+        clustered_words=clustered_words,
+        dimensions=8,
+    )
+    word_class = built(counts, tokens, settings)
+    assert_partition(word_class, 101, num_word_classes)
+    whole = built(counts, tokens, replace(settings, clustered_words=None))
+    assert (clustered_words < 101) or np.array_equal(word_class, whole)
+    head = np.argsort(-counts, kind="stable")[:clustered_words]
+    in_both = set(word_class[head].tolist()) & set(np.delete(word_class, head).tolist())
+    assert in_both == ({0} if num_word_classes == 1 and clustered_words < 101 else set())
+
+
+def test_head_and_tail_share_the_classes_by_sqrt_count() -> None:
+    counts = np.array([100, 1, 1, 1, 1, 1, 1, 36, 36, 36], dtype=np.int64)
+    tokens = np.repeat(np.arange(10, dtype=np.uint16), counts)
+    settings = ClassesConfig(method="embedding", num_word_classes=5, clustered_words=4)
+    word_class = built(counts, tokens, settings)
+    # √count: 10 + 3 · 6 = 28 of 34, so 4 of 5 classes.
+    assert sorted(word_class[[0, 7, 8, 9]].tolist()) == [0, 1, 2, 3]
+    assert word_class[1:7].tolist() == [4] * 6
+    nothing = np.zeros(10, dtype=np.int64)
+    sizes = np.bincount(built(nothing, tokens[:0], settings)).tolist()
+    assert (len(sizes), sum(sizes)) == (5, 10)
+
+
+def test_the_clustered_head_is_clustered_as_a_text_of_its_own() -> None:
+    tokens, _ = planted_text(6, 15, 12_000)
+    rare = np.tile(np.arange(90, 130, dtype=np.uint16), 9)
+    text = np.concatenate([tokens, rare])
+    counts = counts_of(text, 130)
+    settings = ClassesConfig(
+        method="embedding", num_word_classes=8, clustered_words=90, dimensions=10
+    )
+    word_class = built(counts, text, settings)
+    in_head = len(set(word_class[:90].tolist()))
+    mass = np.sqrt(counts)
+    assert in_head == round(8 * mass[:90].sum() / mass.sum()) == 8 - len(set(word_class[90:]))
+    order = np.argsort(-counts[:90], kind="stable")
+    sorted_tokens = np.argsort(order)[tokens].astype(np.uint16)
+    expected = embedded(counts[order], sorted_tokens, in_head, dimensions=10)
+    assert np.array_equal(word_class[order], expected)
+
+
+@pytest.mark.parametrize("head", [0, 5])
+def test_to_exchange_the_words_that_are_not_clustered_are_one_neighbour(head: int) -> None:
+    tokens, _ = planted_text(6, 15, 12_000)
+    counts, n = counts_of(tokens, 90), 60
+    settings = ClassesConfig(
+        num_word_classes=12, clustered_words=n, head=head, dimensions=10, max_words=20
+    )
+    words = np.argsort(-counts, kind="stable")[:n]
+    clustered = built(counts, tokens, settings)[words]
+    in_head = len(set(clustered.tolist()))
+    start = built(counts, tokens, replace(settings, method="embedding", max_words=None))[words]
+    assert len(set(start.tolist())) == in_head
+    id = np.full(90, n)
+    id[words] = np.arange(n)
+    text = id[tokens].astype(np.uint16)
+    pairs, occurrences = count_bigrams(text, n + 1), counts_of(text, n + 1)
+    expected = np.append(start, 0)
+    for alone in ([n], [*range(head), n]) if head else ([n],):
+        expected = exchange(
+            pairs, occurrences, expected, in_head, 20, alone=np.array(alone)
+        ).astype(np.int32)
+    assert np.array_equal(clustered, expected[:n])
+    assert not np.array_equal(clustered, start)
+
+
+def test_pairs_of_some_words_are_a_part_of_all_pairs() -> None:
+    tokens = zipf_tokens(30, 2_000)
+    words = np.array([7, 0, 21, 3])
+    every = count_bigrams(tokens, 30).toarray()
+    some = count_bigrams(tokens, 30, words=words).toarray()
+    assert np.array_equal(some, every[np.ix_(words, words)])
+    assert count_bigrams(tokens[:1], 30).nnz == 0
+
+
+def test_a_head_of_more_words_than_there_are_is_refused(tmp_path: Path) -> None:
+    counts = np.array([3, 2], dtype=np.int64)
+    with pytest.raises(UserError, match=r"classes\.head = 3 is more than 2 words"):
+        build_word_classes(
+            counts, ClassesConfig(method="uniform", head=3),
+            tokens=np.array([0, 1]), words=list, folder=tmp_path,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["embedding", "exchange", "frequency", "uniform", "random"])
+@pytest.mark.parametrize(("asked", "expected"), [(None, 9), (5, 5), (500, 83)])
+def test_the_default_number_of_classes_is_the_root_and_never_exceeds_the_words(
+    tmp_path: Path, method: str, asked: int | None, expected: int
+) -> None:
+    tokens = zipf_tokens(83, 700)
+    settings = ClassesConfig(method=method, num_word_classes=asked, dimensions=5)  # type: ignore[arg-type]
+    word_class = build_word_classes(
+        counts_of(tokens, 83), settings, tokens=tokens, words=list, folder=tmp_path, progress=False
+    )
+    assert_partition(word_class, 83, expected)
+
+
+def test_progress_goes_to_a_terminal_when_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = zipf_tokens(20, 200)
+    for terminal, progress in [(True, False), (True, True), (False, True)]:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        build_word_classes(
+            counts_of(tokens, 20),
+            ClassesConfig(),
+            tokens=tokens,
+            words=list,
+            folder=tmp_path,
+            progress=progress,
+        )
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert ("k-means" in shown.err) == (terminal and progress)

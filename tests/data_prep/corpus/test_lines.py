@@ -1,0 +1,272 @@
+"""Lines of a corpus: what ends a line, what is refused, and how files are found."""
+
+import bz2
+import gzip
+import json
+import locale
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import zstandard
+from datasets.utils import logging as loader_logging
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from data_prep.corpus import lines as corpus
+from data_prep.errors import UserError
+from data_prep.settings import DataConfig, Files, SplitFiles
+
+
+def read(folder: Path, files: Files, **options: object) -> list[str]:
+    data = DataConfig(dir=str(folder), files=SplitFiles(train=files), **options)  # type: ignore[arg-type]
+    return list(corpus.lines(data, "train"))
+
+
+def write(folder: Path, content: bytes, name: str = "corpus.txt") -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        (b"a b\n\n c \n", ["a b", "", " c "]),
+        (b"a\nb", ["a", "b"]),
+        (b"a\r\n\r\nb\rc", ["a", "", "b", "c"]),
+        (b"\xef\xbb\xbfa\n\xef\xbb\xbfb\n", ["a", "b"]),
+        ("a\u2028b\x0cc\u0085d\n".encode(), ["a\u2028b\x0cc\u0085d"]),
+        (b"\n", [""]),
+    ],
+)
+def test_lines_end_at_newlines_only(tmp_path: Path, content: bytes, lines: list[str]) -> None:
+    write(tmp_path, content)
+    assert read(tmp_path, "corpus.txt") == lines
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\n\r\ufeff")))
+)
+def test_text_comes_back_line_by_line(tmp_path: Path, lines: list[str]) -> None:
+    write(tmp_path, "".join(f"{line}\n" for line in [*lines, "end"]).encode())
+    assert read(tmp_path, "corpus.txt") == [*lines, "end"]
+
+
+def test_lines_survive_the_seams_of_batches(tmp_path: Path) -> None:
+    lines = [f"line {i}" for i in range(2 * corpus.ROWS_PER_BATCH + 3)]
+    write(tmp_path, "\n".join(lines).encode())
+    assert read(tmp_path, "corpus.txt") == lines
+
+
+def test_one_giant_line_is_one_line(tmp_path: Path) -> None:
+    line = "word " * 3_000_000
+    write(tmp_path, line.encode())
+    assert read(tmp_path, "corpus.txt") == [line]
+
+
+def test_empty_lines_can_be_left_out(tmp_path: Path) -> None:
+    write(tmp_path, b"a\n\n \t\nb\n")
+    assert read(tmp_path, "corpus.txt", keep_empty_lines=False) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"),
+    [
+        ("gz", gzip.compress),
+        ("bz2", bz2.compress),
+        ("xz", lzma.compress),
+        ("zst", zstandard.compress),
+    ],
+)
+def test_compressed_files_are_read_as_they_are(
+    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
+) -> None:
+    write(tmp_path, compress(b"a\nb\n"), f"corpus.txt.{suffix}")
+    assert read(tmp_path, f"corpus.txt.{suffix}") == ["a", "b"]
+
+
+def test_files_are_found_by_glob_folder_and_list_in_order(tmp_path: Path) -> None:
+    folder = tmp_path / "we[ir]d * folder"
+    folder.mkdir()
+    for name in ("b.txt", "a.txt", ".hidden"):
+        write(folder, name.encode(), name)
+    write(tmp_path, b"c", "c.txt")
+    assert read(tmp_path, "we[ir]d * folder") == ["a.txt", "b.txt"]
+    assert read(tmp_path, ["c.txt", "we[[]ir]d */*.txt"]) == ["c", "a.txt", "b.txt"]
+    assert read(tmp_path, str(folder / "b.txt")) == ["b.txt"]
+
+
+def test_columns_of_other_formats_are_split_into_lines(tmp_path: Path) -> None:
+    rows = ["a\nb\n", "", "c\r\nd", "\ufeffe"]
+    expected = ["a", "b", "", "c", "d", "e"]
+    records = "".join(json.dumps({"body": row, "n": 1}) + "\n" for row in rows)
+    write(tmp_path, records.encode(), "x.jsonl")
+    parquet.write_table(pa.table({"body": rows}), tmp_path / "x.parquet")
+    assert read(tmp_path, "x.jsonl", format="json", text_field="body") == expected
+    assert read(tmp_path, "x.parquet", format="parquet", text_field="body") == expected
+    write(tmp_path, b'n,body\n1,"a\nb"\n2,c\n', "x.csv")
+    assert read(tmp_path, "x.csv", format="csv", text_field="body") == ["a", "b", "c"]
+
+
+def test_no_text_of_a_csv_file_stands_for_nothing(tmp_path: Path) -> None:
+    write(tmp_path, b'n,text\n1,NA\n2,None\n3,null\n4,\n5,""\n6,nan\n', "x.csv")
+    assert read(tmp_path, "x.csv", format="csv") == ["NA", "None", "null", "", "", "nan"]
+
+
+def test_a_folder_in_the_layout_of_the_hub_has_its_splits(tmp_path: Path) -> None:
+    for name in ("train", "validation"):
+        write(tmp_path, f"{name} text\n".encode(), f"{name}.txt")
+    data = DataConfig(dir=str(tmp_path.parent), hub=tmp_path.name)
+    assert corpus.splits(data) == ["train", "valid"]
+    assert list(corpus.lines(data, "valid")) == ["validation text"]
+    assert [path.name for path in corpus.input_files(data, "train")] == [
+        "train.txt",
+        "validation.txt",
+    ]
+    with pytest.raises(UserError, match=r"has no split test \(it has train, validation\)"):
+        list(corpus.lines(data, "test"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"^data\.files\.train: the corpus has no line \(.*corpus\.txt\)$"),
+        (b"a\nb\xff\n", r"corpus\.txt, line 2: invalid UTF-8 at byte 2 of the line \(0xff\)$"),
+        (b"a\n\nb \0\n", r"corpus\.txt, line 3: a NUL character$"),
+    ],
+)
+def test_bad_text_is_refused_with_file_and_line(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    write(tmp_path, b"fine\n", "a.txt")
+    write(tmp_path, content)
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, ["corpus.txt"] if not content else ["a.txt", "corpus.txt"])
+
+
+def test_a_truncated_compressed_file_is_refused_with_its_name(tmp_path: Path) -> None:
+    write(tmp_path, b"fine\n", "a.txt")
+    write(tmp_path, gzip.compress(b"a\n" * 999)[:30], "corpus.txt.gz")
+    with pytest.raises(UserError, match=r"corpus\.txt\.gz cannot be read: EOFError: "):
+        read(tmp_path, ["a.txt", "corpus.txt.gz"])
+
+
+def test_bad_utf8_in_a_compressed_file_is_found_too(tmp_path: Path) -> None:
+    write(tmp_path, lzma.compress(b"a\n\xc3(\n"), "corpus.txt.xz")
+    with pytest.raises(UserError, match=r"corpus\.txt\.xz, line 2: invalid UTF-8 at byte 1"):
+        read(tmp_path, "corpus.txt.xz")
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([{"n": 1}], r"data\.text_field is 'text': data\.files\.train has only the columns n$"),
+        ([{"text": 1}], r"that column of data\.files\.train holds int64, not text$"),
+        ([{"text": "a"}, {"text": None}], r"data\.files\.train: row 2 has no text in 'text'$"),
+        ([{"text": "a"}, {"text": "\0"}], r"data\.files\.train: row 2 has a NUL character$"),
+    ],
+)
+def test_bad_columns_are_refused_with_key_and_row(
+    tmp_path: Path, records: list[dict[str, object]], message: str
+) -> None:
+    write(tmp_path, "\n".join(map(json.dumps, records)).encode(), "x.jsonl")
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, "x.jsonl", format="json")
+
+
+def test_a_file_of_another_format_is_refused_without_noise(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, b"not json\n")
+    level = loader_logging.get_verbosity()
+    with pytest.raises(UserError, match=r"corpus\.txt\): cannot be read after 0 rows: ArrowInv"):
+        read(tmp_path, "corpus.txt", format="json")
+    assert capfd.readouterr().err == ""
+    assert loader_logging.get_verbosity() == level
+
+
+def test_compressed_text_is_never_decoded_in_another_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, gzip.compress("é\n".encode()), "corpus.txt.gz")
+    write(tmp_path, "é\n".encode())
+    monkeypatch.setattr(locale, "getpreferredencoding", lambda _: "ISO-8859-1")
+    assert read(tmp_path, "corpus.txt") == ["é"]
+    with pytest.raises(UserError, match=r"txt\.gz: compressed text is decoded .* iso8859-1: expec"):
+        read(tmp_path, "corpus.txt.gz")
+
+
+def test_what_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^data\.files\.train: there is no file .*nope\.txt$"):
+        read(tmp_path, "nope.txt")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"^data\.files\.train: the folder .*empty has no files$"):
+        read(tmp_path, "empty")
+    with pytest.raises(UserError, match=r"^data\.files\.train is not set: expected the files"):
+        corpus.splits(DataConfig(files=SplitFiles(valid="x")))
+    with pytest.raises(UserError, match=r"^data\.files\.valid is not set: expected a file"):
+        corpus.input_files(DataConfig(), "valid")
+
+
+def test_the_splits_given_are_those_with_files() -> None:
+    assert corpus.splits(DataConfig(files=SplitFiles(test="c", train="a"))) == ["train", "test"]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.97])
+def test_a_cut_zstandard_file_is_no_shorter_corpus(tmp_path: Path, share: float) -> None:
+    text = "".join(f"line {i * i}\n" for i in range(50_000)).encode()
+    whole = zstandard.ZstdCompressor().compress(text)
+    write(tmp_path, whole[: int(len(whole) * share)], "corpus.txt.zst")
+    message = r"data\.files\.train \(.*corpus\.txt\.zst\): cannot be read after 0 rows: EOFError"
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, "corpus.txt.zst")
+    write(tmp_path, whole + zstandard.ZstdCompressor().compress(b"end\n"), "corpus.txt.zst")
+    assert read(tmp_path, "corpus.txt.zst")[-2:] == [f"line {49_999**2}", "end"]
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_damaged_zstandard_file_is_refused(tmp_path: Path, damaged: bool) -> None:
+    content = bytearray(zstandard.ZstdCompressor().compress(b"the cat sat\n" * 1000))
+    content[len(content) // 2 :] = b"\xff" * (len(content) - len(content) // 2)
+    write(tmp_path, bytes(content) if damaged else b"no zstandard at all", "corpus.txt.zst")
+    with pytest.raises(UserError, match=r"corpus\.txt\.zst cannot be read: ZstdError"):
+        read(tmp_path, "corpus.txt.zst")
+
+
+def test_columns_that_are_not_read_may_hold_anything(tmp_path: Path) -> None:
+    rows = [f"{i},{2000 + i},{'' if i % 2 else 'é'}" for i in range(10_050)]
+    write(tmp_path, "\n".join(["text,year,note", *rows, "ten,n.d.,1"]).encode(), "a.csv")
+    found = read(tmp_path, "a.csv", format="csv")
+    assert found == [*map(str, range(10_050)), "ten"]
+    with pytest.raises(UserError, match=r"text_field is 'body': .* only the columns text, year, n"):
+        read(tmp_path, "a.csv", format="csv", text_field="body")
+
+
+def test_text_of_every_arrow_type_of_strings_is_text(tmp_path: Path) -> None:
+    for kind in (pa.string(), pa.large_string(), pa.string_view()):
+        parquet.write_table(pa.table({"text": pa.array(["a", "é"], kind)}), tmp_path / "a.parquet")
+        assert read(tmp_path, "a.parquet", format="parquet") == ["a", "é"]
+
+
+def test_a_folder_with_brackets_has_files_by_glob(tmp_path: Path) -> None:
+    folder = tmp_path / "c[1]"
+    folder.mkdir()
+    write(folder, b"a\n", "x.txt")
+    assert read(folder, "*.txt") == read(folder, str(folder / "x.txt")) == ["a"]
+
+
+def test_hidden_files_of_a_folder_in_the_layout_of_the_hub_are_not_the_corpus(
+    tmp_path: Path,
+) -> None:
+    for name in ("train.txt", "sub/test.txt", ".DS_Store", ".git/HEAD", "sub/.x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path, b"a\n", name)
+    files = corpus.input_files(DataConfig(dir=str(tmp_path), hub="."), "train")
+    assert [str(path.relative_to(tmp_path)) for path in files] == ["sub/test.txt", "train.txt"]

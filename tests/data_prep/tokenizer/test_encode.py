@@ -1,0 +1,62 @@
+"""Token files: every line ends in `<eos>`, and the counts are those of the text."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data_prep.storage import map_array
+from data_prep.tokenizer import tokenizer
+from data_prep.tokenizer.encode import encode_split
+from data_prep.tokenizer.tokenizer import WordTokenizer
+
+TOKENIZER = WordTokenizer(["the", "<eos>", "cat", "<unk>", "é"])
+
+
+def test_a_token_file_holds_lines_with_eos_and_their_counts(tmp_path: Path) -> None:
+    lines = ["the cat", "", " é zebra  <unk>"]
+    info, occurrences = encode_split(lines, TOKENIZER, tmp_path / "x.npy", progress=False)
+    assert np.load(tmp_path / "x.npy").tolist() == [0, 2, 1, 1, 4, 3, 3, 1]
+    assert occurrences.tolist() == [1, 3, 1, 2, 1]
+    assert (info.tokens, info.lines, info.words, info.oov) == (8, 3, 5, 2)
+    assert info.utf8_bytes == len("the cat\n\n é zebra  <unk>\n".encode())
+    assert map_array(tmp_path / "x.npy", info.array).dtype == np.uint16
+
+
+def test_more_than_65536_words_take_four_bytes(tmp_path: Path) -> None:
+    for vocab_size, dtype in ((65_536, "uint16"), (65_537, "uint32")):
+        words = ["<eos>", "<unk>", *map(str, range(vocab_size - 2))]
+        info, _ = encode_split(
+            [words[-1]], WordTokenizer(words), tmp_path / "x.npy", progress=False
+        )
+        assert np.load(tmp_path / "x.npy").tolist() == [vocab_size - 1, 0]
+        assert info.dtype == dtype
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.text("thecaé \u00a0\u2028", max_size=12), min_size=1, max_size=12))
+def test_batches_do_not_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    whole = encode_split(lines, TOKENIZER, tmp_path / "x.npy", progress=False)
+    monkeypatch.setattr(tokenizer, "LINES_PER_BATCH", 2)
+    parts = encode_split(iter(lines), TOKENIZER, tmp_path / "y.npy", progress=False)
+    assert parts[0] == whole[0]
+    assert parts[1].tolist() == whole[1].tolist()
+    assert whole[0].words == sum(map(TOKENIZER.num_words, lines))
+    assert whole[0].utf8_bytes == sum(len(line.encode()) + 1 for line in lines)
+
+
+def test_progress_goes_to_stderr_and_counts_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    encode_split(["a", "b", "c"], TOKENIZER, tmp_path / "train.npy", progress=True)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "train: 3.00 lines" in captured.err

@@ -1,0 +1,163 @@
+"""Words and pieces: round trips, special tokens, streaming."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_prep.settings import TokenizerConfig
+from data_prep.tokenizer.tokenizer import (
+    SentencePieceTokenizer,
+    Tokenizer,
+    WordTokenizer,
+    word_separator,
+)
+from data_prep.tokenizer.vocabulary import train_sentencepiece
+
+TEXT = (
+    "the cat sat on the mat",
+    "the dog saw the cat , and the cat ran away",
+    "a mat is on a mat : so is a cat",
+    "zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich",
+)
+WORDS = ("<eos>", "<unk>", "the", "cat", "sat", "don't", ",", ".", "3,000.5", '"', "(", ")", "-")
+
+
+@pytest.fixture(scope="module")
+def pieces() -> SentencePieceTokenizer:
+    settings = TokenizerConfig(kind="sentencepiece", vocab_size=44)
+    return SentencePieceTokenizer(train_sentencepiece(TEXT, settings))
+
+
+@pytest.fixture(scope="module")
+def byte_pieces() -> SentencePieceTokenizer:
+    settings = TokenizerConfig(kind="sentencepiece", vocab_size=300, byte_fallback=True)
+    return SentencePieceTokenizer(train_sentencepiece(TEXT, settings))
+
+
+def test_words_of_the_vocabulary_come_back_and_others_are_unknown() -> None:
+    tokenizer = WordTokenizer(WORDS)
+    assert tokenizer.encode("  the\tzebra sat  <unk> <eos> ") == [2, 1, 4, 1, 0]
+    assert tokenizer.decode([2, 1, 4]) == "the <unk> sat"
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.unk_id) == (13, 0, 1)
+    assert tokenizer.token(5) == "don't"
+
+
+def test_eos_decodes_to_a_newline_and_starts_a_line() -> None:
+    tokenizer = WordTokenizer(WORDS)
+    assert tokenizer.decode([2, 3, 0, 0, 4, 0]) == "the cat\n\nsat\n"
+
+
+def test_num_words_counts_whitespace_words_whatever_the_tokens(
+    pieces: SentencePieceTokenizer,
+) -> None:
+    tokenizers: Sequence[Tokenizer] = (WordTokenizer(WORDS, split_punctuation=True), pieces)
+    for tokenizer in tokenizers:
+        assert tokenizer.num_words(" the cat's, mat\u00a0is ") == 4
+
+
+def test_lowercase_folds_special_words_and_others() -> None:
+    assert WordTokenizer(WORDS, lowercase=True).encode("The CAT <UNK>") == [2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("Don't stop.", ["Don't", "stop", "."]),
+        ("3,000.5 km, 7.", ["3,000.5", "km", ",", "7", "."]),
+        ("(well-known)!?", ["(", "well", "-", "known", ")", "!", "?"]),
+        ("'tis the dogs' bowl", ["'", "tis", "the", "dogs", "'", "bowl"]),
+        ("a <unk>, b<eos>", ["a", "<unk>", ",", "b", "<eos>"]),
+        ("हिन्दी में", ["हिन्दी", "में"]),
+        ("l\u2019été e\u0301t", ["l\u2019été", "e\u0301t"]),
+    ],
+)
+def test_punctuation_is_split_but_not_inside_words_and_numbers(line: str, words: list[str]) -> None:
+    vocabulary = list(dict.fromkeys(["<eos>", "<unk>", *words]))
+    tokenizer = WordTokenizer(vocabulary, split_punctuation=True)
+    assert tokenizer.encode(line) == [vocabulary.index(word) for word in words]
+
+
+def test_punctuation_leans_on_its_neighbours_again() -> None:
+    line = 'The cat (a "big" one) didn\'t sit, at 3.5: well-known.'
+    words = list(dict.fromkeys(word_separator(False, True)([line]).split()))
+    tokenizer = WordTokenizer(["<eos>", "<unk>", *words], split_punctuation=True)
+    assert tokenizer.decode(tokenizer.encode(line)) == line
+
+
+def test_encode_lines_equals_encode_line_by_line(pieces: SentencePieceTokenizer) -> None:
+    lines = ["the cat", "", " a <unk> mat", "<unk>", "<unk><unk> cat <unk>", "漢 cat"]
+    tokenizers: Sequence[Tokenizer] = (WordTokenizer(WORDS), pieces)
+    for tokenizer in tokenizers:
+        assert tokenizer.encode_lines(lines) == [tokenizer.encode(line) for line in lines]
+        assert tokenizer.encode_lines([]) == []
+    assert pieces.encode("") == []
+
+
+def test_the_text_unk_is_one_unknown_piece(pieces: SentencePieceTokenizer) -> None:
+    the = pieces.encode("the")
+    assert pieces.encode("the <unk> the") == [*the, pieces.unk_id, *the]
+    assert pieces.encode("<unk> the <unk>") == [pieces.unk_id, *the, pieces.unk_id]
+    assert pieces.decode(pieces.encode("the <unk> cat <unk>")) == "the <unk> cat <unk>"
+
+
+def test_an_unknown_character_is_the_unknown_piece(pieces: SentencePieceTokenizer) -> None:
+    assert pieces.encode("漢").count(pieces.unk_id) == 1
+    assert pieces.decode(pieces.encode("a 漢 cat")) == "a <unk> cat"
+
+
+def test_pieces_keep_every_space(pieces: SentencePieceTokenizer) -> None:
+    for line in ("  the  cat ", " ", "cat", ""):
+        assert pieces.decode(pieces.encode(line)) == line
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\n\r▁<")))
+def test_byte_fallback_gives_every_text_back(
+    byte_pieces: SentencePieceTokenizer, line: str
+) -> None:
+    ids = byte_pieces.encode(line)
+    assert byte_pieces.unk_id not in ids
+    assert byte_pieces.decode([*ids, byte_pieces.eos_id, *ids]) == f"{line}\n{line}"
+
+
+@given(st.lists(st.integers(0, 299), max_size=30))
+def test_a_stream_shows_only_whole_characters_and_adds_up(
+    byte_pieces: SentencePieceTokenizer, ids: list[int]
+) -> None:
+    shown = list(byte_pieces.stream_decode(ids))
+    assert "".join(shown) == byte_pieces.decode(ids)
+    assert all(shown)
+
+
+def test_a_stream_holds_bytes_back_until_the_character_is_whole(
+    byte_pieces: SentencePieceTokenizer,
+) -> None:
+    ids = byte_pieces.encode("漢字")
+    assert [len(text) for text in byte_pieces.stream_decode(iter(ids))] == [1, 1]
+    first_byte = ids[-3]
+    assert list(byte_pieces.stream_decode([first_byte])) == ["\ufffd"]
+
+
+def test_stream_and_sentencepiece_agree_on_text(byte_pieces: SentencePieceTokenizer) -> None:
+    for line in (*TEXT, "naïve 漢字 😀 x"):
+        ids = byte_pieces.encode(line)
+        assert byte_pieces.decode(ids) == byte_pieces._processor.decode(ids).removeprefix(" ")
+
+
+def test_ids_outside_the_vocabulary_are_refused(pieces: SentencePieceTokenizer) -> None:
+    tokenizers: Sequence[Tokenizer] = (WordTokenizer(WORDS), pieces)
+    for tokenizer in tokenizers:
+        for id in (-1, tokenizer.vocab_size):
+            with pytest.raises(ValueError, match=f"token id {id} is outside the vocabulary of"):
+                tokenizer.decode([id])
+
+
+def test_a_vocabulary_without_special_words_is_refused() -> None:
+    with pytest.raises(ValueError, match="the vocabulary of 2 words lacks <eos>"):
+        WordTokenizer(["<unk>", "the"])
+
+
+def test_bytes_that_are_no_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 bytes that are no sentencepiece model"):
+        SentencePieceTokenizer(b"\xff\xff\xff\xff")

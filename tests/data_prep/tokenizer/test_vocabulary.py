@@ -1,0 +1,186 @@
+"""Which words and pieces a corpus gives."""
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from random import Random
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from data_prep.errors import UserError
+from data_prep.settings import TokenizerConfig
+from data_prep.tokenizer import tokenizer, vocabulary
+from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, line_batches
+from data_prep.tokenizer.vocabulary import count_words, train_sentencepiece
+
+TEXT = tuple(f"the cat {word} on the mat number {word}" for word in ("sat", "lay", "ran", "is"))
+
+
+def counted(lines: list[str], settings: TokenizerConfig) -> list[tuple[str, int]]:
+    words, counts = count_words(lines, settings)
+    return list(zip(words, counts.tolist(), strict=True))
+
+
+def test_words_are_ordered_by_count_then_by_code_point() -> None:
+    lines = ["b a é", "b Z", "", "b a é"]
+    expected = [("<eos>", 4), ("b", 3), ("a", 2), ("é", 2), ("Z", 1), ("<unk>", 0)]
+    assert counted(lines, TokenizerConfig()) == expected
+
+
+def test_what_is_cut_off_counts_as_unknown_with_the_literal_ones() -> None:
+    lines = ["a a a b b c d <unk> <eos>", "<unk>"]
+    assert counted(lines, TokenizerConfig(min_count=2)) == [
+        ("<unk>", 4),
+        ("<eos>", 3),
+        ("a", 3),
+        ("b", 2),
+    ]
+    assert counted(lines, TokenizerConfig(vocab_size=3)) == [("<unk>", 6), ("<eos>", 3), ("a", 3)]
+
+
+@hypothesis_settings(deadline=None)  # the first call compiles
+@given(
+    st.lists(st.text("ab<unk>é ", max_size=12), min_size=1, max_size=20),
+    st.integers(1, 3),
+    st.none() | st.integers(3, 8),
+)
+def test_counts_add_up_to_the_tokens_and_agree_with_a_plain_count(
+    lines: list[str], min_count: int, vocab_size: int | None
+) -> None:
+    words, counts = count_words(lines, TokenizerConfig(min_count=min_count, vocab_size=vocab_size))
+    plain = Counter(word for line in lines for word in line.split())
+    assert counts.sum() == plain.total() + len(lines)
+    assert len(words) <= (vocab_size or len(plain) + 2)
+    for word, count in zip(words, counts.tolist(), strict=True):
+        if word not in {"<unk>", "<eos>"}:
+            assert count == plain[word] >= min_count
+    assert counts.tolist() == sorted(counts.tolist(), reverse=True)
+
+
+@hypothesis_settings(deadline=None)  # the first call compiles
+@given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
+def test_special_words_stand_where_their_counts_put_them(unk: int, eos: int, lines: int) -> None:
+    words = ["a", "a", "a", "b", "b", "~", "~", "~", *["<unk>"] * unk, *["<eos>"] * eos]
+    expected = {**Counter(words), "<unk>": unk, "<eos>": eos + lines + 1}
+    order = sorted(expected.items(), key=lambda item: (-item[1], item[0]))
+    assert counted([" ".join(words), *[""] * lines], TokenizerConfig()) == order
+
+
+def test_counting_in_portions_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f"w{i % 7} w{i % 11} w{i}" for i in range(100)]
+    whole = counted(lines, TokenizerConfig())
+    monkeypatch.setattr(tokenizer, "LINES_PER_BATCH", 3)
+    assert counted(lines, TokenizerConfig()) == whole
+    assert dict(whole)["w5"] == 14 + 9 + 1
+
+
+def test_a_vocabulary_without_room_for_a_word_is_refused() -> None:
+    message = "tokenizer.vocab_size is 2: expected at least 3, <unk> and <eos> included"
+    with pytest.raises(UserError, match=message):
+        count_words(["a"], TokenizerConfig(vocab_size=2))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "vocab_size"), [("unigram", 23), ("bpe", 30), ("char", 9), ("word", 9)]
+)
+def test_equal_arguments_give_equal_model_bytes(
+    model_type: Literal["unigram", "bpe", "char", "word"], vocab_size: int
+) -> None:
+    settings = TokenizerConfig(
+        kind="sentencepiece", vocab_size=vocab_size, max_sentences=101, model_type=model_type
+    )
+    model = train_sentencepiece(TEXT * 60, settings, seed=5)
+    assert train_sentencepiece(iter(TEXT * 60), settings, seed=5) == model
+    assert SentencePieceTokenizer(model).vocab_size == settings.vocab_size
+
+
+def test_a_sample_of_the_lines_depends_on_the_seed_alone() -> None:
+    """Not on the process either, which the library's own draw does."""
+    program = (
+        "import hashlib, sys\n"
+        "from data_prep.settings import TokenizerConfig\n"
+        "from data_prep.tokenizer.vocabulary import train_sentencepiece\n"
+        "lines = [f'{i:b} {i:o} {i:x}' for i in range(3000)]\n"
+        "options = TokenizerConfig(kind='sentencepiece', vocab_size=60, max_sentences=50)\n"
+        "model = train_sentencepiece(lines, options, seed=int(sys.argv[1]))\n"
+        "print(hashlib.sha256(model).hexdigest())\n"
+    )
+    first, again, other = (
+        subprocess.run(
+            [sys.executable, "-c", program, seed], check=True, capture_output=True, text=True
+        ).stdout
+        for seed in ("5", "5", "6")
+    )
+    assert first == again != other
+
+
+def test_a_sample_of_lines_is_of_all_of_them() -> None:
+    drawn = [vocabulary._sample(map(str, range(20)), 5, Random(seed)) for seed in range(2000)]
+    assert {len(set(each)) for each in drawn} == {5}
+    times = Counter(chain.from_iterable(drawn))
+    assert len(times) == 20
+    assert max(abs(count - 500) for count in times.values()) < 5 * 500**0.5
+    assert vocabulary._sample(["a", "b"], 5, Random(1)) == ["a", "b"]
+
+
+def test_a_batch_of_lines_ends_where_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "LINES_PER_BATCH", 3)
+    monkeypatch.setattr(tokenizer, "CHARACTERS_PER_BATCH", 5)
+    lines = ["a", "b", "c", "d", "eeee", "ffffffff", "g"]
+    assert list(line_batches(iter(lines))) == [lines[:3], lines[3:5], lines[5:6], lines[6:]]
+
+
+def test_a_giant_line_is_learnt_from_to_its_end() -> None:
+    line = "the cat sat " * 5_000 + "Ω" * 9_000 + " mat"
+    settings = TokenizerConfig(kind="sentencepiece", vocab_size=14, character_coverage=1.0)
+    tokenizer = SentencePieceTokenizer(train_sentencepiece([line], settings))
+    ids = tokenizer.encode(line)
+    assert tokenizer.unk_id not in ids
+    assert tokenizer.decode(ids) == line
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (TokenizerConfig(kind="sentencepiece"), r"tokenizer\.vocab_size is not set"),
+        (
+            TokenizerConfig(kind="sentencepiece", vocab_size=5),
+            r"tokenizer\.vocab_size is 5: expected at least \d+, a piece for every character",
+        ),
+        (
+            TokenizerConfig(kind="sentencepiece", vocab_size=9999),
+            r"tokenizer\.vocab_size is 9999: expected at most \d+, all that the training",
+        ),
+        (
+            TokenizerConfig(kind="sentencepiece", vocab_size=9999, model_type="char"),
+            r"tokenizer\.vocab_size is 9999: expected at most \d\d, all that the training",
+        ),
+    ],
+)
+def test_an_impossible_number_of_pieces_is_refused_with_the_limit(
+    settings: TokenizerConfig, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train_sentencepiece(TEXT, settings)
+
+
+def test_a_corpus_of_empty_lines_gives_no_pieces() -> None:
+    settings = TokenizerConfig(kind="sentencepiece", vocab_size=20)
+    with pytest.raises(UserError, match="has no text that a sentencepiece model could be built"):
+        train_sentencepiece(["", ""], settings)
+
+
+def test_a_mistake_in_the_corpus_reaches_the_user_through_sentencepiece() -> None:
+    def broken() -> Iterator[str]:
+        yield "the cat"
+        raise UserError("corpus.txt, line 2: a NUL character")
+
+    settings = TokenizerConfig(kind="sentencepiece", vocab_size=20)
+    with pytest.raises(UserError, match=r"^corpus\.txt, line 2: a NUL character$"):
+        train_sentencepiece(broken(), settings)

@@ -1,0 +1,264 @@
+"""The fused kernels on a GPU, `pytest -m gpu`: what the interpreter cannot show, that is bf16,
+tensor cores, races, streams and graphs.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
+from lm.output.rowwise.optimizers import RowAdagrad
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TREES: dict[str, Callable[[], ClassTree]] = {
+    "two_level": lambda: ClassTree.two_level(torch.arange(3000) // 55),
+    "classes dealt at random": lambda: ClassTree.two_level(torch.randperm(3000) % 55),
+    "head": lambda: ClassTree.two_level(torch.arange(3000) % 55, head=200),
+    "balanced": lambda: ClassTree.balanced(3000, 12),
+    "huffman": lambda: ClassTree.huffman(torch.arange(300) ** 2 + 1, arity=4),
+    "full": lambda: ClassTree.full(3000),
+}
+
+
+def problem(
+    tree: ClassTree, positions: int, size: int, dtype: torch.dtype
+) -> tuple[list[Tensor], Tensor, ClassTree]:
+    """hidden, weight, bias; targets by inverse rank, some ignored; the tree, all on the device."""
+    torch.manual_seed(0)
+    hidden = torch.randn(positions, size, device="cuda", dtype=dtype)
+    weight = (torch.randn(tree.num_rows, size, device="cuda") * 0.1).to(dtype)
+    bias = torch.randn(tree.num_rows, device="cuda", dtype=dtype)
+    target = (tree.vocab_size ** torch.rand(positions, device="cuda")).long() - 1
+    target[::17] = -100
+    return [hidden, weight, bias], target, tree.to("cuda")
+
+
+def gradients(
+    inputs: list[Tensor], target: Tensor, tree: ClassTree, upstream: Tensor, backend: str
+) -> list[Tensor]:
+    """nll of every position, and the gradients of the inputs."""
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    nll = hierarchical_cross_entropy(
+        inputs[0], inputs[1], target, tree, inputs[2], reduction="none", backend=backend,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return [nll.detach(), *torch.autograd.grad(nll, inputs, upstream.to(nll.dtype))]
+
+
+def plain(inputs: list[Tensor], target: Tensor, tree: ClassTree, upstream: Tensor) -> list[Tensor]:
+    """The same with torch's own products and log_softmax in the dtype of the inputs."""
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    hidden, weight, bias = inputs
+    logits = hidden @ weight.T + bias
+    kept = target != -100
+    row = tree.row_of_word[torch.where(kept, target, 0)]
+    nll = torch.zeros(
+        target.numel(), device="cuda", dtype=torch.promote_types(logits.dtype, torch.float32)
+    )
+    for _ in range(tree.depth):
+        node = tree.node_of_row[row]
+        inside = tree.node_of_row[None, :] == node[:, None]
+        own = logits.masked_fill(~inside, -torch.inf).to(nll.dtype)
+        log_q = own.gather(1, row[:, None])[:, 0] - own.logsumexp(1)
+        nll = nll - torch.where(kept, log_q, 0)
+        row = tree.row_of_node[node]
+        kept, row = kept & (row >= 0), row.clamp(min=0)
+    return [nll.detach(), *torch.autograd.grad(nll, inputs, upstream.to(nll.dtype))]
+
+
+@pytest.mark.parametrize("size", [64, 300, 650, 1024, 33])
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_errors_are_within_twice_those_of_plain_torch(
+    name: str, dtype: torch.dtype, size: int
+) -> None:
+    inputs, target, tree = problem(TREES[name](), 1000, size, dtype)
+    upstream = torch.randn(1000, device="cuda")
+    ours = gradients(inputs, target, tree, upstream, "triton")
+    baseline = plain(inputs, target, tree, upstream)
+    truth = plain([x.double() for x in inputs], target, tree, upstream.double())
+    slack = 8 * torch.finfo(dtype).eps
+    for what, own, base, true in zip(
+        ["nll", "d_hidden", "d_weight", "d_bias"], ours, baseline, truth, strict=True
+    ):
+        largest = true.abs().max()
+        error = (own.double() - true).abs().max()
+        allowed = 2 * (base.double() - true).abs().max() + slack * largest
+        assert error <= allowed, f"{what}: off by {error}, plain torch by {allowed / 2}"
+
+
+def test_tf32_is_taken_when_torch_allows_it() -> None:
+    inputs, target, tree = problem(TREES["two_level"](), 1000, 256, torch.float32)
+    upstream = torch.ones(1000, device="cuda")
+    exact = gradients(inputs, target, tree, upstream, "triton")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        fast = gradients(inputs, target, tree, upstream, "triton")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    difference = (fast[0] - exact[0]).abs().max()
+    assert 0 < difference < 0.02
+
+
+@pytest.mark.parametrize("positions", [1, 16, 17, 700, 5000])
+def test_results_repeat_bit_for_bit(positions: int) -> None:
+    inputs, target, tree = problem(TREES["two_level"](), positions, 300, torch.bfloat16)
+    upstream = torch.randn(positions, device="cuda")
+    first = gradients(inputs, target, tree, upstream, "triton")
+    for _ in range(5):
+        again = gradients(inputs, target, tree, upstream, "triton")
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_nothing_waits_for_the_host() -> None:
+    inputs, target, tree = problem(TREES["two_level"](), 2000, 300, torch.bfloat16)
+    upstream = torch.ones(2000, device="cuda")
+    first = gradients(inputs, target, tree, upstream, "triton")  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = gradients(inputs, target, tree, upstream, "triton")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_a_captured_graph_follows_new_targets() -> None:
+    inputs, target, tree = problem(TREES["two_level"](), 2000, 300, torch.bfloat16)
+    upstream = torch.ones(2000, device="cuda")
+    static = target.clone()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            gradients(inputs, static, tree, upstream, "triton")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(inputs, static, tree, upstream, "triton")
+    for shift in (0, 3, 11):
+        static.copy_(torch.where(target == -100, target, (target * 7 + shift) % tree.vocab_size))
+        graph.replay()
+        eager = gradients(inputs, static, tree, upstream, "triton")
+        assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
+
+
+def test_compiled_with_fullgraph_equals_eager() -> None:
+    (hidden, *_), target, tree = problem(TREES["head"](), 500, 128, torch.float32)
+    layer = HierarchicalSoftmax(128, tree).cuda()
+
+    def loss(hidden: Tensor) -> Tensor:
+        return layer.loss(hidden.tanh(), target)
+
+    hidden.requires_grad_()
+    expected = loss(hidden)
+    actual = torch.compile(loss, fullgraph=True)(hidden)
+    torch.testing.assert_close(actual, expected)
+    (own,) = torch.autograd.grad(actual, hidden)
+    (truth,) = torch.autograd.grad(expected, hidden)
+    torch.testing.assert_close(own, truth, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [64, 300, 650, 33])
+@pytest.mark.parametrize("name", ["head", "balanced", "classes dealt at random"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sparse_gradients_are_bit_for_bit_the_dense_ones(
+    dtype: torch.dtype, name: str, size: int
+) -> None:
+    inputs, target, tree = problem(TREES[name](), 700, size, dtype)
+    upstream = torch.randn(700, device="cuda")
+    _, *dense = gradients(inputs, target, tree, upstream, "triton")
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    hidden, weight, bias = leaves
+    nll = hierarchical_cross_entropy(
+        hidden, weight, target, tree, bias, reduction="none", backend="triton", sparse=True
+    )
+    torch.autograd.backward(nll, upstream.to(nll.dtype))
+    for leaf, expected in zip(leaves, dense, strict=True):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad.to_dense(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_updated_on_the_device_as_on_the_host(dtype: torch.dtype) -> None:
+    inputs, target, tree = problem(TREES["head"](), 700, 300, dtype)
+    tables = []
+    for device in ("cuda", "cpu"):
+        hidden, weight, bias = (tensor.detach().to(device) for tensor in inputs)
+        table = [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+        optimizer = RowAdagrad(table, lr=0.1)
+        loss = hierarchical_cross_entropy(
+            hidden, table[0], target.to(device), tree.to(device), table[1], sparse=True
+        )
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(table, 0.1)
+        optimizer.step()
+        tables.append([part.detach().cpu().float() for part in table])
+    close = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(*tables, rtol=close, atol=close)
+
+
+def test_one_kernel_forward_and_three_backward() -> None:
+    inputs, target, tree = problem(TREES["two_level"](), 2000, 300, torch.bfloat16)
+    upstream = torch.ones(2000, device="cuda")
+    gradients(inputs, target, tree, upstream, "triton")
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profile:
+        gradients(inputs, target, tree, upstream, "triton")
+    events = profile.events()
+    assert events is not None
+    ours = ("_forward", "_d_hidden", "_d_weight", "_d_light")
+    names = sorted(event.name for event in events if event.name.startswith(ours))
+    assert [name.split("(")[0] for name in names] == sorted(ours)
+
+
+@pytest.mark.parametrize("ignored", ["none", "all"])
+def test_nothing_to_predict_costs_nothing(ignored: str) -> None:
+    inputs, target, tree = problem(TREES["two_level"](), 200, 64, torch.bfloat16)
+    count = 0 if ignored == "none" else 200
+    target = torch.full_like(target, -100)[:count]
+    results = gradients(
+        [inputs[0][:count], *inputs[1:]], target, tree, torch.ones(count, device="cuda"), "triton"
+    )
+    assert all(torch.equal(result, torch.zeros_like(result)) for result in results)
+
+
+def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
+    if torch.cuda.mem_get_info()[0] < 30 << 30:
+        pytest.skip("needs 30 GB of free memory")
+    tree = ClassTree.two_level(torch.arange(10_000_000) // 3163).cuda()
+    weight = torch.empty(tree.num_rows, 300, device="cuda", dtype=torch.bfloat16).normal_(std=0.05)
+    hidden = torch.randn(64, 300, device="cuda", dtype=torch.bfloat16)
+    target = torch.arange(64, device="cuda") + (10_000_000 - 64)
+    ours = gradients(
+        [hidden, weight, torch.zeros(tree.num_rows, device="cuda", dtype=torch.bfloat16)],
+        target, tree, torch.ones(64, device="cuda"), "triton",
+    )  # fmt: skip
+    root, last = int(tree.num_children[0]), int(tree.num_children[-1])
+    rows = torch.cat([weight[:root], weight[-last:]]).double().requires_grad_()
+    logits = hidden.double() @ rows.T
+    nll = -logits[:, :root].log_softmax(1)[:, -1]
+    nll = nll - logits[:, root:].log_softmax(1)[torch.arange(64), torch.arange(64) + last - 64]
+    (truth,) = torch.autograd.grad(nll.sum(), rows)
+    torch.testing.assert_close(ours[0].double(), nll.detach(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(ours[2][-last:].double(), truth[root:], rtol=0.05, atol=0.02)
+    assert int((ours[2] != 0).any(1).sum()) == root + last
+
+
+def test_wide_trees_and_fp64_are_left_to_the_reference() -> None:
+    tree = ClassTree.full(200_000).cuda()
+    hidden, weight = torch.randn(8000, 32, device="cuda"), torch.randn(200_000, 32, device="cuda")
+    target = torch.arange(8000, device="cuda")
+    with pytest.raises(ValueError, match=r"would keep .* bytes"):
+        hierarchical_cross_entropy(hidden, weight, target, tree, backend="triton")
+    own = hierarchical_cross_entropy(hidden, weight, target, tree)
+    truth = torch.nn.functional.cross_entropy(hidden @ weight.T, target)
+    torch.testing.assert_close(own, truth, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="does not take fp64"):
+        hierarchical_cross_entropy(hidden.double(), weight.double(), target, tree, backend="triton")

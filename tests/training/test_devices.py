@@ -1,0 +1,82 @@
+"""Several devices compute what one does."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm.training.checkpoint import AtomicCheckpointIO, batches_done
+from lm.training.metrics import read_metrics
+
+Two = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def two(tiny: Path, prepared_dir: Path, tmp_path: Path) -> Two:
+    """`two(*options)`: the command, begun, that trains `tiny` in `tmp_path / "two"` on two
+    processes.
+    """
+
+    def begin(*options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "lm.cli", "train", str(tiny), "--no-progress", *options]
+        command += [f"--run_dir={tmp_path / 'two'}", f"--data.prepared_dir={prepared_dir}"]
+        command += ["--train.devices=2", "--train.accelerator=cpu"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+    return begin
+
+
+def test_two_processes_train_as_one_and_go_on_where_they_stopped(
+    two: Two, train: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2"]
+    one = read_metrics(train(tmp_path / "one", *options) / "metrics.csv")
+    for stop in (["--train.max_steps=4"], ["--resume", "auto"]):
+        with two(*options, *stop) as process:
+            _, said = process.communicate()
+        assert process.returncode == 0, said
+    both = read_metrics(tmp_path / "two" / "metrics.csv")
+    assert [line.step for line in both] == [line.step for line in one] == [2, 4, 6, 8]
+    for ours, truth in zip(both, one, strict=True):
+        assert ours.tokens == truth.tokens
+        assert ours.train_perplexity == pytest.approx(truth.train_perplexity, rel=1e-5)
+    assert both[-1].valid_perplexity == pytest.approx(one[-1].valid_perplexity, rel=1e-5)
+
+
+def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(two: Two, tmp_path: Path) -> None:
+    options = ["--train.max_steps=100000", "--train.val_every_steps=100000", "--log.every_steps=5"]
+    run = tmp_path / "two"
+    with two(*options) as process:
+        while not read_metrics(run / "metrics.csv") and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    assert "Traceback" not in said
+    (step,) = set(re.findall(r"stopped by SIGTERM at step (\d+)", said))
+    assert batches_done(run / "checkpoints" / "last.ckpt") == int(step)
+
+
+def test_adaptive_clusters_without_a_target_train_on_two_processes(two: Two) -> None:
+    with two(
+        "--output.tree=adaptive", "--output.cutoffs=[15,21]", "--train.max_steps=8"
+    ) as process:
+        _, said = process.communicate()
+    assert process.returncode == 0, said
+
+
+def test_each_process_draws_noise_of_its_own(two: Two, tmp_path: Path) -> None:
+    with two("--train.max_steps=2") as process:
+        _, said = process.communicate()
+    assert process.returncode == 0, said
+    checkpoint = AtomicCheckpointIO().load_checkpoint(tmp_path / "two/checkpoints/last.ckpt")
+    first, second = (device["cpu"] for device in checkpoint["sqrtlm"]["devices"])
+    assert not torch.equal(first, second)

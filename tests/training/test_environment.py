@@ -1,0 +1,26 @@
+"""What logs say of the machine."""
+
+import platform
+from pathlib import Path
+
+import pytest
+
+from lm.training import environment as machine
+
+
+def test_the_processor_is_named_with_its_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(
+        "processor\t: 0\nmodel name\t: A B 7\nflags\t\t: fpu avx2 avx512f avx512_bf16 sse\n\n"
+    )
+    monkeypatch.setattr(machine, "CPUINFO", cpuinfo)
+    assert machine.processor_name() == "A B 7, avx2, avx512f, avx512_bf16"
+
+
+def test_where_the_system_does_not_tell_the_architecture_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "none")
+    assert machine.processor_name() in (platform.processor(), platform.machine())

@@ -1,0 +1,146 @@
+"""The learning rate at the corners of its curves, and what decays."""
+
+import copy
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+from lm.config import OptimConfig
+from lm.training.optimizers import build_optimizer, learning_rate
+
+
+def rate(step: int = 0, epoch: int = 0, stalls: int = 0, **settings: Any) -> float:
+    return learning_rate(OptimConfig(lr=2.0, **settings), step, 100, epoch, stalls)
+
+
+def test_a_constant_rate_stays() -> None:
+    assert {rate(step, step // 10, step) for step in range(0, 200, 7)} == {2.0}
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "step", "plateau"])
+def test_warm_up_rises_linearly_to_the_full_rate_at_its_last_step(schedule: str) -> None:
+    rates = [rate(step, schedule=schedule, warmup_steps=4) for step in range(5)]
+    decayed = 1.0 if schedule == "step" else 2.0
+    assert rates == [0.5, 1.0, 1.5, 2.0, decayed]
+
+
+def test_cosine_is_highest_after_warm_up_halfway_in_the_middle_and_lowest_at_the_end() -> None:
+    rates = [rate(step, schedule="cosine", warmup_steps=20) for step in (20, 60, 100)]
+    assert rates == pytest.approx([2.0, 1.1, 0.2], rel=1e-15)
+
+
+def test_cosine_without_warm_up_begins_at_the_full_rate_and_may_end_at_zero() -> None:
+    rates = [rate(step, schedule="cosine", min_lr_factor=0.0) for step in (0, 50, 100)]
+    assert rates == pytest.approx([2.0, 1.0, 0.0])
+
+
+def test_cosine_with_warm_up_for_the_whole_training_divides_by_nothing() -> None:
+    assert rate(99, schedule="cosine", warmup_steps=100) == 2.0
+
+
+def test_steps_halve_the_rate_in_each_epoch_after_the_first_few() -> None:
+    rates = [
+        rate(epoch=epoch, schedule="step", decay=0.5, decay_after_epochs=3) for epoch in range(6)
+    ]
+    assert rates == [2.0, 2.0, 2.0, 1.0, 0.5, 0.25]
+
+
+def test_a_plateau_lowers_the_rate_with_every_stall() -> None:
+    assert [rate(stalls=n, schedule="plateau", decay=0.25) for n in range(4)] == [
+        2.0,
+        0.5,
+        0.125,
+        0.03125,
+    ]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_matrices_decay_and_vectors_do_not(
+    optimizer: Literal["sgd", "adamw"],
+) -> None:
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.bias.fill_(1.0)
+    before = model.weight.detach().clone()
+    stepper = build_optimizer(model, OptimConfig(optimizer=optimizer, lr=0.5, weight_decay=0.1))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    stepper.step()
+    torch.testing.assert_close(model.weight.detach(), before * (1 - 0.5 * 0.1))
+    assert model.bias.tolist() == [1.0, 1.0]
+
+
+def test_sgd_is_the_textbook_step_with_momentum() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    weight = model.weight.detach().item()
+    stepper = build_optimizer(model, OptimConfig(optimizer="sgd", lr=0.5, momentum=0.5))
+    for gradient, moved in ((1.0, 0.5), (3.0, 1.75)):
+        model.weight.grad = torch.full((1, 1), gradient)
+        stepper.step()
+        assert model.weight.detach().item() == pytest.approx(weight - moved, abs=1e-6)
+        weight = model.weight.detach().item()
+
+
+def test_parameters_that_want_no_gradient_are_left_out() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    groups = build_optimizer(model, OptimConfig()).param_groups
+    assert [parameter.shape for group in groups for parameter in group["params"]] == [(2, 3)]
+
+
+def test_rows_have_an_optimizer_and_a_rate_of_their_own() -> None:
+    model = nn.ModuleList([nn.Linear(3, 2, bias=False), nn.Embedding(5, 2)])
+    linear, rows = (next(part.parameters()).detach().clone() for part in model)
+    config = OptimConfig(optimizer="sgd", lr=2.0, weight_decay=0.1, table="adagrad", table_lr=0.5)
+    optimizer = build_optimizer(model, config, table=list(model[1].parameters()))
+    assert [group["scale"] for group in optimizer.param_groups] == [1.0, 0.25]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0 * group["scale"]
+    assert optimizer.step(lambda: 7.0) == 7.0
+    torch.testing.assert_close(
+        next(model[0].parameters()).detach(), linear - 1.0 * (1 + 0.1 * linear)
+    )
+    torch.testing.assert_close(next(model[1].parameters()).detach(), rows - 0.25)
+
+
+def test_optimizers_together_are_saved_and_restored_together() -> None:
+    def stepped(times: int, state: dict[str, Any] | None) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(3, 2), nn.Embedding(5, 2)])
+        config = OptimConfig(optimizer="sgd", momentum=0.9, lr=0.1, table="adam")
+        optimizer = build_optimizer(model, config, table=list(model[1].parameters()))
+        if state is not None:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        for _ in range(times):
+            for parameter in model.parameters():
+                parameter.grad = parameter.detach().clone()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = stepped(2, None)
+    state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    resumed, after = stepped(2, state)
+    whole, _ = stepped(4, None)
+    pairs = zip(resumed.parameters(), whole.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    assert after.param_groups[-1] is after.parts[-1].param_groups[-1]
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["adamw", "rows"])
+def test_adam_is_kingmas_step_with_the_betas_asked_for(part: int) -> None:
+    model = nn.ModuleList(nn.Linear(1, 1, bias=False).double() for _ in range(2))
+    config = OptimConfig(lr=0.1, betas=(0.5, 0.25), table="adam")
+    stepper = build_optimizer(model, config, table=list(model[1].parameters()))
+    parameter = next(model[part].parameters())
+    weight, mean, square = float(parameter.detach()), 0.0, 0.0
+    for t, gradient in enumerate((1.0, 3.0, -2.0), 1):
+        parameter.grad = torch.full_like(parameter, gradient)
+        stepper.step()
+        mean, square = 0.5 * mean + 0.5 * gradient, 0.25 * square + 0.75 * gradient**2
+        weight -= 0.1 * (mean / (1 - 0.5**t)) / ((square / (1 - 0.25**t)) ** 0.5 + 1e-8)
+        assert float(parameter.detach()) == pytest.approx(weight, rel=1e-7)
