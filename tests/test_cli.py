@@ -342,7 +342,7 @@ def test_a_damaged_checkpoint_is_named(
         *("train", tiny, "--resume=auto", "--train.max_steps=30", f"--run_dir={copied_run}"),
         f"--data.prepared_dir={copied_run / 'data'}",
     )
-    assert message.startswith(f"{path}: damaged checkpoint")
+    assert message.startswith(f"{path} is damaged")
 
 
 def test_evaluating_a_split_that_was_not_prepared_says_which_there_are(
