@@ -66,7 +66,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--temperature": {"type": float, "default": 1.0, "help": "0 is greedy (default 1)"},
     "--top-k": _COUNT | {"help": "draw from the TOP_K most probable words"},
     "--top-p": {"type": float, "help": "draw from the most probable words with mass TOP_P"},
-    "--seed": {"type": int, "default": 1, "help": "of the random numbers (default 1)"},
+    "--seed": {"type": int, "default": 1, "help": "seed of the random numbers (default 1)"},
     "--words": _COUNT | {"default": 8, "help": "number of words to show per class (default 8)"},
     "--plot": {"metavar": "FILE", "help": "also draw the classes, as .png, .svg or .pdf"},
     "--markdown": {"metavar": "PAGE", "help": "rewrite the tables of configs/README.md"},
