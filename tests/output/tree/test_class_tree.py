@@ -172,10 +172,7 @@ def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
         (lambda: ClassTree.two_level([]), "non-empty"),
         (lambda: ClassTree.two_level([0, -1]), "word_class must be ≥ 0, got -1"),
         (lambda: ClassTree.two_level(torch.zeros(3)), "integers"),
-        (
-            lambda: ClassTree.two_level([0, 0], shortlist=3),
-            "shortlist must be within 0 … 2",
-        ),
+        (lambda: ClassTree.two_level([0, 0], 3), "shortlist must be within 0 … 2 words, got 3"),
         (lambda: ClassTree.two_level([0, 0], 1, [1]), "counts must have 2 entries, got 1"),
         (lambda: ClassTree.balanced(5, 1), "branching must be at least 2, got 1"),
         (lambda: ClassTree.huffman([1, 2], arity=1), "arity must be at least 2, got 1"),
@@ -219,9 +216,7 @@ def test_arrays_that_define_no_tree_raise(
         ("a 0\nb 1\na 2\n", ":3: a has a path already"),
     ],
 )
-def test_errors_in_files_name_the_line_or_word(
-    text: str, message: str, tmp_path: Path
-) -> None:
+def test_errors_in_files_name_the_line_or_word(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "paths").write_text(text)
     with pytest.raises(ValueError, match=message):
         ClassTree.from_file(tmp_path / "paths", ["a", "b", "c"])
