@@ -1,5 +1,7 @@
-"""Decoding as functions of (hidden, weight, bias, tree): shapes, checks, meaning of the options.
+"""Decoding as functions: all log-probabilities, exact top-k, exact sampling.
 
+They take the parameters of a layer: hidden [..., H], weight [R, H], bias [R] or None, and the tree.
+The methods of `HierarchicalSoftmax` with the same names document options, results and errors.
 `expansion` evaluates nodes, `search` decides which nodes top-k and top-p need, `sampling` turns
 random numbers into words.
 """
@@ -24,25 +26,12 @@ _MIN_TEMPERATURE = 1e-200
 
 
 def log_prob(hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTree) -> Tensor:
-    """Log-probabilities of all words: log-softmaxes summed over their paths. Differentiable.
-
-    Args:
-        hidden: [..., H] floating point.
-        weight: [R, H] floating point, rows as `tree` numbers them.
-        bias: [R] or None.
-        tree: the tree of softmaxes; on the same device.
-
-    Returns:
-        [..., N] in at least fp32, in nats.
-
-    Raises:
-        ValueError: if shapes or devices do not fit together.
-    """
+    """Log-probabilities of all words [..., N]: log-softmaxes summed over their paths."""
     _check(hidden, weight, bias, tree)
     with torch.autocast(hidden.device.type, enabled=False):
         row_logits = logits(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
     node_logits = torch.split(row_logits, tree.num_children.tolist(), dim=1)
-    zero = row_logits.new_zeros(row_logits.shape[0], 1)  # row -1, the parent of the root's children
+    zero = row_logits.new_zeros(row_logits.shape[0], 1)  # row -1 is the root, which adds 0
     log_q = torch.cat([*(node.log_softmax(dim=1) for node in node_logits), zero], dim=1)
     parent_row = torch.cat([tree.row_of_node[tree.node_of_row], tree.row_of_node[:1]])
     row = tree.row_of_word
@@ -55,21 +44,7 @@ def log_prob(hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTre
 
 @torch.no_grad()
 def topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTree, k: int) -> TopK:
-    """The k most probable words, exact with respect to the full distribution.
-
-    Best-first: a node is expanded only while it is at least as probable as the k-th best word
-    found. That is few nodes where the distribution is peaked, and nearly all where it is flat.
-
-    Args:
-        hidden, weight, bias, tree: as in `log_prob`.
-        k: 1 … N.
-
-    Returns:
-        log_prob [..., k] and word [..., k], in descending order; ties by the lowest word.
-
-    Raises:
-        ValueError: if shapes, devices or k do not fit together, or a log-probability is not finite.
-    """
+    """The k most probable words of each position, log_prob and word [..., k]."""
     _check(hidden, weight, bias, tree)
     if not 1 <= k <= tree.vocab_size:
         raise ValueError(f"k must be within 1 … {tree.vocab_size} words, got {k}")
@@ -92,30 +67,7 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One word per position, drawn exactly from the full distribution.
-
-    Word w has weight P(w)^(1/T) at temperature T. `top_k` restricts the draw to the most probable
-    words; `top_p` to the smallest set of most probable ones among these that has this share of
-    their weight. Unrestricted draws expand the nodes on the drawn path (and, for T ≠ 1, on those of
-    rejected trials, see `sampling`); restricted ones search best-first, as `topk` does. Each
-    position consumes its own random numbers, so its word does not depend on the others.
-
-    Args:
-        hidden, weight, bias, tree: as in `log_prob`.
-        temperature: T ≥ 0; 0 gives the most probable word.
-        top_k: at least 1; N or more restricts nothing.
-        top_p: within (0, 1]; 1 restricts nothing.
-        generator: source of the random numbers, on any device; None is torch's default.
-
-    Returns:
-        [...] int64.
-
-    Raises:
-        ValueError: if shapes or devices do not fit together, an option is out of range, or a
-            log-probability is not finite.
-
-    Source: top-k: Fan, Lewis & Dauphin 2018; top-p: Holtzman et al. 2020.
-    """
+    """One word per position [...], drawn exactly from the full distribution."""
     _check(hidden, weight, bias, tree)
     _check_options(temperature, top_k, top_p)
     num_positions = hidden.shape[:-1].numel()
