@@ -37,7 +37,10 @@ class HierarchicalSoftmax(nn.Module):
 
     log P(w | h) = Σ over nodes n on the path of w: log softmax(W_n h + b_n)[child on the path]
 
-    Its interface follows `nn.AdaptiveLogSoftmaxWithLoss`.
+    The interface follows `nn.AdaptiveLogSoftmaxWithLoss`. In all methods, hidden is [..., H]
+    floating point and target [...] int64, words 0 … N - 1 or `ignore_index`; losses and
+    log-probabilities are in nats, in at least fp32; shapes, dtypes or devices that do not fit
+    together raise a ValueError.
 
     Example:
         >>> import torch
@@ -111,30 +114,25 @@ class HierarchicalSoftmax(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Loss:
-        """Log-probability of each target and the mean loss.
-
-        Args:
-            hidden: [..., H] floating point.
-            target: [...] int64, words or `ignore_index`.
-        """
+        """Log-probability of each target, and the mean loss."""
         nll = self.loss(hidden, target, reduction="none")
         num_targets = (target != self.ignore_index).sum().clamp(min=1)
         return Loss(-nll, nll.sum() / num_targets)
 
     def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Negative log-likelihood of the targets: `hierarchical_cross_entropy` with this layer.
+        """Negative log-likelihood of the targets, by `hierarchical_cross_entropy`.
 
         Args:
-            hidden: [..., H] floating point.
-            target: [...] int64, words or `ignore_index`.
+            hidden: [..., H].
+            target: [...] int64.
             reduction: "mean" over the positions that are not ignored, "sum" or "none".
 
         Returns:
-            In nats, at least fp32: a scalar, or [...] for "none", 0 where ignored.
+            A scalar, or [...] for "none", 0 where ignored.
 
         Raises:
-            ValueError: if shapes, dtypes or devices do not fit together.
-            IndexError: if a target is neither a word nor `ignore_index`; see there for CUDA.
+            IndexError: if a target is neither a word nor `ignore_index` (on CUDA with Triton: a
+                device-side assertion).
         """
         return hierarchical_cross_entropy(
             hidden,
@@ -159,16 +157,12 @@ class HierarchicalSoftmax(nn.Module):
             >>> nll.exp().round(decimals=3).tolist()  # 1 / P of the class, of the word within it
             [[2.0, 2.0], [2.0, 3.0]]
 
-        Args:
-            hidden: [..., H] floating point.
-            target: [...] int64, words or `ignore_index`.
-
         Returns:
-            [depth, ...] in nats; 0 where ignored and below the end of a path. The sum over
-            dimension 0 is `loss(hidden, target, "none")`.
+            [depth, ...], 0 where ignored and below the end of a path; the sum over dimension 0 is
+            `loss(hidden, target, "none")`.
 
         Raises:
-            ValueError, IndexError: as in `loss`.
+            IndexError: as in `loss`.
         """
         return hierarchical_nll_by_level(
             hidden,
@@ -181,40 +175,25 @@ class HierarchicalSoftmax(nn.Module):
         )
 
     def log_prob(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities of all words. Differentiable; evaluates all R rows.
+        """Log-probabilities of all words, [..., N]. Differentiable; evaluates all R rows.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
             >>> layer.log_prob(torch.zeros(4)).exp().round(decimals=3).tolist()
             [0.25, 0.25, 0.5]
-
-        Args:
-            hidden: [..., H] floating point.
-
-        Returns:
-            [..., N] in at least fp32, in nats.
-
-        Raises:
-            ValueError: if shapes or devices do not fit together.
         """
         return decoding.log_prob(hidden, self.weight, self.bias, self.tree)
 
     def predict(self, hidden: Tensor) -> Tensor:
-        """The most probable word of each position; ties go to the lowest word.
+        """The most probable word of each position, [...] int64; ties go to the lowest word.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
             >>> layer.predict(torch.zeros(2, 4))
             tensor([2, 2])
 
-        Args:
-            hidden: [..., H] floating point.
-
-        Returns:
-            [...] int64.
-
         Raises:
-            ValueError: as in `topk`.
+            ValueError: if a log-probability is not finite.
         """
         return self.topk(hidden, 1).word.squeeze(-1)
 
@@ -231,16 +210,14 @@ class HierarchicalSoftmax(nn.Module):
             ([2, 0], [0.5, 0.25])
 
         Args:
-            hidden: [..., H] floating point.
+            hidden: [..., H].
             k: 1 … N.
 
         Returns:
-            log_prob [..., k] in nats and word [..., k] int64, in descending order; ties by the
-            lowest word.
+            log_prob [..., k] and word [..., k] int64, in descending order; ties by the lowest word.
 
         Raises:
-            ValueError: if shapes, devices or k do not fit together, or a log-probability is not
-                finite.
+            ValueError: if k is out of range or a log-probability is not finite.
         """
         return decoding.topk(hidden, self.weight, self.bias, self.tree, k)
 
@@ -267,7 +244,7 @@ class HierarchicalSoftmax(nn.Module):
             [2, 1, 2]
 
         Args:
-            hidden: [..., H] floating point.
+            hidden: [..., H].
             temperature: T ≥ 0; 0 gives the most probable word.
             top_k: at least 1; N or more restricts nothing.
             top_p: within (0, 1]; 1 restricts nothing.
@@ -277,8 +254,7 @@ class HierarchicalSoftmax(nn.Module):
             [...] int64.
 
         Raises:
-            ValueError: if shapes or devices do not fit together, an option is out of range, or a
-                log-probability is not finite.
+            ValueError: if an option is out of range or a log-probability is not finite.
 
         Source: top-k: Fan, Lewis & Dauphin 2018; top-p: Holtzman et al. 2020.
         """

@@ -69,17 +69,11 @@ def _lookup(tree: ClassTree) -> _Lookup:
 
 
 class Expansion(NamedTuple):
-    """The children of one node, for the V' visits of that node.
+    """The children of one node, for the V' visits of that node."""
 
-    Attributes:
-        visit: [V'] int64, index among all visits of the call.
-        log_prob: [V', children], log-probability of each child given the node.
-        item: [children] int64.
-    """
-
-    visit: Tensor
-    log_prob: Tensor
-    item: Tensor
+    visit: Tensor  # [V'] int64, index among all visits of the call
+    log_prob: Tensor  # [V', children], log-probability of each child given the node
+    item: Tensor  # [children] int64
 
 
 class Expander:
@@ -153,17 +147,11 @@ class Expander:
 
 
 class Children(NamedTuple):
-    """Children of one node to be added to rows of a batch.
+    """Children of one node to be added to rows of a batch."""
 
-    Attributes:
-        row: [V'] int64.
-        log_prob: [V', M].
-        item: [V', M] int64.
-    """
-
-    row: Tensor
-    log_prob: Tensor
-    item: Tensor
+    row: Tensor  # [V'] int64
+    log_prob: Tensor  # [V', M]
+    item: Tensor  # [V', M] int64
 
 
 def pack(children: Sequence[Children], num_rows: int, like: Tensor) -> tuple[Tensor, Tensor]:

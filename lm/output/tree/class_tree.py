@@ -23,30 +23,17 @@ from lm.output.tree import shapes
 
 
 class TreeArrays(NamedTuple):
-    """A tree as flat integer arrays, in the order in which custom ops take them.
+    """A tree as flat int64 arrays, in the order in which custom ops take them."""
 
-    Attributes:
-        num_children: [I] int64, number of children of each node.
-        first_row: [I] int64, row of each node's first child.
-        row_of_node: [I] int64, row of each node among the children of its parent; -1 for the root.
-        node_of_row: [R] int64, node whose child the row belongs to.
-        row_of_word: [N] int64, row of each word.
-        level: [I] int64, number of ancestors of each node; 0 for the root.
-        preorder: [I] int64, rank of each node depth first, parents before children: a node's
-            descendants follow it without a gap.
-        preorder_stop: [I] int64, rank after each node's last descendant.
-        column: [I] int64, number of children of each node's ancestors, summed.
-    """
-
-    num_children: Tensor
-    first_row: Tensor
-    row_of_node: Tensor
-    node_of_row: Tensor
-    row_of_word: Tensor
-    level: Tensor
-    preorder: Tensor
-    preorder_stop: Tensor
-    column: Tensor
+    num_children: Tensor  # [I], number of children of each node
+    first_row: Tensor  # [I], row of each node's first child
+    row_of_node: Tensor  # [I], row of each node among its siblings; -1 for the root
+    node_of_row: Tensor  # [R], node whose child owns the row
+    row_of_word: Tensor  # [N], row of each word
+    level: Tensor  # [I], number of ancestors of each node; 0 for the root
+    preorder: Tensor  # [I], rank of each node depth first: descendants follow without a gap
+    preorder_stop: Tensor  # [I], rank after each node's last descendant
+    column: Tensor  # [I], number of children of each node's ancestors, summed
 
 
 _SAVED = ("num_children", "row_of_node", "row_of_word")
@@ -252,19 +239,6 @@ class ClassTree(nn.Module):
         with torch.device("cpu"):
             return cls(*shapes.number_breadth_first(shape(*args)))
 
-    def save(self, path: str | Path) -> None:
-        """Writes the three arrays that define the tree, for `load`."""
-        torch.save(self.state_dict(), path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "ClassTree":
-        """Reads a tree written by `save`.
-
-        Raises:
-            ValueError: if the file does not hold a tree.
-        """
-        return cls.from_state(torch.load(path, map_location="cpu", weights_only=True))
-
     @classmethod
     def from_state(cls, state: dict[str, Tensor]) -> "ClassTree":
         """The tree whose `state_dict()` is `state`.
@@ -297,21 +271,6 @@ class ClassTree(nn.Module):
             f"max_path_columns={self.max_path_columns}"
         )
 
-    def root_child(self, word: Tensor) -> Tensor:
-        """Index of the root's child on each word's path: the class, in a tree of two levels.
-
-        Args:
-            word: [...] int64.
-
-        Returns:
-            [...] int64; also the row of that child.
-        """
-        row = self.row_of_word[word]
-        for _ in range(self.depth - 1):
-            parent_row = self.row_of_node[self.node_of_row[row]]
-            row = torch.where(parent_row >= 0, parent_row, row)
-        return row
-
     def rows_above(self, word: Tensor) -> Tensor:
         """Rows of the nodes on each word's path, from the word's parent up.
 
@@ -330,13 +289,9 @@ class ClassTree(nn.Module):
 
     def path(self, word: int) -> list[tuple[int, int]]:
         """The (node, row) pairs on a word's path, from the root down."""
-        visits: list[tuple[int, int]] = []
-        row = int(self.row_of_word[word])
-        while row >= 0:
-            node = int(self.node_of_row[row])
-            visits.append((node, row))
-            row = int(self.row_of_node[node])
-        return visits[::-1]
+        above = self.rows_above(self.row_of_word.new_tensor(word)).tolist()
+        rows = [int(self.row_of_word[word]), *above]
+        return [(int(self.node_of_row[row]), row) for row in reversed(rows) if row >= 0]
 
 
 def _check(num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> None:

@@ -16,17 +16,11 @@ from torch.nn import functional as F
 
 
 class Shape(NamedTuple):
-    """The parent of every item: of nodes 1 … I - 1, in any order, and then of words 0 … N - 1.
+    """The parent of every item: of nodes 1 … I - 1, in any order, and then of words 0 … N - 1."""
 
-    Attributes:
-        parent: [I - 1 + N] int64, node whose child the item is; 0 is the root.
-        rank: [I - 1 + N] int64, sorts the children of a node; equal ranks sort by item.
-        num_words: N.
-    """
-
-    parent: Tensor
-    rank: Tensor
-    num_words: int
+    parent: Tensor  # [I - 1 + N] int64, node whose child the item is; 0 is the root
+    rank: Tensor  # [I - 1 + N] int64, sorts the children of a node; equal ranks sort by item
+    num_words: int  # N
 
 
 def two_level(

@@ -10,7 +10,7 @@ from lm.output.decoding.expansion import Expander
 from lm.output.decoding.functional import log_prob, sample
 from lm.output.decoding.sampling import RejectionSampler, Uniforms
 
-from .full_distribution import (
+from .truth import (
     OPTIONS,
     H,
     N,
@@ -18,7 +18,6 @@ from .full_distribution import (
     P,
     all_shapes,
     draw_many,
-    node_log_prob,
     random_layer,
     restricted,
     word_log_prob,
@@ -138,17 +137,29 @@ def test_word_of_a_position_does_not_depend_on_other_positions(options: Options)
     assert torch.equal(first[1::2], second[1::2])
 
 
-@all_shapes
-def test_log_bound_holds_at_every_node_and_is_tight_for_equal_words(shape: str) -> None:
-    layer = random_layer(shape)
-    tree = layer[3]
-    words_log_prob, nodes_log_prob = word_log_prob(*layer), node_log_prob(*layer)
-    expander = Expander(*layer)
-    for node in range(tree.num_nodes):
-        below = [word for word in range(N) if node in dict(tree.path(word))]
-        q = words_log_prob[:, below] - nodes_log_prob[:, node, None]
-        for power in (0.4, 1.0, 2.5):
-            bound = expander.log_bound(power)[node]
-            assert bool(((power * q).logsumexp(1) <= bound + 1e-12).all())
-        equal = torch.full((len(below),), 1 / len(below), dtype=torch.float64)
-        torch.testing.assert_close(expander.log_bound(0.4)[node], equal.pow(0.4).sum().log())
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be finite and at least 0, got -0.1"),
+        ({"temperature": float("nan")}, "temperature must be finite and at least 0, got nan"),
+        ({"temperature": float("inf")}, "temperature must be finite and at least 0, got inf"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_p": 0.0}, r"top_p must be within \(0, 1\], got 0.0"),
+        ({"top_p": 1.1}, r"top_p must be within \(0, 1\], got 1.1"),
+    ],
+)
+def test_options_out_of_range_raise(options: Options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sample(*random_layer("full"), **options)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_log_probabilities_that_are_not_finite_raise_with_their_position(
+    value: float, options: Options
+) -> None:
+    hidden, weight, bias, tree = random_layer("two_level")
+    weight[:, 0] = 1.0
+    hidden[4, 0] = value
+    with pytest.raises(ValueError, match="log-probabilities of position 4 are not finite"):
+        sample(hidden, weight, bias, tree, **options)

@@ -9,16 +9,7 @@ from lm.output.decoding.functional import topk
 from lm.output.decoding.search import nuclei
 from lm.output.decoding.search import topk as search_topk
 
-from .full_distribution import (
-    H,
-    N,
-    P,
-    all_shapes,
-    node_log_prob,
-    random_layer,
-    restricted,
-    word_log_prob,
-)
+from .truth import H, N, P, all_shapes, node_log_prob, random_layer, restricted, word_log_prob
 
 
 @all_shapes
@@ -97,3 +88,19 @@ def test_nucleus_is_the_smallest_set_that_reaches_top_p(
         admissible = restricted(log_prob, temperature, None, top_p) > 0
         order = log_prob.argsort(descending=True)
         assert found[p] == order[admissible[order]].tolist()
+
+
+@all_shapes
+def test_log_bound_holds_at_every_node_and_is_tight_for_equal_words(shape: str) -> None:
+    layer = random_layer(shape)
+    tree = layer[3]
+    words_log_prob, nodes_log_prob = word_log_prob(*layer), node_log_prob(*layer)
+    expander = Expander(*layer)
+    for node in range(tree.num_nodes):
+        below = [word for word in range(N) if node in dict(tree.path(word))]
+        q = words_log_prob[:, below] - nodes_log_prob[:, node, None]
+        for power in (0.4, 1.0, 2.5):
+            bound = expander.log_bound(power)[node]
+            assert bool(((power * q).logsumexp(1) <= bound + 1e-12).all())
+        equal = torch.full((len(below),), 1 / len(below), dtype=torch.float64)
+        torch.testing.assert_close(expander.log_bound(0.4)[node], equal.pow(0.4).sum().log())
