@@ -44,9 +44,7 @@ def generate(
         prompt: at least one token id (`<eos>` at the beginning of a text).
         num_tokens: number of tokens to generate.
         num_samples: B, number of samples.
-        temperature: as in `HierarchicalSoftmax.sample`, as are `top_k` and `top_p`.
-        top_k: draw from this many most probable words.
-        top_p: draw from the most probable words with this share of the probability.
+        temperature, top_k, top_p: as in `HierarchicalSoftmax.sample`.
         seed: seed of the random numbers; the same seed gives the same tokens.
 
     Yields:
