@@ -81,7 +81,7 @@ class ClassTree(nn.Module):
                 owner and nodes are numbered breadth first.
         """
         super().__init__()
-        with torch.device("cpu"):  # whatever the default device is
+        with torch.device("cpu"):  # under any default device
             num_children = torch.as_tensor(num_children).to(torch.int64)
             row_of_node = torch.as_tensor(row_of_node).to(torch.int64)
             row_of_word = torch.as_tensor(row_of_word).to(torch.int64)
