@@ -14,7 +14,7 @@ from lm.model.adaptive import AdaptiveSoftmax
 from lm.model.lstm import LSTM, Dropout
 from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.output.rowwise.row_gradient import lookup
+from lm.output.rowwise import lookup
 
 State = tuple[Tensor, ...]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lm.output.decoding import functional as decoding
 from lm.output.decoding.search import TopK
 from lm.output.functional import (
-    Backend,
+    BackendName,
     Reduction,
     hierarchical_cross_entropy,
     hierarchical_nll_by_level,
@@ -82,7 +82,7 @@ class HierarchicalSoftmax(nn.Module):
         *,
         bias: bool = True,
         ignore_index: int = -100,
-        backend: Backend = "auto",
+        backend: BackendName = "auto",
         sparse: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
