@@ -139,8 +139,10 @@ def read_description(folder: Path) -> Description:
 
 
 def _write_tensors(tensors: dict[str, Tensor], file: BinaryIO) -> str:
-    """Write an open file by its name, because safetensors replaces the file by a new one that only
-    its owner may read; returns the checksum, so that little time passes between the two files.
+    """Write an open file, by its name; returns the checksum.
+
+    Safetensors replaces the file by a new one that only its owner may read. The checksum is taken
+    here so that little time passes between the two files of a model.
     """
     save_file(tensors, file.name)
     os.chmod(file.name, stat.S_IMODE(os.fstat(file.fileno()).st_mode))

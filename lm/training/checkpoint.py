@@ -1,9 +1,9 @@
 """Checkpoints: one file with everything that a run continues from.
 
 A checkpoint is complete or absent: it is written to a temporary file, synchronized to the disk and
-renamed. Reading one never executes code and copies nothing: the zip archive's checksums are verified
-in one pass, then the tensors are mapped privately, so that a page takes memory once it is used and
-a change never reaches the file. A mapping of a file that is replaced later remains valid.
+renamed. Reading one never executes code and copies nothing: the checksums of the zip archive are
+verified in one pass, then the tensors are mapped privately, so that a page takes memory once it is
+used and a change never reaches the file. A mapping of a file that is replaced later remains valid.
 """
 
 import pickle

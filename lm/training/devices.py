@@ -1,4 +1,4 @@
-"""Devices: Lightning Fabric as a configuration asks for it, and the precision of matrix products."""
+"""Lightning Fabric as a configuration asks for it, and the precision of matrix products."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,8 +48,9 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def _find_devices(config: Config) -> tuple[str, int]:
-    """Fabric's name of the accelerator, and the number of devices; never Apple's, which lacks the
-    fp64 that losses are summed in.
+    """Fabric's name of the accelerator, and the number of devices.
+
+    Apple's accelerator is never used: it lacks the fp64 that losses are summed in.
     """
     train, num_gpus = config.train, torch.cuda.device_count()
     on_cpu = train.accelerator == "cpu" or (train.accelerator == "auto" and num_gpus == 0)

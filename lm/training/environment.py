@@ -1,4 +1,4 @@
-"""The computer that a run is trained on: its speed and the last digits of its figures depend on it."""
+"""The computer that a run is trained on: speed and the last digits of all figures depend on it."""
 
 import os
 import platform

@@ -1,6 +1,6 @@
 """Loggers: where the figures of a run are written while it trains.
 
-Fabric has a CSV logger, but it deletes the file that a continued run would append to, keeps lines in
+Fabric has a CSV logger, but it deletes the file that a continued run appends to, keeps lines in
 memory and sorts the columns; it has no logger for wandb. Both are therefore ours.
 """
 
@@ -92,8 +92,9 @@ class WandbLogger(Logger):
 
 
 class ProgressBar(Logger):
-    """Steps, remaining time and figures on stderr: a bar in a terminal, elsewhere a line of text
-    for each validation.
+    """Steps, remaining time and figures on stderr.
+
+    In a terminal this is a progress bar, elsewhere a line of text for each validation.
 
     Args:
         step: Steps done before.
@@ -101,9 +102,7 @@ class ProgressBar(Logger):
     """
 
     def __init__(self, step: int, total_steps: int) -> None:
-        self.bar = tqdm(
-            total=total_steps, initial=step, desc="train", unit="step", disable=None
-        )
+        self.bar = tqdm(total=total_steps, initial=step, desc="train", unit="step", disable=None)
         self._figures: dict[str, str] = {}
 
     def step(self, step: int) -> None:

@@ -73,7 +73,7 @@ def train(
     is_main = fabric.is_global_zero
     checkpoint = check_folder(config, resume) if is_main or resume else None
     tree = build_tree(config, prepared)
-    check_memory(config, tree)
+    check_memory(config, tree, prepared.vocab_size)
     batches = _training_batches(fabric, config, prepared)
     total_steps = num_steps(config.train, batches)
     if checkpoint is None or batches_done(checkpoint) < total_steps * config.train.accumulate:

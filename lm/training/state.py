@@ -154,8 +154,9 @@ class TrainingState:
 
     @property
     def is_validation_due(self) -> bool:
-        """Whether a validation follows the last step: at a multiple of `train.val_every_steps`, or
-        else if the step ended an epoch; and at the end.
+        """Whether a validation follows the last step.
+
+        It does every `train.val_every_steps`, by default after each epoch, and at the end.
         """
         every, done = self.config.train.val_every_steps, self.progress.batches_done
         if every:
