@@ -27,8 +27,8 @@ from data_prep.errors import UserError
 from data_prep.prepared import SplitInfo, load_tokenizer, open_prepared
 from data_prep.storage import sha256_file, write_json_atomically
 from lm.config import load_run_config
+from lm.model.files import load_model
 from lm.model.language_model import LanguageModel
-from lm.training.checkpoint import load_model
 
 _CHUNK_TOKENS = 512
 """Positions that are computed at once; no figure depends on it."""

@@ -15,7 +15,7 @@ from lm.config import Config, resolve_word_table
 from lm.evaluation import Evaluation
 from lm.model.build import build_model, build_tree
 from lm.training.batches import Batches
-from lm.training.memory_estimate import available_memory, memory_estimate
+from lm.training.memory_estimate import available_bytes, estimate_memory
 
 LABELLED_CLASSES = 25
 """Number of classes whose top words the picture shows: those with the most tokens."""
@@ -193,7 +193,8 @@ def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
     parameters = {
         name: sum(p.numel() for p in module.parameters()) for name, module in model.named_children()
     }
-    memory, available = memory_estimate(config, tree), available_memory(config)
+    memory = estimate_memory(config, tree, prepared.vocab_size)
+    available = available_bytes(config)
     batches = Batches(
         prepared.tokens("train"),
         eos_id=prepared.eos_id,
