@@ -163,7 +163,7 @@ def draw_classes(report: ClassReport, prepared: Prepared, path: Path) -> None:
         axes.grid(True, alpha=0.3)
     figure.suptitle(
         f"{report.num_word_classes:,} classes, {report.columns_per_token:,.0f} columns per token,"
-        f" {report.class_entropy:.2f} bits per class + {report.word_entropy:.2f} bits per word in it"
+        f" {report.class_entropy:.2f} bits for the class + {report.word_entropy:.2f} for the word"
     )
     try:
         figure.savefig(path, dpi=120)

@@ -82,7 +82,7 @@ def validate(values: dict[str, Any], source: str) -> Config:
         section, key = old.split(".")
         new = RENAMED[old]
         value = json.dumps(new.value(values[section][key]), default=str).strip('"')
-        raise UserError(f"{source}: {old} was renamed: write {new.key} = {value}")
+        raise UserError(f"{source}: {old} was renamed: write {new.key}: {value}")
     try:
         config = _ADAPTER.validate_json(json.dumps(values))
     except ValidationError as error:

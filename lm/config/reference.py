@@ -55,13 +55,13 @@ def describe_keys(name: str | None = None) -> str:
     """The reference as text.
 
     Args:
-        name: a section or key; None for everything.
+        name: A section or key; None for everything.
 
     Returns:
         Lines of at most 100 columns.
 
     Raises:
-        UserError: if there is no such section or key; the message names the nearest.
+        UserError: If there is no such section or key; the message names the nearest.
 
     Example:
         >>> print(describe_keys("word_table.tied"))
@@ -89,7 +89,7 @@ def write_reference(page: Path) -> None:
     or `keys`.
 
     Raises:
-        UserError: if a recipe's header lacks a label.
+        UserError: If a recipe's header lacks a label.
     """
     tables = {"recipes": _recipe_table(sorted(page.parent.glob("*.yaml"))), "keys": _key_tables()}
     text = re.sub(
@@ -161,7 +161,10 @@ def _text(key: Key) -> str:
 def _key_tables() -> str:
     parts = []
     for section, (meaning, keys) in sections().items():
-        rows = [(f"`{key.name}`", key.type, f"`{key.default}`", key.meaning) for key in keys]
+        rows = [
+            (f"`{key.name}`", key.type, f"`{key.default}`" if key.default else "", key.meaning)
+            for key in keys
+        ]
         title = f"### {section}\n\n" if section else ""
         parts.append(f"{title}{meaning}\n\n{_table(('key', 'type', 'default', 'meaning'), rows)}")
     return "\n\n".join(parts)
@@ -176,13 +179,14 @@ def _recipe_table(recipes: Sequence[Path]) -> str:
         labels = dict(zip(found[1::2], found[2::2], strict=True))
         if missing := [label for label in RECIPE_LABELS if label not in labels]:
             raise UserError(f"{path}: the header has no {missing[0]}:")
-        rows.append((f"[{path.stem}]({path.name})", *(labels[label] for label in RECIPE_LABELS)))
+        rows.append(
+            (f"[{path.stem}]({path.name})", *(labels[label].rstrip(".") for label in RECIPE_LABELS))
+        )
     return _table(("recipe", *map(str.lower, RECIPE_LABELS)), rows)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|").replace("``", "") for cell in line) + " |"
-        for line in lines
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
     )

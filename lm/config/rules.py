@@ -12,11 +12,12 @@ def first_problem(config: Config) -> str | None:
         A single-line message, or None if there is no conflict.
     """
     model, train, classes = config.model, config.train, config.classes
+    head_sizes = f"model.hidden = {model.hidden} must be a multiple of 2 × model.heads"
     problems = {
         "train.max_epochs or train.max_steps is required": (
             train.max_epochs is None and train.max_steps is None
         ),
-        f"model.hidden = {model.hidden} must be a multiple of 2 × model.heads = {2 * model.heads}": (
+        f"{head_sizes} = {2 * model.heads}": (
             model.backbone == "transformer" and model.hidden % (2 * model.heads) != 0
         ),
         "model.input_embedding: path_sum cannot be combined with output.tree: adaptive": (

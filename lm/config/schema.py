@@ -47,7 +47,8 @@ class ModelConfig:
     """While training, a word that occurs n times in the training split loses its word vector with
     probability count_word_dropout / (count_word_dropout + n) (count-based word dropout: Xie et al.
     2017). With input_embedding: path_sum the vectors of its classes remain, and words without a
-    class never lose their vector; with input_embedding: word the input vector is zero. Default: off.
+    class never lose their vector; with input_embedding: word the input vector is zero. Default:
+    off.
     """
     dropout: Fraction = 0.0
     """Dropout of the input vectors, between layers and of the backbone's output."""
