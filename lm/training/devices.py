@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy, Strategy
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.strategy import Strategy
 
 from data_prep.errors import UserError
 from lm.config import Config

@@ -19,7 +19,8 @@ TOLERANCE = 0.1
 """A run is refused if its estimate exceeds the available memory by more than this fraction: less is
 within the accuracy of the estimate, and within what other programs take and return.
 """
-_CGROUPS = (
+PROC = Path("/proc")
+CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     (
         "/sys/fs/cgroup/memory",
@@ -143,11 +144,11 @@ def available_bytes(config: Config) -> int | None:
     """
     if _is_on_gpu(config):
         return torch.cuda.mem_get_info(0)[0]
-    if not Path("/proc/meminfo").exists():
+    if not (PROC / "meminfo").exists():
         return None
-    own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    free = _read_fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
-    for folder, limit_file, usage_file, reclaimable in _CGROUPS:
+    own = int((PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    free = _read_fields(PROC / "meminfo")["MemAvailable:"] * 1024
+    for folder, limit_file, usage_file, reclaimable in CGROUPS:
         path = Path(folder, limit_file)
         limit = path.read_text().strip() if path.exists() else "max"
         if limit.isdigit():
@@ -187,7 +188,7 @@ def _batch_bytes(
         return vectors + 2 * element * num_positions * shortlist
     dtype = {"64-true": torch.float64, "32-true": torch.float32}.get(precision, torch.bfloat16)
     batch = {"num_positions": num_positions, "hidden_size": model.hidden}
-    backend = config.output.backend
+    backend: str = config.output.backend
     if backend == "auto":
         device = torch.device("cuda" if _is_on_gpu(config) else "cpu")
         backend = expected_backend(device, **batch, tree=tree, dtype=dtype)

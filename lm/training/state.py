@@ -182,7 +182,8 @@ class TrainingState:
         num_tokens = sum(num_tokens for _, num_tokens in losses)
         losses.clear()
         sums = torch.tensor([nll, num_tokens], dtype=torch.float64, device=self.fabric.device)
-        nll, num_tokens = self.fabric.all_reduce(sums, reduce_op="sum").tolist()
+        self.fabric.all_reduce(sums, reduce_op="sum")
+        nll, num_tokens = sums.tolist()
         if not math.isfinite(nll):
             raise not_finite(nll / num_tokens, self.step)
         self.progress.nll += nll
