@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: Words of the command line; None takes those of the process.
+        arguments: words of the command line; None takes those of the process.
 
     Returns:
         The exit code: 0; 2 after a user's mistake, which is one line on stderr; 130 after Ctrl-C;
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
     try:
         options, overrides = parse(arguments)
-        _VERBS[options.verb](options, overrides)
+        _FUNCTIONS[options.verb](options, overrides)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -216,7 +216,7 @@ def _config(options: Namespace, _: list[str]) -> None:
         print(describe_keys(options.key))
 
 
-_VERBS = {
+_FUNCTIONS = {
     "prepare": _prepare,
     "train": _train,
     "evaluate": _evaluate,

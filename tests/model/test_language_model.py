@@ -235,8 +235,8 @@ def test_dropout_acts_on_input_vectors_and_on_hidden_vectors(
         assert 0.45 < float(zero.double().mean()) < 0.55
         assert bool((zero == zero[:1]).all()) == variational
     assert model.embedding is not None
-    kept = seen[0] != 0
-    torch.testing.assert_close(seen[0][kept], 2 * model.embedding(tokens)[kept])
+    passed = seen[0] != 0
+    torch.testing.assert_close(seen[0][passed], 2 * model.embedding(tokens)[passed])
 
 
 def test_the_lstm_has_the_dropouts_of_the_configuration() -> None:
