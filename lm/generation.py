@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from data_prep.prepared import load_tokenizer
+from lm.model.files import load_model
 from lm.model.language_model import LanguageModel
-from lm.training.checkpoint import load_model
 
 PROMPT_CHUNK_TOKENS = 1024
 """Tokens of a prompt read per call; a Transformer's memory grows with their square."""

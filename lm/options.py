@@ -1,0 +1,134 @@
+"""The options of every command."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from data_prep.errors import UserError
+from lm import __version__
+from lm.config.reference import describe_keys
+
+_OVERRIDES = (
+    "Every key of the configuration can be overridden by --section.key=value, for instance"
+    " --model.hidden=650. `lm config` lists the keys."
+)
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Parse a command line.
+
+    Args:
+        arguments: its words; None takes those of the process.
+
+    Returns:
+        The options of the command, whose name is `verb`, and the overrides of the configuration as
+        they were given.
+
+    Raises:
+        UserError: if an argument is missing, unknown or out of range.
+    """
+    options, overrides = _build_parser().parse_known_args(arguments)
+    if overrides and options.verb not in _TAKES_OVERRIDES:
+        raise UserError(f"unknown option {overrides[0]}")
+    return options, overrides
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+_COUNT = {"type": _at_least_one}
+_FLAG = {"action": "store_true"}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "config": {"metavar": "CONFIG", "help": "YAML file"},
+    "run_dir": {"metavar": "RUN", "help": "folder of the run"},
+    "source": {"metavar": "RUN|CONFIG", "help": "folder of a run, or YAML file"},
+    "key": {"metavar": "KEY|SECTION", "nargs": "?", "help": "default: all keys"},
+    "--resume": {
+        "metavar": "auto|PATH",
+        "help": "continue the run's last checkpoint, or the one at PATH",
+    },
+    "--split": {
+        "default": "test",
+        "choices": ("train", "valid", "test"),
+        "help": "default: test",
+    },
+    "--text": {
+        "metavar": "FILE|-",
+        "help": "a text file instead of a split of the corpus; its empty lines count too",
+    },
+    "--prompt": {"metavar": "TEXT|-", "help": "text to continue (- reads stdin)"},
+    "--tokens": _COUNT | {"default": 100, "help": "number of tokens to generate (default 100)"},
+    "--samples": _COUNT | {"default": 1, "help": "number of continuations (default 1)"},
+    "--temperature": {"type": float, "default": 1.0, "help": "0 is greedy (default 1)"},
+    "--top-k": _COUNT | {"help": "draw from the TOP_K most probable words"},
+    "--top-p": {"type": float, "help": "draw from the most probable words with mass TOP_P"},
+    "--seed": {"type": int, "default": 1, "help": "seed of the random numbers (default 1)"},
+    "--words": _COUNT | {"default": 8, "help": "number of words to show per class (default 8)"},
+    "--plot": {"metavar": "FILE", "help": "also draw the classes, as .png, .svg or .pdf"},
+    "--markdown": {"metavar": "PAGE", "help": "rewrite the tables of configs/README.md"},
+    "--threads": _COUNT | {"help": "number of CPU threads (default: as in training)"},
+    "--no-progress": _FLAG | {"help": "hide progress bars (which only a terminal shows)"},
+    "--json": _FLAG | {"help": "print one JSON object"},
+}
+_VERBS = {
+    "prepare": ("corpus → tokenizer → token files → classes", "config --no-progress"),
+    "train": (
+        "train a model (prepares the data first if needed)",
+        "config --resume --no-progress",
+    ),
+    "evaluate": (
+        "perplexity of a trained model on a text",
+        "run_dir --split|--text --threads --no-progress --json",
+    ),
+    "generate": (
+        "draw text from a trained model",
+        "run_dir --prompt --tokens --samples --temperature --top-k --top-p --seed --threads --json",
+    ),
+    "classes": ("report on the word classes", "source --words --plot --json"),
+    "info": ("sizes, cost and memory of a run", "source --json"),
+    "config": ("type, default and meaning of the configuration's keys", "key --markdown"),
+}
+"""Verb → what it does, and its options; those joined by a bar exclude each other."""
+_TAKES_OVERRIDES = ("prepare", "train", "classes", "info")
+_LISTS_KEYS = ("prepare", "train")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises `UserError` for wrong arguments; its help can end with all configuration keys."""
+
+    lists_keys = False
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+    def format_help(self) -> str:
+        return super().format_help() + (f"\n{describe_keys()}\n" if self.lists_keys else "")
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="lm",
+        description="Language models with very large vocabularies: train, evaluate and generate.",
+        epilog=_OVERRIDES,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"sqrtlm {__version__}")
+    verbs = parser.add_subparsers(required=True, dest="verb", metavar="COMMAND")
+    for name, (text, options) in _VERBS.items():
+        verb = verbs.add_parser(
+            name,
+            help=text,
+            description=f"{text.capitalize()}.",
+            epilog=_OVERRIDES if name in _TAKES_OVERRIDES else None,
+            allow_abbrev=False,
+        )
+        verb.lists_keys = name in _LISTS_KEYS
+        for group in options.split():
+            target = verb.add_mutually_exclusive_group() if "|" in group else verb
+            for option in group.split("|"):
+                target.add_argument(option, **_OPTIONS[option])
+    return parser
