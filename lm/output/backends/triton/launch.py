@@ -1,63 +1,197 @@
-"""What the launches of the fused kernels have in common: the arguments that follow from a batch, a
-tree, and the layout of two matrices.
+"""Launches of the fused kernels: what a launch is, how it is made, and who executes it.
+
+`instrumented` is the public hook for counting, timing or compiling launches and for trying tile
+shapes.
 """
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lm.output.backends.base import Problem
+from lm.output.backends.triton.schedule import LIGHT, Schedule, splits_per_tile
+from lm.output.backends.triton.tile_shapes import Tile, Tiles, compiler_options, tiles
 from lm.output.backends.visits import Visits
-from lm.output.tree.class_tree import TreeArrays
+
+
+class Saved(NamedTuple):
+    """What the forward saves: the batch, and the results of (7) and (8) of `forward_kernel`.
+
+    Attributes:
+        visits: of the targets.
+        schedule: of the visits.
+        exp_logits: [P, blocks, block_c] in the dtype of hidden, k of every visit's blocks; no
+            blocks if there is no backward.
+        block_max: [P, blocks], m; likewise.
+        lse: [D, P], log-sum-exp of every visit; undefined where there is none.
+        target_logit: [D, P], logit of every visit's target; likewise.
+    """
+
+    visits: Visits
+    schedule: Schedule
+    exp_logits: Tensor
+    block_max: Tensor
+    lse: Tensor
+    target_logit: Tensor
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: the jit function, whose name is `kernel.__name__`.
+        num_programs: size of the grid, which has one axis.
+        tile: what a program works on, and how the kernel is compiled.
+        arguments: of the kernel, by name.
+    """
+
+    kernel: Any
+    num_programs: int
+    tile: Tile
+    arguments: dict[str, Any]
+
+
+class _Instruments(NamedTuple):
+    run: Callable[[Launch], None] | None = None
+    tiles: Tiles | None = None
+    capability: int | None = None
+    num_splits: int | None = None
+
+
+_instruments = _Instruments()  # not a context variable: autograd runs backwards in other threads
+
+
+@contextmanager
+def instrumented(
+    *,
+    run: Callable[[Launch], None] | None = None,
+    tiles: Tiles | None = None,
+    capability: int | None = None,
+    num_splits: int | None = None,
+) -> Iterator[None]:
+    """Replace how the kernels are launched while the context is active, in all threads.
+
+    Contexts nest; an argument that is None leaves the setting of the outer context.
+
+    Args:
+        run: called with every launch instead of executing it; may call `execute`.
+        tiles: the tile shapes of all kernels.
+        capability: the compute capability x 10 that the device is taken to have.
+        num_splits: programs that share a tile in the forward.
+    """
+    global _instruments
+    outer, inner = _instruments, _Instruments(run, tiles, capability, num_splits)
+    given = {name: value for name, value in inner._asdict().items() if value is not None}
+    _instruments = outer._replace(**given)
+    try:
+        yield
+    finally:
+        _instruments = outer
+
+
+def execute(launch: Launch) -> None:
+    """Run a launch on the device of its arguments, or interpret it on a CPU."""
+    if not launch.num_programs:
+        return
+    device = launch.arguments["position"].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        grid = (launch.num_programs,)
+        launch.kernel[grid](**launch.arguments, **compiler_options(launch.tile))
+
+
+def launch(
+    kernel: Any, num_programs: int, tile: Tile, problem: Problem, saved: Saved, **special: Any
+) -> None:
+    """Make a launch and run it, or hand it to `instrumented`.
+
+    A kernel takes its arguments by name: from the problem, its tree, and what the forward saved;
+    their sizes and strides; the constants of the arithmetic and the tile.
+
+    Args:
+        kernel: the jit function.
+        num_programs: size of the grid.
+        tile: of the kernel.
+        problem: hidden and bias contiguous, rows of the weight contiguous.
+        saved: read, or written by the forward.
+        special: all other arguments, and replacements.
+    """
+    import triton.language as tl
+
+    hidden, units = problem.hidden, Units.of(problem)
+    fast = torch.get_float32_matmul_precision() != "highest"
+    known = {
+        **problem._asdict(),
+        **problem.tree._asdict(),
+        **saved._asdict(),
+        **saved.visits._asdict(),
+        **saved.schedule._asdict(),
+        **units._asdict(),
+        "P": problem.num_positions,
+        "D": problem.depth,
+        "num_blocks": saved.exp_logits.shape[1],
+        "LIGHT": LIGHT,
+        "ACC": tl.float64 if hidden.dtype == torch.float64 else tl.float32,
+        "PRECISION": "tf32" if fast and hidden.dtype == torch.float32 else "ieee",
+        "ALIGN": units.align,
+        "BLOCK_V": tile.v,
+        "BLOCK_C": tiles_for(problem).block_c,
+        "BLOCK_H": tile.h,
+        **special,
+    }
+    arguments = {name: known[name] for name in kernel.arg_names}
+    (_instruments.run or execute)(Launch(kernel, num_programs, tile, arguments))
+
+
+def capability(device: torch.device) -> int:
+    """Compute capability x 10 of a device; that of an H100 for the interpreter."""
+    if _instruments.capability is not None:
+        return _instruments.capability
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def tiles_for(problem: Problem) -> Tiles:
+    """The tile shapes for a problem on its device."""
+    if _instruments.tiles is not None:
+        return _instruments.tiles
+    hidden = problem.hidden
+    return tiles(hidden.dtype, capability(hidden.device), Units.of(problem).align)
+
+
+def splits_for(problem: Problem) -> int:
+    """Programs that share a tile of a problem in the forward."""
+    if _instruments.num_splits is not None:
+        return _instruments.num_splits
+    return splits_per_tile(problem.max_path_columns, problem.depth, tiles_for(problem).block_c)
 
 
 class Units(NamedTuple):
-    """H and the strides in units of `align` elements, so that the compiler knows what divides them:
-    rows of 300 halves are not multiples of 16, but of 4.
+    """H and the strides in units of elements, so that the compiler knows what divides them.
+
+    Rows of 300 halves are not multiples of 16, but of 4.
+
+    Attributes:
+        align: elements of a unit, a power of two up to 16.
+        h_units: H.
+        hidden_stride: between hidden vectors.
+        weight_stride: between rows of the weight.
     """
 
     align: int
-    size: int
+    h_units: int
     hidden_stride: int
     weight_stride: int
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor) -> "Units":
+    def of(cls, problem: Problem) -> "Units":
+        """The units of hidden and weight."""
+        hidden, weight = problem.hidden, problem.weight
         sizes = (hidden.shape[1], hidden.stride(0), weight.stride(0))
         align = math.gcd(*sizes, 16)
         return cls(align, *(size // align for size in sizes))
-
-
-def like(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "device": tensor.device}
-
-
-def of_batch(visits: Visits) -> dict[str, Tensor]:
-    return {"position": visits.position, "node": visits.node, "child": visits.child}
-
-
-def of_nodes(tree: TreeArrays) -> dict[str, Tensor]:
-    return {
-        "first_row": tree.first_row,
-        "num_children": tree.num_children,
-        "column": tree.column,
-    }
-
-
-def arithmetic(hidden: Tensor, units: Units) -> dict[str, Any]:
-    """Constants of the kernels that follow from the dtype and the alignment."""
-    import triton.language as tl
-
-    fast = torch.get_float32_matmul_precision() != "highest"
-    return {
-        "ACC": tl.float64 if hidden.dtype == torch.float64 else tl.float32,
-        "PRECISION": "tf32" if fast and hidden.dtype == torch.float32 else "ieee",
-        "ALIGN": units.align,
-    }
-
-
-def num_processors(hidden: Tensor) -> int:
-    if hidden.is_cuda:
-        return torch.cuda.get_device_properties(hidden.device).multi_processor_count
-    return 1
