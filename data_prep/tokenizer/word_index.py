@@ -103,13 +103,6 @@ class WordCounter:
 
     Attributes:
         num_words: number of distinct words so far.
-
-    Example:
-        >>> counter = WordCounter()
-        >>> counter.add("the cat the")
-        >>> text, starts, counts = counter.result()
-        >>> list(WordIndex(text, starts)), counts.tolist()
-        (['the', 'cat'], [2, 1])
     """
 
     def __init__(self) -> None:
