@@ -139,7 +139,7 @@ class WordCounter:
         return int(self._table.starts[self.num_words])
 
     def _double(self) -> None:
-        """Make room for twice the words."""
+        """Double the capacity."""
         capacity, n = len(self._table.slots), self.num_words
         text, starts = self._table.text, _enlarged(self._table.starts, n + 1, capacity + 1)
         self._counts = _enlarged(self._counts, n, capacity)
