@@ -46,11 +46,11 @@ class MemoryEstimate:
     """Memory at the peak of a training step, in bytes: of one GPU, or of all processes on a CPU.
 
     Attributes:
-        weights: All parameters.
-        gradients: Dense gradients.
-        optimizer: State of the optimizer.
-        batch: What the forward pass of a batch saves, including row-wise gradients.
-        other: The tree, the vocabulary and the libraries.
+        weights: all parameters.
+        gradients: dense gradients.
+        optimizer: state of the optimizer.
+        batch: what the forward pass of a batch saves, including row-wise gradients.
+        other: the tree, the vocabulary and the libraries.
     """
 
     weights: int
@@ -69,8 +69,8 @@ def estimate_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> 
     """Estimate the memory that a training run needs.
 
     Args:
-        config: Configuration of the run.
-        tree: What `build_tree` returned.
+        config: configuration of the run.
+        tree: what `build_tree` returned.
         vocab_size: N.
 
     Returns:
@@ -115,12 +115,12 @@ def check_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> Non
     """Refuse a run whose estimate exceeds the available memory by more than `TOLERANCE`.
 
     Args:
-        config: Configuration of the run.
-        tree: What `build_tree` returned.
+        config: configuration of the run.
+        tree: what `build_tree` returned.
         vocab_size: N.
 
     Raises:
-        UserError: With the estimate, the available memory, and the settings that would fit.
+        UserError: with the estimate, the available memory, and the settings that would fit.
     """
     estimate, available = estimate_memory(config, tree, vocab_size), available_bytes(config)
     if available is None or _fits(estimate, available):

@@ -10,14 +10,14 @@ class Metrics:
     """One line of `metrics.csv`.
 
     Attributes:
-        step: Optimizer steps done.
-        epoch: Passes over the training split, with a fraction.
-        tokens: Tokens trained on so far, over all devices.
-        learning_rate: Learning rate of the last step.
+        step: optimizer steps done.
+        epoch: passes over the training split, with a fraction.
+        tokens: tokens trained on so far, over all devices.
+        learning_rate: learning rate of the last step.
         train_perplexity: exp of the mean nll of the tokens since the previous line.
-        valid_perplexity: Perplexity of the whole validation split; None where it was not measured.
-        seconds: Training time so far, without validation and checkpoints.
-        tokens_per_second: Tokens since the previous line over their training time.
+        valid_perplexity: perplexity of the whole validation split; None where it was not measured.
+        seconds: training time so far, without validation and checkpoints.
+        tokens_per_second: tokens since the previous line over their training time.
     """
 
     step: int

@@ -26,14 +26,14 @@ class Progress:
     """How far a run has come.
 
     Attributes:
-        batches_done: Batches trained on.
-        tokens_done: Tokens trained on, over all devices.
-        best_perplexity: Lowest validation perplexity so far.
-        num_bad_validations: Validations so far that did not improve on it.
-        nll: Nats summed over the tokens since the last line of `metrics.csv`.
-        num_tokens: Number of these tokens.
-        seconds: Training time, without validation and checkpoints.
-        logged_seconds: Training time before the last line of `metrics.csv`.
+        batches_done: batches trained on.
+        tokens_done: tokens trained on, over all devices.
+        best_perplexity: lowest validation perplexity so far.
+        num_bad_validations: validations so far that did not improve on it.
+        nll: nats summed over the tokens since the last line of `metrics.csv`.
+        num_tokens: number of these tokens.
+        seconds: training time, without validation and checkpoints.
+        logged_seconds: training time before the last line of `metrics.csv`.
     """
 
     batches_done: int = 0
@@ -61,12 +61,12 @@ class CarriedLoss(nn.Module):
     and results of a module, which would round them.
 
     Args:
-        model: The model to train.
-        num_batches: Batches per optimizer step; the loss is divided by it.
+        model: the model to train.
+        num_batches: batches per optimizer step; the loss is divided by it.
 
     Attributes:
-        carried: The state after the last batch; None before the first one.
-        losses: The undivided loss and the number of tokens of each batch, until they are gathered.
+        carried: the state after the last batch; None before the first one.
+        losses: the undivided loss and the number of tokens of each batch, until they are gathered.
     """
 
     def __init__(self, model: LanguageModel, num_batches: int) -> None:
@@ -90,19 +90,19 @@ class TrainingState:
     """Model, optimizer, carried state, random numbers and progress of a run.
 
     Args:
-        fabric: Launched, with the precision and devices of the run.
-        config: Configuration of the run.
-        model: The model, on the CPU; set up by Fabric here.
-        word_table: How its table of words is stored and updated.
-        batches: The training batches of this process.
-        total_steps: Optimizer steps of the whole run.
-        text_sha256: Checksum of the training split, which a continuation must find unchanged.
+        fabric: launched, with the precision and devices of the run.
+        config: configuration of the run.
+        model: the model, on the CPU; set up by Fabric here.
+        word_table: how its table of words is stored and updated.
+        batches: the training batches of this process.
+        total_steps: optimizer steps of the whole run.
+        text_sha256: checksum of the training split, which a continuation must find unchanged.
 
     Attributes:
-        model: The model, on the device.
+        model: the model, on the device.
         loss: `CarriedLoss` as Fabric set it up.
-        optimizer: The optimizer as Fabric set it up.
-        progress: How far the run has come.
+        optimizer: the optimizer as Fabric set it up.
+        progress: how far the run has come.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class TrainingState:
         """Add the losses since the last call, of all devices, to the progress.
 
         Raises:
-            UserError: If a loss is not finite.
+            UserError: if a loss is not finite.
         """
         losses = self._carried_loss.losses
         if not losses:
@@ -193,8 +193,8 @@ class TrainingState:
         """The figures since the last call.
 
         Args:
-            learning_rate: Of the last step.
-            valid_perplexity: Of the validation after it; None if there was none.
+            learning_rate: of the last step.
+            valid_perplexity: of the validation after it; None if there was none.
         """
         progress = self.progress
         seconds = progress.seconds - progress.logged_seconds
@@ -263,19 +263,19 @@ def build_state(
     """Build the state of a new run, or restore it from a checkpoint.
 
     Args:
-        fabric: Launched, with the precision and devices of the run.
-        config: Configuration of the run.
-        prepared: Its prepared data.
-        tree: What `build_tree` returned.
-        batches: The training batches of this process.
-        total_steps: Optimizer steps of the whole run.
-        checkpoint: Where to continue from; None starts from weights initialized by `seed`.
+        fabric: launched, with the precision and devices of the run.
+        config: configuration of the run.
+        prepared: its prepared data.
+        tree: what `build_tree` returned.
+        batches: the training batches of this process.
+        total_steps: optimizer steps of the whole run.
+        checkpoint: where to continue from; None starts from weights initialized by `seed`.
 
     Returns:
         The state.
 
     Raises:
-        UserError: If the checkpoint is damaged or does not fit.
+        UserError: if the checkpoint is damaged or does not fit.
     """
     saved = None if checkpoint is None else load_checkpoint(checkpoint)
     counts = torch.tensor(prepared.counts())
