@@ -146,7 +146,7 @@ def available_bytes(config: Config) -> int | None:
         return torch.cuda.mem_get_info(0)[0]
     if not (PROC / "meminfo").exists():
         return None
-    own = int((PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    resident = int((PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     free = _read_fields(PROC / "meminfo")["MemAvailable:"] * 1024
     for folder, limit_file, usage_file, reclaimable in CGROUPS:
         path = Path(folder, limit_file)
@@ -155,7 +155,7 @@ def available_bytes(config: Config) -> int | None:
             usage = int(path.with_name(usage_file).read_text())
             usage -= _read_fields(path.with_name("memory.stat")).get(reclaimable, 0)
             free = min(free, int(limit) - usage)
-    return max(free, 0) + own
+    return max(free, 0) + resident
 
 
 def _read_fields(path: Path) -> dict[str, int]:
