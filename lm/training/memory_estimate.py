@@ -46,11 +46,11 @@ class MemoryEstimate:
     """Memory at the peak of a training step, in bytes: of one GPU, or of all processes on a CPU.
 
     Attributes:
-        weights: All parameters.
-        gradients: Dense gradients.
-        optimizer: State of the optimizer.
-        batch: What the forward pass of a batch saves, including row-wise gradients.
-        other: The tree, the vocabulary and the libraries.
+        weights: all parameters.
+        gradients: dense gradients.
+        optimizer: state of the optimizer.
+        batch: what the forward pass of a batch saves, including row-wise gradients.
+        other: the tree, the vocabulary and the libraries.
     """
 
     weights: int
@@ -69,8 +69,8 @@ def estimate_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> 
     """Estimate the memory that a training run needs.
 
     Args:
-        config: Configuration of the run.
-        tree: What `build_tree` returned.
+        config: configuration of the run.
+        tree: what `build_tree` returned.
         vocab_size: N.
 
     Returns:
@@ -115,12 +115,12 @@ def check_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> Non
     """Refuse a run whose estimate exceeds the available memory by more than `TOLERANCE`.
 
     Args:
-        config: Configuration of the run.
-        tree: What `build_tree` returned.
+        config: configuration of the run.
+        tree: what `build_tree` returned.
         vocab_size: N.
 
     Raises:
-        UserError: With the estimate, the available memory, and the settings that would fit.
+        UserError: with the estimate, the available memory, and the settings that would fit.
     """
     estimate, available = estimate_memory(config, tree, vocab_size), available_bytes(config)
     if available is None or _fits(estimate, available):
@@ -146,7 +146,7 @@ def available_bytes(config: Config) -> int | None:
         return torch.cuda.mem_get_info(0)[0]
     if not (PROC / "meminfo").exists():
         return None
-    own = int((PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    resident = int((PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     free = _read_fields(PROC / "meminfo")["MemAvailable:"] * 1024
     for folder, limit_file, usage_file, reclaimable in CGROUPS:
         path = Path(folder, limit_file)
@@ -155,7 +155,7 @@ def available_bytes(config: Config) -> int | None:
             usage = int(path.with_name(usage_file).read_text())
             usage -= _read_fields(path.with_name("memory.stat")).get(reclaimable, 0)
             free = min(free, int(limit) - usage)
-    return max(free, 0) + own
+    return max(free, 0) + resident
 
 
 def _read_fields(path: Path) -> dict[str, int]:

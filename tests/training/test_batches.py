@@ -132,8 +132,8 @@ def test_the_columns_of_all_ranks_are_the_batch_of_one_device(
     for number in range(2 * one.per_epoch):
         for name in ("inputs", "targets"):
             parts = [getattr(rank[number], name) for rank in ranks]
-            together = torch.stack(parts, dim=2).flatten(1)
-            assert together.tolist() == getattr(one[number], name).tolist()
+            joined = torch.stack(parts, dim=2).flatten(1)
+            assert joined.tolist() == getattr(one[number], name).tolist()
 
 
 @pytest.mark.parametrize(("shuffle", "shortest"), [(False, 3), (True, 15)])

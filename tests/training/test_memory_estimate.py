@@ -158,14 +158,14 @@ def test_available_memory_is_what_is_free_within_the_cgroup_and_what_the_process
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "statm").write_text("900 10 3 1 0 5 0\n")
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
-    own = 10 * os.sysconf("SC_PAGE_SIZE")
-    assert module.available_bytes(config()) == 5000 * 1024 + own
+    resident = 10 * os.sysconf("SC_PAGE_SIZE")
+    assert module.available_bytes(config()) == 5000 * 1024 + resident
     (tmp_path / "memory.max").write_text("max\n")
-    assert module.available_bytes(config()) == 5000 * 1024 + own
+    assert module.available_bytes(config()) == 5000 * 1024 + resident
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 700000\ninactive_file 100000\n")
-    assert module.available_bytes(config()) == 3000000 - 900000 + 100000 + own
+    assert module.available_bytes(config()) == 3000000 - 900000 + 100000 + resident
 
 
 def test_available_memory_of_this_computer_is_less_than_all_of_it(config: Configured) -> None:
