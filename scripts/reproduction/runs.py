@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from data_prep.storage import write_json_atomically
 from lm.config import load_config
 from lm.config.renamed import translate_override
 from lm.evaluation import evaluate_run
-from lm.training.loop import check_folder, train
+from lm.training.loop import train
 from lm.training.metrics import Metrics, read_metrics
+from lm.training.run_folder import check_folder
 from scripts.benchmarks.reporting import commit
 
 TOP = Path(__file__).resolve().parents[2]
@@ -149,27 +150,14 @@ class Run:
         return [f"--{option}" for option in (*self.overrides, f"seed={self.seed}")]
 
     def _first_validation(self, data_dir: str, folder: Path, *, progress: bool) -> Metrics:
-        class FirstValidation(Exception):
-            pass
-
-        def stop(metrics: Metrics) -> None:
-            if metrics.valid_perplexity is not None:
-                raise FirstValidation(metrics)
-
-        try:
-            self._train(data_dir, folder, progress=progress, on_metrics=stop)
-        except FirstValidation as reached:
-            metrics: Metrics = reached.args[0]
-            return metrics
-        raise UserError(f"{self.config}: {self.row} has no validation split")
+        self._train(data_dir, folder, progress=progress, stop_after_validation=True)
+        rows = validations(folder / "metrics.csv")
+        if not rows:
+            raise UserError(f"{self.config}: {self.row} has no validation split")
+        return rows[0]
 
     def _train(
-        self,
-        data_dir: str,
-        folder: Path,
-        *,
-        progress: bool,
-        on_metrics: Callable[[Metrics], None] | None = None,
+        self, data_dir: str, folder: Path, *, progress: bool, stop_after_validation: bool = False
     ) -> None:
         """Prepare the corpus if necessary, then train or resume."""
         folders = [f"--data.dir={data_dir}", f"--run_dir={folder}"]
@@ -183,7 +171,12 @@ class Run:
             keep=resumes,
             progress=progress,
         )
-        train(config, resume="auto", progress=progress, on_metrics=on_metrics)
+        train(
+            config,
+            resume="auto",
+            progress=progress,
+            stop_after_validation=stop_after_validation,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
