@@ -53,14 +53,6 @@ LAYERS = {
     "loop": "one position after the other",
 }
 """Method in the log of the output layer → title of its row."""
-PEERS = {
-    "dense": "dense gradients, s",
-    "full": "full softmax, s",
-    "gather": "class rows gathered, s",
-    "host": "rows looked up on the host, s",
-    "loop": "position by position, s",
-}
-"""Method in the log of growing vocabularies → title of its column."""
 TEN_MILLION = {
     "train, killed after step 120": "`lm train`, checkpoint at step 100, `kill -9` after step 120",
     "resume to step 240": "`--resume auto` to step 240, validation, final model",
@@ -122,68 +114,70 @@ def _speeds(results: Path, recipe: str) -> dict[tuple[str, str], dict[str, float
 
 def output_layer(results: Path) -> str:
     """Time of forward and backward ÷ that of our layer with random classes, and the floor."""
-    found = {(row["vocab_size"], row["method"]): row for row in _cpu_rows(results)}
+    found = {
+        (row["vocab_size"], row["method"]): row
+        for row in read_rows(results / "output_layer.jsonl")
+        if row["backend"] in ("reference", "torch")
+    }
     sizes = sorted({size for size, _ in found})
     rows = [
         [title, *(f"{found[size, method]['ratio_to_ours']:.2f}" for size in sizes)]
         for method, title in LAYERS.items()
     ]
-    floor = [f"{1 / found[size, 'random']['ratio_to_floor']:.2f}" for size in sizes]
-    return markdown.table(["", *(f"N = {size:,}" for size in sizes)], [*rows, ["floor", *floor]])
-
-
-def _cpu_rows(results: Path) -> list[Row]:
-    rows = read_rows(results / "output_layer.jsonl")
-    return [row for row in rows if row["backend"] in ("reference", "torch")]
+    rows.append(["floor", *(f"{1 / found[n, 'random']['ratio_to_floor']:.2f}" for n in sizes)])
+    return markdown.table(["", *(f"N = {size:,}" for size in sizes)], rows)
 
 
 def scale(results: Path) -> str:
     """Processor seconds of a training step as the vocabulary grows."""
-    found = {(row["vocab_size"], row["method"]): row for row in read_rows(results / "scale.jsonl")}
-    rows = []
-    for size in sorted({size for size, _ in found}):
-        layer, step = found[size, "layer"], found[size, "step"]
-        seconds, whole = layer["cpu_seconds"], step["cpu_seconds"]
-        rows.append(
-            [
-                f"{size:,}",
-                f"{layer['rows_visited']:,.0f}",
-                f"{layer['bytes_per_position'] / 1e3:,.0f}",
-                f"{seconds:.2f} ({1e6 * seconds / layer['positions']:.0f})",
-                f"{whole:.2f} ({60 / whole:.0f})",
-                f"{step['peak_bytes'] / 1e9:.1f}",
-                *(_peer_seconds(found.get((size, peer))) for peer in PEERS),
-            ]
-        )
-    header = ["N", "rows visited", "kB to move per position", "layer, s (µs per position)"]
-    header += ["whole step, s (steps per minute)", "peak, GB", *PEERS.values()]
-    return markdown.table(header, rows)
+    sizes: dict[int, Row] = {}
+    for row in read_rows(results / "scale.jsonl"):
+        sizes.setdefault(row["vocab_size"], {})[row["method"]] = _scale_figures(row)
+    missing = {key: {"cell": "–"} for key in ("dense", "full", "gather", "host", "loop")}
+    columns = {
+        "N": "{N:,}",
+        "rows visited": "{layer[rows]:,.0f}",
+        "kB to move per position": "{layer[kb]:,.0f}",
+        "layer, s (µs per position)": "{layer[cell]} ({layer[us]:.0f})",
+        "whole step, s (steps per minute)": "{step[cell]} ({step[per_minute]:.0f})",
+        "peak, GB": "{step[gb]:.1f}",
+        "dense gradients, s": "{dense[cell]}",
+        "full softmax, s": "{full[cell]}",
+        "class rows gathered, s": "{gather[cell]}",
+        "rows looked up on the host, s": "{host[cell]}",
+        "position by position, s": "{loop[cell]}",
+    }
+    return markdown.format_rows(columns, [missing | {"N": n} | sizes[n] for n in sorted(sizes)])
 
 
-def _peer_seconds(row: Row | None) -> str:
-    if row is None:
-        return "–"
+def _scale_figures(row: Row) -> Row:
+    """Derived figures, and the table's cell: seconds, or the reason why there are none."""
     if row["outcome"] == "time":
-        return f"> {row['time_limit_seconds']:.0f}"
-    return f"{row['cpu_seconds']:.2f}" if row["outcome"] == "done" else str(row["outcome"])
+        return {"cell": f"> {row['time_limit_seconds']:.0f}"}
+    if row["outcome"] != "done":
+        return {"cell": row["outcome"]}
+    seconds = row["cpu_seconds"]
+    return {
+        "cell": f"{seconds:.2f}",
+        "us": 1e6 * seconds / row["positions"],
+        "per_minute": 60 / seconds,
+        "rows": row["rows_visited"],
+        "kb": row["bytes_per_position"] / 1e3,
+        "gb": row["peak_bytes"] / 1e9,
+    }
 
 
 def class_building(results: Path) -> str:
     """Time, memory and quality of each method of making word classes."""
-    rows = [
-        [
-            f"`{row['method']}`",
-            f"{row['seconds']:,.0f}",
-            f"{row['peak_mib'] / 1024:.1f}",
-            f"{row['max_words']:,}",
-            f"{row['columns_per_token']:,.0f}",
-            f"{row['bigram_log_likelihood']:.3f}",
-        ]
-        for row in read_rows(results / "class_building.jsonl")
-    ]
-    header = ["`classes.method`", "seconds", "peak, GiB", "words in the largest class"]
-    header += ["columns per token", "bigram log-likelihood per token, nats"]
-    return markdown.table(header, rows)
+    columns = {
+        "`classes.method`": "`{method}`",
+        "seconds": "{seconds:,.0f}",
+        "peak, MiB": "{peak_mib:,}",
+        "words in the largest class": "{max_words:,}",
+        "columns per token": "{columns_per_token:,.0f}",
+        "bigram log-likelihood per token, nats": "{bigram_log_likelihood:.3f}",
+    }
+    return markdown.format_rows(columns, read_rows(results / "class_building.jsonl"))
 
 
 def ten_million(results: Path) -> str:
@@ -191,25 +185,20 @@ def ten_million(results: Path) -> str:
     found = {
         (row["what"], row.get("table")): row for row in read_rows(results / "ten_million.jsonl")
     }
-    tables = ("fp32", "bf16")
-    steps = [found["steps 1 to 100", table] for table in tables]
-    first, last = (
-        [f"{row[f'train_perplexity_{which}_20']:,.0f}" for row in steps]
-        for which in ("first", "last")
-    )
-    rows = [
-        ["`lm prepare`, 362M tokens", _cost(found["prepare", None]), "the same"],
-        ["a training step", *(f"{row['seconds_per_step']:.2f} s" for row in steps)],
-        ["train perplexity, steps 1–20", *first],
-        ["train perplexity, steps 221–240", *last],
-        *([title, *(_cost(found[what, t]) for t in tables)] for what, title in TEN_MILLION.items()),
-        ["test perplexity after 240 steps", *(f"{row['test_perplexity']:,.0f}" for row in steps)],
-    ]
-    return markdown.table(["", *(f"word table in {table}" for table in tables)], rows)
-
-
-def _cost(row: Row) -> str:
-    return f"{row['peak_kib'] * 1024 / 1e9:.2f} GB, {row['seconds'] / 60:.1f} min"
+    steps = {
+        "a training step": "{seconds_per_step:.2f} s",
+        "train perplexity, steps 1–20": "{train_perplexity_first_20:,.0f}",
+        "train perplexity, steps 221–240": "{train_perplexity_last_20:,.0f}",
+        "test perplexity after 240 steps": "{test_perplexity:,.0f}",
+    }
+    cost = "{peak_gb:.2f} GB, {seconds:,.0f} s"
+    rows = [["`lm prepare`, 362M tokens", cost.format(**found["prepare", None]), "the same"]]
+    for what, title, text in (
+        *((what, title, cost) for what, title in TEN_MILLION.items()),
+        *(("steps 1 to 100", title, text) for title, text in steps.items()),
+    ):
+        rows.append([title, *(text.format(**found[what, table]) for table in ("fp32", "bf16"))])
+    return markdown.table(["", "word table in fp32", "word table in bf16"], rows)
 
 
 def kernel_report(results: Path) -> str:
@@ -218,53 +207,39 @@ def kernel_report(results: Path) -> str:
     rows = []
     for capability in sorted({row["sm"] for row in variants}):
         chosen = [row for row in variants if row["sm"] == capability]
-        rows.append(
-            [
-                f"sm_{capability}",
-                str(len(chosen)),
-                str(max(row["registers"] for row in chosen)),
-                str(max(row["spilled_bytes"] for row in chosen)),
-                f"{max(row['shared_bytes'] for row in chosen) / 1024:.0f}",
-                ", ".join(sorted({row["tensor_cores"] for row in chosen})),
-            ]
-        )
+        most = (max(row[x] for row in chosen) for x in ("registers", "spilled_bytes"))
+        shared = max(row["shared_bytes"] for row in chosen) / 1024
+        rows.append([f"sm_{capability}", str(len(chosen)), *map(str, most), f"{shared:.0f}"])
     header = ["target", "variants", "most registers", "most spilled bytes"]
-    return markdown.table([*header, "most shared memory, KiB", "tensor cores"], rows)
+    return markdown.table([*header, "most shared memory, KiB"], rows)
 
 
 def kernel_bytes(results: Path) -> str:
     """Bytes that the kernels read and write ÷ the floor, for random classes."""
-    rows = [
-        [
-            f"{row['N']:,}",
-            str(row["H"]),
-            f"{row['floor_mb']:,}",
-            f"{row['cache_mb']:,}",
-            *(f"{row[f'{x}_ratio']:.2f}" for x in ("cache", "half_cache", "memory", "all")),
-        ]
-        for row in read_rows(results / "kernel_bytes.jsonl")
-        if row["classes"] == "random"
-    ]
-    header = ["N", "H", "floor, MB", "ours with a cache of 50 MB, MB", "÷ floor"]
-    header += ["cache of 25 MB ÷ floor", "each element once per launch ÷ floor", "no cache ÷ floor"]
-    return markdown.table(header, rows)
+    columns = {
+        "N": "{N:,}",
+        "H": "{H}",
+        "floor, MB": "{floor_mb:,}",
+        "ours with a cache of 50 MB, MB": "{cache_mb:,}",
+        "÷ floor": "{cache_ratio:.2f}",
+        "cache of 25 MB ÷ floor": "{half_cache_ratio:.2f}",
+        "each element once per launch ÷ floor": "{memory_ratio:.2f}",
+        "no cache ÷ floor": "{all_ratio:.2f}",
+    }
+    rows = read_rows(results / "kernel_bytes.jsonl")
+    return markdown.format_rows(columns, [row for row in rows if row["classes"] == "random"])
 
 
 def step_bytes(results: Path) -> str:
     """Bytes that a training step moves and holds, computed; milliseconds at 4.8 TB/s."""
-    rows = [
-        [
-            f"{row['words']:,}",
-            row["dtype"],
-            f"{row['visited_rows']:,}",
-            f"{row['by_rows_gb']:.2f} ({row['by_rows_ms']:.2f})",
-            f"{row['floor_gb']:.2f} ({row['floor_ms']:.2f})",
-            f"{row['dense_adam_gb']:.1f} ({row['dense_adam_ms']:.2f})",
-            f"{row['held_gb']:.1f}",
-            f"{row['dense_held_gb']:.1f}",
-        ]
-        for row in read_rows(results / "step_bytes.jsonl")
-    ]
-    header = ["N", "word table", "rows visited", "row-wise, GB (ms)", "floor, GB (ms)"]
-    header += ["dense Adam, GB (ms)", "held row-wise, GB", "held by dense Adam, GB"]
-    return markdown.table(header, rows)
+    columns = {
+        "N": "{words:,}",
+        "word table": "{dtype}",
+        "rows visited": "{visited_rows:,}",
+        "row-wise, GB (ms)": "{by_rows_gb:.2f} ({by_rows_ms:.2f})",
+        "floor, GB (ms)": "{floor_gb:.2f} ({floor_ms:.2f})",
+        "dense Adam, GB (ms)": "{dense_adam_gb:.1f} ({dense_adam_ms:.2f})",
+        "held row-wise, GB": "{held_gb:.1f}",
+        "held by dense Adam, GB": "{dense_held_gb:.1f}",
+    }
+    return markdown.format_rows(columns, read_rows(results / "step_bytes.jsonl"))

@@ -1,6 +1,7 @@
 """Tables and numbers in Markdown."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -21,6 +22,25 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """
     lines = [_line(header), "|---" * len(header) + "|", *map(_line, rows)]
     return "\n".join(lines)
+
+
+def format_rows(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """A Markdown table of formatted rows.
+
+    Args:
+        columns: Title → format string of the cell, with the row's fields.
+        rows: Fields and values.
+
+    Returns:
+        As `table`.
+
+    Example:
+        >>> print(format_rows({"N": "{size:,}"}, [{"size": 10000}]))
+        | N |
+        |---|
+        | 10,000 |
+    """
+    return table(list(columns), ([text.format(**row) for text in columns.values()] for row in rows))
 
 
 def short(value: float) -> str:
