@@ -46,15 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     missing = [] if options.show else [run for run in runs if not run.done]
     if (missing or options.check) and options.data_dir is None:
         raise UserError("--data-dir is required, the folder of the corpus (or --show)")
+    if missing or options.check:
+        # Imports PyTorch, which the other commands do not require.
+        from scripts.reproduction.training import check_run, train_run
+
     progress = not options.no_progress
     if options.check:
         for run in runs:
-            print(run.check(options.data_dir, options.runs, progress=progress), flush=True)
+            print(check_run(run, options.data_dir, options.runs, progress=progress), flush=True)
         return
     for number, run in enumerate(missing, 1):
         where = f"{run.table}, {number} of {len(missing)}"
         print(f"{where}: {run.row}, seed {run.seed}", file=sys.stderr)
-        run.train(options.data_dir, options.runs, progress=progress)
+        train_run(run, options.data_dir, options.runs, progress=progress)
     print(table_of_runs(table, runs))
     if options.plot:
         draw_curves(table.title, runs, options.plot)

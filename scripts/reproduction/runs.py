@@ -1,4 +1,4 @@
-"""The training runs behind the tables of results: what they are, how they run, what they log.
+"""The training runs behind the tables of results, and their logs.
 
 A run is `lm train` with a recipe and overrides, then `lm evaluate` on the test split. Its log is
 TABLE/ROW-SEED.json in the folder of results: the command, the commit, the environment and the test
@@ -8,8 +8,6 @@ that have since been renamed: commands are compared after translation.
 
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,15 +16,8 @@ from typing import Any
 import yaml
 
 from data_prep.errors import UserError
-from data_prep.prepare import prepare
-from data_prep.storage import write_json_atomically
-from lm.config import load_config
 from lm.config.renamed import translate_override
-from lm.evaluation import evaluate_run
-from lm.training.loop import train
 from lm.training.metrics import Metrics, read_metrics
-from lm.training.run_folder import check_folder
-from scripts.benchmarks.reporting import commit
 
 TOP = Path(__file__).resolve().parents[2]
 TABLES = Path(__file__).with_name("tables.yaml")
@@ -71,7 +62,7 @@ class Run:
     @property
     def command(self) -> str:
         """The training command, without its folders."""
-        return f"lm train {self.config} --data.dir=DIR {' '.join(self._options)}"
+        return f"lm train {self.config} --data.dir=DIR {' '.join(self.options)}"
 
     @property
     def done(self) -> bool:
@@ -86,97 +77,10 @@ class Run:
         log: dict[str, Any] = json.loads(self.log_path.read_text(encoding="utf-8"))
         return log
 
-    def train(self, data_dir: str, runs: Path, *, progress: bool) -> None:
-        """Train or resume the run, evaluate it and write the log.
-
-        Args:
-            data_dir: Folder of the corpus.
-            runs: Folder in which run folders are created.
-            progress: Whether to show progress bars.
-
-        Raises:
-            UserError: If the corpus or the run folder does not fit, as in `lm train`.
-        """
-        folder = runs / self.table / self.name
-        self._train(data_dir, folder, progress=progress)
-        test = evaluate_run(folder, "test", progress=progress).to_dict()
-        last = read_metrics(folder / "metrics.csv")[-1]
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / "metrics.csv", self.curve_path)
-        log = {
-            "row": self.row,
-            "seed": self.seed,
-            "command": self.command,
-            "commit": commit(),
-            "environment": json.loads((folder / "env.json").read_text()),
-            "tokens": last.tokens,
-            "seconds": last.seconds,
-            "test": test,
-        }
-        write_json_atomically(self.log_path, log)
-
-    def check(self, data_dir: str, runs: Path, *, progress: bool) -> str:
-        """Train again up to the first validation and compare it with the log.
-
-        Args:
-            data_dir: Folder of the corpus.
-            runs: Folder for a temporary run folder.
-            progress: Whether to show progress bars.
-
-        Returns:
-            The comparison, one line of text.
-
-        Raises:
-            UserError: If the corpus does not fit, as in `lm train`.
-        """
-        if not self.done:
-            return f"{self.row}, seed {self.seed}: no log"
-        runs.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=runs) as folder:
-            now = self._first_validation(data_dir, Path(folder) / "run", progress=progress)
-        logged = validations(self.curve_path)[0]
-        result = f"{self.row}, seed {self.seed}: {now.valid_perplexity:.2f} after {now.step} steps"
-        if logged.step != now.step:
-            return f"{result}; the log's first validation is after {logged.step}"
-        if logged.valid_perplexity == now.valid_perplexity:
-            return f"{result}, equal to the log in every digit"
-        assert now.valid_perplexity is not None
-        assert logged.valid_perplexity is not None
-        change = now.valid_perplexity / logged.valid_perplexity - 1
-        return f"{result}, {logged.valid_perplexity:.2f} in the log ({change:+.1%})"
-
     @property
-    def _options(self) -> list[str]:
+    def options(self) -> list[str]:
+        """Overrides and seed as arguments of `lm train`."""
         return [f"--{option}" for option in (*self.overrides, f"seed={self.seed}")]
-
-    def _first_validation(self, data_dir: str, folder: Path, *, progress: bool) -> Metrics:
-        self._train(data_dir, folder, progress=progress, stop_after_validation=True)
-        rows = validations(folder / "metrics.csv")
-        if not rows:
-            raise UserError(f"{self.config}: {self.row} has no validation split")
-        return rows[0]
-
-    def _train(
-        self, data_dir: str, folder: Path, *, progress: bool, stop_after_validation: bool = False
-    ) -> None:
-        """Prepare the corpus if necessary, then train or resume."""
-        folders = [f"--data.dir={data_dir}", f"--run_dir={folder}"]
-        config = load_config(TOP / self.config, [*self._options, *folders])
-        resumes = check_folder(config, "auto") is not None
-        prepare(
-            config.data,
-            config.tokenizer,
-            config.needed_classes,
-            config.prepared_path,
-            keep=resumes,
-            progress=progress,
-        )
-        train(
-            config,
-            resume="auto",
-            progress=progress,
-            stop_after_validation=stop_after_validation,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
