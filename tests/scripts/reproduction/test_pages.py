@@ -50,8 +50,8 @@ def test_speeds_are_relative_to_a_layer_measured_last_on_the_same_processor(
         speed("full", 100, "bf16-mixed", "A"),
         speed("two_level", 500, "bf16-mixed", "A"),
         speed("full", 200, "bf16-mixed", "B"),
-        speed("two_level,model.input=path,model.input_backoff=5", 300, "bf16-mixed", "B"),
-        speed("two_level,model.input=path,model.input_backoff=5", 600, "bf16-mixed", "B"),
+        speed("two_level,model.input=path,model.count_word_dropout=5", 300, "bf16-mixed", "B"),
+        speed("two_level,model.input=path,model.count_word_dropout=5", 600, "bf16-mixed", "B"),
         speed("full", 50, "32-true", "B"),
     ]
     (tmp_path / "training_speed.jsonl").write_text("\n".join(map(json.dumps, rows)))
