@@ -61,12 +61,25 @@ TEN_MILLION = {
     "generate, top-k, top-p": "the same with top-k 20, top-p 0.9, temperature 0.8",
 }
 """Command in the log of ten million words → title of its row."""
+RENAMED_FIELDS = {"by_rows_gb": "row_wise_gb", "by_rows_ms": "row_wise_ms"}
+"""Field in old logs → its name of today."""
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a log."""
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+def read_rows(path: Path, *key: str) -> list[Row]:
+    """The rows of a log.
+
+    Args:
+        path: File of JSON lines.
+        key: Fields that identify a row; of equal rows the last one is returned. All rows if none.
+
+    Returns:
+        Rows with the field names of today.
+    """
+    rows: dict[object, Row] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        row = {RENAMED_FIELDS.get(name, name): value for name, value in json.loads(line).items()}
+        rows[tuple(row.get(name) for name in key) or number] = row
+    return list(rows.values())
 
 
 def training_speed(results: Path, recipe: str) -> str:
@@ -116,7 +129,7 @@ def output_layer(results: Path) -> str:
     """Time of forward and backward ÷ that of our layer with random classes, and the floor."""
     found = {
         (row["vocab_size"], row["method"]): row
-        for row in read_rows(results / "output_layer.jsonl")
+        for row in read_rows(results / "output_layer.jsonl", "vocab_size", "label")
         if row["backend"] in ("reference", "torch")
     }
     sizes = sorted({size for size, _ in found})
@@ -131,7 +144,7 @@ def output_layer(results: Path) -> str:
 def scale(results: Path) -> str:
     """Processor seconds of a training step as the vocabulary grows."""
     sizes: dict[int, Row] = {}
-    for row in read_rows(results / "scale.jsonl"):
+    for row in read_rows(results / "scale.jsonl", "vocab_size", "method"):
         sizes.setdefault(row["vocab_size"], {})[row["method"]] = _scale_figures(row)
     missing = {key: {"cell": "–"} for key in ("dense", "full", "gather", "host", "loop")}
     columns = {
@@ -177,7 +190,7 @@ def class_building(results: Path) -> str:
         "columns per token": "{columns_per_token:,.0f}",
         "bigram log-likelihood per token, nats": "{bigram_log_likelihood:.3f}",
     }
-    return markdown.format_rows(columns, read_rows(results / "class_building.jsonl"))
+    return markdown.format_rows(columns, read_rows(results / "class_building.jsonl", "method"))
 
 
 def ten_million(results: Path) -> str:
@@ -203,7 +216,7 @@ def ten_million(results: Path) -> str:
 
 def kernel_report(results: Path) -> str:
     """Registers, spills and shared memory of the compiled kernel variants."""
-    variants = read_rows(results / "kernel_report.jsonl")
+    variants = read_rows(results / "kernel_report.jsonl", "sm", "kernel", "dtype", "H", "tile")
     rows = []
     for capability in sorted({row["sm"] for row in variants}):
         chosen = [row for row in variants if row["sm"] == capability]
@@ -226,7 +239,7 @@ def kernel_bytes(results: Path) -> str:
         "each element once per launch ÷ floor": "{memory_ratio:.2f}",
         "no cache ÷ floor": "{all_ratio:.2f}",
     }
-    rows = read_rows(results / "kernel_bytes.jsonl")
+    rows = read_rows(results / "kernel_bytes.jsonl", "classes", "N", "H")
     return markdown.format_rows(columns, [row for row in rows if row["classes"] == "random"])
 
 
@@ -236,10 +249,10 @@ def step_bytes(results: Path) -> str:
         "N": "{words:,}",
         "word table": "{dtype}",
         "rows visited": "{visited_rows:,}",
-        "row-wise, GB (ms)": "{by_rows_gb:.2f} ({by_rows_ms:.2f})",
+        "row-wise, GB (ms)": "{row_wise_gb:.2f} ({row_wise_ms:.2f})",
         "floor, GB (ms)": "{floor_gb:.2f} ({floor_ms:.2f})",
         "dense Adam, GB (ms)": "{dense_adam_gb:.1f} ({dense_adam_ms:.2f})",
         "held row-wise, GB": "{held_gb:.1f}",
         "held by dense Adam, GB": "{dense_held_gb:.1f}",
     }
-    return markdown.format_rows(columns, read_rows(results / "step_bytes.jsonl"))
+    return markdown.format_rows(columns, read_rows(results / "step_bytes.jsonl", "words", "dtype"))
