@@ -1,45 +1,43 @@
-#!/usr/bin/env python
-"""Count what the fused kernels read and write, forward and backward, against the floor.
+"""Bytes that the fused kernels read and write, forward and backward, against the floor.
 
-By formula, from a batch's visits and the tile shapes; tests check the formula against the
-interpreter's own loads and stores. Three counts:
+Computed by formula from a batch's visits and the tile shapes; tests compare the formula with the
+loads and stores of Triton's interpreter. Three counts:
 
   all     every load and store of every program
-  cache   what of these misses a second-level cache of 50 MB (an H200's), and one of half of it
-          (what remains if both halves hold the same): the loads and stores, in the kernels' own
-          order, played through a cache (kernel_cache)
-  memory  every element once per launch: what an unlimited cache would leave
+  cache   what of these misses a second-level cache of 50 MB (an H200's), and one of half that size
+          (what remains if both halves hold the same): the loads and stores, in the kernels' order,
+          played through a cache (kernel_cache)
+  memory  every element once per launch: what remains with an unlimited cache
 
-The floor is what no implementation with dense gradients of what is visited can avoid: each visited
-row read forward and backward and its gradient written once, likewise each hidden vector. A dense
-gradient also writes zeros for rows that nobody visits; they are counted, and told apart.
+The floor is what no implementation with dense gradients of the visited rows can avoid: each visited
+row read forward and backward and its gradient written once, and the same for each hidden vector. A
+dense gradient also has zeros for rows that are not visited; they are counted, and shown separately.
 """
 
-import argparse
-import json
 import math
-import sys
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
-from bench_method import zipf  # noqa: E402
-from kernel_cache import Launches, traffic  # noqa: E402
-
-from lm.output import ClassTree  # noqa: E402
-from lm.output.backends.triton.tile_shapes import Tile, Tiles, tiles  # noqa: E402
-from lm.output.backends.visits import Schedule, Visits, route, schedule  # noqa: E402
+from lm.output import ClassTree
+from lm.output.backends.triton.tile_shapes import tiles
+from scripts.benchmarks.kernel_cache import traffic
+from scripts.benchmarks.kernel_traces import Batch, Launches
+from scripts.benchmarks.methods import zipf
+from scripts.benchmarks.reporting import (
+    Column,
+    append_rows,
+    benchmark_parser,
+    heading,
+    table_line,
+)
 
 SINGLE = 4
-"""Bytes of what is summed in fp32."""
+"""Bytes of a number that sums are formed in."""
 CACHES = {"cache": 50_000_000, "half_cache": 25_000_000}
 """Bytes of second-level cache."""
-SIDE_BY_SIDE = 2 * 132
-"""Programs that run at a time: two on each processor of an H200."""
+NUM_CONCURRENT = 2 * 132
+"""Programs that run concurrently: two on each processor of an H200."""
 GRANULE = 16
 """Rows of a line of the cache."""
 ROWS = [(33_278, 650), (267_735, 1024), (800_000, 1024), (10_000_000, 300)]
@@ -49,9 +47,10 @@ class Count(NamedTuple):
     """Bytes of one tensor in one launch.
 
     Attributes:
-        kernel, tensor: which.
-        memory: every element once.
-        all: every load and store.
+        kernel: Name of the kernel.
+        tensor: Name of the tensor.
+        memory: Every element once.
+        all: Every load and store.
     """
 
     kernel: str
@@ -60,146 +59,101 @@ class Count(NamedTuple):
     all: int
 
 
-class Batch:
-    """Numbers of visits by node that the formulas are made of.
-
-    Args:
-        visits, plan: a batch.
-        tree: of it.
-        block_c: children in a block.
-    """
-
-    def __init__(self, visits: Visits, plan: Schedule, tree: ClassTree, block_c: int) -> None:
-        self.visits, self.plan, self.tree, self.block_c = visits, plan, tree, block_c
-        depth, self.num_positions = visits.node.shape
-        level = torch.arange(depth)[:, None]
-        self.visited = visits.node >= 0
-        self.heavy = self.visited & (level < plan.light_level)
-        self.light = self.visited & ~self.heavy
-        self.has_light = plan.light_level < depth
-
-    def rows(self, chosen: Tensor) -> int:
-        """Children of the nodes chosen, each node once."""
-        return int(self.tree.num_children[self.visits.node[chosen].unique()].sum())
-
-    def positions(self, chosen: Tensor) -> int:
-        """Positions with a chosen visit."""
-        return int(chosen.any(0).sum())
-
-    def blocks(self, chosen: Tensor) -> int:
-        """Blocks of children, over the chosen visits."""
-        width = self.tree.num_children[self.visits.node[chosen]]
-        return int((-(-width // self.block_c)).sum())
-
-    def rows_by_tile(self, tile: int) -> int:
-        """Children of heavy nodes, once for each tile of positions that visits them."""
-        place = torch.arange(self.num_positions) // tile
-        key = self.visits.node * (self.num_positions // tile + 1) + place
-        nodes = key[self.heavy].unique() // (self.num_positions // tile + 1)
-        return int(self.tree.num_children[nodes].sum())
+def counts(batch: Batch) -> list[Count]:
+    """Bytes of the tensors that grow with rows, positions × H or positions × columns."""
+    return [*_forward(batch), *_d_hidden(batch), *_d_weight(batch), *_d_light(batch)]
 
 
-def counts(batch: Batch, size: int, item: int, shape: Tiles) -> list[Count]:
-    """The tensors whose bytes grow with rows or with positions × H or × columns.
-
-    Args:
-        batch: the visits.
-        size: H.
-        item: bytes of an element of hidden and weight.
-        shape: the tiles.
-    """
-    return [
-        *_forward(batch, size, item, shape.forward),
-        *_d_hidden(batch, size, item, shape.d_hidden),
-        *_d_weight(batch, size, item, shape.d_weight),
-        *_d_light(batch, size, item, shape.d_light),
-    ]
-
-
-def _forward(batch: Batch, size: int, item: int, tile: Tile) -> list[Count]:
+def _forward(batch: Batch) -> list[Count]:
     blocks, rows = batch.blocks(batch.visited), batch.rows(batch.visited)
-    all_rows = batch.rows_by_tile(tile.v) + batch.rows(batch.light)
+    all_rows = batch.rows_by_tile(batch.shape.forward.v) + batch.rows(batch.light)
     vectors = batch.positions(batch.visited)
-    kept = blocks * batch.block_c * item
     return [
-        Count("_forward", "weight", rows * size * item, all_rows * size * item),
-        Count("_forward", "hidden", vectors * size * item, blocks * size * item),
-        Count("_forward", "kept", kept, kept),
-        Count("_forward", "block_max", blocks * SINGLE, blocks * SINGLE),
+        Count("_forward", "weight", rows * batch.row_bytes, all_rows * batch.row_bytes),
+        Count("_forward", "hidden", vectors * batch.row_bytes, blocks * batch.row_bytes),
+        *_exp_logits("_forward", batch, blocks),
     ]
 
 
-def _kept(kernel: str, blocks: int, block_c: int, item: int, times: int) -> list[Count]:
-    """What was kept, read once for each portion of H."""
-    kept, block_max = blocks * block_c * item, blocks * SINGLE
+def _exp_logits(kernel: str, batch: Batch, blocks: int, block_h: int | None = None) -> list[Count]:
+    """What the forward saves, touched once for each portion of H, or once if there are none."""
+    exp_logits = blocks * batch.shape.block_c * batch.element_bytes
+    block_max = blocks * SINGLE
+    times = -(-batch.hidden_size // block_h) if block_h else 1
     return [
-        Count(kernel, "kept", kept, kept * times),
+        Count(kernel, "exp_logits", exp_logits, exp_logits * times),
         Count(kernel, "block_max", block_max, block_max * times),
     ]
 
 
-def _d_hidden(batch: Batch, size: int, item: int, tile: Tile) -> list[Count]:
-    final = (batch.num_positions - int(batch.has_light.sum())) * size * item
-    partial = int(batch.has_light.sum()) * size * SINGLE
-    rows = batch.rows(batch.heavy) * size * item
-    all_rows = batch.rows_by_tile(tile.v) * size * item
+def _d_hidden(batch: Batch) -> list[Count]:
+    tile = batch.shape.d_hidden
+    final = (batch.num_positions - batch.num_with_light) * batch.row_bytes
+    partial = batch.num_with_light * batch.hidden_size * SINGLE
+    rows = batch.rows(batch.heavy) * batch.row_bytes
+    all_rows = batch.rows_by_tile(tile.v) * batch.row_bytes
     return [
         Count("_d_hidden", "weight", rows, all_rows),
-        *_kept("_d_hidden", batch.blocks(batch.heavy), batch.block_c, item, -(-size // tile.h)),
+        *_exp_logits("_d_hidden", batch, batch.blocks(batch.heavy), tile.h),
         Count("_d_hidden", "d_hidden", final, final),
         Count("_d_hidden", "partial", partial, partial),
     ]
 
 
-def _d_weight(batch: Batch, size: int, item: int, tile: Tile) -> list[Count]:
+def _d_weight(batch: Batch) -> list[Count]:
     blocks = batch.blocks(batch.heavy)
-    hidden = batch.positions(batch.heavy) * size * item
-    rows = batch.rows(batch.heavy) * size * item
-    zeros = (batch.tree.num_rows - batch.rows(batch.visited)) * size * item
+    hidden = batch.positions(batch.heavy) * batch.row_bytes
+    written = batch.rows(batch.heavy) * batch.row_bytes + zero_bytes(batch)
     owners = batch.tree.num_rows * 8
     return [
-        Count("_d_weight", "hidden", hidden, blocks * size * item),
-        *_kept("_d_weight", blocks, batch.block_c, item, -(-size // tile.h)),
-        Count("_d_weight", "d_weight", rows + zeros, rows + zeros),
+        Count("_d_weight", "hidden", hidden, blocks * batch.row_bytes),
+        *_exp_logits("_d_weight", batch, blocks, batch.shape.d_weight.h),
+        Count("_d_weight", "d_weight", written, written),
         Count("_d_weight", "node_of_row", owners, owners),
     ]
 
 
-def _d_light(batch: Batch, size: int, item: int, tile: Tile) -> list[Count]:
-    rows = batch.rows(batch.light) * size * item
-    vectors = int(batch.has_light.sum()) * size
+def _d_light(batch: Batch) -> list[Count]:
+    rows = batch.rows(batch.light) * batch.row_bytes
+    vectors = batch.num_with_light * batch.row_bytes
+    partial = batch.num_with_light * batch.hidden_size * SINGLE
     return [
         Count("_d_light", "weight", rows, rows),
-        Count("_d_light", "hidden", vectors * item, vectors * item),
-        *_kept("_d_light", batch.blocks(batch.light), batch.block_c, item, -(-size // tile.h)),
-        Count("_d_light", "partial", vectors * SINGLE, vectors * SINGLE),
-        Count("_d_light", "d_hidden", vectors * item, vectors * item),
+        Count("_d_light", "hidden", vectors, vectors),
+        *_exp_logits("_d_light", batch, batch.blocks(batch.light), batch.shape.d_light.h),
+        Count("_d_light", "partial", partial, partial),
+        Count("_d_light", "d_hidden", vectors, vectors),
         Count("_d_light", "d_weight", rows, rows),
     ]
 
 
-def formed_again(batch: Batch, counted: list[Count], size: int, item: int) -> int:
-    """Memory bytes if nothing were kept: heavy rows are read once more, for their own gradient."""
-    kept = sum(each.memory for each in counted if each.tensor in ("kept", "block_max"))
-    rows = batch.rows(batch.heavy) * size * item
-    return sum(each.memory for each in counted) - kept + rows
+def zero_bytes(batch: Batch) -> int:
+    """Zeros in the gradient of rows that are not visited."""
+    return (batch.tree.num_rows - batch.rows(batch.visited)) * batch.row_bytes
 
 
-def operations(batch: Batch, size: int) -> tuple[int, int]:
-    """Multiply-adds x 2 with what is kept, and if it were formed again.
+def recomputed_bytes(batch: Batch, counted: list[Count]) -> int:
+    """Memory bytes if nothing were saved: heavy rows are read once more, for their gradient."""
+    saved = sum(each.memory for each in counted if each.tensor in ("exp_logits", "block_max"))
+    return sum(each.memory for each in counted) - saved + batch.rows(batch.heavy) * batch.row_bytes
 
-    Once for a light group, whose program makes both gradients of it, twice for a heavy node.
+
+def operations(batch: Batch) -> tuple[int, int]:
+    """Multiply–adds × 2 as implemented, and if the logits were recomputed in the backward.
+
+    They would be recomputed once for a light group, whose program makes both of its gradients, and
+    twice for a heavy node.
     """
     heavy, light = (
-        2 * size * int(batch.tree.num_children[batch.visits.node[chosen]].sum())
+        2 * batch.hidden_size * int(batch.tree.num_children[batch.visits.node[chosen]].sum())
         for chosen in (batch.heavy, batch.light)
     )
     return 3 * (heavy + light), 5 * heavy + 4 * light
 
 
-def floor_bytes(batch: Batch, size: int, item: int) -> int:
+def floor_bytes(batch: Batch) -> int:
     """Visited rows and hidden vectors: read twice, their gradients written once."""
-    return 3 * (batch.rows(batch.visited) + batch.num_positions) * size * item
+    return 3 * (batch.rows(batch.visited) + batch.num_positions) * batch.row_bytes
 
 
 def through_cache(
@@ -207,39 +161,39 @@ def through_cache(
 ) -> int:
     """Bytes from and to memory behind a cache of `capacity` bytes.
 
-    What is touched once is not played, but added.
+    Tensors that are touched once are not played through the cache, but added.
     """
     once = {"d_hidden", "partial", "node_of_row"}
     rest = sum(each.memory for each in counted if each.tensor in once)
     return rest + sum(
-        sum(traffic(trace, capacity, SIDE_BY_SIDE, granule).values()) for trace in launches
+        sum(traffic(trace, capacity, NUM_CONCURRENT, granule).values()) for trace in launches
     )
 
 
 def row(
-    vocab_size: int, size: int, positions: int, capability: int, classes: str
-) -> dict[str, float | int | str]:
+    vocab_size: int, hidden_size: int, num_positions: int, capability: int, classes: str
+) -> dict[str, Any]:
     """One line of the table: two levels, bf16, inverse-rank targets.
 
     Args:
-        vocab_size, size, positions: N, H, P.
-        capability: compute capability x 10.
-        classes: "random": √N classes of words dealt at random, of which nearly every one is
+        vocab_size: N.
+        hidden_size: H.
+        num_positions: P.
+        capability: Compute capability × 10.
+        classes: "random": √N classes of words assigned at random, of which nearly every one is
             visited, as with classes by meaning; "ranks": of neighbouring frequency rank.
     """
-    num_classes = round(vocab_size**0.5)
-    ranks = torch.arange(vocab_size) * num_classes // vocab_size
-    dealt = torch.randperm(vocab_size) if classes == "random" else torch.arange(vocab_size)
-    tree = ClassTree.two_level(ranks[dealt])
-    target, _ = zipf(vocab_size, positions)
-    visits = route(target, tree.arrays, tree.depth, -100)
-    shape = tiles(torch.bfloat16, capability, math.gcd(size, 16))
-    batch = Batch(visits, schedule(visits, tree.arrays), tree, shape.block_c)
-    counted = counts(batch, size, 2, shape)
-    least = floor_bytes(batch, size, 2)
+    word_class = torch.arange(vocab_size) * round(vocab_size**0.5) // vocab_size
+    if classes == "random":
+        word_class = word_class[torch.randperm(vocab_size)]
+    tree = ClassTree.two_level(word_class)
+    target, _ = zipf(vocab_size, num_positions)
+    shape = tiles(torch.bfloat16, capability, math.gcd(hidden_size, 16))
+    batch = Batch.of(target, tree, hidden_size, 2, shape)
+    counted = counts(batch)
+    floor, zeros = floor_bytes(batch), zero_bytes(batch)
     memory, everything = sum(c.memory for c in counted), sum(c.all for c in counted)
-    zeros = (tree.num_rows - batch.rows(batch.visited)) * size * 2
-    launches = Launches(visits, batch.plan, tree, size, 2, shape)
+    launches, (flops, recomputed_flops) = Launches(batch), operations(batch)
     missed = {
         name: zeros + through_cache(launches, counted, capacity)
         for name, capacity in CACHES.items()
@@ -247,43 +201,40 @@ def row(
     return {
         "classes": classes,
         "N": vocab_size,
-        "H": size,
-        "positions": positions,
+        "H": hidden_size,
+        "positions": num_positions,
         "sm": capability,
         "rows_visited": batch.rows(batch.visited),
-        "floor_mb": round(least / 1e6),
+        "floor_mb": round(floor / 1e6),
         "memory_mb": round(memory / 1e6),
         "of_it_zeros_mb": round(zeros / 1e6),
-        "memory_ratio": round(memory / least, 2),
+        "memory_ratio": round(memory / floor, 2),
         **{f"{name}_mb": round(value / 1e6) for name, value in missed.items()},
-        **{f"{name}_ratio": round(value / least, 2) for name, value in missed.items()},
+        **{f"{name}_ratio": round(value / floor, 2) for name, value in missed.items()},
         "all_mb": round(everything / 1e6),
-        "all_ratio": round(everything / least, 2),
-        "formed_again_mb": round(formed_again(batch, counted, size, 2) / 1e6),
-        "gflop": round(operations(batch, size)[0] / 1e9, 1),
-        "formed_again_gflop": round(operations(batch, size)[1] / 1e9, 1),
+        "all_ratio": round(everything / floor, 2),
+        "formed_again_mb": round(recomputed_bytes(batch, counted) / 1e6),
+        "gflop": round(flops / 1e9, 1),
+        "formed_again_gflop": round(recomputed_flops / 1e9, 1),
     }
 
 
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Print the table, and write a log if asked."""
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--positions", type=int, default=16_384)
     parser.add_argument("--sm", type=int, default=90)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
     options = parser.parse_args()
     torch.manual_seed(0)
-    rows = []
+    columns: list[Column] = []
     for classes in ("random", "ranks"):
-        for vocab_size, size in ROWS:
-            rows.append(row(vocab_size, size, options.positions, options.sm, classes))
-            if len(rows) == 1:
-                print("  ".join(rows[0]))
-            print("  ".join(str(value) for value in rows[-1].values()), flush=True)
-    if options.json:
-        options.json.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        for size in ROWS:
+            found = row(*size, options.positions, options.sm, classes)
+            if not columns:
+                columns = [Column(name, name, width=8) for name in found]
+                print(heading(columns))
+            print(table_line(columns, found), flush=True)
+            append_rows(options.json, [found])
 
 
 if __name__ == "__main__":

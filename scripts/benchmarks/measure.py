@@ -1,7 +1,6 @@
-"""What `bench_output_layer` measures: time, memory, launches, the floor, the machine's ceilings.
+"""What the benchmarks measure: seconds, memory, launches, the rates of the device and the floor.
 
-Decides how a step is timed and what counts as memory and as least work; runs no comparison and
-prints nothing.
+Decides how a step is timed, which memory counts and what the least work of a step is.
 """
 
 import ctypes
@@ -9,117 +8,129 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from bench_method import Method, Problem
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from lm.output import ClassTree
-from lm.output.backends.triton import backend as fused
+from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.visits import route
+from scripts.benchmarks.methods import Method, Problem
 
+PROCESS = Path("/proc/self")
 Clock = Callable[[Callable[[], object]], Callable[[], float]]
-"""Runs a step; what it returns tells the seconds, to be asked once other steps are under way."""
+"""Runs a step and returns a function that waits for the step and returns its seconds."""
 
 
-class CpuClock:
-    """Times a step by the clock on the wall."""
+def cpu_clock(step: Callable[[], object]) -> Callable[[], float]:
+    """Time a step by the wall clock."""
+    start = time.perf_counter()
+    step()
+    seconds = time.perf_counter() - start
+    return lambda: seconds
 
-    def __call__(self, step: Callable[[], object]) -> Callable[[], float]:
-        """Run the step; the result tells its seconds."""
-        start = time.perf_counter()
-        step()
-        seconds = time.perf_counter() - start
-        return lambda: seconds
+
+def event_clock(step: Callable[[], object]) -> Callable[[], float]:
+    """Time a step by events of a GPU."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step()
+    stop.record()
+
+    def seconds() -> float:
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3
+
+    return seconds
 
 
 class CudaClock:
-    """Times a step by events of a GPU, which begins idle and with other data in its L2 cache."""
+    """An `event_clock` whose GPU begins idle and with unrelated data in its L2 cache."""
 
     def __init__(self) -> None:
-        self.other_data = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        self.unrelated = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
     def __call__(self, step: Callable[[], object]) -> Callable[[], float]:
-        """Run the step; the result waits until the device is through and tells the seconds."""
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        """Run the step; the result waits for the device and returns the seconds."""
         torch.cuda.synchronize()
-        self.other_data.zero_()
-        start.record()
-        step()
-        stop.record()
-
-        def seconds() -> float:
-            stop.synchronize()
-            return start.elapsed_time(stop) / 1e3
-
-        return seconds
+        self.unrelated.zero_()
+        return event_clock(step)
 
 
 class Ceilings(NamedTuple):
-    """What the machine does at best: bytes moved and multiply-adds × 2, per second."""
+    """Best rates of the device.
+
+    Attributes:
+        bytes: Bytes read or written per second.
+        flops: Multiply–adds × 2 per second.
+    """
 
     bytes: float
     flops: float
 
 
 def ceilings(clock: Clock, device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Rates of a large copy (bytes read and written) and of a large matrix product, the best of
-    several.
-    """
+    """The best of several large copies (bytes read and written) and of several matrix products."""
     size, side = ((1 << 29), 8192) if device.type == "cuda" else ((1 << 26), 2048)
     source, copy = torch.ones(2, size, device=device).unbind()
-    left = torch.randn(side, side, device=device, dtype=dtype)
-    product = torch.empty_like(left)
+    factor = torch.randn(side, side, device=device, dtype=dtype)
+    product = torch.empty_like(factor)
     copies, products = [], []
     for _ in range(6):
         copies.append(clock(lambda: copy.copy_(source)))
-        products.append(clock(lambda: torch.mm(left, left, out=product)))
+        products.append(clock(lambda: torch.mm(factor, factor, out=product)))
     fastest_copy, fastest_product = (min(t() for t in times[1:]) for times in (copies, products))
     return Ceilings(2 * 4 * size / fastest_copy, 2 * side**3 / fastest_product)
 
 
 def free_bytes(device: torch.device, limit: float) -> float:
-    """Memory that is free, but no more than `limit`; infinity where neither is known."""
+    """Free memory, at most `limit`; infinity where neither is known."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return min(limit, torch.cuda.mem_get_info()[0] + unused)
     meminfo = Path("/proc/meminfo")
-    return min(limit, told_bytes(meminfo, "MemAvailable") if meminfo.exists() else math.inf)
+    return min(limit, proc_bytes(meminfo, "MemAvailable") if meminfo.exists() else math.inf)
 
 
 def peak_bytes(method: Method) -> int | None:
-    """Most memory that one step holds beyond what was held before, as the allocator of a GPU or the
-    kernel of Linux counts it; None elsewhere.
+    """Most memory that one step holds in addition to what was held before.
+
+    As counted by the allocator of a GPU or by the Linux kernel; None on other systems.
     """
     if method.hidden.is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         method.step()
         return torch.cuda.max_memory_allocated() - before
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    status, reset = PROCESS / "status", PROCESS / "clear_refs"
     if not reset.exists():
         method.step()
         return None
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)  # or the step would use again what other methods left behind
+        libc.malloc_trim(0)  # otherwise the step reuses what other methods have freed
     reset.write_text("5")
-    before = told_bytes(status, "VmRSS")
+    before = proc_bytes(status, "VmRSS")
     method.step()
-    return told_bytes(status, "VmHWM") - before
+    return proc_bytes(status, "VmHWM") - before
 
 
-def told_bytes(file: Path, field: str) -> int:
-    """Bytes that a line `field: … kB` of a file in /proc tells."""
+def proc_bytes(file: Path, field: str) -> int:
+    """Bytes in the line `field: … kB` of a file in /proc."""
     line = next(line for line in file.read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 class Floor(NamedTuple):
-    """Least work of a forward and backward: bytes moved, and multiply-adds × 2."""
+    """Least work of forward and backward.
+
+    Attributes:
+        bytes: Bytes read or written.
+        flops: Multiply–adds × 2.
+    """
 
     bytes: int
     flops: int
@@ -139,37 +150,32 @@ def least_work(problem: Problem, tree: ClassTree) -> Floor:
 
 
 def launches(method: Method) -> dict[str, list[str]]:
-    """Names of what the forward and the backward of a step launch: on a GPU all kernels, copies and
-    fills, else the interpreted kernels.
+    """Names of what the forward and the backward of a step launch.
+
+    On a GPU all kernels, copies and fills; on a CPU the interpreted kernels.
     """
-    launched = launched_on_gpu if method.hidden.is_cuda else interpreted
+    launched = _launched_on_gpu if method.hidden.is_cuda else _interpreted
     losses: list[Tensor] = []
     forward = launched(lambda: losses.append(method.loss(method.hidden, method.target)))
-    backward = launched(losses[0].backward)
+    backward = launched(lambda: torch.autograd.backward(losses[0]))
     method.free()
     return {"forward": forward, "backward": backward}
 
 
-def launched_on_gpu(half: Callable[[], object]) -> list[str]:
-    """Names of what half a step launches."""
+def _launched_on_gpu(half: Callable[[], object]) -> list[str]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         half()
         torch.cuda.synchronize()
     return [event.name for event in profiler.events() if event.device_type == DeviceType.CUDA]
 
 
-def interpreted(half: Callable[[], object]) -> list[str]:
-    """Names of the kernels that half a step would launch, as it asks for them."""
+def _interpreted(half: Callable[[], object]) -> list[str]:
     names: list[str] = []
-    launch = fused._launch
 
-    def note(kernel: Any, *args: Any, **arguments: Any) -> None:
-        names.append(kernel.__name__)
-        launch(kernel, *args, **arguments)
+    def record(launch: Launch) -> None:
+        names.append(launch.kernel.__name__)
+        execute(launch)
 
-    fused._launch = note
-    try:
+    with instrumented(run=record):
         half()
-    finally:
-        fused._launch = launch
     return names

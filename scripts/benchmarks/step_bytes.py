@@ -1,98 +1,104 @@
-#!/usr/bin/env python
-"""What a training step over a table of N words must move through memory, and hold: on paper.
+"""Bytes that a training step over a table of N words must move, and memory that it holds, computed.
 
 Targets are drawn by Zipf's law, classes have equal sums of √count. A batch visits the root and the
 classes of its targets, V rows in all, and reads as many rows as input vectors as it has positions.
 
-  dense Adam  the gradient of all N rows is zeroed and, where visited, written; the step reads
+  dense Adam  the gradient of all N rows is zeroed and, where visited, written; the update reads
               gradient, weights and two moments and writes the last three. Rows in fp32.
-  by rows     visited rows are read forward and backward; their gradients are written, read by the
-              step, and the rows read and written by it, with one fp32 number of state each
-              (`RowAdagrad`). On a CPU less: rows are read once for loss and hidden's gradient,
-              and their gradients stay in cache.
+  row-wise    visited rows are read forward and backward; their gradients are written, read by the
+              update, and the rows read and written by it, with one fp32 number of state each
+              (`RowAdagrad`). Less on a CPU: rows are read once for the loss and d_hidden, and
+              their gradients stay in cache.
   floor       visited rows read twice and written once, nothing else.
 
-Seconds are bytes over `--bandwidth`, the least that a step can take on such memory.
+Milliseconds are bytes over `--bandwidth`, the least that a step can take with such memory.
 """
 
 import argparse
-import json
-import sys
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-SYMBOLS = "{words:>12,} {dtype:>5} {visited_rows:>12,} {by_rows_gb:>10.2f} {by_rows_ms:>9.2f}"
-TABLE = SYMBOLS + " {floor_gb:>9.2f} {floor_ms:>8.2f} {dense_adam_gb:>11.1f} {dense_adam_ms:>9.2f}"
-HELD = " {held_gb:>8.1f} {dense_held_gb:>10.1f}"
-HEADER = (
-    "           N dtype    rows seen by rows GB        ms  floor GB       ms  dense Adam GB     ms"
-    "  held GB  Adam's GB"
+from scripts.benchmarks.reporting import (
+    Column,
+    append_rows,
+    benchmark_parser,
+    heading,
+    require_positive,
+    table_line,
+)
+
+COLUMNS = (
+    Column("N", "words", ",", width=11),
+    Column("dtype", "dtype"),
+    Column("rows visited", "visited_rows", ","),
+    Column("row-wise GB", "row_wise_gb", ".2f"),
+    Column("ms", "row_wise_ms", ".2f", width=8),
+    Column("floor GB", "floor_gb", ".2f"),
+    Column("ms", "floor_ms", ".2f", width=8),
+    Column("dense Adam GB", "dense_adam_gb", ".1f"),
+    Column("ms", "dense_adam_ms", ".2f", width=8),
+    Column("held GB", "held_gb", ".1f"),
+    Column("held by Adam GB", "dense_held_gb", ".1f"),
 )
 
 
-def visited_rows(num_words: int, positions: int, seed: int) -> int:
+def visited_rows(vocab_size: int, num_positions: int, seed: int) -> int:
     """Rows of the visited nodes of √N classes, for one batch.
 
     Class k holds the ranks from N (k/C)² to N ((k+1)/C)², as Σ √(1/r) grows like √r.
     """
-    num_classes = round(num_words**0.5)
+    num_classes = round(vocab_size**0.5)
     generator = np.random.default_rng(seed)
-    weight = generator.random(positions) * (np.log(num_words) + np.euler_gamma)
-    rank = np.floor(np.clip(np.exp(weight - np.euler_gamma) - 0.5, 0, num_words - 1))
+    weight = generator.random(num_positions) * (np.log(vocab_size) + np.euler_gamma)
+    rank = np.floor(np.clip(np.exp(weight - np.euler_gamma) - 0.5, 0, vocab_size - 1))
     number = np.arange(num_classes + 1)
-    bounds = -(-num_words * number**2 // num_classes**2)
+    bounds = -(-vocab_size * number**2 // num_classes**2)
     visited = np.unique(np.searchsorted(bounds, rank, side="right") - 1)
     return num_classes + int((bounds[visited + 1] - bounds[visited]).sum())
 
 
-def row(num_words: int, options: argparse.Namespace, dtype: str) -> dict[str, object]:
+def row(vocab_size: int, options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """One line of the table."""
     size, positions, bandwidth = options.hidden, options.positions, options.bandwidth * 1e12
     item = 2 if dtype == "bf16" else 4
-    seen = visited_rows(num_words, positions, options.seed)
-    rows = (seen + positions) * size * item
+    visited = visited_rows(vocab_size, positions, options.seed)
+    rows = (visited + positions) * size * item
     moved = {
-        "by_rows": 6 * rows + 8 * (seen + positions),
-        "floor": 3 * seen * size * item + 2 * positions * size * item,
-        "dense_adam": 8 * num_words * size * 4,
+        "row_wise": 6 * rows + 8 * (visited + positions),
+        "floor": 3 * visited * size * item + 2 * positions * size * item,
+        "dense_adam": 8 * vocab_size * size * 4,
     }
     return {
-        "words": num_words,
+        "words": vocab_size,
         "dtype": dtype,
         "hidden": size,
         "positions": positions,
-        "visited_rows": seen,
+        "visited_rows": visited,
         **{f"{name}_gb": round(number / 1e9, 3) for name, number in moved.items()},
         **{f"{name}_ms": round(1e3 * n / bandwidth, 3) for name, n in moved.items()},
-        "held_gb": round((num_words * (size * item + 4) + rows) / 1e9, 1),
-        "dense_held_gb": round(4 * num_words * size * 4 / 1e9, 1),
+        "held_gb": round((vocab_size * (size * item + 4) + rows) / 1e9, 1),
+        "dense_held_gb": round(4 * vocab_size * size * 4 / 1e9, 1),
     }
 
 
 def main() -> None:
-    """Print the table, and write JSON lines if asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Print the table, and write a log if asked."""
+    parser = benchmark_parser(__doc__)
+    add = parser.add_argument
     sizes = [10_000, 100_000, 1_000_000, 10_000_000, 100_000_000]
-    parser.add_argument("--sizes", type=int, nargs="+", default=sizes, metavar="N")
-    parser.add_argument("--hidden", type=int, default=300, help="H, default 300")
-    parser.add_argument("--positions", type=int, default=16384, help="of a batch, default 16384")
-    parser.add_argument(
-        "--bandwidth", type=float, default=4.8, help="TB/s, default 4.8: of an H200"
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON lines")
+    add("--sizes", type=int, nargs="+", default=sizes, metavar="N")
+    add("--hidden", type=int, default=300, help="H, default 300")
+    add("--positions", type=int, default=16384, help="of a batch, default 16384")
+    add("--bandwidth", type=float, default=4.8, help="TB/s, default 4.8: of an H200")
+    add("--seed", type=int, default=1)
     options = parser.parse_args()
-    if min(*options.sizes, options.hidden, options.positions) < 1 or options.bandwidth <= 0:
-        sys.exit("step_bytes: sizes, hidden, positions and bandwidth must be positive")
+    require_positive(parser, options, ["sizes", "hidden", "positions", "bandwidth"])
     rows = [row(size, options, dtype) for size in options.sizes for dtype in ("fp32", "bf16")]
-    print(HEADER)
+    print(heading(COLUMNS))
     for each in rows:
-        print((TABLE + HELD).format(**each))
-    if options.json:
-        options.json.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        print(table_line(COLUMNS, each))
+    append_rows(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,151 @@
+"""The options, tables and log records that all benchmarks share.
+
+A log is a file of JSON lines. Each line holds the figures of one row of the printed table, and the
+command, versions, processor and commit that they come from.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from data_prep.errors import UserError
+from lm.training.environment import processor_name
+
+TOP = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+FOLDER = re.compile(r"(^|=)/(?:[^/]+/)*")
+"""An absolute folder in an argument; a log has DIR instead."""
+
+
+class Column(NamedTuple):
+    """A column of a printed table.
+
+    Attributes:
+        title: Heading.
+        field: Field of the row.
+        format: Format specification of the values; empty for text, which is left-aligned.
+        unit: Number that the values are divided by.
+        width: Least width in characters; the title's width if that is larger.
+    """
+
+    title: str
+    field: str
+    format: str = ""
+    unit: float = 1
+    width: int = 0
+
+    def align(self, text: str) -> str:
+        """Pad a cell to the width of the column."""
+        width = max(self.width, len(self.title))
+        return text.rjust(width) if self.format else text.ljust(width)
+
+    def cell(self, row: Mapping[str, Any]) -> str:
+        """The row's value as it is printed; a dash for None."""
+        value = row[self.field]
+        if value is None:
+            return self.align("–")
+        return self.align(format(value if self.unit == 1 else value / self.unit, self.format))
+
+
+def heading(columns: Iterable[Column]) -> str:
+    """The first line of a table."""
+    return "  ".join(column.align(column.title) for column in columns).rstrip()
+
+
+def table_line(columns: Iterable[Column], row: Mapping[str, Any], note: str = "") -> str:
+    """One row of a table, with a note after its last column."""
+    return "  ".join([*(column.cell(row) for column in columns), note]).rstrip()
+
+
+def benchmark_parser(
+    description: str | None, *, takes_config: bool = False
+) -> argparse.ArgumentParser:
+    """A parser with the option --json.
+
+    Args:
+        description: Docstring of the benchmark, shown by --help.
+        takes_config: Whether the first argument is a config file; overrides of its keys are then
+            the unknown arguments of `parse_known_args`.
+    """
+    parser = argparse.ArgumentParser(
+        prog=_program(),
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Overrides of the configuration: --section.key=value." if takes_config else None,
+    )
+    if takes_config:
+        parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append JSON lines")
+    return parser
+
+
+def require_positive(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, names: Iterable[str]
+) -> None:
+    """Exit with an error of the parser if a numeric option is not positive; None is accepted."""
+    for name in names:
+        value = getattr(options, name)
+        numbers = value if isinstance(value, Sequence) else [value]
+        for number in numbers:
+            if number is not None and not number > 0:
+                parser.error(f"--{name.replace('_', '-')} must be positive, got {number}")
+
+
+def append_rows(
+    file: Path | None, rows: Iterable[Mapping[str, Any]], device: torch.device = CPU
+) -> None:
+    """Append rows to a log, each with its environment; does nothing if `file` is None."""
+    if file is not None:
+        where = environment(device)
+        with file.open("a", encoding="utf-8") as log:
+            log.writelines(json.dumps({**row, **where, **row}) + "\n" for row in rows)
+
+
+def environment(device: torch.device = CPU) -> dict[str, Any]:
+    """What figures depend on and come from: device, processor, versions, commit and command."""
+    has_triton = importlib.util.find_spec("triton") is not None
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else processor_name(),
+        "environment": processor_name(),
+        "threads": torch.get_num_threads(),
+        "commit": commit(),
+        "torch": torch.__version__,
+        "triton": importlib.import_module("triton").__version__ if has_triton else None,
+        "python": platform.python_version(),
+        "command": shlex.join([_program(), *(FOLDER.sub(r"\1DIR/", a) for a in sys.argv[1:])]),
+    }
+
+
+@cache
+def commit() -> str | None:
+    """Commit of the working tree, with "+" if the tree differs from it; None outside of git."""
+    if shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(TOP), "describe", "--always", "--exclude=*", "--dirty=+"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run the `main` of a benchmark; a user's mistake is a single-line error and exit code 1."""
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"{Path(sys.argv[0]).stem}: {error}")
+
+
+def _program() -> str:
+    return f"python -m scripts.benchmarks.{Path(sys.argv[0]).stem}"
