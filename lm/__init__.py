@@ -1,5 +1,3 @@
-"""Language models with very large vocabularies: train, evaluate, score and generate from one config
-file.
-"""
+"""Train, evaluate and generate with language models of very large vocabularies."""
 
 __version__ = "0.1.0"

@@ -1,53 +1,57 @@
-"""The command `lm`: verbs → functions. Results on stdout, progress on stderr, one line for a user's
-mistake.
-"""
+"""The command `lm`: verbs → functions. Results on stdout, progress on stderr."""
 
-import argparse
 import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from data_prep.errors import UserError
 from data_prep.settings import BYTE_ORDER_MARK
-from lm import __version__
 from lm.config import Config, load_config, load_run_config
-
-_OVERRIDES = (
-    "Any key of the configuration can be overridden: --section.key=value,"
-    " for instance --model.hidden=650."
-)
-_NO_PROGRESS = "no progress bars (there are none anyway where stderr is no terminal)"
+from lm.config.reference import describe_keys, write_reference
+from lm.options import parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command.
+
+    Args:
+        arguments: Words of the command line; None takes those of the process.
+
+    Returns:
+        The exit code: 0; 2 after a user's mistake, which is one line on stderr; 130 after Ctrl-C;
+        141 if the reader of stdout has closed it.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    # Lightning 2.6 asks torch 2.13 in a way that the latter calls outdated; no user can mend that.
+    # Lightning 2.6 calls a function that torch 2.13 has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
     try:
-        options, overrides = _parser().parse_known_args(arguments)
-    except UserError as error:
-        return _complain(error)
-    try:
-        options.run(options, overrides)
+        options, overrides = parse(arguments)
+        _VERBS[options.verb](options, overrides)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (UserError, OSError) as error:
-        return _complain(error)
+        return _report(error)
     except KeyboardInterrupt:
         print("lm: interrupted", file=sys.stderr)
         return 130
     return 0
 
 
-def _complain(error: Exception) -> int:
+def command() -> None:
+    """Run the command line of the process: the console script."""
+    sys.exit(main())
+
+
+def _report(error: UserError | OSError) -> int:
+    """Print an error as one line; LM_TRACEBACK=1 raises it instead."""
     if os.environ.get("LM_TRACEBACK"):
         raise error
     text = str(error)
@@ -57,138 +61,41 @@ def _complain(error: Exception) -> int:
     return 2
 
 
-class _Parser(argparse.ArgumentParser):
-    """Complains as every other part of the command does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+def _prepare(options: Namespace, overrides: list[str]) -> None:
+    _prepare_data(load_config(options.config, overrides), progress=not options.no_progress)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="lm",
-        description="Language models with very large vocabularies: train, evaluate and generate.",
-        epilog=_OVERRIDES,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"sqrtlm {__version__}")
-    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
-    verb = _verb(
-        verbs, "prepare", _prepare, "corpus → tokenizer → token files → classes", _OVERRIDES
-    )
-    verb.add_argument("config", metavar="CONFIG", help="YAML file")
-    verb.add_argument("--no-progress", action="store_true", help=_NO_PROGRESS)
-    verb = _verb(
-        verbs, "train", _train, "train a model (prepares the data first if needed)", _OVERRIDES
-    )
-    verb.add_argument("config", metavar="CONFIG", help="YAML file")
-    verb.add_argument(
-        "--resume", metavar="auto|PATH", help="continue the run's last checkpoint, or that one"
-    )
-    verb.add_argument("--no-progress", action="store_true", help=_NO_PROGRESS)
-    verb = _verb(verbs, "evaluate", _evaluate, "perplexity of a trained model on a text")
-    verb.add_argument("run_dir", metavar="RUN", help="folder of the run")
-    which = verb.add_mutually_exclusive_group()
-    which.add_argument(
-        "--split", default="test", choices=("train", "valid", "test"), help="default: test"
-    )
-    which.add_argument(
-        "--text",
-        metavar="FILE|-",
-        help="a text file instead of a split of the corpus; its empty lines count too",
-    )
-    verb.add_argument("--no-progress", action="store_true", help=_NO_PROGRESS)
-    verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    _add_generate(verbs)
-    verb = _verb(verbs, "classes", _classes, "report on the word classes", _OVERRIDES)
-    verb.add_argument("source", metavar="RUN|CONFIG")
-    verb.add_argument(
-        "--words", type=_positive, default=8, help="words shown of each class (default 8)"
-    )
-    verb.add_argument("--plot", metavar="FILE", help="draw the classes too, as .png, .svg or .pdf")
-    verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    verb = _verb(verbs, "info", _info, "sizes, memory, what would be run", _OVERRIDES)
-    verb.add_argument("source", metavar="RUN|CONFIG")
-    verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    return parser
-
-
-def _add_generate(verbs: Any) -> None:
-    verb = _verb(
-        verbs, "generate", _generate, "text from a trained model, each word drawn class first"
-    )
-    verb.add_argument("run_dir", metavar="RUN", help="folder of the run")
-    verb.add_argument("--prompt", metavar="TEXT|-", help="text to continue (- reads stdin)")
-    verb.add_argument(
-        "--tokens", type=_positive, default=100, help="tokens to generate (default 100)"
-    )
-    verb.add_argument("--samples", type=_positive, default=1, help="continuations (default 1)")
-    verb.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default 1)")
-    verb.add_argument("--top-k", type=_positive, help="draw from the K most probable words")
-    verb.add_argument("--top-p", type=float, help="draw from the most probable words with mass P")
-    verb.add_argument(
-        "--seed", type=int, default=1, help="the same seed gives the same text (default 1)"
-    )
-    verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
-
-
-def _verb(
-    verbs: Any,
-    name: str,
-    run: Callable[[argparse.Namespace, list[str]], None],
-    text: str,
-    epilog: str | None = None,
-) -> argparse.ArgumentParser:
-    verb: argparse.ArgumentParser = verbs.add_parser(
-        name, help=text, description=text.capitalize() + ".", epilog=epilog, allow_abbrev=False
-    )
-    verb.set_defaults(run=run)
-    return verb
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
-    _prepared(load_config(options.config, overrides), progress=not options.no_progress)
-
-
-def _prepared(config: Config, *, keep: bool = False, progress: bool = True) -> Any:
+def _prepare_data(config: Config, *, keep: bool = False, progress: bool = True) -> None:
     from data_prep.prepare import prepare
 
-    return prepare(
+    prepare(
         config.data,
         config.tokenizer,
-        config.classes,
+        config.needed_classes,
         config.prepared_path,
         keep=keep,
         progress=progress,
     )
 
 
-def _train(options: argparse.Namespace, overrides: list[str]) -> None:
+def _train(options: Namespace, overrides: list[str]) -> None:
     config = load_config(options.config, overrides)
-    from lm.training.loop import (  # takes seconds, which a mistake need not wait for
-        check_folder,
-        train,
-    )
+    # Imported after the configuration is known to be valid: torch takes seconds.
+    from lm.training.loop import train
+    from lm.training.run_folder import check_folder
 
     checkpoint = check_folder(config, options.resume)
-    _prepared(config, keep=checkpoint is not None, progress=not options.no_progress)
-    folder = train(config, resume=options.resume, progress=not options.no_progress)
-    print(folder)
+    progress = not options.no_progress
+    _prepare_data(config, keep=checkpoint is not None, progress=progress)
+    print(train(config, resume=options.resume, progress=progress))
 
 
-def _evaluate(options: argparse.Namespace, overrides: list[str]) -> None:
-    _no_overrides(overrides)
+def _evaluate(options: Namespace, _: list[str]) -> None:
     from lm.evaluation import evaluate_run, evaluate_text
     from lm.report import evaluation_table
 
     folder, progress = Path(options.run_dir), not options.no_progress
+    _set_threads(folder, options.threads)
     if options.text is None:
         result, name = evaluate_run(folder, options.split, progress=progress), options.split
     else:
@@ -197,12 +104,18 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> None:
     print(json.dumps(result.to_dict()) if options.json else evaluation_table(result, name))
 
 
-def _text_lines(name: str) -> Iterator[str]:
-    """Lines of a text file or of stdin, without byte order marks.
+def _set_threads(folder: Path, num_threads: int | None) -> None:
+    """Set torch's CPU threads: as given, or as the run in `folder` was trained with."""
+    import torch
 
-    Raises:
-        UserError: if the text is not UTF-8.
-    """
+    if num_threads is None and (folder / "config.yaml").exists():
+        num_threads = load_run_config(folder).train.threads
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+def _text_lines(name: str) -> Iterator[str]:
+    """Lines of a text file or of stdin, without byte order marks."""
     try:
         with open(0 if name == "-" else name, encoding="utf-8", closefd=name != "-") as file:
             for line in file:
@@ -211,24 +124,10 @@ def _text_lines(name: str) -> Iterator[str]:
         raise UserError(f"{name}: invalid UTF-8: {error.reason}") from error
 
 
-def _prompt(given: str | None) -> str:
-    """The text to continue, read from stdin if that is asked for.
-
-    Raises:
-        UserError: if the text is not UTF-8.
-    """
-    if given != "-":
-        return given or ""
-    try:
-        return sys.stdin.read().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompt -: invalid UTF-8: {error.reason}") from error
-
-
-def _generate(options: argparse.Namespace, overrides: list[str]) -> None:
-    _no_overrides(overrides)
+def _generate(options: Namespace, _: list[str]) -> None:
     from lm.generation import generate_text
 
+    _set_threads(Path(options.run_dir), options.threads)
     prompt = _prompt(options.prompt)
     try:
         texts = generate_text(
@@ -252,10 +151,23 @@ def _generate(options: argparse.Namespace, overrides: list[str]) -> None:
         raise error if isinstance(error, UserError) else UserError(f"generate: {error}") from error
 
 
-def _classes(options: argparse.Namespace, overrides: list[str]) -> None:
+def _prompt(given: str | None) -> str:
+    """The text to continue; `-` reads stdin."""
+    if given != "-":
+        return given or ""
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt -: invalid UTF-8: {error.reason}") from error
+
+
+def _classes(options: Namespace, overrides: list[str]) -> None:
     from lm.report import classes_json, classes_table, draw_classes, report_classes
 
-    _, prepared = _opened(options.source, overrides)
+    config = _load(options.source, overrides)
+    if config.needed_classes is None:
+        raise UserError(f"output.tree: {config.output.tree} has no word classes to report on")
+    prepared = _open(options.source, config)
     report = report_classes(prepared, options.words)
     if options.plot:
         draw_classes(report, prepared, Path(options.plot))
@@ -266,43 +178,53 @@ def _classes(options: argparse.Namespace, overrides: list[str]) -> None:
     )
 
 
-def _info(options: argparse.Namespace, overrides: list[str]) -> None:
+def _info(options: Namespace, overrides: list[str]) -> None:
     from lm.report import describe
 
-    description = describe(*_opened(options.source, overrides))
-    print(json.dumps(description) if options.json else _as_lines(description))
-
-
-def _as_lines(values: dict[str, Any]) -> str:
+    config = _load(options.source, overrides)
+    values = describe(config, _open(options.source, config))
+    if options.json:
+        print(json.dumps(values))
+        return
     width = max(map(len, values))
-    return "\n".join(
-        f"{key:<{width}}  {value:,}" if type(value) is int else f"{key:<{width}}  {value}"
-        for key, value in values.items()
-    )
+    for key, value in values.items():
+        print(f"{key:<{width}}  {value:,}" if type(value) is int else f"{key:<{width}}  {value}")
 
 
-def _opened(source: str, overrides: list[str]) -> tuple[Config, Any]:
-    """The configuration of a run or a file, and its prepared data, which must be made by it."""
-    from data_prep.prepare import open_made_by
-    from lm.report import check_own_classes
-
+def _load(source: str, overrides: list[str]) -> Config:
+    """The configuration of a run's folder or of a file."""
     path = Path(source)
-    config = load_run_config(path, overrides) if path.is_dir() else load_config(path, overrides)
-    prepared = open_made_by(config.data, config.tokenizer, config.classes, config.prepared_path)
-    if path.is_dir():
-        check_own_classes(path, prepared)
-    return config, prepared
+    return load_run_config(path, overrides) if path.is_dir() else load_config(path, overrides)
 
 
-def _no_overrides(overrides: list[str]) -> None:
-    if overrides:
-        raise UserError(f"unknown option {overrides[0]}")
+def _open(source: str, config: Config) -> Any:
+    """The prepared data of a configuration, which must have been prepared with it."""
+    from data_prep.prepare import open_made_by
+    from lm.report import check_same_classes
+
+    classes = config.needed_classes
+    prepared = open_made_by(config.data, config.tokenizer, classes, config.prepared_path)
+    if classes is not None and Path(source).is_dir():
+        check_same_classes(Path(source), prepared)
+    return prepared
 
 
-def command() -> None:
-    """The console script."""
-    sys.exit(main())
+def _config(options: Namespace, _: list[str]) -> None:
+    if options.markdown:
+        write_reference(Path(options.markdown))
+    else:
+        print(describe_keys(options.key))
 
+
+_VERBS = {
+    "prepare": _prepare,
+    "train": _train,
+    "evaluate": _evaluate,
+    "generate": _generate,
+    "classes": _classes,
+    "info": _info,
+    "config": _config,
+}
 
 if __name__ == "__main__":
     command()

@@ -1,14 +1,13 @@
-"""Perplexity. One evaluator serves validation while training and `lm evaluate`.
+"""Perplexity: one evaluation serves the validation of a training run and `lm evaluate`.
 
-Every token of a text is predicted once, the first from `<eos>`; the figures are sums over tokens
-divided by counts, and do not depend on a batch size. What a token is predicted from is fixed by the
+Every token of a text is predicted once, the first one from `<eos>`. All figures are sums over
+tokens divided by counts and do not depend on a batch size. The context of a token depends on the
 backbone:
 
-- a backbone that carries a state (LSTM) reads the text as one stream: all tokens before, back to
-  the beginning;
-- any other (Transformer) reads overlapping windows of `context` tokens, half a window apart, and
-  counts the second half of each (and the first half of the first): at least context / 2 tokens
-  before, if there are as many, and at most context.
+- A backbone that carries a state (LSTM) reads the text as one stream: all tokens before.
+- Any other (Transformer) reads overlapping windows of `context` tokens, half a window apart, and
+  counts the second half of each (and the first half of the first one): between context / 2 and
+  context tokens before, fewer only at the start of the text.
 """
 
 import math
@@ -27,21 +26,23 @@ from data_prep.errors import UserError
 from data_prep.prepared import SplitInfo, load_tokenizer, open_prepared
 from data_prep.storage import sha256_file, write_json_atomically
 from lm.config import load_run_config
+from lm.model.files import load_model
 from lm.model.language_model import LanguageModel
-from lm.training.checkpoint import load_model
 
-_CHUNK_TOKENS = 512
-"""Positions that are computed at once; no figure depends on it."""
+CHUNK_TOKENS = 512
+"""Number of positions that are computed at once; no figure depends on it."""
+EOS_RULE = "one <eos> after every line, empty lines too; the first token is predicted from <eos>"
+WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextCounts:
-    """What a text holds besides its tokens.
+    """What is counted in a text besides its tokens.
 
     Attributes:
         words: whitespace-separated words of the original text.
-        lines: of the original text, one `<eos>` each.
-        utf8_bytes: of the original text, line ends included.
+        lines: lines of the original text, each with one `<eos>`.
+        utf8_bytes: bytes of the original text in UTF-8, line ends included.
     """
 
     words: int
@@ -50,12 +51,8 @@ class TextCounts:
 
     @classmethod
     def of(cls, split: SplitInfo) -> "TextCounts":
-        """What was counted when a split was prepared."""
+        """The counts of a prepared split."""
         return cls(words=split.words, lines=split.lines, utf8_bytes=split.utf8_bytes)
-
-
-EOS_RULE = "one <eos> after every line, empty lines too; the first token is predicted from <eos>"
-WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +60,19 @@ class Evaluation:
     """How well a model predicts a text.
 
     Attributes:
-        tokens: predicted tokens, an `<eos>` for each line included.
+        tokens: predicted tokens, including an `<eos>` for each line.
         words: words of the original text, without `<eos>`.
         oov: tokens that are `<unk>`.
         nll_nats: negative log-likelihood of all tokens.
         perplexity: exp(nll / tokens).
-        perplexity_excluding_oov: the same over the tokens that are not `<unk>` (they still serve as
-            context).
+        perplexity_excluding_oov: the same over the tokens that are not `<unk>` (which are still
+            part of the context).
         word_perplexity: exp(nll / (words + lines)): comparable between tokenizers.
-        bits_per_byte: nll / ln 2 / bytes of the original UTF-8 text: comparable between tokenizers.
-        class_perplexity: of the choice at the root of the tree.
-        within_class_perplexity: of the choices below; their product is `perplexity`.
-        context: what a token is predicted from.
+        bits_per_byte: nll / ln 2 / utf8_bytes: comparable between tokenizers.
+        class_perplexity: perplexity of the choice at the root of the tree.
+        within_class_perplexity: perplexity of the choices below; the product of the two is
+            `perplexity`.
+        context: from what each token is predicted.
         eos_rule: what is counted at line ends.
     """
 
@@ -92,7 +90,7 @@ class Evaluation:
     eos_rule: str = EOS_RULE
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures for JSON, which has no infinity: null stands for what is not finite."""
+        """The figures for JSON, which has no infinity and no NaN: these are None."""
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(self).items()
@@ -113,13 +111,16 @@ def evaluate(
     """Predict every token of a text.
 
     Args:
-        model: put into evaluation mode meanwhile.
+        model: evaluated in evaluation mode; its mode is restored.
         tokens: [n] word ids, n ≥ 1.
         counts: of the original text.
-        eos_id: what the first token is predicted from.
-        unk_id: which tokens are out of vocabulary; None if nothing is.
-        context: T, window of a backbone that carries no state.
-        progress: title of a progress bar on stderr, where that is a terminal; None for none.
+        eos_id: word id from which the first token is predicted.
+        unk_id: word id of tokens out of vocabulary; None if there are none.
+        context: T, length of the windows of a backbone that carries no state.
+        progress: title of a progress bar on stderr, shown in a terminal; None for no bar.
+
+    Returns:
+        The figures. Nats are summed in fp64; those of one token have the precision of the model.
 
     Raises:
         ValueError: if there is no token.
@@ -128,76 +129,78 @@ def evaluate(
         raise ValueError("no tokens to evaluate")
     was_training = model.training
     model.eval()
-    portions = (
+    chunks = (
         _stream(model, tokens, eos_id)
         if model.backbone.carries_state
         else _windows(model, tokens, eos_id, context)
     )
-    nll = class_nll = oov_nll = 0.0
-    oov = 0
+    sums = _Sums()
+    disable = True if progress is None else None
     with tqdm(
-        total=len(tokens),
-        desc=progress,
-        unit="token",
-        unit_scale=True,
-        disable=True if progress is None else None,
+        total=len(tokens), desc=progress, unit="token", unit_scale=True, disable=disable
     ) as bar:
-        for hidden, targets in portions:
-            each = model.output.loss(hidden, targets, "none").double()
-            nll += float(each.sum())
-            class_nll += float(model.output.class_loss(hidden, targets, "none").double().sum())
+        for hidden, targets in chunks:
+            by_level = model.output.nll_by_level(hidden, targets).double()
+            nll = by_level.sum(0)
+            sums.nll += float(nll.sum())
+            sums.class_nll += float(by_level[0].sum())
             if unk_id is not None:
-                unknown = targets == unk_id
-                oov += int(unknown.sum())
-                oov_nll += float(each[unknown].sum())
+                is_oov = targets == unk_id
+                sums.oov += int(is_oov.sum())
+                sums.oov_nll += float(nll[is_oov].sum())
             bar.update(targets.numel())
     model.train(was_training)
-    return _evaluation(model, len(tokens), counts, nll, class_nll, oov, oov_nll, context)
-
-
-def _evaluation(
-    model: LanguageModel,
-    num_tokens: int,
-    counts: TextCounts,
-    nll: float,
-    class_nll: float,
-    oov: int,
-    oov_nll: float,
-    context: int,
-) -> Evaluation:
     window = (
         f"windows of {context} tokens, at least {context // 2} before each token where there are as"
         " many"
     )
+    return _evaluation(
+        sums,
+        len(tokens),
+        counts,
+        "one stream, all tokens before" if model.backbone.carries_state else window,
+    )
+
+
+@dataclass
+class _Sums:
+    """Sums over tokens, in nats, and the number of tokens that are `<unk>`."""
+
+    nll: float = 0.0
+    class_nll: float = 0.0
+    oov_nll: float = 0.0
+    oov: int = 0
+
+
+def _evaluation(sums: _Sums, num_tokens: int, counts: TextCounts, context: str) -> Evaluation:
+    nll, num_known = sums.nll, num_tokens - sums.oov
     return Evaluation(
         tokens=num_tokens,
         words=counts.words,
-        oov=oov,
+        oov=sums.oov,
         nll_nats=nll,
         perplexity=_exp(nll / num_tokens),
-        perplexity_excluding_oov=_exp((nll - oov_nll) / (num_tokens - oov))
-        if num_tokens > oov
-        else math.nan,
+        perplexity_excluding_oov=_exp((nll - sums.oov_nll) / num_known) if num_known else math.nan,
         word_perplexity=_exp(nll / (counts.words + counts.lines)),
         bits_per_byte=nll / math.log(2) / counts.utf8_bytes,
-        class_perplexity=_exp(class_nll / num_tokens),
-        within_class_perplexity=_exp((nll - class_nll) / num_tokens),
-        context="one stream, all tokens before" if model.backbone.carries_state else window,
+        class_perplexity=_exp(sums.class_nll / num_tokens),
+        within_class_perplexity=_exp((nll - sums.class_nll) / num_tokens),
+        context=context,
     )
 
 
 def _exp(nats: float) -> float:
-    """Perplexity of an average; infinity where it is beyond a float, NaN of NaN."""
+    """Perplexity of an average; infinity if it exceeds a float, NaN for NaN."""
     return math.inf if nats >= 700 else math.exp(nats)
 
 
 def _stream(
     model: LanguageModel, tokens: NDArray[Any], eos_id: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Hidden vectors and targets, [T, 1, H] and [T, 1], one portion after another."""
+    """Hidden vectors [T, 1, H] and targets [T, 1] of one chunk after another."""
     state, last = model.init_state(1), eos_id
-    for begin in range(0, len(tokens), _CHUNK_TOKENS):
-        targets = tokens[begin : begin + _CHUNK_TOKENS].astype(np.int64)
+    for begin in range(0, len(tokens), CHUNK_TOKENS):
+        targets = tokens[begin : begin + CHUNK_TOKENS].astype(np.int64)
         inputs = np.concatenate([[last], targets[:-1]])
         last = targets[-1]
         hidden, new_state = model(_column(inputs, model), state)
@@ -209,14 +212,15 @@ def _stream(
 def _windows(
     model: LanguageModel, tokens: NDArray[Any], eos_id: int, context: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Hidden vectors and targets of the counted positions of each window, several windows of one
-    length at a time.
+    """Hidden vectors and targets of the counted positions, several windows of one length at once.
+
+    In full windows the first `context - stride` positions are context only, except in the first.
     """
     stride = max(1, context // 2)
     inputs = np.concatenate([[eos_id], tokens[:-1]]).astype(np.int64)
     num_full = max(0, (len(tokens) - context) // stride + 1)
     covered = context + (num_full - 1) * stride if num_full else 0
-    at_once = max(1, _CHUNK_TOKENS // context)
+    at_once = max(1, CHUNK_TOKENS // context)
     offsets = np.arange(context)[:, None]
     for first in range(0, num_full, at_once):
         places = np.arange(first, min(first + at_once, num_full))[None, :] * stride + offsets
@@ -237,12 +241,19 @@ def _column(ids: NDArray[np.int64], model: LanguageModel) -> Tensor:
 
 
 def evaluate_run(folder: Path, split: str, *, progress: bool = True) -> Evaluation:
-    """Evaluate a run's best model on a split of its corpus, and keep the figures as
-    `evaluate-<split>.json` in the run.
+    """Evaluate the best model of a run on a split of its corpus.
+
+    Args:
+        folder: folder of the run, in which `evaluate-<split>.json` is written.
+        split: `train`, `valid` or `test`.
+        progress: whether to show a progress bar in a terminal.
+
+    Returns:
+        The figures.
 
     Raises:
-        UserError: if the run has no model, its prepared data are gone, or these were made again
-            with another tokenizer.
+        UserError: if the run has no model, its prepared data are absent, or they were prepared
+            again with another tokenizer.
     """
     model, description = load_model(folder)
     config = load_run_config(folder)
@@ -269,6 +280,14 @@ def evaluate_run(folder: Path, split: str, *, progress: bool = True) -> Evaluati
 
 def evaluate_text(folder: Path, lines: Iterable[str], *, progress: bool = True) -> Evaluation:
     """Evaluate the best model of a run, or an export, on lines of text.
+
+    Args:
+        folder: folder of the model and its tokenizer.
+        lines: the text, without line ends.
+        progress: whether to show a progress bar in a terminal.
+
+    Returns:
+        The figures.
 
     Raises:
         UserError: if there is no model, its tokenizer is not the one it was trained with, or the

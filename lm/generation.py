@@ -9,7 +9,7 @@ from torch import Tensor
 
 from data_prep.prepared import load_tokenizer
 from lm.model.language_model import LanguageModel
-from lm.training.checkpoint import load_model
+from lm.model.files import load_model
 
 WORDS_AT_ONCE = 1024
 """Of a prompt; the memory of a Transformer grows with their square."""

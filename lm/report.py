@@ -1,4 +1,4 @@
-"""Pictures and tables of a run, for people."""
+"""What the commands print and draw: evaluations, word classes, sizes and memory of a run."""
 
 import math
 from dataclasses import asdict
@@ -11,51 +11,26 @@ import torch
 from data_prep.classes.report import ClassReport, class_report
 from data_prep.errors import UserError
 from data_prep.prepared import Prepared
-from lm.config import Config, has_sparse_table
+from lm.config import Config, resolve_word_table
 from lm.evaluation import Evaluation
-from lm.model.build_tree import build_tree
-from lm.model.language_model import build_model
+from lm.model.build import build_model, build_tree
 from lm.training.batches import Batches
-from lm.training.memory_estimate import available, footprint
-from lm.training.metrics import read_metrics
+from lm.training.memory_estimate import available_bytes, estimate_memory
 
 LABELLED_CLASSES = 25
-"""Heaviest classes whose top words stand in the picture."""
+"""Number of classes whose top words the picture shows: those with the most tokens."""
 
 
-def draw_curves(folder: Path, title: str) -> Path:
-    """Draw `curves.png` from `metrics.csv`: perplexity of training and validation text over the
-    tokens trained on.
+def evaluation_table(result: Evaluation, title: str) -> str:
+    """Format the figures of an evaluation.
+
+    Args:
+        result: The evaluation.
+        title: First line of the table, the name of the text.
+
+    Returns:
+        Lines of text.
     """
-    from matplotlib.figure import Figure  # takes a second, and only this function needs it
-
-    lines = read_metrics(folder / "metrics.csv")
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(
-        [line.tokens for line in lines],
-        [line.train_perplexity for line in lines],
-        label="training",
-        linewidth=1,
-    )
-    validated = [
-        (line.tokens, line.valid_perplexity) for line in lines if line.valid_perplexity is not None
-    ]
-    if validated:
-        tokens, perplexities = zip(*validated, strict=True)
-        axes.plot(tokens, perplexities, "o-", label=f"validation, best {min(perplexities):.1f}")
-    axes.set(xlabel="tokens trained on", ylabel="perplexity", yscale="log", title=title)
-    axes.yaxis.set_major_formatter("{x:.0f}")
-    axes.yaxis.set_minor_formatter("{x:.0f}")
-    axes.grid(True, which="both", alpha=0.3)
-    axes.legend()
-    path = folder / "curves.png"
-    figure.savefig(path, dpi=120)
-    return path
-
-
-def evaluation_table(result: Evaluation, split: str) -> str:
-    """The figures of `lm evaluate` as lines of text."""
     rows = [
         ("tokens predicted", f"{result.tokens:,}"),
         ("words, without <eos>", f"{result.words:,}"),
@@ -73,46 +48,57 @@ def evaluation_table(result: Evaluation, split: str) -> str:
         ("line ends", result.eos_rule),
     ]
     width = max(len(name) for name, _ in rows)
-    return "\n".join([split, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
-def check_own_classes(folder: Path, prepared: Prepared) -> None:
-    """Refuse prepared data whose classes are no longer those of a run.
+def check_same_classes(folder: Path, prepared: Prepared) -> None:
+    """Check that a run was trained with the classes of the prepared data.
+
+    Args:
+        folder: Folder of the run; without `classes.npy` there is nothing to compare.
+        prepared: Prepared data with classes.
 
     Raises:
-        UserError: if they differ, or the run's file is damaged.
+        UserError: If the classes differ, or the run's file is damaged.
     """
     path = folder / "classes.npy"
     try:
-        own = np.load(path) if path.exists() else prepared.word_class()
+        trained_with = np.load(path) if path.exists() else prepared.word_class()
     except (ValueError, EOFError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
-    if not np.array_equal(own, prepared.word_class()):
+    if not np.array_equal(trained_with, prepared.word_class()):
         raise UserError(
-            f"{prepared.folder} was prepared again since: its classes are not those of {path}"
+            f"{prepared.folder} was prepared again: its classes are not those of {path}"
         )
 
 
 def report_classes(prepared: Prepared, num_words: int) -> ClassReport:
-    """Sizes, mass, cost and likelihood of the word classes of a prepared corpus, and the top words
-    of each.
+    """Report on the word classes of a prepared corpus.
+
+    Args:
+        prepared: Prepared data with classes.
+        num_words: Largest number of top words per class.
+
+    Returns:
+        Sizes, mass, cost and likelihood of the classes, and the top words of each.
     """
     return class_report(
         prepared.counts(),
         prepared.word_class(),
         prepared.tokens("train"),
-        head=prepared.head,
+        shortlist=prepared.shortlist,
         num_top_words=num_words,
     )
 
 
 def classes_table(report: ClassReport, prepared: Prepared) -> str:
-    """The class report as lines of text, heaviest class first."""
+    """Format a class report as lines of text, in decreasing order of token mass."""
     tokenizer = prepared.tokenizer()
-    head = [
+    summary = [
         f"{report.num_word_classes:,} classes of {report.min_words:,} to {report.max_words:,}"
         f" words, median {report.median_words:g};"
-        f" {report.head:,} words beside them, {100 * report.head_mass:.1f} % of the tokens",
+        f" shortlist of {report.shortlist:,} words with {100 * report.shortlist_mass:.1f} % of the"
+        " tokens",
         f"columns per token   {report.columns_per_token:.1f} of {prepared.vocab_size:,}",
         f"bigram likelihood   {report.log_likelihood:.4f} nats per token "
         f"(perplexity {math.exp(-report.log_likelihood):.1f})",
@@ -127,22 +113,26 @@ def classes_table(report: ClassReport, prepared: Prepared) -> str:
         + " ".join(tokenizer.token(word) for word in report.top_words[c])
         for c in heaviest
     ]
-    return "\n".join(head + rows)
+    return "\n".join(summary + rows)
 
 
 def classes_json(report: ClassReport, prepared: Prepared) -> dict[str, Any]:
-    """The class report for JSON, the top words spelt out."""
+    """Convert a class report to plain values, with top words as text instead of ids."""
     tokenizer = prepared.tokenizer()
-    words = [[tokenizer.token(word) for word in own] for own in report.top_words]
+    words = [[tokenizer.token(word) for word in top_words] for top_words in report.top_words]
     return asdict(report) | {"top_words": words}
 
 
 def draw_classes(report: ClassReport, prepared: Prepared, path: Path) -> None:
-    """Draw the classes by size and token mass, the heaviest ones with their top words, and how the
-    mass and the cost of a token spread over them.
+    """Draw word classes: their top words, their sizes and token masses, and their cumulated cost.
+
+    Args:
+        report: The class report.
+        prepared: The data that it is about.
+        path: The picture to write; its ending gives the format.
 
     Raises:
-        UserError: if the file's ending names no format.
+        UserError: If the ending is not a known format.
     """
     from matplotlib.figure import Figure
 
@@ -156,7 +146,7 @@ def draw_classes(report: ClassReport, prepared: Prepared, path: Path) -> None:
     labels = [" ".join(tokenizer.token(w) for w in report.top_words[c][:5]) for c in shown]
     bars.set_yticks(range(len(shown)), labels, fontsize=8, parse_math=False)
     bars.invert_yaxis()
-    bars.set(xlabel="% of the tokens", title="the heaviest classes")
+    bars.set(xlabel="% of the tokens", title="classes with the most tokens")
     cloud.scatter(sizes, 100 * mass, s=12, alpha=0.6)
     cloud.set(xlabel="words in the class", ylabel="% of the tokens", title="all classes")
     if mass.min() > 0:
@@ -165,37 +155,62 @@ def draw_classes(report: ClassReport, prepared: Prepared, path: Path) -> None:
     curve.plot(rank, 100 * mass[heaviest].cumsum(), label="tokens")
     cost = (mass * sizes)[heaviest].cumsum()
     curve.plot(rank, 100 * cost / cost[-1], label="columns within classes")
-    curve.set(xlabel="classes, heaviest first", ylabel="% of the whole", title="what they carry")
+    curve.set(
+        xlabel="classes by token mass", ylabel="% of the total", title="cumulated tokens and cost"
+    )
     curve.legend()
     for axes in (bars, cloud, curve):
         axes.grid(True, alpha=0.3)
     figure.suptitle(
-        f"{report.num_word_classes:,} classes, {report.columns_per_token:,.0f} columns a token,"
-        f" {report.class_entropy:.2f} bits a class + {report.word_entropy:.2f} bits a word in it"
+        f"{report.num_word_classes:,} classes, {report.columns_per_token:,.0f} columns per token,"
+        f" {report.class_entropy:.2f} bits for the class + {report.word_entropy:.2f} for the word"
     )
     try:
         figure.savefig(path, dpi=120)
-    except ValueError as error:  # no such format
+    except ValueError as error:  # unknown format
         raise UserError(f"{path}: {error}") from error
 
 
 def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
-    """Sizes, cost and memory of a run, from its prepared data; without allocating its weights."""
-    tree = build_tree(config, prepared)
+    """Describe the sizes, the cost and the memory of a run, without allocating its weights.
+
+    Args:
+        config: Configuration of the run.
+        prepared: Its prepared data.
+
+    Returns:
+        Name → value, in the order of printing. The tree's figures are left out if there is no tree
+        (`output.tree: adaptive`).
+    """
+    tree, train = build_tree(config, prepared), config.train
+    num_rows = prepared.vocab_size if tree is None else tree.num_rows
+    word_table = resolve_word_table(config, num_rows)
     with torch.device("meta"):
-        model = build_model(config.model, config.output, tree, config.train.seq_len)
+        model = build_model(
+            *(config.model, config.output, word_table, tree, train.seq_len),
+            vocab_size=prepared.vocab_size,
+        )
     parameters = {
-        name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()
+        name: sum(p.numel() for p in module.parameters()) for name, module in model.named_children()
     }
-    total = sum(parameters.values())
-    need, there = footprint(config, tree), available(config)
+    memory = estimate_memory(config, tree, prepared.vocab_size)
+    available = available_bytes(config)
     batches = Batches(
         prepared.tokens("train"),
         eos_id=prepared.eos_id,
-        batch_size=config.train.batch_size,
-        seq_len=config.train.seq_len,
+        batch_size=train.batch_size,
+        seq_len=train.seq_len,
         shuffle=not model.backbone.carries_state,
         seed=config.seed,
+    )
+    tree_figures = (
+        {}
+        if tree is None
+        else {
+            "tree_nodes": tree.num_nodes,
+            "tree_depth": tree.depth,
+            "columns_per_token_at_most": tree.max_path_columns,
+        }
     )
     return {
         "name": config.name,
@@ -203,17 +218,15 @@ def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
         "backbone": config.model.backbone,
         "layers": config.model.layers,
         "hidden": config.model.hidden,
-        "vocab_size": tree.vocab_size,
+        "vocab_size": prepared.vocab_size,
         "tree": config.output.tree,
-        "tree_nodes": tree.num_nodes,
-        "tree_depth": tree.depth,
-        "columns_per_token_at_most": tree.max_path_columns,
+        **tree_figures,
         "train_tokens": prepared.splits["train"].tokens,
         "batches_per_epoch": batches.per_epoch,
         **{f"{name}_parameters": count for name, count in parameters.items() if count},
-        "parameters": total,
-        "sparse_gradients": has_sparse_table(config, tree.num_rows),
-        **{f"{name}_mib": round(size / 2**20, 1) for name, size in asdict(need).items()},
-        "memory_mib": round(need.total / 2**20, 1),
-        "memory_there_mib": None if there is None else round(there / 2**20, 1),
+        "parameters": sum(parameters.values()),
+        "row_wise_gradients": word_table.row_wise,
+        **{f"{name}_mib": round(size / 2**20, 1) for name, size in asdict(memory).items()},
+        "memory_mib": round(memory.total / 2**20, 1),
+        "memory_available_mib": None if available is None else round(available / 2**20, 1),
     }

@@ -1,3 +1,41 @@
 """The typed configuration of a run."""
 
-from lm.config.schema import *  # noqa: F403
+from lm.config.load import (
+    differences,
+    load_config,
+    load_run_config,
+    to_dict,
+    to_yaml,
+    validate,
+)
+from lm.config.renamed import translate_description, translate_override
+from lm.config.schema import (
+    Config,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    OutputConfig,
+    TrainConfig,
+    WordTableConfig,
+)
+from lm.config.word_table import WordTable, resolve_word_table
+
+__all__ = [
+    "Config",
+    "LogConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "OutputConfig",
+    "TrainConfig",
+    "WordTable",
+    "WordTableConfig",
+    "differences",
+    "load_config",
+    "load_run_config",
+    "resolve_word_table",
+    "to_dict",
+    "to_yaml",
+    "translate_description",
+    "translate_override",
+    "validate",
+]

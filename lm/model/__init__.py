@@ -1,1 +1,1 @@
-"""The language model: embedding → backbone (LSTM or Transformer) → output layer."""
+"""The language model: input embedding → backbone (LSTM or Transformer) → output layer."""

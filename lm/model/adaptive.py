@@ -1,116 +1,162 @@
-"""PyTorch's adaptive softmax as an output layer: the peer that the class softmax is compared with.
+"""AdaptiveSoftmax: PyTorch's adaptive softmax as an output layer, for comparison.
 
-A shortlist of frequent words and clusters of rarer ones, the clusters' hidden vectors projected to
-fewer dimensions. It trains and evaluates like any other output layer; drawing words is not what it
-is here for.
+A shortlist of frequent words, and clusters of rarer words whose hidden vectors are projected to
+fewer dimensions. It trains and evaluates like any other output layer, but does not sample.
 """
 
-from typing import NoReturn
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm.output import ClassTree
+from lm.output.functional import Reduction
 
-DIVISOR = 4
-"""Each cluster's projection is this much narrower than the one before it (less where H is small:
-one dimension is the least).
-"""
-
-
-def _divisor(hidden_size: int, num_clusters: int) -> int:
-    """The greatest up to `DIVISOR` that leaves the last projection a dimension."""
-    fits = [each for each in range(2, DIVISOR + 1) if each**num_clusters <= hidden_size]
-    return max(fits, default=1)
+MAX_DIVISOR = 4
+"""Each cluster's projection is up to this factor narrower than the one before it."""
+IGNORE_INDEX = -100
 
 
 class AdaptiveSoftmax(nn.Module):
-    """`nn.AdaptiveLogSoftmaxWithLoss` with the methods of `HierarchicalSoftmax` that training and
-    evaluation use. Under autocast it computes in fp32, as `HierarchicalSoftmax` does.
+    """`nn.AdaptiveLogSoftmaxWithLoss` as an `OutputLayer`. Under autocast it computes in fp32.
 
     Args:
         hidden_size: H.
-        tree: two levels; the root's words are the shortlist, its other children the clusters.
-        bias: whether the head has biases (the clusters never have).
+        counts: [N] occurrences of each word, which give its frequency rank; ties are ranked by
+            word.
+        cutoffs: frequency ranks at which the clusters begin: increasing, at least one, within
+            1 … N - 1. The first is the size of the shortlist.
+        bias: whether the shortlist has biases (the clusters have none).
+
+    Attributes:
+        index_of_word: [N] int64, index of each word in the wrapped module.
 
     Raises:
-        ValueError: if the tree has another shape.
+        ValueError: if the cutoffs do not increase within 1 … N - 1.
 
     Source: Grave et al. 2017.
+
+    Example:
+        >>> layer = AdaptiveSoftmax(8, torch.tensor([3, 9, 1, 5]), [2])
+        >>> layer.index_of_word.tolist()
+        [2, 0, 3, 1]
+        >>> layer.loss(torch.zeros(5, 8), torch.tensor([0, 1, 2, 3, -100]), "none").shape
+        torch.Size([5])
     """
 
-    sparse = False
-    """Its gradients are dense."""
-
-    def __init__(self, hidden_size: int, tree: ClassTree, *, bias: bool = True) -> None:
+    def __init__(
+        self, hidden_size: int, counts: Tensor, cutoffs: Sequence[int], *, bias: bool = True
+    ) -> None:
         super().__init__()
-        arrays = tree.arrays
-        num_clusters = tree.num_nodes - 1
-        if tree.depth > 2 or num_clusters < 1:
-            raise ValueError("an adaptive softmax has two levels, one cluster at least")
-        self.tree = tree
-        head = int(arrays.num_children[0]) - num_clusters
-        if head < 1:
-            raise ValueError("an adaptive softmax has words in its head, one at least")
-        order = arrays.row_of_node[1:].argsort()
-        ends = head + arrays.num_children[1:][order].cumsum(0)
-        *cutoffs, vocab_size = [head, *ends.tolist()]
-        first = ends.new_zeros(num_clusters + 1)
-        first[1:][order] = ends - arrays.num_children[1:][order]
-        node = arrays.node_of_row[tree.row_of_word]
-        self.rank: Tensor
-        self.register_buffer(
-            "rank", first[node] + tree.row_of_word - arrays.first_row[node], persistent=False
-        )
+        self.vocab_size = len(counts)
+        limits = [0, *cutoffs, self.vocab_size]
+        if not cutoffs or not all(low < high for low, high in pairwise(limits)):
+            raise ValueError(
+                f"cutoffs must increase within 1 … {self.vocab_size - 1}, got {list(cutoffs)}"
+            )
+        self.index_of_word: Tensor
+        self.register_buffer("index_of_word", _index_of_word(counts, cutoffs))
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(
             hidden_size,
-            vocab_size,
-            cutoffs,
-            div_value=_divisor(hidden_size, num_clusters),
+            self.vocab_size,
+            list(cutoffs),
+            div_value=_divisor(hidden_size, len(cutoffs)),
             head_bias=bias,
         )
-
-    @property
-    def weight(self) -> Tensor:
-        """Rows of the head."""
-        return self.softmax.head.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """Biases of the head."""
-        return self.softmax.head.bias
 
     def log_prob(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of all words, [..., N], for hidden [..., H]."""
         with torch.autocast(hidden.device.type, enabled=False):
-            by_rank = self.softmax.log_prob(self._rows(hidden))
-        return by_rank[:, self.rank].view(*hidden.shape[:-1], -1)
+            by_index: Tensor = self.softmax.log_prob(self._flat(hidden))
+        return by_index[:, self.index_of_word].view(*hidden.shape[:-1], -1)
 
-    def loss(self, hidden: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-        """Negative log-likelihood in nats of `target` [...] for hidden [..., H]: the mean, or each
-        [...] for reduction "none".
+    def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """Negative log-likelihood of words.
+
+        Args:
+            hidden: [..., H].
+            target: [...] int64; positions with -100 are ignored.
+            reduction: "mean" over the positions that are not ignored (0 if all are), "sum" or
+                "none".
+
+        Returns:
+            Nats: a scalar, or [...] with "none", where ignored positions are 0.
         """
+        valid = target != IGNORE_INDEX
+        index = self.index_of_word[target.where(valid, 0).flatten()]
         with torch.autocast(hidden.device.type, enabled=False):
-            log_prob = self.softmax(self._rows(hidden), self.rank[target.flatten()]).output
-        return _reduced(-log_prob.view(target.shape), reduction)
+            log_prob = self.softmax(self._flat(hidden), index).output
+        nll: Tensor = (-log_prob).view(target.shape).where(valid, 0.0)
+        if reduction == "none":
+            return nll
+        return nll.sum() / (valid.sum().clamp(min=1) if reduction == "mean" else 1)
 
-    def class_loss(self, hidden: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-        """The part of `loss` that is paid in the head."""
+    @torch.no_grad()
+    def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """Negative log-likelihood in nats at each level, without a gradient.
+
+        Args:
+            hidden: [..., H].
+            target: [...] int64; positions with -100 are ignored.
+
+        Returns:
+            [2, ...]: the choice of the shortlist's word or the cluster, and of the word in the
+            cluster. Ignored positions are 0.
+        """
+        flat, target_flat = self._flat(hidden), target.flatten()
+        valid = target_flat != IGNORE_INDEX
+        index = self.index_of_word[target_flat.where(valid, 0)]
+        cutoffs = self.softmax.cutoffs
+        cluster = torch.bucketize(index, index.new_tensor(cutoffs[:-1]), right=True)
+        nll = flat.new_zeros(2, len(flat))
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = self.softmax.head(self._rows(hidden))
-        child = self.tree.root_child(target.flatten())
-        return _reduced(
-            F.cross_entropy(logits, child, reduction="none").view(target.shape), reduction
-        )
-
-    def _rows(self, hidden: Tensor) -> Tensor:
-        return hidden.flatten(0, -2).to(self.weight.dtype)
+            root_child = index.where(cluster == 0, cutoffs[0] + cluster - 1)
+            nll[0] = F.cross_entropy(self.softmax.head(flat), root_child, reduction="none")
+            for number, tail in enumerate(self.softmax.tail, start=1):
+                member = cluster == number
+                within = index[member] - cutoffs[number - 1]
+                nll[1, member] = F.cross_entropy(tail(flat[member]), within, reduction="none")
+        return nll.where(valid, 0.0).view(2, *target.shape)
 
     def sample(self, *arguments: object, **options: object) -> NoReturn:
-        """Refuses."""
-        raise ValueError("output.tree: adaptive trains and evaluates only")
+        """Not supported.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("output.tree: adaptive does not support sampling")
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Accept the tree of shortlist and clusters that earlier versions saved."""
+        if f"{prefix}tree.row_of_word" in state:
+            row = state.pop(f"{prefix}tree.row_of_word")
+            num_children = state.pop(f"{prefix}tree.num_children")
+            state.pop(f"{prefix}tree.row_of_node")
+            num_clusters = len(num_children) - 1
+            # Rows: the shortlist's words, the clusters, the clusters' words.
+            in_shortlist = row < num_children[0] - num_clusters
+            state[f"{prefix}index_of_word"] = row.where(in_shortlist, row - num_clusters)
+        super()._load_from_state_dict(state, prefix, *args)
+
+    def _flat(self, hidden: Tensor) -> Tensor:
+        """[M, H] in the type of the weights."""
+        return hidden.flatten(0, -2).to(self.softmax.head.weight.dtype)
 
 
-def _reduced(nll: Tensor, reduction: str) -> Tensor:
-    return nll if reduction == "none" else nll.mean()
+def _index_of_word(counts: Tensor, cutoffs: Sequence[int]) -> Tensor:
+    """Index of each word: by cluster, in a cluster by word."""
+    with torch.device("cpu"):  # whatever the default device is
+        rank = torch.empty(len(counts), dtype=torch.int64)
+        rank[counts.argsort(descending=True, stable=True)] = torch.arange(len(counts))
+        cluster = torch.bucketize(rank, torch.tensor(cutoffs), right=True)
+        index = torch.empty_like(rank)
+        index[cluster.argsort(stable=True)] = torch.arange(len(counts))
+    return index
+
+
+def _divisor(hidden_size: int, num_clusters: int) -> int:
+    """The largest factor up to `MAX_DIVISOR` that leaves the last projection one dimension."""
+    fits = [each for each in range(2, MAX_DIVISOR + 1) if each**num_clusters <= hidden_size]
+    return max(fits, default=1)

@@ -1,11 +1,10 @@
-"""From a token file to batches. Their order is a pure function of (seed, epoch, index), whatever
-the number of devices.
+"""From a token file to batches.
 
-Each token of the split is a target; the token before it is its input, `<eos>` before the first.
+Their order is a pure function of (seed, epoch, index) and does not depend on the number of devices.
+
+Each token of the split is a target; its input is the token before it, `<eos>` for the first one.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,15 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.errors import UserError
+from lm.config import TrainConfig
 
 
 class Batch(NamedTuple):
-    """One portion of text.
+    """Sequences of tokens that are trained on together.
 
     Attributes:
         inputs: [T, B] int64.
         targets: [T, B] int64, one step ahead of `inputs`.
-        continues: whether it goes on where the batch before it ended, column by column.
+        continues: Whether each column continues the same column of the previous batch.
     """
 
     inputs: Tensor
@@ -31,25 +31,36 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """The batches of an endless training, numbered from 0; a slice of the columns of each for one
-    of several devices.
+    """The batches of an endless training run, numbered from 0; each device has its own columns.
 
-    Streams (`shuffle` False): the text is cut into `batch_size` contiguous streams read side by
-    side, so that a state can be carried; up to B - 1 tokens at the very end are left out. Windows
-    (`shuffle` True): the text is cut into windows of `seq_len` from an offset that differs between
-    epochs, and these are shuffled; up to a batch of windows is left out of an epoch.
+    Streams (`shuffle=False`): the text is cut into `batch_size` contiguous streams, which are read
+    in parallel, so that a state can be carried; up to B - 1 tokens at the end are left out. Windows
+    (`shuffle=True`): the text is cut into windows of `seq_len` tokens from an offset that differs
+    between epochs, and the windows are shuffled; up to a batch of windows per epoch is left out.
 
     Args:
         tokens: [n] unsigned integers, may be memory-mapped.
-        eos_id: what the first token is predicted from.
+        eos_id: Input of the first token.
         batch_size: B, over all devices.
-        seq_len: T; the last batch of a stream may be shorter.
-        shuffle: windows instead of streams.
-        seed: of offset and order.
-        rank, world_size: this device takes columns rank, rank + world_size, …
+        seq_len: T; the last batch of the streams may be shorter.
+        shuffle: Whether to read windows instead of streams.
+        seed: Seed of the offset and the order of windows.
+        rank: Number of this device, which takes the columns rank, rank + world_size, ….
+        world_size: Number of devices.
+
+    Attributes:
+        per_epoch: Number of batches in one epoch.
 
     Raises:
-        UserError: if the text is too short for B sequences.
+        UserError: If the text is too short for B sequences, or B is not a multiple of the devices.
+
+    Example:
+        >>> tokens = np.arange(1, 10, dtype=np.uint16)
+        >>> batches = Batches(tokens, eos_id=0, batch_size=2, seq_len=3, shuffle=False, seed=1)
+        >>> batches[0].targets.T.tolist()
+        [[1, 2, 3], [5, 6, 7]]
+        >>> batches[1].inputs.T.tolist(), batches[1].continues
+        ([[3], [7]], True)
     """
 
     def __init__(
@@ -67,8 +78,8 @@ class Batches:
         shortest = batch_size * (seq_len + 1 if shuffle else 1)
         if len(tokens) < shortest:
             raise UserError(
-                f"the training split has {len(tokens)} tokens; train.batch_size = {batch_size} and "
-                f"train.seq_len = {seq_len} want {shortest} at least"
+                f"the training split has {len(tokens)} tokens; train.batch_size = {batch_size} and"
+                f" train.seq_len = {seq_len} require at least {shortest}"
             )
         if batch_size % world_size:
             raise UserError(
@@ -90,7 +101,7 @@ class Batches:
             self.per_epoch = -(-self.stream_len // seq_len)
 
     def __getitem__(self, number: int) -> Batch:
-        """Batch `number`, counted from the beginning of the first epoch."""
+        """Batch `number`, counted from the start of the first epoch."""
         epoch, index = divmod(number, self.per_epoch)
         if self.shuffle:
             chosen = slice(index * self.batch_size, (index + 1) * self.batch_size)
@@ -115,17 +126,27 @@ class Batches:
         return self._windows[1]
 
 
-class BatchLoader:
-    """An endless pass over `batches` for Lightning, from batch `start()` on.
+def num_steps(config: TrainConfig, batches: Batches) -> int:
+    """The number of optimizer steps of a run: `max_epochs` or `max_steps`, whichever comes first.
 
-    Epochs are `Batches`' matter and the end is Lightning's `max_steps`, so that a continuation is
-    nothing but another start.
+    Args:
+        config: The section `train`.
+        batches: The training batches.
+
+    Returns:
+        At least 1.
+
+    Raises:
+        UserError: If `max_epochs` has fewer batches than a step accumulates.
     """
-
-    def __init__(self, batches: Batches, start: Callable[[], int]) -> None:
-        self.batches = batches
-        self.start = start
-
-    def __iter__(self) -> Iterator[Batch]:
-        for number in count(self.start()):
-            yield self.batches[number]
+    limits = []
+    if config.max_epochs is not None:
+        limits.append(config.max_epochs * batches.per_epoch // config.accumulate)
+    if config.max_steps is not None:
+        limits.append(config.max_steps)
+    if min(limits) == 0:
+        raise UserError(
+            f"train.max_epochs = {config.max_epochs} has fewer batches than"
+            f" train.accumulate = {config.accumulate}"
+        )
+    return min(limits)

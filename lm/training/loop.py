@@ -1,59 +1,42 @@
-"""Training a run from a configuration: data, model, optimizer, Lightning's Trainer, and the run's
-folder.
+"""The training loop, from a configuration to the folder of a trained run.
+
+One step sets the learning rate, runs forward and backward on every accumulated batch, clips the
+gradients and updates the parameters. After the step, what is due happens in this order: validation,
+logging, saving, stopping on a signal.
 """
 
 import logging
+import math
 import os
-import platform
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from importlib.metadata import version
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
-import lightning.pytorch as pl
-import numpy as np
 import torch
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.fabric import Fabric
 
-import lm
 from data_prep.errors import UserError
 from data_prep.prepare import open_made_by
-from data_prep.prepared import TOKENIZER, Prepared, copy_tokenizer
-from data_prep.storage import locked, sha256_file, write_atomically, write_json_atomically
-from lm.config import Config, differences, has_sparse_table, load_config, to_yaml
-from lm.evaluation import TextCounts
-from lm.model.build_tree import build_tree
-from lm.model.language_model import build_model
-from lm.report import draw_curves
-from lm.training.batches import Batches, BatchLoader
-from lm.training.callbacks import (
-    Observer,
-    ProgressBar,
-    RunKeeper,
-    ValidationText,
-    Vocabulary,
-    WandbLog,
-)
-from lm.training.checkpoint import AtomicCheckpointIO, batches_done
-from lm.training.environment import processor_name
+from data_prep.prepared import Prepared
+from lm.config import Config
+from lm.evaluation import Evaluation, TextCounts, evaluate
+from lm.model.build import build_tree
+from lm.model.files import FORMAT_VERSION, Description, save_model
+from lm.model.language_model import LanguageModel
+from lm.training.batches import Batches, num_steps
+from lm.training.checkpoint import batches_done, save_checkpoint
+from lm.training.curves import draw_curves
+from lm.training.devices import build_fabric, matmul_precision
+from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
-from lm.training.state import TrainingModule
+from lm.training.run_folder import check_folder, check_tokenizer, run_lock, write_run_metadata
+from lm.training.signals import Interrupted, StopSignals
+from lm.training.state import TrainingState, build_state, not_finite
 
 _log = logging.getLogger(__name__)
-_FREE_ON_RESUME = (
-    "log.",
-    "name",
-    "run_dir",
-    "data.dir",
-    "data.prepared_dir",
-    "train.devices",
-    "train.threads",
-    "train.checkpoint_every_steps",
-    "train.max_",
-)
-"""Keys, or beginnings of keys, that may differ between a run and its continuation."""
-LOCK = ".lock"
-"""Of a run's folder: one process trains a run."""
 
 
 def train(
@@ -61,278 +44,199 @@ def train(
     *,
     resume: str | None = None,
     progress: bool = True,
-    observers: Iterable[Observer] = (),
+    stop_after_validation: bool = False,
 ) -> Path:
-    """Train the run of `config` on its prepared data.
+    """Train the run of a configuration on its prepared data.
 
     Args:
-        config: of the run.
-        resume: "auto" continues the run's last checkpoint, or starts if there is none; a path
-            continues that one; None starts a new run in an empty folder.
-        progress: whether to show a progress bar.
-        observers: are told how it goes; an exception of theirs ends it.
+        config: Configuration of the run.
+        resume: `auto` continues the run's last checkpoint, or starts a new run if there is none;
+            a path continues that checkpoint; None starts a new run in an empty folder.
+        progress: Whether to show a progress bar on stderr.
+        stop_after_validation: Whether to end the run after its first validation, whose figures are
+            then the last line of `metrics.csv`.
 
     Returns:
-        The run's folder.
+        The folder of the run.
 
     Raises:
-        UserError: if the folder holds a run already, the continuation does not fit it, the memory
-            does not suffice, or the loss is not finite.
-        Interrupted: if a signal ended it; the checkpoint is written.
+        UserError: If the folder already contains a run, the checkpoint does not fit the
+            configuration, the memory does not suffice, or a loss is not finite.
+        Interrupted: If SIGTERM or SIGINT ended the run, after its checkpoint was written.
     """
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     folder = config.run_path
-    prepared = open_made_by(config.data, config.tokenizer, config.classes, config.prepared_path)
-    observers = [Inputs(config, prepared), *observers]
-    if progress:
-        observers.append(ProgressBar())
-    if config.log.wandb != "disabled":
-        observers.append(WandbLog(config))
-    keeper = RunKeeper(config, _validation_text(prepared), _vocabulary(prepared), observers)
-    trainer = _build_trainer(config, keeper)
-    checkpoint = check_folder(config, resume) if trainer.is_global_zero or resume else None
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
-    module = _build_module(config, prepared, trainer, weights=checkpoint is None)
-    if checkpoint is not None and batches_done(checkpoint) >= module.total_batches:
-        if checkpoint.resolve().parent.parent != folder.resolve():
-            raise UserError(f"{checkpoint} is of the last step: there is nothing to go on with")
-        _log.info("%s is complete already", folder)
-    else:
+    prepared = open_made_by(
+        config.data, config.tokenizer, config.needed_classes, config.prepared_path
+    )
+    fabric = build_fabric(config)
+    is_main = fabric.is_global_zero
+    checkpoint = check_folder(config, resume) if is_main or resume else None
+    tree = build_tree(config, prepared)
+    check_memory(config, tree, prepared.vocab_size)
+    batches = _training_batches(fabric, config, prepared)
+    total_steps = num_steps(config.train, batches)
+    if checkpoint is None or batches_done(checkpoint) < total_steps * config.train.accumulate:
         if checkpoint is not None:
-            _check_tokenizer(folder, prepared)
-        trainer.fit_loop.epoch_loop.max_steps = module.total_steps
-        loader = BatchLoader(module.batches, lambda: module.progress.batches_done)
-        alone = _alone(config, resume, checkpoint) if trainer.is_global_zero else nullcontext()
-        with alone, keeper.listening(), _matmul_precision(config.train.matmul_precision):
-            trainer.fit(module, loader, ckpt_path=checkpoint)
-    if trainer.is_global_zero:
+            check_tokenizer(folder, prepared)
+        lock = run_lock(config, resume, checkpoint) if is_main else nullcontext()
+        with lock, StopSignals() as signals, matmul_precision(config.train.matmul_precision):
+            fabric.launch()
+            if config.train.threads:
+                torch.set_num_threads(config.train.threads)
+            state = build_state(fabric, config, prepared, tree, batches, total_steps, checkpoint)
+            if is_main:
+                write_run_metadata(config, prepared)
+            loggers = open_loggers(config, state, progress=progress) if is_main else []
+            try:
+                _fit(state, prepared, loggers, signals, stop_after_validation)
+            finally:
+                for logger in loggers:
+                    logger.close()
+    elif checkpoint.resolve().parent.parent == folder.resolve():
+        _log.info("%s: training is already complete", folder)
+    else:
+        raise UserError(f"{checkpoint}: training is already complete")
+    if is_main:
         draw_curves(folder, config.name)
     return folder
 
 
-@contextmanager
-def _alone(config: Config, resume: str | None, checkpoint: Path | None) -> Iterator[None]:
-    """Keep other processes from training this run meanwhile.
+def _fit(
+    state: TrainingState,
+    prepared: Prepared,
+    loggers: Sequence[Logger],
+    signals: StopSignals,
+    stop_after_validation: bool,
+) -> None:
+    """Train from the current state to the last step."""
+    config, progress = state.config, state.progress
+    save_every = config.train.checkpoint_every_steps
+    validation = _validation(config, prepared)
+    started = time.perf_counter()
+    while not state.is_finished:
+        learning_rate = _step(state)
+        signal_number = signals.agreed()
+        validates = validation is not None and state.is_validation_due
+        logs = validates or state.is_finished or state.step % config.log.every_steps == 0
+        saves = validates or state.is_finished or signal_number is not None
+        saves = saves or (save_every is not None and state.step % save_every == 0)
+        if logs or saves:
+            state.gather_losses()
+            progress.seconds += time.perf_counter() - started
+        perplexity = _validate(state, validation) if validation and validates else None
+        improved = perplexity is not None and progress.record_validation(perplexity)
+        if logs:
+            metrics = state.take_metrics(learning_rate, perplexity)
+            for logger in loggers:
+                logger.log(metrics)
+        if saves:
+            _save(state, prepared, is_best=improved or (not validation and state.is_finished))
+        if logs or saves:
+            started = time.perf_counter()  # validation and saving are not training time
+        for logger in loggers:
+            logger.step(state.step)
+        if signal_number is not None:
+            name = signal.Signals(signal_number).name
+            _log.info("stopped by %s at step %d: continue with --resume auto", name, state.step)
+            raise Interrupted(signal_number)
+        if validates and stop_after_validation:
+            return
+
+
+def _step(state: TrainingState) -> float:
+    """Update the parameters once; returns the learning rate of the step."""
+    fabric, optimizer, clip = state.fabric, state.optimizer, state.config.optim.clip
+    learning_rate = state.learning_rate
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["scale"]
+    for remaining in reversed(range(state.config.train.accumulate)):
+        batch = fabric.to_device(state.batches[state.progress.batches_done])
+        with fabric.no_backward_sync(state.loss, enabled=remaining > 0):
+            fabric.backward(state.loss(batch))
+        state.count(batch)
+    if clip:
+        # Not `fabric.clip_gradients`, which sums the norms in the order of the optimizer's groups:
+        # the result must not depend on how parameters are grouped.
+        fabric.strategy.precision.unscale_gradients(optimizer.optimizer)
+        torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return learning_rate
+
+
+def _validate(state: TrainingState, validation: Callable[[LanguageModel], Evaluation]) -> float:
+    """The validation perplexity.
 
     Raises:
-        UserError: if one does, or did since `checkpoint` was found.
+        UserError: If it is not finite; nothing of this step is written yet.
     """
-    folder = config.run_path
-    folder.mkdir(parents=True, exist_ok=True)
-    busy = f"{folder}: another process trains this run"
-    with locked(folder / LOCK, busy=busy):
-        if check_folder(config, resume) != checkpoint:
-            raise UserError(busy)
-        yield
+    result = validation(state.model)
+    if not math.isfinite(result.nll_nats):
+        raise not_finite(result.nll_nats, state.step)
+    return result.perplexity
 
 
-@contextmanager
-def _matmul_precision(precision: str) -> Iterator[None]:
-    """Multiply fp32 matrices so, for a while."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def _save(state: TrainingState, prepared: Prepared, *, is_best: bool) -> None:
+    """Write the checkpoint, and the model if it is the best so far.
 
-
-def _build_module(
-    config: Config, prepared: Prepared, trainer: pl.Trainer, *, weights: bool
-) -> TrainingModule:
-    """The model, its parameters of the type they are trained in, and its batches; freshly
-    initialised by `seed`, or without `weights`, which a checkpoint will bring.
+    `last.ckpt` is written last: a run that continues from the previous one repeats the rest.
     """
-    torch.manual_seed(config.seed)
-    tree = build_tree(config, prepared)
-    check_memory(config, tree)
-    counts = torch.tensor(prepared.counts()) if config.model.input_backoff else None
-    device = nullcontext() if weights else torch.device("meta")
-    with trainer.precision_plugin.module_init_context(), device:
-        model = build_model(
-            config.model,
-            config.output,
-            tree,
-            config.train.seq_len,
-            counts=counts,
-            sparse=has_sparse_table(config, tree.num_rows),
-        )
-    if trainer.global_rank:  # the same weights, but noise of its own
-        torch.manual_seed(config.seed + trainer.global_rank)
-    batches = Batches(
+    folder, is_main = state.config.run_path, state.fabric.is_global_zero
+    checkpoint = state.to_checkpoint()
+    if is_main and is_best:
+        best, link = folder / "checkpoints" / "best.ckpt", folder / "checkpoints" / "last.ckpt.tmp"
+        save_model(folder, state.model, _description(state, prepared))
+        save_checkpoint(checkpoint, best)
+        link.unlink(missing_ok=True)
+        os.link(best, link)
+        os.replace(link, best.with_name("last.ckpt"))
+    elif is_main:
+        save_checkpoint(checkpoint, folder / "checkpoints" / "last.ckpt")
+    state.fabric.barrier()  # no process may exit while the first one writes
+
+
+def _description(state: TrainingState, prepared: Prepared) -> Description:
+    """What `model.json` says about the current weights."""
+    config = state.config
+    return Description(
+        format_version=FORMAT_VERSION,
+        model=config.model,
+        output=config.output,
+        word_table=config.word_table,
+        context=config.train.seq_len,
+        eos_id=prepared.eos_id,
+        unk_id=prepared.unk_id,
+        tokenizer_sha256=prepared.tokenizer_sha256,
+        weights_sha256="",
+        step=state.step,
+        valid_perplexity=state.progress.best_perplexity if "valid" in prepared.splits else None,
+    )
+
+
+def _validation(config: Config, prepared: Prepared) -> Callable[[LanguageModel], Evaluation] | None:
+    """The evaluation of a model on the validation split; None if there is no such split."""
+    if "valid" not in prepared.splits:
+        return None
+    return partial(
+        evaluate,
+        tokens=prepared.tokens("valid"),
+        counts=TextCounts.of(prepared.splits["valid"]),
+        eos_id=prepared.eos_id,
+        unk_id=prepared.unk_id,
+        context=config.train.seq_len,
+    )
+
+
+def _training_batches(fabric: Fabric, config: Config, prepared: Prepared) -> Batches:
+    """This process's part of the training batches."""
+    return Batches(
         prepared.tokens("train"),
         eos_id=prepared.eos_id,
         batch_size=config.train.batch_size,
         seq_len=config.train.seq_len,
-        shuffle=not model.backbone.carries_state,
+        shuffle=config.model.backbone != "lstm",
         seed=config.seed,
-        rank=trainer.global_rank,
-        world_size=trainer.world_size,
+        rank=fabric.global_rank,
+        world_size=fabric.world_size,
     )
-    steps = _total_steps(config, batches)
-    return TrainingModule(config, model, batches, steps, prepared.splits["train"].sha256)
-
-
-def _build_trainer(config: Config, keeper: RunKeeper) -> pl.Trainer:
-    train = config.train
-    accelerator, devices = _devices(config)
-    strategy: str | Strategy = train.strategy
-    if strategy == "ddp" or devices > 1:
-        strategy = DDPStrategy(
-            broadcast_buffers=False,  # the tree never changes
-            find_unused_parameters=config.output.tree == "adaptive",  # clusters without a target
-        )
-    return pl.Trainer(
-        accelerator=accelerator,
-        devices=devices,
-        strategy=strategy,
-        precision=train.precision,
-        max_epochs=-1,  # to Lightning, the whole training is one endless pass
-        accumulate_grad_batches=train.accumulate,
-        gradient_clip_val=config.optim.clip or None,
-        callbacks=[keeper],
-        plugins=[AtomicCheckpointIO()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
-
-
-def _devices(config: Config) -> tuple[str, int]:
-    """What Lightning calls the accelerator, and how many of them; Apple's is none, as it has no
-    fp64 to sum in.
-
-    Raises:
-        UserError: if there are not so many, or they are none for the settings.
-    """
-    train, found = config.train, torch.cuda.device_count()
-    on_cpu = train.accelerator == "cpu" or (train.accelerator == "auto" and found == 0)
-    devices = train.devices if train.devices != "auto" else 1 if on_cpu else found
-    if on_cpu and train.precision == "16-mixed":
-        raise UserError("train.precision: 16-mixed wants a GPU; on a CPU it is bf16-mixed")
-    if on_cpu and config.output.backend == "triton":
-        raise UserError("output.backend: triton wants a GPU")
-    if not on_cpu and not 0 < devices <= found:
-        raise UserError(
-            f"train.accelerator: {train.accelerator}, train.devices: {train.devices}: there are"
-            f" {found} CUDA devices"
-        )
-    return "cpu" if on_cpu else "cuda", devices
-
-
-def check_folder(config: Config, resume: str | None) -> Path | None:
-    """The checkpoint to continue from, or None for a new run, whose folder must not hold one yet.
-
-    Raises:
-        UserError: if the folder is occupied, or the continuation is of another configuration.
-    """
-    folder = config.run_path
-    written, last = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
-    if resume is None:
-        if written.exists() or last.exists():
-            raise UserError(
-                f"{folder} holds a run already: continue it with --resume auto, or choose another"
-                " --name or --run_dir"
-            )
-        return None
-    checkpoint = last if resume == "auto" else Path(resume)
-    if not checkpoint.exists():
-        if resume != "auto":
-            raise UserError(f"--resume {resume}: no such checkpoint")
-        return None
-    if resume != "auto" and not written.exists():
-        written = checkpoint.parent.parent / "config.yaml"
-    if written.exists():
-        changed = differences(load_config(written), config)
-        changed = {
-            key: pair for key, pair in changed.items() if not key.startswith(_FREE_ON_RESUME)
-        }
-        if changed:
-            what = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in changed.items())
-            raise UserError(f"{written.parent} was started with another configuration ({what})")
-    return checkpoint
-
-
-def _total_steps(config: Config, batches: Batches) -> int:
-    """Optimizer steps until the first of the two limits.
-
-    Raises:
-        UserError: if the limits leave no step.
-    """
-    limits = []
-    if config.train.max_epochs is not None:
-        limits.append(config.train.max_epochs * batches.per_epoch // config.train.accumulate)
-    if config.train.max_steps is not None:
-        limits.append(config.train.max_steps)
-    if min(limits) == 0:
-        raise UserError(
-            f"train.max_epochs = {config.train.max_epochs} has fewer batches than"
-            f" train.accumulate = {config.train.accumulate}"
-        )
-    return min(limits)
-
-
-def _validation_text(prepared: Prepared) -> ValidationText | None:
-    if "valid" not in prepared.splits:
-        return None
-    return ValidationText(
-        tokens=prepared.tokens("valid"), counts=TextCounts.of(prepared.splits["valid"])
-    )
-
-
-def _vocabulary(prepared: Prepared) -> Vocabulary:
-    return Vocabulary(
-        eos_id=prepared.eos_id,
-        unk_id=prepared.unk_id,
-        tokenizer_sha256=prepared.tokenizer_sha256,
-    )
-
-
-def _check_tokenizer(folder: Path, prepared: Prepared) -> None:
-    """Refuse data that were prepared again, with another vocabulary.
-
-    Raises:
-        UserError: if they were.
-    """
-    path = folder / TOKENIZER
-    if path.exists() and sha256_file(path) != prepared.tokenizer_sha256:
-        raise UserError(
-            f"{prepared.folder} was prepared again, with another tokenizer than that of {folder}"
-        )
-
-
-class Inputs(Observer):
-    """Puts into the run's folder what is known before the first step, once a continuation is sure
-    of its checkpoint.
-    """
-
-    def __init__(self, config: Config, prepared: Prepared) -> None:
-        self.config, self.prepared = config, prepared
-
-    def start(self, module: TrainingModule) -> None:
-        """Write it."""
-        _write_inputs(self.config, self.prepared)
-
-
-def _write_inputs(config: Config, prepared: Prepared) -> None:
-    """Everything in the run's folder that is known before the first step."""
-    folder = config.run_path
-    write_atomically(folder / "config.yaml", lambda file: file.write(to_yaml(config).encode()))
-    copy_tokenizer(prepared, folder)
-    write_atomically(folder / "classes.npy", lambda file: np.save(file, prepared.word_class()))
-    environment = {
-        "sqrtlm": lm.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lightning": version("lightning"),
-        "numpy": np.__version__,
-        "platform": platform.platform(),
-        "processor": processor_name(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-    write_json_atomically(folder / "env.json", environment)

@@ -1,6 +1,4 @@
-"""How much memory a training will need, before any is allocated, and what to change where that is
-more than there is.
-"""
+"""The memory that a training run needs and what is available, before any is allocated."""
 
 import os
 from dataclasses import dataclass, replace
@@ -10,35 +8,48 @@ from typing import Any
 import torch
 
 from data_prep.errors import UserError
-from lm.config import Config, has_sparse_table, to_dict, validate
-from lm.model.language_model import LanguageModel, build_model
+from lm.config import Config, WordTable, resolve_word_table, to_dict, validate
+from lm.model.build import build_model
 from lm.output import ClassTree
-from lm.output.backends.reference.backend import saved_size
+from lm.output.backends import expected_backend, saved_bytes
 
-LIBRARIES = 600 << 20
-"""Bytes that Python and the libraries take."""
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_LIGHTER: tuple[tuple[str, dict[str, dict[str, Any]]], ...] = (
-    ("--optim.table=adagrad", {"optim": {"table": "adagrad"}}),
-    ("--model.tied=true", {"model": {"tied": True}}),
+LIBRARY_BYTES = 600 << 20
+"""Memory of Python and the libraries."""
+TOLERANCE = 0.1
+"""A run is refused if its estimate exceeds the available memory by more than this fraction: less is
+within the accuracy of the estimate, and within what other programs take and return.
+"""
+_CGROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     (
-        "--output.dtype=bf16 --train.precision=bf16-mixed",
-        {"output": {"dtype": "bf16"}, "train": {"precision": "bf16-mixed"}},
+        "/sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
     ),
 )
-"""What makes a training lighter, the least change first."""
+"""Of cgroups 2 and 1: folder, files of limit and usage, and which usage is released on demand."""
+_LIGHTER: tuple[tuple[str, dict[str, dict[str, Any]]], ...] = (
+    ("--word_table.optimizer=adagrad", {"word_table": {"optimizer": "adagrad"}}),
+    ("--word_table.tied=true", {"word_table": {"tied": True}}),
+    (
+        "--word_table.dtype=bf16 --train.precision=bf16-mixed",
+        {"word_table": {"dtype": "bf16"}, "train": {"precision": "bf16-mixed"}},
+    ),
+)
+"""Settings that save memory, the smallest change first."""
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes at the peak of a training step.
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Memory at the peak of a training step, in bytes: of one GPU, or of all processes on a CPU.
 
     Attributes:
-        weights: all parameters.
-        gradients: those of the size of what they belong to.
-        optimizer: its state.
-        batch: what forward and backward keep of a batch, sparse gradients among it.
-        other: the tree, tables of words, and the libraries.
+        weights: All parameters.
+        gradients: Dense gradients.
+        optimizer: State of the optimizer.
+        batch: What the forward pass of a batch saves, including row-wise gradients.
+        other: The tree, the vocabulary and the libraries.
     """
 
     weights: int
@@ -49,70 +60,107 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.batch + self.other
 
 
-def footprint(config: Config, tree: ClassTree) -> Footprint:
-    """What the training of `config` over the words of `tree` will take: on one GPU, or of all the
-    processes that share a CPU's memory.
+def estimate_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> MemoryEstimate:
+    """Estimate the memory that a training run needs.
+
+    Args:
+        config: Configuration of the run.
+        tree: What `build_tree` returned.
+        vocab_size: N.
+
+    Returns:
+        The estimate.
     """
-    sparse = has_sparse_table(config, tree.num_rows)
+    word_table = resolve_word_table(config, vocab_size if tree is None else tree.num_rows)
     with torch.device("meta"):
-        model = build_model(config.model, config.output, tree, config.train.seq_len, sparse=sparse)
-    each = {"bf16-true": 2, "64-true": 8}.get(config.train.precision, 4)
-    table, rest = _sizes(model)
-    in_table = 2 if config.output.dtype == "bf16" else each
-    usual = {"adamw": 2, "sgd": int(config.optim.momentum > 0)}[config.optim.optimizer]
-    num_vectors = sum(len(parameter) for parameter in model.table)
-    state_of_table = {
-        None: usual * table * each,
+        model = build_model(
+            config.model,
+            config.output,
+            word_table,
+            tree,
+            config.train.seq_len,
+            vocab_size=vocab_size,
+        )
+    element = {"bf16-true": 2, "64-true": 8}.get(config.train.precision, 4)
+    table_element = 2 if word_table.dtype == "bf16" else element
+    table = sum(parameter.numel() for parameter in model.table)
+    others = sum(parameter.numel() for parameter in model.parameters()) - table
+    num_moments = 2 if config.optim.optimizer == "adamw" else int(config.optim.momentum > 0)
+    table_state = {
+        None: num_moments * table * element,
         "sgd": 0,
-        "adagrad": num_vectors * max(each, 4),
-        "adam": 2 * table * max(each, 4),
-    }[config.optim.table]
-    devices = _num_devices(config)
-    gradients = rest * each + (0 if sparse else table * in_table)
+        "adagrad": sum(len(parameter) for parameter in model.table) * max(element, 4),
+        "adam": 2 * table * max(element, 4),
+    }[word_table.optimizer]
+    num_devices = _num_devices(config)
+    gradients = others * element + (0 if word_table.row_wise else table * table_element)
+    tree_bytes = 0 if tree is None else sum(buffer.nbytes for buffer in tree.buffers())
     parts = {
-        "weights": table * in_table + rest * each,
-        "gradients": gradients if devices == 1 else 2 * gradients,  # a copy, to be summed
-        "optimizer": usual * rest * each + state_of_table,
-        "batch": _batch_bytes(config, tree, max(each, 4), sparse),
-        "other": LIBRARIES + sum(buffer.nbytes for buffer in tree.buffers()) + 12 * tree.vocab_size,
+        "weights": table * table_element + others * element,
+        "gradients": gradients if num_devices == 1 else 2 * gradients,  # a copy is summed
+        "optimizer": num_moments * others * element + table_state,
+        "batch": _batch_bytes(config, word_table, tree, vocab_size),
+        "other": LIBRARY_BYTES + tree_bytes + 12 * vocab_size,
     }
-    processes = 1 if _is_on_gpu(config) else devices
-    return Footprint(**{name: processes * size for name, size in parts.items()})
+    num_processes = 1 if _is_on_gpu(config) else num_devices
+    return MemoryEstimate(**{name: num_processes * size for name, size in parts.items()})
 
 
-def check_memory(config: Config, tree: ClassTree) -> None:
-    """Refuse a training that cannot fit, before anything is allocated.
+def check_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> None:
+    """Refuse a run whose estimate exceeds the available memory by more than `TOLERANCE`.
+
+    Args:
+        config: Configuration of the run.
+        tree: What `build_tree` returned.
+        vocab_size: N.
 
     Raises:
-        UserError: saying what it needs, what there is, and what would fit.
+        UserError: With the estimate, the available memory, and the settings that would fit.
     """
-    need, there = footprint(config, tree), available(config)
-    if there is None or need.total <= there:
+    estimate, available = estimate_memory(config, tree, vocab_size), available_bytes(config)
+    if available is None or _fits(estimate, available):
         return
-    lighter = _what_fits(config, tree, there)
     raise UserError(
-        f"training {config.name} needs {_gb(need.total)} of memory (weights {_gb(need.weights)},"
-        f" gradients {_gb(need.gradients)}, optimizer {_gb(need.optimizer)}, a batch"
-        f" {_gb(need.batch)}, other {_gb(need.other)}), there are {_gb(there)}: {lighter}"
+        f"training {config.name} needs {_gb(estimate.total)} of memory (weights"
+        f" {_gb(estimate.weights)}, gradients {_gb(estimate.gradients)}, optimizer"
+        f" {_gb(estimate.optimizer)}, a batch {_gb(estimate.batch)}, other"
+        f" {_gb(estimate.other)}), {_gb(available)} are available:"
+        f" {_what_fits(config, tree, vocab_size, available)}"
     )
 
 
-def available(config: Config) -> int | None:
-    """Bytes of memory of the device that is trained on; None if that cannot be told."""
+def available_bytes(config: Config) -> int | None:
+    """Memory that the run can have on the device that it trains on.
+
+    Returns:
+        On a GPU its free memory. On a CPU the memory that Linux can provide without swapping,
+        within the limit of the cgroup, and what this process has already, which the estimate
+        includes. None on other systems.
+    """
     if _is_on_gpu(config):
-        return torch.cuda.get_device_properties(0).total_memory
-    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return torch.cuda.mem_get_info(0)[0]
+    if not Path("/proc/meminfo").exists():
         return None
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for name in _CGROUP_LIMITS:
-        path = Path(name)
-        text = path.read_text().strip() if path.exists() else ""
-        limits += [int(text)] if text.isdigit() else []
-    return min(limits)
+    own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    free = _read_fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
+    for folder, limit_file, usage_file, reclaimable in _CGROUPS:
+        path = Path(folder, limit_file)
+        limit = path.read_text().strip() if path.exists() else "max"
+        if limit.isdigit():
+            usage = int(path.with_name(usage_file).read_text())
+            usage -= _read_fields(path.with_name("memory.stat")).get(reclaimable, 0)
+            free = min(free, int(limit) - usage)
+    return max(free, 0) + own
+
+
+def _read_fields(path: Path) -> dict[str, int]:
+    """The numbers of a file of lines `name number …`."""
+    lines = [line.split() for line in path.read_text().splitlines()]
+    return {line[0]: int(line[1]) for line in lines}
 
 
 def _is_on_gpu(config: Config) -> bool:
@@ -125,27 +173,36 @@ def _num_devices(config: Config) -> int:
     return torch.cuda.device_count() if _is_on_gpu(config) else 1
 
 
-def _sizes(model: LanguageModel) -> tuple[int, int]:
-    """Parameters of the table of words, and all others."""
-    table = sum(parameter.numel() for parameter in model.table)
-    return table, sum(parameter.numel() for parameter in model.parameters()) - table
+def _batch_bytes(
+    config: Config, word_table: WordTable, tree: ClassTree | None, vocab_size: int
+) -> int:
+    """Hidden vectors of all layers and the output layer's saved state, with their gradients."""
+    model, precision = config.model, config.train.precision
+    num_positions = config.train.batch_size // _num_devices(config) * config.train.seq_len
+    per_position = 12 if model.backbone == "lstm" else 24
+    element = 8 if precision == "64-true" else 4
+    vectors = element * num_positions * model.hidden * (per_position * model.layers + 4)
+    if tree is None:  # the adaptive softmax: the clusters, which few positions visit, are left out
+        shortlist = (config.output.cutoffs or [vocab_size // 10])[0]
+        return vectors + 2 * element * num_positions * shortlist
+    dtype = {"64-true": torch.float64, "32-true": torch.float32}.get(precision, torch.bfloat16)
+    batch = {"num_positions": num_positions, "hidden_size": model.hidden}
+    backend = config.output.backend
+    if backend == "auto":
+        device = torch.device("cuda" if _is_on_gpu(config) else "cpu")
+        backend = expected_backend(device, **batch, tree=tree, dtype=dtype)
+    row_wise = word_table.row_wise
+    return vectors + 2 * saved_bytes(backend, **batch, tree=tree, dtype=dtype, row_wise=row_wise)
 
 
-def _batch_bytes(config: Config, tree: ClassTree, each: int, sparse: bool) -> int:
-    """Hidden vectors of all layers with what their gradients need, and log-probabilities with
-    theirs.
-    """
-    positions = config.train.batch_size // _num_devices(config) * config.train.seq_len
-    columns = saved_size(positions, tree.max_path_columns, tree.depth, sparse=sparse)
-    per_position = 12 if config.model.backbone == "lstm" else 24
-    vectors = positions * config.model.hidden * (per_position * config.model.layers + 4)
-    return each * (2 * columns + vectors)
+def _fits(estimate: MemoryEstimate, available: int) -> bool:
+    return estimate.total <= (1 + TOLERANCE) * available
 
 
-def _what_fits(config: Config, tree: ClassTree, there: int) -> str:
+def _what_fits(config: Config, tree: ClassTree | None, vocab_size: int, available: int) -> str:
     """The first of the lighter settings, each with those before it, that fits."""
-    said: list[str] = []
-    need = footprint(config, tree).total
+    changes: list[str] = []
+    total = 0
     for options, sections in _LIGHTER:
         changed = {
             name: replace(getattr(config, name), **values) for name, values in sections.items()
@@ -153,16 +210,17 @@ def _what_fits(config: Config, tree: ClassTree, there: int) -> str:
         lighter = replace(config, **changed)
         if lighter == config or not _is_valid(lighter):
             continue
-        config, said = lighter, [*said, options]
-        need = footprint(config, tree).total
-        if need <= there:
-            return f"{' '.join(said)} would fit, with {_gb(need)}"
-    even = f"even {' '.join(said)} would need {_gb(need)}; " if said else ""
-    return f"{even}fewer words or a smaller model.hidden"
+        config, changes = lighter, [*changes, options]
+        estimate = estimate_memory(config, tree, vocab_size)
+        total = estimate.total
+        if _fits(estimate, available):
+            return f"{' '.join(changes)} would fit, with {_gb(total)}"
+    even = f"even {' '.join(changes)} would need {_gb(total)}; " if changes else ""
+    return f"{even}use fewer words or a smaller model.hidden"
 
 
 def _is_valid(config: Config) -> bool:
-    """Whether the settings go together."""
+    """Whether the settings can be combined."""
     try:
         validate(to_dict(config), config.name)
     except UserError:

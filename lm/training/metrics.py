@@ -1,26 +1,23 @@
-"""metrics.csv: the figures of a training over its steps, a line at a time."""
+"""The lines of `metrics.csv`: the figures of a run over its steps."""
 
 import csv
-import io
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-
-from data_prep.storage import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """One line.
+    """One line of `metrics.csv`.
 
     Attributes:
-        step: optimizer steps done.
-        epoch: passes over the training split, with a fraction.
-        tokens: trained on so far.
-        learning_rate: of the last step.
-        train_perplexity: exp of the mean nll over the tokens since the line before.
-        valid_perplexity: of the whole validation split; None where it was not measured.
-        seconds: spent training so far, validation and checkpoints left out.
-        tokens_per_second: since the line before.
+        step: Optimizer steps done.
+        epoch: Passes over the training split, with a fraction.
+        tokens: Tokens trained on so far, over all devices.
+        learning_rate: Learning rate of the last step.
+        train_perplexity: exp of the mean nll of the tokens since the previous line.
+        valid_perplexity: Perplexity of the whole validation split; None where it was not measured.
+        seconds: Training time so far, without validation and checkpoints.
+        tokens_per_second: Tokens since the previous line over their training time.
     """
 
     step: int
@@ -33,42 +30,14 @@ class Metrics:
     tokens_per_second: float
 
 
-_NAMES = [field.name for field in fields(Metrics)]
-
-
-class MetricsFile:
-    """Appends to metrics.csv.
-
-    Args:
-        path: the file.
-        after_step: lines of later steps are removed first: a continuation writes them again.
-    """
-
-    def __init__(self, path: Path, after_step: int) -> None:
-        self.path = path
-        kept = [line for line in read_metrics(path) if line.step <= after_step]
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, _NAMES)
-        writer.writeheader()
-        writer.writerows(asdict(line) for line in kept)
-        write_atomically(path, lambda file: file.write(text.getvalue().encode()))
-
-    def append(self, line: Metrics) -> None:
-        """Write one line through to the file."""
-        with open(self.path, "a", newline="") as file:
-            csv.DictWriter(file, _NAMES).writerow(asdict(line))
-
-
 def read_metrics(path: Path) -> list[Metrics]:
-    """The lines of a metrics.csv that are whole; none if there is no file."""
+    """Read the complete lines of a `metrics.csv`; none if there is no file."""
     if not path.exists():
         return []
+    optional = "valid_perplexity"
+    names = [field.name for field in fields(Metrics) if field.name != optional]
     with open(path, newline="") as file:
-        rows = [
-            row
-            for row in csv.DictReader(file)
-            if all(row.get(name) for name in _NAMES if name != "valid_perplexity")
-        ]
+        rows = [row for row in csv.DictReader(file) if all(row.get(name) for name in names)]
     return [
         Metrics(
             step=int(row["step"]),
@@ -76,7 +45,7 @@ def read_metrics(path: Path) -> list[Metrics]:
             tokens=int(row["tokens"]),
             learning_rate=float(row["learning_rate"]),
             train_perplexity=float(row["train_perplexity"]),
-            valid_perplexity=float(row["valid_perplexity"]) if row["valid_perplexity"] else None,
+            valid_perplexity=float(row[optional]) if row[optional] else None,
             seconds=float(row["seconds"]),
             tokens_per_second=float(row["tokens_per_second"]),
         )

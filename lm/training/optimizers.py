@@ -1,113 +1,103 @@
-"""Optimizers and the learning rate over time: a pure function of the step, and of how often
-validation has stalled.
-"""
+"""The optimizer, and the learning rate as a function of the step and of the validations."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from lm.config import OptimConfig
+from lm.config import OptimConfig, WordTable
 from lm.model.language_model import LanguageModel
 from lm.output.rowwise.optimizers import RowAdagrad, RowAdam, RowOptimizer, RowSGD
 
 
-class Together(torch.optim.Optimizer):
-    """Several optimizers of different parameters as one: of the backbone and of the table of words.
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers of disjoint parameters as one.
 
     Args:
-        parts: whose groups it has, and whose states it saves, in this order.
+        optimizers: The optimizers, whose parameter groups it has in this order.
     """
 
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        self.parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of each."""
+        """Step every optimizer.
+
+        Args:
+            closure: Reevaluates the loss and returns it.
+
+        Returns:
+            The loss; None without a closure.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self.parts:
-            part.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Of each."""
-        return {"parts": [part.state_dict() for part in self.parts]}
+        """The state of every optimizer."""
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """To each."""
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        """Load what `state_dict` returned."""
+        for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
 
 
 def build_optimizer(
-    model: nn.Module,
-    config: OptimConfig,
-    *,
-    table: Sequence[nn.Parameter] = (),
-    fused: bool = True,
+    model: LanguageModel, config: OptimConfig, word_table: WordTable, *, fused: bool = True
 ) -> torch.optim.Optimizer:
-    """The optimizer over all parameters; matrices decay, vectors (biases, gains) do not.
+    """The optimizer of all parameters of a model.
+
+    Matrices decay, vectors (biases, gains) do not, and neither does a word table that has its own
+    optimizer.
 
     Args:
-        model: whose parameters.
-        config: the section `optim`.
-        table: those of them that are updated by rows, as `config.table` says; they do not decay.
-        fused: one kernel for the whole step; not where gradients are scaled (fp16), since it would
-            unscale them after they have been clipped.
+        model: The model.
+        config: The section `optim`.
+        word_table: How the model's table of words is updated.
+        fused: Whether a single kernel updates all parameters; must be False where a gradient
+            scaler is used (fp16).
 
     Returns:
-        Groups have `scale`, by which the learning rate is multiplied.
+        An optimizer whose parameter groups have a `scale`, by which the learning rate of the
+        group is multiplied.
     """
-    by_rows = {id(parameter) for parameter in table}
-    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in by_rows]
-    usual = _usual(rest, config, fused)
-    return Together(usual, _by_rows(table, config)) if table else usual
-
-
-def table_by_rows(model: LanguageModel, config: OptimConfig) -> Sequence[nn.Parameter]:
-    """The `table` of `build_optimizer`: the model's, if it is updated by rows; else nothing."""
-    return model.table if config.table is not None or model.output.sparse else ()
-
-
-def _usual(
-    parameters: list[nn.Parameter], config: OptimConfig, fused: bool
-) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group | {"scale": 1.0} for group in groups if group["params"]]
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
-
-
-def _by_rows(table: Sequence[nn.Parameter], config: OptimConfig) -> RowOptimizer:
-    lr = config.table_lr or config.lr
-    groups: Any = [{"params": list(table), "scale": lr / config.lr}]
-    if config.table == "adam":
-        return RowAdam(groups, lr, config.betas)
-    return RowAdagrad(groups, lr) if config.table == "adagrad" else RowSGD(groups, lr)
+    if word_table.optimizer is None:
+        return _dense_optimizer(list(model.parameters()), config, fused)
+    in_table = {id(parameter) for parameter in model.table}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in in_table]
+    dense = _dense_optimizer(others, config, fused)
+    return CombinedOptimizer(dense, _row_optimizer(model.table, config, word_table))
 
 
 def learning_rate(
-    config: OptimConfig, step: int, total_steps: int, epoch: int, stalls: int
+    config: OptimConfig, *, step: int, total_steps: int, epoch: int, num_bad_validations: int
 ) -> float:
-    """The rate of one step.
+    """The learning rate of one step.
 
     Args:
-        config: the section `optim`.
-        step: steps done so far.
-        total_steps: of the whole training.
-        epoch: epochs completed so far.
-        stalls: validations so far that did not improve.
+        config: The section `optim`.
+        step: Steps done before.
+        total_steps: Steps of the whole run.
+        epoch: Epochs completed before.
+        num_bad_validations: Validations so far that did not improve on the best one.
+
+    Returns:
+        The learning rate.
+
+    Example:
+        >>> config = OptimConfig(lr=1.0, schedule="cosine", warmup_steps=2)
+        >>> state = {"total_steps": 102, "epoch": 0, "num_bad_validations": 0}
+        >>> [round(learning_rate(config, step=step, **state), 3) for step in (0, 1, 2, 52, 102)]
+        [0.5, 1.0, 1.0, 0.55, 0.1]
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -118,5 +108,33 @@ def learning_rate(
     if config.schedule == "step":
         return config.lr * config.decay ** max(0, epoch + 1 - config.decay_after_epochs)
     if config.schedule == "plateau":
-        return config.lr * config.decay**stalls
+        return config.lr * config.decay**num_bad_validations
     return config.lr
+
+
+def _dense_optimizer(
+    parameters: list[nn.Parameter], config: OptimConfig, fused: bool
+) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+    decays = ((matrices, config.weight_decay), (vectors, 0.0))
+    groups = [
+        {"params": params, "weight_decay": decay, "scale": 1.0}
+        for params, decay in decays
+        if params
+    ]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
+
+
+def _row_optimizer(
+    table: list[nn.Parameter], config: OptimConfig, word_table: WordTable
+) -> RowOptimizer:
+    groups: Any = [{"params": table, "scale": word_table.lr / config.lr}]
+    if word_table.optimizer == "adam":
+        return RowAdam(groups, word_table.lr, config.betas)
+    if word_table.optimizer == "adagrad":
+        return RowAdagrad(groups, word_table.lr)
+    return RowSGD(groups, word_table.lr)

@@ -1,230 +1,341 @@
-"""One training step, and all state besides weights and optimizer that a continuation needs."""
+"""The state of a training run: everything that a continuation needs, and how it is restored."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from pathlib import Path
+from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from lightning.fabric import Fabric
+from torch import Tensor, nn
 
 from data_prep.errors import UserError
-from lm.config import Config
-from lm.model.language_model import LanguageModel
+from data_prep.prepared import Prepared
+from lm.config import Config, WordTable, resolve_word_table
+from lm.model.build import build_model
+from lm.model.language_model import LanguageModel, State
+from lm.output import ClassTree
 from lm.training.batches import Batch, Batches
-from lm.training.optimizers import build_optimizer, learning_rate, table_by_rows
+from lm.training.checkpoint import FORMAT_VERSION, load_checkpoint
+from lm.training.metrics import Metrics
+from lm.training.optimizers import build_optimizer, learning_rate
 
 
 @dataclass
 class Progress:
-    """Where a training stands.
+    """How far a run has come.
 
     Attributes:
-        batches_done: batches trained on.
-        tokens_done: tokens trained on, over all devices.
-        best: lowest validation perplexity so far.
-        stalls: validations that did not improve on it.
-        nll: nats summed over the tokens since the last line of metrics.csv.
-        num_tokens: how many these are.
-        seconds: spent training, validation and checkpoints left out.
-        logged_seconds: of these, before the last line of metrics.csv.
+        batches_done: Batches trained on.
+        tokens_done: Tokens trained on, over all devices.
+        best_perplexity: Lowest validation perplexity so far.
+        num_bad_validations: Validations so far that did not improve on it.
+        nll: Nats summed over the tokens since the last line of `metrics.csv`.
+        num_tokens: Number of these tokens.
+        seconds: Training time, without validation and checkpoints.
+        logged_seconds: Training time before the last line of `metrics.csv`.
     """
 
     batches_done: int = 0
     tokens_done: int = 0
-    best: float = math.inf
-    stalls: int = 0
+    best_perplexity: float = math.inf
+    num_bad_validations: int = 0
     nll: float = 0.0
     num_tokens: int = 0
     seconds: float = 0.0
     logged_seconds: float = 0.0
 
+    def record_validation(self, perplexity: float) -> bool:
+        """Record a validation perplexity; returns whether it is the lowest so far."""
+        improved = perplexity < self.best_perplexity
+        self.num_bad_validations += not improved
+        self.best_perplexity = min(perplexity, self.best_perplexity)
+        return improved
 
-class TrainingModule(pl.LightningModule):
-    """What Lightning trains: the model with its optimizer, carried state, random numbers and
-    progress.
+
+class CarriedLoss(nn.Module):
+    """The loss of one batch after another, with the state of the backbone carried between them.
+
+    This is the module that Fabric sets up, because DDP synchronizes the gradients of a module's
+    `forward`. Carried state and losses stay inside it: Fabric casts the floating-point arguments
+    and results of a module, which would round them.
 
     Args:
-        config: of the run.
-        model: to train.
-        batches: what is read.
-        total_steps: optimizer steps of the whole training.
-        text_sha256: of the training split; a continuation must find the same.
+        model: The model to train.
+        num_batches: Batches per optimizer step; the loss is divided by it.
+
+    Attributes:
+        carried: The state after the last batch; None before the first one.
+        losses: The undivided loss and the number of tokens of each batch, until they are gathered.
+    """
+
+    def __init__(self, model: LanguageModel, num_batches: int) -> None:
+        super().__init__()
+        self.model = model
+        self.num_batches = num_batches
+        self.carried: State | None = None
+        self.losses: list[tuple[Tensor, int]] = []
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The mean nll of a batch, divided by `num_batches`."""
+        carried = self.carried if batch.continues else None
+        loss, state = self.model.loss(batch.inputs, batch.targets, carried)
+        if self.model.backbone.carries_state and state is not None:
+            self.carried = self.model.backbone.detach_state(state)
+        self.losses.append((loss.detach(), batch.targets.numel()))
+        return loss / self.num_batches
+
+
+class TrainingState:
+    """Model, optimizer, carried state, random numbers and progress of a run.
+
+    Args:
+        fabric: Launched, with the precision and devices of the run.
+        config: Configuration of the run.
+        model: The model, on the CPU; set up by Fabric here.
+        word_table: How its table of words is stored and updated.
+        batches: The training batches of this process.
+        total_steps: Optimizer steps of the whole run.
+        text_sha256: Checksum of the training split, which a continuation must find unchanged.
+
+    Attributes:
+        model: The model, on the device.
+        loss: `CarriedLoss` as Fabric set it up.
+        optimizer: The optimizer as Fabric set it up.
+        progress: How far the run has come.
     """
 
     def __init__(
         self,
+        fabric: Fabric,
         config: Config,
         model: LanguageModel,
+        word_table: WordTable,
+        *,
         batches: Batches,
         total_steps: int,
         text_sha256: str,
     ) -> None:
-        super().__init__()
+        self.fabric = fabric
         self.config = config
         self.model = model
         self.batches = batches
         self.total_steps = total_steps
         self.text_sha256 = text_sha256
         self.progress = Progress()
-        self._carried: tuple[Tensor, ...] | None = None
-        self._pending: list[tuple[Tensor, int]] = []
-        self._restored: dict[str, Any] | None = None
+        self._carried_loss = CarriedLoss(model, config.train.accumulate)
+        self.loss: Any = fabric.setup_module(self._carried_loss)
+        # A fused optimizer would unscale fp16 gradients after they have been clipped.
+        is_scaled = config.train.precision == "16-mixed"
+        optimizer = build_optimizer(model, config.optim, word_table, fused=not is_scaled)
+        self.optimizer: Any = fabric.setup_optimizers(optimizer)
 
     @property
-    def total_batches(self) -> int:
-        """Batches of the whole training."""
-        return self.total_steps * self.config.train.accumulate
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.progress.batches_done // self.config.train.accumulate
 
     @property
-    def finished(self) -> bool:
-        """Whether all batches are done."""
-        return self.progress.batches_done >= self.total_batches
+    def is_finished(self) -> bool:
+        """Whether all steps are done."""
+        return self.step >= self.total_steps
 
     @property
-    def rate(self) -> float:
-        """Learning rate of the next step."""
-        epoch = self.progress.batches_done // self.batches.per_epoch
+    def learning_rate(self) -> float:
+        """Learning rate of the next step, in the epoch of its last batch."""
+        last_batch = self.progress.batches_done + self.config.train.accumulate - 1
         return learning_rate(
-            self.config.optim, self.global_step, self.total_steps, epoch, self.progress.stalls
+            self.config.optim,
+            step=self.step,
+            total_steps=self.total_steps,
+            epoch=last_batch // self.batches.per_epoch,
+            num_bad_validations=self.progress.num_bad_validations,
         )
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = True
-    ) -> Any:
-        """Make the tensors the parameters, without a copy.
+    @property
+    def is_validation_due(self) -> bool:
+        """Whether a validation follows the last step.
 
-        Raises:
-            UserError: if they are of another model, or its tree is another.
+        It does every `train.val_every_steps`, by default after each epoch, and at the end.
         """
-        try:
-            return super().load_state_dict(state_dict, strict, assign)
-        except (RuntimeError, ValueError) as error:
-            problem = " ".join(str(error).split())
-            raise UserError(f"the checkpoint does not fit the configuration: {problem}") from error
+        every, done = self.config.train.val_every_steps, self.progress.batches_done
+        if every:
+            return self.step % every == 0 or self.is_finished
+        per_epoch, before = self.batches.per_epoch, done - self.config.train.accumulate
+        return done // per_epoch > before // per_epoch or self.is_finished
 
-    def cpu(self) -> Self:
-        """What Lightning ends with: gradients of rows cannot be moved, and there is nothing to move
-        if not all weights were loaded.
-        """
-        self.zero_grad(set_to_none=True)
-        return self if any(part.is_meta for part in self.parameters()) else super().cpu()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer of the section `optim`."""
-        optim, scaled = self.config.optim, self.config.train.precision == "16-mixed"
-        table = table_by_rows(self.model, optim)
-        return build_optimizer(self.model, optim, table=table, fused=not scaled)
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """By the norm of all; Lightning's own refuses fused optimizers even where gradients are
-        not scaled.
-        """
-        if gradient_clip_val:
-            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
-
-    def on_train_start(self) -> None:
-        """Put restored random numbers in place, after everything that may have drawn some, and the
-        restored state of the model where the model is now.
-        """
-        if self._restored is not None:
-            if self._restored["carried"] is not None:
-                self._carried = tuple(part.to(self.device) for part in self._restored["carried"])
-            torch.set_rng_state(self._restored["cpu"])
-            if self._restored["cuda"] is not None:
-                torch.cuda.set_rng_state(self._restored["cuda"], self.device)
-            self._restored = None
-
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Set the learning rate of this step."""
-        for group in self.trainer.optimizers[0].param_groups:
-            group["lr"] = self.rate * group["scale"]
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Mean nll of one batch."""
-        carried = self._carried if batch.continues else None
-        loss, state = self.model.loss(batch.inputs, batch.targets, carried)
-        if self.model.backbone.carries_state and state is not None:
-            self._carried = self.model.backbone.detach_state(state)
-        num_tokens = batch.targets.numel()
-        self._pending.append((loss.detach(), num_tokens))
+    def count(self, batch: Batch) -> None:
+        """Count a batch as trained on."""
         self.progress.batches_done += 1
-        self.progress.tokens_done += num_tokens * self.batches.world_size
-        return loss
+        self.progress.tokens_done += batch.targets.numel() * self.batches.world_size
 
     def gather_losses(self) -> None:
-        """Read the losses of the last batches, of all devices.
+        """Add the losses since the last call, of all devices, to the progress.
 
         Raises:
-            UserError: if one is not finite; whoever asked has written nothing yet.
+            UserError: If a loss is not finite.
         """
-        if not self._pending:
+        losses = self._carried_loss.losses
+        if not losses:
             return
-        nll = sum(float(loss) * num_tokens for loss, num_tokens in self._pending)
-        num_tokens = sum(num_tokens for _, num_tokens in self._pending)
-        self._pending.clear()
-        if self.batches.world_size > 1:
-            sums = torch.tensor([nll, num_tokens], dtype=torch.float64, device=self.device)
-            torch.distributed.all_reduce(sums)
-            nll, num_tokens = float(sums[0]), int(sums[1])
+        nll = sum(float(loss) * num_tokens for loss, num_tokens in losses)
+        num_tokens = sum(num_tokens for _, num_tokens in losses)
+        losses.clear()
+        sums = torch.tensor([nll, num_tokens], dtype=torch.float64, device=self.fabric.device)
+        nll, num_tokens = self.fabric.all_reduce(sums, reduce_op="sum").tolist()
         if not math.isfinite(nll):
-            raise diverged(nll / num_tokens, self.global_step)
+            raise not_finite(nll / num_tokens, self.step)
         self.progress.nll += nll
-        self.progress.num_tokens += num_tokens
+        self.progress.num_tokens += int(num_tokens)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what Lightning does not know about, of every device."""
-        self.gather_losses()
+    def take_metrics(self, learning_rate: float, valid_perplexity: float | None) -> Metrics:
+        """The figures since the last call.
+
+        Args:
+            learning_rate: Of the last step.
+            valid_perplexity: Of the validation after it; None if there was none.
+        """
+        progress = self.progress
+        seconds = progress.seconds - progress.logged_seconds
+        metrics = Metrics(
+            step=self.step,
+            epoch=round(progress.batches_done / self.batches.per_epoch, 4),
+            tokens=progress.tokens_done,
+            learning_rate=learning_rate,
+            train_perplexity=math.exp(min(progress.nll / max(progress.num_tokens, 1), 700)),
+            valid_perplexity=valid_perplexity,
+            seconds=round(progress.seconds, 3),
+            tokens_per_second=round(progress.num_tokens / max(seconds, 1e-9)),
+        )
+        progress.nll, progress.num_tokens = 0.0, 0
+        progress.logged_seconds = progress.seconds
+        return metrics
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """Everything to save, as plain data; called by all processes, the same for all of them."""
+        device, carried = self.fabric.device, self._carried_loss.carried
         own = {
-            "carried": None if self._carried is None else tuple(s.cpu() for s in self._carried),
+            "carried": None if carried is None else tuple(tensor.cpu() for tensor in carried),
             "cpu": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state(self.device) if self.on_gpu else None,
+            "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         }
-        every: list[Any] = [own]
-        if self.batches.world_size > 1:
-            every = [None] * self.batches.world_size
-            torch.distributed.all_gather_object(every, own)
-        checkpoint["sqrtlm"] = {
+        devices: list[Any] = [own]
+        if self.fabric.world_size > 1:
+            devices = [None] * self.fabric.world_size
+            torch.distributed.all_gather_object(devices, own)
+        return {
+            "format_version": FORMAT_VERSION,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "precision": self.fabric.strategy.precision.state_dict(),  # the scale of fp16 losses
             "progress": asdict(self.progress),
-            "devices": every,
+            "devices": devices,
             "text_sha256": self.text_sha256,
         }
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take it back.
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Continue from a checkpoint whose weights the model already has.
 
-        Raises:
-            UserError: if the checkpoint was written by another number of devices or with parameters
-                of another type, or the training split has changed since.
+        Random numbers are restored too: nothing may draw any before the first step.
         """
-        saved = checkpoint["sqrtlm"]
-        if len(saved["devices"]) != self.batches.world_size:
-            raise UserError(
-                f"the checkpoint is of {len(saved['devices'])} devices,"
-                f" this continuation has {self.batches.world_size} (train.devices)"
-            )
-        if saved["text_sha256"] != self.text_sha256:
-            raise UserError("the training split was prepared again since, from another text")
-        for name, parameter in self.named_parameters():
-            value = checkpoint["state_dict"].get(name, parameter)
-            if value.dtype != parameter.dtype:
-                raise UserError(
-                    f"{name} is {value.dtype} in the checkpoint, and {parameter.dtype} under"
-                    f" train.precision: {self.config.train.precision}"
-                )
-        self.progress = Progress(**saved["progress"])
-        self._restored = saved["devices"][self.batches.rank]
+        self.progress = Progress(**checkpoint["progress"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.fabric.strategy.precision.load_state_dict(checkpoint["precision"])
+        own = checkpoint["devices"][self.fabric.global_rank]
+        if own["carried"] is not None:
+            carried = tuple(tensor.to(self.fabric.device) for tensor in own["carried"])
+            self._carried_loss.carried = carried
+        torch.set_rng_state(own["cpu"])
+        if own["cuda"] is not None:
+            torch.cuda.set_rng_state(own["cuda"], self.fabric.device)
 
 
-def diverged(loss: float, step: int) -> UserError:
-    """What is said once a loss, of training or validation text, is not finite."""
+def build_state(
+    fabric: Fabric,
+    config: Config,
+    prepared: Prepared,
+    tree: ClassTree | None,
+    batches: Batches,
+    total_steps: int,
+    checkpoint: Path | None,
+) -> TrainingState:
+    """Build the state of a new run, or restore it from a checkpoint.
+
+    Args:
+        fabric: Launched, with the precision and devices of the run.
+        config: Configuration of the run.
+        prepared: Its prepared data.
+        tree: What `build_tree` returned.
+        batches: The training batches of this process.
+        total_steps: Optimizer steps of the whole run.
+        checkpoint: Where to continue from; None starts from weights initialized by `seed`.
+
+    Returns:
+        The state.
+
+    Raises:
+        UserError: If the checkpoint is damaged or does not fit.
+    """
+    saved = None if checkpoint is None else load_checkpoint(checkpoint)
+    counts = torch.tensor(prepared.counts())
+    num_rows = prepared.vocab_size if tree is None else tree.num_rows
+    word_table = resolve_word_table(config, num_rows)
+    torch.manual_seed(config.seed)
+    device = torch.device("cpu" if saved is None else "meta")  # a checkpoint has the weights
+    with fabric.strategy.precision.module_init_context(), device:
+        model = build_model(
+            config.model, config.output, word_table, tree, config.train.seq_len, counts=counts
+        )
+    if fabric.global_rank:  # the same weights on every device, but different dropout
+        torch.manual_seed(config.seed + fabric.global_rank)
+    text_sha256 = prepared.splits["train"].sha256
+    if saved is not None:
+        _check_fits(saved, fabric.world_size, text_sha256)
+        _load_weights(model, saved["model"], config.train.precision)
+    state = TrainingState(
+        fabric,
+        config,
+        model,
+        word_table,
+        batches=batches,
+        total_steps=total_steps,
+        text_sha256=text_sha256,
+    )
+    if saved is not None:
+        state.restore(saved)
+    return state
+
+
+def not_finite(loss: float, step: int) -> UserError:
+    """The error that ends a run once a training or validation loss is not finite."""
     return UserError(
         f"the loss became {loss} before step {step};"
         " the last checkpoint is untouched (a lower optim.lr or optim.clip may help)"
     )
+
+
+def _check_fits(checkpoint: dict[str, Any], num_devices: int, text_sha256: str) -> None:
+    """Check that devices and training split are those of the checkpoint."""
+    if len(checkpoint["devices"]) != num_devices:
+        raise UserError(
+            f"the checkpoint was written by {len(checkpoint['devices'])} devices,"
+            f" this continuation has {num_devices} (train.devices)"
+        )
+    if checkpoint["text_sha256"] != text_sha256:
+        raise UserError("the training split was prepared again, from another text")
+
+
+def _load_weights(model: LanguageModel, weights: dict[str, Tensor], precision: str) -> None:
+    """Make the tensors of a checkpoint the parameters, without a copy."""
+    for name, parameter in model.named_parameters():
+        dtype = weights.get(name, parameter).dtype
+        if dtype != parameter.dtype:
+            raise UserError(
+                f"{name} is {dtype} in the checkpoint, and {parameter.dtype} under"
+                f" train.precision: {precision}"
+            )
+    try:
+        model.load_state_dict(weights, assign=True)
+    except (RuntimeError, ValueError) as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"the checkpoint does not fit the configuration: {problem}") from error

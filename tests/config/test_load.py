@@ -1,4 +1,4 @@
-"""The configuration: what is valid, and one plain line for what is not."""
+"""Reading configurations: valid ones round-trip; mistakes are one line that names the key."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from data_prep.errors import UserError
-from lm.config import Config, differences, has_sparse_table, load_config, to_dict, to_yaml, validate
+from lm.config import (
+    Config,
+    OutputConfig,
+    differences,
+    load_config,
+    to_dict,
+    to_yaml,
+    validate,
+)
 
 MINIMAL = "name: run\ntrain: {max_steps: 5}\n"
 
@@ -18,7 +26,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def problem(folder: Path, text: str, *overrides: str) -> str:
-    """The one line about a configuration, without the file's name."""
+    """The single-line error about a configuration, without the file's name."""
     path = written(folder, text)
     with pytest.raises(UserError) as caught:
         load_config(path, overrides)
@@ -27,7 +35,7 @@ def problem(folder: Path, text: str, *overrides: str) -> str:
     return message.removeprefix(f"{path}: ")
 
 
-def test_defaults_fill_what_the_file_leaves_out(tmp_path: Path) -> None:
+def test_keys_that_the_file_omits_have_their_defaults(tmp_path: Path) -> None:
     config = load_config(written(tmp_path, MINIMAL))
     assert config.train.max_steps == 5
     assert (config.seed, config.model.hidden, config.output.tree) == (1, 200, "two_level")
@@ -35,7 +43,7 @@ def test_defaults_fill_what_the_file_leaves_out(tmp_path: Path) -> None:
     assert config.prepared_path == Path("runs/run/data")
 
 
-def test_folders_are_those_that_the_file_gives(tmp_path: Path) -> None:
+def test_folders_of_the_file_replace_the_defaults(tmp_path: Path) -> None:
     config = load_config(written(tmp_path, MINIMAL + "run_dir: a\ndata: {prepared_dir: b}\n"))
     assert (config.run_path, config.prepared_path) == (Path("a"), Path("b"))
 
@@ -51,21 +59,25 @@ def test_overrides_are_yaml_and_the_last_one_wins(tmp_path: Path) -> None:
             "--data.files.train=[a.txt, b.txt]",
             "--train.max_steps=null",
             "--train.max_epochs=2",
-            "--model.tied=true",
+            "--word_table.tied=true",
         ],
     )
     assert (config.model.hidden, config.optim.lr, config.optim.betas) == (32, 1e-3, (0.8, 0.9))
     assert config.data.files.train == ["a.txt", "b.txt"]
-    assert (config.train.max_steps, config.train.max_epochs, config.model.tied) == (None, 2, True)
+    assert (config.train.max_steps, config.train.max_epochs, config.word_table.tied) == (
+        None,
+        2,
+        True,
+    )
 
 
 @pytest.mark.parametrize("number", ["1e-3", "1E-3", ".001", "0.001", "1.e-3", "+1e-3"])
-def test_numbers_are_read_as_people_write_them(tmp_path: Path, number: str) -> None:
+def test_all_spellings_of_a_number_are_numbers(tmp_path: Path, number: str) -> None:
     text = MINIMAL + f"optim: {{lr: {number}}}\n"
     assert load_config(written(tmp_path, text)).optim.lr == 0.001
 
 
-def test_the_resolved_configuration_reads_back_the_same(tmp_path: Path) -> None:
+def test_the_resolved_configuration_round_trips(tmp_path: Path) -> None:
     text = MINIMAL + "data: {files: {train: [é.txt, b]}}\noptim: {betas: [0.5, 0.6], lr: 1e-7}\n"
     config = load_config(written(tmp_path, text))
     assert load_config(written(tmp_path, to_yaml(config))) == config
@@ -94,7 +106,7 @@ def test_differences_name_the_keys_and_both_values() -> None:
         ("model: {hidden: 8.5}", "model.hidden: Input should be a valid integer"),
         ("model: {hidden: true}", "model.hidden: Input should be a valid integer, got True"),
         ("model: {hidden: 0}", "model.hidden: Input should be greater than 0, got 0"),
-        ("model: {tied: 1}", "model.tied: Input should be a valid boolean, got 1"),
+        ("word_table: {tied: 1}", "word_table.tied: Input should be a valid boolean, got 1"),
         ("model: {dropout: 1.0}", "model.dropout: Input should be less than 1, got 1.0"),
         ("model: 3", "model: "),
         ("optim: {lr: .nan}", "optim.lr: "),
@@ -118,101 +130,21 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
     ("text", "message"),
     [
         ("train: {max_steps: 5}", "name is missing"),
-        ("name: run", "give train.max_epochs or train.max_steps"),
-        (
-            MINIMAL + "model: {backbone: transformer, hidden: 20, heads: 8}",
-            "model.hidden = 20 must be a multiple of twice model.heads = 8",
-        ),
-        (
-            MINIMAL + "model: {tied: true, embedding: 8, hidden: 16}",
-            "model.tied wants model.embedding = model.hidden = 16, got 8",
-        ),
-        (
-            MINIMAL + "tokenizer: {kind: sentencepiece}",
-            "tokenizer.kind: sentencepiece wants tokenizer.vocab_size",
-        ),
-        (MINIMAL + "classes: {method: file}", "classes.method: file wants classes.file"),
-        (
-            MINIMAL + "classes: {method: random, file: c.txt}",
-            "classes.file wants classes.method: file, got random",
-        ),
-        (
-            MINIMAL + "data: {hub: a/b, files: {valid: v.txt}}",
-            "data.hub and data.files are both given: leave out the files, or set data.hub to null",
-        ),
-        (
-            MINIMAL.replace("5", "5, seq_len: 1") + "model: {backbone: transformer, hidden: 16}",
-            "train.seq_len must be at least 2 for a transformer",
-        ),
-        (
-            MINIMAL + "output: {sparse: true}",
-            "output.sparse wants an optimizer that leaves rows without a gradient alone:"
-            " optim.table, or sgd without momentum and weight_decay",
-        ),
-        (
-            MINIMAL.replace("5", "5, devices: 2")
-            + "output: {sparse: true}\noptim: {table: adagrad}",
-            "output.sparse does not go with train.devices: 2",
-        ),
-        (
-            MINIMAL.replace("5", "5, precision: 16-mixed")
-            + "output: {sparse: true}\noptim: {table: sgd}",
-            "output.sparse does not go with train.precision: 16-mixed",
-        ),
-        (
-            MINIMAL.replace("5", "5, strategy: ddp")
-            + "output: {sparse: true}\noptim: {table: sgd}",
-            "output.sparse does not go with train.strategy: ddp",
-        ),
-        (
-            MINIMAL.replace("5", "5, precision: 64-true") + "output: {backend: triton}",
-            "output.backend: triton does not go with train.precision: 64-true",
-        ),
-        (
-            MINIMAL + "output: {sparse: true, tree: adaptive}\noptim: {table: sgd}",
-            "output.sparse does not go with output.tree: adaptive",
-        ),
-        (
-            MINIMAL + "output: {dtype: bf16}",
-            "output.dtype: bf16 wants output.sparse and optim.table: sgd, adagrad or adam",
-        ),
-        (
-            MINIMAL + "output: {dtype: bf16, sparse: false}\noptim: {table: sgd}",
-            "output.dtype: bf16 wants output.sparse and optim.table: sgd, adagrad or adam",
-        ),
-        (
-            MINIMAL.replace("5", "5, precision: 64-true")
-            + "output: {dtype: bf16}\noptim: {table: sgd}",
-            "output.dtype: bf16 does not go with train.precision: 64-true",
-        ),
-        (MINIMAL + "optim: {table_lr: 0.1}", "optim.table_lr wants optim.table"),
-        (MINIMAL.replace("run", "a/b"), "name must be a plain file name, got 'a/b'"),
-        (MINIMAL.replace("run", "..."), "name must be a plain file name, got '...'"),
         ("", "expected sections with keys, got NoneType"),
         ("- a\n- b\n", "expected sections with keys, got list"),
     ],
 )
-def test_what_does_not_fit_together_is_said(tmp_path: Path, text: str, message: str) -> None:
+def test_an_incomplete_file_is_an_error(tmp_path: Path, text: str, message: str) -> None:
     assert problem(tmp_path, text) == message
 
 
-def test_large_tables_that_are_updated_by_rows_have_sparse_gradients(tmp_path: Path) -> None:
-    def is_sparse(text: str, num_rows: int = 1 << 16) -> bool:
-        path = tmp_path / "config.yaml"
-        path.write_text(MINIMAL + "model: {hidden: 256}\n" + text)
-        return has_sparse_table(load_config(path), num_rows)
-
-    sgd = "optim: {optimizer: sgd}\n"
-    assert is_sparse(sgd)
-    assert not is_sparse(sgd, num_rows=65535)
-    assert is_sparse("optim: {table: adagrad}")
-    assert not is_sparse("optim: {optimizer: adamw}")
-    assert not is_sparse("optim: {optimizer: sgd, momentum: 0.9}")
-    assert not is_sparse("optim: {optimizer: sgd, weight_decay: 0.1}")
-    assert not is_sparse(sgd + "output: {tree: adaptive}")
-    assert not is_sparse(sgd + "output: {tree: full}")  # every row has a gradient
-    assert not is_sparse(sgd + "output: {sparse: false}")
-    assert is_sparse(sgd + "output: {sparse: true}", num_rows=10)
+@pytest.mark.parametrize(
+    ("tree", "needed"),
+    [("two_level", True), ("full", False), ("adaptive", False), ("tree.txt", False)],
+)
+def test_only_the_two_level_tree_needs_classes(tree: str, needed: bool) -> None:
+    config = Config(name="run", output=OutputConfig(tree=tree))
+    assert config.needed_classes == (config.classes if needed else None)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +156,7 @@ def test_large_tables_that_are_updated_by_rows_have_sparse_gradients(tmp_path: P
         (MINIMAL + "model: !!python/object/apply:os.getcwd []\n", "python/object/apply"),
     ],
 )
-def test_what_is_not_yaml_is_refused_in_one_line(tmp_path: Path, text: str, place: str) -> None:
+def test_invalid_yaml_is_a_single_line_error(tmp_path: Path, text: str, place: str) -> None:
     message = problem(tmp_path, text)
     assert message.startswith("not valid YAML: ")
     assert place in message

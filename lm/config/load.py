@@ -1,0 +1,219 @@
+"""Reading, validating and writing configurations.
+
+Decides what a valid file or override is; a mistake is a single-line error that names the key.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from data_prep.errors import UserError
+from lm.config.renamed import RENAMED, find_renamed, translate_description
+from lm.config.rules import first_problem
+from lm.config.schema import Config
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a configuration file and apply overrides.
+
+    Args:
+        path: YAML file.
+        overrides: `--section.key=value` with values in YAML; later ones win.
+
+    Returns:
+        The valid configuration.
+
+    Raises:
+        UserError: if the file cannot be read or is not YAML, if a key is unknown (the message names
+            the nearest valid one), renamed or given twice, if a value has the wrong type or is out
+            of range, or if keys are in conflict. The message names the file and the key.
+    """
+    values = _read(path)
+    for override in overrides:
+        _apply(values, override)
+    return validate(values, str(path))
+
+
+def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read the configuration of a run, written by this or an earlier version.
+
+    Args:
+        folder: present folder of the run, which becomes `run_dir`.
+        overrides: as in `load_config`.
+
+    Returns:
+        The valid configuration.
+
+    Raises:
+        UserError: as in `load_config`.
+    """
+    path = folder / "config.yaml"
+    values = translate_description(_read(path))
+    for override in overrides:
+        _apply(values, override)
+    return replace(validate(values, str(path)), run_dir=str(folder))
+
+
+def validate(values: dict[str, Any], source: str) -> Config:
+    """Convert plain values to a `Config`, without coercion.
+
+    Args:
+        values: section → key → value.
+        source: name of where they come from, which starts every error message.
+
+    Returns:
+        The valid configuration.
+
+    Raises:
+        UserError: as in `load_config`.
+
+    Example:
+        >>> validate({"name": "run", "train": {"max_steps": 5}}, "example").train.max_steps
+        5
+    """
+    for old in find_renamed(values):
+        section, key = old.split(".")
+        new = RENAMED[old]
+        value = json.dumps(new.value(values[section][key]), default=str).strip('"')
+        raise UserError(f"{source}: {old} was renamed: write {new.key}: {value}")
+    try:
+        config = _ADAPTER.validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise UserError(f"{source}: {_describe(error)}") from error
+    except TypeError as error:
+        raise UserError(f"{source}: a value is neither a number nor text: {error}") from error
+    if problem := first_problem(config):
+        raise UserError(f"{source}: {problem}")
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Convert a configuration to plain values, defaults included: the inverse of `validate`."""
+    values: dict[str, Any] = json.loads(_ADAPTER.dump_json(config))
+    return values
+
+
+def to_yaml(config: Config) -> str:
+    """Convert a configuration to the text of a YAML file, defaults included."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Compare two configurations.
+
+    Returns:
+        `section.key` → (old value, new value) for every key whose values differ.
+    """
+    before, after = _flatten(to_dict(old)), _flatten(to_dict(new))
+    return {
+        key: (before.get(key), after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    }
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """A hint at the known name that is most similar to an unknown one; empty if none is.
+
+    Example:
+        >>> nearest("model.hiden", ["model.heads", "model.hidden"])
+        '; did you mean model.hidden?'
+        >>> nearest("optim.max_steps", ["optim.momentum", "train.max_steps"])
+        '; did you mean train.max_steps?'
+    """
+    same_key = [each for each in known if each.split(".")[-1] == name.split(".")[-1]]
+    similar = same_key or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {similar[0]}?" if similar else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number and a key given twice is an error."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    for i, key in enumerate(keys):
+        if key in keys[:i]:
+            raise yaml.MarkedYAMLError(
+                problem=f"key {key!r} given twice", problem_mark=node.start_mark
+            )
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+_ADAPTER = TypeAdapter(Config)
+_UNION_BRANCHES = {"str", "list[str]", "int", "float", "constrained-int", "constrained-float"} | {
+    "literal['auto']"
+}
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or _single_line(str(error))
+        raise UserError(f"{path}: cannot read the configuration: {reason}") from error
+    values = _parse(text, str(path))
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected sections with keys, got {type(values).__name__}")
+    return values
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{source}: not valid YAML: {_single_line(str(error))}") from error
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    """Set the value of one override in place."""
+    name, equals, text = override.removeprefix("--").partition("=")
+    if not override.startswith("--") or not equals or not name:
+        raise UserError(f"expected an override --section.key=value, got {override!r}")
+    *sections, key = name.split(".")
+    for section in sections:
+        inner = values.get(section)
+        values[section] = inner = {} if inner is None else inner
+        if not isinstance(inner, dict):
+            raise UserError(f"--{name}: {section} is not a section")
+        values = inner
+    values[key] = _parse(text, f"--{name}")
+
+
+def _describe(error: ValidationError) -> str:
+    """A single line about the first problem that pydantic found."""
+    problem = error.errors()[0]
+    key = ".".join(str(step) for step in problem["loc"] if step not in _UNION_BRANCHES)
+    if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        blank = to_dict(Config(name="name"))
+        return f"unknown key {key}" + nearest(key, sorted({*_flatten(blank), *blank}))
+    if problem["type"] in ("missing", "missing_argument"):
+        return f"{key} is missing"
+    return f"{key}: {_single_line(problem['msg'])}, got {problem['input']!r}"
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _single_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,192 @@
+"""The reference of all keys and of the shipped recipes, generated from their documentation."""
+
+import ast
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from data_prep.errors import UserError
+from data_prep.storage import write_atomically
+from lm.config.load import nearest
+from lm.config.schema import Config
+
+RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")
+"""Labels that the header comment of every recipe has, in this order."""
+_BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+_WIDTH = 100
+
+
+class Key(NamedTuple):
+    """A key of the configuration.
+
+    Attributes:
+        name: `section.key`.
+        type: Its type and bounds, or its choices.
+        default: Its default in YAML; empty if the key is required.
+        meaning: Its documentation.
+    """
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def sections() -> dict[str, tuple[str, list[Key]]]:
+    """All keys: section → (meaning of the section, its keys).
+
+    The first section, with an empty name, has the keys outside all sections.
+    """
+    found = {"": (_summary(Config), _keys("", Config, nested=False))}
+    for section in fields(Config):
+        if is_dataclass(section.type):
+            found[section.name] = (_summary(section.type), _keys(section.name, section.type))
+    return found
+
+
+def describe_keys(name: str | None = None) -> str:
+    """The reference as text.
+
+    Args:
+        name: A section or key; None for everything.
+
+    Returns:
+        Lines of at most 100 columns.
+
+    Raises:
+        UserError: If there is no such section or key; the message names the nearest.
+
+    Example:
+        >>> print(describe_keys("word_table.tied"))
+        word_table.tied: bool = false
+            Use a word's output row as its input vector too (requires model.embedding =
+            model.hidden).
+    """
+    blocks = []
+    for section, (meaning, keys) in sections().items():
+        if section and name in (None, section):
+            blocks.append(textwrap.fill(f"[{section}] {meaning}", _WIDTH))
+        blocks += [
+            _text(key) for key in keys if name is None or f"{key.name}.".startswith(f"{name}.")
+        ]
+    if not blocks:
+        known = [key.name for _, keys in sections().values() for key in keys]
+        raise UserError(f"unknown key {name}" + nearest(str(name), [*known, *sections()]))
+    return "\n\n".join(blocks) if name is None else "\n".join(blocks)
+
+
+def write_reference(page: Path) -> None:
+    """Rewrite the generated tables of a Markdown page, which is in the folder of the recipes.
+
+    A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`, with the name `recipes`
+    or `keys`.
+
+    Raises:
+        UserError: If a recipe's header lacks a label.
+    """
+    tables = {"recipes": _recipe_table(sorted(page.parent.glob("*.yaml"))), "keys": _key_tables()}
+    text = re.sub(
+        r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
+        lambda match: f"{match[1]}{tables[match[2]]}\n{match[3]}",
+        page.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
+    write_atomically(page, lambda file: file.write(text.encode()))
+
+
+def _keys(prefix: str, section: Any, *, nested: bool = True) -> list[Key]:
+    found: list[Key] = []
+    meanings = _meanings(section)
+    for field in fields(section):
+        name = f"{prefix}.{field.name}".lstrip(".")
+        if not is_dataclass(field.type):
+            required = field.default is MISSING
+            default = "" if required else json.dumps(field.default).strip('"')
+            found.append(Key(name, _type(field.type), default, meanings[field.name]))
+        elif nested:
+            found += _keys(name, field.type)
+    return found
+
+
+def _meanings(section: Any) -> dict[str, str]:
+    """The docstrings below the fields of a dataclass."""
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        entry.target.id: " ".join(str(doc.value.value).split())
+        for entry, doc in pairwise(definition.body)
+        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
+        if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
+    }
+
+
+def _summary(section: Any) -> str:
+    return " ".join(str(section.__doc__).split())
+
+
+def _type(annotation: Any) -> str:
+    """A type as a reader of a YAML file knows it."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        limits = [
+            f"{symbol} {getattr(limit, name)}"
+            for constraint in parts[1:]
+            for limit in constraint.metadata
+            for name, symbol in _BOUNDS.items()
+            if hasattr(limit, name)
+        ]
+        return f"{_type(parts[0])} {', '.join(limits)}"
+    if origin is Literal:
+        return " | ".join(map(str, parts))
+    if origin in (Union, UnionType):
+        return " | ".join(map(_type, parts))
+    if origin in (list, tuple):
+        return f"{origin.__name__} of {_type(parts[0])}"
+    return "null" if annotation is NoneType else str(annotation.__name__)
+
+
+def _text(key: Key) -> str:
+    default = f" = {key.default}" if key.default else " (required)"
+    meaning = textwrap.fill(key.meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return f"{key.name}: {key.type}{default}\n{meaning}"
+
+
+def _key_tables() -> str:
+    parts = []
+    for section, (meaning, keys) in sections().items():
+        rows = [
+            (f"`{key.name}`", key.type, f"`{key.default}`" if key.default else "", key.meaning)
+            for key in keys
+        ]
+        title = f"### {section}\n\n" if section else ""
+        parts.append(f"{title}{meaning}\n\n{_table(('key', 'type', 'default', 'meaning'), rows)}")
+    return "\n\n".join(parts)
+
+
+def _recipe_table(recipes: Sequence[Path]) -> str:
+    rows = []
+    for path in recipes:
+        header = path.read_text(encoding="utf-8").split("\nname:")[0]
+        text = " ".join(line.removeprefix("#").strip() for line in header.splitlines())
+        found = re.split(r"(?:^| )(Purpose|Hardware|Minutes|Expected|Corpus): ", text)
+        labels = dict(zip(found[1::2], found[2::2], strict=True))
+        if missing := [label for label in RECIPE_LABELS if label not in labels]:
+            raise UserError(f"{path}: the header has no {missing[0]}:")
+        rows.append(
+            (f"[{path.stem}]({path.name})", *(labels[label].rstrip(".") for label in RECIPE_LABELS))
+        )
+    return _table(("recipe", *map(str.lower, RECIPE_LABELS)), rows)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )

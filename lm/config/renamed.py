@@ -1,0 +1,102 @@
+"""Keys that were renamed: the one place that knows their old names.
+
+Old runs stay readable, and old logs comparable. A user's own file or override with an old key is an
+error that names the new key.
+"""
+
+from typing import Any, NamedTuple
+
+import yaml
+
+
+class Renamed(NamedTuple):
+    """The present form of an old key.
+
+    Attributes:
+        key: its present name.
+        values: pairs (old value, new value); any other value is unchanged.
+    """
+
+    key: str
+    values: tuple[tuple[Any, str], ...] = ()
+
+    def value(self, old: Any) -> Any:
+        """The present form of an old value."""
+        return next((new for value, new in self.values if value == old), old)
+
+
+RENAMED = {
+    "classes.head": Renamed("classes.shortlist"),
+    "model.tied": Renamed("word_table.tied"),
+    "model.input": Renamed("model.input_embedding", (("path", "path_sum"),)),
+    "model.input_backoff": Renamed("model.count_word_dropout"),
+    "output.dtype": Renamed("word_table.dtype"),
+    "output.sparse": Renamed(
+        "word_table.gradients", ((None, "auto"), (True, "row_wise"), (False, "dense"))
+    ),
+    "optim.table": Renamed("word_table.optimizer"),
+    "optim.table_lr": Renamed("word_table.lr"),
+}
+"""Old key → present key."""
+
+
+def translate_description(values: dict[str, Any]) -> dict[str, Any]:
+    """The sections of an old `config.yaml` or `model.json` under their present keys.
+
+    Args:
+        values: section → key → value; entries that are not sections are unchanged, and so is the
+            dictionary itself.
+
+    Returns:
+        A copy in which every old key is replaced. The section `word_table` has the keys of
+        `WordTableConfig`.
+
+    Example:
+        >>> translate_description({"context": 35, "model": {"hidden": 8, "tied": True}})
+        {'context': 35, 'model': {'hidden': 8}, 'word_table': {'tied': True}}
+    """
+    values = {
+        name: dict(section) if isinstance(section, dict) else section
+        for name, section in values.items()
+    }
+    for name in find_renamed(values):
+        section, key = name.split(".")
+        new_section, new_key = RENAMED[name].key.split(".")
+        old = values[section].pop(key)
+        values.setdefault(new_section, {})[new_key] = RENAMED[name].value(old)
+    return values
+
+
+def find_renamed(values: dict[str, Any]) -> list[str]:
+    """The old keys, `section.key`, among sections of plain values."""
+    return [
+        f"{name}.{key}"
+        for name, section in values.items()
+        if isinstance(section, dict)
+        for key in section
+        if f"{name}.{key}" in RENAMED
+    ]
+
+
+def translate_override(override: str) -> str:
+    """An override of an old log in its present form.
+
+    Args:
+        override: `--section.key=value` or `section.key=value`.
+
+    Returns:
+        The same with the present key and value.
+
+    Example:
+        >>> translate_override("--output.sparse=true")
+        '--word_table.gradients=row_wise'
+        >>> translate_override("model.hidden=8")
+        'model.hidden=8'
+    """
+    name, _, text = override.partition("=")
+    key = name.removeprefix("--")
+    if key not in RENAMED:
+        return override
+    new = RENAMED[key].value(yaml.safe_load(text))
+    dashes = name.removesuffix(key)
+    return f"{dashes}{RENAMED[key].key}={new if isinstance(new, str) else text}"

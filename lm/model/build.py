@@ -1,0 +1,218 @@
+"""Which tree and which model a configuration describes."""
+
+import math
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from data_prep.errors import UserError
+from data_prep.prepared import Prepared
+from lm.config import Config, ModelConfig, OutputConfig, WordTable
+from lm.model.adaptive import AdaptiveSoftmax
+from lm.model.language_model import Backbone, LanguageModel
+from lm.model.lstm import LSTM
+from lm.model.output_layer import OutputLayer
+from lm.model.transformer import Transformer
+from lm.output import ClassTree, HierarchicalSoftmax
+
+_TREE = "output.tree."
+"""Prefix of the tree's arrays in a model's state."""
+
+
+def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
+    """Build the tree of softmaxes that `output.tree` names, over the words of the prepared data.
+
+    Args:
+        config: a valid configuration.
+        prepared: its prepared data.
+
+    Returns:
+        The tree; None for `adaptive`, which has cutoffs instead.
+
+    Raises:
+        UserError: if the tree's file is absent or does not fit the vocabulary.
+    """
+    output, vocab_size = config.output, prepared.vocab_size
+    if output.tree == "adaptive":
+        return None
+    if output.tree == "full":
+        return ClassTree.full(vocab_size)
+    if output.tree == "balanced":
+        branching = output.branching or max(2, math.isqrt(vocab_size - 1) + 1)
+        return ClassTree.balanced(vocab_size, branching)
+    if output.tree == "huffman":
+        return ClassTree.huffman(torch.tensor(prepared.counts()), output.arity)
+    if output.tree == "two_level":
+        word_class = torch.from_numpy(prepared.word_class().astype("int64"))
+        return ClassTree.two_level(word_class, prepared.shortlist, torch.tensor(prepared.counts()))
+    tokenizer = prepared.tokenizer()
+    words = [tokenizer.token(word) for word in range(vocab_size)]
+    try:
+        return ClassTree.from_file(output.tree, words)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"output.tree: {output.tree} is neither a tree (full, two_level, balanced, huffman,"
+            " adaptive) nor a file"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"output.tree: {error}") from error
+
+
+def build_model(
+    config: ModelConfig,
+    output: OutputConfig,
+    word_table: WordTable,
+    tree: ClassTree | None,
+    context: int,
+    *,
+    counts: Tensor | None = None,
+    vocab_size: int | None = None,
+) -> LanguageModel:
+    """Build the model that a configuration describes, initialized from torch's random generator.
+
+    Args:
+        config: the section `model`.
+        output: the section `output`.
+        word_table: the resolved section `word_table`.
+        tree: the result of `build_tree`.
+        context: T, number of positions that a Transformer attends to.
+        counts: [N] occurrences of each word in the training split, for `count_word_dropout`
+            (without them there is none) and for the frequency ranks of `output.tree: adaptive`.
+        vocab_size: N, in place of `counts` where there is neither a tree nor a need for ranks: to
+            measure a model, or to load its state.
+
+    Returns:
+        The model, in training mode, on the default device.
+
+    Raises:
+        UserError: if `output.cutoffs` do not fit the vocabulary.
+        ValueError: if tree, counts and vocab_size are all None.
+
+    Example:
+        >>> tree = ClassTree.balanced(vocab_size=100, branching=10)
+        >>> model = build_model(ModelConfig(hidden=8), OutputConfig(), WordTable(), tree, 16)
+        >>> hidden, state = model(torch.zeros(5, 3, dtype=torch.int64))
+        >>> hidden.shape
+        torch.Size([5, 3, 8])
+    """
+    backbone = _build_backbone(config, context)
+    dtype = torch.bfloat16 if word_table.dtype == "bf16" else None
+    if tree is None and counts is None:
+        if vocab_size is None:
+            raise ValueError("one of tree, counts and vocab_size is required")
+        counts = torch.zeros(vocab_size, dtype=torch.int64, device="cpu")
+    softmax: OutputLayer
+    if tree is None:
+        assert counts is not None
+        softmax = _build_adaptive(config.hidden, output, counts)
+    else:
+        softmax = HierarchicalSoftmax(
+            config.hidden,
+            tree,
+            bias=output.bias,
+            backend=output.backend,
+            sparse=word_table.row_wise,
+            dtype=dtype,
+        )
+    model = LanguageModel(
+        backbone,
+        softmax,
+        embedding_size=None if word_table.tied else config.embedding or config.hidden,
+        embedding_dtype=dtype,
+        path_sum=config.input_embedding == "path_sum",
+        row_wise=word_table.row_wise,
+        word_dropout=_word_dropout(config, tree, counts),
+        dropout=config.dropout,
+        dropout_variational=config.dropout_variational,
+    )
+    if config.init_range is not None:
+        modules = [model.embedding, model.output, backbone if config.backbone == "lstm" else None]
+        for module in modules:
+            for parameter in () if module is None else cast(nn.Module, module).parameters():
+                nn.init.uniform_(parameter, -config.init_range, config.init_range)
+    return model
+
+
+def restore_model(
+    config: ModelConfig,
+    output: OutputConfig,
+    word_table: WordTable,
+    context: int,
+    state: Mapping[str, Tensor],
+) -> LanguageModel:
+    """Build a model around a saved state, without initializing or copying weights.
+
+    Args:
+        config, output, word_table, context: as for `build_model`.
+        state: the model's `state_dict()`, also of earlier versions; its tensors become the
+            parameters.
+
+    Returns:
+        The model, in training mode.
+
+    Raises:
+        ValueError: if the state's tree is not a tree.
+        RuntimeError: if the state does not fit the configuration.
+    """
+    vocab_size, tree = None, None
+    if output.tree == "adaptive":
+        index = state.get("output.index_of_word", state.get(f"{_TREE}row_of_word"))
+        vocab_size = None if index is None else len(index)
+    else:
+        arrays = {k.removeprefix(_TREE): v for k, v in state.items() if k.startswith(_TREE)}
+        tree = ClassTree.from_state(arrays)
+    with torch.device("meta"):
+        model = build_model(config, output, word_table, tree, context, vocab_size=vocab_size)
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def _build_backbone(config: ModelConfig, context: int) -> Backbone:
+    embedding_size = config.embedding or config.hidden
+    backbone: nn.Module
+    if config.backbone == "lstm":
+        backbone = LSTM(
+            embedding_size,
+            config.hidden,
+            config.layers,
+            dropout=config.dropout,
+            dropout_weight=config.dropout_weight,
+            dropout_variational=config.dropout_variational,
+        )
+    else:
+        backbone = Transformer(
+            embedding_size,
+            config.hidden,
+            config.layers,
+            heads=config.heads,
+            feedforward=config.feedforward,
+            dropout=config.dropout,
+            context=context,
+        )
+    return cast(Backbone, backbone)
+
+
+def _build_adaptive(hidden_size: int, output: OutputConfig, counts: Tensor) -> AdaptiveSoftmax:
+    vocab_size = len(counts)
+    cutoffs = output.cutoffs or [max(1, vocab_size // 10), vocab_size // 3]
+    try:
+        return AdaptiveSoftmax(hidden_size, counts, cutoffs, bias=output.bias)
+    except ValueError as error:
+        raise UserError(f"output.cutoffs: {error}") from error
+
+
+def _word_dropout(
+    config: ModelConfig, tree: ClassTree | None, counts: Tensor | None
+) -> Tensor | None:
+    """Probability [N] that a word loses its vector; with path sums 0 for words without a class,
+    whose sum would be empty.
+    """
+    amount = config.count_word_dropout
+    if not amount or counts is None:
+        return None
+    probability = amount / (amount + counts)
+    if config.input_embedding == "path_sum" and tree is not None:
+        probability = probability * (tree.node_of_row[tree.row_of_word] > 0)
+    return probability

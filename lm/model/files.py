@@ -1,0 +1,151 @@
+"""The files of a trained model: `model.safetensors` has the weights, `model.json` the rest.
+
+Each is complete or absent, and refused if damaged. Loading executes no code and copies nothing: the
+tensors are views of the file, mapped privately.
+"""
+
+import json
+import os
+import stat
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from data_prep.errors import UserError
+from data_prep.settings import STRICT
+from data_prep.storage import sha256_file, write_atomically, write_json_atomically
+from lm.config import (
+    ModelConfig,
+    OutputConfig,
+    WordTable,
+    WordTableConfig,
+    translate_description,
+)
+from lm.model.build import restore_model
+from lm.model.language_model import LanguageModel
+
+FORMAT_VERSION = 2
+"""Version 1 has the old names of some keys; it is translated when it is read."""
+WEIGHTS = "model.safetensors"
+DESCRIPTION = "model.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """The content of `model.json`: with the weights, enough to build the model anywhere.
+
+    Attributes:
+        format_version: Version of the file's format.
+        model: The section `model` of the configuration.
+        output: The section `output`.
+        word_table: The section `word_table`.
+        context: T that the model was trained with.
+        eos_id: Word id of `<eos>`.
+        unk_id: Word id of `<unk>`; None if the tokenizer has none.
+        tokenizer_sha256: Checksum of the tokenizer that the word ids belong to.
+        weights_sha256: Checksum of `model.safetensors`; `save_model` fills it in.
+        step: Optimizer steps that led to the weights.
+        valid_perplexity: Validation perplexity, by which the weights were chosen; None without a
+            validation split.
+    """
+
+    __pydantic_config__ = STRICT
+
+    format_version: int
+    model: ModelConfig
+    output: OutputConfig
+    word_table: WordTableConfig
+    context: int
+    eos_id: int
+    unk_id: int | None
+    tokenizer_sha256: str
+    weights_sha256: str
+    step: int
+    valid_perplexity: float | None
+
+
+_ADAPTER = TypeAdapter(Description)
+
+
+def save_model(folder: Path, model: LanguageModel, description: Description) -> None:
+    """Write `model.safetensors` and `model.json`.
+
+    Args:
+        folder: Folder of the two files.
+        model: On any device.
+        description: Its `weights_sha256` is ignored.
+    """
+    tensors = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
+    }
+    sha256 = write_atomically(folder / WEIGHTS, lambda file: _write_tensors(tensors, file))
+    write_json_atomically(folder / DESCRIPTION, asdict(description) | {"weights_sha256": sha256})
+
+
+def load_model(folder: Path) -> tuple[LanguageModel, Description]:
+    """Load the model of a run or an export.
+
+    Args:
+        folder: Folder of the two files.
+
+    Returns:
+        The model, in evaluation mode, on the CPU, its parameters of the dtype that they were
+        trained in; and its description.
+
+    Raises:
+        UserError: If a file is absent or damaged, or the two do not belong together.
+    """
+    description = read_description(folder)
+    weights = folder / WEIGHTS
+    if sha256_file(weights) != description.weights_sha256:
+        raise UserError(f"{weights} is damaged, or not described by {DESCRIPTION}")
+    output = replace(description.output, backend="auto")  # of this device, not of the training
+    table = WordTable(tied=description.word_table.tied, dtype=description.word_table.dtype)
+    try:
+        state = load_file(weights)
+        model = restore_model(description.model, output, table, description.context, state)
+    except (SafetensorError, ValueError, RuntimeError) as error:
+        raise UserError(f"{weights} does not fit {DESCRIPTION}: {error}") from error
+    return model.eval(), description
+
+
+def read_description(folder: Path) -> Description:
+    """Read `model.json` of a run or an export, also of earlier versions.
+
+    Raises:
+        UserError: If it is absent, damaged or of a later version.
+    """
+    path = folder / DESCRIPTION
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        version = values.get("format_version")
+        if version == 1:
+            values = translate_description(values)
+        elif version != FORMAT_VERSION:
+            raise UserError(f"{path}: format version {version}, expected 1 or {FORMAT_VERSION}")
+        description: Description = _ADAPTER.validate_json(json.dumps(values))
+        return description
+    except FileNotFoundError as error:
+        raise UserError(f"{folder}: no trained model here ({DESCRIPTION} is missing)") from error
+    except (ValidationError, ValueError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+
+
+def _write_tensors(tensors: dict[str, Tensor], file: BinaryIO) -> str:
+    """Write an open file, by its name; returns the checksum.
+
+    Safetensors replaces the file by a new one that only its owner may read. The checksum is taken
+    here so that little time passes between the two files of a model.
+    """
+    save_file(tensors, file.name)
+    os.chmod(file.name, stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+    with open(file.name, "rb+") as written:
+        os.fsync(written.fileno())
+    return sha256_file(Path(file.name))

@@ -1,0 +1,144 @@
+"""Loggers: where the figures of a run are written while it trains.
+
+Fabric has a CSV logger, but it deletes the file that a continued run appends to, keeps lines in
+memory and sorts the columns; it has no logger for wandb. Both are therefore ours.
+"""
+
+import csv
+import io
+import logging
+import uuid
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from data_prep.storage import write_atomically
+from lm.config import Config, to_dict
+from lm.training.metrics import Metrics, read_metrics
+from lm.training.state import TrainingState
+
+_log = logging.getLogger(__name__)
+_NAMES = [field.name for field in fields(Metrics)]
+
+
+class Logger:
+    """What receives the steps and the figures of a run; by itself it ignores them."""
+
+    def step(self, step: int) -> None:
+        """Called after every optimizer step, with the number of steps done."""
+
+    def log(self, metrics: Metrics) -> None:
+        """Called with each line of `metrics.csv`."""
+
+    def close(self) -> None:
+        """Called once, at the end of the run or at an error."""
+
+
+class MetricsFile(Logger):
+    """Appends each line to `metrics.csv` at once.
+
+    Args:
+        path: The file.
+        after_step: Lines of later steps are removed: a continued run writes them again.
+    """
+
+    def __init__(self, path: Path, after_step: int) -> None:
+        self.path = path
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, _NAMES)
+        writer.writeheader()
+        writer.writerows(asdict(line) for line in read_metrics(path) if line.step <= after_step)
+        write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+
+    def log(self, metrics: Metrics) -> None:
+        """Append one line."""
+        with open(self.path, "a", newline="") as file:
+            csv.DictWriter(file, _NAMES).writerow(asdict(metrics))
+
+
+class WandbLogger(Logger):
+    """Sends each line to Weights & Biases; a continued run continues the same wandb run.
+
+    Args:
+        config: Configuration of the run, which wandb stores too.
+    """
+
+    def __init__(self, config: Config) -> None:
+        import wandb  # takes a second
+
+        id_file = config.run_path / "wandb-id"
+        run_id = id_file.read_text() if id_file.exists() else uuid.uuid4().hex[:8]
+        id_file.write_text(run_id)
+        self.run: Any = wandb.init(
+            project=config.log.wandb_project,
+            name=config.name,
+            id=run_id,
+            resume="allow",
+            dir=config.run_path,
+            mode=config.log.wandb,
+            config=to_dict(config),
+        )
+
+    def log(self, metrics: Metrics) -> None:
+        """Send the figures that there are."""
+        figures = {name: value for name, value in asdict(metrics).items() if value is not None}
+        self.run.log(figures, step=metrics.step)
+
+    def close(self) -> None:
+        """Finish the wandb run."""
+        self.run.finish()
+
+
+class ProgressBar(Logger):
+    """Steps, remaining time and figures on stderr.
+
+    In a terminal this is a progress bar, elsewhere a line of text for each validation.
+
+    Args:
+        step: Steps done before.
+        total_steps: Steps of the whole run.
+    """
+
+    def __init__(self, step: int, total_steps: int) -> None:
+        self.bar = tqdm(total=total_steps, initial=step, desc="train", unit="step", disable=None)
+        self._figures: dict[str, str] = {}
+
+    def step(self, step: int) -> None:
+        """Show the step."""
+        self.bar.update(step - self.bar.n)
+
+    def log(self, metrics: Metrics) -> None:
+        """Show the figures."""
+        self._figures |= {
+            "epoch": f"{metrics.epoch:.2f}",
+            "ppl": f"{metrics.train_perplexity:.1f}",
+            "tokens/s": f"{metrics.tokens_per_second:.0f}",
+        }
+        if metrics.valid_perplexity is not None:
+            self._figures["valid ppl"] = f"{metrics.valid_perplexity:.2f}"
+        self.bar.set_postfix(self._figures, refresh=False)
+        if self.bar.disable and metrics.valid_perplexity is not None:
+            figures = ", ".join(f"{name} {value}" for name, value in self._figures.items())
+            _log.info("step %d of %d: %s", metrics.step, self.bar.total, figures)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self.bar.close()
+
+
+def open_loggers(config: Config, state: TrainingState, *, progress: bool) -> list[Logger]:
+    """The loggers of a run that starts or continues.
+
+    Args:
+        config: Configuration of the run.
+        state: Its state, from which it continues.
+        progress: Whether to show a progress bar.
+    """
+    loggers: list[Logger] = [MetricsFile(config.run_path / "metrics.csv", state.step)]
+    if progress:
+        loggers.append(ProgressBar(state.step, state.total_steps))
+    if config.log.wandb != "disabled":
+        loggers.append(WandbLogger(config))
+    return loggers

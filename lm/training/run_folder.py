@@ -1,0 +1,120 @@
+"""The folder of a run: who may write to it, and what it contains before the first step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.errors import UserError
+from data_prep.prepared import TOKENIZER, Prepared, copy_tokenizer
+from data_prep.storage import locked, sha256_file, write_atomically, write_json_atomically
+from lm.config import Config, differences, load_config, to_yaml
+from lm.training.environment import describe_environment
+
+LOCK = ".lock"
+"""File that the one process which trains a run holds a lock on."""
+_FREE_ON_RESUME = (
+    "log.",
+    "name",
+    "run_dir",
+    "data.dir",
+    "data.prepared_dir",
+    "train.devices",
+    "train.threads",
+    "train.checkpoint_every_steps",
+    "train.max_",
+)
+"""Keys, or prefixes of keys, that may differ between a run and its continuation."""
+
+
+def check_folder(config: Config, resume: str | None) -> Path | None:
+    """Find the checkpoint that a run continues from.
+
+    Args:
+        config: Configuration of the run.
+        resume: As in `train`.
+
+    Returns:
+        The checkpoint; None for a new run.
+
+    Raises:
+        UserError: If the folder of a new run already contains one, the checkpoint does not exist,
+            or it was written under another configuration.
+    """
+    folder = config.run_path
+    written, last = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
+    if resume is None:
+        if written.exists() or last.exists():
+            raise UserError(
+                f"{folder} already contains a run: continue it with --resume auto, or choose"
+                " another --name or --run_dir"
+            )
+        return None
+    checkpoint = last if resume == "auto" else Path(resume)
+    if not checkpoint.exists():
+        if resume != "auto":
+            raise UserError(f"--resume {resume}: no such checkpoint")
+        return None
+    if resume != "auto" and not written.exists():
+        written = checkpoint.parent.parent / "config.yaml"
+    if written.exists():
+        changes = [
+            f"{key}: {old} → {new}"
+            for key, (old, new) in differences(load_config(written), config).items()
+            if not key.startswith(_FREE_ON_RESUME)
+        ]
+        if changes:
+            raise UserError(
+                f"{written.parent} was started with another configuration ({', '.join(changes)})"
+            )
+    return checkpoint
+
+
+def check_tokenizer(folder: Path, prepared: Prepared) -> None:
+    """Check that the prepared data still have the tokenizer that a run started with.
+
+    Raises:
+        UserError: If the data were prepared again with another tokenizer.
+    """
+    path = folder / TOKENIZER
+    if path.exists() and sha256_file(path) != prepared.tokenizer_sha256:
+        raise UserError(
+            f"{prepared.folder} was prepared again, with another tokenizer than that of {folder}"
+        )
+
+
+@contextmanager
+def run_lock(config: Config, resume: str | None, checkpoint: Path | None) -> Iterator[None]:
+    """Keep other processes from training the run inside a `with` block.
+
+    Args:
+        config: Configuration of the run.
+        resume: As in `train`.
+        checkpoint: What `check_folder` returned.
+
+    Raises:
+        UserError: If another process trains the run, or has since `checkpoint` was found.
+    """
+    folder = config.run_path
+    folder.mkdir(parents=True, exist_ok=True)
+    busy = f"{folder}: another process trains this run"
+    with locked(folder / LOCK, busy=busy):
+        if check_folder(config, resume) != checkpoint:
+            raise UserError(busy)
+        yield
+
+
+def write_run_metadata(config: Config, prepared: Prepared) -> None:
+    """Write what is known before the first step: configuration, tokenizer, classes, environment.
+
+    Args:
+        config: Configuration of the run.
+        prepared: Its data; `classes.npy` is written only if the tree needs word classes.
+    """
+    folder = config.run_path
+    write_atomically(folder / "config.yaml", lambda file: file.write(to_yaml(config).encode()))
+    copy_tokenizer(prepared, folder)
+    if config.needed_classes is not None:
+        write_atomically(folder / "classes.npy", lambda file: np.save(file, prepared.word_class()))
+    write_json_atomically(folder / "env.json", describe_environment())

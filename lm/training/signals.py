@@ -1,0 +1,61 @@
+"""SIGTERM and Ctrl-C during training: recorded, so that the loop can write a checkpoint first."""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any, Self
+
+import torch
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupted(SystemExit):
+    """A signal ended the run; the exit code is 128 + the number of the signal.
+
+    Args:
+        signal_number: Number of the signal.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(128 + signal_number)
+
+
+class StopSignals:
+    """Records the first SIGTERM or SIGINT inside a `with` block; a second one raises `Interrupted`.
+
+    Outside the main thread, where Python delivers no signals, nothing is recorded.
+    """
+
+    def __init__(self) -> None:
+        self._received: int | None = None
+        self._previous: dict[int, Any] = {}
+        self._processes: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._record) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def agreed(self) -> int | None:
+        """The signal that any process of the run has received, so that all stop at the same step.
+
+        Returns:
+            The number of the signal; None if there is none.
+        """
+        if not torch.distributed.is_initialized():
+            return self._received
+        if self._processes is None:  # on the CPU, which receives the signals, whatever the devices
+            self._processes = torch.distributed.new_group(backend="gloo")
+        number = torch.tensor(self._received or 0)
+        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=self._processes)
+        return int(number) or None
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        if self._received is not None:
+            raise Interrupted(number)
+        self._received = number

@@ -1,0 +1,46 @@
+"""The section `word_table` resolves to one value."""
+
+from typing import Any
+
+import pytest
+
+from lm.config import WordTable, resolve_word_table, validate
+
+SGD = {"optimizer": "sgd"}
+
+
+def resolved(num_rows: int = 1 << 16, **sections: Any) -> WordTable:
+    """The table of `num_rows` rows of 256 elements."""
+    minimal = {"name": "run", "train": {"max_steps": 5}, "model": {"hidden": 256}}
+    return resolve_word_table(validate(minimal | sections, "c"), num_rows)
+
+
+@pytest.mark.parametrize(
+    ("row_wise", "num_rows", "sections"),
+    [
+        (True, 1 << 16, {"optim": SGD}),
+        (False, (1 << 16) - 1, {"optim": SGD}),
+        (True, 1 << 16, {"word_table": {"optimizer": "adagrad"}}),
+        (False, 1 << 16, {"optim": {"optimizer": "adamw"}}),
+        (False, 1 << 16, {"optim": SGD | {"momentum": 0.9}}),
+        (False, 1 << 16, {"optim": SGD | {"weight_decay": 0.1}}),
+        (False, 1 << 16, {"optim": SGD, "output": {"tree": "adaptive"}}),
+        (False, 1 << 16, {"optim": SGD, "output": {"tree": "full"}}),  # every row has a gradient
+        (False, 1 << 16, {"optim": SGD, "train": {"max_steps": 5, "devices": 2}}),
+        (False, 1 << 16, {"optim": SGD, "word_table": {"gradients": "dense"}}),
+        (True, 10, {"optim": SGD, "word_table": {"gradients": "row_wise"}}),
+        (True, 10, {"word_table": {"optimizer": "adam", "dtype": "bf16"}}),
+    ],
+)
+def test_large_tables_have_row_wise_gradients_where_the_optimizer_allows_it(
+    row_wise: bool, num_rows: int, sections: dict[str, Any]
+) -> None:
+    assert resolved(num_rows, **sections).row_wise == row_wise
+
+
+def test_optimizer_and_rate_of_the_table_default_to_those_of_the_model() -> None:
+    assert (resolved().optimizer, resolved().lr) == (None, 1e-3)
+    plain = resolved(optim=SGD | {"lr": 20})
+    assert (plain.row_wise, plain.optimizer, plain.lr) == (True, "sgd", 20)
+    table = {"optimizer": "adagrad", "lr": 0.05, "tied": True, "gradients": "dense"}
+    assert resolved(word_table=table) == WordTable(tied=True, optimizer="adagrad", lr=0.05)
