@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from data_prep.classes.report import class_report
 from data_prep.classes.word_classes import build_word_classes
 from data_prep.prepare import prepare
-from data_prep.prepared import META, open_prepared, read_meta
+from data_prep.prepared import open_prepared
 from data_prep.settings import ClassesConfig
 from lm.config import Config, load_config
 from scripts.benchmarks.reporting import (
@@ -57,7 +57,7 @@ def measure(settings: ClassesConfig, folder: Path) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, bytes on macOS
     peak //= 1024 if sys.platform == "darwin" else 1
-    report = class_report(counts, word_class, tokens, head=settings.head, num_top_words=1)
+    report = class_report(counts, word_class, tokens, shortlist=settings.shortlist, num_top_words=1)
     return {
         "method": settings.method,
         "vocab_size": len(counts),
@@ -73,17 +73,12 @@ def measure(settings: ClassesConfig, folder: Path) -> dict[str, Any]:
 
 
 def prepare_data(config: Config) -> None:
-    """Prepare what is missing, with classes that take no time; a complete folder keeps its classes.
+    """Prepare the token files that are missing; classes that exist stay as they are.
 
     Raises:
         UserError: As `prepare`.
     """
-    folder = config.prepared_path
-    found = read_meta(folder) if (folder / META).exists() else None
-    classes = replace(config.classes, method="uniform", file=None)
-    if found is not None and found.complete:
-        classes = ClassesConfig(**found.settings["classes"])
-    prepare(config.data, config.tokenizer, classes, folder, keep=True)
+    prepare(config.data, config.tokenizer, None, config.prepared_path, keep=True)
 
 
 def in_new_process(function: Callable[..., Result], *arguments: object) -> Result:

@@ -122,19 +122,24 @@ def _layer_loss(
 
 def step(task: Task) -> Method:
     """A whole language model of this project."""
-    from lm.config import ModelConfig, OptimConfig, OutputConfig  # needs more than torch
-    from lm.model.language_model import build_model
+    from lm.config import ModelConfig, OptimConfig, OutputConfig, WordTable  # not only torch
+    from lm.model.build import build_model
     from lm.training.optimizers import build_optimizer
 
     num_positions, size = task.hidden.shape
-    model_config = ModelConfig(hidden=size, layers=1, tied=True, init_range=INIT_RANGE)
-    output = OutputConfig(dtype="bf16" if task.dtype == torch.bfloat16 else "fp32")
-    optim = OptimConfig(optimizer="adamw", table="adagrad", table_lr=LEARNING_RATE, clip=1.0)
+    model_config = ModelConfig(hidden=size, layers=1, init_range=INIT_RANGE)
+    table = WordTable(
+        tied=True,
+        dtype="bf16" if task.dtype == torch.bfloat16 else "fp32",
+        row_wise=True,
+        optimizer="adagrad",
+        lr=LEARNING_RATE,
+    )
+    optim = OptimConfig(optimizer="adamw", clip=1.0)
+    context = num_positions // NUM_SEQUENCES
     with task.hidden.device:
-        model = build_model(
-            model_config, output, task.tree, num_positions // NUM_SEQUENCES, sparse=True
-        )
-    update = _update(build_optimizer(model, optim, table=model.table))
+        model = build_model(model_config, OutputConfig(), table, task.tree, context)
+    update = _update(build_optimizer(model, optim, table))
 
     def loss(words: Tensor) -> Tensor:
         inputs, targets = words.view(2, -1, NUM_SEQUENCES)

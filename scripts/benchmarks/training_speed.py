@@ -1,164 +1,170 @@
-#!/usr/bin/env python
-"""Whole training steps of a recipe with several output layers: tokens per second, side by side.
+"""Tokens per second of whole training steps of a recipe with several output layers.
 
-Forward, backward, clipping and optimizer step of the same model on the same batches, the output
-layers in turn in one process; a figure is the median over the rounds. Ratios are to be read, not
-absolute figures. An output layer is a name of output.tree, torch for the full softmax as one writes
-it with torch.nn.functional, or none for a step without one, which no output layer can be faster
-than; with settings of its own behind commas: two_level torch,train.matmul_precision=medium.
+A step is that of the training loop: forward, backward, clipping and the optimizer's update of the
+same model on the same batches. The output layers run in turn in one process; a figure is the median
+over the rounds, and the ratio is relative to the last output layer. Compare ratios, not absolute
+figures. An output layer is a value of `output.tree`, `torch` for the full softmax written with
+torch.nn.functional, or `none` for a step without an output layer, the upper bound for all of them.
+Overrides of one layer follow its name after commas: two_level torch,train.matmul_precision=medium.
 """
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from data_prep.errors import UserError
 from data_prep.prepare import prepare
-from lm.config import has_sparse_table, load_config
-from lm.model.build_tree import build_tree
-from lm.model.language_model import LanguageModel, State, build_model
+from lm.config import load_config
+from lm.model.build import build_tree
+from lm.model.language_model import LanguageModel, State
 from lm.training.batches import Batches
-from lm.training.environment import processor_name
-from lm.training.optimizers import build_optimizer, table_by_rows
+from lm.training.devices import build_fabric, matmul_precision
+from lm.training.loop import train_step
+from lm.training.state import CarriedLoss, TrainingState, build_state
+from scripts.benchmarks.reporting import (
+    Column,
+    append_rows,
+    benchmark_parser,
+    heading,
+    require_positive,
+    run,
+    table_line,
+)
 
 FOLDERS = ("--data.", "--run_dir")
-"""Options that say where things are on this machine; the log leaves them out."""
+"""Options that contain folders; the log leaves them out."""
 
 
-def torch_loss(
-    model: LanguageModel, tokens: Tensor, targets: Tensor, state: State | None
-) -> tuple[Tensor, State | None]:
-    """`LanguageModel.loss` of a full softmax, in PyTorch's own functions."""
-    hidden, state = model(tokens, state)
-    logits = F.linear(hidden, model.output.weight, model.output.bias)
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten()), state
+def torch_loss(hidden: Tensor, targets: Tensor, output: nn.Module) -> Tensor:
+    """The loss of a full softmax by PyTorch's functions."""
+    logits = F.linear(hidden, cast(Tensor, output.weight), cast(Tensor, output.bias))
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def no_loss(
-    model: LanguageModel, tokens: Tensor, targets: Tensor, state: State | None
-) -> tuple[Tensor, State | None]:
-    """In place of `LanguageModel.loss`: mean of the hidden vectors."""
-    hidden, state = model(tokens, state)
-    return hidden.float().mean(), state
+def no_loss(hidden: Tensor, targets: Tensor, output: nn.Module) -> Tensor:
+    """The mean of the hidden vectors, in place of a loss."""
+    return hidden.float().mean()
 
 
-def trainer(config_file: str, overrides: list[str], tree: str) -> Callable[[int], int]:
-    """A function that trains on a batch, given its number, and returns the number of its tokens."""
-    name, *own = tree.split(",")
-    losses = {"torch": torch_loss, "none": no_loss}
-    own = [f"output.tree={'full' if name in losses else name}", *own]
-    overrides = [*overrides, *(f"--{option}" for option in own)]
-    config = load_config(config_file, overrides)
-    if config.train.precision not in ("32-true", "bf16-mixed"):
-        raise UserError(f"bench_train knows 32-true and bf16-mixed, not {config.train.precision}")
-    if config.train.accumulate != 1:
-        raise UserError(f"bench_train knows no train.accumulate: {config.train.accumulate}")
-    prepared = prepare(
-        config.data, config.tokenizer, config.classes, config.prepared_path, progress=True
-    )
-    torch.manual_seed(config.seed)
-    class_tree = build_tree(config, prepared)
-    model = build_model(
-        config.model,
-        config.output,
-        class_tree,
-        config.train.seq_len,
-        counts=torch.tensor(prepared.counts()),
-        sparse=name != "torch" and has_sparse_table(config, class_tree.num_rows),
-    )
+Loss = Callable[[Tensor, Tensor, nn.Module], Tensor]
+"""From hidden [T, B, H], targets [T, B] and the output layer to a scalar."""
+LOSSES: dict[str, Loss] = {"torch": torch_loss, "none": no_loss}
+
+
+class OtherLoss(nn.Module):
+    """A language model with another loss.
+
+    Args:
+        model: The model, with a full softmax.
+        compute: The loss.
+    """
+
+    def __init__(self, model: LanguageModel, compute: Loss) -> None:
+        super().__init__()
+        self.model, self.backbone, self.compute = model, model.backbone, compute
+
+    def loss(
+        self, tokens: Tensor, targets: Tensor, state: State | None
+    ) -> tuple[Tensor, State | None]:
+        """As `LanguageModel.loss`."""
+        hidden, state = self.model(tokens, state)
+        return self.compute(hidden, targets, cast(nn.Module, self.model.output)), state
+
+
+def start_training(
+    config_file: str, overrides: list[str], layer: str, num_steps: int
+) -> TrainingState:
+    """The state of a new run with an output layer.
+
+    Args:
+        config_file: The recipe.
+        overrides: `--section.key=value`.
+        layer: The output layer, with its overrides after commas.
+        num_steps: Steps of the run.
+
+    Raises:
+        UserError: If the configuration is wrong.
+    """
+    name, *others = layer.split(",")
+    chosen = [f"output.tree={'full' if name in LOSSES else name}"]
+    chosen += ["word_table.gradients=dense"] if name == "torch" else []
+    config = load_config(config_file, [*overrides, *(f"--{o}" for o in [*chosen, *others])])
+    data, tokenizer, classes = config.data, config.tokenizer, config.needed_classes
+    prepared = prepare(data, tokenizer, classes, config.prepared_path, progress=True)
     batches = Batches(
         prepared.tokens("train"),
         eos_id=prepared.eos_id,
         batch_size=config.train.batch_size,
         seq_len=config.train.seq_len,
-        shuffle=not model.backbone.carries_state,
+        shuffle=config.model.backbone != "lstm",
         seed=config.seed,
     )
-    mixed = config.train.precision == "bf16-mixed"
-    table = table_by_rows(model, config.optim)
-    optimizer = build_optimizer(model, config.optim, table=table)
-    loss_of = losses.get(name, LanguageModel.loss)
-    carried: State | None = None
+    fabric, tree = build_fabric(config), build_tree(config, prepared)
+    state = build_state(fabric, config, prepared, tree, batches, num_steps, None)
+    if name in LOSSES:
+        model = cast(LanguageModel, OtherLoss(state.model, LOSSES[name]))
+        state.loss = fabric.setup_module(CarriedLoss(model, config.train.accumulate))
+    return state
 
-    def step(number: int) -> int:
-        nonlocal carried
-        torch.set_float32_matmul_precision(config.train.matmul_precision)
-        batch = batches[number]
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed):
-            loss, state = loss_of(
-                model, batch.inputs, batch.targets, carried if batch.continues else None
-            )
-        torch.autograd.backward(loss)
-        if config.optim.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
-        optimizer.step()
-        if state is not None and model.backbone.carries_state:
-            carried = model.backbone.detach_state(state)
-        return batch.targets.numel()
 
-    return step
+def time_steps(state: TrainingState, num_steps: int) -> float:
+    """Tokens per second of a few steps."""
+    before, start = state.progress.tokens_done, time.perf_counter()
+    with matmul_precision(state.config.train.matmul_precision):
+        for _ in range(num_steps):
+            train_step(state)
+    if state.fabric.device.type == "cuda":
+        torch.cuda.synchronize()
+    return (state.progress.tokens_done - before) / (time.perf_counter() - start)
 
 
 def main() -> None:
-    """Print a table, and write JSON lines if asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Overrides of the configuration: --section.key=value.",
-    )
-    parser.add_argument("config", metavar="CONFIG")
+    """Print a table, and write a log if asked."""
+    parser = benchmark_parser(__doc__, takes_config=True)
     parser.add_argument("--trees", nargs="+", default=["two_level", "full"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5, help="steps of each in a round")
     parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append JSON lines")
     options, overrides = parser.parse_known_args()
+    require_positive(parser, options, ["rounds", "steps", "threads"])
     if options.threads:
         torch.set_num_threads(options.threads)
-    steps = {tree: trainer(options.config, overrides, tree) for tree in options.trees}
-    rates: dict[str, list[float]] = {tree: [] for tree in steps}
+    total_steps = (options.rounds + 1) * options.steps
+    states = {
+        layer: start_training(options.config, overrides, layer, total_steps)
+        for layer in options.trees
+    }
+    rates: dict[str, list[float]] = {layer: [] for layer in states}
     for turn in range(options.rounds + 1):
-        for tree, step in steps.items():
-            start = time.perf_counter()
-            tokens = sum(step(turn * options.steps + i) for i in range(options.steps))
+        for layer, state in states.items():
+            rate = time_steps(state, options.steps)
             if turn:  # the first round warms up
-                rates[tree].append(tokens / (time.perf_counter() - start))
-    last = statistics.median(rates[options.trees[-1]])
-    width = max(map(len, rates))
-    print(f"{'tree':<{width}}   tokens/s  × {options.trees[-1]}")
-    for tree, values in rates.items():
-        median = statistics.median(values)
-        print(f"{tree:<{width}} {median:10.0f}  {median / last:.2f}")
-        if options.json:
-            row = {
-                "config": Path(options.config).name,
-                "tree": tree,
-                "tokens_per_second_median": median,
-                "ratio": median / last,
-                "ratio_to": options.trees[-1],
-                "rounds": options.rounds,
-                "threads": torch.get_num_threads(),
-                "overrides": [each for each in overrides if not each.startswith(FOLDERS)],
-                "torch": torch.__version__,
-                "machine": processor_name(),
-            }
-            with open(options.json, "a") as file:
-                file.write(json.dumps(row) + "\n")
+                rates[layer].append(rate)
+    reference = options.trees[-1]
+    columns = (
+        Column("tree", "tree", width=max(map(len, rates))),
+        Column("tokens/s", "tokens_per_second_median", ".0f", width=10),
+        Column(f"× {reference}", "ratio", ".2f"),
+    )
+    print(heading(columns))
+    for layer, values in rates.items():
+        row = {
+            "config": Path(options.config).name,
+            "tree": layer,
+            "tokens_per_second_median": statistics.median(values),
+            "ratio": statistics.median(values) / statistics.median(rates[reference]),
+            "ratio_to": reference,
+            "rounds": options.rounds,
+            "overrides": [each for each in overrides if not each.startswith(FOLDERS)],
+        }
+        print(table_line(columns, row))
+        append_rows(options.json, [row], states[layer].fabric.device)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"bench_train: {error}")
+    run(main)
