@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lm.model.lstm import Dropout
 from lm.model.output_layer import OutputLayer
 from lm.output import HierarchicalSoftmax
-from lm.output.rowwise.row_gradient import lookup
+from lm.output.rowwise import lookup
 
 State = tuple[Tensor, ...]
 

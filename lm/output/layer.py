@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.output.decoding import functional as decoding
-from lm.output.functional import Backend, Reduction, hierarchical_cross_entropy
+from lm.output.functional import BackendName, Reduction, hierarchical_cross_entropy
 from lm.output.tree.class_tree import ClassTree
 
 
@@ -48,7 +48,7 @@ class HierarchicalSoftmax(nn.Module):
         *,
         bias: bool = True,
         ignore_index: int = -100,
-        backend: Backend = "auto",
+        backend: BackendName = "auto",
         sparse: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

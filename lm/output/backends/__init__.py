@@ -1,10 +1,72 @@
-"""Implementations of the output layer."""
+"""The backends of the output layer: their registry, and the choice among them.
+
+A new backend is an entry of `BACKENDS`.
+"""
+
+from typing import Any
 
 import torch
 
-from lm.output.backends.reference import backend as reference
-from lm.output.backends.triton import backend as fused
+from lm.output.backends.autograd import NllOp, register_op
+from lm.output.backends.base import Backend, Needs, Problem, flatten
+from lm.output.backends.reference.backend import ReferenceBackend
+from lm.output.backends.triton.backend import TritonBackend
 from lm.output.tree.class_tree import ClassTree
+
+BACKENDS: dict[str, Backend[Any]] = {
+    backend.name: backend for backend in (TritonBackend(), ReferenceBackend())
+}
+"""By name; "auto" chooses the first that can solve a problem."""
+OPS: dict[str, NllOp] = {name: register_op(backend) for name, backend in BACKENDS.items()}
+"""The custom op `sqrtlm::<name>_nll` of each backend."""
+
+
+def choose_backend(requested: str, problem: Problem, device: torch.device) -> str:
+    """The name of the backend that solves a problem on a device.
+
+    Args:
+        requested: a name of `BACKENDS`, or "auto".
+        problem: to be solved; only its sizes, dtypes and strides count.
+        device: where.
+
+    Raises:
+        ValueError: if the requested backend cannot solve the problem, or there is no such backend.
+    """
+    if requested == "auto":
+        return next(
+            name
+            for name, backend in BACKENDS.items()
+            if (backend.automatic_on is None or device.type in backend.automatic_on)
+            and backend.obstacle(problem, device) is None
+        )
+    if requested not in BACKENDS:
+        names = ", ".join(sorted(BACKENDS))
+        raise ValueError(f"backend must be auto or one of {names}, got {requested!r}")
+    obstacle = BACKENDS[requested].obstacle(problem, device)
+    if obstacle is not None:
+        raise ValueError(f"backend {requested} {obstacle}")
+    return requested
+
+
+def expected_backend(
+    device: torch.device,
+    *,
+    num_positions: int,
+    hidden_size: int,
+    tree: ClassTree,
+    dtype: torch.dtype,
+) -> str:
+    """The name of the backend that "auto" will choose, before any tensor exists.
+
+    Args:
+        device: where the layer will be.
+        num_positions: P, positions of a batch.
+        hidden_size: H.
+        tree: the softmaxes.
+        dtype: of hidden.
+    """
+    problem = Problem.without_values(num_positions, hidden_size, tree, dtype)
+    return choose_backend("auto", problem, device)
 
 
 def saved_bytes(
@@ -19,36 +81,14 @@ def saved_bytes(
     """Memory that a backend's forward saves for its backward, in bytes; from sizes alone.
 
     Args:
-        backend_name: "reference" or "triton".
+        backend_name: a name of `BACKENDS`.
         num_positions: P, positions of a batch.
         hidden_size: H.
         tree: the softmaxes.
         dtype: of hidden.
         row_wise: whether the gradients of weight and bias are row-wise.
     """
-    element = reference.compute_dtype(dtype).itemsize
-    if backend_name == "reference":
-        size = reference.saved_size(
-            num_positions, tree.max_path_columns, tree.depth, sparse=row_wise
-        )
-        return element * (size + row_wise * num_positions * hidden_size)
-    block_c = fused.tiles(dtype, 90, 16).block_c
-    blocks = fused.kept_blocks(tree.max_path_columns, tree.depth, block_c)
-    per_position = blocks * block_c * dtype.itemsize + (blocks + 2 * tree.depth) * element
-    return num_positions * per_position
-
-
-def expected_backend(
-    device: torch.device,
-    *,
-    num_positions: int,
-    hidden_size: int,
-    tree: ClassTree,
-    dtype: torch.dtype,
-) -> str:
-    """The backend that "auto" chooses for hidden vectors [P, H] of a dtype on a device."""
-    if device.type != "cuda" or dtype == torch.float64:
-        return "reference"
-    sizes = {"num_positions": num_positions, "hidden_size": hidden_size}
-    saved = saved_bytes("triton", **sizes, tree=tree, dtype=dtype, row_wise=False)
-    return "triton" if saved <= fused.KEPT_BYTES else "reference"
+    problem = Problem.without_values(num_positions, hidden_size, tree, dtype)
+    needs = Needs(hidden=True, weight=True, bias=True, row_wise=row_wise)
+    saved = BACKENDS[backend_name].new_saved(problem, needs)
+    return sum(tensor.nbytes for tensor in flatten(saved))

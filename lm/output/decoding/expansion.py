@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output.backends.reference.backend import compute_dtype
+from lm.output.backends.base import compute_dtype
 from lm.output.tree.class_tree import ClassTree
 
 ABSENT = torch.iinfo(torch.int64).max

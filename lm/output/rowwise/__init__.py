@@ -1,6 +1,17 @@
-"""Gradients of visited rows, and lookups and optimizers that touch nothing else."""
+"""Gradients of visited rows, and lookups and optimizers that touch only these rows."""
 
+from lm.output.rowwise.blocks import Product, Rows
 from lm.output.rowwise.optimizers import RowAdagrad, RowAdam, RowOptimizer, RowSGD
-from lm.output.rowwise.row_gradient import RowGradient, lookup
+from lm.output.rowwise.row_gradient import RowGradient
+from lm.output.rowwise.row_lookup import lookup
 
-__all__ = ["RowAdagrad", "RowAdam", "RowGradient", "RowOptimizer", "RowSGD", "lookup"]
+__all__ = [
+    "Product",
+    "RowAdagrad",
+    "RowAdam",
+    "RowGradient",
+    "RowOptimizer",
+    "RowSGD",
+    "Rows",
+    "lookup",
+]

@@ -1,15 +1,15 @@
-"""Optimizers of tables of rows, of which a step touches those with a gradient and no others: a step
-costs what the batch visited, whatever the size of the table.
+"""Optimizers of tables of rows whose step touches only rows with a gradient, so that it costs what
+the batch visited, for tables of any size.
 
 They take a `RowGradient` block by block: a block of the gradient is formed, its rows are updated,
-and it is forgotten, so that there is never a gradient of the table's size, nor one of the visited
-rows'. What they do to rows with a gradient is what the dense optimizer does; rows without one keep
-their values and their state (which plain SGD would not change either). Nothing decays: that would
-touch every row.
+and it is discarded, so that no gradient of the size of the table or of the visited rows exists.
+Rows with a gradient are updated as by the dense optimizer; rows without one retain their values and
+their state (plain SGD would not change them either). There is no weight decay, which would touch
+every row.
 
-Rows in bf16 are rounded up or down at random in proportion to the distance: an update that is
-smaller than half the last place is not lost, but happens now and then, right on average
-(Gupta et al. 2015). State is kept in fp32.
+Rows in bf16 are rounded up or down at random in proportion to the distance: an update smaller than
+half the last place is not lost, but applied now and then, correctly on average
+(Gupta et al. 2015). State is in fp32.
 """
 
 import sys
@@ -20,17 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.output.rowwise.row_gradient import Block, RowGradient
+from lm.output.rowwise.blocks import Block
+from lm.output.rowwise.row_gradient import RowGradient
 
-_NOISE = 1 << 20
-"""Random numbers drawn for each step of a table in bf16, used from a random place for each block.
+NOISE_ELEMENTS = 1 << 20
+"""Random numbers drawn for each step of a table in bf16; each block uses them from a random place.
 """
 _UPPER_HALF = 1 if sys.byteorder == "little" else 0
-"""Which half of an fp32 number is its bf16."""
+"""Which half of an fp32 number is its bf16 part."""
 
 
 class RowOptimizer(torch.optim.Optimizer, ABC):
-    """An optimizer that works block by block; a subclass says what happens to a block.
+    """An optimizer that works block by block; a subclass defines the update of a block.
 
     Args:
         params: tables [R, H] and vectors [R], whose gradients are `RowGradient` or ordinary.
@@ -60,7 +61,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As for any optimizer, but the state keeps its dtype where the table has less."""
+        """As for any optimizer, but state of a higher precision than the table retains its dtype."""
         super().load_state_dict(state_dict)
         params = [param for group in self.param_groups for param in group["params"]]
         for number, state in state_dict["state"].items():
@@ -75,26 +76,31 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         wide = torch.promote_types(table.dtype, torch.float32)
         self._begin(param, table, group)
         for block in _blocks(grad):
-            own = table[block.rows]  # a view of them, if they are a slice
-            rows = own.to(wide)
+            stored = table[block.rows]  # a view, if the rows are a slice
+            rows = stored.to(wide)
             self._change(rows, block, param, group)
             if noise is not None:
-                noise.round_into(own, rows)
-            elif rows is not own:
-                own.copy_(rows)
+                noise.round_into(stored, rows)
+            elif rows is not stored:
+                stored.copy_(rows)
             if not isinstance(block.rows, slice):
-                table[block.rows] = own
+                table[block.rows] = stored
 
     def _begin(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> None:
-        """Before the first block of a step; most have nothing to do."""
+        """Prepare the state before the first block of a step."""
 
     @abstractmethod
     def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
-        """Update `rows` [K, H], those of `block`, in at least fp32."""
+        """Update the rows [K, H] of a block, given in at least fp32."""
 
 
 class RowSGD(RowOptimizer):
-    """row -= lr · gradient, which is `torch.optim.SGD` without momentum and decay."""
+    """Stochastic gradient descent, row -= lr · gradient: `torch.optim.SGD` without momentum and decay.
+
+    Args:
+        params: tables [R, H] and vectors [R].
+        lr: step size.
+    """
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -104,19 +110,19 @@ class RowSGD(RowOptimizer):
 
 
 class RowAdagrad(RowOptimizer):
-    """Adagrad with one sum for each row, of the means of its squared gradients.
+    """Adagrad with one sum per row, of the means of its squared gradients.
 
         s_r += ‖g_r‖² / H
         row_r -= lr · g_r / (√s_r + eps)
 
-    The state is a number a row, 1 / H of what Adagrad or Adam keep.
+    The state is one number per row, 1 / H of that of Adagrad.
 
     Args:
         params: tables [R, H], and vectors [R], for which this is Adagrad.
         lr: step size.
         eps: added to the root.
 
-    Source: Duchi et al. 2011; by rows: Mudigere et al. 2022, section 4.1.4.
+    Source: Duchi et al. 2011; row-wise: Mudigere et al. 2022, section 4.1.4.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, eps: float = 1e-8) -> None:
@@ -135,14 +141,14 @@ class RowAdagrad(RowOptimizer):
 
 
 class RowAdam(RowOptimizer):
-    """Adam whose moments move only where there is a gradient, as `torch.optim.SparseAdam`.
+    """Adam whose moments change only where there is a gradient, as `torch.optim.SparseAdam`.
 
-    Two numbers of state for each number of the table: for tables that are not so large.
+    The state is two numbers per number of the table, so it is for tables that are not so large.
 
     Args:
         params: tables [R, H] and vectors [R].
         lr: step size.
-        betas: of the two moments.
+        betas: decay rates of the two moments.
         eps: added to the root.
 
     Source: Kingma & Ba 2015.
@@ -168,7 +174,7 @@ class RowAdam(RowOptimizer):
 
     def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[param], group["betas"]
-        grad = block.formed()
+        grad = block.values()
         mean = state["mean"][block.rows].lerp(grad, 1 - beta1)
         square = (state["square"][block.rows] * beta2).addcmul_(grad, grad, value=1 - beta2)
         state["mean"][block.rows], state["square"][block.rows] = mean, square
@@ -186,26 +192,29 @@ def _blocks(grad: Tensor) -> Iterator[Block]:
 
 
 class _Noise:
-    """Rounds to bf16 at random.
+    """Stochastic rounding to bf16 with noise that is drawn once and used in many places.
 
-    The noise, uniform below the last place that bf16 has, is drawn once and used in many places.
+    The noise is uniform below the last place of bf16.
     """
 
     def __init__(self, table: Tensor) -> None:
-        self._bits = torch.randint(1 << 16, (_NOISE,), dtype=torch.int32, device=table.device)
+        self._bits = torch.randint(1 << 16, (NOISE_ELEMENTS,), dtype=torch.int32, device=table.device)
 
     def round_into(self, out: Tensor, rows: Tensor) -> None:
-        """Write `rows` [K, H] in fp32, which are used up, into `out` in bf16, each number up or
-        down with the right odds. What is not finite stays so.
+        """Round each number up or down with the correct probability; what is not finite remains so.
+
+        Args:
+            out: [K, H] bf16, written.
+            rows: [K, H] fp32, overwritten.
         """
-        rows.masked_fill_(rows.isnan(), torch.nan)  # one whose bits are far from overflowing
+        rows.masked_fill_(rows.isnan(), torch.nan)  # one whose bits do not overflow
         bits = rows.view(torch.int32)
         flat = bits.view(-1)
-        start = int(torch.randint(_NOISE, ()))
-        for begin in range(0, flat.numel(), _NOISE):
-            part = flat[begin : begin + _NOISE]
-            first = self._bits[start : start + part.numel()]
-            part[: first.numel()] += first
-            part[first.numel() :] += self._bits[: part.numel() - first.numel()]
+        start = int(torch.randint(NOISE_ELEMENTS, ()))
+        for begin in range(0, flat.numel(), NOISE_ELEMENTS):
+            portion = flat[begin : begin + NOISE_ELEMENTS]
+            first = self._bits[start : start + portion.numel()]
+            portion[: first.numel()] += first
+            portion[first.numel() :] += self._bits[: portion.numel() - first.numel()]
         halves = bits.view(torch.int16)
         out.view(torch.int16).copy_(halves[:, _UPPER_HALF::2])

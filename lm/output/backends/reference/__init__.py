@@ -1,1 +1,1 @@
-"""The portable backend, in torch."""
+"""The reference backend, in torch, for any device."""

@@ -1,10 +1,10 @@
-"""Memory of gradients on a CPU: zero wherever nobody writes, without writing zeros for millions of
-rows.
+"""Memory for gradients on a CPU that is zero outside of the rows written, without writing zeros to
+millions of rows.
 
-A page of memory that is touched for the first time costs the system more than the arithmetic on it.
-So a large gradient of which little is written is fresh mapped memory, whose other pages never
-become real; and one of which much is written takes the memory of an earlier gradient, once that is
-gone: only the rows between are zeroed.
+Touching a page of memory for the first time costs the system more than the arithmetic on it. So a
+large gradient with few written rows is freshly mapped memory, whose other pages are never touched;
+and one with many written rows reuses the memory of an earlier gradient that no longer exists, of
+which only the rows in between are zeroed.
 """
 
 import ctypes
@@ -17,26 +17,26 @@ import torch
 from torch import Tensor
 
 LARGE_BYTES = 1 << 25
-"""From this size on a gradient is mapped; smaller blocks are used again by malloc."""
+"""From this size on a gradient is mapped; malloc reuses smaller blocks."""
 REUSED_BYTES = 1 << 31
-"""Most memory that is kept for the next gradient."""
+"""Most memory that is held for the next gradient."""
 REUSED_SHARE = 0.25
-"""Of the rows; gradients of which less is written are fresh."""
+"""Of the rows; gradients with a smaller share of written rows are freshly mapped."""
 _MAPPING: dict[str, Any] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 )
 """Private pages where the system has them: touching one first is cheaper than a shared one."""
 
 _free: list[mmap.mmap] = []
-"""Memory of a gradient that is gone, one at most."""
+"""Memory of a gradient that no longer exists, one at most."""
 
 
-def zeros_but_for(written: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
+def zeros_except(written: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
     """A gradient [R, H] that is zero outside of the rows `written`, which the caller fills in.
 
     Args:
-        written: first row and end of intervals of rows, from left to right, disjoint.
-        like: [R, H], whose shape, dtype and device it has.
+        written: first row and end of intervals of rows, ascending and disjoint.
+        like: [R, H], whose shape, dtype and device the gradient has.
     """
     num_bytes = like.numel() * like.element_size()
     if like.device.type != "cpu" or num_bytes < LARGE_BYTES:
@@ -47,7 +47,7 @@ def zeros_but_for(written: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
         return torch.frombuffer(mmap.mmap(-1, num_bytes, **_MAPPING), dtype=like.dtype).view(
             like.shape
         )
-    used = _taken(num_bytes)
+    used = _take(num_bytes)
     memory = used or mmap.mmap(-1, num_bytes, **_MAPPING)
     lease = (ctypes.c_char * num_bytes).from_buffer(memory)
     weakref.finalize(lease, _give_back, memory).atexit = False
@@ -55,8 +55,8 @@ def zeros_but_for(written: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
     return _zero_between(out, written) if used else out
 
 
-def _taken(num_bytes: int) -> mmap.mmap | None:
-    """Free memory of that size, which is no longer free."""
+def _take(num_bytes: int) -> mmap.mmap | None:
+    """The free memory if it has that size; it is then no longer free."""
     try:
         memory = _free.pop()
     except IndexError:

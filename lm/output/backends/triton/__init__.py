@@ -1,1 +1,1 @@
-"""The CUDA backend: fused Triton kernels."""
+"""The Triton backend: fused kernels for CUDA, which Triton's interpreter runs on a CPU."""

@@ -1,19 +1,20 @@
-"""The fused Triton kernels of the backward, three launches. Letters and equations as in `kernels`.
+"""The fused Triton kernels of the backward, three launches. Letters and equations as in
+`forward_kernel`.
 
-The error (4) of a block comes back from what was kept, with no second product:
+The error (4) of a block is computed from what was saved, without a second product:
 
     e = k exp(m - lse) - onehot(y),   at y: expm1(log q[y])        (9)
 
-Kept, not formed again. What is kept is 2 bytes a visit and column, written once and read once or
-twice; without it the heavy rows would be read once more: from 6 % fewer bytes to 14 % more, by
-batch and size (`scripts/kernel_bytes`), and 5 products instead of 3 for heavy nodes, which are
-bound by them. A light program that formed errors itself would have to hold all of H at a time.
+What is saved is 2 bytes per visit and column in half precision, written once and read once or
+twice. Computing it again would read the heavy rows once more (from 6 % fewer bytes to 14 % more, by
+batch and size) and would take 5 products instead of 3 for heavy nodes, which are bound by them. A
+light program that computed errors itself would have to hold all of H at a time.
 
-`_d_hidden` gives heavy nodes' share of (5), a tile of positions and of columns of H to a program;
-`_d_weight` (6) for heavy nodes, a block of children to a program, which adds over all their
-visits; `_d_light` both for light groups, whose rows one program reads once and whose gradients it
-writes once. So every row's gradient has one owner and is rounded once, and no float is added
-atomically.
+`_d_hidden` gives heavy nodes' share of (5): a program takes a tile of positions and of columns of
+H. `_d_weight` gives (6) for heavy nodes: a program takes a block of children and adds over all
+their visits. `_d_light` gives both for light groups: one program reads their rows once and writes
+their gradients once. So every row's gradient has one owner and is rounded once, and no float is
+added atomically.
 """
 
 import triton
@@ -38,20 +39,20 @@ def _expm1(x):
 
 @triton.jit
 def _error(
-    kept, block_max, lse, picked, child,
+    exp_logits, block_max, lse, target_logit, child,
     v, visits, d, block, c0, P, num_blocks, ACC: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """(9): [positions, BLOCK_C] of a block that begins with child c0; 0 where not visited."""
     y = tl.load(child + d * P + v, mask=visits, other=-1).to(tl.int32)
-    own_lse = tl.load(lse + d * P + v, mask=visits, other=0.0)
-    log_q = tl.load(picked + d * P + v, mask=visits, other=0.0) - own_lse
+    visit_lse = tl.load(lse + d * P + v, mask=visits, other=0.0)
+    log_q = tl.load(target_logit + d * P + v, mask=visits, other=0.0) - visit_lse
     place = v.to(tl.int64) * num_blocks + block
     m = tl.load(block_max + place, mask=visits, other=0.0)
     column = tl.arange(0, BLOCK_C)
     k = tl.load(
-        kept + (place * BLOCK_C)[:, None] + column[None, :], mask=visits[:, None], other=0.0
+        exp_logits + (place * BLOCK_C)[:, None] + column[None, :], mask=visits[:, None], other=0.0
     ).to(ACC)
-    q = k * tl.exp(m - own_lse)[:, None]
+    q = k * tl.exp(m - visit_lse)[:, None]
     return tl.where((c0 + column)[None, :] == y[:, None], _expm1(log_q)[:, None], q)
 
 
@@ -59,7 +60,7 @@ def _error(
 def _d_hidden(
     d_nll, weight,
     position, node, child, light_level, first_row, num_children, column,
-    kept, block_max, lse, picked,
+    exp_logits, block_max, lse, target_logit,
     d_hidden, partial,
     P, D, num_blocks, h_units, weight_stride,
     ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
@@ -78,33 +79,34 @@ def _d_hidden(
     total = tl.zeros([BLOCK_V, BLOCK_H], ACC)
     for d in range(0, D):
         nodes = tl.load(node + d * P + v, mask=in_tile, other=-1)
-        left = _active(node, light_level, v, in_tile, d, P, True)
-        s = _end_of(left, v, end, backwards)
+        remaining = _active(node, light_level, v, in_tile, d, P, True)
+        s = _end_of(remaining, v, end, backwards)
         while s >= 0:
             n = tl.load(node + d * P + s)
-            visits = left & (nodes == n)
+            visits = remaining & (nodes == n)
             width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
             block = _first_block(column, n, d, BLOCK_C)
             for c0 in range(0, width, BLOCK_C):
                 error = _error(
-                    kept, block_max, lse, picked, child,
-                    v, visits, d, block + c0 // BLOCK_C, c0, P, num_blocks, ACC, BLOCK_C,
+                    exp_logits=exp_logits, block_max=block_max, lse=lse, target_logit=target_logit,
+                    child=child, v=v, visits=visits, d=d, block=block + c0 // BLOCK_C, c0=c0,
+                    P=P, num_blocks=num_blocks, ACC=ACC, BLOCK_C=BLOCK_C,
                 )  # fmt: skip
                 c = c0 + tl.arange(0, BLOCK_C)
                 w = _rows(weight, first + c, c < width, h, h < H, weight_stride * ALIGN)
-                error = error.to(kept.dtype.element_ty)
+                error = error.to(exp_logits.dtype.element_ty)
                 total = tl.dot(
                     error, w.to(error.dtype), total, input_precision=PRECISION, out_dtype=ACC
                 )
-            left = left & (nodes != n)
-            s = _end_of(left, v, end, backwards)
+            remaining = remaining & (nodes != n)
+            s = _end_of(remaining, v, end, backwards)
     total = total * tl.load(d_nll + p, mask=in_tile, other=0.0).to(ACC)[:, None]
     light = tl.load(light_level + v, mask=in_tile, other=D) < D
     inside = in_tile[:, None] & (h < H)[None, :]
     out = p.to(tl.int64)[:, None] * H + h[None, :]
     tl.store(d_hidden + out, total.to(d_hidden.dtype.element_ty), mask=inside & ~light[:, None])
-    own = v.to(tl.int64)[:, None] * H + h[None, :]
-    tl.store(partial + own, total, mask=inside & light[:, None])
+    place = v.to(tl.int64)[:, None] * H + h[None, :]
+    tl.store(partial + place, total, mask=inside & light[:, None])
 
 
 @triton.jit
@@ -112,16 +114,16 @@ def _d_weight(
     d_nll, scale, hidden,
     position, node, child, stop, heavy_first, tile_stop, first_row, num_children, column,
     node_of_row, visited,
-    kept, block_max, lse, picked,
+    exp_logits, block_max, lse, target_logit,
     d_weight, d_bias,
     P, R, num_heavy, num_blocks, h_units, hidden_stride, weight_stride,
     ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, SEARCH: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """(6) for the rows of heavy nodes, and 0 for the rows of nodes that nobody visits.
+    """(6) for the rows of heavy nodes, and 0 for the rows of nodes without visits.
 
-    Programs take tiles (heavy node, block of children, columns of H) in turn; `tile_stop` [K] says
-    after how many tiles each node ends.
+    Programs take tiles (heavy node, block of children, columns of H) in turn; `tile_stop` [K] is
+    the number of tiles up to the end of each node.
     """
     H = h_units * ALIGN
     num_h = tl.cdiv(H, BLOCK_H)
@@ -143,10 +145,13 @@ def _d_weight(
         h0 = (local % num_h) * BLOCK_H
         block = _first_block(column, n, d, BLOCK_C) + c0 // BLOCK_C
         _write_rows(
-            d_nll, scale, hidden, position, child, kept, block_max, lse, picked, d_weight, d_bias,
-            s, s_stop, d, block, c0, width, first, h0, P, H, num_blocks,
-            hidden_stride * ALIGN, weight_stride * ALIGN,
-            ACC, PRECISION, BLOCK_V, BLOCK_C, BLOCK_H,
+            d_nll=d_nll, scale=scale, hidden=hidden, position=position, child=child,
+            exp_logits=exp_logits, block_max=block_max, lse=lse, target_logit=target_logit,
+            d_weight=d_weight, d_bias=d_bias,
+            s=s, s_stop=s_stop, d=d, block=block, c0=c0, width=width, first=first, h0=h0,
+            P=P, H=H, num_blocks=num_blocks,
+            hidden_stride=hidden_stride * ALIGN, weight_stride=weight_stride * ALIGN,
+            ACC=ACC, PRECISION=PRECISION, BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
         )  # fmt: skip
     for r0 in range(tl.program_id(0), tl.cdiv(R, BLOCK_R), tl.num_programs(0)):
         r = r0 * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
@@ -160,7 +165,7 @@ def _d_weight(
 
 @triton.jit
 def _write_rows(
-    d_nll, scale, hidden, position, child, kept, block_max, lse, picked, d_weight, d_bias,
+    d_nll, scale, hidden, position, child, exp_logits, block_max, lse, target_logit, d_weight, d_bias,
     s, s_stop, d, block, c0, width, first, h0, P, H, num_blocks, hidden_stride, weight_stride,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -175,18 +180,20 @@ def _write_rows(
         visits = v < s_stop
         p = tl.load(position + v, mask=visits, other=0)
         error = _error(
-            kept, block_max, lse, picked, child,
-            v, visits, d, block, c0, P, num_blocks, ACC, BLOCK_C,
+            exp_logits=exp_logits, block_max=block_max, lse=lse, target_logit=target_logit,
+            child=child, v=v, visits=visits, d=d, block=block, c0=c0,
+            P=P, num_blocks=num_blocks, ACC=ACC, BLOCK_C=BLOCK_C,
         )  # fmt: skip
         error *= tl.load(d_nll + p, mask=visits, other=0.0).to(ACC)[:, None]
-        own = _rows(hidden, p, visits, h, h < H, hidden_stride)
+        x = _rows(hidden, p, visits, h, h < H, hidden_stride)
         total = tl.dot(
-            tl.trans(error.to(own.dtype)), own, total, input_precision=PRECISION, out_dtype=ACC
+            tl.trans(error.to(x.dtype)), x, total, input_precision=PRECISION, out_dtype=ACC
         )
         bias_total += tl.sum(error, axis=0)
     _store_rows(
-        d_weight, d_bias, scale, total, bias_total, first, c, width, h0, h, H, weight_stride
-    )
+        d_weight=d_weight, d_bias=d_bias, scale=scale, total=total, bias_total=bias_total,
+        first=first, c=c, width=width, h0=h0, h=h, H=H, stride=weight_stride,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -222,7 +229,7 @@ def _write_zeros(
 def _d_light(
     d_nll, scale, hidden, weight,
     position, node, child, stop, light_level, light_first, first_row, num_children, column,
-    kept, block_max, lse, picked,
+    exp_logits, block_max, lse, target_logit,
     partial, d_hidden, d_weight, d_bias, written_row,
     P, D, num_blocks, h_units, hidden_stride, weight_stride,
     LIGHT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
@@ -230,7 +237,7 @@ def _d_light(
 ):  # fmt: skip
     """(5), added to `partial`, and (6) for one light group and some columns of H.
 
-    `written_row` [I] says where the gradients of each node's rows begin, if not at its rows.
+    `written_row` [I] is where the gradients of each node's rows begin; None if at its rows.
     """
     H = h_units * ALIGN
     num_h = tl.cdiv(H, BLOCK_H)
@@ -243,8 +250,8 @@ def _d_light(
         v = begin + tl.arange(0, LIGHT)
         in_tile = v < end
         p = tl.load(position + v, mask=in_tile, other=0)
-        own_d_nll = tl.load(d_nll + p, mask=in_tile, other=0.0).to(ACC)
-        own = _rows(hidden, p, in_tile, h, h < H, hidden_stride * ALIGN)
+        v_d_nll = tl.load(d_nll + p, mask=in_tile, other=0.0).to(ACC)
+        x = _rows(hidden, p, in_tile, h, h < H, hidden_stride * ALIGN)
         total = tl.zeros([LIGHT, BLOCK_H], ACC)
         for d in range(top, D):
             active = _active(node, light_level, v, in_tile, d, P, False)
@@ -259,24 +266,27 @@ def _d_light(
                 for c0 in range(0, width, BLOCK_C):
                     c = c0 + tl.arange(0, BLOCK_C)
                     error = _error(
-                        kept, block_max, lse, picked, child,
-                        v, visits, d, block + c0 // BLOCK_C, c0, P, num_blocks, ACC, BLOCK_C,
+                        exp_logits=exp_logits, block_max=block_max, lse=lse, target_logit=target_logit,
+                        child=child, v=v, visits=visits, d=d, block=block + c0 // BLOCK_C, c0=c0,
+                        P=P, num_blocks=num_blocks, ACC=ACC, BLOCK_C=BLOCK_C,
                     )  # fmt: skip
                     if d_hidden is not None:
                         w = _rows(weight, first + c, c < width, h, h < H, weight_stride * ALIGN)
                         total = tl.dot(
-                            error.to(own.dtype), w.to(own.dtype), total,
+                            error.to(x.dtype), w.to(x.dtype), total,
                             input_precision=PRECISION, out_dtype=ACC,
                         )  # fmt: skip
                     if d_weight is not None or d_bias is not None:
-                        error *= own_d_nll[:, None]
+                        error *= v_d_nll[:, None]
                         rows = tl.dot(
-                            tl.trans(error.to(own.dtype)), own,
+                            tl.trans(error.to(x.dtype)), x,
                             input_precision=PRECISION, out_dtype=ACC,
                         )  # fmt: skip
                         _store_rows(
-                            d_weight, d_bias, scale, rows, tl.sum(error, axis=0),
-                            written, c, width, h0, h, H, weight_stride * ALIGN,
+                            d_weight=d_weight, d_bias=d_bias, scale=scale,
+                            total=rows, bias_total=tl.sum(error, axis=0),
+                            first=written, c=c, width=width, h0=h0, h=h, H=H,
+                            stride=weight_stride * ALIGN,
                         )  # fmt: skip
                 s = _next(active, v, s_stop, end)
         if d_hidden is not None:
@@ -285,6 +295,6 @@ def _d_light(
                 partial + v.to(tl.int64)[:, None] * H + h[None, :], mask=inside, other=0.0
             )
             if scale is not None:
-                own_d_nll *= tl.load(scale)
-            out = (total * own_d_nll[:, None] + heavy).to(d_hidden.dtype.element_ty)
+                v_d_nll *= tl.load(scale)
+            out = (total * v_d_nll[:, None] + heavy).to(d_hidden.dtype.element_ty)
             tl.store(d_hidden + p.to(tl.int64)[:, None] * H + h[None, :], out, mask=inside)

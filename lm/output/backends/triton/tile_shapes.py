@@ -1,7 +1,6 @@
 """Tile shapes of the fused kernels, and how they are compiled.
 
-Chosen by the compiler's word for sm_80, sm_90 and sm_100 (`scripts/kernel_report`), not yet by the
-clock of a GPU.
+Chosen by what the compiler reports for sm_80, sm_90 and sm_100; not yet timed on a GPU.
 """
 
 from typing import NamedTuple
@@ -9,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 MAX_REGISTERS = 255
-"""Of a thread. Said aloud, because the assembler otherwise spills to fit more programs on a
-processor.
+"""Of a thread. Stated, because the assembler otherwise spills to fit more programs on a processor.
 """
 
 
@@ -34,8 +32,8 @@ class Tiles(NamedTuple):
     """Tile shapes of the kernels.
 
     Attributes:
-        block_c: children in a block, of all kernels, because what is kept is laid out by it.
-        forward, d_hidden, d_weight, d_light: see `Tile`; `v` of d_light is `routing.LIGHT`.
+        block_c: children in a block, the same for all kernels: `Saved.exp_logits` is laid out by it.
+        forward, d_hidden, d_weight, d_light: see `Tile`; `v` of d_light is `schedule.LIGHT`.
     """
 
     block_c: int
@@ -50,13 +48,13 @@ _TILES = {
     ("half", 80): Tiles(
         64, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2), Tile(16, 32, 4, 3)
     ),
-    # 64 positions and 64 children fill a warp group's wgmma. d_hidden turns what was kept into
-    # errors beside its product and needs eight warps for the registers; d_light holds a block of
-    # W, of h and of d_weight at a time: a third stage spills.
+    # 64 positions and 64 children fill a warp group's wgmma. d_hidden computes errors along with
+    # its product and needs eight warps for the registers; d_light holds a block of W, of h and of
+    # d_weight at a time: a third stage spills.
     ("half", 90): Tiles(
         64, Tile(64, 64, 4, 3), Tile(64, 64, 8, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 2)
     ),
-    # The same, but accumulators live in tensor memory: four warps have registers enough.
+    # The same, but accumulators live in tensor memory: four warps have enough registers.
     ("half", 100): Tiles(
         64, Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(16, 64, 4, 2)
     ),
@@ -68,8 +66,8 @@ _TILES = {
 }
 """By size of a number and least architecture; the largest tried that spill no register."""
 _WIDE_D_HIDDEN = Tile(64, 128, 8, 3)
-"""For half precision from sm_90 on, where 4 divides H: what was kept is read half as often. Columns
-that are loaded one by one or in pairs take the registers that this needs.
+"""For half precision from sm_90 on, where 4 divides H: `Saved.exp_logits` is read half as often.
+Columns that are loaded one by one or in pairs take the registers that this needs.
 """
 
 
@@ -82,7 +80,7 @@ def tiles(dtype: torch.dtype, capability: int, align: int) -> Tiles:
         align: a power of two that divides H and the strides.
     """
     size = "half" if dtype.itemsize == 2 else "single"
-    fitting = [known for own, known in _TILES if own == size and known <= max(capability, 80)]
+    fitting = [sm for kind, sm in _TILES if kind == size and sm <= max(capability, 80)]
     found = _TILES[size, max(fitting)]
     if size == "half" and capability >= 90 and align >= 4:
         found = found._replace(d_hidden=_WIDE_D_HIDDEN)
@@ -90,7 +88,7 @@ def tiles(dtype: torch.dtype, capability: int, align: int) -> Tiles:
 
 
 def compiler_options(tile: Tile) -> dict[str, int | bool]:
-    """How the compiler is to make the kernel of a tile."""
+    """Options of the compiler for the kernel of a tile."""
     options: dict[str, int | bool] = {
         "num_warps": tile.warps,
         "num_stages": tile.stages,

@@ -1,0 +1,181 @@
+"""What every backend takes and returns: the problem, the gradients asked for, and the protocol.
+
+A backend computes the negative log-likelihood of every position and, backwards, the gradients. It
+does not check its inputs, reduce over positions or know about autograd: `lm.output.functional` and
+`lm.output.backends.autograd` do.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from lm.output.rowwise.row_gradient import RowGradient
+from lm.output.tree.class_tree import ClassTree, TreeArrays
+
+Saved = TypeVar("Saved", bound=tuple[Any, ...])
+"""What a backend saves for its backward: a `NamedTuple` of tensors and of such `NamedTuple`s."""
+
+
+class Problem(NamedTuple):
+    """The negative log-likelihoods to compute, in the order in which the custom ops take it.
+
+    Attributes:
+        hidden: [P, H] floating point.
+        weight: [R, H] floating point.
+        bias: [R] floating point, or None.
+        target: [P] int64, words or `ignore_index`.
+        tree: the arrays of the tree.
+        depth: D, of the tree.
+        max_path_columns: of the tree.
+        ignore_index: value of the targets that are ignored.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    tree: TreeArrays
+    depth: int
+    max_path_columns: int
+    ignore_index: int
+
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        tree: ClassTree,
+        ignore_index: int = -100,
+    ) -> "Problem":
+        """The problem of all positions of `hidden` [..., H] and `target` [...]."""
+        flat, sizes = hidden.reshape(-1, hidden.shape[-1]), (tree.depth, tree.max_path_columns)
+        return cls(flat, weight, bias, target.reshape(-1), tree.arrays, *sizes, ignore_index)
+
+    @classmethod
+    def without_values(
+        cls, num_positions: int, hidden_size: int, tree: ClassTree, dtype: torch.dtype
+    ) -> "Problem":
+        """A problem of these sizes whose tensors have no memory, to ask what it would take."""
+        hidden = torch.empty(num_positions, hidden_size, dtype=dtype, device="meta")
+        weight = torch.empty(tree.num_rows, hidden_size, dtype=dtype, device="meta")
+        target = torch.empty(num_positions, dtype=torch.int64, device="meta")
+        problem = cls.of(hidden, weight, weight[:, 0], target, tree)
+        return problem._replace(tree=TreeArrays(*(array.to("meta") for array in tree.arrays)))
+
+    @property
+    def num_positions(self) -> int:
+        """P."""
+        return self.hidden.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """N."""
+        return self.tree.row_of_word.numel()
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for, and in which form.
+
+    Attributes:
+        hidden, weight, bias: whether its gradient is needed.
+        row_wise: whether the gradients of weight and bias are `RowGradient`s instead of dense.
+    """
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    row_wise: bool = False
+
+    @property
+    def any(self) -> bool:
+        """Whether a backward follows."""
+        return self.hidden or self.weight or self.bias
+
+
+class Gradients(NamedTuple):
+    """Gradients in the dtypes of what they belong to; None where not needed.
+
+    Attributes:
+        d_hidden: [P, H].
+        d_weight: [R, H].
+        d_bias: [R].
+    """
+
+    d_hidden: Tensor | None
+    d_weight: Tensor | RowGradient | None
+    d_bias: Tensor | RowGradient | None
+
+
+class Backend(Protocol[Saved]):
+    """One way to compute the loss and its gradients.
+
+    Attributes:
+        name: as in the argument `backend` of the public functions.
+        automatic_on: types of devices on which "auto" may choose it; None for all.
+    """
+
+    name: str
+    automatic_on: frozenset[str] | None
+
+    def obstacle(self, problem: Problem, device: torch.device) -> str | None:
+        """Why the backend cannot solve the problem on a device; None if it can.
+
+        Returns:
+            The predicate of a sentence whose subject is the backend.
+        """
+
+    def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
+        """The nll [P] in `compute_dtype`, and what the backward needs if `needs.any`.
+
+        Raises:
+            IndexError: if a target is neither a word nor `ignore_index`; a device-side assertion
+                where the backend does not wait for the device.
+        """
+
+    def backward(
+        self, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs
+    ) -> Gradients:
+        """The gradients that are needed, given the gradient d_nll [P] of the nll.
+
+        Args:
+            d_nll: [P].
+            problem: as in the forward.
+            saved: what the forward returned.
+            needs: the same `row_wise` as in the forward, and no more gradients.
+        """
+
+    def nll_by_level(self, problem: Problem) -> Tensor:
+        """The nll of every position at each level of the tree, [D, P], without gradient.
+
+        Raises:
+            IndexError: as in `forward`.
+        """
+
+    def saved_type(self, problem: Problem, needs: Needs) -> type[Saved]:
+        """The type of what the forward saves."""
+
+    def new_saved(self, problem: Problem, needs: Needs) -> Saved:
+        """What the forward saves, in uninitialised memory; from sizes alone."""
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are formed in: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def flatten(saved: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors of what a backend saved, in the order of its fields."""
+    tensors: list[Tensor] = []
+    for value in saved:
+        tensors += flatten(value) if isinstance(value, tuple) else [value]
+    return tensors
+
+
+def unflatten(kind: type[Saved], tensors: Iterator[Tensor]) -> Saved:
+    """The inverse of `flatten`."""
+    fields = kind.__annotations__.values()
+    return kind(*(next(tensors) if of is Tensor else unflatten(of, tensors) for of in fields))

@@ -1,0 +1,212 @@
+"""What a row-wise gradient consists of: parts, whose sum it is, and blocks, in which it is used.
+
+The gradient of a visited node's rows is Σ_{v of n} e_v (d nll_p h_p)ᵀ: a product of [children,
+visits] and [visits, H], of rank 1 where the node has one visit. The backward has the factors
+anyway; the product would be as large as the visited rows, gigabytes where a table has ten million.
+So the product is formed in portions that fit in a cache, when the gradient is used: for the norm of
+clipping, and in the optimizer's step. Rows that are read as input vectors have a gradient each.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PRODUCT_ELEMENTS = 1 << 19
+"""Most elements of a product formed at once: 2 MB in fp32."""
+ROWS_ELEMENTS = 1 << 26
+"""Most elements of single rows in a block: 256 MB in fp32, of which an optimizer makes copies."""
+
+
+class Product(NamedTuple):
+    """The gradient coefficientsᵀ vectors of the rows first_row, first_row + 1, …
+
+    Attributes:
+        first_row: of the node's children.
+        coefficients: [visits, children].
+        vectors: [visits, H].
+    """
+
+    first_row: int
+    coefficients: Tensor
+    vectors: Tensor
+
+
+class Rows(NamedTuple):
+    """Gradients of single rows.
+
+    Attributes:
+        row: [K] int64; rows may repeat.
+        values: [K, H].
+    """
+
+    row: Tensor
+    values: Tensor
+
+
+Part = Product | Rows
+
+
+class Block:
+    """Some rows of the gradient, disjoint from those of all other blocks.
+
+    The values are given, or formed as coefficientsᵀ vectors when they are first used, with values
+    added to a few of the rows.
+
+    Args:
+        rows: a slice of neighbouring rows, or an index [K].
+        values: [K, H], or None.
+        factors: coefficients [visits, K] and vectors [visits, H], or None.
+        more: added to some of the K rows; rows counted from the block's first, each once.
+    """
+
+    def __init__(
+        self,
+        rows: slice | Tensor,
+        values: Tensor | None = None,
+        factors: tuple[Tensor, Tensor] | None = None,
+        more: Rows | None = None,
+    ) -> None:
+        self.rows = rows
+        self._values, self._factors, self._more = values, factors, more
+
+    def values(self) -> Tensor:
+        """The gradient of the rows, [K, H]."""
+        if self._values is None:
+            assert self._factors is not None
+            coefficients, vectors = self._factors
+            self._values = coefficients.T @ vectors
+            if self._more is not None:
+                self._values[self._more.row] += self._more.values
+        return self._values
+
+    def index(self, device: torch.device) -> Tensor:
+        """The rows as an index [K] int64."""
+        rows = self.rows
+        if isinstance(rows, slice):
+            return torch.arange(rows.start, rows.stop, device=device)
+        return rows
+
+    def square_norms(self) -> Tensor:
+        """The squared 2-norm of each row's gradient, [K]."""
+        if self._values is not None or self._factors is None or len(self._factors[0]) > 1:
+            return self.values().square().sum(1)
+        coefficients, vector = self._factors
+        squares = coefficients[0].square() * vector.square().sum()
+        if self._more is not None:
+            row, values = self._more
+            squares[row] = (coefficients[0, row, None] * vector + values).square().sum(1)
+        return squares
+
+    def add_into(self, out: Tensor, factor: float | Tensor) -> None:
+        """Add factor · gradient to `out`.
+
+        Args:
+            out: [K, H], in the dtype of the values.
+            factor: one for all rows, or [K].
+        """
+        if self._values is not None or self._factors is None:
+            if isinstance(factor, Tensor):
+                out.addcmul_(self.values(), factor[:, None])
+            else:
+                out.add_(self.values(), alpha=factor)
+            return
+        coefficients, vectors = self._factors
+        if isinstance(factor, Tensor):
+            out.addmm_((coefficients * factor).T, vectors)
+        else:
+            out.addmm_(coefficients.T, vectors, alpha=factor)
+        if self._more is not None:
+            row, values = self._more
+            out[row] += values * (factor[row, None] if isinstance(factor, Tensor) else factor)
+
+
+def blocks_of(parts: Sequence[Part]) -> Iterator[Block]:
+    """The rows that have a gradient, each in one block, in portions that fit in a cache."""
+    products: defaultdict[int, list[Product]] = defaultdict(list)
+    for part in parts:
+        if isinstance(part, Product):
+            products[part.first_row].append(part)
+    single = _coalesced([part for part in parts if isinstance(part, Rows)])
+    nodes = [_joined(products[first]) for first in sorted(products)]
+    of_nodes, rest = _split_by_node(single, nodes)
+    yield from chain.from_iterable(map(_portions, nodes, of_nodes))
+    if rest is not None and rest.row.numel():
+        step = max(1, ROWS_ELEMENTS // rest.values.shape[1])
+        for row, values in zip(rest.row.split(step), rest.values.split(step), strict=True):
+            yield Block(row, values)
+
+
+def as_one_block(blocks: Sequence[Block]) -> Iterator[Block]:
+    """The blocks of a vector as a single one, because each has few elements."""
+    if blocks:
+        values = torch.cat([block.values() for block in blocks])
+        yield Block(torch.cat([block.index(values.device) for block in blocks]), values)
+
+
+def _joined(products: Sequence[Product]) -> Product:
+    """The sum of products over the same rows, as one product."""
+    if len(products) == 1:
+        return products[0]
+    coefficients = torch.cat([product.coefficients for product in products])
+    vectors = torch.cat([product.vectors for product in products])
+    return Product(products[0].first_row, coefficients, vectors)
+
+
+def _coalesced(parts: Sequence[Rows]) -> Rows | None:
+    """The sum of the parts, each row once and in ascending order."""
+    if not parts:
+        return None
+    row, values = parts[0]
+    if len(parts) > 1:
+        row = torch.cat([part.row for part in parts])
+        values = torch.cat([part.values for part in parts])
+    rows, place = torch.unique(row, return_inverse=True)
+    summed = values.new_zeros(rows.numel(), values.shape[1])
+    return Rows(rows, summed.index_add_(0, place, values))
+
+
+def _split_by_node(
+    single: Rows | None, nodes: Sequence[Product]
+) -> tuple[list[Rows | None], Rows | None]:
+    """Single rows by the node whose children they are, and those of nodes without a product.
+
+    Args:
+        single: each row once, ascending.
+        nodes: in the order of their rows.
+    """
+    if single is None or not nodes:
+        return [None] * len(nodes), single
+    first = torch.tensor([node.first_row for node in nodes])
+    stop = first + torch.tensor([node.coefficients.shape[1] for node in nodes])
+    index = single.row.to(first.device)
+    begin = torch.searchsorted(index, first).tolist()
+    end = torch.searchsorted(index, stop).tolist()
+    of_nodes = [
+        Rows(single.row[a:b], single.values[a:b]) if a < b else None
+        for a, b in zip(begin, end, strict=True)
+    ]
+    owner = torch.searchsorted(first, index, right=True) - 1
+    outside = (owner < 0) | (index >= stop[owner.clamp(min=0)])
+    outside = outside.to(single.row.device)
+    return of_nodes, Rows(single.row[outside], single.values[outside])
+
+
+def _portions(node: Product, rows: Rows | None) -> Iterator[Block]:
+    """A node's rows, some at a time, with the gradients of single rows among them added."""
+    width, step = node.coefficients.shape[1], max(1, PRODUCT_ELEMENTS // node.vectors.shape[1])
+    for begin in range(0, width, step):
+        end = min(begin + step, width)
+        first, stop = node.first_row + begin, node.first_row + end
+        coefficients, more = node.coefficients, rows
+        if end - begin < width:
+            coefficients = node.coefficients[:, begin:end]
+            if rows is not None:
+                inside = (rows.row >= first) & (rows.row < stop)
+                more = Rows(rows.row[inside], rows.values[inside])
+        if more is not None:
+            more = Rows(more.row - first, more.values)
+        yield Block(slice(first, stop), factors=(coefficients, node.vectors), more=more)

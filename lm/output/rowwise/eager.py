@@ -1,0 +1,41 @@
+"""Decorators of functions with row-wise gradients, which run outside of `torch.compile` and are
+differentiable once.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+
+
+def not_compiled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """`torch.compiler.disable`, which imports the compiler, only where it is already imported."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        compiler = sys.modules.get("torch._dynamo")
+        run: Callable[P, Tensor] = function if compiler is None else compiler.disable(function)
+        return run(*args, **kwargs)
+
+    return call
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a backward raise if it is to be differentiated, where autograd would take its results
+    for constants.
+    """
+
+    @wraps(backward)
+    def refusing(ctx: Any, *upstream: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "row-wise gradients are differentiable once: create_graph is not supported"
+            )
+        return backward(ctx, *upstream)
+
+    return refusing
