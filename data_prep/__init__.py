@@ -1,3 +1,4 @@
-"""Text → tokens → classes: everything that happens before a model sees a token. Imports neither
-`lm` nor torch.
+"""Text → tokens → classes: everything that happens before a model sees a token.
+
+Imports neither `lm` nor torch.
 """

@@ -1,4 +1,8 @@
-"""Compiled loops: numba, which keeps what it compiled where it can."""
+"""Compilation of Python loops by numba, cached on disk where possible.
+
+numba's cache notices changes to a function's own file only, so a compiled function and the compiled
+functions that it calls belong in the same file.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +11,16 @@ import numba
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`numba.njit`, cached; compiled anew in every process where no cache can be written."""
+    """Compile a function with `numba.njit`; a cache that cannot be written is not an error.
+
+    Args:
+        function: any function that numba supports; used as a decorator.
+
+    Returns:
+        The compiled function. Without a cache it is compiled again in every process.
+    """
     try:
         decorated: Callable[..., Any] = numba.njit(cache=True)(function)
-    except RuntimeError:  # neither this folder nor the user's can be written
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written
         decorated = numba.njit(function)
     return decorated

@@ -1,7 +1,8 @@
-"""The error that `data_prep` and `lm` share."""
+"""The error that reports a user's mistake, shared by `data_prep` and `lm`."""
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct. Its text is one complete line; commands print it without
-    a traceback.
+    """A mistake that the user can correct, described on a single line.
+
+    Commands print the message without a traceback.
     """

@@ -1,9 +1,7 @@
-"""The three sections of the configuration that data preparation reads: `data`, `tokenizer`,
-`classes`.
+"""The sections of the configuration that data preparation reads: `data`, `tokenizer`, `classes`.
 
-Plain dataclasses with their constraints in the types; `lm.config` validates them (strictly, no
-coercion). Nothing heavy is imported here, so that a command line can read a configuration without
-loading a library.
+Plain dataclasses with their constraints in the types; `lm.config` validates them strictly, without
+coercion. Imports nothing heavy, so that a command line can read a configuration quickly.
 """
 
 from dataclasses import dataclass, field
@@ -19,121 +17,123 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Files = str | list[str] | None
 
 BYTE_ORDER_MARK = "\ufeff"
-"""Stands before some texts and is no part of them."""
+"""First character of some text files; not part of the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitFiles:
-    """The files of each split: a path, a glob, a folder, or a list of these; relative ones start at
-    `data.dir`.
+    """The files of each split: a path, a glob, a folder, or a list of these.
+
+    Relative paths start at `data.dir`.
     """
 
     __pydantic_config__ = STRICT
 
     train: Files = None
+    """Files of the training split."""
     valid: Files = None
+    """Files of the validation split."""
     test: Files = None
+    """Files of the test split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the text comes from: what `datasets.load_dataset` takes, and where the prepared files
-    go.
-    """
+    """Where the text comes from and where the prepared files are written."""
 
     __pydantic_config__ = STRICT
 
     dir: str = "."
-    """Folder that relative names in `files` start at."""
+    """Folder at which relative paths in `files` start."""
     files: SplitFiles = field(default_factory=SplitFiles)
-    """Local files of each split; compressed ones (.gz .bz2 .xz .zst) are read as they are."""
+    """Local files of each split; compressed files (.gz .bz2 .xz .zst) are read directly."""
     format: Literal["text", "json", "parquet", "csv"] = "text"
-    """What the local files are: lines of text, JSON lines, parquet or CSV."""
+    """Format of the local files: lines of text, JSON lines, parquet or CSV."""
     hub: str | None = None
-    """Name of a dataset on the hub (or a folder in its layout), instead of `files`; its splits
-    train/validation/test are read.
+    """Name of a dataset on the hub (or a folder in the hub's layout), read instead of `files`; its
+    splits are train, validation and test.
     """
     hub_config: str | None = None
     """Configuration name of the hub dataset, for instance `wikitext-103-raw-v1`."""
     text_field: str = "text"
-    """Column that holds the text, for formats that have columns."""
+    """Column that contains the text, for formats with columns."""
     keep_empty_lines: bool = True
-    """Whether an empty line counts as a sentence of one `<eos>` (the convention behind published
+    """Whether an empty line counts as a sentence of one `<eos>` (the convention of published
     WikiText figures).
     """
     prepared_dir: str | None = None
-    """Folder of the prepared files and of nothing else; default `<run_dir>/data`."""
+    """Folder that contains the prepared files and nothing else; default `<run_dir>/data`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """How a line becomes token ids. The vocabulary is built from the training split alone."""
+    """How a line becomes token ids; the vocabulary is built from the training split alone."""
 
     __pydantic_config__ = STRICT
 
     kind: Literal["words", "sentencepiece"] = "words"
     """`words`: whitespace-separated words, vocab.txt; `sentencepiece`: pieces, tokenizer.model."""
     vocab_size: Positive | None = None
-    """words: keep at most this many types, `<unk>` and `<eos>` included (None: all); sentencepiece:
+    """words: maximum number of word types, `<unk>` and `<eos>` included (None: all); sentencepiece:
     number of pieces (required).
     """
     min_count: Positive = 1
-    """words: types seen less often become `<unk>`."""
+    """words: words that occur less often become `<unk>`."""
     lowercase: bool = False
-    """words: fold case before anything else."""
+    """words: convert the text to lower case first."""
     split_punctuation: bool = False
-    """words: punctuation marks become words of their own (for raw text; corpora with separated
-    tokens want False).
+    """words: punctuation marks become separate words (for raw text; not for corpora that are
+    already tokenized).
     """
     model_type: Literal["unigram", "bpe", "char", "word"] = "unigram"
     """sentencepiece: kind of model."""
     byte_fallback: bool = False
     """sentencepiece: spell unknown characters as UTF-8 bytes, so that nothing is unknown."""
     character_coverage: Annotated[float, Field(gt=0, le=1)] = 0.9995
-    """sentencepiece: share of characters that get a piece."""
+    """sentencepiece: share of the characters that the pieces cover."""
     max_sentences: Positive = 1_000_000
-    """sentencepiece: number of training lines sampled to build the model (memory grows with it)."""
+    """sentencepiece: number of training lines sampled to build the model; memory grows with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassesConfig:
-    """How words are put into classes for `output.tree: two_level`."""
+    """How words are assigned to classes for `output.tree: two_level`."""
 
     __pydantic_config__ = STRICT
 
     method: Literal["embedding", "exchange", "frequency", "uniform", "random", "file"] = "exchange"
-    """exchange: each word moves to the class that makes the text most likely, from those of
-    embedding;
+    """exchange: start from embedding, then move each word to the class that makes the text most
+    likely;
     embedding: balanced k-means on PPMI-SVD vectors, refined by the likelihood of class bigrams;
     frequency: equal sums of √count; uniform: equal blocks of frequency ranks; random: equal sizes,
     shuffled; file: a word → class file.
     """
     num_word_classes: Positive | None = None
     """C, number of classes; default √N, rounded."""
-    head: NonNegative = 0
-    """This many of the most frequent words are in no class: they hang on the root, beside the
-    classes. exchange then makes the classes of the other words for that tree.
+    shortlist: NonNegative = 0
+    """Number of most frequent words that are children of the root, next to the classes, and in no
+    class. exchange then optimizes the classes of the other words for that tree.
     """
     seed: NonNegative = 1
     """Seed of `random`, `embedding` and `exchange`."""
     clustered_words: Positive | None = None
-    """embedding, exchange: only this many of the most frequent words are clustered; the others are
-    cut by count into classes of their own, as in frequency. The two parts share C in proportion to
-    their sums of √count. embedding looks at pairs of clustered words alone; to exchange, the others
-    are one neighbour. Default: all.
+    """embedding, exchange: number of most frequent words to cluster (default: all). The other words
+    are divided by count into separate classes, as in frequency. The two groups share C in
+    proportion to their sums of √count. embedding counts pairs of clustered words only; exchange
+    treats all other words as one neighbour.
     """
     dimensions: Positive = 100
     """embedding, exchange: length of the word vectors."""
     max_words: Positive | None = None
-    """embedding, exchange: most words in one class; default ⌈N / C⌉, equal sizes, and twice that
-    for exchange. With `clustered_words`, N and C are those of the clustered words.
+    """embedding, exchange: maximum number of words in one class; default ⌈N / C⌉ (equal sizes),
+    twice that for exchange. With `clustered_words`, N and C are those of the clustered words.
     """
     column_cost: Annotated[float, Field(ge=0)] = 0.0
-    """exchange: nats that one logit of one token is worth; above 0, frequent words end in smaller
-    classes.
+    """exchange: cost in nats of one logit of one token; above 0, frequent words are put into
+    smaller classes.
     """
     file: str | None = None
-    """file: the word → class file; a relative name starts at `data.dir`."""
+    """file: the word → class file; a relative path starts at `data.dir`."""
     file_format: Literal["mkcls", "brown", "srilm"] = "mkcls"
     """file: `mkcls` (word TAB class), `brown` (bit string TAB word TAB count) or `srilm` (class
     [probability] word).

@@ -1,7 +1,7 @@
-"""Files that are complete or absent, and arrays of one dimension with checksums.
+"""Files that are complete or absent, one-dimensional arrays with checksums, validated JSON, locks.
 
-Decides how bytes reach the disk and how they are checked when they come back; which files there
-are is up to `artifacts`.
+Decides how bytes reach the disk and how they are checked when they are read. Knows nothing of what
+the files contain.
 """
 
 import fcntl
@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 
 from data_prep.errors import UserError
 from data_prep.settings import STRICT, NonNegative
@@ -30,23 +31,38 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayInfo:
-    """A `.npy` file of one dimension."""
+    """What is recorded about a one-dimensional `.npy` file."""
 
     __pydantic_config__ = STRICT
 
     dtype: ArrayType
     length: NonNegative
     sha256: str
-    """Of the array's bytes. The header follows from dtype and length and is compared whole."""
+    """Checksum of the values; the header follows from `dtype` and `length`."""
 
 
 def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) -> ArrayInfo:
-    """Write chunks one after the other as one `.npy` array, a chunk in memory at a time; atomic.
+    """Write chunks one after the other as one `.npy` array, atomically.
+
+    Only one chunk is in memory at a time.
 
     Args:
-        path: the file.
-        chunks: arrays of one dimension, cast to `dtype`.
-        dtype: type of the file, little-endian.
+        path: the file; its folder exists.
+        chunks: one-dimensional arrays, cast to `dtype`.
+        dtype: type of the values in the file, stored little-endian.
+
+    Returns:
+        The record that `map_array` and `verify_array` check the file against.
+
+    Raises:
+        UserError: the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "numbers.npy"
+        >>> info = write_array(path, [np.arange(3), np.arange(2)], "uint16")
+        >>> map_array(path, info).tolist()
+        [0, 1, 2, 0, 1]
     """
     stored = np.dtype(dtype).newbyteorder("<")
 
@@ -66,10 +82,17 @@ def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) ->
 
 
 def map_array(path: Path, info: ArrayInfo) -> NDArray[Any]:
-    """A read-only memory map of a `.npy` file, once its size and header are what they must be.
+    """Map a `.npy` file read-only into memory after checking its size and header.
+
+    Args:
+        path: the file.
+        info: the record that `write_array` returned.
+
+    Returns:
+        The values, [length].
 
     Raises:
-        UserError: the file is absent, truncated, too long, or its header says something else.
+        UserError: the file is absent, truncated or too long, or its header differs from `info`.
     """
     dtype = np.dtype(info.dtype).newbyteorder("<")
     header = _npy_header(dtype, info.length)
@@ -93,12 +116,18 @@ def map_array(path: Path, info: ArrayInfo) -> NDArray[Any]:
 def verify_array(
     path: Path, array: NDArray[Any], info: ArrayInfo, *, below: int | None = None
 ) -> None:
-    """Compare a mapped array with its checksum, and its values with the range [0, below).
+    """Compare a mapped array with its checksum and its values with the range [0, below).
 
-    The file is read, not the map, whose pages would count as this process's memory.
+    The file is read instead of the map, because mapped pages count as memory of the process.
+
+    Args:
+        path: the file.
+        array: its map, from `map_array`.
+        info: the record that `write_array` returned.
+        below: upper bound of the values, exclusive; None checks no range.
 
     Raises:
-        UserError: they differ; names `path`.
+        UserError: the checksum differs or a value is out of range.
     """
     digest, lowest, highest = hashlib.sha256(), 0, -1
     step = CHUNK_BYTES // array.itemsize
@@ -116,23 +145,31 @@ def verify_array(
 
 
 def sha256_file(path: Path | str) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal; UserError if it cannot be read."""
+    """Return the SHA-256 of a file's bytes in hexadecimal; UserError if it cannot be read."""
     with open_to_read(Path(path)) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomically(path: Path | str, writer: Callable[[BinaryIO], Result]) -> Result:
-    """Write a file that is complete or absent; the one before it stays until the new one is whole.
+    """Write a file that is complete or absent; a previous version stays until the new one is whole.
 
     Args:
         path: the file; its folder exists.
-        writer: gets a binary file, open for writing and seeking, in the same folder.
+        writer: called with a seekable binary file in the same folder, open for writing.
 
     Returns:
         What `writer` returns.
 
     Raises:
         UserError: the file system refuses (full, read-only, no permission).
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "greeting"
+        >>> write_atomically(path, lambda file: file.write(b"hello"))
+        5
+        >>> path.read_bytes()
+        b'hello'
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -150,22 +187,69 @@ def write_atomically(path: Path | str, writer: Callable[[BinaryIO], Result]) -> 
     return result
 
 
-@contextmanager
-def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
-    """Hold a lock that one process has at a time; it goes with the process, its file stays.
+def write_json_atomically(path: Path | str, content: Any) -> None:
+    """Write indented UTF-8 JSON with `write_atomically`; ValueError for NaN and infinities."""
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def read_json(
+    path: Path,
+    kind: type[Any],
+    format_version: int,
+    upgrade: Callable[[dict[str, Any]], None] | None = None,
+) -> Any:
+    """Read a JSON object with a format version and validate it against a dataclass.
 
     Args:
-        path: the lock file, made if need be; its folder exists.
-        busy: what to say if another process has the lock; None waits for it.
+        path: the file.
+        kind: a dataclass with type hints; unknown and missing keys are errors.
+        format_version: expected value of the key `format_version`.
+        upgrade: changes the parsed object in place before it is validated.
+
+    Returns:
+        An instance of `kind`.
 
     Raises:
-        UserError: `busy`; the file cannot be opened.
+        UserError: the file is absent, is not such an object, or has another format version.
+    """
+    with open_to_read(path) as file:
+        content = file.read()
+    try:
+        record = TypeAdapter(dict[str, Any]).validate_json(content)
+        if (found := record.get("format_version")) != format_version:
+            raise UserError(f"{path} has format version {found}: expected {format_version}")
+        if upgrade is not None:
+            upgrade(record)
+            content = json.dumps(record).encode()
+        return TypeAdapter(kind).validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path} is damaged: {where}: {first['msg']}".replace(": : ", ": ")
+        ) from error
+
+
+@contextmanager
+def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
+    """Hold a lock that one process has at a time.
+
+    `flock` is used directly: it is released when the process ends for any reason and works on
+    read-only lock files of other users, which `filelock.FileLock` cannot open.
+
+    Args:
+        path: the lock file, created if necessary and never deleted; its folder exists.
+        busy: message if another process has the lock; None waits for it.
+
+    Raises:
+        UserError: another process has the lock, or the file cannot be opened.
     """
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         try:
-            lock = os.open(path, os.O_RDONLY)  # of a folder of somebody else's
+            lock = os.open(path, os.O_RDONLY)  # in another user's folder
         except OSError:
             raise UserError(f"{path.parent} cannot be written: {error.strerror}") from error
     try:
@@ -178,14 +262,8 @@ def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
         os.close(lock)
 
 
-def write_json_atomically(path: Path | str, content: Any) -> None:
-    """`write_atomically` of JSON, indented, UTF-8; ValueError for NaN and infinities."""
-    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
-
-
 def open_to_read(path: Path) -> BufferedReader:
-    """Open a binary file; UserError if that fails."""
+    """Open a binary file for reading; UserError if that fails."""
     try:
         return open(path, "rb")
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Words to classes."""
+"""Word classes for the two-level softmax."""

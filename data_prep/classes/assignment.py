@@ -1,10 +1,11 @@
-"""Words into classes of limited size: prices settle who gets the places that many words want.
+"""Assignment of words to classes of limited size by scores and prices.
 
-Decides places only; scores are the caller's. Whatever is words by classes is made for one portion
-of the words at a time and never kept.
+Decides the assignment only; the scores come from the caller. Arrays of words × classes exist for
+one portion of the words at a time.
 
-Legend: n words to place, C classes, K candidate classes of a word; a *score* is what a word gains
-by being in a class, a *price* what a class in demand charges, the *capacity* the places of a class.
+Legend: n words to assign, C classes, K candidate classes of a word; a *score* is the gain of a word
+in a class, a *price* is subtracted from the scores of a class with more demand than places, the
+*capacity* is the number of places of a class.
 """
 
 from bisect import bisect_left
@@ -12,15 +13,16 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 Score = Callable[[IntArray], FloatArray]
-"""Ids of n words → their score in every class, [n, C]."""
+"""Maps the ids of n words to their scores in every class, [n, C]."""
 
 SCORES_PER_PORTION = 1 << 22
 CANDIDATES = 32
-"""K: a word bids for its best K classes first."""
+"""K, number of best classes that a word is first assigned among."""
 PRICE_STEPS = 8
 
 
@@ -32,35 +34,45 @@ def assign(
     prices: FloatArray,
     temperature: float,
 ) -> tuple[IntArray, FloatArray]:
-    """Put words into classes with a high sum of scores, at most `capacity` words in a class.
+    """Assign words to classes with a high sum of scores, at most `capacity` words in a class.
 
-    Classes in demand raise their prices (Sinkhorn's iteration, stopped early); then each word takes
-    its best class at these prices, those first that would lose most by their second choice.
+    Prices of classes with too much demand are raised (Sinkhorn's iteration, stopped early); then
+    each word is assigned to its best class at these prices, in order of the loss that its second
+    choice would cause.
 
     Args:
-        score: of any of the words in every class.
-        words: [n] ids to place.
-        occupied: [C] places taken by words that stay.
-        capacity: places in a class.
-        prices: [C] to start from: 0, or those that a similar assignment ended with.
-        temperature: > 0, in units of scores; the smaller, the harder the choices behind prices.
+        score: scores of any of the words in every class.
+        words: int64 [n], ids to assign.
+        occupied: int64 [C], places taken by words that are not assigned.
+        capacity: number of places of a class.
+        prices: float32 [C], start values: 0, or the result of a similar assignment.
+        temperature: > 0, in units of the scores; softness of the choices that determine prices.
 
     Returns:
-        [n] classes, and [C] prices.
+        The classes, int64 [n], and the prices, float32 [C].
+
+    Example:
+        >>> scores = np.array([[5, 4], [5, 0]], np.float32)
+        >>> zeros = np.zeros(2, np.int64)
+        >>> word_class, _ = assign(
+        ...     lambda words: scores[words], np.arange(2), zeros, 1, zeros.astype(np.float32), 0.1
+        ... )
+        >>> word_class.tolist()
+        [1, 0]
     """
     candidates, scores = _candidates(score, words, prices)
     prices = _raise_prices(candidates, scores, occupied, capacity, prices, temperature)
-    room = capacity - occupied
-    placed = _place(candidates, scores - prices[candidates], room)
-    for part in _portions(np.flatnonzero(placed < 0), len(prices)):
-        vacant = np.flatnonzero(room > 0)
-        value = score(words[part])[:, vacant] - prices[vacant]
-        placed[part] = _place(np.broadcast_to(vacant, value.shape), value, room)
-    return placed, prices
+    vacancies = capacity - occupied
+    assigned = _take_places(candidates, scores - prices[candidates], vacancies)
+    for portion in _portions(np.flatnonzero(assigned < 0), len(prices)):
+        vacant = np.flatnonzero(vacancies > 0)
+        value = score(words[portion])[:, vacant] - prices[vacant]
+        assigned[portion] = _take_places(np.broadcast_to(vacant, value.shape), value, vacancies)
+    return assigned, prices
 
 
 def _portions(ids: IntArray, num_word_classes: int) -> Iterator[IntArray]:
-    """Consecutive parts of `ids`, small enough for an array [part, C]."""
+    """Consecutive slices of `ids`, small enough for an array [slice, C]."""
     size = max(1, SCORES_PER_PORTION // num_word_classes)
     return (ids[start : start + size] for start in range(0, len(ids), size))
 
@@ -68,14 +80,14 @@ def _portions(ids: IntArray, num_word_classes: int) -> Iterator[IntArray]:
 def _candidates(
     score: Score, words: IntArray, prices: FloatArray
 ) -> tuple[NDArray[np.int32], FloatArray]:
-    """The K best classes of each word at these prices, in no order, and their scores, [n, K]."""
+    """The K best classes of each word at these prices, unordered, and their scores, [n, K]."""
     width = min(CANDIDATES, len(prices))
     candidates = np.empty((len(words), width), dtype=np.int32)
     scores = np.empty((len(words), width), dtype=np.float32)
-    for part in _portions(np.arange(len(words)), len(prices)):
-        every = score(words[part])
+    for portion in _portions(np.arange(len(words)), len(prices)):
+        every = score(words[portion])
         best = np.argpartition(prices - every, width - 1, axis=1)[:, :width]
-        candidates[part], scores[part] = best, np.take_along_axis(every, best, axis=1)
+        candidates[portion], scores[portion] = best, np.take_along_axis(every, best, axis=1)
     return candidates, scores
 
 
@@ -87,30 +99,33 @@ def _raise_prices(
     prices: FloatArray,
     temperature: float,
 ) -> FloatArray:
-    """Prices [C] ≥ 0 at which the words' soft choices among candidates about fit the classes."""
+    """Prices [C] ≥ 0 at which the soft choices of the words approximately fit the capacity."""
     for _ in range(PRICE_STEPS):
         demand = occupied.astype(np.float64)
-        for part in _portions(np.arange(len(candidates)), candidates.shape[1]):
-            value = (scores[part] - prices[candidates[part]]) / temperature
+        for portion in _portions(np.arange(len(candidates)), candidates.shape[1]):
+            classes = candidates[portion]
+            value = (scores[portion] - prices[classes]) / temperature
             share = np.exp(value - value.max(axis=1, keepdims=True))
             share /= share.sum(axis=1, keepdims=True)
-            demand += np.bincount(candidates[part].ravel(), share.ravel(), minlength=len(prices))
+            demand += np.bincount(classes.ravel(), share.ravel(), minlength=len(prices))
         step = temperature * np.log(np.maximum(demand, 1e-9) / capacity)
         prices = np.maximum(prices + step, 0).astype(np.float32)
     return prices
 
 
-def _place(candidates: NDArray[np.integer], value: FloatArray, room: IntArray) -> IntArray:
-    """Class of each word, -1 where none of its candidates has room; takes places off `room` [C].
+def _take_places(
+    candidates: NDArray[np.integer], value: FloatArray, vacancies: IntArray
+) -> IntArray:
+    """Class of each word, -1 if its candidates are full; subtracts the places from `vacancies` [C].
 
-    In each round every word asks for its best class that has room; a class with too few places
-    takes those who would lose most by their second choice.
+    In each round every word requests its best class that has a vacancy; a class with too few
+    vacancies accepts the words that would lose most by their second choice.
     """
-    placed = np.full(len(value), -1)
+    assigned = np.full(len(value), -1)
     lowest = value.min(axis=1)
     pending = np.arange(len(value))
     while len(pending):
-        vacant = np.where(room[candidates[pending]] > 0, value[pending], -np.inf)
+        vacant = np.where(vacancies[candidates[pending]] > 0, value[pending], -np.inf)
         best = vacant.argmax(axis=1)
         first = vacant[np.arange(len(pending)), best]
         vacant[np.arange(len(pending)), best] = -np.inf
@@ -120,20 +135,23 @@ def _place(candidates: NDArray[np.integer], value: FloatArray, room: IntArray) -
         order = np.lexsort((-regret[possible], choice))
         pending, choice = pending[possible[order]], choice[order]
         rank = np.arange(len(choice)) - np.searchsorted(choice, choice)
-        accepted = rank < room[choice]
-        placed[pending[accepted]] = choice[accepted]
-        room -= np.bincount(choice[accepted], minlength=len(room))
+        accepted = rank < vacancies[choice]
+        assigned[pending[accepted]] = choice[accepted]
+        vacancies -= np.bincount(choice[accepted], minlength=len(vacancies))
         pending = np.sort(pending[~accepted])
-    return placed
+    return assigned
 
 
 def smallest_classes(sizes: IntArray, capacity: int, num_words: int) -> IntArray:
-    """Classes [num_words] for words that may go anywhere: the smallest are filled to one level.
+    """Choose classes for further words by filling the smallest classes to one level.
 
     Args:
-        sizes: [C] words in each class already.
-        capacity: most words in a class.
-        num_words: number of places wanted; there are as many.
+        sizes: int64 [C], present number of words in each class.
+        capacity: maximum number of words in a class.
+        num_words: number of words to add; there are enough places.
+
+    Returns:
+        Classes, int64 [num_words].
     """
 
     def places(level: int) -> IntArray:
@@ -150,7 +168,16 @@ def smallest_classes(sizes: IntArray, capacity: int, num_words: int) -> IntArray
 def without_empty_classes(
     word_class: IntArray, counts: IntArray, num_word_classes: int
 ) -> IntArray:
-    """The same classes, but each empty one gets the least frequent word of the then largest one."""
+    """Give each empty class the least frequent word of the class that is largest at that time.
+
+    Args:
+        word_class: int64 [N].
+        counts: int64 [N], occurrences of each word.
+        num_word_classes: C.
+
+    Returns:
+        The new classes, int64 [N].
+    """
     word_class = word_class.copy()
     sizes = np.bincount(word_class, minlength=num_word_classes)
     for empty in np.flatnonzero(sizes == 0):
@@ -160,3 +187,19 @@ def without_empty_classes(
         sizes[largest] -= 1
         sizes[empty] += 1
     return word_class
+
+
+def membership(word_class: IntArray, words: IntArray, num_word_classes: int) -> sparse.csr_array:
+    """Build the indicator matrix of classes.
+
+    Args:
+        word_class: int64 [N].
+        words: int64 [n], ids of the words to include.
+        num_word_classes: C.
+
+    Returns:
+        float32 [N, C], sparse, 1 at each of `words` and its class.
+    """
+    ones = np.ones(len(words), dtype=np.float32)
+    shape = (len(word_class), num_word_classes)
+    return sparse.csr_array((ones, (words, word_class[words])), shape=shape)

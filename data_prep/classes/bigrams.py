@@ -1,7 +1,6 @@
-"""Which words follow which in a text, and how often.
+"""Bigram counts of a text, used by `embedding` and `exchange`.
 
-Decides how the pairs of a text of any length are counted in little memory; what they are good for
-say `clustering` and `exchange`.
+Decides how the pairs of a text of any length are counted in little memory.
 
 Legend: N words, T tokens; a row is a word, its columns are the words that follow it.
 """
@@ -16,22 +15,30 @@ Tokens = NDArray[np.unsignedinteger] | NDArray[np.signedinteger]
 
 TOKENS_PER_CHUNK = 1 << 22
 PAIRS_PER_PORTION = 1 << 25
-"""Pairs that are sorted, and so counted, at a time."""
+"""Number of pairs that are sorted and counted at a time."""
 
 
 def count_bigrams(
     tokens: Tokens, vocab_size: int, *, words: IntArray | None = None, progress: bool = False
 ) -> sparse.csr_array:
-    """How often word w is followed by word v: a sparse matrix (int32), row w, column v.
+    """Count how often word w is followed by word v.
 
-    The text is read once for every `PAIRS_PER_PORTION` pairs, for those of some rows at a time:
-    beyond the matrix and one portion, nothing is in memory.
+    The text is read once for every `PAIRS_PER_PORTION` pairs, so that only the matrix and one
+    portion of pairs are in memory.
 
     Args:
         tokens: [T] word ids; may be a memory map.
         vocab_size: N.
-        words: [n] the ids whose pairs count, in the order of the rows and columns; default all N.
-        progress: a bar on stderr.
+        words: int64 [n], ids whose pairs are counted, in the order of the rows and columns; default
+            all N.
+        progress: whether a bar is shown on stderr.
+
+    Returns:
+        A sparse matrix, int32 [n, n], row w, column v.
+
+    Example:
+        >>> count_bigrams(np.array([0, 1, 0, 1]), 2).toarray().tolist()
+        [[0, 2], [1, 0]]
     """
     size = vocab_size if words is None else len(words)
     row_of_word = np.full(vocab_size, -1)
@@ -52,7 +59,7 @@ def count_bigrams(
 
 
 def _row_portions(tokens: Tokens, row_of_word: IntArray, size: int) -> list[tuple[int, int, int]]:
-    """Ranges of rows with about `PAIRS_PER_PORTION` pairs each: first, end, most pairs."""
+    """Ranges of rows with about `PAIRS_PER_PORTION` pairs each: first, end, maximum of pairs."""
     num_pairs = np.zeros(size, np.int64)
     for start in range(0, len(tokens), TOKENS_PER_CHUNK):
         rows = row_of_word[tokens[start : start + TOKENS_PER_CHUNK]]
@@ -67,17 +74,18 @@ def _row_portions(tokens: Tokens, row_of_word: IntArray, size: int) -> list[tupl
 def _sorted_pairs(
     tokens: Tokens, row_of_word: IntArray, size: int, first: int, end: int, num_pairs: int
 ) -> tuple[IntArray, IntArray]:
-    """The distinct pairs whose row is in [first, end), as (row - first) · size + column, ascending;
-    and how often each occurs.
+    """Distinct pairs with a row in [first, end), and their counts.
+
+    Pairs are encoded as (row - first) · size + column and ascending.
     """
     keys, found = np.empty(num_pairs, np.int64), 0
     for start in range(0, len(tokens) - 1, TOKENS_PER_CHUNK):
         chunk = row_of_word[tokens[start : start + TOKENS_PER_CHUNK + 1]]
         row, column = chunk[:-1], chunk[1:]
-        wanted = (row >= first) & (row < end) & (column >= 0)
-        part = (row[wanted] - first) * size + column[wanted]
-        keys[found : found + len(part)] = part
-        found += len(part)
+        selected = (row >= first) & (row < end) & (column >= 0)
+        chunk_keys = (row[selected] - first) * size + column[selected]
+        keys[found : found + len(chunk_keys)] = chunk_keys
+        found += len(chunk_keys)
     keys = keys[:found]
     keys.sort()
     begins = np.flatnonzero(np.diff(keys, prepend=-1))

@@ -1,17 +1,17 @@
 """Word classes by exchange: one word at a time moves to the class that makes the text most likely.
 
-Decides which words share a class by the likelihood of the class bigram model alone, and, if asked
-to, by what a class costs the softmax. The loops are compiled, as they look at every class for every
-word.
+Decides classes by the likelihood of the class bigram model and, optionally, by the cost of a class
+in the softmax. The loops are compiled, because they examine every class for every word.
 
-Legend: N words, C classes, A words that are a class each, alone in it for good and numbered after
-the C, n(w) occurrences of word w, N(c, d) how often class d follows class c, N(c) occurrences of
-class c's words, s(c) their number. Maximised is
+Legend: N words, C classes, A separate words, each of which is a class numbered after the C and
+stays alone in it, n(w) occurrences of word w, N(c, d) how often class d follows class c, N(c)
+occurrences of the words of class c, s(c) their number. The objective is
 
     F = Σ_{c,d} N(c, d) ln N(c, d) - 2 Σ_c N(c) ln N(c) - λ Σ_c N(c) s(c)         (1)
 
-whose first two terms are the log-likelihood of the text but for what no assignment changes, and
-whose third is λ times the columns that the class level's words cost, over all tokens.
+The first two terms are the log-likelihood of the text without the terms that no assignment changes;
+the third is λ times the number of columns that the words' level of the softmax computes for all
+tokens.
 """
 
 from typing import NamedTuple
@@ -27,17 +27,50 @@ IntArray = NDArray[np.int64]
 DoubleArray = NDArray[np.float64]
 
 TABLE_SIZE = 1 << 16
-"""Counts below it have their x ln x looked up."""
+"""Counts below it have x ln x in a table."""
 
 
 class Neighbours(NamedTuple):
-    """For each word, the words on one side of it and how often: a sparse matrix by rows, without
-    the word itself.
-    """
+    """The other words on one side of each word, a sparse matrix in CSR format."""
 
     begin: IntArray  # [N + 1]
     word: IntArray
     times: IntArray
+
+
+class Text(NamedTuple):
+    """The counts of a text."""
+
+    right: Neighbours
+    left: Neighbours
+    self_count: IntArray  # [N] how often a word follows itself
+    counts: IntArray  # [N] n(w)
+
+
+class Classes(NamedTuple):
+    """An assignment and its counts."""
+
+    word_class: IntArray  # [N]
+    follows: IntArray  # [C + A, C] N(d, c) at row d
+    followed: IntArray  # [C + A, C] N(c, d) at row d
+    mass: IntArray  # [C + A] N(c)
+    size: IntArray  # [C + A] s(c)
+
+
+class ClassSums(NamedTuple):
+    """A word's neighbours on one side, summed by class."""
+
+    times: IntArray  # [C + A]
+    classes: IntArray  # those classes whose sum is not 0
+
+
+class Word(NamedTuple):
+    """The counts of one word."""
+
+    num: int  # n(w)
+    num_self: int  # how often it follows itself
+    after: ClassSums
+    before: ClassSums
 
 
 def exchange(
@@ -47,38 +80,46 @@ def exchange(
     num_word_classes: int,
     capacity: int,
     *,
-    alone: IntArray | None = None,
+    separate: IntArray | None = None,
     passes: int = 8,
     column_cost: float = 0.0,
     progress: bool = False,
 ) -> IntArray:
-    """Move words, most frequent first, each to its best class; again until none moves.
+    """Move each word to its best class, most frequent words first, until no word moves.
 
     Args:
-        bigrams: [N, N] how often word w is followed by word v.
-        counts: [N] occurrences of each word; those that never occur stay.
-        word_class: [N] classes to start from, none empty.
+        bigrams: [N, N], how often word w is followed by word v.
+        counts: int64 [N], occurrences of each word; words that never occur stay.
+        word_class: [N], classes to start from, none empty.
         num_word_classes: C.
-        capacity: most words in a class; a class that starts with more takes none.
-        alone: [A] ids of words that count as a class each. They stay, none joins them, and they
-            neither fill nor weigh the class that they have in `word_class`; to the other words they
-            are neighbours told apart.
-        passes: most times that every word is looked at.
-        column_cost: λ, nats that one column of one token is worth.
-        progress: a bar on stderr.
+        capacity: maximum number of words in a class; a class that starts with more accepts none.
+        separate: int64 [A], ids of words that are treated as a class each. They stay, no word joins
+            them, and they do not count as members of their class in `word_class`; as neighbours of
+            other words they are distinguished from each other.
+        passes: maximum number of passes over the words.
+        column_cost: λ, cost in nats of one column of one token.
+        progress: whether a bar is shown on stderr.
 
     Returns:
-        [N] classes, none empty; F (1) is never lower than at the start.
+        Classes, int64 [N], none empty; F (1) is never lower than at the start.
 
     Source:
         Brown et al. 1992, equation 10, for the objective; Martin, Liermann & Ney 1998, section 3,
         for the algorithm.
+
+    Example:
+        Words 2 and 3 have the same neighbours, so they end in the same class.
+
+        >>> from data_prep.classes.bigrams import count_bigrams
+        >>> tokens = np.array([0, 2, 1, 0, 3, 1] * 9)
+        >>> start = np.array([0, 1, 0, 1])
+        >>> exchange(count_bigrams(tokens, 4), np.bincount(tokens), start, 2, 3).tolist()
+        [0, 0, 1, 1]
     """
-    alone = np.empty(0, np.int64) if alone is None else alone
-    num_all = num_word_classes + len(alone)
+    separate = np.empty(0, np.int64) if separate is None else separate
+    num_all = num_word_classes + len(separate)
     in_class = word_class.astype(np.int64)
-    in_class[alone] = np.arange(num_word_classes, num_all)
-    right, left, self_count = _neighbours(bigrams)
+    in_class[separate] = np.arange(num_word_classes, num_all)
     member = sparse.csr_array(
         (np.ones(len(counts)), (np.arange(len(counts)), in_class)), shape=(len(counts), num_all)
     )
@@ -89,178 +130,128 @@ def exchange(
     )
     mass = np.bincount(in_class, weights=counts, minlength=num_all).astype(np.int64)
     size = np.bincount(in_class, minlength=num_all)
+    classes = Classes(in_class, follows, followed, mass, size)
+    text = _text(bigrams, counts)
     small = np.arange(TABLE_SIZE, dtype=np.float64)
     table = small * np.log(np.maximum(small, 1))
     seen = np.flatnonzero((counts > 0) & (in_class < num_word_classes))
     order = seen[np.argsort(-counts[seen], kind="stable")]
     for _ in tqdm(range(passes), desc="exchanging words", disable=None if progress else True):
-        moved = _move_words(
-            order, right, left, self_count, counts, in_class,
-            follows, followed, mass, size, capacity, column_cost, table,
-        )  # fmt: skip
-        if moved == 0:
+        if _move_words(order, text, classes, capacity, column_cost, table) == 0:
             break
-    in_class[alone] = word_class[alone]
+    in_class[separate] = word_class[separate]
     return in_class
 
 
-def objective(
-    bigrams: sparse.csr_array, counts: IntArray, word_class: IntArray, column_cost: float = 0.0
-) -> float:
-    """F (1) in nats, from its definition."""
-    num_word_classes = int(word_class.max()) + 1
-    pairs = bigrams.tocoo()
-    follows: DoubleArray = np.zeros((num_word_classes, num_word_classes))
-    np.add.at(follows, (word_class[pairs.row], word_class[pairs.col]), pairs.data)
-    mass = np.bincount(word_class, weights=counts).astype(np.float64)
-    size = np.bincount(word_class)
-    likelihood = _x_log_x(follows).sum() - 2 * _x_log_x(mass).sum()
-    return float(likelihood - column_cost * (mass @ size))
-
-
-def _x_log_x(values: DoubleArray) -> DoubleArray:
-    return values * np.log(np.where(values > 0, values, 1))
-
-
-def _neighbours(bigrams: sparse.csr_array) -> tuple[Neighbours, Neighbours, IntArray]:
-    """Words after and before each word, and how often a word follows itself [N]."""
-    self_count = bigrams.diagonal().round().astype(np.int64)
+def _text(bigrams: sparse.csr_array, counts: IntArray) -> Text:
     others = (bigrams - sparse.diags_array(bigrams.diagonal(), dtype=bigrams.dtype)).tocsr()
     others.eliminate_zeros()
-    sides = []
-    for side in (others, others.T.tocsr()):
-        sides.append(
-            Neighbours(
-                side.indptr.astype(np.int64),
-                side.indices.astype(np.int64),
-                side.data.round().astype(np.int64),
-            )
+    right, left = (
+        Neighbours(
+            side.indptr.astype(np.int64),
+            side.indices.astype(np.int64),
+            side.data.round().astype(np.int64),
         )
-    return sides[0], sides[1], self_count
+        for side in (others, others.T.tocsr())
+    )
+    return Text(right, left, bigrams.diagonal().round().astype(np.int64), counts)
 
 
 @compiled
 def _f(x: int, table: DoubleArray) -> float:
-    """x ln x."""
+    """Compute x ln x."""
     return table[x] if x < len(table) else x * np.log(x)  # type: ignore[no-any-return]
 
 
 @compiled
 def _by_class(
-    side: Neighbours, w: int, word_class: IntArray, of_class: IntArray, classes: IntArray
-) -> int:
-    """Sum a word's neighbours on one side by class: `of_class` [C + A] gets the counts, `classes`
-    those classes that have any; returns how many.
-    """
+    side: Neighbours, w: int, word_class: IntArray, times: IntArray, classes: IntArray
+) -> ClassSums:
+    """Sum a word's neighbours on one side by class, into `times` (zeros) and `classes`, [C + A]."""
     found = 0
     for i in range(side.begin[w], side.begin[w + 1]):
         d = word_class[side.word[i]]
-        if of_class[d] == 0:
+        if times[d] == 0:
             classes[found] = d
             found += 1
-        of_class[d] += side.times[i]
-    return found
+        times[d] += side.times[i]
+    return ClassSums(times, classes[:found])
 
 
 @compiled
-def _shift(
-    c: int, sign: int, own: int, n: int,
-    after: IntArray, after_classes: IntArray, num_after: int,
-    before: IntArray, before_classes: IntArray, num_before: int,
-    follows: IntArray, followed: IntArray, mass: IntArray, size: IntArray,
-) -> None:  # fmt: skip
-    """Put a word into class c (sign 1) or take it out (sign -1). `follows` [C + A, C] has N(d, c),
-    `followed` N(c, d).
-    """
+def _shift(word: Word, c: int, sign: int, state: Classes) -> None:
+    """Add a word to class c (sign 1) or remove it (sign -1)."""
+    follows, followed = state.follows, state.followed
     num_word_classes = follows.shape[1]
-    for i in range(num_after):
-        d = after_classes[i]
-        followed[d, c] += sign * after[d]
+    for d in word.after.classes:
+        followed[d, c] += sign * word.after.times[d]
         if d < num_word_classes:
-            follows[c, d] += sign * after[d]
-    for i in range(num_before):
-        d = before_classes[i]
-        follows[d, c] += sign * before[d]
+            follows[c, d] += sign * word.after.times[d]
+    for d in word.before.classes:
+        follows[d, c] += sign * word.before.times[d]
         if d < num_word_classes:
-            followed[c, d] += sign * before[d]
-    follows[c, c] += sign * own
-    followed[c, c] += sign * own
-    mass[c] += sign * n
-    size[c] += sign
+            followed[c, d] += sign * word.before.times[d]
+    follows[c, c] += sign * word.num_self
+    followed[c, c] += sign * word.num_self
+    state.mass[c] += sign * word.num
+    state.size[c] += sign
 
 
 @compiled
-def _gains(
-    own: int, n: int,
-    after: IntArray, after_classes: IntArray, num_after: int,
-    before: IntArray, before_classes: IntArray, num_before: int,
-    follows: IntArray, followed: IntArray, mass: IntArray, size: IntArray,
-    column_cost: float, table: DoubleArray, gain: DoubleArray,
-) -> None:  # fmt: skip
-    """What F (1) gains by a word, which is in no class, in each class: `gain` [C]."""
+def _set_gains(
+    word: Word, state: Classes, column_cost: float, table: DoubleArray, gain: DoubleArray
+) -> None:
+    """Gain of F (1) by adding a word, which is in no class, to each class: `gain` [C]."""
+    n, after, before = word.num, word.after.times, word.before.times
+    follows, mass, size = state.follows, state.mass, state.size
     for c in range(len(gain)):
         diagonal = follows[c, c]
-        together = after[c] + before[c] + own
+        together = after[c] + before[c] + word.num_self
         gain[c] = _f(diagonal + together, table) - _f(diagonal, table)
         gain[c] -= 2 * (_f(mass[c] + n, table) - _f(mass[c], table))
         gain[c] -= column_cost * (n * (size[c] + 1) + mass[c])
-    _add_gains(after, after_classes, num_after, followed, table, gain)
-    _add_gains(before, before_classes, num_before, follows, table, gain)
+    _add_gains(word.after, state.followed, table, gain)
+    _add_gains(word.before, follows, table, gain)
 
 
 @compiled
-def _add_gains(
-    side: IntArray, classes: IntArray, found: int,
-    pairs: IntArray, table: DoubleArray, gain: DoubleArray,
-) -> None:  # fmt: skip
-    """Add what the pairs with the classes of a word's neighbours on one side gain by it."""
-    for i in range(found):
-        d = classes[i]
+def _add_gains(side: ClassSums, pairs: IntArray, table: DoubleArray, gain: DoubleArray) -> None:
+    """Add the gain by the pairs with the classes of a word's neighbours on one side."""
+    for d in side.classes:
+        times = side.times[d]
         for c in range(len(gain)):
             if c != d:
-                gain[c] += _f(pairs[d, c] + side[d], table) - _f(pairs[d, c], table)
+                gain[c] += _f(pairs[d, c] + times, table) - _f(pairs[d, c], table)
 
 
 @compiled
 def _move_words(
-    order: IntArray, right: Neighbours, left: Neighbours, self_count: IntArray,
-    counts: IntArray, word_class: IntArray,
-    follows: IntArray, followed: IntArray, mass: IntArray, size: IntArray,
-    capacity: int, column_cost: float, table: DoubleArray,
+    order: IntArray, text: Text, state: Classes, capacity: int, column_cost: float,
+    table: DoubleArray,
 ) -> int:  # fmt: skip
-    """One pass over the words; returns how many moved."""
-    num_word_classes = follows.shape[1]
-    after, before = np.zeros_like(mass), np.zeros_like(mass)
-    after_classes, before_classes = np.empty_like(mass), np.empty_like(mass)
+    """Do one pass over the words; return how many moved."""
+    word_class, size = state.word_class, state.size
+    num_word_classes = state.follows.shape[1]
+    times_after, times_before = np.zeros_like(size), np.zeros_like(size)
+    classes_after, classes_before = np.empty_like(size), np.empty_like(size)
     gain = np.empty(num_word_classes)
-    moved = 0
+    num_moved = 0
     for w in order:
-        a = word_class[w]
-        if size[a] == 1:
+        present = word_class[w]
+        if size[present] == 1:
             continue
-        num_after = _by_class(right, w, word_class, after, after_classes)
-        num_before = _by_class(left, w, word_class, before, before_classes)
-        own, n = self_count[w], counts[w]
-        _shift(
-            a, -1, own, n, after, after_classes, num_after, before, before_classes, num_before,
-            follows, followed, mass, size,
-        )  # fmt: skip
-        _gains(
-            own, n, after, after_classes, num_after, before, before_classes, num_before,
-            follows, followed, mass, size, column_cost, table, gain,
-        )  # fmt: skip
-        best = a
+        after = _by_class(text.right, w, word_class, times_after, classes_after)
+        before = _by_class(text.left, w, word_class, times_before, classes_before)
+        word = Word(text.counts[w], text.self_count[w], after, before)
+        _shift(word, present, -1, state)
+        _set_gains(word, state, column_cost, table, gain)
+        best = present
         for c in range(num_word_classes):
-            if size[c] < capacity and gain[c] > gain[best] + 1e-9 * n:
+            if size[c] < capacity and gain[c] > gain[best] + 1e-9 * word.num:
                 best = c
-        _shift(
-            best, 1, own, n, after, after_classes, num_after, before, before_classes, num_before,
-            follows, followed, mass, size,
-        )  # fmt: skip
+        _shift(word, best, 1, state)
         word_class[w] = best
-        moved += best != a
-        for i in range(num_after):
-            after[after_classes[i]] = 0
-        for i in range(num_before):
-            before[before_classes[i]] = 0
-    return moved
+        num_moved += best != present
+        times_after[after.classes] = 0
+        times_before[before.classes] = 0
+    return num_moved

@@ -1,7 +1,4 @@
-"""Word classes from files of other tools: mkcls, Brown clustering, SRILM.
-
-Decides which class a word of the vocabulary has by such a file; makes no classes.
-"""
+"""Word classes read from files of other tools: mkcls, Brown clustering, SRILM."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,16 +12,16 @@ from data_prep.errors import UserError
 FileFormat = Literal["mkcls", "brown", "srilm"]
 
 SENTENCE_WORDS = ("<unk>", "<eos>")
-"""Words that class files of other tools may lack: theirs then is a class of their own, together."""
+"""Words that class files may lack; they then share an additional class."""
 
 
 def read_word_classes(
     path: Path, file_format: FileFormat, words: Sequence[str]
 ) -> NDArray[np.int32]:
-    """Classes from a file that another program wrote, a line for each word.
+    r"""Read the classes of a vocabulary from a file with one line per word.
 
-    Words outside the vocabulary are passed over. `<unk>` and `<eos>`, which such programs may not
-    know, share a class of their own if the file lacks them.
+    Words outside the vocabulary are ignored. `<unk>` and `<eos>` share an additional class if the
+    file lacks them.
 
     Args:
         path: the file, UTF-8.
@@ -33,11 +30,18 @@ def read_word_classes(
         words: the vocabulary by id.
 
     Returns:
-        int32 [N], classes numbered in the order in which the file first names one of their words.
+        int32 [N], classes numbered in order of first appearance in the file.
 
     Raises:
-        UserError: no such file, not UTF-8, a line of another format, a word in two classes, or a
-            word of the vocabulary missing.
+        UserError: the file is absent or not UTF-8, a line has another format, a word is in two
+            classes, or a word of the vocabulary is missing.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "classes"
+        >>> _ = path.write_text("cat\t7\nthe\t3\ndog\t7\n")
+        >>> read_word_classes(path, "mkcls", ["<eos>", "the", "cat", "dog"]).tolist()
+        [2, 1, 0, 0]
     """
     id_of_word = {word: index for index, word in enumerate(words)}
     number: dict[str, int] = {}
@@ -62,7 +66,7 @@ def read_word_classes(
 
 
 def _read_pairs(path: Path, file_format: FileFormat) -> Iterator[tuple[int, str, str]]:
-    """Line number, name of the class and word, of every line that is not blank."""
+    """Yield line number, name of the class and word of every line that is not blank."""
     try:
         with path.open(encoding="utf-8-sig", newline="\n") as file:
             for line_number, line in enumerate(file, start=1):
@@ -79,7 +83,7 @@ def _read_pairs(path: Path, file_format: FileFormat) -> Iterator[tuple[int, str,
 
 
 def _parse_line(text: str, file_format: FileFormat, place: str) -> tuple[str, str]:
-    """Name of the class and word; UserError naming `place` if the line has another format."""
+    """Name of the class and word; UserError that names `place` if the line has another format."""
     match file_format, text.split() if file_format == "srilm" else text.split("\t"):
         case "mkcls", [word, name]:
             return name.strip(), word

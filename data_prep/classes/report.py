@@ -1,6 +1,6 @@
-"""The class report: what word classes cost, and how well they predict the text they were made for.
+"""The class report: cost of word classes, and how well they predict the text they were made from.
 
-Decides nothing; lm.report shows it as text, JSON and a picture.
+Computes figures only; `lm.report` shows them as text, JSON and a picture.
 """
 
 from dataclasses import dataclass
@@ -17,34 +17,36 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class ClassReport:
-    """What word classes cost and how well they predict, on the text that they were made for."""
+    """Cost and predictive quality of word classes, on the text that they were made from."""
 
     num_word_classes: int
-    head: int
-    """Words on the root, beside the classes and in none of them. Those with head words alone are
-    empty here, and not in the tree."""
-    head_mass: float
-    """Share of the tokens that the head's words make up."""
+    """C, including classes whose words are all in the shortlist: they are empty here, and not in
+    the tree."""
+    shortlist: int
+    """Number of most frequent words that are children of the root and in no class."""
+    shortlist_mass: float
+    """Share of the tokens that are words of the shortlist."""
     min_words: int
-    """Words in the smallest class."""
+    """Number of words in the smallest class."""
     median_words: float
     max_words: int
     sizes: tuple[int, ...]
-    """Words in each class."""
+    """Number of words in each class."""
     token_mass: tuple[float, ...]
-    """Share of the tokens that each class's words make up."""
+    """Share of the tokens that are words of each class."""
     columns_per_token: float
-    """Logits that the two-level softmax computes for a token, on average: the root's children +
-    Σ mass · size."""
+    """Average number of logits that the two-level softmax computes for a token: the root's children
+    + Σ mass · size."""
     log_likelihood: float
     """Nats per token of the maximum likelihood class bigram model, P(w'|w) = P(c'|c) · P(w'|c');
-    the first token is not predicted. A word of the head is a class to it, and to the entropies."""
+    the first token is not predicted. Here and in the entropies, a word of the shortlist is a
+    class."""
     class_entropy: float
-    """Bits: entropy of the class of a token."""
+    """Entropy of the class of a token, in bits."""
     word_entropy: float
-    """Bits: entropy of a token when its class is known."""
+    """Entropy of a token given its class, in bits."""
     top_words: tuple[tuple[int, ...], ...]
-    """Ids of each class's most frequent words, most frequent first."""
+    """Ids of the most frequent words of each class, most frequent first."""
 
 
 def class_report(
@@ -52,24 +54,31 @@ def class_report(
     word_class: NDArray[np.integer],
     tokens: Tokens,
     *,
-    head: int = 0,
+    shortlist: int = 0,
     num_top_words: int = 10,
 ) -> ClassReport:
-    """Sizes, masses, entropies and bigram likelihood of word classes.
+    """Compute sizes, masses, entropies and bigram likelihood of word classes.
 
     Args:
-        counts: [N] occurrences of each word in `tokens`.
+        counts: int64 [N], occurrences of each word in `tokens`.
         word_class: [N], values 0 to C - 1, every class non-empty.
-        tokens: [T] word ids, at least two; may be a memory map, is read in portions.
-        head: this many of the most frequent words are in no class, whatever `word_class` says.
-        num_top_words: most ids in each of `top_words`.
+        tokens: [T] word ids, at least two; may be a memory map.
+        shortlist: number of most frequent words that are in no class; their values in `word_class`
+            are ignored.
+        num_top_words: maximum number of ids in each of `top_words`.
 
     Raises:
-        ValueError: the arrays do not belong together, or a class is empty.
+        ValueError: the arrays do not match, or a class is empty.
         UserError: there are fewer than two tokens.
 
     Source:
         Brown et al. 1992, equation 10, for the likelihood.
+
+    Example:
+        >>> tokens = np.array([0, 1, 0, 2])
+        >>> report = class_report(np.array([2, 1, 1]), np.array([0, 1, 1]), tokens)
+        >>> report.sizes, report.token_mass, report.class_entropy
+        ((1, 2), (0.5, 0.5), 1.0)
     """
     if len(word_class) != len(counts) or counts.sum() != len(tokens):
         raise ValueError(
@@ -78,25 +87,26 @@ def class_report(
         )
     if len(tokens) < 2:
         raise UserError(
-            f"a class report wants two tokens of training text at least, got {len(tokens)}"
+            f"a class report needs at least two tokens of training text, got {len(tokens)}"
         )
     num_word_classes = int(word_class.max()) + 1
     if not (sizes := np.bincount(word_class)).all():
         raise ValueError(f"class {sizes.argmin()} has no words")
     in_class = word_class.astype(np.int64)
-    in_class[np.argsort(-counts, kind="stable")[:head]] = num_word_classes + np.arange(head)
+    most_frequent = np.argsort(-counts, kind="stable")[:shortlist]
+    in_class[most_frequent] = num_word_classes + np.arange(shortlist)
     sizes = np.bincount(in_class, minlength=num_word_classes)
     class_counts = np.bincount(in_class, weights=counts, minlength=len(sizes)).astype(np.float64)
     class_entropy = _entropy(class_counts)
-    mass, head_mass = np.split(class_counts / len(tokens), [num_word_classes])
+    mass, shortlist_mass = np.split(class_counts / len(tokens), [num_word_classes])
     columns = np.count_nonzero(sizes) + mass @ sizes[:num_word_classes]
     log_likelihood = _bigram_log_likelihood(counts, class_counts, in_class, tokens)
     top_words = _top_words(counts, in_class, sizes, num_top_words)[:num_word_classes]
     sizes = sizes[:num_word_classes]
     return ClassReport(
         num_word_classes=num_word_classes,
-        head=head,
-        head_mass=float(head_mass.sum()),
+        shortlist=shortlist,
+        shortlist_mass=float(shortlist_mass.sum()),
         min_words=int(sizes.min()),
         median_words=float(np.median(sizes)),
         max_words=int(sizes.max()),
@@ -116,22 +126,22 @@ def _bigram_log_likelihood(
     word_class: NDArray[np.integer],
     tokens: Tokens,
 ) -> float:
-    """Nats per predicted token: P(c'|c) from the T - 1 pairs, P(w|c) from all T tokens."""
+    """Nats per predicted token, with P(c'|c) from the T - 1 pairs, P(w|c) from all T tokens."""
     shape = (len(class_counts), len(class_counts))
     transitions = sparse.csr_array(shape, dtype=np.int64)
     for start in range(0, len(tokens) - 1, TOKENS_PER_CHUNK):
         classes = word_class[tokens[start : start + TOKENS_PER_CHUNK + 1]]
         once = np.ones(len(classes) - 1, np.int64)
         transitions += sparse.coo_array((once, (classes[:-1], classes[1:])), shape).tocsr()
-    of_class = -_entropy(transitions.data) + _entropy(transitions.sum(axis=1))
+    class_part = -_entropy(transitions.data) + _entropy(transitions.sum(axis=1))
     log_prob_in_class = np.log(np.maximum(counts, 1) / np.maximum(class_counts, 1)[word_class])
     first = int(tokens[0])
-    of_words = counts @ log_prob_in_class - log_prob_in_class[first]
-    return float(of_class + of_words / (len(tokens) - 1))
+    word_part = counts @ log_prob_in_class - log_prob_in_class[first]
+    return float(class_part + word_part / (len(tokens) - 1))
 
 
 def _entropy(counts: NDArray[np.integer] | NDArray[np.float64]) -> float:
-    """Entropy (nats) of the distribution that the counts are proportional to."""
+    """Entropy (nats) of the distribution proportional to the counts."""
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())
 
@@ -139,7 +149,7 @@ def _entropy(counts: NDArray[np.integer] | NDArray[np.float64]) -> float:
 def _top_words(
     counts: IntArray, word_class: NDArray[np.integer], sizes: IntArray, num_top_words: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Ids of the most frequent words of each class; the lower id first among equals."""
+    """Ids of the most frequent words of each class; equal counts in order of ids."""
     order = np.lexsort((-counts, word_class))
     starts = np.cumsum(sizes) - sizes
     return tuple(

@@ -1,30 +1,25 @@
-"""Word classes for the two-level softmax: which class each word belongs to, by any of six methods.
+"""Word classes for the two-level softmax, by any of six methods.
 
-Decides nothing about how classes become a tree, says nothing of how good they are, and writes no
-file. A word class array is int32 [N] with values 0 to C - 1, every class non-empty. Word ids need
-not be in order of frequency; whatever depends on frequency reads `counts`.
+Decides which method is used and with what sizes. A word class array is int32 [N] with values 0 to
+C - 1, every class non-empty. Word ids need not be in order of frequency; the methods that depend on
+frequency read `counts`.
+
+Legend: N words, C classes, T tokens, n words that are clustered.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
 from data_prep.classes.bigrams import Tokens, count_bigrams
-from data_prep.classes.clustering import embedding_classes
+from data_prep.classes.embedding import embedding_classes
 from data_prep.classes.files import read_word_classes
 from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
-
-__all__ = [
-    "build_word_classes",
-    "embedding_classes",
-    "frequency_classes",
-    "random_classes",
-    "uniform_classes",
-]
 
 IntArray = NDArray[np.int64]
 WordClass = NDArray[np.int32]
@@ -39,27 +34,27 @@ def build_word_classes(
     folder: Path,
     progress: bool = True,
 ) -> WordClass:
-    """The classes that the section `classes` of a configuration asks for.
+    """Make the classes that the section `classes` of a configuration describes.
 
     Args:
-        counts: [N] occurrences of each word in the training split, int64.
+        counts: int64 [N], occurrences of each word in the training split.
         settings: the section.
-        tokens: [T] word ids of the training split; may be a memory map.
-        words: gives the N words by id; `file` alone asks for them.
-        folder: where a relative `settings.file` starts.
-        progress: bars on stderr.
+        tokens: [T], word ids of the training split; may be a memory map.
+        words: returns the N words by id; called for the method `file` only.
+        folder: folder at which a relative `settings.file` starts.
+        progress: whether bars are shown on stderr.
 
     Returns:
-        int32 [N]. C is `settings.num_word_classes` or √N, rounded, but never more than N; a file
-        decides its own. With `settings.clustered_words`, the classes of the clustered words come
-        first, those of the others after them.
+        int32 [N]. C is `settings.num_word_classes` or √N, rounded, but at most N; a file determines
+        its own number. With `settings.clustered_words`, the classes of the clustered words come
+        first.
 
     Raises:
         UserError: the section contradicts itself, the vocabulary or the file it names.
     """
     vocab_size = len(counts)
-    if settings.head > vocab_size:
-        raise UserError(f"classes.head = {settings.head} is more than {vocab_size} words")
+    if settings.shortlist > vocab_size:
+        raise UserError(f"classes.shortlist = {settings.shortlist} is more than {vocab_size} words")
     if settings.method == "file":
         return _classes_from_file(settings, words(), folder)
     num_word_classes = min(settings.num_word_classes or round(vocab_size**0.5), vocab_size)
@@ -69,14 +64,24 @@ def build_word_classes(
         return uniform_classes(counts, num_word_classes)
     if settings.method == "random":
         return random_classes(vocab_size, num_word_classes, settings.seed)
-    clustered = min(settings.clustered_words or vocab_size, vocab_size)
-    if clustered == vocab_size:
-        bigrams = count_bigrams(tokens, vocab_size, progress=progress)
-        return _clustered_classes(bigrams, counts, num_word_classes, settings, progress)
-    return _clustered_head(counts, tokens, clustered, num_word_classes, settings, progress)
+    num_clustered = min(settings.clustered_words or vocab_size, vocab_size)
+    if num_clustered < vocab_size:
+        return _cluster_most_frequent(
+            counts, tokens, num_clustered, num_word_classes, settings, progress
+        )
+    bigrams = count_bigrams(tokens, vocab_size, progress=progress)
+    return _cluster(_Pairs(bigrams, counts), num_word_classes, settings, progress)
 
 
-def _clustered_head(
+class _Pairs(NamedTuple):
+    """Counts of n words and their pairs; with `others`, of all other words as one further word."""
+
+    bigrams: sparse.csr_array  # [n, n]
+    counts: IntArray  # [n]
+    others: "_Pairs | None" = None  # [n + 1, n + 1] and [n + 1]
+
+
+def _cluster_most_frequent(
     counts: IntArray,
     tokens: Tokens,
     num_clustered: int,
@@ -84,86 +89,99 @@ def _clustered_head(
     settings: ClassesConfig,
     progress: bool,
 ) -> WordClass:
-    """The most frequent words clustered, the others in `frequency` classes that come after."""
+    """Cluster the most frequent words; the others are in `frequency` classes that come after."""
     order = np.argsort(-counts, kind="stable")
-    head, tail = order[:num_clustered], order[num_clustered:]
-    in_head = _head_classes(counts[head], counts[tail], num_word_classes)
+    frequent, rare = order[:num_clustered], order[num_clustered:]
+    num_frequent = _num_frequent_classes(counts[frequent], counts[rare], num_word_classes)
     word_class = np.zeros(len(counts), np.int32)
-    if in_head == num_word_classes:
-        return word_class  # one class holds both
-    bigrams = count_bigrams(tokens, len(counts), words=head, progress=progress)
-    others = _with_other_words(bigrams, counts[head], counts[tail], head, tokens)
-    word_class[head] = _clustered_classes(
-        bigrams, counts[head], in_head, settings, progress, others
+    if num_frequent == num_word_classes:
+        return word_class  # one class for all words
+    bigrams = count_bigrams(tokens, len(counts), words=frequent, progress=progress)
+    others = _with_other_words(bigrams, counts[frequent], counts[rare], frequent, tokens)
+    pairs = _Pairs(bigrams, counts[frequent], others)
+    word_class[frequent] = _cluster(pairs, num_frequent, settings, progress)
+    word_class[rare] = num_frequent + frequency_classes(
+        counts[rare], num_word_classes - num_frequent
     )
-    word_class[tail] = in_head + frequency_classes(counts[tail], num_word_classes - in_head)
     return word_class
 
 
-def _head_classes(head: IntArray, tail: IntArray, num_word_classes: int) -> int:
-    """How many of the classes the clustered words get: their share of Σ √count, rounded, but one
-    at least for either part and no more than it has words; all if there is only one.
+def _num_frequent_classes(frequent: IntArray, rare: IntArray, num_word_classes: int) -> int:
+    """Number of classes of the clustered words, given the counts of both groups.
+
+    It is in proportion to Σ √count, at least one and at most the number of words for either group;
+    all classes if there is only one.
     """
-    mass, rest = np.sqrt(head).sum(), np.sqrt(tail).sum()
-    wanted = round(num_word_classes * mass / max(mass + rest, 1))
-    lowest = max(1, num_word_classes - len(tail))
-    return int(max(lowest, min(wanted, len(head), max(num_word_classes - 1, 1))))
+    mass, rest = np.sqrt(frequent).sum(), np.sqrt(rare).sum()
+    share = round(num_word_classes * mass / max(mass + rest, 1))
+    lowest = max(1, num_word_classes - len(rare))
+    return int(max(lowest, min(share, len(frequent), max(num_word_classes - 1, 1))))
 
 
 def _with_other_words(
     bigrams: sparse.csr_array, counts: IntArray, rest: IntArray, words: IntArray, tokens: Tokens
-) -> tuple[sparse.csr_array, IntArray]:
-    """Pairs and counts of `words`, and of all others as one word more, the last: [n + 1, n + 1]
-    and [n + 1]. How often it follows itself is left out: no assignment changes that.
+) -> _Pairs:
+    """Counts of `words`, and of all other words as one further word, the last.
+
+    How often that word follows itself is omitted: no assignment changes it.
     """
     after = counts - bigrams.sum(axis=1) - np.isin(words, tokens[-1:])
     before = counts - bigrams.sum(axis=0) - np.isin(words, tokens[:1])
     column, row = sparse.csr_array(after[:, None]), sparse.csr_array(before[None])
     pairs = sparse.block_array([[bigrams, column], [row, None]], format="csr")
-    return pairs, np.append(counts, rest.sum())
+    return _Pairs(pairs, np.append(counts, rest.sum()))
 
 
-def _clustered_classes(
-    bigrams: sparse.csr_array,
-    counts: IntArray,
-    num_word_classes: int,
-    settings: ClassesConfig,
-    progress: bool,
-    others: tuple[sparse.csr_array, IntArray] | None = None,
+def _cluster(
+    pairs: _Pairs, num_word_classes: int, settings: ClassesConfig, progress: bool
 ) -> WordClass:
-    """`embedding` classes; for `exchange` of equal sizes, then exchanged up to `max_words`: all
-    words, then those below the head, to which its words are neighbours told apart, and so is the
-    one that stands for all `others`, of `_with_other_words`, from the start.
-    """
-    equal = -(-len(counts) // num_word_classes)
-    exchanged = settings.method == "exchange"
-    capacity = settings.max_words or (2 * equal if exchanged else equal)
+    """Classes by `embedding`, then for `exchange` exchanged from equal sizes up to `max_words`."""
+    equal = -(-len(pairs.counts) // num_word_classes)
+    is_exchange = settings.method == "exchange"
+    capacity = settings.max_words or (2 * equal if is_exchange else equal)
     word_class = embedding_classes(
-        counts,
-        bigrams,
+        pairs.counts,
+        pairs.bigrams,
         num_word_classes,
         dimensions=settings.dimensions,
-        max_words=min(equal, capacity) if exchanged else capacity,
+        max_words=min(equal, capacity) if is_exchange else capacity,
         seed=settings.seed,
         progress=progress,
     )
-    if not exchanged:
+    if not is_exchange:
         return word_class
-    from data_prep.classes.exchange import exchange  # loads a compiler
+    return _exchange(pairs, word_class, num_word_classes, capacity, settings, progress)
 
-    head = np.argsort(-counts, kind="stable")[: settings.head]
-    num_words, last = len(counts), head[:0]
-    if others is not None:
-        bigrams, counts = others
+
+def _exchange(
+    pairs: _Pairs,
+    word_class: WordClass,
+    num_word_classes: int,
+    capacity: int,
+    settings: ClassesConfig,
+    progress: bool,
+) -> WordClass:
+    """Exchange all words, then, if there is a shortlist, the words below it again.
+
+    Words of the shortlist are separate in the second round; all other words as one further word are
+    separate from the start.
+    """
+    from data_prep.classes.exchange import exchange  # imports numba
+
+    num_words = len(pairs.counts)
+    shortlist = np.argsort(-pairs.counts, kind="stable")[: settings.shortlist]
+    last = shortlist[:0]
+    if pairs.others is not None:
+        pairs = pairs.others
         word_class, last = np.append(word_class, np.int32(0)), np.array([num_words])
-    for alone in (head[:0], head) if settings.head else (head,):
+    for separate in (shortlist[:0], shortlist) if settings.shortlist else (shortlist,):
         word_class = exchange(
-            bigrams,
-            counts,
+            pairs.bigrams,
+            pairs.counts,
             word_class,
             num_word_classes,
             capacity,
-            alone=np.append(alone, last),
+            separate=np.append(separate, last),
             column_cost=settings.column_cost,
             progress=progress,
         ).astype(np.int32)
@@ -171,7 +189,7 @@ def _clustered_classes(
 
 
 def _classes_from_file(settings: ClassesConfig, words: Sequence[str], folder: Path) -> WordClass:
-    """The classes of `settings.file`; UserError without one, or if C is not as asked for."""
+    """The classes of `settings.file`; UserError without one, or for another number of classes."""
     if settings.file is None:
         raise UserError(
             "classes.file: `classes.method: file` needs the name of a word → class file"
@@ -181,51 +199,83 @@ def _classes_from_file(settings: ClassesConfig, words: Sequence[str], folder: Pa
     found = int(word_class.max()) + 1
     if settings.num_word_classes not in (None, found):
         raise UserError(
-            f"classes.num_word_classes: {settings.num_word_classes} asked for, "
+            f"classes.num_word_classes: {settings.num_word_classes} requested, "
             f"but the vocabulary has {found} classes in {path}"
         )
     return word_class
 
 
 def frequency_classes(counts: IntArray, num_word_classes: int) -> WordClass:
-    """Words by descending count, cut into classes of equal sums of √count to within one word.
+    """Divide words by descending count into classes of equal sums of √count, within one word.
 
-    Where one word has more than a class's share, the classes after it get one word at least.
+    If one word exceeds the share of a class, the following classes still have at least one word.
 
     Args:
-        counts: [N] occurrences; words that never occur stand last.
+        counts: int64 [N], occurrences; words that never occur come last.
         num_word_classes: C, 1 to N.
 
     Returns:
         int32 [N].
 
+    Raises:
+        ValueError: C is not in 1 to N.
+
     Source:
         Mikolov et al. 2011 (RNNLM), with the square root of its later versions.
+
+    Example:
+        >>> frequency_classes(np.array([1, 9, 4, 1, 1]), 2).tolist()
+        [1, 0, 1, 1, 1]
     """
     _check_num_word_classes(num_word_classes, len(counts))
     order = np.argsort(-counts, kind="stable")
     mass = np.sqrt(counts[order].astype(np.float64))
     middle = np.cumsum(mass) - mass / 2
-    total = mass.sum()
-    target = np.arange(num_word_classes) * (total / num_word_classes)
+    target = np.arange(num_word_classes) * (mass.sum() / num_word_classes)
     first = np.searchsorted(middle, target)
     first[0] = 0
     rank = np.arange(num_word_classes)
     first = np.maximum.accumulate(first - rank) + rank
     first = np.minimum(first, len(counts) - num_word_classes + rank)
-    sizes = np.diff(first, append=len(counts))
-    return _by_rank(order, np.repeat(rank, sizes))
+    return _by_rank(order, np.repeat(rank, np.diff(first, append=len(counts))))
 
 
 def uniform_classes(counts: IntArray, num_word_classes: int) -> WordClass:
-    """Words by descending count, cut into classes of equal numbers of words, ± 1; int32 [N]."""
+    """Divide words by descending count into classes of equal numbers of words, ± 1.
+
+    Args:
+        counts: int64 [N], occurrences of each word.
+        num_word_classes: C, 1 to N.
+
+    Returns:
+        int32 [N].
+
+    Raises:
+        ValueError: C is not in 1 to N.
+
+    Example:
+        >>> uniform_classes(np.array([5, 0, 9, 7, 1, 3]), 3).tolist()
+        [1, 2, 0, 0, 2, 1]
+    """
     _check_num_word_classes(num_word_classes, len(counts))
     order = np.argsort(-counts, kind="stable")
     return _by_rank(order, np.arange(len(counts)) * num_word_classes // len(counts))
 
 
 def random_classes(vocab_size: int, num_word_classes: int, seed: int) -> WordClass:
-    """Classes of equal numbers of words, ± 1, drawn at random; int32 [N]."""
+    """Divide words at random into classes of equal numbers of words, ± 1.
+
+    Args:
+        vocab_size: N.
+        num_word_classes: C, 1 to N.
+        seed: of the permutation.
+
+    Returns:
+        int32 [N].
+
+    Raises:
+        ValueError: C is not in 1 to N.
+    """
     _check_num_word_classes(num_word_classes, vocab_size)
     order = np.random.default_rng(seed).permutation(vocab_size)
     return _by_rank(order, np.arange(vocab_size) * num_word_classes // vocab_size)

@@ -1,1 +1,1 @@
-"""Text: lines of local files and of datasets."""
+"""A corpus as a stream of lines."""

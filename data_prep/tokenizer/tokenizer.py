@@ -1,8 +1,8 @@
-"""Text to token ids and back: whitespace words, or sentencepiece pieces.
+"""Text to token ids and back: whitespace-separated words, or sentencepiece pieces.
 
-Decides what a token is. A tokenizer is a value: it knows no files (`artifacts` stores it) and not
-how its vocabulary came about (`vocabulary` builds it). Lines go in without their newline and come
-out without `<eos>`, but from `encode_stream`, which lays them in a row.
+Decides what a token is. A tokenizer is a value: `files` stores it and `vocabulary` builds its
+vocabulary. Lines are passed without their newline and encoded without `<eos>`, except by
+`encode_stream`, which joins lines.
 """
 
 import codecs
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from data_prep.tokenizer.word_index import WordTable
+    from data_prep.tokenizer.word_index import WordIndex
 
 UNK = "<unk>"
 EOS = "<eos>"
@@ -29,7 +29,7 @@ CHARACTERS_PER_BATCH = 1 << 25
 
 
 def line_batches(lines: Iterable[str]) -> Iterator[list[str]]:
-    """The lines some at a time: as many as are fast to work on, fewer where they are long."""
+    """Group lines into batches of up to `LINES_PER_BATCH` lines, fewer if the lines are long."""
     batch, num_characters = [], 0
     for line in lines:
         batch.append(line)
@@ -42,26 +42,30 @@ def line_batches(lines: Iterable[str]) -> Iterator[list[str]]:
 
 
 class Tokenizer(ABC):
-    """Turns a line into ids in [0, vocab_size) and ids into text."""
+    """Converts a line into ids in [0, vocab_size) and ids into text.
+
+    Attributes:
+        kind: name of the tokenizer in the configuration.
+        vocab_size: N, number of ids.
+        eos_id: id of the end of a line.
+        unk_id: id of everything outside the vocabulary, and of the literal text `<unk>`.
+    """
 
     kind: ClassVar[Literal["words", "sentencepiece"]]
     vocab_size: int
     eos_id: int
     unk_id: int
-    """Stands for what the vocabulary lacks, and for the literal text `<unk>` of published
-    corpora.
-    """
 
     @abstractmethod
     def encode(self, line: str) -> list[int]:
-        """Ids of one line, without `<eos>`."""
+        """Return the ids of one line, without `<eos>`."""
 
     @abstractmethod
     def encode_lines(self, lines: Sequence[str]) -> list[list[int]]:
-        """`encode` of every line, faster than one by one."""
+        """Encode several lines, faster than one by one."""
 
     def encode_stream(self, lines: Sequence[str]) -> NDArray[np.integer]:
-        """Ids of the lines in a row, `<eos>` after each, faster than `encode_lines`."""
+        """Return the ids of all lines in one array [tokens], `<eos>` after each line."""
         encoded = self.encode_lines(lines)
         for ids in encoded:
             ids.append(self.eos_id)
@@ -70,20 +74,18 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token(self, id: int) -> str:
-        """The word or piece with this id, as the vocabulary spells it; ValueError if there is
-        none.
-        """
+        """Return the word or piece with an id; ValueError if the id is out of range."""
 
     @abstractmethod
     def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Pieces of text as soon as they are certain, at a constant cost per id."""
+        """Yield pieces of text as soon as they are final, at a constant cost per id."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids; `<eos>` is a newline."""
+        """Return the text of the ids; `<eos>` is a newline."""
         return "".join(self.stream_decode(ids))
 
     def num_words(self, line: str) -> int:
-        """Whitespace-separated words of the line as it was written, whatever the tokens are."""
+        """Count the whitespace-separated words of a line, independent of the tokens."""
         return len(line.split())
 
     def _check(self, id: int) -> int:
@@ -93,30 +95,36 @@ class Tokenizer(ABC):
 
 
 class WordTokenizer(Tokenizer):
-    """Words of a fixed list; anything else is `<unk>`, a literal `<eos>` is the `<eos>` word."""
+    r"""Words of a fixed list; any other word is `<unk>`, a literal `<eos>` is the `<eos>` word.
+
+    Args:
+        words: the vocabulary without repeats, `<unk>` and `<eos>` included; ids are positions.
+        lowercase: see `TokenizerConfig`.
+        split_punctuation: see `TokenizerConfig`.
+
+    Raises:
+        ValueError: `<unk>` or `<eos>` is missing, or a word is repeated.
+
+    Example:
+        >>> tokenizer = WordTokenizer(["<eos>", "<unk>", "the", "cat"])
+        >>> tokenizer.encode("the black cat")
+        [2, 1, 3]
+        >>> tokenizer.decode([2, 1, 3, 0])
+        'the <unk> cat\n'
+    """
 
     kind = "words"
 
     def __init__(
         self,
-        words: "WordTable | Iterable[str]",
+        words: "WordIndex | Iterable[str]",
         *,
         lowercase: bool = False,
         split_punctuation: bool = False,
     ) -> None:
-        """The id of a word is its place in `words`.
+        from data_prep.tokenizer.word_index import WordIndex  # imports numba
 
-        Args:
-            words: the vocabulary, without repeats, `<unk>` and `<eos>` among them.
-            lowercase: see `TokenizerConfig`.
-            split_punctuation: see `TokenizerConfig`.
-
-        Raises:
-            ValueError: `<unk>` or `<eos>` is missing, or a word is there twice.
-        """
-        from data_prep.tokenizer.word_index import WordTable  # loads a compiler
-
-        self.words = words if isinstance(words, WordTable) else WordTable.of(words)
+        self.words = words if isinstance(words, WordIndex) else WordIndex.of(words)
         self.lowercase = lowercase
         self.split_punctuation = split_punctuation
         self.vocab_size = len(self.words)
@@ -127,24 +135,30 @@ class WordTokenizer(Tokenizer):
         self._separate = word_separator(lowercase, split_punctuation)
 
     def encode(self, line: str) -> list[int]:
+        """Return the ids of the words of one line, without `<eos>`."""
         ids: list[int] = self.words.ids(self._separate([line]), self.unk_id).tolist()
         return ids
 
     def encode_lines(self, lines: Sequence[str]) -> list[list[int]]:
+        """Encode several lines."""
         return [self.encode(line) for line in lines]
 
     def encode_stream(self, lines: Sequence[str]) -> NDArray[np.integer]:
+        """Return the ids of all lines in one array [tokens], faster than `encode_lines`."""
         return self.words.ids(self._separate(lines), self.unk_id, line_end=self.eos_id)
 
     def num_words(self, line: str) -> int:
-        from data_prep.tokenizer.word_index import num_words
+        """Count the whitespace-separated words of a line."""
+        from data_prep.tokenizer.word_index import count_words_in
 
-        return num_words(line)
+        return count_words_in(line)
 
     def token(self, id: int) -> str:
+        """Return the word with an id; ValueError if the id is out of range."""
         return self.words[self._check(id)]
 
     def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yield words with the space before them, and newlines."""
         spacing = _Spacing(self.split_punctuation)
         for id in ids:
             word = self.token(id)
@@ -156,23 +170,24 @@ class WordTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Pieces of a sentencepiece model that `vocabulary.train_sentencepiece` built.
+    """Pieces of a sentencepiece model built by `vocabulary.train_sentencepiece`.
 
-    The text is not normalised, so that ids give back every character that has a piece. Words start
-    with the space before them, the first word of a line too. Where the text says `<unk>`, that and
-    one space before it are the unknown id; sentencepiece itself would spell it. Neighbouring
-    unknown
-    characters are one unknown id, and so are neighbouring unknown words of `model_type: word`.
+    The text is not normalised, so decoding restores every character that has a piece. Words start
+    with the space before them, including the first word of a line. A literal `<unk>` and one space
+    before it are encoded as the unknown id; sentencepiece itself would spell it. Consecutive
+    unknown characters are one unknown id, and so are consecutive unknown words of
+    `model_type: word`.
+
+    Args:
+        model: content of a sentencepiece model file.
+
+    Raises:
+        ValueError: the bytes are not a sentencepiece model, or the model has no `<eos>`.
     """
 
     kind = "sentencepiece"
 
     def __init__(self, model: bytes) -> None:
-        """Read the bytes of a sentencepiece model file.
-
-        Raises:
-            ValueError: they are no sentencepiece model, or one without `<eos>`.
-        """
         from sentencepiece import SentencePieceProcessor
 
         self.model = model
@@ -180,7 +195,7 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._processor.LoadFromSerializedProto(model)
         except RuntimeError as error:
-            raise ValueError(f"{len(model)} bytes that are no sentencepiece model") from error
+            raise ValueError(f"{len(model)} bytes that are not a sentencepiece model") from error
         self.vocab_size = self._processor.vocab_size()
         self.eos_id = self._processor.eos_id()
         self.unk_id = self._processor.unk_id()
@@ -188,31 +203,35 @@ class SentencePieceTokenizer(Tokenizer):
             raise ValueError("the sentencepiece model has no piece for the end of a line")
 
     def encode(self, line: str) -> list[int]:
+        """Return the ids of the pieces of one line, without `<eos>`."""
         return self.encode_lines([line])[0]
 
     def encode_lines(self, lines: Sequence[str]) -> list[list[int]]:
+        """Encode several lines, faster than one by one."""
         if not any(UNK in line for line in lines):
-            return self._encode_stretches([f" {line}" if line else "" for line in lines])
-        stretches = [known_stretches(line) for line in lines]
-        encoded = iter(self._encode_stretches(list(chain.from_iterable(stretches))))
-        return [self._joined(islice(encoded, len(parts))) for parts in stretches]
+            return self._encode_texts([f" {line}" if line else "" for line in lines])
+        texts = [split_at_unk(line) for line in lines]
+        encoded = iter(self._encode_texts(list(chain.from_iterable(texts))))
+        return [self._joined(islice(encoded, len(text))) for text in texts]
 
-    def _encode_stretches(self, stretches: list[str]) -> list[list[int]]:
-        ids: list[list[int]] = self._processor.encode(stretches, out_type=int)
+    def _encode_texts(self, texts: list[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._processor.encode(texts, out_type=int)
         return ids
 
-    def _joined(self, parts: Iterator[list[int]]) -> list[int]:
-        ids = next(parts)
-        for part in parts:
-            ids.append(self.unk_id)
-            ids += part
+    def _joined(self, encoded: Iterator[list[int]]) -> list[int]:
+        """Join the ids between the `<unk>`s of a line."""
+        ids = next(encoded)
+        for further in encoded:
+            ids += [self.unk_id, *further]
         return ids
 
     def token(self, id: int) -> str:
+        """Return the piece with an id; ValueError if the id is out of range."""
         piece: str = self._processor.id_to_piece(self._check(id))
         return piece
 
     def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yield the text of the pieces; incomplete UTF-8 is held back until it is complete."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         at_start, after_space = True, False
         for id in ids:
@@ -222,13 +241,12 @@ class SentencePieceTokenizer(Tokenizer):
             else:
                 text = decoder.decode(b"", final=True) + self._written(id, piece, after_space)
             after_space = text.endswith(" ") if text else after_space
-            shown = text.removeprefix(" ") if at_start else text
+            visible = text.removeprefix(" ") if at_start else text
             at_start = id == self.eos_id or (at_start and not text)
-            if shown:
-                yield shown
-        rest = decoder.decode(b"", final=True)
-        if rest:
-            yield rest
+            if visible:
+                yield visible
+        if incomplete := decoder.decode(b"", final=True):
+            yield incomplete
 
     def _written(self, id: int, piece: str, after_space: bool) -> str:
         if id == self.eos_id:
@@ -240,7 +258,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 @cache
 def _combining_marks() -> str:
-    """Regular-expression ranges of combining marks, which `\\w` leaves out, and of two joiners."""
+    r"""Regular-expression ranges of combining marks and two joiners, which `\w` does not match."""
     ranges: list[list[int]] = [[0x200C, 0x200D]]
     for point in range(sys.maxunicode + 1):
         if unicodedata.category(chr(point)).startswith("M"):
@@ -252,7 +270,12 @@ def _combining_marks() -> str:
 
 
 def word_separator(lowercase: bool, split_punctuation: bool) -> Callable[[Sequence[str]], str]:
-    """From lines, a text with whitespace between their words and one newline after each line."""
+    """Return a function from lines to a text of separated words with one newline per line.
+
+    Args:
+        lowercase: see `TokenizerConfig`.
+        split_punctuation: see `TokenizerConfig`.
+    """
     find = _punctuation_splitter() if split_punctuation else None
 
     def separate(lines: Sequence[str]) -> str:
@@ -274,7 +297,7 @@ def _punctuation_splitter() -> Callable[[str], list[str]]:
 
 
 class _Spacing:
-    """What stands before each word of a line: a space, or nothing where punctuation leans on it."""
+    """The text before each word of a line: a space, or nothing next to attached punctuation."""
 
     def __init__(self, attach_punctuation: bool) -> None:
         self._attach_punctuation = attach_punctuation
@@ -295,8 +318,6 @@ class _Spacing:
         return "" if glued else " "
 
 
-def known_stretches(line: str) -> list[str]:
-    """The line between its `<unk>`s, which take one space before them along; a space leads the
-    line.
-    """
+def split_at_unk(line: str) -> list[str]:
+    """Split a line, with a space before it, at each literal `<unk>` and the space before that."""
     return re.split(f" ?{UNK}", f" {line}" if line else "")

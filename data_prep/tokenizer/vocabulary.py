@@ -1,7 +1,7 @@
-"""How a vocabulary is built from the training lines: counted words, or a sentencepiece model.
+"""A vocabulary built from the training lines: counted words, or a sentencepiece model.
 
-Decides which words or pieces there are and in what order. Knows no files; what a token is says
-`tokenizer`.
+Decides which words or pieces the vocabulary has and in what order. `tokenizer` defines what a token
+is; `files` stores the vocabulary.
 """
 
 import io
@@ -21,55 +21,57 @@ from data_prep.tokenizer.tokenizer import (
     EOS,
     UNK,
     SentencePieceTokenizer,
-    known_stretches,
     line_batches,
+    split_at_unk,
     word_separator,
 )
 
 if TYPE_CHECKING:
     import pyarrow
 
-    from data_prep.tokenizer.word_index import WordCounter, WordTable
+    from data_prep.tokenizer.word_index import WordCounter, WordIndex
 
 MAX_SENTENCE_CHARACTERS = 4_096
-"""Longest stretch of a line that sentencepiece learns from at once; its time grows out of
-proportion.
-"""
+"""Longest text that sentencepiece learns from at once; its time grows faster than the length."""
 
 
 def count_words(
     lines: Iterable[str], settings: TokenizerConfig
-) -> tuple["WordTable", NDArray[np.int64]]:
-    """The vocabulary of a corpus: its words, most frequent first, equal counts in code point order.
+) -> tuple["WordIndex", NDArray[np.int64]]:
+    """Count the words of a corpus, most frequent first, equal counts in code point order.
 
-    `<eos>` is counted once a line; `<unk>` counts its literal occurrences and those of every word
-    left out. Memory grows with the distinct words, some 50 bytes for each and 90 while they are
-    sorted, not with the text.
+    `<eos>` is counted once per line; `<unk>` counts its literal occurrences and those of every word
+    outside the vocabulary. Memory grows with the number of distinct words (50 bytes per word, 90
+    while they are sorted), not with the text.
 
     Args:
         lines: the training lines.
-        settings: `vocab_size`, `min_count`, `lowercase`, `split_punctuation` of the section
-            `tokenizer`.
+        settings: section `tokenizer`: `vocab_size`, `min_count`, `lowercase`, `split_punctuation`.
 
     Returns:
-        The words [N], `<unk>` and `<eos>` always among them, and their occurrences [N], which add
-        up to the tokens of the split.
+        The N words, `<unk>` and `<eos>` always included, and their counts, int64 [N], which sum to
+        the number of tokens of the split.
 
     Raises:
-        UserError: `vocab_size` has no place for a word.
+        UserError: `vocab_size` is too small for a word.
+
+    Example:
+        >>> words, counts = count_words(["the cat", "the dog"], TokenizerConfig(min_count=2))
+        >>> list(words), counts.tolist()
+        (['<eos>', '<unk>', 'the'], [2, 2, 2])
     """
     if settings.vocab_size is not None and settings.vocab_size < 3:
         raise UserError(
             f"tokenizer.vocab_size is {settings.vocab_size}:"
             f" expected at least 3, {UNK} and {EOS} included"
         )
-    from data_prep.tokenizer.word_index import WordCounter, WordTable  # loads a compiler
+    from data_prep.tokenizer.word_index import WordCounter, WordIndex  # imports numba
 
     counter = WordCounter()
     counter.add(f"{UNK} {EOS}")  # ids 0 and 1
     num_lines = _count(counter, lines, settings)
     text, starts, counts = counter.result()
-    del counter  # frees its table
+    del counter  # frees its hash table
     counts[:2] -= 1
     words = _as_arrow(text, starts)
     order, num_cut = _cut_order(words, counts, settings)
@@ -77,22 +79,24 @@ def count_words(
     counts[1] += num_lines
     for id, word in enumerate((UNK, EOS)):
         order = np.insert(order, _place(word, int(counts[id]), words, counts, order), id)
-    return WordTable(*_as_numpy(words.take(order))), counts[order]
+    return WordIndex(*_as_numpy(words.take(order))), counts[order]
 
 
 def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: int = 1) -> bytes:
-    """A sentencepiece model of the lines, as the bytes of its file; the same for the same
-    arguments.
+    """Train a sentencepiece model; equal arguments give equal bytes.
 
     Args:
-        lines: the training lines. Long ones are learnt from in stretches, none is left out.
-        settings: `vocab_size`, `model_type`, `byte_fallback`, `character_coverage` and
-            `max_sentences` of the section `tokenizer`.
-        seed: which lines are drawn when there are more than `max_sentences`.
+        lines: the training lines; long ones are split, so that sentencepiece skips none.
+        settings: section `tokenizer`: `vocab_size`, `model_type`, `byte_fallback`,
+            `character_coverage` and `max_sentences`.
+        seed: of the sample that is drawn if there are more lines than `max_sentences`.
+
+    Returns:
+        The content of the model file.
 
     Raises:
         UserError: `vocab_size` is missing, too small for the characters or too large for the text;
-            there is no text.
+            the text is empty.
     """
     import sentencepiece
 
@@ -100,8 +104,8 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
         raise UserError(
             "tokenizer.vocab_size is not set: tokenizer.kind sentencepiece needs a number of pieces"
         )
-    sentences = chain.from_iterable(map(_short_stretches, lines))
-    # Its own draw depends on more than its seed.
+    sentences = chain.from_iterable(map(_sentences, lines))
+    # sentencepiece's own sampling depends on more than its seed.
     drawn = _sample(sentences, settings.max_sentences, Random(seed))
     model = io.BytesIO()
     try:
@@ -119,7 +123,7 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
 
 
 def _count(counter: "WordCounter", lines: Iterable[str], settings: TokenizerConfig) -> int:
-    """Count the words of the lines; returns the number of lines."""
+    """Count the words of the lines; return the number of lines."""
     separate = word_separator(settings.lowercase, settings.split_punctuation)
     num_lines = 0
     for batch in line_batches(lines):
@@ -131,8 +135,9 @@ def _count(counter: "WordCounter", lines: Iterable[str], settings: TokenizerConf
 def _cut_order(
     words: "pyarrow.LargeStringArray", counts: NDArray[np.int64], settings: TokenizerConfig
 ) -> tuple[NDArray[np.int64], int]:
-    """Ids of the words that stay, by count and code points, without the special words 0 and 1; and
-    the occurrences of the others.
+    """Ids of the words of the vocabulary by count and code points, and the count of all others.
+
+    The special words 0 and 1 are in neither.
     """
     import pyarrow
     from pyarrow import compute
@@ -141,10 +146,10 @@ def _cut_order(
     table = pyarrow.table({"word": words, "count": counts})
     order = compute.sort_indices(table, sort_keys=keys).to_numpy().view(np.int64)
     order = order[order > 1]
-    num_kept = int((counts[2:] >= settings.min_count).sum())
+    num_included = int((counts[2:] >= settings.min_count).sum())
     if settings.vocab_size is not None:
-        num_kept = min(num_kept, settings.vocab_size - 2)
-    return order[:num_kept], int(counts[order[num_kept:]].sum())
+        num_included = min(num_included, settings.vocab_size - 2)
+    return order[:num_included], int(counts[order[num_included:]].sum())
 
 
 def _place(
@@ -154,7 +159,7 @@ def _place(
     counts: NDArray[np.int64],
     order: NDArray[np.int64],
 ) -> int:
-    """Where a further word belongs in the order."""
+    """Position at which a further word belongs in the order."""
     descending = -counts[order]
     first, last = (int(np.searchsorted(descending, -count, side)) for side in ("left", "right"))
     equals = range(first, last)
@@ -162,7 +167,7 @@ def _place(
 
 
 def _as_arrow(text: NDArray[np.uint8], starts: NDArray[np.int64]) -> "pyarrow.LargeStringArray":
-    """The words of `text`, which begin at `starts`; nothing is copied."""
+    """The words of `text` that begin at `starts`; nothing is copied."""
     import pyarrow
 
     buffers = map(pyarrow.py_buffer, (starts, text))
@@ -177,7 +182,7 @@ def _as_numpy(
 
 
 def _sample(sentences: Iterable[str], size: int, random: Random) -> list[str]:
-    """`size` of the sentences, each as likely as any other; all of them if there are no more."""
+    """A uniform sample of `size` sentences (reservoir sampling); all if there are no more."""
     drawn: list[str] = []
     for number, sentence in enumerate(sentences):
         if number < size:
@@ -187,15 +192,16 @@ def _sample(sentences: Iterable[str], size: int, random: Random) -> list[str]:
     return drawn
 
 
-def _short_stretches(line: str) -> Iterator[str]:
-    for stretch in known_stretches(line):
+def _sentences(line: str) -> Iterator[str]:
+    """Split a line at `<unk>` and into texts of at most `MAX_SENTENCE_CHARACTERS`."""
+    for text in split_at_unk(line):
         start = 0
-        while len(stretch) - start > MAX_SENTENCE_CHARACTERS:
+        while len(text) - start > MAX_SENTENCE_CHARACTERS:
             end = start + MAX_SENTENCE_CHARACTERS
-            cut = stretch.rfind(" ", start + 1, end)
-            yield stretch[start : cut if cut > 0 else end]
+            cut = text.rfind(" ", start + 1, end)
+            yield text[start : cut if cut > 0 else end]
             start = cut if cut > 0 else end
-        yield stretch[start:]
+        yield text[start:]
 
 
 def _trainer_options(settings: TokenizerConfig) -> dict[str, Any]:
@@ -215,7 +221,7 @@ def _trainer_options(settings: TokenizerConfig) -> dict[str, Any]:
         "remove_extra_whitespaces": False,
         "add_dummy_prefix": False,
         "allow_whitespace_only_pieces": True,
-        # Not the machine's number of cores: the sums of unigram training depend on it.
+        # Fixed, because the sums of unigram training depend on the number of threads.
         "num_threads": 16,
         "minloglevel": 2,
     }
@@ -228,9 +234,8 @@ def _training_mistake(message: str, vocab_size: int) -> str:
         return _too_large(vocab_size, int(too_high[1]))
     if too_low := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return (
-            f"tokenizer.vocab_size is {vocab_size}: expected at least {too_low[1]},"
-            " a piece for every"
-            " character of the training split (or lower tokenizer.character_coverage)"
+            f"tokenizer.vocab_size is {vocab_size}: expected at least {too_low[1]}, a piece for"
+            " every character of the training split (or lower tokenizer.character_coverage)"
         )
     return f"sentencepiece could not build a model of the training split: {message}"
 
@@ -238,5 +243,5 @@ def _training_mistake(message: str, vocab_size: int) -> str:
 def _too_large(vocab_size: int, maximum: int) -> str:
     return (
         f"tokenizer.vocab_size is {vocab_size}:"
-        f" expected at most {maximum}, all that the training split gives"
+        f" expected at most {maximum}, all that the training split provides"
     )

@@ -1,0 +1,218 @@
+"""Word classes from word vectors: PPMI, truncated SVD, balanced k-means, then refinement.
+
+Words are described by the counts of their neighbours: first as vectors of positive pointwise mutual
+information, which suit rare words; then by the likelihood of the class bigram model, which is
+dominated by frequent words.
+
+Legend: N words, C classes, D dimensions.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+from tqdm import tqdm
+
+from data_prep.classes.assignment import (
+    FloatArray,
+    IntArray,
+    assign,
+    membership,
+    smallest_classes,
+    without_empty_classes,
+)
+from data_prep.classes.refinement import refine_classes
+from data_prep.errors import UserError
+
+CONTEXT_WORDS = 10_000
+"""Number of most frequent words that are used as contexts."""
+CONTEXT_SMOOTHING = 0.75
+"""Exponent on context counts; below 1, rare contexts do not dominate (Levy et al. 2015, 3.2)."""
+SINGULAR_VALUE_POWER = 0.5
+KMEANS_ITERATIONS = 15
+KMEANS_TEMPERATURE = 0.03
+SEED_WORDS_PER_CLASS = 32
+"""The first centroids are chosen among C times this number of the most frequent words."""
+
+
+def embedding_classes(
+    counts: IntArray,
+    bigrams: sparse.csr_array,
+    num_word_classes: int,
+    *,
+    dimensions: int = 100,
+    max_words: int | None = None,
+    seed: int = 1,
+    progress: bool = False,
+) -> NDArray[np.int32]:
+    """Cluster words with similar neighbours: balanced k-means on PPMI-SVD vectors, then refinement.
+
+    The refinement raises the likelihood of the class bigram model. Words that never occur are
+    assigned to the smallest classes.
+
+    Args:
+        counts: int64 [N], occurrences of each word.
+        bigrams: [N, N], how often word w is followed by word v, from `count_bigrams`.
+        num_word_classes: C, 1 to N.
+        dimensions: D, length of the vectors; less if the vocabulary is smaller.
+        max_words: maximum number of words in one class; default ⌈N / C⌉, equal sizes.
+        seed: the same seed, text and processor give the same classes.
+        progress: whether bars are shown on stderr.
+
+    Returns:
+        Class of each word, int32 [N], 0 to C - 1, none empty, none with more than `max_words`
+        words.
+
+    Raises:
+        ValueError: C is not in 1 to N.
+        UserError: C classes of `max_words` words do not hold the vocabulary.
+    """
+    vocab_size = len(counts)
+    if not 1 <= num_word_classes <= vocab_size:
+        raise ValueError(f"num_word_classes: expected 1 to {vocab_size}, got {num_word_classes}")
+    capacity = max_words or -(-vocab_size // num_word_classes)
+    if capacity * num_word_classes < vocab_size:
+        raise UserError(
+            f"classes.max_words: {num_word_classes} classes of at most {capacity} words hold "
+            f"{num_word_classes * capacity} words, but {vocab_size} are to be clustered"
+        )
+    vectors = _word_vectors(bigrams, counts, dimensions, seed)
+    word_class = _balanced_kmeans(
+        vectors, counts, num_word_classes, capacity, seed, progress=progress
+    )
+    word_class = refine_classes(
+        bigrams, counts, word_class, num_word_classes, capacity, seed, progress=progress
+    )
+    return word_class.astype(np.int32)
+
+
+def _word_vectors(
+    bigrams: sparse.csr_array, counts: IntArray, dimensions: int, seed: int
+) -> FloatArray:
+    """Directions of the words' contexts, float32 [N, D]; 0 for words without a useful neighbour.
+
+    Truncated SVD of the PPMI with left and right neighbours (Levy, Goldberg & Dagan 2015, sections
+    2 and 3; Bullinaria & Levy 2012 for the power of the singular values).
+    """
+    contexts = np.argsort(-counts, kind="stable")[:CONTEXT_WORDS]
+    right, left = bigrams, bigrams.T.tocsr()
+    matrix = sparse.hstack([_ppmi(right, contexts), _ppmi(left, contexts)], format="csr")
+    left_vectors, singular_values = truncated_svd(matrix, dimensions, seed)
+    return _unit_rows(left_vectors * singular_values**SINGULAR_VALUE_POWER)
+
+
+def _ppmi(neighbours: sparse.csr_array, contexts: IntArray) -> sparse.csr_array:
+    """Positive pointwise mutual information (float32) with the context words, [N, contexts]."""
+    word_total: NDArray[np.float64] = neighbours.sum(axis=1)
+    smoothed: NDArray[np.float64] = neighbours.sum(axis=0) ** CONTEXT_SMOOTHING
+    log_context = np.log(np.maximum(smoothed, 1e-300)) - np.log(max(smoothed.sum(), 1e-300))
+    ppmi = neighbours[:, contexts]
+    rows = np.repeat(np.arange(ppmi.shape[0]), np.diff(ppmi.indptr))
+    information = np.log(ppmi.data / word_total[rows]) - log_context[contexts[ppmi.indices]]
+    ppmi.data = np.maximum(information, 0).astype(np.float32)
+    ppmi.eliminate_zeros()
+    return ppmi
+
+
+def truncated_svd(
+    matrix: sparse.csr_array, rank: int, seed: int, *, oversampling: int = 20, iterations: int = 3
+) -> tuple[FloatArray, FloatArray]:
+    """Compute the largest singular values and their left vectors by randomised subspace iteration.
+
+    The entry of largest magnitude of each vector is positive. scikit-learn's `randomized_svd` is
+    not faster and gives other vectors, and so other classes than those of the published figures.
+
+    Args:
+        matrix: [N, M], sparse.
+        rank: D; less if the matrix is smaller.
+        seed: of the random start.
+        oversampling: number of additional columns, for accuracy.
+        iterations: number of products with the matrix and its transpose before the last product.
+
+    Returns:
+        Left vectors, float32 [N, D], and singular values, float32 [D], descending. Values far below
+        the first are inexact, because they are roots of eigenvalues.
+
+    Source:
+        Halko, Martinsson & Tropp 2011, algorithms 4.4 and 5.1.
+    """
+    generator = np.random.default_rng(seed)
+    width = min(rank + oversampling, *matrix.shape)
+    transposed = matrix.T.tocsr()
+    basis = generator.standard_normal((matrix.shape[1], width)).astype(np.float32)
+    for _ in range(iterations):
+        basis = np.linalg.qr(transposed @ (matrix @ basis)).Q
+    image = matrix @ basis  # [N, width]
+    squares, rotation = np.linalg.eigh((image.T @ image).astype(np.float64))
+    values = np.sqrt(np.maximum(squares[::-1][:rank], 0)).astype(np.float32)
+    rotation = rotation[:, ::-1][:, :rank].astype(np.float32)
+    vectors = (image @ rotation) / np.where(values > 0, values, 1)
+    largest = vectors[np.abs(vectors).argmax(axis=0), np.arange(vectors.shape[1])]
+    return vectors * np.where(largest < 0, -1, 1).astype(np.float32), values
+
+
+def _unit_rows(matrix: FloatArray) -> FloatArray:
+    """Rows scaled to length 1; rows of negligible length become exactly 0."""
+    length = np.linalg.norm(matrix, axis=1, keepdims=True)
+    nonzero = length > 1e-5 * length.max(initial=0)
+    return np.where(nonzero, matrix / np.where(nonzero, length, 1), 0).astype(np.float32)
+
+
+def _balanced_kmeans(
+    vectors: FloatArray,
+    counts: IntArray,
+    num_word_classes: int,
+    capacity: int,
+    seed: int,
+    *,
+    progress: bool = False,
+) -> IntArray:
+    """Spherical k-means with at most `capacity` words in a class, words weighted by their counts.
+
+    Words whose vectors have length 0 are assigned to the smallest classes.
+    """
+    words = np.flatnonzero(np.any(vectors != 0, axis=1))
+    centroids = _first_centroids(vectors, counts, num_word_classes, seed)
+    # Frequent words have priority: their classes have the largest effect on the likelihood.
+    urgency = np.sqrt(np.maximum(counts, 1)).astype(np.float32)[:, None]
+    weighted = vectors * np.maximum(counts, 1).astype(np.float32)[:, None]
+    prices = np.zeros(num_word_classes, dtype=np.float32)
+    word_class = np.full(len(vectors), -1)
+    for _ in tqdm(range(KMEANS_ITERATIONS), desc="k-means", disable=None if progress else True):
+
+        def score(ids: IntArray, centroids: FloatArray = centroids) -> FloatArray:
+            return (vectors[ids] @ centroids.T) * urgency[ids]
+
+        occupied = np.zeros(num_word_classes, dtype=np.int64)
+        word_class[words], prices = assign(
+            score, words, occupied, capacity, prices, KMEANS_TEMPERATURE
+        )
+        member = membership(word_class, words, num_word_classes)
+        centroids = _unit_rows(member.T @ weighted)
+    others = np.flatnonzero(word_class < 0)
+    others = others[np.argsort(-counts[others], kind="stable")]
+    sizes = np.bincount(word_class[words], minlength=num_word_classes)
+    word_class[others] = smallest_classes(sizes, capacity, len(others))
+    return without_empty_classes(word_class, counts, num_word_classes)
+
+
+def _first_centroids(
+    vectors: FloatArray, counts: IntArray, num_word_classes: int, seed: int
+) -> FloatArray:
+    """Vectors of C words, [C, D], drawn ∝ count · squared distance to the nearest so far.
+
+    k-means++ (Arthur & Vassilvitskii 2007). scikit-learn's `kmeans_plusplus` is slower and draws
+    other words, which gives other classes than those of the published figures.
+    """
+    generator = np.random.default_rng(seed)
+    frequent = np.argsort(-counts, kind="stable")[: SEED_WORDS_PER_CLASS * num_word_classes]
+    sample, weight = vectors[frequent], np.maximum(counts[frequent], 1).astype(np.float64)
+    distance = np.ones(len(sample))
+    chosen = np.empty(num_word_classes, dtype=np.int64)
+    for index in range(num_word_classes):
+        mass = np.cumsum(weight * distance)
+        if mass[-1] <= 0:
+            mass = np.cumsum(weight)
+        chosen[index] = np.searchsorted(mass, generator.random() * mass[-1], side="right")
+        squared = np.maximum(1 - sample @ sample[chosen[index]], 0)
+        distance = np.minimum(distance, np.where(squared > 1e-6, squared, 0))
+    return sample[chosen]

@@ -1,0 +1,209 @@
+"""The text column of a corpus as Arrow tables, loaded through `datasets` as a stream.
+
+Decides how local files and hub datasets are opened. Nothing is copied into a cache, and only one
+batch of rows is in memory at a time.
+"""
+
+import codecs
+import csv
+import glob
+import locale
+import logging
+import lzma
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zstandard
+
+from data_prep.corpus.files import SPLITS, hub_folder, input_files, split_key
+from data_prep.errors import UserError
+from data_prep.settings import DataConfig
+from data_prep.storage import CHUNK_BYTES, open_to_read
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+    from pyarrow import ChunkedArray, Table
+
+HUB_SPLITS = {"train": "train", "valid": "validation", "test": "test"}
+ROWS_PER_BATCH = 256
+"""Small, because a row may be a whole book and a batch is in memory several times."""
+COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+
+READING_ERRORS = (
+    OSError,
+    EOFError,
+    ValueError,
+    TypeError,
+    csv.Error,
+    lzma.LZMAError,
+    zlib.error,
+    zstandard.ZstdError,
+)
+"""What `datasets` raises for a bad file; errors of pyarrow and Unicode are ValueErrors or
+TypeErrors.
+"""
+
+
+def splits(data: DataConfig) -> list[str]:
+    """List the splits that the configuration gives, train first.
+
+    Args:
+        data: section `data` of the configuration.
+
+    Raises:
+        UserError: there is no training split.
+    """
+    if data.hub is not None:
+        offered = load_hub(data)
+        _check_offered(offered, "train", data)
+        return [split for split in SPLITS if HUB_SPLITS[split] in offered]
+    if not data.files.train:
+        raise UserError(
+            "data.files.train is not set: expected the files of the training split, or data.hub"
+        )
+    return [split for split in SPLITS if getattr(data.files, split)]
+
+
+def columns(data: DataConfig, split: str) -> Iterator["ChunkedArray"]:
+    """Yield the text column of a split, up to `ROWS_PER_BATCH` rows at a time.
+
+    Args:
+        data: section `data` of the configuration.
+        split: train, valid or test.
+
+    Raises:
+        UserError: the split or its column is missing. A damaged file raises one of
+            `READING_ERRORS`.
+    """
+    if data.hub is not None:
+        offered = load_hub(data)
+        _check_offered(offered, split, data)
+        dataset = offered[HUB_SPLITS[split]]
+    else:
+        dataset = _load_files(data, split)
+    field = "text" if is_text(data) else data.text_field
+    for table in _tables(dataset):
+        _check_field(table.column_names, data, split)
+        yield table.column(field)
+
+
+def load_hub(data: DataConfig) -> dict[str, "IterableDataset"]:
+    """Open `data.hub` and return its splits under the hub's names; UserError if that fails."""
+    from datasets import load_dataset
+
+    local = hub_folder(data)
+    name = str(local.absolute()) if local else data.hub
+    try:
+        with _silent_datasets():
+            return dict(load_dataset(name, data.hub_config, streaming=True))
+    except READING_ERRORS as error:
+        raise UserError(f"data.hub {data.hub} cannot be opened: {one_line(error)}") from error
+
+
+def is_text(data: DataConfig) -> bool:
+    """Tell whether the corpus consists of local files of plain lines."""
+    return data.hub is None and data.format == "text"
+
+
+def one_line(error: Exception) -> str:
+    """Return the type and message of an exception on a single line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _check_offered(offered: dict[str, "IterableDataset"], split: str, data: DataConfig) -> None:
+    if HUB_SPLITS[split] not in offered:
+        raise UserError(
+            f"data.hub {data.hub} has no split {HUB_SPLITS[split]} (it has {', '.join(offered)})"
+        )
+
+
+def _check_field(names: Iterable[str], data: DataConfig, split: str) -> None:
+    if not is_text(data) and data.text_field not in names:
+        raise UserError(
+            f"data.text_field is {data.text_field!r}: {split_key(data, split)} has only the columns"
+            f" {', '.join(names)}"
+        )
+
+
+def _tables(dataset: "IterableDataset") -> Iterator["Table"]:
+    tables = iter(dataset.with_format("arrow").iter(batch_size=ROWS_PER_BATCH))
+    while True:
+        with _silent_datasets():
+            table = next(tables, None)
+        if table is None:
+            return
+        yield table
+
+
+def _load_files(data: DataConfig, split: str) -> "IterableDataset":
+    from datasets import load_dataset
+
+    paths = input_files(data, split)
+    _check_locale(data.format, paths)
+    for path in paths:
+        if path.suffix == ".zst":
+            _check_zstandard(path)
+    # `datasets` interprets names as globs and silently finds nothing for a name with brackets.
+    names = [glob.escape(str(path.absolute())) for path in paths]
+    options: dict[str, Any] = {}
+    if data.format == "csv":
+        # By default "NA", "null" and the like become missing values, digits become numbers, and
+        # columns that are not read must have one type.
+        for path in paths:
+            _check_field(_csv_columns(path), data, split)
+        name = data.text_field
+        options = {"keep_default_na": False, "usecols": [name], "converters": {name: str}}
+    with _silent_datasets():
+        return load_dataset(
+            data.format, data_files={"train": names}, split="train", streaming=True, **options
+        )
+
+
+def _csv_columns(path: Path) -> list[str]:
+    import fsspec
+
+    with fsspec.open(
+        str(path), "rt", encoding="utf-8-sig", newline="", compression="infer"
+    ) as file:
+        return next(csv.reader(file), [])
+
+
+def _check_zstandard(path: Path) -> None:
+    """Decompress the whole file: `datasets` reads a truncated one without an error."""
+    frame = None
+    with open_to_read(path) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            while chunk:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                frame.decompress(chunk)
+                chunk = frame.unused_data
+                frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError(f"{path.name} ends before its end-of-stream marker")
+
+
+def _check_locale(format: str, paths: list[Path]) -> None:
+    """Require UTF-8: `datasets` always decodes compressed text by the encoding of the locale."""
+    encoding = codecs.lookup(locale.getpreferredencoding(False)).name
+    for path in paths if format in {"text", "csv"} and encoding != "utf-8" else ():
+        if path.suffix in COMPRESSED:
+            raise UserError(
+                f"{path}: compressed text is decoded by the locale's encoding, {encoding}: expected"
+                " UTF-8 (set PYTHONUTF8=1)"
+            )
+
+
+@contextmanager
+def _silent_datasets() -> Iterator[None]:
+    """Suppress log lines of `datasets` about an error that it raises as well."""
+    from datasets.utils import logging as datasets_logging
+
+    level = datasets_logging.get_verbosity()
+    datasets_logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets_logging.set_verbosity(level)

@@ -1,0 +1,112 @@
+"""The record of a prepared folder, `meta.json`: how the folder was made and which stages are done.
+
+`meta.json` describes finished stages only and is replaced after each of them. File names are fixed
+here and in `tokenizer.files`; none is ever taken from the content of a file.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from data_prep.errors import UserError
+from data_prep.settings import STRICT, NonNegative, Positive
+from data_prep.storage import ArrayInfo, read_json, write_json_atomically
+from data_prep.tokenizer.files import TokenizerInfo
+from data_prep.tokenizer.token_file import SplitInfo
+
+FORMAT_VERSION = 1
+"""Of `meta.json`."""
+META = "meta.json"
+COUNTS = "counts.npy"
+CLASSES = "classes.npy"
+
+Split = Literal["train", "valid", "test"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputFile:
+    """A file of the corpus as it was when it was read."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    """Without the folder, so that a corpus can be moved."""
+    num_bytes: NonNegative
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassesInfo:
+    """What is recorded about the word classes."""
+
+    __pydantic_config__ = STRICT
+
+    method: str
+    num_word_classes: Positive
+    shortlist: NonNegative = 0
+    """Number of most frequent words that are in no class."""
+    array: ArrayInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """The content of `meta.json`."""
+
+    __pydantic_config__ = STRICT
+
+    format_version: int = FORMAT_VERSION
+    settings: dict[str, dict[str, Any]]
+    """Sections `data`, `tokenizer` and, unless no classes are needed, `classes`: the keys that
+    affect the files.
+    """
+    inputs: dict[str, list[InputFile]]
+    """The corpus files of each split in reading order; under `classes`, the word → class file."""
+    tokenizer: TokenizerInfo | None = None
+    splits: dict[Split, SplitInfo] = field(default_factory=dict)
+    counts: ArrayInfo | None = None
+    classes: ClassesInfo | None = None
+    """None in a complete folder: it was prepared without classes."""
+    complete: bool = False
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether every stage is recorded that a complete folder has."""
+        if not self.complete:
+            return True
+        has_tokens = None not in (self.tokenizer, self.counts, self.splits.get("train"))
+        return has_tokens and ("classes" in self.settings) == (self.classes is not None)
+
+
+def read_meta(folder: Path) -> Meta | None:
+    """Read `meta.json` of a prepared folder, complete or not.
+
+    Args:
+        folder: the prepared folder.
+
+    Returns:
+        The record; None if there is no such file.
+
+    Raises:
+        UserError: the file is damaged or has another format version.
+    """
+    path = folder / META
+    if not path.exists():
+        return None
+    meta: Meta = read_json(path, Meta, FORMAT_VERSION, upgrade=_rename_head)
+    if not meta.is_consistent:
+        raise UserError(f"{path} is damaged: it is marked complete, but a stage is missing")
+    return meta
+
+
+def write_meta(folder: Path, meta: Meta) -> None:
+    """Replace `meta.json` of a prepared folder, atomically."""
+    write_json_atomically(folder / META, asdict(meta))
+
+
+def _rename_head(record: dict[str, Any]) -> None:
+    """Accept the key `head`, the name of `shortlist` in early records of this format version."""
+    sections = record.get("settings")
+    settings = sections.get("classes") if isinstance(sections, dict) else None
+    for section in (settings, record.get("classes")):
+        if isinstance(section, dict) and "head" in section:
+            section.setdefault("shortlist", section.pop("head"))

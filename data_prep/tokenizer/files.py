@@ -1,0 +1,194 @@
+"""The files of a tokenizer: `tokenizer.json`, and `vocab.txt` or `tokenizer.model`.
+
+Decides file names and checksums. No file name is ever taken from the content of a file.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.errors import UserError
+from data_prep.settings import STRICT, NonNegative, Positive
+from data_prep.storage import (
+    open_to_read,
+    read_json,
+    sha256_file,
+    write_atomically,
+    write_json_atomically,
+)
+from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
+
+FORMAT_VERSION = 1
+"""Of `tokenizer.json`."""
+TOKENIZER = "tokenizer.json"
+MODEL_FILE = {"words": "vocab.txt", "sentencepiece": "tokenizer.model"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerInfo:
+    """What is recorded about the tokenizer that the token files were written with."""
+
+    __pydantic_config__ = STRICT
+
+    kind: Literal["words", "sentencepiece"]
+    sha256: str
+    """Checksum of `tokenizer.json`, which contains that of the vocabulary or model."""
+    vocab_size: Positive
+    eos_id: NonNegative
+    unk_id: NonNegative
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFile:
+    """The content of `tokenizer.json`."""
+
+    __pydantic_config__ = STRICT
+
+    format_version: int = FORMAT_VERSION
+    kind: Literal["words", "sentencepiece"]
+    sha256: str
+    """Checksum of `vocab.txt` or `tokenizer.model`."""
+    lowercase: bool = False
+    split_punctuation: bool = False
+
+
+def save_tokenizer(
+    folder: Path, tokenizer: Tokenizer, counts: NDArray[np.int64] | None = None
+) -> TokenizerInfo:
+    """Write `tokenizer.json` and `vocab.txt` or `tokenizer.model`.
+
+    Args:
+        folder: an existing folder.
+        tokenizer: the tokenizer.
+        counts: [N] occurrences of each word, required for `vocab.txt`.
+
+    Returns:
+        The record of the tokenizer.
+
+    Raises:
+        ValueError: there are no counts for a word tokenizer.
+        UserError: a file cannot be written.
+    """
+    path = folder / MODEL_FILE[tokenizer.kind]
+    content: Iterator[bytes]
+    settings = {}
+    if isinstance(tokenizer, WordTokenizer):
+        from data_prep.tokenizer.vocabulary_file import format_vocabulary  # imports numba
+
+        if counts is None or len(counts) != tokenizer.vocab_size:
+            raise ValueError(f"expected counts of {tokenizer.vocab_size} words for {path}")
+        content = format_vocabulary(tokenizer.words, counts)
+        settings = {
+            "lowercase": tokenizer.lowercase,
+            "split_punctuation": tokenizer.split_punctuation,
+        }
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        content = iter([tokenizer.model])
+    else:
+        raise ValueError(f"no file format for {type(tokenizer).__name__}")
+    digest = write_atomically(path, partial(_write_hashed, content))
+    description = TokenizerFile(kind=tokenizer.kind, sha256=digest, **settings)
+    write_json_atomically(folder / TOKENIZER, asdict(description))
+    return TokenizerInfo(
+        kind=tokenizer.kind,
+        sha256=sha256_file(folder / TOKENIZER),
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        unk_id=tokenizer.unk_id,
+    )
+
+
+def load_tokenizer(folder: Path | str) -> Tokenizer:
+    """Load the tokenizer of a prepared folder, a run or an exported model.
+
+    Args:
+        folder: contains `tokenizer.json` and `vocab.txt` or `tokenizer.model`.
+
+    Raises:
+        UserError: a file is absent, damaged or does not match the other.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = save_tokenizer(folder, WordTokenizer(["<eos>", "<unk>", "cat"]), np.arange(3))
+        >>> load_tokenizer(folder).encode("cat dog")
+        [2, 1]
+    """
+    description = _read_description(Path(folder))
+    path = Path(folder) / MODEL_FILE[description.kind]
+    with open_to_read(path) as file:
+        content = file.read()
+    if hashlib.sha256(content).hexdigest() != description.sha256:
+        raise UserError(_damaged(path))
+    if description.kind == "sentencepiece":
+        try:
+            return SentencePieceTokenizer(content)
+        except ValueError as error:
+            raise UserError(f"{path}: {error}") from error
+    from data_prep.tokenizer.vocabulary_file import parse_vocabulary  # imports numba
+
+    words, _ = parse_vocabulary(content, path)
+    return WordTokenizer(
+        words, lowercase=description.lowercase, split_punctuation=description.split_punctuation
+    )
+
+
+def verify_tokenizer(folder: Path, sha256: str) -> None:
+    """Compare the files of a tokenizer with their checksums, without loading it.
+
+    Args:
+        folder: contains `tokenizer.json` and `vocab.txt` or `tokenizer.model`.
+        sha256: checksum of `tokenizer.json`, as in `TokenizerInfo`.
+
+    Raises:
+        UserError: a file is absent, damaged or belongs to another tokenizer.
+    """
+    path = folder / TOKENIZER
+    if sha256_file(path) != sha256:
+        raise UserError(f"{path} is not the tokenizer that the token files were written with")
+    description = _read_description(folder)
+    model = folder / MODEL_FILE[description.kind]
+    if sha256_file(model) != description.sha256:
+        raise UserError(_damaged(model))
+
+
+def copy_tokenizer_files(source: Path, target: Path, info: TokenizerInfo) -> None:
+    """Copy the files of a tokenizer to another folder after verifying them.
+
+    Args:
+        source: folder that contains the files.
+        target: an existing folder.
+        info: the record of the tokenizer.
+
+    Raises:
+        UserError: a file is absent, damaged or belongs to another tokenizer.
+    """
+    verify_tokenizer(source, info.sha256)
+    for name in (MODEL_FILE[info.kind], TOKENIZER):
+        with open_to_read(source / name) as file:
+            write_atomically(target / name, partial(shutil.copyfileobj, file))
+
+
+def _read_description(folder: Path) -> TokenizerFile:
+    description: TokenizerFile = read_json(folder / TOKENIZER, TokenizerFile, FORMAT_VERSION)
+    return description
+
+
+def _damaged(path: Path) -> str:
+    return f"{path} is damaged: its SHA-256 differs from the one in {TOKENIZER}"
+
+
+def _write_hashed(content: Iterable[bytes], file: BinaryIO) -> str:
+    """Write the content; return its SHA-256."""
+    digest = hashlib.sha256()
+    for chunk in content:
+        digest.update(chunk)
+        file.write(chunk)
+    return digest.hexdigest()
