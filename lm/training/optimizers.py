@@ -9,7 +9,7 @@ from torch import nn
 
 from lm.config import OptimConfig, WordTable
 from lm.model.language_model import LanguageModel
-from lm.output.rowwise.optimizers import RowAdagrad, RowAdam, RowOptimizer, RowSGD
+from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD
 
 
 class CombinedOptimizer(torch.optim.Optimizer):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.training.checkpoint import AtomicCheckpointIO, batches_done
+from lm.training.checkpoint import batches_done
 from lm.training.metrics import read_metrics
 
 Two = Callable[..., subprocess.Popen[str]]
@@ -34,15 +34,15 @@ def two(tiny: Path, prepared_dir: Path, tmp_path: Path) -> Two:
     return begin
 
 
-def test_two_processes_train_as_one_and_go_on_where_they_stopped(
+def test_two_processes_train_as_one_and_continue_where_they_stopped(
     two: Two, train: Callable[..., Path], tmp_path: Path
 ) -> None:
     options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2"]
     one = read_metrics(train(tmp_path / "one", *options) / "metrics.csv")
     for stop in (["--train.max_steps=4"], ["--resume", "auto"]):
         with two(*options, *stop) as process:
-            _, said = process.communicate()
-        assert process.returncode == 0, said
+            _, message = process.communicate()
+        assert process.returncode == 0, message
     both = read_metrics(tmp_path / "two" / "metrics.csv")
     assert [line.step for line in both] == [line.step for line in one] == [2, 4, 6, 8]
     for ours, truth in zip(both, one, strict=True):
@@ -58,10 +58,10 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(two: Two, tmp_p
         while not read_metrics(run / "metrics.csv") and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=120)
-    assert process.returncode == 143, said
-    assert "Traceback" not in said
-    (step,) = set(re.findall(r"stopped by SIGTERM at step (\d+)", said))
+        _, message = process.communicate(timeout=120)
+    assert process.returncode == 143, message
+    assert "Traceback" not in message
+    (step,) = set(re.findall(r"stopped by SIGTERM at step (\d+)", message))
     assert batches_done(run / "checkpoints" / "last.ckpt") == int(step)
 
 
@@ -69,14 +69,40 @@ def test_adaptive_clusters_without_a_target_train_on_two_processes(two: Two) -> 
     with two(
         "--output.tree=adaptive", "--output.cutoffs=[15,21]", "--train.max_steps=8"
     ) as process:
-        _, said = process.communicate()
-    assert process.returncode == 0, said
+        _, message = process.communicate()
+    assert process.returncode == 0, message
 
 
 def test_each_process_draws_noise_of_its_own(two: Two, tmp_path: Path) -> None:
     with two("--train.max_steps=2") as process:
-        _, said = process.communicate()
-    assert process.returncode == 0, said
-    checkpoint = AtomicCheckpointIO().load_checkpoint(tmp_path / "two/checkpoints/last.ckpt")
-    first, second = (device["cpu"] for device in checkpoint["sqrtlm"]["devices"])
+        _, message = process.communicate()
+    assert process.returncode == 0, message
+    checkpoint = load_checkpoint(tmp_path / "two/checkpoints/last.ckpt")
+    first, second = (device["cpu"] for device in checkpoint["devices"])
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--train.accelerator=gpu"], "train.accelerator: gpu, train.devices: 1: there are 0 CUDA"),
+        (["--output.backend=triton"], "output.backend: triton wants a GPU"),
+        (["--train.precision=16-mixed"], "train.precision: 16-mixed wants a GPU"),
+        (
+            ["--train.precision=16-mixed", "--train.accelerator=cpu"],
+            "train.precision: 16-mixed wants a GPU; on a CPU it is bf16-mixed",
+        ),
+    ],
+)
+def test_what_wants_a_gpu_is_refused_without_one(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    failed: Failed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run = tmp_path / "run"
+    assert failed(run, *options).startswith(message)
+    assert not run.exists()

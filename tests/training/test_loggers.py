@@ -1,0 +1,154 @@
+"""What is logged: `metrics.csv`, the curves and wandb."""
+
+import math
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm.cli import main
+from lm.evaluation import evaluate
+from lm.model.language_model import LanguageModel
+from lm.training.batches import Batch, Batches
+from lm.training.loggers import MetricsFile
+from lm.training.metrics import Metrics, read_metrics
+
+Train = Callable[..., Path]
+Contents = Callable[[Path], dict[str, str]]
+Failed = Callable[..., str]
+Complaint = Callable[..., str]
+AssertSame = Callable[[Path, Path], None]
+
+
+def test_metrics_count_tokens_steps_and_epochs(train: Train, tmp_path: Path) -> None:
+    run = train(
+        *(tmp_path / "run", "--train.max_steps=4", "--train.accumulate=2", "--log.every_steps=2"),
+        *("--optim.warmup_steps=4", "--optim.lr=0.004"),
+    )
+    lines = read_metrics(run / "metrics.csv")
+    assert [(line.step, line.tokens) for line in lines] == [(2, 4 * 32), (4, 8 * 32)]
+    assert [line.learning_rate for line in lines] == pytest.approx([0.002, 0.004])
+    assert lines[1].epoch == pytest.approx(2 * lines[0].epoch, abs=1e-3)
+
+
+def test_lines_after_a_continuations_first_step_are_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    lines = [
+        Metrics(
+            step=step,
+            epoch=step / 3,
+            tokens=10 * step,
+            learning_rate=1e-3 / 3,
+            train_perplexity=100 / step,
+            valid_perplexity=None if step % 2 else 1 / 3,
+            seconds=0.5,
+            tokens_per_second=3,
+        )
+        for step in (1, 2, 3)
+    ]
+    metrics = MetricsFile(path, 0)
+    for line in lines:
+        metrics.append(line)
+    assert read_metrics(path) == lines
+    path.write_text(path.read_text() + "4,1.3")
+    assert read_metrics(path) == lines
+    MetricsFile(path, 2)
+    assert read_metrics(path) == lines[:2]
+
+
+def test_wandb_offline_keeps_the_configuration_and_the_figures(
+    train: Train, tmp_path: Path
+) -> None:
+    run = train(tmp_path / "run", "--log.wandb=offline", "--train.max_steps=5")
+    (written,) = (run / "wandb").glob("offline-run-*")
+    (record,) = written.glob("run-*.wandb")
+    content = record.read_bytes()
+    assert (run / "wandb-id").read_text().encode() in content
+    for figure in (b"checkpoint_every_steps", b"prepared_dir", b"train_perplexity"):
+        assert figure in content
+
+
+def test_seconds_and_speed_are_of_training_alone_since_the_line_before(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock on which a batch takes a second, and a validation a thousand."""
+    now = [0.0]
+    monkeypatch.setattr("lm.training.loop.time.perf_counter", lambda: now[0])
+    loss = LanguageModel.loss
+
+    def slow_loss(*args: Any) -> Any:
+        now[0] += 1
+        return loss(*args)
+
+    def slower_evaluate(*args: Any, **options: Any) -> Any:
+        now[0] += 1000
+        return evaluate(*args, **options)
+
+    monkeypatch.setattr(LanguageModel, "loss", slow_loss)
+    monkeypatch.setattr("lm.training.loop.evaluate", slower_evaluate)
+    options = ["--train.max_steps=6", "--log.every_steps=2", "--train.val_every_steps=3"]
+    lines = read_metrics(train(tmp_path / "run", *options) / "metrics.csv")
+    assert [(line.step, line.seconds) for line in lines] == [(2, 2), (3, 3), (4, 4), (6, 6)]
+    assert [line.tokens_per_second for line in lines] == [32] * 4
+
+
+def test_the_perplexity_of_a_line_is_that_of_its_tokens_since_the_line_before(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of unequal lengths: the last of an epoch is shorter."""
+    losses: list[tuple[float, int]] = []
+    step = TrainingModule.training_step
+
+    def noted(self: TrainingModule, batch: Any, batch_idx: int) -> Any:
+        loss = step(self, batch, batch_idx)
+        losses.append((float(loss.detach()), batch.targets.numel()))
+        return loss
+
+    monkeypatch.setattr(TrainingModule, "training_step", noted)
+    options = ["--train.max_epochs=2", "--train.max_steps=null", "--train.batch_size=16"]
+    lines = read_metrics(train(tmp_path / "run", *options, "--log.every_steps=4") / "metrics.csv")
+    assert len({num_tokens for _, num_tokens in losses}) == 2
+    for before, after in pairwise([0, *(line.step for line in lines)]):
+        nll = sum(loss * num_tokens for loss, num_tokens in losses[before:after])
+        mean = nll / sum(num_tokens for _, num_tokens in losses[before:after])
+        (line,) = [line for line in lines if line.step == after]
+        assert line.train_perplexity == pytest.approx(math.exp(mean), rel=1e-9)
+
+
+def test_tokens_per_second_count_the_time_before_an_interruption(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm.training.loop.time.perf_counter", iter(range(1000)).__next__)
+    options = ["--train.checkpoint_every_steps=4", "--train.val_every_steps=100"]
+    options += ["--log.every_steps=6", "--train.max_steps=12"]
+    main([*arguments, *options])
+    whole = read_metrics(tmp_path / "run" / "metrics.csv")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "config.yaml").unlink()
+    kill = Batches.__getitem__
+
+    def die_once(self: Batches, number: int) -> Batch:
+        if number == 5:
+            raise KeyError("killed")
+        return kill(self, number)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Batches, "__getitem__", die_once)
+        with pytest.raises(KeyError):
+            main([*arguments, *options])
+    assert main([*arguments, *options, "--resume", "auto"]) == 0
+    again = read_metrics(tmp_path / "run" / "metrics.csv")
+    assert [line.step for line in again] == [line.step for line in whole] == [6, 12]
+    assert again[0].tokens_per_second == pytest.approx(again[0].tokens / again[0].seconds, abs=1)
+
+
+def test_the_picture_is_drawn_if_the_end_of_the_training_came_before(
+    train: Train, tmp_path: Path
+) -> None:
+    run = train(tmp_path, "--train.max_steps=2")
+    (run / "curves.png").unlink()
+    train(tmp_path, "--train.max_steps=2", "--resume", "auto")
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,252 @@
+"""One step after another: what is accumulated, clipped, scheduled, carried and validated."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data_prep.prepared import open_prepared
+from lm.evaluation import evaluate
+from lm.model.language_model import LanguageModel
+from lm.output.rowwise import RowGradient
+from lm.training.batches import Batches
+from lm.training.checkpoint import load_checkpoint
+from lm.training.metrics import read_metrics
+
+Train = Callable[..., Path]
+Contents = Callable[[Path], dict[str, str]]
+Failed = Callable[..., str]
+Complaint = Callable[..., str]
+AssertSame = Callable[[Path, Path], None]
+
+
+def test_accumulated_batches_make_one_step_by_their_mean_gradient(
+    train: Train, tmp_path: Path
+) -> None:
+    options = ["--model.dropout=0", "--train.max_steps=1", "--train.precision=64-true"]
+    options += ["--optim.optimizer=sgd", "--optim.clip=0", "--optim.lr=1"]
+    once = train(tmp_path / "once", *options, "--train.seq_len=8")
+    twice = train(tmp_path / "twice", *options, "--train.seq_len=4", "--train.accumulate=2")
+    one, two = (read_metrics(run / "metrics.csv")[0] for run in (once, twice))
+    assert one.tokens == two.tokens == 32
+    assert one.train_perplexity == pytest.approx(two.train_perplexity, rel=1e-12)
+    first, second = (load_file(run / "model.safetensors")["output.bias"] for run in (once, twice))
+    torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("accumulate", [4, 7, 100])
+def test_every_epoch_is_validated_where_batches_are_accumulated(
+    accumulate: int, train: Train, tmp_path: Path
+) -> None:
+    options = [f"--train.accumulate={accumulate}", "--train.max_epochs=6", "--train.max_steps=null"]
+    lines = read_metrics(train(tmp_path / "run", *options) / "metrics.csv")
+    validated = [line for line in lines if line.valid_perplexity is not None]
+    (size,) = {round(line.step * accumulate / line.epoch) for line in lines}
+    last = max(line.step for line in lines)
+    expected = sorted({-(-epoch * size // accumulate) for epoch in range(1, 7)} | {last})
+    assert [line.step for line in validated] == [step for step in expected if step <= last]
+
+
+@pytest.mark.parametrize(("tied", "path"), [("true", "word"), ("false", "word"), ("true", "path")])
+def test_sparse_gradients_train_what_dense_ones_train(
+    train: Train, tmp_path: Path, tied: str, path: str
+) -> None:
+    """With clipping and accumulation: the step is plain SGD's."""
+    options = ["--model.dropout=0", "--train.precision=64-true", f"--word_table.tied={tied}"]
+    options += ["--optim.optimizer=sgd", "--optim.clip=0.05", "--optim.lr=3"]
+    options += ["--train.accumulate=2", "--classes.shortlist=3", f"--model.input_embedding={path}"]
+    runs = [
+        train(tmp_path / sparse, *options, f"--word_table.gradients={sparse}")
+        for sparse in ("true", "false")
+    ]
+    first, second = (load_file(run / "model.safetensors") for run in runs)
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-9, atol=1e-11)
+
+
+def test_a_table_in_bf16_learns(train: Train, tmp_path: Path) -> None:
+    options = ["--word_table.dtype=bf16", "--train.precision=bf16-mixed", "--word_table.tied=true"]
+    options += ["--word_table.optimizer=adagrad", "--word_table.lr=0.1", "--train.max_steps=60"]
+    run = train(tmp_path, *options)
+    curve = [line.valid_perplexity for line in read_metrics(run / "metrics.csv")]
+    found = [perplexity for perplexity in curve if perplexity is not None]
+    assert found[-1] < 12  # of 27 words
+    weights = load_file(run / "model.safetensors")
+    assert weights["output.weight"].dtype == torch.bfloat16
+    assert weights["backbone.layers.0.weight_hh_l0"].dtype == torch.float32
+
+
+def test_matrices_are_multiplied_as_asked_for_while_training_and_as_before_after_it(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, seen = LanguageModel.loss, set[str]()
+
+    def watched(self: LanguageModel, *arguments: Any) -> Any:
+        seen.add(torch.get_float32_matmul_precision())
+        return loss(self, *arguments)
+
+    monkeypatch.setattr(LanguageModel, "loss", watched)
+    train(tmp_path / "run", "--train.matmul_precision=medium", "--train.max_steps=1")
+    assert seen == {"medium"}
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def rates(train: Train, folder: Path, *options: str) -> list[tuple[float, float]]:
+    """Epoch after each step, and the learning rate of the step."""
+    lines = read_metrics(
+        train(folder, "--log.every_steps=1", "--optim.lr=1", *options) / "metrics.csv"
+    )
+    return [(line.epoch, line.learning_rate) for line in lines]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_schedules_count_the_steps_and_epochs_of_the_training(
+    accumulate: int, train: Train, tmp_path: Path
+) -> None:
+    options = ["--optim.optimizer=sgd", f"--train.accumulate={accumulate}", "--train.batch_size=16"]
+    cosine = rates(
+        train, tmp_path / "cosine", *options, "--optim.schedule=cosine", "--train.max_steps=8"
+    )
+    expected = [0.1 + 0.9 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]
+    assert [rate for _, rate in cosine] == pytest.approx(expected)
+    steps = [*options, "--optim.schedule=step", "--train.max_epochs=3", "--train.max_steps=null"]
+    halved = rates(train, tmp_path / "step", *steps)
+    before = [0.0, *(epoch for epoch, _ in halved[:-1])]  # epochs done when the step began
+    spacing = halved[0][0]
+    begun = [int(epoch + spacing * (accumulate - 1) / accumulate + 1e-3) for epoch in before]
+    assert [rate for _, rate in halved] == [0.5 ** (epoch + 1) for epoch in begun]
+
+
+def test_the_rate_falls_with_each_validation_that_did_not_improve(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    perplexities = iter([9.0, 8.0, 8.0, 8.5, 7.0, 7.0])
+
+    def rigged(*args: Any, **options: Any) -> Any:
+        result = evaluate(*args, **options)
+        object.__setattr__(result, "perplexity", next(perplexities))
+        return result
+
+    monkeypatch.setattr("lm.training.loop.evaluate", rigged)
+    options = ["--optim.schedule=plateau", "--optim.decay=0.5", "--train.val_every_steps=1"]
+    found = rates(train, tmp_path / "run", *options, "--train.max_steps=6")
+    assert [rate for _, rate in found] == [1, 1, 1, 0.5, 0.25, 0.25]
+
+
+def test_training_hands_the_model_the_counts_and_the_kind_of_gradient_it_asks_for(
+    train: Train, prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    end = TrainingModule.configure_gradient_clipping
+
+    def noted(self: TrainingModule, *args: Any, **options: Any) -> None:
+        found[:] = [self.model.input_backoff, self.model.output.weight.grad]
+        end(self, *args, **options)
+
+    monkeypatch.setattr(TrainingModule, "configure_gradient_clipping", noted)
+    options = ["--model.count_word_dropout=3", "--optim.optimizer=sgd", "--train.max_steps=1"]
+    train(tmp_path / "sparse", *options, "--word_table.gradients=row_wise")
+    counts = torch.tensor(open_prepared(prepared_dir).counts())
+    torch.testing.assert_close(found[0], 3 / (3 + counts))
+    assert isinstance(found[1], RowGradient)
+    train(tmp_path / "dense", *options, "--word_table.gradients=dense")
+    assert not isinstance(found[1], RowGradient)
+
+
+@pytest.mark.parametrize("sparse", ["true", "false"])
+def test_a_step_is_no_longer_than_the_clip_allows(
+    sparse: str, train: Train, tmp_path: Path
+) -> None:
+    options = ["--optim.optimizer=sgd", "--train.precision=64-true", "--model.dropout=0"]
+    options += ["--train.max_steps=1", "--optim.lr=1", f"--word_table.gradients={sparse}"]
+    weights = [
+        load_file(train(tmp_path / clip, *options, f"--optim.clip={clip}") / "model.safetensors")
+        for clip in ("1e-9", "0.01", "0")
+    ]
+    start, clipped, free = (
+        torch.cat([w[name].flatten() for name in sorted(w) if w[name].is_floating_point()])
+        for w in weights
+    )
+    assert float((clipped - start).norm()) == pytest.approx(0.01, rel=1e-4)
+    assert float((free - start).norm()) > 0.02
+
+
+def test_a_new_epoch_begins_without_the_state_of_the_one_before(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[bool] = []
+    loss = LanguageModel.loss
+
+    def watched(self: LanguageModel, tokens: Any, targets: Any, state: Any = None) -> Any:
+        begun.append(state is None)
+        return loss(self, tokens, targets, state)
+
+    monkeypatch.setattr(LanguageModel, "loss", watched)
+    run = train(tmp_path, "--train.max_epochs=2", "--train.max_steps=null", "--train.batch_size=16")
+    per_epoch = read_metrics(run / "metrics.csv")[-1].step // 2
+    assert begun == 2 * ([True] + (per_epoch - 1) * [False])
+
+
+def test_the_table_has_its_own_rate_in_a_training(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[float]] = []
+    begin = TrainingModule.on_train_batch_start
+
+    def noted(self: TrainingModule, batch: Any, batch_idx: int) -> None:
+        begin(self, batch, batch_idx)
+        seen.append([group["lr"] for group in self.trainer.optimizers[0].param_groups])
+
+    monkeypatch.setattr(TrainingModule, "on_train_batch_start", noted)
+    train(
+        *(tmp_path, "--optim.lr=0.01", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"),
+        *("--optim.warmup_steps=2", "--train.max_steps=3"),
+    )
+    assert [rates[0] for rates in seen] == pytest.approx([0.005, 0.01, 0.01])
+    assert [rates[-1] for rates in seen] == pytest.approx([0.025, 0.05, 0.05])
+
+
+def test_the_best_model_is_that_of_the_lowest_validation_perplexity(
+    train: Train, tmp_path: Path
+) -> None:
+    options = ["--optim.optimizer=sgd", "--optim.lr=6", "--optim.clip=5"]
+    run = train(tmp_path / "run", *options, "--train.val_every_steps=2", "--train.max_steps=20")
+    lines = read_metrics(run / "metrics.csv")
+    measured = {line.step: line.valid_perplexity for line in lines if line.valid_perplexity}
+    assert list(measured) == list(range(2, 21, 2))
+    best = min(measured, key=lambda step: measured[step] or 0.0)
+    assert best != 20
+    description = json.loads((run / "model.json").read_text())
+    assert (description["step"], description["valid_perplexity"]) == (best, measured[best])
+    checkpoint = load_checkpoint(run / "checkpoints" / "best.ckpt")
+    assert checkpoint["global_step"] == best
+    weights = {
+        name.removeprefix("model."): tensor for name, tensor in checkpoint["state_dict"].items()
+    }
+    torch.testing.assert_close(load_file(run / "model.safetensors"), weights, rtol=0, atol=0)
+
+
+def test_another_seed_reads_windows_in_another_order(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    item = Batches.__getitem__
+
+    def noted(self: Batches, number: int) -> Any:
+        batch = item(self, number)
+        if number == 0:
+            read.append(batch.targets)
+        return batch
+
+    monkeypatch.setattr(Batches, "__getitem__", noted)
+    for seed in (1, 1, 2):
+        name = tmp_path / str(len(read))
+        train(name, "--model.backbone=transformer", f"--seed={seed}", "--train.max_steps=1")
+    assert torch.equal(read[0], read[1])
+    assert not torch.equal(read[0], read[2])

@@ -1,0 +1,154 @@
+"""Continuations that do not fit the run are refused, and change nothing."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lm.cli import main
+
+Train = Callable[..., Path]
+Contents = Callable[[Path], dict[str, str]]
+Failed = Callable[..., str]
+Complaint = Callable[..., str]
+AssertSame = Callable[[Path, Path], None]
+
+
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [("--model.hidden=16", "model.hidden: 12 → 16"), ("--output.tree=full", "output.tree")],
+)
+def test_a_checkpoint_of_a_run_with_another_configuration_is_refused(
+    option: str, key: str, lstm_run: Path, arguments: list[str], complaint: Complaint
+) -> None:
+    checkpoint = lstm_run / "checkpoints" / "last.ckpt"
+    message = complaint(*arguments, option, "--resume", checkpoint)
+    assert message.startswith(f"{lstm_run} was started with another configuration ({key}")
+
+
+def test_a_checkpoint_without_its_run_is_refused_if_it_does_not_fit(
+    lstm_run: Path, arguments: list[str], tmp_path: Path, complaint: Complaint
+) -> None:
+    alone = tmp_path / "alone.ckpt"
+    shutil.copyfile(lstm_run / "checkpoints" / "last.ckpt", alone)
+    for option, problem in (
+        ("--model.hidden=16", "size mismatch"),
+        ("--output.tree=full", "the weights belong to another tree"),
+    ):
+        message = complaint(*arguments, "--train.max_steps=30", option, "--resume", alone)
+        assert message.startswith("the checkpoint does not fit the configuration: ")
+        assert problem in message
+    message = complaint(*arguments, "--resume", alone)
+    assert message == f"{alone} is of the last step: there is nothing to go on with"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_checkpoint_of_parameters_of_another_type_is_refused(
+    train: Train, tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Complaint
+) -> None:
+    options = ["--train.max_steps=1", "--train.precision=64-true"]
+    early = train(tmp_path / "early", *options)
+    (early / "config.yaml").unlink()  # which would be refused first
+    checkpoint = early / "checkpoints" / "last.ckpt"
+    message = complaint(
+        *("train", tiny, "--no-progress", f"--run_dir={tmp_path / 'run'}"),
+        *(f"--data.prepared_dir={prepared_dir}", "--resume", checkpoint),
+    )
+    assert message == (
+        "model.backbone.layers.0.weight_ih_l0 is torch.float64 in the checkpoint, and torch.float32"
+        " under train.precision: 32-true"
+    )
+
+
+def test_a_damaged_checkpoint_is_refused_when_a_run_continues(
+    train: Train, tiny: Path, tmp_path: Path, prepared_dir: Path, complaint: Complaint
+) -> None:
+    run = train(tmp_path / "run", "--train.max_steps=1")
+    last = run / "checkpoints" / "last.ckpt"
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 1
+    last.write_bytes(content)
+    message = complaint(
+        *("train", tiny, "--no-progress", f"--run_dir={run}", "--train.max_steps=2"),
+        *(f"--data.prepared_dir={prepared_dir}", "--resume", "auto"),
+    )
+    assert message == f"{last}: damaged checkpoint or none of ours"
+
+
+def test_a_changed_configuration_is_refused_naming_the_keys(
+    lstm_run: Path, tiny: Path, complaint: Complaint, contents: Contents
+) -> None:
+    before = contents(lstm_run)
+    message = complaint(
+        *("train", tiny, f"--run_dir={lstm_run}", "--resume", "auto"),
+        *("--model.hidden=16", "--optim.lr=1", "--train.max_steps=99", "--log.every_steps=2"),
+    )
+    assert message == (
+        f"{lstm_run} was started with another configuration"
+        " (model.hidden: 12 → 16, optim.lr: 0.01 → 1.0)"
+    )
+    assert contents(lstm_run) == before
+
+
+def assert_data_are_kept(
+    run: Path, command: list[str], complaint: Complaint, contents: Contents
+) -> None:
+    """The continuation after `text.txt` changed is refused, and the run is as it was."""
+    before = contents(run)
+    assert complaint(*command) == (
+        f"{run}/data was prepared from something else (train: text.txt changed), and a run goes on"
+        " with the data it began with"
+    )
+    assert contents(run) == before
+    assert main(["evaluate", str(run), "--split=train"]) == 0
+
+
+def test_a_corpus_with_other_words_is_refused_when_a_run_continues(
+    tiny: Path, corpus: Path, tmp_path: Path, complaint: Complaint, contents: Contents
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes((corpus / "train.txt").read_bytes())
+    command = ["train", str(tiny), f"--data.dir={tmp_path}", "--data.files={train: text.txt}"]
+    command += [f"--run_dir={tmp_path / 'run'}", "--no-progress", "--resume", "auto"]
+    assert main([*command, "--train.max_steps=2"]) == 0
+    text.write_text(text.read_text() + "a new word\n")
+    assert_data_are_kept(tmp_path / "run", [*command, "--train.max_steps=4"], complaint, contents)
+
+
+def test_a_corpus_in_another_order_is_refused_when_a_run_continues(
+    tiny: Path, corpus: Path, tmp_path: Path, complaint: Complaint, contents: Contents
+) -> None:
+    text = tmp_path / "text.txt"
+    lines = (corpus / "train.txt").read_text().splitlines(keepends=True)
+    text.write_text("".join(lines))
+    command = ["train", str(tiny), f"--data.dir={tmp_path}", "--data.files={train: text.txt}"]
+    command += [f"--run_dir={tmp_path / 'run'}", "--no-progress", "--resume", "auto"]
+    assert main([*command, "--train.max_steps=2"]) == 0
+    text.write_text("".join(reversed(lines)))  # the same words as often: the same vocabulary
+    assert_data_are_kept(tmp_path / "run", [*command, "--train.max_steps=4"], complaint, contents)
+
+
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [
+        ("--train.batch_size=8", "train.batch_size: 4 → 8"),
+        ("--train.seq_len=9", "train.seq_len: 8 → 9"),
+        ("--train.accumulate=2", "train.accumulate: 1 → 2"),
+        ("--train.precision=64-true", "train.precision: 32-true → 64-true"),
+        ("--seed=2", "seed: 1 → 2"),
+    ],
+)
+def test_what_a_continuation_would_read_otherwise_is_refused(
+    option: str,
+    key: str,
+    lstm_run: Path,
+    tiny: Path,
+    prepared_dir: Path,
+    complaint: Callable[..., str],
+) -> None:
+    message = complaint(
+        *("train", tiny, f"--run_dir={lstm_run}", f"--data.prepared_dir={prepared_dir}"),
+        *("--no-progress", "--train.max_steps=30", "--resume", "auto", option),
+    )
+    assert message == f"{lstm_run} was started with another configuration ({key})"

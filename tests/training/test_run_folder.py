@@ -1,0 +1,99 @@
+"""The folder of a run: what it contains, what may continue it, and what a failure leaves unchanged."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_prep.storage import locked
+from lm.training.checkpoint import batches_done, load_checkpoint
+from lm.training.metrics import read_metrics
+
+Train = Callable[..., Path]
+Contents = Callable[[Path], dict[str, str]]
+Failed = Callable[..., str]
+Complaint = Callable[..., str]
+AssertSame = Callable[[Path, Path], None]
+
+
+def test_a_run_leaves_everything_that_its_use_needs(lstm_run: Path) -> None:
+    files = {path.name for path in lstm_run.rglob("*") if path.is_file()}
+    assert files == {
+        *(".lock", "config.yaml", "classes.npy", "env.json", "tokenizer.json", "vocab.txt"),
+        *("best.ckpt", "last.ckpt", "metrics.csv", "curves.png"),
+        *("model.json", "model.safetensors"),
+    }
+    assert (lstm_run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((lstm_run / "env.json").read_text())["torch"] == torch.__version__
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(
+    train: Train, tmp_path: Path, failed: Failed, contents: Contents
+) -> None:
+    with locked(tmp_path / ".lock"):
+        before = contents(tmp_path)
+        message = failed(tmp_path, "--resume", "auto")
+        assert contents(tmp_path) == before
+    assert message == f"{tmp_path}: another process trains this run"
+    assert train(tmp_path, "--train.max_steps=2") == tmp_path
+
+
+def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_checkpoint(
+    tmp_path: Path, failed: Failed
+) -> None:
+    options = ["--optim.optimizer=sgd", "--optim.lr=1e38", "--optim.clip=0"]
+    message = failed(tmp_path, *options, "--train.checkpoint_every_steps=1")
+    found = re.fullmatch(
+        r"the loss became (nan|inf) before step (\d+); the last checkpoint is untouched"
+        r" \(a lower optim.lr or optim.clip may help\)",
+        message,
+    )
+    assert found is not None
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    checkpoint = load_checkpoint(last)
+    assert checkpoint["global_step"] == batches_done(last) == int(found[2]) - 1
+    assert checkpoint["progress"]["nll"] < 1e6
+
+
+def test_a_full_disk_ends_the_training_and_leaves_the_last_checkpoint(
+    tmp_path: Path, failed: Failed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, written = torch.save, list[str]()
+
+    def full_after_two(checkpoint: object, file: Any) -> None:
+        if len(written) == 2:
+            file.write(b"half of it")
+            raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+        save(checkpoint, file)
+        written.append(file.name)
+
+    monkeypatch.setattr(torch, "save", full_after_two)
+    message = failed(tmp_path, "--train.checkpoint_every_steps=3")
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    assert message == f"{last}: the disk is full; the previous checkpoint is untouched"
+    assert batches_done(last) == 6
+    assert [entry.name for entry in last.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_weights_that_a_validation_shows_to_be_broken_are_not_kept(
+    tmp_path: Path, failed: Failed
+) -> None:
+    options = ["--optim.optimizer=sgd", "--optim.lr=1e39", "--optim.clip=0"]
+    message = failed(tmp_path, *options, "--train.val_every_steps=1")
+    assert re.match(r"the loss became (nan|inf) before step 1; the last checkpoint is unt", message)
+    assert not (tmp_path / "checkpoints").exists()
+    assert read_metrics(tmp_path / "metrics.csv") == []
+
+
+def test_what_cannot_fit_is_refused_before_the_run_has_a_folder(
+    tmp_path: Path, failed: Failed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(footprint, "available", lambda _: 1000)
+    run = tmp_path / "run"
+    message = failed(run)
+    assert re.match(r"training tiny needs 0\.\d GB of memory .*, there are 0\.0 GB: even", message)
+    assert not run.exists()
