@@ -96,7 +96,7 @@ def rank_blocks(vocab_size: int, num_shortlist: int = 0) -> ClassTree:
     """√N classes of neighbouring ranks, with the first words as children of the root."""
     num_classes = round(math.sqrt(vocab_size))
     word_class = torch.arange(vocab_size) * num_classes // vocab_size
-    return ClassTree.two_level(word_class, head=num_shortlist)
+    return ClassTree.two_level(word_class, num_shortlist)
 
 
 def ours(problem: Problem, name: str, backend: str, kind: type[Method] = Method) -> Method:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output import ClassTree, hierarchical_cross_entropy
-from lm.output.rowwise.optimizers import RowAdagrad
+from lm.output.rowwise import RowAdagrad
 from scripts.benchmarks.methods import class_and_place, parameter, zipf
 
 NUM_SEQUENCES = 32

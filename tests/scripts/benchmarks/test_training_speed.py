@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.output.rowwise.optimizers import RowAdagrad
+from lm.output.rowwise import RowAdagrad
 from lm.training.loop import train_step
 from lm.training.optimizers import CombinedOptimizer
 from scripts.benchmarks.training_speed import OtherLoss, start_training, torch_loss
