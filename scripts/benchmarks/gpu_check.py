@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from scripts.benchmarks.reporting import CPU, TOP, environment
+from scripts.benchmarks.reporting import TOP, environment
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 PYTEST += ["-o", "filterwarnings=default"]
@@ -120,7 +120,7 @@ def main() -> None:
     ]
     if not options.dry_run and not shutil.which("compute-sanitizer"):
         print("compute-sanitizer is not installed: memory and race checks were not made")
-    where = environment(torch.device("cuda") if on_gpu else CPU)
+    where = environment("cuda" if on_gpu else "cpu")
     report = {"dry_run": options.dry_run, **where, "steps": results}
     (out / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
     for result in results:

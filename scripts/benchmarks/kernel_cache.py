@@ -137,7 +137,7 @@ def _play(
 @compiled
 def _use(cache: _Cache, line: int, size: int) -> bool:
     """Use a line of `size` bytes; whether it missed the cache."""
-    missed = cache.held[line] == 0
+    missed = bool(cache.held[line] == 0)
     if not missed:
         _unlink(cache, line)
     elif size <= cache.capacity:

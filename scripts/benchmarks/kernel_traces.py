@@ -5,15 +5,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from lm.output import ClassTree
 from lm.output.backends.triton.schedule import (
     Schedule,
     blocks_per_path,
     schedule,
     splits_per_tile,
 )
-from torch import Tensor
-
-from lm.output import ClassTree
 from lm.output.backends.triton.tile_shapes import Tiles
 from lm.output.backends.visits import Visits, route
 from scripts.benchmarks.kernel_cache import Trace
@@ -85,7 +85,7 @@ class Batch(NamedTuple):
 
     def rows(self, chosen: Tensor) -> int:
         """Children of the nodes of the chosen visits [D, P], each node once."""
-        return int(self.tree.num_children[self.visits.node[chosen].unique()].sum())
+        return int(self.tree.num_children[torch.unique(self.visits.node[chosen])].sum())
 
     def positions(self, chosen: Tensor) -> int:
         """Positions with a chosen visit."""
@@ -101,7 +101,7 @@ class Batch(NamedTuple):
         place = torch.arange(self.num_positions) // tile
         num_tiles = self.num_positions // tile + 1
         key = self.visits.node * num_tiles + place
-        nodes = key[self.heavy].unique() // num_tiles
+        nodes = torch.unique(key[self.heavy]) // num_tiles
         return int(self.tree.num_children[nodes].sum())
 
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from lm.output import ClassTree
@@ -35,14 +34,14 @@ def cpu_clock(step: Callable[[], object]) -> Callable[[], float]:
 
 def event_clock(step: Callable[[], object]) -> Callable[[], float]:
     """Time a step by events of a GPU."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     step()
     stop.record()
 
     def seconds() -> float:
         stop.synchronize()
-        return start.elapsed_time(stop) / 1e3
+        return float(start.elapsed_time(stop)) / 1e3
 
     return seconds
 
@@ -140,7 +139,7 @@ def least_work(problem: Problem, tree: ClassTree) -> Floor:
     """The floor of a tree on the problem's targets."""
     node = route(problem.target, tree.arrays, tree.depth, ignore_index=-100).node
     node = node[node >= 0]
-    rows = int(tree.num_children[node.unique()].sum())
+    rows = int(tree.num_children[torch.unique(node)].sum())
     columns = int(tree.num_children[node].sum())
     vectors = rows + problem.num_positions
     return Floor(
@@ -166,7 +165,11 @@ def _launched_on_gpu(half: Callable[[], object]) -> list[str]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         half()
         torch.cuda.synchronize()
-    return [event.name for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    return [
+        event.name
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
 
 
 def _interpreted(half: Callable[[], object]) -> list[str]:

@@ -170,7 +170,7 @@ class GraphMethod(Method):
         super().refuse(reason)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):

@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.functional import BackendName
 from scripts.benchmarks.measure import (
     Ceilings,
     Clock,
@@ -60,6 +61,7 @@ from scripts.benchmarks.reporting import (
     append_rows,
     benchmark_parser,
     environment,
+    problem_size,
     require_positive,
 )
 from scripts.benchmarks.table import describe_launches, gigabytes, make_rows, plot, print_table
@@ -99,7 +101,7 @@ def rank_blocks(vocab_size: int, num_shortlist: int = 0) -> ClassTree:
     return ClassTree.two_level(word_class, num_shortlist)
 
 
-def ours(problem: Problem, name: str, backend: str, kind: type[Method] = Method) -> Method:
+def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] = Method) -> Method:
     """This project's layer on one of the problem's trees."""
     tree = problem.trees[name]
 
@@ -317,20 +319,6 @@ def measure(
     return rows
 
 
-def problem_size(text: str) -> tuple[int, int]:
-    """Parse N:H.
-
-    Raises:
-        ArgumentTypeError: If the text is not N:H with N ≥ 10 and H ≥ 1.
-    """
-    vocab_size, _, hidden_size = text.partition(":")
-    if not (vocab_size.isdecimal() and hidden_size.isdecimal()):
-        raise argparse.ArgumentTypeError(f"expected N:H, as in 10000:300, got {text!r}")
-    if int(vocab_size) < 10 or int(hidden_size) < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 10 words and H ≥ 1, got {text!r}")
-    return int(vocab_size), int(hidden_size)
-
-
 def parse_options() -> argparse.Namespace:
     """Options of the command line, with the defaults of the device."""
     parser = benchmark_parser(__doc__)
@@ -368,13 +356,13 @@ def main() -> None:
     targets = options.tokens.name if options.tokens else "zipf"
     shared = {"dtype": options.dtype, "targets": targets, "seed": options.seed}
     print(
-        f"{environment(options.device)['device']}, {options.dtype}: copy"
+        f"{environment(options.device.type)['device']}, {options.dtype}: copy"
         f" {peak.bytes / 1e9:.1f} GB/s, matrix product {peak.flops / 1e12:.3f} TFLOP/s"
     )
     rows = []
     for size in options.rows:
         found = [row | shared for row in measure(size, peak, clock, options)]
-        append_rows(options.json, found, options.device)
+        append_rows(options.json, found, options.device.type)
         rows += found
     if options.plot:
         plot(rows, options.plot)

@@ -153,9 +153,13 @@ def adaptive(problem: Problem) -> Method:
     divisor = min(4, int(size ** (1 / len(cutoffs))))
 
     def build() -> tuple[Loss, list[Tensor]]:
-        like = {"device": problem.hidden.device, "dtype": problem.hidden.dtype}
         layer = nn.AdaptiveLogSoftmaxWithLoss(
-            size, problem.vocab_size, cutoffs, div_value=divisor, **like
+            size,
+            problem.vocab_size,
+            cutoffs,
+            div_value=divisor,
+            device=problem.hidden.device,
+            dtype=problem.hidden.dtype,
         )
         return lambda hidden, target: layer(hidden, target).loss, list(layer.parameters())
 
@@ -254,7 +258,7 @@ def grouped(problem: Problem) -> Method:
         rows, inside = classes.table(width)
         padded = problem.weight.new_zeros(classes.num_word_classes, width, size)
         padded[:, :, : problem.hidden_size][inside] = problem.weight[rows[inside]]
-        matrices = [parameter(some) for some in padded.split(GROUPS)]
+        matrices = [parameter(some) for some in torch.split(padded, GROUPS)]
 
         def loss(hidden: Tensor, target: Tensor) -> Tensor:
             word_class, place = class_and_place(classes.tree, target)
@@ -293,7 +297,7 @@ def _grouped_products(hidden: Tensor, matrices: list[Tensor], ends: Tensor) -> T
     """
     if len(matrices) == 1:
         return F.grouped_mm(hidden, matrices[0].transpose(1, 2), offs=ends.to(torch.int32))
-    ends_of_group = ends.split(GROUPS)
+    ends_of_group = torch.split(ends, GROUPS)
     bounds = [0, *torch.stack([group[-1] for group in ends_of_group]).tolist()]
     products = []
     for group, (start, stop) in enumerate(pairwise(bounds)):
@@ -317,7 +321,8 @@ def loop(problem: Problem) -> Method:
         def loss(hidden: Tensor, target: Tensor) -> Tensor:
             word_class, place = class_and_place(classes.tree, target)
             nll = []
-            for h, c, w in zip(hidden.split(1), word_class.split(1), place.split(1), strict=True):
+            singles = (torch.split(each, 1) for each in (hidden, word_class, place))
+            for h, c, w in zip(*singles, strict=True):
                 nll.append(F.cross_entropy(F.linear(h, *root), c))
                 nll.append(F.cross_entropy(F.linear(h, *words[int(c)]), w))
             return torch.stack(nll).float().sum() / len(hidden)

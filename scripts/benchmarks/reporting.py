@@ -19,13 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from data_prep.errors import UserError
 from lm.training.environment import processor_name
 
 TOP = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
 FOLDER = re.compile(r"(^|=)/(?:[^/]+/)*")
 """An absolute folder in an argument; a log has DIR instead."""
 
@@ -104,9 +101,21 @@ def require_positive(
                 parser.error(f"--{name.replace('_', '-')} must be positive, got {number}")
 
 
-def append_rows(
-    file: Path | None, rows: Iterable[Mapping[str, Any]], device: torch.device = CPU
-) -> None:
+def problem_size(text: str) -> tuple[int, int]:
+    """Parse N:H.
+
+    Raises:
+        ArgumentTypeError: If the text is not N:H with N ≥ 10 and H ≥ 1.
+    """
+    vocab_size, _, hidden_size = text.partition(":")
+    if not (vocab_size.isdecimal() and hidden_size.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected N:H, as in 10000:300, got {text!r}")
+    if int(vocab_size) < 10 or int(hidden_size) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 10 words and H ≥ 1, got {text!r}")
+    return int(vocab_size), int(hidden_size)
+
+
+def append_rows(file: Path | None, rows: Iterable[Mapping[str, Any]], device: str = "cpu") -> None:
     """Append rows to a log, each with its environment; does nothing if `file` is None."""
     if file is not None:
         where = environment(device)
@@ -114,12 +123,14 @@ def append_rows(
             log.writelines(json.dumps({**row, **where, **row}) + "\n" for row in rows)
 
 
-def environment(device: torch.device = CPU) -> dict[str, Any]:
+def environment(device: str = "cpu") -> dict[str, Any]:
     """What figures depend on and come from: device, processor, versions, commit and command."""
+    import torch  # not needed by every benchmark without a log
+
     has_triton = importlib.util.find_spec("triton") is not None
-    on_gpu = device.type == "cuda"
+    on_gpu = device == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else processor_name(),
+        "device": torch.cuda.get_device_name() if on_gpu else processor_name(),
         "environment": processor_name(),
         "threads": torch.get_num_threads(),
         "commit": commit(),

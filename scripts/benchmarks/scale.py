@@ -151,8 +151,8 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         SystemExit: If methods that compute the same loss do not agree.
     """
     print(
-        f"{environment(options.device)['device']}, {options.threads} threads of {os.cpu_count()}"
-        f" processors, torch {torch.__version__}: {options.positions:,} positions,"
+        f"{environment(options.device.type)['device']}, {options.threads} threads of"
+        f" {os.cpu_count()} processors, torch {torch.__version__}: {options.positions:,} positions,"
         f" H = {options.hidden}\n{heading(COLUMNS)}"
     )
     rows: list[dict[str, Any]] = []
@@ -167,7 +167,7 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
             print(printed(row), flush=True)
             if row["outcome"] != "done":
                 broken.add((name, dtype))
-            append_rows(options.json, [row], options.device)
+            append_rows(options.json, [row], options.device.type)
         check_losses(found)
         rows += found
     return rows

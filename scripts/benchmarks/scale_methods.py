@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from torch.nn import functional as F
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.rowwise import RowAdagrad
 from scripts.benchmarks.methods import class_and_place, parameter, zipf
+
+if TYPE_CHECKING:  # `step` alone needs more than torch
+    from lm.config import WordTable
+    from lm.model.language_model import LanguageModel
 
 NUM_SEQUENCES = 32
 """Sequences of the batch that `step` reads."""
@@ -120,26 +124,14 @@ def _layer_loss(
     return loss
 
 
-def step(task: Task) -> Method:
-    """A whole language model of this project."""
-    from lm.config import ModelConfig, OptimConfig, OutputConfig, WordTable  # not only torch
-    from lm.model.build import build_model
+def step(task: Task, model: "LanguageModel | None" = None) -> Method:
+    """A whole language model of this project, by default `step_model(task)`."""
+    from lm.config import OptimConfig
     from lm.training.optimizers import build_optimizer
 
-    num_positions, size = task.hidden.shape
-    model_config = ModelConfig(hidden=size, layers=1, init_range=INIT_RANGE)
-    table = WordTable(
-        tied=True,
-        dtype="bf16" if task.dtype == torch.bfloat16 else "fp32",
-        row_wise=True,
-        optimizer="adagrad",
-        lr=LEARNING_RATE,
-    )
+    model = model or step_model(task)
     optim = OptimConfig(optimizer="adamw", clip=1.0)
-    context = num_positions // NUM_SEQUENCES
-    with task.hidden.device:
-        model = build_model(model_config, OutputConfig(), table, task.tree, context)
-    update = _update(build_optimizer(model, optim, table))
+    update = _update(build_optimizer(model, optim, _word_table(task)))
 
     def loss(words: Tensor) -> Tensor:
         inputs, targets = words.view(2, -1, NUM_SEQUENCES)
@@ -150,6 +142,25 @@ def step(task: Task) -> Method:
         update()
 
     return Method(loss, clip_and_update)
+
+
+def step_model(task: Task) -> "LanguageModel":
+    """The language model of `step`: one LSTM layer, tied rows."""
+    from lm.config import ModelConfig, OutputConfig
+    from lm.model.build import build_model
+
+    num_positions, size = task.hidden.shape
+    config = ModelConfig(hidden=size, layers=1, init_range=INIT_RANGE)
+    context = num_positions // NUM_SEQUENCES
+    with task.hidden.device:
+        return build_model(config, OutputConfig(), _word_table(task), task.tree, context)
+
+
+def _word_table(task: Task) -> "WordTable":
+    from lm.config import WordTable
+
+    dtype: Literal["fp32", "bf16"] = "bf16" if task.dtype == torch.bfloat16 else "fp32"
+    return WordTable(tied=True, dtype=dtype, row_wise=True, optimizer="adagrad", lr=LEARNING_RATE)
 
 
 def full(task: Task) -> Method:
@@ -242,7 +253,8 @@ def loop(task: Task) -> Method:
         word_class, place = class_and_place(task.tree, words[1])
         hidden = task.hidden[: len(place)].to(task.dtype)
         nll = []
-        for h, c, w in zip(hidden.split(1), word_class.split(1), place.split(1), strict=True):
+        singles = (torch.split(each, 1) for each in (hidden, word_class, place))
+        for h, c, w in zip(*singles, strict=True):
             nll.append(F.cross_entropy(F.linear(h, *root), c))
             nll.append(F.cross_entropy(F.linear(h, *words_of[int(c)]), w))
         return torch.stack(nll).float().sum() / len(place)

@@ -48,14 +48,15 @@ def visited_rows(vocab_size: int, num_positions: int, seed: int) -> int:
 
     Class k holds the ranks from N (k/C)² to N ((k+1)/C)², as Σ √(1/r) grows like √r.
     """
-    num_classes = round(vocab_size**0.5)
+    num_classes: int = round(vocab_size**0.5)
     generator = np.random.default_rng(seed)
     weight = generator.random(num_positions) * (np.log(vocab_size) + np.euler_gamma)
     rank = np.floor(np.clip(np.exp(weight - np.euler_gamma) - 0.5, 0, vocab_size - 1))
     number = np.arange(num_classes + 1)
     bounds = -(-vocab_size * number**2 // num_classes**2)
     visited = np.unique(np.searchsorted(bounds, rank, side="right") - 1)
-    return num_classes + int((bounds[visited + 1] - bounds[visited]).sum())
+    visited_words = int((bounds[visited + 1] - bounds[visited]).sum())
+    return num_classes + visited_words
 
 
 def row(vocab_size: int, options: argparse.Namespace, dtype: str) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from itertools import product
 from typing import Any
 
 import torch
-from lm.output.backends.base import Needs, Problem
-from lm.output.backends.triton.schedule import LIGHT
 
 from lm.output import ClassTree
+from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, execute, instrumented, tiles_for
+from lm.output.backends.triton.schedule import LIGHT
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 from scripts.benchmarks.measure import cpu_clock, event_clock
 from scripts.benchmarks.methods import zipf
@@ -31,13 +31,14 @@ from scripts.benchmarks.reporting import (
     append_rows,
     benchmark_parser,
     heading,
+    problem_size,
     table_line,
 )
 
 KERNELS = ("forward", "d_hidden", "d_weight", "d_light")
-SIZES = ["33278:650", "267735:1024", "800000:1024"]
+SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024)]
 BLOCKS_OF_CHILDREN = (32, 64, 128)
-DRY_RUN = {"sizes": ["97:8"], "positions": 32, "dtype": "float32", "rounds": 1}
+DRY_RUN = {"sizes": [(97, 8)], "positions": 32, "dtype": "float32", "rounds": 1}
 COLUMNS = (
     Column("kernel", "kernel", width=9),
     *(Column(name, name, "d", width=4) for name in ("block_c", "v", "h", "warps", "stages")),
@@ -132,7 +133,7 @@ def main() -> None:
     """Print the five best shapes of each kernel, and write a log of all if asked."""
     parser = benchmark_parser(__doc__)
     add = parser.add_argument
-    add("--sizes", nargs="+", default=SIZES, metavar="N:H")
+    add("--sizes", type=problem_size, nargs="+", default=SIZES, metavar="N:H")
     add("--positions", type=int, default=16_384)
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--rounds", type=int, default=10)
@@ -145,15 +146,14 @@ def main() -> None:
     elif not torch.cuda.is_available():
         sys.exit("tile_tuning: no CUDA device; --dry-run runs without one")
     dtype = getattr(torch, options.dtype)
-    sizes = [tuple(map(int, size.split(":"))) for size in options.sizes]
-    problems = [make_problem(*size, options.positions, dtype, device) for size in sizes]
+    problems = [make_problem(*size, options.positions, dtype, device) for size in options.sizes]
     start = tiles_for(problems[0])
     rows = sorted(tune(problems, start, options), key=lambda row: (row["kernel"], row["score"]))
     print(f"the table's: {start}\n{heading(COLUMNS)}")
     for kernel in KERNELS:
         for row in [row for row in rows if row["kernel"] == kernel][:5]:
             print(table_line(COLUMNS, row))
-    append_rows(options.json, rows, torch.device(device))
+    append_rows(options.json, rows, device)
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def main() -> None:
             "overrides": [each for each in overrides if not each.startswith(FOLDERS)],
         }
         print(table_line(columns, row))
-        append_rows(options.json, [row], states[layer].fabric.device)
+        append_rows(options.json, [row], states[layer].fabric.device.type)
 
 
 if __name__ == "__main__":

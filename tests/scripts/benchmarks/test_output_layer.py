@@ -111,6 +111,8 @@ def test_methods_of_a_tree_have_its_loss_and_its_gradients(stepped: list[Method]
             assert float(peer.last_loss) == pytest.approx(truth, rel=1e-6), peer.name
             torch.testing.assert_close(peer.hidden.grad, ours.hidden.grad)
     tree, d_weight = methods["random"].tree, methods["random"].parameters[0].grad
+    assert tree is not None
+    assert d_weight is not None
     num_classes = int(tree.num_children[0])
     for peer in (methods[peer] for peer in SAME_TREE["random"]):
         torch.testing.assert_close(peer.parameters[0].grad, d_weight[:num_classes])

@@ -9,17 +9,16 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lm.output import ClassTree
+from lm.output import ClassTree, HierarchicalSoftmax
 from scripts.benchmarks import scale, scale_measure
 from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.scale_measure import METHODS, Timing, Work, measure, timed, work
-from scripts.benchmarks.scale_methods import Task, rank_classes
+from scripts.benchmarks.scale_methods import Task, rank_classes, step, step_model
 
 SAME = ["layer", "dense", "gather", "host", "loop"]
 Parse = Callable[..., argparse.Namespace]
@@ -77,21 +76,12 @@ def test_one_step_of_every_dense_way_leaves_the_same_table(parse: Parse) -> None
 
 
 def test_the_whole_step_has_the_loss_of_its_model_and_changes_visited_rows_alone(
-    parse: Parse, monkeypatch: pytest.MonkeyPatch
+    parse: Parse,
 ) -> None:
-    from lm.model import language_model
-
-    built: list[Any] = []
-    build_model = language_model.build_model
-
-    def remember(*args: Any, **kwargs: Any) -> Any:
-        built.append(build_model(*args, **kwargs))
-        return built[-1]
-
-    monkeypatch.setattr(language_model, "build_model", remember)
     task = Task("step", 997, torch.float32, parse())
-    method = METHODS["step"].build(task)
-    (model,) = built
+    model = step_model(task)
+    assert isinstance(model.output, HierarchicalSoftmax)
+    method = step(task, model)
     inputs, targets = task.words[0].view(2, 2, 32)
     with torch.no_grad():
         log_prob = model.output.log_prob(model(inputs)[0])
