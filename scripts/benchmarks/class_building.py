@@ -24,14 +24,7 @@ from data_prep.prepare import prepare
 from data_prep.prepared import open_prepared
 from data_prep.settings import ClassesConfig
 from lm.config import Config, load_config
-from scripts.benchmarks.reporting import (
-    Column,
-    append_rows,
-    benchmark_parser,
-    heading,
-    run,
-    table_line,
-)
+from scripts.benchmarks.reporting import Column, Table, benchmark_parser, run
 
 Result = TypeVar("Result")
 METHODS = ("random", "uniform", "frequency", "embedding", "exchange")
@@ -94,12 +87,10 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     config = load_config(options.config, overrides)
     in_new_process(prepare_data, config)
-    print(heading(COLUMNS))
+    table = Table(COLUMNS, options.json)
     for method in options.methods:
         settings = replace(config.classes, method=method)
-        row = in_new_process(measure, settings, config.prepared_path)
-        print(table_line(COLUMNS, row), flush=True)
-        append_rows(options.json, [row])
+        table.add(in_new_process(measure, settings, config.prepared_path))
 
 
 if __name__ == "__main__":

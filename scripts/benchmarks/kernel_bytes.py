@@ -15,6 +15,7 @@ dense gradient also has zeros for rows that are not visited; they are counted, a
 """
 
 import math
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +25,7 @@ from lm.output.backends.triton.tile_shapes import tiles
 from scripts.benchmarks.kernel_cache import traffic
 from scripts.benchmarks.kernel_traces import Batch, Launches
 from scripts.benchmarks.methods import zipf
-from scripts.benchmarks.reporting import (
-    Column,
-    append_rows,
-    benchmark_parser,
-    heading,
-    table_line,
-)
+from scripts.benchmarks.reporting import Table, benchmark_parser
 
 SINGLE = 4
 """Bytes of a number that sums are formed in."""
@@ -40,7 +35,7 @@ NUM_CONCURRENT = 2 * 132
 """Programs that run concurrently: two on each processor of an H200."""
 GRANULE = 16
 """Rows of a line of the cache."""
-ROWS = [(33_278, 650), (267_735, 1024), (800_000, 1024), (10_000_000, 300)]
+SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024), (10_000_000, 300)]
 
 
 class Count(NamedTuple):
@@ -226,15 +221,9 @@ def main() -> None:
     parser.add_argument("--sm", type=int, default=90)
     options = parser.parse_args()
     torch.manual_seed(0)
-    columns: list[Column] = []
-    for classes in ("random", "ranks"):
-        for size in ROWS:
-            found = row(*size, options.positions, options.sm, classes)
-            if not columns:
-                columns = [Column(name, name, width=8) for name in found]
-                print(heading(columns))
-            print(table_line(columns, found), flush=True)
-            append_rows(options.json, [found])
+    table = Table(log=options.json)
+    for classes, size in product(("random", "ranks"), SIZES):
+        table.add(row(*size, options.positions, options.sm, classes))
 
 
 if __name__ == "__main__":

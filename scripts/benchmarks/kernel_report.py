@@ -15,22 +15,16 @@ from typing import Any
 
 import torch
 import triton
-from lm.output.backends.base import Needs, Problem
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from lm.output import ClassTree
+from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
 from lm.output.backends.triton.tile_shapes import compiler_options
-from scripts.benchmarks.reporting import (
-    Column,
-    append_rows,
-    benchmark_parser,
-    heading,
-    table_line,
-)
+from scripts.benchmarks.reporting import Table, benchmark_parser
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Most shared memory of one program."""
@@ -45,7 +39,6 @@ TYPES = {
     torch.int32: "*i32",
     torch.int8: "*i8",
 }
-WIDTHS = {"kernel": 15, "tensor_cores": 15, "tile": 9}
 
 
 def launches(hidden_size: int, dtype: torch.dtype, capability: int) -> list[Launch]:
@@ -180,17 +173,11 @@ def main() -> None:
     add("--sm", type=int, nargs="+", default=[80, 90, 100])
     add("--kernels", nargs="+", metavar="NAME", help="such as _forward; default: all")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    columns: list[Column] = []
+    table = Table(log=options.json)
     for found in report(options.sizes, options.dtypes, options.sm, options.kernels):
-        if not columns:
-            columns = [Column(name, name, width=WIDTHS.get(name, 6)) for name in found]
-            print(heading(columns))
-        rows.append(found)
-        print(table_line(columns, found), flush=True)
-    append_rows(options.json, rows)
-    num_bad = sum(not found["good"] for found in rows)
-    print(f"{len(rows)} kernels compiled, {num_bad} of them not as they should be")
+        table.add(found)
+    num_bad = sum(not found["good"] for found in table.rows)
+    print(f"{len(table.rows)} kernels compiled, {num_bad} of them not as they should be")
     sys.exit(num_bad > 0)
 
 

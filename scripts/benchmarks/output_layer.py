@@ -58,13 +58,21 @@ from scripts.benchmarks.measure import (
 from scripts.benchmarks.methods import GraphMethod, Loss, Method, Problem, zipf
 from scripts.benchmarks.peers import PEERS, usual_cutoffs
 from scripts.benchmarks.reporting import (
-    append_rows,
+    Row,
+    Table,
     benchmark_parser,
     environment,
     problem_size,
     require_positive,
 )
-from scripts.benchmarks.table import describe_launches, gigabytes, make_rows, plot, print_table
+from scripts.benchmarks.table import (
+    COLUMNS,
+    describe_launches,
+    gigabytes,
+    make_rows,
+    note,
+    plot,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -296,7 +304,7 @@ def time_rounds(methods: list[Method], num_rounds: int, clock: Clock, free: floa
 
 def measure(
     size: tuple[int, int], peak: Ceilings, clock: Clock, options: argparse.Namespace
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """A row for each method on one problem of `size` (N, H); the results are also printed."""
     problem = make_problem(*size, options)
     methods = make_methods(problem, options)
@@ -307,16 +315,18 @@ def measure(
     free = free_bytes(options.device, options.memory_limit)
     time_rounds(methods, options.rounds, clock, free)
     rows = make_rows(methods, peak)
-    print_table(rows)
-    for line in agreements:
-        print(line)
     for method, row in zip(methods, rows, strict=True):
-        counted = method.backend == "triton" and not method.refused
-        if counted and not isinstance(method, GraphMethod):
+        if method.backend == "triton" and not (method.refused or isinstance(method, GraphMethod)):
             row["launches"] = launches(method)
-            line = describe_launches(row["launches"], method.hidden.is_cuda)
-            print(f"launches of {method.label}: {line}")
-    return rows
+    shared = {"dtype": options.dtype, "seed": options.seed}
+    shared["targets"] = options.tokens.name if options.tokens else "zipf"
+    print(f"\nN = {size[0]:,}, H = {size[1]}, {options.positions:,} positions")
+    table = Table(COLUMNS, options.json, options.device.type)
+    for row in rows:
+        table.add(row | shared, note(row))
+    for line in [*agreements, *describe_launches(rows, options.device.type == "cuda")]:
+        print(line)
+    return table.rows
 
 
 def parse_options() -> argparse.Namespace:
@@ -353,17 +363,11 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     clock: Clock = CudaClock() if options.device.type == "cuda" else cpu_clock
     peak = ceilings(clock, options.device, DTYPES[options.dtype])
-    targets = options.tokens.name if options.tokens else "zipf"
-    shared = {"dtype": options.dtype, "targets": targets, "seed": options.seed}
     print(
         f"{environment(options.device.type)['device']}, {options.dtype}: copy"
         f" {peak.bytes / 1e9:.1f} GB/s, matrix product {peak.flops / 1e12:.3f} TFLOP/s"
     )
-    rows = []
-    for size in options.rows:
-        found = [row | shared for row in measure(size, peak, clock, options)]
-        append_rows(options.json, found, options.device.type)
-        rows += found
+    rows = [row for size in options.rows for row in measure(size, peak, clock, options)]
     if options.plot:
         plot(rows, options.plot)
 

@@ -14,8 +14,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from data_prep.errors import UserError
 from lm.training.environment import processor_name
 
 TOP = Path(__file__).resolve().parents[2]
+Row = dict[str, Any]
 FOLDER = re.compile(r"(^|=)/(?:[^/]+/)*")
 """An absolute folder in an argument; a log has DIR instead."""
 
@@ -49,7 +51,7 @@ class Column(NamedTuple):
         width = max(self.width, len(self.title))
         return text.rjust(width) if self.format else text.ljust(width)
 
-    def cell(self, row: Mapping[str, Any]) -> str:
+    def cell(self, row: Row) -> str:
         """The row's value as it is printed; a dash for None."""
         value = row[self.field]
         if value is None:
@@ -57,14 +59,37 @@ class Column(NamedTuple):
         return self.align(format(value if self.unit == 1 else value / self.unit, self.format))
 
 
-def heading(columns: Iterable[Column]) -> str:
-    """The first line of a table."""
-    return "  ".join(column.align(column.title) for column in columns).rstrip()
+class Table:
+    """A table that is printed and logged row by row.
+
+    Args:
+        columns: Its columns; by default one for each field of the first row.
+        log: File of JSON lines to which rows are appended with their environment, or None.
+        device: Type of the device that is measured.
+    """
+
+    def __init__(
+        self, columns: Sequence[Column] = (), log: Path | None = None, device: str = "cpu"
+    ) -> None:
+        self.columns, self.log, self.device = columns, log, device
+        self.rows: list[Row] = []
+
+    def add(self, row: Row, note: str = "") -> None:
+        """Print and log a row; only the columns before the first missing field are printed."""
+        self.columns = self.columns or [Column(name, name, width=8) for name in row]
+        if not self.rows:
+            print("  ".join(column.align(column.title) for column in self.columns).rstrip())
+        known = takewhile(lambda column: column.field in row, self.columns)
+        print("  ".join([*(column.cell(row) for column in known), note]).rstrip(), flush=True)
+        self.rows.append(row)
+        append_row(self.log, row, self.device)
 
 
-def table_line(columns: Iterable[Column], row: Mapping[str, Any], note: str = "") -> str:
-    """One row of a table, with a note after its last column."""
-    return "  ".join([*(column.cell(row) for column in columns), note]).rstrip()
+def append_row(log: Path | None, row: Row, device: str = "cpu") -> None:
+    """Append a row with its environment to a file of JSON lines; does nothing without a file."""
+    if log is not None:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**row, **environment(device), **row}) + "\n")
 
 
 def benchmark_parser(
@@ -113,14 +138,6 @@ def problem_size(text: str) -> tuple[int, int]:
     if int(vocab_size) < 10 or int(hidden_size) < 1:
         raise argparse.ArgumentTypeError(f"expected at least 10 words and H ≥ 1, got {text!r}")
     return int(vocab_size), int(hidden_size)
-
-
-def append_rows(file: Path | None, rows: Iterable[Mapping[str, Any]], device: str = "cpu") -> None:
-    """Append rows to a log, each with its environment; does nothing if `file` is None."""
-    if file is not None:
-        where = environment(device)
-        with file.open("a", encoding="utf-8") as log:
-            log.writelines(json.dumps({**row, **where, **row}) + "\n" for row in rows)
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:

@@ -37,18 +37,16 @@ from contextlib import suppress
 from itertools import product
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
 from scripts.benchmarks.reporting import (
     Column,
-    append_rows,
+    Row,
+    Table,
     benchmark_parser,
     environment,
-    heading,
     require_positive,
-    table_line,
 )
 from scripts.benchmarks.scale_measure import DTYPES, METHODS, measure
 from scripts.benchmarks.scale_methods import NUM_SEQUENCES
@@ -108,9 +106,7 @@ def measure_limited(
     results.send(row)
 
 
-def measure_alone(
-    name: str, vocab_size: int, dtype: str, options: argparse.Namespace
-) -> dict[str, Any]:
+def measure_alone(name: str, vocab_size: int, dtype: str, options: argparse.Namespace) -> Row:
     """The figures of one method, measured in a new process; its errors are printed to stderr."""
     row = {
         "vocab_size": vocab_size,
@@ -133,7 +129,7 @@ def measure_alone(
     process = context.Process(target=measure_limited, args=measurement)
     process.start()
     sender.close()
-    figures: dict[str, Any] = {}
+    figures: Row = {}
     with receiver, suppress(EOFError):  # raised if the process ends without figures
         figures = receiver.recv()
     process.join()
@@ -142,7 +138,7 @@ def measure_alone(
     return row | (figures if code == 0 else {"outcome": ended.get(code, f"failed: {code}")})
 
 
-def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_all(options: argparse.Namespace) -> list[Row]:
     """The rows of all measurements, printed and logged as they come.
 
     A method that failed is not tried at larger N.
@@ -150,40 +146,35 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     Raises:
         SystemExit: If methods that compute the same loss do not agree.
     """
+    device = options.device.type
     print(
-        f"{environment(options.device.type)['device']}, {options.threads} threads of"
-        f" {os.cpu_count()} processors, torch {torch.__version__}: {options.positions:,} positions,"
-        f" H = {options.hidden}\n{heading(COLUMNS)}"
+        f"{environment(device)['device']}, {options.threads} threads of {os.cpu_count()}"
+        f" processors, torch {torch.__version__}: {options.positions:,} positions,"
+        f" H = {options.hidden}"
     )
-    rows: list[dict[str, Any]] = []
+    table = Table(COLUMNS, options.json, device)
     broken: set[tuple[str, str]] = set()
     for vocab_size, dtype in product(sorted(options.sizes), options.dtype):
-        found = []
+        num_rows = len(table.rows)
         for name in options.methods:
-            if (name, dtype) in broken:
-                continue
-            row = measure_alone(name, vocab_size, dtype, options)
-            found.append(row)
-            print(printed(row), flush=True)
-            if row["outcome"] != "done":
-                broken.add((name, dtype))
-            append_rows(options.json, [row], options.device.type)
-        check_losses(found)
-        rows += found
-    return rows
+            if (name, dtype) not in broken:
+                row = measure_alone(name, vocab_size, dtype, options)
+                table.add(row, note(row))
+                if row["outcome"] != "done":
+                    broken.add((name, dtype))
+        check_losses(table.rows[num_rows:])
+    return table.rows
 
 
-def printed(row: dict[str, Any]) -> str:
-    """The line of a row in the printed table."""
-    if "seconds" not in row:
-        return table_line(COLUMNS[:3], row, explained(row))
-    scaled = row["run_positions"] < row["positions"]
+def note(row: Row) -> str:
+    """What is printed after the figures of a row."""
+    scaled = row.get("run_positions", row["positions"]) < row["positions"]
     notes = [f"run on {row['run_positions']} positions and scaled"] if scaled else []
     notes += [explained(row)] if row["outcome"] != "done" else []
-    return table_line(COLUMNS, row, "; ".join(notes))
+    return "; ".join(notes)
 
 
-def explained(row: dict[str, Any]) -> str:
+def explained(row: Row) -> str:
     """Why a measurement failed."""
     reasons = {
         "memory": f"memory: more than {row['memory_limit_gb']:g} GB",
@@ -193,7 +184,7 @@ def explained(row: dict[str, Any]) -> str:
     return reasons.get(outcome, outcome)
 
 
-def check_losses(rows: list[dict[str, Any]]) -> None:
+def check_losses(rows: list[Row]) -> None:
     """Compare the losses of methods that should agree.
 
     Raises:
@@ -209,7 +200,7 @@ def check_losses(rows: list[dict[str, Any]]) -> None:
             )
 
 
-def largest_vocabularies(rows: list[dict[str, Any]]) -> list[str]:
+def largest_vocabularies(rows: list[Row]) -> list[str]:
     """A line for each method: its largest N, and why it failed at the next."""
     lines = []
     for name, dtype in dict.fromkeys((row["method"], row["dtype"]) for row in rows):

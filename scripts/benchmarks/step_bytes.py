@@ -15,18 +15,12 @@ Milliseconds are bytes over `--bandwidth`, the least that a step can take with s
 """
 
 import argparse
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from scripts.benchmarks.reporting import (
-    Column,
-    append_rows,
-    benchmark_parser,
-    heading,
-    require_positive,
-    table_line,
-)
+from scripts.benchmarks.reporting import Column, Table, benchmark_parser, require_positive
 
 COLUMNS = (
     Column("N", "words", ",", width=11),
@@ -95,11 +89,9 @@ def main() -> None:
     add("--seed", type=int, default=1)
     options = parser.parse_args()
     require_positive(parser, options, ["sizes", "hidden", "positions", "bandwidth"])
-    rows = [row(size, options, dtype) for size in options.sizes for dtype in ("fp32", "bf16")]
-    print(heading(COLUMNS))
-    for each in rows:
-        print(table_line(COLUMNS, each))
-    append_rows(options.json, rows)
+    table = Table(COLUMNS, options.json)
+    for size, dtype in product(options.sizes, ("fp32", "bf16")):
+        table.add(row(size, options, dtype))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 
 from scripts.benchmarks.measure import Ceilings, least_work
 from scripts.benchmarks.methods import Method
-from scripts.benchmarks.reporting import Column, heading, table_line
+from scripts.benchmarks.reporting import Column, Row
 
 COLUMNS = (
     Column("method", "label", width=20),
@@ -22,7 +22,7 @@ KERNELS = ("_forward", "_d_hidden", "_d_weight", "_d_light")
 """Prefixes of the names of this project's kernels."""
 
 
-def make_rows(methods: list[Method], peak: Ceilings) -> list[dict[str, Any]]:
+def make_rows(methods: list[Method], peak: Ceilings) -> list[Row]:
     """The figures of each method, as the log has them."""
     floors = {m.tree: least_work(m.problem, m.tree) for m in methods if m.tree is not None}
     base = next((m for m in methods if m.backend != "torch" and not m.refused), None)
@@ -63,18 +63,11 @@ def make_rows(methods: list[Method], peak: Ceilings) -> list[dict[str, Any]]:
     return rows
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print the rows of one problem."""
-    first = rows[0]
-    print(f"\nN = {first['vocab_size']:,}, H = {first['hidden']}, {first['positions']:,} positions")
-    print(heading(COLUMNS))
-    for row in rows:
-        if row["refused"]:
-            print(table_line(COLUMNS[:1], row, row["refused"]))
-            continue
-        timed = row["timed_positions"]
-        note = f"(timed on {timed} positions)" if timed < row["positions"] else ""
-        print(table_line(COLUMNS, row, note), flush=True)
+def note(row: Row) -> str:
+    """What is printed after the figures of a row."""
+    scaled = row["timed_positions"] < row["positions"]
+    reason: str | None = row["refused"]
+    return reason or (f"(timed on {row['timed_positions']} positions)" if scaled else "")
 
 
 def gigabytes(num_bytes: float) -> str:
@@ -82,21 +75,25 @@ def gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.3g} GB"
 
 
-def describe_launches(found: dict[str, list[str]], on_gpu: bool) -> str:
-    """A single line with this project's kernels by name and, on a GPU, the number of others."""
-    halves = []
-    for half, names in found.items():
-        moves = [name for name in names if name.startswith(("Memcpy", "Memset"))]
-        fused = [name for name in names if name.startswith(KERNELS)]
-        others = len(names) - len(fused) - len(moves)
-        what = "routing" if half == "forward" else "other"
-        rest = f" + {others} {what} kernels + {len(moves)} copies and fills" if on_gpu else ""
-        kernels = f"hierarchical kernel{'s' * (len(fused) != 1)} ({', '.join(fused)})"
-        halves.append(f"{half}: {len(fused)} {kernels}{rest}")
-    return "; ".join(halves)
+def describe_launches(rows: list[Row], on_gpu: bool) -> list[str]:
+    """Lines with this project's kernels by name and, on a GPU, the number of other launches."""
+    lines = []
+    for row in rows:
+        halves = []
+        for half, names in row.get("launches", {}).items():
+            moves = [name for name in names if name.startswith(("Memcpy", "Memset"))]
+            fused = [name for name in names if name.startswith(KERNELS)]
+            others = len(names) - len(fused) - len(moves)
+            what = "routing" if half == "forward" else "other"
+            rest = f" + {others} {what} kernels + {len(moves)} copies and fills" if on_gpu else ""
+            kernels = f"hierarchical kernel{'s' * (len(fused) != 1)} ({', '.join(fused)})"
+            halves.append(f"{half}: {len(fused)} {kernels}{rest}")
+        if halves:
+            lines.append(f"launches of {row['label']}: {'; '.join(halves)}")
+    return lines
 
 
-def plot(rows: list[dict[str, Any]], file: Path) -> None:
+def plot(rows: list[Row], file: Path) -> None:
     """Draw time ÷ ours against N, a line for each method; seconds if ours was not measured."""
     import matplotlib
 

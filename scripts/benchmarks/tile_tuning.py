@@ -1,4 +1,4 @@
-"""Time tile shapes of the fused kernels on a GPU, one kernel after another, and print the best.
+"""Time tile shapes of the fused kernels on a GPU, one kernel after another.
 
 The search starts from the shapes in `lm/output/backends/triton/tile_shapes.py`. For each number of
 children in a block, each kernel in turn tries every shape that compiles and fits, the other kernels
@@ -26,14 +26,7 @@ from lm.output.backends.triton.schedule import LIGHT
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 from scripts.benchmarks.measure import cpu_clock, event_clock
 from scripts.benchmarks.methods import zipf
-from scripts.benchmarks.reporting import (
-    Column,
-    append_rows,
-    benchmark_parser,
-    heading,
-    problem_size,
-    table_line,
-)
+from scripts.benchmarks.reporting import Column, Table, append_row, benchmark_parser, problem_size
 
 KERNELS = ("forward", "d_hidden", "d_weight", "d_light")
 SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024)]
@@ -149,11 +142,13 @@ def main() -> None:
     problems = [make_problem(*size, options.positions, dtype, device) for size in options.sizes]
     start = tiles_for(problems[0])
     rows = sorted(tune(problems, start, options), key=lambda row: (row["kernel"], row["score"]))
-    print(f"the table's: {start}\n{heading(COLUMNS)}")
+    print(f"the table's: {start}")
+    table = Table(COLUMNS)
     for kernel in KERNELS:
         for row in [row for row in rows if row["kernel"] == kernel][:5]:
-            print(table_line(COLUMNS, row))
-    append_rows(options.json, rows, device)
+            table.add(row)
+    for row in rows:
+        append_row(options.json, row, device)
 
 
 if __name__ == "__main__":

@@ -26,15 +26,7 @@ from lm.training.batches import Batches
 from lm.training.devices import build_fabric, matmul_precision
 from lm.training.loop import train_step
 from lm.training.state import CarriedLoss, TrainingState, build_state
-from scripts.benchmarks.reporting import (
-    Column,
-    append_rows,
-    benchmark_parser,
-    heading,
-    require_positive,
-    run,
-    table_line,
-)
+from scripts.benchmarks.reporting import Column, Table, benchmark_parser, require_positive, run
 
 FOLDERS = ("--data.", "--run_dir")
 """Options that contain folders; the log leaves them out."""
@@ -151,19 +143,19 @@ def main() -> None:
         Column("tokens/s", "tokens_per_second_median", ".0f", width=10),
         Column(f"× {reference}", "ratio", ".2f"),
     )
-    print(heading(columns))
+    table = Table(columns, options.json, states[reference].fabric.device.type)
     for layer, values in rates.items():
-        row = {
-            "config": Path(options.config).name,
-            "tree": layer,
-            "tokens_per_second_median": statistics.median(values),
-            "ratio": statistics.median(values) / statistics.median(rates[reference]),
-            "ratio_to": reference,
-            "rounds": options.rounds,
-            "overrides": [each for each in overrides if not each.startswith(FOLDERS)],
-        }
-        print(table_line(columns, row))
-        append_rows(options.json, [row], states[layer].fabric.device.type)
+        table.add(
+            {
+                "config": Path(options.config).name,
+                "tree": layer,
+                "tokens_per_second_median": statistics.median(values),
+                "ratio": statistics.median(values) / statistics.median(rates[reference]),
+                "ratio_to": reference,
+                "rounds": options.rounds,
+                "overrides": [each for each in overrides if not each.startswith(FOLDERS)],
+            }
+        )
 
 
 if __name__ == "__main__":

@@ -229,16 +229,16 @@ def test_zipf_draws_words_by_inverse_rank() -> None:
         assert count == 100 // rank
 
 
-def test_launches_are_told_apart_by_name() -> None:
+def test_launches_are_distinguished_by_name() -> None:
     found = {
         "forward": ["void at::native::sort", "_forward", "Memset (Device)", "void cub::scan"],
         "backward": ["_d_hidden", "_d_weight", "_d_light", "void at::native::copy"],
     }
-    assert describe_launches(found, on_gpu=True) == (
-        "forward: 1 hierarchical kernel (_forward) + 2 routing kernels + 1 copies and fills; "
+    assert describe_launches([{"label": "random/triton", "launches": found}], on_gpu=True) == [
+        "launches of random/triton: forward: 1 hierarchical kernel (_forward) + 2 routing kernels + 1 copies and fills; "
         "backward: 3 hierarchical kernels (_d_hidden, _d_weight, _d_light) + 1 other kernels"
         " + 0 copies and fills"
-    )
+    ]
 
 
 def test_a_problem_is_written_as_words_and_hidden_size(
