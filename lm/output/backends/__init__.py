@@ -14,7 +14,8 @@ from lm.output.backends.triton.backend import TritonBackend
 from lm.output.tree.class_tree import ClassTree
 
 BACKENDS: dict[str, Backend[Any]] = {
-    backend.name: backend for backend in (TritonBackend(), ReferenceBackend())
+    "triton": TritonBackend(),
+    "reference": ReferenceBackend(),
 }
 """By name; "auto" chooses the first that can solve a problem."""
 OPS: dict[str, NllOp] = {name: register_op(backend) for name, backend in BACKENDS.items()}

@@ -1,8 +1,8 @@
-"""The nll of any backend as a differentiable function: a registered custom op for dense gradients,
-and a function outside of `torch.compile` for row-wise ones, which a custom op cannot return.
+"""The nll of any backend as a differentiable function.
 
-This module alone turns a `Problem` and what a backend saved into the flat arguments that PyTorch's
-interfaces take.
+For dense gradients it is a registered custom op; for row-wise ones, which a custom op cannot
+return, a function outside of `torch.compile`. Only this module turns a `Problem` and what a backend
+saved into the flat arguments of PyTorch's interfaces.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,7 @@ _INPUTS = (
 )
 
 
-def differentiable_nll(
-    backend: Backend[Any], op: NllOp, problem: Problem, needs: Needs
-) -> Tensor:
+def differentiable_nll(backend: Backend[Any], op: NllOp, problem: Problem, needs: Needs) -> Tensor:
     """The nll [P] of a backend, differentiable once in hidden, weight and bias.
 
     Args:
@@ -36,7 +34,8 @@ def differentiable_nll(
     """
     if needs.row_wise:
         return _row_wise_nll(backend, problem, needs)
-    return op(*_op_inputs(problem, needs))[0]
+    nll, _ = op(*_op_inputs(problem, needs))
+    return nll
 
 
 def register_op(backend: Backend[Any]) -> NllOp:

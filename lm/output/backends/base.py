@@ -136,9 +136,7 @@ class Backend(Protocol[Saved]):
                 where the backend does not wait for the device.
         """
 
-    def backward(
-        self, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs
-    ) -> Gradients:
+    def backward(self, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
         """The gradients that are needed, given the gradient d_nll [P] of the nll.
 
         Args:

@@ -97,9 +97,7 @@ def assert_targets(target: Tensor, vocab_size: int, ignore_index: int) -> Tensor
 
 
 def _narrowed(rank: Tensor, largest: int) -> Tensor:
-    """The same numbers in the smallest dtype that holds `largest`: a radix sort passes over
-    bytes.
-    """
+    """The same in the smallest dtype that holds `largest`: a radix sort passes over bytes."""
     for dtype in (torch.int16, torch.int32):
         if largest <= torch.iinfo(dtype).max:
             return rank.to(dtype)

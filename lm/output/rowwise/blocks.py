@@ -22,10 +22,10 @@ ROWS_ELEMENTS = 1 << 26
 
 
 class Product(NamedTuple):
-    """The gradient coefficientsᵀ vectors of the rows first_row, first_row + 1, …
+    """The gradient coefficientsᵀ vectors of neighbouring rows.
 
     Attributes:
-        first_row: of the node's children.
+        first_row: row of the node's first child.
         coefficients: [visits, children].
         vectors: [visits, H].
     """
@@ -136,8 +136,8 @@ def blocks_of(parts: Sequence[Part]) -> Iterator[Block]:
     yield from chain.from_iterable(map(_portions, nodes, of_nodes))
     if rest is not None and rest.row.numel():
         step = max(1, ROWS_ELEMENTS // rest.values.shape[1])
-        for row, values in zip(rest.row.split(step), rest.values.split(step), strict=True):
-            yield Block(row, values)
+        for begin in range(0, rest.row.numel(), step):
+            yield Block(rest.row[begin : begin + step], rest.values[begin : begin + step])
 
 
 def as_one_block(blocks: Sequence[Block]) -> Iterator[Block]:

@@ -1,6 +1,4 @@
-"""Decorators of functions with row-wise gradients, which run outside of `torch.compile` and are
-differentiable once.
-"""
+"""Decorators for functions that run outside of `torch.compile` and are differentiable once."""
 
 import sys
 from collections.abc import Callable
@@ -26,9 +24,7 @@ def not_compiled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a backward raise if it is to be differentiated, where autograd would take its results
-    for constants.
-    """
+    """Make a backward raise where it would be differentiated, instead of giving constants."""
 
     @wraps(backward)
     def refusing(ctx: Any, *upstream: Tensor) -> Any:

@@ -1,5 +1,4 @@
-"""Optimizers of tables of rows whose step touches only rows with a gradient, so that it costs what
-the batch visited, for tables of any size.
+"""Optimizers of tables of rows, whose step touches only the rows with a gradient.
 
 They take a `RowGradient` block by block: a block of the gradient is formed, its rows are updated,
 and it is discarded, so that no gradient of the size of the table or of the visited rows exists.
@@ -61,7 +60,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As for any optimizer, but state of a higher precision than the table retains its dtype."""
+        """As for any optimizer, except that state of a higher precision retains its dtype."""
         super().load_state_dict(state_dict)
         params = [param for group in self.param_groups for param in group["params"]]
         for number, state in state_dict["state"].items():
@@ -95,7 +94,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
 
 
 class RowSGD(RowOptimizer):
-    """Stochastic gradient descent, row -= lr · gradient: `torch.optim.SGD` without momentum and decay.
+    """Gradient descent, row -= lr · gradient: `torch.optim.SGD` without momentum and decay.
 
     Args:
         params: tables [R, H] and vectors [R].
@@ -198,7 +197,9 @@ class _Noise:
     """
 
     def __init__(self, table: Tensor) -> None:
-        self._bits = torch.randint(1 << 16, (NOISE_ELEMENTS,), dtype=torch.int32, device=table.device)
+        self._bits = torch.randint(
+            1 << 16, (NOISE_ELEMENTS,), dtype=torch.int32, device=table.device
+        )
 
     def round_into(self, out: Tensor, rows: Tensor) -> None:
         """Round each number up or down with the correct probability; what is not finite remains so.

@@ -29,6 +29,7 @@ class RowGradient(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, parts: Sequence[Part]) -> "RowGradient":
+        """Make the wrapper, a tensor without memory."""
         made: RowGradient = Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device
         )
@@ -37,7 +38,7 @@ class RowGradient(Tensor):
         return made
 
     def __init__(self, like: Tensor, parts: Sequence[Part]) -> None:
-        pass  # made in __new__, as a wrapper without memory must be
+        pass  # made in __new__
 
     def __repr__(self) -> str:  # type: ignore[override]
         rows = sum(part.row.numel() for part in self.parts if isinstance(part, Rows))
@@ -63,9 +64,7 @@ class RowGradient(Tensor):
         return dense
 
     def to_sparse(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The gradient as a coalesced sparse COO tensor indexed by rows, as from
-        `nn.Embedding(sparse=True)`, for the sparse optimizers of PyTorch.
-        """
+        """The gradient as a coalesced COO tensor over rows, as of a sparse `nn.Embedding`."""
         index = [torch.empty(0, dtype=torch.int64, device=self.device)]
         values = [torch.empty(0, *self.shape[1:], dtype=self.dtype, device=self.device)]
         for block in self.blocks():

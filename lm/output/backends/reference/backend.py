@@ -1,5 +1,4 @@
-"""The reference backend: node by node over views of the weight. It is the definition of correct,
-and the backend for CPUs.
+"""The reference backend, the definition of correct: node by node over views of the weight.
 
 With visits v = (position p, node n), rows W_n and biases b_n of the node's children, and y_v the
 child on the target's path:
@@ -29,7 +28,7 @@ class ReferenceBackend:
     """`Backend` for any device and dtype."""
 
     name = "reference"
-    automatic_on = None
+    automatic_on: frozenset[str] | None = None
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """None: it solves every problem."""
@@ -62,7 +61,7 @@ class ReferenceBackend:
         return new_saved(problem, visits, needs.row_wise)
 
     def _solve(self, problem: Problem, row_wise: bool) -> tuple[Tensor, Saved]:
-        """log q of the targets [D, P] by sorted position, and what the backward needs."""
+        """The targets' log q [D, P] by sorted position, and what the backward needs."""
         check_targets(problem.target, problem.vocab_size, problem.ignore_index)
         visits = route(problem.target, problem.tree, problem.depth, problem.ignore_index)
         saved = new_saved(problem, visits, row_wise)

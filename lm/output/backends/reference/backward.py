@@ -16,7 +16,7 @@ from lm.output.backends.reference.nodes import (
     write_logits,
 )
 from lm.output.backends.reference.saved import Saved, SavedErrors, SavedLogProb, SavedLse
-from lm.output.rowwise.blocks import Product, Rows
+from lm.output.rowwise.blocks import Part, Product, Rows
 from lm.output.rowwise.row_gradient import RowGradient
 
 
@@ -102,19 +102,19 @@ def _dense_gradients(batch: _Batch, needs: Needs) -> Gradients:
 def _row_wise_gradients(batch: _Batch, needs: Needs) -> Gradients:
     """Gradients of weight and bias as products if errors were saved, else as rows."""
     weight, bias, saved = batch.problem.weight, batch.problem.bias, batch.saved
-    has_errors = isinstance(saved, SavedErrors)
-    unscaled = saved.d_hidden_unscaled if has_errors else torch.zeros_like(batch.hidden)
-    d_weight: list[Product | Rows] = []
-    d_bias: list[Product | Rows] = []
+    errors = saved if isinstance(saved, SavedErrors) else None
+    unscaled = torch.zeros_like(batch.hidden) if errors is None else errors.d_hidden_unscaled
+    d_weight: list[Part] = []
+    d_bias: list[Part] = []
     for node, children, error in batch.errors():
         rows = node.rows(children)
-        if not has_errors and needs.hidden:
+        if errors is None and needs.hidden:
             unscaled[node.visits].addmm_(error, weight[rows].to(error.dtype))
         for needed, parts, factor in (
             (needs.weight, d_weight, batch.scaled[node.visits]),
             (bias is not None and needs.bias, d_bias, batch.d_nll[node.visits, None]),
         ):
-            if needed and has_errors:
+            if needed and errors is not None:
                 parts.append(Product(rows.start, error, factor))
             elif needed:
                 index = torch.arange(rows.start, rows.stop, device=error.device)

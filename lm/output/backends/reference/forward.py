@@ -15,7 +15,7 @@ from lm.output.backends.reference.saved import Saved, SavedErrors, SavedLogProb,
 
 
 def target_log_prob(problem: Problem, saved: Saved) -> Tensor:
-    """log q [D, P] of every visit's target, by sorted position; 0 where there is no visit.
+    """The log q of every visit's target, [D, P] by sorted position; 0 where there is no visit.
 
     Args:
         problem: the positions.
@@ -57,9 +57,7 @@ def _saving_errors(problem: Problem, saved: SavedErrors) -> Tensor:
 def _save_errors_of(
     node: Node, child: Tensor, hidden: Tensor, problem: Problem, saved: SavedErrors
 ) -> Tensor:
-    """log q [visits] of a node's targets. Its errors and their share of d_hidden are saved while
-    its rows are in cache.
-    """
+    """The log q [visits] of a node's targets; saves errors and d_hidden while rows are in cache."""
     blocks = list(node.blocks(problem.weight, hidden.dtype, whole=True))
     logits, error = hidden.new_empty(node.shape), node.columns(saved.error)
     for children in blocks:

@@ -1,5 +1,4 @@
-"""Memory for gradients on a CPU that is zero outside of the rows written, without writing zeros to
-millions of rows.
+"""Memory for gradients on a CPU that is zero outside of written rows, without writing the zeros.
 
 Touching a page of memory for the first time costs the system more than the arithmetic on it. So a
 large gradient with few written rows is freshly mapped memory, whose other pages are never touched;

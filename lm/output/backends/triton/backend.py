@@ -1,6 +1,6 @@
 """The Triton backend: fused kernels, one launch forward and at most three backward.
 
-`forward_kernel` and `backward_kernels` say what they compute. Triton is imported at the first
+`forward_kernel` and `backward_kernels` define what they compute. Triton is imported at the first
 launch, so that the other backends work without it.
 """
 
@@ -9,11 +9,9 @@ import os
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Gradients, Needs, Problem
+from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
 from lm.output.backends.triton.backward import dense_gradients, row_wise_gradients
-from lm.output.backends.triton.forward import forward
-from lm.output.backends.triton.launch import capability, tiles_for
-from lm.output.backends.triton.saved import Saved, new_saved
+from lm.output.backends.triton.launch import Saved, capability, launch, splits_for, tiles_for
 from lm.output.backends.triton.schedule import Schedule, blocks_per_path, schedule
 from lm.output.backends.visits import Visits, assert_targets, check_targets, route
 
@@ -30,7 +28,7 @@ class TritonBackend:
     """
 
     name = "triton"
-    automatic_on = frozenset({"cuda"})
+    automatic_on: frozenset[str] | None = frozenset({"cuda"})
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""
@@ -45,7 +43,7 @@ class TritonBackend:
         if weight.stride(1) != 1 and weight.shape[1] > 1:
             return f"requires contiguous weight rows, got strides {tuple(weight.stride())}"
         if weight.stride(0) < weight.shape[1] and weight.shape[0] > 1:
-            return f"requires weight rows that do not overlap, got strides {weight.stride()}"
+            return f"requires disjoint weight rows, got strides {tuple(weight.stride())}"
         block_c = tiles_for(problem).block_c
         blocks = blocks_per_path(problem.max_path_columns, problem.depth, block_c)
         num_bytes = problem.num_positions * blocks * block_c * hidden.element_size()
@@ -58,15 +56,30 @@ class TritonBackend:
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
         """See `Backend.forward`."""
-        target, sizes = problem.target, (problem.vocab_size, problem.ignore_index)
+        from lm.output.backends.triton import forward_kernel
+
+        target, bounds = problem.target, (problem.vocab_size, problem.ignore_index)
         if target.device.type == "cpu":
-            check_targets(target, *sizes)
+            check_targets(target, *bounds)
         else:
-            target = assert_targets(target, *sizes)
+            target = assert_targets(target, *bounds)
         visits = route(target, problem.tree, problem.depth, problem.ignore_index)
         problem = _contiguous(problem)
-        saved = new_saved(problem, visits, schedule(visits, problem.tree), needs)
-        return forward(problem, saved, needs), saved
+        saved = _new_saved(problem, visits, schedule(visits, problem.tree), needs)
+        (num_positions, _), tile = problem.hidden.shape, tiles_for(problem).forward
+        num_tiles, num_groups = -(-num_positions // tile.v), saved.schedule.light_first.numel()
+        splits, nll = splits_for(problem), torch.empty_like(saved.lse[0])
+        special = {
+            "partial_lse": nll.new_empty(splits, problem.depth, num_positions),
+            "num_arrived": torch.zeros_like(nll, dtype=torch.int32),
+            "nll": nll,
+            "num_tiles": num_tiles,
+            "SPLITS": splits,
+            "SAVE": needs.any,
+        }
+        num_programs = (num_tiles + num_groups) * splits
+        launch(forward_kernel._forward, num_programs, tile, problem, saved, **special)
+        return nll, saved
 
     def backward(self, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
         """See `Backend.backward`."""
@@ -76,8 +89,7 @@ class TritonBackend:
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""
         _, saved = self.forward(problem, Needs(hidden=False, weight=False, bias=False))
-        visited = saved.visits.node >= 0
-        nll = torch.where(visited, saved.lse - saved.target_logit, 0)
+        nll = torch.where(saved.visits.node >= 0, saved.lse - saved.target_logit, 0)
         return saved.visits.unsorted(nll, dim=1)
 
     def saved_type(self, problem: Problem, needs: Needs) -> type[Saved]:
@@ -86,13 +98,25 @@ class TritonBackend:
 
     def new_saved(self, problem: Problem, needs: Needs) -> Saved:
         """See `Backend.new_saved`."""
-        target, depth = problem.target, problem.depth
-        plan = Schedule.empty(target, problem.tree.num_children.numel(), depth)
-        return new_saved(problem, Visits.empty(target, depth), plan, needs)
+        target, num_nodes = problem.target, problem.tree.num_children.numel()
+        visits = Visits.empty(target, problem.depth)
+        return _new_saved(problem, visits, Schedule.empty(target, num_nodes, problem.depth), needs)
 
 
 def _contiguous(problem: Problem) -> Problem:
-    bias = problem.bias
-    return problem._replace(
-        hidden=problem.hidden.contiguous(), bias=None if bias is None else bias.contiguous()
+    bias = None if problem.bias is None else problem.bias.contiguous()
+    return problem._replace(hidden=problem.hidden.contiguous(), bias=bias)
+
+
+def _new_saved(problem: Problem, visits: Visits, plan: Schedule, needs: Needs) -> Saved:
+    hidden, dtype = problem.hidden, compute_dtype(problem.hidden.dtype)
+    block_c = tiles_for(problem).block_c
+    blocks = blocks_per_path(problem.max_path_columns, problem.depth, block_c) if needs.any else 0
+    return Saved(
+        visits,
+        plan,
+        exp_logits=hidden.new_empty(problem.num_positions, blocks, block_c),
+        block_max=hidden.new_empty(problem.num_positions, blocks, dtype=dtype),
+        lse=hidden.new_empty(visits.node.shape, dtype=dtype),
+        target_logit=hidden.new_empty(visits.node.shape, dtype=dtype),
     )

@@ -1,7 +1,7 @@
-"""The fused Triton kernels of the backward, three launches. Letters and equations as in
-`forward_kernel`.
+"""The fused Triton kernels of the backward, three launches.
 
-The error (4) of a block is computed from what was saved, without a second product:
+Letters and equations are those of `forward_kernel`. The error (4) of a block is computed from what
+was saved, without a second product:
 
     e = k exp(m - lse) - onehot(y),   at y: expm1(log q[y])        (9)
 
@@ -165,7 +165,8 @@ def _d_weight(
 
 @triton.jit
 def _write_rows(
-    d_nll, scale, hidden, position, child, exp_logits, block_max, lse, target_logit, d_weight, d_bias,
+    d_nll, scale, hidden, position, child,
+    exp_logits, block_max, lse, target_logit, d_weight, d_bias,
     s, s_stop, d, block, c0, width, first, h0, P, H, num_blocks, hidden_stride, weight_stride,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -266,8 +267,9 @@ def _d_light(
                 for c0 in range(0, width, BLOCK_C):
                     c = c0 + tl.arange(0, BLOCK_C)
                     error = _error(
-                        exp_logits=exp_logits, block_max=block_max, lse=lse, target_logit=target_logit,
-                        child=child, v=v, visits=visits, d=d, block=block + c0 // BLOCK_C, c0=c0,
+                        exp_logits=exp_logits, block_max=block_max, lse=lse,
+                        target_logit=target_logit, child=child, v=v, visits=visits, d=d,
+                        block=block + c0 // BLOCK_C, c0=c0,
                         P=P, num_blocks=num_blocks, ACC=ACC, BLOCK_C=BLOCK_C,
                     )  # fmt: skip
                     if d_hidden is not None:

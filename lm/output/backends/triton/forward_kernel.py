@@ -81,7 +81,7 @@ def _forward(
     PRECISION: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """nll [P], with lse and z[y] (`target_logit`) [D, P] of every visit."""
+    """The nll [P], with lse and z[y] (`target_logit`) [D, P] of every visit."""
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     if tile < num_tiles:
         begin = tile * BLOCK_V
@@ -128,9 +128,7 @@ def _forward_tile(
     PRECISION: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The heavy or the light nodes, from level `top` on, of positions begin … end; of each node's
-    children those that belong to `split`.
-    """
+    """The heavy or the light nodes, from level `top` on, of positions begin … end, for a split."""
     v = begin + tl.arange(0, BLOCK_V)
     in_tile = v < end
     p = tl.load(position + v, mask=in_tile, other=0)

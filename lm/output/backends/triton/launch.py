@@ -1,5 +1,4 @@
-"""Launches of the fused kernels: what one consists of, who executes it, and the arguments that
-several kernels share.
+"""Launches of the fused kernels: what a launch is, how it is made, and who executes it.
 
 `instrumented` is the public hook for counting, timing or compiling launches and for trying tile
 shapes.
@@ -8,20 +7,36 @@ shapes.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lm.output.backends.base import Problem
-from lm.output.backends.triton.schedule import splits_per_tile
+from lm.output.backends.triton.schedule import LIGHT, Schedule, splits_per_tile
 from lm.output.backends.triton.tile_shapes import Tile, Tiles, compiler_options, tiles
 from lm.output.backends.visits import Visits
-from lm.output.tree.class_tree import TreeArrays
 
-INTERPRETED_CAPABILITY = 90
-"""Compute capability x 10 that is assumed on other devices than CUDA: that of an H100."""
+
+class Saved(NamedTuple):
+    """What the forward saves: the batch, and the results of (7) and (8) of `forward_kernel`.
+
+    Attributes:
+        visits: of the targets.
+        schedule: of the visits.
+        exp_logits: [P, blocks, block_c] in the dtype of hidden, k of every visit's blocks; no
+            blocks if there is no backward.
+        block_max: [P, blocks], m; likewise.
+        lse: [D, P], log-sum-exp of every visit; undefined where there is none.
+        target_logit: [D, P], logit of every visit's target; likewise.
+    """
+
+    visits: Visits
+    schedule: Schedule
+    exp_logits: Tensor
+    block_max: Tensor
+    lse: Tensor
+    target_logit: Tensor
 
 
 class Launch(NamedTuple):
@@ -40,15 +55,14 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Instruments:
+class _Instruments(NamedTuple):
     run: Callable[[Launch], None] | None = None
     tiles: Tiles | None = None
     capability: int | None = None
     num_splits: int | None = None
 
 
-_instruments = _Instruments()  # not a context variable: autograd has threads of its own
+_instruments = _Instruments()  # not a context variable: autograd runs backwards in other threads
 
 
 @contextmanager
@@ -61,18 +75,18 @@ def instrumented(
 ) -> Iterator[None]:
     """Replace how the kernels are launched while the context is active, in all threads.
 
-    Contexts nest; what is None stays as it is outside.
+    Contexts nest; an argument that is None leaves the setting of the outer context.
 
     Args:
-        run: gets every launch instead of the device, and may call `execute`.
+        run: called with every launch instead of executing it; may call `execute`.
         tiles: the tile shapes of all kernels.
         capability: the compute capability x 10 that the device is taken to have.
         num_splits: programs that share a tile in the forward.
     """
     global _instruments
-    outer = _instruments
-    given = {"run": run, "tiles": tiles, "capability": capability, "num_splits": num_splits}
-    _instruments = replace(outer, **{name: x for name, x in given.items() if x is not None})
+    outer, inner = _instruments, _Instruments(run, tiles, capability, num_splits)
+    given = {name: value for name, value in inner._asdict().items() if value is not None}
+    _instruments = outer._replace(**given)
     try:
         yield
     finally:
@@ -80,7 +94,7 @@ def instrumented(
 
 
 def execute(launch: Launch) -> None:
-    """Launch the kernel on the device of its arguments, or interpret it; nothing for no programs."""
+    """Run a launch on the device of its arguments, or interpret it on a CPU."""
     if not launch.num_programs:
         return
     device = launch.arguments["position"].device
@@ -89,17 +103,55 @@ def execute(launch: Launch) -> None:
         launch.kernel[grid](**launch.arguments, **compiler_options(launch.tile))
 
 
-def submit(launch: Launch) -> None:
-    """Hand a launch to whatever runs launches at present: `execute`, unless `instrumented`."""
-    (_instruments.run or execute)(launch)
+def launch(
+    kernel: Any, num_programs: int, tile: Tile, problem: Problem, saved: Saved, **special: Any
+) -> None:
+    """Make a launch and run it, or hand it to `instrumented`.
+
+    A kernel takes its arguments by name: from the problem, its tree, and what the forward saved;
+    their sizes and strides; the constants of the arithmetic and the tile.
+
+    Args:
+        kernel: the jit function.
+        num_programs: size of the grid.
+        tile: of the kernel.
+        problem: hidden and bias contiguous, rows of the weight contiguous.
+        saved: read, or written by the forward.
+        special: all other arguments, and replacements.
+    """
+    import triton.language as tl
+
+    hidden, units = problem.hidden, Units.of(problem)
+    fast = torch.get_float32_matmul_precision() != "highest"
+    known = {
+        **problem._asdict(),
+        **problem.tree._asdict(),
+        **saved._asdict(),
+        **saved.visits._asdict(),
+        **saved.schedule._asdict(),
+        **units._asdict(),
+        "P": problem.num_positions,
+        "D": problem.depth,
+        "num_blocks": saved.exp_logits.shape[1],
+        "LIGHT": LIGHT,
+        "ACC": tl.float64 if hidden.dtype == torch.float64 else tl.float32,
+        "PRECISION": "tf32" if fast and hidden.dtype == torch.float32 else "ieee",
+        "ALIGN": units.align,
+        "BLOCK_V": tile.v,
+        "BLOCK_C": tiles_for(problem).block_c,
+        "BLOCK_H": tile.h,
+        **special,
+    }
+    arguments = {name: known[name] for name in kernel.arg_names}
+    (_instruments.run or execute)(Launch(kernel, num_programs, tile, arguments))
 
 
 def capability(device: torch.device) -> int:
-    """Compute capability x 10 of a device."""
+    """Compute capability x 10 of a device; that of an H100 for the interpreter."""
     if _instruments.capability is not None:
         return _instruments.capability
     if device.type != "cuda":
-        return INTERPRETED_CAPABILITY
+        return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
@@ -112,26 +164,27 @@ def tiles_for(problem: Problem) -> Tiles:
     return tiles(hidden.dtype, capability(hidden.device), Units.of(problem).align)
 
 
-def num_splits(problem: Problem, block_c: int) -> int:
-    """Programs that share a tile of the problem in the forward."""
+def splits_for(problem: Problem) -> int:
+    """Programs that share a tile of a problem in the forward."""
     if _instruments.num_splits is not None:
         return _instruments.num_splits
-    return splits_per_tile(problem.max_path_columns, problem.depth, block_c)
+    return splits_per_tile(problem.max_path_columns, problem.depth, tiles_for(problem).block_c)
 
 
 class Units(NamedTuple):
-    """H and the strides in units of `align` elements, so that the compiler knows what divides them:
-    rows of 300 halves are not multiples of 16, but of 4.
+    """H and the strides in units of elements, so that the compiler knows what divides them.
+
+    Rows of 300 halves are not multiples of 16, but of 4.
 
     Attributes:
         align: elements of a unit, a power of two up to 16.
-        size: H.
+        h_units: H.
         hidden_stride: between hidden vectors.
         weight_stride: between rows of the weight.
     """
 
     align: int
-    size: int
+    h_units: int
     hidden_stride: int
     weight_stride: int
 
@@ -142,36 +195,3 @@ class Units(NamedTuple):
         sizes = (hidden.shape[1], hidden.stride(0), weight.stride(0))
         align = math.gcd(*sizes, 16)
         return cls(align, *(size // align for size in sizes))
-
-
-def visit_arguments(visits: Visits) -> dict[str, Tensor]:
-    """The visits, as all kernels take them."""
-    return {"position": visits.position, "node": visits.node, "child": visits.child}
-
-
-def node_arguments(tree: TreeArrays) -> dict[str, Tensor]:
-    """The nodes of the tree, as all kernels take them."""
-    return {
-        "first_row": tree.first_row,
-        "num_children": tree.num_children,
-        "column": tree.column,
-    }
-
-
-def arithmetic_arguments(hidden: Tensor, units: Units) -> dict[str, Any]:
-    """Constants of the kernels that follow from the dtype and the alignment."""
-    import triton.language as tl
-
-    fast = torch.get_float32_matmul_precision() != "highest"
-    return {
-        "ACC": tl.float64 if hidden.dtype == torch.float64 else tl.float32,
-        "PRECISION": "tf32" if fast and hidden.dtype == torch.float32 else "ieee",
-        "ALIGN": units.align,
-    }
-
-
-def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for other devices."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

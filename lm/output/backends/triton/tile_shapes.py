@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
     """Tile shapes of the kernels.
 
     Attributes:
-        block_c: children in a block, the same for all kernels: `Saved.exp_logits` is laid out by it.
+        block_c: children in a block, the same for all kernels, as in `Saved.exp_logits`.
         forward, d_hidden, d_weight, d_light: see `Tile`; `v` of d_light is `schedule.LIGHT`.
     """
 
