@@ -36,12 +36,7 @@ TINY = ["--rows", "97:8", "--positions", "32", "--rounds", "1", "--backends", "t
 
 
 def steps(out: Path, dry: bool) -> dict[str, tuple[list[str], int]]:
-    """Commands by name, with the most seconds that each may take.
-
-    Args:
-        out: Folder of the log of the benchmark.
-        dry: Whether there is no GPU.
-    """
+    """Commands by name, with the most seconds that each may take."""
     log = str(out / "output_layer.jsonl")
     bench = [sys.executable, "-m", "scripts.benchmarks.output_layer", "--json", log]
     if dry:
@@ -60,18 +55,7 @@ def steps(out: Path, dry: bool) -> dict[str, tuple[list[str], int]]:
 
 
 def run_step(name: str, command: list[str], limit: int, out: Path, dry: bool) -> dict[str, Any]:
-    """Run one step and print its output, which is also written to a log.
-
-    Args:
-        name: Of the step.
-        command: What is run.
-        limit: Most seconds.
-        out: Folder of the log.
-        dry: Whether kernels are interpreted.
-
-    Returns:
-        Name, exit code (124 at the time limit), seconds and last line of output.
-    """
+    """Run one step, print its output and write it to a log; exit code 124 is the time limit."""
     print(f"== {name}: {' '.join(command)}", flush=True)
     variables = os.environ | ({"TRITON_INTERPRET": "1"} if dry else {})
     begin, log = time.monotonic(), out / f"{name}.log"

@@ -22,34 +22,14 @@ class Trace(NamedTuple):
     """What one launch touches.
 
     Attributes:
-        kernel: Name of the kernel.
         program: [A] program of each load or store, ascending.
-        touched: [A, 4] tensor, first row, end row, portion of columns.
-        row_bytes: [4] bytes of a row of a portion of each tensor.
+        touched: [A, 5] tensor, first row, end row, portion of columns, bytes of a row of it.
         num_portions: [4] portions of each tensor.
-        last_bytes: [4] bytes of a row of the last portion.
     """
 
-    kernel: str
     program: Ints
     touched: Ints
-    row_bytes: Ints
     num_portions: Ints
-    last_bytes: Ints
-
-
-class _Layout(NamedTuple):
-    """How many bytes the portions of each tensor have, and where its lines are.
-
-    Attributes:
-        row_bytes, num_portions, last_bytes: As in `Trace`.
-        first_line: [4] number of each tensor's first line.
-    """
-
-    row_bytes: Ints
-    num_portions: Ints
-    last_bytes: Ints
-    first_line: Ints
 
 
 class _Cache(NamedTuple):
@@ -82,31 +62,20 @@ def traffic(trace: Trace, capacity: int, num_concurrent: int, granule: int) -> d
     for tensor in range(len(num_lines)):
         ends = trace.touched[trace.touched[:, 0] == tensor, 2]
         num_lines[tensor] = -(-int(ends.max(initial=0)) // granule) * trace.num_portions[tensor]
-    first_line = np.cumsum(num_lines) - num_lines
-    layout = _Layout(trace.row_bytes, trace.num_portions, trace.last_bytes, first_line)
     none = np.full(int(num_lines.sum()), -1)
-    ends = np.array([-1, -1, 0])
-    cache = _Cache(none, none.copy(), np.zeros_like(none), ends, capacity)
+    cache = _Cache(none, none.copy(), np.zeros_like(none), np.array([-1, -1, 0]), capacity)
     start = np.searchsorted(trace.program, np.arange(trace.program.max(initial=-1) + 2))
-    missed = _play(start, trace.touched, layout, cache, num_concurrent, granule)
+    first_line = np.cumsum(num_lines) - num_lines
+    missed = _play(trace, start, first_line, cache, num_concurrent, granule)
     return dict(enumerate(missed.tolist()))
 
 
 @compiled
 def _play(
-    start: Ints, touched: Ints, layout: _Layout, cache: _Cache, num_concurrent: int, granule: int
+    trace: Trace, start: Ints, first_line: Ints, cache: _Cache, num_concurrent: int, granule: int
 ) -> Ints:
-    """Bytes missed by tensor [4].
-
-    Args:
-        start: [programs + 1], where the loads and stores of each program begin in `touched`.
-        touched: [A, 4], as in `Trace`.
-        layout: Of the tensors.
-        cache: Empty.
-        num_concurrent: Programs that run concurrently.
-        granule: Rows of a line.
-    """
-    missed = np.zeros(len(layout.num_portions), dtype=np.int64)
+    """Bytes missed by tensor [4]; `start` is where each program begins in the trace."""
+    missed = np.zeros(len(trace.num_portions), dtype=np.int64)
     num_programs = len(start) - 1
     program = np.arange(min(num_concurrent, num_programs))  # of each slot, -1 when none is left
     place = start[program]
@@ -122,15 +91,12 @@ def _play(
                     num_running -= 1
             if program[slot] < 0:
                 continue
-            tensor, begin, end, portion = touched[place[slot]]
+            tensor, begin, end, portion, row_bytes = trace.touched[place[slot]]
             place[slot] += 1
-            num_portions = layout.num_portions[tensor]
-            in_last = portion == num_portions - 1
-            size = granule * (layout.last_bytes[tensor] if in_last else layout.row_bytes[tensor])
             for row in range(begin // granule, (end - 1) // granule + 1):
-                line = layout.first_line[tensor] + row * num_portions + portion
-                if _use(cache, line, size):
-                    missed[tensor] += size
+                line = first_line[tensor] + row * trace.num_portions[tensor] + portion
+                if _use(cache, line, row_bytes * granule):
+                    missed[tensor] += row_bytes * granule
     return missed
 
 

@@ -107,14 +107,7 @@ def assembled(ptx: str, capability: int) -> tuple[int, int]:
 
 
 def occupancy(registers: int, shared: int, warps: int, capability: int) -> int:
-    """Programs that fit on a processor at a time.
-
-    Args:
-        registers: Of a thread.
-        shared: Bytes of shared memory of a program.
-        warps: Of a program.
-        capability: Compute capability × 10.
-    """
+    """Programs that fit on a processor, given registers of a thread and bytes of shared memory."""
     by_registers = PROCESSOR_REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
     by_shared = PROCESSOR_SHARED_BYTES[capability] // (shared + 1024)
     return min(by_registers, by_shared, PROCESSOR_THREADS // (32 * warps), PROCESSOR_PROGRAMS)

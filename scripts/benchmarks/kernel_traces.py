@@ -183,7 +183,7 @@ class Launches:
             yield begin, end, self._nodes(begin, end, top, heavy=False)
 
     def _forward(self) -> Trace:
-        trace = _Builder("_forward", self, self.batch.shape.forward.h)
+        trace = _Builder(self, self.batch.shape.forward.h)
         tiles = list(self._tiles(self.batch.shape.forward.v))
         tiles += [nodes for _, _, nodes in self._light_groups()]
         for nodes in tiles:
@@ -200,7 +200,7 @@ class Launches:
         return trace.done()
 
     def _d_hidden(self) -> Trace:
-        trace = _Builder("_d_hidden", self, self.batch.shape.d_hidden.h)
+        trace = _Builder(self, self.batch.shape.d_hidden.h)
         for nodes in self._tiles(self.batch.shape.d_hidden.v):
             for h in range(trace.num_h):
                 for node in nodes:
@@ -211,7 +211,7 @@ class Launches:
         return trace.done()
 
     def _d_weight(self) -> Trace:
-        trace = _Builder("_d_weight", self, self.batch.shape.d_weight.h)
+        trace = _Builder(self, self.batch.shape.d_weight.h)
         step = self.batch.shape.d_weight.v
         for flat in self.heavy:
             d, s = divmod(int(flat), self.num_positions)
@@ -226,7 +226,7 @@ class Launches:
         return trace.done()
 
     def _d_light(self) -> Trace:
-        trace = _Builder("_d_light", self, self.batch.shape.d_light.h)
+        trace = _Builder(self, self.batch.shape.d_light.h)
         for begin, end, nodes in self._light_groups():
             for h in range(trace.num_h):
                 trace.add(HIDDEN, begin, end, h)
@@ -242,18 +242,14 @@ class Launches:
 class _Builder:
     """Collects the loads and stores of one launch."""
 
-    def __init__(self, kernel: str, launches: Launches, block_h: int) -> None:
-        batch = launches.batch
-        self.kernel, self.block_c = kernel, batch.shape.block_c
-        self.num_h = -(-batch.hidden_size // block_h)
-        item, last = batch.element_bytes, batch.hidden_size - (self.num_h - 1) * block_h
-        exp_logits = self.block_c * item + 4
-        self.row_bytes = np.array([block_h * item, block_h * item, exp_logits, block_h * item])
-        self.last_bytes = np.array([last * item, last * item, exp_logits, last * item])
+    def __init__(self, launches: Launches, block_h: int) -> None:
+        self.batch, self.block_h = launches.batch, block_h
+        self.block_c = self.batch.shape.block_c
+        self.num_h = -(-self.batch.hidden_size // block_h)
         self.num_portions = np.array([self.num_h, self.num_h, launches.num_blocks, self.num_h])
         self.program = 0
         self.programs: list[int] = []
-        self.touched: list[tuple[int, int, int, int]] = []
+        self.touched: list[tuple[int, ...]] = []
 
     def blocks(self, node: _Node) -> Iterator[tuple[int, tuple[int, int]]]:
         """Blocks of a node's children: their number on the path, and their rows."""
@@ -263,8 +259,12 @@ class _Builder:
 
     def add(self, tensor: int, begin: int, end: int, portion: int) -> None:
         """Add one load or store of rows begin … end by the current program."""
+        columns = min(self.block_h, self.batch.hidden_size - portion * self.block_h)
+        row_bytes = columns * self.batch.element_bytes
+        if tensor == EXP_LOGITS:
+            row_bytes = self.block_c * self.batch.element_bytes + 4
         self.programs.append(self.program)
-        self.touched.append((tensor, begin, end, portion))
+        self.touched.append((tensor, begin, end, portion, row_bytes))
 
     def next_program(self) -> None:
         """Continue with the next program."""
@@ -272,11 +272,5 @@ class _Builder:
 
     def done(self) -> Trace:
         """The trace."""
-        return Trace(
-            kernel=self.kernel,
-            program=np.array(self.programs, dtype=np.int64),
-            touched=np.array(self.touched, dtype=np.int64).reshape(-1, 4),
-            row_bytes=self.row_bytes,
-            num_portions=self.num_portions,
-            last_bytes=self.last_bytes,
-        )
+        touched = np.array(self.touched, dtype=np.int64).reshape(-1, 5)
+        return Trace(np.array(self.programs, dtype=np.int64), touched, self.num_portions)

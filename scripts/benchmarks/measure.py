@@ -60,12 +60,7 @@ class CudaClock:
 
 
 class Ceilings(NamedTuple):
-    """Best rates of the device.
-
-    Attributes:
-        bytes: Bytes read or written per second.
-        flops: Multiply–adds × 2 per second.
-    """
+    """Best rates of the device, per second: bytes read or written, multiply–adds × 2."""
 
     bytes: float
     flops: float
@@ -124,12 +119,7 @@ def proc_bytes(file: Path, field: str) -> int:
 
 
 class Floor(NamedTuple):
-    """Least work of forward and backward.
-
-    Attributes:
-        bytes: Bytes read or written.
-        flops: Multiply–adds × 2.
-    """
+    """Least work of forward and backward: bytes read or written, multiply–adds × 2."""
 
     bytes: int
     flops: int
@@ -168,7 +158,7 @@ def _launched_on_gpu(half: Callable[[], object]) -> list[str]:
     return [
         event.name
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type.name == "CUDA"
     ]
 
 

@@ -202,12 +202,7 @@ def attempt(method: Method, action: Callable[[Method], None], free: float) -> No
     """Run an action, or refuse the method.
 
     It is refused if memory does not suffice, if triton does not support its tree, or if it is a
-    peer that fails.
-
-    Args:
-        method: The method.
-        action: What is run.
-        free: Bytes of free memory, for the message.
+    peer that fails. `free` is the number of free bytes, for the message.
     """
     reason = None
     try:
@@ -283,14 +278,7 @@ def _loss_of(method: Method, other: Method) -> float:
 
 
 def time_rounds(methods: list[Method], num_rounds: int, clock: Clock, free: float) -> None:
-    """Time one step of each method in turn, the slow ones in every third round.
-
-    Args:
-        methods: The methods; refused ones are skipped.
-        num_rounds: Number of rounds.
-        clock: Runs and times a step.
-        free: Bytes of free memory, for messages.
-    """
+    """Time one step of each method in turn, the slow ones in every third round."""
 
     def time_step(method: Method) -> None:
         method.timings.append(clock(method.step))

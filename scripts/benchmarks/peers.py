@@ -44,15 +44,9 @@ def full_softmax(
     refused: str | None = None,
     exact: bool = True,
 ) -> Method:
-    """A peer that computes the full softmax.
+    """A peer that computes the full softmax by the function that `load` returns.
 
-    Args:
-        problem: The problem.
-        name: Name of the peer.
-        load: Returns the function that computes the loss.
-        temporary_bytes: Memory needed in addition to the gradients.
-        refused: Why the peer cannot run, or None.
-        exact: As in `Method`.
+    It needs `temporary_bytes` of memory in addition to the gradients.
     """
     vocab_size = problem.vocab_size
 

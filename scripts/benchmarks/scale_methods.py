@@ -29,13 +29,7 @@ ROWS_AT_ONCE = 1 << 16
 
 
 class Task:
-    """What a method is given.
-
-    Args:
-        name: Name of the method.
-        vocab_size: N.
-        dtype: Of the table.
-        options: Command line of `scale`.
+    """What the method `name` is given.
 
     Attributes:
         dtype: Of the table.

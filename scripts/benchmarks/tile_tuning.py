@@ -42,15 +42,7 @@ COLUMNS = (
 def make_problem(
     vocab_size: int, hidden_size: int, num_positions: int, dtype: torch.dtype, device: str
 ) -> Problem:
-    """Inverse-rank targets in a tree of two levels, words assigned to √N classes at random.
-
-    Args:
-        vocab_size: N.
-        hidden_size: H.
-        num_positions: P.
-        dtype: Of hidden and weight.
-        device: Of everything.
-    """
+    """Inverse-rank targets in a tree of two levels, words assigned to √N classes at random."""
     torch.manual_seed(0)
     word_class = torch.randperm(vocab_size) * round(vocab_size**0.5) // vocab_size
     tree = ClassTree.two_level(word_class).to(device)
@@ -139,7 +131,7 @@ def main() -> None:
     elif not torch.cuda.is_available():
         sys.exit("tile_tuning: no CUDA device; --dry-run runs without one")
     dtype = getattr(torch, options.dtype)
-    problems = [make_problem(*size, options.positions, dtype, device) for size in options.sizes]
+    problems = [make_problem(n, h, options.positions, dtype, device) for n, h in options.sizes]
     start = tiles_for(problems[0])
     rows = sorted(tune(problems, start, options), key=lambda row: (row["kernel"], row["score"]))
     print(f"the table's: {start}")

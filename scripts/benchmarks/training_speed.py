@@ -49,12 +49,7 @@ LOSSES: dict[str, Loss] = {"torch": torch_loss, "none": no_loss}
 
 
 class OtherLoss(nn.Module):
-    """A language model with another loss.
-
-    Args:
-        model: The model, with a full softmax.
-        compute: The loss.
-    """
+    """A language model with a full softmax whose loss is computed by another function."""
 
     def __init__(self, model: LanguageModel, compute: Loss) -> None:
         super().__init__()
@@ -71,13 +66,7 @@ class OtherLoss(nn.Module):
 def start_training(
     config_file: str, overrides: list[str], layer: str, num_steps: int
 ) -> TrainingState:
-    """The state of a new run with an output layer.
-
-    Args:
-        config_file: The recipe.
-        overrides: `--section.key=value`.
-        layer: The output layer, with its overrides after commas.
-        num_steps: Steps of the run.
+    """The state of a new run of a recipe with an output layer, `layer` of the command line.
 
     Raises:
         UserError: If the configuration is wrong.
