@@ -106,7 +106,7 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
         )
     sentences = chain.from_iterable(map(_sentences, lines))
     # sentencepiece's own sampling depends on more than its seed.
-    drawn = _sample(sentences, settings.max_sentences, Random(seed))
+    drawn = reservoir_sample(sentences, settings.max_sentences, Random(seed))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -181,8 +181,8 @@ def _as_numpy(
     return np.frombuffer(text, np.uint8), np.frombuffer(starts, np.int64)[: len(words) + 1]
 
 
-def _sample(sentences: Iterable[str], size: int, random: Random) -> list[str]:
-    """A uniform sample of `size` sentences (reservoir sampling); all if there are no more."""
+def reservoir_sample(sentences: Iterable[str], size: int, random: Random) -> list[str]:
+    """Draw `size` of the sentences uniformly; all of them if there are no more."""
     drawn: list[str] = []
     for number, sentence in enumerate(sentences):
         if number < size:

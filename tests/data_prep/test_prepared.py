@@ -1,8 +1,5 @@
-"""The door between preparation and models: what is damaged or does not belong together stays
-outside.
-"""
+"""A prepared folder opens with what was prepared; damaged or foreign files are refused."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,18 +8,10 @@ import pytest
 
 from data_prep.errors import UserError
 from data_prep.prepare import prepare
-from data_prep.prepared import (
-    Prepared,
-    copy_tokenizer,
-    load_tokenizer,
-    open_prepared,
-    parse_vocabulary,
-    save_tokenizer,
-    token_dtype,
-)
+from data_prep.prepared import Prepared, copy_tokenizer, open_prepared
 from data_prep.settings import ClassesConfig, DataConfig, SplitFiles, TokenizerConfig
-from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, WordTokenizer
-from data_prep.tokenizer.vocabulary import train_sentencepiece
+from data_prep.tokenizer.files import load_tokenizer, save_tokenizer
+from data_prep.tokenizer.tokenizer import WordTokenizer
 
 LINES = "the cat sat\nthe dog\n\nthe cat ran\n"
 
@@ -46,7 +35,7 @@ def replaced(path: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(content.replace(old, new, 1))
 
 
-def test_a_prepared_folder_opens_with_what_was_put_in(prepared: Prepared) -> None:
+def test_a_prepared_folder_opens_with_what_was_prepared(prepared: Prepared) -> None:
     opened = open_prepared(prepared.folder)
     words = ["<eos>", "the", "cat", "dog", "ran", "sat", "<unk>"]
     assert [opened.tokenizer().token(id) for id in range(7)] == words
@@ -96,7 +85,8 @@ def test_damaged_arrays_are_refused_by_name(prepared: Prepared, name: str) -> No
         (b'"complete": true', b'"complete": false', "is half prepared: run `lm prepare` again"),
         (b'"valid": {', b'"../../x": {', r"is damaged: splits\.\.\./\.\./x\.\[key\]: Input shou"),
         (b"{", b"[", r"meta\.json is damaged: Invalid JSON: "),
-        (b'"train": {', b'"test": {', r"is damaged: it calls itself complete, but a stage is mis"),
+        (b'"classes": {', b'"other": {', r"is damaged: it is marked complete, but a stage is miss"),
+        (b'"train": {', b'"test": {', r"is damaged: it is marked complete, but a stage is miss"),
     ],
 )
 def test_a_damaged_record_is_refused(
@@ -120,7 +110,7 @@ def test_another_tokenizer_is_refused(prepared: Prepared) -> None:
         open_prepared(prepared.folder).tokenizer()
 
 
-def test_a_run_keeps_a_tokenizer_that_stands_alone(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_copied_tokenizer_needs_no_other_file(prepared: Prepared, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     copy_tokenizer(prepared, run)
@@ -134,52 +124,3 @@ def test_a_run_keeps_a_tokenizer_that_stands_alone(prepared: Prepared, tmp_path:
         load_tokenizer(run)
     with pytest.raises(UserError, match=r"tokenizer\.json cannot be read: No such file"):
         load_tokenizer(tmp_path)
-
-
-def test_settings_of_words_are_kept_with_the_vocabulary(tmp_path: Path) -> None:
-    words = WordTokenizer(["<eos>", "<unk>", "a", "."], lowercase=True, split_punctuation=True)
-    save_tokenizer(tmp_path, words, np.array([2, 0, 1, 1], dtype=np.int64))
-    assert (tmp_path / "vocab.txt").read_text() == "<eos>\t2\n<unk>\t0\na\t1\n.\t1\n"
-    assert load_tokenizer(tmp_path).encode("A.") == [2, 3]
-
-
-def test_a_sentencepiece_model_is_kept_byte_by_byte(tmp_path: Path) -> None:
-    settings = TokenizerConfig(kind="sentencepiece", vocab_size=15)
-    tokenizer = SentencePieceTokenizer(train_sentencepiece(LINES.split("\n"), settings))
-    info = save_tokenizer(tmp_path, tokenizer)
-    assert (tmp_path / "tokenizer.model").read_bytes() == tokenizer.model
-    assert (info.vocab_size, info.unk_id, info.eos_id) == (15, 0, 1)
-    assert load_tokenizer(tmp_path).encode("the cat") == tokenizer.encode("the cat")
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "kind": "words"}))
-    with pytest.raises(UserError, match=r"vocab\.txt cannot be read"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"<eos>\t3\na\t2\na\t1\n", "line 3: 'a' is on line 2 too$"),
-        (b"<eos>\t3\na 2\n", "line 2: expected word TAB count, got 'a 2'$"),
-        (b"<eos>\t3\na\t-2\n", r"line 2: expected word TAB count, got 'a\\t-2'$"),
-        (b"<eos>\t3\n\n<unk>\t1\n", "line 2: expected word TAB count, got ''$"),
-        (b"<eos>\t3\n\xff\t1\n", "line 2: invalid UTF-8$"),
-        (b"<eos>\t3\na\t1\n", "the word <unk> is missing$"),
-        (b"<unk>\t3\na\t1\n", "the word <eos> is missing$"),
-        (b"", "line 1: expected word TAB count, got ''$"),
-    ],
-)
-def test_a_bad_vocabulary_is_refused_with_its_line(content: bytes, message: str) -> None:
-    with pytest.raises(UserError, match=rf"^vocab\.txt(, |: ){message}"):
-        parse_vocabulary(content, Path("vocab.txt"))
-
-
-def test_a_vocabulary_reads_as_words_and_counts() -> None:
-    words, counts = parse_vocabulary("<eos>\t3\né\u2028\t2\n<unk>\t0".encode(), Path("vocab.txt"))
-    assert list(words) == ["<eos>", "é\u2028", "<unk>"]
-    assert counts.tolist() == [3, 2, 0]
-
-
-def test_token_types_hold_every_id() -> None:
-    for vocab_size in (1, 65_536, 65_537, 10_000_000):
-        assert np.iinfo(token_dtype(vocab_size)).max >= vocab_size - 1

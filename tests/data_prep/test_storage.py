@@ -69,7 +69,7 @@ def test_another_header_is_refused(array: tuple[Path, ArrayInfo]) -> None:
         map_array(path, info)
 
 
-def test_every_flipped_byte_is_found(array: tuple[Path, ArrayInfo]) -> None:
+def test_every_flipped_byte_is_detected(array: tuple[Path, ArrayInfo]) -> None:
     path, info = array
     content = path.read_bytes()
     for place in range(128, len(content), 41):
@@ -85,7 +85,7 @@ def test_values_out_of_range_are_refused(array: tuple[Path, ArrayInfo]) -> None:
         verify_array(path, map_array(path, info), info, below=299)
 
 
-def test_a_failed_write_leaves_the_file_before_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_previous_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"before")
 
@@ -130,14 +130,14 @@ def test_a_lock_is_held_by_one_and_its_file_stays(tmp_path: Path) -> None:
         pytest.raises(UserError, match="it is taken"),
         locked(path, busy="it is taken"),
     ):
-        raise AssertionError("two have it")
+        raise AssertionError("locked twice")
     with locked(path, busy="it is taken"):
         assert path.exists()
     with pytest.raises(UserError, match=r"nothing cannot be written: No such file"):
         locked(tmp_path / "nothing" / ".lock").__enter__()
 
 
-def test_the_lock_of_somebody_elses_folder_can_be_had(
+def test_a_lock_file_of_another_user_can_be_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".lock").touch()
@@ -153,23 +153,23 @@ def test_the_lock_of_somebody_elses_folder_can_be_had(
         locked(tmp_path / ".lock", busy="taken").__enter__()
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_before_it_is_done(
+def test_content_is_synced_before_the_rename_and_the_folder_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    events: list[str] = []
     fsync, replace = os.fsync, os.replace
 
-    def noted_fsync(descriptor: int) -> None:
+    def recorded_fsync(descriptor: int) -> None:
         target = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        said.append(f"fsync {target.name}" if target != tmp_path else "fsync folder")
-        said.append(f"{target.stat().st_size} bytes" if target.is_file() else "")
+        events.append(f"fsync {target.name}" if target != tmp_path else "fsync folder")
+        events.append(f"{target.stat().st_size} bytes" if target.is_file() else "")
         fsync(descriptor)
 
-    def noted_replace(old: Any, new: Any) -> None:
-        said.append(f"rename {Path(old).name} {Path(new).name}")
+    def recorded_replace(old: Any, new: Any) -> None:
+        events.append(f"rename {Path(old).name} {Path(new).name}")
         replace(old, new)
 
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "replace", noted_replace)
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
     write_atomically(tmp_path / "x", lambda file: file.write(b"abc"))
-    assert said == ["fsync .x.tmp", "3 bytes", "rename .x.tmp x", "fsync folder", ""]
+    assert events == ["fsync .x.tmp", "3 bytes", "rename .x.tmp x", "fsync folder", ""]

@@ -1,4 +1,4 @@
-"""Words go where they score best, and under scarcity nearly so: beside the optimum by SciPy."""
+"""Words get their best classes; with scarce places the result is close to SciPy's optimum."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,9 @@ from scipy.optimize import linear_sum_assignment
 from data_prep.classes.assignment import assign, smallest_classes
 
 
-def test_words_get_their_best_classes_where_these_have_room() -> None:
+def test_words_get_their_best_classes_if_these_have_vacancies() -> None:
     preferred = np.array([2, 0, 1, 1, 0, 2])
-    placed, prices = assign(
+    assigned, prices = assign(
         lambda ids: np.eye(3, dtype=np.float32)[preferred[ids]],
         np.arange(6),
         np.zeros(3, dtype=np.int64),
@@ -17,22 +17,22 @@ def test_words_get_their_best_classes_where_these_have_room() -> None:
         np.zeros(3, dtype=np.float32),
         0.01,
     )
-    assert placed.tolist() == preferred.tolist()
+    assert assigned.tolist() == preferred.tolist()
     assert prices == pytest.approx(0, abs=1e-3)
 
 
-def test_scarce_places_go_to_the_words_that_need_them_most() -> None:
+def test_scarce_places_are_given_to_the_words_that_lose_most() -> None:
     scores = np.array([[5, 4], [5, 0], [5, 3], [5, 1]], dtype=np.float32)
     nothing = np.zeros(2, dtype=np.float32)
-    placed, _ = assign(
+    assigned, _ = assign(
         lambda ids: scores[ids], np.arange(4), nothing.astype(np.int64), 2, nothing, 0.1
     )
-    assert placed.tolist() == [1, 0, 1, 0]
+    assert assigned.tolist() == [1, 0, 1, 0]
 
 
 def test_assignment_is_close_to_the_best_possible() -> None:
     scores = np.random.default_rng(4).random((120, 12)).astype(np.float32)
-    placed, _ = assign(
+    assigned, _ = assign(
         lambda ids: scores[ids],
         np.arange(120),
         np.zeros(12, dtype=np.int64),
@@ -42,11 +42,11 @@ def test_assignment_is_close_to_the_best_possible() -> None:
     )
     slots = np.repeat(scores, 10, axis=1)
     best = slots[linear_sum_assignment(slots, maximize=True)].sum()
-    assert np.bincount(placed).tolist() == [10] * 12
-    assert scores[np.arange(120), placed].sum() >= 0.98 * best
+    assert np.bincount(assigned).tolist() == [10] * 12
+    assert scores[np.arange(120), assigned].sum() >= 0.98 * best
 
 
-def test_leftover_words_level_the_classes() -> None:
+def test_further_words_fill_the_smallest_classes() -> None:
     sizes = np.array([3, 0, 5, 1])
     places = smallest_classes(sizes, 5, 6)
     assert sorted((sizes + np.bincount(places, minlength=4)).tolist()) == [3, 3, 4, 5]

@@ -1,14 +1,15 @@
-"""Exchange: never a less likely text, and at the end no single move that would make it likelier."""
+"""Exchange never lowers the objective, and at the end no single move raises it."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from scipy import sparse
 
 from data_prep.classes import exchange as exchange_module
 from data_prep.classes.bigrams import count_bigrams
-from data_prep.classes.exchange import exchange, objective
+from data_prep.classes.exchange import exchange
 from data_prep.classes.word_classes import build_word_classes
 from data_prep.settings import ClassesConfig
 
@@ -25,10 +26,28 @@ def text(vocab_size: int, num_tokens: int, seed: int) -> tuple[NDArray[np.uint16
     return tokens, np.bincount(tokens, minlength=vocab_size).astype(np.int64)
 
 
+def x_log_x(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return values * np.log(np.where(values > 0, values, 1))
+
+
+def objective(
+    bigrams: sparse.csr_array, counts: IntArray, word_class: IntArray, column_cost: float = 0.0
+) -> float:
+    """F, equation (1) of `exchange`, in nats, from its definition."""
+    num_word_classes = int(word_class.max()) + 1
+    pairs = bigrams.tocoo()
+    follows: NDArray[np.float64] = np.zeros((num_word_classes, num_word_classes))
+    np.add.at(follows, (word_class[pairs.row], word_class[pairs.col]), pairs.data)
+    mass = np.bincount(word_class, weights=counts).astype(np.float64)
+    size = np.bincount(word_class)
+    likelihood = x_log_x(follows).sum() - 2 * x_log_x(mass).sum()
+    return float(likelihood - column_cost * (mass @ size))
+
+
 @pytest.mark.parametrize("table_size", [1 << 16, 1])
 @pytest.mark.parametrize("column_cost", [0.0, 0.02])
 @pytest.mark.parametrize(("vocab_size", "num_word_classes", "capacity"), [(14, 3, 14), (23, 5, 7)])
-def test_no_single_move_is_left_that_would_raise_the_objective(
+def test_no_single_move_raises_the_objective_further(
     vocab_size: int,
     num_word_classes: int,
     capacity: int,
@@ -56,45 +75,45 @@ def test_no_single_move_is_left_that_would_raise_the_objective(
                 assert objective(bigrams, counts, moved, column_cost) <= end + 1e-6
 
 
-def test_words_alone_stay_and_the_others_move_as_if_each_of_them_were_a_class() -> None:
+def test_separate_words_stay_and_count_as_one_class_each() -> None:
     vocab_size, num_word_classes, capacity = 23, 4, 9
     tokens, counts = text(vocab_size, 900, seed=7)
     bigrams, start = count_bigrams(tokens, vocab_size), np.arange(vocab_size) % num_word_classes
-    alone = np.argsort(-counts, kind="stable")[:5]
+    separate = np.argsort(-counts, kind="stable")[:5]
 
-    def apart(word_class: IntArray) -> IntArray:
+    def as_classes(word_class: IntArray) -> IntArray:
         word_class = word_class.copy()
-        word_class[alone] = num_word_classes + np.arange(len(alone))
+        word_class[separate] = num_word_classes + np.arange(len(separate))
         return word_class
 
     word_class = exchange(
-        bigrams, counts, start, num_word_classes, capacity, alone=alone, passes=50
+        bigrams, counts, start, num_word_classes, capacity, separate=separate, passes=50
     )
-    assert np.array_equal(word_class[alone], start[alone])
-    end = objective(bigrams, counts, apart(word_class))
-    assert end > objective(bigrams, counts, apart(start))
-    sizes = np.bincount(apart(word_class))
+    assert np.array_equal(word_class[separate], start[separate])
+    end = objective(bigrams, counts, as_classes(word_class))
+    assert end > objective(bigrams, counts, as_classes(start))
+    sizes = np.bincount(as_classes(word_class))
     assert sizes[:num_word_classes].max() <= capacity
-    for word in set(np.flatnonzero(counts > 0)) - set(alone):
+    for word in set(np.flatnonzero(counts > 0)) - set(separate):
         for other in range(num_word_classes):
-            moved = apart(word_class)
+            moved = as_classes(word_class)
             moved[word] = other
             if sizes[other] < capacity and sizes[word_class[word]] > 1:
                 assert objective(bigrams, counts, moved) <= end + 1e-6
 
 
-def test_a_class_of_words_alone_is_there_to_be_filled() -> None:
-    """Words 4 and 5 follow different words, so they are better apart; class 1 has only word 0."""
+def test_a_class_of_separate_words_can_be_filled() -> None:
+    """Words 4 and 5 have different neighbours and belong apart; class 1 has only word 0."""
     tokens = np.array([0, 4, 2, 1, 5, 3] * 20, dtype=np.uint16)
     counts = np.bincount(tokens).astype(np.int64)
     start = np.array([1, 0, 0, 0, 0, 0])
-    found = exchange(count_bigrams(tokens, 6), counts, start, 2, 6, alone=np.arange(4))
+    found = exchange(count_bigrams(tokens, 6), counts, start, 2, 6, separate=np.arange(4))
     assert found[4] != found[5]
     assert np.array_equal(found[:4], start[:4])
 
 
 def test_the_objective_is_the_likelihood_of_the_class_bigram_model() -> None:
-    """Up to the text's ends, and to what no assignment changes: Σ n(w) ln n(w)."""
+    """Except for the ends of the text, and Σ n(w) ln n(w), which no assignment changes."""
     tokens, counts = text(12, 4000, seed=3)
     bigrams, word_class = count_bigrams(tokens, 12), np.arange(12) % 3
     mass = np.bincount(word_class, weights=counts)
@@ -112,7 +131,7 @@ def test_the_objective_is_the_likelihood_of_the_class_bigram_model() -> None:
     )
 
 
-def test_words_put_into_wrong_classes_find_their_way_back() -> None:
+def test_words_in_wrong_classes_return_to_the_true_ones() -> None:
     generator = np.random.default_rng(5)
     truth = generator.permutation(np.arange(80) % 8)
     members = [np.flatnonzero(truth == c) for c in range(8)]
@@ -138,7 +157,7 @@ def test_words_that_never_occur_stay_and_the_same_start_gives_the_same_end() -> 
     assert np.array_equal(start, np.arange(30) % 5)
 
 
-def test_columns_that_cost_make_frequent_words_classes_smaller() -> None:
+def test_a_column_cost_makes_classes_of_frequent_words_smaller() -> None:
     tokens, counts = text(60, 5000, seed=2)
     bigrams, start = count_bigrams(tokens, 60), np.arange(60) % 6
     columns = []
@@ -170,23 +189,25 @@ def test_the_method_of_the_configuration_starts_from_embedding(
     assert after > before
 
 
-@pytest.mark.parametrize("head", [10, 60])
-def test_classes_beside_a_head_are_made_for_the_words_below_it(head: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shortlist", [10, 60])
+def test_with_a_shortlist_classes_are_optimized_for_the_words_below_it(
+    shortlist: int, tmp_path: Path
+) -> None:
     tokens, counts = text(60, 6000, seed=4)
-    in_head = np.argsort(-counts, kind="stable")[:head]
+    most_frequent = np.argsort(-counts, kind="stable")[:shortlist]
     likelihood, classes = [], []
-    for beside in (0, head):
+    for size in (0, shortlist):
         word_class = build_word_classes(
             counts,
-            ClassesConfig(method="exchange", num_word_classes=8, head=beside),
+            ClassesConfig(method="exchange", num_word_classes=8, shortlist=size),
             tokens=tokens, words=list, folder=tmp_path, progress=False,
         )  # fmt: skip
         classes.append(word_class.copy())
-        word_class[in_head] = 8 + np.arange(head)
+        word_class[most_frequent] = 8 + np.arange(shortlist)
         bigrams = count_bigrams(tokens, 60)
         likelihood.append(objective(bigrams, counts, word_class.astype(np.int64)))
-    assert np.array_equal(classes[1][in_head], classes[0][in_head])
-    assert likelihood[1] > likelihood[0] if head == 10 else likelihood[1] == likelihood[0]
+    assert np.array_equal(classes[1][most_frequent], classes[0][most_frequent])
+    assert likelihood[1] > likelihood[0] if shortlist == 10 else likelihood[1] == likelihood[0]
 
 
 @pytest.mark.parametrize(("vocab_size", "num_word_classes"), [(1, 1), (5, 1), (5, 5)])
@@ -200,7 +221,7 @@ def test_degenerate_numbers_of_classes_change_nothing(
     assert np.array_equal(found, start)
 
 
-def test_columns_cost_what_the_configuration_says(tmp_path: Path) -> None:
+def test_the_column_cost_of_the_configuration_is_used(tmp_path: Path) -> None:
     tokens, counts = text(60, 5000, seed=2)
     columns = []
     for cost in (0.0, 1.0):

@@ -1,4 +1,4 @@
-"""Class files of other tools: every format, and what is refused of them."""
+"""Class files of other tools: every format, and the errors in them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ WORDS = ["<unk>", "a", "b", "c", "<eos>"]
         ("srilm", "X b\nY c\nX a\n"),
     ],
 )
-def test_class_files_are_read_and_sentence_words_get_their_own_class(
+def test_class_files_are_read_and_special_words_get_a_separate_class(
     tmp_path: Path, file_format: str, text: str
 ) -> None:
     (tmp_path / "map").write_bytes(text.encode())
@@ -41,7 +41,7 @@ def test_class_files_are_read_and_sentence_words_get_their_own_class(
     assert word_class.dtype == np.int32
 
 
-def test_a_class_file_may_hold_the_sentence_words(tmp_path: Path) -> None:
+def test_a_class_file_may_contain_the_special_words(tmp_path: Path) -> None:
     (tmp_path / "map").write_text("<eos>\tX\na\tY\nb\tY\nc\tX\n<unk>\tY\n")
     assert read_word_classes(tmp_path / "map", "mkcls", WORDS).tolist() == [1, 1, 1, 0, 0]
 
@@ -59,7 +59,7 @@ def test_a_class_file_may_hold_the_sentence_words(tmp_path: Path) -> None:
         ("mkcls", "a\t1\n\udcff\t2\n", "not valid UTF-8"),
     ],
 )
-def test_a_faulty_class_file_is_refused_in_one_line(
+def test_an_invalid_class_file_is_refused_with_a_single_line(
     tmp_path: Path, file_format: str, text: str, message: str
 ) -> None:
     path = tmp_path / "map"
@@ -79,7 +79,7 @@ def test_settings_that_contradict_the_file_are_refused(tmp_path: Path) -> None:
         counts = np.ones(5, dtype=np.int64)
         build_word_classes(counts, settings, tokens=tokens, words=lambda: WORDS, folder=tmp_path)
 
-    with pytest.raises(UserError, match=r"classes\.num_word_classes: 4 asked for, .* 3 classes"):
+    with pytest.raises(UserError, match=r"classes\.num_word_classes: 4 requested, .* 3 classes"):
         build(settings)
     with pytest.raises(UserError, match=r"classes\.file: .* needs the name"):
         build(replace(settings, file=None))

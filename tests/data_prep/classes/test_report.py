@@ -1,4 +1,4 @@
-"""The class report beside what is computed by hand."""
+"""The class report equals what is computed by hand."""
 
 import math
 
@@ -37,24 +37,24 @@ def test_report_equals_the_computation_by_hand() -> None:
     assert report.word_entropy == pytest.approx(-in_class / 7)
 
 
-def test_words_of_the_head_are_classes_of_their_own_to_the_report() -> None:
-    """Words 0 (3 times) and 1 (twice) on the root leave class 0 words 3 and 4, class 1 word 2."""
+def test_each_word_of_the_shortlist_is_a_class_in_the_report() -> None:
+    """With words 0 (3 times) and 1 (twice) at the root, class 0 has words 3 and 4, class 1 word 2."""
     tokens = np.array([0, 1, 0, 2, 3, 0, 1], dtype=np.uint16)
     counts = np.array([3, 2, 1, 1, 0])
-    report = class_report(counts, np.array([0, 1, 1, 0, 0]), tokens, head=2)
-    assert (report.num_word_classes, report.head) == (2, 2)
+    report = class_report(counts, np.array([0, 1, 1, 0, 0]), tokens, shortlist=2)
+    assert (report.num_word_classes, report.shortlist) == (2, 2)
     assert report.sizes == (2, 1)
-    assert report.head_mass == pytest.approx(5 / 7)
+    assert report.shortlist_mass == pytest.approx(5 / 7)
     assert report.token_mass == pytest.approx((1 / 7, 1 / 7))
     assert report.columns_per_token == pytest.approx(4 + 1 / 7 * 2 + 1 / 7 * 1)
     assert report.top_words == ((3, 4), (2,))
-    apart = class_report(counts, np.array([2, 3, 1, 0, 0]), tokens)
-    assert report.log_likelihood == pytest.approx(apart.log_likelihood)
-    assert report.class_entropy == pytest.approx(apart.class_entropy)
-    assert report.word_entropy == pytest.approx(apart.word_entropy)
-    all_on_the_root = class_report(counts, np.array([0, 1, 1, 0, 0]), tokens, head=5)
-    assert all_on_the_root.sizes == (0, 0)
-    assert all_on_the_root.columns_per_token == 5
+    separate = class_report(counts, np.array([2, 3, 1, 0, 0]), tokens)
+    assert report.log_likelihood == pytest.approx(separate.log_likelihood)
+    assert report.class_entropy == pytest.approx(separate.class_entropy)
+    assert report.word_entropy == pytest.approx(separate.word_entropy)
+    all_at_the_root = class_report(counts, np.array([0, 1, 1, 0, 0]), tokens, shortlist=5)
+    assert all_at_the_root.sizes == (0, 0)
+    assert all_at_the_root.columns_per_token == 5
 
 
 def test_with_one_class_the_report_is_the_unigram_model() -> None:
@@ -74,11 +74,11 @@ def test_report_does_not_depend_on_the_portions(monkeypatch: pytest.MonkeyPatch)
     assert class_report(counts, word_class, tokens) == whole
 
 
-def test_report_refuses_arrays_that_do_not_belong_together() -> None:
+def test_report_refuses_arrays_that_do_not_match() -> None:
     tokens = np.array([0, 1, 1], dtype=np.uint16)
     with pytest.raises(ValueError, match="expected classes of 2 words and 4 tokens"):
         class_report(np.array([1, 3]), np.array([0, 1]), tokens)
-    with pytest.raises(UserError, match=r"wants two tokens of training text at least, got 1$"):
+    with pytest.raises(UserError, match=r"needs at least two tokens of training text, got 1$"):
         class_report(np.array([1, 0]), np.array([0, 0]), np.array([0], dtype=np.uint16))
     with pytest.raises(ValueError, match="class 1 has no words"):
         class_report(np.array([1, 2]), np.array([0, 2]), tokens)

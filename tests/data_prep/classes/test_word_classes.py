@@ -1,4 +1,4 @@
-"""Word classes: partitions of any size, by every method, clustered by what the text is like."""
+"""Word classes: partitions of any size by every method; clustering recovers known classes."""
 
 import sys
 from collections import Counter
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from data_prep.classes import bigrams as bigrams_module
-from data_prep.classes import clustering
+from data_prep.classes import refinement
 from data_prep.classes.bigrams import count_bigrams
+from data_prep.classes.embedding import embedding_classes, truncated_svd
 from data_prep.classes.exchange import exchange
 from data_prep.classes.report import class_report
 from data_prep.classes.word_classes import (
     build_word_classes,
-    embedding_classes,
     frequency_classes,
     random_classes,
     uniform_classes,
@@ -98,7 +98,7 @@ def test_every_method_puts_each_word_into_one_of_c_nonempty_classes(
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2])
-def test_classes_of_words_that_hardly_occur_are_still_a_partition(num_tokens: int) -> None:
+def test_classes_of_words_that_rarely_occur_are_a_partition(num_tokens: int) -> None:
     tokens = np.full(num_tokens, 4, dtype=np.uint16)
     counts = counts_of(tokens, 23)
     assert_partition(frequency_classes(counts, 5), 23, 5)
@@ -132,7 +132,7 @@ def test_frequency_classes_have_equal_sums_of_sqrt_count_to_within_one_word(
     assert all(low >= high for low, high in zip(lowest[:-1], highest[1:], strict=True))
 
 
-def test_a_word_of_overwhelming_count_has_a_class_of_its_own() -> None:
+def test_a_word_of_dominant_count_is_alone_in_its_class() -> None:
     counts = np.array([1, 1, 1_000_000, 1, 1, 0])
     word_class = frequency_classes(counts, 3)
     assert word_class[2] == 0
@@ -161,7 +161,7 @@ def test_embedding_recovers_the_classes_that_made_the_text() -> None:
 def test_vectors_alone_recover_the_classes_that_made_the_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(clustering, "REFINEMENT_PASSES", 0)
+    monkeypatch.setattr(refinement, "REFINEMENT_PASSES", 0)
     test_embedding_recovers_the_classes_that_made_the_text()
 
 
@@ -177,7 +177,7 @@ def test_refinement_raises_the_likelihood(monkeypatch: pytest.MonkeyPatch) -> No
     tokens, _ = planted_text(8, 20, 6_000)
     counts = counts_of(tokens, 160)
     refined = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
-    monkeypatch.setattr(clustering, "REFINEMENT_PASSES", 0)
+    monkeypatch.setattr(refinement, "REFINEMENT_PASSES", 0)
     plain = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
     arbitrary = class_report(counts, random_classes(160, 8, seed=1), tokens)
     assert refined.log_likelihood > plain.log_likelihood > arbitrary.log_likelihood
@@ -195,7 +195,7 @@ def test_bigram_counts_do_not_depend_on_the_portions(monkeypatch: pytest.MonkeyP
 
 def test_truncated_svd_equals_the_dense_one() -> None:
     dense = np.random.default_rng(2).standard_normal((40, 60)) ** 3
-    vectors, values = clustering.truncated_svd(sparse.csr_array(dense), 5, seed=1, iterations=20)
+    vectors, values = truncated_svd(sparse.csr_array(dense), 5, seed=1, iterations=20)
     expected, expected_values, _ = np.linalg.svd(dense, full_matrices=False)
     assert values == pytest.approx(expected_values[:5], rel=1e-5)
     assert np.abs(vectors.T @ expected[:, :5]) == pytest.approx(np.eye(5), abs=1e-3)
@@ -237,7 +237,7 @@ def built(
 @pytest.mark.parametrize("method", ["embedding", "exchange"])
 @pytest.mark.parametrize("num_word_classes", [1, 2, 9, 40, 101])
 @pytest.mark.parametrize("clustered_words", [1, 2, 30, 100, 101, 500])
-def test_a_clustered_head_and_a_tail_by_count_are_a_partition(
+def test_clustered_words_and_the_others_by_count_are_a_partition(
     method: Literal["embedding", "exchange"], num_word_classes: int, clustered_words: int
 ) -> None:
     tokens = zipf_tokens(101, 3_000)
@@ -252,12 +252,12 @@ def test_a_clustered_head_and_a_tail_by_count_are_a_partition(
     assert_partition(word_class, 101, num_word_classes)
     whole = built(counts, tokens, replace(settings, clustered_words=None))
     assert (clustered_words < 101) or np.array_equal(word_class, whole)
-    head = np.argsort(-counts, kind="stable")[:clustered_words]
-    in_both = set(word_class[head].tolist()) & set(np.delete(word_class, head).tolist())
+    frequent = np.argsort(-counts, kind="stable")[:clustered_words]
+    in_both = set(word_class[frequent].tolist()) & set(np.delete(word_class, frequent).tolist())
     assert in_both == ({0} if num_word_classes == 1 and clustered_words < 101 else set())
 
 
-def test_head_and_tail_share_the_classes_by_sqrt_count() -> None:
+def test_clustered_and_other_words_share_the_classes_by_sqrt_count() -> None:
     counts = np.array([100, 1, 1, 1, 1, 1, 1, 36, 36, 36], dtype=np.int64)
     tokens = np.repeat(np.arange(10, dtype=np.uint16), counts)
     settings = ClassesConfig(method="embedding", num_word_classes=5, clustered_words=4)
@@ -270,7 +270,7 @@ def test_head_and_tail_share_the_classes_by_sqrt_count() -> None:
     assert (len(sizes), sum(sizes)) == (5, 10)
 
 
-def test_the_clustered_head_is_clustered_as_a_text_of_its_own() -> None:
+def test_clustered_words_are_clustered_as_if_they_were_the_whole_text() -> None:
     tokens, _ = planted_text(6, 15, 12_000)
     rare = np.tile(np.arange(90, 130, dtype=np.uint16), 9)
     text = np.concatenate([tokens, rare])
@@ -279,41 +279,45 @@ def test_the_clustered_head_is_clustered_as_a_text_of_its_own() -> None:
         method="embedding", num_word_classes=8, clustered_words=90, dimensions=10
     )
     word_class = built(counts, text, settings)
-    in_head = len(set(word_class[:90].tolist()))
+    num_clustered_classes = len(set(word_class[:90].tolist()))
     mass = np.sqrt(counts)
-    assert in_head == round(8 * mass[:90].sum() / mass.sum()) == 8 - len(set(word_class[90:]))
+    assert (
+        num_clustered_classes
+        == round(8 * mass[:90].sum() / mass.sum())
+        == 8 - len(set(word_class[90:]))
+    )
     order = np.argsort(-counts[:90], kind="stable")
     sorted_tokens = np.argsort(order)[tokens].astype(np.uint16)
-    expected = embedded(counts[order], sorted_tokens, in_head, dimensions=10)
+    expected = embedded(counts[order], sorted_tokens, num_clustered_classes, dimensions=10)
     assert np.array_equal(word_class[order], expected)
 
 
-@pytest.mark.parametrize("head", [0, 5])
-def test_to_exchange_the_words_that_are_not_clustered_are_one_neighbour(head: int) -> None:
+@pytest.mark.parametrize("shortlist", [0, 5])
+def test_exchange_treats_words_that_are_not_clustered_as_one_neighbour(shortlist: int) -> None:
     tokens, _ = planted_text(6, 15, 12_000)
     counts, n = counts_of(tokens, 90), 60
     settings = ClassesConfig(
-        num_word_classes=12, clustered_words=n, head=head, dimensions=10, max_words=20
+        num_word_classes=12, clustered_words=n, shortlist=shortlist, dimensions=10, max_words=20
     )
     words = np.argsort(-counts, kind="stable")[:n]
     clustered = built(counts, tokens, settings)[words]
-    in_head = len(set(clustered.tolist()))
+    num_clustered_classes = len(set(clustered.tolist()))
     start = built(counts, tokens, replace(settings, method="embedding", max_words=None))[words]
-    assert len(set(start.tolist())) == in_head
+    assert len(set(start.tolist())) == num_clustered_classes
     id = np.full(90, n)
     id[words] = np.arange(n)
     text = id[tokens].astype(np.uint16)
     pairs, occurrences = count_bigrams(text, n + 1), counts_of(text, n + 1)
     expected = np.append(start, 0)
-    for alone in ([n], [*range(head), n]) if head else ([n],):
+    for separate in ([n], [*range(shortlist), n]) if shortlist else ([n],):
         expected = exchange(
-            pairs, occurrences, expected, in_head, 20, alone=np.array(alone)
+            pairs, occurrences, expected, num_clustered_classes, 20, separate=np.array(separate)
         ).astype(np.int32)
     assert np.array_equal(clustered, expected[:n])
     assert not np.array_equal(clustered, start)
 
 
-def test_pairs_of_some_words_are_a_part_of_all_pairs() -> None:
+def test_pairs_of_some_words_are_a_subset_of_all_pairs() -> None:
     tokens = zipf_tokens(30, 2_000)
     words = np.array([7, 0, 21, 3])
     every = count_bigrams(tokens, 30).toarray()
@@ -322,18 +326,18 @@ def test_pairs_of_some_words_are_a_part_of_all_pairs() -> None:
     assert count_bigrams(tokens[:1], 30).nnz == 0
 
 
-def test_a_head_of_more_words_than_there_are_is_refused(tmp_path: Path) -> None:
+def test_a_shortlist_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
     counts = np.array([3, 2], dtype=np.int64)
-    with pytest.raises(UserError, match=r"classes\.head = 3 is more than 2 words"):
+    with pytest.raises(UserError, match=r"classes\.shortlist = 3 is more than 2 words"):
         build_word_classes(
-            counts, ClassesConfig(method="uniform", head=3),
+            counts, ClassesConfig(method="uniform", shortlist=3),
             tokens=np.array([0, 1]), words=list, folder=tmp_path,
         )  # fmt: skip
 
 
 @pytest.mark.parametrize("method", ["embedding", "exchange", "frequency", "uniform", "random"])
 @pytest.mark.parametrize(("asked", "expected"), [(None, 9), (5, 5), (500, 83)])
-def test_the_default_number_of_classes_is_the_root_and_never_exceeds_the_words(
+def test_the_default_number_of_classes_is_the_square_root_and_never_exceeds_the_words(
     tmp_path: Path, method: str, asked: int | None, expected: int
 ) -> None:
     tokens = zipf_tokens(83, 700)
@@ -344,7 +348,7 @@ def test_the_default_number_of_classes_is_the_root_and_never_exceeds_the_words(
     assert_partition(word_class, 83, expected)
 
 
-def test_progress_goes_to_a_terminal_when_asked_for(
+def test_progress_is_shown_on_a_terminal_when_requested(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = zipf_tokens(20, 200)

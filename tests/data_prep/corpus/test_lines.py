@@ -1,4 +1,4 @@
-"""Lines of a corpus: what ends a line, what is refused, and how files are found."""
+"""Lines of a corpus: line ends, formats, errors, and how files are found."""
 
 import bz2
 import gzip
@@ -16,14 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data_prep.corpus import lines as corpus
+from data_prep.corpus.files import input_files
+from data_prep.corpus.lines import read_lines
+from data_prep.corpus.loader import ROWS_PER_BATCH, splits
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig, Files, SplitFiles
 
 
 def read(folder: Path, files: Files, **options: object) -> list[str]:
     data = DataConfig(dir=str(folder), files=SplitFiles(train=files), **options)  # type: ignore[arg-type]
-    return list(corpus.lines(data, "train"))
+    return list(read_lines(data, "train"))
 
 
 def write(folder: Path, content: bytes, name: str = "corpus.txt") -> Path:
@@ -59,8 +61,8 @@ def test_text_comes_back_line_by_line(tmp_path: Path, lines: list[str]) -> None:
     assert read(tmp_path, "corpus.txt") == [*lines, "end"]
 
 
-def test_lines_survive_the_seams_of_batches(tmp_path: Path) -> None:
-    lines = [f"line {i}" for i in range(2 * corpus.ROWS_PER_BATCH + 3)]
+def test_lines_do_not_depend_on_batches(tmp_path: Path) -> None:
+    lines = [f"line {i}" for i in range(2 * ROWS_PER_BATCH + 3)]
     write(tmp_path, "\n".join(lines).encode())
     assert read(tmp_path, "corpus.txt") == lines
 
@@ -71,7 +73,7 @@ def test_one_giant_line_is_one_line(tmp_path: Path) -> None:
     assert read(tmp_path, "corpus.txt") == [line]
 
 
-def test_empty_lines_can_be_left_out(tmp_path: Path) -> None:
+def test_empty_lines_can_be_omitted(tmp_path: Path) -> None:
     write(tmp_path, b"a\n\n \t\nb\n")
     assert read(tmp_path, "corpus.txt", keep_empty_lines=False) == ["a", "b"]
 
@@ -85,7 +87,7 @@ def test_empty_lines_can_be_left_out(tmp_path: Path) -> None:
         ("zst", zstandard.compress),
     ],
 )
-def test_compressed_files_are_read_as_they_are(
+def test_compressed_files_are_read_directly(
     tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
 ) -> None:
     write(tmp_path, compress(b"a\nb\n"), f"corpus.txt.{suffix}")
@@ -115,23 +117,23 @@ def test_columns_of_other_formats_are_split_into_lines(tmp_path: Path) -> None:
     assert read(tmp_path, "x.csv", format="csv", text_field="body") == ["a", "b", "c"]
 
 
-def test_no_text_of_a_csv_file_stands_for_nothing(tmp_path: Path) -> None:
+def test_no_text_of_a_csv_file_is_a_missing_value(tmp_path: Path) -> None:
     write(tmp_path, b'n,text\n1,NA\n2,None\n3,null\n4,\n5,""\n6,nan\n', "x.csv")
     assert read(tmp_path, "x.csv", format="csv") == ["NA", "None", "null", "", "", "nan"]
 
 
-def test_a_folder_in_the_layout_of_the_hub_has_its_splits(tmp_path: Path) -> None:
+def test_a_folder_in_the_layout_of_the_hub_has_the_splits_of_its_files(tmp_path: Path) -> None:
     for name in ("train", "validation"):
         write(tmp_path, f"{name} text\n".encode(), f"{name}.txt")
     data = DataConfig(dir=str(tmp_path.parent), hub=tmp_path.name)
-    assert corpus.splits(data) == ["train", "valid"]
-    assert list(corpus.lines(data, "valid")) == ["validation text"]
-    assert [path.name for path in corpus.input_files(data, "train")] == [
+    assert splits(data) == ["train", "valid"]
+    assert list(read_lines(data, "valid")) == ["validation text"]
+    assert [path.name for path in input_files(data, "train")] == [
         "train.txt",
         "validation.txt",
     ]
     with pytest.raises(UserError, match=r"has no split test \(it has train, validation\)"):
-        list(corpus.lines(data, "test"))
+        list(read_lines(data, "test"))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_bad_columns_are_refused_with_key_and_row(
         read(tmp_path, "x.jsonl", format="json")
 
 
-def test_a_file_of_another_format_is_refused_without_noise(
+def test_a_file_of_another_format_is_refused_without_log_lines(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, b"not json\n")
@@ -203,24 +205,24 @@ def test_compressed_text_is_never_decoded_in_another_encoding(
         read(tmp_path, "corpus.txt.gz")
 
 
-def test_what_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
+def test_missing_files_are_named_with_their_key(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data\.files\.train: there is no file .*nope\.txt$"):
         read(tmp_path, "nope.txt")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"^data\.files\.train: the folder .*empty has no files$"):
         read(tmp_path, "empty")
     with pytest.raises(UserError, match=r"^data\.files\.train is not set: expected the files"):
-        corpus.splits(DataConfig(files=SplitFiles(valid="x")))
+        splits(DataConfig(files=SplitFiles(valid="x")))
     with pytest.raises(UserError, match=r"^data\.files\.valid is not set: expected a file"):
-        corpus.input_files(DataConfig(), "valid")
+        input_files(DataConfig(), "valid")
 
 
 def test_the_splits_given_are_those_with_files() -> None:
-    assert corpus.splits(DataConfig(files=SplitFiles(test="c", train="a"))) == ["train", "test"]
+    assert splits(DataConfig(files=SplitFiles(test="c", train="a"))) == ["train", "test"]
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.97])
-def test_a_cut_zstandard_file_is_no_shorter_corpus(tmp_path: Path, share: float) -> None:
+def test_a_truncated_zstandard_file_is_refused(tmp_path: Path, share: float) -> None:
     text = "".join(f"line {i * i}\n" for i in range(50_000)).encode()
     whole = zstandard.ZstdCompressor().compress(text)
     write(tmp_path, whole[: int(len(whole) * share)], "corpus.txt.zst")
@@ -268,5 +270,5 @@ def test_hidden_files_of_a_folder_in_the_layout_of_the_hub_are_not_the_corpus(
     for name in ("train.txt", "sub/test.txt", ".DS_Store", ".git/HEAD", "sub/.x"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path, b"a\n", name)
-    files = corpus.input_files(DataConfig(dir=str(tmp_path), hub="."), "train")
+    files = input_files(DataConfig(dir=str(tmp_path), hub="."), "train")
     assert [str(path.relative_to(tmp_path)) for path in files] == ["sub/test.txt", "train.txt"]

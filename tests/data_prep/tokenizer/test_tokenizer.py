@@ -79,7 +79,7 @@ def test_punctuation_is_split_but_not_inside_words_and_numbers(line: str, words:
     assert tokenizer.encode(line) == [vocabulary.index(word) for word in words]
 
 
-def test_punctuation_leans_on_its_neighbours_again() -> None:
+def test_decoding_attaches_punctuation_to_its_neighbours() -> None:
     line = 'The cat (a "big" one) didn\'t sit, at 3.5: well-known.'
     words = list(dict.fromkeys(word_separator(False, True)([line]).split()))
     tokenizer = WordTokenizer(["<eos>", "<unk>", *words], split_punctuation=True)
@@ -113,24 +113,22 @@ def test_pieces_keep_every_space(pieces: SentencePieceTokenizer) -> None:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\n\r▁<")))
-def test_byte_fallback_gives_every_text_back(
-    byte_pieces: SentencePieceTokenizer, line: str
-) -> None:
+def test_byte_fallback_restores_every_text(byte_pieces: SentencePieceTokenizer, line: str) -> None:
     ids = byte_pieces.encode(line)
     assert byte_pieces.unk_id not in ids
     assert byte_pieces.decode([*ids, byte_pieces.eos_id, *ids]) == f"{line}\n{line}"
 
 
 @given(st.lists(st.integers(0, 299), max_size=30))
-def test_a_stream_shows_only_whole_characters_and_adds_up(
+def test_a_stream_yields_whole_characters_that_add_up_to_the_text(
     byte_pieces: SentencePieceTokenizer, ids: list[int]
 ) -> None:
-    shown = list(byte_pieces.stream_decode(ids))
-    assert "".join(shown) == byte_pieces.decode(ids)
-    assert all(shown)
+    pieces = list(byte_pieces.stream_decode(ids))
+    assert "".join(pieces) == byte_pieces.decode(ids)
+    assert all(pieces)
 
 
-def test_a_stream_holds_bytes_back_until_the_character_is_whole(
+def test_a_stream_holds_bytes_until_the_character_is_complete(
     byte_pieces: SentencePieceTokenizer,
 ) -> None:
     ids = byte_pieces.encode("漢字")
@@ -158,6 +156,6 @@ def test_a_vocabulary_without_special_words_is_refused() -> None:
         WordTokenizer(["<unk>", "the"])
 
 
-def test_bytes_that_are_no_model_are_refused() -> None:
-    with pytest.raises(ValueError, match="4 bytes that are no sentencepiece model"):
+def test_bytes_that_are_not_a_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 bytes that are not a sentencepiece model"):
         SentencePieceTokenizer(b"\xff\xff\xff\xff")

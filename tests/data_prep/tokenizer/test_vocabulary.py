@@ -1,4 +1,4 @@
-"""Which words and pieces a corpus gives."""
+"""The words and pieces of a vocabulary built from a corpus."""
 
 import subprocess
 import sys
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
-from data_prep.tokenizer import tokenizer, vocabulary
+from data_prep.tokenizer import tokenizer
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, line_batches
-from data_prep.tokenizer.vocabulary import count_words, train_sentencepiece
+from data_prep.tokenizer.vocabulary import count_words, reservoir_sample, train_sentencepiece
 
 TEXT = tuple(f"the cat {word} on the mat number {word}" for word in ("sat", "lay", "ran", "is"))
 
@@ -33,7 +33,7 @@ def test_words_are_ordered_by_count_then_by_code_point() -> None:
     assert counted(lines, TokenizerConfig()) == expected
 
 
-def test_what_is_cut_off_counts_as_unknown_with_the_literal_ones() -> None:
+def test_excluded_words_count_as_unknown_with_the_literal_ones() -> None:
     lines = ["a a a b b c d <unk> <eos>", "<unk>"]
     assert counted(lines, TokenizerConfig(min_count=2)) == [
         ("<unk>", 4),
@@ -65,7 +65,7 @@ def test_counts_add_up_to_the_tokens_and_agree_with_a_plain_count(
 
 @hypothesis_settings(deadline=None)  # the first call compiles
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
-def test_special_words_stand_where_their_counts_put_them(unk: int, eos: int, lines: int) -> None:
+def test_special_words_are_ordered_by_their_counts(unk: int, eos: int, lines: int) -> None:
     words = ["a", "a", "a", "b", "b", "~", "~", "~", *["<unk>"] * unk, *["<eos>"] * eos]
     expected = {**Counter(words), "<unk>": unk, "<eos>": eos + lines + 1}
     order = sorted(expected.items(), key=lambda item: (-item[1], item[0]))
@@ -80,7 +80,7 @@ def test_counting_in_portions_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert dict(whole)["w5"] == 14 + 9 + 1
 
 
-def test_a_vocabulary_without_room_for_a_word_is_refused() -> None:
+def test_a_vocabulary_too_small_for_a_word_is_refused() -> None:
     message = "tokenizer.vocab_size is 2: expected at least 3, <unk> and <eos> included"
     with pytest.raises(UserError, match=message):
         count_words(["a"], TokenizerConfig(vocab_size=2))
@@ -101,7 +101,7 @@ def test_equal_arguments_give_equal_model_bytes(
 
 
 def test_a_sample_of_the_lines_depends_on_the_seed_alone() -> None:
-    """Not on the process either, which the library's own draw does."""
+    """Nor does it depend on the process, on which the library's own sampling depends."""
     program = (
         "import hashlib, sys\n"
         "from data_prep.settings import TokenizerConfig\n"
@@ -120,13 +120,13 @@ def test_a_sample_of_the_lines_depends_on_the_seed_alone() -> None:
     assert first == again != other
 
 
-def test_a_sample_of_lines_is_of_all_of_them() -> None:
-    drawn = [vocabulary._sample(map(str, range(20)), 5, Random(seed)) for seed in range(2000)]
+def test_every_line_is_equally_likely_to_be_sampled() -> None:
+    drawn = [reservoir_sample(map(str, range(20)), 5, Random(seed)) for seed in range(2000)]
     assert {len(set(each)) for each in drawn} == {5}
     times = Counter(chain.from_iterable(drawn))
     assert len(times) == 20
     assert max(abs(count - 500) for count in times.values()) < 5 * 500**0.5
-    assert vocabulary._sample(["a", "b"], 5, Random(1)) == ["a", "b"]
+    assert reservoir_sample(["a", "b"], 5, Random(1)) == ["a", "b"]
 
 
 def test_a_batch_of_lines_ends_where_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_a_batch_of_lines_ends_where_they_are_long(monkeypatch: pytest.MonkeyPat
     assert list(line_batches(iter(lines))) == [lines[:3], lines[3:5], lines[5:6], lines[6:]]
 
 
-def test_a_giant_line_is_learnt_from_to_its_end() -> None:
+def test_a_giant_line_is_learned_to_its_end() -> None:
     line = "the cat sat " * 5_000 + "Ω" * 9_000 + " mat"
     settings = TokenizerConfig(kind="sentencepiece", vocab_size=14, character_coverage=1.0)
     tokenizer = SentencePieceTokenizer(train_sentencepiece([line], settings))
@@ -170,7 +170,7 @@ def test_an_impossible_number_of_pieces_is_refused_with_the_limit(
         train_sentencepiece(TEXT, settings)
 
 
-def test_a_corpus_of_empty_lines_gives_no_pieces() -> None:
+def test_a_corpus_of_empty_lines_is_refused() -> None:
     settings = TokenizerConfig(kind="sentencepiece", vocab_size=20)
     with pytest.raises(UserError, match="has no text that a sentencepiece model could be built"):
         train_sentencepiece(["", ""], settings)

@@ -1,4 +1,4 @@
-"""Token files: every line ends in `<eos>`, and the counts are those of the text."""
+"""Token files: every line ends with `<eos>`, and the counts are those of the text."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data_prep.storage import map_array
 from data_prep.tokenizer import tokenizer
-from data_prep.tokenizer.encode import encode_split
+from data_prep.tokenizer.token_file import encode_split, token_dtype
 from data_prep.tokenizer.tokenizer import WordTokenizer
 
 TOKENIZER = WordTokenizer(["the", "<eos>", "cat", "<unk>", "é"])
@@ -40,14 +40,14 @@ def test_more_than_65536_words_take_four_bytes(tmp_path: Path) -> None:
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(st.text("thecaé \u00a0\u2028", max_size=12), min_size=1, max_size=12))
-def test_batches_do_not_show(
+def test_the_batch_size_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     whole = encode_split(lines, TOKENIZER, tmp_path / "x.npy", progress=False)
     monkeypatch.setattr(tokenizer, "LINES_PER_BATCH", 2)
-    parts = encode_split(iter(lines), TOKENIZER, tmp_path / "y.npy", progress=False)
-    assert parts[0] == whole[0]
-    assert parts[1].tolist() == whole[1].tolist()
+    batched = encode_split(iter(lines), TOKENIZER, tmp_path / "y.npy", progress=False)
+    assert batched[0] == whole[0]
+    assert batched[1].tolist() == whole[1].tolist()
     assert whole[0].words == sum(map(TOKENIZER.num_words, lines))
     assert whole[0].utf8_bytes == sum(len(line.encode()) + 1 for line in lines)
 
@@ -60,3 +60,8 @@ def test_progress_goes_to_stderr_and_counts_lines(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "train: 3.00 lines" in captured.err
+
+
+def test_token_types_hold_every_id() -> None:
+    for vocab_size in (1, 65_536, 65_537, 10_000_000):
+        assert np.iinfo(token_dtype(vocab_size)).max >= vocab_size - 1

@@ -1,0 +1,53 @@
+"""A small corpus to prepare, shared by the tests of preparation."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from data_prep.prepare import prepare
+from data_prep.prepared import Prepared
+from data_prep.settings import ClassesConfig, DataConfig, SplitFiles, TokenizerConfig
+
+
+class Corpus:
+    """A small corpus and the settings to prepare it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data = DataConfig(
+            dir=str(folder), files=SplitFiles(train="train.txt", valid="valid.txt")
+        )
+        self.tokenizer = TokenizerConfig()
+        self.classes: ClassesConfig | None = ClassesConfig(method="frequency")
+        self.write("train.txt", "the cat sat\nthe dog ran <unk>\n")
+        self.write("valid.txt", "the zebra\n")
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text)
+
+    @property
+    def prepared(self) -> Path:
+        return self.folder / "prepared"
+
+    def prepare(self, *, keep: bool = False) -> Prepared:
+        return prepare(
+            self.data, self.tokenizer, self.classes, self.prepared, keep=keep, progress=False
+        )
+
+    def written(self) -> dict[str, int]:
+        paths = self.prepared.iterdir()
+        return {path.name: path.stat().st_mtime_ns for path in paths}
+
+    def rewritten(self) -> set[str]:
+        """The files that another preparation writes, `meta.json` aside."""
+        before = self.written()
+        self.prepare()
+        after = self.written()
+        return {name for name in after if after[name] != before.get(name)} - {"meta.json"}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Corpus:
+    caplog.set_level(logging.INFO, "data_prep")
+    return Corpus(tmp_path)

@@ -1,0 +1,268 @@
+"""Every difference from the record is named, and only what depends on it is done again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from data_prep import changes
+from data_prep.changes import (
+    find_changes,
+    requested_meta,
+    requested_settings,
+    setting_changes,
+)
+from data_prep.errors import UserError
+from data_prep.meta import Meta
+from data_prep.prepare import prepare
+from data_prep.settings import ClassesConfig, DataConfig, Files, SplitFiles, TokenizerConfig
+from data_prep.storage import sha256_file
+
+if TYPE_CHECKING:
+    from tests.data_prep.conftest import Corpus
+
+FILES = {"train.npy", "valid.npy", "counts.npy", "classes.npy", "vocab.txt", "tokenizer.json"}
+
+
+def edit(name: str, text: str) -> Callable[[Corpus], None]:
+    return lambda corpus: corpus.write(name, text)
+
+
+def files(train: Files, valid: Files) -> Callable[[Corpus], None]:
+    def change(corpus: Corpus) -> None:
+        corpus.write("more.txt", "more\n")
+        corpus.data = replace(corpus.data, files=SplitFiles(train=train, valid=valid))
+
+    return change
+
+
+def lowercase(corpus: Corpus) -> None:
+    corpus.tokenizer = TokenizerConfig(lowercase=True)
+
+
+def two_classes(corpus: Corpus) -> None:
+    corpus.classes = ClassesConfig(method="frequency", num_word_classes=2)
+
+
+def shortlist_of_two(corpus: Corpus) -> None:
+    assert corpus.prepare().shortlist == 0
+    corpus.classes = ClassesConfig(method="frequency", shortlist=2)
+
+
+def skip_empty(corpus: Corpus) -> None:
+    corpus.data = replace(corpus.data, keep_empty_lines=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "redone"),
+    [
+        (lowercase, "tokenizer.lowercase: False → True", FILES),
+        (skip_empty, "data.keep_empty_lines: True → False", FILES),
+        (edit("train.txt", "a b\n"), "train: train.txt changed", FILES),
+        (edit("valid.txt", "the\n"), "valid: valid.txt changed", {"valid.npy"}),
+        (two_classes, "classes.num_word_classes: None → 2", {"classes.npy"}),
+        (shortlist_of_two, "classes.shortlist: 0 → 2", {"classes.npy"}),
+        (files(["train.txt", "more.txt"], "valid.txt"), "train: more.txt added", FILES),
+        (files("train.txt", "more.txt"), "valid: valid.txt removed", {"valid.npy"}),
+        (files("train.txt", None), "valid: valid.txt removed", set()),
+    ],
+)
+def test_a_change_is_named_and_only_what_depends_on_it_is_redone(
+    corpus: Corpus,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[Corpus], None],
+    message: str,
+    redone: set[str],
+) -> None:
+    corpus.prepare()
+    change(corpus)
+    caplog.clear()
+    assert corpus.rewritten() == redone
+    assert message in caplog.messages
+    assert corpus.rewritten() == set()
+    assert corpus.classes is not None
+    assert corpus.prepare().shortlist == corpus.classes.shortlist
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lowercase, "tokenizer.lowercase: False → True"),
+        (edit("train.txt", "a b\n"), "train: train.txt changed"),
+        (two_classes, "classes.num_word_classes: None → 2"),
+        (files(["train.txt", "more.txt"], None), "train: more.txt added; valid: valid.txt removed"),
+    ],
+)
+def test_the_data_of_a_run_that_continues_is_not_replaced(
+    corpus: Corpus, change: Callable[[Corpus], None], message: str
+) -> None:
+    corpus.prepare()
+    before = corpus.written()
+    change(corpus)
+    with pytest.raises(UserError) as refused:
+        corpus.prepare(keep=True)
+    assert str(refused.value) == (
+        f"{corpus.folder / 'prepared'} was prepared from something else ({message}), and a run"
+        " continues with the data it started with"
+    )
+    assert corpus.written() == before
+
+
+def test_a_folder_of_before_a_setting_existed_is_up_to_date(corpus: Corpus) -> None:
+    corpus.prepare()
+    path = corpus.prepared / "meta.json"
+    record = json.loads(path.read_text())
+    assert record["settings"]["classes"].pop("clustered_words") is None
+    path.write_text(json.dumps(record))
+    assert corpus.rewritten() == set()
+    corpus.classes = ClassesConfig(method="frequency", clustered_words=3)
+    assert corpus.rewritten() == {"classes.npy"}
+
+
+def test_a_record_with_the_key_head_is_read_as_shortlist(corpus: Corpus) -> None:
+    shortlist_of_two(corpus)
+    classes = corpus.prepare().word_class().tolist()
+    path = corpus.prepared / "meta.json"
+    record = json.loads(path.read_text())
+    for section in (record["settings"]["classes"], record["classes"]):
+        section["head"] = section.pop("shortlist")
+    path.write_text(json.dumps(record))
+    before = corpus.written()
+    prepared = corpus.prepare(keep=True)
+    assert corpus.written() == before
+    assert (prepared.shortlist, prepared.word_class().tolist()) == (2, classes)
+    two_classes(corpus)
+    with pytest.raises(
+        UserError, match=r"classes\.num_word_classes: None → 2; classes\.shortlist: 2"
+    ):
+        corpus.prepare(keep=True)
+
+
+def test_a_split_that_is_no_longer_given_is_removed(corpus: Corpus) -> None:
+    corpus.prepare()
+    corpus.data = replace(corpus.data, files=SplitFiles(train="train.txt"))
+    assert list(corpus.prepare().splits) == ["train"]
+    assert not (corpus.prepared / "valid.npy").exists()
+
+
+def test_a_changed_class_file_changes_the_classes_alone(
+    corpus: Corpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    corpus.write("classes.txt", "the\t0\ncat\t1\nsat\t1\ndog\t1\nran\t1\n")
+    corpus.classes = ClassesConfig(method="file", file="classes.txt")
+    first = corpus.prepare().word_class().tolist()
+    corpus.write("classes.txt", "the\t0\ncat\t0\nsat\t1\ndog\t1\nran\t1\n")
+    assert corpus.rewritten() == {"classes.npy"}
+    assert "classes: classes.txt changed" in caplog.messages
+    assert corpus.prepare().word_class().tolist() != first
+
+
+def test_another_column_is_another_text(tmp_path: Path) -> None:
+    rows = [{"text": "the cat", "other": "a dog"}]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    for field, text in (("text", "the cat\n"), ("other", "a dog\n")):
+        data = DataConfig(
+            dir=str(tmp_path),
+            files=SplitFiles(train="train.jsonl"),
+            format="json",
+            text_field=field,
+        )
+        prepared = prepare(
+            data, TokenizerConfig(), ClassesConfig(method="uniform"), tmp_path / "p", progress=False
+        )
+        assert prepared.tokenizer().decode(prepared.tokens("train")) == text
+
+
+def requested(corpus: Corpus) -> Meta:
+    return requested_meta(corpus.data, corpus.tokenizer, corpus.classes, corpus.prepared, None)
+
+
+def test_files_in_another_order_are_another_text(corpus: Corpus) -> None:
+    corpus.data = replace(corpus.data, files=SplitFiles(train=["train.txt", "valid.txt"]))
+    before = requested(corpus)
+    corpus.data = replace(corpus.data, files=SplitFiles(train=["valid.txt", "train.txt"]))
+    assert find_changes(before, requested(corpus)) == {
+        "train": ["train: order of the files changed"]
+    }
+    prepared = corpus.prepare()
+    text = prepared.tokenizer().decode(prepared.tokens("train"))
+    assert text.startswith("the zebra\n")
+
+
+def test_files_of_one_name_are_distinguished(corpus: Corpus) -> None:
+    for folder in ("n1", "n2"):
+        (corpus.folder / folder).mkdir()
+        corpus.write(f"{folder}/t.txt", f"the {folder} sat\n")
+    corpus.data = replace(corpus.data, files=SplitFiles(train=["n1/t.txt", "n2/t.txt"]))
+    first = requested(corpus)
+    corpus.write("n1/t.txt", "the cat sat\n")
+    second = requested(corpus)
+    assert find_changes(first, second) == {"train": ["train: t.txt changed"]}
+    corpus.data = replace(corpus.data, files=SplitFiles(train=["n2/t.txt", "n1/t.txt"]))
+    assert find_changes(second, requested(corpus)) == {
+        "train": ["train: t.txt changed", "train: t.txt (2) changed"]
+    }
+
+
+def test_a_file_of_several_splits_is_read_once_for_its_hash(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = corpus.folder / "hub"
+    hub.mkdir()
+    for split in ("train", "validation", "test"):
+        (hub / f"{split}.txt").write_text("the cat\n")
+    corpus.data = DataConfig(dir=str(corpus.folder), hub="hub")
+    hashed: list[str] = []
+
+    def sha256(path: Path) -> str:
+        hashed.append(path.name)
+        return sha256_file(path)
+
+    monkeypatch.setattr(changes, "sha256_file", sha256)
+    requested(corpus)
+    assert sorted(hashed) == ["test.txt", "train.txt", "validation.txt"]
+
+
+def test_a_file_of_the_training_split_and_another_is_reported(
+    corpus: Corpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    corpus.data = replace(corpus.data, files=SplitFiles(train="train.txt", test="train.txt"))
+    requested(corpus)
+    assert "test: train.txt is in the training split as well" in caplog.messages
+
+
+def test_the_record_contains_no_local_path(corpus: Corpus) -> None:
+    corpus.prepare()
+    text = (corpus.prepared / "meta.json").read_text()
+    assert str(corpus.folder) not in text
+    assert json.loads(text)["inputs"]["valid"][0]["num_bytes"] == 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("words", {"vocab_size": 5}),
+        ("words", {"min_count": 2}),
+        ("words", {"lowercase": True}),
+        ("words", {"split_punctuation": True}),
+        ("sentencepiece", {"vocab_size": 16}),
+        ("sentencepiece", {"model_type": "char"}),
+        ("sentencepiece", {"byte_fallback": True}),
+        ("sentencepiece", {"character_coverage": 0.9}),
+        ("sentencepiece", {"max_sentences": 200}),
+    ],
+    ids=str,
+)
+def test_every_setting_of_a_tokenizer_is_recorded(kind: Any, options: dict[str, Any]) -> None:
+    base = TokenizerConfig(kind=kind, vocab_size=15)
+    data, classes = DataConfig(), ClassesConfig()
+    before, after = (
+        requested_settings(data, settings, classes) for settings in (base, replace(base, **options))
+    )
+    (key,) = options
+    assert [name for name, _ in setting_changes(before, after)] == [f"tokenizer.{key}"]
