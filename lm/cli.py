@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: Words of the command line; None takes those of the process.
+        arguments: words of the command line; None takes those of the process.
 
     Returns:
         The exit code: 0; 2 after a user's mistake, which is one line on stderr; 130 after Ctrl-C;

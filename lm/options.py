@@ -20,14 +20,14 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     """Parse a command line.
 
     Args:
-        arguments: Its words; None takes those of the process.
+        arguments: its words; None takes those of the process.
 
     Returns:
         The options of the command, whose name is `verb`, and the overrides of the configuration as
         they were given.
 
     Raises:
-        UserError: If an argument is missing, unknown or out of range.
+        UserError: if an argument is missing, unknown or out of range.
     """
     options, overrides = _build_parser().parse_known_args(arguments)
     if overrides and not options.takes_overrides:

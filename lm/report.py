@@ -25,8 +25,8 @@ def evaluation_table(result: Evaluation, title: str) -> str:
     """Format the figures of an evaluation.
 
     Args:
-        result: The evaluation.
-        title: First line of the table, the name of the text.
+        result: the evaluation.
+        title: first line of the table, the name of the text.
 
     Returns:
         Lines of text.
@@ -55,11 +55,11 @@ def check_same_classes(folder: Path, prepared: Prepared) -> None:
     """Check that a run was trained with the classes of the prepared data.
 
     Args:
-        folder: Folder of the run; without `classes.npy` there is nothing to compare.
-        prepared: Prepared data with classes.
+        folder: folder of the run; without `classes.npy` there is nothing to compare.
+        prepared: prepared data with classes.
 
     Raises:
-        UserError: If the classes differ, or the run's file is damaged.
+        UserError: if the classes differ, or the run's file is damaged.
     """
     path = folder / "classes.npy"
     try:
@@ -76,8 +76,8 @@ def report_classes(prepared: Prepared, num_words: int) -> ClassReport:
     """Report on the word classes of a prepared corpus.
 
     Args:
-        prepared: Prepared data with classes.
-        num_words: Largest number of top words per class.
+        prepared: prepared data with classes.
+        num_words: largest number of top words per class.
 
     Returns:
         Sizes, mass, cost and likelihood of the classes, and the top words of each.
@@ -127,12 +127,12 @@ def draw_classes(report: ClassReport, prepared: Prepared, path: Path) -> None:
     """Draw word classes: their top words, their sizes and token masses, and their cumulated cost.
 
     Args:
-        report: The class report.
-        prepared: The data that it is about.
-        path: The picture to write; its ending gives the format.
+        report: the class report.
+        prepared: the data that it is about.
+        path: the picture to write; its ending gives the format.
 
     Raises:
-        UserError: If the ending is not a known format.
+        UserError: if the ending is not a known format.
     """
     from matplotlib.figure import Figure
 
@@ -175,8 +175,8 @@ def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
     """Describe the sizes, the cost and the memory of a run, without allocating its weights.
 
     Args:
-        config: Configuration of the run.
-        prepared: Its prepared data.
+        config: configuration of the run.
+        prepared: its prepared data.
 
     Returns:
         Name → value, in the order of printing. The tree's figures are left out if there is no tree

@@ -1,4 +1,4 @@
-"""What the tests share: repeatable numbers, a tiny corpus, and runs trained on it."""
+"""Shared fixtures: repeatable random numbers, a tiny corpus, and runs trained on it."""
 
 import hashlib
 import os
@@ -29,18 +29,14 @@ NOUNS, VERBS, ADVERBS = (
 
 
 def main(arguments: list[str]) -> int:
-    """The command `lm`, imported when used: the kernels are tested on machines without its
-    libraries.
-    """
+    """Run the command `lm`, imported here because GPU tests run without its libraries."""
     from lm.cli import main as command
 
     return command(arguments)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep libraries from the network, and their talk from the output; kernels are interpreted
-    unless only the tests for a GPU run.
-    """
+    """Disable network access and output of libraries; interpret kernels unless on a GPU only."""
     if config.getoption("markexpr") != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
     os.environ |= {
@@ -54,14 +50,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _caches(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Caches of libraries in a folder of the session."""
+    """Caches of libraries are in a folder of the session."""
     cache = tmp_path_factory.mktemp("cache")
     os.environ |= {"HF_HOME": str(cache / "hf"), "WANDB_CACHE_DIR": str(cache / "wandb")}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread_and_nan_filled_memory() -> None:
-    """Uninitialised memory is NaN, so that a forgotten element shows."""
+    """Uninitialized memory is NaN, which reveals elements that are never written."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3).isnan().all()
@@ -69,7 +65,7 @@ def _one_thread_and_nan_filled_memory() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> Iterator[None]:
-    """Each test begins with the same random numbers, and with the threads of the session."""
+    """Each test starts from the same seeds and with one thread."""
     random.seed(0)
     torch.manual_seed(0)
     yield
@@ -96,7 +92,7 @@ def load_script() -> Callable[[str], ModuleType]:
 
 
 def toy_sentences(seed: int, count: int) -> list[str]:
-    """Sentences of a small grammar: something to learn."""
+    """Sentences of a small grammar."""
     rng = random.Random(seed)
 
     def phrase() -> str:
@@ -109,9 +105,7 @@ def toy_sentences(seed: int, count: int) -> list[str]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with train.txt, valid.txt, test.txt; in the last two is a word that the first
-    lacks.
-    """
+    """A folder with train.txt, valid.txt, test.txt; the last two have an unknown word."""
     folder = tmp_path_factory.mktemp("corpus")
     for seed, (split, count) in enumerate([("train", 300), ("valid", 20), ("test", 25)]):
         lines = toy_sentences(seed, count)
@@ -124,7 +118,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a tiny LSTM, its data prepared once for all runs."""
+    """The configuration of a tiny LSTM."""
     path = tmp_path_factory.mktemp("tiny") / "tiny.yaml"
     path.write_text(TINY.format(corpus=corpus), encoding="utf-8")
     return path
@@ -132,7 +126,7 @@ def tiny(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prepared_dir(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The prepared data of `tiny`, not to be changed."""
+    """The prepared data of `tiny`, read-only."""
     folder = tmp_path_factory.mktemp("prepared")
     assert main(["prepare", str(tiny), f"--data.prepared_dir={folder}"]) == 0
     return folder
@@ -155,20 +149,20 @@ def train(tiny: Path, prepared_dir: Path) -> Train:
 
 @pytest.fixture(scope="session")
 def lstm_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained LSTM, not to be changed."""
+    """A trained LSTM, read-only."""
     return train(tmp_path_factory.mktemp("lstm_run"))
 
 
 @pytest.fixture(scope="session")
 def transformer_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained Transformer, not to be changed."""
+    """A trained Transformer, read-only."""
     return train(tmp_path_factory.mktemp("transformer_run"), "--model.backbone=transformer")
 
 
 @pytest.fixture
 def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """`complaint(*arguments)` runs a command that must fail for a mistake of the user's; returns
-    its one line without `lm: `.
+    """`complaint(*arguments)` runs a command that must fail with a single-line error, which it
+    returns without `lm: `.
     """
 
     def run(*arguments: object) -> str:

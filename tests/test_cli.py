@@ -1,4 +1,4 @@
-"""The command: results on stdout, and for each mistake one line, exit code 2 and no damage."""
+"""The command: results on stdout; a mistake is one line, exit code 2, and changes nothing."""
 
 import io
 import json
@@ -11,9 +11,11 @@ from shutil import copytree
 
 import numpy as np
 import pytest
+import torch
 
 from lm import __version__
 from lm.cli import main
+from lm.config.reference import describe_keys
 
 Complaint = Callable[..., str]
 Contents = Callable[[Path], dict[str, str]]
@@ -21,7 +23,7 @@ Contents = Callable[[Path], dict[str, str]]
 
 @pytest.fixture
 def untouched(tmp_path: Path, complaint: Complaint, contents: Contents) -> Complaint:
-    """`complaint`, which must leave everything in `tmp_path` as it was."""
+    """`complaint`, after which `tmp_path` must be unchanged."""
 
     def run(*arguments: object) -> str:
         before = contents(tmp_path)
@@ -32,13 +34,42 @@ def untouched(tmp_path: Path, complaint: Complaint, contents: Contents) -> Compl
     return run
 
 
-def test_without_a_terminal_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lm.cli", "train", str(tmp_path / "absent.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"lm: {tmp_path}/absent.yaml: cannot read the configuration: No such file or directory\n"
     )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["config"]])
+def test_help_does_not_import_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom lm.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    keys = "model.hidden: int > 0 = 200\n    H: size of the backbone's output"
+    assert (keys in done.stdout) == (arguments != ["--help"])
+
+
+def test_one_key_or_section_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "word_table.tied"]) == 0
+    assert capsys.readouterr().out == describe_keys("word_table.tied") + "\n"
+    assert main(["config", "word_table"]) == 0
+    assert capsys.readouterr().out.count("\nword_table.") == 5
+
+
+def test_the_page_of_keys_is_rewritten(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- table: keys -->\nold\n<!-- end -->\nafter\n")
+    assert main(["config", "--markdown", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n<!-- table: keys -->\nEverything that determines")
+    assert text.endswith("|\n<!-- end -->\nafter\n")
+    assert "old" not in text.splitlines()
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +87,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--optim.lr=.nan"], "optim.lr: "),
         (
             ["--model.backbone=transformer", "--model.heads=5"],
-            "model.hidden = 12 must be a multiple of twice model.heads = 5",
+            "model.hidden = 12 must be a multiple of 2 × model.heads = 10",
         ),
         (["more"], "expected an override --section.key=value, got 'more'"),
         (["--resume"], "argument --resume: expected one argument"),
@@ -65,8 +96,8 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_key_or_value_is_named(
     tiny: Path, tmp_path: Path, untouched: Complaint, arguments: list[str], message: str
 ) -> None:
-    said = untouched("train", tiny, f"--run_dir={tmp_path / 'run'}", *arguments)
-    assert said.removeprefix(f"{tiny}: ").startswith(message)
+    printed = untouched("train", tiny, f"--run_dir={tmp_path / 'run'}", *arguments)
+    assert printed.removeprefix(f"{tiny}: ").startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +113,10 @@ def test_a_wrong_key_or_value_is_named(
         (["generate", "r", "--tokens=many"], "argument --tokens: invalid"),
         (["generate", "r", "--top-k=0"], "argument --top-k: must be at least 1, got 0"),
         (["generate", "r", "--samples=-1"], "argument --samples: must be at least 1, got -1"),
+        (["generate", "r", "--threads=0"], "argument --threads: must be at least 1, got 0"),
+        (["evaluate", "r", "--threads=-2"], "argument --threads: must be at least 1, got -2"),
         (["generate", "r", "--model.hidden=3"], "unknown option --model.hidden=3"),
+        (["config", "model.hiden"], "unknown key model.hiden; did you mean model.hidden?"),
     ],
 )
 def test_wrong_arguments_are_named_in_one_line(
@@ -119,8 +153,8 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path, untouched: Complaint,
 def test_a_run_without_prepared_data_is_named(
     tiny: Path, tmp_path: Path, untouched: Complaint, verb: str
 ) -> None:
-    said = untouched(verb, tiny, f"--run_dir={tmp_path}")
-    assert said.startswith(f"{tmp_path}/data is no prepared folder: it has no meta.json")
+    message = untouched(verb, tiny, f"--run_dir={tmp_path}")
+    assert message.startswith(f"{tmp_path}/data is no prepared folder: it has no meta.json")
 
 
 def corpus_of(folder: Path, content: bytes) -> list[str]:
@@ -132,9 +166,9 @@ def corpus_of(folder: Path, content: bytes) -> list[str]:
 
 def test_a_missing_corpus_file_is_named(tiny: Path, tmp_path: Path, complaint: Complaint) -> None:
     options = [f"--data.dir={tmp_path}", f"--run_dir={tmp_path / 'run'}"]
-    said = complaint("train", tiny, *options)
-    assert "data.files.train" in said
-    assert f"{tmp_path}/train.txt" in said
+    message = complaint("train", tiny, *options)
+    assert "data.files.train" in message
+    assert f"{tmp_path}/train.txt" in message
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
@@ -146,80 +180,80 @@ def test_a_missing_corpus_file_is_named(tiny: Path, tmp_path: Path, complaint: C
         (b"", "the corpus has no line"),
     ],
 )
-def test_a_corpus_that_is_no_text_is_named_with_the_reason(
+def test_a_corpus_that_is_not_text_is_named_with_the_reason(
     tiny: Path, tmp_path: Path, complaint: Complaint, content: bytes, message: str
 ) -> None:
-    said = complaint("train", tiny, *corpus_of(tmp_path, content))
-    assert message in said
-    assert f"{tmp_path}/text.txt" in said
+    printed = complaint("train", tiny, *corpus_of(tmp_path, content))
+    assert message in printed
+    assert f"{tmp_path}/text.txt" in printed
     assert (tmp_path / "text.txt").read_bytes() == content
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_corpus_too_small_for_the_batch_is_refused_before_the_run_begins(
+def test_a_corpus_too_small_for_the_batch_is_an_error_before_the_run_begins(
     tiny: Path, prepared_dir: Path, tmp_path: Path, untouched: Complaint
 ) -> None:
-    said = untouched(
+    message = untouched(
         *("train", tiny, f"--data.prepared_dir={prepared_dir}", f"--run_dir={tmp_path / 'run'}"),
         "--train.batch_size=9999",
     )
     assert re.fullmatch(
         r"the training split has \d+ tokens; train.batch_size = 9999 and train.seq_len = 8"
-        r" want 9999 at least",
-        said,
+        r" require at least 9999",
+        message,
     )
 
 
-def test_limits_that_leave_no_step_are_refused(
+def test_limits_that_leave_no_step_are_an_error(
     tiny: Path, prepared_dir: Path, tmp_path: Path, untouched: Complaint
 ) -> None:
-    said = untouched(
+    message = untouched(
         *("train", tiny, f"--data.prepared_dir={prepared_dir}", f"--run_dir={tmp_path / 'run'}"),
         *("--train.max_epochs=1", "--train.accumulate=9999"),
     )
-    assert said == "train.max_epochs = 1 has fewer batches than train.accumulate = 9999"
+    assert message == "train.max_epochs = 1 has fewer batches than train.accumulate = 9999"
 
 
-def test_an_occupied_folder_is_left_alone(
+def test_a_folder_with_a_run_is_unchanged(
     tiny: Path, lstm_run: Path, complaint: Complaint, contents: Contents
 ) -> None:
     before = contents(lstm_run)
-    said = complaint("train", tiny, f"--run_dir={lstm_run}")
-    assert said == (
-        f"{lstm_run} holds a run already: continue it with --resume auto, or choose another"
+    message = complaint("train", tiny, f"--run_dir={lstm_run}")
+    assert message == (
+        f"{lstm_run} already contains a run: continue it with --resume auto, or choose another"
         " --name or --run_dir"
     )
     assert contents(lstm_run) == before
 
 
-def test_a_tree_that_is_neither_a_shape_nor_a_file_is_named(
+def test_an_unknown_tree_is_named(
     tiny: Path, prepared_dir: Path, tmp_path: Path, untouched: Complaint
 ) -> None:
-    said = untouched(
+    message = untouched(
         *("train", tiny, f"--data.prepared_dir={prepared_dir}", f"--run_dir={tmp_path / 'run'}"),
         "--output.tree=oak",
     )
-    expected = "oak is no known tree (full, two_level, balanced, huffman, adaptive) and no file"
-    assert said == f"output.tree: {expected}"
+    expected = "is neither a tree (full, two_level, balanced, huffman, adaptive) nor a file"
+    assert message == f"output.tree: oak {expected}"
 
 
 @pytest.mark.parametrize("cutoffs", ["[9, 5]", "[5, 999]", "[5, 5]"])
-def test_cutoffs_that_do_not_rise_within_the_vocabulary_are_refused(
+def test_cutoffs_that_do_not_increase_within_the_vocabulary_are_an_error(
     cutoffs: str, tiny: Path, prepared_dir: Path, tmp_path: Path, untouched: Complaint
 ) -> None:
-    said = untouched(
+    message = untouched(
         *("train", tiny, f"--data.prepared_dir={prepared_dir}", f"--run_dir={tmp_path / 'run'}"),
         *("--output.tree=adaptive", f"--output.cutoffs={cutoffs}"),
     )
-    assert re.match(r"output.cutoffs: expected rising numbers under \d+, got \[", said)
+    assert re.match(r"output.cutoffs: cutoffs must increase within 1 … \d+, got \[", message)
 
 
-def test_an_adaptive_softmax_generates_nothing(
+def test_an_adaptive_softmax_does_not_generate(
     train: Callable[..., Path], tmp_path: Path, untouched: Complaint
 ) -> None:
     train(tmp_path / "run", "--output.tree=adaptive", "--train.max_steps=1")
-    said = untouched("generate", tmp_path / "run")
-    assert said == "generate: output.tree: adaptive trains and evaluates only"
+    message = untouched("generate", tmp_path / "run")
+    assert message == "generate: output.tree: adaptive does not support sampling"
 
 
 def test_a_tree_file_that_lacks_words_is_named(
@@ -227,18 +261,16 @@ def test_a_tree_file_that_lacks_words_is_named(
 ) -> None:
     tree = tmp_path / "tree.txt"
     tree.write_text("the 0 0\ncat 0 1\n")
-    said = untouched(
+    message = untouched(
         *("train", tiny, f"--data.prepared_dir={prepared_dir}", f"--run_dir={tmp_path / 'run'}"),
         f"--output.tree={tree}",
     )
-    assert said.startswith(f"output.tree: {tree}")
+    assert message.startswith(f"output.tree: {tree}")
 
 
-def test_a_checkpoint_that_is_not_there_is_named(
-    tiny: Path, tmp_path: Path, untouched: Complaint
-) -> None:
-    said = untouched("train", tiny, f"--run_dir={tmp_path / 'run'}", "--resume", "absent.ckpt")
-    assert said == "--resume absent.ckpt: no such checkpoint"
+def test_an_absent_checkpoint_is_named(tiny: Path, tmp_path: Path, untouched: Complaint) -> None:
+    message = untouched("train", tiny, f"--run_dir={tmp_path / 'run'}", "--resume", "absent.ckpt")
+    assert message == "--resume absent.ckpt: no such checkpoint"
 
 
 def damage(path: Path, kind: str) -> None:
@@ -254,7 +286,7 @@ def damage(path: Path, kind: str) -> None:
 
 @pytest.fixture
 def copied_run(lstm_run: Path, prepared_dir: Path, tmp_path: Path) -> Path:
-    """A trained run that a test may damage, with its data in its own folder."""
+    """A copy of a trained run, with its data in its folder."""
     run = copytree(lstm_run, tmp_path / "run")
     copytree(prepared_dir, run / "data")
     config = run / "config.yaml"
@@ -273,6 +305,18 @@ def test_a_run_that_was_moved_is_evaluated_on_the_data_that_moved_with_it(
     assert json.loads((copied_run / "evaluate-test.json").read_text()) == results[0]
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("verb", ["evaluate", "generate"])
+def test_threads_are_those_of_the_run_unless_given(
+    lstm_run: Path, monkeypatch: pytest.MonkeyPatch, verb: str, options: list[str]
+) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    assert main([verb, str(lstm_run), *options]) == 0
+    assert main([verb, str(lstm_run), "--threads=2", *options]) == 0
+    assert counts == [1, 2]
+
+
 @pytest.mark.parametrize("kind", ["truncated", "flipped"])
 @pytest.mark.parametrize("name", ["model.safetensors", "model.json", "vocab.txt", "data/test.npy"])
 def test_a_damaged_file_of_a_run_is_named(
@@ -283,9 +327,9 @@ def test_a_damaged_file_of_a_run_is_named(
     text = copied_run.parent / "text.txt"
     text.write_text("the cat sees a dog today\n")
     options = ["--text", text] if name == "vocab.txt" else []
-    said = untouched("evaluate", copied_run, *options)
-    # A flipped bit of model.json may change a recorded hash: then what it describes seems damaged.
-    assert said.startswith((str(path), str(path.with_name("model.safetensors"))))
+    message = untouched("evaluate", copied_run, *options)
+    # A flipped bit in model.json can change the recorded checksum of the weights.
+    assert message.startswith((str(path), str(path.with_name("model.safetensors"))))
 
 
 @pytest.mark.parametrize("kind", ["truncated", "flipped"])
@@ -294,11 +338,11 @@ def test_a_damaged_checkpoint_is_named(
 ) -> None:
     path = copied_run / "checkpoints" / "last.ckpt"
     damage(path, kind)
-    said = untouched(
+    message = untouched(
         *("train", tiny, "--resume=auto", "--train.max_steps=30", f"--run_dir={copied_run}"),
         f"--data.prepared_dir={copied_run / 'data'}",
     )
-    assert said.startswith(f"{path}: damaged checkpoint")
+    assert message.startswith(f"{path} is damaged")
 
 
 def test_evaluating_a_split_that_was_not_prepared_says_which_there_are(
@@ -306,8 +350,8 @@ def test_evaluating_a_split_that_was_not_prepared_says_which_there_are(
 ) -> None:
     options = corpus_of(tmp_path, b"the cat sees a dog\n" * 40)
     assert main(["train", str(tiny), "--no-progress", "--train.max_steps=1", *options]) == 0
-    said = complaint("evaluate", tmp_path / "run", "--split=valid")
-    assert said == (
+    message = complaint("evaluate", tmp_path / "run", "--split=valid")
+    assert message == (
         f"{tmp_path}/run/data has no valid split: give its files as data.files.valid"
         " (prepared: train)"
     )
@@ -329,10 +373,10 @@ def test_info_counts_the_parameters_of_the_model(
     assert sizes == [round(times * megabytes, 1) for times in (1, 1, 2)]
     sizes += [info["batch_mib"], info["other_mib"]]
     assert info["memory_mib"] == pytest.approx(sum(sizes), abs=0.3)
-    assert info["memory_there_mib"] > info["memory_mib"]
+    assert info["memory_available_mib"] > info["memory_mib"]
 
 
-def test_info_and_classes_for_people_say_the_same_as_json(
+def test_info_and_classes_print_as_text_what_json_has(
     lstm_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["info", str(lstm_run), "--json"]) == 0
@@ -347,7 +391,7 @@ def test_info_and_classes_for_people_say_the_same_as_json(
 
 
 @pytest.mark.parametrize("verb", ["classes", "info"])
-def test_classes_that_the_data_were_not_prepared_with_are_not_reported(
+def test_data_prepared_with_other_classes_are_an_error(
     tiny: Path, copied_run: Path, untouched: Complaint, verb: str
 ) -> None:
     data = copied_run / "data"
@@ -356,16 +400,16 @@ def test_classes_that_the_data_were_not_prepared_with_are_not_reported(
             f"{data} was prepared with classes.method = exchange, not random:"
             " run `lm prepare` first"
         )
-    own = np.load(copied_run / "classes.npy")
-    np.save(copied_run / "classes.npy", own[::-1])
+    classes = np.load(copied_run / "classes.npy")
+    np.save(copied_run / "classes.npy", classes[::-1])
     assert untouched(verb, copied_run) == (
-        f"{data} was prepared again since: its classes are not those of {copied_run}/classes.npy"
+        f"{data} was prepared again: its classes are not those of {copied_run}/classes.npy"
     )
     (copied_run / "classes.npy").write_bytes(b"not an array")
     assert untouched(verb, copied_run).startswith(f"{copied_run}/classes.npy is damaged: ")
 
 
-def test_preparing_shows_bars_to_a_terminal_unless_unwanted(
+def test_a_terminal_shows_progress_bars_unless_they_are_switched_off(
     tiny: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -384,7 +428,19 @@ def test_a_text_of_one_token_has_no_class_report(
     options = corpus_of(tmp_path, b"\n")
     assert main(["prepare", str(tiny), *options]) == 0
     assert untouched("classes", tiny, *options) == (
-        "a class report wants two tokens of training text at least, got 1"
+        "a class report needs at least two tokens of training text, got 1"
+    )
+
+
+@pytest.mark.parametrize("tree", ["full", "balanced", "huffman", "adaptive"])
+def test_a_tree_without_classes_neither_prepares_nor_reports_them(
+    tiny: Path, tmp_path: Path, complaint: Complaint, tree: str
+) -> None:
+    options = [f"--output.tree={tree}", f"--run_dir={tmp_path}"]
+    assert main(["prepare", str(tiny), *options]) == 0
+    assert not (tmp_path / "data" / "classes.npy").exists()
+    assert complaint("classes", tiny, *options) == (
+        f"output.tree: {tree} has no word classes to report on"
     )
 
 
@@ -407,9 +463,9 @@ def test_the_classes_are_drawn(
     assert main(["classes", str(lstm_run), f"--plot={tmp_path / 'classes.svg'}"]) == 0
     assert "classes of" in capsys.readouterr().out
     picture = (tmp_path / "classes.svg").read_text()
-    assert "heaviest" in picture
-    said = complaint("classes", lstm_run, f"--plot={tmp_path / 'classes.oak'}")
-    assert "Format 'oak' is not supported" in said
+    assert "classes with the most tokens" in picture
+    message = complaint("classes", lstm_run, f"--plot={tmp_path / 'classes.oak'}")
+    assert "Format 'oak' is not supported" in message
 
 
 def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(

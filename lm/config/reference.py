@@ -28,9 +28,9 @@ class Key(NamedTuple):
 
     Attributes:
         name: `section.key`.
-        type: Its type and bounds, or its choices.
-        default: Its default in YAML; empty if the key is required.
-        meaning: Its documentation.
+        type: its type and bounds, or its choices.
+        default: its default in YAML; empty if the key is required.
+        meaning: its documentation.
     """
 
     name: str
@@ -55,13 +55,13 @@ def describe_keys(name: str | None = None) -> str:
     """The reference as text.
 
     Args:
-        name: A section or key; None for everything.
+        name: a section or key; None for everything.
 
     Returns:
         Lines of at most 100 columns.
 
     Raises:
-        UserError: If there is no such section or key; the message names the nearest.
+        UserError: if there is no such section or key; the message names the nearest.
 
     Example:
         >>> print(describe_keys("word_table.tied"))
@@ -89,7 +89,7 @@ def write_reference(page: Path) -> None:
     or `keys`.
 
     Raises:
-        UserError: If a recipe's header lacks a label.
+        UserError: if a recipe's header lacks a label.
     """
     tables = {"recipes": _recipe_table(sorted(page.parent.glob("*.yaml"))), "keys": _key_tables()}
     text = re.sub(

@@ -1,7 +1,7 @@
 """Keys that were renamed: the one place that knows their old names.
 
-Old runs stay readable, and old logs comparable. A user's own file or override with an old key is an
-error that names the new key.
+Old runs and logs stay readable. An old key in a user's file or override is an error that names the
+present key.
 """
 
 from typing import Any, NamedTuple

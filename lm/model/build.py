@@ -206,9 +206,7 @@ def _build_adaptive(hidden_size: int, output: OutputConfig, counts: Tensor) -> A
 def _word_dropout(
     config: ModelConfig, tree: ClassTree | None, counts: Tensor | None
 ) -> Tensor | None:
-    """Probability [N] that a word loses its vector; with path sums 0 for words without a class,
-    whose sum would be empty.
-    """
+    """Probability [N] that a word loses its vector; 0 where its path sum would become empty."""
     amount = config.count_word_dropout
     if not amount or counts is None:
         return None

@@ -32,7 +32,7 @@ class Backbone(Protocol):
         """The state before the first token."""
 
     def __call__(self, embedded: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
-        """hidden [T, B, H] of embedded [T, B, E], and the state after them."""
+        """Hidden vectors [T, B, H] of input vectors [T, B, E], and the state after them."""
 
     @staticmethod
     def detach_state(state: State) -> State:

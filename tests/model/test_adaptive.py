@@ -1,10 +1,11 @@
-"""The adaptive softmax as an output layer: torch's own figures, for words in any order."""
+"""The adaptive softmax as an output layer: PyTorch's figures, for words in any order."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
+from torch.nn import functional as F
 
 from lm.model.adaptive import AdaptiveSoftmax
 from lm.output import ClassTree
@@ -15,67 +16,105 @@ COUNTS = torch.randperm(N, generator=torch.Generator().manual_seed(3)) + 1
 
 def layer() -> AdaptiveSoftmax:
     """Shortlist of 5 words, clusters of 10 and 15, words not in order of frequency."""
-    rank = torch.empty(N, dtype=torch.int64)
-    rank[COUNTS.argsort(descending=True)] = torch.arange(N)
-    tree = ClassTree.two_level((rank >= 15).long(), 5, COUNTS)
-    return AdaptiveSoftmax(H, tree).double()
+    return AdaptiveSoftmax(H, COUNTS, [5, 15]).double()
 
 
-def test_shortlist_and_clusters_are_those_of_the_tree() -> None:
+def hidden(*shape: int) -> Tensor:
+    return torch.randn(*shape, H, dtype=torch.float64)
+
+
+def test_shortlist_and_clusters_are_those_of_the_cutoffs() -> None:
     adaptive = layer()
     assert adaptive.softmax.cutoffs == [5, 15, 30]
-    assert adaptive.rank.sort().values.tolist() == list(range(N))
-    assert (COUNTS[adaptive.rank < 5] > 25).all()
-    assert (COUNTS[adaptive.rank >= 15] <= 15).all()
+    assert adaptive.index_of_word.sort().values.tolist() == list(range(N))
+    assert (COUNTS[adaptive.index_of_word < 5] > 25).all()
+    assert (COUNTS[adaptive.index_of_word >= 15] <= 15).all()
 
 
 def test_probabilities_of_all_words_sum_to_one() -> None:
-    adaptive = layer()
-    hidden = torch.randn(H, dtype=torch.float64).expand(N, H)
-    nll = adaptive.loss(hidden, torch.arange(N), "none")
+    adaptive, same_hidden = layer(), hidden().expand(N, H)
+    nll = adaptive.loss(same_hidden, torch.arange(N), "none")
     torch.testing.assert_close(nll.neg().exp().sum(), torch.tensor(1.0, dtype=torch.float64))
-    torch.testing.assert_close(adaptive.loss(hidden, torch.arange(N)), nll.mean())
-    torch.testing.assert_close(adaptive.log_prob(hidden)[0], -nll)
+    torch.testing.assert_close(adaptive.loss(same_hidden, torch.arange(N)), nll.mean())
+    torch.testing.assert_close(adaptive.loss(same_hidden, torch.arange(N), "sum"), nll.sum())
+    torch.testing.assert_close(adaptive.log_prob(same_hidden)[0], -nll)
 
 
-def test_the_head_pays_all_for_its_words_and_the_cluster_for_others() -> None:
-    adaptive, target = layer(), torch.arange(N).view(6, 5)
-    hidden = torch.randn(6, 5, H, dtype=torch.float64)
-    whole, head = adaptive.loss(hidden, target, "none"), adaptive.class_loss(hidden, target, "none")
-    in_head = adaptive.rank[target] < 5
-    torch.testing.assert_close(head[in_head], whole[in_head])
-    assert (head < whole)[~in_head].all()
+def test_levels_sum_to_the_loss_and_the_shortlist_pays_at_the_first_alone() -> None:
+    adaptive, target, vectors = layer(), torch.arange(N).view(6, 5), hidden(6, 5)
+    nll, by_level = adaptive.loss(vectors, target, "none"), adaptive.nll_by_level(vectors, target)
+    assert by_level.shape == (2, 6, 5)
+    assert not by_level.requires_grad
+    torch.testing.assert_close(by_level.sum(0), nll, rtol=1e-12, atol=1e-14)
+    in_shortlist = adaptive.index_of_word[target] < 5
+    assert (by_level[1][in_shortlist] == 0).all()
+    assert (by_level[1][~in_shortlist] > 0).all()
+    logits = adaptive.softmax.head(vectors[0, 0])
+    cluster = int(adaptive.index_of_word[0])
+    child = cluster if cluster < 5 else 5 if cluster < 15 else 6
+    torch.testing.assert_close(by_level[0, 0, 0], F.cross_entropy(logits, torch.tensor(child)))
+
+
+def test_ignored_positions_cost_nothing() -> None:
+    adaptive, vectors = layer(), hidden(4)
+    target = torch.tensor([3, -100, 20, -100])
+    valid = adaptive.loss(vectors[::2], target[::2], "none")
+    nll = adaptive.loss(vectors, target, "none")
+    torch.testing.assert_close(nll, torch.stack([valid[0], nll[1] * 0, valid[1], nll[3] * 0]))
+    torch.testing.assert_close(adaptive.loss(vectors, target), valid.mean())
+    assert (adaptive.nll_by_level(vectors, target)[:, 1::2] == 0).all()
+    ignored = torch.full((4,), -100)
+    vectors.requires_grad_()
+    loss = adaptive.loss(vectors, ignored)
+    (d_hidden,) = torch.autograd.grad(loss, vectors)
+    assert float(loss.detach()) == 0
+    assert (d_hidden == 0).all()
 
 
 def test_it_computes_in_single_precision_under_autocast() -> None:
     adaptive = layer().float()
-    hidden, target = torch.randn(4, H), torch.tensor([0, 7, 20, 29])
+    vectors, target = torch.randn(4, H), torch.tensor([0, 7, 20, 29])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        lower = adaptive.loss(hidden.bfloat16(), target, "none")
-    torch.testing.assert_close(lower, adaptive.loss(hidden.bfloat16().float(), target, "none"))
+        lower = adaptive.loss(vectors.bfloat16(), target, "none")
+    torch.testing.assert_close(lower, adaptive.loss(vectors.bfloat16().float(), target, "none"))
+
+
+@pytest.mark.parametrize("cutoffs", [[], [0], [30], [9, 5], [5, 5], [5, 31]])
+def test_cutoffs_that_do_not_increase_within_the_vocabulary_are_an_error(
+    cutoffs: list[int],
+) -> None:
+    with pytest.raises(ValueError, match=r"cutoffs must increase within 1 … 29, got \["):
+        AdaptiveSoftmax(H, COUNTS, cutoffs)
+
+
+def test_the_index_is_saved_and_sampling_is_an_error() -> None:
+    adaptive = layer()
+    other = AdaptiveSoftmax(H, torch.arange(N), [5, 15]).double()
+    assert not torch.equal(other.index_of_word, adaptive.index_of_word)
+    other.load_state_dict(adaptive.state_dict())
+    vectors = hidden(3)
+    assert torch.equal(other.log_prob(vectors), adaptive.log_prob(vectors))
+    with pytest.raises(ValueError, match="does not support sampling"):
+        adaptive.sample(vectors)
+
+
+def test_a_state_with_a_tree_instead_of_the_index_is_loaded() -> None:
+    adaptive, other = layer(), AdaptiveSoftmax(H, torch.arange(N), [5, 15]).double()
+    rank = torch.empty(N, dtype=torch.int64)
+    rank[COUNTS.argsort(descending=True)] = torch.arange(N)
+    tree = ClassTree.two_level((rank >= 15).long(), 5, COUNTS)
+    state = adaptive.state_dict()
+    del state["index_of_word"]
+    other.load_state_dict(state | {f"tree.{k}": v for k, v in tree.state_dict().items()})
+    assert torch.equal(other.index_of_word, adaptive.index_of_word)
 
 
 @pytest.mark.parametrize(
-    "tree", [ClassTree.full(N), ClassTree.balanced(N, 2), ClassTree.two_level(torch.arange(N) % 3)]
-)
-def test_trees_of_another_shape_are_refused(tree: ClassTree) -> None:
-    with pytest.raises(ValueError, match="an adaptive softmax has"):
-        AdaptiveSoftmax(H, tree)
-
-
-def test_it_is_a_module_whose_tree_is_saved() -> None:
-    adaptive: nn.Module = layer()
-    assert any(name.startswith("tree.") for name in adaptive.state_dict())
-    with pytest.raises(ValueError, match="trains and evaluates only"):
-        layer().sample(torch.randn(1, H))
-
-
-@pytest.mark.parametrize(
-    ("hidden_size", "num_clusters", "width"), [(64, 3, 1), (63, 3, 2), (200, 2, 12), (2, 2, 2)]
+    ("hidden_size", "cutoffs", "width"),
+    [(64, [4, 9, 14], 1), (63, [4, 9, 14], 2), (200, [4, 9], 12), (2, [4, 9], 2)],
 )
 def test_projections_narrow_as_far_as_the_last_has_a_dimension(
-    hidden_size: int, num_clusters: int, width: int
+    hidden_size: int, cutoffs: list[int], width: int
 ) -> None:
-    tree = ClassTree.two_level(torch.arange(20) % num_clusters, head=4)
-    last: Any = AdaptiveSoftmax(hidden_size, tree).softmax.tail[-1]
+    last: Any = AdaptiveSoftmax(hidden_size, COUNTS, cutoffs).softmax.tail[-1]
     assert last[0].out_features == width

@@ -1,4 +1,4 @@
-"""The language model: its parts joined as said, tied weights really one, compiled as eager."""
+"""The language model: how its parts are joined, tied weights, word dropout, torch.compile."""
 
 from typing import Any
 
@@ -8,23 +8,34 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 from torch.nn import functional as F
 
-from lm.config import ModelConfig, OutputConfig
-from lm.model.language_model import LanguageModel, build_model
-from lm.output import ClassTree
+from lm.config import ModelConfig, OutputConfig, WordTable
+from lm.model.adaptive import AdaptiveSoftmax
+from lm.model.build import build_model
+from lm.model.language_model import LanguageModel
+from lm.model.lstm import LSTM
+from lm.output import ClassTree, HierarchicalSoftmax
 
 N, H, T, B = 11, 8, 5, 3
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
-
-
 COUNTS = torch.arange(N) ** 2
 
 
-def make(backbone: str, tree: ClassTree | None = None, **settings: Any) -> LanguageModel:
+def make(
+    backbone: str, tree: ClassTree | None = None, *, tied: bool = False, **settings: Any
+) -> LanguageModel:
+    """A small model in fp64."""
     torch.manual_seed(0)
     config = ModelConfig(backbone=backbone, hidden=H, heads=2, layers=2, **settings)  # type: ignore[arg-type]
     if tree is None:
         tree = ClassTree.two_level(torch.arange(N) % 3)
-    return build_model(config, OutputConfig(), tree, context=T, counts=COUNTS).double()
+    table = WordTable(tied=tied)
+    return build_model(config, OutputConfig(), table, tree, T, counts=COUNTS).double()
+
+
+def softmax_of(model: LanguageModel) -> HierarchicalSoftmax:
+    """The output layer, whose tree and rows the test uses."""
+    assert isinstance(model.output, HierarchicalSoftmax)
+    return model.output
 
 
 def text(seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -43,7 +54,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_next_words(backbone: str) -> 
     model, (tokens, targets) = make(backbone, ClassTree.full(N)), text()
     assert model.embedding is not None
     hidden, _ = model.backbone(model.embedding(tokens))
-    logits = F.linear(hidden, model.output.weight, model.output.bias)
+    logits = F.linear(hidden, softmax_of(model).weight, softmax_of(model).bias)
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss, _ = model.loss(tokens, targets)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
@@ -72,7 +83,7 @@ def test_word_by_word_with_the_state_equals_all_at_once(backbone: str) -> None:
 
 
 @BACKBONES
-def test_selected_sequences_go_on_as_they_would_have(backbone: str) -> None:
+def test_selected_sequences_continue_unchanged(backbone: str) -> None:
     model, (tokens, _) = make(backbone).eval(), text()
     index = torch.tensor([2, 0, 2])
     _, state = model(tokens[:2], model.init_state(B))
@@ -86,9 +97,10 @@ def test_selected_sequences_go_on_as_they_would_have(backbone: str) -> None:
 def test_tied_weights_are_one_tensor_read_by_word(backbone: str) -> None:
     model, (tokens, _) = make(backbone, tied=True), text()
     assert model.embedding is None
-    rows = [name for name, p in model.named_parameters() if len(p) == model.output.tree.num_rows]
+    weight, tree = softmax_of(model).weight, softmax_of(model).tree
+    rows = [name for name, p in model.named_parameters() if len(p) == tree.num_rows]
     assert rows == ["output.weight", "output.bias"]
-    vectors = model.output.weight[model.output.tree.row_of_word]
+    vectors = weight[tree.row_of_word]
     hidden, _ = model.backbone(vectors[tokens])
     assert torch.equal(model(tokens)[0], hidden)
 
@@ -98,11 +110,11 @@ def test_the_gradient_of_tied_weights_is_the_sum_of_both_uses(backbone: str) -> 
     tied, (tokens, targets) = make(backbone, tied=True), text()
     apart = make(backbone)
     assert apart.embedding is not None
-    row_of_word = tied.output.tree.row_of_word
+    row_of_word = softmax_of(tied).tree.row_of_word
     apart.backbone.load_state_dict(tied.backbone.state_dict())  # type: ignore[attr-defined]
-    apart.output.load_state_dict(tied.output.state_dict())
+    softmax_of(apart).load_state_dict(softmax_of(tied).state_dict())
     with torch.no_grad():
-        apart.embedding.weight.copy_(tied.output.weight[row_of_word])
+        apart.embedding.weight.copy_(softmax_of(tied).weight[row_of_word])
     separate = gradients(apart, apart.loss(tokens, targets)[0])
     expected = separate["output.weight"].clone()
     expected[row_of_word] += separate["embedding.weight"]
@@ -111,22 +123,28 @@ def test_the_gradient_of_tied_weights_is_the_sum_of_both_uses(backbone: str) -> 
     torch.testing.assert_close(together["output.weight"], expected, rtol=1e-10, atol=1e-14)
 
 
+def input_vectors(model: LanguageModel) -> Tensor:
+    """The table of input vectors."""
+    table = softmax_of(model).weight if model.embedding is None else model.embedding.weight
+    return table.detach()
+
+
 PATHS = pytest.mark.parametrize(
     "tree",
     [
         ClassTree.full(N),
-        ClassTree.two_level(torch.arange(N) % 3, head=4),
+        ClassTree.two_level(torch.arange(N) % 3, shortlist=4),
         ClassTree.huffman(COUNTS),
     ],
-    ids=["full", "head", "huffman"],
+    ids=["full", "shortlist", "huffman"],
 )
 
 
 @PATHS
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_input_vector_may_be_the_sum_of_those_on_the_path(tree: ClassTree, tied: bool) -> None:
-    model, (tokens, _) = make("lstm", tree, tied=tied, input="path"), text()
-    table = model.output.weight if model.embedding is None else model.embedding.weight
+def test_path_sum_input_vectors_are_the_sums_on_the_paths(tree: ClassTree, tied: bool) -> None:
+    model, (tokens, _) = make("lstm", tree, tied=tied, input_embedding="path_sum"), text()
+    table = input_vectors(model)
     assert table.shape == (tree.num_rows, H)
     vectors = torch.stack([table[[row for _, row in tree.path(w)]].sum(0) for w in range(N)])
     hidden, _ = model.backbone(vectors[tokens])
@@ -134,32 +152,33 @@ def test_an_input_vector_may_be_the_sum_of_those_on_the_path(tree: ClassTree, ti
 
 
 @PATHS
-@pytest.mark.parametrize("input", ["word", "path"])
-def test_a_word_is_read_without_its_own_vector_with_the_probability_of_its_count(
-    tree: ClassTree, input: str
+@pytest.mark.parametrize("embedding", ["word", "path_sum"])
+def test_a_word_loses_its_vector_with_the_probability_of_its_count(
+    tree: ClassTree, embedding: str
 ) -> None:
-    model = make("lstm", tree, tied=True, input=input, input_backoff=2.0)
-    table, words = model.output.weight.detach(), torch.arange(N)
+    model = make("lstm", tree, tied=True, input_embedding=embedding, count_word_dropout=2.0)
+    table, words = input_vectors(model), torch.arange(N)
     read: list[Tensor] = []
     model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
     model.train()(words.expand(4000, N).T)
-    paths = [[row for _, row in tree.path(w)][-1 if input == "word" else 0 :] for w in range(N)]
+    start = -1 if embedding == "word" else 0
+    paths = [[row for _, row in tree.path(w)][start:] for w in range(N)]
     whole, without = (
         torch.stack([table[path[:stop]].sum(0) for path in paths]) for stop in (None, -1)
     )
-    alone = (read[0] - without[:, None]).abs().amax(2) < 1e-12
-    torch.testing.assert_close(read[0][~alone], whole[:, None].expand_as(read[0])[~alone])
-    share = alone.double().mean(1)
-    always = torch.tensor([input == "path" and len(path) == 1 for path in paths])
-    expected = torch.where(always, 0, 2 / (2 + COUNTS.double()))
+    dropped = (read[0] - without[:, None]).abs().amax(2) < 1e-12
+    torch.testing.assert_close(read[0][~dropped], whole[:, None].expand_as(read[0])[~dropped])
+    share = dropped.double().mean(1)
+    never = torch.tensor([embedding == "path_sum" and len(path) == 1 for path in paths])
+    expected = torch.where(never, 0, 2 / (2 + COUNTS.double()))
     torch.testing.assert_close(share, expected, rtol=0, atol=0.04)
-    assert not share[always].any()
+    assert not share[never].any()
     model.eval()(words[:, None])
     torch.testing.assert_close(read[1][:, 0], whole)
 
 
 @BACKBONES
-def test_input_vectors_may_have_another_size(backbone: str) -> None:
+def test_input_vectors_can_have_another_size_than_hidden_vectors(backbone: str) -> None:
     model, (tokens, _) = make(backbone, embedding=6), text()
     assert model.embedding is not None
     hidden, _ = model.backbone(model.embedding(tokens))
@@ -171,12 +190,12 @@ def test_input_vectors_may_have_another_size(backbone: str) -> None:
 def test_init_range_bounds_embedding_and_output(backbone: str) -> None:
     model = make(backbone, init_range=0.01)
     assert model.embedding is not None
-    for weight in (model.embedding.weight, model.output.weight):
+    for weight in (model.embedding.weight, softmax_of(model).weight):
         assert 0.009 < float(weight.detach().abs().max()) <= 0.01
 
 
 @BACKBONES
-def test_dropout_acts_while_training_alone(backbone: str) -> None:
+def test_dropout_acts_only_while_training(backbone: str) -> None:
     model, (tokens, _) = make(backbone, dropout=0.5), text()
     plain = make(backbone)
     plain.load_state_dict(model.state_dict())
@@ -187,9 +206,9 @@ def test_dropout_acts_while_training_alone(backbone: str) -> None:
 
 
 @BACKBONES
-@pytest.mark.parametrize("read", ["word", "path"])
-def test_compiled_whole_equals_eager_in_loss_and_gradients(backbone: str, read: str) -> None:
-    model, (tokens, targets) = make(backbone, input=read), text()
+@pytest.mark.parametrize("embedding", ["word", "path_sum"])
+def test_compiled_loss_and_gradients_equal_eager_ones(backbone: str, embedding: str) -> None:
+    model, (tokens, targets) = make(backbone, input_embedding=embedding), text()
     expected, _ = model.loss(tokens, targets)
     compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
     with dynamo.patch(allow_rnn=True):  # nn.LSTM breaks the graph without
@@ -209,15 +228,15 @@ def test_dropout_acts_on_input_vectors_and_on_hidden_vectors(
     model = make(backbone, dropout=0.5, dropout_variational=variational).train()
     seen: list[Tensor] = []
     model.backbone.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))  # type: ignore[attr-defined]
-    tokens = torch.randint(N, (1, 200)).expand(T, 200)  # a word for ever, in 200 sequences
+    tokens = torch.randint(N, (1, 200)).expand(T, 200)  # the same word T times, in 200 sequences
     hidden, _ = model(tokens)
     for dropped in (seen[0], hidden):
         zero = dropped == 0
         assert 0.45 < float(zero.double().mean()) < 0.55
         assert bool((zero == zero[:1]).all()) == variational
     assert model.embedding is not None
-    kept = seen[0] != 0
-    torch.testing.assert_close(seen[0][kept], 2 * model.embedding(tokens)[kept])
+    passed = seen[0] != 0
+    torch.testing.assert_close(seen[0][passed], 2 * model.embedding(tokens)[passed])
 
 
 def test_the_lstm_has_the_dropouts_of_the_configuration() -> None:
@@ -230,42 +249,42 @@ def test_the_lstm_has_the_dropouts_of_the_configuration() -> None:
     )
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("row_wise", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_noise_by_count_is_the_same_with_sparse_gradients(tied: bool, sparse: bool) -> None:
-    tree = ClassTree.two_level(torch.arange(N) % 3, head=4)
-    config = ModelConfig(hidden=H, layers=1, tied=tied, input="path", input_backoff=2.0)
-    model = build_model(config, OutputConfig(), tree, T, counts=COUNTS, sparse=sparse).double()
+def test_word_dropout_is_the_same_with_row_wise_gradients(tied: bool, row_wise: bool) -> None:
+    tree = ClassTree.two_level(torch.arange(N) % 3, shortlist=4)
+    config = ModelConfig(hidden=H, layers=1, input_embedding="path_sum", count_word_dropout=2.0)
+    table = WordTable(tied=tied, row_wise=row_wise)
+    model = build_model(config, OutputConfig(), table, tree, T, counts=COUNTS).double()
     read: list[Tensor] = []
     model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
-    words = torch.arange(N)
-    model.train()(words.expand(4000, N).T)
-    table = model._vectors.detach()
-    without = torch.stack([table[[row for _, row in tree.path(w)[:-1]]].sum(0) for w in range(N)])
+    model.train()(torch.arange(N).expand(4000, N).T)
+    vectors = input_vectors(model)
+    without = torch.stack([vectors[[row for _, row in tree.path(w)[:-1]]].sum(0) for w in range(N)])
     share = ((read[0] - without[:, None]).abs().amax(2) < 1e-12).double().mean(1)
-    on_root = torch.tensor([len(tree.path(w)) == 1 for w in range(N)])
-    expected = torch.where(on_root, 0, 2 / (2 + COUNTS.double()))
+    in_shortlist = torch.tensor([len(tree.path(w)) == 1 for w in range(N)])
+    expected = torch.where(in_shortlist, 0, 2 / (2 + COUNTS.double()))
     torch.testing.assert_close(share, expected, rtol=0, atol=0.04)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
-def test_the_output_layer_is_that_of_the_configuration(backend: Any, bias: bool) -> None:
-    output = build_model(
-        ModelConfig(hidden=H), OutputConfig(backend=backend, bias=bias), ClassTree.full(N), T
-    ).output
-    assert (output.backend, output.bias is not None) == (backend, bias)
-
-
-def test_noise_by_count_is_drawn_in_single_precision() -> None:
-    """In half precision a draw is 0 once in some hundred times, below every probability."""
+def test_word_dropout_is_drawn_in_single_precision() -> None:
+    """In half precision about one draw in some hundred is 0, below every probability."""
     tree = ClassTree.two_level(torch.arange(N) % 3)
-    model = make("lstm", tree, input_backoff=1e-4).train()
-    tokens = torch.full((1000, 100), N - 1)
+    model = make("lstm", tree, count_word_dropout=1e-4).train()
+    read: list[Tensor] = []
+    model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
     torch.set_default_dtype(torch.bfloat16)
     try:
-        known = model._draw_known(tokens)
+        model(torch.full((1000, 100), N - 1))
     finally:
         torch.set_default_dtype(torch.float32)
-    assert known is not None
-    assert known.all()
+    assert (read[0] != 0).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{"embedding_size": None}, {"embedding_size": H, "path_sum": True}]
+)
+def test_shared_rows_and_path_sums_require_a_tree(options: dict[str, Any]) -> None:
+    adaptive = AdaptiveSoftmax(H, COUNTS, [3])
+    with pytest.raises(ValueError, match="require a HierarchicalSoftmax, got AdaptiveSoftmax"):
+        LanguageModel(LSTM(H, H, 1), adaptive, **options)

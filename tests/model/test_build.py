@@ -1,0 +1,79 @@
+"""Models and trees are those of the configuration; saved states restore them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from data_prep.errors import UserError
+from lm.config import ModelConfig, OutputConfig, WordTable
+from lm.model.build import build_model, restore_model
+from lm.output import ClassTree
+
+N, H, T = 30, 8, 5
+COUNTS = torch.arange(N) ** 2
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+def test_the_output_layer_is_that_of_the_configuration(backend: Any, bias: bool) -> None:
+    output = OutputConfig(backend=backend, bias=bias)
+    built: Any = build_model(
+        ModelConfig(hidden=H), output, WordTable(row_wise=True), ClassTree.full(N), T
+    ).output
+    assert (built.backend, built.bias is not None, built.sparse) == (backend, bias, True)
+
+
+def test_the_lstm_has_the_dropouts_of_the_configuration() -> None:
+    config = ModelConfig(hidden=H, dropout_weight=0.3, dropout=0.2, dropout_variational=True)
+    model = build_model(config, OutputConfig(), WordTable(), ClassTree.full(N), T)
+    lstm: Any = model.backbone
+    assert (lstm.dropout_weight, lstm.dropout.p, lstm.dropout.variational) == (0.3, 0.2, True)
+
+
+def test_the_table_of_words_has_its_type_and_the_backbone_its_own() -> None:
+    table = WordTable(dtype="bf16", row_wise=True)
+    model = build_model(ModelConfig(hidden=H), OutputConfig(), table, ClassTree.full(N), T)
+    assert {parameter.dtype for parameter in model.table} == {torch.bfloat16}
+    assert model.dtype == torch.float32
+
+
+def test_the_default_cutoffs_are_a_tenth_and_a_third_of_the_vocabulary() -> None:
+    output = OutputConfig(tree="adaptive")
+    adaptive: Any = build_model(
+        ModelConfig(hidden=H), output, WordTable(), None, T, counts=COUNTS
+    ).output
+    assert adaptive.softmax.cutoffs == [3, 10, 30]
+    assert int(adaptive.index_of_word[N - 1]) < 3  # the most frequent word
+
+
+def test_cutoffs_outside_the_vocabulary_are_the_users_mistake() -> None:
+    output = OutputConfig(tree="adaptive", cutoffs=[99])
+    with pytest.raises(UserError, match=r"^output.cutoffs: cutoffs must increase within 1 … 29"):
+        build_model(ModelConfig(hidden=H), output, WordTable(), None, T, vocab_size=N)
+
+
+def test_a_model_without_tree_and_counts_requires_the_size_of_the_vocabulary() -> None:
+    with pytest.raises(ValueError, match="one of tree, counts and vocab_size"):
+        build_model(ModelConfig(hidden=H), OutputConfig(tree="adaptive"), WordTable(), None, T)
+
+
+@pytest.mark.parametrize("tree", ["two_level", "adaptive"])
+@pytest.mark.parametrize("saved_by", ["this version", "an earlier version"])
+def test_a_restored_model_computes_the_same(tree: str, saved_by: str) -> None:
+    config, output, table = ModelConfig(hidden=H), OutputConfig(tree=tree), WordTable()
+    rank = COUNTS.argsort(descending=True).argsort()
+    old_adaptive = ClassTree.two_level((rank >= 10).long(), 3, COUNTS)
+    word_class = ClassTree.two_level(torch.arange(N) % 4)
+    class_tree = None if tree == "adaptive" else word_class
+    model = build_model(config, output, table, class_tree, T, counts=COUNTS).eval()
+    state = model.state_dict()
+    if tree == "adaptive" and saved_by == "an earlier version":
+        del state["output.index_of_word"]
+        arrays = old_adaptive.state_dict()
+        state |= {f"output.tree.{name}": value for name, value in arrays.items()}
+    restored = restore_model(config, output, table, T, state).eval()
+    tokens = torch.arange(N).view(5, 6)
+    hidden, _ = restored(tokens)
+    assert torch.equal(hidden, model(tokens)[0])
+    assert torch.equal(restored.output.log_prob(hidden), model.output.log_prob(hidden))
