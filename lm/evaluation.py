@@ -23,8 +23,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data_prep.errors import UserError
-from data_prep.prepared import SplitInfo, load_tokenizer, open_prepared
+from data_prep.prepared import open_prepared
 from data_prep.storage import sha256_file, write_json_atomically
+from data_prep.tokenizer.files import TOKENIZER, load_tokenizer
+from data_prep.tokenizer.token_file import SplitInfo
 from lm.config import load_run_config
 from lm.model.files import load_model
 from lm.model.language_model import LanguageModel
@@ -294,7 +296,7 @@ def evaluate_text(folder: Path, lines: Iterable[str], *, progress: bool = True) 
             text is empty.
     """
     model, description = load_model(folder)
-    if sha256_file(folder / "tokenizer.json") != description.tokenizer_sha256:
+    if sha256_file(folder / TOKENIZER) != description.tokenizer_sha256:
         raise UserError(f"{folder}: the tokenizer is not the one that the model was trained with")
     tokenizer = load_tokenizer(folder)
     text = list(lines)

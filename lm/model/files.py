@@ -56,7 +56,7 @@ class Description:
 
     __pydantic_config__ = STRICT
 
-    format_version: int
+    format_version: int = FORMAT_VERSION
     model: ModelConfig
     output: OutputConfig
     word_table: WordTableConfig
@@ -64,7 +64,7 @@ class Description:
     eos_id: int
     unk_id: int | None
     tokenizer_sha256: str
-    weights_sha256: str
+    weights_sha256: str = ""
     step: int
     valid_perplexity: float | None
 
@@ -125,7 +125,7 @@ def read_description(folder: Path) -> Description:
         values = json.loads(path.read_text(encoding="utf-8"))
         version = values.get("format_version")
         if version == 1:
-            values = translate_description(values)
+            values = translate_description(values) | {"format_version": FORMAT_VERSION}
         elif version != FORMAT_VERSION:
             raise UserError(f"{path}: format version {version}, expected 1 or {FORMAT_VERSION}")
         description: Description = _ADAPTER.validate_json(json.dumps(values))

@@ -4,9 +4,8 @@
     x ← x + W_down · (silu(W_gate · RMSNorm(x)) ⊙ W_up · RMSNorm(x))    (2)
     hidden = RMSNorm(x)                                                 (3)
 
-Queries and keys are rotated by their positions, so that attention sees only distances. Every
-position attends to itself and to the `context` − 1 positions before it, whether they come in one
-window, in chunks or token by token.
+Rotary positions make attention depend on distances only. Every position attends to itself and to
+the `context` − 1 positions before it, whether they come in one window, in chunks or token by token.
 """
 
 import torch
@@ -18,25 +17,25 @@ NORM_EPS = 1e-6
 INIT_STD = 0.02
 
 Rotary = tuple[Tensor, Tensor]
-"""cos and sin of the angles by which T positions rotate, each [T, D/2]."""
+"""cos and sin of the rotation angles of T positions, each [T, D/2]."""
 
 
 class Transformer(nn.Module):
-    """A decoder-only Transformer without its embedding and output layer, equations (1)–(3).
+    """A decoder-only Transformer without embedding and output layer, equations (1)–(3).
 
     Args:
-        input_size: E, size of the input vectors; projected to `hidden_size` if it differs.
+        input_size: E, size of the input embeddings; projected to `hidden_size` if it differs.
         hidden_size: H, size of the residual stream and of the output.
         layers: number of blocks.
-        heads: number of attention heads, each of the even size D = H / heads.
-        feedforward: inner size of SwiGLU; None takes 8/3 H rounded up to a multiple of 32, about
-            as many parameters as the usual 4 H without a gate.
-        dropout: probability of zeroing an entry of what a sublayer adds to the residual stream.
-        context: most positions that a position attends to, itself included.
+        heads: number of attention heads; their size D = H / heads must be even.
+        feedforward: inner size of SwiGLU; None: 8/3 H rounded up to a multiple of 32, about as many
+            parameters as the usual 4 H without a gate.
+        dropout: probability of zeroing an element of a sublayer's output (residual dropout).
+        context: largest number of positions that a position attends to, including itself.
 
     Raises:
-        ValueError: if a size is not positive, H / heads not an even whole number or dropout not in
-            [0, 1).
+        ValueError: if a size is not positive, H / heads is not an even integer, or dropout is not
+            in [0, 1).
 
     Source: Vaswani et al. 2017; pre-norm: Xiong et al. 2020; RMSNorm: Zhang & Sennrich 2019; rotary
     positions: Su et al. 2021, equation 34; SwiGLU: Shazeer 2020, equation 6; initialisation:
@@ -44,7 +43,7 @@ class Transformer(nn.Module):
     """
 
     carries_state = False
-    """Windows are independent in training and evaluation; the state serves generation."""
+    """Training and evaluation windows are independent; the state is used in generation only."""
 
     def __init__(
         self,
@@ -67,14 +66,11 @@ class Transformer(nn.Module):
         self.hidden_size = hidden_size
         self.heads = heads
         self.context = context
-        self.project = (
-            nn.Identity()
-            if input_size == hidden_size
-            else nn.Linear(input_size, hidden_size, bias=False)
-        )
-        self.blocks = nn.ModuleList(
-            _Block(hidden_size, heads, inner, dropout) for _ in range(layers)
-        )
+        self.project: nn.Module = nn.Identity()
+        if input_size != hidden_size:
+            self.project = nn.Linear(input_size, hidden_size, bias=False)
+        blocks = (_Block(hidden_size, heads, inner, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(hidden_size, NORM_EPS)
         self.reset_parameters()
 
@@ -93,9 +89,9 @@ class Transformer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, ...]:
-        """An empty cache: keys, values [layers, B, heads, S = 0, D] and the next position [] int64.
+        """An empty cache: keys and values [layers, B, heads, S = 0, D], next position [] int64.
 
-        A plain tuple, so that `torch.load(weights_only=True)` reads it back.
+        A plain tuple, which `torch.load(weights_only=True)` can read.
         """
         head_size = self.hidden_size // self.heads
         shape = (len(self.blocks), batch_size, self.heads, 0, head_size)
@@ -108,13 +104,13 @@ class Transformer(nn.Module):
         """Runs the blocks over T positions.
 
         Args:
-            embedded: input vectors [T, B, E], T ≥ 1.
-            state: what `init_state`, or the call for the positions just before, returned; None if
-                there are none before and none will follow.
+            embedded: [T, B, E] floating point, input embeddings, T ≥ 1.
+            state: the cache after the preceding positions, from `init_state` or an earlier call;
+                None if there are none and the cache is not needed.
 
         Returns:
-            The final norm's output [T, B, H], and the state extended by these positions, of which
-            those that the next one attends to are kept; None for None.
+            hidden [T, B, H], and the cache extended by these positions and cut to the `context` − 1
+            that the next position attends to; None if `state` is None.
 
         Raises:
             ValueError: if a shape does not fit.
@@ -123,36 +119,33 @@ class Transformer(nn.Module):
         num_past = 0 if state is None else state[0].shape[3]
         rotary = self._rotary(embedded, state)
         mask = self._mask(embedded, num_past)
-        x = self.project(embedded).type_as(self.norm.weight)  # autocast rounds what is added, not x
-        all_keys, all_values = [], []
+        num_dropped = max(0, num_past + len(embedded) - (self.context - 1))
+        keys, values = [], []
+        # Under autocast, sublayers compute in lower precision, the residual stream x does not.
+        x = self.project(embedded).type_as(self.norm.weight)
         for k, block in enumerate(self.blocks):
             past = (state[0][k], state[1][k]) if state is not None and num_past else None
-            x, keys, values = block(x, rotary, mask, past)
-            all_keys.append(keys)
-            all_values.append(values)
+            x, block_keys, block_values = block(x, rotary, mask, past)
+            keys.append(block_keys[:, :, num_dropped:])
+            values.append(block_values[:, :, num_dropped:])
         hidden = self.norm(x)
         if state is None:
             return hidden, None
-        num_dropped = max(0, num_past + len(embedded) - (self.context - 1))
-        kept_keys, kept_values = (
-            torch.stack([part[:, :, num_dropped:] for part in parts])
-            for parts in (all_keys, all_values)
-        )
-        return hidden, (kept_keys, kept_values, state[2] + len(embedded))
+        return hidden, (torch.stack(keys), torch.stack(values), state[2] + len(embedded))
 
     @staticmethod
     def detach_state(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Cuts the cache from the graph that made it."""
-        return tuple(part.detach() for part in state)
+        """The cache, detached from the autograd graph."""
+        return tuple(tensor.detach() for tensor in state)
 
     @staticmethod
     def select_state(state: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:
-        """The cache of the sequences `index` [B'] of the batch, in that order; they may repeat."""
+        """The cache of the sequences `index` [B'] int64 of the batch; they may repeat."""
         keys, values, position = state
         return keys.index_select(1, index), values.index_select(1, index), position
 
     def _rotary(self, embedded: Tensor, state: tuple[Tensor, ...] | None) -> Rotary:
-        """Angles position · base^(−2j / D), in at least fp32: bf16 counts exactly only to 256."""
+        """Angles position · base^(−2j / D), in at least fp32: bf16 integers are exact to 256."""
         dtype = torch.promote_types(embedded.dtype, torch.float32)
         head_size = self.hidden_size // self.heads
         positions = torch.arange(len(embedded), device=embedded.device)
@@ -163,7 +156,7 @@ class Transformer(nn.Module):
         return angles.cos(), angles.sin()
 
     def _mask(self, embedded: Tensor, num_past: int) -> Tensor | None:
-        """Which of S + T keys each of T queries sees, [T, S + T]; None: all up to its own."""
+        """Keys each query attends to, [T, S + T] bool; None: all up to its own position."""
         num_new = len(embedded)
         fits = num_past + num_new <= self.context
         if fits and (num_past == 0 or num_new == 1):
@@ -180,8 +173,8 @@ class Transformer(nn.Module):
             )
         if state is not None and state[0].shape[1] != embedded.shape[1]:
             raise ValueError(
-                f"Transformer: the state is of {state[0].shape[1]} sequences, "
-                f"embedded of {embedded.shape[1]}"
+                f"Transformer: the state has {state[0].shape[1]} sequences, "
+                f"embedded has {embedded.shape[1]}"
             )
 
 
@@ -217,7 +210,7 @@ class _Attention(nn.Module):
     def forward(
         self, x: Tensor, rotary: Rotary, mask: Tensor | None, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns what adds to the stream [T, B, H], and keys and values [B, heads, S + T, D]."""
+        """The sublayer's output [T, B, H], and keys and values [B, heads, S + T, D]."""
         split = self.query_key_value(x).unflatten(2, (3, self.heads, -1))
         queries, keys, values = split.permute(2, 1, 3, 0, 4)  # each [B, heads, T, D]
         queries, keys = _rotate(queries, rotary), _rotate(keys, rotary)
@@ -230,7 +223,7 @@ class _Attention(nn.Module):
 
 
 class _SwiGLU(nn.Module):
-    """The feed-forward sublayer of equation (2); one matrix holds W_gate over W_up."""
+    """The feed-forward sublayer of equation (2); W_gate and W_up are stacked in one matrix."""
 
     def __init__(self, hidden_size: int, inner: int) -> None:
         super().__init__()
@@ -243,7 +236,7 @@ class _SwiGLU(nn.Module):
 
 
 def _rotate(vectors: Tensor, rotary: Rotary) -> Tensor:
-    """Turns components j and j + D/2 of `vectors` [B, heads, T, D] by angle j; rounds once."""
+    """Rotates components j and j + D/2 of `vectors` [B, heads, T, D] by angle j; rounds once."""
     cos, sin = rotary
     first, second = vectors.chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
@@ -257,6 +250,6 @@ def _check_sizes(sizes: dict[str, int]) -> None:
     hidden_size, heads = sizes["hidden_size"], sizes["heads"]
     if hidden_size % (2 * heads):
         raise ValueError(
-            "Transformer: hidden_size / heads must be an even whole number, "
+            "Transformer: hidden_size / heads must be an even integer, "
             f"got {hidden_size} / {heads} = {hidden_size / heads:g}"
         )

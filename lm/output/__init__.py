@@ -1,5 +1,10 @@
-"""The output layer: a softmax as a tree of classes. Needs torch alone and may be used in any
-model.
+"""The output layer: a softmax over N words as a tree of softmaxes, for any PyTorch model.
+
+It requires torch alone. `HierarchicalSoftmax` is the module, `hierarchical_cross_entropy` the loss
+function, `ClassTree` the shape of the tree. The loss costs a word's path, about 2√N columns with √N
+classes, instead of N. Top-k, top-p and greedy decoding are exact and search best-first: where the
+distribution is peaked they evaluate few classes, where it is flat, as in an untrained layer, nearly
+all of them.
 """
 
 from lm.output.functional import hierarchical_cross_entropy

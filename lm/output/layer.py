@@ -1,5 +1,7 @@
-"""HierarchicalSoftmax: the output layer as a module, a drop-in for a linear layer followed by a
-cross-entropy.
+"""HierarchicalSoftmax: the output layer as a module that owns its parameters.
+
+It replaces a linear layer followed by a cross-entropy. The computation is in `functional` and
+`decoding`.
 """
 
 import math
@@ -9,16 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from lm.output.decoding import functional as decoding
-from lm.output.functional import BackendName, Reduction, hierarchical_cross_entropy
+from lm.output.functional import (
+    BackendName,
+    Reduction,
+    hierarchical_cross_entropy,
+    hierarchical_nll_by_level,
+)
 from lm.output.tree.class_tree import ClassTree
 
 
 class Loss(NamedTuple):
-    """What `HierarchicalSoftmax` returns, like `nn.AdaptiveLogSoftmaxWithLoss`.
+    """Result of `HierarchicalSoftmax.forward`, as of `nn.AdaptiveLogSoftmaxWithLoss`.
 
     Attributes:
-        output: [...], log-probability of each target, 0 where ignored.
-        loss: scalar, its negative mean over the positions that are not ignored.
+        output: [...], log-probability of each target in nats; 0 where ignored.
+        loss: scalar, negative mean of `output` over the positions that are not ignored.
     """
 
     output: Tensor
@@ -28,17 +35,43 @@ class Loss(NamedTuple):
 class HierarchicalSoftmax(nn.Module):
     """A softmax over N words as a tree of softmaxes.
 
+    log P(w | h) = Σ over nodes n on the path of w: log softmax(W_n h + b_n)[child on the path]
+
+    The interface follows `nn.AdaptiveLogSoftmaxWithLoss`. In all methods, hidden is [..., H]
+    floating point and target [...] int64, words 0 … N - 1 or `ignore_index`; losses and
+    log-probabilities are in nats, in at least fp32; shapes, dtypes or devices that do not fit
+    together raise a ValueError.
+
+    Example:
+        >>> import torch
+        >>> from lm.output import ClassTree, HierarchicalSoftmax
+        >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1, 1, 1]))
+        >>> hidden, target = torch.zeros(2, 4), torch.tensor([0, 2])
+        >>> loss = layer.loss(hidden, target)
+        >>> loss.backward()
+        >>> round(loss.item(), 4)  # mean of -log(1/2 · 1/2) and -log(1/2 · 1/3)
+        1.589
+
     Attributes:
-        weight: [R, H], a row for each word and each node but the root (`ClassTree` numbers them).
+        weight: [R, H], one row for each word and for each node but the root; see `ClassTree`.
         bias: [R] or None.
-        tree: the shape.
+        tree: the tree of softmaxes.
+        vocab_size: N.
 
     Args:
         hidden_size: H.
-        tree: which softmaxes there are; moves with the layer and is saved with it.
+        tree: the tree of softmaxes; becomes part of the layer and of its state.
         bias: whether rows have biases.
-        ignore_index: targets that cost nothing.
-        backend, sparse: as in `hierarchical_cross_entropy`.
+        ignore_index: target of positions that are left out of the loss.
+        backend: as in `hierarchical_cross_entropy`.
+        sparse: as in `hierarchical_cross_entropy`.
+        device: device of the parameters and the tree.
+        dtype: dtype of the parameters.
+
+    Raises:
+        ValueError: if `hidden_size` < 1.
+
+    Source: Morin & Bengio 2005; of two levels: Goodman 2001.
     """
 
     def __init__(
@@ -57,6 +90,7 @@ class HierarchicalSoftmax(nn.Module):
         if hidden_size < 1:
             raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
         self.hidden_size = hidden_size
+        self.vocab_size = tree.vocab_size
         self.ignore_index = ignore_index
         self.backend = backend
         self.sparse = sparse
@@ -70,8 +104,9 @@ class HierarchicalSoftmax(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Rows uniform in ±1/√H as in `nn.Linear`; biases 0, so that each node starts close to
-        uniform.
+        """Draws rows uniformly from ±1/√H, as in `nn.Linear`, and sets biases to 0.
+
+        Every node thus starts close to uniform.
         """
         bound = 1 / math.sqrt(self.hidden_size)
         nn.init.uniform_(self.weight, -bound, bound)
@@ -79,18 +114,26 @@ class HierarchicalSoftmax(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Loss:
-        """Log-probability of each target and the mean loss.
+        """Log-probability of each target, and the mean loss."""
+        nll = self.loss(hidden, target, reduction="none")
+        num_targets = (target != self.ignore_index).sum().clamp(min=1)
+        return Loss(-nll, nll.sum() / num_targets)
+
+    def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """Negative log-likelihood of the targets, by `hierarchical_cross_entropy`.
 
         Args:
             hidden: [..., H].
-            target: [...] int64, words or `ignore_index`.
-        """
-        nll = self.loss(hidden, target, reduction="none")
-        num_kept = (target != self.ignore_index).sum().clamp(min=1)
-        return Loss(-nll, nll.sum() / num_kept)
+            target: [...] int64.
+            reduction: "mean" over the positions that are not ignored, "sum" or "none".
 
-    def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """`hierarchical_cross_entropy` with this layer's parameters."""
+        Returns:
+            A scalar, or [...] for "none", 0 where ignored.
+
+        Raises:
+            IndexError: if a target is neither a word nor `ignore_index` (on CUDA with Triton: a
+                device-side assertion).
+        """
         return hierarchical_cross_entropy(
             hidden,
             self.weight,
@@ -103,38 +146,78 @@ class HierarchicalSoftmax(nn.Module):
             sparse=self.sparse,
         )
 
-    def class_loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """The part of `loss` that is paid at the root: of the class, where the tree has two
-        levels. Gradients are dense, of the whole weight, whatever `sparse` is.
+    def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """The terms of the loss at each level of the tree, without gradient.
+
+        Level 0 is the softmax at the root: over the classes, in a tree of two levels.
+
+        Example:
+            >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1, 1, 1]))
+            >>> nll = layer.nll_by_level(torch.zeros(2, 4), torch.tensor([0, 2]))
+            >>> nll.exp().round(decimals=3).tolist()  # 1 / P of the class, of the word within it
+            [[2.0, 2.0], [2.0, 3.0]]
+
+        Returns:
+            [depth, ...], 0 where ignored and below the end of a path; the sum over dimension 0 is
+            `loss(hidden, target, "none")`.
+
+        Raises:
+            IndexError: as in `loss`.
         """
-        num_children = int(self.tree.num_children[0])
-        root = ClassTree.full(num_children).to(hidden.device)
-        kept = target != self.ignore_index
-        child = self.tree.root_child(torch.where(kept, target, 0))
-        return hierarchical_cross_entropy(
+        return hierarchical_nll_by_level(
             hidden,
-            self.weight[:num_children],
-            torch.where(kept, child, self.ignore_index),
-            root,
-            None if self.bias is None else self.bias[:num_children],
-            reduction=reduction,
+            self.weight,
+            target,
+            self.tree,
+            self.bias,
             ignore_index=self.ignore_index,
             backend=self.backend,
         )
 
     def log_prob(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities of all words, [..., N], for hidden [..., H]. Differentiable; N columns
-        for each position.
+        """Log-probabilities of all words, [..., N]. Differentiable; evaluates all R rows.
+
+        Example:
+            >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
+            >>> layer.log_prob(torch.zeros(4)).exp().round(decimals=3).tolist()
+            [0.25, 0.25, 0.5]
         """
         return decoding.log_prob(hidden, self.weight, self.bias, self.tree)
 
     def predict(self, hidden: Tensor) -> Tensor:
-        """The most probable word, [...] int64, for hidden [..., H]; ties go to the lowest word."""
+        """The most probable word of each position, [...] int64; ties go to the lowest word.
+
+        Example:
+            >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
+            >>> layer.predict(torch.zeros(2, 4))
+            tensor([2, 2])
+
+        Raises:
+            ValueError: if a log-probability is not finite.
+        """
         return self.topk(hidden, 1).word.squeeze(-1)
 
     def topk(self, hidden: Tensor, k: int) -> decoding.TopK:
-        """The k most probable words, for hidden [..., H], opening only classes that can hold one
-        (`decoding.topk`).
+        """The k most probable words of each position, exact with respect to the full distribution.
+
+        A class is evaluated only while it is at least as probable as the k-th best word found: few
+        classes for a peaked distribution, nearly all for a flat one such as an untrained layer's.
+
+        Example:
+            >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
+            >>> log_prob, word = layer.topk(torch.zeros(4), 2)
+            >>> word.tolist(), log_prob.exp().round(decimals=3).tolist()
+            ([2, 0], [0.5, 0.25])
+
+        Args:
+            hidden: [..., H].
+            k: 1 … N.
+
+        Returns:
+            log_prob [..., k] and word [..., k] int64, in descending order; ties by the lowest word.
+
+        Raises:
+            ValueError: if k is out of range or a log-probability is not finite.
         """
         return decoding.topk(hidden, self.weight, self.bias, self.tree, k)
 
@@ -147,8 +230,33 @@ class HierarchicalSoftmax(nn.Module):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """A word for each position, [...] int64, for hidden [..., H]: the class, then the word
-        (`decoding.sample`).
+        """One word per position, drawn exactly from the full distribution.
+
+        Word w has weight P(w)^(1/T) at temperature T. `top_k` restricts the draw to the most
+        probable words, `top_p` to the smallest set of most probable ones among these that has this
+        share of their weight. Unrestricted draws evaluate the class that is drawn (and, for T ≠ 1,
+        those of rejected trials); restricted ones search as `topk` does. Each position consumes its
+        own random numbers, so its word does not depend on the others.
+
+        Example:
+            >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
+            >>> layer.sample(torch.zeros(3, 4), generator=torch.Generator().manual_seed(2)).tolist()
+            [2, 1, 2]
+
+        Args:
+            hidden: [..., H].
+            temperature: T ≥ 0; 0 gives the most probable word.
+            top_k: at least 1; N or more restricts nothing.
+            top_p: within (0, 1]; 1 restricts nothing.
+            generator: source of the random numbers, on any device; None is torch's default.
+
+        Returns:
+            [...] int64.
+
+        Raises:
+            ValueError: if an option is out of range or a log-probability is not finite.
+
+        Source: top-k: Fan, Lewis & Dauphin 2018; top-p: Holtzman et al. 2020.
         """
         return decoding.sample(
             hidden,
@@ -162,6 +270,7 @@ class HierarchicalSoftmax(nn.Module):
         )
 
     def extra_repr(self) -> str:
+        """The settings, for `print(layer)`."""
         return (
             f"hidden_size={self.hidden_size}, bias={self.bias is not None}, backend={self.backend},"
             f" sparse={self.sparse}"

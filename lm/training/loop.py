@@ -24,7 +24,7 @@ from data_prep.prepared import Prepared
 from lm.config import Config
 from lm.evaluation import Evaluation, TextCounts, evaluate
 from lm.model.build import build_tree
-from lm.model.files import FORMAT_VERSION, Description, save_model
+from lm.model.files import Description, save_model
 from lm.model.language_model import LanguageModel
 from lm.training.batches import Batches, num_steps
 from lm.training.checkpoint import batches_done, save_checkpoint
@@ -200,7 +200,6 @@ def _description(state: TrainingState, prepared: Prepared) -> Description:
     """What `model.json` says about the current weights."""
     config = state.config
     return Description(
-        format_version=FORMAT_VERSION,
         model=config.model,
         output=config.output,
         word_table=config.word_table,
@@ -208,7 +207,6 @@ def _description(state: TrainingState, prepared: Prepared) -> Description:
         eos_id=prepared.eos_id,
         unk_id=prepared.unk_id,
         tokenizer_sha256=prepared.tokenizer_sha256,
-        weights_sha256="",
         step=state.step,
         valid_perplexity=state.progress.best_perplexity if "valid" in prepared.splits else None,
     )

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.errors import UserError
-from data_prep.prepared import TOKENIZER, Prepared, copy_tokenizer
+from data_prep.prepared import Prepared, copy_tokenizer
 from data_prep.storage import locked, sha256_file, write_atomically, write_json_atomically
+from data_prep.tokenizer.files import TOKENIZER
 from lm.config import Config, differences, load_config, to_yaml
 from lm.training.environment import describe_environment
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data_prep.errors import UserError
-from lm.config import ModelConfig, OutputConfig
+from lm.config import ModelConfig, OutputConfig, WordTable, WordTableConfig
 from lm.model.build import build_model
 from lm.model.files import Description, load_model, read_description, save_model
 from lm.model.language_model import LanguageModel
@@ -20,28 +20,34 @@ from lm.output import ClassTree
 Contents = Callable[[Path], dict[str, str]]
 
 
-def description(model: ModelConfig, output: OutputConfig) -> Description:
+def description(
+    model: ModelConfig, output: OutputConfig, word_table: WordTableConfig
+) -> Description:
     return Description(
-        format_version=1,
         model=model,
         output=output,
+        word_table=word_table,
         context=6,
         eos_id=1,
         unk_id=0,
         tokenizer_sha256="t",
-        weights_sha256="",
         step=3,
         valid_perplexity=4.5,
     )
 
 
 def saved(
-    folder: Path, tree: str = "two_level", dtype: torch.dtype = torch.float32, **settings: Any
+    folder: Path,
+    tree: str = "two_level",
+    dtype: torch.dtype = torch.float32,
+    tied: bool = False,
+    **settings: Any,
 ) -> LanguageModel:
     config, output = ModelConfig(hidden=8, heads=2, **settings), OutputConfig(tree=tree)
-    classes = ClassTree.two_level(torch.tensor([0, 1, 2, 0, 1, 1, 2]), head=1)
-    model = build_model(config, output, classes, 6).to(dtype)
-    save_model(folder, model, description(config, output))
+    classes, counts = torch.tensor([0, 1, 2, 0, 1, 1, 2]), torch.tensor([9, 2, 8, 3, 7, 4, 6])
+    class_tree = None if tree == "adaptive" else ClassTree.two_level(classes, 1)
+    model = build_model(config, output, WordTable(tied=tied), class_tree, 6, counts=counts)
+    save_model(folder, model.to(dtype), description(config, output, WordTableConfig(tied=tied)))
     return model
 
 
@@ -59,14 +65,14 @@ def test_a_saved_model_predicts_the_same_when_it_is_loaded(
     embedding: int | None,
     dtype: torch.dtype,
 ) -> None:
-    settings = {"tied": tied, "embedding": embedding, "dropout": 0.5}
-    model = saved(tmp_path, tree, dtype, backbone=backbone, **settings).eval()
+    settings = {"backbone": backbone, "embedding": embedding, "dropout": 0.5}
+    model = saved(tmp_path, tree, dtype, tied, **settings).eval()
     loaded, read = load_model(tmp_path)
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     tokens = torch.tensor([[1, 5], [3, 2], [6, 0]])
     for name, value in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
-    # Where the numbers lie in memory may decide in which order they are summed.
+    # The alignment in memory may decide in which order numbers are summed.
     near = 8 * torch.finfo(dtype).eps
     for ours, theirs in zip(model(tokens), loaded(tokens), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=near, atol=near)
@@ -76,7 +82,7 @@ def test_a_saved_model_predicts_the_same_when_it_is_loaded(
     assert (read.step, read.valid_perplexity, read.context) == (3, 4.5, 6)
 
 
-def test_a_loaded_model_may_be_changed_and_saved_in_the_place_of_its_own_file(
+def test_a_loaded_model_can_be_changed_and_saved_over_its_own_file(
     tmp_path: Path,
 ) -> None:
     weight = saved(tmp_path).output.weight.detach()
@@ -89,7 +95,7 @@ def test_a_loaded_model_may_be_changed_and_saved_in_the_place_of_its_own_file(
     assert torch.equal(second.output.weight, weight)
 
 
-def test_a_model_may_be_read_by_whoever_may_read_the_run(tmp_path: Path) -> None:
+def test_a_saved_model_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
     saved(tmp_path)
     modes = {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     (tmp_path / "plain").touch()
@@ -102,7 +108,7 @@ def test_weights_and_description_that_do_not_belong_together_are_refused(tmp_pat
         saved(tmp_path / name)
     weights = tmp_path / "a" / "model.safetensors"
     weights.write_bytes((tmp_path / "b" / "model.safetensors").read_bytes())
-    message = f"^{weights}: damaged, or not the weights that model.json describes$"
+    message = f"^{weights} is damaged, or not described by model.json$"
     with pytest.raises(UserError, match=message):
         load_model(tmp_path / "a")
 
@@ -113,7 +119,7 @@ def rewritten(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def test_a_description_of_another_shape_than_the_weights_is_refused_in_one_line(
+def test_a_description_of_another_shape_than_the_weights_is_refused_in_a_single_line(
     tmp_path: Path,
 ) -> None:
     saved(tmp_path)
@@ -121,20 +127,20 @@ def test_a_description_of_another_shape_than_the_weights_is_refused_in_one_line(
     rewritten(tmp_path, model=values["model"] | {"hidden": 9})
     with pytest.raises(UserError) as caught:
         load_model(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path}/model.safetensors: does not fit model.json: ")
+    assert str(caught.value).startswith(f"{tmp_path}/model.safetensors does not fit model.json: ")
 
 
-def test_a_description_that_is_no_description_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_description_or_one_of_a_later_version_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
-    path = rewritten(tmp_path, format_version=2)
-    with pytest.raises(UserError, match=f"^{path}: format version 2, expected 1$"):
+    path = rewritten(tmp_path, format_version=3)
+    with pytest.raises(UserError, match=f"^{path}: format version 3, expected 1 or 2$"):
         read_description(tmp_path)
-    rewritten(tmp_path, format_version=1, step="3")
-    with pytest.raises(UserError, match=f"^{path}: damaged: "):
+    rewritten(tmp_path, format_version=2, step="3")
+    with pytest.raises(UserError, match=f"^{path} is damaged: "):
         read_description(tmp_path)
     for text in ("[]", "{", ""):
         path.write_text(text)
-        with pytest.raises(UserError, match=f"^{path}: damaged: "):
+        with pytest.raises(UserError, match=f"^{path} is damaged: "):
             read_description(tmp_path)
 
 
@@ -145,7 +151,7 @@ def test_missing_weights_are_named(tmp_path: Path, lstm_run: Path) -> None:
         load_model(run)
 
 
-def test_a_model_trained_by_the_kernels_is_used_without_them(
+def test_a_model_trained_by_the_triton_backend_is_used_without_it(
     tmp_path: Path, lstm_run: Path
 ) -> None:
     shutil.copytree(lstm_run, tmp_path / "run")
@@ -156,3 +162,21 @@ def test_a_model_trained_by_the_kernels_is_used_without_them(
     model, _ = load_model(tmp_path / "run")
     loss, _ = model.loss(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1, dtype=torch.int64))
     assert loss.isfinite()
+
+
+def test_a_model_of_format_version_1_is_loaded(tmp_path: Path) -> None:
+    model = saved(tmp_path, tied=True).eval()
+    values = json.loads((tmp_path / "model.json").read_text())
+    values["format_version"] = 1
+    del values["word_table"]
+    old_names = {"input_embedding": "input", "count_word_dropout": "input_backoff"}
+    values["model"] = {old_names.get(key, key): value for key, value in values["model"].items()}
+    values["model"]["tied"] = True
+    values["output"] |= {"dtype": "fp32", "sparse": None}
+    (tmp_path / "model.json").write_text(json.dumps(values))
+    loaded, read = load_model(tmp_path)
+    tokens = torch.tensor([[1, 5], [3, 2], [6, 0]])
+    torch.testing.assert_close(loaded(tokens)[0], model(tokens)[0], rtol=1e-6, atol=1e-6)
+    assert read.word_table == WordTableConfig(tied=True)
+    save_model(tmp_path, loaded, read)
+    assert load_model(tmp_path)[1].format_version == 2

@@ -14,7 +14,7 @@ T, B, E, H, LAYERS, HEADS, CONTEXT = 7, 2, 6, 8, 2, 2, 16
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
-    """A small model with weights large enough to make attention far from uniform."""
+    """A small model with weights large enough for attention to be far from uniform."""
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"input_size": E, "hidden_size": H, "layers": LAYERS}
     model = Transformer(**(sizes | {"heads": HEADS, "context": CONTEXT} | changes))
@@ -44,7 +44,7 @@ def rotated(vector: Tensor, position: int) -> Tensor:
 def attention_by_loops(
     x: Tensor, weights: Mapping[str, Tensor], heads: int, context: int
 ) -> Tensor:
-    """One query after the other, one head after the other; `x` is [T, B, H]."""
+    """Attention computed query by query; `x` is [T, B, H]."""
     queries, keys, values = (
         (x @ block.T).view(*x.shape[:2], heads, -1)
         for block in weights["attention.query_key_value.weight"].chunk(3)
@@ -135,7 +135,7 @@ def test_a_later_input_changes_no_earlier_hidden() -> None:
     assert ((after[4:] - before[4:]).abs().amax(dim=(1, 2)) > 1e-3).all()
 
 
-def test_sequences_of_a_batch_do_not_meet() -> None:
+def test_sequences_of_a_batch_are_independent() -> None:
     model, embedded = make(), inputs()
     whole, _ = model(embedded)
     alone, _ = model(embedded[:, 1:])
@@ -145,19 +145,18 @@ def test_sequences_of_a_batch_do_not_meet() -> None:
 @pytest.mark.parametrize("context", [1, 3, T - 1, T, CONTEXT])
 @pytest.mark.parametrize("sizes", [[1] * T, [T], [3, 4], [4, 1, 2]])
 def test_cached_chunks_equal_one_window(sizes: list[int], context: int) -> None:
-    """Beyond the context too: every position's window slides in the same way, cached or not."""
+    """Also beyond the context: the window of a position does not depend on the chunks."""
     model, embedded = make(context=context), inputs()
     whole, none = model(embedded)
     assert none is None
     hidden, (keys, values, position) = in_chunks(model, embedded, sizes)
     torch.testing.assert_close(hidden, whole, rtol=0, atol=1e-12)
-    kept = (LAYERS, B, HEADS, min(T, context - 1), H // HEADS)
-    assert keys.shape == values.shape == kept
+    assert keys.shape == values.shape == (LAYERS, B, HEADS, min(T, context - 1), H // HEADS)
     assert position.item() == T
 
 
-def test_only_distances_count() -> None:
-    """A sliding window may count positions on: the same inputs later give the same hidden."""
+def test_hidden_depends_on_distances_only() -> None:
+    """The same inputs at later positions give the same hidden vectors."""
     model, embedded = make(), inputs()
     keys, values, position = model.init_state(B, dtype=torch.float64)
     late, _ = model(embedded, (keys, values, position + 1000))
@@ -173,7 +172,7 @@ def test_selected_cache_continues_as_its_sequence() -> None:
     torch.testing.assert_close(hidden, whole[4:, index], rtol=0, atol=1e-12)
 
 
-def test_detached_cache_keeps_values_and_stops_gradients() -> None:
+def test_detached_cache_has_the_same_values_and_no_gradient() -> None:
     model, embedded = make(), inputs()
     early = embedded[:4].clone().requires_grad_()
     _, state = in_chunks(model, early, [4])
@@ -190,15 +189,15 @@ def test_dropout_acts_in_training_only() -> None:
     torch.testing.assert_close(model.eval()(embedded)[0], expected, rtol=0, atol=0)
 
 
-def test_dropout_of_everything_added_leaves_the_normed_input() -> None:
-    """With p → 1 nothing adds to the residual stream: only sublayers' outputs are dropped."""
+def test_dropout_acts_on_the_outputs_of_sublayers_only() -> None:
+    """As p → 1 only the normalized input remains."""
     model = make(input_size=H, dropout=1 - 1e-9)
     embedded = inputs(size=H)
     expected = rms_norm(embedded, model.norm.weight)
     torch.testing.assert_close(model(embedded)[0], expected, rtol=0, atol=1e-13)
 
 
-def test_initial_spread_of_residual_projections_is_scaled() -> None:
+def test_initial_std_of_residual_projections_is_scaled() -> None:
     torch.manual_seed(0)
     model = Transformer(96, 192, 3, heads=4, context=8)
     for name, weight in model.named_parameters():
@@ -228,8 +227,8 @@ def test_compiles_as_one_graph_for_windows_of_any_length() -> None:
         torch.testing.assert_close(compiled(embedded)[0], expected, rtol=0, atol=1e-13)
 
 
-def test_autocast_keeps_positions_apart() -> None:
-    """Angles are in fp32 even if products are in bf16, which cannot tell position 300 from 301."""
+def test_autocast_computes_angles_in_fp32() -> None:
+    """In bf16 positions 300 and 301 would be equal."""
     model = make(dtype=torch.float32, layers=1)
     embedded = inputs().float()
     keys, values, position = model.init_state(B, dtype=torch.float32)
@@ -240,10 +239,10 @@ def test_autocast_keeps_positions_apart() -> None:
     torch.testing.assert_close(torch.cat([hidden, rest]), truth, rtol=0, atol=20 * 2**-8)
 
 
-def test_errors_name_the_numbers() -> None:
-    with pytest.raises(ValueError, match=r"even whole number, got 200 / 8 = 25"):
+def test_errors_name_expected_and_actual_sizes() -> None:
+    with pytest.raises(ValueError, match=r"even integer, got 200 / 8 = 25"):
         Transformer(200, 200, 1, heads=8, context=8)
-    with pytest.raises(ValueError, match=r"even whole number, got 10 / 4 = 2\.5"):
+    with pytest.raises(ValueError, match=r"even integer, got 10 / 4 = 2\.5"):
         Transformer(10, 10, 1, heads=4, context=8)
     with pytest.raises(ValueError, match=r"context must be positive, got 0"):
         make(context=0)
@@ -252,5 +251,5 @@ def test_errors_name_the_numbers() -> None:
     model = make()
     with pytest.raises(ValueError, match=r"\[T ≥ 1, B, 6\], got \[7, 2, 5\]"):
         model(inputs(size=5))
-    with pytest.raises(ValueError, match=r"state is of 3 sequences, embedded of 2"):
+    with pytest.raises(ValueError, match=r"state has 3 sequences, embedded has 2"):
         model(inputs(), model.init_state(3, dtype=torch.float64))

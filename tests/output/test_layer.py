@@ -1,41 +1,42 @@
-"""HierarchicalSoftmax: a drop-in for torch's adaptive softmax, on the functional's numbers."""
+"""HierarchicalSoftmax: the interface of torch's adaptive softmax, the numbers of `functional`."""
 
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 
 N, H = 23, 6
+TREE = ClassTree.two_level((torch.arange(N) * 7) % 5, shortlist=3)
 
 
 @pytest.fixture
 def layer() -> HierarchicalSoftmax:
     torch.manual_seed(3)
-    return HierarchicalSoftmax(H, ClassTree.two_level((torch.arange(N) * 7) % 5, head=3))
+    return HierarchicalSoftmax(H, TREE)
 
 
-def test_output_and_loss_are_those_of_the_adaptive_softmax_interface(
+def test_forward_returns_log_probabilities_and_their_negative_mean(
     layer: HierarchicalSoftmax,
 ) -> None:
     hidden, target = torch.randn(4, 5, H), torch.randint(0, N, (4, 5))
     target[0, 0] = -100
     output, loss = layer(hidden, target)
-    each = hierarchical_cross_entropy(
-        hidden, layer.weight, target, layer.tree, layer.bias, reduction="none"
-    )
-    torch.testing.assert_close(output, -each)
-    torch.testing.assert_close(loss, each.sum() / 19)
+    args = (hidden, layer.weight, target, layer.tree, layer.bias)
+    nll = hierarchical_cross_entropy(*args, reduction="none")
+    torch.testing.assert_close(output, -nll)
+    torch.testing.assert_close(loss, nll.sum() / 19)
     torch.testing.assert_close(loss, layer.loss(hidden, target))
 
 
 def test_log_prob_agrees_with_the_loss_of_every_word(layer: HierarchicalSoftmax) -> None:
     hidden = torch.randn(3, H)
     log_prob = layer.log_prob(hidden)
-    each = layer.loss(hidden.repeat_interleave(N, 0), torch.arange(N).repeat(3), "none")
-    torch.testing.assert_close(log_prob, -each.view(3, N))
+    nll = layer.loss(hidden.repeat_interleave(N, 0), torch.arange(N).repeat(3), "none")
+    torch.testing.assert_close(log_prob, -nll.view(3, layer.vocab_size))
 
 
 def test_predict_is_the_argmax_of_log_prob(layer: HierarchicalSoftmax) -> None:
@@ -43,36 +44,36 @@ def test_predict_is_the_argmax_of_log_prob(layer: HierarchicalSoftmax) -> None:
     assert torch.equal(layer.predict(hidden), layer.log_prob(hidden).argmax(1))
 
 
-def test_class_loss_is_the_root_and_the_rest_is_within(layer: HierarchicalSoftmax) -> None:
-    hidden, target = torch.randn(9, H), torch.randint(0, N, (9,))
-    target[2] = -100
-    each = layer.class_loss(hidden, target, "none").detach()
+@pytest.mark.parametrize("tree", [TREE, ClassTree.full(N), ClassTree.huffman(range(N), 3)])
+def test_nll_by_level_splits_the_loss_and_starts_with_the_root(tree: ClassTree) -> None:
+    layer = HierarchicalSoftmax(H, tree)
+    hidden, target = torch.randn(3, 3, H), torch.randint(0, N, (3, 3))
+    target[0, 2] = -100
+    levels = layer.nll_by_level(hidden, target)
+    assert levels.shape == (tree.depth, 3, 3)
+    assert not levels.requires_grad
+    torch.testing.assert_close(levels.sum(0), layer.loss(hidden, target, "none"))
     assert layer.bias is not None
-    num_children = int(layer.tree.num_children[0])
-    logits = hidden @ layer.weight[:num_children].T + layer.bias[:num_children]
-    log_q = logits.log_softmax(1).detach()
-    for position, word in enumerate(target.tolist()):
-        truth = 0.0 if word < 0 else -float(log_q[position, layer.tree.path(word)[0][1]])
-        assert float(each[position]) == pytest.approx(truth, abs=1e-6)
+    root = slice(int(tree.num_children[0]))
+    logits = hidden @ layer.weight[root].T + layer.bias[root]
+    child = [tree.path(word)[0][1] if word >= 0 else -100 for word in target.flatten().tolist()]
+    root_nll = F.cross_entropy(logits.flatten(0, 1), torch.tensor(child), reduction="none")
+    torch.testing.assert_close(levels[0].flatten(), root_nll)
 
 
-def test_the_tree_is_saved_with_the_weights_and_moves_with_them(
-    layer: HierarchicalSoftmax,
-) -> None:
-    again = HierarchicalSoftmax(
-        H,
-        ClassTree.from_state(
-            {k.removeprefix("tree."): v for k, v in layer.state_dict().items() if "tree" in k}
-        ),
-    )
-    again.load_state_dict(layer.state_dict())
+def test_tree_is_saved_and_moved_with_the_weights() -> None:
+    layer = HierarchicalSoftmax(H, ClassTree.two_level(range(N)))
+    state = layer.state_dict()
+    tree = {k.removeprefix("tree."): v for k, v in state.items() if k.startswith("tree.")}
+    again = HierarchicalSoftmax(H, ClassTree.from_state(tree))
+    again.load_state_dict(state)
     hidden, target = torch.randn(7, H), torch.randint(0, N, (7,))
     assert torch.equal(again.loss(hidden, target), layer.loss(hidden, target))
     assert layer.to("meta").tree.row_of_word.device.type == "meta"
     assert layer.tree.row_of_word.dtype == torch.int64
 
 
-def test_the_tree_is_where_the_layer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tree_moves_to_the_device_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[torch.device] = []
     tree = ClassTree.full(5)
 
@@ -83,7 +84,9 @@ def test_the_tree_is_where_the_layer_is_made(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tree, "to", to)
     assert HierarchicalSoftmax(3, tree, device="cpu").tree is tree
     assert moved == [torch.device("cpu")]
-    on_meta = HierarchicalSoftmax(3, tree, device="meta")  # has a shape, and can be given weights
+    on_meta = HierarchicalSoftmax(
+        3, tree, device="meta"
+    )  # keeps its arrays for weights assigned later
     assert on_meta.tree.row_of_word.tolist() == [0, 1, 2, 3, 4]
     assert len(moved) == 1
 
@@ -93,7 +96,7 @@ def test_hidden_size_must_be_positive() -> None:
         HierarchicalSoftmax(0, ClassTree.full(3))
 
 
-def test_the_layer_needs_no_library_but_torch() -> None:
+def test_layer_imports_no_library_but_torch() -> None:
     blocked = ["lightning", "datasets", "pydantic", "wandb", "yaml", "sentencepiece", "scipy"]
     code = (
         f"import sys\nfor name in {blocked}: sys.modules[name] = None\n"
@@ -105,7 +108,7 @@ def test_the_layer_needs_no_library_but_torch() -> None:
     assert result.stdout.split() == ["2", "False"], result.stderr
 
 
-def test_rows_start_uniform_within_one_over_the_root_of_h() -> None:
+def test_initial_rows_are_uniform_within_one_over_sqrt_h() -> None:
     torch.manual_seed(0)
     layer = HierarchicalSoftmax(64, ClassTree.two_level(torch.arange(900) % 30))
     assert 0.99 / 8 < float(layer.weight.detach().abs().max()) <= 1 / 8

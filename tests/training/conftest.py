@@ -1,5 +1,6 @@
-"""Fixtures of the tests of training."""
+"""Fixtures of the tests of training: commands that train `tiny`, and the comparison of two runs."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +14,10 @@ from torch import Tensor
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import Metrics, read_metrics
 
-Train = Callable[..., Path]
-Contents = Callable[[Path], dict[str, str]]
-Failed = Callable[..., str]
-Complaint = Callable[..., str]
-AssertSame = Callable[[Path, Path], None]
-
 
 @pytest.fixture
-def failed(tiny: Path, prepared_dir: Path, complaint: Callable[..., str]) -> Failed:
-    """`failed(folder, *options)`: what a training of `tiny` in `folder` that must fail says."""
+def failed(tiny: Path, prepared_dir: Path, complaint: Callable[..., str]) -> Callable[..., str]:
+    """`failed(folder, *options)`: the error of training `tiny` in `folder`, which must fail."""
 
     def run(folder: Path, *options: str) -> str:
         folders = [f"--run_dir={folder}", f"--data.prepared_dir={prepared_dir}"]
@@ -40,7 +35,7 @@ def arguments(tiny: Path, prepared_dir: Path, tmp_path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All of a run that must not depend on interruptions."""
+    """Everything in a run that must not depend on interruptions."""
 
     model: dict[str, Tensor]
     state: dict[str, Any]
@@ -52,11 +47,12 @@ class Outcome:
         checkpoint = load_checkpoint(run / "checkpoints" / "last.ckpt")
         for name in ("seconds", "logged_seconds"):
             checkpoint["progress"].pop(name)
-        checkpoint.pop("text_sha256")  # text, which assert_close cannot compare
-        kept = ("state_dict", "optimizer_states", "sqrtlm", "global_step")
+        assert re.fullmatch(
+            r"[0-9a-f]{64}", checkpoint.pop("text_sha256")
+        )  # assert_close has no text
         return cls(
             model=load_file(run / "model.safetensors"),
-            state={name: checkpoint[name] for name in kept},
+            state=checkpoint,
             metrics=[untimed(line) for line in read_metrics(run / "metrics.csv")],
             description=(run / "model.json").read_text(),
         )
@@ -73,10 +69,23 @@ def untimed(line: Metrics) -> tuple[float | None, ...]:
     )
 
 
-def assert_same(run: Path, expected: Path) -> None:
-    """Bit for bit: weights, optimizer, random numbers, progress and metrics."""
-    ours, truth = Outcome.of(run), Outcome.of(expected)
-    assert ours.metrics == truth.metrics
-    torch.testing.assert_close(ours.model, truth.model, rtol=0, atol=0)
-    torch.testing.assert_close(ours.state, truth.state, rtol=0, atol=0)
-    assert ours.description == truth.description
+@pytest.fixture(scope="session")
+def outcome_of() -> Callable[[Path], Outcome]:
+    """`outcome_of(run)`: everything in a run that must not depend on interruptions."""
+    return Outcome.of
+
+
+@pytest.fixture(scope="session")
+def assert_same() -> Callable[[Path, Path], None]:
+    """`assert_same(run, expected)`, bit for bit: weights, optimizer, random numbers, progress and
+    metrics.
+    """
+
+    def compare(run: Path, expected: Path) -> None:
+        ours, truth = Outcome.of(run), Outcome.of(expected)
+        assert ours.metrics == truth.metrics
+        torch.testing.assert_close(ours.model, truth.model, rtol=0, atol=0)
+        torch.testing.assert_close(ours.state, truth.state, rtol=0, atol=0)
+        assert ours.description == truth.description
+
+    return compare

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from data_prep.errors import UserError
-from lm.training.checkpoint import FORMAT_VERSION, batches_done, load_checkpoint
+from lm.training.checkpoint import (
+    FORMAT_VERSION,
+    batches_done,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 Contents = Callable[[Path], dict[str, str]]
 CHECKPOINT: dict[str, Any] = {
@@ -29,7 +34,7 @@ def test_a_checkpoint_reads_back_what_was_written(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
 
 
-def test_a_read_checkpoint_is_its_own_whatever_becomes_of_the_file(tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_and_its_file_do_not_change_each_other(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     save_checkpoint(CHECKPOINT, path)
     read = load_checkpoint(path)
@@ -43,7 +48,7 @@ def test_a_read_checkpoint_is_its_own_whatever_becomes_of_the_file(tmp_path: Pat
     assert torch.equal(again["state"]["weight"], changed)
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(
+def test_a_full_disk_leaves_the_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: Contents
 ) -> None:
     path = tmp_path / "last.ckpt"
@@ -89,7 +94,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path: Path) ->
 
 
 def whole_checkpoint(path: Path) -> int:
-    """`batches_done` of a checkpoint that is read and compared whole."""
+    """`batches_done` of a checkpoint whose tensors are compared too."""
     read = load_checkpoint(path)
     assert torch.equal(read["state"]["weight"], CHECKPOINT["state"]["weight"])
     return int(read["progress"]["batches_done"])
@@ -134,3 +139,12 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
     torch.save({"state": torch.zeros(3)}, path)
     with pytest.raises(UserError, match=f"^{path} is damaged, or not a checkpoint of sqrtlm$"):
         batches_done(path)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": {}, "sqrtlm": {"progress": {"batches_done": 7}}}, path)
+    message = f"^{path} was written by another version of sqrtlm and cannot be continued$"
+    for read in (load_checkpoint, batches_done):
+        with pytest.raises(UserError, match=message):
+            read(path)

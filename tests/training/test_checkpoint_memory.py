@@ -1,7 +1,7 @@
 """Models and checkpoints are written and read without a second copy in memory.
 
-The figures are those of Linux for a whole process, mapped pages included. They are taken in a
-process of its own, this file run as a command, one after the other so that each is the largest yet.
+The figures are those of Linux for a whole process, including mapped pages. A separate process, which
+runs this file as a command, takes them in an order in which each is the largest so far.
 """
 
 import json
@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from lm.config import ModelConfig, OutputConfig, load_config
+from lm.config import ModelConfig, OutputConfig, WordTable, WordTableConfig, load_config
 from lm.evaluation import TextCounts, evaluate
-from lm.model.language_model import build_model
+from lm.model.build import build_model
+from lm.model.files import Description, load_model, save_model
 from lm.output import ClassTree
 from lm.training.batches import Batches
-from lm.training.checkpoint import AtomicCheckpointIO, Description, load_model, save_model
+from lm.training.checkpoint import save_checkpoint
 from lm.training.loop import train as train_run
 
 VOCAB_SIZE, HIDDEN = 200_000, 300
@@ -35,22 +36,22 @@ DEEP_BYTES = LAYERS * 8 * 1000**2 * 4 * 2
 
 
 def save_table(folder: Path) -> None:
-    """Save a model that is one large table, nearly."""
-    config, output = ModelConfig(hidden=HIDDEN, layers=1, tied=True), OutputConfig(bias=False)
+    """Save a model that consists almost only of one large table."""
+    config, output = ModelConfig(hidden=HIDDEN, layers=1), OutputConfig(bias=False)
     description = Description(
-        format_version=1,
         model=config,
         output=output,
+        word_table=WordTableConfig(tied=True),
         context=8,
         eos_id=1,
         unk_id=0,
         tokenizer_sha256="",
-        weights_sha256="",
         step=1,
         valid_perplexity=None,
     )
     tree = ClassTree.two_level(torch.arange(VOCAB_SIZE) // 500)
-    save_model(folder, build_model(config, output, tree, 8), description)
+    model = build_model(config, output, WordTable(tied=True), tree, 8)
+    save_model(folder, model, description)
 
 
 def resident(kind: str) -> int:
@@ -61,9 +62,8 @@ def resident(kind: str) -> int:
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """Most bytes taken at each step: by evaluating the model on a few tokens and saving it again,
-    as multiples of the table; by a training that goes on as far as its first batch, of its
-    checkpoint.
+    """Peak memory of evaluating the model on a few tokens and of saving it, as multiples of the
+    table; and of continuing a run as far as its first batch, as a multiple of its checkpoint.
     """
     start = resident("VmRSS")
     model, description = load_model(folder)
@@ -72,18 +72,17 @@ def measure(folder: Path) -> dict[str, float]:
     evaluate(model, tokens, counts, eos_id=description.eos_id, unk_id=None, context=8)
     figures = {"evaluate": (resident("VmHWM") - start) / TABLE_BYTES}
     before = resident("VmRSS")
-    go_on(folder / "run")
+    continue_run(folder / "run")
     figures["resume"] = (resident("VmHWM") - before) / DEEP_BYTES
     save_model(folder, model, description)
     figures["save"] = (resident("VmHWM") - start) / TABLE_BYTES
-    checkpoint = {"state_dict": model.state_dict()}
-    save_checkpoint(checkpoint, folder / "table.ckpt")
+    save_checkpoint({"model": model.state_dict()}, folder / "table.ckpt")
     figures["checkpoint"] = (resident("VmHWM") - start) / TABLE_BYTES
     return figures
 
 
-def go_on(run: Path) -> None:
-    """Continue a training as far as its first batch."""
+def continue_run(run: Path) -> None:
+    """Continue a run as far as its first batch."""
 
     class Reached(Exception):
         pass
@@ -100,13 +99,13 @@ def go_on(run: Path) -> None:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose files are gone after the test."""
+    """A folder whose files are deleted after the test."""
     yield tmp_path
     rmtree(tmp_path)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
-def test_no_second_copy_is_held_and_what_is_read_takes_memory_once_it_is_used(
+def test_no_second_copy_is_held_and_a_page_takes_memory_once_it_is_used(
     large: Path, train: Callable[..., Path]
 ) -> None:
     run = train(large / "run", *DEEP)

@@ -1,4 +1,4 @@
-"""Several devices compute what one does."""
+"""Several devices compute what one does; settings that require a GPU are refused without one."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.training.checkpoint import batches_done
+from lm.training.checkpoint import batches_done, load_checkpoint
 from lm.training.metrics import read_metrics
 
 Two = Callable[..., subprocess.Popen[str]]
@@ -20,7 +20,7 @@ Two = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def two(tiny: Path, prepared_dir: Path, tmp_path: Path) -> Two:
-    """`two(*options)`: the command, begun, that trains `tiny` in `tmp_path / "two"` on two
+    """`two(*options)`: starts the command that trains `tiny` in `tmp_path / "two"` on two
     processes.
     """
 
@@ -73,7 +73,7 @@ def test_adaptive_clusters_without_a_target_train_on_two_processes(two: Two) -> 
     assert process.returncode == 0, message
 
 
-def test_each_process_draws_noise_of_its_own(two: Two, tmp_path: Path) -> None:
+def test_each_process_draws_different_dropout(two: Two, tmp_path: Path) -> None:
     with two("--train.max_steps=2") as process:
         _, message = process.communicate()
     assert process.returncode == 0, message
@@ -85,20 +85,23 @@ def test_each_process_draws_noise_of_its_own(two: Two, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--train.accelerator=gpu"], "train.accelerator: gpu, train.devices: 1: there are 0 CUDA"),
-        (["--output.backend=triton"], "output.backend: triton wants a GPU"),
-        (["--train.precision=16-mixed"], "train.precision: 16-mixed wants a GPU"),
+        (
+            ["--train.accelerator=gpu"],
+            "train.accelerator: gpu, train.devices: 1: expected at most 0",
+        ),
+        (["--output.backend=triton"], "output.backend: triton requires a GPU"),
+        (["--train.precision=16-mixed"], "train.precision: 16-mixed requires a GPU"),
         (
             ["--train.precision=16-mixed", "--train.accelerator=cpu"],
-            "train.precision: 16-mixed wants a GPU; on a CPU it is bf16-mixed",
+            "train.precision: 16-mixed requires a GPU; use bf16-mixed on a CPU",
         ),
     ],
 )
-def test_what_wants_a_gpu_is_refused_without_one(
+def test_settings_that_require_a_gpu_are_refused_without_one(
     options: list[str],
     message: str,
     tmp_path: Path,
-    failed: Failed,
+    failed: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

@@ -17,10 +17,6 @@ from lm.training.loggers import MetricsFile
 from lm.training.metrics import Metrics, read_metrics
 
 Train = Callable[..., Path]
-Contents = Callable[[Path], dict[str, str]]
-Failed = Callable[..., str]
-Complaint = Callable[..., str]
-AssertSame = Callable[[Path, Path], None]
 
 
 def test_metrics_count_tokens_steps_and_epochs(train: Train, tmp_path: Path) -> None:
@@ -34,7 +30,7 @@ def test_metrics_count_tokens_steps_and_epochs(train: Train, tmp_path: Path) -> 
     assert lines[1].epoch == pytest.approx(2 * lines[0].epoch, abs=1e-3)
 
 
-def test_lines_after_a_continuations_first_step_are_written_again(tmp_path: Path) -> None:
+def test_a_continuation_rewrites_the_lines_of_later_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     lines = [
         Metrics(
@@ -51,7 +47,7 @@ def test_lines_after_a_continuations_first_step_are_written_again(tmp_path: Path
     ]
     metrics = MetricsFile(path, 0)
     for line in lines:
-        metrics.append(line)
+        metrics.log(line)
     assert read_metrics(path) == lines
     path.write_text(path.read_text() + "4,1.3")
     assert read_metrics(path) == lines
@@ -59,7 +55,7 @@ def test_lines_after_a_continuations_first_step_are_written_again(tmp_path: Path
     assert read_metrics(path) == lines[:2]
 
 
-def test_wandb_offline_keeps_the_configuration_and_the_figures(
+def test_wandb_offline_records_the_configuration_and_the_figures(
     train: Train, tmp_path: Path
 ) -> None:
     run = train(tmp_path / "run", "--log.wandb=offline", "--train.max_steps=5")
@@ -71,7 +67,7 @@ def test_wandb_offline_keeps_the_configuration_and_the_figures(
         assert figure in content
 
 
-def test_seconds_and_speed_are_of_training_alone_since_the_line_before(
+def test_seconds_and_speed_leave_out_validation_and_checkpoints(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clock on which a batch takes a second, and a validation a thousand."""
@@ -95,19 +91,19 @@ def test_seconds_and_speed_are_of_training_alone_since_the_line_before(
     assert [line.tokens_per_second for line in lines] == [32] * 4
 
 
-def test_the_perplexity_of_a_line_is_that_of_its_tokens_since_the_line_before(
+def test_the_training_perplexity_is_that_of_the_tokens_since_the_previous_line(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of unequal lengths: the last of an epoch is shorter."""
     losses: list[tuple[float, int]] = []
-    step = TrainingModule.training_step
+    model_loss = LanguageModel.loss
 
-    def noted(self: TrainingModule, batch: Any, batch_idx: int) -> Any:
-        loss = step(self, batch, batch_idx)
-        losses.append((float(loss.detach()), batch.targets.numel()))
-        return loss
+    def noted(self: LanguageModel, tokens: Any, targets: Any, state: Any = None) -> Any:
+        loss, state = model_loss(self, tokens, targets, state)
+        losses.append((float(loss.detach()), targets.numel()))
+        return loss, state
 
-    monkeypatch.setattr(TrainingModule, "training_step", noted)
+    monkeypatch.setattr(LanguageModel, "loss", noted)
     options = ["--train.max_epochs=2", "--train.max_steps=null", "--train.batch_size=16"]
     lines = read_metrics(train(tmp_path / "run", *options, "--log.every_steps=4") / "metrics.csv")
     assert len({num_tokens for _, num_tokens in losses}) == 2
@@ -145,9 +141,7 @@ def test_tokens_per_second_count_the_time_before_an_interruption(
     assert again[0].tokens_per_second == pytest.approx(again[0].tokens / again[0].seconds, abs=1)
 
 
-def test_the_picture_is_drawn_if_the_end_of_the_training_came_before(
-    train: Train, tmp_path: Path
-) -> None:
+def test_the_curves_of_a_complete_run_are_drawn_again(train: Train, tmp_path: Path) -> None:
     run = train(tmp_path, "--train.max_steps=2")
     (run / "curves.png").unlink()
     train(tmp_path, "--train.max_steps=2", "--resume", "auto")

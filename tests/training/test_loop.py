@@ -17,15 +17,12 @@ from lm.output.rowwise import RowGradient
 from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
+from lm.training.optimizers import CombinedOptimizer
 
 Train = Callable[..., Path]
-Contents = Callable[[Path], dict[str, str]]
-Failed = Callable[..., str]
-Complaint = Callable[..., str]
-AssertSame = Callable[[Path, Path], None]
 
 
-def test_accumulated_batches_make_one_step_by_their_mean_gradient(
+def test_a_step_follows_the_mean_gradient_of_the_accumulated_batches(
     train: Train, tmp_path: Path
 ) -> None:
     options = ["--model.dropout=0", "--train.max_steps=1", "--train.precision=64-true"]
@@ -40,7 +37,7 @@ def test_accumulated_batches_make_one_step_by_their_mean_gradient(
 
 
 @pytest.mark.parametrize("accumulate", [4, 7, 100])
-def test_every_epoch_is_validated_where_batches_are_accumulated(
+def test_every_epoch_is_validated_with_accumulated_batches(
     accumulate: int, train: Train, tmp_path: Path
 ) -> None:
     options = [f"--train.accumulate={accumulate}", "--train.max_epochs=6", "--train.max_steps=null"]
@@ -52,17 +49,23 @@ def test_every_epoch_is_validated_where_batches_are_accumulated(
     assert [line.step for line in validated] == [step for step in expected if step <= last]
 
 
-@pytest.mark.parametrize(("tied", "path"), [("true", "word"), ("false", "word"), ("true", "path")])
-def test_sparse_gradients_train_what_dense_ones_train(
-    train: Train, tmp_path: Path, tied: str, path: str
+@pytest.mark.parametrize(
+    ("tied", "embedding"), [("true", "word"), ("false", "word"), ("true", "path_sum")]
+)
+def test_row_wise_gradients_train_what_dense_ones_train(
+    train: Train, tmp_path: Path, tied: str, embedding: str
 ) -> None:
     """With clipping and accumulation: the step is plain SGD's."""
     options = ["--model.dropout=0", "--train.precision=64-true", f"--word_table.tied={tied}"]
     options += ["--optim.optimizer=sgd", "--optim.clip=0.05", "--optim.lr=3"]
-    options += ["--train.accumulate=2", "--classes.shortlist=3", f"--model.input_embedding={path}"]
+    options += [
+        "--train.accumulate=2",
+        "--classes.shortlist=3",
+        f"--model.input_embedding={embedding}",
+    ]
     runs = [
-        train(tmp_path / sparse, *options, f"--word_table.gradients={sparse}")
-        for sparse in ("true", "false")
+        train(tmp_path / gradients, *options, f"--word_table.gradients={gradients}")
+        for gradients in ("row_wise", "dense")
     ]
     first, second = (load_file(run / "model.safetensors") for run in runs)
     assert first.keys() == second.keys()
@@ -82,7 +85,7 @@ def test_a_table_in_bf16_learns(train: Train, tmp_path: Path) -> None:
     assert weights["backbone.layers.0.weight_hh_l0"].dtype == torch.float32
 
 
-def test_matrices_are_multiplied_as_asked_for_while_training_and_as_before_after_it(
+def test_the_precision_of_matrix_products_is_set_for_the_run_and_restored_after_it(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loss, seen = LanguageModel.loss, set[str]()
@@ -123,7 +126,7 @@ def test_schedules_count_the_steps_and_epochs_of_the_training(
     assert [rate for _, rate in halved] == [0.5 ** (epoch + 1) for epoch in begun]
 
 
-def test_the_rate_falls_with_each_validation_that_did_not_improve(
+def test_a_plateau_lowers_the_rate_with_each_validation_that_did_not_improve(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     perplexities = iter([9.0, 8.0, 8.0, 8.5, 7.0, 7.0])
@@ -139,32 +142,34 @@ def test_the_rate_falls_with_each_validation_that_did_not_improve(
     assert [rate for _, rate in found] == [1, 1, 1, 0.5, 0.25, 0.25]
 
 
-def test_training_hands_the_model_the_counts_and_the_kind_of_gradient_it_asks_for(
+def test_the_model_gets_the_counts_and_the_kind_of_gradient_of_the_configuration(
     train: Train, prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[Any] = []
-    end = TrainingModule.configure_gradient_clipping
+    models, gradients = list[LanguageModel](), list[Any]()
+    loss, clip = LanguageModel.loss, torch.nn.utils.clip_grad_norm_
 
-    def noted(self: TrainingModule, *args: Any, **options: Any) -> None:
-        found[:] = [self.model.input_backoff, self.model.output.weight.grad]
-        end(self, *args, **options)
+    def noted_loss(self: LanguageModel, *arguments: Any) -> Any:
+        models.append(self)
+        return loss(self, *arguments)
 
-    monkeypatch.setattr(TrainingModule, "configure_gradient_clipping", noted)
+    def noted_clip(*arguments: Any) -> Any:
+        gradients.append(models[-1].table[0].grad)
+        return clip(*arguments)
+
+    monkeypatch.setattr(LanguageModel, "loss", noted_loss)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted_clip)
     options = ["--model.count_word_dropout=3", "--optim.optimizer=sgd", "--train.max_steps=1"]
-    train(tmp_path / "sparse", *options, "--word_table.gradients=row_wise")
+    train(tmp_path / "row_wise", *options, "--word_table.gradients=row_wise")
     counts = torch.tensor(open_prepared(prepared_dir).counts())
-    torch.testing.assert_close(found[0], 3 / (3 + counts))
-    assert isinstance(found[1], RowGradient)
+    torch.testing.assert_close(models[0].word_dropout, 3 / (3 + counts))
     train(tmp_path / "dense", *options, "--word_table.gradients=dense")
-    assert not isinstance(found[1], RowGradient)
+    assert [isinstance(gradient, RowGradient) for gradient in gradients] == [True, False]
 
 
-@pytest.mark.parametrize("sparse", ["true", "false"])
-def test_a_step_is_no_longer_than_the_clip_allows(
-    sparse: str, train: Train, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("gradients", ["row_wise", "dense"])
+def test_the_gradient_norm_is_clipped(gradients: str, train: Train, tmp_path: Path) -> None:
     options = ["--optim.optimizer=sgd", "--train.precision=64-true", "--model.dropout=0"]
-    options += ["--train.max_steps=1", "--optim.lr=1", f"--word_table.gradients={sparse}"]
+    options += ["--train.max_steps=1", "--optim.lr=1", f"--word_table.gradients={gradients}"]
     weights = [
         load_file(train(tmp_path / clip, *options, f"--optim.clip={clip}") / "model.safetensors")
         for clip in ("1e-9", "0.01", "0")
@@ -193,17 +198,17 @@ def test_a_new_epoch_begins_without_the_state_of_the_one_before(
     assert begun == 2 * ([True] + (per_epoch - 1) * [False])
 
 
-def test_the_table_has_its_own_rate_in_a_training(
+def test_the_word_table_has_its_own_learning_rate(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[float]] = []
-    begin = TrainingModule.on_train_batch_start
+    step = CombinedOptimizer.step
 
-    def noted(self: TrainingModule, batch: Any, batch_idx: int) -> None:
-        begin(self, batch, batch_idx)
-        seen.append([group["lr"] for group in self.trainer.optimizers[0].param_groups])
+    def noted(self: CombinedOptimizer, closure: Any = None) -> Any:
+        seen.append([group["lr"] for group in self.param_groups])
+        return step(self, closure)
 
-    monkeypatch.setattr(TrainingModule, "on_train_batch_start", noted)
+    monkeypatch.setattr(CombinedOptimizer, "step", noted)
     train(
         *(tmp_path, "--optim.lr=0.01", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"),
         *("--optim.warmup_steps=2", "--train.max_steps=3"),
@@ -225,11 +230,9 @@ def test_the_best_model_is_that_of_the_lowest_validation_perplexity(
     description = json.loads((run / "model.json").read_text())
     assert (description["step"], description["valid_perplexity"]) == (best, measured[best])
     checkpoint = load_checkpoint(run / "checkpoints" / "best.ckpt")
-    assert checkpoint["global_step"] == best
-    weights = {
-        name.removeprefix("model."): tensor for name, tensor in checkpoint["state_dict"].items()
-    }
-    torch.testing.assert_close(load_file(run / "model.safetensors"), weights, rtol=0, atol=0)
+    assert checkpoint["progress"]["batches_done"] == best
+    weights = load_file(run / "model.safetensors")
+    torch.testing.assert_close(weights, checkpoint["model"], rtol=0, atol=0)
 
 
 def test_another_seed_reads_windows_in_another_order(

@@ -4,19 +4,23 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from data_prep.prepared import open_prepared
 from lm.cli import main
 from lm.config import load_config
+from lm.model.build import build_tree
 from lm.training.batches import Batch, Batches
 from lm.training.checkpoint import batches_done, load_checkpoint
+from lm.training.devices import build_fabric
+from lm.training.state import build_state
 
 Train = Callable[..., Path]
 Contents = Callable[[Path], dict[str, str]]
-Failed = Callable[..., str]
-Complaint = Callable[..., str]
 AssertSame = Callable[[Path, Path], None]
 
 
@@ -34,12 +38,12 @@ RECIPES = {
         *("--model.backbone=transformer", "--train.precision=bf16-true"),
         *("--train.val_every_steps=6", "--train.checkpoint_every_steps=4"),
     ],
-    "tied table in bf16, by rows": [
+    "tied table in bf16, row-wise adagrad": [
         *("--word_table.tied=true", "--word_table.dtype=bf16", "--train.precision=bf16-mixed"),
         *("--word_table.optimizer=adagrad", "--word_table.lr=0.05", "--train.accumulate=2"),
         *("--train.val_every_steps=6", "--train.checkpoint_every_steps=4"),
     ],
-    "input vectors of whole paths, noise by count": [
+    "path-sum input embedding, count-based word dropout": [
         *(
             "--model.input_embedding=path_sum",
             "--model.count_word_dropout=3",
@@ -47,7 +51,7 @@ RECIPES = {
         ),
         *("--word_table.tied=true", "--train.val_every_steps=6"),
     ],
-    "sparse gradients, adam by rows": [
+    "row-wise gradients, row-wise adam": [
         *(
             "--word_table.gradients=row_wise",
             "--word_table.optimizer=adam",
@@ -102,6 +106,7 @@ def test_interrupted_again_and_again_equals_uninterrupted(
     arguments: list[str],
     tmp_path: Path,
     kill_before_batch: Callable[[int, int], None],
+    assert_same: AssertSame,
 ) -> None:
     command = [*arguments, *RECIPES[recipe], "--resume", "auto"]
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
@@ -125,16 +130,17 @@ def test_interrupted_again_and_again_equals_uninterrupted(
     "what",
     [
         "lm.training.loop.save_model",
-        "lm.training.checkpoint.AtomicCheckpointIO.save_checkpoint",
+        "lm.training.loop.save_checkpoint",
         "lm.training.loop.os.link",
     ],
 )
-def test_a_crash_while_the_best_model_is_kept_is_made_good_by_continuing(
+def test_a_crash_while_the_best_model_is_saved_is_repaired_by_continuing(
     what: str,
     uninterrupted: Callable[[str], Path],
     arguments: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    assert_same: AssertSame,
 ) -> None:
     recipe = "transformer, adamw, cosine"
 
@@ -162,7 +168,7 @@ def test_continuing_a_complete_run_changes_nothing(
 
 
 def test_a_longer_training_continues_where_the_shorter_ended(
-    train: Train, arguments: list[str], tmp_path: Path
+    train: Train, arguments: list[str], tmp_path: Path, assert_same: AssertSame
 ) -> None:
     options = ["--optim.schedule=constant", "--log.every_steps=4", "--train.val_every_steps=4"]
     truth = train(tmp_path / "truth", *options, "--train.max_steps=12")
@@ -173,45 +179,53 @@ def test_a_longer_training_continues_where_the_shorter_ended(
 
 
 def test_a_named_checkpoint_is_continued(
-    train: Train, arguments: list[str], tmp_path: Path
+    train: Train, arguments: list[str], tmp_path: Path, outcome_of: Callable[[Path], Any]
 ) -> None:
     options = ["--train.max_steps=8", "--log.every_steps=4", "--train.val_every_steps=4"]
     truth = train(tmp_path / "truth", *options)
     early = train(tmp_path / "early", *options, "--train.max_steps=4")
     checkpoint = early / "checkpoints" / "last.ckpt"
     assert main([*arguments, *options, "--resume", str(checkpoint)]) == 0
-    assert Outcome.of(tmp_path / "run").state["global_step"] == 8
-    torch.testing.assert_close(
-        Outcome.of(tmp_path / "run").state, Outcome.of(truth).state, rtol=0, atol=0
-    )
+    assert outcome_of(tmp_path / "run").state["progress"]["batches_done"] == 8
+    states = [outcome_of(run).state for run in (tmp_path / "run", truth)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
-def test_carried_state_continues_where_the_model_is_by_then(
-    lstm_run: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_continuation_moves_the_carried_state_to_the_device(
+    lstm_run: Path, prepared_dir: Path
 ) -> None:
-    """Lightning moves the model after it has loaded the checkpoint: meta stands for a GPU."""
-    checkpoint = load_checkpoint(lstm_run / "checkpoints" / "last.ckpt")
-    own = checkpoint["devices"][0]
-    module = TrainingModule.__new__(TrainingModule)
-    pl.LightningModule.__init__(module)
-    module._restored = own
-    module.to("meta")
-    monkeypatch.setattr(torch, "set_rng_state", lambda _: None)
-    module.on_train_start()
-    assert module._carried is not None
-    assert [part.device.type for part in module._carried] == ["meta"] * len(own["carried"])
+    """The device is meta in place of a GPU."""
+    config, path = load_config(lstm_run / "config.yaml"), lstm_run / "checkpoints" / "last.ckpt"
+    prepared, fabric = open_prepared(prepared_dir), build_fabric(config)
+    batches = Batches(
+        prepared.tokens("train"), eos_id=1, batch_size=4, seq_len=8, shuffle=False, seed=1
+    )
+    tree = build_tree(config, prepared)
+    state = build_state(fabric, config, prepared, tree, batches, 24, path)
+    carried = state.loss.module.carried
+    assert [tensor.device.type for tensor in carried] == ["cpu"] * len(carried)
+    state.fabric = cast(
+        Any, SimpleNamespace(device="meta", global_rank=0, strategy=fabric.strategy)
+    )
+    state.restore(load_checkpoint(path))
+    moved = state.loss.module.carried
+    assert [tensor.device.type for tensor in moved] == ["meta"] * len(carried)
 
 
 def test_auto_without_a_checkpoint_starts_a_run(
-    lstm_run: Path, arguments: list[str], tmp_path: Path
+    lstm_run: Path, arguments: list[str], tmp_path: Path, assert_same: AssertSame
 ) -> None:
     assert main([*arguments, "--resume", "auto"]) == 0
     assert_same(tmp_path / "run", lstm_run)
 
 
 def test_the_same_configuration_gives_the_same_run_and_another_seed_another(
-    lstm_run: Path, train: Train, tmp_path: Path
+    lstm_run: Path,
+    train: Train,
+    tmp_path: Path,
+    assert_same: AssertSame,
+    outcome_of: Callable[[Path], Any],
 ) -> None:
     assert_same(train(tmp_path / "same"), lstm_run)
-    other = Outcome.of(train(tmp_path / "other", "--seed=2"))
-    assert other.metrics != Outcome.of(lstm_run).metrics
+    other = outcome_of(train(tmp_path / "other", "--seed=2"))
+    assert other.metrics != outcome_of(lstm_run).metrics

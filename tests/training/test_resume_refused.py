@@ -10,9 +10,7 @@ from lm.cli import main
 
 Train = Callable[..., Path]
 Contents = Callable[[Path], dict[str, str]]
-Failed = Callable[..., str]
 Complaint = Callable[..., str]
-AssertSame = Callable[[Path, Path], None]
 
 
 @pytest.mark.parametrize(

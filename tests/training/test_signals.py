@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and kill -9: the exit code, the checkpoint, and the same result after a continuation."""
+"""SIGTERM, Ctrl-C and kill -9: exit code and checkpoint, and the same result once continued."""
 
 import os
 import re
@@ -16,9 +16,6 @@ from lm.training.batches import Batch, Batches
 from lm.training.checkpoint import batches_done
 
 Train = Callable[..., Path]
-Contents = Callable[[Path], dict[str, str]]
-Failed = Callable[..., str]
-Complaint = Callable[..., str]
 AssertSame = Callable[[Path, Path], None]
 
 
@@ -26,7 +23,7 @@ LONG = ["--train.max_steps=400", "--train.checkpoint_every_steps=3", "--train.va
 
 
 def started(command: list[str], run: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command in a process of its own, once it has written its first checkpoint."""
+    """The command in a separate process, once it has written its first checkpoint."""
     last = run / "checkpoints" / "last.ckpt"
     with subprocess.Popen(
         [sys.executable, "-m", "lm.cli", *command],
@@ -42,11 +39,11 @@ def started(command: list[str], run: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(scope="module")
 def long_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the run that is killed would have come to."""
+    """The run that is killed, uninterrupted."""
     return train(tmp_path_factory.mktemp("long"), *LONG)
 
 
-def test_signals_do_what_they_did_before_when_the_training_is_over(arguments: list[str]) -> None:
+def test_the_signal_handlers_are_restored_after_a_run(arguments: list[str]) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert main([*arguments, "--train.max_steps=1"]) == 0
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
@@ -76,7 +73,12 @@ def test_a_second_signal_stops_at_once(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
 )
 def test_killed_from_outside_at_any_moment_equals_uninterrupted(
-    number: signal.Signals, code: int, long_run: Path, arguments: list[str], tmp_path: Path
+    number: signal.Signals,
+    code: int,
+    long_run: Path,
+    arguments: list[str],
+    tmp_path: Path,
+    assert_same: AssertSame,
 ) -> None:
     run, command = tmp_path / "run", [*arguments, *LONG, "--resume", "auto"]
     for process in started(command, run):

@@ -1,8 +1,9 @@
-"""Best-first search over a tree of softmaxes: the most probable words without looking at all.
+"""Best-first search over a tree of softmaxes, for the most probable words and for top-p.
 
-No word below a node is more probable than the node, so a node needs to be opened only while it is
-at least as probable as the last word that still counts. Decides which nodes are opened, for the k
-most probable words and for the nucleus of top-p.
+No word below a node is more probable than the node itself. A node therefore needs to be expanded
+only while it is at least as probable as the least probable word of the result. How many that are
+depends on the distribution: if most of the probability lies in a few classes, only those are
+expanded; if it is flat, as in an untrained layer, nearly all are.
 """
 
 from collections.abc import Iterator
@@ -12,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output.decoding.expansion import ABSENT, Exposed, Opener, pack
+from lm.output.decoding.expansion import ABSENT, Children, Expander, pack
 
 
 class TopK(NamedTuple):
     """The most probable words of each position in descending order, ties by the lowest word.
 
     Attributes:
-        log_prob: [..., k].
+        log_prob: [..., k] in at least fp32, in nats.
         word: [..., k] int64.
     """
 
@@ -28,7 +29,7 @@ class TopK(NamedTuple):
 
 
 class _Frontier:
-    """Nodes exposed and not opened yet, of the A positions still searched; at first the roots.
+    """Nodes not expanded yet, for the A positions still searched; at first the roots.
 
     Attributes:
         position: [A] int64.
@@ -36,35 +37,37 @@ class _Frontier:
         node: [A, F] int64.
     """
 
-    def __init__(self, opener: Opener) -> None:
-        device, num_positions = opener.hidden.device, opener.num_positions
-        self._opener = opener
+    def __init__(self, expander: Expander) -> None:
+        device, num_positions = expander.hidden.device, expander.num_positions
+        self._expander = expander
         self.position = torch.arange(num_positions, device=device)
-        self.log_prob = torch.zeros(num_positions, 1, dtype=opener.dtype, device=device)
+        self.log_prob = torch.zeros(num_positions, 1, dtype=expander.dtype, device=device)
         self.node = torch.zeros(num_positions, 1, dtype=torch.int64, device=device)
 
-    def keep(self, rows: Tensor) -> None:
-        """Go on with some of the positions alone, rows [A] bool."""
+    def select(self, rows: Tensor) -> None:
+        """Drops all positions but rows [A] bool."""
         self.position = self.position[rows]
         self.log_prob = self.log_prob[rows]
         self.node = self.node[rows]
 
-    def open(self, chosen: Tensor, most: int | None = None) -> TopK:
-        """Open the chosen nodes [A, F] bool: nodes below join the frontier, words are returned.
+    def expand(self, chosen: Tensor, max_words: int | None = None) -> TopK:
+        """Expands the chosen nodes [A, F] bool, adds child nodes and returns the words found.
 
         Args:
-            most: return no more than so many words of a node, the most probable.
+            chosen: [A, F] bool.
+            max_words: return only this many words of each node, the most probable ones.
         """
         row, column = chosen.nonzero(as_tuple=True)
         above = self.log_prob[row, column]
         words, nodes = [], []
-        for visit, log_q, item in self._opener.open(self.position[row], self.node[row, column]):
+        for visit, log_q, item in self._expander.expand(self.position[row], self.node[row, column]):
             log_prob = above[visit, None] + log_q
             is_word = item >= 0
             below = TopK(log_prob[:, is_word], item[is_word].expand(visit.numel(), -1))
-            words.append(Exposed(row[visit], *(below if most is None else _best(below, most))))
+            below = below if max_words is None else _best(below, max_words)
+            words.append(Children(row[visit], *below))
             node = ~item[~is_word].expand(visit.numel(), -1)
-            nodes.append(Exposed(row[visit], log_prob[:, ~is_word], node))
+            nodes.append(Children(row[visit], log_prob[:, ~is_word], node))
         self.log_prob = self.log_prob.masked_fill(chosen, -torch.inf)
         num_rows = self.position.numel()
         log_prob, node = pack(nodes, num_rows, like=self.log_prob)
@@ -74,74 +77,80 @@ class _Frontier:
         return TopK(*pack(words, num_rows, like=self.log_prob))
 
 
-def topk(opener: Opener, k: int) -> TopK:
-    """The k most probable words [P, k], opening only nodes that are as probable as the k-th."""
-    frontier = _Frontier(opener)
-    shape = (opener.num_positions, k)
+def topk(expander: Expander, k: int) -> TopK:
+    """The k most probable words of each position, log_prob and word [P, k]."""
+    frontier = _Frontier(expander)
+    shape = (expander.num_positions, k)
     log_prob = frontier.log_prob.new_full(shape, -torch.inf)
     best = TopK(log_prob, frontier.node.new_full(shape, ABSENT))
     while True:
-        chosen = _certain(frontier.log_prob, best.log_prob[frontier.position], k)
-        alive = chosen.any(dim=1)
-        if not bool(alive.any()):
+        chosen = _needed_for_topk(frontier.log_prob, best.log_prob[frontier.position], k)
+        active = chosen.any(dim=1)
+        if not bool(active.any()):
             return best
-        frontier.keep(alive)
-        words = frontier.open(chosen[alive], most=k)
+        frontier.select(active)
+        words = frontier.expand(chosen[active], max_words=k)
         position = frontier.position
-        merged = _best(_beside(_rows(best, position), words), k)
+        merged = _best(_concat(_rows(best, position), words), k)
         best.log_prob[position], best.word[position] = merged
 
 
-def _certain(node_log_prob: Tensor, best_log_prob: Tensor, k: int) -> Tensor:
-    """Nodes [A, F] bool that best-first search is bound to open; the best of each position is one.
+def _needed_for_topk(node_log_prob: Tensor, best_log_prob: Tensor, k: int) -> Tensor:
+    """Nodes [A, F] bool that best-first search must expand; the best of each position is one.
 
-    It opens node n unless k words are more probable than n. Such a word is exposed already or lies
-    below a node m that is more probable than n, which can hold P(m) / P(n) of them at most.
+    Node n must be expanded unless k words are more probable than n. Such a word has been found
+    already or lies below a node m that is more probable than n, which can hold at most P(m) / P(n)
+    of them.
     """
     log_prob, column = node_log_prob.topk(min(k, node_log_prob.shape[1]), dim=1)
-    num_words = torch.searchsorted(-best_log_prob, -log_prob)
-    share = (log_prob - log_prob[:, :1]).double().exp()
-    num_hidden_words = (share.cumsum(dim=1) - share) / share
-    certain = (log_prob > -torch.inf) & (num_words + num_hidden_words < k)
-    return torch.zeros_like(node_log_prob, dtype=torch.bool).scatter_(1, column, certain)
+    num_found_words = torch.searchsorted(-best_log_prob, -log_prob)
+    ratio = (log_prob - log_prob[:, :1]).double().exp()
+    num_other_words = (ratio.cumsum(dim=1) - ratio) / ratio
+    needed = (log_prob > -torch.inf) & (num_found_words + num_other_words < k)
+    return torch.zeros_like(node_log_prob, dtype=torch.bool).scatter_(1, column, needed)
 
 
-def nuclei(opener: Opener, power: float, top_p: float) -> Iterator[tuple[Tensor, TopK]]:
+def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Tensor, TopK]]:
     """The smallest sets of most probable words whose share of Σ P^power reaches `top_p`.
 
     Yields:
-        as they are found, positions [A] int64 and their words [A, size]; rows of smaller sets end
-        in log_prob -∞.
+        As they are found, positions [A] int64 and their words [A, size]; rows of smaller sets are
+        padded with log_prob -∞.
     """
-    frontier, log_bound = _Frontier(opener), opener.log_bound(power)
-    words = frontier.open(torch.ones_like(frontier.log_prob, dtype=torch.bool))
+    frontier, log_bound = _Frontier(expander), expander.log_bound(power)
+    words = frontier.expand(torch.ones_like(frontier.log_prob, dtype=torch.bool))
     while frontier.position.numel():
-        log_weight = power * frontier.log_prob.double() + log_bound[frontier.node]
-        chosen, size = _undecided(frontier.log_prob, log_weight, words.log_prob, power, top_p)
-        alive = chosen.any(dim=1)
-        done = ~alive
+        node_log_weight = power * frontier.log_prob.double() + log_bound[frontier.node]
+        chosen, size = _needed_for_nucleus(
+            frontier.log_prob, node_log_weight, words.log_prob, power, top_p
+        )
+        active = chosen.any(dim=1)
+        done = ~active
         if bool(done.any()):
             yield frontier.position[done], _first(_rows(words, done), size[done])
-        frontier.keep(alive)
+        frontier.select(active)
         if frontier.position.numel():
-            words = _beside(_rows(words, alive), frontier.open(chosen[alive]))
+            words = _concat(_rows(words, active), frontier.expand(chosen[active]))
 
 
-def _undecided(
+def _needed_for_nucleus(
     node_log_prob: Tensor,
     node_log_weight: Tensor,
     word_log_prob: Tensor,
     power: float,
     top_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Nodes to open [A, F] bool, and, for the positions without any, the size of the nucleus [A].
+    """Nodes to expand [A, F] bool; where there are none, the size of the nucleus [A].
 
-    Z = Σ P^power lies between low, the mass of the words exposed, and high, which adds the bounds
-    of the nodes (exact for power 1). Let j + 1 be the least number of words, in order, that reach
-    top_p · high. They contain every word of the nucleus that is exposed, and are the nucleus once
-    no node can hold a word as probable as the last of them and j words do not reach top_p · low.
-    Until then are opened: if no number of words reaches it, the nodes without which none ever will;
-    else the nodes that can hold such a word; if there are none, the larger half of high - low.
+    Z = Σ P^power lies between `low`, the mass of the words found, and `high`, which adds the upper
+    bounds of the nodes (exact for power 1). Let j + 1 be the smallest number of words, most
+    probable first, that reach top_p · high. These contain every word of the nucleus found so far;
+    they are the nucleus if no node can hold a word as probable as the last of them and j words do
+    not reach top_p · low. Otherwise, the nodes to expand are:
+
+    - if the words found do not reach top_p · high: those without which they never will;
+    - else those that can hold a word as probable as the last of the j + 1;
+    - if there are none: the heaviest ones, with at least half of high - low.
     """
     sorted_log_prob = word_log_prob.sort(dim=1, descending=True).values
     sorted_log_prob = F.pad(sorted_log_prob, (0, 1), value=-torch.inf)
@@ -156,20 +165,20 @@ def _undecided(
 
     j = (mass[:, 1:] < top_p * high).sum(dim=1, keepdim=True)
     reached = j < word_log_prob.shape[1]
-    within_reach = reached & (node_log_prob >= sorted_log_prob.gather(1, j))
-    settled = reached & ~within_reach.any(dim=1, keepdim=True)
+    can_hold_word = reached & (node_log_prob >= sorted_log_prob.gather(1, j))
+    settled = reached & ~can_hold_word.any(dim=1, keepdim=True)
     uncertain = settled & (mass.gather(1, j) >= top_p * low)
-    left = torch.where(reached, gap / 2, (1 - top_p) * high)
-    chosen = within_reach | ((~reached | uncertain) & _heaviest(node_mass, left))
+    max_rest = torch.where(reached, gap / 2, (1 - top_p) * high)
+    chosen = can_hold_word | ((~reached | uncertain) & _heaviest(node_mass, max_rest))
     return chosen & (node_log_prob > -torch.inf), j.squeeze(1) + 1
 
 
-def _heaviest(mass: Tensor, left: Tensor) -> Tensor:
-    """The heaviest nodes [A, F] bool, at least one: the others do not exceed `left` [A, 1]."""
+def _heaviest(mass: Tensor, max_rest: Tensor) -> Tensor:
+    """The heaviest nodes [A, F] bool, at least one; the others sum to at most max_rest [A, 1]."""
     descending = mass.sort(dim=1, descending=True).values
-    from_here_on = descending.flip(1).cumsum(dim=1).flip(1)
-    needed = (from_here_on > left).sum(dim=1, keepdim=True).clamp(min=1)
-    return mass >= descending.gather(1, needed - 1)
+    remaining = descending.flip(1).cumsum(dim=1).flip(1)
+    num_chosen = (remaining > max_rest).sum(dim=1, keepdim=True).clamp(min=1)
+    return mass >= descending.gather(1, num_chosen - 1)
 
 
 def _best(words: TopK, k: int) -> TopK:
@@ -191,15 +200,15 @@ def _first(words: TopK, size: int | Tensor) -> TopK:
     word = word.gather(1, order)
     if isinstance(size, int):
         return TopK(log_prob[:, :size], word[:, :size])
-    longest = int(size.max())
-    beyond = torch.arange(longest, device=size.device) >= size[:, None]
-    return TopK(log_prob[:, :longest].masked_fill(beyond, -torch.inf), word[:, :longest])
+    largest = int(size.max())
+    beyond = torch.arange(largest, device=size.device) >= size[:, None]
+    return TopK(log_prob[:, :largest].masked_fill(beyond, -torch.inf), word[:, :largest])
 
 
 def _rows(words: TopK, rows: Tensor) -> TopK:
     return TopK(words.log_prob[rows], words.word[rows])
 
 
-def _beside(left: TopK, right: TopK) -> TopK:
-    log_prob, word = (torch.cat(both, dim=1) for both in zip(left, right, strict=True))
+def _concat(first: TopK, second: TopK) -> TopK:
+    log_prob, word = (torch.cat(both, dim=1) for both in zip(first, second, strict=True))
     return TopK(log_prob, word)

@@ -1,4 +1,4 @@
-"""ClassTree: every shape is a partition of the words, numbered as the docstring says."""
+"""ClassTree: every shape is a partition of the words, numbered as the module docstring defines."""
 
 import heapq
 from collections.abc import Callable
@@ -17,8 +17,8 @@ def shapes(num_words: int) -> dict[str, ClassTree]:
     return {
         "full": ClassTree.full(num_words),
         "two_level": ClassTree.two_level(scattered),
-        "head": ClassTree.two_level(scattered, head=num_words // 3),
-        "all in the head": ClassTree.two_level(scattered, head=num_words),
+        "shortlist": ClassTree.two_level(scattered, shortlist=num_words // 3),
+        "all in the shortlist": ClassTree.two_level(scattered, shortlist=num_words),
         "balanced 2": ClassTree.balanced(num_words, 2),
         "balanced 5": ClassTree.balanced(num_words, 5),
         "huffman 2": ClassTree.huffman(words * words),
@@ -42,52 +42,45 @@ def test_every_row_has_one_owner_and_children_are_contiguous(shape: str, num_wor
 
 @pytest.mark.parametrize("num_words", [1, 2, 12, 97])
 @pytest.mark.parametrize("shape", shapes(1))
-def test_depth_and_columns_are_the_largest_over_the_words(shape: str, num_words: int) -> None:
+def test_depth_and_path_columns_are_maxima_over_words(shape: str, num_words: int) -> None:
     tree = shapes(num_words)[shape]
     paths = [tree.path(word) for word in range(num_words)]
     columns = [sum(int(tree.num_children[node]) for node, _ in path) for path in paths]
     assert tree.depth == max(map(len, paths))
     assert tree.max_path_columns == max(columns)
-    roots = tree.root_child(torch.arange(num_words)).tolist()
-    assert roots == [path[0][1] for path in paths]
 
 
 @pytest.mark.parametrize("num_words", [1, 2, 3, 12, 97])
 @pytest.mark.parametrize("shape", shapes(1))
-def test_preorder_and_level_are_those_of_a_walk(shape: str, num_words: int) -> None:
+def test_preorder_and_level_match_a_depth_first_walk(shape: str, num_words: int) -> None:
     tree = shapes(num_words)[shape]
     node_of_row = {row: node for node, row in enumerate(tree.row_of_node.tolist())}
     walked: list[tuple[int, int]] = []
-    waiting = [(0, 0)]
-    while waiting:
-        node, level = waiting.pop()
+    stack = [(0, 0)]
+    while stack:
+        node, level = stack.pop()
         walked.append((node, level))
         first = int(tree.first_row[node])
         rows = range(first, first + int(tree.num_children[node]))
-        waiting += [(node_of_row[row], level + 1) for row in reversed(rows) if row in node_of_row]
+        stack += [(node_of_row[row], level + 1) for row in reversed(rows) if row in node_of_row]
     assert [node for node, _ in walked] == tree.preorder.argsort().tolist()
     assert [level for _, level in walked] == tree.level[tree.preorder.argsort()].tolist()
     for node, rank in enumerate(tree.preorder.tolist()):
-        below = [other for other in range(tree.num_nodes) if node in ancestors(tree, other)]
-        ranks = sorted(tree.preorder[below].tolist())
+        subtree = [other for other in range(tree.num_nodes) if node in ancestors(tree, other)]
+        ranks = sorted(tree.preorder[subtree].tolist())
         assert ranks == list(range(rank, int(tree.preorder_stop[node])))
-        above = set(ancestors(tree, node)) - {node}
-        assert int(tree.column[node]) == sum(int(tree.num_children[other]) for other in above)
+        columns = sum(int(tree.num_children[other]) for other in ancestors(tree, node)[1:])
+        assert int(tree.column[node]) == columns
 
 
 def ancestors(tree: ClassTree, node: int) -> list[int]:
-    """The node and those above it."""
-    path = [node]
-    while path[-1] > 0:
-        path.append(int(tree.node_of_row[tree.row_of_node[path[-1]]]))
-    return path
+    """The node, then its ancestors from its parent up."""
+    return [node] + (ancestors(tree, int(tree.node_of_row[tree.row_of_node[node]])) if node else [])
 
 
 @pytest.mark.parametrize("num_words", [1, 2, 12, 97])
 @pytest.mark.parametrize("shape", shapes(1))
-def test_a_tree_made_of_the_paths_of_another_is_the_same(
-    shape: str, num_words: int, tmp_path: Path
-) -> None:
+def test_paths_of_a_tree_rebuild_it(shape: str, num_words: int, tmp_path: Path) -> None:
     tree = shapes(num_words)[shape]
     paths = [
         [row - int(tree.first_row[node]) for node, row in tree.path(word)]
@@ -96,11 +89,10 @@ def test_a_tree_made_of_the_paths_of_another_is_the_same(
     words = [f"w{word}" for word in range(num_words)]
     lines = [" ".join([word, *map(str, path)]) for word, path in zip(words, paths, strict=True)]
     (tmp_path / "paths").write_text("\n".join(reversed(lines)) + "\n\n")
-    tree.save(tmp_path / "tree")
     for other in (
         ClassTree.from_paths(paths),
         ClassTree.from_file(tmp_path / "paths", words),
-        ClassTree.load(tmp_path / "tree"),
+        ClassTree.from_state(tree.state_dict()),
     ):
         for name, value in tree.named_buffers():
             assert torch.equal(value, other.get_buffer(name)), name
@@ -108,7 +100,7 @@ def test_a_tree_made_of_the_paths_of_another_is_the_same(
 
 @pytest.mark.parametrize("num_words", [1, 2, 12, 97])
 @pytest.mark.parametrize("shape", shapes(1))
-def test_rows_above_are_those_of_the_path_nearest_first(shape: str, num_words: int) -> None:
+def test_rows_above_follow_the_path_from_the_parent_up(shape: str, num_words: int) -> None:
     tree, words = shapes(num_words)[shape], torch.arange(num_words)
     above = tree.rows_above(words)
     assert above.shape == (num_words, tree.depth - 1)
@@ -118,21 +110,18 @@ def test_rows_above_are_those_of_the_path_nearest_first(shape: str, num_words: i
     assert torch.equal(tree.rows_above(words.view(1, -1)), above[None])
 
 
-def test_two_levels_lay_classes_first_then_the_words_of_each_class() -> None:
+def test_two_level_rows_are_the_shortlist_then_classes_then_words_of_each_class() -> None:
     tree = ClassTree.two_level([1, 0, 1, 9, 0])  # class numbers may have gaps
     assert tree.num_children.tolist() == [3, 2, 2, 1]
     assert tree.row_of_node.tolist() == [-1, 0, 1, 2]
     assert tree.row_of_word.tolist() == [5, 3, 6, 7, 4]
-
-
-def test_head_words_hang_on_the_root_before_the_classes() -> None:
-    tree = ClassTree.two_level([0, 0, 0, 1, 1, 0], head=2)
+    tree = ClassTree.two_level([0, 0, 0, 1, 1, 0], shortlist=2)
     assert tree.num_children.tolist() == [4, 2, 2]
     assert tree.row_of_word.tolist() == [0, 1, 4, 6, 7, 5]
 
 
-def test_the_head_is_of_the_words_that_counts_tell() -> None:
-    tree = ClassTree.two_level([0, 0, 0, 1, 1, 0], head=2, counts=[1, 9, 1, 3, 9, 2])
+def test_shortlist_holds_the_words_with_the_largest_counts() -> None:
+    tree = ClassTree.two_level([0, 0, 0, 1, 1, 0], shortlist=2, counts=[1, 9, 1, 3, 9, 2])
     assert tree.num_children.tolist() == [4, 3, 1]
     assert tree.row_of_word.tolist() == [4, 0, 5, 7, 1, 6]
 
@@ -156,7 +145,7 @@ def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
     counts = torch.randint(0, 1000, (97,), generator=torch.Generator().manual_seed(0))
     tree = ClassTree.huffman(counts, arity)
     cost = sum(int(counts[word]) * len(tree.path(word)) for word in range(97))
-    heap = counts.tolist() + [0] * (-(97 - 1) % (arity - 1))  # the textbook's padding
+    heap = counts.tolist() + [0] * (-(97 - 1) % (arity - 1))  # padding by words that never occur
     heapq.heapify(heap)
     least = 0
     while len(heap) > 1:
@@ -174,8 +163,8 @@ def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
         (lambda: ClassTree.two_level([]), "non-empty"),
         (lambda: ClassTree.two_level([0, -1]), "word_class must be ≥ 0, got -1"),
         (lambda: ClassTree.two_level(torch.zeros(3)), "integers"),
-        (lambda: ClassTree.two_level([0, 0], head=3), "head must be within 0 … 2 words, got 3"),
-        (lambda: ClassTree.two_level([0, 0], 1, [1]), "counts must be of 2 words, got 1"),
+        (lambda: ClassTree.two_level([0, 0], 3), "shortlist must be within 0 … 2 words, got 3"),
+        (lambda: ClassTree.two_level([0, 0], 1, [1]), "counts must have 2 entries, got 1"),
         (lambda: ClassTree.balanced(5, 1), "branching must be at least 2, got 1"),
         (lambda: ClassTree.huffman([1, 2], arity=1), "arity must be at least 2, got 1"),
         (lambda: ClassTree.huffman([1, -2]), "counts must be ≥ 0, got -2"),
@@ -185,7 +174,7 @@ def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
         (lambda: ClassTree.from_state({}), "not a saved tree"),
     ],
 )
-def test_what_is_no_tree_is_refused(make: object, message: str) -> None:
+def test_invalid_arguments_raise(make: object, message: str) -> None:
     assert callable(make)
     with pytest.raises(ValueError, match=message):
         make()
@@ -195,14 +184,14 @@ def test_what_is_no_tree_is_refused(make: object, message: str) -> None:
     ("num_children", "row_of_node", "row_of_word"),
     [
         ([3], [-1], [0, 1, 1]),  # a row with two owners
-        ([2, 2], [-1, 2], [0, 1, 3]),  # a node below itself
-        ([2, 1], [-1, 0], [1, 2, 3]),  # a row too few
+        ([2, 2], [-1, 2], [0, 1, 3]),  # a node that is its own child
+        ([2, 1], [-1, 0], [1, 2, 3]),  # one row too few
         ([3], [-1], [0, 1, 3]),  # a row out of range
         ([3], [0], [0, 1, 2]),  # a root with a row
         ([2] * 7, [-1, 0, 1, 2, 4, 3, 5], [6, 7, 10, 11, 8, 9, 12, 13]),  # not breadth first
     ],
 )
-def test_arrays_that_are_no_tree_are_refused(
+def test_arrays_that_define_no_tree_raise(
     num_children: list[int], row_of_node: list[int], row_of_word: list[int]
 ) -> None:
     with pytest.raises(ValueError, match="not a tree"):
@@ -218,13 +207,13 @@ def test_arrays_that_are_no_tree_are_refused(
         ("a 0\nb 1\na 2\n", ":3: a has a path already"),
     ],
 )
-def test_files_of_paths_are_checked_line_by_line(text: str, message: str, tmp_path: Path) -> None:
+def test_errors_in_files_name_the_line_or_word(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "paths").write_text(text)
     with pytest.raises(ValueError, match=message):
         ClassTree.from_file(tmp_path / "paths", ["a", "b", "c"])
 
 
-def test_weights_of_another_tree_are_refused() -> None:
+def test_loading_weights_of_another_tree_raises() -> None:
     layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1, 1]))
     other = HierarchicalSoftmax(4, ClassTree.two_level([0, 1, 0, 1]))
     with pytest.raises(ValueError, match=r"another tree: tree\.row_of_word"):
@@ -235,13 +224,13 @@ def test_weights_of_another_tree_are_refused() -> None:
     "make",
     [
         lambda: ClassTree.full(12),
-        lambda: ClassTree.two_level([0, 1, 2, 3] * 3, head=2),
+        lambda: ClassTree.two_level([0, 1, 2, 3] * 3, shortlist=2),
         lambda: ClassTree.balanced(12, 3),
         lambda: ClassTree.huffman(list(range(12))),
         lambda: ClassTree.from_paths([[word % 3, word // 3] for word in range(12)]),
     ],
 )
-def test_trees_are_made_on_the_host_whatever_the_default_device_is(
+def test_trees_are_built_on_the_cpu_under_any_default_device(
     make: Callable[[], ClassTree],
 ) -> None:
     with torch.device("meta"):
@@ -250,7 +239,7 @@ def test_trees_are_made_on_the_host_whatever_the_default_device_is(
     assert tree.preorder.tolist() == again.preorder.tolist() == make().preorder.tolist()
 
 
-def test_a_million_words_are_numbered_in_closed_form() -> None:
+def test_a_million_words_are_numbered_class_by_class() -> None:
     tree = ClassTree.two_level(torch.arange(1_000_000) % 1000)
     assert tree.num_rows == 1_001_000
     assert tree.max_path_columns == 2000

@@ -1,0 +1,165 @@
+"""Sampling: draws follow the full distribution, and expand few nodes."""
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from lm.output import ClassTree
+from lm.output.decoding.expansion import Expander
+from lm.output.decoding.functional import log_prob, sample
+from lm.output.decoding.sampling import RejectionSampler, Uniforms
+
+from .truth import (
+    OPTIONS,
+    H,
+    N,
+    Options,
+    P,
+    all_shapes,
+    draw_many,
+    random_layer,
+    restricted,
+    word_log_prob,
+)
+
+SIGNIFICANCE = 1e-4
+
+
+def assert_distributed(words: Tensor, probs: Tensor) -> None:
+    """Pearson's test of draws [D] from probs [N]; words expected less than 5 times count as one."""
+    counts = torch.bincount(words, minlength=probs.numel()).double()
+    assert counts[probs == 0].sum() == 0
+    expected = probs * words.numel()
+    rare = expected < 5
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    possible = expected > 0
+    statistic = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
+    degrees = max(1, int(possible.sum()) - 1)
+    assert chi2.sf(statistic, degrees) > SIGNIFICANCE, f"{statistic:.1f}, {degrees} degrees"
+
+
+@all_shapes
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 1.7},
+        {"top_k": 7},
+        {"top_p": 0.8},
+        {"temperature": 1.7, "top_p": 0.8},
+        {"temperature": 0.5, "top_p": 0.97},
+        {"temperature": 1.7, "top_k": 9, "top_p": 0.7},
+    ],
+    ids=str,
+)
+def test_frequencies_match_the_full_distribution(shape: str, options: Options) -> None:
+    layer = random_layer(shape, num_positions=3)
+    drawn = draw_many(layer, 7000, **options)
+    for words, full in zip(drawn, word_log_prob(*layer), strict=True):
+        assert_distributed(words, restricted(full, **options))
+
+
+@pytest.mark.parametrize("temperature", [0.25, 4.0, 1e9])
+def test_frequencies_match_at_extreme_temperatures(temperature: float) -> None:
+    for shape in ("two_level", "huffman 3"):
+        layer = random_layer(shape, num_positions=1)
+        (drawn,) = draw_many(layer, 20000, temperature=temperature)
+        assert_distributed(drawn, restricted(word_log_prob(*layer)[0], temperature))
+
+
+@all_shapes
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}], ids=str)
+def test_temperatures_near_zero_give_the_most_probable_word(shape: str, options: Options) -> None:
+    layer = random_layer(shape)
+    expected = word_log_prob(*layer).argmax(1)
+    for temperature in (0.0, 1e-300, 1e-100, 1e-9):
+        assert torch.equal(sample(*layer, temperature=temperature, **options), expected)
+
+
+@all_shapes
+def test_options_that_restrict_nothing_change_nothing(shape: str) -> None:
+    layer = random_layer(shape, num_positions=2)
+    for temperature in (1.0, 1.7):
+        plain = draw_many(layer, 50, temperature=temperature)
+        options = {"temperature": temperature, "top_k": N + 1, "top_p": 1.0}
+        assert torch.equal(draw_many(layer, 50, **options), plain)
+
+
+@all_shapes
+def test_temperature_one_expands_only_the_path_of_the_word(shape: str) -> None:
+    layer = random_layer(shape)
+    expander = Expander(*layer)
+    uniforms = Uniforms(P, torch.device("cpu"), torch.Generator().manual_seed(0))
+    words = RejectionSampler(expander, uniforms, 1.0).sample()
+    assert expander.num_expanded == sum(len(layer[3].path(word)) for word in words.tolist())
+
+
+def test_nodes_of_rejected_trials_become_less_likely() -> None:
+    """Class 0 is more probable but has improbable words only; class 1 has one word."""
+    tree = ClassTree.two_level(torch.tensor([1] + [0] * 200))
+    hidden, weight = torch.zeros(2000, H), torch.zeros(tree.num_rows, H)
+    bias = torch.zeros(tree.num_rows)
+    bias[0] = 2.0
+    expander = Expander(hidden, weight, bias, tree)
+    uniforms = Uniforms(2000, torch.device("cpu"), torch.Generator().manual_seed(0))
+    words = RejectionSampler(expander, uniforms, 4.0).sample()
+    # The root, class 0 at most once without success, the class of the word.
+    assert expander.num_expanded < 2000 * 3.1
+    probs = restricted(log_prob(hidden[:1], weight, bias, tree)[0].double(), 0.25)
+    assert_distributed(words, probs)
+
+
+def test_same_seed_gives_same_words() -> None:
+    layer = random_layer("two_level", num_positions=40)
+    for options in OPTIONS:
+        first, again, other = (
+            sample(*layer, generator=torch.Generator().manual_seed(seed), **options)
+            for seed in (7, 7, 8)
+        )
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+    torch.manual_seed(7)
+    assert torch.equal(sample(*layer), sample(*layer, generator=torch.Generator().manual_seed(7)))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_word_of_a_position_does_not_depend_on_other_positions(options: Options) -> None:
+    hidden, weight, bias, tree = random_layer("huffman 3", num_positions=40)
+    others = hidden.clone()
+    others[::2] = torch.randn(20, H, dtype=torch.float64) * 3
+    first, second = (
+        sample(h, weight, bias, tree, generator=torch.Generator().manual_seed(3), **options)
+        for h in (hidden, others)
+    )
+    assert torch.equal(first[1::2], second[1::2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be finite and at least 0, got -0.1"),
+        ({"temperature": float("nan")}, "temperature must be finite and at least 0, got nan"),
+        ({"temperature": float("inf")}, "temperature must be finite and at least 0, got inf"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_p": 0.0}, r"top_p must be within \(0, 1\], got 0.0"),
+        ({"top_p": 1.1}, r"top_p must be within \(0, 1\], got 1.1"),
+    ],
+)
+def test_options_out_of_range_raise(options: Options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sample(*random_layer("full"), **options)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_log_probabilities_that_are_not_finite_raise_with_their_position(
+    value: float, options: Options
+) -> None:
+    hidden, weight, bias, tree = random_layer("two_level")
+    weight[:, 0] = 1.0
+    hidden[4, 0] = value
+    with pytest.raises(ValueError, match="log-probabilities of position 4 are not finite"):
+        sample(hidden, weight, bias, tree, **options)

@@ -1,0 +1,106 @@
+"""Best-first search: exact top-k and nuclei, and which nodes are expanded for them."""
+
+import pytest
+import torch
+
+from lm.output import ClassTree
+from lm.output.decoding.expansion import Expander
+from lm.output.decoding.functional import topk
+from lm.output.decoding.search import nuclei
+from lm.output.decoding.search import topk as search_topk
+
+from .truth import H, N, P, all_shapes, node_log_prob, random_layer, restricted, word_log_prob
+
+
+@all_shapes
+@pytest.mark.parametrize("num_words", [1, 2, N])
+def test_topk_is_the_start_of_the_sorted_distribution(shape: str, num_words: int) -> None:
+    layer = random_layer(shape, num_words)
+    expected = word_log_prob(*layer).sort(dim=1, descending=True, stable=True)
+    for k in {1, min(5, num_words), num_words}:
+        best = topk(*layer, k)
+        assert torch.equal(best.word, expected.indices[:, :k])
+        torch.testing.assert_close(best.log_prob, expected.values[:, :k], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        ClassTree.full(12),
+        ClassTree.two_level([2, 0, 1, 1, 0, 2, 0, 1, 2, 2, 1, 0]),
+        ClassTree.from_paths([[3 - w // 3, 2 - w % 3] for w in range(12)]),
+        ClassTree.two_level(torch.arange(12).flip(0)),
+    ],
+)
+@pytest.mark.parametrize("k", [1, 5, 12])
+def test_ties_go_to_the_lowest_word(tree: ClassTree, k: int) -> None:
+    hidden, weight = torch.randn(2, H), torch.zeros(tree.num_rows, H)
+    assert topk(hidden, weight, None, tree, k).word.tolist() == [list(range(k))] * 2
+
+
+def test_nodes_as_probable_as_the_last_word_are_expanded_for_lower_words() -> None:
+    tree = ClassTree.from_paths([[1, 0], [0]])
+    best = topk(torch.zeros(1, H), torch.zeros(tree.num_rows, H), None, tree, 1)
+    assert best.word.tolist() == [[0]]
+
+
+@all_shapes
+@pytest.mark.parametrize("k", [1, 4])
+def test_topk_expands_exactly_the_nodes_as_probable_as_the_last_word(shape: str, k: int) -> None:
+    layer = random_layer(shape, scale=2.0)
+    last = word_log_prob(*layer).topk(k).values[:, -1:]
+    expander = Expander(*layer)
+    search_topk(expander, k)
+    assert expander.num_expanded == int((node_log_prob(*layer) >= last - 1e-12).sum())
+
+
+def test_peaked_distribution_expands_one_class_and_flat_one_all() -> None:
+    tree = ClassTree.two_level(torch.arange(400) % 20)
+    hidden, weight = torch.zeros(3, H), torch.zeros(tree.num_rows, H)
+    bias = torch.zeros(tree.num_rows)
+    flat = Expander(hidden, weight, bias, tree)
+    search_topk(flat, 1)
+    assert flat.num_expanded == 3 * (1 + 20)
+    bias[7] = 20.0
+    peaked = Expander(hidden, weight, bias, tree)
+    assert search_topk(peaked, 5).word.tolist() == [[7, 27, 47, 67, 87]] * 3
+    assert peaked.num_expanded == 3 * 2
+    peaked = Expander(hidden, weight, bias, tree)
+    ((position, nucleus),) = nuclei(peaked, 1.0, 0.925)
+    assert position.tolist() == [0, 1, 2]
+    assert nucleus.word.tolist() == [[7 + 20 * i for i in range(19)]] * 3
+    assert peaked.num_expanded == 3 * 2
+
+
+@all_shapes
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("top_p", [0.01, 0.6, 0.93, 0.9999])
+def test_nucleus_is_the_smallest_set_that_reaches_top_p(
+    shape: str, temperature: float, top_p: float
+) -> None:
+    layer = random_layer(shape)
+    found: dict[int, list[int]] = {}
+    for position, nucleus in nuclei(Expander(*layer), 1 / temperature, top_p):
+        for p, words, values in zip(position.tolist(), nucleus.word, nucleus.log_prob, strict=True):
+            found[p] = words[values > -torch.inf].tolist()
+    assert sorted(found) == list(range(P))
+    for p, log_prob in enumerate(word_log_prob(*layer)):
+        admissible = restricted(log_prob, temperature, None, top_p) > 0
+        order = log_prob.argsort(descending=True)
+        assert found[p] == order[admissible[order]].tolist()
+
+
+@all_shapes
+def test_log_bound_holds_at_every_node_and_is_tight_for_equal_words(shape: str) -> None:
+    layer = random_layer(shape)
+    tree = layer[3]
+    words_log_prob, nodes_log_prob = word_log_prob(*layer), node_log_prob(*layer)
+    expander = Expander(*layer)
+    for node in range(tree.num_nodes):
+        below = [word for word in range(N) if node in dict(tree.path(word))]
+        q = words_log_prob[:, below] - nodes_log_prob[:, node, None]
+        for power in (0.4, 1.0, 2.5):
+            bound = expander.log_bound(power)[node]
+            assert bool(((power * q).logsumexp(1) <= bound + 1e-12).all())
+        equal = torch.full((len(below),), 1 / len(below), dtype=torch.float64)
+        torch.testing.assert_close(expander.log_bound(0.4)[node], equal.pow(0.4).sum().log())

@@ -1,0 +1,118 @@
+"""The distribution over all words, computed word by word in fp64, for random layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.output import ClassTree
+from lm.output.decoding.functional import sample
+
+N, H, P = 23, 5, 6
+
+Layer = tuple[Tensor, Tensor, Tensor, ClassTree]
+"""hidden [P, H], weight [R, H], bias [R] and the tree, as decoding takes them."""
+Options = dict[str, Any]
+OPTIONS: list[Options] = [
+    {}, {"temperature": 1.5}, {"temperature": 0.6}, {"top_k": 9}, {"top_p": 0.9}
+]  # fmt: skip
+
+
+def random_paths(num_words: int) -> list[list[int]]:
+    """Paths of different lengths; some nodes have a single child."""
+    generator = torch.Generator().manual_seed(3)
+    leaves = [[0]]
+    while len(leaves) < num_words:
+        path = leaves.pop(int(torch.randint(len(leaves), (), generator=generator)))
+        width = int(torch.randint(1, 4, (), generator=generator))
+        leaves += [[*path, child] for child in range(min(width, num_words - len(leaves)))]
+    return leaves
+
+
+def zipf(num_words: int) -> Tensor:
+    return 1000 // torch.arange(1, num_words + 1)
+
+
+def word_class(num_words: int) -> Tensor:
+    """Six shuffled classes of different sizes, the last with a single word."""
+    classes = torch.randint(5, (num_words,), generator=torch.Generator().manual_seed(5))
+    classes[num_words // 2] = 5
+    return classes
+
+
+TREES: dict[str, Callable[[int], ClassTree]] = {
+    "full": ClassTree.full,
+    "two_level": lambda n: ClassTree.two_level(word_class(n)),
+    "shortlist": lambda n: ClassTree.two_level(word_class(n), shortlist=min(n, 4)),
+    "one word per class": lambda n: ClassTree.two_level(torch.arange(n)),
+    "balanced": lambda n: ClassTree.balanced(n, 3),
+    "huffman 2": lambda n: ClassTree.huffman(zipf(n)),
+    "huffman 3": lambda n: ClassTree.huffman(zipf(n), 3),
+    "paths": lambda n: ClassTree.from_paths(random_paths(n)),
+}
+all_shapes = pytest.mark.parametrize("shape", TREES)
+
+
+def random_layer(
+    shape: str, num_words: int = N, *, num_positions: int = P, scale: float = 1.0
+) -> Layer:
+    """Standard normal hidden vectors, rows and biases, the last two times `scale`."""
+    tree = TREES[shape](num_words)
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((num_positions, H), (tree.num_rows, H), (tree.num_rows,))
+    hidden, weight, bias = (
+        torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes
+    )
+    return hidden, weight * scale, bias * scale, tree
+
+
+def converted(layer: Layer, dtype: torch.dtype) -> Layer:
+    hidden, weight, bias, tree = layer
+    return hidden.to(dtype), weight.to(dtype), bias.to(dtype), tree
+
+
+def word_log_prob(hidden: Tensor, weight: Tensor, bias: Tensor, tree: ClassTree) -> Tensor:
+    """Log-probabilities [P, N]: for each word the sum over its path, as defined."""
+    columns = []
+    for word in range(tree.vocab_size):
+        total = hidden.new_zeros(hidden.shape[0])
+        for node, row in tree.path(word):
+            first, width = int(tree.first_row[node]), int(tree.num_children[node])
+            logits = hidden @ weight[first : first + width].T + bias[first : first + width]
+            total = total + logits[:, row - first] - logits.logsumexp(1)
+        columns.append(total)
+    return torch.stack(columns, dim=1)
+
+
+def node_log_prob(hidden: Tensor, weight: Tensor, bias: Tensor, tree: ClassTree) -> Tensor:
+    """Log-probabilities of the nodes [P, I], summed over the words below them."""
+    words = word_log_prob(hidden, weight, bias, tree)
+    below = torch.zeros(tree.num_nodes, tree.vocab_size, dtype=torch.bool)
+    for word in range(tree.vocab_size):
+        below[[node for node, _ in tree.path(word)], word] = True
+    return torch.stack([words[:, columns].logsumexp(1) for columns in below], dim=1)
+
+
+def restricted(
+    log_prob: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """The distribution [N] to sample from: temperature, then top-k, then top-p."""
+    order = log_prob.argsort(descending=True, stable=True)
+    probs = (log_prob[order] / temperature).softmax(0)
+    if top_k is not None:
+        probs[top_k:] = 0
+        probs /= probs.sum()
+    if top_p is not None:
+        before = probs.cumsum(0) - probs
+        probs[before >= top_p] = 0
+    return torch.zeros_like(probs).scatter(0, order, probs / probs.sum())
+
+
+def draw_many(layer: Layer, num_draws: int, **options: Any) -> Tensor:
+    """Draws [P, num_draws], in one call."""
+    hidden, weight, bias, tree = layer
+    generator = torch.Generator().manual_seed(1)
+    repeated = hidden[:, None].expand(-1, num_draws, -1)
+    return sample(repeated, weight, bias, tree, generator=generator, **options)
