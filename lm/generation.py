@@ -1,4 +1,4 @@
-"""Text from a model: one word after another, each drawn class first, then within the class."""
+"""Generation: continuations of a prompt, drawn token by token from a trained model."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -11,8 +11,8 @@ from data_prep.prepared import load_tokenizer
 from lm.model.language_model import LanguageModel
 from lm.model.files import load_model
 
-WORDS_AT_ONCE = 1024
-"""Of a prompt; the memory of a Transformer grows with their square."""
+PROMPT_CHUNK_TOKENS = 1024
+"""Tokens of a prompt read per call; a Transformer's memory grows with their square."""
 
 
 @torch.no_grad()
@@ -27,19 +27,28 @@ def generate(
     top_p: float | None = None,
     seed: int = 1,
 ) -> Iterator[Tensor]:
-    """Continue a prompt, in several samples side by side.
+    """Continues a prompt in several independent samples.
+
+    Example:
+        >>> from lm.model.lstm import LSTM
+        >>> from lm.output import ClassTree, HierarchicalSoftmax
+        >>> softmax = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
+        >>> _ = torch.nn.init.zeros_(softmax.weight)  # P = 1/4, 1/4, 1/2
+        >>> model = LanguageModel(LSTM(4, 4, 1), softmax, embedding_size=4).eval()
+        >>> tokens = generate(model, [0], num_tokens=3, num_samples=2, temperature=0)
+        >>> torch.stack(list(tokens), dim=1).tolist()
+        [[2, 2, 2], [2, 2, 2]]
 
     Args:
         model: in evaluation mode.
-        prompt: word ids read first, at least one (`<eos>` for the beginning of a text).
-        num_tokens: to generate.
-        num_samples: B, independent continuations.
-        temperature, top_k, top_p: as in `HierarchicalSoftmax.sample`, with respect to the whole
-            vocabulary.
-        seed: of the drawing; the same seed gives the same text.
+        prompt: at least one token id (`<eos>` at the beginning of a text).
+        num_tokens: number of tokens to generate.
+        num_samples: B, number of samples.
+        temperature, top_k, top_p: as in `HierarchicalSoftmax.sample`.
+        seed: seed of the random numbers; the same seed gives the same tokens.
 
     Yields:
-        [B] int64, the next word of each sample.
+        [B] int64, the next token of each sample.
 
     Raises:
         ValueError: if the prompt is empty or an option is out of range.
@@ -50,8 +59,8 @@ def generate(
     tokens = torch.tensor(prompt, device=model.device)[:, None].expand(-1, num_samples)
     state = model.init_state(num_samples)
     for _ in range(num_tokens):
-        for piece in torch.split(tokens, WORDS_AT_ONCE):
-            hidden, new_state = model(piece, state)
+        for chunk in torch.split(tokens, PROMPT_CHUNK_TOKENS):
+            hidden, new_state = model(chunk, state)
             assert new_state is not None
             state = new_state
         drawn = model.output.sample(
@@ -72,20 +81,20 @@ def generate_text(
     top_p: float | None = None,
     seed: int = 1,
 ) -> Iterator[Iterator[str]]:
-    """Continuations of a prompt by the best model of a run, or an export.
+    """Continues a text with the model saved in a folder.
 
     Args:
-        folder: of the run.
-        prompt: text to continue; empty for the beginning of a text. Its lines are read with `<eos>`
-            between them.
-        num_tokens, num_samples, temperature, top_k, top_p, seed: as in `generate`.
+        folder: run folder or exported model.
+        prompt: text to continue, empty for the beginning of a text. Lines are separated by `<eos>`.
+        num_tokens: number of tokens to generate.
+        num_samples, temperature, top_k, top_p, seed: as in `generate`.
 
     Yields:
-        For each sample its text without the prompt, in pieces; those of a single sample come as
-        they are drawn.
+        The text of each sample without the prompt, in pieces. A single sample is streamed: its
+        pieces are available as soon as they are drawn.
 
     Raises:
-        UserError: if there is no model in the folder.
+        UserError: if the folder has no model.
         ValueError: if an option is out of range.
     """
     model, description = load_model(folder)
@@ -103,17 +112,17 @@ def generate_text(
         top_p=top_p,
         seed=seed,
     )
-    written = len(tokenizer.decode(prompt_ids[1:]))
+    prompt_length = len(tokenizer.decode(prompt_ids[1:]))
 
     def text(ids: Iterator[int]) -> Iterator[str]:
-        """The decoded ids, less what the prompt says."""
-        skip = written
+        """The decoded ids without the prompt."""
+        skip = prompt_length
         for piece in tokenizer.stream_decode(chain(prompt_ids[1:], ids)):
             yield piece[skip:]
             skip = max(0, skip - len(piece))
 
     if num_samples == 1:
-        yield text(int(drawn[0]) for drawn in steps)
+        yield text(int(drawn) for drawn in steps)
     else:
         for ids in torch.stack(list(steps), dim=1).tolist():
             yield text(iter(ids))

@@ -1,4 +1,4 @@
-"""Generation: what was learnt comes back, and the seed decides."""
+"""Generation: a memorised text is reproduced, and samples depend on the seed only."""
 
 import io
 import json
@@ -18,7 +18,6 @@ from lm.model.language_model import LanguageModel
 from lm.training.checkpoint import load_model
 from lm.training.metrics import read_metrics
 
-RUNS = pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
 SONG = [
     "one man went to mow",
     "he went to mow a meadow",
@@ -40,9 +39,17 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
     return run
 
 
+@pytest.fixture(params=["lstm_run", "transformer_run"])
+def run(request: pytest.FixtureRequest) -> Path:
+    """A run folder, not to be changed."""
+    folder = request.getfixturevalue(request.param)
+    assert isinstance(folder, Path)
+    return folder
+
+
 @pytest.fixture(scope="module", params=["lstm", "transformer"])
 def song_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that knows one short text by heart."""
+    """A model that has memorised one short text."""
     folder = tmp_path_factory.mktemp(f"song_{request.param}")
     (folder / "song.txt").write_text("\n".join(SONG * 12) + "\n")
     config = folder / "song.yaml"
@@ -61,88 +68,73 @@ log: {{every_steps: 10}}
     return folder / "run"
 
 
-def test_a_tiny_model_learns_a_short_text_by_heart(song_run: Path) -> None:
+def test_tiny_model_memorises_a_short_text(song_run: Path) -> None:
     lines = read_metrics(song_run / "metrics.csv")
     assert lines[0].train_perplexity > 3
     assert lines[-1].train_perplexity < 1.5
 
 
-def test_greedily_it_says_the_text(song_run: Path, printed: Printed) -> None:
+def test_greedy_generation_reproduces_the_text(song_run: Path, printed: Printed) -> None:
     length = sum(len(line.split()) + 1 for line in SONG)
-    said = printed(song_run, "--temperature=0", f"--tokens={2 * length}", "--prompt", SONG[0])
-    rest = "\n".join([*SONG, *SONG, SONG[0]])
-    assert said == rest + "\n"
+    text = printed(song_run, "--temperature=0", f"--tokens={2 * length}", "--prompt", SONG[0])
+    assert text == "\n".join([*SONG, *SONG, SONG[0]]) + "\n"
 
 
-def test_a_prompt_of_several_lines_is_continued(song_run: Path, printed: Printed) -> None:
+def test_prompt_of_several_lines_is_continued(song_run: Path, printed: Printed) -> None:
     prompt = f"{SONG[1]}\nhis dog"
-    said = printed(song_run, "--temperature=0", "--tokens=4", "--prompt", prompt)
-    assert said == f"{SONG[1]}\n{SONG[2]}\n"
+    text = printed(song_run, "--temperature=0", "--tokens=4", "--prompt", prompt)
+    assert text == f"{SONG[1]}\n{SONG[2]}\n"
 
 
-def test_greedy_is_the_most_probable_word_of_the_whole_text_so_far(song_run: Path) -> None:
+def test_greedy_token_is_the_most_probable_given_all_before(song_run: Path) -> None:
     model, description = load_model(song_run)
-    words = [description.eos_id]
-    drawn = [
-        int(word) for word in generate(model, words, num_tokens=12, num_samples=1, temperature=0.0)
-    ]
+    tokens = [description.eos_id]
+    drawn = list(generate(model, tokens, num_tokens=12, num_samples=1, temperature=0.0))
     with torch.no_grad():
-        for word in drawn:
-            hidden, _ = model(torch.tensor(words)[:, None])
-            assert int(model.output.log_prob(hidden[-1]).argmax()) == word
-            words.append(word)
+        for token in drawn:
+            hidden, _ = model(torch.tensor(tokens)[:, None])
+            assert torch.equal(model.output.log_prob(hidden[-1]).argmax(1), token)
+            tokens.append(int(token))
 
 
-@RUNS
-def test_a_prompt_is_read_in_pieces(
-    run: str, request: pytest.FixtureRequest, printed: Printed, monkeypatch: pytest.MonkeyPatch
+def test_long_prompts_are_read_in_chunks(
+    run: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, prompt = request.getfixturevalue(run), "the old cat sees a dog today\na man finds"
+    prompt = "the old cat sees a dog today\na man finds"
     options = ["--prompt", prompt, "--tokens=20", "--temperature=0"]
-    whole = printed(folder, *options)
-    read: list[int] = []
+    whole = printed(run, *options)
+    lengths: list[int] = []
     forward = LanguageModel.forward
 
-    def noted(self: LanguageModel, tokens: Tensor, state: Any = None) -> Any:
-        read.append(len(tokens))
+    def recorded(self: LanguageModel, tokens: Tensor, state: Any = None) -> Any:
+        lengths.append(len(tokens))
         return forward(self, tokens, state)
 
-    monkeypatch.setattr(LanguageModel, "forward", noted)
-    monkeypatch.setattr(generation, "WORDS_AT_ONCE", 4)
-    assert printed(folder, *options) == whole
-    assert read == [4, 4, 4, *[1] * 19]  # twelve with both <eos>
+    monkeypatch.setattr(LanguageModel, "forward", recorded)
+    monkeypatch.setattr(generation, "PROMPT_CHUNK_TOKENS", 4)
+    assert printed(run, *options) == whole
+    assert lengths == [4, 4, 4, *[1] * 19]  # twelve with both <eos>
 
 
-@RUNS
-def test_the_seed_decides(run: str, request: pytest.FixtureRequest, printed: Printed) -> None:
-    folder = request.getfixturevalue(run)
-    first = printed(folder, "--seed=5", "--tokens=40")
-    assert printed(folder, "--seed=5", "--tokens=40") == first
-    assert printed(folder, "--seed=6", "--tokens=40") != first
+def test_text_depends_on_the_seed_only(run: Path, printed: Printed) -> None:
+    first = printed(run, "--seed=5", "--tokens=40")
+    assert printed(run, "--seed=5", "--tokens=40") == first
+    assert printed(run, "--seed=6", "--tokens=40") != first
 
 
-@RUNS
-def test_samples_differ_and_come_as_json(
-    run: str, request: pytest.FixtureRequest, printed: Printed
-) -> None:
-    folder = request.getfixturevalue(run)
+def test_samples_differ_and_json_equals_the_printed_text(run: Path, printed: Printed) -> None:
     options = ["--prompt=the cat", "--samples=3", "--tokens=20", "--seed=2"]
-    values = json.loads(printed(folder, *options, "--json"))
+    values = json.loads(printed(run, *options, "--json"))
     assert values["prompt"] == "the cat"
     assert len(set(values["samples"])) == 3
     for sample in values["samples"]:
         assert len(sample.split()) + sample.count("\n") == 20
-    plain = printed(folder, *options)
-    assert plain == "".join(f"the cat{sample}\n" for sample in values["samples"])
+    assert printed(run, *options) == "".join(f"the cat{sample}\n" for sample in values["samples"])
+    (sample,) = json.loads(printed(run, *options, "--samples=1", "--json"))["samples"]
+    assert printed(run, *options, "--samples=1") == f"the cat{sample}\n"
 
 
-def test_one_sample_as_json_is_what_is_printed(lstm_run: Path, printed: Printed) -> None:
-    options = ["--prompt=the", "--tokens=9"]
-    values = json.loads(printed(lstm_run, *options, "--json"))
-    assert printed(lstm_run, *options) == f"the{values['samples'][0]}\n"
-
-
-def test_a_prompt_may_come_from_stdin(
+def test_prompt_is_read_from_stdin(
     lstm_run: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = printed(lstm_run, "--prompt", "the old dog", "--tokens=6")
@@ -150,13 +142,13 @@ def test_a_prompt_may_come_from_stdin(
     assert printed(lstm_run, "--prompt", "-", "--tokens=6") == expected
 
 
-def test_the_one_most_probable_word_is_the_greedy_one(lstm_run: Path, printed: Printed) -> None:
+def test_options_that_leave_one_word_are_greedy(lstm_run: Path, printed: Printed) -> None:
     greedy = printed(lstm_run, "--temperature=0", "--tokens=15")
     for option in ("--top-k=1", "--top-p=1e-9", "--temperature=1e-4"):
         assert printed(lstm_run, option, "--tokens=15", "--seed=3") == greedy
 
 
-def test_the_frequencies_of_the_first_word_are_its_probabilities(lstm_run: Path) -> None:
+def test_frequencies_of_the_first_word_match_its_probabilities(lstm_run: Path) -> None:
     model, description = load_model(lstm_run)
     (drawn,) = generate(model, [description.eos_id], num_tokens=1, num_samples=20_000, seed=4)
     with torch.no_grad():
@@ -169,13 +161,13 @@ def test_the_frequencies_of_the_first_word_are_its_probabilities(lstm_run: Path)
     assert chi_square < degrees + 5 * (2 * degrees) ** 0.5
 
 
-def test_an_empty_prompt_is_refused(lstm_run: Path) -> None:
+def test_empty_prompt_raises(lstm_run: Path) -> None:
     model, _ = load_model(lstm_run)
     with pytest.raises(ValueError, match=r"^the prompt must have at least one token$"):
         next(generate(model, [], num_tokens=1, num_samples=1))
 
 
-def test_a_prompt_from_stdin_that_is_no_text_is_refused(
+def test_prompt_from_stdin_must_be_utf8(
     lstm_run: Path, complaint: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the \xff cat"), "utf-8"))

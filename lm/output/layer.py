@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.output.decoding import functional as decoding
+from lm.output.decoding.search import TopK
 from lm.output.functional import (
     BackendName,
     Reduction,
@@ -197,7 +198,7 @@ class HierarchicalSoftmax(nn.Module):
         """
         return self.topk(hidden, 1).word.squeeze(-1)
 
-    def topk(self, hidden: Tensor, k: int) -> decoding.TopK:
+    def topk(self, hidden: Tensor, k: int) -> TopK:
         """The k most probable words of each position, exact with respect to the full distribution.
 
         A class is evaluated only while it is at least as probable as the k-th best word found: few

@@ -23,17 +23,9 @@ _CAST_ELEMENTS = 1 << 23
 
 
 def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Logits hidden Wᵀ + b in at least fp32. Differentiable.
+    """Logits hidden Wᵀ + b [P, rows] in at least fp32, of hidden [P, H] and weight [rows, H].
 
     Half-precision weights are cast in chunks of one split, so that their gradient is written once.
-
-    Args:
-        hidden: [P, H] floating point.
-        weight: [rows, H] floating point.
-        bias: [rows] or None.
-
-    Returns:
-        [P, rows].
     """
     dtype = compute_dtype(torch.promote_types(hidden.dtype, weight.dtype))
     hidden, bias = hidden.to(dtype), None if bias is None else bias.to(dtype)
@@ -107,24 +99,17 @@ class Expander:
         self._item_of_row = _lookup(tree).item_of_row
 
     def log_bound(self, power: float) -> Tensor:
-        """Upper bound of log Σ q^power over the words below each node.
+        """Upper bound [I] fp64 of log Σ q^power over the words below each node.
 
         q are the probabilities of the words given the node. For power ≥ 1, Σ q^power ≤ Σ q = 1;
         for power < 1 the sum is largest for equal q (Jensen's inequality): (number of
         words)^(1 - power).
-
-        Returns:
-            [I] fp64.
         """
         num_words = _lookup(self.tree).num_words_below.double()
         return max(0.0, 1 - power) * num_words.log()
 
     def expand(self, position: Tensor, node: Tensor) -> Iterator[Expansion]:
-        """Expands one node for each of V visits, with one matrix product per distinct node.
-
-        Args:
-            position: [V] int64.
-            node: [V] int64.
+        """Expands node [V] at position [V], with one matrix product per distinct node.
 
         Raises:
             ValueError: if a log-probability is not finite.
@@ -155,15 +140,9 @@ class Children(NamedTuple):
 
 
 def pack(children: Sequence[Children], num_rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Collects the children of several nodes, row by row, padded with -∞ and `ABSENT`.
+    """Concatenates children row by row: log_prob and item, both [num_rows, width].
 
-    Args:
-        children: a row may occur in several of them, but once in each.
-        num_rows: number of rows of the result.
-        like: gives the dtype and device of the log-probabilities.
-
-    Returns:
-        log_prob [num_rows, width] and item [num_rows, width].
+    Shorter rows are padded with -∞ and `ABSENT`. `like` has the dtype and device of log_prob.
     """
     used = torch.zeros(num_rows, dtype=torch.int64, device=like.device)
     columns = []

@@ -11,13 +11,10 @@ import math
 import torch
 from torch import Tensor
 
+from lm.output.decoding import search
 from lm.output.decoding.expansion import Expander, logits
 from lm.output.decoding.sampling import RejectionSampler, Uniforms, sample_nucleus, sample_topk
-from lm.output.decoding.search import TopK
-from lm.output.decoding.search import topk as search_topk
 from lm.output.tree.class_tree import ClassTree
-
-__all__ = ["TopK", "log_prob", "sample", "topk"]
 
 _BLOCK_ELEMENTS = 1 << 23
 """Largest number of logits on one path of the tree, summed over the positions of a block."""
@@ -43,16 +40,18 @@ def log_prob(hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTre
 
 
 @torch.no_grad()
-def topk(hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTree, k: int) -> TopK:
+def topk(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTree, k: int
+) -> search.TopK:
     """The k most probable words of each position, log_prob and word [..., k]."""
     _check(hidden, weight, bias, tree)
     if not 1 <= k <= tree.vocab_size:
         raise ValueError(f"k must be within 1 … {tree.vocab_size} words, got {k}")
     shape = (*hidden.shape[:-1], k)
     with torch.autocast(hidden.device.type, enabled=False):
-        blocks = [search_topk(expander, k) for expander in _expanders(hidden, weight, bias, tree)]
+        blocks = [search.topk(expander, k) for expander in _expanders(hidden, weight, bias, tree)]
     log_prob, word = (torch.cat(tensors).view(shape) for tensors in zip(*blocks, strict=True))
-    return TopK(log_prob, word)
+    return search.TopK(log_prob, word)
 
 
 @torch.no_grad()

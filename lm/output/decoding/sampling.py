@@ -32,13 +32,7 @@ from lm.output.decoding.search import nuclei, topk
 
 
 class Uniforms:
-    """Uniform random numbers in [0, 1), fp64, with an independent sequence for each position.
-
-    Args:
-        num_positions: number of positions in the batch.
-        device: device of the numbers.
-        generator: source, on any device; None is torch's default.
-    """
+    """Uniform random numbers in [0, 1), fp64: an independent sequence for each position."""
 
     def __init__(
         self, num_positions: int, device: torch.device, generator: torch.Generator | None
@@ -65,17 +59,10 @@ class Uniforms:
 
 
 def draw(log_weight: Tensor, uniform: Tensor) -> Tensor:
-    """One column per row, drawn in proportion to the weights by inverting the cumulative sum.
+    """A column [V] for each row of log_weight [V, M] fp64, in proportion to the weights.
 
-    A column of weight 0 is never drawn: a number below 1 times the total rounds to less than the
-    total.
-
-    Args:
-        log_weight: [V, M] fp64, logarithms of the weights.
-        uniform: [V] fp64, within [0, 1).
-
-    Returns:
-        [V] int64.
+    Inverts the cumulative sum at uniform [V] in [0, 1). A column of weight 0 is never drawn: a
+    number below 1 times the total rounds to less than the total.
     """
     cumulative = (log_weight - log_weight.amax(dim=1, keepdim=True)).exp().cumsum(dim=1)
     point = uniform[:, None] * cumulative[:, -1:]

@@ -3,8 +3,9 @@
 `ClassTree` documents the arguments of each shape.
 """
 
+import heapq
 import operator
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -122,11 +123,7 @@ def read_paths(path: str | Path, words: Sequence[str]) -> list[list[int]]:
 
 
 def number_breadth_first(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers nodes and rows as `ClassTree` does.
-
-    Returns:
-        `num_children` [I], `row_of_node` [I] and `row_of_word` [N] int64.
-    """
+    """The `num_children` [I], `row_of_node` [I] and `row_of_word` [N] of a `ClassTree`."""
     parent, rank, num_words = shape
     num_nodes = parent.numel() + 1 - num_words
     below_root = (torch.arange(num_nodes) > 0).to(torch.int64)
@@ -153,9 +150,7 @@ def number_breadth_first(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
 def sum_over_ancestors(parent: Tensor, value: Tensor) -> Tensor:
     """Sums `value` [I] over each node and its ancestors, in log(depth) passes of pointer jumping.
 
-    Args:
-        parent: [I] int64, parent of each node; 0 for the root.
-        value: [I]; 0 for the root.
+    `parent` [I] and `value` are 0 for the root.
     """
     while bool(parent.any()):
         value = value + value[parent]
@@ -190,19 +185,17 @@ def _huffman_merges(counts: Tensor, arity: int) -> Tensor:
     The smallest counts are merged first; ties: words before merges, then lower numbers.
     """
     num_words = counts.numel()
-    order = torch.argsort(counts, stable=True)
-    words = deque(zip(counts[order].tolist(), order.tolist(), strict=True))
-    merges: deque[tuple[int, int]] = deque()
+    heap = list(zip(counts.tolist(), range(num_words), strict=True))
+    heapq.heapify(heap)
     merge_of_item = [0] * num_words
-    take = (num_words - 2) % (arity - 1) + 2  # so that every later merge has `arity` items
-    while len(words) + len(merges) > 1:
+    num_items = (num_words - 2) % (arity - 1) + 2  # so that every later merge has `arity` items
+    while len(heap) > 1:
         merge, total = len(merge_of_item) - num_words, 0
-        for _ in range(take):
-            queue = words if words and (not merges or words[0][0] <= merges[0][0]) else merges
-            count, item = queue.popleft()
+        for _ in range(num_items):
+            count, item = heapq.heappop(heap)
             total += count
             merge_of_item[item] = merge
-        merges.append((total, len(merge_of_item)))
+        heapq.heappush(heap, (total, len(merge_of_item)))
         merge_of_item.append(-1)
-        take = arity
+        num_items = arity
     return torch.tensor(merge_of_item[: max(num_words, len(merge_of_item) - 1)])

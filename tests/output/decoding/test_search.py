@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from lm.output import ClassTree
+from lm.output.decoding import search
 from lm.output.decoding.expansion import Expander
 from lm.output.decoding.functional import topk
-from lm.output.decoding.search import nuclei
-from lm.output.decoding.search import topk as search_topk
 
 from .truth import H, N, P, all_shapes, node_log_prob, random_layer, restricted, word_log_prob
 
@@ -50,7 +49,7 @@ def test_topk_expands_exactly_the_nodes_as_probable_as_the_last_word(shape: str,
     layer = random_layer(shape, scale=2.0)
     last = word_log_prob(*layer).topk(k).values[:, -1:]
     expander = Expander(*layer)
-    search_topk(expander, k)
+    search.topk(expander, k)
     assert expander.num_expanded == int((node_log_prob(*layer) >= last - 1e-12).sum())
 
 
@@ -59,14 +58,14 @@ def test_peaked_distribution_expands_one_class_and_flat_one_all() -> None:
     hidden, weight = torch.zeros(3, H), torch.zeros(tree.num_rows, H)
     bias = torch.zeros(tree.num_rows)
     flat = Expander(hidden, weight, bias, tree)
-    search_topk(flat, 1)
+    search.topk(flat, 1)
     assert flat.num_expanded == 3 * (1 + 20)
     bias[7] = 20.0
     peaked = Expander(hidden, weight, bias, tree)
-    assert search_topk(peaked, 5).word.tolist() == [[7, 27, 47, 67, 87]] * 3
+    assert search.topk(peaked, 5).word.tolist() == [[7, 27, 47, 67, 87]] * 3
     assert peaked.num_expanded == 3 * 2
     peaked = Expander(hidden, weight, bias, tree)
-    ((position, nucleus),) = nuclei(peaked, 1.0, 0.925)
+    ((position, nucleus),) = search.nuclei(peaked, 1.0, 0.925)
     assert position.tolist() == [0, 1, 2]
     assert nucleus.word.tolist() == [[7 + 20 * i for i in range(19)]] * 3
     assert peaked.num_expanded == 3 * 2
@@ -80,7 +79,7 @@ def test_nucleus_is_the_smallest_set_that_reaches_top_p(
 ) -> None:
     layer = random_layer(shape)
     found: dict[int, list[int]] = {}
-    for position, nucleus in nuclei(Expander(*layer), 1 / temperature, top_p):
+    for position, nucleus in search.nuclei(Expander(*layer), 1 / temperature, top_p):
         for p, words, values in zip(position.tolist(), nucleus.word, nucleus.log_prob, strict=True):
             found[p] = words[values > -torch.inf].tolist()
     assert sorted(found) == list(range(P))
@@ -93,14 +92,13 @@ def test_nucleus_is_the_smallest_set_that_reaches_top_p(
 @all_shapes
 def test_log_bound_holds_at_every_node_and_is_tight_for_equal_words(shape: str) -> None:
     layer = random_layer(shape)
-    tree = layer[3]
-    words_log_prob, nodes_log_prob = word_log_prob(*layer), node_log_prob(*layer)
-    expander = Expander(*layer)
+    log_prob, nodes_log_prob = word_log_prob(*layer), node_log_prob(*layer)
+    expander, tree = Expander(*layer), layer[3]
     for node in range(tree.num_nodes):
-        below = [word for word in range(N) if node in dict(tree.path(word))]
-        q = words_log_prob[:, below] - nodes_log_prob[:, node, None]
+        words = [word for word in range(N) if node in dict(tree.path(word))]
+        log_q = log_prob[:, words] - nodes_log_prob[:, node, None]
         for power in (0.4, 1.0, 2.5):
             bound = expander.log_bound(power)[node]
-            assert bool(((power * q).logsumexp(1) <= bound + 1e-12).all())
-        equal = torch.full((len(below),), 1 / len(below), dtype=torch.float64)
+            assert bool(((power * log_q).logsumexp(1) <= bound + 1e-12).all())
+        equal = torch.full((len(words),), 1 / len(words), dtype=torch.float64)
         torch.testing.assert_close(expander.log_bound(0.4)[node], equal.pow(0.4).sum().log())

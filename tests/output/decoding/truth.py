@@ -88,11 +88,10 @@ def word_log_prob(hidden: Tensor, weight: Tensor, bias: Tensor, tree: ClassTree)
 
 def node_log_prob(hidden: Tensor, weight: Tensor, bias: Tensor, tree: ClassTree) -> Tensor:
     """Log-probabilities of the nodes [P, I], summed over the words below them."""
-    words = word_log_prob(hidden, weight, bias, tree)
-    below = torch.zeros(tree.num_nodes, tree.vocab_size, dtype=torch.bool)
-    for word in range(tree.vocab_size):
-        below[[node for node, _ in tree.path(word)], word] = True
-    return torch.stack([words[:, columns].logsumexp(1) for columns in below], dim=1)
+    log_prob = word_log_prob(hidden, weight, bias, tree)
+    paths = [dict(tree.path(word)) for word in range(tree.vocab_size)]
+    below = [[w for w, path in enumerate(paths) if n in path] for n in range(tree.num_nodes)]
+    return torch.stack([log_prob[:, words].logsumexp(1) for words in below], dim=1)
 
 
 def restricted(
