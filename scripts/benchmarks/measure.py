@@ -155,11 +155,7 @@ def _launched_on_gpu(half: Callable[[], object]) -> list[str]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         half()
         torch.cuda.synchronize()
-    return [
-        event.name
-        for event in profiler.events()
-        if event.device_type.name == "CUDA"
-    ]
+    return [event.name for event in profiler.events() if event.device_type.name == "CUDA"]
 
 
 def _interpreted(half: Callable[[], object]) -> list[str]:

@@ -235,8 +235,8 @@ def test_launches_are_distinguished_by_name() -> None:
         "backward": ["_d_hidden", "_d_weight", "_d_light", "void at::native::copy"],
     }
     assert describe_launches([{"label": "random/triton", "launches": found}], on_gpu=True) == [
-        "launches of random/triton: forward: 1 hierarchical kernel (_forward) + 2 routing kernels + 1 copies and fills; "
-        "backward: 3 hierarchical kernels (_d_hidden, _d_weight, _d_light) + 1 other kernels"
+        "launches of random/triton: forward: 1 hierarchical kernel (_forward) + 2 routing kernels"
+        " + 1 copies and fills; backward: 3 hierarchical kernels (_d_hidden, _d_weight, _d_light) + 1 other kernels"
         " + 0 copies and fills"
     ]
 
