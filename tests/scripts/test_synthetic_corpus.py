@@ -1,34 +1,27 @@
-"""The synthetic corpus follows the law that it states, and its arguments alone."""
+"""The synthetic corpus has the stated distribution and depends on its arguments alone."""
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from scripts.synthetic_corpus import WordModel, Zipf, spell
+
 TOP = Path(__file__).resolve().parents[2]
-SCRIPT = TOP / "scripts" / "make_corpus"
 
 Ranks = NDArray[np.int64]
 
 
-@pytest.fixture(scope="module")
-def script(load_script: Callable[[str], ModuleType]) -> ModuleType:
-    return load_script("make_corpus")
-
-
 def make(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), f"--out={folder}", "--no-progress"]
-    return subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "scripts.synthetic_corpus", "--no-progress"]
+    command += [f"--out={folder}", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=TOP, check=False)
 
 
-def test_equal_arguments_give_equal_text_and_other_seeds_another(tmp_path: Path) -> None:
+def test_equal_arguments_give_equal_text_and_other_seeds_other_text(tmp_path: Path) -> None:
     options = ("--types=300", "--tokens=1007", "--held-out-tokens=205", "--line-words=10")
     for name, seed in (("a", 4), ("b", 4), ("c", 5)):
         assert make(tmp_path / name, *options, f"--seed={seed}").stderr == ""
@@ -43,7 +36,7 @@ def test_equal_arguments_give_equal_text_and_other_seeds_another(tmp_path: Path)
     assert all(line == " ".join(line.split()) for text in a for line in text.splitlines())
 
 
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
+def test_mistakes_are_single_line_errors(tmp_path: Path) -> None:
     for argument, expected in [
         ("--types=0", "--types: expected at least 1, got 0"),
         ("--markov=1.5", "--markov: expected 0 to 1, got 1.5"),
@@ -54,9 +47,9 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-def test_words_differ_and_frequent_ones_are_shorter(script: ModuleType) -> None:
+def test_words_differ_and_frequent_ones_are_shorter() -> None:
     ranks = np.r_[1:70_000, 2_625_640:2_625_660, 13_999_990:14_000_001]
-    words = script.spelt(ranks[:, None]).decode().split()
+    words = spell(ranks[:, None]).decode().split()
     assert len(set(words)) == len(words) == len(ranks)
     lengths = np.array([len(word) for word in words])
     assert (np.diff(lengths) >= 0).all()
@@ -64,10 +57,8 @@ def test_words_differ_and_frequent_ones_are_shorter(script: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("num_types", [1, 2, 4096, 4097, 10_000_000])
-def test_the_quantile_function_inverts_the_cumulative_weights(
-    script: ModuleType, num_types: int
-) -> None:
-    zipf = script.Zipf(num_types)
+def test_the_quantile_function_inverts_the_cumulative_weights(num_types: int) -> None:
+    zipf = Zipf(num_types)
     cumulative = np.cumsum(1 / np.arange(1, num_types + 1))
     assert zipf.total == pytest.approx(cumulative[-1], rel=1e-9)
     share = np.r_[np.linspace(0, 1, 20_000, endpoint=False), np.nextafter(1, 0)]
@@ -78,14 +69,14 @@ def test_the_quantile_function_inverts_the_cumulative_weights(
     assert (np.diff(rank) >= 0).all()
 
 
-def ranks_of(script: ModuleType, markov: float, num_types: int = 2_000) -> Ranks:
+def ranks_of(markov: float, num_types: int = 2_000) -> Ranks:
     """Ranks of 400,000 words in lines of 20."""
-    law = script.Law(zipf=script.Zipf(num_types), markov=markov, successors=4, seed=3)
-    return np.concatenate(list(law.blocks(0, 400_000, 20)))
+    model = WordModel(zipf=Zipf(num_types), markov=markov, num_successors=4, seed=3)
+    return np.concatenate(list(model.blocks(0, 400_000, 20)))
 
 
-def test_words_drawn_afresh_follow_zipf(script: ModuleType) -> None:
-    ranks = ranks_of(script, markov=0.0).reshape(-1)
+def test_independent_words_follow_zipf() -> None:
+    ranks = ranks_of(markov=0.0).reshape(-1)
     expected = 1 / np.arange(1, 2_001)
     expected *= len(ranks) / expected.sum()
     observed = np.bincount(ranks, minlength=2_001)
@@ -94,8 +85,8 @@ def test_words_drawn_afresh_follow_zipf(script: ModuleType) -> None:
     assert abs(chi_square - 1_999) < 5 * (2 * 1_999) ** 0.5
 
 
-def test_successors_leave_zipf_in_place(script: ModuleType) -> None:
-    ranks = ranks_of(script, markov=0.5).reshape(-1)
+def test_successors_keep_the_distribution_of_words() -> None:
+    ranks = ranks_of(markov=0.5).reshape(-1)
     edges = 2 ** np.arange(12)  # ranks 1, 2 to 3, 4 to 7, ...
     observed = np.add.reduceat(np.bincount(ranks, minlength=2_001), edges[:-1]) / len(ranks)
     weight = np.r_[0, 1 / np.arange(1, 2_001)]
@@ -104,30 +95,30 @@ def test_successors_leave_zipf_in_place(script: ModuleType) -> None:
     assert observed == pytest.approx(expected, rel=0.3)
 
 
-def test_half_of_the_words_are_successors_of_the_word_before(script: ModuleType) -> None:
-    lines, fresh = ranks_of(script, markov=0.5), ranks_of(script, markov=0.0)
+def test_half_of_the_words_are_successors_of_the_previous_word() -> None:
+    lines, independent = ranks_of(markov=0.5), ranks_of(markov=0.0)
     following = lines[:, 1:][lines[:, :-1] == 1]
     successors = np.argsort(-np.bincount(following))[:4]
-    by_chance = np.isin(fresh, successors).mean()
+    by_chance = np.isin(independent, successors).mean()
     expected = 0.5 + 0.5 * by_chance
     assert np.isin(following, successors).mean() == pytest.approx(expected, abs=0.01)
 
 
-def test_the_word_before_tells_something_of_a_word(script: ModuleType) -> None:
+def test_the_previous_word_predicts_a_word() -> None:
     def entropies(lines: Ranks) -> tuple[float, float]:
-        """Of a word, and of a word when the one before is known; bits."""
+        """Entropy of a word, and of a word given the previous one, in bits."""
         pairs = np.bincount((lines[:, :-1] * 51 + lines[:, 1:]).ravel(), minlength=51 * 51)
         joint = pairs.reshape(51, 51)
         before = entropy(joint.sum(axis=1))
         return entropy(joint.sum(axis=0)), entropy(joint.ravel()) - before
 
-    unigram, bigram = entropies(ranks_of(script, markov=0.0, num_types=50))
+    unigram, bigram = entropies(ranks_of(markov=0.0, num_types=50))
     assert bigram == pytest.approx(unigram, abs=0.01)
-    unigram, bigram = entropies(ranks_of(script, markov=0.5, num_types=50))
+    unigram, bigram = entropies(ranks_of(markov=0.5, num_types=50))
     assert bigram < unigram - 0.5
 
 
 def entropy(counts: Ranks) -> float:
-    """Bits."""
+    """Entropy in bits."""
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log2(share)).sum())

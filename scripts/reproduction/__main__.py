@@ -1,0 +1,92 @@
+"""Train the rows of a table of results and print the table from their logs.
+
+  scripts/reproduce TABLE --data-dir DIR          trains and evaluates the rows without a log
+  scripts/reproduce TABLE --show                  prints the table, trains nothing
+  scripts/reproduce TABLE --data-dir DIR --check  trains logged rows again up to the first
+                                                  validation and compares the perplexity: equal
+                                                  in every digit on the same kind of machine, up
+                                                  to some percent different elsewhere
+  scripts/reproduce pages                         generates the tables of all pages from the logs
+
+A row is trained once for each seed. An interrupted run resumes.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_prep.errors import UserError
+from scripts.reproduction.curves import SUFFIXES, draw_curves
+from scripts.reproduction.pages import write_pages
+from scripts.reproduction.runs import RESULTS, TABLES, read_tables
+from scripts.reproduction.training_tables import table_of_runs
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Args:
+        arguments: Of the command line; those of the process if None.
+
+    Raises:
+        UserError: If the options do not fit.
+    """
+    options = _parser().parse_args(arguments)
+    if options.table == "pages":
+        write_pages()
+        return
+    tables = read_tables(options.tables)
+    if options.table not in tables:
+        raise UserError(f"no table {options.table!r}; there are {', '.join(tables)}")
+    if options.plot and not (options.plot.parent.is_dir() and options.plot.suffix in SUFFIXES):
+        raise UserError(f"--plot {options.plot}: expected a {', '.join(SUFFIXES)} file in a folder")
+    table = tables[options.table]
+    runs = table.runs(options.results, options.rows, options.seeds)
+    missing = [] if options.show else [run for run in runs if not run.done]
+    if (missing or options.check) and options.data_dir is None:
+        raise UserError("--data-dir is required, the folder of the corpus (or --show)")
+    if missing or options.check:
+        # Imports PyTorch, which the other commands do not require.
+        from scripts.reproduction.training import check_run, train_run
+
+    progress = not options.no_progress
+    if options.check:
+        for run in runs:
+            print(check_run(run, options.data_dir, options.runs, progress=progress), flush=True)
+        return
+    for number, run in enumerate(missing, 1):
+        where = f"{run.table}, {number} of {len(missing)}"
+        print(f"{where}: {run.row}, seed {run.seed}", file=sys.stderr)
+        train_run(run, options.data_dir, options.runs, progress=progress)
+    print(table_of_runs(table, runs))
+    if options.plot:
+        draw_curves(table.title, runs, options.plot)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/reproduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--tables", type=Path, default=TABLES, help=argparse.SUPPRESS)
+    add("table", help=f"one of {', '.join(read_tables())}; or pages")
+    add("--data-dir", metavar="DIR", help="folder of the corpus")
+    add("--rows", nargs="+", metavar="ROW", help="only these rows")
+    add("--seeds", nargs="+", type=int, metavar="N", help="only these seeds")
+    add("--runs", type=Path, default=Path("runs/reproduce"), help="folder of the runs")
+    add("--results", type=Path, default=RESULTS, help="folder of the logs")
+    add("--show", action="store_true", help="train nothing, print the table")
+    add("--check", action="store_true", help="train up to the first validation and compare")
+    add("--plot", type=Path, metavar="FILE", help="draw validation perplexity against minutes")
+    add("--no-progress", action="store_true", help="no progress bars")
+    return parser
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"reproduce: {error}")

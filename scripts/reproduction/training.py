@@ -1,0 +1,100 @@
+"""Training a run of a table and writing its log, or comparing it with its log."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from data_prep.errors import UserError
+from data_prep.prepare import prepare
+from data_prep.storage import write_json_atomically
+from lm.config import load_config
+from lm.evaluation import evaluate_run
+from lm.training.loop import train
+from lm.training.metrics import read_metrics
+from lm.training.run_folder import check_folder
+from scripts.benchmarks.reporting import commit
+from scripts.reproduction.runs import TOP, Run, validations
+
+
+def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
+    """Train or resume a run, evaluate it and write its log.
+
+    Args:
+        run: The run.
+        data_dir: Folder of the corpus.
+        runs: Folder in which run folders are created.
+        progress: Whether to show progress bars.
+
+    Raises:
+        UserError: If the corpus or the run folder does not fit, as in `lm train`.
+    """
+    folder = runs / run.table / run.name
+    _train(run, data_dir, folder, progress=progress)
+    test = evaluate_run(folder, "test", progress=progress).to_dict()
+    last = read_metrics(folder / "metrics.csv")[-1]
+    run.log_path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(folder / "metrics.csv", run.curve_path)
+    log = {
+        "row": run.row,
+        "seed": run.seed,
+        "command": run.command,
+        "commit": commit(),
+        "environment": json.loads((folder / "env.json").read_text()),
+        "tokens": last.tokens,
+        "seconds": last.seconds,
+        "test": test,
+    }
+    write_json_atomically(run.log_path, log)
+
+
+def check_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> str:
+    """Train a run up to its first validation and compare that with the log.
+
+    Args:
+        run: The run.
+        data_dir: Folder of the corpus.
+        runs: Folder for a temporary run folder.
+        progress: Whether to show progress bars.
+
+    Returns:
+        The comparison, one line of text.
+
+    Raises:
+        UserError: If the corpus does not fit, as in `lm train`, or has no validation split.
+    """
+    if not run.done:
+        return f"{run.row}, seed {run.seed}: no log"
+    runs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=runs) as temporary:
+        folder = Path(temporary) / "run"
+        _train(run, data_dir, folder, progress=progress, stop_after_validation=True)
+        measured = validations(folder / "metrics.csv")
+    if not measured:
+        raise UserError(f"{run.config}: {run.row} has no validation split")
+    now, logged = measured[0], validations(run.curve_path)[0]
+    perplexity, expected = now.valid_perplexity or 0, logged.valid_perplexity or 0
+    result = f"{run.row}, seed {run.seed}: {perplexity:.2f} after {now.step} steps"
+    if logged.step != now.step:
+        return f"{result}; the log's first validation is after {logged.step}"
+    if perplexity == expected:
+        return f"{result}, equal to the log in every digit"
+    return f"{result}, {expected:.2f} in the log ({perplexity / expected - 1:+.1%})"
+
+
+def _train(
+    run: Run, data_dir: str, folder: Path, *, progress: bool, stop_after_validation: bool = False
+) -> None:
+    """Prepare the corpus if necessary, then train or resume."""
+    folders = [f"--data.dir={data_dir}", f"--run_dir={folder}"]
+    config = load_config(TOP / run.config, [*run.options, *folders])
+    resumes = check_folder(config, "auto") is not None
+    prepare(
+        config.data,
+        config.tokenizer,
+        config.needed_classes,
+        config.prepared_path,
+        keep=resumes,
+        progress=progress,
+    )
+    train(config, resume="auto", progress=progress, stop_after_validation=stop_after_validation)

@@ -1,0 +1,188 @@
+"""A row of a table is trained once; its log counts as long as it has the row's settings."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from data_prep.errors import UserError
+from lm.config import load_config
+from lm.evaluation import Evaluation
+from lm.training.metrics import read_metrics
+from scripts.reproduction.__main__ import main
+from scripts.reproduction.runs import (
+    RESULTS,
+    TOP,
+    Run,
+    read_tables,
+    translate_command,
+    validations,
+)
+
+TABLES = read_tables()
+
+
+class Toy:
+    """A table of two rows on the tiny corpus.
+
+    Args:
+        config: Recipe of its rows.
+        corpus: Folder of the corpus.
+        folder: Folder of tables.yaml, logs and runs.
+    """
+
+    def __init__(self, config: Path, corpus: Path, folder: Path) -> None:
+        self.tables, self.results, self.corpus = folder / "tables.yaml", folder / "logs", corpus
+        self.logs = self.results / "toy"
+        table = {
+            "title": "toy",
+            "config": str(config),
+            "shared": ["train.max_steps=2", "train.val_every_steps=1", "classes.dimensions=4"],
+            "seeds": [1, 2],
+            "figures": ["perplexity", "oov", "minutes"],
+            "rows": {
+                "full softmax": ["output.tree=full"],
+                "classes": {"config": str(config), "overrides": ["classes.method=random"]},
+            },
+        }
+        self.tables.write_text(yaml.safe_dump({"toy": table}, sort_keys=False))
+        self.options = [f"--tables={self.tables}", f"--results={self.results}"]
+        self.options += [f"--runs={folder / 'runs'}", "--no-progress"]
+
+    def show(self, *arguments: str) -> None:
+        """Run the command without a corpus."""
+        main(["toy", *self.options, *arguments])
+
+    def train(self, *arguments: str) -> None:
+        """Run the command with the corpus."""
+        self.show(f"--data-dir={self.corpus}", *arguments)
+
+    def log(self, name: str) -> dict[str, Any]:
+        """A log, by its file name."""
+        log: dict[str, Any] = json.loads((self.logs / f"{name}.json").read_text())
+        return log
+
+
+@pytest.fixture
+def toy(tiny: Path, corpus: Path, tmp_path: Path) -> Toy:
+    return Toy(tiny, corpus, tmp_path)
+
+
+def test_a_row_is_trained_once_per_seed_and_the_table_has_the_means(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy.train(f"--plot={tmp_path / 'curves.png'}")
+    shown = capsys.readouterr().out
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    first, second = toy.log("full_softmax-1"), toy.log("full_softmax-2")
+    assert second["command"].endswith("--output.tree=full --seed=2")
+    assert str(toy.corpus) not in second["command"]
+    assert "commit" in first
+    one, two = first["test"]["perplexity"], second["test"]["perplexity"]
+    assert one != two
+    line = next(line for line in shown.splitlines() if line.startswith("| full softmax |"))
+    assert f"| {(one + two) / 2:.2f} |" in line
+    assert f"1: {one:.2f}, 2: {two:.2f}" in line
+    assert f"| {(first['seconds'] + second['seconds']) / 120:.4g} |" in line
+    assert read_metrics(toy.logs / "classes-1.csv")[-1].step == 2
+    toy.show()  # requires no corpus, because nothing is missing
+    assert capsys.readouterr().out == shown
+
+
+def test_a_check_trains_up_to_the_first_validation_and_compares_it_with_the_log(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy.train("--seeds=1")
+    full, classes = toy.logs / "full_softmax-1.csv", toy.logs / "classes-1.csv"
+    text = classes.read_text()
+    expected, other = (validations(path)[0].valid_perplexity or 0 for path in (full, classes))
+    classes.write_text(text.replace(str(other), "40.0"))
+    capsys.readouterr()
+    toy.train("--seeds=1", "--check")
+    same, changed = capsys.readouterr().out.splitlines()
+    assert (
+        same
+        == f"full softmax, seed 1: {expected:.2f} after 1 steps, equal to the log in every digit"
+    )
+    assert changed.endswith(f"{other:.2f} after 1 steps, 40.00 in the log ({other / 40 - 1:+.1%})")
+    classes.write_text(text.replace("\n1,", "\n7,"))
+    full.unlink()
+    toy.train("--seeds=1", "--check")
+    missing, later = capsys.readouterr().out.splitlines()
+    assert missing == "full softmax, seed 1: no log"
+    assert later.endswith("after 1 steps; the log's first validation is after 7")
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"toy"}
+
+
+def test_a_log_of_other_settings_counts_as_missing(
+    toy: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = ["--rows", "classes", "--seeds", "1"]
+    toy.train(*one)
+    log = toy.log("classes-1")
+    log["command"] = log["command"].replace("random", "uniform")
+    (toy.logs / "classes-1.json").write_text(json.dumps(log))
+    capsys.readouterr()
+    toy.show("--show")
+    assert "| classes |" not in capsys.readouterr().out
+    toy.train(*one)
+    assert "| classes |" in capsys.readouterr().out
+    assert "--classes.method=random" in toy.log("classes-1")["command"]
+
+
+def test_a_log_with_old_keys_counts_as_the_row_of_today(tmp_path: Path) -> None:
+    options = ("model.input_embedding=path_sum", "classes.shortlist=5")
+    run = Run(table="t", row="a, b", seed=3, config="c", overrides=options, results=tmp_path)
+    old = "lm train c --data.dir=DIR --model.input=path --classes.head=5 --seed=3"
+    assert translate_command(old) == run.command
+    run.log_path.parent.mkdir()
+    run.curve_path.touch()
+    log = {"row": "a former name", "command": old}
+    run.log_path.write_text(json.dumps(log))
+    assert not run.done  # no test figures
+    run.log_path.write_text(json.dumps(log | {"test": {}}))
+    assert run.log_path.name == "a_b-3.json"
+    assert run.done
+
+
+def test_mistakes_are_errors_that_name_the_choices(toy: Toy) -> None:
+    for arguments, expected in [
+        (["--rows", "oak"], "toy has no row 'oak'; its rows: full softmax, classes"),
+        ([], "--data-dir is required"),
+        (["--plot", "nowhere/x.png"], "--plot nowhere/x.png: expected a .png, .svg, .pdf"),
+        (["--plot", "x.foo"], "--plot x.foo: expected a .png, .svg, .pdf file in a folder"),
+    ]:
+        with pytest.raises(UserError, match=expected):
+            toy.show(*arguments)
+
+
+def test_a_mistake_is_a_single_line_error() -> None:
+    command = [sys.executable, "-m", "scripts.reproduction", "oak"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TOP, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("reproduce: no table 'oak'; there are ptb_small, ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_of_the_tables_is_a_valid_configuration(name: str) -> None:
+    table = TABLES[name]
+    for recipe, overrides in table.rows.values():
+        options = [f"--{override}" for override in overrides]
+        assert load_config(TOP / recipe, options).name == Path(recipe).stem
+    assert set(table.figures) <= {field.name for field in fields(Evaluation)} | {"minutes"}
+    assert set(table.overview) <= set(table.summary) <= set(table.rows)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_log_belongs_to_a_row_and_has_its_command(name: str) -> None:
+    runs = {run.log_path: run for run in TABLES[name].runs(RESULTS)}
+    logs = list((RESULTS / name).glob("*.json"))
+    assert logs
+    for path in logs:
+        assert translate_command(runs[path].read_log()["command"]) == runs[path].command
