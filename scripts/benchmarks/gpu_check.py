@@ -31,7 +31,7 @@ PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 PYTEST += ["-o", "filterwarnings=default"]
 GPU_TESTS = "tests/output/backends/test_gpu.py"
 SANITIZED = "repeat_bit_for_bit and (17 or 700)"
-DRY_TESTS = "shipped or one_launch or without_gradients"
+DRY_TESTS = "default_tile_shapes or one_launch or without_gradients"
 TINY = ["--rows", "97:8", "--positions", "32", "--rounds", "1", "--backends", "triton", "reference"]
 
 
@@ -41,7 +41,7 @@ def steps(out: Path, dry: bool) -> dict[str, tuple[list[str], int]]:
     bench = [sys.executable, "-m", "scripts.benchmarks.output_layer", "--json", log]
     if dry:
         return {
-            "tests": ([*PYTEST, "tests/output/backends/test_triton.py", "-k", DRY_TESTS], 300),
+            "tests": ([*PYTEST, "tests/output/backends/triton", "-k", DRY_TESTS], 300),
             "benchmark": ([*bench, *TINY], 300),
         }
     chosen = {"tests": ([*PYTEST, "-m", "gpu", "tests/output"], 200)}
