@@ -1,0 +1,65 @@
+"""How long idle OpenMP threads spin: chosen once, before torch loads its OpenMP library.
+
+After each parallel region, idle threads of libgomp spin for `GOMP_SPINCOUNT` iterations before they
+sleep. On a quiet computer this saves wake-ups. On a busy one it takes processor time from threads
+that have work, and libgomp's default of 300,000 iterations makes training up to a hundred times
+slower. The spin count changes no result, unlike the number of threads, which orders sums.
+
+This module does not import torch and does nothing when it is imported.
+"""
+
+import os
+import statistics
+import time
+from pathlib import Path
+
+QUIET_SPIN_COUNT = 10_000
+"""Iterations where a processor is free for each thread."""
+BUSY_SPIN_COUNT = 1_000
+"""Iterations where other programs use the processors."""
+_LOADAVG = Path("/proc/loadavg")
+_USER_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
+def limit_spinning() -> None:
+    """Set `GOMP_SPINCOUNT` by the present load, unless the user has set it or `OMP_WAIT_POLICY`.
+
+    Has an effect only before torch is imported.
+    """
+    if not any(name in os.environ for name in _USER_SETTINGS):
+        os.environ["GOMP_SPINCOUNT"] = str(spin_count(num_running(), os.cpu_count() or 1))
+
+
+def spin_count(num_running: float, num_cpus: int) -> int:
+    """The spin count for a computer on which other programs run that many threads.
+
+    Args:
+        num_running: threads of other programs that are running or ready to run.
+        num_cpus: processors.
+
+    Example:
+        >>> spin_count(num_running=0, num_cpus=2), spin_count(num_running=3, num_cpus=2)
+        (10000, 1000)
+    """
+    return BUSY_SPIN_COUNT if num_running >= num_cpus / 2 else QUIET_SPIN_COUNT
+
+
+def num_running(num_samples: int = 5, interval_seconds: float = 0.002) -> float:
+    """The median number of threads of other programs that are running or ready to run.
+
+    Args:
+        num_samples: how often to read the kernel's count.
+        interval_seconds: time between two readings.
+
+    Returns:
+        The median, or the load average of the last minute where the kernel does not tell the
+        count.
+    """
+    if not _LOADAVG.exists():
+        return os.getloadavg()[0]
+    samples = []
+    for _ in range(num_samples):
+        running = _LOADAVG.read_text().split()[3].partition("/")[0]
+        samples.append(int(running) - 1)  # this thread itself
+        time.sleep(interval_seconds)
+    return statistics.median(samples)
