@@ -1,0 +1,1 @@
+"""Commands around the application, and its benchmarks."""

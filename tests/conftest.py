@@ -3,12 +3,8 @@
 import hashlib
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -70,25 +66,6 @@ def _same_random_numbers() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def load_script() -> Callable[[str], ModuleType]:
-    """`load_script(name)`: a script as a module."""
-
-    def load(name: str) -> ModuleType:
-        path = list(sys.path)
-        file = Path(__file__).resolve().parent.parent / "scripts" / name
-        loader = SourceFileLoader(name, str(file))
-        spec = spec_from_loader(name, loader)
-        assert spec is not None
-        module = module_from_spec(spec)
-        sys.modules[name] = module  # where its dataclasses look
-        loader.exec_module(module)
-        sys.path[:] = path
-        return module
-
-    return load
 
 
 def toy_sentences(seed: int, count: int) -> list[str]:

@@ -115,7 +115,7 @@ def _fit(
     validation = _validation(config, prepared)
     started = time.perf_counter()
     while not state.is_finished:
-        learning_rate = _step(state)
+        learning_rate = train_step(state)
         signal_number = signals.agreed()
         validates = validation is not None and state.is_validation_due
         logs = validates or state.is_finished or state.step % config.log.every_steps == 0
@@ -144,7 +144,7 @@ def _fit(
             return
 
 
-def _step(state: TrainingState) -> float:
+def train_step(state: TrainingState) -> float:
     """Update the parameters once; returns the learning rate of the step."""
     fabric, optimizer, clip = state.fabric, state.optimizer, state.config.optim.clip
     learning_rate = state.learning_rate

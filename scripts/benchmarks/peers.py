@@ -1,8 +1,8 @@
-"""The peers that `bench_output_layer` compares with ours, each with the memory that it will need.
+"""The peers that `output_layer` compares with this project's layer, with the memory they need.
 
-A peer is written as its users write it, but spared what would be unfair to it: where autograd would
-fill a full gradient with zeros for every slice of a parameter, the slices are parameters of their
-own. All have biases but `adaptive`, which has none by default. Times nothing.
+A peer is written as its users write it, with one exception for fairness: where autograd would fill
+a full gradient with zeros for every slice of a parameter, each slice is a parameter. All peers have
+biases except `adaptive`, which has none by default.
 """
 
 import importlib
@@ -11,17 +11,18 @@ from collections.abc import Callable
 from itertools import chain, pairwise
 
 import torch
-from bench_method import Loss, Method, Problem, parameter
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from scripts.benchmarks.methods import Loss, Method, Problem, class_and_place, parameter
+
 LOOP_POSITIONS = 256
-"""As many are timed of the loop over positions, whose time grows with their number alone."""
+"""Positions that the loop over positions is timed on; its time is proportional to their number."""
 GROUPS = 1023
-"""Most matrices that one call of `grouped_mm` takes on a GPU."""
+"""Most matrices that one call of `grouped_mm` accepts on a GPU."""
 CHUNK_BYTES = 1 << 30
-"""Logits that `chunked` forms at once where it would choose fewer than `CHUNK_POSITIONS` itself."""
 CHUNK_POSITIONS = 16
+"""Where `chunked` would take fewer positions at a time, it forms logits of `CHUNK_BYTES`."""
 CUTOFFS = {
     10_000: [2_000],
     33_278: [2_800, 10_000],
@@ -29,7 +30,7 @@ CUTOFFS = {
     800_000: [60_000, 100_000, 640_000],
     10_000_000: [60_000, 600_000, 3_000_000],
 }
-"""Of `adaptive`: published ones (WikiText-103, One Billion Word) and their like for other sizes."""
+"""Cutoffs of `adaptive`: published (WikiText-103, One Billion Word), and similar elsewhere."""
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """From hidden [P, H], weight [N, H], bias [N] and target [P] to the mean loss."""
@@ -43,7 +44,10 @@ def full_softmax(
     refused: str | None = None,
     exact: bool = True,
 ) -> Method:
-    """A peer that computes the full softmax by the function that `load` returns."""
+    """A peer that computes the full softmax by the function that `load` returns.
+
+    It needs `temporary_bytes` of memory in addition to the gradients.
+    """
     vocab_size = problem.vocab_size
 
     def build() -> tuple[Loss, list[Tensor]]:
@@ -64,7 +68,7 @@ def full_softmax(
 
 
 def full(problem: Problem) -> Method:
-    """torch: linear + cross_entropy. Holds logits, log-probabilities and their gradient at once."""
+    """Linear + cross_entropy of torch: holds logits, log-probabilities and their gradient."""
 
     def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(hidden, weight, bias), target)
@@ -74,8 +78,9 @@ def full(problem: Problem) -> Method:
 
 
 def chunked(problem: Problem) -> Method:
-    """torch: linear_cross_entropy in chunks as it chooses them itself; where that would be a few
-    positions at a time, in chunks of `CHUNK_BYTES`.
+    """The function linear_cross_entropy of torch.
+
+    Chunks are its default, or of `CHUNK_BYTES` where the default is a few positions.
     """
     num_rows, size = problem.vocab_size, problem.hidden_size
     per_chunk = -(-problem.num_positions * size // num_rows)
@@ -105,7 +110,7 @@ def cut_cross_entropy(problem: Problem) -> Method:
         function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
         return lambda hidden, weight, bias, target: function(hidden, weight, target, bias=bias)
 
-    missing = _missing(problem, "cut_cross_entropy")
+    missing = _obstacle(problem, "cut_cross_entropy")
     return full_softmax(problem, "cce", load, 16 * problem.num_positions, missing)
 
 
@@ -121,30 +126,34 @@ def liger(problem: Problem) -> Method:
     per_chunk = 2 * -(-problem.num_positions * size // num_rows)
     chunk_bytes = 3 * per_chunk * num_rows * problem.element_bytes
     product_bytes = num_rows * size * (4 + problem.element_bytes)
-    missing = _missing(problem, "liger_kernel")
+    missing = _obstacle(problem, "liger_kernel")
     return full_softmax(problem, "liger", load, chunk_bytes + product_bytes, missing)
 
 
-def _missing(problem: Problem, package: str) -> str | None:
+def _obstacle(problem: Problem, package: str) -> str | None:
     if not problem.hidden.is_cuda:
         return "CUDA only"
     return None if importlib.util.find_spec(package) else "not installed"
 
 
 def usual_cutoffs(vocab_size: int) -> list[int]:
-    """Of `adaptive` for a vocabulary, unless others are asked for."""
+    """Default cutoffs of `adaptive` for a vocabulary."""
     return CUTOFFS.get(vocab_size) or [max(1, vocab_size // 10), vocab_size // 3]
 
 
 def adaptive(problem: Problem) -> Method:
-    """torch: AdaptiveLogSoftmaxWithLoss, projections divided by 4 from one cluster to the next."""
+    """AdaptiveLogSoftmaxWithLoss of torch; each cluster's projection is 4 times narrower."""
     size, cutoffs = problem.hidden_size, problem.cutoffs
     divisor = min(4, int(size ** (1 / len(cutoffs))))
 
     def build() -> tuple[Loss, list[Tensor]]:
-        like = {"device": problem.hidden.device, "dtype": problem.hidden.dtype}
         layer = nn.AdaptiveLogSoftmaxWithLoss(
-            size, problem.vocab_size, cutoffs, div_value=divisor, **like
+            size,
+            problem.vocab_size,
+            cutoffs,
+            div_value=divisor,
+            device=problem.hidden.device,
+            dtype=problem.hidden.dtype,
         )
         return lambda hidden, target: layer(hidden, target).loss, list(layer.parameters())
 
@@ -163,61 +172,58 @@ def adaptive(problem: Problem) -> Method:
 
 
 class Classes:
-    """The two levels of `random`, as the gather-based, the grouped and the looping peer see them.
+    """The two levels of the tree `random`, as the peers `gather`, `grouped` and `loop` use them.
 
     Attributes:
-        num: C.
+        tree: The tree.
+        num_word_classes: C.
         num_children: [C], words of each class.
-        widest: words of the largest.
+        widest: Number of words of the largest class.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.tree = problem, problem.trees["random"]
-        self.num = int(self.tree.num_children[0])
+        self.num_word_classes = int(self.tree.num_children[0])
         self.num_children = self.tree.num_children[1:]
         self.widest = int(self.num_children.max())
 
-    def find(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Class of each target and place in it, [P] each."""
-        row = self.tree.row_of_word[target]
-        node = self.tree.node_of_row[row]
-        return node - 1, row - self.tree.first_row[node]
-
     def root(self) -> tuple[Tensor, Tensor]:
         """Rows and biases of the classes, as parameters."""
-        return self.problem.parameters(0, self.num)
+        return self.problem.parameters(0, self.num_word_classes)
 
     def table(self, width: int) -> tuple[Tensor, Tensor]:
-        """Row of each place in each class [C, width], and whether there is a word."""
+        """Row of each place in each class [C, width], and whether a word is there [C, width]."""
         place = torch.arange(width, device=self.num_children.device)
         inside = place < self.num_children[:, None]
         last = self.num_children[:, None] - 1
         return self.tree.first_row[1:, None] + torch.minimum(place, last), inside
 
     def padded_bias(self, width: int) -> Tensor:
-        """Biases of each class's words, [C, width], a parameter; -inf where there is no word."""
+        """Biases of each class's words as a parameter [C, width]; -inf where no word is."""
         rows, inside = self.table(width)
         return parameter(torch.where(inside, self.problem.bias[rows], -torch.inf))
 
 
 def gather(problem: Problem) -> Method:
-    """Two levels, the rows of each position's class copied: positions × √N × H numbers, and a
-    gradient as large.
+    """Two levels with the rows of each position's class copied.
+
+    The copies are positions × √N × H numbers, and so is their gradient.
     """
     classes = Classes(problem)
     width, num_rows = classes.widest, classes.tree.num_rows
 
     def build() -> tuple[Loss, list[Tensor]]:
         root, padded_bias = classes.root(), classes.padded_bias(width)
-        words, _ = problem.parameters(classes.num, num_rows)
-        rows = classes.table(width)[0] - classes.num
+        words, _ = problem.parameters(classes.num_word_classes, num_rows)
+        rows = classes.table(width)[0] - classes.num_word_classes
 
         def loss(hidden: Tensor, target: Tensor) -> Tensor:
-            own, place = classes.find(target)
-            copies = F.embedding(rows[own], words)  # [P, width, H]
+            word_class, place = class_and_place(classes.tree, target)
+            copies = F.embedding(rows[word_class], words)  # [P, width, H]
             logits = torch.bmm(copies, hidden[:, :, None]).squeeze(2)
-            of_class = F.cross_entropy(F.linear(hidden, *root), own)
-            return of_class + F.cross_entropy(logits + F.embedding(own, padded_bias), place)
+            class_nll = F.cross_entropy(F.linear(hidden, *root), word_class)
+            bias = F.embedding(word_class, padded_bias)
+            return class_nll + F.cross_entropy(logits + bias, place)
 
         return loss, [*root, words, padded_bias]
 
@@ -234,8 +240,9 @@ def gather(problem: Problem) -> Method:
 
 
 def grouped(problem: Problem) -> Method:
-    """Two levels, the classes' products by grouped_mm: positions sorted by class, classes padded to
-    one size and to 16 bytes, logits in memory.
+    """Two levels with the products of all classes by grouped_mm.
+
+    Positions are sorted by class, classes padded to one size and to 16 bytes, logits in memory.
     """
     classes, unit = Classes(problem), 16 // problem.element_bytes
     width, size = (-(-n // unit) * unit for n in (classes.widest, problem.hidden_size))
@@ -243,61 +250,60 @@ def grouped(problem: Problem) -> Method:
     def build() -> tuple[Loss, list[Tensor]]:
         root, bias = classes.root(), classes.padded_bias(width)
         rows, inside = classes.table(width)
-        padded = problem.weight.new_zeros(classes.num, width, size)
+        padded = problem.weight.new_zeros(classes.num_word_classes, width, size)
         padded[:, :, : problem.hidden_size][inside] = problem.weight[rows[inside]]
-        parts = [parameter(part) for part in padded.split(GROUPS)]
+        matrices = [parameter(some) for some in torch.split(padded, GROUPS)]
 
         def loss(hidden: Tensor, target: Tensor) -> Tensor:
-            own, place = classes.find(target)
-            own, order = own.sort()
+            word_class, place = class_and_place(classes.tree, target)
+            word_class, order = word_class.sort()
             hidden = hidden.index_select(0, order)
-            of_class = F.cross_entropy(F.linear(hidden, *root), own)
-            ends = torch.searchsorted(own, torch.arange(classes.num, device=own.device), right=True)
-            logits = _grouped_products(F.pad(hidden, (0, size - hidden.shape[1])), parts, ends)
-            return of_class + F.cross_entropy(logits + F.embedding(own, bias), place[order])
+            class_nll = F.cross_entropy(F.linear(hidden, *root), word_class)
+            every_class = torch.arange(classes.num_word_classes, device=hidden.device)
+            ends = torch.searchsorted(word_class, every_class, right=True)
+            logits = _grouped_products(F.pad(hidden, (0, size - hidden.shape[1])), matrices, ends)
+            logits = logits + F.embedding(word_class, bias)
+            return class_nll + F.cross_entropy(logits, place[order])
 
-        return loss, [*root, *parts, bias]
+        return loss, [*root, *matrices, bias]
 
-    weights = classes.num * width * (size + 1)
-    temporaries = problem.num_positions * (3 * size + 5 * width + 3 * classes.num)
-    wants_bf16 = problem.hidden.is_cuda and problem.hidden.dtype != torch.bfloat16
+    weights = classes.num_word_classes * width * (size + 1)
+    temporaries = problem.num_positions * (3 * size + 5 * width + 3 * classes.num_word_classes)
+    needs_bf16 = problem.hidden.is_cuda and problem.hidden.dtype != torch.bfloat16
     return Method(
         name="grouped",
         problem=problem,
         build=build,
-        needed_bytes=problem.gradient_bytes(classes.num)
+        needed_bytes=problem.gradient_bytes(classes.num_word_classes)
         + (2 * weights + temporaries) * problem.element_bytes,
         tree=classes.tree,
-        refused="grouped_mm wants bf16 on CUDA" if wants_bf16 else None,
+        refused="grouped_mm requires bf16 on CUDA" if needs_bf16 else None,
     )
 
 
-def _grouped_products(hidden: Tensor, parts: list[Tensor], ends: Tensor) -> Tensor:
+def _grouped_products(hidden: Tensor, matrices: list[Tensor], ends: Tensor) -> Tensor:
     """Products of each position with the matrix of its class, [P, width].
 
     Args:
         hidden: [P, size], sorted by class.
-        parts: the matrices of all classes in order, [≤ GROUPS, width, size] each.
+        matrices: The classes' matrices in groups [≤ GROUPS, width, size].
         ends: [C], where the positions of each class end.
     """
-    if len(parts) == 1:
-        return F.grouped_mm(hidden, parts[0].transpose(1, 2), offs=ends.to(torch.int32))
-    ends_of_part = ends.split(GROUPS)
-    bounds = [0, *torch.stack([own[-1] for own in ends_of_part]).tolist()]
-    positions = hidden.split([stop - start for start, stop in pairwise(bounds)])
-    return torch.cat(
-        [
-            F.grouped_mm(some, part.transpose(1, 2), offs=(own - start).to(torch.int32))
-            for some, part, own, start in zip(
-                positions, parts, ends_of_part, bounds[:-1], strict=True
-            )
-            if some.shape[0]
-        ]
-    )
+    if len(matrices) == 1:
+        return F.grouped_mm(hidden, matrices[0].transpose(1, 2), offs=ends.to(torch.int32))
+    ends_of_group = torch.split(ends, GROUPS)
+    bounds = [0, *torch.stack([group[-1] for group in ends_of_group]).tolist()]
+    products = []
+    for group, (start, stop) in enumerate(pairwise(bounds)):
+        if start < stop:
+            offsets = (ends_of_group[group] - start).to(torch.int32)
+            matrix = matrices[group].transpose(1, 2)
+            products.append(F.grouped_mm(hidden[start:stop], matrix, offs=offsets))
+    return torch.cat(products)
 
 
 def loop(problem: Problem) -> Method:
-    """Two levels, one position after the other; each class is a parameter of its own."""
+    """Two levels, one position after the other; each class is a separate parameter."""
     classes = Classes(problem)
     num_positions = min(LOOP_POSITIONS, problem.num_positions)
 
@@ -307,16 +313,17 @@ def loop(problem: Problem) -> Method:
         words = [problem.parameters(f, f + w) for f, w in zip(first, width, strict=True)]
 
         def loss(hidden: Tensor, target: Tensor) -> Tensor:
-            own, place = classes.find(target)
+            word_class, place = class_and_place(classes.tree, target)
             nll = []
-            for h, c, w in zip(hidden.split(1), own.split(1), place.split(1), strict=True):
+            singles = (torch.split(each, 1) for each in (hidden, word_class, place))
+            for h, c, w in zip(*singles, strict=True):
                 nll.append(F.cross_entropy(F.linear(h, *root), c))
                 nll.append(F.cross_entropy(F.linear(h, *words[int(c)]), w))
             return torch.stack(nll).float().sum() / len(hidden)
 
         return loss, [*root, *chain.from_iterable(words)]
 
-    logits = 4 * num_positions * (classes.num + classes.widest)
+    logits = 4 * num_positions * (classes.num_word_classes + classes.widest)
     return Method(
         name="loop",
         problem=problem,
@@ -338,3 +345,4 @@ PEERS: dict[str, Callable[[Problem], Method]] = {
     "grouped": grouped,
     "loop": loop,
 }
+"""Peers by name in `--methods`."""

@@ -1,6 +1,7 @@
-"""What `bench_output_layer` compares: one problem, and the methods that compute its loss.
+"""The problem that `output_layer` poses, and what a method of computing its loss is.
 
-Decides what a method is and what its step does, at once or as a CUDA graph; knows no method.
+A method runs its step eagerly or as a captured CUDA graph. The methods themselves are in
+`output_layer` (this project's layer) and in `peers`.
 """
 
 from collections.abc import Callable
@@ -22,10 +23,10 @@ class Problem:
     Attributes:
         hidden: [P, H].
         target: [P] int64.
-        trees: by name; `random` and `tree_full` are always there.
-        weight: [≥ R, H] for the largest of the trees; a method takes as many rows as it has.
+        trees: Trees by name, always with `random` and `tree_full`.
+        weight: [≥ R, H] for the largest tree; a method uses as many rows as its tree has.
         bias: [≥ R].
-        cutoffs: of the adaptive softmax.
+        cutoffs: Cutoffs of the adaptive softmax.
     """
 
     hidden: Tensor
@@ -37,26 +38,30 @@ class Problem:
 
     @property
     def vocab_size(self) -> int:
+        """N."""
         return self.trees["tree_full"].vocab_size
 
     @property
     def num_positions(self) -> int:
+        """P."""
         return self.hidden.shape[0]
 
     @property
     def hidden_size(self) -> int:
+        """H."""
         return self.hidden.shape[1]
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of a number in hidden and weight."""
         return self.hidden.element_size()
 
     def parameters(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Rows and biases first … stop - 1 as parameters; no copy."""
+        """Rows and biases `first … stop - 1` as parameters, without a copy."""
         return parameter(self.weight[first:stop]), parameter(self.bias[first:stop])
 
     def gradient_bytes(self, num_rows: int) -> int:
-        """Of `num_rows` rows with biases, and of the hidden vectors."""
+        """Size of the gradients of `num_rows` rows with biases and of the hidden vectors."""
         elements = num_rows * (self.hidden_size + 1) + self.hidden.numel()
         return elements * self.element_bytes
 
@@ -66,22 +71,22 @@ class Method:
     """One way to compute the loss.
 
     Attributes:
-        name: as `--methods` knows it.
-        problem: what it computes the loss of.
-        build: makes the loss and its parameters.
-        needed_bytes: estimate of what it holds beside the problem: gradients, temporaries, weights
-            of its own.
-        tree: whose probabilities it computes, so that all methods of a tree have the same loss;
-            None if its own.
-        backend: of ours; "torch" of peers.
-        exact: whether its loss must be that of the other methods of its tree; if not, it rounds
-            sums to half precision.
-        slow: timed in every third round only.
-        num_positions: how many of the problem's positions it is timed on; 0: all.
-        refused: why there is no figure, or None.
-        value: loss of the last step.
-        timings: seconds of each step, to be asked for at the end.
-        peak_bytes: most that one step held beyond what was held before it.
+        name: Name in `--methods`.
+        problem: The problem whose loss it computes.
+        build: Makes the loss and its parameters.
+        needed_bytes: Estimate of the memory that it needs in addition to the problem: gradients,
+            temporaries, and weights that are not the problem's.
+        tree: Tree whose probabilities it computes; all methods of a tree have the same loss. None
+            if its probabilities are those of no tree.
+        backend: Backend of this project's layer; "torch" for peers.
+        exact: Whether its loss must equal that of the other methods of its tree; False if it
+            rounds sums to half precision.
+        slow: Whether it is timed in every third round only.
+        num_positions: Number of the problem's positions that it is timed on; 0 for all.
+        refused: Why there is no figure, or None.
+        last_loss: Loss of the last step.
+        timings: One function per timed step that returns its seconds; called after the last round.
+        peak_bytes: Most memory that one step held in addition to what was held before it.
     """
 
     name: str
@@ -94,7 +99,7 @@ class Method:
     slow: bool = False
     num_positions: int = 0
     refused: str | None = None
-    value: Tensor | None = None
+    last_loss: float | Tensor = float("nan")
     timings: list[Callable[[], float]] = field(default_factory=list)
     peak_bytes: int | None = None
 
@@ -102,17 +107,17 @@ class Method:
         self.num_positions = self.num_positions or self.problem.num_positions
         self.hidden = parameter(self.problem.hidden[: self.num_positions])
         self.target = self.problem.target[: self.num_positions]
-        self.loss: Loss | None = None
+        self.loss: Loss = _not_prepared
         self.parameters: list[Tensor] = []
 
     @property
     def label(self) -> str:
-        """Name, and backend of ours."""
+        """Name, with the backend if there is one."""
         return self.name if self.backend == "torch" else f"{self.name}/{self.backend}"
 
     @property
     def gradient_bytes(self) -> int:
-        """Size of the gradients of the parameters, hidden vectors included."""
+        """Size of the gradients of parameters and hidden vectors."""
         return sum(p.numel() * p.element_size() for p in [self.hidden, *self.parameters])
 
     def prepare(self) -> None:
@@ -123,54 +128,49 @@ class Method:
         """Forward and backward."""
         loss = self.loss(self.hidden, self.target)
         torch.autograd.backward(loss)
-        self.value = loss.detach()
+        self.last_loss = loss.detach()
 
     def seconds(self) -> list[float]:
-        """Of each timed step, for all positions of the problem."""
+        """Seconds of each timed step, scaled to all positions of the problem."""
         scale = self.problem.num_positions / self.num_positions
         return [scale * timing() for timing in self.timings]
 
     def free(self) -> None:
-        """Let go of the gradients."""
+        """Release the gradients."""
         for tensor in [self.hidden, *self.parameters]:
             tensor.grad = None
 
     def refuse(self, reason: str) -> None:
-        """Give up, and let go of all memory."""
+        """Exclude the method from timing and release its memory."""
         self.free()
-        self.refused, self.loss, self.parameters, self.timings = reason, None, [], []
+        self.refused, self.loss, self.parameters, self.timings = reason, _not_prepared, [], []
         if self.hidden.is_cuda:
             torch.cuda.empty_cache()
 
 
-def parameter(tensor: Tensor) -> Tensor:
-    """The same memory as a leaf that wants a gradient."""
-    return tensor.detach().requires_grad_()
-
-
-class Graph(Method):
-    """A method whose step is captured in a CUDA graph once, and then replayed."""
+class GraphMethod(Method):
+    """A method whose step is captured in a CUDA graph once and then replayed."""
 
     graph: torch.cuda.CUDAGraph | None = None
 
     def step(self) -> None:
-        """Replay; the gradients stay the graph's."""
+        """Replay; the gradients belong to the graph."""
         if self.graph is None:
             self.graph = self._capture()
         self.graph.replay()
 
     def free(self) -> None:
-        """Let go of the gradients unless they are the graph's."""
+        """Release the gradients unless they belong to the graph."""
         if self.graph is None:
             super().free()
 
     def refuse(self, reason: str) -> None:
-        """Give up, and let go of all memory."""
+        """Exclude the method from timing and release its memory."""
         self.graph = None
         super().refuse(reason)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
@@ -183,9 +183,25 @@ class Graph(Method):
         return graph
 
 
-def zipf(vocab_size: int, positions: int) -> tuple[Tensor, Tensor]:
-    """Words [positions] drawn by inverse rank, and counts [N] in that proportion."""
+def parameter(tensor: Tensor) -> Tensor:
+    """The same memory as a leaf that requires a gradient."""
+    return tensor.detach().requires_grad_()
+
+
+def class_and_place(tree: ClassTree, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Class of each target in a tree of two levels, and its place within the class, [P] each."""
+    row = tree.row_of_word[target]
+    node = tree.node_of_row[row]
+    return node - 1, row - tree.first_row[node]
+
+
+def zipf(vocab_size: int, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Words [P] drawn with P(w) ∝ 1 / rank, and counts [N] in that proportion."""
     rank = torch.arange(1, vocab_size + 1, dtype=torch.float64)
     cumulative = (1 / rank).cumsum(0)
-    uniform = torch.rand(positions, dtype=torch.float64) * cumulative[-1]
+    uniform = torch.rand(num_positions, dtype=torch.float64) * cumulative[-1]
     return torch.searchsorted(cumulative, uniform), (10 * vocab_size / rank).long()
+
+
+def _not_prepared(hidden: Tensor, target: Tensor) -> Tensor:
+    raise AssertionError("the method is not prepared")

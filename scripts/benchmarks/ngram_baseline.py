@@ -1,34 +1,32 @@
-#!/usr/bin/env python
-"""Perplexity of a unigram and an interpolated bigram model on a run's own token files, beside which
-to read a model's.
+"""Perplexity of a unigram and an interpolated bigram model on prepared data.
 
-The bigram model is Jelinek and Mercer's: λ(v) · count(v, w) / count(v) + (1 - λ(v)) · P(w), with a
-λ for each range of count(v), set by expectation maximisation on the validation split. P(w) is the
-unigram model, counts plus one. Every token is predicted once, the first from <eos>, exactly as `lm
-evaluate` counts.
+The bigram model is λ(v) · count(v, w) / count(v) + (1 - λ(v)) · P(w), with a λ for each range of
+count(v), set by expectation maximisation on the validation split; P(w) is the unigram model, counts
+plus one. Every token is predicted once, the first from <eos>, exactly as `lm evaluate` counts.
+
+Source: Jelinek and Mercer, 1980, "Interpolated estimation of Markov source parameters".
 """
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.errors import UserError
 from data_prep.prepared import open_prepared
+from scripts.benchmarks.reporting import run
 
 Ids = NDArray[np.int64]
 
 
 class Bigram:
-    """Counts of a training text, and the two models made of them.
+    """Unigram and interpolated bigram model of a training text.
 
     Args:
         tokens: [n] of the training split.
         vocab_size: N.
-        eos_id: what the first token is predicted from.
+        eos_id: What the first token is predicted from.
     """
 
     def __init__(self, tokens: Ids, vocab_size: int, eos_id: int) -> None:
@@ -41,8 +39,8 @@ class Bigram:
         self.bucket = np.log2(self.history_counts + 1).astype(int)
         self.weight = np.full(self.bucket.max() + 1, 0.5)
 
-    def parts(self, tokens: Ids) -> tuple[NDArray[np.float64], NDArray[np.float64], Ids]:
-        """Of each token: frequency after the one before, unigram probability, index of λ."""
+    def terms(self, tokens: Ids) -> tuple[NDArray[np.float64], NDArray[np.float64], Ids]:
+        """For each token: frequency after its predecessor, unigram probability, index of λ."""
         before = np.concatenate([[self.eos_id], tokens[:-1]])
         key = before * self.vocab_size + tokens
         place = np.minimum(np.searchsorted(self.pairs, key), len(self.pairs) - 1)
@@ -50,11 +48,11 @@ class Bigram:
         frequency = count / np.maximum(self.history_counts[before], 1)
         return frequency, self.unigram[tokens], self.bucket[before]
 
-    def tune(self, tokens: Ids, passes: int = 30) -> None:
+    def tune(self, tokens: Ids, num_passes: int = 30) -> None:
         """Set every λ by expectation maximisation."""
-        frequency, unigram, bucket = self.parts(tokens)
+        frequency, unigram, bucket = self.terms(tokens)
         size = np.bincount(bucket, minlength=len(self.weight))
-        for _ in range(passes):
+        for _ in range(num_passes):
             share = self.weight[bucket] * frequency
             share = share / (share + (1 - self.weight[bucket]) * unigram)
             total = np.bincount(bucket, share, minlength=len(self.weight))
@@ -62,8 +60,8 @@ class Bigram:
             self.weight = np.where(size > 0, np.minimum(best, 0.999), self.weight)
 
     def perplexities(self, tokens: Ids) -> tuple[float, float]:
-        """Of the unigram and of the interpolated bigram model."""
-        frequency, unigram, bucket = self.parts(tokens)
+        """Perplexity of the unigram model and of the interpolated bigram model."""
+        frequency, unigram, bucket = self.terms(tokens)
         mixed = self.weight[bucket] * frequency + (1 - self.weight[bucket]) * unigram
         return float(np.exp(-np.log(unigram).mean())), float(np.exp(-np.log(mixed).mean()))
 
@@ -90,7 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"ngram_baseline: {error}")
+    run(main)

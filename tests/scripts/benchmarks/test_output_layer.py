@@ -1,4 +1,4 @@
-"""The benchmark of the output layer computes what it says: losses, gradients, floors, ratios."""
+"""The benchmark of the output layer: losses, gradients, floors, ratios, refusals."""
 
 import argparse
 import json
@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,39 +15,36 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree
+from scripts.benchmarks import output_layer, peers
+from scripts.benchmarks.measure import Ceilings, cpu_clock, least_work
+from scripts.benchmarks.methods import Method, Problem, zipf
+from scripts.benchmarks.table import describe_launches
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_output_layer"
-OURS = ["random", "blocks", "head", "balanced", "huffman", "tree_full"]
+TOP = Path(__file__).resolve().parents[3]
+OURS = ["random", "blocks", "shortlist", "balanced", "huffman", "tree_full"]
 PEERS = ["full", "chunked", "cce", "liger", "adaptive", "gather", "grouped", "loop"]
 GPU_ONLY = ["cce", "liger"]
 SAME_TREE = {"random": ["gather", "grouped", "loop"], "tree_full": ["full", "chunked"]}
-PEAK = (1e10, 1e11)
-
-
-@pytest.fixture(scope="module")
-def bench(load_script: Callable[[str], Any]) -> Any:
-    """The script as a module."""
-    return load_script("bench_output_layer")
+Parse = Callable[..., argparse.Namespace]
 
 
 @pytest.fixture
-def parse(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
+def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
     """`parse(*arguments)`: the options of a tiny problem on the CPU."""
 
     def options_of(*arguments: str) -> argparse.Namespace:
         tiny = ["--positions", "32", "--rounds", "1", "--backends", "reference"]
-        monkeypatch.setattr(sys, "argv", ["bench_output_layer", *tiny, *arguments])
-        options: argparse.Namespace = bench.parse_options()
-        return options
+        monkeypatch.setattr(sys, "argv", ["output_layer", *tiny, *arguments])
+        return output_layer.parse_options()
 
     return options_of
 
 
 @pytest.fixture
-def stepped(bench: Any, parse: Callable[..., argparse.Namespace]) -> list[Any]:
+def stepped(parse: Parse) -> list[Method]:
     """All methods that run on a CPU, each after one step."""
     options = parse()
-    methods = bench.make_methods(bench.make_problem(97, 8, options), options)
+    methods = output_layer.make_methods(output_layer.make_problem(97, 8, options), options)
     methods = [method for method in methods if not method.refused]
     for method in methods:
         method.prepare()
@@ -57,9 +53,10 @@ def stepped(bench: Any, parse: Callable[..., argparse.Namespace]) -> list[Any]:
 
 
 def run(*arguments: str) -> str:
-    """What the script prints, in a process of its own."""
+    """What the benchmark prints, run in a new process."""
     result = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), *arguments],
+        [sys.executable, "-W", "error", "-m", "scripts.benchmarks.output_layer", *arguments],
+        cwd=TOP,
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -68,7 +65,7 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
-def by_name(methods: list[Any]) -> dict[str, Any]:
+def by_name(methods: list[Method]) -> dict[str, Method]:
     return {method.name: method for method in methods}
 
 
@@ -105,14 +102,17 @@ def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(tmp_pa
     assert rows[0]["device"]
 
 
-def test_methods_of_a_tree_have_its_loss_and_its_gradients(stepped: list[Any]) -> None:
+def test_methods_of_a_tree_have_its_loss_and_its_gradients(stepped: list[Method]) -> None:
     methods = by_name(stepped)
-    for name, peers in SAME_TREE.items():
+    for name, same in SAME_TREE.items():
         ours = methods[name]
-        for peer in (methods[peer] for peer in peers):
-            assert float(peer.value) == pytest.approx(float(ours.value), rel=1e-6), peer.name
+        for peer in (methods[other] for other in same):
+            truth = float(ours.last_loss)
+            assert float(peer.last_loss) == pytest.approx(truth, rel=1e-6), peer.name
             torch.testing.assert_close(peer.hidden.grad, ours.hidden.grad)
     tree, d_weight = methods["random"].tree, methods["random"].parameters[0].grad
+    assert tree is not None
+    assert d_weight is not None
     num_classes = int(tree.num_children[0])
     for peer in (methods[peer] for peer in SAME_TREE["random"]):
         torch.testing.assert_close(peer.parameters[0].grad, d_weight[:num_classes])
@@ -120,46 +120,46 @@ def test_methods_of_a_tree_have_its_loss_and_its_gradients(stepped: list[Any]) -
 
 
 def test_classes_beyond_one_grouped_product_are_multiplied_by_the_next(
-    bench: Any, parse: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(vars(sys.modules["bench_peers"]), "GROUPS", 4)
+    monkeypatch.setattr(peers, "GROUPS", 4)
     options = parse("--methods", "random", "grouped")
-    problem = bench.make_problem(97, 8, options)
+    problem = output_layer.make_problem(97, 8, options)
     problem.target[problem.target > 90] = 0
-    ours, grouped = bench.make_methods(problem, options)
+    ours, grouped = output_layer.make_methods(problem, options)
     for method in (ours, grouped):
         method.prepare()
         method.step()
     assert len(grouped.parameters) == 2 + 3 + 1  # the root, 4 + 4 + 2 classes, their biases
-    assert float(grouped.value) == pytest.approx(float(ours.value), rel=1e-6)
+    assert float(grouped.last_loss) == pytest.approx(float(ours.last_loss), rel=1e-6)
     torch.testing.assert_close(grouped.hidden.grad, ours.hidden.grad)
 
 
-def test_a_method_with_another_loss_stops_the_run(bench: Any, stepped: list[Any]) -> None:
-    assert len(bench.check_losses(stepped)) == 2
-    by_name(stepped)["gather"].value += 0.001
+def test_a_method_with_another_loss_stops_the_run(stepped: list[Method]) -> None:
+    assert len(output_layer.check_losses(stepped)) == 2
+    by_name(stepped)["gather"].last_loss += 0.001
     with pytest.raises(SystemExit, match=r"loss of gather is .*, of random/reference"):
-        bench.check_losses(stepped)
+        output_layer.check_losses(stepped)
 
 
 def test_the_loop_is_compared_on_the_positions_it_runs_and_scaled_to_all(
-    bench: Any, parse: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(vars(sys.modules["bench_peers"]), "LOOP_POSITIONS", 8)
+    monkeypatch.setattr(peers, "LOOP_POSITIONS", 8)
     options = parse("--methods", "random", "loop")
-    methods = bench.make_methods(bench.make_problem(97, 8, options), options)
+    methods = output_layer.make_methods(output_layer.make_problem(97, 8, options), options)
     for method in methods:
-        bench.admit(method, math.inf)
-    (line,) = bench.check_losses(methods)
+        output_layer.admit(method, math.inf)
+    (line,) = output_layer.check_losses(methods)
     assert line.startswith("losses agree: random/reference = loop")
-    assert float(methods[0].value) != pytest.approx(float(methods[1].value), rel=1e-3)
+    assert float(methods[0].last_loss) != pytest.approx(float(methods[1].last_loss), rel=1e-3)
     methods[1].timings.append(lambda: 0.5)
     assert methods[1].seconds() == [2.0]
 
 
-def test_the_floor_of_a_tiny_problem_is_the_count_by_hand(bench: Any) -> None:
+def test_the_floor_of_a_tiny_problem_is_the_count_by_hand() -> None:
     tree = ClassTree.two_level([0, 0, 0, 1, 1, 2])
-    problem = bench.Problem(
+    problem = Problem(
         hidden=torch.zeros(4, 5, dtype=torch.bfloat16),
         target=torch.tensor([0, 2, 5, 5]),
         trees={"random": tree, "tree_full": ClassTree.full(6)},
@@ -167,7 +167,6 @@ def test_the_floor_of_a_tiny_problem_is_the_count_by_hand(bench: Any) -> None:
         bias=torch.zeros(9),
         cutoffs=[2],
     )
-    least_work = sys.modules["bench_measure"].least_work
     # rows: 3 classes and the 3 words of class 0, while class 2, a single word, is not visited;
     # columns: the 3 classes for 4 positions, the 3 words for 2
     assert least_work(problem, tree) == (3 * (6 + 4) * 5 * 2, 6 * (4 * 3 + 2 * 3) * 5)
@@ -176,57 +175,53 @@ def test_the_floor_of_a_tiny_problem_is_the_count_by_hand(bench: Any) -> None:
 
 
 def test_a_method_that_does_not_fit_is_left_out_and_the_others_run(
-    bench: Any, parse: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]
+    parse: Parse, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = parse("--memory-limit", "30000", "--methods", "random", "full", "grouped")
-    peak, clock = bench.Ceilings(*PEAK), bench.CpuClock()
-    ours, full, grouped = bench.measure((97, 8), peak, clock, options)
+    peak, clock = Ceilings(1e10, 1e11), cpu_clock
+    ours, full, grouped = output_layer.measure((97, 8), peak, clock, options)
     needed = 4 * (97 * 9 + 32 * 8 + 3 * 32 * 97)  # gradients, and three times the logits
     assert (full["needed_bytes"], full["seconds_median"]) == (needed, None)
     assert full["refused"] == f"does not fit: {needed / 1e9:.3g} GB"
     assert full["refused"] in capsys.readouterr().out
     assert ours["rounds"] == grouped["rounds"] == 1
     with pytest.raises(SystemExit, match=r"N = 9700: weights do not fit: 0.00035\d GB"):
-        bench.make_problem(9700, 8, options)
+        output_layer.make_problem(9700, 8, options)
 
 
-def test_running_out_of_memory_and_a_peer_that_fails_are_reported(
-    bench: Any, stepped: list[Any]
-) -> None:
+def test_running_out_of_memory_and_a_peer_that_fails_are_reported(stepped: list[Method]) -> None:
     methods = by_name(stepped)
 
-    def out_of_memory(method: Any) -> None:
+    def out_of_memory(method: Method) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def fail(method: Any) -> None:
+    def fail(method: Method) -> None:
         raise RuntimeError("cannot\nat all")
 
-    bench.attempt(methods["random"], out_of_memory, 2e9)
-    bench.attempt(methods["full"], fail, 2e9)
+    output_layer.attempt(methods["random"], out_of_memory, 2e9)
+    output_layer.attempt(methods["full"], fail, 2e9)
     assert methods["random"].refused == "does not fit: more than 2 GB"
     assert methods["full"].refused == "failed: cannot"
     assert methods["random"].parameters == []
     with pytest.raises(RuntimeError, match="cannot"):
-        bench.attempt(methods["blocks"], fail, 2e9)
+        output_layer.attempt(methods["blocks"], fail, 2e9)
 
 
-def test_targets_of_a_corpus_are_its_first_tokens_and_ids_must_be_words(
-    bench: Any, tmp_path: Path
-) -> None:
+def test_targets_of_a_corpus_are_its_first_tokens_and_ids_must_be_words(tmp_path: Path) -> None:
     path = tmp_path / "tokens.npy"
     np.save(path, np.array([3, 0, 0, 11, 1], dtype=np.uint16))
-    target, counts = bench.corpus(path, 12, 4)
+    target, counts = output_layer.corpus(path, 12, 4)
     assert target.tolist() == [3, 0, 0, 11]
     assert counts.tolist() == [2, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1]
     with pytest.raises(SystemExit, match=r"expected ids 0 … 10 for N = 11, got 0 … 11"):
-        bench.corpus(path, 11, 4)
+        output_layer.corpus(path, 11, 4)
     with pytest.raises(SystemExit, match="at least 6 integers"):
-        bench.corpus(path, 12, 6)
+        output_layer.corpus(path, 12, 6)
 
 
-def test_zipf_draws_words_by_inverse_rank(bench: Any) -> None:
+def test_zipf_draws_words_by_inverse_rank() -> None:
     target: Tensor
-    target, counts = bench.zipf(10, 20_000)
+    target, counts = zipf(10, 20_000)
     harmonic = sum(1 / rank for rank in range(1, 11))
     shares = torch.bincount(target, minlength=10) / 20_000
     for rank, (share, count) in enumerate(zip(shares.tolist(), counts.tolist(), strict=True), 1):
@@ -234,20 +229,20 @@ def test_zipf_draws_words_by_inverse_rank(bench: Any) -> None:
         assert count == 100 // rank
 
 
-def test_launches_are_told_apart_by_name(bench: Any) -> None:
+def test_launches_are_distinguished_by_name() -> None:
     found = {
         "forward": ["void at::native::sort", "_forward", "Memset (Device)", "void cub::scan"],
         "backward": ["_d_hidden", "_d_weight", "_d_light", "void at::native::copy"],
     }
-    assert bench.describe_launches(found, on_gpu=True) == (
-        "forward: 1 hierarchical kernel (_forward) + 2 routing kernels + 1 copies and fills; "
-        "backward: 3 hierarchical kernels (_d_hidden, _d_weight, _d_light) + 1 other kernels"
+    assert describe_launches([{"label": "random/triton", "launches": found}], on_gpu=True) == [
+        "launches of random/triton: forward: 1 hierarchical kernel (_forward) + 2 routing kernels"
+        " + 1 copies and fills; backward: 3 hierarchical kernels (_d_hidden, _d_weight, _d_light) + 1 other kernels"
         " + 0 copies and fills"
-    )
+    ]
 
 
 def test_a_problem_is_written_as_words_and_hidden_size(
-    parse: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]
+    parse: Parse, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert parse("--rows", "97:8", "10:1").rows == [(97, 8), (10, 1)]
     for wrong, complaint in (("97", "expected N:H"), ("9:8", "at least 10 words")):
@@ -256,14 +251,12 @@ def test_a_problem_is_written_as_words_and_hidden_size(
         assert complaint in capsys.readouterr().err
 
 
-def test_losses_summed_in_half_precision_are_reported_not_refused(
-    bench: Any, parse: Callable[..., argparse.Namespace]
-) -> None:
+def test_losses_summed_in_half_precision_are_reported_not_refused(parse: Parse) -> None:
     options = parse("--dtype", "bf16", "--methods", "random", "grouped", "tree_full", "chunked")
-    methods = bench.make_methods(bench.make_problem(97, 8, options), options)
+    methods = output_layer.make_methods(output_layer.make_problem(97, 8, options), options)
     for method in methods:
-        bench.admit(method, math.inf)
-    agreement, rounding = bench.check_losses(methods)
+        output_layer.admit(method, math.inf)
+    agreement, rounding = output_layer.check_losses(methods)
     assert agreement.startswith("losses agree: random/reference = grouped (within ")
     assert rounding.startswith("loss of chunked, summed in half precision: ")
 

@@ -1,5 +1,5 @@
-"""The benchmark of growing vocabularies: its methods make the same step, its figures are those of
-the definitions, and what fails is told as what it is.
+"""The benchmark of growing vocabularies: the methods make the same step, figures follow from their
+definitions, and failures are reported with their cause.
 """
 
 import argparse
@@ -9,34 +9,29 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lm.output import ClassTree
+from lm.output import ClassTree, HierarchicalSoftmax
+from scripts.benchmarks import scale, scale_measure
+from scripts.benchmarks.methods import zipf
+from scripts.benchmarks.scale_measure import METHODS, Timing, Work, measure, timed, work
+from scripts.benchmarks.scale_methods import Task, rank_classes, step, step_model
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_scale"
 SAME = ["layer", "dense", "gather", "host", "loop"]
 Parse = Callable[..., argparse.Namespace]
 
 
-@pytest.fixture(scope="module")
-def bench(load_script: Callable[[str], Any]) -> Any:
-    """The script as a module."""
-    return load_script("bench_scale")
-
-
 @pytest.fixture
-def parse(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Parse:
-    """`parse(*arguments)`: the options of a tiny problem, which stay those of the command line."""
+def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
+    """`parse(*arguments)`: the options of a tiny problem, also for `main`."""
 
     def options_of(*arguments: str) -> argparse.Namespace:
         tiny = ["--positions", "64", "--hidden", "6", "--steps", "2", *arguments]
-        monkeypatch.setattr(sys, "argv", ["bench_scale", *tiny])
-        options: argparse.Namespace = bench.parse_options()
-        return options
+        monkeypatch.setattr(sys, "argv", ["scale", *tiny])
+        return scale.parse_options()
 
     return options_of
 
@@ -44,11 +39,11 @@ def parse(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Parse:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("vocab_size", [97, 131])
 def test_methods_over_classes_agree_and_every_row_has_its_figures(
-    bench: Any, parse: Parse, vocab_size: int, dtype: str
+    parse: Parse, vocab_size: int, dtype: str
 ) -> None:
     options = parse()
-    names = [name for name in bench.METHODS if (name, dtype) != ("host", "bf16")]
-    rows = {name: bench.measure(name, vocab_size, dtype, options) for name in names}
+    names = [name for name in METHODS if (name, dtype) != ("host", "bf16")]
+    rows = {name: measure(name, vocab_size, dtype, options) for name in names}
     truth = rows["layer"]["loss"]
     for name in set(SAME) & set(names):
         assert rows[name]["loss"] == pytest.approx(truth, rel=1e-6 if dtype == "fp32" else 5e-3)
@@ -66,14 +61,14 @@ def test_methods_over_classes_agree_and_every_row_has_its_figures(
     assert rows["layer"]["bytes_per_position"] == 3 * visited * 6 * itemsize / 64
 
 
-def test_one_step_of_every_dense_way_leaves_the_same_table(bench: Any, parse: Parse) -> None:
+def test_one_step_of_every_dense_way_leaves_the_same_table(parse: Parse) -> None:
     options = parse()
     tables = {}
     for name in SAME[1:]:
-        task = bench.Task(name, 131, torch.float32, options)
-        method = bench.METHODS[name].build(task)
+        task = Task(name, 131, torch.float32, options)
+        method = METHODS[name].build(task)
         before = task.table[0].clone()
-        bench.timed(task, method, task.words[0], 60.0)
+        timed(task, method, task.words[0], 60.0)
         assert float((task.table[0] - before).abs().max()) > 1e-4
         tables[name] = torch.cat([task.table[0].flatten(), task.table[1]])
     for name, table in tables.items():
@@ -81,35 +76,25 @@ def test_one_step_of_every_dense_way_leaves_the_same_table(bench: Any, parse: Pa
 
 
 def test_the_whole_step_has_the_loss_of_its_model_and_changes_visited_rows_alone(
-    bench: Any, parse: Parse, monkeypatch: pytest.MonkeyPatch
+    parse: Parse,
 ) -> None:
-    from lm.model import language_model
-
-    built: list[Any] = []
-    build_model = language_model.build_model
-
-    def remember(*args: Any, **kwargs: Any) -> Any:
-        built.append(build_model(*args, **kwargs))
-        return built[-1]
-
-    monkeypatch.setattr(language_model, "build_model", remember)
-    task = bench.Task("step", 997, torch.float32, parse())
-    method = bench.METHODS["step"].build(task)
-    (model,) = built
+    task = Task("step", 997, torch.float32, parse())
+    model = step_model(task)
+    assert isinstance(model.output, HierarchicalSoftmax)
+    method = step(task, model)
     inputs, targets = task.words[0].view(2, 2, 32)
     with torch.no_grad():
         log_prob = model.output.log_prob(model(inputs)[0])
     truth = -float(log_prob.gather(2, targets[:, :, None]).mean())
     before = model.output.weight.detach().clone()
-    assert bench.timed(task, method, task.words[0], 60.0).loss == pytest.approx(truth, rel=1e-5)
+    assert timed(task, method, task.words[0], 60.0).loss == pytest.approx(truth, rel=1e-5)
     changed = int((model.output.weight != before).any(1).sum())
-    assert changed == bench.work(task, task.words[0], reads_inputs=True).visited
+    assert changed == work(task, task.words[0], reads_inputs=True).visited
 
 
-def test_classes_have_equal_sums_of_roots_of_counts(bench: Any) -> None:
-    methods = sys.modules[bench.Task.__module__]
-    _, counts = methods.zipf(10_000, 1)
-    word_class = methods.classes(counts)
+def test_classes_have_equal_sums_of_roots_of_counts() -> None:
+    _, counts = zipf(10_000, 1)
+    word_class = rank_classes(counts)
     assert bool((word_class.diff() >= 0).all())
     mass = torch.zeros(100).double().index_add_(0, word_class, counts.double().sqrt())
     share, largest = float(mass.sum()) / 100, float(counts.double().sqrt().max())
@@ -117,18 +102,16 @@ def test_classes_have_equal_sums_of_roots_of_counts(bench: Any) -> None:
     assert int(torch.bincount(word_class).max()) == pytest.approx(200, rel=0.05)
 
 
-def test_the_work_of_a_step_is_the_count_by_hand(bench: Any, parse: Parse) -> None:
-    task = bench.Task("layer", 6, torch.float32, parse())
+def test_the_work_of_a_step_is_the_count_by_hand(parse: Parse) -> None:
+    task = Task("layer", 6, torch.float32, parse())
     task.tree = ClassTree.two_level([0, 0, 0, 1, 1, 2])
     words = torch.tensor([[0, 3, 4, 5, 5], [0, 2, 5, 5, 1]])
     # visited: 3 classes and the 3 words of class 0, not the single word of class 2; of the words
     # read, 3, 4 and 5 are none of these
-    expected = bench.Work(
-        visited=6, rows=9, columns=5 * 3 + 3 * 3, copied=5 * 3, positions=5, hidden=6
-    )
-    assert bench.work(task, words, reads_inputs=False) == expected
-    assert bench.work(task, words, reads_inputs=True) == expected._replace(visited=9)
-    moved = {name: kind.moved(expected) for name, kind in bench.METHODS.items()}
+    expected = Work(visited=6, rows=9, columns=5 * 3 + 3 * 3, copied=5 * 3, positions=5, hidden=6)
+    assert work(task, words, reads_inputs=False) == expected
+    assert work(task, words, reads_inputs=True) == expected._replace(visited=9)
+    moved = {name: kind.moved(expected) for name, kind in METHODS.items()}
     assert moved["layer"] == moved["step"] == 3 * 6 * 6
     assert moved["dense"] == (2 * 6 + 4 * 9) * 6
     assert moved["full"] == 6 * 9 * 6 + 9 * 5 * 9
@@ -137,13 +120,13 @@ def test_the_work_of_a_step_is_the_count_by_hand(bench: Any, parse: Parse) -> No
     assert moved["loop"] == (6 * 24 + 3 * 6) * 6
 
 
-def test_visited_rows_grow_slower_than_the_vocabulary(bench: Any, parse: Parse) -> None:
+def test_visited_rows_grow_slower_than_the_vocabulary(parse: Parse) -> None:
     options = parse("--positions", "256", "--steps", "3")
     sizes = [1_000, 10_000, 100_000, 1_000_000]
     visited: list[Tensor] = []
     for size in sizes:
-        task = bench.Task("layer", size, torch.float32, options)
-        loads = [bench.work(task, words, reads_inputs=False) for words in task.words]
+        task = Task("layer", size, torch.float32, options)
+        loads = [work(task, words, reads_inputs=False) for words in task.words]
         visited.append(torch.tensor([load.visited for load in loads]).double().mean())
     growth = [float(b / a) for a, b in pairwise(visited)]
     assert all(1 < times < 10 for times in growth)
@@ -153,22 +136,22 @@ def test_visited_rows_grow_slower_than_the_vocabulary(bench: Any, parse: Parse) 
 
 
 def test_a_loop_over_few_positions_is_scaled_to_all(
-    bench: Any, parse: Parse, monkeypatch: pytest.MonkeyPatch
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = iter([bench.Timing(9.0, 9.0, 1.0), bench.Timing(0.5, 0.25, 1.0)])
-    monkeypatch.setattr(bench, "timed", lambda *_: next(times))
-    row = bench.measure("loop", 97, "fp32", parse("--steps", "1", "--time-limit", "1.9"))
+    times = iter([Timing(9.0, 9.0, 1.0), Timing(0.5, 0.25, 1.0)])
+    monkeypatch.setattr(scale_measure, "timed", lambda *_: next(times))
+    row = measure("loop", 97, "fp32", parse("--steps", "1", "--time-limit", "1.9"))
     assert (row["seconds"], row["cpu_seconds"], row["run_positions"]) == (2.0, 1.0, 16)
     assert row["outcome"] == "time"
     assert row["loss"] != 1.0
 
 
 def test_each_measurement_is_a_process_and_its_row_a_json_line(
-    bench: Any, parse: Parse, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    parse: Parse, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "rows"
     parse("--sizes", "131", "97", "--methods", "loop", "--json", str(file))
-    bench.main()
+    scale.main()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(row["vocab_size"], row["method"]) for row in rows] == [(97, "loop"), (131, "loop")]
     for row in rows:
@@ -184,45 +167,47 @@ def test_each_measurement_is_a_process_and_its_row_a_json_line(
 
 
 def test_running_out_of_memory_ends_a_method_and_says_so(
-    bench: Any, parse: Parse, capsys: pytest.CaptureFixture[str]
+    parse: Parse, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limit = ["--memory-limit-gb", "0.8", "--hidden", "20000"]
     options = parse("--sizes", "100", "10000", "20000", "--methods", "layer", *limit)
-    rows = bench.measure_all(options)  # tables of 9 MB, 0.81 GB; the last is not tried
+    rows = scale.measure_all(options)  # tables of 9 MB, 0.81 GB; the last is not tried
     assert [row["outcome"] for row in rows] == ["done", "memory"]
     assert 0.1e9 < rows[0]["peak_bytes"] < 0.8e9
-    assert bench.survivors(rows) == [
+    assert scale.largest_vocabularies(rows) == [
         "layer   fp32  N = 100 (at 10,000 memory: more than 0.8 GB)",
     ]
     assert "\n    10,000  layer   fp32   memory: more than 0.8 GB\n" in capsys.readouterr().out
 
 
-def test_a_step_that_takes_too_long_is_ended_and_said_so(bench: Any, parse: Parse) -> None:
+def test_a_step_that_takes_too_long_is_ended_and_said_so(parse: Parse) -> None:
     options = parse("--sizes", "97", "--methods", "dense", "--time-limit", "1e-6")
-    (row,) = bench.measure_all(options)
+    (row,) = scale.measure_all(options)
     assert row["outcome"] == "time"
-    assert bench.survivors([row]) == ["dense   fp32  none (at 97 time: more than 1e-06 s a step)"]
+    assert scale.largest_vocabularies([row]) == [
+        "dense   fp32  none (at 97 time: more than 1e-06 s a step)"
+    ]
 
 
-def test_what_memory_running_out_looks_like(bench: Any) -> None:
+def test_what_memory_running_out_looks_like() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
-    assert bench.is_out_of_memory(caught.value)
-    assert bench.is_out_of_memory(OSError(errno.ENOMEM, "mmap"))
-    assert bench.is_out_of_memory(MemoryError())
-    assert bench.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not bench.is_out_of_memory(OSError(errno.ENOENT, "no file"))
-    assert not bench.is_out_of_memory(RuntimeError("shapes do not match"))
+    assert scale.is_out_of_memory(caught.value)
+    assert scale.is_out_of_memory(OSError(errno.ENOMEM, "mmap"))
+    assert scale.is_out_of_memory(MemoryError())
+    assert scale.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not scale.is_out_of_memory(OSError(errno.ENOENT, "no file"))
+    assert not scale.is_out_of_memory(RuntimeError("shapes do not match"))
 
 
-def test_a_method_with_another_loss_stops_the_run(bench: Any) -> None:
+def test_a_method_with_another_loss_stops_the_run() -> None:
     row = {"vocab_size": 97, "dtype": "fp32"}
     layer, host = row | {"method": "layer", "loss": 4.0}, row | {"method": "host", "loss": 4.0}
     full = row | {"method": "full", "loss": 5.0}
-    bench.check_losses([layer, full, host])
+    scale.check_losses([layer, full, host])
     for wrong in (4.001, float("nan")):
         with pytest.raises(SystemExit, match=r"N = 97: loss of host is .*, of layer 4\.0"):
-            bench.check_losses([layer, full, host | {"loss": wrong}])
+            scale.check_losses([layer, full, host | {"loss": wrong}])
 
 
 @pytest.mark.parametrize(

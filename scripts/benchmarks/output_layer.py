@@ -1,15 +1,13 @@
-#!/usr/bin/env python
-"""Forward and backward of the output layer beside its peers: time, memory, distance to the floor.
+"""Time, memory and distance to the floor of the output layer and its peers, forward and backward.
 
 All methods run in one process, in turn, on the same hidden vectors and targets (Zipf: P(w) ∝ 1 /
-rank, or a corpus); a figure is the median over the rounds. Ratios are to be read, not times. What
-is compared:
+rank, or a corpus). A figure is the median over the rounds; compare ratios, not times. The methods:
 
-  random     ours, two levels, √N classes of √N words dealt at random: nearly every class is
-             visited, as with classes by meaning. Ratios to ours are to the first line: to this
+  random     ours, two levels, √N classes of √N words assigned at random: nearly every class is
+             visited, as with classes by meaning. "÷ ours" is relative to the first line: to this
              method on the first of --backends, unless it is left out
   blocks     ours, two levels, √N classes of √N words of neighbouring frequency rank
-  head       the same, the √N most frequent words beside the classes
+  shortlist  the same, with the √N most frequent words as children of the root
   balanced   ours, three levels, N^1/3 children each
   huffman    ours, by frequency, 16 children each
   tree_full  ours, one level: the full softmax
@@ -25,20 +23,18 @@ is compared:
   loop       the classes of `random`, one position after the other; timed on a few positions and
              scaled
 
-Methods that compute the same probabilities must have the same loss, or nothing is timed. One that
-would not fit into the free memory is left out before it runs. Slow ones are timed in every third
-round. On a GPU every step begins with an idle device and other data in the L2 cache, so that
-launch overhead counts.
+Methods that compute the same probabilities must have the same loss, otherwise nothing is timed. A
+method that does not fit into the free memory is left out before it runs. Slow methods are timed in
+every third round. On a GPU every step begins with an idle device and unrelated data in the L2
+cache, so launch overhead counts.
 
 The floor is the larger of bytes / bandwidth (each visited row and each hidden vector read twice,
-their gradients written once) and multiply-adds / matrix rate (three products for each position and
-child on its path), both ceilings measured in this run.
+their gradients written once) and multiply–adds / matrix rate (three products for each position and
+child on its path); both rates are measured in the same run.
 """
 
 import argparse
-import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,31 +43,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
-
-from bench_measure import (  # noqa: E402
+from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.functional import BackendName
+from scripts.benchmarks.measure import (
     Ceilings,
     Clock,
-    CpuClock,
     CudaClock,
     ceilings,
+    cpu_clock,
     free_bytes,
     launches,
     peak_bytes,
 )
-from bench_method import Graph, Loss, Method, Problem, zipf  # noqa: E402
-from bench_peers import PEERS, usual_cutoffs  # noqa: E402
-from bench_table import (  # noqa: E402
-    describe_launches,
+from scripts.benchmarks.methods import GraphMethod, Loss, Method, Problem, zipf
+from scripts.benchmarks.peers import PEERS, usual_cutoffs
+from scripts.benchmarks.reporting import (
+    Row,
+    Table,
+    benchmark_parser,
     environment,
+    problem_size,
+    require_positive,
+)
+from scripts.benchmarks.table import (
+    COLUMNS,
+    describe_launches,
     gigabytes,
     make_rows,
+    note,
     plot,
-    print_table,
 )
-
-from lm.output import ClassTree, hierarchical_cross_entropy  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -92,23 +93,24 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 TREES: dict[str, Callable[[int, Tensor], ClassTree]] = {
     "random": lambda n, counts: ClassTree.two_level(torch.randperm(n) % round(math.sqrt(n))),
-    "blocks": lambda n, counts: rank_blocks(n, head=0),
-    "head": lambda n, counts: rank_blocks(n, head=round(math.sqrt(n))),
+    "blocks": lambda n, counts: rank_blocks(n),
+    "shortlist": lambda n, counts: rank_blocks(n, round(math.sqrt(n))),
     "balanced": lambda n, counts: ClassTree.balanced(n, math.ceil(round(n ** (1 / 3), 9))),
     "huffman": lambda n, counts: ClassTree.huffman(counts, arity=16),
     "tree_full": lambda n, counts: ClassTree.full(n),
 }
-"""The shapes of ours, of N and the counts of the words."""
+"""Trees of the methods that are ours, given N and the counts [N] of the words."""
 
 
-def rank_blocks(vocab_size: int, head: int) -> ClassTree:
-    """√N classes of neighbouring ranks, the first `head` words beside them."""
+def rank_blocks(vocab_size: int, num_shortlist: int = 0) -> ClassTree:
+    """√N classes of neighbouring ranks, with the first words as children of the root."""
     num_classes = round(math.sqrt(vocab_size))
-    return ClassTree.two_level(torch.arange(vocab_size) * num_classes // vocab_size, head=head)
+    word_class = torch.arange(vocab_size) * num_classes // vocab_size
+    return ClassTree.two_level(word_class, num_shortlist)
 
 
-def ours(problem: Problem, name: str, backend: str, kind: type[Method] = Method) -> Method:
-    """The layer of this project on a tree."""
+def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] = Method) -> Method:
+    """This project's layer on one of the problem's trees."""
     tree = problem.trees[name]
 
     def build() -> tuple[Loss, list[Tensor]]:
@@ -120,10 +122,10 @@ def ours(problem: Problem, name: str, backend: str, kind: type[Method] = Method)
         return loss, [weight, bias]
 
     columns = problem.num_positions * tree.max_path_columns
-    kept_bytes = min(8 * columns, 1 << (31 if backend == "triton" else 29))
-    temporary_bytes = 16 * problem.hidden.numel() + kept_bytes + 8 * min(columns, 1 << 23)
+    saved_bytes = min(8 * columns, 1 << (31 if backend == "triton" else 29))
+    temporary_bytes = 16 * problem.hidden.numel() + saved_bytes + 8 * min(columns, 1 << 23)
     return kind(
-        name="graph" if kind is Graph else name,
+        name="graph" if kind is GraphMethod else name,
         problem=problem,
         build=build,
         needed_bytes=problem.gradient_bytes(tree.num_rows) + temporary_bytes,
@@ -133,12 +135,16 @@ def ours(problem: Problem, name: str, backend: str, kind: type[Method] = Method)
     )
 
 
-def corpus(path: Path, vocab_size: int, positions: int) -> tuple[Tensor, Tensor]:
-    """The first words [positions] of a token file, and the counts [N] of all of it."""
+def corpus(path: Path, vocab_size: int, num_positions: int) -> tuple[Tensor, Tensor]:
+    """The first words [P] of a token file, and the counts [N] of the whole file.
+
+    Raises:
+        SystemExit: If the file is not an array of at least P words.
+    """
     tokens = np.load(path, mmap_mode="r")
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < positions:
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < num_positions:
         raise SystemExit(
-            f"{path}: expected a one-dimensional array of at least {positions} integers,"
+            f"{path}: expected a one-dimensional array of at least {num_positions} integers,"
             f" got {tokens.dtype} {list(tokens.shape)}"
         )
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
@@ -147,14 +153,14 @@ def corpus(path: Path, vocab_size: int, positions: int) -> tuple[Tensor, Tensor]
             f" got {int(tokens.min())} … {int(tokens.max())}"
         )
     counts = torch.from_numpy(np.bincount(tokens, minlength=vocab_size))
-    return torch.from_numpy(tokens[:positions].astype(np.int64)), counts
+    return torch.from_numpy(tokens[:num_positions].astype(np.int64)), counts
 
 
 def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace) -> Problem:
     """Hidden vectors, targets, trees and weights.
 
     Raises:
-        SystemExit: if the weights alone do not fit.
+        SystemExit: If the weights alone do not fit into memory.
     """
     torch.manual_seed(options.seed)
     like: dict[str, Any] = {"device": options.device, "dtype": DTYPES[options.dtype]}
@@ -180,7 +186,7 @@ def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace)
 
 
 def make_methods(problem: Problem, options: argparse.Namespace) -> list[Method]:
-    """All that were asked for, ours first."""
+    """The methods of --methods, ours first."""
     methods = [
         ours(problem, name, backend)
         for backend in options.backends
@@ -188,13 +194,15 @@ def make_methods(problem: Problem, options: argparse.Namespace) -> list[Method]:
         if name in options.methods
     ]
     if "graph" in options.methods and "triton" in options.backends and problem.hidden.is_cuda:
-        methods.append(ours(problem, "random", "triton", Graph))
+        methods.append(ours(problem, "random", "triton", GraphMethod))
     return methods + [make(problem) for name, make in PEERS.items() if name in options.methods]
 
 
 def attempt(method: Method, action: Callable[[Method], None], free: float) -> None:
-    """Refuse a method for which memory does not suffice, a tree that triton is not for, or a peer
-    that fails.
+    """Run an action, or refuse the method.
+
+    It is refused if memory does not suffice, if triton does not support its tree, or if it is a
+    peer that fails. `free` is the number of free bytes, for the message.
     """
     reason = None
     try:
@@ -214,7 +222,7 @@ def attempt(method: Method, action: Callable[[Method], None], free: float) -> No
 
 
 def admit(method: Method, free: float) -> None:
-    """Warm a method up, unless it would not fit."""
+    """Warm a method up, or refuse it if it needs more than `free` bytes."""
     if method.needed_bytes > free:
         method.refuse(f"does not fit: {gigabytes(method.needed_bytes)}")
     else:
@@ -222,9 +230,9 @@ def admit(method: Method, free: float) -> None:
 
 
 def warm_up(method: Method) -> None:
-    """Make the parameters, run a step or two and measure the memory of the last."""
+    """Make the parameters, run one or two steps and measure the memory of the last."""
     method.prepare()
-    if not (method.slow or isinstance(method, Graph)):  # whose memory is taken at its capture
+    if not (method.slow or isinstance(method, GraphMethod)):  # a graph allocates at its capture
         method.step()
         method.free()
     method.peak_bytes = peak_bytes(method)
@@ -235,7 +243,7 @@ def check_losses(methods: list[Method]) -> list[str]:
     """Which methods agree, a line for each tree.
 
     Raises:
-        SystemExit: if two do not.
+        SystemExit: If two methods of a tree differ.
     """
     by_tree: dict[ClassTree, list[Method]] = {}
     for method in methods:
@@ -245,7 +253,7 @@ def check_losses(methods: list[Method]) -> list[str]:
     for first, *others in by_tree.values():
         equal = {first.label: 0.0}
         for other in others:
-            truth, value = loss_of(first, other), float(other.value)
+            truth, value = _loss_of(first, other), float(other.last_loss)
             difference = abs(value - truth) / abs(truth)
             if not other.exact:
                 lines.append(
@@ -261,22 +269,22 @@ def check_losses(methods: list[Method]) -> list[str]:
     return lines
 
 
-def loss_of(method: Method, other: Method) -> float:
+def _loss_of(method: Method, other: Method) -> float:
     """The method's loss on the positions that the other one is timed on."""
     if method.num_positions == other.num_positions:
-        return float(method.value)
+        return float(method.last_loss)
     with torch.no_grad():
         return float(method.loss(other.hidden, other.target))
 
 
-def time_rounds(methods: list[Method], rounds: int, clock: Clock, free: float) -> None:
+def time_rounds(methods: list[Method], num_rounds: int, clock: Clock, free: float) -> None:
     """Time one step of each method in turn, the slow ones in every third round."""
 
     def time_step(method: Method) -> None:
         method.timings.append(clock(method.step))
         method.free()
 
-    for turn in range(rounds):
+    for turn in range(num_rounds):
         for method in methods:
             if not (method.refused or (method.slow and turn % 3)):
                 attempt(method, time_step, free)
@@ -284,8 +292,8 @@ def time_rounds(methods: list[Method], rounds: int, clock: Clock, free: float) -
 
 def measure(
     size: tuple[int, int], peak: Ceilings, clock: Clock, options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Run all methods on one problem, print what was found, and return a row for each."""
+) -> list[Row]:
+    """A row for each method on one problem of `size` (N, H); the results are also printed."""
     problem = make_problem(*size, options)
     methods = make_methods(problem, options)
     for method in methods:
@@ -295,81 +303,59 @@ def measure(
     free = free_bytes(options.device, options.memory_limit)
     time_rounds(methods, options.rounds, clock, free)
     rows = make_rows(methods, peak)
-    print_table(rows)
-    for line in agreements:
-        print(line)
     for method, row in zip(methods, rows, strict=True):
-        counted = method.backend == "triton" and not method.refused
-        if counted and not isinstance(method, Graph):
+        if method.backend == "triton" and not (method.refused or isinstance(method, GraphMethod)):
             row["launches"] = launches(method)
-            line = describe_launches(row["launches"], method.hidden.is_cuda)
-            print(f"launches of {method.label}: {line}")
-    return rows
-
-
-def problem_size(text: str) -> tuple[int, int]:
-    """N:H of the command line."""
-    vocab_size, _, hidden_size = text.partition(":")
-    if not (vocab_size.isdecimal() and hidden_size.isdecimal()):
-        raise argparse.ArgumentTypeError(f"expected N:H, as in 10000:300, got {text!r}")
-    if int(vocab_size) < 10 or int(hidden_size) < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 10 words and H ≥ 1, got {text!r}")
-    return int(vocab_size), int(hidden_size)
+    shared = {"dtype": options.dtype, "seed": options.seed}
+    shared["targets"] = options.tokens.name if options.tokens else "zipf"
+    print(f"\nN = {size[0]:,}, H = {size[1]}, {options.positions:,} positions")
+    table = Table(COLUMNS, options.json, options.device.type)
+    for row in rows:
+        table.add(row | shared, note(row))
+    for line in [*agreements, *describe_launches(rows, options.device.type == "cuda")]:
+        print(line)
+    return table.rows
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line, with what is usual on the device filled in."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Options of the command line, with the defaults of the device."""
+    parser = benchmark_parser(__doc__)
     add = parser.add_argument
     names = [*TREES, "graph", *PEERS]
     add("--rows", type=problem_size, nargs="+", metavar="N:H", help="words and hidden size")
     add("--positions", type=int, help="2048 on a CPU, 16384 on a GPU")
     add("--dtype", choices=DTYPES, help="fp32 on a CPU, bf16 on a GPU")
     add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="all of them")
-    add("--backends", nargs="+", choices=["reference", "triton"], help="of ours")
+    add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
+    add("--backends", nargs="+", choices=["reference", "triton"], help="of the methods of ours")
     add("--tokens", type=Path, metavar="FILE.npy", help="targets: ids by falling frequency")
     add("--cutoffs", type=int, nargs="+", help="of the adaptive softmax")
     add("--memory-limit", type=float, default=math.inf, metavar="BYTES", help="use no more")
     add("--rounds", type=int, default=9)
     add("--threads", type=int, help="CPU threads")
     add("--seed", type=int, default=1)
-    add("--json", type=Path, metavar="FILE", help="append JSON lines")
     add("--plot", type=Path, metavar="FILE", help="draw time ÷ ours against N")
     options = parser.parse_args()
     for name, value in DEFAULTS[options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    for name in ("positions", "rounds", "threads"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, got {value}")
+    require_positive(parser, options, ["positions", "rounds", "threads"])
     options.device = torch.device(options.device)
     return options
 
 
 def main() -> None:
-    """Print a table for each problem, write JSON lines and draw a plot if asked."""
+    """Print a table for each problem; write a log and draw a plot if asked."""
     options = parse_options()
     if options.threads:
         torch.set_num_threads(options.threads)
-    clock = CudaClock() if options.device.type == "cuda" else CpuClock()
+    clock: Clock = CudaClock() if options.device.type == "cuda" else cpu_clock
     peak = ceilings(clock, options.device, DTYPES[options.dtype])
-    targets = options.tokens.name if options.tokens else "zipf"
-    where = {"dtype": options.dtype, "targets": targets, "seed": options.seed}
-    where |= environment(options.device)
     print(
-        f"{where['device']}, {options.dtype}: copy {peak.bytes / 1e9:.1f} GB/s,"
-        f" matrix product {peak.flops / 1e12:.3f} TFLOP/s"
+        f"{environment(options.device.type)['device']}, {options.dtype}: copy"
+        f" {peak.bytes / 1e9:.1f} GB/s, matrix product {peak.flops / 1e12:.3f} TFLOP/s"
     )
-    rows = []
-    for size in options.rows:
-        found = measure(size, peak, clock, options)
-        rows += found
-        if options.json:
-            with open(options.json, "a") as file:
-                file.writelines(json.dumps(row | where) + "\n" for row in found)
+    rows = [row for size in options.rows for row in measure(size, peak, clock, options)]
     if options.plot:
         plot(rows, options.plot)
 

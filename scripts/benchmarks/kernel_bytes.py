@@ -1,0 +1,230 @@
+"""Bytes that the fused kernels read and write, forward and backward, against the floor.
+
+Computed by formula from a batch's visits and the tile shapes; tests compare the formula with the
+loads and stores of Triton's interpreter. Three counts:
+
+  all     every load and store of every program
+  cache   what of these misses a second-level cache of 50 MB (an H200's), and one of half that size
+          (what remains if both halves hold the same): the loads and stores, in the kernels' order,
+          played through a cache (kernel_cache)
+  memory  every element once per launch: what remains with an unlimited cache
+
+The floor is what no implementation with dense gradients of the visited rows can avoid: each visited
+row read forward and backward and its gradient written once, and the same for each hidden vector. A
+dense gradient also has zeros for rows that are not visited; they are counted, and shown separately.
+"""
+
+import math
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from lm.output import ClassTree
+from lm.output.backends.triton.tile_shapes import tiles
+from scripts.benchmarks.kernel_cache import traffic
+from scripts.benchmarks.kernel_traces import Batch, Launches
+from scripts.benchmarks.methods import zipf
+from scripts.benchmarks.reporting import Table, benchmark_parser
+
+SINGLE = 4
+"""Bytes of a number that sums are formed in."""
+CACHES = {"cache": 50_000_000, "half_cache": 25_000_000}
+"""Bytes of second-level cache."""
+NUM_CONCURRENT = 2 * 132
+"""Programs that run concurrently: two on each processor of an H200."""
+GRANULE = 16
+"""Rows of a line of the cache."""
+SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024), (10_000_000, 300)]
+
+
+class Count(NamedTuple):
+    """Bytes of one tensor in one launch.
+
+    Attributes:
+        kernel: Name of the kernel.
+        tensor: Name of the tensor.
+        memory: Every element once.
+        all: Every load and store.
+    """
+
+    kernel: str
+    tensor: str
+    memory: int
+    all: int
+
+
+def counts(batch: Batch) -> list[Count]:
+    """Bytes of the tensors that grow with rows, positions × H or positions × columns."""
+    return [*_forward(batch), *_d_hidden(batch), *_d_weight(batch), *_d_light(batch)]
+
+
+def _forward(batch: Batch) -> list[Count]:
+    blocks, rows = batch.blocks(batch.visited), batch.rows(batch.visited)
+    all_rows = batch.rows_by_tile(batch.shape.forward.v) + batch.rows(batch.light)
+    vectors = batch.positions(batch.visited)
+    return [
+        Count("_forward", "weight", rows * batch.row_bytes, all_rows * batch.row_bytes),
+        Count("_forward", "hidden", vectors * batch.row_bytes, blocks * batch.row_bytes),
+        *_exp_logits("_forward", batch, blocks),
+    ]
+
+
+def _exp_logits(kernel: str, batch: Batch, blocks: int, block_h: int | None = None) -> list[Count]:
+    """What the forward saves, touched once for each portion of H, or once if there are none."""
+    exp_logits = blocks * batch.shape.block_c * batch.element_bytes
+    block_max = blocks * SINGLE
+    times = -(-batch.hidden_size // block_h) if block_h else 1
+    return [
+        Count(kernel, "exp_logits", exp_logits, exp_logits * times),
+        Count(kernel, "block_max", block_max, block_max * times),
+    ]
+
+
+def _d_hidden(batch: Batch) -> list[Count]:
+    tile = batch.shape.d_hidden
+    final = (batch.num_positions - batch.num_with_light) * batch.row_bytes
+    partial = batch.num_with_light * batch.hidden_size * SINGLE
+    rows = batch.rows(batch.heavy) * batch.row_bytes
+    all_rows = batch.rows_by_tile(tile.v) * batch.row_bytes
+    return [
+        Count("_d_hidden", "weight", rows, all_rows),
+        *_exp_logits("_d_hidden", batch, batch.blocks(batch.heavy), tile.h),
+        Count("_d_hidden", "d_hidden", final, final),
+        Count("_d_hidden", "partial", partial, partial),
+    ]
+
+
+def _d_weight(batch: Batch) -> list[Count]:
+    blocks = batch.blocks(batch.heavy)
+    hidden = batch.positions(batch.heavy) * batch.row_bytes
+    written = batch.rows(batch.heavy) * batch.row_bytes + zero_bytes(batch)
+    owners = batch.tree.num_rows * 8
+    return [
+        Count("_d_weight", "hidden", hidden, blocks * batch.row_bytes),
+        *_exp_logits("_d_weight", batch, blocks, batch.shape.d_weight.h),
+        Count("_d_weight", "d_weight", written, written),
+        Count("_d_weight", "node_of_row", owners, owners),
+    ]
+
+
+def _d_light(batch: Batch) -> list[Count]:
+    rows = batch.rows(batch.light) * batch.row_bytes
+    vectors = batch.num_with_light * batch.row_bytes
+    partial = batch.num_with_light * batch.hidden_size * SINGLE
+    return [
+        Count("_d_light", "weight", rows, rows),
+        Count("_d_light", "hidden", vectors, vectors),
+        *_exp_logits("_d_light", batch, batch.blocks(batch.light), batch.shape.d_light.h),
+        Count("_d_light", "partial", partial, partial),
+        Count("_d_light", "d_hidden", vectors, vectors),
+        Count("_d_light", "d_weight", rows, rows),
+    ]
+
+
+def zero_bytes(batch: Batch) -> int:
+    """Zeros in the gradient of rows that are not visited."""
+    return (batch.tree.num_rows - batch.rows(batch.visited)) * batch.row_bytes
+
+
+def recomputed_bytes(batch: Batch, counted: list[Count]) -> int:
+    """Memory bytes if nothing were saved: heavy rows are read once more, for their gradient."""
+    saved = sum(each.memory for each in counted if each.tensor in ("exp_logits", "block_max"))
+    return sum(each.memory for each in counted) - saved + batch.rows(batch.heavy) * batch.row_bytes
+
+
+def operations(batch: Batch) -> tuple[int, int]:
+    """Multiply–adds × 2 as implemented, and if the logits were recomputed in the backward.
+
+    They would be recomputed once for a light group, whose program makes both of its gradients, and
+    twice for a heavy node.
+    """
+    heavy, light = (
+        2 * batch.hidden_size * int(batch.tree.num_children[batch.visits.node[chosen]].sum())
+        for chosen in (batch.heavy, batch.light)
+    )
+    return 3 * (heavy + light), 5 * heavy + 4 * light
+
+
+def floor_bytes(batch: Batch) -> int:
+    """Visited rows and hidden vectors: read twice, their gradients written once."""
+    return 3 * (batch.rows(batch.visited) + batch.num_positions) * batch.row_bytes
+
+
+def through_cache(
+    launches: Launches, counted: list[Count], capacity: int, granule: int = GRANULE
+) -> int:
+    """Bytes from and to memory behind a cache of `capacity` bytes.
+
+    Tensors that are touched once are not played through the cache, but added.
+    """
+    once = {"d_hidden", "partial", "node_of_row"}
+    rest = sum(each.memory for each in counted if each.tensor in once)
+    return rest + sum(
+        sum(traffic(trace, capacity, NUM_CONCURRENT, granule).values()) for trace in launches
+    )
+
+
+def row(
+    vocab_size: int, hidden_size: int, num_positions: int, capability: int, classes: str
+) -> dict[str, Any]:
+    """One line of the table: two levels, bf16, inverse-rank targets.
+
+    Args:
+        vocab_size: N.
+        hidden_size: H.
+        num_positions: P.
+        capability: Compute capability × 10.
+        classes: "random": √N classes of words assigned at random, of which nearly every one is
+            visited, as with classes by meaning; "ranks": of neighbouring frequency rank.
+    """
+    word_class = torch.arange(vocab_size) * round(vocab_size**0.5) // vocab_size
+    if classes == "random":
+        word_class = word_class[torch.randperm(vocab_size)]
+    tree = ClassTree.two_level(word_class)
+    target, _ = zipf(vocab_size, num_positions)
+    shape = tiles(torch.bfloat16, capability, math.gcd(hidden_size, 16))
+    batch = Batch.of(target, tree, hidden_size, 2, shape)
+    counted = counts(batch)
+    floor, zeros = floor_bytes(batch), zero_bytes(batch)
+    memory, everything = sum(c.memory for c in counted), sum(c.all for c in counted)
+    launches, (flops, recomputed_flops) = Launches(batch), operations(batch)
+    missed = {
+        name: zeros + through_cache(launches, counted, capacity)
+        for name, capacity in CACHES.items()
+    }
+    return {
+        "classes": classes,
+        "N": vocab_size,
+        "H": hidden_size,
+        "positions": num_positions,
+        "sm": capability,
+        "rows_visited": batch.rows(batch.visited),
+        "floor_mb": round(floor / 1e6),
+        "memory_mb": round(memory / 1e6),
+        "of_it_zeros_mb": round(zeros / 1e6),
+        "memory_ratio": round(memory / floor, 2),
+        **{f"{name}_mb": round(value / 1e6) for name, value in missed.items()},
+        **{f"{name}_ratio": round(value / floor, 2) for name, value in missed.items()},
+        "all_mb": round(everything / 1e6),
+        "all_ratio": round(everything / floor, 2),
+        "formed_again_mb": round(recomputed_bytes(batch, counted) / 1e6),
+        "gflop": round(flops / 1e9, 1),
+        "formed_again_gflop": round(recomputed_flops / 1e9, 1),
+    }
+
+
+def main() -> None:
+    """Print the table, and write a log if asked."""
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--positions", type=int, default=16_384)
+    parser.add_argument("--sm", type=int, default=90)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    table = Table(log=options.json)
+    for classes, size in product(("random", "ranks"), SIZES):
+        table.add(row(*size, options.positions, options.sm, classes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""What the benchmarks measure: seconds, memory, launches, the rates of the device and the floor.
+
+Decides how a step is timed, which memory counts and what the least work of a step is.
+"""
+
+import ctypes
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from lm.output import ClassTree
+from lm.output.backends.triton.launch import Launch, execute, instrumented
+from lm.output.backends.visits import route
+from scripts.benchmarks.methods import Method, Problem
+
+PROCESS = Path("/proc/self")
+Clock = Callable[[Callable[[], object]], Callable[[], float]]
+"""Runs a step and returns a function that waits for the step and returns its seconds."""
+
+
+def cpu_clock(step: Callable[[], object]) -> Callable[[], float]:
+    """Time a step by the wall clock."""
+    start = time.perf_counter()
+    step()
+    seconds = time.perf_counter() - start
+    return lambda: seconds
+
+
+def event_clock(step: Callable[[], object]) -> Callable[[], float]:
+    """Time a step by events of a GPU."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    step()
+    stop.record()
+
+    def seconds() -> float:
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+    return seconds
+
+
+class CudaClock:
+    """An `event_clock` whose GPU begins idle and with unrelated data in its L2 cache."""
+
+    def __init__(self) -> None:
+        self.unrelated = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+
+    def __call__(self, step: Callable[[], object]) -> Callable[[], float]:
+        """Run the step; the result waits for the device and returns the seconds."""
+        torch.cuda.synchronize()
+        self.unrelated.zero_()
+        return event_clock(step)
+
+
+class Ceilings(NamedTuple):
+    """Best rates of the device, per second: bytes read or written, multiply–adds × 2."""
+
+    bytes: float
+    flops: float
+
+
+def ceilings(clock: Clock, device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """The best of several large copies (bytes read and written) and of several matrix products."""
+    size, side = ((1 << 29), 8192) if device.type == "cuda" else ((1 << 26), 2048)
+    source, copy = torch.ones(2, size, device=device).unbind()
+    factor = torch.randn(side, side, device=device, dtype=dtype)
+    product = torch.empty_like(factor)
+    copies, products = [], []
+    for _ in range(6):
+        copies.append(clock(lambda: copy.copy_(source)))
+        products.append(clock(lambda: torch.mm(factor, factor, out=product)))
+    fastest_copy, fastest_product = (min(t() for t in times[1:]) for times in (copies, products))
+    return Ceilings(2 * 4 * size / fastest_copy, 2 * side**3 / fastest_product)
+
+
+def free_bytes(device: torch.device, limit: float) -> float:
+    """Free memory, at most `limit`; infinity where neither is known."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return min(limit, torch.cuda.mem_get_info()[0] + unused)
+    meminfo = Path("/proc/meminfo")
+    return min(limit, proc_bytes(meminfo, "MemAvailable") if meminfo.exists() else math.inf)
+
+
+def peak_bytes(method: Method) -> int | None:
+    """Most memory that one step holds in addition to what was held before.
+
+    As counted by the allocator of a GPU or by the Linux kernel; None on other systems.
+    """
+    if method.hidden.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        method.step()
+        return torch.cuda.max_memory_allocated() - before
+    status, reset = PROCESS / "status", PROCESS / "clear_refs"
+    if not reset.exists():
+        method.step()
+        return None
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)  # otherwise the step reuses what other methods have freed
+    reset.write_text("5")
+    before = proc_bytes(status, "VmRSS")
+    method.step()
+    return proc_bytes(status, "VmHWM") - before
+
+
+def proc_bytes(file: Path, field: str) -> int:
+    """Bytes in the line `field: … kB` of a file in /proc."""
+    line = next(line for line in file.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+class Floor(NamedTuple):
+    """Least work of forward and backward: bytes read or written, multiply–adds × 2."""
+
+    bytes: int
+    flops: int
+
+
+def least_work(problem: Problem, tree: ClassTree) -> Floor:
+    """The floor of a tree on the problem's targets."""
+    node = route(problem.target, tree.arrays, tree.depth, ignore_index=-100).node
+    node = node[node >= 0]
+    rows = int(tree.num_children[torch.unique(node)].sum())
+    columns = int(tree.num_children[node].sum())
+    vectors = rows + problem.num_positions
+    return Floor(
+        3 * vectors * problem.hidden_size * problem.element_bytes,
+        6 * columns * problem.hidden_size,
+    )
+
+
+def launches(method: Method) -> dict[str, list[str]]:
+    """Names of what the forward and the backward of a step launch.
+
+    On a GPU all kernels, copies and fills; on a CPU the interpreted kernels.
+    """
+    launched = _launched_on_gpu if method.hidden.is_cuda else _interpreted
+    losses: list[Tensor] = []
+    forward = launched(lambda: losses.append(method.loss(method.hidden, method.target)))
+    backward = launched(lambda: torch.autograd.backward(losses[0]))
+    method.free()
+    return {"forward": forward, "backward": backward}
+
+
+def _launched_on_gpu(half: Callable[[], object]) -> list[str]:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        half()
+        torch.cuda.synchronize()
+    return [event.name for event in profiler.events() if event.device_type.name == "CUDA"]
+
+
+def _interpreted(half: Callable[[], object]) -> list[str]:
+    names: list[str] = []
+
+    def record(launch: Launch) -> None:
+        names.append(launch.kernel.__name__)
+        execute(launch)
+
+    with instrumented(run=record):
+        half()
+    return names

@@ -1,0 +1,256 @@
+"""Cost of a training step as the vocabulary grows, and the largest vocabulary of each method.
+
+A step is forward, backward and the optimizer's update. The cost of this project's layer is that of
+the rows that a batch visits, not of all N rows. The methods:
+
+  layer    ours, the output layer alone: row-wise gradients, row-wise Adagrad
+  step     ours, a whole language model (LSTM, tied, 32 sequences): forward, backward, clipping,
+           AdamW of the backbone, row-wise Adagrad of the word table
+  dense    ours with gradients of the table's size, SGD: the cost of not being row-wise
+  full     the ordinary softmax: linear + cross_entropy, SGD
+  gather   the rows of each position's class copied, padded to the widest class of the batch, for
+           one batched product; dense gradient, SGD
+  host     the table in host memory, a numpy array: rows of the batch's classes are looked up there,
+           copied to the device in one piece, their gradients copied back and subtracted there
+  loop     one position after the other, every class a separate parameter, SGD; run on a few
+           positions, its time scaled to all (its peak memory is that of the few)
+
+Words are drawn by inverse rank (Zipf) for each step, outside the timed region; √N classes have
+equal sums of √count. Every measurement is a process whose memory the operating system limits, so a
+method that does not fit fails alone; it is not tried at larger N. Methods over classes must agree
+in their loss on the same words and weights, otherwise the run stops.
+
+A figure is the median over the steps after the first. On a shared machine CPU seconds are steadier
+than wall-clock seconds. The peak is that of the whole process, including about 0.4 GB of libraries.
+Rows visited are those whose weights a step reads: all rows if its update reads all. Bytes per
+position are counted, not measured: numbers read and written by each part of a step, without any
+cache between the parts. Linux only.
+"""
+
+import argparse
+import errno
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from itertools import product
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+import torch
+
+from scripts.benchmarks.reporting import (
+    Column,
+    Row,
+    Table,
+    benchmark_parser,
+    environment,
+    require_positive,
+)
+from scripts.benchmarks.scale_measure import DTYPES, METHODS, measure
+from scripts.benchmarks.scale_methods import NUM_SEQUENCES
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+"""Largest relative difference of two losses that should be equal."""
+AGREEING = ("layer", "dense", "gather", "host", "loop")
+"""Methods that have the same loss."""
+COLUMNS = (
+    Column("N", "vocab_size", ",", width=10),
+    Column("method", "method"),
+    Column("dtype", "dtype"),
+    Column("s/step", "seconds", ".4f", width=8),
+    Column("CPU s", "cpu_seconds", ".4f", width=8),
+    Column("µs/position", "microseconds_per_position", ".1f"),
+    Column("rows visited", "rows_visited", ",.0f"),
+    Column("kB/position", "bytes_per_position", ",.1f", 1e3),
+    Column("peak GB", "peak_bytes", ".2f", 1e9),
+    Column("table GB", "table_bytes", ".3f", 1e9),
+    Column("steps/min", "steps_per_minute", ",.1f"),
+)
+
+
+def limit_memory(num_bytes: int, device: torch.device) -> None:
+    """Let allocations beyond `num_bytes` fail, in this process and on its GPU.
+
+    RLIMIT_DATA counts private writable memory only. RLIMIT_AS would also count mapped libraries and
+    the address space that CUDA reserves.
+    """
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, as reported by torch, numpy or the operating system."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(words in str(error) for words in ("allocate memory", "bad_alloc"))
+
+
+def measure_limited(
+    results: Connection, name: str, vocab_size: int, dtype: str, options: argparse.Namespace
+) -> None:
+    """Send the figures of one method, measured in this process with limited memory."""
+    torch.set_num_threads(options.threads)
+    limit_memory(int(options.memory_limit_gb * 1e9), options.device)
+    try:
+        row = measure(name, vocab_size, dtype, options)
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        row = {"outcome": "memory"}
+    results.send(row)
+
+
+def measure_alone(name: str, vocab_size: int, dtype: str, options: argparse.Namespace) -> Row:
+    """The figures of one method, measured in a new process; its errors are printed to stderr."""
+    row = {
+        "vocab_size": vocab_size,
+        "method": name,
+        "dtype": dtype,
+        "positions": options.positions,
+        "hidden": options.hidden,
+        "steps": options.steps,
+        "memory_limit_gb": options.memory_limit_gb,
+        "time_limit_seconds": options.time_limit,
+        "seed": options.seed,
+        "threads": options.threads,
+        "cpus": os.cpu_count(),
+    }
+    if name == "host" and dtype == "bf16":
+        return row | {"outcome": "refused: numpy has no bf16"}
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    measurement = (sender, name, vocab_size, dtype, options)
+    process = context.Process(target=measure_limited, args=measurement)
+    process.start()
+    sender.close()
+    figures: Row = {}
+    with receiver, suppress(EOFError):  # raised if the process ends without figures
+        figures = receiver.recv()
+    process.join()
+    ended = {-signal.SIGALRM: "time", -signal.SIGKILL: "memory"}  # the latter by the system
+    code = process.exitcode or 0
+    return row | (figures if code == 0 else {"outcome": ended.get(code, f"failed: {code}")})
+
+
+def measure_all(options: argparse.Namespace) -> list[Row]:
+    """The rows of all measurements, printed and logged as they come.
+
+    A method that failed is not tried at larger N.
+
+    Raises:
+        SystemExit: If methods that compute the same loss do not agree.
+    """
+    device = options.device.type
+    print(
+        f"{environment(device)['device']}, {options.threads} threads of {os.cpu_count()}"
+        f" processors, torch {torch.__version__}: {options.positions:,} positions,"
+        f" H = {options.hidden}"
+    )
+    table = Table(COLUMNS, options.json, device)
+    broken: set[tuple[str, str]] = set()
+    for vocab_size, dtype in product(sorted(options.sizes), options.dtype):
+        num_rows = len(table.rows)
+        for name in options.methods:
+            if (name, dtype) not in broken:
+                row = measure_alone(name, vocab_size, dtype, options)
+                table.add(row, note(row))
+                if row["outcome"] != "done":
+                    broken.add((name, dtype))
+        check_losses(table.rows[num_rows:])
+    return table.rows
+
+
+def note(row: Row) -> str:
+    """What is printed after the figures of a row."""
+    scaled = row.get("run_positions", row["positions"]) < row["positions"]
+    notes = [f"run on {row['run_positions']} positions and scaled"] if scaled else []
+    notes += [explained(row)] if row["outcome"] != "done" else []
+    return "; ".join(notes)
+
+
+def explained(row: Row) -> str:
+    """Why a measurement failed."""
+    reasons = {
+        "memory": f"memory: more than {row['memory_limit_gb']:g} GB",
+        "time": f"time: more than {row['time_limit_seconds']:g} s a step",
+    }
+    outcome: str = row["outcome"]
+    return reasons.get(outcome, outcome)
+
+
+def check_losses(rows: list[Row]) -> None:
+    """Compare the losses of methods that should agree.
+
+    Raises:
+        SystemExit: If they do not.
+    """
+    same = [row for row in rows if row["method"] in AGREEING and "loss" in row]
+    for first, row in product(same[:1], same[1:]):
+        tolerance = TOLERANCE[row["dtype"]] * abs(first["loss"])
+        if not abs(row["loss"] - first["loss"]) <= tolerance:
+            raise SystemExit(
+                f"scale: N = {row['vocab_size']:,}: loss of {row['method']} is"
+                f" {row['loss']}, of {first['method']} {first['loss']}"
+            )
+
+
+def largest_vocabularies(rows: list[Row]) -> list[str]:
+    """A line for each method: its largest N, and why it failed at the next."""
+    lines = []
+    for name, dtype in dict.fromkeys((row["method"], row["dtype"]) for row in rows):
+        tried = [row for row in rows if (row["method"], row["dtype"]) == (name, dtype)]
+        done = [row["vocab_size"] for row in tried if row["outcome"] == "done"]
+        line = f"{name:<6}  {dtype}  " + (f"N = {max(done):,}" if done else "none")
+        if tried[-1]["outcome"] != "done":
+            line += f" (at {tried[-1]['vocab_size']:,} {explained(tried[-1])})"
+        lines.append(line)
+    return lines
+
+
+def parse_options() -> argparse.Namespace:
+    """Options of the command line."""
+    parser = benchmark_parser(__doc__)
+    add = parser.add_argument
+    sizes = [10_000, 100_000, 1_000_000, 10_000_000]
+    add("--sizes", type=int, nargs="+", default=sizes, metavar="N", help="numbers of words")
+    add("--positions", type=int, default=2048, help=f"of a batch, a multiple of {NUM_SEQUENCES}")
+    add("--hidden", type=int, default=300, metavar="H")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
+    add("--dtype", nargs="+", choices=DTYPES, default=["fp32"], help="of the table")
+    add("--steps", type=int, default=5, help="timed, after one to warm up")
+    add("--memory-limit-gb", type=float, default=18.0, metavar="GB", help="of a process")
+    add("--time-limit", type=float, default=60.0, metavar="SECONDS", help="of a step")
+    add("--threads", type=int, default=1, help="CPU threads")
+    add("--seed", type=int, default=1)
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    options = parser.parse_args()
+    positive = ["positions", "hidden", "steps", "memory_limit_gb", "time_limit", "threads"]
+    require_positive(parser, options, positive)
+    if min(options.sizes) < 2:
+        parser.error(f"--sizes must be at least 2, got {min(options.sizes)}")
+    if options.positions % NUM_SEQUENCES:
+        parser.error(f"--positions must be a multiple of {NUM_SEQUENCES}, got {options.positions}")
+    options.device = torch.device(options.device)
+    return options
+
+
+def main() -> None:
+    """Print a table and the largest N of each method.
+
+    The exit code is 1 if a method failed for another reason than memory or time.
+    """
+    options = parse_options()
+    rows = measure_all(options)
+    print("\nThe largest N of each method:", *largest_vocabularies(rows), sep="\n")
+    if any(row["outcome"].startswith("failed") for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

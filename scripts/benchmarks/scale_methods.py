@@ -1,0 +1,268 @@
+"""What `scale` compares: one task, and the ways to make its training step."""
+
+import argparse
+import math
+from collections.abc import Callable
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.rowwise import RowAdagrad
+from scripts.benchmarks.methods import class_and_place, parameter, zipf
+
+if TYPE_CHECKING:  # `step` alone needs more than torch
+    from lm.config import WordTable
+    from lm.model.language_model import LanguageModel
+
+NUM_SEQUENCES = 32
+"""Sequences of the batch that `step` reads."""
+LEARNING_RATE = 0.1
+INIT_RANGE = 0.05
+"""Weights are initialised uniformly in ±INIT_RANGE."""
+ROWS_AT_ONCE = 1 << 16
+"""Rows initialised at a time."""
+
+
+class Task:
+    """What the method `name` is given.
+
+    Attributes:
+        dtype: Of the table.
+        table_device: Device of the table and the tree: that of the run, but the CPU for `host`.
+        tree: √N classes with equal sums of √count; the ordinary softmax for `full`.
+        words: [steps, 2, P] int64: for each step, input words and target words.
+        hidden: [P, H] fp32, a leaf.
+    """
+
+    def __init__(
+        self, name: str, vocab_size: int, dtype: torch.dtype, options: argparse.Namespace
+    ) -> None:
+        torch.manual_seed(options.seed)
+        num_steps, num_positions = options.steps + 1, options.positions
+        words, counts = zipf(vocab_size, num_steps * 2 * num_positions)
+        full = name == "full"
+        tree = ClassTree.full(vocab_size) if full else ClassTree.two_level(rank_classes(counts))
+        self.dtype = dtype
+        self.table_device = torch.device("cpu") if name == "host" else options.device
+        self.tree = tree.to(self.table_device)
+        self.words = words.view(num_steps, 2, num_positions).to(options.device)
+        hidden = torch.randn(num_positions, options.hidden)
+        self.hidden = hidden.to(options.device).requires_grad_()
+
+    @cached_property
+    def table(self) -> tuple[Tensor, Tensor]:
+        """Rows [R, H] and biases [R], with the same numbers on every device."""
+        like: dict[str, Any] = {"dtype": self.dtype, "device": self.table_device}
+        weight = torch.empty(self.tree.num_rows, self.hidden.shape[1], **like)
+        bias = torch.empty(self.tree.num_rows, **like)
+        for tensor in (weight, bias):
+            for rows in torch.split(tensor, ROWS_AT_ONCE):
+                rows.copy_(torch.empty(rows.shape).uniform_(-INIT_RANGE, INIT_RANGE))
+        return weight, bias
+
+    def parameters(self) -> tuple[Tensor, Tensor]:
+        """The table as two leaves."""
+        weight, bias = self.table
+        return parameter(weight), parameter(bias)
+
+    def split(self, *bounds: int) -> list[tuple[Tensor, Tensor]]:
+        """Intervals of the table's rows as leaves, so that no gradient has the table's size."""
+        weight, bias = self.table
+        return [(parameter(weight[a:b]), parameter(bias[a:b])) for a, b in pairwise(bounds)]
+
+
+class Method(NamedTuple):
+    """One way to make a step.
+
+    Attributes:
+        loss: From words [2, P'] to the mean loss of the first P' positions.
+        update: Applies the gradients to the weights and clears them.
+    """
+
+    loss: Callable[[Tensor], Tensor]
+    update: Callable[[], object]
+
+
+def rank_classes(counts: Tensor) -> Tensor:
+    """Class of each word [N]: √N intervals of ranks with equal sums of √count."""
+    mass = counts.double().sqrt()
+    middle = mass.cumsum(0) - mass / 2
+    return (middle * (round(math.sqrt(len(counts))) / mass.sum())).long()
+
+
+def layer(task: Task) -> Method:
+    """This project's layer alone, with row-wise gradients."""
+    weight, bias = task.parameters()
+    optimizer = RowAdagrad([weight, bias], LEARNING_RATE)
+    return Method(_layer_loss(task, weight, bias, sparse=True), _update(optimizer))
+
+
+def dense(task: Task) -> Method:
+    """This project's layer alone, with dense gradients."""
+    weight, bias = task.parameters()
+    return Method(_layer_loss(task, weight, bias, sparse=False), _sgd(weight, bias))
+
+
+def _layer_loss(
+    task: Task, weight: Tensor, bias: Tensor, *, sparse: bool
+) -> Callable[[Tensor], Tensor]:
+    def loss(words: Tensor) -> Tensor:
+        hidden = task.hidden[: words.shape[1]]
+        return hierarchical_cross_entropy(hidden, weight, words[1], task.tree, bias, sparse=sparse)
+
+    return loss
+
+
+def step(task: Task, model: "LanguageModel | None" = None) -> Method:
+    """A whole language model of this project, by default `step_model(task)`."""
+    from lm.config import OptimConfig
+    from lm.training.optimizers import build_optimizer
+
+    model = model or step_model(task)
+    optim = OptimConfig(optimizer="adamw", clip=1.0)
+    update = _update(build_optimizer(model, optim, _word_table(task)))
+
+    def loss(words: Tensor) -> Tensor:
+        inputs, targets = words.view(2, -1, NUM_SEQUENCES)
+        return model.loss(inputs, targets)[0]
+
+    def clip_and_update() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
+        update()
+
+    return Method(loss, clip_and_update)
+
+
+def step_model(task: Task) -> "LanguageModel":
+    """The language model of `step`: one LSTM layer, tied rows."""
+    from lm.config import ModelConfig, OutputConfig
+    from lm.model.build import build_model
+
+    num_positions, size = task.hidden.shape
+    config = ModelConfig(hidden=size, layers=1, init_range=INIT_RANGE)
+    context = num_positions // NUM_SEQUENCES
+    with task.hidden.device:
+        return build_model(config, OutputConfig(), _word_table(task), task.tree, context)
+
+
+def _word_table(task: Task) -> "WordTable":
+    from lm.config import WordTable
+
+    dtype: Literal["fp32", "bf16"] = "bf16" if task.dtype == torch.bfloat16 else "fp32"
+    return WordTable(tied=True, dtype=dtype, row_wise=True, optimizer="adagrad", lr=LEARNING_RATE)
+
+
+def full(task: Task) -> Method:
+    """The ordinary softmax."""
+    weight, bias = task.parameters()
+
+    def loss(words: Tensor) -> Tensor:
+        hidden = task.hidden.to(task.dtype)
+        return F.cross_entropy(F.linear(hidden, weight, bias), words[1])
+
+    return Method(loss, _sgd(weight, bias))
+
+
+def gather(task: Task) -> Method:
+    """Two levels with the rows of each position's class copied.
+
+    The copies are positions × widest class × H numbers, and so is their gradient.
+    """
+    tree, num_classes = task.tree, int(task.tree.num_children[0])
+    root, words_of = task.split(0, num_classes, tree.num_rows)
+
+    def loss(words: Tensor) -> Tensor:
+        word_class, place = class_and_place(tree, words[1])
+        hidden = task.hidden.to(task.dtype)
+        width = tree.num_children[word_class + 1, None]
+        column = torch.arange(int(width.max()), device=width.device)
+        first = tree.first_row[word_class + 1, None] - num_classes
+        rows = first + torch.minimum(column, width - 1)
+        copies = F.embedding(rows, words_of[0])  # [P, widest, H]
+        logits = torch.bmm(copies, hidden[:, :, None]).squeeze(2) + words_of[1][rows]
+        logits = torch.where(column < width, logits, -torch.inf)
+        class_nll = F.cross_entropy(F.linear(hidden, *root), word_class)
+        return class_nll + F.cross_entropy(logits, place)
+
+    return Method(loss, _sgd(*root, *words_of))
+
+
+def host(task: Task) -> Method:
+    """Two levels with the table on the host.
+
+    Positions are sorted by class, and each class is one product with rows copied to the device.
+    """
+    device, tree = task.hidden.device, task.tree
+    table = [tensor.numpy() for tensor in task.table]
+    first, width = tree.first_row.tolist(), tree.num_children.tolist()
+    spans: list[slice] = []
+    copies: list[Tensor] = []
+
+    def look_up(nodes: list[int]) -> None:
+        spans[:] = [slice(first[node], first[node] + width[node]) for node in nodes]
+        for array in table:
+            rows = torch.cat([torch.from_numpy(array[span]) for span in spans])
+            copies.append(parameter(rows.to(device)))
+
+    def loss(words: Tensor) -> Tensor:
+        word_class, place = class_and_place(tree, words[1].cpu())
+        order = word_class.argsort()
+        present, counts = torch.unique(word_class, return_counts=True)
+        nodes = [0, *(present + 1).tolist()]
+        copies.clear()
+        look_up(nodes)
+        widths, sizes = [width[node] for node in nodes], counts.tolist()
+        root, *classes_rows = zip(*(torch.split(copy, widths) for copy in copies), strict=True)
+        logits = F.linear(task.hidden, *root)
+        nll = [F.cross_entropy(logits, word_class.to(device), reduction="sum")]
+        hidden = torch.split(task.hidden[order.to(device)], sizes)
+        target = torch.split(place[order].to(device), sizes)
+        for h, w, rows in zip(hidden, target, classes_rows, strict=True):
+            nll.append(F.cross_entropy(F.linear(h, *rows), w, reduction="sum"))
+        return torch.stack(nll).sum() / len(word_class)
+
+    def update() -> None:
+        for array, copy in zip(table, copies, strict=True):
+            assert copy.grad is not None
+            d_rows, start = copy.grad.cpu().numpy(), 0
+            for span in spans:
+                stop = start + span.stop - span.start
+                array[span] -= LEARNING_RATE * d_rows[start:stop]
+                start = stop
+        copies.clear()
+
+    return Method(loss, update)
+
+
+def loop(task: Task) -> Method:
+    """Two levels, one position after the other; each class is a separate parameter."""
+    root, *words_of = task.split(*task.tree.first_row.tolist(), task.tree.num_rows)
+
+    def loss(words: Tensor) -> Tensor:
+        word_class, place = class_and_place(task.tree, words[1])
+        hidden = task.hidden[: len(place)].to(task.dtype)
+        nll = []
+        singles = (torch.split(each, 1) for each in (hidden, word_class, place))
+        for h, c, w in zip(*singles, strict=True):
+            nll.append(F.cross_entropy(F.linear(h, *root), c))
+            nll.append(F.cross_entropy(F.linear(h, *words_of[int(c)]), w))
+        return torch.stack(nll).float().sum() / len(place)
+
+    return Method(loss, _sgd(*root, *(tensor for pair in words_of for tensor in pair)))
+
+
+def _sgd(*parameters: Tensor) -> Callable[[], None]:
+    return _update(torch.optim.SGD(parameters, LEARNING_RATE))
+
+
+def _update(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update

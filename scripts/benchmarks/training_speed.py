@@ -1,0 +1,151 @@
+"""Tokens per second of whole training steps of a recipe with several output layers.
+
+A step is that of the training loop: forward, backward, clipping and the optimizer's update of the
+same model on the same batches. The output layers run in turn in one process; a figure is the median
+over the rounds, and the ratio is relative to the last output layer. Compare ratios, not absolute
+figures. An output layer is a value of `output.tree`, `torch` for the full softmax written with
+torch.nn.functional, or `none` for a step without an output layer, the upper bound for all of them.
+Overrides of one layer follow its name after commas: two_level torch,train.matmul_precision=medium.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from data_prep.prepare import prepare
+from lm.config import load_config
+from lm.model.build import build_tree
+from lm.model.language_model import LanguageModel, State
+from lm.training.batches import Batches
+from lm.training.devices import build_fabric, matmul_precision
+from lm.training.loop import train_step
+from lm.training.state import CarriedLoss, TrainingState, build_state
+from scripts.benchmarks.reporting import Column, Table, benchmark_parser, require_positive, run
+
+FOLDERS = ("--data.", "--run_dir")
+"""Options that contain folders; the log leaves them out."""
+
+
+def torch_loss(hidden: Tensor, targets: Tensor, output: nn.Module) -> Tensor:
+    """The loss of a full softmax by PyTorch's functions."""
+    logits = F.linear(hidden, cast(Tensor, output.weight), cast(Tensor, output.bias))
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def no_loss(hidden: Tensor, targets: Tensor, output: nn.Module) -> Tensor:
+    """The mean of the hidden vectors, in place of a loss."""
+    return hidden.float().mean()
+
+
+Loss = Callable[[Tensor, Tensor, nn.Module], Tensor]
+"""From hidden [T, B, H], targets [T, B] and the output layer to a scalar."""
+LOSSES: dict[str, Loss] = {"torch": torch_loss, "none": no_loss}
+
+
+class OtherLoss(nn.Module):
+    """A language model with a full softmax whose loss is computed by another function."""
+
+    def __init__(self, model: LanguageModel, compute: Loss) -> None:
+        super().__init__()
+        self.model, self.backbone, self.compute = model, model.backbone, compute
+
+    def loss(
+        self, tokens: Tensor, targets: Tensor, state: State | None
+    ) -> tuple[Tensor, State | None]:
+        """As `LanguageModel.loss`."""
+        hidden, state = self.model(tokens, state)
+        return self.compute(hidden, targets, cast(nn.Module, self.model.output)), state
+
+
+def start_training(
+    config_file: str, overrides: list[str], layer: str, num_steps: int
+) -> TrainingState:
+    """The state of a new run of a recipe with an output layer, `layer` of the command line.
+
+    Raises:
+        UserError: If the configuration is wrong.
+    """
+    name, *others = layer.split(",")
+    chosen = [f"output.tree={'full' if name in LOSSES else name}"]
+    chosen += ["word_table.gradients=dense"] if name == "torch" else []
+    config = load_config(config_file, [*overrides, *(f"--{o}" for o in [*chosen, *others])])
+    data, tokenizer, classes = config.data, config.tokenizer, config.needed_classes
+    prepared = prepare(data, tokenizer, classes, config.prepared_path, progress=True)
+    batches = Batches(
+        prepared.tokens("train"),
+        eos_id=prepared.eos_id,
+        batch_size=config.train.batch_size,
+        seq_len=config.train.seq_len,
+        shuffle=config.model.backbone != "lstm",
+        seed=config.seed,
+    )
+    fabric, tree = build_fabric(config), build_tree(config, prepared)
+    state = build_state(fabric, config, prepared, tree, batches, num_steps, None)
+    if name in LOSSES:
+        model = cast(LanguageModel, OtherLoss(state.model, LOSSES[name]))
+        state.loss = fabric.setup_module(CarriedLoss(model, config.train.accumulate))
+    return state
+
+
+def time_steps(state: TrainingState, num_steps: int) -> float:
+    """Tokens per second of a few steps."""
+    before, start = state.progress.tokens_done, time.perf_counter()
+    with matmul_precision(state.config.train.matmul_precision):
+        for _ in range(num_steps):
+            train_step(state)
+    if state.fabric.device.type == "cuda":
+        torch.cuda.synchronize()
+    return (state.progress.tokens_done - before) / (time.perf_counter() - start)
+
+
+def main() -> None:
+    """Print a table, and write a log if asked."""
+    parser = benchmark_parser(__doc__, takes_config=True)
+    parser.add_argument("--trees", nargs="+", default=["two_level", "full"])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=5, help="steps of each in a round")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    options, overrides = parser.parse_known_args()
+    require_positive(parser, options, ["rounds", "steps", "threads"])
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    total_steps = (options.rounds + 1) * options.steps
+    states = {
+        layer: start_training(options.config, overrides, layer, total_steps)
+        for layer in options.trees
+    }
+    rates: dict[str, list[float]] = {layer: [] for layer in states}
+    for turn in range(options.rounds + 1):
+        for layer, state in states.items():
+            rate = time_steps(state, options.steps)
+            if turn:  # the first round warms up
+                rates[layer].append(rate)
+    reference = options.trees[-1]
+    columns = (
+        Column("tree", "tree", width=max(map(len, rates))),
+        Column("tokens/s", "tokens_per_second_median", ".0f", width=10),
+        Column(f"× {reference}", "ratio", ".2f"),
+    )
+    table = Table(columns, options.json, states[reference].fabric.device.type)
+    for layer, values in rates.items():
+        table.add(
+            {
+                "config": Path(options.config).name,
+                "tree": layer,
+                "tokens_per_second_median": statistics.median(values),
+                "ratio": statistics.median(values) / statistics.median(rates[reference]),
+                "ratio_to": reference,
+                "rounds": options.rounds,
+                "overrides": [each for each in overrides if not each.startswith(FOLDERS)],
+            }
+        )
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,60 @@
+"""The kernels compile for every architecture; a kernel that spills is reported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).resolve().parents[3]
+pytest.importorskip("triton.backends.nvidia")
+
+
+def compile_kernels(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a new process, where kernels are compiled instead of interpreted."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-W", "error", *command],
+        capture_output=True,
+        text=True,
+        cwd=TOP,
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
+    )
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_kernel_compiles_without_spills_and_with_tensor_cores(
+    capability: int, tmp_path: Path
+) -> None:
+    out = tmp_path / "report.jsonl"
+    options = ["--sm", str(capability), "--sizes", "300", "650", "--dtypes", "bf16", "tf32"]
+    command = ["-m", "scripts.benchmarks.kernel_report", "--json", str(out), *options]
+    done = compile_kernels(tmp_path / "cache", *command)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    names = {"_forward", "_d_hidden", "_d_weight", "_d_light", "_d_light, sparse"}
+    assert len(rows) == 2 * 2 * len(names)
+    assert {row["kernel"] for row in rows} == names
+    for row in rows:
+        assert row["spilled_bytes"] == 0
+        assert 0 < row["shared_bytes"] <= {80: 166_912, 90: 232_448, 100: 232_448}[capability]
+        assert row["tensor_cores"] != "none"
+        assert row["programs"] >= 1
+
+
+def test_a_kernel_that_spills_is_reported(tmp_path: Path) -> None:
+    """With tiles that exceed the register file."""
+    code = """
+from lm.output.backends.triton.launch import instrumented
+from lm.output.backends.triton.tile_shapes import Tile, Tiles
+from scripts.benchmarks import kernel_report
+huge = Tile(128, 128, 4, 3)
+with instrumented(tiles=Tiles(64, huge, huge, huge, huge)):
+    kernel_report.main()
+"""
+    options = ["--sm", "80", "--sizes", "300", "--dtypes", "bf16", "--kernels", "_d_hidden"]
+    done = compile_kernels(tmp_path, "-c", code, *options)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "1 kernels compiled, 1 of them not as they should be" in done.stdout

@@ -1,0 +1,62 @@
+"""Computed bytes of a step: the rows that a batch visits, and the figures that follow from them."""
+
+import json
+import math
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.benchmarks.step_bytes import visited_rows
+
+TOP = Path(__file__).resolve().parents[3]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "scripts.benchmarks.step_bytes", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=TOP)
+
+
+@pytest.mark.parametrize("positions", [1, 40, 3000])
+def test_visited_rows_are_those_of_classes_laid_out_word_by_word(positions: int) -> None:
+    num_words, num_classes, seed = 10_000, 100, 3
+    generator = np.random.default_rng(seed)
+    weight = generator.random(positions) * (np.log(num_words) + np.euler_gamma)
+    rank = np.floor(np.clip(np.exp(weight - np.euler_gamma) - 0.5, 0, num_words - 1))
+    word_class = np.array([math.isqrt(num_classes**2 * r // num_words) for r in range(num_words)])
+    visited = word_class[rank.astype(int)]
+    expected = num_classes + np.isin(word_class, visited).sum()
+    assert visited_rows(num_words, positions, seed) == expected
+
+
+def test_all_words_and_classes_are_the_most_that_a_batch_visits() -> None:
+    assert visited_rows(400, 100_000, 1) == 420
+
+
+def test_visited_rows_grow_slower_than_words() -> None:
+    seen = [visited_rows(10**power, 2048, 1) for power in (4, 5, 6, 7)]
+    growth = [after / before for before, after in pairwise(seen)]
+    assert 10 > growth[0] > growth[1] > growth[2] > 1
+
+
+def test_figures_follow_from_the_rows(tmp_path: Path) -> None:
+    options = ["--sizes", "1000000", "--positions", "2048", "--bandwidth", "2"]
+    result = run(*options, "--json", str(tmp_path / "rows"))
+    assert result.returncode == 0, result.stderr
+    fp32, bf16 = (json.loads(line) for line in (tmp_path / "rows").read_text().splitlines())
+    rows = fp32["visited_rows"] + 2048
+    assert fp32["row_wise_gb"] == pytest.approx((6 * 300 * 4 + 8) * rows / 1e9, abs=5e-4)
+    assert fp32["row_wise_ms"] == pytest.approx(fp32["row_wise_gb"] / 2, abs=2e-3)
+    assert fp32["dense_adam_gb"] == bf16["dense_adam_gb"] == pytest.approx(9.6)
+    assert bf16["floor_gb"] == pytest.approx(fp32["floor_gb"] / 2, abs=1e-3)
+    assert fp32["dense_held_gb"] == 4.8
+    assert f"{fp32['visited_rows']:,}" in result.stdout
+
+
+def test_a_size_of_zero_is_refused() -> None:
+    result = run("--positions", "0")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.endswith("error: --positions must be positive, got 0\n")

@@ -1,0 +1,69 @@
+"""The benchmark of training steps: its rows, its steps and its peers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm.output.rowwise import RowAdagrad
+from lm.training.loop import train_step
+from lm.training.optimizers import CombinedOptimizer
+from scripts.benchmarks.training_speed import OtherLoss, start_training, torch_loss
+
+TOP = Path(__file__).resolve().parents[3]
+
+
+def test_training_steps_are_timed_side_by_side(tiny: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    options = ["--rounds", "1", "--steps", "2", "--json", str(rows)]
+    options += ["--trees", "two_level,classes.shortlist=3", "torch", "none", "full"]
+    done = subprocess.run(
+        [
+            *[sys.executable, "-m", "scripts.benchmarks.training_speed", str(tiny)],
+            *[*options, f"--run_dir={tmp_path / 'run'}"],
+        ],
+        capture_output=True,
+        text=True,
+        cwd=TOP,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    two_level, *peers, full = (json.loads(line) for line in rows.read_text().splitlines())
+    assert (two_level["tree"], full["tree"]) == ("two_level,classes.shortlist=3", "full")
+    assert full["ratio"] == 1
+    ratio = two_level["tokens_per_second_median"] / full["tokens_per_second_median"]
+    assert two_level["ratio"] == pytest.approx(ratio)
+    assert [peer["tree"] for peer in peers] == ["torch", "none"]
+    assert all(peer["tokens_per_second_median"] > 0 for peer in peers)
+    assert [row["overrides"] for row in peers] == [[], []]
+    assert str(tmp_path) not in full["command"]
+
+
+def test_steps_use_the_gradients_and_optimizers_of_a_training_run(
+    tiny: Path, tmp_path: Path
+) -> None:
+    options = [f"--run_dir={tmp_path}", "--word_table.tied=true"]
+    row_wise = ["--word_table.gradients=row_wise", "--word_table.optimizer=adagrad"]
+    state = start_training(str(tiny), [*options, *row_wise], "two_level", num_steps=1)
+    train_step(state)
+    optimizer = state.optimizer.optimizer
+    assert state.model.row_wise
+    assert isinstance(optimizer, CombinedOptimizer)
+    assert isinstance(optimizer.optimizers[-1], RowAdagrad)
+    state = start_training(str(tiny), options, "two_level", num_steps=1)
+    assert not state.model.row_wise
+    assert isinstance(state.optimizer.optimizer, torch.optim.AdamW)
+    assert train_step(state) == pytest.approx(state.config.optim.lr)
+
+
+def test_the_peer_of_training_steps_has_the_same_loss(tiny: Path, tmp_path: Path) -> None:
+    state = start_training(str(tiny), [f"--run_dir={tmp_path}"], "full", num_steps=1)
+    model = state.model.eval()
+    tokens, targets = torch.randint(model.vocab_size, (2, 4, 3))
+    ours, _ = model.loss(tokens, targets)
+    peer, _ = OtherLoss(model, torch_loss).loss(tokens, targets, None)
+    torch.testing.assert_close(peer, ours)
