@@ -1,3 +1,3 @@
 """Train, evaluate and generate with language models of very large vocabularies."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -15,6 +15,7 @@ from data_prep.errors import UserError
 from data_prep.settings import BYTE_ORDER_MARK
 from lm.config import Config, load_config, load_run_config
 from lm.config.reference import describe_keys, write_reference
+from lm.openmp import limit_spinning
 from lm.options import parse
 
 
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0; 2 after a user's mistake, which is one line on stderr; 130 after Ctrl-C;
         141 if the reader of stdout has closed it.
     """
+    limit_spinning()  # before torch is imported
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     # Lightning 2.6 calls a function that torch 2.13 has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 QUIET_SPIN_COUNT = 10_000
 """Iterations where a processor is free for each thread."""
-BUSY_SPIN_COUNT = 1_000
-"""Iterations where other programs use the processors."""
+BUSY_SPIN_COUNT = 0
+"""Iterations where other programs use the processors: threads sleep at once."""
 _LOADAVG = Path("/proc/loadavg")
 _USER_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
@@ -39,7 +39,7 @@ def spin_count(num_running: float, num_cpus: int) -> int:
 
     Example:
         >>> spin_count(num_running=0, num_cpus=2), spin_count(num_running=3, num_cpus=2)
-        (10000, 1000)
+        (10000, 0)
     """
     return BUSY_SPIN_COUNT if num_running >= num_cpus / 2 else QUIET_SPIN_COUNT
 
@@ -63,3 +63,7 @@ def num_running(num_samples: int = 5, interval_seconds: float = 0.002) -> float:
         samples.append(int(running) - 1)  # this thread itself
         time.sleep(interval_seconds)
     return statistics.median(samples)
+
+
+if __name__ == "__main__":
+    print(spin_count(num_running(), os.cpu_count() or 1))

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lm.openmp import limit_spinning
+
 TINY = """\
 name: tiny
 data: {{dir: {corpus}, files: {{train: train.txt, valid: valid.txt, test: test.txt}}}}
@@ -33,6 +35,7 @@ def main(arguments: list[str]) -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Disable network access and output of libraries; interpret kernels unless on a GPU only."""
+    limit_spinning()  # of the processes that tests start
     if config.getoption("markexpr") != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
     os.environ |= {

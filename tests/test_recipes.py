@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lm.model.files import load_model
 
 from data_prep.prepared import open_prepared
 from lm.cli import main
 from lm.config import Config, load_config
+from lm.model.files import load_model
 from lm.output import ClassTree
 from lm.training.metrics import read_metrics
 

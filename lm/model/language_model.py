@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from lm.model.lstm import Dropout
 from lm.model.output_layer import OutputLayer
+from lm.model.precision import backbone_autocast
 from lm.output import HierarchicalSoftmax
 from lm.output.rowwise import lookup
 
@@ -133,7 +134,8 @@ class LanguageModel(nn.Module):
             hidden [T, B, H], each of which predicts the next word, and the state after `tokens`.
         """
         embedded = self._embed_paths(tokens) if self.path_sum else self._embed_words(tokens)
-        hidden, state = self.backbone(self.dropout(embedded), state)
+        with backbone_autocast(embedded.device):
+            hidden, state = self.backbone(self.dropout(embedded), state)
         return self.dropout(hidden), state
 
     def loss(

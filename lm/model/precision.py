@@ -15,8 +15,8 @@ def cpu_has_fast_bf16() -> bool:
     It needs AVX-512 on x86. Without it, torch's native bf16 products take more than ten times as
     long as fp32 products, and oneDNN refuses to train an LSTM in bf16.
     """
-    return bool(
-        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
 
 

@@ -154,7 +154,9 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": importlib.import_module("triton").__version__ if has_triton else None,
         "python": platform.python_version(),
-        "command": shlex.join([*_program().split(), *(FOLDER.sub(r"\1DIR/", a) for a in sys.argv[1:])]),
+        "command": shlex.join(
+            [*_program().split(), *(FOLDER.sub(r"\1DIR/", a) for a in sys.argv[1:])]
+        ),
     }
 
 

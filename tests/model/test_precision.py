@@ -58,9 +58,6 @@ def test_nothing_changes_outside_of_bf16_autocast(
     assert not caplog.records
 
 
-@pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(), reason="without oneDNN no CPU has fast bf16"
-)
 def test_an_lstm_trains_under_bf16_autocast_without_avx512() -> None:
     avx2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     done = subprocess.run(
