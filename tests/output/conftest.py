@@ -45,7 +45,7 @@ TREES = {
 }
 
 
-@pytest.fixture(params=TREES.values(), ids=TREES)
+@pytest.fixture(params=list(TREES.values()), ids=list(TREES))
 def tree(request: pytest.FixtureRequest) -> ClassTree:
     """Trees of all shapes over 23 words."""
     assert isinstance(request.param, ClassTree)

@@ -15,15 +15,15 @@ from lm.output.backends.base import Backend, Needs, Problem, compute_dtype, flat
 from lm.output.rowwise.eager import differentiable_once, not_compiled
 from lm.output.tree.class_tree import TreeArrays
 
-NllOp = Callable[..., tuple[Tensor, list[Tensor]]]
-"""Fields of a `Problem` and of `Needs` → nll [P] and the tensors saved for the backward."""
+Op = Callable[..., Any]
+"""A registered custom op: fields of a `Problem` and `Needs` → nll [P] and the tensors saved."""
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor[] tree, SymInt depth,"
     " SymInt max_path_columns, SymInt ignore_index, bool[] needs"
 )
 
 
-def differentiable_nll(backend: Backend[Any], op: NllOp, problem: Problem, needs: Needs) -> Tensor:
+def differentiable_nll(backend: Backend[Any], op: Op, problem: Problem, needs: Needs) -> Tensor:
     """The nll [P] of a backend, differentiable once in hidden, weight and bias.
 
     Args:
@@ -34,11 +34,11 @@ def differentiable_nll(backend: Backend[Any], op: NllOp, problem: Problem, needs
     """
     if needs.row_wise:
         return _row_wise_nll(backend, problem, needs)
-    nll, _ = op(*_op_inputs(problem, needs))
+    nll: Tensor = op(*_op_inputs(problem, needs))[0]
     return nll
 
 
-def register_op(backend: Backend[Any]) -> NllOp:
+def register_op(backend: Backend[Any]) -> Op:
     """Register `sqrtlm::<name>_nll` for a backend, with a fake kernel and a backward."""
     name = f"sqrtlm::{backend.name}_nll"
     backward = _register_backward(backend, name)
@@ -78,7 +78,7 @@ def register_op(backend: Backend[Any]) -> NllOp:
     return forward
 
 
-def _register_backward(backend: Backend[Any], name: str) -> Callable[..., tuple[Tensor, ...]]:
+def _register_backward(backend: Backend[Any], name: str) -> Op:
     """Register `<name>_backward`, which returns an empty tensor for gradients not needed."""
 
     @torch.library.custom_op(
@@ -96,7 +96,8 @@ def _register_backward(backend: Backend[Any], name: str) -> Callable[..., tuple[
     def _(d_nll: Tensor, saved: list[Tensor], *inputs: Any) -> tuple[Tensor, ...]:
         (hidden, weight, bias, *_), needs = _problem_and_needs(*inputs)
         of = zip((hidden, weight, bias), needs, strict=False)
-        return tuple(x.new_empty(x.shape) if need else d_nll.new_empty(0) for x, need in of)
+        needed = [x if need else None for x, need in of]
+        return tuple(d_nll.new_empty(0) if x is None else x.new_empty(x.shape) for x in needed)
 
     return backward
 

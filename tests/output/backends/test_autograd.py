@@ -42,9 +42,8 @@ def test_registered_ops_pass_opcheck(
     monkeypatch.setattr(Tensor, "new_empty", Tensor.new_zeros)
     sizes = (tree.depth, tree.max_path_columns, -100)
     needs = list(Needs(hidden=True, weight=True, bias=True))
-    results = torch.library.opcheck(
-        OPS[name], (*problem(tree, 5), list(tree.arrays), *sizes, needs)
-    )
+    arguments = (*problem(tree, 5), list(tree.arrays), *sizes, needs)
+    results = torch.library.opcheck(OPS[name], arguments)  # type: ignore[arg-type]
     assert set(results.values()) == {"SUCCESS"}
 
 

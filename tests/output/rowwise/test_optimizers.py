@@ -1,4 +1,4 @@
-"""Optimizers of rows: equal to the dense ones, and rows without a gradient are left alone."""
+"""Optimizers of rows: equal to the dense ones, and without effect on rows without a gradient."""
 
 import copy
 from collections.abc import Callable
