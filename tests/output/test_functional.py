@@ -223,7 +223,7 @@ def test_huge_logits_stay_finite(scale: float) -> None:
 def definition_by_log_softmax(
     hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, tree: ClassTree
 ) -> Tensor:
-    """The definition, with torch's own log_softmax in fp64 for each node."""
+    """The definition, with the log_softmax of PyTorch in fp64 for each node."""
     nlls = torch.zeros(target.shape, dtype=torch.float64)
     for position, word in enumerate(target.tolist()):
         for node, row in tree.path(word) if word != -100 else []:

@@ -24,7 +24,7 @@ class _Batch(NamedTuple):
     """A batch in the order of its sorted positions.
 
     Attributes:
-        problem: as in the forward, in its own order.
+        problem: as in the forward, unsorted.
         saved: by the forward.
         hidden: [P, H].
         d_nll: [P].
