@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_prep.prepared import load_tokenizer
+from data_prep.tokenizer.files import load_tokenizer
 from lm.model.files import load_model
 from lm.model.language_model import LanguageModel
 

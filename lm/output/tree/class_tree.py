@@ -209,6 +209,7 @@ class ClassTree(nn.Module):
 
         Raises:
             ValueError: if a path is empty or negative, or equals or begins another path.
+            TypeError: if a child number is not an integer.
         """
         return cls._from_shape(shapes.from_paths, paths)
 
