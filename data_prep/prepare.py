@@ -202,10 +202,8 @@ def _with_valid_classes(
     if found.classes is None:
         return valid
     if "classes" not in valid.settings:
-        settings = {**valid.settings, "classes": found.settings["classes"]}
-        inputs = {**valid.inputs}
-        if "classes" in found.inputs:
-            inputs["classes"] = found.inputs["classes"]
+        settings = valid.settings | {"classes": found.settings["classes"]}
+        inputs = valid.inputs | {n: f for n, f in found.inputs.items() if n == "classes"}
         return replace(valid, settings=settings, inputs=inputs, classes=found.classes)
     if "classes" in changed or not _is_intact(folder / CLASSES, found.classes.array):
         return valid

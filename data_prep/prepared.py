@@ -15,13 +15,7 @@ from numpy.typing import NDArray
 
 from data_prep.errors import UserError
 from data_prep.meta import CLASSES, COUNTS, META, ClassesInfo, Meta, read_meta
-from data_prep.storage import (
-    ArrayInfo,
-    map_array,
-    open_to_read,
-    verify_array,
-    write_atomically,
-)
+from data_prep.storage import ArrayInfo, map_array, open_to_read, verify_array, write_atomically
 from data_prep.tokenizer.files import MODEL_FILE, TOKENIZER, load_tokenizer, verify_tokenizer
 from data_prep.tokenizer.token_file import SplitInfo
 from data_prep.tokenizer.tokenizer import Tokenizer
