@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lm.output.backends.base import Needs, Problem
 
 from lm.output import ClassTree
+from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.triton.tile_shapes import Tile, Tiles

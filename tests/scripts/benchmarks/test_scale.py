@@ -17,8 +17,8 @@ from torch import Tensor
 from lm.output import ClassTree, HierarchicalSoftmax
 from scripts.benchmarks import scale, scale_measure
 from scripts.benchmarks.methods import zipf
-from scripts.benchmarks.scale_measure import METHODS, Timing, Work, measure, timed, work
-from scripts.benchmarks.scale_methods import Task, rank_classes, step, step_model
+from scripts.benchmarks.scale_measure import Timing, measure, timed, work
+from scripts.benchmarks.scale_methods import METHODS, Task, Work, rank_classes, step, step_model
 
 SAME = ["layer", "dense", "gather", "host", "loop"]
 Parse = Callable[..., argparse.Namespace]
