@@ -14,14 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scripts.benchmarks.methods import (
-    Loss,
-    Method,
-    Problem,
-    class_and_place,
-    loop_loss,
-    parameter,
-)
+from scripts.benchmarks.methods import Loss, Method, Problem, class_and_place, loop_loss, parameter
 
 LOOP_POSITIONS = 256
 """Positions that the loop over positions is timed on; its time is proportional to their number."""

@@ -283,13 +283,7 @@ class Work(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A method and the work of its step.
-
-    Attributes:
-        build: Makes the method.
-        moved: Numbers that its step must read or write.
-        every_row: Whether its step reads all rows, visited or not.
-    """
+    """A method, the numbers that its step must read or write, and whether it reads every row."""
 
     build: Callable[[Task], Method]
     moved: Callable[[Work], int]
