@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lm.output.backends.autograd import NllOp, register_op
+from lm.output.backends.autograd import Op, register_op
 from lm.output.backends.base import Backend, Needs, Problem, flatten
 from lm.output.backends.reference.backend import ReferenceBackend
 from lm.output.backends.triton.backend import TritonBackend
@@ -18,7 +18,7 @@ BACKENDS: dict[str, Backend[Any]] = {
     "reference": ReferenceBackend(),
 }
 """By name; "auto" chooses the first that can solve a problem."""
-OPS: dict[str, NllOp] = {name: register_op(backend) for name, backend in BACKENDS.items()}
+OPS: dict[str, Op] = {name: register_op(backend) for name, backend in BACKENDS.items()}
 """The custom op `sqrtlm::<name>_nll` of each backend."""
 
 

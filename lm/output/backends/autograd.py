@@ -15,15 +15,15 @@ from lm.output.backends.base import Backend, Needs, Problem, compute_dtype, flat
 from lm.output.rowwise.eager import differentiable_once, not_compiled
 from lm.output.tree.class_tree import TreeArrays
 
-NllOp = Callable[..., tuple[Tensor, list[Tensor]]]
-"""Fields of a `Problem` and of `Needs` → nll [P] and the tensors saved for the backward."""
+Op = Callable[..., Any]
+"""A registered custom op: fields of a `Problem` and `Needs` → nll [P] and the tensors saved."""
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor[] tree, SymInt depth,"
     " SymInt max_path_columns, SymInt ignore_index, bool[] needs"
 )
 
 
-def differentiable_nll(backend: Backend[Any], op: NllOp, problem: Problem, needs: Needs) -> Tensor:
+def differentiable_nll(backend: Backend[Any], op: Op, problem: Problem, needs: Needs) -> Tensor:
     """The nll [P] of a backend, differentiable once in hidden, weight and bias.
 
     Args:
@@ -34,13 +34,14 @@ def differentiable_nll(backend: Backend[Any], op: NllOp, problem: Problem, needs
     """
     if needs.row_wise:
         return _row_wise_nll(backend, problem, needs)
-    nll, _ = op(*_op_inputs(problem, needs))
+    nll: Tensor = op(*_op_inputs(problem, needs))[0]
     return nll
 
 
-def register_op(backend: Backend[Any]) -> NllOp:
+def register_op(backend: Backend[Any]) -> Op:
     """Register `sqrtlm::<name>_nll` for a backend, with a fake kernel and a backward."""
     name = f"sqrtlm::{backend.name}_nll"
+    backward = _register_backward(backend, name)
 
     @torch.library.custom_op(
         name, mutates_args=(), schema=f"({_INPUTS}) -> (Tensor nll, Tensor[] saved)"
@@ -56,6 +57,30 @@ def register_op(backend: Backend[Any]) -> NllOp:
         nll = problem.hidden.new_empty(problem.num_positions, dtype=dtype)
         return nll, flatten(backend.new_saved(problem, needs))
 
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        problem, _ = _problem_and_needs(*inputs)
+        _, saved = output
+        ctx.mark_non_differentiable(*saved)
+        ctx.set_materialize_grads(False)
+        _save(ctx, problem, saved)
+
+    def gradients(ctx: Any, d_nll: Tensor | None, _: Any) -> tuple[Any, ...]:
+        hidden, weight, bias, _, tree, *rest = ctx.needs_input_grad
+        found: tuple[Tensor | None, ...] = (None, None, None)
+        if d_nll is not None:
+            problem, saved = _restored(ctx)
+            needs = Needs(hidden, weight, bias)
+            found = backward(d_nll, saved, *_op_inputs(problem, needs))
+            found = tuple(d if need else None for d, need in zip(found, needs, strict=False))
+        return (*found, None, [None for _ in tree], *(None for _ in rest))
+
+    forward.register_autograd(gradients, setup_context=setup_context)
+    return forward
+
+
+def _register_backward(backend: Backend[Any], name: str) -> Op:
+    """Register `<name>_backward`, which returns an empty tensor for gradients not needed."""
+
     @torch.library.custom_op(
         f"{name}_backward",
         mutates_args=(),
@@ -65,67 +90,43 @@ def register_op(backend: Backend[Any]) -> NllOp:
         problem, needs = _problem_and_needs(*inputs)
         kind = backend.saved_type(problem, needs)
         gradients = backend.backward(d_nll, problem, unflatten(kind, iter(saved)), needs)
-        empty = problem.hidden.new_empty
-        return tuple(empty(0) if gradient is None else gradient for gradient in gradients)
+        return tuple(d_nll.new_empty(0) if grad is None else grad for grad in gradients)
 
     @backward.register_fake
     def _(d_nll: Tensor, saved: list[Tensor], *inputs: Any) -> tuple[Tensor, ...]:
         (hidden, weight, bias, *_), needs = _problem_and_needs(*inputs)
-        of = ((hidden, needs.hidden), (weight, needs.weight), (bias, needs.bias))
-        return tuple(
-            tensor.new_empty(tensor.shape if needed else (0,))
-            if tensor is not None
-            else hidden.new_empty(0)
-            for tensor, needed in of
-        )
+        of = zip((hidden, weight, bias), needs, strict=False)
+        needed = [x if need else None for x, need in of]
+        return tuple(d_nll.new_empty(0) if x is None else x.new_empty(x.shape) for x in needed)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        problem, _ = _problem_and_needs(*inputs)
-        _, saved = output
-        ctx.mark_non_differentiable(*saved)
-        ctx.set_materialize_grads(False)
-        _save(ctx, problem, saved)
-
-    def gradients(ctx: Any, d_nll: Tensor | None, _: Any) -> tuple[Any, ...]:
-        hidden, weight, bias, *_ = ctx.needs_input_grad
-        problem, saved = _restored(ctx)
-        rest = (None, [None] * len(problem.tree), None, None, None, None)
-        if d_nll is None:
-            return (None, None, None, *rest)
-        needs = Needs(hidden, weight, bias)
-        found = backward(d_nll, saved, *_op_inputs(problem, needs))
-        needed = (d if need else None for d, need in zip(found, needs, strict=False))
-        return (*needed, *rest)
-
-    forward.register_autograd(gradients, setup_context=setup_context)
-    return forward
+    return backward
 
 
 class _RowWiseNll(torch.autograd.Function):
     """The nll [P] whose backward gives weight and bias a `RowGradient`."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *fields, backend, needs = inputs
+    def forward(ctx: Any, backend: Backend[Any], needs: Needs, *fields: Any) -> Tensor:
         problem = Problem(*fields)
         nll, saved = backend.forward(problem, needs)
-        ctx.backend, ctx.saved_type = backend, type(saved)
+        ctx.backend = backend
         _save(ctx, problem, flatten(saved))
         return nll
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *d_nll: Tensor) -> tuple[Any, ...]:
-        hidden, weight, bias, *rest = ctx.needs_input_grad
+        _, _, hidden, weight, bias, *rest = ctx.needs_input_grad
         needs = Needs(hidden, weight, bias, row_wise=True)
         problem, tensors = _restored(ctx)
-        saved = unflatten(ctx.saved_type, iter(tensors))
-        return (*ctx.backend.backward(*d_nll, problem, saved, needs), *(None for _ in rest))
+        saved = unflatten(ctx.backend.saved_type(problem, needs), iter(tensors))
+        gradients = ctx.backend.backward(*d_nll, problem, saved, needs)
+        return (None, None, *gradients, *(None for _ in rest))
 
 
 @not_compiled
 def _row_wise_nll(backend: Backend[Any], problem: Problem, needs: Needs) -> Tensor:
-    nll: Tensor = _RowWiseNll.apply(*problem, backend, needs)  # type: ignore[no-untyped-call]
+    nll: Tensor = _RowWiseNll.apply(backend, needs, *problem)  # type: ignore[no-untyped-call]
     return nll
 
 

@@ -24,7 +24,7 @@ class _Batch(NamedTuple):
     """A batch in the order of its sorted positions.
 
     Attributes:
-        problem: as in the forward, in its own order.
+        problem: as in the forward, unsorted.
         saved: by the forward.
         hidden: [P, H].
         d_nll: [P].
@@ -135,10 +135,10 @@ def _errors_of(saved: SavedLogProb, problem: Problem) -> Tensor:
     return error
 
 
-def _write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Write left @ right, a matrix or a vector, into `out`, rounded once."""
-    multiply = torch.mm if right.dim() == 2 else torch.mv
-    if out.dtype == left.dtype:
-        multiply(left, right, out=out)  # `torch.matmul` would write a copy first
+def _write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write a @ b, a matrix or a vector, into `out`, rounded once."""
+    multiply = torch.mm if b.dim() == 2 else torch.mv
+    if out.dtype == a.dtype:
+        multiply(a, b, out=out)  # `torch.matmul` would write a copy first
     else:
-        out.copy_(multiply(left, right))
+        out.copy_(multiply(a, b))

@@ -17,7 +17,7 @@ from lm.output.backends.visits import Visits, assert_targets, check_targets, rou
 
 MAX_SAVED_BYTES = 1 << 31
 """Most memory for `Saved.exp_logits`, positions × columns on a path. Trees with wider paths, such
-as the full softmax of a large vocabulary, are left to the reference backend.
+as the full softmax of a large vocabulary, need the reference backend.
 """
 
 

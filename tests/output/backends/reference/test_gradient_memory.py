@@ -1,0 +1,90 @@
+"""Gradients in mapped and in reused memory are zero where nothing was written."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends.reference import gradient_memory as memory
+
+
+def test_mapped_gradients_are_zero_where_nothing_was_visited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 20)
+    tree = ClassTree.two_level(torch.arange(4000) // 64)
+    weight = torch.randn(tree.num_rows, 80, requires_grad=True)
+    assert weight.numel() * 4 > memory.LARGE_BYTES
+    hidden, target = torch.randn(5, 80), torch.tensor([1, 70, 71, 3999, 5])
+    (d_weight,) = torch.autograd.grad(
+        hierarchical_cross_entropy(hidden, weight, target, tree), weight
+    )
+    dense = weight.detach().clone().requires_grad_()
+    (truth,) = torch.autograd.grad(_dense(hidden, dense, target, tree), dense)
+    torch.testing.assert_close(d_weight, truth)
+    assert int((d_weight.abs().sum(1) > 0).sum()) == 63 + 64 + 64 + 32
+
+
+def test_a_gradient_in_reused_memory_is_zero_where_nothing_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 16)
+    monkeypatch.setattr(memory, "_free", [])
+    tree = ClassTree.two_level(torch.arange(400) // 20)
+    hidden, weight = torch.randn(300, 80), torch.randn(tree.num_rows, 80, requires_grad=True)
+
+    def gradient(target: Tensor) -> Tensor:
+        nll = hierarchical_cross_entropy(hidden, weight, target, tree)
+        return torch.autograd.grad(nll, weight)[0]
+
+    def truth(target: Tensor) -> Tensor:
+        dense = weight.detach().clone().requires_grad_()
+        return torch.autograd.grad(_dense(hidden, dense, target, tree), dense)[0]
+
+    everywhere, nearly, seldom = (torch.arange(300) % size for size in (400, 280, 40))
+    first = gradient(everywhere)
+    place = first.data_ptr()
+    first.fill_(torch.nan)
+    other = gradient(nearly)  # while the first one lives
+    assert other.data_ptr() != place
+    del first
+    reused = gradient(nearly)
+    assert reused.data_ptr() == place
+    torch.testing.assert_close(reused, truth(nearly))
+    torch.testing.assert_close(other, reused)
+    del reused
+    fresh = gradient(seldom)  # few of its rows are written
+    assert fresh.data_ptr() != place
+    torch.testing.assert_close(fresh, truth(seldom))
+    assert len(memory._free) == 1
+
+
+def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 20)
+    num_words = 250_000
+    tree = ClassTree.two_level(torch.arange(num_words) // 500)
+    weight = torch.zeros(tree.num_rows, 8, requires_grad=True)
+    hidden, target = torch.randn(64, 8, requires_grad=True), torch.arange(64) * 3900
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        loss = hierarchical_cross_entropy(hidden, weight, target, tree)
+        _, d_weight = torch.autograd.grad(loss, (hidden, weight))
+    events = profile.events()
+    assert events is not None
+    largest = max(event.self_cpu_memory_usage for event in events)
+    assert 0 < largest <= 64 * tree.max_path_columns * 4  # the gradient is mapped, not allocated
+    assert d_weight.shape == weight.shape
+
+
+def _dense(hidden: Tensor, weight: Tensor, target: Tensor, tree: ClassTree) -> Tensor:
+    """Mean loss of two levels out of a full matrix of logits."""
+    logits = hidden @ weight.T
+    nll = torch.zeros(())
+    for position, word in enumerate(target.tolist()):
+        for node, row in tree.path(word):
+            first = int(tree.first_row[node])
+            node_logits = logits[position, first : first + int(tree.num_children[node])]
+            nll = nll - F.log_softmax(node_logits, 0)[row - first]
+    return nll / target.numel()

@@ -1,0 +1,123 @@
+"""The backends as differentiable functions: gradients, registered ops, compilation."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends import OPS
+from lm.output.backends.base import Needs
+
+N, H = 23, 6
+TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 5)
+BOTH = pytest.mark.parametrize("backend", ["saved", "triton"], indirect=True)
+"""Both backends."""
+
+
+def problem(tree: ClassTree, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """hidden, weight, bias with gradients, and targets of which one is ignored."""
+    hidden = torch.randn(*shape, H, dtype=dtype, requires_grad=True)
+    weight = torch.randn(tree.num_rows, H, dtype=dtype, requires_grad=True)
+    bias = torch.randn(tree.num_rows, dtype=dtype, requires_grad=True)
+    target = torch.randint(0, N, shape)
+    target.view(-1)[1:2] = -100
+    return [hidden, weight, bias, target]
+
+
+def test_gradients_pass_gradcheck(tree: ClassTree, backend: str) -> None:
+    """Through the kernels only along random directions, because the interpreter is slow."""
+    hidden, weight, bias, target = problem(tree, 5)
+
+    def nll(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return hierarchical_cross_entropy(hidden, weight, target, tree, bias, reduction="none")
+
+    assert torch.autograd.gradcheck(nll, (hidden, weight, bias), fast_mode=backend == "triton")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_registered_ops_pass_opcheck(
+    name: str, tree: ClassTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that an op returns is compared, so memory that it does not write must be equal too."""
+    monkeypatch.setattr(Tensor, "new_empty", Tensor.new_zeros)
+    sizes = (tree.depth, tree.max_path_columns, -100)
+    needs = list(Needs(hidden=True, weight=True, bias=True))
+    arguments = (*problem(tree, 5), list(tree.arrays), *sizes, needs)
+    results = torch.library.opcheck(OPS[name], arguments)  # type: ignore[arg-type]
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@BOTH
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("subset", range(8))
+def test_any_subset_of_the_gradients_may_be_asked_for(subset: int) -> None:
+    tree = TWO_LEVEL
+    *inputs, target = problem(tree, 6)
+    loss = hierarchical_cross_entropy(inputs[0], inputs[1], target, tree, inputs[2])
+    truth = torch.autograd.grad(loss, inputs)
+    chosen = [
+        tensor.detach().requires_grad_(bool(subset >> i & 1)) for i, tensor in enumerate(inputs)
+    ]
+    loss = hierarchical_cross_entropy(chosen[0], chosen[1], target, tree, chosen[2])
+    assert loss.requires_grad == bool(subset)
+    if subset:
+        torch.autograd.backward(loss)
+    for tensor, true in zip(chosen, truth, strict=True):
+        if tensor.requires_grad:
+            torch.testing.assert_close(tensor.grad, true)
+        else:
+            assert tensor.grad is None
+
+
+@BOTH
+@pytest.mark.usefixtures("backend")
+def test_compiled_with_fullgraph_equals_eager() -> None:
+    tree = ClassTree.balanced(N, 3)
+    for positions in (5, 9):
+        hidden, weight, bias, target = problem(tree, positions)
+
+        def loss(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
+            return hierarchical_cross_entropy(hidden.tanh(), weight, target, tree, bias) * 2
+
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        expected = loss(hidden, weight, bias, target)
+        actual = compiled(hidden, weight, bias, target)
+        torch.testing.assert_close(actual, expected)
+        for ours, true in zip(
+            torch.autograd.grad(actual, (hidden, weight, bias)),
+            torch.autograd.grad(expected, (hidden, weight, bias)),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, true)
+
+
+def test_autocast_takes_half_precision_hidden_with_full_precision_weights() -> None:
+    tree = TWO_LEVEL
+    hidden, weight, bias, target = problem(tree, 30, dtype=torch.float32)
+    half = hidden.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = hierarchical_cross_entropy(half, weight, target, tree, bias)
+    grads = torch.autograd.grad(loss, (half, weight, bias))
+    exact = half.detach().float().requires_grad_()
+    truth = hierarchical_cross_entropy(exact, weight, target, tree, bias)
+    true_grads = torch.autograd.grad(truth, (exact, weight, bias))
+    torch.testing.assert_close(loss, truth)
+    assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32, torch.float32]
+    torch.testing.assert_close(grads[0].float(), true_grads[0], rtol=0.01, atol=1e-4)
+    torch.testing.assert_close(grads[1:], true_grads[1:])
+
+
+@BOTH
+@pytest.mark.usefixtures("backend")
+def test_checkpointed_activations_give_the_same_gradient() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    tree = TWO_LEVEL
+    hidden, weight, bias, target = problem(tree, 6)
+
+    def loss(hidden: Tensor) -> Tensor:
+        return hierarchical_cross_entropy(hidden.tanh(), weight, target, tree, bias)
+
+    (plain,) = torch.autograd.grad(loss(hidden), hidden)
+    (again,) = torch.autograd.grad(checkpoint(loss, hidden, use_reentrant=False), hidden)
+    assert torch.equal(plain, again)

@@ -1,0 +1,55 @@
+"""The registry of backends: which one is chosen, and what it saves."""
+
+import pytest
+import torch
+
+from lm.output import ClassTree
+from lm.output.backends import BACKENDS, choose_backend, expected_backend, saved_bytes
+from lm.output.backends.base import Needs, Problem, flatten
+from lm.output.backends.triton.launch import instrumented
+
+TREE = ClassTree.two_level(torch.arange(90) // 9)
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "dtype", "chosen"),
+    [
+        ("auto", "cpu", torch.float32, "reference"),
+        ("auto", "cuda", torch.float32, "triton"),
+        ("auto", "cuda", torch.float64, "reference"),
+        ("reference", "cuda", torch.float32, "reference"),
+        ("triton", "cuda", torch.bfloat16, "triton"),
+    ],
+)
+def test_auto_chooses_the_kernels_on_cuda_where_they_can_solve_the_problem(
+    requested: str, device: str, dtype: torch.dtype, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    problem = Problem.without_values(30, 8, TREE, dtype)
+    with instrumented(capability=90):
+        assert choose_backend(requested, problem, torch.device(device)) == chosen
+
+
+def test_the_expected_backend_depends_on_the_width_of_the_paths() -> None:
+    full, device = ClassTree.full(200_000), torch.device("cuda")
+    with instrumented(capability=90):
+        for tree, expected in ((TREE, "triton"), (full, "reference")):
+            sizes = {"num_positions": 8000, "hidden_size": 8}
+            found = expected_backend(device, **sizes, tree=tree, dtype=torch.float32)
+            assert found == expected
+
+
+@pytest.mark.parametrize("row_wise", [False, True])
+@pytest.mark.parametrize("tree", [TREE, ClassTree.full(90)])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_saved_bytes_are_those_of_what_a_forward_saves(
+    name: str, tree: ClassTree, row_wise: bool
+) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+    hidden, weight = torch.randn(30, 8), torch.randn(tree.num_rows, 8)
+    problem = Problem.of(hidden, weight, None, torch.randint(90, (30,)), tree)
+    _, saved = BACKENDS[name].forward(problem, Needs(True, True, False, row_wise))
+    sizes = {"num_positions": 30, "hidden_size": 8}
+    expected = saved_bytes(name, **sizes, tree=tree, dtype=torch.float32, row_wise=row_wise)
+    assert sum(tensor.nbytes for tensor in flatten(saved)) == expected

@@ -1,0 +1,214 @@
+"""The fused kernels in the interpreter equal the reference for sizes of all kinds."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends.triton.launch import instrumented
+from lm.output.backends.triton.schedule import LIGHT
+from lm.output.backends.triton.tile_shapes import Tile, Tiles
+from lm.output.functional import BackendName
+
+pytest.importorskip("triton")
+
+SMALL = Tiles(16, *[Tile(v=16, h=16, warps=4, stages=1)] * 4)
+MIXED = Tiles(16, *(Tile(v, h, 4, 1) for v, h in [(32, 32), (16, 64), (32, 16), (16, 32)]))
+
+
+def two_level(num_words: int, num_classes: int) -> ClassTree:
+    return ClassTree.two_level(torch.arange(num_words) * num_classes // num_words)
+
+
+GRID: dict[str, tuple[ClassTree, int, int, Tiles, int]] = {
+    # name: tree, positions, H, tiles, splits
+    "one position: everything is light": (two_level(50, 7), 1, 20, SMALL, 1),
+    "exactly LIGHT positions: the root is light": (two_level(50, 7), LIGHT, 20, SMALL, 1),
+    "one more: the root is heavy": (two_level(50, 7), LIGHT + 1, 20, SMALL, 1),
+    "several tiles, the last one ragged": (two_level(50, 7), 75, 20, SMALL, 1),
+    "H below a block": (two_level(50, 7), 40, 3, SMALL, 1),
+    "H that 4 divides and 16 does not": (two_level(50, 7), 40, 36, SMALL, 1),
+    "H odd": (two_level(50, 7), 40, 33, SMALL, 1),
+    "tiles of unequal shapes": (two_level(300, 20), 90, 40, MIXED, 1),
+    "children that fill blocks exactly": (two_level(256, 16), 60, 16, SMALL, 1),
+    "the children of a node shared by programs": (two_level(300, 60), 40, 20, SMALL, 3),
+    "more programs than blocks": (two_level(20, 4), 40, 20, SMALL, 5),
+    "one node, many blocks": (ClassTree.full(200), 40, 20, SMALL, 2),
+    "classes of one word": (two_level(6, 6), 40, 20, SMALL, 1),
+    "a shortlist": (ClassTree.two_level(torch.arange(90) % 9, 20), 60, 20, SMALL, 1),
+    "deep: levels heavy and light": (ClassTree.balanced(200, 4), 70, 20, SMALL, 1),
+    "paths of many lengths": (ClassTree.huffman(torch.arange(30) ** 3 + 1), 60, 20, SMALL, 2),
+}  # fmt: skip
+
+
+def problem(
+    tree: ClassTree, positions: int, size: int, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """hidden, weight, bias, and targets of which half are drawn by inverse rank, one is ignored."""
+    hidden = torch.randn(positions, size, dtype=dtype)
+    weight = torch.randn(tree.num_rows, size, dtype=dtype)
+    bias = torch.randn(tree.num_rows, dtype=dtype)
+    target = torch.randint(0, tree.vocab_size, (positions,))
+    frequent = (tree.vocab_size ** torch.rand(positions)).long().clamp(max=tree.vocab_size - 1)
+    target = torch.where(torch.rand(positions) < 0.5, frequent, target)
+    target[1:2] = -100
+    return [hidden, weight, bias, target]
+
+
+def gradients(
+    backend: BackendName, inputs: list[Tensor], target: Tensor, tree: ClassTree, upstream: Tensor
+) -> list[Tensor]:
+    """nll of every position, and the gradients of the inputs."""
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    bias = inputs[2] if len(inputs) == 3 else None
+    nll = hierarchical_cross_entropy(
+        inputs[0], inputs[1], target, tree, bias, reduction="none", backend=backend
+    )
+    return [nll.detach(), *torch.autograd.grad(nll, inputs, upstream.to(nll.dtype))]
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("name", GRID)
+def test_the_kernels_equal_the_reference(name: str, with_bias: bool) -> None:
+    tree, positions, size, shape, splits = GRID[name]
+    *inputs, target = problem(tree, positions, size)
+    inputs = inputs[: 3 if with_bias else 2]
+    upstream = torch.randn(positions)
+    with instrumented(tiles=shape, num_splits=splits):
+        ours = gradients("triton", inputs, target, tree, upstream)
+    truth = gradients("reference", inputs, target, tree, upstream)
+    for actual, true in zip(ours, truth, strict=True):
+        torch.testing.assert_close(actual, true, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("banned", [slice(0, 16), slice(4, 40), slice(100, 116)])
+def test_whole_blocks_of_children_may_be_impossible(banned: slice, splits: int) -> None:
+    """A bias of -inf bans a word or a class; here all children of a block, of a program."""
+    tree = ClassTree.two_level(torch.arange(240) // 3)  # rows: 80 classes, then 240 words
+    hidden, weight, bias, _ = problem(tree, 40, 20)
+    bias[banned] = -torch.inf
+    target = torch.randint(120, 240, (40,))
+    upstream = torch.randn(40)
+    with instrumented(tiles=SMALL, num_splits=splits):
+        ours = gradients("triton", [hidden, weight, bias], target, tree, upstream)
+    truth = gradients("reference", [hidden, weight, bias], target, tree, upstream)
+    for actual, true in zip(ours, truth, strict=True):
+        assert true.isfinite().all()
+        torch.testing.assert_close(actual, true, rtol=1e-10, atol=1e-12)
+
+
+def test_nan_in_the_weight_is_nan_in_the_nll() -> None:
+    tree = two_level(60, 8)
+    hidden, weight, bias, target = problem(tree, 20, 16)
+    weight[2] = torch.nan  # a class that no target is in
+    target = torch.where(tree.root_child(target.clamp(min=0)) == 2, 59, target)
+    backends: tuple[BackendName, ...] = ("reference", "triton")
+    for backend in backends:
+        nll, *_ = gradients(backend, [hidden, weight, bias], target, tree, torch.ones(20))
+        assert torch.equal(nll.isnan(), target >= 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_empty_batch_has_gradients_of_zero(dtype: torch.dtype) -> None:
+    tree = two_level(60, 8)
+    *inputs, target = problem(tree, 0, 16, dtype)
+    _, d_hidden, d_weight, d_bias = gradients("triton", inputs, target, tree, torch.ones(0))
+    assert d_hidden.shape == (0, 16)
+    assert not d_weight.any()
+    assert not d_bias.any()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3)])
+def test_the_default_tile_shapes_equal_the_reference(dtype: torch.dtype, tolerance: float) -> None:
+    tree = two_level(700, 26)
+    *inputs, target = problem(tree, 150, 100, dtype)
+    inputs[1] *= 0.1
+    upstream = torch.randn(150)
+    ours = gradients("triton", inputs, target, tree, upstream)
+    truth = gradients("reference", [x.double() for x in inputs], target, tree, upstream)
+    for actual, true in zip(ours, truth, strict=True):
+        error = (actual.double() - true).abs().max() / true.abs().max()
+        assert error < tolerance
+
+
+def test_gradients_of_a_small_loss_survive_half_precision() -> None:
+    """d nll = 1e-8 times an error is 0 in fp16, unless it is divided by its maximum."""
+    tree = two_level(60, 8)
+    hidden, weight, _, target = problem(tree, 40, 32, torch.float32)
+    half, weight = hidden.half(), weight.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        nll = hierarchical_cross_entropy(half, weight, target, tree, backend="triton")
+    (ours,) = torch.autograd.grad(nll, weight, torch.tensor(3e-7))
+    truth = hierarchical_cross_entropy(half.float(), weight, target, tree)
+    (true,) = torch.autograd.grad(truth, weight, torch.tensor(3e-7))
+    assert 0 < true.abs().max() < 1e-7
+    torch.testing.assert_close(ours, true, rtol=0.01, atol=1e-3 * float(true.abs().max()))
+
+
+def test_autocast_reads_full_precision_weights_without_casting_them_as_a_whole() -> None:
+    tree = two_level(60, 8)
+    hidden, weight, bias, target = problem(tree, 40, 32, torch.float32)
+    half, weight, bias = (
+        hidden.half().requires_grad_(), weight.requires_grad_(), bias.requires_grad_(),
+    )  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = hierarchical_cross_entropy(half, weight, target, tree, bias, backend="triton")
+    grads = torch.autograd.grad(loss, (half, weight, bias))
+    assert [grad.dtype for grad in grads] == [torch.float16, torch.float32, torch.float32]
+    exact = half.detach().float().requires_grad_()
+    truth = hierarchical_cross_entropy(exact, weight, target, tree, bias)
+    true_grads = torch.autograd.grad(truth, (exact, weight, bias))
+    torch.testing.assert_close(loss, truth, rtol=1e-3, atol=1e-3)
+    for actual, true in zip(grads, true_grads, strict=True):
+        torch.testing.assert_close(actual.float(), true, rtol=0.02, atol=2e-3)
+
+
+LAST_ROWS = """
+import os; os.environ["TRITON_INTERPRET"] = "1"
+import torch
+from lm.output import ClassTree
+from lm.output.backends import BACKENDS
+from lm.output.backends.base import Needs, Problem
+from lm.output.backends.triton.launch import execute, instrumented
+
+N, H = 9_000_000, 256
+tree = ClassTree.two_level(torch.arange(N) // 3000)
+weight = torch.empty(tree.num_rows, H, dtype=torch.float16)  # virtual: 4.6 GB
+assert weight.numel() > 2**31
+rows = slice(tree.num_rows - 3000, tree.num_rows)
+torch.manual_seed(0)
+weight[:3000], weight[rows] = torch.randn(3000, H) / 16, torch.randn(3000, H) / 16
+hidden, target = torch.randn(2, H).half(), torch.tensor([N - 1, N - 3000])
+problem = Problem.of(hidden, weight, None, target, tree)
+needs = Needs(hidden=True, weight=True, bias=False)
+
+
+def run(launch):
+    if launch.kernel.__name__ != "_d_weight":  # it would write zeros to all other rows
+        execute(launch)
+
+
+with instrumented(run=run):
+    nll, saved = BACKENDS["triton"].forward(problem, needs)
+    d_hidden, d_weight, _ = BACKENDS["triton"].backward(torch.ones(2), problem, saved, needs)
+last_rows = weight[rows].double().requires_grad_()
+log_q = (hidden.double() @ last_rows.T).log_softmax(1)
+root = (hidden.double() @ weight[:3000].double().T).log_softmax(1)
+truth = -(log_q[[0, 1], [2999, 0]] + root[:, 2999])
+(true_d,) = torch.autograd.grad(truth.sum(), last_rows)
+torch.testing.assert_close(nll.double(), truth.detach(), rtol=1e-3, atol=1e-3)
+torch.testing.assert_close(d_weight[rows].double(), true_d, rtol=1e-2, atol=1e-3)
+print("last rows: right")
+"""
+
+
+def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
+    """In a separate process: with 32-bit offsets it would be killed."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAST_ROWS], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "last rows: right\n", done.stderr[-2000:]

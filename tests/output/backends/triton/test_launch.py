@@ -1,0 +1,142 @@
+"""What is launched and allocated for the fused kernels, and what they refuse."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends import BACKENDS
+from lm.output.backends.base import Needs, Problem
+from lm.output.backends.triton import backend as triton_backend
+from lm.output.backends.triton.launch import Launch, execute, instrumented
+from lm.output.backends.triton.schedule import blocks_per_path
+from lm.output.backends.triton.tile_shapes import Tile, Tiles
+
+pytest.importorskip("triton")
+
+
+def two_level(num_words: int, num_classes: int) -> ClassTree:
+    return ClassTree.two_level(torch.arange(num_words) * num_classes // num_words)
+
+
+def problem(tree: ClassTree, positions: int, size: int) -> list[Tensor]:
+    """hidden, weight, bias, and targets of which one is ignored."""
+    target = torch.randint(0, tree.vocab_size, (positions,))
+    target[1:2] = -100
+    shapes = ((positions, size), (tree.num_rows, size), (tree.num_rows,))
+    return [*(torch.randn(shape, requires_grad=True) for shape in shapes), target]
+
+
+@pytest.fixture
+def launches() -> Iterator[list[Launch]]:
+    """Launches, as they are executed."""
+    found: list[Launch] = []
+
+    def run(launch: Launch) -> None:
+        found.append(launch)
+        execute(launch)
+
+    with instrumented(run=run):
+        yield found
+
+
+def test_one_launch_forward_and_three_backward(launches: list[Launch]) -> None:
+    tree = ClassTree.balanced(300, 6)
+    hidden, weight, bias, target = problem(tree, 60, 16)
+    loss = hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
+    assert [launch.kernel.__name__ for launch in launches] == ["_forward"]
+    torch.autograd.backward(loss)
+    names = [launch.kernel.__name__ for launch in launches[1:]]
+    assert names == ["_d_hidden", "_d_weight", "_d_light"]
+
+
+def test_without_gradients_no_exponentials_are_saved(launches: list[Launch]) -> None:
+    tree = two_level(60, 8)
+    hidden, weight, bias, target = problem(tree, 40, 16)
+    with torch.no_grad():
+        nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
+        truth = hierarchical_cross_entropy(hidden, weight, target, tree, bias)
+    torch.testing.assert_close(nll, truth)
+    (launch,) = launches
+    assert launch.arguments["exp_logits"].numel() == 0
+
+
+def test_instruments_nest_and_are_undone(launches: list[Launch]) -> None:
+    tree = two_level(60, 8)
+    hidden, weight, bias, target = problem(tree, 40, 16)
+    wide, narrow = (Tiles(16, *[Tile(v, 16, 4, 1)] * 4) for v in (32, 16))
+
+    def forward() -> None:
+        hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
+
+    with instrumented(tiles=wide):
+        with instrumented(tiles=narrow, num_splits=3):
+            forward()
+        forward()
+    forward()
+    assert [launch.tile.v for launch in launches] == [16, 32, 32]
+    assert [launch.arguments["SPLITS"] for launch in launches] == [3, 1, 1]
+    assert [launch.tile.h for launch in launches] == [16, 16, 32]
+
+
+def test_the_host_reads_nothing_back() -> None:
+    """On tensors without values every decision of the host must follow from sizes alone."""
+    tree, launches = two_level(100_000, 316), list[Launch]()
+    problem = Problem.without_values(2000, 48, tree, torch.float32)._replace(bias=None)
+    needs = Needs(hidden=True, weight=True, bias=False)
+    with instrumented(run=launches.append):
+        nll, saved = BACKENDS["triton"].forward(problem, needs)
+        d_hidden, d_weight, d_bias = BACKENDS["triton"].backward(nll, problem, saved, needs)
+    assert d_hidden is not None
+    assert d_weight is not None
+    assert (d_hidden.shape, d_weight.shape) == (problem.hidden.shape, problem.weight.shape)
+    assert d_bias is None
+    assert launches[0].num_programs >= 2000 // 64 + 317
+    assert len(launches) == 4
+
+
+def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made() -> None:
+    tree = two_level(250_000, 500)
+    weight = torch.zeros(tree.num_rows, 8, requires_grad=True)
+    hidden, target = torch.randn(64, 8, requires_grad=True), torch.arange(64) * 3900
+    profiler = torch.profiler.profile(profile_memory=True, acc_events=True)
+    with instrumented(run=lambda _: None), profiler as profile:
+        loss = hierarchical_cross_entropy(hidden, weight, target, tree, backend="triton")
+        _, d_weight = torch.autograd.grad(loss, (hidden, weight))
+    events = profile.events()
+    assert events is not None
+    sizes = sorted(event.self_cpu_memory_usage for event in events)
+    blocks = blocks_per_path(tree.max_path_columns, 2, 32)
+    assert sizes[-1] >= d_weight.numel() * 4
+    assert 0 < sizes[-2] <= 64 * blocks * 32 * 4
+    assert sum(size > 64 * blocks * 32 * 4 for size in sizes) == 1
+
+
+def test_problems_that_the_kernels_cannot_solve_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = two_level(60, 8)
+    hidden, weight, bias, target = problem(tree, 20, 16)
+
+    def loss() -> Tensor:
+        return hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
+
+    monkeypatch.setattr(triton_backend, "MAX_SAVED_BYTES", 1000)
+    with pytest.raises(ValueError, match=r"would save .* for 20 positions with up to 16 col"):
+        loss()
+    monkeypatch.undo()
+    with (
+        instrumented(capability=75),
+        pytest.raises(ValueError, match=r"requires compute capability 8.0, got 7.5"),
+    ):
+        loss()
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match="backend triton requires a CUDA device, got cpu"):
+        loss()
+    monkeypatch.undo()
+    weight = weight.T.contiguous().T
+    with pytest.raises(ValueError, match=r"requires contiguous weight rows, got .*\(1, 68\)"):
+        loss()
+    weight = weight[:1].contiguous().expand(68, 16)
+    with pytest.raises(ValueError, match=r"requires disjoint weight rows, got .*\(0, 1\)"):
+        loss()

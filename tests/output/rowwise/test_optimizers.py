@@ -1,0 +1,226 @@
+"""Optimizers of rows: equal to the dense ones, and without effect on rows without a gradient."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
+from lm.output.rowwise import (
+    Product,
+    RowAdagrad,
+    RowAdam,
+    RowGradient,
+    RowOptimizer,
+    RowSGD,
+    lookup,
+    optimizers,
+)
+
+N, H, P = 41, 6, 15
+SHORTLIST = ClassTree.two_level((torch.arange(N) * 7) % 9, 4)
+Table = list[Tensor]
+Make = Callable[[Table], torch.optim.Optimizer]
+Kind = Callable[..., RowOptimizer]
+
+
+def table(tree: ClassTree, dtype: torch.dtype = torch.float64) -> Table:
+    """Weight and bias, the same each time."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(tree.num_rows, H, dtype=torch.float64, generator=generator)
+    bias = torch.randn(tree.num_rows, dtype=torch.float64, generator=generator)
+    return [part.to(dtype).requires_grad_() for part in (weight, bias)]
+
+
+def accumulate(tree: ClassTree, params: Table, number: int, rows: bool) -> None:
+    """Add the gradients of a batch whose input vectors are the output rows."""
+    generator = torch.Generator().manual_seed(number)
+    noise = torch.randn(P, H, dtype=torch.float64, generator=generator)
+    words, target = torch.randint(0, N // 2, (2, P), generator=generator)
+    weight, bias = params
+    index = tree.row_of_word[words]
+    vectors = lookup(weight, index) if rows else F.embedding(index, weight)
+    hidden = noise + vectors.to(noise.dtype).tanh()
+    hierarchical_cross_entropy(hidden, weight, target, tree, bias, sparse=rows).backward()  # type: ignore[no-untyped-call]
+
+
+def trained(make: Make, rows: bool, coo: bool = False) -> Table:
+    """The table after four steps of two batches each; `coo` converts the gradients."""
+    tree = SHORTLIST
+    params = table(tree)
+    optimizer = make(params)
+    for step in range(4):
+        optimizer.zero_grad()
+        accumulate(tree, params, 2 * step, rows)
+        accumulate(tree, params, 2 * step + 1, rows)
+        for param in params if coo else ():
+            assert isinstance(param.grad, RowGradient)
+            param.grad = param.grad.to_sparse()
+        optimizer.step()
+    return [param.detach() for param in params]
+
+
+class Rowwise(torch.optim.Optimizer):
+    """Row-wise Adagrad by its formula, for dense gradients."""
+
+    def __init__(self, params: Table) -> None:
+        super().__init__(params, {})
+        self.sums = [torch.zeros(len(param), 1, dtype=param.dtype) for param in params]
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for param, total in zip(self.param_groups[0]["params"], self.sums, strict=True):
+            grad = param.grad.view(len(param), -1)
+            total += (grad**2).mean(1, keepdim=True)
+            param -= (0.3 * grad / (total.sqrt() + 1e-8)).view(param.shape)
+
+
+@pytest.mark.usefixtures("portion")
+@pytest.mark.parametrize(
+    ("ours", "dense"),
+    [
+        (lambda params: RowSGD(params, 0.3), lambda params: torch.optim.SGD(params, 0.3)),
+        (lambda params: RowAdagrad(params, 0.3), Rowwise),
+    ],
+    ids=["sgd", "adagrad"],
+)
+def test_steps_are_those_of_the_dense_optimizer(backend: str, ours: Make, dense: Make) -> None:
+    """Neither changes rows without a gradient."""
+    found, expected = trained(ours, rows=True), trained(dense, rows=False)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.usefixtures("portion")
+def test_adam_is_the_sparse_adam_of_pytorch(backend: str) -> None:
+    """Except for eps, which PyTorch adds elsewhere."""
+    found = trained(lambda params: RowAdam(params, 0.05, eps=1e-30), rows=True)
+    expected = trained(
+        lambda params: torch.optim.SparseAdam(params, 0.05, eps=1e-30),
+        rows=True,
+        coo=True,
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, RowAdam])
+def test_dense_gradients_give_the_same_steps(kind: Kind) -> None:
+    def make(params: Table) -> torch.optim.Optimizer:
+        return kind(params, lr=0.2)
+
+    tree = ClassTree.full(N)  # every row is visited, so that Adam's moments are equal
+    params = table(tree), table(tree)
+    for table_of, rows in zip(params, (False, True), strict=True):
+        optimizer = make(table_of)
+        for step in range(3):
+            optimizer.zero_grad()
+            accumulate(tree, table_of, step, rows)
+            optimizer.step()
+    torch.testing.assert_close(params[1], params[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [RowAdagrad, RowAdam])
+def test_rows_without_a_gradient_keep_values_and_state(kind: Kind) -> None:
+    tree = ClassTree.two_level((torch.arange(N) * 7) % 9)
+    params = table(tree)
+    optimizer = kind(params, lr=0.2)
+    accumulate(tree, params, 0, rows=True)
+    optimizer.step()
+    weight = params[0]
+    before, state = (
+        weight.detach().clone(),
+        {
+            name: value.clone()
+            for name, value in optimizer.state[weight].items()
+            if isinstance(value, Tensor)
+        },
+    )
+    optimizer.zero_grad()
+    accumulate(tree, params, 1, rows=True)
+    assert weight.grad is not None
+    still = (weight.grad.to_dense() == 0).all(1)
+    optimizer.step()
+    assert 0 < still.sum() < len(still)
+    assert torch.equal(weight[still], before[still])
+    assert not torch.equal(weight[~still], before[~still])
+    for name, value in state.items():
+        assert torch.equal(optimizer.state[weight][name][still], value[still])
+
+
+@pytest.mark.parametrize("kind", [RowAdagrad, RowAdam])
+def test_a_restored_optimizer_continues_equally_with_fp32_state_of_bf16_rows(
+    kind: Kind,
+) -> None:
+    tree = SHORTLIST
+    params = table(tree, torch.bfloat16)
+    optimizer = kind(params, lr=0.1)
+    accumulate(tree, params, 0, rows=True)
+    optimizer.step()
+    copies = [param.detach().clone().requires_grad_() for param in params]
+    other = kind(copies, lr=0.1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for copy_of, optim in ((params, optimizer), (copies, other)):
+        optim.zero_grad()
+        accumulate(tree, copy_of, 1, rows=True)
+        torch.manual_seed(9)  # for the rounding
+        optim.step()
+    assert all(torch.equal(*pair) for pair in zip(params, copies, strict=True))
+    state = [v for v in other.state[copies[0]].values() if isinstance(v, Tensor)]
+    assert {value.dtype for value in state} == {torch.float32}
+
+
+def test_updates_below_the_last_place_of_bf16_are_applied_on_average() -> None:
+    weight = torch.ones(4000, H, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = RowSGD([weight], lr=1.0)
+    coefficients, vectors = torch.full((1, 4000), 1e-4), torch.ones(1, H)
+    for _ in range(50):
+        weight.grad = RowGradient(weight, [Product(0, coefficients, vectors)])
+        optimizer.step()
+    assert float(weight.detach().float().mean()) == pytest.approx(1 - 50e-4, abs=2e-4)
+
+
+def at_random(rows: Tensor) -> Tensor:
+    """Rounded to bf16."""
+    out = torch.empty_like(rows, dtype=torch.bfloat16)
+    optimizers._Noise(rows).round_into(out, rows)
+    return out
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -2.5, torch.inf, -torch.inf])
+def test_numbers_of_bf16_are_not_rounded(value: float) -> None:
+    rounded = at_random(torch.full((300, 7), value))
+    assert torch.equal(rounded, torch.full((300, 7), value, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x400000, -1])
+def test_nan_remains_nan(bits: int) -> None:
+    """Of any bits: 0x7FFFFFFF is that of a GPU, 0xFFC00000 that of a CPU."""
+    number = torch.full((300, 7), bits, dtype=torch.int32).view(torch.float32)
+    assert at_random(number).isnan().all()
+
+
+def test_rounding_goes_to_both_neighbours_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "NOISE_ELEMENTS", 1 << 16)
+    rounded = at_random(torch.full((500, 300), -1 - 1 / 512))
+    values, counts = torch.unique(rounded.float(), return_counts=True)
+    assert values.tolist() == [-1 - 1 / 128, -1]
+    assert float(counts[0] / counts.sum()) == pytest.approx(0.25, abs=0.01)
+
+
+@pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, RowAdam])
+def test_rows_in_fp16_are_updated_in_fp32_and_rounded_once(kind: Kind) -> None:
+    hidden, target = torch.randn(6, H).half(), torch.arange(6)
+    layer = HierarchicalSoftmax(H, SHORTLIST, sparse=True, dtype=torch.float16)
+    truth = HierarchicalSoftmax(H, SHORTLIST, sparse=True)
+    truth.load_state_dict(layer.state_dict())
+    for each, inputs in ((layer, hidden), (truth, hidden.float())):
+        torch.autograd.backward(each.loss(inputs, target))
+        kind(each.parameters(), lr=0.1).step()
+    torch.testing.assert_close(layer.weight.float(), truth.weight, rtol=2e-3, atol=2e-3)
+
+
+def test_a_learning_rate_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="lr must be positive, got 0"):
+        RowSGD(table(SHORTLIST), lr=0.0)

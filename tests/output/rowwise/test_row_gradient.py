@@ -1,0 +1,264 @@
+"""RowGradient: equal to the dense gradient, and only of the rows visited."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
+from lm.output.backends.reference import nodes, saved
+from lm.output.rowwise import Product, RowAdagrad, RowGradient, Rows, lookup
+
+N, H, P = 41, 6, 15
+SHORTLIST = ClassTree.two_level((torch.arange(N) * 7) % 9, 4)
+TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 9)
+TREES = {
+    "two levels": TWO_LEVEL,
+    "shortlist": SHORTLIST,
+    "balanced": ClassTree.balanced(N, 3),
+    "full": ClassTree.full(N),
+}
+Table = list[Tensor]
+
+
+def table(tree: ClassTree, dtype: torch.dtype = torch.float64) -> Table:
+    """Weight and bias, the same each time."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(tree.num_rows, H, dtype=torch.float64, generator=generator)
+    bias = torch.randn(tree.num_rows, dtype=torch.float64, generator=generator)
+    return [part.to(dtype).requires_grad_() for part in (weight, bias)]
+
+
+def batch(number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden [P, H], input words [P] and targets [P], one of them ignored."""
+    generator = torch.Generator().manual_seed(number)
+    hidden = torch.randn(P, H, dtype=torch.float64, generator=generator)
+    words, target = torch.randint(0, N // 2, (2, P), generator=generator)
+    target[3] = -100
+    return hidden, words, target
+
+
+def accumulate(tree: ClassTree, params: Table, number: int, rows: bool) -> None:
+    """Add the gradients of a batch whose input vectors are the output rows."""
+    weight, bias = params
+    hidden, words, target = batch(number)
+    index = tree.row_of_word[words]
+    vectors = lookup(weight, index) if rows else F.embedding(index, weight)
+    hidden = hidden + vectors.to(hidden.dtype).tanh()
+    nll = hierarchical_cross_entropy(
+        hidden, weight, target, tree, bias, reduction="none", sparse=rows
+    )
+    (nll * torch.linspace(-1, 2, P, dtype=nll.dtype)).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def dense_and_row_wise(tree: ClassTree, batches: int = 1) -> tuple[Table, Table]:
+    params = table(tree), table(tree)
+    for number in range(batches):
+        accumulate(tree, params[0], number, rows=False)
+        accumulate(tree, params[1], number, rows=True)
+    return params
+
+
+def gradients(params: Table) -> list[Tensor]:
+    found = [param.grad for param in params]
+    return [grad.to_dense() for grad in found if grad is not None]
+
+
+@pytest.mark.usefixtures("portion")
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_the_gradient_is_the_dense_one(backend: str, tree: ClassTree, batches: int) -> None:
+    dense, rows = dense_and_row_wise(tree, batches)
+    assert all(isinstance(param.grad, RowGradient) for param in rows)
+    torch.testing.assert_close(gradients(rows), gradients(dense), rtol=1e-12, atol=1e-13)
+
+
+def test_hidden_has_the_same_gradient(backend: str) -> None:
+    tree = SHORTLIST
+    weight, bias = table(tree)
+    grads = []
+    for rows in (False, True):
+        hidden, _, target = batch(0)
+        hidden.requires_grad_()
+        hierarchical_cross_entropy(hidden, weight, target, tree, bias, sparse=rows).backward()  # type: ignore[no-untyped-call]
+        grads.append(hidden.grad)
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)
+
+
+def test_only_children_of_visited_nodes_and_input_words_have_values(backend: str) -> None:
+    tree = TWO_LEVEL
+    _, rows = dense_and_row_wise(tree)
+    _, words, target = batch(0)
+    visited = tree.node_of_row[tree.row_of_word[target[target >= 0]]]
+    expected = torch.isin(tree.node_of_row, torch.cat([visited, torch.tensor([0])]))
+    expected[tree.row_of_word[words]] = True
+    num_blocks = torch.zeros(tree.num_rows, dtype=torch.int64)
+    assert isinstance(rows[0].grad, RowGradient)
+    for block in rows[0].grad.blocks():
+        num_blocks[block.rows] += 1
+    assert num_blocks.tolist() == expected.long().tolist()
+    assert not expected.all()
+
+
+def test_gradients_that_are_not_required_are_none(backend: str) -> None:
+    tree = SHORTLIST
+    weight, bias = table(tree)
+    hidden, _, target = batch(0)
+    hidden.requires_grad_()
+    frozen = weight.detach()
+    hierarchical_cross_entropy(hidden, frozen, target, tree, bias, sparse=True).backward()  # type: ignore[no-untyped-call]
+    assert frozen.grad is None
+    assert hidden.grad is not None
+    assert isinstance(bias.grad, RowGradient)
+    with torch.no_grad():
+        nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, sparse=True)
+    assert not nll.requires_grad
+
+
+def test_ignored_positions_give_no_gradient(backend: str) -> None:
+    tree = SHORTLIST
+    weight, bias = table(tree)
+    hidden = torch.zeros(4, H, dtype=torch.float64)
+    target = torch.full((4,), -100)
+    hierarchical_cross_entropy(hidden, weight, target, tree, bias, sparse=True).backward()  # type: ignore[no-untyped-call]
+    assert isinstance(weight.grad, RowGradient)
+    assert list(weight.grad.blocks()) == []
+    assert weight.grad.to_dense().abs().sum() == 0
+    assert float(weight.grad.square_norm()) == 0
+    before = weight.detach().clone()
+    RowAdagrad([weight, bias], lr=1.0).step()
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.usefixtures("portion")
+@pytest.mark.parametrize("most", [1e-3, 1e3])
+def test_clipping_is_that_of_the_dense_gradient(backend: str, most: float) -> None:
+    dense, rows = dense_and_row_wise(SHORTLIST, batches=2)
+    norms = [torch.nn.utils.clip_grad_norm_(params, most) for params in (dense, rows)]
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradients(rows), gradients(dense), rtol=1e-12, atol=1e-15)
+
+
+def test_the_sparse_tensor_is_coalesced_and_the_same() -> None:
+    _, rows = dense_and_row_wise(SHORTLIST, batches=2)
+    for param in rows:
+        assert isinstance(param.grad, RowGradient)
+        made = param.grad.to_sparse()
+        index = made.indices()[0]
+        assert index.tolist() == sorted(set(index.tolist()))
+        assert torch.equal(made.to_dense(), param.grad.to_dense())
+    empty = RowGradient(rows[0], []).to_sparse()
+    assert (empty._nnz(), empty.shape) == (0, rows[0].shape)
+
+
+def test_a_dense_gradient_may_be_added() -> None:
+    _, rows = dense_and_row_wise(SHORTLIST)
+    grad = rows[0].grad
+    assert isinstance(grad, RowGradient)
+    ones = torch.ones(grad.shape, dtype=grad.dtype)
+    assert torch.equal(grad + ones, grad.to_dense() + 1)
+    assert torch.equal(ones + grad, grad.to_dense() + 1)
+
+
+def test_other_operations_raise() -> None:
+    _, rows = dense_and_row_wise(SHORTLIST)
+    grad = rows[0].grad
+    assert isinstance(grad, RowGradient)
+    with pytest.raises(NotImplementedError, match=r"to_dense\(\) converts it"):
+        grad.exp()
+    with pytest.raises(NotImplementedError, match=r"zero_grad\(\) before moving a layer"):
+        grad.to("meta")
+    with pytest.raises(NotImplementedError, match="by numbers only"):
+        grad * torch.ones(H, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="only the 2-norm"):
+        torch.linalg.vector_norm(grad, 1)
+    with pytest.raises(NotImplementedError, match="in place"):
+        grad.add_(torch.ones(grad.shape, dtype=torch.float64))
+
+
+@pytest.mark.usefixtures("backend")
+def test_the_gradient_is_not_differentiable_again() -> None:
+    layer = HierarchicalSoftmax(H, SHORTLIST, sparse=True)
+    hidden = torch.randn(6, H, requires_grad=True)
+    for read in (hidden, lookup(layer.weight, torch.arange(6))):
+        loss = layer.loss(read, torch.arange(6))
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            torch.autograd.grad(loss, [layer.weight], create_graph=True)
+
+
+def test_lookup_of_repeated_rows_adds_their_gradients_up() -> None:
+    weight = torch.randn(9, H, dtype=torch.float64, requires_grad=True)
+    index = torch.tensor([[2, 2, 7], [0, 2, 7]])
+    grads = []
+    for look in (lookup, lambda rows, index: F.embedding(index, rows)):
+        (grad,) = torch.autograd.grad(look(weight, index).square().sum(), weight)
+        grads.append(grad.to_dense())
+    torch.testing.assert_close(*grads)
+
+
+def test_rows_in_lower_precision_are_not_rounded_again(backend: str) -> None:
+    tree = SHORTLIST
+    weight, bias = table(tree, torch.bfloat16)
+    hidden, _, target = batch(0)
+    nll = [
+        hierarchical_cross_entropy(hidden.float(), rows, target, tree, biases)
+        for rows, biases in ((weight, bias), (weight.float(), bias.float()))
+    ]
+    torch.testing.assert_close(nll[0], nll[1], rtol=1e-6, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler accesses all of them
+def test_the_rest_of_a_model_compiles_around_a_layer_with_row_wise_gradients() -> None:
+    tree = SHORTLIST
+    layer = HierarchicalSoftmax(H, tree, sparse=True).double()
+    hidden, _, target = batch(0)
+
+    def loss(hidden: Tensor) -> Tensor:
+        return layer.loss((hidden * 2).tanh(), target) * 3
+
+    found = torch.compile(loss, backend="eager")(hidden)
+    torch.testing.assert_close(found, loss(hidden))
+    found.backward()  # type: ignore[no-untyped-call]
+    assert isinstance(layer.weight.grad, RowGradient)
+
+
+def test_the_representation_counts_rows() -> None:
+    weight = torch.zeros(9, H)
+    parts: list[Product | Rows] = [Product(2, torch.ones(1, 3), torch.ones(1, H))]
+    parts.append(Rows(torch.tensor([8]), weight[:1]))
+    shown = repr(RowGradient(weight, parts))
+    assert shown == "RowGradient([9, 6], 3 rows in products, 1 single rows)"
+
+
+@pytest.mark.parametrize("name", ["shortlist", "full"])
+@pytest.mark.parametrize("rows", [False, True])
+def test_casting_bf16_rows_a_few_at_a_time_changes_nothing(
+    name: str, rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = TREES[name]
+    hidden, target = torch.randn(P, H), torch.randint(0, N, (P,))
+    results = []
+    for most in (nodes.CAST_ELEMENTS, 2 * H):  # all rows of a node, two of them
+        monkeypatch.setattr(nodes, "CAST_ELEMENTS", most)
+        weight, bias = table(tree, torch.bfloat16)
+        leaf = hidden.clone().requires_grad_()
+        nll = hierarchical_cross_entropy(leaf, weight, target, tree, bias, sparse=rows)
+        nll.backward()  # type: ignore[no-untyped-call]
+        grads = [part.grad for part in (leaf, weight, bias) if part.grad is not None]
+        results.append([nll.detach(), *(grad.to_dense().float() for grad in grads)])
+    for whole, portions in zip(*results, strict=True):
+        torch.testing.assert_close(portions, whole, rtol=1e-2, atol=1e-5)
+
+
+def test_gradients_of_classes_are_products_for_any_number_of_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As rows they would be larger than the visited rows."""
+    monkeypatch.setattr(saved, "SAVED_ELEMENTS", 0)
+    tree = TWO_LEVEL
+    weight, bias = table(tree)
+    hidden, target = torch.randn(P, H, dtype=torch.float64), torch.randint(0, N, (P,))
+    nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, sparse=True)
+    nll.backward()  # type: ignore[no-untyped-call]
+    assert isinstance(weight.grad, RowGradient)
+    assert all(isinstance(part, Product) for part in weight.grad.parts)
