@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
     try:
         options, overrides = parse(arguments)
-        _VERBS[options.verb](options, overrides)
+        _FUNCTIONS[options.verb](options, overrides)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -216,7 +216,7 @@ def _config(options: Namespace, _: list[str]) -> None:
         print(describe_keys(options.key))
 
 
-_VERBS = {
+_FUNCTIONS = {
     "prepare": _prepare,
     "train": _train,
     "evaluate": _evaluate,

@@ -55,6 +55,27 @@ def test_help_does_not_import_torch(arguments: list[str]) -> None:
     assert (keys in done.stdout) == (arguments != ["--help"])
 
 
+@pytest.mark.parametrize(
+    ("verb", "option"),
+    [
+        ("prepare", "CONFIG"),
+        ("train", "--resume"),
+        ("evaluate", "--split"),
+        ("generate", "--top-p"),
+        ("classes", "--plot"),
+        ("info", "RUN|CONFIG"),
+        ("config", "--markdown"),
+    ],
+)
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], verb: str, option: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([verb, "--help"])
+    assert end.value.code == 0
+    help_text = capsys.readouterr().out
+    assert option in help_text
+    assert ("--section.key=value" in help_text) == (verb in {"prepare", "train", "classes", "info"})
+
+
 def test_one_key_or_section_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "word_table.tied"]) == 0
     assert capsys.readouterr().out == describe_keys("word_table.tied") + "\n"

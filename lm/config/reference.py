@@ -64,10 +64,9 @@ def describe_keys(name: str | None = None) -> str:
         UserError: if there is no such section or key; the message names the nearest.
 
     Example:
-        >>> print(describe_keys("word_table.tied"))
-        word_table.tied: bool = false
-            Use a word's output row as its input vector too (requires model.embedding =
-            model.hidden).
+        >>> print(describe_keys("model.layers"))
+        model.layers: int > 0 = 2
+            Number of LSTM layers or Transformer blocks.
     """
     blocks = []
     for section, (meaning, keys) in sections().items():

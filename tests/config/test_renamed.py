@@ -87,7 +87,7 @@ def test_an_old_key_of_the_user_is_an_error_that_names_the_present_one(
     path.write_text("name: run\ntrain: {max_steps: 5}\n")
     for load, source in ((load_config, path), (load_run_config, tmp_path)):
         with pytest.raises(UserError) as caught:
-            load(source, [override])  # type: ignore[arg-type]
+            load(source, [override])
         assert str(caught.value) == f"{path}: {message}"
 
 
