@@ -40,13 +40,7 @@ logger = logging.getLogger("data_prep")
 def requested_settings(
     data: DataConfig, tokenizer: TokenizerConfig, classes: ClassesConfig | None
 ) -> Settings:
-    """Collect the settings that affect the prepared files, by section.
-
-    Args:
-        data: section `data` of the configuration.
-        tokenizer: section `tokenizer`.
-        classes: section `classes`; None if no classes are needed.
-    """
+    """Collect the settings that affect the prepared files, by section of the configuration."""
     settings = {
         "data": {name: getattr(data, name) for name in TEXT_SETTINGS},
         "tokenizer": {n: getattr(tokenizer, n) for n in TOKENIZER_SETTINGS[tokenizer.kind]},
@@ -64,9 +58,9 @@ def requested_meta(
     """Make the record of a preparation in which every stage is still to be done.
 
     Args:
-        data: section `data` of the configuration; its files are hashed.
-        tokenizer: section `tokenizer`.
-        classes: section `classes`; None if no classes are needed.
+        data: where the text is; its files are hashed.
+        tokenizer: how a line becomes tokens.
+        classes: how words are assigned to classes; None if no classes are needed.
         folder: the prepared folder.
         found: its present record.
 

@@ -112,9 +112,9 @@ def open_made_by(
     """Open a prepared folder if these settings made it; the corpus is not read.
 
     Args:
-        data: section `data` of the configuration.
-        tokenizer: section `tokenizer`.
-        classes: section `classes`; None if no classes are needed, then they are not compared.
+        data: where the text is.
+        tokenizer: how a line becomes tokens.
+        classes: how words are assigned to classes; None if no classes are needed.
         folder: the prepared folder.
 
     Raises:
@@ -176,7 +176,7 @@ def _valid_stages(
         return requested
     if changed.keys() & {"data", "tokenizer", "train"}:
         return requested
-    if not _tokenizer_is_intact(folder, found.tokenizer):
+    if not _is_intact(folder / TOKENIZER, found.tokenizer):
         return requested
     splits = {
         split: info
@@ -202,28 +202,21 @@ def _with_valid_classes(
     if found.classes is None:
         return valid
     if "classes" not in valid.settings:
-        settings = {**valid.settings, "classes": found.settings["classes"]}
-        inputs = {**valid.inputs}
-        if "classes" in found.inputs:
-            inputs["classes"] = found.inputs["classes"]
+        settings = valid.settings | {"classes": found.settings["classes"]}
+        inputs = valid.inputs | {n: f for n, f in found.inputs.items() if n == "classes"}
         return replace(valid, settings=settings, inputs=inputs, classes=found.classes)
     if "classes" in changed or not _is_intact(folder / CLASSES, found.classes.array):
         return valid
     return replace(valid, classes=found.classes)
 
 
-def _tokenizer_is_intact(folder: Path, info: TokenizerInfo) -> bool:
+def _is_intact(path: Path, info: ArrayInfo | TokenizerInfo) -> bool:
+    """Whether an array or the tokenizer's files match the record; otherwise log why."""
     try:
-        verify_tokenizer(folder, info.sha256)
-    except UserError as error:
-        logger.warning("%s; making it again", error)
-        return False
-    return True
-
-
-def _is_intact(path: Path, info: ArrayInfo) -> bool:
-    try:
-        verify_array(path, map_array(path, info), info)
+        if isinstance(info, ArrayInfo):
+            verify_array(path, map_array(path, info), info)
+        else:
+            verify_tokenizer(path.parent, info.sha256)
     except UserError as error:
         logger.warning("%s; making it again", error)
         return False

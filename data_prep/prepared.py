@@ -5,7 +5,8 @@ A prepared folder contains `meta.json`, the tokenizer (`tokenizer.json` and `voc
 were needed, `classes.npy`. Every file is complete or absent.
 """
 
-from functools import cached_property
+import shutil
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from numpy.typing import NDArray
 
 from data_prep.errors import UserError
 from data_prep.meta import CLASSES, COUNTS, META, ClassesInfo, Meta, read_meta
-from data_prep.storage import ArrayInfo, map_array, verify_array
-from data_prep.tokenizer.files import copy_tokenizer_files, load_tokenizer, verify_tokenizer
+from data_prep.storage import ArrayInfo, map_array, open_to_read, verify_array, write_atomically
+from data_prep.tokenizer.files import MODEL_FILE, TOKENIZER, load_tokenizer, verify_tokenizer
 from data_prep.tokenizer.token_file import SplitInfo
 from data_prep.tokenizer.tokenizer import Tokenizer
 
@@ -30,6 +31,7 @@ class Prepared:
         vocab_size: N.
         eos_id: id of the end of a line.
         unk_id: id of unknown words.
+        tokenizer_kind: `words` or `sentencepiece`.
         tokenizer_sha256: checksum of `tokenizer.json`.
     """
 
@@ -42,6 +44,7 @@ class Prepared:
         self.vocab_size = meta.tokenizer.vocab_size
         self.eos_id = meta.tokenizer.eos_id
         self.unk_id = meta.tokenizer.unk_id
+        self.tokenizer_kind = meta.tokenizer.kind
         self.tokenizer_sha256 = meta.tokenizer.sha256
         self._counts = meta.counts
         self._verify = verify
@@ -59,9 +62,6 @@ class Prepared:
 
     def tokens(self, split: str) -> NDArray[np.unsignedinteger[Any]]:
         """Return all tokens of a split in reading order.
-
-        Args:
-            split: train, valid or test.
 
         Returns:
             [tokens], uint16 or uint32, a read-only map of the file.
@@ -151,12 +151,10 @@ def open_prepared(folder: Path | str, *, verify: bool = True) -> Prepared:
 def copy_tokenizer(prepared: Prepared, folder: Path | str) -> None:
     """Copy the tokenizer's files to the folder of a run or an exported model.
 
-    Args:
-        prepared: the prepared folder.
-        folder: an existing folder.
-
     Raises:
         UserError: a file is absent, damaged or belongs to another tokenizer.
     """
-    assert prepared.meta.tokenizer is not None
-    copy_tokenizer_files(prepared.folder, Path(folder), prepared.meta.tokenizer)
+    verify_tokenizer(prepared.folder, prepared.tokenizer_sha256)
+    for name in (MODEL_FILE[prepared.tokenizer_kind], TOKENIZER):
+        with open_to_read(prepared.folder / name) as file:
+            write_atomically(Path(folder) / name, partial(shutil.copyfileobj, file))

@@ -41,10 +41,7 @@ class Stages:
     progress: bool
 
     def run(self, meta: Meta) -> None:
-        """Do the stages that are missing from the record, and record each.
-
-        Args:
-            meta: the present content of `meta.json`.
+        """Do the stages that are missing from the record `meta`, and record each.
 
         Raises:
             UserError: a setting or a file of the corpus is invalid, or a file cannot be written.

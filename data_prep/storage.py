@@ -44,11 +44,9 @@ class ArrayInfo:
 def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) -> ArrayInfo:
     """Write chunks one after the other as one `.npy` array, atomically.
 
-    Only one chunk is in memory at a time.
-
     Args:
         path: the file; its folder exists.
-        chunks: one-dimensional arrays, cast to `dtype`.
+        chunks: one-dimensional arrays, cast to `dtype`; only one is in memory at a time.
         dtype: type of the values in the file, stored little-endian.
 
     Returns:
@@ -84,13 +82,6 @@ def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) ->
 def map_array(path: Path, info: ArrayInfo) -> NDArray[Any]:
     """Map a `.npy` file read-only into memory after checking its size and header.
 
-    Args:
-        path: the file.
-        info: the record that `write_array` returned.
-
-    Returns:
-        The values, [length].
-
     Raises:
         UserError: the file is absent, truncated or too long, or its header differs from `info`.
     """
@@ -116,15 +107,9 @@ def map_array(path: Path, info: ArrayInfo) -> NDArray[Any]:
 def verify_array(
     path: Path, array: NDArray[Any], info: ArrayInfo, *, below: int | None = None
 ) -> None:
-    """Compare a mapped array with its checksum and its values with the range [0, below).
+    """Compare an array mapped from a file with its checksum, and its values with [0, below).
 
     The file is read instead of the map, because mapped pages count as memory of the process.
-
-    Args:
-        path: the file.
-        array: its map, from `map_array`.
-        info: the record that `write_array` returned.
-        below: upper bound of the values, exclusive; None checks no range.
 
     Raises:
         UserError: the checksum differs or a value is out of range.
@@ -162,14 +147,6 @@ def write_atomically(path: Path | str, writer: Callable[[BinaryIO], Result]) -> 
 
     Raises:
         UserError: the file system refuses (full, read-only, no permission).
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "greeting"
-        >>> write_atomically(path, lambda file: file.write(b"hello"))
-        5
-        >>> path.read_bytes()
-        b'hello'
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -235,8 +212,8 @@ def read_json(
 def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
     """Hold a lock that one process has at a time.
 
-    `flock` is used directly: it is released when the process ends for any reason and works on
-    read-only lock files of other users, which `filelock.FileLock` cannot open.
+    `filelock` wraps the same `flock`, but polls while it waits and, where `flock` is missing, uses
+    files that remain when a process is killed.
 
     Args:
         path: the lock file, created if necessary and never deleted; its folder exists.

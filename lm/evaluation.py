@@ -39,7 +39,7 @@ WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out"
 
 @dataclass(frozen=True, kw_only=True)
 class TextCounts:
-    """What is counted in a text besides its tokens.
+    """What is counted in a text apart from its tokens.
 
     Attributes:
         words: whitespace-separated words of the original text.
@@ -136,58 +136,39 @@ def evaluate(
         if model.backbone.carries_state
         else _windows(model, tokens, eos_id, context)
     )
-    sums = _Sums()
+    nll = class_nll = oov_nll = 0.0
+    oov = 0
     disable = True if progress is None else None
     with tqdm(
         total=len(tokens), desc=progress, unit="token", unit_scale=True, disable=disable
     ) as bar:
         for hidden, targets in chunks:
             by_level = model.output.nll_by_level(hidden, targets).double()
-            nll = by_level.sum(0)
-            sums.nll += float(nll.sum())
-            sums.class_nll += float(by_level[0].sum())
+            each = by_level.sum(0)
+            nll += float(each.sum())
+            class_nll += float(by_level[0].sum())
             if unk_id is not None:
                 is_oov = targets == unk_id
-                sums.oov += int(is_oov.sum())
-                sums.oov_nll += float(nll[is_oov].sum())
+                oov += int(is_oov.sum())
+                oov_nll += float(each[is_oov].sum())
             bar.update(targets.numel())
     model.train(was_training)
-    window = (
-        f"windows of {context} tokens, at least {context // 2} before each token where there are as"
-        " many"
-    )
-    return _evaluation(
-        sums,
-        len(tokens),
-        counts,
-        "one stream, all tokens before" if model.backbone.carries_state else window,
-    )
-
-
-@dataclass
-class _Sums:
-    """Sums over tokens, in nats, and the number of tokens that are `<unk>`."""
-
-    nll: float = 0.0
-    class_nll: float = 0.0
-    oov_nll: float = 0.0
-    oov: int = 0
-
-
-def _evaluation(sums: _Sums, num_tokens: int, counts: TextCounts, context: str) -> Evaluation:
-    nll, num_known = sums.nll, num_tokens - sums.oov
+    window = f"windows of {context} tokens, at least {context // 2} before each token where there"
+    known = len(tokens) - oov
     return Evaluation(
-        tokens=num_tokens,
+        tokens=len(tokens),
         words=counts.words,
-        oov=sums.oov,
+        oov=oov,
         nll_nats=nll,
-        perplexity=_exp(nll / num_tokens),
-        perplexity_excluding_oov=_exp((nll - sums.oov_nll) / num_known) if num_known else math.nan,
+        perplexity=_exp(nll / len(tokens)),
+        perplexity_excluding_oov=_exp((nll - oov_nll) / known) if known else math.nan,
         word_perplexity=_exp(nll / (counts.words + counts.lines)),
         bits_per_byte=nll / math.log(2) / counts.utf8_bytes,
-        class_perplexity=_exp(sums.class_nll / num_tokens),
-        within_class_perplexity=_exp((nll - sums.class_nll) / num_tokens),
-        context=context,
+        class_perplexity=_exp(class_nll / len(tokens)),
+        within_class_perplexity=_exp((nll - class_nll) / len(tokens)),
+        context="one stream, all tokens before"
+        if model.backbone.carries_state
+        else f"{window} are as many",
     )
 
 

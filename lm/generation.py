@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_prep.prepared import load_tokenizer
-from lm.model.language_model import LanguageModel
+from data_prep.tokenizer.files import load_tokenizer
 from lm.model.files import load_model
+from lm.model.language_model import LanguageModel
 
 PROMPT_CHUNK_TOKENS = 1024
 """Tokens of a prompt read per call; a Transformer's memory grows with their square."""

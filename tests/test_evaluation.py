@@ -1,4 +1,4 @@
-"""Evaluation: each token once, from the right context; sums over counts; one evaluator for all."""
+"""Evaluation: each token once, from the right context; sums over counts; one function for all."""
 
 import json
 import math
@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 import lm.evaluation
 from data_prep.prepared import open_prepared
 from lm.cli import main
-from lm.config import ModelConfig, OutputConfig
+from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.evaluation import Evaluation, TextCounts, evaluate
-from lm.model.language_model import LanguageModel, build_model
+from lm.model.build import build_model
+from lm.model.files import load_model
+from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
-from lm.training.checkpoint import load_model
 from lm.training.metrics import read_metrics
 
 N, EOS, UNK = 9, 0, 1
@@ -35,7 +37,7 @@ BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 def make(backbone: str, context: int = 6) -> LanguageModel:
     config = ModelConfig(backbone=backbone, hidden=8, heads=2, layers=1, dropout=0.3)  # type: ignore[arg-type]
     tree = ClassTree.two_level(torch.arange(N) % 3)
-    return build_model(config, OutputConfig(), tree, context).double()
+    return build_model(config, OutputConfig(), WordTable(), tree, context).double()
 
 
 def text(n: int) -> NDArray[np.uint16]:
@@ -54,9 +56,8 @@ def nll_after(model: LanguageModel, before: NDArray[np.int64], word: int) -> flo
 
 
 def by_hand(model: LanguageModel, tokens: NDArray[np.uint16], context: int) -> list[float]:
-    """The nll of each token by the rule in words: an LSTM sees everything before, a Transformer
-    what its window shows, where windows are half a context apart and the last one ends with the
-    text.
+    """The nll of each token by the documented rule: an LSTM sees everything before, a Transformer
+    its window, where windows are half a context apart and the last one ends with the text.
     """
     inputs = np.concatenate([[EOS], tokens[:-1]]).astype(np.int64)
     nll = []
@@ -91,13 +92,13 @@ def test_the_sum_is_that_of_a_loop_over_the_tokens(backbone: str, n: int, contex
 
 @BACKBONES
 @pytest.mark.parametrize("n", [1, 5, 6, 7, 50, 51, 64])
-def test_no_figure_depends_on_how_much_is_computed_at_once(
+def test_no_figure_depends_on_the_size_of_the_chunks(
     backbone: str, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokens = make(backbone), text(n)
     expected = measured(model, tokens)
     for chunk in (1, 7, 12, 24, 50):
-        monkeypatch.setattr(lm.evaluation, "_CHUNK_TOKENS", chunk)
+        monkeypatch.setattr(lm.evaluation, "CHUNK_TOKENS", chunk)
         result = measured(model, tokens)
         for name in FIELDS.split():
             value, truth = getattr(result, name), getattr(expected, name)
@@ -137,6 +138,23 @@ def test_the_class_perplexity_is_that_of_summed_word_probabilities() -> None:
     assert measured(model, tokens).class_perplexity == pytest.approx(expected, rel=1e-11)
 
 
+@BACKBONES
+def test_the_output_layer_computes_each_chunk_once(
+    backbone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = make(backbone), text(50)
+    by_level, num_positions = model.output.nll_by_level, list[int]()
+
+    def noted(hidden: Tensor, target: Tensor) -> Tensor:
+        num_positions.append(target.numel())
+        return by_level(hidden, target)
+
+    monkeypatch.setattr(model.output, "nll_by_level", noted)
+    monkeypatch.setattr(model.output, "loss", None)
+    measured(model, tokens)
+    assert sum(num_positions) == 50
+
+
 def test_the_first_token_is_predicted_from_eos() -> None:
     model = make("lstm")
     for word in range(2, N):
@@ -145,14 +163,14 @@ def test_the_first_token_is_predicted_from_eos() -> None:
         assert result.nll_nats == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_text_without_unknown_words_excludes_nothing_and_one_of_them_alone_says_nan() -> None:
+def test_without_unknown_words_nothing_is_excluded_and_with_only_them_the_rest_is_nan() -> None:
     model = make("lstm")
     known = measured(model, np.array([2, 3, 4], dtype=np.uint16))
     assert (known.oov, known.perplexity_excluding_oov) == (0, known.perplexity)
     assert math.isnan(measured(model, np.array([UNK], dtype=np.uint16)).perplexity_excluding_oov)
 
 
-def test_training_goes_on_in_training_mode() -> None:
+def test_the_mode_of_the_model_is_restored() -> None:
     model = make("lstm").train()
     first, second = measured(model, text(9)), measured(model, text(9))
     assert first == second
@@ -166,7 +184,7 @@ def test_no_tokens_are_refused() -> None:
 
 @pytest.fixture
 def evaluated(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    """`evaluated(*arguments)`: what `lm evaluate … --json` prints."""
+    """`evaluated(*arguments)`: the output of `lm evaluate … --json`."""
 
     def run(*arguments: object) -> dict[str, Any]:
         capsys.readouterr()
@@ -178,7 +196,7 @@ def evaluated(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any
 
 
 @pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
-def test_validation_while_training_is_what_evaluate_says(
+def test_validation_during_training_equals_evaluate(
     run: str, request: pytest.FixtureRequest, evaluated: Callable[..., dict[str, Any]]
 ) -> None:
     folder: Path = request.getfixturevalue(run)
@@ -188,14 +206,14 @@ def test_validation_while_training_is_what_evaluate_says(
     (folder / "evaluate-valid.json").unlink()
 
 
-def test_json_has_every_field_and_is_kept_in_the_run(
+def test_json_has_every_field_and_is_saved_in_the_run(
     lstm_run: Path, corpus: Path, evaluated: Callable[..., dict[str, Any]]
 ) -> None:
     values = evaluated(lstm_run)
     assert list(values) == FIELDS.split()
-    kept = lstm_run / "evaluate-test.json"
-    assert json.loads(kept.read_text()) == values
-    kept.unlink()
+    saved = lstm_run / "evaluate-test.json"
+    assert json.loads(saved.read_text()) == values
+    saved.unlink()
     content = (corpus / "test.txt").read_bytes()
     lines = content.decode().splitlines()
     assert values["words"] == len(content.split())
@@ -217,7 +235,7 @@ def test_the_test_text_is_the_test_split(
     (folder / "evaluate-test.json").unlink()
 
 
-def test_the_loop_by_hand_over_a_run_gives_its_perplexity(lstm_run: Path) -> None:
+def test_a_loop_over_the_tokens_of_a_run_gives_its_perplexity(lstm_run: Path) -> None:
     model, description = load_model(lstm_run)
     tokens = open_prepared(prepared_of(lstm_run)).tokens("test")
     expected = by_hand_from(model.double(), tokens, description.eos_id)
@@ -259,7 +277,7 @@ def test_a_text_of_words_never_seen_is_all_unknown(
     assert (values["tokens"], values["words"], values["oov"]) == (5, 3, 3)
 
 
-def test_byte_order_marks_are_no_words(
+def test_byte_order_marks_are_not_words(
     lstm_run: Path, corpus: Path, tmp_path: Path, evaluated: Callable[..., dict[str, Any]]
 ) -> None:
     path, plain = tmp_path / "text.txt", (corpus / "test.txt").read_text()
@@ -279,7 +297,7 @@ def test_the_rule_for_line_ends_is_that_of_the_corpus(
     assert "empty lines too" in with_them["eos_rule"]
 
 
-def test_a_bar_is_shown_to_a_terminal_unless_unwanted(
+def test_a_progress_bar_is_shown_in_a_terminal_unless_switched_off(
     lstm_run: Path,
     corpus: Path,
     capsys: pytest.CaptureFixture[str],
@@ -300,12 +318,12 @@ def test_a_text_that_cannot_be_evaluated_is_named(
     empty.touch()
     latin.write_bytes(b"caf\xe9\n")
     absent = tmp_path / "absent.txt"
-    said = {
+    errors = {
         path: complaint("evaluate", lstm_run, "--text", path) for path in (empty, latin, absent)
     }
-    assert said[empty] == "the text to evaluate is empty"
-    assert said[latin].startswith(f"{latin}: invalid UTF-8")
-    assert said[absent] == f"{absent}: No such file or directory"
+    assert errors[empty] == "the text to evaluate is empty"
+    assert errors[latin].startswith(f"{latin}: invalid UTF-8")
+    assert errors[absent] == f"{absent}: No such file or directory"
 
 
 def test_a_tokenizer_of_another_run_is_refused(
@@ -314,5 +332,5 @@ def test_a_tokenizer_of_another_run_is_refused(
     run = shutil.copytree(lstm_run, tmp_path / "run")
     text = (run / "tokenizer.json").read_text()
     (run / "tokenizer.json").write_text(text.replace('"lowercase": false', '"lowercase": true'))
-    said = complaint("evaluate", run, "--text", run / "config.yaml")
-    assert said == f"{run}: the tokenizer is not the one that the model was trained with"
+    errors = complaint("evaluate", run, "--text", run / "config.yaml")
+    assert errors == f"{run}: the tokenizer is not the one that the model was trained with"

@@ -14,8 +14,8 @@ from torch import Tensor
 from lm import generation
 from lm.cli import main
 from lm.generation import generate
+from lm.model.files import load_model
 from lm.model.language_model import LanguageModel
-from lm.training.checkpoint import load_model
 from lm.training.metrics import read_metrics
 
 SONG = [

@@ -50,15 +50,6 @@ def assign(
 
     Returns:
         The classes, int64 [n], and the prices, float32 [C].
-
-    Example:
-        >>> scores = np.array([[5, 4], [5, 0]], np.float32)
-        >>> zeros = np.zeros(2, np.int64)
-        >>> word_class, _ = assign(
-        ...     lambda words: scores[words], np.arange(2), zeros, 1, zeros.astype(np.float32), 0.1
-        ... )
-        >>> word_class.tolist()
-        [1, 0]
     """
     candidates, scores = _candidates(score, words, prices)
     prices = _raise_prices(candidates, scores, occupied, capacity, prices, temperature)
@@ -171,12 +162,9 @@ def without_empty_classes(
     """Give each empty class the least frequent word of the class that is largest at that time.
 
     Args:
-        word_class: int64 [N].
+        word_class: int64 [N], class of each word.
         counts: int64 [N], occurrences of each word.
         num_word_classes: C.
-
-    Returns:
-        The new classes, int64 [N].
     """
     word_class = word_class.copy()
     sizes = np.bincount(word_class, minlength=num_word_classes)
@@ -190,16 +178,7 @@ def without_empty_classes(
 
 
 def membership(word_class: IntArray, words: IntArray, num_word_classes: int) -> sparse.csr_array:
-    """Build the indicator matrix of classes.
-
-    Args:
-        word_class: int64 [N].
-        words: int64 [n], ids of the words to include.
-        num_word_classes: C.
-
-    Returns:
-        float32 [N, C], sparse, 1 at each of `words` and its class.
-    """
+    """Build the sparse indicator matrix, float32 [N, C]: 1 at each of `words` and its class."""
     ones = np.ones(len(words), dtype=np.float32)
     shape = (len(word_class), num_word_classes)
     return sparse.csr_array((ones, (words, word_class[words])), shape=shape)

@@ -35,10 +35,6 @@ def count_bigrams(
 
     Returns:
         A sparse matrix, int32 [n, n], row w, column v.
-
-    Example:
-        >>> count_bigrams(np.array([0, 1, 0, 1]), 2).toarray().tolist()
-        [[0, 2], [1, 0]]
     """
     size = vocab_size if words is None else len(words)
     row_of_word = np.full(vocab_size, -1)

@@ -106,15 +106,6 @@ def exchange(
     Source:
         Brown et al. 1992, equation 10, for the objective; Martin, Liermann & Ney 1998, section 3,
         for the algorithm.
-
-    Example:
-        Words 2 and 3 have the same neighbours, so they end in the same class.
-
-        >>> from data_prep.classes.bigrams import count_bigrams
-        >>> tokens = np.array([0, 2, 1, 0, 3, 1] * 9)
-        >>> start = np.array([0, 1, 0, 1])
-        >>> exchange(count_bigrams(tokens, 4), np.bincount(tokens), start, 2, 3).tolist()
-        [0, 0, 1, 1]
     """
     separate = np.empty(0, np.int64) if separate is None else separate
     num_all = num_word_classes + len(separate)

@@ -114,8 +114,8 @@ def class_report(
         token_mass=tuple(mass.tolist()),
         columns_per_token=float(columns),
         log_likelihood=log_likelihood,
-        class_entropy=class_entropy / np.log(2),
-        word_entropy=(_entropy(counts) - class_entropy) / np.log(2),
+        class_entropy=float(class_entropy / np.log(2)),
+        word_entropy=float((_entropy(counts) - class_entropy) / np.log(2)),
         top_words=top_words,
     )
 

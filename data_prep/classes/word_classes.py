@@ -243,19 +243,7 @@ def frequency_classes(counts: IntArray, num_word_classes: int) -> WordClass:
 def uniform_classes(counts: IntArray, num_word_classes: int) -> WordClass:
     """Divide words by descending count into classes of equal numbers of words, ± 1.
 
-    Args:
-        counts: int64 [N], occurrences of each word.
-        num_word_classes: C, 1 to N.
-
-    Returns:
-        int32 [N].
-
-    Raises:
-        ValueError: C is not in 1 to N.
-
-    Example:
-        >>> uniform_classes(np.array([5, 0, 9, 7, 1, 3]), 3).tolist()
-        [1, 2, 0, 0, 2, 1]
+    Arguments, result and errors are those of `frequency_classes`.
     """
     _check_num_word_classes(num_word_classes, len(counts))
     order = np.argsort(-counts, kind="stable")
@@ -265,16 +253,7 @@ def uniform_classes(counts: IntArray, num_word_classes: int) -> WordClass:
 def random_classes(vocab_size: int, num_word_classes: int, seed: int) -> WordClass:
     """Divide words at random into classes of equal numbers of words, ± 1.
 
-    Args:
-        vocab_size: N.
-        num_word_classes: C, 1 to N.
-        seed: of the permutation.
-
-    Returns:
-        int32 [N].
-
-    Raises:
-        ValueError: C is not in 1 to N.
+    Result and errors are those of `frequency_classes`.
     """
     _check_num_word_classes(num_word_classes, vocab_size)
     order = np.random.default_rng(seed).permutation(vocab_size)

@@ -19,10 +19,6 @@ def input_files(data: DataConfig, split: str) -> list[Path]:
     Files of a glob or a folder are sorted by name; lists keep their order. A hub name has no local
     files; a local folder given as `data.hub` has the same files for every split: all of its files.
 
-    Args:
-        data: section `data` of the configuration.
-        split: train, valid or test.
-
     Raises:
         UserError: no file is found; names the file and its configuration key.
     """

@@ -50,9 +50,6 @@ TypeErrors.
 def splits(data: DataConfig) -> list[str]:
     """List the splits that the configuration gives, train first.
 
-    Args:
-        data: section `data` of the configuration.
-
     Raises:
         UserError: there is no training split.
     """
@@ -69,10 +66,6 @@ def splits(data: DataConfig) -> list[str]:
 
 def columns(data: DataConfig, split: str) -> Iterator["ChunkedArray"]:
     """Yield the text column of a split, up to `ROWS_PER_BATCH` rows at a time.
-
-    Args:
-        data: section `data` of the configuration.
-        split: train, valid or test.
 
     Raises:
         UserError: the split or its column is missing. A damaged file raises one of

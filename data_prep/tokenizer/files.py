@@ -4,7 +4,6 @@ Decides file names and checksums. No file name is ever taken from the content of
 """
 
 import hashlib
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -108,9 +107,6 @@ def save_tokenizer(
 def load_tokenizer(folder: Path | str) -> Tokenizer:
     """Load the tokenizer of a prepared folder, a run or an exported model.
 
-    Args:
-        folder: contains `tokenizer.json` and `vocab.txt` or `tokenizer.model`.
-
     Raises:
         UserError: a file is absent, damaged or does not match the other.
 
@@ -144,7 +140,7 @@ def verify_tokenizer(folder: Path, sha256: str) -> None:
     """Compare the files of a tokenizer with their checksums, without loading it.
 
     Args:
-        folder: contains `tokenizer.json` and `vocab.txt` or `tokenizer.model`.
+        folder: contains the files.
         sha256: checksum of `tokenizer.json`, as in `TokenizerInfo`.
 
     Raises:
@@ -157,23 +153,6 @@ def verify_tokenizer(folder: Path, sha256: str) -> None:
     model = folder / MODEL_FILE[description.kind]
     if sha256_file(model) != description.sha256:
         raise UserError(_damaged(model))
-
-
-def copy_tokenizer_files(source: Path, target: Path, info: TokenizerInfo) -> None:
-    """Copy the files of a tokenizer to another folder after verifying them.
-
-    Args:
-        source: folder that contains the files.
-        target: an existing folder.
-        info: the record of the tokenizer.
-
-    Raises:
-        UserError: a file is absent, damaged or belongs to another tokenizer.
-    """
-    verify_tokenizer(source, info.sha256)
-    for name in (MODEL_FILE[info.kind], TOKENIZER):
-        with open_to_read(source / name) as file:
-            write_atomically(target / name, partial(shutil.copyfileobj, file))
 
 
 def _read_description(folder: Path) -> TokenizerFile:

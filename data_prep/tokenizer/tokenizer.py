@@ -56,13 +56,13 @@ class Tokenizer(ABC):
     eos_id: int
     unk_id: int
 
-    @abstractmethod
     def encode(self, line: str) -> list[int]:
         """Return the ids of one line, without `<eos>`."""
+        return self.encode_lines([line])[0]
 
     @abstractmethod
     def encode_lines(self, lines: Sequence[str]) -> list[list[int]]:
-        """Encode several lines, faster than one by one."""
+        """Encode several lines without `<eos>`, faster than one by one."""
 
     def encode_stream(self, lines: Sequence[str]) -> NDArray[np.integer]:
         """Return the ids of all lines in one array [tokens], `<eos>` after each line."""
@@ -134,14 +134,9 @@ class WordTokenizer(Tokenizer):
                 raise ValueError(f"the vocabulary of {self.vocab_size} words lacks {special}")
         self._separate = word_separator(lowercase, split_punctuation)
 
-    def encode(self, line: str) -> list[int]:
-        """Return the ids of the words of one line, without `<eos>`."""
-        ids: list[int] = self.words.ids(self._separate([line]), self.unk_id).tolist()
-        return ids
-
     def encode_lines(self, lines: Sequence[str]) -> list[list[int]]:
-        """Encode several lines."""
-        return [self.encode(line) for line in lines]
+        """Encode several lines, without `<eos>`."""
+        return [self.words.ids(self._separate([line]), self.unk_id).tolist() for line in lines]
 
     def encode_stream(self, lines: Sequence[str]) -> NDArray[np.integer]:
         """Return the ids of all lines in one array [tokens], faster than `encode_lines`."""
@@ -202,12 +197,8 @@ class SentencePieceTokenizer(Tokenizer):
         if self.eos_id < 0:
             raise ValueError("the sentencepiece model has no piece for the end of a line")
 
-    def encode(self, line: str) -> list[int]:
-        """Return the ids of the pieces of one line, without `<eos>`."""
-        return self.encode_lines([line])[0]
-
     def encode_lines(self, lines: Sequence[str]) -> list[list[int]]:
-        """Encode several lines, faster than one by one."""
+        """Encode several lines without `<eos>`."""
         if not any(UNK in line for line in lines):
             return self._encode_texts([f" {line}" if line else "" for line in lines])
         texts = [split_at_unk(line) for line in lines]

@@ -110,9 +110,7 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(drawn),
-            model_writer=model,
-            **_trainer_options(settings),
+            sentence_iterator=iter(drawn), model_writer=model, **_trainer_options(settings)
         )
     except RuntimeError as error:
         raise UserError(_training_mistake(str(error), settings.vocab_size)) from error
@@ -174,9 +172,7 @@ def _as_arrow(text: NDArray[np.uint8], starts: NDArray[np.int64]) -> "pyarrow.La
     return pyarrow.LargeStringArray.from_buffers(len(starts) - 1, *buffers)
 
 
-def _as_numpy(
-    words: "pyarrow.LargeStringArray",
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _as_numpy(words: "pyarrow.LargeStringArray") -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     _, starts, text = words.buffers()
     return np.frombuffer(text, np.uint8), np.frombuffer(starts, np.int64)[: len(words) + 1]
 

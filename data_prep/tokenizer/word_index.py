@@ -103,13 +103,6 @@ class WordCounter:
 
     Attributes:
         num_words: number of distinct words so far.
-
-    Example:
-        >>> counter = WordCounter()
-        >>> counter.add("the cat the")
-        >>> text, starts, counts = counter.result()
-        >>> list(WordIndex(text, starts)), counts.tolist()
-        (['the', 'cat'], [2, 1])
     """
 
     def __init__(self) -> None:
@@ -146,7 +139,7 @@ class WordCounter:
         return int(self._table.starts[self.num_words])
 
     def _double(self) -> None:
-        """Make room for twice the words."""
+        """Double the capacity."""
         capacity, n = len(self._table.slots), self.num_words
         text, starts = self._table.text, _enlarged(self._table.starts, n + 1, capacity + 1)
         self._counts = _enlarged(self._counts, n, capacity)

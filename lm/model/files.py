@@ -40,17 +40,17 @@ class Description:
     """The content of `model.json`: with the weights, enough to build the model anywhere.
 
     Attributes:
-        format_version: Version of the file's format.
-        model: The section `model` of the configuration.
-        output: The section `output`.
-        word_table: The section `word_table`.
+        format_version: version of the file's format.
+        model: the section `model` of the configuration.
+        output: the section `output`.
+        word_table: the section `word_table`.
         context: T that the model was trained with.
-        eos_id: Word id of `<eos>`.
-        unk_id: Word id of `<unk>`; None if the tokenizer has none.
-        tokenizer_sha256: Checksum of the tokenizer that the word ids belong to.
-        weights_sha256: Checksum of `model.safetensors`; `save_model` fills it in.
-        step: Optimizer steps that led to the weights.
-        valid_perplexity: Validation perplexity, by which the weights were chosen; None without a
+        eos_id: word id of `<eos>`.
+        unk_id: word id of `<unk>`; None if the tokenizer has none.
+        tokenizer_sha256: checksum of the tokenizer that the word ids belong to.
+        weights_sha256: checksum of `model.safetensors`; `save_model` fills it in.
+        step: optimizer steps that led to the weights.
+        valid_perplexity: validation perplexity, by which the weights were chosen; None without a
             validation split.
     """
 
@@ -76,9 +76,9 @@ def save_model(folder: Path, model: LanguageModel, description: Description) -> 
     """Write `model.safetensors` and `model.json`.
 
     Args:
-        folder: Folder of the two files.
-        model: On any device.
-        description: Its `weights_sha256` is ignored.
+        folder: folder of the two files.
+        model: on any device.
+        description: its `weights_sha256` is ignored.
     """
     tensors = {
         name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
@@ -91,14 +91,14 @@ def load_model(folder: Path) -> tuple[LanguageModel, Description]:
     """Load the model of a run or an export.
 
     Args:
-        folder: Folder of the two files.
+        folder: folder of the two files.
 
     Returns:
         The model, in evaluation mode, on the CPU, its parameters of the dtype that they were
         trained in; and its description.
 
     Raises:
-        UserError: If a file is absent or damaged, or the two do not belong together.
+        UserError: if a file is absent or damaged, or the two do not belong together.
     """
     description = read_description(folder)
     weights = folder / WEIGHTS
@@ -118,7 +118,7 @@ def read_description(folder: Path) -> Description:
     """Read `model.json` of a run or an export, also of earlier versions.
 
     Raises:
-        UserError: If it is absent, damaged or of a later version.
+        UserError: if it is absent, damaged or of a later version.
     """
     path = folder / DESCRIPTION
     try:

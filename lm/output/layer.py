@@ -63,7 +63,7 @@ class HierarchicalSoftmax(nn.Module):
         hidden_size: H.
         tree: the tree of softmaxes; becomes part of the layer and of its state.
         bias: whether rows have biases.
-        ignore_index: target of positions that are left out of the loss.
+        ignore_index: target of positions that are excluded from the loss.
         backend: as in `hierarchical_cross_entropy`.
         sparse: as in `hierarchical_cross_entropy`.
         device: device of the parameters and the tree.

@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     Attributes:
         inputs: [T, B] int64.
         targets: [T, B] int64, one step ahead of `inputs`.
-        continues: Whether each column continues the same column of the previous batch.
+        continues: whether each column continues the same column of the previous batch.
     """
 
     inputs: Tensor
@@ -40,19 +40,19 @@ class Batches:
 
     Args:
         tokens: [n] unsigned integers, may be memory-mapped.
-        eos_id: Input of the first token.
+        eos_id: input of the first token.
         batch_size: B, over all devices.
         seq_len: T; the last batch of the streams may be shorter.
-        shuffle: Whether to read windows instead of streams.
-        seed: Seed of the offset and the order of windows.
-        rank: Number of this device, which takes the columns rank, rank + world_size, ….
-        world_size: Number of devices.
+        shuffle: whether to read windows instead of streams.
+        seed: seed of the offset and the order of windows.
+        rank: number of this device, which takes the columns rank, rank + world_size, ….
+        world_size: number of devices.
 
     Attributes:
-        per_epoch: Number of batches in one epoch.
+        per_epoch: number of batches in one epoch.
 
     Raises:
-        UserError: If the text is too short for B sequences, or B is not a multiple of the devices.
+        UserError: if the text is too short for B sequences, or B is not a multiple of the devices.
 
     Example:
         >>> tokens = np.arange(1, 10, dtype=np.uint16)
@@ -130,14 +130,14 @@ def num_steps(config: TrainConfig, batches: Batches) -> int:
     """The number of optimizer steps of a run: `max_epochs` or `max_steps`, whichever comes first.
 
     Args:
-        config: The section `train`.
-        batches: The training batches.
+        config: the section `train`.
+        batches: the training batches.
 
     Returns:
         At least 1.
 
     Raises:
-        UserError: If `max_epochs` has fewer batches than a step accumulates.
+        UserError: if `max_epochs` has fewer batches than a step accumulates.
     """
     limits = []
     if config.max_epochs is not None:

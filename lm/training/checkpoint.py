@@ -23,11 +23,11 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     """Write a checkpoint; if the disk is full, the file that was there is unchanged.
 
     Args:
-        checkpoint: Tensors and plain data.
-        path: The file; its folder is created.
+        checkpoint: tensors and plain data.
+        path: the file; its folder is created.
 
     Raises:
-        UserError: If the disk is full.
+        UserError: if the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -44,13 +44,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint, always as plain data.
 
     Args:
-        path: The file.
+        path: the file.
 
     Returns:
         What was saved, its tensors on the CPU and mapped privately.
 
     Raises:
-        UserError: If the file is absent, damaged, contains more than plain data, or was written by
+        UserError: if the file is absent, damaged, contains more than plain data, or was written by
             another version.
     """
     return _read(path)
@@ -60,7 +60,7 @@ def batches_done(path: Path) -> int:
     """The number of batches that a checkpoint was trained on; reads a small part of the file.
 
     Raises:
-        UserError: As `load_checkpoint`.
+        UserError: as `load_checkpoint`.
     """
     try:
         return int(_read(path, verify_tensors=False)["progress"]["batches_done"])

@@ -9,8 +9,8 @@ def draw_curves(folder: Path, title: str) -> Path:
     """Draw `curves.png` from `metrics.csv`: training and validation perplexity over tokens.
 
     Args:
-        folder: Folder of the run, with both files.
-        title: Title of the picture.
+        folder: folder of the run, with both files.
+        title: title of the picture.
 
     Returns:
         The path of the picture.

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy, Strategy
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.strategy import Strategy
 
 from data_prep.errors import UserError
 from lm.config import Config
@@ -15,7 +16,7 @@ def build_fabric(config: Config) -> Fabric:
     """Fabric with the accelerator, devices, strategy and precision of the section `train`.
 
     Raises:
-        UserError: If the devices do not exist, or do not support the settings.
+        UserError: if the devices do not exist, or do not support the settings.
     """
     accelerator, num_devices = _find_devices(config)
     strategy: str | Strategy = "auto"
@@ -37,7 +38,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
     """Multiply fp32 matrices in this precision inside a `with` block.
 
     Args:
-        precision: As in `torch.set_float32_matmul_precision`.
+        precision: as in `torch.set_float32_matmul_precision`.
     """
     previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)

@@ -40,8 +40,8 @@ class MetricsFile(Logger):
     """Appends each line to `metrics.csv` at once.
 
     Args:
-        path: The file.
-        after_step: Lines of later steps are removed: a continued run writes them again.
+        path: the file.
+        after_step: lines of later steps are removed: a continued run writes them again.
     """
 
     def __init__(self, path: Path, after_step: int) -> None:
@@ -62,7 +62,7 @@ class WandbLogger(Logger):
     """Sends each line to Weights & Biases; a continued run continues the same wandb run.
 
     Args:
-        config: Configuration of the run, which wandb stores too.
+        config: configuration of the run, which wandb stores too.
     """
 
     def __init__(self, config: Config) -> None:
@@ -97,8 +97,8 @@ class ProgressBar(Logger):
     In a terminal this is a progress bar, elsewhere a line of text for each validation.
 
     Args:
-        step: Steps done before.
-        total_steps: Steps of the whole run.
+        step: steps done before.
+        total_steps: steps of the whole run.
     """
 
     def __init__(self, step: int, total_steps: int) -> None:
@@ -132,9 +132,9 @@ def open_loggers(config: Config, state: TrainingState, *, progress: bool) -> lis
     """The loggers of a run that starts or continues.
 
     Args:
-        config: Configuration of the run.
-        state: Its state, from which it continues.
-        progress: Whether to show a progress bar.
+        config: configuration of the run.
+        state: its state, from which it continues.
+        progress: whether to show a progress bar.
     """
     loggers: list[Logger] = [MetricsFile(config.run_path / "metrics.csv", state.step)]
     if progress:

@@ -49,20 +49,20 @@ def train(
     """Train the run of a configuration on its prepared data.
 
     Args:
-        config: Configuration of the run.
+        config: configuration of the run.
         resume: `auto` continues the run's last checkpoint, or starts a new run if there is none;
             a path continues that checkpoint; None starts a new run in an empty folder.
-        progress: Whether to show a progress bar on stderr.
-        stop_after_validation: Whether to end the run after its first validation, whose figures are
+        progress: whether to show a progress bar on stderr.
+        stop_after_validation: whether to end the run after its first validation, whose figures are
             then the last line of `metrics.csv`.
 
     Returns:
         The folder of the run.
 
     Raises:
-        UserError: If the folder already contains a run, the checkpoint does not fit the
+        UserError: if the folder already contains a run, the checkpoint does not fit the
             configuration, the memory does not suffice, or a loss is not finite.
-        Interrupted: If SIGTERM or SIGINT ended the run, after its checkpoint was written.
+        Interrupted: if SIGTERM or SIGINT ended the run, after its checkpoint was written.
     """
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     folder = config.run_path
@@ -169,7 +169,7 @@ def _validate(state: TrainingState, validation: Callable[[LanguageModel], Evalua
     """The validation perplexity.
 
     Raises:
-        UserError: If it is not finite; nothing of this step is written yet.
+        UserError: if it is not finite; nothing of this step is written yet.
     """
     result = validation(state.model)
     if not math.isfinite(result.nll_nats):

@@ -19,7 +19,8 @@ TOLERANCE = 0.1
 """A run is refused if its estimate exceeds the available memory by more than this fraction: less is
 within the accuracy of the estimate, and within what other programs take and return.
 """
-_CGROUPS = (
+PROC = Path("/proc")
+CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     (
         "/sys/fs/cgroup/memory",
@@ -45,11 +46,11 @@ class MemoryEstimate:
     """Memory at the peak of a training step, in bytes: of one GPU, or of all processes on a CPU.
 
     Attributes:
-        weights: All parameters.
-        gradients: Dense gradients.
-        optimizer: State of the optimizer.
-        batch: What the forward pass of a batch saves, including row-wise gradients.
-        other: The tree, the vocabulary and the libraries.
+        weights: all parameters.
+        gradients: dense gradients.
+        optimizer: state of the optimizer.
+        batch: what the forward pass of a batch saves, including row-wise gradients.
+        other: the tree, the vocabulary and the libraries.
     """
 
     weights: int
@@ -68,8 +69,8 @@ def estimate_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> 
     """Estimate the memory that a training run needs.
 
     Args:
-        config: Configuration of the run.
-        tree: What `build_tree` returned.
+        config: configuration of the run.
+        tree: what `build_tree` returned.
         vocab_size: N.
 
     Returns:
@@ -114,12 +115,12 @@ def check_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> Non
     """Refuse a run whose estimate exceeds the available memory by more than `TOLERANCE`.
 
     Args:
-        config: Configuration of the run.
-        tree: What `build_tree` returned.
+        config: configuration of the run.
+        tree: what `build_tree` returned.
         vocab_size: N.
 
     Raises:
-        UserError: With the estimate, the available memory, and the settings that would fit.
+        UserError: with the estimate, the available memory, and the settings that would fit.
     """
     estimate, available = estimate_memory(config, tree, vocab_size), available_bytes(config)
     if available is None or _fits(estimate, available):
@@ -143,18 +144,18 @@ def available_bytes(config: Config) -> int | None:
     """
     if _is_on_gpu(config):
         return torch.cuda.mem_get_info(0)[0]
-    if not Path("/proc/meminfo").exists():
+    if not (PROC / "meminfo").exists():
         return None
-    own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    free = _read_fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
-    for folder, limit_file, usage_file, reclaimable in _CGROUPS:
+    resident = int((PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    free = _read_fields(PROC / "meminfo")["MemAvailable:"] * 1024
+    for folder, limit_file, usage_file, reclaimable in CGROUPS:
         path = Path(folder, limit_file)
         limit = path.read_text().strip() if path.exists() else "max"
         if limit.isdigit():
             usage = int(path.with_name(usage_file).read_text())
             usage -= _read_fields(path.with_name("memory.stat")).get(reclaimable, 0)
             free = min(free, int(limit) - usage)
-    return max(free, 0) + own
+    return max(free, 0) + resident
 
 
 def _read_fields(path: Path) -> dict[str, int]:
@@ -187,7 +188,7 @@ def _batch_bytes(
         return vectors + 2 * element * num_positions * shortlist
     dtype = {"64-true": torch.float64, "32-true": torch.float32}.get(precision, torch.bfloat16)
     batch = {"num_positions": num_positions, "hidden_size": model.hidden}
-    backend = config.output.backend
+    backend: str = config.output.backend
     if backend == "auto":
         device = torch.device("cuda" if _is_on_gpu(config) else "cpu")
         backend = expected_backend(device, **batch, tree=tree, dtype=dtype)

@@ -3,6 +3,7 @@
 import csv
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,14 +11,14 @@ class Metrics:
     """One line of `metrics.csv`.
 
     Attributes:
-        step: Optimizer steps done.
-        epoch: Passes over the training split, with a fraction.
-        tokens: Tokens trained on so far, over all devices.
-        learning_rate: Learning rate of the last step.
+        step: optimizer steps done.
+        epoch: passes over the training split, with a fraction.
+        tokens: tokens trained on so far, over all devices.
+        learning_rate: learning rate of the last step.
         train_perplexity: exp of the mean nll of the tokens since the previous line.
-        valid_perplexity: Perplexity of the whole validation split; None where it was not measured.
-        seconds: Training time so far, without validation and checkpoints.
-        tokens_per_second: Tokens since the previous line over their training time.
+        valid_perplexity: perplexity of the whole validation split; None where it was not measured.
+        seconds: training time so far, without validation and checkpoints.
+        tokens_per_second: tokens since the previous line over their training time.
     """
 
     step: int
@@ -34,20 +35,12 @@ def read_metrics(path: Path) -> list[Metrics]:
     """Read the complete lines of a `metrics.csv`; none if there is no file."""
     if not path.exists():
         return []
-    optional = "valid_perplexity"
-    names = [field.name for field in fields(Metrics) if field.name != optional]
+    types = {field.name: int if field.type is int else float for field in fields(Metrics)}
     with open(path, newline="") as file:
-        rows = [row for row in csv.DictReader(file) if all(row.get(name) for name in names)]
-    return [
-        Metrics(
-            step=int(row["step"]),
-            epoch=float(row["epoch"]),
-            tokens=int(row["tokens"]),
-            learning_rate=float(row["learning_rate"]),
-            train_perplexity=float(row["train_perplexity"]),
-            valid_perplexity=float(row[optional]) if row[optional] else None,
-            seconds=float(row["seconds"]),
-            tokens_per_second=float(row["tokens_per_second"]),
-        )
+        rows = [{name: row.get(name) for name in types} for row in csv.DictReader(file)]
+    lines: list[dict[str, Any]] = [
+        {name: types[name](value) if value else None for name, value in row.items()}
         for row in rows
+        if all(value or name == "valid_perplexity" for name, value in row.items())
     ]
+    return [Metrics(**line) for line in lines]

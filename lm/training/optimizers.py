@@ -16,7 +16,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers of disjoint parameters as one.
 
     Args:
-        optimizers: The optimizers, whose parameter groups it has in this order.
+        optimizers: the optimizers, whose parameter groups it has in this order.
     """
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -27,7 +27,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """Step every optimizer.
 
         Args:
-            closure: Reevaluates the loss and returns it.
+            closure: reevaluates the loss and returns it.
 
         Returns:
             The loss; None without a closure.
@@ -60,10 +60,10 @@ def build_optimizer(
     optimizer.
 
     Args:
-        model: The model.
-        config: The section `optim`.
-        word_table: How the model's table of words is updated.
-        fused: Whether a single kernel updates all parameters; must be False where a gradient
+        model: the model.
+        config: the section `optim`.
+        word_table: how the model's table of words is updated.
+        fused: whether a single kernel updates all parameters; must be False where a gradient
             scaler is used (fp16).
 
     Returns:
@@ -84,11 +84,11 @@ def learning_rate(
     """The learning rate of one step.
 
     Args:
-        config: The section `optim`.
-        step: Steps done before.
-        total_steps: Steps of the whole run.
-        epoch: Epochs completed before.
-        num_bad_validations: Validations so far that did not improve on the best one.
+        config: the section `optim`.
+        step: steps done before.
+        total_steps: steps of the whole run.
+        epoch: epochs completed before.
+        num_bad_validations: validations so far that did not improve on the best one.
 
     Returns:
         The learning rate.

@@ -33,14 +33,14 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
     """Find the checkpoint that a run continues from.
 
     Args:
-        config: Configuration of the run.
-        resume: As in `train`.
+        config: configuration of the run.
+        resume: as in `train`.
 
     Returns:
         The checkpoint; None for a new run.
 
     Raises:
-        UserError: If the folder of a new run already contains one, the checkpoint does not exist,
+        UserError: if the folder of a new run already contains one, the checkpoint does not exist,
             or it was written under another configuration.
     """
     folder = config.run_path
@@ -76,7 +76,7 @@ def check_tokenizer(folder: Path, prepared: Prepared) -> None:
     """Check that the prepared data still have the tokenizer that a run started with.
 
     Raises:
-        UserError: If the data were prepared again with another tokenizer.
+        UserError: if the data were prepared again with another tokenizer.
     """
     path = folder / TOKENIZER
     if path.exists() and sha256_file(path) != prepared.tokenizer_sha256:
@@ -90,12 +90,12 @@ def run_lock(config: Config, resume: str | None, checkpoint: Path | None) -> Ite
     """Keep other processes from training the run inside a `with` block.
 
     Args:
-        config: Configuration of the run.
-        resume: As in `train`.
-        checkpoint: What `check_folder` returned.
+        config: configuration of the run.
+        resume: as in `train`.
+        checkpoint: what `check_folder` returned.
 
     Raises:
-        UserError: If another process trains the run, or has since `checkpoint` was found.
+        UserError: if another process trains the run, or has since `checkpoint` was found.
     """
     folder = config.run_path
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,8 +110,8 @@ def write_run_metadata(config: Config, prepared: Prepared) -> None:
     """Write what is known before the first step: configuration, tokenizer, classes, environment.
 
     Args:
-        config: Configuration of the run.
-        prepared: Its data; `classes.npy` is written only if the tree needs word classes.
+        config: configuration of the run.
+        prepared: its data; `classes.npy` is written only if the tree needs word classes.
     """
     folder = config.run_path
     write_atomically(folder / "config.yaml", lambda file: file.write(to_yaml(config).encode()))

@@ -14,7 +14,7 @@ class Interrupted(SystemExit):
     """A signal ended the run; the exit code is 128 + the number of the signal.
 
     Args:
-        signal_number: Number of the signal.
+        signal_number: number of the signal.
     """
 
     def __init__(self, signal_number: int) -> None:

@@ -1,7 +1,7 @@
 """The state of a training run: everything that a continuation needs, and how it is restored."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from data_prep.errors import UserError
 from data_prep.prepared import Prepared
-from lm.config import Config, WordTable, resolve_word_table
+from lm.config import Config, resolve_word_table
 from lm.model.build import build_model
 from lm.model.language_model import LanguageModel, State
 from lm.output import ClassTree
@@ -26,14 +26,14 @@ class Progress:
     """How far a run has come.
 
     Attributes:
-        batches_done: Batches trained on.
-        tokens_done: Tokens trained on, over all devices.
-        best_perplexity: Lowest validation perplexity so far.
-        num_bad_validations: Validations so far that did not improve on it.
-        nll: Nats summed over the tokens since the last line of `metrics.csv`.
-        num_tokens: Number of these tokens.
-        seconds: Training time, without validation and checkpoints.
-        logged_seconds: Training time before the last line of `metrics.csv`.
+        batches_done: batches trained on.
+        tokens_done: tokens trained on, over all devices.
+        best_perplexity: lowest validation perplexity so far.
+        num_bad_validations: validations so far that did not improve on it.
+        nll: nats summed over the tokens since the last line of `metrics.csv`.
+        num_tokens: number of these tokens.
+        seconds: training time, without validation and checkpoints.
+        logged_seconds: training time before the last line of `metrics.csv`.
     """
 
     batches_done: int = 0
@@ -61,12 +61,12 @@ class CarriedLoss(nn.Module):
     and results of a module, which would round them.
 
     Args:
-        model: The model to train.
-        num_batches: Batches per optimizer step; the loss is divided by it.
+        model: the model to train.
+        num_batches: batches per optimizer step; the loss is divided by it.
 
     Attributes:
-        carried: The state after the last batch; None before the first one.
-        losses: The undivided loss and the number of tokens of each batch, until they are gathered.
+        carried: the state after the last batch; None before the first one.
+        losses: the undivided loss and the number of tokens of each batch, until they are gathered.
     """
 
     def __init__(self, model: LanguageModel, num_batches: int) -> None:
@@ -86,49 +86,33 @@ class CarriedLoss(nn.Module):
         return loss / self.num_batches
 
 
+@dataclass(kw_only=True)
 class TrainingState:
-    """Model, optimizer, carried state, random numbers and progress of a run.
-
-    Args:
-        fabric: Launched, with the precision and devices of the run.
-        config: Configuration of the run.
-        model: The model, on the CPU; set up by Fabric here.
-        word_table: How its table of words is stored and updated.
-        batches: The training batches of this process.
-        total_steps: Optimizer steps of the whole run.
-        text_sha256: Checksum of the training split, which a continuation must find unchanged.
+    """Model, optimizer, carried state, random numbers and progress of a run, of one process.
 
     Attributes:
-        model: The model, on the device.
-        loss: `CarriedLoss` as Fabric set it up.
-        optimizer: The optimizer as Fabric set it up.
-        progress: How far the run has come.
+        fabric: launched, with the precision and devices of the run.
+        config: configuration of the run.
+        batches: the training batches of this process.
+        total_steps: optimizer steps of the whole run.
+        text_sha256: checksum of the training split, which a continuation must find unchanged.
+        model: the model, on the device.
+        carried_loss: the model's loss.
+        loss: the same as Fabric set it up, to be called.
+        optimizer: the optimizer as Fabric set it up.
+        progress: how far the run has come.
     """
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        config: Config,
-        model: LanguageModel,
-        word_table: WordTable,
-        *,
-        batches: Batches,
-        total_steps: int,
-        text_sha256: str,
-    ) -> None:
-        self.fabric = fabric
-        self.config = config
-        self.model = model
-        self.batches = batches
-        self.total_steps = total_steps
-        self.text_sha256 = text_sha256
-        self.progress = Progress()
-        self._carried_loss = CarriedLoss(model, config.train.accumulate)
-        self.loss: Any = fabric.setup_module(self._carried_loss)
-        # A fused optimizer would unscale fp16 gradients after they have been clipped.
-        is_scaled = config.train.precision == "16-mixed"
-        optimizer = build_optimizer(model, config.optim, word_table, fused=not is_scaled)
-        self.optimizer: Any = fabric.setup_optimizers(optimizer)
+    fabric: Fabric
+    config: Config
+    batches: Batches
+    total_steps: int
+    text_sha256: str
+    model: LanguageModel
+    carried_loss: CarriedLoss
+    loss: Any
+    optimizer: Any
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def step(self) -> int:
@@ -173,16 +157,17 @@ class TrainingState:
         """Add the losses since the last call, of all devices, to the progress.
 
         Raises:
-            UserError: If a loss is not finite.
+            UserError: if a loss is not finite.
         """
-        losses = self._carried_loss.losses
+        losses = self.carried_loss.losses
         if not losses:
             return
         nll = sum(float(loss) * num_tokens for loss, num_tokens in losses)
         num_tokens = sum(num_tokens for _, num_tokens in losses)
         losses.clear()
         sums = torch.tensor([nll, num_tokens], dtype=torch.float64, device=self.fabric.device)
-        nll, num_tokens = self.fabric.all_reduce(sums, reduce_op="sum").tolist()
+        self.fabric.all_reduce(sums, reduce_op="sum")
+        nll, num_tokens = sums.tolist()
         if not math.isfinite(nll):
             raise not_finite(nll / num_tokens, self.step)
         self.progress.nll += nll
@@ -192,8 +177,8 @@ class TrainingState:
         """The figures since the last call.
 
         Args:
-            learning_rate: Of the last step.
-            valid_perplexity: Of the validation after it; None if there was none.
+            learning_rate: of the last step.
+            valid_perplexity: of the validation after it; None if there was none.
         """
         progress = self.progress
         seconds = progress.seconds - progress.logged_seconds
@@ -213,16 +198,16 @@ class TrainingState:
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Everything to save, as plain data; called by all processes, the same for all of them."""
-        device, carried = self.fabric.device, self._carried_loss.carried
-        own = {
+        device, carried = self.fabric.device, self.carried_loss.carried
+        device_state = {
             "carried": None if carried is None else tuple(tensor.cpu() for tensor in carried),
             "cpu": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         }
-        devices: list[Any] = [own]
+        devices: list[Any] = [device_state]
         if self.fabric.world_size > 1:
             devices = [None] * self.fabric.world_size
-            torch.distributed.all_gather_object(devices, own)
+            torch.distributed.all_gather_object(devices, device_state)
         return {
             "format_version": FORMAT_VERSION,
             "model": self.model.state_dict(),
@@ -241,13 +226,13 @@ class TrainingState:
         self.progress = Progress(**checkpoint["progress"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.fabric.strategy.precision.load_state_dict(checkpoint["precision"])
-        own = checkpoint["devices"][self.fabric.global_rank]
-        if own["carried"] is not None:
-            carried = tuple(tensor.to(self.fabric.device) for tensor in own["carried"])
-            self._carried_loss.carried = carried
-        torch.set_rng_state(own["cpu"])
-        if own["cuda"] is not None:
-            torch.cuda.set_rng_state(own["cuda"], self.fabric.device)
+        saved = checkpoint["devices"][self.fabric.global_rank]
+        if saved["carried"] is not None:
+            carried = tuple(tensor.to(self.fabric.device) for tensor in saved["carried"])
+            self.carried_loss.carried = carried
+        torch.set_rng_state(saved["cpu"])
+        if saved["cuda"] is not None:
+            torch.cuda.set_rng_state(saved["cuda"], self.fabric.device)
 
 
 def build_state(
@@ -262,19 +247,19 @@ def build_state(
     """Build the state of a new run, or restore it from a checkpoint.
 
     Args:
-        fabric: Launched, with the precision and devices of the run.
-        config: Configuration of the run.
-        prepared: Its prepared data.
-        tree: What `build_tree` returned.
-        batches: The training batches of this process.
-        total_steps: Optimizer steps of the whole run.
-        checkpoint: Where to continue from; None starts from weights initialized by `seed`.
+        fabric: launched, with the precision and devices of the run.
+        config: configuration of the run.
+        prepared: its prepared data.
+        tree: what `build_tree` returned.
+        batches: the training batches of this process.
+        total_steps: optimizer steps of the whole run.
+        checkpoint: where to continue from; None starts from weights initialized by `seed`.
 
     Returns:
         The state.
 
     Raises:
-        UserError: If the checkpoint is damaged or does not fit.
+        UserError: if the checkpoint is damaged or does not fit.
     """
     saved = None if checkpoint is None else load_checkpoint(checkpoint)
     counts = torch.tensor(prepared.counts())
@@ -292,14 +277,21 @@ def build_state(
     if saved is not None:
         _check_fits(saved, fabric.world_size, text_sha256)
         _load_weights(model, saved["model"], config.train.precision)
+    carried_loss = CarriedLoss(model, config.train.accumulate)
+    loss = fabric.setup_module(carried_loss)
+    # With fp16, a fused optimizer would unscale gradients after they have been clipped.
+    fused = config.train.precision != "16-mixed"
+    optimizer = build_optimizer(model, config.optim, word_table, fused=fused)
     state = TrainingState(
-        fabric,
-        config,
-        model,
-        word_table,
+        fabric=fabric,
+        config=config,
         batches=batches,
         total_steps=total_steps,
         text_sha256=text_sha256,
+        model=model,
+        carried_loss=carried_loss,
+        loss=loss,
+        optimizer=fabric.setup_optimizers(optimizer),
     )
     if saved is not None:
         state.restore(saved)

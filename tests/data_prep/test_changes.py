@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from data_prep import changes
-from data_prep.changes import (
-    find_changes,
-    requested_meta,
-    requested_settings,
-    setting_changes,
-)
+from data_prep.changes import find_changes, requested_meta, requested_settings, setting_changes
 from data_prep.errors import UserError
 from data_prep.meta import Meta
 from data_prep.prepare import prepare

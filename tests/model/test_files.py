@@ -85,14 +85,14 @@ def test_a_saved_model_predicts_the_same_when_it_is_loaded(
 def test_a_loaded_model_can_be_changed_and_saved_over_its_own_file(
     tmp_path: Path,
 ) -> None:
-    weight = saved(tmp_path).output.weight.detach()
+    weight = saved(tmp_path).table[0].detach()
     first, read = load_model(tmp_path)
-    first.output.weight.data.add_(1)
+    first.table[0].data.add_(1)
     second, _ = load_model(tmp_path)
-    assert torch.equal(second.output.weight, weight)
+    assert torch.equal(second.table[0], weight)
     save_model(tmp_path, first, read)
-    assert torch.equal(load_model(tmp_path)[0].output.weight, weight + 1)
-    assert torch.equal(second.output.weight, weight)
+    assert torch.equal(load_model(tmp_path)[0].table[0], weight + 1)
+    assert torch.equal(second.table[0], weight)
 
 
 def test_a_saved_model_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ def in_chunks(
     state = model.init_state(embedded.shape[1], device="cpu", dtype=embedded.dtype)
     hidden = []
     for chunk in torch.split(embedded, sizes):
-        part, state = model(chunk, state)
-        hidden.append(part)
+        chunk_hidden, state = model(chunk, state)
+        hidden.append(chunk_hidden)
     return torch.cat(hidden), state
 
 

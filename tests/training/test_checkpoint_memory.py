@@ -1,7 +1,7 @@
 """Models and checkpoints are written and read without a second copy in memory.
 
-The figures are those of Linux for a whole process, including mapped pages. A separate process, which
-runs this file as a command, takes them in an order in which each is the largest so far.
+The figures are those of Linux for a whole process, including mapped pages. A separate process takes
+them, running this file as a command, in an order in which each is the largest so far.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""What logs say of the machine."""
+"""The name of the processor in the logs."""
 
 import platform
 from pathlib import Path
 
 import pytest
 
-from lm.training import environment as machine
+from lm.training import environment
 
 
 def test_the_processor_is_named_with_its_instructions(
@@ -15,12 +15,12 @@ def test_the_processor_is_named_with_its_instructions(
     cpuinfo.write_text(
         "processor\t: 0\nmodel name\t: A B 7\nflags\t\t: fpu avx2 avx512f avx512_bf16 sse\n\n"
     )
-    monkeypatch.setattr(machine, "CPUINFO", cpuinfo)
-    assert machine.processor_name() == "A B 7, avx2, avx512f, avx512_bf16"
+    monkeypatch.setattr(environment, "CPUINFO", cpuinfo)
+    assert environment.processor_name() == "A B 7, avx2, avx512f, avx512_bf16"
 
 
 def test_where_the_system_does_not_tell_the_architecture_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "none")
-    assert machine.processor_name() in (platform.processor(), platform.machine())
+    monkeypatch.setattr(environment, "CPUINFO", tmp_path / "none")
+    assert environment.processor_name() in (platform.processor(), platform.machine())

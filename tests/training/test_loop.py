@@ -11,11 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from data_prep.prepared import open_prepared
+from lm.cli import main
+from lm.config import load_config
 from lm.evaluation import evaluate
 from lm.model.language_model import LanguageModel
 from lm.output.rowwise import RowGradient
 from lm.training.batches import Batches
-from lm.training.checkpoint import load_checkpoint
+from lm.training.checkpoint import batches_done, load_checkpoint
+from lm.training.loop import train as train_run
 from lm.training.metrics import read_metrics
 from lm.training.optimizers import CombinedOptimizer
 
@@ -253,3 +256,17 @@ def test_another_seed_reads_windows_in_another_order(
         train(name, "--model.backbone=transformer", f"--seed={seed}", "--train.max_steps=1")
     assert torch.equal(read[0], read[1])
     assert not torch.equal(read[0], read[2])
+
+
+def test_a_run_may_stop_after_its_first_validation(
+    tiny: Path, prepared_dir: Path, tmp_path: Path, lstm_run: Path
+) -> None:
+    folders = [f"--run_dir={tmp_path}", f"--data.prepared_dir={prepared_dir}"]
+    assert main(["prepare", str(tiny), "--no-progress", *folders]) == 0
+    config = load_config(tiny, [*folders, "--train.val_every_steps=7"])
+    assert train_run(config, progress=False, stop_after_validation=True) == tmp_path
+    lines = read_metrics(tmp_path / "metrics.csv")
+    assert [line.step for line in lines] == [5, 7]
+    assert lines[0].train_perplexity == read_metrics(lstm_run / "metrics.csv")[0].train_perplexity
+    assert lines[1].valid_perplexity is not None
+    assert batches_done(tmp_path / "checkpoints" / "last.ckpt") == 7

@@ -1,5 +1,7 @@
-"""Memory before it is taken: what a training needs, and what is said if there is not so much."""
+"""Memory before it is allocated: what a run needs, and the error if less is available."""
 
+import math
+import os
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,9 @@ import torch
 from data_prep.errors import UserError
 from lm.config import Config, load_config
 from lm.output import ClassTree
+from lm.output.backends import saved_bytes
 from lm.training import memory_estimate as module
-from lm.training.memory_estimate import check_memory, footprint
+from lm.training.memory_estimate import TOLERANCE, MemoryEstimate
 
 NUM_WORDS, NUM_CLASSES = 10_000, 100
 TREE = ClassTree.two_level(torch.arange(NUM_WORDS) % NUM_CLASSES)
@@ -17,6 +20,19 @@ NUM_ROWS = NUM_WORDS + NUM_CLASSES
 TABLE = NUM_ROWS * 301
 VECTORS = NUM_WORDS * 300
 LSTM = 4 * (2 * 300 * 300 + 2 * 300)
+
+
+def estimate(config: Config) -> MemoryEstimate:
+    return module.estimate_memory(config, TREE, NUM_WORDS)
+
+
+def enough(need: MemoryEstimate) -> int:
+    """The least available memory with which a run is not refused."""
+    return math.ceil(need.total / (1 + TOLERANCE))
+
+
+def check_memory(config: Config) -> None:
+    module.check_memory(config, TREE, NUM_WORDS)
 
 
 @pytest.fixture
@@ -41,131 +57,160 @@ class Configured:
     ("overrides", "parameters", "bytes_each", "states"),
     [
         ([], TABLE + VECTORS + LSTM, 4, 2),
-        (["model.tied=true"], TABLE + LSTM, 4, 2),
+        (["word_table.tied=true"], TABLE + LSTM, 4, 2),
         (["optim.optimizer=sgd"], TABLE + VECTORS + LSTM, 4, 0),
         (["optim.optimizer=sgd", "optim.momentum=0.9"], TABLE + VECTORS + LSTM, 4, 1),
         (["train.precision=bf16-true"], TABLE + VECTORS + LSTM, 2, 2),
     ],
     ids=["adamw", "tied", "sgd", "momentum", "bf16"],
 )
-def test_dense_trainings_need_weights_gradients_and_states(
+def test_dense_gradients_need_weights_gradients_and_states(
     config: Configured, overrides: list[str], parameters: int, bytes_each: int, states: int
 ) -> None:
-    need = footprint(config(*overrides), TREE)
+    need = estimate(config(*overrides))
     size = parameters * bytes_each
     assert (need.weights, need.gradients, need.optimizer) == (size, size, states * size)
     parts = (need.weights, need.gradients, need.optimizer, need.batch, need.other)
     assert need.total == sum(parts)
 
 
-def test_a_sparse_table_has_no_gradient_and_a_number_of_state_a_row(config: Configured) -> None:
-    need = footprint(
+def test_a_row_wise_table_has_no_dense_gradient_and_one_number_of_state_per_row(
+    config: Configured,
+) -> None:
+    need = estimate(
         config(
-            *("model.tied=true", "optim.table=adagrad", "output.sparse=true"),
-            *("output.dtype=bf16", "train.precision=bf16-mixed"),
-        ),
-        TREE,
+            *(
+                "word_table.tied=true",
+                "word_table.optimizer=adagrad",
+                "word_table.gradients=row_wise",
+            ),
+            *("word_table.dtype=bf16", "train.precision=bf16-mixed"),
+        )
     )
     assert need.weights == 2 * TABLE + 4 * LSTM
     assert need.gradients == 4 * LSTM
     assert need.optimizer == 8 * LSTM + 4 * 2 * NUM_ROWS
 
 
-def test_what_does_not_fit_is_refused_with_the_first_change_that_would(
+def test_a_run_that_does_not_fit_is_refused_with_the_first_change_that_would(
     config: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = config("output.sparse=true", "optim.table=adam")
-    need = footprint(wanted, TREE).total
-    monkeypatch.setattr(module, "available", lambda _: need)
-    check_memory(wanted, TREE)
-    monkeypatch.setattr(module, "available", lambda _: need - 1)
-    lighter = footprint(config("output.sparse=true", "optim.table=adagrad"), TREE).total
+    adam = config("word_table.gradients=row_wise", "word_table.optimizer=adam")
+    need, least = estimate(adam), enough(estimate(adam))
+    monkeypatch.setattr(module, "available_bytes", lambda _: least)
+    check_memory(adam)
+    monkeypatch.setattr(module, "available_bytes", lambda _: least - 2)
+    adagrad = config("word_table.gradients=row_wise", "word_table.optimizer=adagrad")
     with pytest.raises(UserError) as caught:
-        check_memory(wanted, TREE)
+        check_memory(adam)
     assert str(caught.value) == (
-        f"training run needs {need / 1e9:.1f} GB of memory (weights 0.0 GB, gradients 0.0 GB,"
-        f" optimizer 0.1 GB, a batch {footprint(wanted, TREE).batch / 1e9:.1f} GB, other 0.6 GB),"
-        f" there are {(need - 1) / 1e9:.1f} GB: --optim.table=adagrad would fit, with"
-        f" {lighter / 1e9:.1f} GB"
+        f"training run needs {need.total / 1e9:.1f} GB of memory (weights 0.0 GB, gradients 0.0 GB,"
+        f" optimizer 0.1 GB, a batch {need.batch / 1e9:.1f} GB, other 0.6 GB),"
+        f" {least / 1e9:.1f} GB are available: --word_table.optimizer=adagrad would fit, with"
+        f" {estimate(adagrad).total / 1e9:.1f} GB"
     )
 
 
 def test_changes_add_up_until_they_suffice(
     config: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = config("output.sparse=true", "optim.table=adam")
+    adam = config("word_table.gradients=row_wise", "word_table.optimizer=adam")
     lightest = config(
-        *("output.sparse=true", "optim.table=adagrad", "model.tied=true"),
-        *("output.dtype=bf16", "train.precision=bf16-mixed"),
+        *("word_table.gradients=row_wise", "word_table.optimizer=adagrad", "word_table.tied=true"),
+        *("word_table.dtype=bf16", "train.precision=bf16-mixed"),
     )
-    least = footprint(lightest, TREE).total
-    monkeypatch.setattr(module, "available", lambda _: least)
-    options = "--optim.table=adagrad --model.tied=true --output.dtype=bf16"
+    least = enough(estimate(lightest))
+    monkeypatch.setattr(module, "available_bytes", lambda _: least)
+    options = "--word_table.optimizer=adagrad --word_table.tied=true --word_table.dtype=bf16"
     with pytest.raises(UserError, match=f": {options} --train.precision=bf16-mixed would fit"):
-        check_memory(wanted, TREE)
-    monkeypatch.setattr(module, "available", lambda _: least - 1)
-    with pytest.raises(UserError, match=rf"even {options} .* would need .*; fewer words"):
-        check_memory(wanted, TREE)
+        check_memory(adam)
+    monkeypatch.setattr(module, "available_bytes", lambda _: least - 2)
+    with pytest.raises(UserError, match=rf"even {options} .* would need .*; use fewer words"):
+        check_memory(adam)
 
 
-def test_what_would_be_refused_is_not_proposed(
+def test_settings_that_would_be_refused_are_not_proposed(
     config: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "available", lambda _: 1000)
-    with_head = ClassTree.two_level(torch.arange(NUM_WORDS) % NUM_CLASSES, head=100)
-    with pytest.raises(UserError, match=r": even --optim\.table=adagrad would need"):
-        check_memory(config("output.tree=adaptive"), with_head)
-    other_size = config("model.embedding=8", "optim.table=adagrad", "train.devices=2")
-    with pytest.raises(UserError, match=r"are 0\.0 GB: fewer words or a smaller model\.hidden"):
-        check_memory(other_size, TREE)
+    monkeypatch.setattr(module, "available_bytes", lambda _: 1000)
+    with pytest.raises(UserError, match=r": even --word_table\.optimizer=adagrad would need"):
+        module.check_memory(config("output.tree=adaptive"), None, NUM_WORDS)
+    other_size = config("model.embedding=8", "word_table.optimizer=adagrad", "train.devices=2")
+    with pytest.raises(UserError, match=r"0\.0 GB are available: use fewer words or a smaller"):
+        check_memory(other_size)
 
 
-def test_memory_that_cannot_be_told_refuses_nothing(
-    config: Configured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "available", lambda _: None)
-    check_memory(config(), TREE)
-
-
-def test_a_limit_of_the_group_of_processes_counts(
+def test_unknown_memory_refuses_nothing(
     config: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(module, "_CGROUP_LIMITS", (str(limit), str(tmp_path / "none")))
-    machine = module.available(config())
-    assert machine is not None
-    limit.write_text("max\n")
-    assert module.available(config()) == machine
-    limit.write_text("12345678\n")
-    assert module.available(config()) == 12345678
+    monkeypatch.setattr(module, "PROC", tmp_path / "none")
+    assert module.available_bytes(config()) is None
+    check_memory(config())
+
+
+def test_available_memory_is_what_is_free_within_the_cgroup_and_what_the_process_has(
+    config: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PROC", tmp_path)
+    monkeypatch.setattr(
+        module, "CGROUPS", ((str(tmp_path), "memory.max", "memory.current", "inactive_file"),)
+    )
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "statm").write_text("900 10 3 1 0 5 0\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
+    resident = 10 * os.sysconf("SC_PAGE_SIZE")
+    assert module.available_bytes(config()) == 5000 * 1024 + resident
+    (tmp_path / "memory.max").write_text("max\n")
+    assert module.available_bytes(config()) == 5000 * 1024 + resident
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 700000\ninactive_file 100000\n")
+    assert module.available_bytes(config()) == 3000000 - 900000 + 100000 + resident
+
+
+def test_available_memory_of_this_computer_is_less_than_all_of_it(config: Configured) -> None:
+    available = module.available_bytes(config())
+    if available is not None:
+        assert 0 < available < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_processes_on_a_cpu_share_its_memory(config: Configured) -> None:
     one, two = (
-        footprint(config("optim.optimizer=sgd", f"train.devices={devices}"), TREE)
-        for devices in (1, 2)
+        estimate(config("optim.optimizer=sgd", f"train.devices={devices}")) for devices in (1, 2)
     )
     assert (two.weights, two.other) == (2 * one.weights, 2 * one.other)
     assert two.gradients == 4 * one.gradients  # with a copy of each, to be summed
     assert two.batch == pytest.approx(one.batch, rel=0.01)  # half of it for each
-    assert footprint(config("optim.optimizer=sgd", "train.devices=auto"), TREE) == one
+    assert estimate(config("optim.optimizer=sgd", "train.devices=auto")) == one
 
 
+@pytest.mark.parametrize("gradients", ["row_wise", "dense"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("sequences", [1, 400])
-def test_what_sparse_gradients_are_made_of_counts_however_many_positions(
-    config: Configured, sequences: int
+def test_a_batch_counts_what_the_backend_saves_with_its_gradient(
+    sequences: int,
+    backend: str,
+    gradients: str,
+    config: Configured,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Columns on the path are kept for each, where dense gradients form them again."""
-    sparse, dense = (
-        footprint(
-            config(
-                *("optim.optimizer=sgd", f"output.sparse={sparse}", "train.seq_len=1024"),
-                f"train.batch_size={sequences}",
-            ),
-            TREE,
-        ).batch
-        for sparse in ("true", "false")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: backend == "triton")
+    need = estimate(
+        config(
+            *("optim.optimizer=sgd", f"word_table.gradients={gradients}", "train.seq_len=1024"),
+            *(f"train.batch_size={sequences}", f"output.backend={backend}"),
+            f"train.accelerator={'gpu' if backend == 'triton' else 'cpu'}",
+        )
     )
-    vectors = sequences * 1024 * 300 * (12 + 4) * 4
-    assert sparse - vectors == 2 * 4 * sequences * 1024 * TREE.max_path_columns
-    assert (sparse == dense) == (sequences == 1)
+    num_positions, row_wise = sequences * 1024, gradients == "row_wise"
+    saved = saved_bytes(
+        backend,
+        num_positions=num_positions,
+        hidden_size=300,
+        tree=TREE,
+        dtype=torch.float32,
+        row_wise=row_wise,
+    )
+    assert need.batch == 4 * num_positions * 300 * (12 + 4) + 2 * saved
+    if backend == "reference" and row_wise:  # the columns of all paths, however many they are
+        assert saved >= 4 * num_positions * TREE.max_path_columns

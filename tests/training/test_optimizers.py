@@ -1,18 +1,43 @@
 """The learning rate at the corners of its curves, and what decays."""
 
 import copy
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
 from torch import nn
 
-from lm.config import OptimConfig
+from lm.config import OptimConfig, WordTable
+from lm.model.language_model import LanguageModel
 from lm.training.optimizers import build_optimizer, learning_rate
 
 
-def rate(step: int = 0, epoch: int = 0, stalls: int = 0, **settings: Any) -> float:
-    return learning_rate(OptimConfig(lr=2.0, **settings), step, 100, epoch, stalls)
+def rate(step: int = 0, epoch: int = 0, num_bad_validations: int = 0, **settings: Any) -> float:
+    return learning_rate(
+        OptimConfig(lr=2.0, **settings),
+        step=step,
+        total_steps=100,
+        epoch=epoch,
+        num_bad_validations=num_bad_validations,
+    )
+
+
+class Model(nn.Module):
+    """What `build_optimizer` reads of a language model: all parameters, and those of the table."""
+
+    def __init__(self, other: nn.Module, table: nn.Module | None = None) -> None:
+        super().__init__()
+        self.other = other
+        self.words = table
+
+    @property
+    def table(self) -> list[nn.Parameter]:
+        return [] if self.words is None else list(self.words.parameters())
+
+
+def build(model: nn.Module, config: OptimConfig, **table: Any) -> Any:
+    """The optimizer of a `Model` whose word table has the settings `table`."""
+    return build_optimizer(cast(LanguageModel, model), config, WordTable(**table))
 
 
 def test_a_constant_rate_stays() -> None:
@@ -36,7 +61,7 @@ def test_cosine_without_warm_up_begins_at_the_full_rate_and_may_end_at_zero() ->
     assert rates == pytest.approx([2.0, 1.0, 0.0])
 
 
-def test_cosine_with_warm_up_for_the_whole_training_divides_by_nothing() -> None:
+def test_cosine_with_warm_up_for_the_whole_run_divides_by_nothing() -> None:
     assert rate(99, schedule="cosine", warmup_steps=100) == 2.0
 
 
@@ -47,8 +72,8 @@ def test_steps_halve_the_rate_in_each_epoch_after_the_first_few() -> None:
     assert rates == [2.0, 2.0, 2.0, 1.0, 0.5, 0.25]
 
 
-def test_a_plateau_lowers_the_rate_with_every_stall() -> None:
-    assert [rate(stalls=n, schedule="plateau", decay=0.25) for n in range(4)] == [
+def test_a_plateau_lowers_the_rate_with_every_bad_validation() -> None:
+    assert [rate(num_bad_validations=n, schedule="plateau", decay=0.25) for n in range(4)] == [
         2.0,
         0.5,
         0.125,
@@ -64,7 +89,7 @@ def test_matrices_decay_and_vectors_do_not(
     with torch.no_grad():
         model.bias.fill_(1.0)
     before = model.weight.detach().clone()
-    stepper = build_optimizer(model, OptimConfig(optimizer=optimizer, lr=0.5, weight_decay=0.1))
+    stepper = build(Model(model), OptimConfig(optimizer=optimizer, lr=0.5, weight_decay=0.1))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     stepper.step()
@@ -75,7 +100,7 @@ def test_matrices_decay_and_vectors_do_not(
 def test_sgd_is_the_textbook_step_with_momentum() -> None:
     model = nn.Linear(1, 1, bias=False)
     weight = model.weight.detach().item()
-    stepper = build_optimizer(model, OptimConfig(optimizer="sgd", lr=0.5, momentum=0.5))
+    stepper = build(Model(model), OptimConfig(optimizer="sgd", lr=0.5, momentum=0.5))
     for gradient, moved in ((1.0, 0.5), (3.0, 1.75)):
         model.weight.grad = torch.full((1, 1), gradient)
         stepper.step()
@@ -83,36 +108,35 @@ def test_sgd_is_the_textbook_step_with_momentum() -> None:
         weight = model.weight.detach().item()
 
 
-def test_parameters_that_want_no_gradient_are_left_out() -> None:
+def test_parameters_without_a_gradient_are_left_out() -> None:
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
-    groups = build_optimizer(model, OptimConfig()).param_groups
+    groups = build(Model(model), OptimConfig()).param_groups
     assert [parameter.shape for group in groups for parameter in group["params"]] == [(2, 3)]
 
 
-def test_rows_have_an_optimizer_and_a_rate_of_their_own() -> None:
-    model = nn.ModuleList([nn.Linear(3, 2, bias=False), nn.Embedding(5, 2)])
-    linear, rows = (next(part.parameters()).detach().clone() for part in model)
-    config = OptimConfig(optimizer="sgd", lr=2.0, weight_decay=0.1, table="adagrad", table_lr=0.5)
-    optimizer = build_optimizer(model, config, table=list(model[1].parameters()))
+def test_the_word_table_has_its_own_optimizer_and_rate() -> None:
+    model = Model(nn.Linear(3, 2, bias=False), nn.Embedding(5, 2))
+    linear, rows = (parameter.detach().clone() for parameter in model.parameters())
+    config = OptimConfig(optimizer="sgd", lr=2.0, weight_decay=0.1)
+    optimizer = build(model, config, optimizer="adagrad", lr=0.5)
     assert [group["scale"] for group in optimizer.param_groups] == [1.0, 0.25]
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = 1.0 * group["scale"]
     assert optimizer.step(lambda: 7.0) == 7.0
-    torch.testing.assert_close(
-        next(model[0].parameters()).detach(), linear - 1.0 * (1 + 0.1 * linear)
-    )
-    torch.testing.assert_close(next(model[1].parameters()).detach(), rows - 0.25)
+    linear_after, rows_after = (parameter.detach() for parameter in model.parameters())
+    torch.testing.assert_close(linear_after, linear - 1.0 * (1 + 0.1 * linear))
+    torch.testing.assert_close(rows_after, rows - 0.25)
 
 
-def test_optimizers_together_are_saved_and_restored_together() -> None:
+def test_combined_optimizers_are_saved_and_restored_together() -> None:
     def stepped(times: int, state: dict[str, Any] | None) -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
-        model = nn.ModuleList([nn.Linear(3, 2), nn.Embedding(5, 2)])
-        config = OptimConfig(optimizer="sgd", momentum=0.9, lr=0.1, table="adam")
-        optimizer = build_optimizer(model, config, table=list(model[1].parameters()))
+        model = Model(nn.Linear(3, 2), nn.Embedding(5, 2))
+        config = OptimConfig(optimizer="sgd", momentum=0.9, lr=0.1)
+        optimizer = build(model, config, optimizer="adam", lr=0.1)
         if state is not None:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
@@ -128,15 +152,14 @@ def test_optimizers_together_are_saved_and_restored_together() -> None:
     whole, _ = stepped(4, None)
     pairs = zip(resumed.parameters(), whole.parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
-    assert after.param_groups[-1] is after.parts[-1].param_groups[-1]
+    assert after.param_groups[-1] is after.optimizers[-1].param_groups[-1]
 
 
-@pytest.mark.parametrize("part", [0, 1], ids=["adamw", "rows"])
-def test_adam_is_kingmas_step_with_the_betas_asked_for(part: int) -> None:
-    model = nn.ModuleList(nn.Linear(1, 1, bias=False).double() for _ in range(2))
-    config = OptimConfig(lr=0.1, betas=(0.5, 0.25), table="adam")
-    stepper = build_optimizer(model, config, table=list(model[1].parameters()))
-    parameter = next(model[part].parameters())
+@pytest.mark.parametrize("which", [0, 1], ids=["adamw", "row_wise"])
+def test_adam_is_kingmas_step_with_the_betas_of_the_configuration(which: int) -> None:
+    model = Model(nn.Linear(1, 1, bias=False).double(), nn.Linear(1, 1, bias=False).double())
+    stepper = build(model, OptimConfig(lr=0.1, betas=(0.5, 0.25)), optimizer="adam", lr=0.1)
+    parameter = list(model.parameters())[which]
     weight, mean, square = float(parameter.detach()), 0.0, 0.0
     for t, gradient in enumerate((1.0, 3.0, -2.0), 1):
         parameter.grad = torch.full_like(parameter, gradient)

@@ -202,13 +202,15 @@ def test_a_continuation_moves_the_carried_state_to_the_device(
     )
     tree = build_tree(config, prepared)
     state = build_state(fabric, config, prepared, tree, batches, 24, path)
-    carried = state.loss.module.carried
+    carried = state.carried_loss.carried
+    assert carried is not None
     assert [tensor.device.type for tensor in carried] == ["cpu"] * len(carried)
     state.fabric = cast(
         Any, SimpleNamespace(device="meta", global_rank=0, strategy=fabric.strategy)
     )
     state.restore(load_checkpoint(path))
-    moved = state.loss.module.carried
+    moved = state.carried_loss.carried
+    assert moved is not None
     assert [tensor.device.type for tensor in moved] == ["meta"] * len(carried)
 
 

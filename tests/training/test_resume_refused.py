@@ -38,7 +38,7 @@ def test_a_checkpoint_without_its_run_is_refused_if_it_does_not_fit(
         assert message.startswith("the checkpoint does not fit the configuration: ")
         assert problem in message
     message = complaint(*arguments, "--resume", alone)
-    assert message == f"{alone} is of the last step: there is nothing to go on with"
+    assert message == f"{alone}: training is already complete"
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -54,7 +54,7 @@ def test_a_checkpoint_of_parameters_of_another_type_is_refused(
         *(f"--data.prepared_dir={prepared_dir}", "--resume", checkpoint),
     )
     assert message == (
-        "model.backbone.layers.0.weight_ih_l0 is torch.float64 in the checkpoint, and torch.float32"
+        "backbone.layers.0.weight_ih_l0 is torch.float64 in the checkpoint, and torch.float32"
         " under train.precision: 32-true"
     )
 
@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_is_refused_when_a_run_continues(
         *("train", tiny, "--no-progress", f"--run_dir={run}", "--train.max_steps=2"),
         *(f"--data.prepared_dir={prepared_dir}", "--resume", "auto"),
     )
-    assert message == f"{last}: damaged checkpoint or none of ours"
+    assert message == f"{last} is damaged, or not a checkpoint of sqrtlm"
 
 
 def test_a_changed_configuration_is_refused_naming_the_keys(
@@ -89,14 +89,14 @@ def test_a_changed_configuration_is_refused_naming_the_keys(
     assert contents(lstm_run) == before
 
 
-def assert_data_are_kept(
+def assert_refused_and_unchanged(
     run: Path, command: list[str], complaint: Complaint, contents: Contents
 ) -> None:
     """The continuation after `text.txt` changed is refused, and the run is as it was."""
     before = contents(run)
     assert complaint(*command) == (
-        f"{run}/data was prepared from something else (train: text.txt changed), and a run goes on"
-        " with the data it began with"
+        f"{run}/data was prepared from something else (train: text.txt changed), and a run"
+        " continues with the data it started with"
     )
     assert contents(run) == before
     assert main(["evaluate", str(run), "--split=train"]) == 0
@@ -111,7 +111,9 @@ def test_a_corpus_with_other_words_is_refused_when_a_run_continues(
     command += [f"--run_dir={tmp_path / 'run'}", "--no-progress", "--resume", "auto"]
     assert main([*command, "--train.max_steps=2"]) == 0
     text.write_text(text.read_text() + "a new word\n")
-    assert_data_are_kept(tmp_path / "run", [*command, "--train.max_steps=4"], complaint, contents)
+    assert_refused_and_unchanged(
+        tmp_path / "run", [*command, "--train.max_steps=4"], complaint, contents
+    )
 
 
 def test_a_corpus_in_another_order_is_refused_when_a_run_continues(
@@ -124,7 +126,9 @@ def test_a_corpus_in_another_order_is_refused_when_a_run_continues(
     command += [f"--run_dir={tmp_path / 'run'}", "--no-progress", "--resume", "auto"]
     assert main([*command, "--train.max_steps=2"]) == 0
     text.write_text("".join(reversed(lines)))  # the same words as often: the same vocabulary
-    assert_data_are_kept(tmp_path / "run", [*command, "--train.max_steps=4"], complaint, contents)
+    assert_refused_and_unchanged(
+        tmp_path / "run", [*command, "--train.max_steps=4"], complaint, contents
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,7 @@ def test_a_corpus_in_another_order_is_refused_when_a_run_continues(
         ("--seed=2", "seed: 1 → 2"),
     ],
 )
-def test_what_a_continuation_would_read_otherwise_is_refused(
+def test_a_continuation_with_other_batches_or_numbers_is_refused(
     option: str,
     key: str,
     lstm_run: Path,

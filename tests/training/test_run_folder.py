@@ -1,4 +1,4 @@
-"""The folder of a run: what it contains, what may continue it, and what a failure leaves unchanged."""
+"""The folder of a run: what it contains, who may train it, and what a failure leaves unchanged."""
 
 import json
 import re
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from data_prep.storage import locked
+from lm.training import memory_estimate
 from lm.training.checkpoint import batches_done, load_checkpoint
 from lm.training.metrics import read_metrics
 

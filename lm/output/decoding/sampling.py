@@ -131,7 +131,8 @@ class RejectionSampler:
         while position.numel():
             column = draw(self._log_weight[position], self._uniform(position))
             known = (self._item, self._log_prob, self._log_weight)
-            trial = _Trial(position, *(tensor[position, column] for tensor in known), column)
+            item, log_prob, log_weight = (tensor[position, column] for tensor in known)
+            trial = _Trial(position, item, log_prob, log_weight, column)
             position = self._complete(trial)
         return self._word
 

@@ -81,7 +81,7 @@ class ClassTree(nn.Module):
                 owner and nodes are numbered breadth first.
         """
         super().__init__()
-        with torch.device("cpu"):  # whatever the default device is
+        with torch.device("cpu"):  # under any default device
             num_children = torch.as_tensor(num_children).to(torch.int64)
             row_of_node = torch.as_tensor(row_of_node).to(torch.int64)
             row_of_word = torch.as_tensor(row_of_word).to(torch.int64)
@@ -209,6 +209,7 @@ class ClassTree(nn.Module):
 
         Raises:
             ValueError: if a path is empty or negative, or equals or begins another path.
+            TypeError: if a child number is not an integer.
         """
         return cls._from_shape(shapes.from_paths, paths)
 

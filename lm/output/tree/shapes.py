@@ -69,7 +69,7 @@ def huffman(counts: Tensor | Sequence[int], arity: int) -> Shape:
     num_words = counts.numel()
     merge_of_item = _huffman_merges(counts, arity)
     num_nodes = merge_of_item.numel() + 1 - num_words
-    words, merges = merge_of_item.split([num_words, num_nodes - 1])
+    words, merges = torch.split(merge_of_item, [num_words, num_nodes - 1])
     parent = num_nodes - 1 - torch.cat([merges.flip(0), words])  # the last merge is the root
     rank = torch.cat([torch.arange(1, num_nodes), torch.arange(num_words)])
     return Shape(parent, rank, num_words)

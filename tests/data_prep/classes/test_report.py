@@ -38,7 +38,7 @@ def test_report_equals_the_computation_by_hand() -> None:
 
 
 def test_each_word_of_the_shortlist_is_a_class_in_the_report() -> None:
-    """With words 0 (3 times) and 1 (twice) at the root, class 0 has words 3 and 4, class 1 word 2."""
+    """With words 0 and 1 in the shortlist, class 0 has words 3 and 4, class 1 word 2."""
     tokens = np.array([0, 1, 0, 2, 3, 0, 1], dtype=np.uint16)
     counts = np.array([3, 2, 1, 1, 0])
     report = class_report(counts, np.array([0, 1, 1, 0, 0]), tokens, shortlist=2)

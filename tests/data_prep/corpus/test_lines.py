@@ -128,10 +128,7 @@ def test_a_folder_in_the_layout_of_the_hub_has_the_splits_of_its_files(tmp_path:
     data = DataConfig(dir=str(tmp_path.parent), hub=tmp_path.name)
     assert splits(data) == ["train", "valid"]
     assert list(read_lines(data, "valid")) == ["validation text"]
-    assert [path.name for path in input_files(data, "train")] == [
-        "train.txt",
-        "validation.txt",
-    ]
+    assert [path.name for path in input_files(data, "train")] == ["train.txt", "validation.txt"]
     with pytest.raises(UserError, match=r"has no split test \(it has train, validation\)"):
         list(read_lines(data, "test"))
 

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from data_prep.compiled import compiled
 from data_prep.tokenizer import hash_table
-from data_prep.tokenizer.word_index import (
-    RepeatedWord,
-    WordCounter,
-    WordIndex,
-    count_words_in,
-)
+from data_prep.tokenizer.word_index import RepeatedWord, WordCounter, WordIndex, count_words_in
 
 
 def counted(texts: list[str]) -> dict[str, int]:
