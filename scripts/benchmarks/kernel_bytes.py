@@ -39,14 +39,7 @@ SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024), (10_000_000, 300)]
 
 
 class Count(NamedTuple):
-    """Bytes of one tensor in one launch.
-
-    Attributes:
-        kernel: Name of the kernel.
-        tensor: Name of the tensor.
-        memory: Every element once.
-        all: Every load and store.
-    """
+    """Bytes of one tensor in one launch of a kernel: every element once, every load and store."""
 
     kernel: str
     tensor: str
@@ -168,15 +161,10 @@ def through_cache(
 def row(
     vocab_size: int, hidden_size: int, num_positions: int, capability: int, classes: str
 ) -> dict[str, Any]:
-    """One line of the table: two levels, bf16, inverse-rank targets.
+    """One line of the table: two levels, bf16, inverse-rank targets; compute capability × 10.
 
-    Args:
-        vocab_size: N.
-        hidden_size: H.
-        num_positions: P.
-        capability: Compute capability × 10.
-        classes: "random": √N classes of words assigned at random, of which nearly every one is
-            visited, as with classes by meaning; "ranks": of neighbouring frequency rank.
+    The √N classes are "random", of which nearly every one is visited, as with classes by meaning,
+    or "ranks": words of neighbouring frequency rank.
     """
     word_class = torch.arange(vocab_size) * round(vocab_size**0.5) // vocab_size
     if classes == "random":

@@ -77,7 +77,7 @@ def _play(
     """Bytes missed by tensor [4]; `start` is where each program begins in the trace."""
     missed = np.zeros(len(trace.num_portions), dtype=np.int64)
     num_programs = len(start) - 1
-    program = np.arange(min(num_concurrent, num_programs))  # of each slot, -1 when none is left
+    program = np.arange(min(num_concurrent, num_programs))  # of each slot, -1 after the last one
     place = start[program]
     num_started = num_running = len(program)
     while num_running > 0:

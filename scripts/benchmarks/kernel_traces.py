@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree
-from lm.output.backends.triton.schedule import (
-    Schedule,
-    blocks_per_path,
-    schedule,
-    splits_per_tile,
-)
+from lm.output.backends.triton.schedule import Schedule, blocks_per_path, schedule, splits_per_tile
 from lm.output.backends.triton.tile_shapes import Tiles
 from lm.output.backends.visits import Visits, route
 from scripts.benchmarks.kernel_cache import Trace

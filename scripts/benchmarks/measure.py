@@ -133,8 +133,7 @@ def least_work(problem: Problem, tree: ClassTree) -> Floor:
     columns = int(tree.num_children[node].sum())
     vectors = rows + problem.num_positions
     return Floor(
-        3 * vectors * problem.hidden_size * problem.element_bytes,
-        6 * columns * problem.hidden_size,
+        3 * vectors * problem.hidden_size * problem.element_bytes, 6 * columns * problem.hidden_size
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lm.output import ClassTree
 
@@ -193,6 +194,22 @@ def class_and_place(tree: ClassTree, target: Tensor) -> tuple[Tensor, Tensor]:
     row = tree.row_of_word[target]
     node = tree.node_of_row[row]
     return node - 1, row - tree.first_row[node]
+
+
+def loop_loss(
+    tree: ClassTree, root: tuple[Tensor, Tensor], words_of: list[tuple[Tensor, Tensor]]
+) -> Loss:
+    """The loss of two levels, one position after the other, given rows and biases of each node."""
+
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        singles = (torch.split(x, 1) for x in (hidden, *class_and_place(tree, target)))
+        nll = []
+        for h, c, w in zip(*singles, strict=True):
+            nll.append(F.cross_entropy(F.linear(h, *root), c))
+            nll.append(F.cross_entropy(F.linear(h, *words_of[int(c)]), w))
+        return torch.stack(nll).float().sum() / len(hidden)
+
+    return loss
 
 
 def zipf(vocab_size: int, num_positions: int) -> tuple[Tensor, Tensor]:

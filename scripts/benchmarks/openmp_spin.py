@@ -1,13 +1,11 @@
 """Tokens per second of a small LSTM for several OpenMP settings, on a quiet and on a busy computer.
 
-Each figure comes from a process of its own that trains an LSTM of 2 × 200 with a two-level softmax
+Each figure comes from a new process that trains an LSTM of 2 × 200 with a two-level softmax
 of 10,000 words on random tokens. The settings take turns; a figure is the median over the rounds.
 The loads are: none; one busy loop for each processor and one more; as many copies of the training
 itself with libgomp's default settings. Read the ratios, not the absolute figures.
 """
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -16,6 +14,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
+
+from scripts.benchmarks.reporting import Column, Row, Table, benchmark_parser
 
 SETTINGS: dict[str, dict[str, str]] = {
     "one thread": {"OMP_NUM_THREADS": "1"},
@@ -26,6 +26,13 @@ SETTINGS: dict[str, dict[str, str]] = {
     "lm": {"LM_OPENMP": "1"},
 }
 LOADS = ("none", "busy loops", "OpenMP programs")
+COLUMNS = (
+    Column("load", "load", width=16),
+    Column("setting", "setting", width=18),
+    Column("tokens/s", "tokens_per_second", ","),
+    Column("÷ one thread", "ratio_to_one_thread", ".2f"),
+    Column("÷ default", "ratio_to_default", ".2f"),
+)
 BATCH_SIZE, SEQ_LEN, HIDDEN, VOCAB_SIZE = 32, 35, 200, 10_000
 
 
@@ -75,9 +82,8 @@ def loaded(load: str) -> Iterator[None]:
     """Other programs run meanwhile."""
     count = 0 if load == "none" else (os.cpu_count() or 1) + 1
     if load == "busy loops":
-        others = [
-            subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)
-        ]
+        command = [sys.executable, "-c", "while True: pass"]
+        others = [subprocess.Popen(command, text=True) for _ in range(count)]
     else:
         others = [child(600, {}) for _ in range(count)]
         time.sleep(5 if count else 0)  # until they train
@@ -89,7 +95,7 @@ def loaded(load: str) -> Iterator[None]:
             other.wait()
 
 
-def measure(settings: Sequence[str], seconds: float, rounds: int) -> list[dict[str, object]]:
+def measure(settings: Sequence[str], seconds: float, rounds: int) -> list[Row]:
     """A row for each load and setting."""
     rates: dict[tuple[str, str], list[float]] = {pair: [] for pair in product(LOADS, settings)}
     for _, load in product(range(rounds), LOADS):
@@ -113,26 +119,16 @@ def measure(settings: Sequence[str], seconds: float, rounds: int) -> list[dict[s
 
 
 def main() -> None:
-    """Print a table, and write JSON lines on request."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Print a table, and write a log if asked."""
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--seconds", type=float, default=6.0, help="of each training process")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE", help="append JSON lines")
     options = parser.parse_args()
     settings = dict.fromkeys(["one thread", "libgomp's default", *options.settings])
-    rows = measure(list(settings), options.seconds, options.rounds)
-    print(f"{'load':<16} {'setting':<18} tokens/s  ÷ one thread  ÷ default")
-    for row in rows:
-        print(
-            "{load:<16} {setting:<18} {tokens_per_second:8,} {ratio_to_one_thread:13.2f}"
-            " {ratio_to_default:10.2f}".format(**row)
-        )
-    if options.json:
-        with open(options.json, "a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    table = Table(COLUMNS, options.json)
+    for row in measure(list(settings), options.seconds, options.rounds):
+        table.add(row)
 
 
 if __name__ == "__main__":

@@ -45,16 +45,8 @@ from torch import Tensor
 
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.functional import BackendName
-from scripts.benchmarks.measure import (
-    Ceilings,
-    Clock,
-    CudaClock,
-    ceilings,
-    cpu_clock,
-    free_bytes,
-    launches,
-    peak_bytes,
-)
+from scripts.benchmarks import measure, table
+from scripts.benchmarks.measure import Clock
 from scripts.benchmarks.methods import GraphMethod, Loss, Method, Problem, zipf
 from scripts.benchmarks.peers import PEERS, usual_cutoffs
 from scripts.benchmarks.reporting import (
@@ -64,14 +56,6 @@ from scripts.benchmarks.reporting import (
     environment,
     problem_size,
     require_positive,
-)
-from scripts.benchmarks.table import (
-    COLUMNS,
-    describe_launches,
-    gigabytes,
-    make_rows,
-    note,
-    plot,
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -173,8 +157,8 @@ def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace)
     }
     num_rows = max(tree.num_rows for tree in trees.values())
     weight_bytes = num_rows * (hidden_size + 1) * like["dtype"].itemsize
-    if weight_bytes > free_bytes(options.device, options.memory_limit):
-        raise SystemExit(f"N = {vocab_size}: weights do not fit: {gigabytes(weight_bytes)}")
+    if weight_bytes > measure.free_bytes(options.device, options.memory_limit):
+        raise SystemExit(f"N = {vocab_size}: weights do not fit: {table.gigabytes(weight_bytes)}")
     return Problem(
         hidden=torch.randn(options.positions, hidden_size, **like),
         target=target.to(options.device),
@@ -208,7 +192,7 @@ def attempt(method: Method, action: Callable[[Method], None], free: float) -> No
     try:
         action(method)
     except torch.OutOfMemoryError:
-        reason = f"does not fit: more than {gigabytes(free)}"
+        reason = f"does not fit: more than {table.gigabytes(free)}"
     except ValueError as error:
         if method.backend != "triton":
             raise
@@ -224,7 +208,7 @@ def attempt(method: Method, action: Callable[[Method], None], free: float) -> No
 def admit(method: Method, free: float) -> None:
     """Warm a method up, or refuse it if it needs more than `free` bytes."""
     if method.needed_bytes > free:
-        method.refuse(f"does not fit: {gigabytes(method.needed_bytes)}")
+        method.refuse(f"does not fit: {table.gigabytes(method.needed_bytes)}")
     else:
         attempt(method, warm_up, free)
 
@@ -235,7 +219,7 @@ def warm_up(method: Method) -> None:
     if not (method.slow or isinstance(method, GraphMethod)):  # a graph allocates at its capture
         method.step()
         method.free()
-    method.peak_bytes = peak_bytes(method)
+    method.peak_bytes = measure.peak_bytes(method)
     method.free()
 
 
@@ -290,31 +274,31 @@ def time_rounds(methods: list[Method], num_rounds: int, clock: Clock, free: floa
                 attempt(method, time_step, free)
 
 
-def measure(
-    size: tuple[int, int], peak: Ceilings, clock: Clock, options: argparse.Namespace
+def compare(
+    size: tuple[int, int], peak: measure.Ceilings, clock: Clock, options: argparse.Namespace
 ) -> list[Row]:
     """A row for each method on one problem of `size` (N, H); the results are also printed."""
     problem = make_problem(*size, options)
     methods = make_methods(problem, options)
     for method in methods:
         if not method.refused:
-            admit(method, free_bytes(options.device, options.memory_limit))
+            admit(method, measure.free_bytes(options.device, options.memory_limit))
     agreements = check_losses(methods)
-    free = free_bytes(options.device, options.memory_limit)
+    free = measure.free_bytes(options.device, options.memory_limit)
     time_rounds(methods, options.rounds, clock, free)
-    rows = make_rows(methods, peak)
+    rows = table.make_rows(methods, peak)
     for method, row in zip(methods, rows, strict=True):
         if method.backend == "triton" and not (method.refused or isinstance(method, GraphMethod)):
-            row["launches"] = launches(method)
+            row["launches"] = measure.launches(method)
     shared = {"dtype": options.dtype, "seed": options.seed}
     shared["targets"] = options.tokens.name if options.tokens else "zipf"
     print(f"\nN = {size[0]:,}, H = {size[1]}, {options.positions:,} positions")
-    table = Table(COLUMNS, options.json, options.device.type)
+    printed = Table(table.COLUMNS, options.json, options.device.type)
     for row in rows:
-        table.add(row | shared, note(row))
-    for line in [*agreements, *describe_launches(rows, options.device.type == "cuda")]:
+        printed.add(row | shared, table.note(row))
+    for line in [*agreements, *table.describe_launches(rows, options.device.type == "cuda")]:
         print(line)
-    return table.rows
+    return printed.rows
 
 
 def parse_options() -> argparse.Namespace:
@@ -349,15 +333,15 @@ def main() -> None:
     options = parse_options()
     if options.threads:
         torch.set_num_threads(options.threads)
-    clock: Clock = CudaClock() if options.device.type == "cuda" else cpu_clock
-    peak = ceilings(clock, options.device, DTYPES[options.dtype])
+    clock: Clock = measure.CudaClock() if options.device.type == "cuda" else measure.cpu_clock
+    peak = measure.ceilings(clock, options.device, DTYPES[options.dtype])
     print(
         f"{environment(options.device.type)['device']}, {options.dtype}: copy"
         f" {peak.bytes / 1e9:.1f} GB/s, matrix product {peak.flops / 1e12:.3f} TFLOP/s"
     )
-    rows = [row for size in options.rows for row in measure(size, peak, clock, options)]
+    rows = [row for size in options.rows for row in compare(size, peak, clock, options)]
     if options.plot:
-        plot(rows, options.plot)
+        table.plot(rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scripts.benchmarks.methods import Loss, Method, Problem, class_and_place, parameter
+from scripts.benchmarks.methods import Loss, Method, Problem, class_and_place, loop_loss, parameter
 
 LOOP_POSITIONS = 256
 """Positions that the loop over positions is timed on; its time is proportional to their number."""
@@ -312,16 +312,7 @@ def loop(problem: Problem) -> Method:
         first, width = classes.tree.first_row[1:].tolist(), classes.num_children.tolist()
         words = [problem.parameters(f, f + w) for f, w in zip(first, width, strict=True)]
 
-        def loss(hidden: Tensor, target: Tensor) -> Tensor:
-            word_class, place = class_and_place(classes.tree, target)
-            nll = []
-            singles = (torch.split(each, 1) for each in (hidden, word_class, place))
-            for h, c, w in zip(*singles, strict=True):
-                nll.append(F.cross_entropy(F.linear(h, *root), c))
-                nll.append(F.cross_entropy(F.linear(h, *words[int(c)]), w))
-            return torch.stack(nll).float().sum() / len(hidden)
-
-        return loss, [*root, *chain.from_iterable(words)]
+        return loop_loss(classes.tree, root, words), [*root, *chain.from_iterable(words)]
 
     logits = 4 * num_positions * (classes.num_word_classes + classes.widest)
     return Method(

@@ -146,6 +146,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 
     has_triton = importlib.util.find_spec("triton") is not None
     on_gpu = device == "cuda"
+    arguments = [FOLDER.sub(r"\1DIR/", argument) for argument in sys.argv[1:]]
     return {
         "device": torch.cuda.get_device_name() if on_gpu else processor_name(),
         "environment": processor_name(),
@@ -154,9 +155,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": importlib.import_module("triton").__version__ if has_triton else None,
         "python": platform.python_version(),
-        "command": shlex.join(
-            [*_program().split(), *(FOLDER.sub(r"\1DIR/", a) for a in sys.argv[1:])]
-        ),
+        "command": shlex.join([*_program().split(), *arguments]),
     }
 
 

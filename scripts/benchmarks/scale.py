@@ -48,8 +48,8 @@ from scripts.benchmarks.reporting import (
     environment,
     require_positive,
 )
-from scripts.benchmarks.scale_measure import DTYPES, METHODS, measure
-from scripts.benchmarks.scale_methods import NUM_SEQUENCES
+from scripts.benchmarks.scale_measure import DTYPES, measure
+from scripts.benchmarks.scale_methods import METHODS, NUM_SEQUENCES
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 """Largest relative difference of two losses that should be equal."""

@@ -4,7 +4,6 @@ import argparse
 import signal
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,41 +11,11 @@ from torch import Tensor
 
 from lm.output.backends.visits import route
 from scripts.benchmarks.measure import PROCESS, proc_bytes
-from scripts.benchmarks.scale_methods import (
-    Method,
-    Task,
-    dense,
-    full,
-    gather,
-    host,
-    layer,
-    loop,
-    step,
-)
+from scripts.benchmarks.scale_methods import METHODS, Method, Task, Work
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOOP_POSITIONS = 16
 """Positions that `loop` is run on; its time is proportional to their number."""
-
-
-class Work(NamedTuple):
-    """What a step has to do.
-
-    Attributes:
-        visited: Distinct rows of the visited nodes, and the rows read as input vectors.
-        rows: R, rows of the table.
-        columns: Children on the paths of all positions, together.
-        copied: Positions × words of the widest visited class.
-        positions: P.
-        hidden: H.
-    """
-
-    visited: int
-    rows: int
-    columns: int
-    copied: int
-    positions: int
-    hidden: int
 
 
 def work(task: Task, words: Tensor, *, reads_inputs: bool) -> Work:
@@ -68,37 +37,6 @@ def work(task: Task, words: Tensor, *, reads_inputs: bool) -> Work:
         positions=len(targets),
         hidden=task.hidden.shape[1],
     )
-
-
-class Kind(NamedTuple):
-    """A method and the work of its step.
-
-    Attributes:
-        build: Makes the method.
-        moved: Numbers that its step must read or write.
-        every_row: Whether its step reads all rows, visited or not.
-    """
-
-    build: Callable[[Task], Method]
-    moved: Callable[[Work], int]
-    every_row: bool = False
-
-
-METHODS = {
-    # rows read once for the loss and d_hidden, then read and written by the update
-    "layer": Kind(layer, lambda w: 3 * w.visited * w.hidden),
-    "step": Kind(step, lambda w: 3 * w.visited * w.hidden),
-    # rows read twice; the whole gradient written and read, all rows read and written
-    "dense": Kind(dense, lambda w: (2 * w.visited + 4 * w.rows) * w.hidden, every_row=True),
-    # the same for all rows; logits, log-probabilities and their gradients written and read
-    "full": Kind(full, lambda w: 6 * w.rows * w.hidden + 9 * w.positions * w.rows, every_row=True),
-    # copies made (2), read twice, their gradient made (1), read and added up (3); the rest as dense
-    "gather": Kind(gather, lambda w: (8 * w.copied + 4 * w.rows) * w.hidden, every_row=True),
-    # copied to the device (2), read twice, gradient made (1), copied back (2), subtracted (3)
-    "host": Kind(host, lambda w: 10 * w.visited * w.hidden),
-    # rows read twice, gradient made (1) and added (3), at each position; rows updated (3)
-    "loop": Kind(loop, lambda w: (6 * w.columns + 3 * w.visited) * w.hidden),
-}
 
 
 class Timing(NamedTuple):

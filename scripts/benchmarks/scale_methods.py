@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.rowwise import RowAdagrad
-from scripts.benchmarks.methods import class_and_place, parameter, zipf
+from scripts.benchmarks.methods import class_and_place, loop_loss, parameter, zipf
 
 if TYPE_CHECKING:  # `step` alone needs more than torch
     from lm.config import WordTable
@@ -242,16 +242,10 @@ def host(task: Task) -> Method:
 def loop(task: Task) -> Method:
     """Two levels, one position after the other; each class is a separate parameter."""
     root, *words_of = task.split(*task.tree.first_row.tolist(), task.tree.num_rows)
+    compute = loop_loss(task.tree, root, words_of)
 
     def loss(words: Tensor) -> Tensor:
-        word_class, place = class_and_place(task.tree, words[1])
-        hidden = task.hidden[: len(place)].to(task.dtype)
-        nll = []
-        singles = (torch.split(each, 1) for each in (hidden, word_class, place))
-        for h, c, w in zip(*singles, strict=True):
-            nll.append(F.cross_entropy(F.linear(h, *root), c))
-            nll.append(F.cross_entropy(F.linear(h, *words_of[int(c)]), w))
-        return torch.stack(nll).float().sum() / len(place)
+        return compute(task.hidden[: words.shape[1]].to(task.dtype), words[1])
 
     return Method(loss, _sgd(*root, *(tensor for pair in words_of for tensor in pair)))
 
@@ -266,3 +260,48 @@ def _update(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         optimizer.zero_grad()
 
     return update
+
+
+class Work(NamedTuple):
+    """What a step has to do.
+
+    Attributes:
+        visited: Distinct rows of the visited nodes, and the rows read as input vectors.
+        rows: R, rows of the table.
+        columns: Children on the paths of all positions, together.
+        copied: Positions × words of the widest visited class.
+        positions: P.
+        hidden: H.
+    """
+
+    visited: int
+    rows: int
+    columns: int
+    copied: int
+    positions: int
+    hidden: int
+
+
+class Kind(NamedTuple):
+    """A method, the numbers that its step must read or write, and whether it reads every row."""
+
+    build: Callable[[Task], Method]
+    moved: Callable[[Work], int]
+    every_row: bool = False
+
+
+METHODS = {
+    # rows read once for the loss and d_hidden, then read and written by the update
+    "layer": Kind(layer, lambda w: 3 * w.visited * w.hidden),
+    "step": Kind(step, lambda w: 3 * w.visited * w.hidden),
+    # rows read twice; the whole gradient written and read, all rows read and written
+    "dense": Kind(dense, lambda w: (2 * w.visited + 4 * w.rows) * w.hidden, every_row=True),
+    # the same for all rows; logits, log-probabilities and their gradients written and read
+    "full": Kind(full, lambda w: 6 * w.rows * w.hidden + 9 * w.positions * w.rows, every_row=True),
+    # copies made (2), read twice, their gradient made (1), read and added up (3); the rest as dense
+    "gather": Kind(gather, lambda w: (8 * w.copied + 4 * w.rows) * w.hidden, every_row=True),
+    # copied to the device (2), read twice, gradient made (1), copied back (2), subtracted (3)
+    "host": Kind(host, lambda w: 10 * w.visited * w.hidden),
+    # rows read twice, gradient made (1) and added (3), at each position; rows updated (3)
+    "loop": Kind(loop, lambda w: (6 * w.columns + 3 * w.visited) * w.hidden),
+}

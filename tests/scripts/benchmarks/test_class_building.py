@@ -1,9 +1,7 @@
 """The benchmark of class building: its figures, and what it leaves unchanged."""
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,28 +12,19 @@ from data_prep.prepared import open_prepared
 from lm.cli import main
 from lm.config import load_config
 
-TOP = Path(__file__).resolve().parents[3]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def run(*arguments: str) -> str:
-    """What the benchmark prints, run in a new process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.benchmarks.class_building", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=TOP,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_building_classes_is_measured_as_lm_classes_reports_it(tiny: Path, tmp_path: Path) -> None:
+def test_building_classes_is_measured_as_lm_classes_reports_it(
+    tiny: Path, tmp_path: Path, run_benchmark: Run
+) -> None:
     rows, data = tmp_path / "rows", tmp_path / "data"
     options = ["--methods", "frequency", "exchange", "--json", str(rows)]
-    shown = run(str(tiny), *options, f"--data.prepared_dir={data}")
+    done = run_benchmark("class_building", tiny, *options, f"--data.prepared_dir={data}")
+    assert done.returncode == 0, done.stderr
     measured = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert [line.split()[0] for line in shown.splitlines()] == ["method", "frequency", "exchange"]
+    printed = [line.split()[0] for line in done.stdout.splitlines()]
+    assert printed == ["method", "frequency", "exchange"]
     prepared = open_prepared(data)
     tokens = prepared.tokens("train")
     classes = load_config(tiny).classes
@@ -53,10 +42,10 @@ def test_building_classes_is_measured_as_lm_classes_reports_it(tiny: Path, tmp_p
 
 
 def test_measuring_classes_leaves_those_of_a_run_unchanged(
-    tiny: Path, tmp_path: Path, contents: Callable[[Path], dict[str, str]]
+    tiny: Path, tmp_path: Path, contents: Callable[[Path], dict[str, str]], run_benchmark: Run
 ) -> None:
     data = f"--data.prepared_dir={tmp_path / 'data'}"
     assert main(["prepare", str(tiny), data]) == 0
     before = contents(tmp_path)
-    run(str(tiny), "--methods", "random", data)
+    assert run_benchmark("class_building", tiny, "--methods", "random", data).returncode == 0
     assert contents(tmp_path) == before

@@ -3,24 +3,20 @@
 import json
 import math
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from data_prep.prepared import open_prepared
 
-TOP = Path(__file__).resolve().parents[3]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a new process."""
-    command = [sys.executable, "-m", "scripts.benchmarks.ngram_baseline", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=TOP)
-
-
-def test_the_bigram_baseline_is_the_interpolated_model_by_hand(prepared_dir: Path) -> None:
-    done = run(str(prepared_dir), "--json")
+def test_the_bigram_baseline_is_the_interpolated_model_by_hand(
+    prepared_dir: Path, run_benchmark: Run
+) -> None:
+    done = run_benchmark("ngram_baseline", prepared_dir, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     prepared = open_prepared(prepared_dir)
@@ -34,8 +30,10 @@ def test_the_bigram_baseline_is_the_interpolated_model_by_hand(prepared_dir: Pat
     assert 1 < result["bigram_perplexity"] < result["unigram_perplexity"]
 
 
-def test_a_folder_without_prepared_data_is_a_single_line_error(tmp_path: Path) -> None:
-    done = run(str(tmp_path))
+def test_a_folder_without_prepared_data_is_a_single_line_error(
+    tmp_path: Path, run_benchmark: Run
+) -> None:
+    done = run_benchmark("ngram_baseline", tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith(f"ngram_baseline: {tmp_path} ")
     assert "meta.json" in done.stderr

@@ -17,8 +17,8 @@ from torch import Tensor
 from lm.output import ClassTree, HierarchicalSoftmax
 from scripts.benchmarks import scale, scale_measure
 from scripts.benchmarks.methods import zipf
-from scripts.benchmarks.scale_measure import METHODS, Timing, Work, measure, timed, work
-from scripts.benchmarks.scale_methods import Task, rank_classes, step, step_model
+from scripts.benchmarks.scale_measure import Timing, measure, timed, work
+from scripts.benchmarks.scale_methods import METHODS, Task, Work, rank_classes, step, step_model
 
 SAME = ["layer", "dense", "gather", "host", "loop"]
 Parse = Callable[..., argparse.Namespace]
@@ -175,7 +175,7 @@ def test_running_out_of_memory_ends_a_method_and_says_so(
     assert [row["outcome"] for row in rows] == ["done", "memory"]
     assert 0.1e9 < rows[0]["peak_bytes"] < 0.8e9
     assert scale.largest_vocabularies(rows) == [
-        "layer   fp32  N = 100 (at 10,000 memory: more than 0.8 GB)",
+        "layer   fp32  N = 100 (at 10,000 memory: more than 0.8 GB)"
     ]
     assert "\n    10,000  layer   fp32   memory: more than 0.8 GB\n" in capsys.readouterr().out
 

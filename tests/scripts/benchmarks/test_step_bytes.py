@@ -3,7 +3,7 @@
 import json
 import math
 import subprocess
-import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,12 +12,7 @@ import pytest
 
 from scripts.benchmarks.step_bytes import visited_rows
 
-TOP = Path(__file__).resolve().parents[3]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "scripts.benchmarks.step_bytes", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=TOP)
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.parametrize("positions", [1, 40, 3000])
@@ -42,9 +37,9 @@ def test_visited_rows_grow_slower_than_words() -> None:
     assert 10 > growth[0] > growth[1] > growth[2] > 1
 
 
-def test_figures_follow_from_the_rows(tmp_path: Path) -> None:
+def test_figures_follow_from_the_rows(tmp_path: Path, run_benchmark: Run) -> None:
     options = ["--sizes", "1000000", "--positions", "2048", "--bandwidth", "2"]
-    result = run(*options, "--json", str(tmp_path / "rows"))
+    result = run_benchmark("step_bytes", *options, "--json", tmp_path / "rows")
     assert result.returncode == 0, result.stderr
     fp32, bf16 = (json.loads(line) for line in (tmp_path / "rows").read_text().splitlines())
     rows = fp32["visited_rows"] + 2048
@@ -56,7 +51,7 @@ def test_figures_follow_from_the_rows(tmp_path: Path) -> None:
     assert f"{fp32['visited_rows']:,}" in result.stdout
 
 
-def test_a_size_of_zero_is_refused() -> None:
-    result = run("--positions", "0")
+def test_a_size_of_zero_is_refused(run_benchmark: Run) -> None:
+    result = run_benchmark("step_bytes", "--positions", "0")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.endswith("error: --positions must be positive, got 0\n")

@@ -2,18 +2,16 @@
 
 import json
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
-TOP = Path(__file__).resolve().parents[3]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_tile_shapes_are_timed_one_kernel_after_another(tmp_path: Path) -> None:
+def test_tile_shapes_are_timed_one_kernel_after_another(tmp_path: Path, run_benchmark: Run) -> None:
     out = tmp_path / "tiles.jsonl"
-    command = [sys.executable, "-m", "scripts.benchmarks.tile_tuning", "--dry-run"]
-    done = subprocess.run(
-        [*command, f"--json={out}"], capture_output=True, text=True, check=True, cwd=TOP
-    )
+    done = run_benchmark("tile_tuning", "--dry-run", f"--json={out}")
+    assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row["kernel"] for row in rows} == {"forward", "d_hidden", "d_weight", "d_light"}
     assert all(row["score"] > 0 for row in rows)

@@ -1,9 +1,8 @@
 """The benchmark of training steps: its rows, its steps and its peers."""
 
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,23 +13,16 @@ from lm.training.loop import train_step
 from lm.training.optimizers import CombinedOptimizer
 from scripts.benchmarks.training_speed import OtherLoss, start_training, torch_loss
 
-TOP = Path(__file__).resolve().parents[3]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_training_steps_are_timed_side_by_side(tiny: Path, tmp_path: Path) -> None:
+def test_training_steps_are_timed_side_by_side(
+    tiny: Path, tmp_path: Path, run_benchmark: Run
+) -> None:
     rows = tmp_path / "rows"
     options = ["--rounds", "1", "--steps", "2", "--json", str(rows)]
     options += ["--trees", "two_level,classes.shortlist=3", "torch", "none", "full"]
-    done = subprocess.run(
-        [
-            *[sys.executable, "-m", "scripts.benchmarks.training_speed", str(tiny)],
-            *[*options, f"--run_dir={tmp_path / 'run'}"],
-        ],
-        capture_output=True,
-        text=True,
-        cwd=TOP,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    done = run_benchmark("training_speed", tiny, *options, f"--run_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     two_level, *peers, full = (json.loads(line) for line in rows.read_text().splitlines())
     assert (two_level["tree"], full["tree"]) == ("two_level,classes.shortlist=3", "full")
