@@ -128,10 +128,10 @@ def _row_wise_gradients(batch: _Batch, needs: Needs) -> Gradients:
 
 def _errors_of(saved: SavedLogProb, problem: Problem) -> Tensor:
     """(4) for the flat columns of all visits; q - 1 of the targets without cancellation."""
-    target = target_columns(saved.visits, problem.tree)
-    log_q = saved.log_prob[: target.num_columns]
+    _, column, num_columns = target_columns(saved.visits, problem.tree)
+    log_q = saved.log_prob[:num_columns]
     error = log_q.exp()
-    error[target.column] = log_q[target.column].expm1()
+    error[column] = log_q[column].expm1()
     return error
 
 

@@ -36,10 +36,10 @@ def _saving_log_prob(problem: Problem, saved: SavedLogProb) -> Tensor:
         for children in node.blocks(problem.weight, dtype, whole=True):
             write_logits(logits[:, children], hidden, problem, node, children)
         torch.log_softmax(logits, dim=1, out=node.columns(saved.log_prob))
-    target = target_columns(visits, problem.tree)
+    visit, column, num_columns = target_columns(visits, problem.tree)
     log_prob = hidden.new_zeros(visits.node.shape)
-    log_prob.view(-1)[target.visit] = saved.log_prob[target.column]
-    saved.log_prob[target.num_columns :] = 0
+    log_prob.view(-1)[visit] = saved.log_prob[column]
+    saved.log_prob[num_columns:] = 0
     return log_prob
 
 

@@ -90,27 +90,18 @@ def visited_nodes(visits: Visits, tree: TreeArrays) -> Iterator[Node]:
             offset += (end - start) * width
 
 
-class TargetColumns(NamedTuple):
+def target_columns(visits: Visits, tree: TreeArrays) -> tuple[Tensor, Tensor, int]:
     """Where the targets are among the flat columns of all visits.
 
-    Attributes:
-        visit: [V], of each visit, its index in the flat `Visits.node`.
-        column: [V], its target's column.
-        num_columns: of all visits.
+    Returns:
+        The index of each visit in the flat `Visits.node`, [V]; the column of its target, [V]; and
+        the number of columns of all visits.
     """
-
-    visit: Tensor
-    column: Tensor
-    num_columns: int
-
-
-def target_columns(visits: Visits, tree: TreeArrays) -> TargetColumns:
-    """The targets' columns of all visits."""
     visit = (visits.node.flatten() >= 0).nonzero().squeeze(1)
     width = tree.num_children[visits.node.flatten()[visit]]
     end = width.cumsum(0)
     column = end - width + visits.child.flatten()[visit]
-    return TargetColumns(visit, column, int(end[-1]) if visit.numel() else 0)
+    return visit, column, int(end[-1]) if visit.numel() else 0
 
 
 def sorted_hidden(problem: Problem, visits: Visits, dtype: torch.dtype) -> Tensor:
