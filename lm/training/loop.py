@@ -54,7 +54,7 @@ def train(
             a path continues that checkpoint; None starts a new run in an empty folder.
         progress: whether to show a progress bar on stderr.
         stop_after_validation: whether to end the run after its first validation, whose figures are
-            then the last line of `metrics.csv`.
+            then the last line of `metrics.csv`; without a validation split it has no effect.
 
     Returns:
         The folder of the run.
@@ -145,7 +145,14 @@ def _fit(
 
 
 def train_step(state: TrainingState) -> float:
-    """Update the parameters once; returns the learning rate of the step."""
+    """Train on the next `train.accumulate` batches and update the parameters once.
+
+    Args:
+        state: the state of the run, which is advanced by one step.
+
+    Returns:
+        The learning rate of the step.
+    """
     fabric, optimizer, clip = state.fabric, state.optimizer, state.config.optim.clip
     learning_rate = state.learning_rate
     for group in optimizer.param_groups:

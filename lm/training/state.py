@@ -247,12 +247,9 @@ def build_state(
     """Build the state of a new run, or restore it from a checkpoint.
 
     Args:
-        fabric: launched, with the precision and devices of the run.
-        config: configuration of the run.
-        prepared: its prepared data.
+        fabric, config, batches, total_steps: as in `TrainingState`.
+        prepared: the prepared data.
         tree: what `build_tree` returned.
-        batches: the training batches of this process.
-        total_steps: optimizer steps of the whole run.
         checkpoint: where to continue from; None starts from weights initialized by `seed`.
 
     Returns:

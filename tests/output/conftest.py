@@ -11,6 +11,18 @@ from lm.output.backends.reference import nodes, saved
 from lm.output.backends.triton.launch import instrumented
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
+from .definition import TWO_LEVEL, N
+
+TREES = {
+    "full": ClassTree.full(N),
+    "two levels": TWO_LEVEL,
+    "a class of one word": ClassTree.two_level((torch.arange(N) + 1) // N),
+    "shortlist": ClassTree.two_level((torch.arange(N) * 7) % 5, 4),
+    "balanced": ClassTree.balanced(N, 3),
+    "huffman": ClassTree.huffman(torch.arange(N) + 1),
+    "paths": ClassTree.from_paths([[w % 2, w % 3, 3 + w // 6] for w in range(N - 1)] + [[2]]),
+}
+
 
 @pytest.fixture(params=["saved", "computed again", "triton"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -31,18 +43,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(BACKENDS["triton"], "automatic_on", None)
     with instrumented(tiles=Tiles(16, *[Tile(v=16, h=16, warps=4, stages=1)] * 4)):
         yield kind
-
-
-N = 23
-TREES = {
-    "full": ClassTree.full(N),
-    "two levels": ClassTree.two_level((torch.arange(N) * 7) % 5),
-    "a class of one word": ClassTree.two_level((torch.arange(N) + 1) // N),
-    "shortlist": ClassTree.two_level((torch.arange(N) * 7) % 5, 4),
-    "balanced": ClassTree.balanced(N, 3),
-    "huffman": ClassTree.huffman(torch.arange(N) + 1),
-    "paths": ClassTree.from_paths([[w % 2, w % 3, 3 + w // 6] for w in range(N - 1)] + [[2]]),
-}
 
 
 @pytest.fixture(params=list(TREES.values()), ids=list(TREES))

@@ -8,36 +8,10 @@ from torch.nn import functional as F
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.functional import hierarchical_nll_by_level
 
-N, H = 23, 6
-TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 5)
+from .definition import TWO_LEVEL, H, N, definition, definition_by_level, problem
+
 BOTH = pytest.mark.parametrize("backend", ["saved", "triton"], indirect=True)
 """Both backends."""
-
-
-def problem(tree: ClassTree, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """hidden, weight, bias with gradients, and targets of which one is ignored."""
-    hidden = torch.randn(*shape, H, dtype=dtype, requires_grad=True)
-    weight = torch.randn(tree.num_rows, H, dtype=dtype, requires_grad=True)
-    bias = torch.randn(tree.num_rows, dtype=dtype, requires_grad=True)
-    target = torch.randint(0, N, shape)
-    target.view(-1)[1:2] = -100
-    return [hidden, weight, bias, target]
-
-
-def definition(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, tree: ClassTree
-) -> Tensor:
-    """Σ over the path of - log softmax(W_n h + b_n)[child], one position and node at a time."""
-    nlls = []
-    for h, word in zip(hidden.reshape(-1, H), target.reshape(-1).tolist(), strict=True):
-        nll = h.new_zeros(())
-        for node, row in tree.path(word) if word != -100 else []:
-            first = int(tree.first_row[node])
-            rows = slice(first, first + int(tree.num_children[node]))
-            logits = weight[rows] @ h + (0 if bias is None else bias[rows])
-            nll = nll - (logits[row - first] - logits.exp().sum().log())
-        nlls.append(nll)
-    return torch.stack(nlls).view(target.shape)
 
 
 @pytest.mark.usefixtures("backend")
@@ -82,14 +56,8 @@ def test_the_nll_by_level_is_that_of_each_softmax_on_the_path(tree: ClassTree) -
     by_level = hierarchical_nll_by_level(hidden, weight, target, tree, bias)
     assert by_level.shape == (tree.depth, 4, 9)
     assert not by_level.requires_grad
-    truth = torch.zeros(tree.depth, 36, dtype=torch.float64)
-    for position, word in enumerate(target.flatten().tolist()):
-        for level, (node, row) in enumerate(tree.path(word) if word != -100 else []):
-            first = int(tree.first_row[node])
-            rows = slice(first, first + int(tree.num_children[node]))
-            logits = weight[rows] @ hidden.view(-1, H)[position] + bias[rows]
-            truth[level, position] = -F.log_softmax(logits, 0)[row - first].detach()
-    torch.testing.assert_close(by_level.view(tree.depth, -1), truth, rtol=1e-12, atol=1e-12)
+    truth = definition_by_level(hidden, weight, bias, target, tree).detach()
+    torch.testing.assert_close(by_level, truth, rtol=1e-12, atol=1e-12)
     each = hierarchical_cross_entropy(hidden, weight, target, tree, bias, reduction="none")
     torch.testing.assert_close(by_level.sum(0), each.detach(), rtol=1e-13, atol=1e-13)
 
@@ -214,24 +182,10 @@ def test_huge_logits_stay_finite(scale: float) -> None:
     tree = TWO_LEVEL
     hidden, weight, bias, target = problem(tree, 6, dtype=torch.float32)
     nll = hierarchical_cross_entropy(hidden * scale, weight, target, tree, bias, reduction="none")
-    truth = definition_by_log_softmax(hidden * scale, weight, bias, target, tree)
+    truth = definition(hidden.double() * scale, weight.double(), bias.double(), target, tree)
     torch.testing.assert_close(nll, truth.float(), rtol=1e-5, atol=0.2)
     grads = torch.autograd.grad(nll.sum(), (hidden, weight, bias))
     assert all(grad.isfinite().all() for grad in grads)
-
-
-def definition_by_log_softmax(
-    hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, tree: ClassTree
-) -> Tensor:
-    """The definition, with the log_softmax of PyTorch in fp64 for each node."""
-    nlls = torch.zeros(target.shape, dtype=torch.float64)
-    for position, word in enumerate(target.tolist()):
-        for node, row in tree.path(word) if word != -100 else []:
-            first = int(tree.first_row[node])
-            rows = slice(first, first + int(tree.num_children[node]))
-            logits = weight[rows].double() @ hidden[position].double() + bias[rows].double()
-            nlls[position] -= F.log_softmax(logits, 0)[row - first]
-    return nlls
 
 
 def test_confident_predictions_keep_their_gradient() -> None:

@@ -8,20 +8,10 @@ from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import OPS
 from lm.output.backends.base import Needs
 
-N, H = 23, 6
-TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 5)
+from ..definition import TWO_LEVEL, N, problem
+
 BOTH = pytest.mark.parametrize("backend", ["saved", "triton"], indirect=True)
 """Both backends."""
-
-
-def problem(tree: ClassTree, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """hidden, weight, bias with gradients, and targets of which one is ignored."""
-    hidden = torch.randn(*shape, H, dtype=dtype, requires_grad=True)
-    weight = torch.randn(tree.num_rows, H, dtype=dtype, requires_grad=True)
-    bias = torch.randn(tree.num_rows, dtype=dtype, requires_grad=True)
-    target = torch.randint(0, N, shape)
-    target.view(-1)[1:2] = -100
-    return [hidden, weight, bias, target]
 
 
 def test_gradients_pass_gradcheck(tree: ClassTree, backend: str) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
+from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.rowwise import (
     Product,
     RowAdagrad,
@@ -16,35 +15,13 @@ from lm.output.rowwise import (
     RowGradient,
     RowOptimizer,
     RowSGD,
-    lookup,
     optimizers,
 )
 
-N, H, P = 41, 6, 15
-SHORTLIST = ClassTree.two_level((torch.arange(N) * 7) % 9, 4)
-Table = list[Tensor]
+from .tables import SHORTLIST, H, N, Table, accumulate, table
+
 Make = Callable[[Table], torch.optim.Optimizer]
 Kind = Callable[..., RowOptimizer]
-
-
-def table(tree: ClassTree, dtype: torch.dtype = torch.float64) -> Table:
-    """Weight and bias, the same each time."""
-    generator = torch.Generator().manual_seed(5)
-    weight = torch.randn(tree.num_rows, H, dtype=torch.float64, generator=generator)
-    bias = torch.randn(tree.num_rows, dtype=torch.float64, generator=generator)
-    return [part.to(dtype).requires_grad_() for part in (weight, bias)]
-
-
-def accumulate(tree: ClassTree, params: Table, number: int, rows: bool) -> None:
-    """Add the gradients of a batch whose input vectors are the output rows."""
-    generator = torch.Generator().manual_seed(number)
-    noise = torch.randn(P, H, dtype=torch.float64, generator=generator)
-    words, target = torch.randint(0, N // 2, (2, P), generator=generator)
-    weight, bias = params
-    index = tree.row_of_word[words]
-    vectors = lookup(weight, index) if rows else F.embedding(index, weight)
-    hidden = noise + vectors.to(noise.dtype).tanh()
-    hierarchical_cross_entropy(hidden, weight, target, tree, bias, sparse=rows).backward()  # type: ignore[no-untyped-call]
 
 
 def trained(make: Make, rows: bool, coo: bool = False) -> Table:

@@ -9,6 +9,18 @@ from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.reference import gradient_memory as memory
 
 
+def dense_gradient(hidden: Tensor, weight: Tensor, target: Tensor, tree: ClassTree) -> Tensor:
+    """The gradient of the mean loss, with two softmaxes of PyTorch for each position."""
+    weight = weight.detach().clone().requires_grad_()
+    logits, nll = hidden @ weight.T, torch.zeros(())
+    for position, word in enumerate(target.tolist()):
+        for node, row in tree.path(word):
+            first = int(tree.first_row[node])
+            node_logits = logits[position, first : first + int(tree.num_children[node])]
+            nll = nll - F.log_softmax(node_logits, 0)[row - first]
+    return torch.autograd.grad(nll / target.numel(), weight)[0]
+
+
 def test_mapped_gradients_are_zero_where_nothing_was_visited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -20,8 +32,7 @@ def test_mapped_gradients_are_zero_where_nothing_was_visited(
     (d_weight,) = torch.autograd.grad(
         hierarchical_cross_entropy(hidden, weight, target, tree), weight
     )
-    dense = weight.detach().clone().requires_grad_()
-    (truth,) = torch.autograd.grad(_dense(hidden, dense, target, tree), dense)
+    truth = dense_gradient(hidden, weight, target, tree)
     torch.testing.assert_close(d_weight, truth)
     assert int((d_weight.abs().sum(1) > 0).sum()) == 63 + 64 + 64 + 32
 
@@ -39,8 +50,7 @@ def test_a_gradient_in_reused_memory_is_zero_where_nothing_was_written(
         return torch.autograd.grad(nll, weight)[0]
 
     def truth(target: Tensor) -> Tensor:
-        dense = weight.detach().clone().requires_grad_()
-        return torch.autograd.grad(_dense(hidden, dense, target, tree), dense)[0]
+        return dense_gradient(hidden, weight, target, tree)
 
     everywhere, nearly, seldom = (torch.arange(300) % size for size in (400, 280, 40))
     first = gradient(everywhere)
@@ -76,15 +86,3 @@ def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made(
     largest = max(event.self_cpu_memory_usage for event in events)
     assert 0 < largest <= 64 * tree.max_path_columns * 4  # the gradient is mapped, not allocated
     assert d_weight.shape == weight.shape
-
-
-def _dense(hidden: Tensor, weight: Tensor, target: Tensor, tree: ClassTree) -> Tensor:
-    """Mean loss of two levels out of a full matrix of logits."""
-    logits = hidden @ weight.T
-    nll = torch.zeros(())
-    for position, word in enumerate(target.tolist()):
-        for node, row in tree.path(word):
-            first = int(tree.first_row[node])
-            node_logits = logits[position, first : first + int(tree.num_children[node])]
-            nll = nll - F.log_softmax(node_logits, 0)[row - first]
-    return nll / target.numel()

@@ -1,0 +1,43 @@
+"""Problems of 23 words, and what they cost by definition."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lm.output import ClassTree
+
+N, H = 23, 6
+TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 5)
+
+
+def problem(tree: ClassTree, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """hidden, weight, bias with gradients, and targets of which one is ignored."""
+    hidden = torch.randn(*shape, H, dtype=dtype, requires_grad=True)
+    weight = torch.randn(tree.num_rows, H, dtype=dtype, requires_grad=True)
+    bias = torch.randn(tree.num_rows, dtype=dtype, requires_grad=True)
+    target = torch.randint(0, N, shape)
+    target.view(-1)[1:2] = -100
+    return [hidden, weight, bias, target]
+
+
+def definition(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, tree: ClassTree
+) -> Tensor:
+    """Σ over the path of - log softmax(W_n h + b_n)[child]."""
+    return definition_by_level(hidden, weight, bias, target, tree).sum(0)
+
+
+def definition_by_level(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, tree: ClassTree
+) -> Tensor:
+    """Each term of the definition, [D, ...], one position and node at a time."""
+    columns = []
+    for h, word in zip(hidden.reshape(-1, H), target.reshape(-1).tolist(), strict=True):
+        nlls = [h.new_zeros(())] * tree.depth
+        for level, (node, row) in enumerate(tree.path(word) if word != -100 else []):
+            first = int(tree.first_row[node])
+            rows = slice(first, first + int(tree.num_children[node]))
+            logits = weight[rows] @ h + (0 if bias is None else bias[rows])
+            nlls[level] = -F.log_softmax(logits, 0)[row - first]
+        columns.append(torch.stack(nlls))
+    return torch.stack(columns, 1).view(tree.depth, *target.shape)
