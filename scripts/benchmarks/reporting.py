@@ -76,7 +76,9 @@ class Table:
 
     def add(self, row: Row, note: str = "") -> None:
         """Print and log a row; only the columns before the first missing field are printed."""
-        self.columns = self.columns or [Column(name, name, width=8) for name in row]
+        self.columns = self.columns or [
+            Column(name, name, width=15 if isinstance(row[name], str) else 8) for name in row
+        ]
         if not self.rows:
             print("  ".join(column.align(column.title) for column in self.columns).rstrip())
         known = takewhile(lambda column: column.field in row, self.columns)
