@@ -19,11 +19,11 @@ from scripts.benchmarks.reporting import Column, Row, Table, benchmark_parser
 
 SETTINGS: dict[str, dict[str, str]] = {
     "one thread": {"OMP_NUM_THREADS": "1"},
-    "libgomp's default": {},
+    "libgomp's default": {"GOMP_SPINCOUNT": "300000"},
     "spin count 10,000": {"GOMP_SPINCOUNT": "10000"},
     "spin count 1,000": {"GOMP_SPINCOUNT": "1000"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
-    "lm": {"LM_OPENMP": "1"},
+    "by load": {},
 }
 LOADS = ("none", "busy loops", "OpenMP programs")
 COLUMNS = (
@@ -38,10 +38,6 @@ BATCH_SIZE, SEQ_LEN, HIDDEN, VOCAB_SIZE = 32, 35, 200, 10_000
 
 def train(seconds: float) -> float:
     """Train for a while in this process; returns tokens per second, warm-up left out."""
-    if os.environ.get("LM_OPENMP"):
-        from lm.openmp import limit_spinning
-
-        limit_spinning()
     import torch
 
     from lm.output import ClassTree, HierarchicalSoftmax
