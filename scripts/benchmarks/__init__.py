@@ -1,4 +1,9 @@
-"""Benchmarks: each module measures one thing, run as `python -m scripts.benchmarks.NAME`."""
+"""Everything that measures.
+
+Each benchmark is run as `python -m scripts.benchmarks.NAME` from the top folder; `--help` describes
+it. `methods`, `peers`, `measure` and `table` belong to `output_layer`, `scale_*` to `scale`,
+`kernel_traces` and `kernel_cache` to `kernel_bytes`; `reporting` is shared by all.
+"""
 
 from lm.openmp import limit_spinning
 

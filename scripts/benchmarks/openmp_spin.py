@@ -81,7 +81,7 @@ def loaded(load: str) -> Iterator[None]:
         command = [sys.executable, "-c", "while True: pass"]
         others = [subprocess.Popen(command, text=True) for _ in range(count)]
     else:
-        others = [child(600, {}) for _ in range(count)]
+        others = [child(600, SETTINGS["libgomp's default"]) for _ in range(count)]
         time.sleep(5 if count else 0)  # until they train
     try:
         yield
