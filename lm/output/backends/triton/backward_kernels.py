@@ -38,6 +38,12 @@ def _expm1(x):
 
 
 @triton.jit
+def _product(a, b, total, PRECISION: tl.constexpr, ACC: tl.constexpr):
+    """The product a b, added to `total` unless that is None."""
+    return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=ACC)
+
+
+@triton.jit
 def _error(
     exp_logits, block_max, lse, target_logit, child,
     v, visits, d, block, c0, P, num_blocks, ACC: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -95,9 +101,7 @@ def _d_hidden(
                 c = c0 + tl.arange(0, BLOCK_C)
                 w = _rows(weight, first + c, c < width, h, h < H, weight_stride * ALIGN)
                 error = error.to(exp_logits.dtype.element_ty)
-                total = tl.dot(
-                    error, w.to(error.dtype), total, input_precision=PRECISION, out_dtype=ACC
-                )
+                total = _product(error, w.to(error.dtype), total, PRECISION, ACC)
             remaining = remaining & (nodes != n)
             s = _end_of(remaining, v, end, backwards)
     total = total * tl.load(d_nll + p, mask=in_tile, other=0.0).to(ACC)[:, None]
@@ -187,9 +191,7 @@ def _write_rows(
         )  # fmt: skip
         error *= tl.load(d_nll + p, mask=visits, other=0.0).to(ACC)[:, None]
         x = _rows(hidden, p, visits, h, h < H, hidden_stride)
-        total = tl.dot(
-            tl.trans(error.to(x.dtype)), x, total, input_precision=PRECISION, out_dtype=ACC
-        )
+        total = _product(tl.trans(error.to(x.dtype)), x, total, PRECISION, ACC)
         bias_total += tl.sum(error, axis=0)
     _store_rows(
         d_weight=d_weight, d_bias=d_bias, scale=scale, total=total, bias_total=bias_total,
@@ -267,35 +269,26 @@ def _d_light(
                 for c0 in range(0, width, BLOCK_C):
                     c = c0 + tl.arange(0, BLOCK_C)
                     error = _error(
-                        exp_logits=exp_logits, block_max=block_max, lse=lse,
+                        exp_logits=exp_logits, block_max=block_max, lse=lse, BLOCK_C=BLOCK_C,
                         target_logit=target_logit, child=child, v=v, visits=visits, d=d,
-                        block=block + c0 // BLOCK_C, c0=c0,
-                        P=P, num_blocks=num_blocks, ACC=ACC, BLOCK_C=BLOCK_C,
+                        block=block + c0 // BLOCK_C, c0=c0, P=P, num_blocks=num_blocks, ACC=ACC,
                     )  # fmt: skip
                     if d_hidden is not None:
                         w = _rows(weight, first + c, c < width, h, h < H, weight_stride * ALIGN)
-                        total = tl.dot(
-                            error.to(x.dtype), w.to(x.dtype), total,
-                            input_precision=PRECISION, out_dtype=ACC,
-                        )  # fmt: skip
+                        total = _product(error.to(x.dtype), w.to(x.dtype), total, PRECISION, ACC)
                     if d_weight is not None or d_bias is not None:
                         error *= v_d_nll[:, None]
-                        rows = tl.dot(
-                            tl.trans(error.to(x.dtype)), x,
-                            input_precision=PRECISION, out_dtype=ACC,
-                        )  # fmt: skip
+                        rows = _product(tl.trans(error.to(x.dtype)), x, None, PRECISION, ACC)
                         _store_rows(
-                            d_weight=d_weight, d_bias=d_bias, scale=scale,
-                            total=rows, bias_total=tl.sum(error, axis=0),
-                            first=written, c=c, width=width, h0=h0, h=h, H=H,
-                            stride=weight_stride * ALIGN,
+                            d_weight=d_weight, d_bias=d_bias, scale=scale, total=rows,
+                            bias_total=tl.sum(error, axis=0), first=written, c=c, width=width,
+                            h0=h0, h=h, H=H, stride=weight_stride * ALIGN,
                         )  # fmt: skip
                 s = _next(active, v, s_stop, end)
         if d_hidden is not None:
             inside = in_tile[:, None] & (h < H)[None, :]
-            heavy = tl.load(
-                partial + v.to(tl.int64)[:, None] * H + h[None, :], mask=inside, other=0.0
-            )
+            heavy_place = partial + v.to(tl.int64)[:, None] * H + h[None, :]
+            heavy = tl.load(heavy_place, mask=inside, other=0.0)
             if scale is not None:
                 v_d_nll *= tl.load(scale)
             out = (total * v_d_nll[:, None] + heavy).to(d_hidden.dtype.element_ty)
