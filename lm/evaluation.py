@@ -39,17 +39,11 @@ WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out"
 
 @dataclass(frozen=True, kw_only=True)
 class TextCounts:
-    """What is counted in a text apart from its tokens.
+    """What is counted in the original text, before it is cut into tokens."""
 
-    Attributes:
-        words: whitespace-separated words of the original text.
-        lines: lines of the original text, each with one `<eos>`.
-        utf8_bytes: bytes of the original text in UTF-8, line ends included.
-    """
-
-    words: int
-    lines: int
-    utf8_bytes: int
+    words: int  # separated by whitespace
+    lines: int  # each with one `<eos>`
+    utf8_bytes: int  # line ends included
 
     @classmethod
     def of(cls, split: SplitInfo) -> "TextCounts":
@@ -61,35 +55,22 @@ class TextCounts:
 class Evaluation:
     """How well a model predicts a text.
 
-    Attributes:
-        tokens: predicted tokens, including an `<eos>` for each line.
-        words: words of the original text, without `<eos>`.
-        oov: tokens that are `<unk>`.
-        nll_nats: negative log-likelihood of all tokens.
-        perplexity: exp(nll / tokens).
-        perplexity_excluding_oov: the same over the tokens that are not `<unk>` (which are still
-            part of the context).
-        word_perplexity: exp(nll / (words + lines)): comparable between tokenizers.
-        bits_per_byte: nll / ln 2 / utf8_bytes: comparable between tokenizers.
-        class_perplexity: perplexity of the choice at the root of the tree.
-        within_class_perplexity: perplexity of the choices below; the product of the two is
-            `perplexity`.
-        context: from what each token is predicted.
-        eos_rule: what is counted at line ends.
+    `perplexity` is the product of `class_perplexity` and `within_class_perplexity`.
+    `word_perplexity` and `bits_per_byte` are comparable between tokenizers.
     """
 
-    tokens: int
-    words: int
-    oov: int
-    nll_nats: float
-    perplexity: float
-    perplexity_excluding_oov: float
-    word_perplexity: float
-    bits_per_byte: float
-    class_perplexity: float
-    within_class_perplexity: float
-    context: str
-    eos_rule: str = EOS_RULE
+    tokens: int  # predicted ones, including an `<eos>` for each line
+    words: int  # of the original text, without `<eos>`
+    oov: int  # tokens that are `<unk>`
+    nll_nats: float  # negative log-likelihood of all tokens
+    perplexity: float  # exp(nll / tokens)
+    perplexity_excluding_oov: float  # over the tokens that are not `<unk>`, which remain context
+    word_perplexity: float  # exp(nll / (words + lines))
+    bits_per_byte: float  # nll / ln 2 / utf8_bytes
+    class_perplexity: float  # of the choice at the root of the tree
+    within_class_perplexity: float  # of the choices below
+    context: str  # from what each token is predicted
+    eos_rule: str = EOS_RULE  # what is counted at line ends
 
     def to_dict(self) -> dict[str, Any]:
         """The figures for JSON, which has no infinity and no NaN: these are None."""
@@ -231,9 +212,6 @@ def evaluate_run(folder: Path, split: str, *, progress: bool = True) -> Evaluati
         split: `train`, `valid` or `test`.
         progress: whether to show a progress bar in a terminal.
 
-    Returns:
-        The figures.
-
     Raises:
         UserError: if the run has no model, its prepared data are absent, or they were prepared
             again with another tokenizer.
@@ -245,10 +223,9 @@ def evaluate_run(folder: Path, split: str, *, progress: bool = True) -> Evaluati
         raise UserError(
             f"{prepared.folder} was prepared again, with another tokenizer than that of {folder}"
         )
-    tokens = prepared.tokens(split)
     result = evaluate(
         model,
-        tokens,
+        prepared.tokens(split),
         TextCounts.of(prepared.splits[split]),
         eos_id=description.eos_id,
         unk_id=description.unk_id,
@@ -269,9 +246,6 @@ def evaluate_text(folder: Path, lines: Iterable[str], *, progress: bool = True) 
         lines: the text, without line ends.
         progress: whether to show a progress bar in a terminal.
 
-    Returns:
-        The figures.
-
     Raises:
         UserError: if there is no model, its tokenizer is not the one it was trained with, or the
             text is empty.
@@ -291,7 +265,7 @@ def evaluate_text(folder: Path, lines: Iterable[str], *, progress: bool = True) 
     )
     return evaluate(
         model,
-        np.concatenate([np.array(line, np.int64) for line in ids]),
+        np.concatenate(ids),
         counts,
         eos_id=description.eos_id,
         unk_id=description.unk_id,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,13 +19,7 @@ from torch import Tensor
 from data_prep.errors import UserError
 from data_prep.settings import STRICT
 from data_prep.storage import sha256_file, write_atomically, write_json_atomically
-from lm.config import (
-    ModelConfig,
-    OutputConfig,
-    WordTable,
-    WordTableConfig,
-    translate_description,
-)
+from lm.config import ModelConfig, OutputConfig, WordTable, WordTableConfig, translate_description
 from lm.model.build import restore_model
 from lm.model.language_model import LanguageModel
 
@@ -37,22 +31,7 @@ DESCRIPTION = "model.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """The content of `model.json`: with the weights, enough to build the model anywhere.
-
-    Attributes:
-        format_version: version of the file's format.
-        model: the section `model` of the configuration.
-        output: the section `output`.
-        word_table: the section `word_table`.
-        context: T that the model was trained with.
-        eos_id: word id of `<eos>`.
-        unk_id: word id of `<unk>`; None if the tokenizer has none.
-        tokenizer_sha256: checksum of the tokenizer that the word ids belong to.
-        weights_sha256: checksum of `model.safetensors`; `save_model` fills it in.
-        step: optimizer steps that led to the weights.
-        valid_perplexity: validation perplexity, by which the weights were chosen; None without a
-            validation split.
-    """
+    """The content of `model.json`: with the weights, enough to build the model anywhere."""
 
     __pydantic_config__ = STRICT
 
@@ -60,26 +39,20 @@ class Description:
     model: ModelConfig
     output: OutputConfig
     word_table: WordTableConfig
-    context: int
+    context: int  # T that the model was trained with
     eos_id: int
-    unk_id: int | None
-    tokenizer_sha256: str
-    weights_sha256: str = ""
-    step: int
-    valid_perplexity: float | None
+    unk_id: int | None  # None if the tokenizer has none
+    tokenizer_sha256: str  # of the tokenizer that the word ids belong to
+    weights_sha256: str = ""  # of `model.safetensors`; `save_model` fills it in
+    step: int  # optimizer steps that led to the weights
+    valid_perplexity: float | None  # the lowest one; None without a validation split
 
 
 _ADAPTER = TypeAdapter(Description)
 
 
 def save_model(folder: Path, model: LanguageModel, description: Description) -> None:
-    """Write `model.safetensors` and `model.json`.
-
-    Args:
-        folder: folder of the two files.
-        model: on any device.
-        description: its `weights_sha256` is ignored.
-    """
+    """Write `model.safetensors` and `model.json`."""
     tensors = {
         name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
     }
@@ -132,9 +105,9 @@ def read_description(folder: Path) -> Description:
         return description
     except FileNotFoundError as error:
         raise UserError(f"{folder}: no trained model here ({DESCRIPTION} is missing)") from error
-    except (ValidationError, ValueError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except (ValueError, AttributeError) as error:
         raise UserError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
 
 
