@@ -55,22 +55,35 @@ class TextCounts:
 class Evaluation:
     """How well a model predicts a text.
 
-    `perplexity` is the product of `class_perplexity` and `within_class_perplexity`.
-    `word_perplexity` and `bits_per_byte` are comparable between tokenizers.
+    Attributes:
+        tokens: predicted tokens, including an `<eos>` for each line.
+        words: words of the original text, without `<eos>`.
+        oov: tokens that are `<unk>`.
+        nll_nats: negative log-likelihood of all tokens.
+        perplexity: exp(nll / tokens).
+        perplexity_excluding_oov: the same over the tokens that are not `<unk>` (which are still
+            part of the context).
+        word_perplexity: exp(nll / (words + lines)): comparable between tokenizers.
+        bits_per_byte: nll / ln 2 / utf8_bytes: comparable between tokenizers.
+        class_perplexity: perplexity of the choice at the root of the tree.
+        within_class_perplexity: perplexity of the choices below; the product of the two is
+            `perplexity`.
+        context: from what each token is predicted.
+        eos_rule: what is counted at line ends.
     """
 
-    tokens: int  # predicted ones, including an `<eos>` for each line
-    words: int  # of the original text, without `<eos>`
-    oov: int  # tokens that are `<unk>`
-    nll_nats: float  # negative log-likelihood of all tokens
-    perplexity: float  # exp(nll / tokens)
-    perplexity_excluding_oov: float  # over the tokens that are not `<unk>`, which remain context
-    word_perplexity: float  # exp(nll / (words + lines))
-    bits_per_byte: float  # nll / ln 2 / utf8_bytes
-    class_perplexity: float  # of the choice at the root of the tree
-    within_class_perplexity: float  # of the choices below
-    context: str  # from what each token is predicted
-    eos_rule: str = EOS_RULE  # what is counted at line ends
+    tokens: int
+    words: int
+    oov: int
+    nll_nats: float
+    perplexity: float
+    perplexity_excluding_oov: float
+    word_perplexity: float
+    bits_per_byte: float
+    class_perplexity: float
+    within_class_perplexity: float
+    context: str
+    eos_rule: str = EOS_RULE
 
     def to_dict(self) -> dict[str, Any]:
         """The figures for JSON, which has no infinity and no NaN: these are None."""

@@ -240,7 +240,7 @@ def test_the_test_text_is_the_test_split(
 def test_a_loop_over_the_tokens_of_a_run_gives_its_perplexity(lstm_run: Path) -> None:
     model, description = load_model(lstm_run)
     tokens = open_prepared(load_run_config(lstm_run).prepared_path).tokens("test")
-    ids = {"eos_id": description.eos_id, "context": description.context}
+    ids: Any = {"eos_id": description.eos_id, "context": description.context}
     expected = by_hand(model.double(), tokens, **ids)
     result = evaluate(model, tokens, COUNTS, unk_id=description.unk_id, **ids)
     assert result.nll_nats == pytest.approx(sum(expected), rel=1e-11)

@@ -31,7 +31,22 @@ DESCRIPTION = "model.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """The content of `model.json`: with the weights, enough to build the model anywhere."""
+    """The content of `model.json`: with the weights, enough to build the model anywhere.
+
+    Attributes:
+        format_version: version of the file's format.
+        model: the section `model` of the configuration.
+        output: the section `output`.
+        word_table: the section `word_table`.
+        context: T that the model was trained with.
+        eos_id: word id of `<eos>`.
+        unk_id: word id of `<unk>`; None if the tokenizer has none.
+        tokenizer_sha256: checksum of the tokenizer that the word ids belong to.
+        weights_sha256: checksum of `model.safetensors`; `save_model` fills it in.
+        step: optimizer steps that led to the weights.
+        valid_perplexity: validation perplexity, by which the weights were chosen; None without a
+            validation split.
+    """
 
     __pydantic_config__ = STRICT
 
@@ -39,13 +54,13 @@ class Description:
     model: ModelConfig
     output: OutputConfig
     word_table: WordTableConfig
-    context: int  # T that the model was trained with
+    context: int
     eos_id: int
-    unk_id: int | None  # None if the tokenizer has none
-    tokenizer_sha256: str  # of the tokenizer that the word ids belong to
-    weights_sha256: str = ""  # of `model.safetensors`; `save_model` fills it in
-    step: int  # optimizer steps that led to the weights
-    valid_perplexity: float | None  # the lowest one; None without a validation split
+    unk_id: int | None
+    tokenizer_sha256: str
+    weights_sha256: str = ""
+    step: int
+    valid_perplexity: float | None
 
 
 _ADAPTER = TypeAdapter(Description)

@@ -10,6 +10,7 @@ import torch
 
 from data_prep.errors import UserError
 from lm.config import ModelConfig, OutputConfig, WordTable, WordTableConfig
+from lm.config.renamed import RENAMED
 from lm.model.build import build_model
 from lm.model.files import Description, load_model, read_description, save_model
 from lm.model.language_model import LanguageModel
@@ -143,8 +144,10 @@ def test_a_model_of_format_version_1_is_loaded(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "model.json").read_text())
     values["format_version"] = 1
     del values["word_table"]
-    old_names = {"input_embedding": "input", "count_word_dropout": "input_backoff"}
-    values["model"] = {old_names.get(key, key): value for key, value in values["model"].items()}
+    for old, new in RENAMED.items():
+        section, key = new.key.split(".")
+        if section == "model":
+            values["model"][old.removeprefix("model.")] = values["model"].pop(key)
     values["model"]["tied"] = True
     values["output"] |= {"dtype": "fp32", "sparse": None}
     (tmp_path / "model.json").write_text(json.dumps(values))

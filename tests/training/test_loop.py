@@ -11,12 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from data_prep.prepared import open_prepared
-from lm.cli import main
 from lm.config import load_config
 from lm.evaluation import evaluate
 from lm.model.language_model import LanguageModel
 from lm.output.rowwise import RowGradient
-from lm.training.batches import Batches
 from lm.training.checkpoint import batches_done, load_checkpoint
 from lm.training.loop import train as train_run
 from lm.training.metrics import read_metrics
@@ -212,18 +210,10 @@ def test_the_best_model_is_that_of_the_lowest_validation_perplexity(
 
 
 def test_another_seed_reads_windows_in_another_order(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, before_call: BeforeCall
 ) -> None:
-    read: list[Any] = []
-    item = Batches.__getitem__
-
-    def noted(self: Batches, number: int) -> Any:
-        batch = item(self, number)
-        if number == 0:
-            read.append(batch.targets)
-        return batch
-
-    monkeypatch.setattr(Batches, "__getitem__", noted)
+    read: list[torch.Tensor] = []
+    before_call(LanguageModel, "loss", lambda *arguments: read.append(arguments[2]))
     for seed in (1, 1, 2):
         name = tmp_path / str(len(read))
         train(name, "--model.backbone=transformer", f"--seed={seed}", "--train.max_steps=1")
@@ -235,7 +225,6 @@ def test_a_run_may_stop_after_its_first_validation(
     tiny: Path, prepared_dir: Path, tmp_path: Path, lstm_run: Path
 ) -> None:
     folders = [f"--run_dir={tmp_path}", f"--data.prepared_dir={prepared_dir}"]
-    assert main(["prepare", str(tiny), "--no-progress", *folders]) == 0
     config = load_config(tiny, [*folders, "--train.val_every_steps=7"])
     assert train_run(config, progress=False, stop_after_validation=True) == tmp_path
     lines = read_metrics(tmp_path / "metrics.csv")

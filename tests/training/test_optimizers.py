@@ -64,7 +64,7 @@ def test_cosine_at_its_corners(settings: dict[str, Any], expected: dict[int, flo
 
 
 def test_steps_halve_the_rate_in_each_epoch_after_the_first_few() -> None:
-    settings = {"schedule": "step", "decay": 0.5, "decay_after_epochs": 3}
+    settings: Any = {"schedule": "step", "decay": 0.5, "decay_after_epochs": 3}
     assert [rate(epoch=epoch, **settings) for epoch in range(6)] == [2.0, 2.0, 2.0, 1.0, 0.5, 0.25]
 
 

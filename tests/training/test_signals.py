@@ -38,7 +38,7 @@ def test_the_signal_handlers_are_restored_after_a_run(arguments: list[str]) -> N
 def test_a_second_signal_stops_at_once(
     fatal: int, arguments: list[str], tmp_path: Path, before_call: Callable[..., None]
 ) -> None:
-    def kill_twice(_: Batches, number: int) -> None:
+    def kill_twice(batches: Batches, number: int) -> None:
         for _ in range(2 if number == fatal else 0):
             os.kill(os.getpid(), signal.SIGINT)
 
