@@ -39,17 +39,11 @@ WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out"
 
 @dataclass(frozen=True, kw_only=True)
 class TextCounts:
-    """What is counted in a text apart from its tokens.
+    """What is counted in the original text, before it is cut into tokens."""
 
-    Attributes:
-        words: whitespace-separated words of the original text.
-        lines: lines of the original text, each with one `<eos>`.
-        utf8_bytes: bytes of the original text in UTF-8, line ends included.
-    """
-
-    words: int
-    lines: int
-    utf8_bytes: int
+    words: int  # separated by whitespace
+    lines: int  # each with one `<eos>`
+    utf8_bytes: int  # line ends included
 
     @classmethod
     def of(cls, split: SplitInfo) -> "TextCounts":
@@ -231,9 +225,6 @@ def evaluate_run(folder: Path, split: str, *, progress: bool = True) -> Evaluati
         split: `train`, `valid` or `test`.
         progress: whether to show a progress bar in a terminal.
 
-    Returns:
-        The figures.
-
     Raises:
         UserError: if the run has no model, its prepared data are absent, or they were prepared
             again with another tokenizer.
@@ -245,10 +236,9 @@ def evaluate_run(folder: Path, split: str, *, progress: bool = True) -> Evaluati
         raise UserError(
             f"{prepared.folder} was prepared again, with another tokenizer than that of {folder}"
         )
-    tokens = prepared.tokens(split)
     result = evaluate(
         model,
-        tokens,
+        prepared.tokens(split),
         TextCounts.of(prepared.splits[split]),
         eos_id=description.eos_id,
         unk_id=description.unk_id,
@@ -269,9 +259,6 @@ def evaluate_text(folder: Path, lines: Iterable[str], *, progress: bool = True) 
         lines: the text, without line ends.
         progress: whether to show a progress bar in a terminal.
 
-    Returns:
-        The figures.
-
     Raises:
         UserError: if there is no model, its tokenizer is not the one it was trained with, or the
             text is empty.
@@ -291,7 +278,7 @@ def evaluate_text(folder: Path, lines: Iterable[str], *, progress: bool = True) 
     )
     return evaluate(
         model,
-        np.concatenate([np.array(line, np.int64) for line in ids]),
+        np.concatenate(ids),
         counts,
         eos_id=description.eos_id,
         unk_id=description.unk_id,

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 import lm.evaluation
 from data_prep.prepared import open_prepared
 from lm.cli import main
-from lm.config import ModelConfig, OutputConfig, WordTable
+from lm.config import ModelConfig, OutputConfig, WordTable, load_run_config
 from lm.evaluation import Evaluation, TextCounts, evaluate
 from lm.model.build import build_model
 from lm.model.files import load_model
@@ -55,11 +55,13 @@ def nll_after(model: LanguageModel, before: NDArray[np.int64], word: int) -> flo
     return -float(model.output.log_prob(hidden[-1])[0, word])
 
 
-def by_hand(model: LanguageModel, tokens: NDArray[np.uint16], context: int) -> list[float]:
+def by_hand(
+    model: LanguageModel, tokens: NDArray[Any], context: int, eos_id: int = EOS
+) -> list[float]:
     """The nll of each token by the documented rule: an LSTM sees everything before, a Transformer
     its window, where windows are half a context apart and the last one ends with the text.
     """
-    inputs = np.concatenate([[EOS], tokens[:-1]]).astype(np.int64)
+    inputs = np.concatenate([[eos_id], tokens[:-1]]).astype(np.int64)
     nll = []
     for place in range(len(tokens)):
         begin = 0
@@ -182,38 +184,42 @@ def test_no_tokens_are_refused() -> None:
         measured(make("lstm"), text(0))
 
 
-@pytest.fixture
-def evaluated(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    """`evaluated(*arguments)`: the output of `lm evaluate … --json`."""
+Evaluated = Callable[..., dict[str, Any]]
 
-    def run(*arguments: object) -> dict[str, Any]:
+
+@pytest.fixture
+def evaluated(capsys: pytest.CaptureFixture[str]) -> Iterator[Evaluated]:
+    """`evaluated(run, *options)`: the output of `lm evaluate … --json`; its files are deleted."""
+    runs: list[Path] = []
+
+    def evaluate_command(run: Path, *options: object) -> dict[str, Any]:
+        runs.append(run)
         capsys.readouterr()
-        assert main(["evaluate", *map(str, arguments), "--json"]) == 0
+        assert main(["evaluate", str(run), *map(str, options), "--json"]) == 0
         values: dict[str, Any] = json.loads(capsys.readouterr().out)
         return values
 
-    return run
+    yield evaluate_command
+    for path in {path for run in runs for path in run.glob("evaluate-*.json")}:
+        path.unlink()
 
 
 @pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
 def test_validation_during_training_equals_evaluate(
-    run: str, request: pytest.FixtureRequest, evaluated: Callable[..., dict[str, Any]]
+    run: str, request: pytest.FixtureRequest, evaluated: Evaluated
 ) -> None:
     folder: Path = request.getfixturevalue(run)
     lines = read_metrics(folder / "metrics.csv")
     best = min(line.valid_perplexity for line in lines if line.valid_perplexity is not None)
     assert evaluated(folder, "--split=valid")["perplexity"] == best
-    (folder / "evaluate-valid.json").unlink()
 
 
 def test_json_has_every_field_and_is_saved_in_the_run(
-    lstm_run: Path, corpus: Path, evaluated: Callable[..., dict[str, Any]]
+    lstm_run: Path, corpus: Path, evaluated: Evaluated
 ) -> None:
     values = evaluated(lstm_run)
     assert list(values) == FIELDS.split()
-    saved = lstm_run / "evaluate-test.json"
-    assert json.loads(saved.read_text()) == values
-    saved.unlink()
+    assert json.loads((lstm_run / "evaluate-test.json").read_text()) == values
     content = (corpus / "test.txt").read_bytes()
     lines = content.decode().splitlines()
     assert values["words"] == len(content.split())
@@ -224,52 +230,24 @@ def test_json_has_every_field_and_is_saved_in_the_run(
 
 @pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
 def test_the_test_text_is_the_test_split(
-    run: str,
-    request: pytest.FixtureRequest,
-    corpus: Path,
-    evaluated: Callable[..., dict[str, Any]],
+    run: str, request: pytest.FixtureRequest, corpus: Path, evaluated: Evaluated
 ) -> None:
     folder: Path = request.getfixturevalue(run)
     split = evaluated(folder, "--split=test")
     assert evaluated(folder, "--text", corpus / "test.txt") == split
-    (folder / "evaluate-test.json").unlink()
 
 
 def test_a_loop_over_the_tokens_of_a_run_gives_its_perplexity(lstm_run: Path) -> None:
     model, description = load_model(lstm_run)
-    tokens = open_prepared(prepared_of(lstm_run)).tokens("test")
-    expected = by_hand_from(model.double(), tokens, description.eos_id)
-    result = evaluate(
-        *(model, tokens, COUNTS),
-        eos_id=description.eos_id,
-        unk_id=description.unk_id,
-        context=description.context,
-    )
-    assert result.nll_nats == pytest.approx(expected, rel=1e-11)
-
-
-def by_hand_from(model: LanguageModel, tokens: NDArray[Any], eos_id: int) -> float:
-    """The nll of a text, one token after the other with the state."""
-    state, word, total = model.init_state(1), eos_id, 0.0
-    with torch.no_grad():
-        for target in tokens.tolist():
-            hidden, new_state = model(torch.tensor([[word]]), state)
-            assert new_state is not None
-            total -= float(model.output.log_prob(hidden)[0, 0, target])
-            state, word = new_state, target
-    return total
-
-
-def prepared_of(run: Path) -> str:
-    """The folder of a run's prepared data."""
-    (line,) = [
-        line for line in (run / "config.yaml").read_text().splitlines() if "prepared_dir" in line
-    ]
-    return line.split(": ")[1]
+    tokens = open_prepared(load_run_config(lstm_run).prepared_path).tokens("test")
+    ids: Any = {"eos_id": description.eos_id, "context": description.context}
+    expected = by_hand(model.double(), tokens, **ids)
+    result = evaluate(model, tokens, COUNTS, unk_id=description.unk_id, **ids)
+    assert result.nll_nats == pytest.approx(sum(expected), rel=1e-11)
 
 
 def test_a_text_of_words_never_seen_is_all_unknown(
-    lstm_run: Path, tmp_path: Path, evaluated: Callable[..., dict[str, Any]]
+    lstm_run: Path, tmp_path: Path, evaluated: Evaluated
 ) -> None:
     path = tmp_path / "text.txt"
     path.write_text("xyzzy plugh\nxyzzy\n")
@@ -278,7 +256,7 @@ def test_a_text_of_words_never_seen_is_all_unknown(
 
 
 def test_byte_order_marks_are_not_words(
-    lstm_run: Path, corpus: Path, tmp_path: Path, evaluated: Callable[..., dict[str, Any]]
+    lstm_run: Path, corpus: Path, tmp_path: Path, evaluated: Evaluated
 ) -> None:
     path, plain = tmp_path / "text.txt", (corpus / "test.txt").read_text()
     path.write_text(plain, encoding="utf-8-sig")
@@ -286,12 +264,11 @@ def test_byte_order_marks_are_not_words(
 
 
 def test_the_rule_for_line_ends_is_that_of_the_corpus(
-    tiny: Path, tmp_path: Path, evaluated: Callable[..., dict[str, Any]], lstm_run: Path
+    tiny: Path, tmp_path: Path, evaluated: Evaluated, lstm_run: Path
 ) -> None:
     options = ["--data.keep_empty_lines=false", "--train.max_steps=1", "--no-progress"]
     assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
     without, with_them = evaluated(tmp_path / "run"), evaluated(lstm_run)
-    (lstm_run / "evaluate-test.json").unlink()
     assert without["tokens"] == with_them["tokens"] - 1
     assert "empty lines left out" in without["eos_rule"]
     assert "empty lines too" in with_them["eos_rule"]
@@ -318,12 +295,12 @@ def test_a_text_that_cannot_be_evaluated_is_named(
     empty.touch()
     latin.write_bytes(b"caf\xe9\n")
     absent = tmp_path / "absent.txt"
-    errors = {
-        path: complaint("evaluate", lstm_run, "--text", path) for path in (empty, latin, absent)
-    }
-    assert errors[empty] == "the text to evaluate is empty"
-    assert errors[latin].startswith(f"{latin}: invalid UTF-8")
-    assert errors[absent] == f"{absent}: No such file or directory"
+    for path, error in (
+        (empty, "the text to evaluate is empty"),
+        (latin, f"{latin}: invalid UTF-8"),
+        (absent, f"{absent}: No such file or directory"),
+    ):
+        assert complaint("evaluate", lstm_run, "--text", path).startswith(error)
 
 
 def test_a_tokenizer_of_another_run_is_refused(

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,13 +19,7 @@ from torch import Tensor
 from data_prep.errors import UserError
 from data_prep.settings import STRICT
 from data_prep.storage import sha256_file, write_atomically, write_json_atomically
-from lm.config import (
-    ModelConfig,
-    OutputConfig,
-    WordTable,
-    WordTableConfig,
-    translate_description,
-)
+from lm.config import ModelConfig, OutputConfig, WordTable, WordTableConfig, translate_description
 from lm.model.build import restore_model
 from lm.model.language_model import LanguageModel
 
@@ -73,13 +67,7 @@ _ADAPTER = TypeAdapter(Description)
 
 
 def save_model(folder: Path, model: LanguageModel, description: Description) -> None:
-    """Write `model.safetensors` and `model.json`.
-
-    Args:
-        folder: folder of the two files.
-        model: on any device.
-        description: its `weights_sha256` is ignored.
-    """
+    """Write `model.safetensors` and `model.json`."""
     tensors = {
         name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
     }
@@ -132,9 +120,9 @@ def read_description(folder: Path) -> Description:
         return description
     except FileNotFoundError as error:
         raise UserError(f"{folder}: no trained model here ({DESCRIPTION} is missing)") from error
-    except (ValidationError, ValueError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except (ValueError, AttributeError) as error:
         raise UserError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
 
 

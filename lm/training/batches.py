@@ -5,6 +5,8 @@ Their order is a pure function of (seed, epoch, index) and does not depend on th
 Each token of the split is a target; its input is the token before it, `<eos>` for the first one.
 """
 
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,23 +15,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.errors import UserError
-from lm.config import TrainConfig
+from data_prep.prepared import Prepared
+from lm.config import Config, TrainConfig
 
 
 class Batch(NamedTuple):
-    """Sequences of tokens that are trained on together.
+    """Sequences of tokens that are trained on together."""
 
-    Attributes:
-        inputs: [T, B] int64.
-        targets: [T, B] int64, one step ahead of `inputs`.
-        continues: whether each column continues the same column of the previous batch.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    continues: bool
+    inputs: Tensor  # [T, B] int64
+    targets: Tensor  # [T, B] int64, one step ahead of `inputs`
+    continues: bool  # whether each column continues the same column of the previous batch
 
 
+@dataclass(eq=False)
 class Batches:
     """The batches of an endless training run, numbered from 0; each device has its own columns.
 
@@ -37,19 +35,6 @@ class Batches:
     in parallel, so that a state can be carried; up to B - 1 tokens at the end are left out. Windows
     (`shuffle=True`): the text is cut into windows of `seq_len` tokens from an offset that differs
     between epochs, and the windows are shuffled; up to a batch of windows per epoch is left out.
-
-    Args:
-        tokens: [n] unsigned integers, may be memory-mapped.
-        eos_id: input of the first token.
-        batch_size: B, over all devices.
-        seq_len: T; the last batch of the streams may be shorter.
-        shuffle: whether to read windows instead of streams.
-        seed: seed of the offset and the order of windows.
-        rank: number of this device, which takes the columns rank, rank + world_size, ….
-        world_size: number of devices.
-
-    Attributes:
-        per_epoch: number of batches in one epoch.
 
     Raises:
         UserError: if the text is too short for B sequences, or B is not a multiple of the devices.
@@ -63,53 +48,43 @@ class Batches:
         ([[3], [7]], True)
     """
 
-    def __init__(
-        self,
-        tokens: NDArray[Any],
-        *,
-        eos_id: int,
-        batch_size: int,
-        seq_len: int,
-        shuffle: bool,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        shortest = batch_size * (seq_len + 1 if shuffle else 1)
-        if len(tokens) < shortest:
+    tokens: NDArray[Any]  # [n] unsigned integers, may be memory-mapped
+    _: KW_ONLY
+    eos_id: int  # input of the first token
+    batch_size: int  # B, over all devices
+    seq_len: int  # T; the last batch of the streams may be shorter
+    shuffle: bool
+    seed: int  # of the offset and the order of windows
+    rank: int = 0  # this device takes the columns rank, rank + world_size, …
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        num_tokens, batch_size, seq_len = len(self.tokens), self.batch_size, self.seq_len
+        shortest = batch_size * (seq_len + 1 if self.shuffle else 1)
+        if num_tokens < shortest:
             raise UserError(
-                f"the training split has {len(tokens)} tokens; train.batch_size = {batch_size} and"
+                f"the training split has {num_tokens} tokens; train.batch_size = {batch_size} and"
                 f" train.seq_len = {seq_len} require at least {shortest}"
             )
-        if batch_size % world_size:
+        if batch_size % self.world_size:
             raise UserError(
-                f"train.batch_size = {batch_size} must be a multiple of {world_size} devices"
+                f"train.batch_size = {batch_size} must be a multiple of {self.world_size} devices"
             )
-        self.tokens = tokens
-        self.eos_id = eos_id
-        self.batch_size = batch_size
-        self.seq_len = seq_len
-        self.shuffle = shuffle
-        self.seed = seed
-        self.rank, self.world_size = rank, world_size
-        self._windows: tuple[int, NDArray[np.int64]] | None = None
-        if shuffle:
-            self.num_windows = (len(tokens) - 1) // seq_len
-            self.per_epoch = self.num_windows // batch_size
-        else:
-            self.stream_len = len(tokens) // batch_size
-            self.per_epoch = -(-self.stream_len // seq_len)
+        self.stream_len = num_tokens // batch_size
+        windows_per_epoch = (num_tokens - 1) // seq_len // batch_size
+        self.per_epoch = windows_per_epoch if self.shuffle else -(-self.stream_len // seq_len)
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, counted from the start of the first epoch."""
         epoch, index = divmod(number, self.per_epoch)
+        length = self.seq_len
         if self.shuffle:
-            chosen = slice(index * self.batch_size, (index + 1) * self.batch_size)
-            starts, length = self._window_starts(epoch)[chosen], self.seq_len
+            starts = _window_starts(self.seed, epoch, len(self.tokens), length)
+            starts = starts[index * self.batch_size : (index + 1) * self.batch_size]
         else:
-            begin = index * self.seq_len
+            begin = index * length
             starts = np.arange(self.batch_size) * self.stream_len + begin
-            length = min(self.seq_len, self.stream_len - begin)
+            length = min(length, self.stream_len - begin)
         places = starts[self.rank :: self.world_size][None, :] + np.arange(length)[:, None]
         targets = self.tokens[places].astype(np.int64)
         inputs = self.tokens[places - 1].astype(np.int64)
@@ -117,24 +92,34 @@ class Batches:
         continues = index > 0 and not self.shuffle
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), continues)
 
-    def _window_starts(self, epoch: int) -> NDArray[np.int64]:
-        if self._windows is None or self._windows[0] != epoch:
-            rng = np.random.default_rng([self.seed, epoch])
-            slack = len(self.tokens) - self.num_windows * self.seq_len
-            starts = rng.permutation(self.num_windows) * self.seq_len + rng.integers(slack + 1)
-            self._windows = epoch, starts
-        return self._windows[1]
+
+@lru_cache(maxsize=1)  # all batches of an epoch need the same
+def _window_starts(seed: int, epoch: int, num_tokens: int, seq_len: int) -> NDArray[np.int64]:
+    """Where the windows of an epoch begin, in the order in which they are read."""
+    rng = np.random.default_rng([seed, epoch])
+    num_windows = (num_tokens - 1) // seq_len
+    slack = num_tokens - num_windows * seq_len
+    return rng.permutation(num_windows) * seq_len + rng.integers(slack + 1)
+
+
+def training_batches(
+    config: Config, prepared: Prepared, *, rank: int = 0, world_size: int = 1
+) -> Batches:
+    """The batches of a configuration: streams for an LSTM, which carries a state, else windows."""
+    return Batches(
+        prepared.tokens("train"),
+        eos_id=prepared.eos_id,
+        batch_size=config.train.batch_size,
+        seq_len=config.train.seq_len,
+        shuffle=config.model.backbone != "lstm",
+        seed=config.seed,
+        rank=rank,
+        world_size=world_size,
+    )
 
 
 def num_steps(config: TrainConfig, batches: Batches) -> int:
-    """The number of optimizer steps of a run: `max_epochs` or `max_steps`, whichever comes first.
-
-    Args:
-        config: the section `train`.
-        batches: the training batches.
-
-    Returns:
-        At least 1.
+    """The optimizer steps of a run, at least 1: `max_epochs` or `max_steps`, whichever is less.
 
     Raises:
         UserError: if `max_epochs` has fewer batches than a step accumulates.

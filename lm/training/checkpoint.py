@@ -20,11 +20,7 @@ FORMAT_VERSION = 2
 
 
 def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint; if the disk is full, the file that was there is unchanged.
-
-    Args:
-        checkpoint: tensors and plain data.
-        path: the file; its folder is created.
+    """Write tensors and plain data; if the disk is full, the previous file is unchanged.
 
     Raises:
         UserError: if the disk is full.
@@ -40,35 +36,13 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
         ) from error
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint, always as plain data.
-
-    Args:
-        path: the file.
-
-    Returns:
-        What was saved, its tensors on the CPU and mapped privately.
+def load_checkpoint(path: Path, *, verify_tensors: bool = True) -> dict[str, Any]:
+    """Read a checkpoint as plain data, its tensors on the CPU and mapped privately.
 
     Raises:
         UserError: if the file is absent, damaged, contains more than plain data, or was written by
             another version.
     """
-    return _read(path)
-
-
-def batches_done(path: Path) -> int:
-    """The number of batches that a checkpoint was trained on; reads a small part of the file.
-
-    Raises:
-        UserError: as `load_checkpoint`.
-    """
-    try:
-        return int(_read(path, verify_tensors=False)["progress"]["batches_done"])
-    except (KeyError, TypeError) as error:
-        raise _damaged(path) from error
-
-
-def _read(path: Path, *, verify_tensors: bool = True) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():
@@ -89,6 +63,18 @@ def _read(path: Path, *, verify_tensors: bool = True) -> dict[str, Any]:
     if checkpoint.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{path} was written by another version of sqrtlm and cannot be continued")
     return checkpoint
+
+
+def batches_done(path: Path) -> int:
+    """The number of batches that a checkpoint was trained on; reads a small part of the file.
+
+    Raises:
+        UserError: as `load_checkpoint`.
+    """
+    try:
+        return int(load_checkpoint(path, verify_tensors=False)["progress"]["batches_done"])
+    except (KeyError, TypeError) as error:
+        raise _damaged(path) from error
 
 
 def _verify(archive: zipfile.ZipFile, name: str) -> None:

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.strategy import Strategy
 
 from data_prep.errors import UserError
 from lm.config import Config
@@ -19,27 +18,21 @@ def build_fabric(config: Config) -> Fabric:
         UserError: if the devices do not exist, or do not support the settings.
     """
     accelerator, num_devices = _find_devices(config)
-    strategy: str | Strategy = "auto"
+    strategy: str | DDPStrategy = "auto"
     if config.train.strategy == "ddp" or num_devices > 1:
         strategy = DDPStrategy(
             broadcast_buffers=False,  # the class tree is constant
             find_unused_parameters=config.output.tree == "adaptive",  # clusters without a target
         )
+    precision = config.train.precision
     return Fabric(
-        accelerator=accelerator,
-        devices=num_devices,
-        strategy=strategy,
-        precision=config.train.precision,
+        accelerator=accelerator, devices=num_devices, strategy=strategy, precision=precision
     )
 
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Multiply fp32 matrices in this precision inside a `with` block.
-
-    Args:
-        precision: as in `torch.set_float32_matmul_precision`.
-    """
+    """Set `torch.set_float32_matmul_precision` inside a `with` block."""
     previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

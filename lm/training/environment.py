@@ -34,9 +34,8 @@ def describe_environment() -> dict[str, str | int | None]:
 def processor_name() -> str:
     """The model of the processor and those of `INSTRUCTIONS` that it has, separated by commas."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
-    fields = {
-        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
-    }
+    pairs = [line.partition(":") for line in lines]
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
     model = fields.get("model name") or platform.processor() or platform.machine()
     flags = fields.get("flags", "").split()
     return ", ".join([model, *(name for name in INSTRUCTIONS if name in flags)])

@@ -39,9 +39,7 @@ class Logger:
 class MetricsFile(Logger):
     """Appends each line to `metrics.csv` at once.
 
-    Args:
-        path: the file.
-        after_step: lines of later steps are removed: a continued run writes them again.
+    Lines of steps later than `after_step` are removed: a continued run writes them again.
     """
 
     def __init__(self, path: Path, after_step: int) -> None:
@@ -59,11 +57,7 @@ class MetricsFile(Logger):
 
 
 class WandbLogger(Logger):
-    """Sends each line to Weights & Biases; a continued run continues the same wandb run.
-
-    Args:
-        config: configuration of the run, which wandb stores too.
-    """
+    """Sends each line to Weights & Biases; a continued run continues the same wandb run."""
 
     def __init__(self, config: Config) -> None:
         import wandb  # takes a second
@@ -95,10 +89,6 @@ class ProgressBar(Logger):
     """Steps, remaining time and figures on stderr.
 
     In a terminal this is a progress bar, elsewhere a line of text for each validation.
-
-    Args:
-        step: steps done before.
-        total_steps: steps of the whole run.
     """
 
     def __init__(self, step: int, total_steps: int) -> None:
@@ -129,13 +119,7 @@ class ProgressBar(Logger):
 
 
 def open_loggers(config: Config, state: TrainingState, *, progress: bool) -> list[Logger]:
-    """The loggers of a run that starts or continues.
-
-    Args:
-        config: configuration of the run.
-        state: its state, from which it continues.
-        progress: whether to show a progress bar.
-    """
+    """The loggers of a run that starts, or continues from `state`."""
     loggers: list[Logger] = [MetricsFile(config.run_path / "metrics.csv", state.step)]
     if progress:
         loggers.append(ProgressBar(state.step, state.total_steps))

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from lightning.fabric import Fabric
 
 from data_prep.errors import UserError
 from data_prep.prepare import open_made_by
@@ -26,7 +25,7 @@ from lm.evaluation import Evaluation, TextCounts, evaluate
 from lm.model.build import build_tree
 from lm.model.files import Description, save_model
 from lm.model.language_model import LanguageModel
-from lm.training.batches import Batches, num_steps
+from lm.training.batches import num_steps, training_batches
 from lm.training.checkpoint import batches_done, save_checkpoint
 from lm.training.curves import draw_curves
 from lm.training.devices import build_fabric, matmul_precision
@@ -74,7 +73,8 @@ def train(
     checkpoint = check_folder(config, resume) if is_main or resume else None
     tree = build_tree(config, prepared)
     check_memory(config, tree, prepared.vocab_size)
-    batches = _training_batches(fabric, config, prepared)
+    process = {"rank": fabric.global_rank, "world_size": fabric.world_size}
+    batches = training_batches(config, prepared, **process)
     total_steps = num_steps(config.train, batches)
     if checkpoint is None or batches_done(checkpoint) < total_steps * config.train.accumulate:
         if checkpoint is not None:
@@ -145,14 +145,7 @@ def _fit(
 
 
 def train_step(state: TrainingState) -> float:
-    """Train on the next `train.accumulate` batches and update the parameters once.
-
-    Args:
-        state: the state of the run, which is advanced by one step.
-
-    Returns:
-        The learning rate of the step.
-    """
+    """Train on `train.accumulate` batches, update the parameters; returns the learning rate."""
     fabric, optimizer, clip = state.fabric, state.optimizer, state.config.optim.clip
     learning_rate = state.learning_rate
     for group in optimizer.param_groups:
@@ -161,7 +154,8 @@ def train_step(state: TrainingState) -> float:
         batch = fabric.to_device(state.batches[state.progress.batches_done])
         with fabric.no_backward_sync(state.loss, enabled=remaining > 0):
             fabric.backward(state.loss(batch))
-        state.count(batch)
+        state.progress.batches_done += 1
+        state.progress.tokens_done += batch.targets.numel() * state.batches.world_size
     if clip:
         # Not `fabric.clip_gradients`, which sums the norms in the order of the optimizer's groups:
         # the result must not depend on how parameters are grouped.
@@ -173,11 +167,7 @@ def train_step(state: TrainingState) -> float:
 
 
 def _validate(state: TrainingState, validation: Callable[[LanguageModel], Evaluation]) -> float:
-    """The validation perplexity.
-
-    Raises:
-        UserError: if it is not finite; nothing of this step is written yet.
-    """
+    """The validation perplexity; UserError before this step is written if it is not finite."""
     result = validation(state.model)
     if not math.isfinite(result.nll_nats):
         raise not_finite(result.nll_nats, state.step)
@@ -230,18 +220,4 @@ def _validation(config: Config, prepared: Prepared) -> Callable[[LanguageModel],
         eos_id=prepared.eos_id,
         unk_id=prepared.unk_id,
         context=config.train.seq_len,
-    )
-
-
-def _training_batches(fabric: Fabric, config: Config, prepared: Prepared) -> Batches:
-    """This process's part of the training batches."""
-    return Batches(
-        prepared.tokens("train"),
-        eos_id=prepared.eos_id,
-        batch_size=config.train.batch_size,
-        seq_len=config.train.seq_len,
-        shuffle=config.model.backbone != "lstm",
-        seed=config.seed,
-        rank=fabric.global_rank,
-        world_size=fabric.world_size,
     )

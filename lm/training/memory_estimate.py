@@ -1,7 +1,7 @@
 """The memory that a training run needs and what is available, before any is allocated."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +21,27 @@ within the accuracy of the estimate, and within what other programs take and ret
 """
 PROC = Path("/proc")
 CGROUPS = (
-    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    (
-        "/sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
+    ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of cgroups 2 and 1: folder, files of limit and usage, and which usage is released on demand."""
-_LIGHTER: tuple[tuple[str, dict[str, dict[str, Any]]], ...] = (
-    ("--word_table.optimizer=adagrad", {"word_table": {"optimizer": "adagrad"}}),
-    ("--word_table.tied=true", {"word_table": {"tied": True}}),
-    (
-        "--word_table.dtype=bf16 --train.precision=bf16-mixed",
-        {"word_table": {"dtype": "bf16"}, "train": {"precision": "bf16-mixed"}},
-    ),
+"""Of cgroups 2 and 1: files of limit and usage, and which usage is released on demand."""
+_LIGHTER: tuple[dict[str, Any], ...] = (
+    {"word_table.optimizer": "adagrad"},
+    {"word_table.tied": True},
+    {"word_table.dtype": "bf16", "train.precision": "bf16-mixed"},
 )
 """Settings that save memory, the smallest change first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Memory at the peak of a training step, in bytes: of one GPU, or of all processes on a CPU.
-
-    Attributes:
-        weights: all parameters.
-        gradients: dense gradients.
-        optimizer: state of the optimizer.
-        batch: what the forward pass of a batch saves, including row-wise gradients.
-        other: the tree, the vocabulary and the libraries.
-    """
+    """Memory at the peak of a training step, in bytes: of one GPU, or of all processes on a CPU."""
 
     weights: int
-    gradients: int
+    gradients: int  # dense ones
     optimizer: int
-    batch: int
-    other: int
+    batch: int  # what the forward pass of a batch saves, including row-wise gradients
+    other: int  # the tree, the vocabulary and the libraries
 
     @property
     def total(self) -> int:
@@ -66,24 +50,11 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> MemoryEstimate:
-    """Estimate the memory that a training run needs.
-
-    Args:
-        config: configuration of the run.
-        tree: what `build_tree` returned.
-        vocab_size: N.
-
-    Returns:
-        The estimate.
-    """
+    """Estimate the memory that a training run needs."""
     word_table = resolve_word_table(config, vocab_size if tree is None else tree.num_rows)
     with torch.device("meta"):
         model = build_model(
-            config.model,
-            config.output,
-            word_table,
-            tree,
-            config.train.seq_len,
+            *(config.model, config.output, word_table, tree, config.train.seq_len),
             vocab_size=vocab_size,
         )
     element = {"bf16-true": 2, "64-true": 8}.get(config.train.precision, 4)
@@ -114,11 +85,6 @@ def estimate_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> 
 def check_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> None:
     """Refuse a run whose estimate exceeds the available memory by more than `TOLERANCE`.
 
-    Args:
-        config: configuration of the run.
-        tree: what `build_tree` returned.
-        vocab_size: N.
-
     Raises:
         UserError: with the estimate, the available memory, and the settings that would fit.
     """
@@ -135,12 +101,10 @@ def check_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> Non
 
 
 def available_bytes(config: Config) -> int | None:
-    """Memory that the run can have on the device that it trains on.
+    """Memory that the run can have on its device; None where it is unknown.
 
-    Returns:
-        On a GPU its free memory. On a CPU the memory that Linux can provide without swapping,
-        within the limit of the cgroup, and what this process has already, which the estimate
-        includes. None on other systems.
+    On a GPU it is the free memory. On a CPU it is what Linux can provide without swapping, within
+    the limit of the cgroup, and what this process has already, which the estimate includes.
     """
     if _is_on_gpu(config):
         return torch.cuda.mem_get_info(0)[0]
@@ -148,8 +112,8 @@ def available_bytes(config: Config) -> int | None:
         return None
     resident = int((PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     free = _read_fields(PROC / "meminfo")["MemAvailable:"] * 1024
-    for folder, limit_file, usage_file, reclaimable in CGROUPS:
-        path = Path(folder, limit_file)
+    for limit_file, usage_file, reclaimable in CGROUPS:
+        path = Path(limit_file)
         limit = path.read_text().strip() if path.exists() else "max"
         if limit.isdigit():
             usage = int(path.with_name(usage_file).read_text())
@@ -202,31 +166,25 @@ def _fits(estimate: MemoryEstimate, available: int) -> bool:
 
 def _what_fits(config: Config, tree: ClassTree | None, vocab_size: int, available: int) -> str:
     """The first of the lighter settings, each with those before it, that fits."""
-    changes: list[str] = []
-    total = 0
-    for options, sections in _LIGHTER:
-        changed = {
-            name: replace(getattr(config, name), **values) for name, values in sections.items()
-        }
-        lighter = replace(config, **changed)
-        if lighter == config or not _is_valid(lighter):
+    changes = even = ""
+    for settings in _LIGHTER:
+        values = to_dict(config)
+        for key, value in settings.items():
+            section, name = key.split(".")
+            values[section][name] = value
+        try:
+            lighter = validate(values, config.name)
+        except UserError:  # the settings cannot be combined
             continue
-        config, changes = lighter, [*changes, options]
+        if lighter == config:
+            continue
+        config = lighter
+        changes += "".join(f"--{key}={str(value).lower()} " for key, value in settings.items())
         estimate = estimate_memory(config, tree, vocab_size)
-        total = estimate.total
         if _fits(estimate, available):
-            return f"{' '.join(changes)} would fit, with {_gb(total)}"
-    even = f"even {' '.join(changes)} would need {_gb(total)}; " if changes else ""
+            return f"{changes}would fit, with {_gb(estimate.total)}"
+        even = f"even {changes}would need {_gb(estimate.total)}; "
     return f"{even}use fewer words or a smaller model.hidden"
-
-
-def _is_valid(config: Config) -> bool:
-    """Whether the settings can be combined."""
-    try:
-        validate(to_dict(config), config.name)
-    except UserError:
-        return False
-    return True
 
 
 def _gb(num_bytes: int) -> str:

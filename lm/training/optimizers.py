@@ -13,25 +13,14 @@ from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers of disjoint parameters as one.
-
-    Args:
-        optimizers: the optimizers, whose parameter groups it has in this order.
-    """
+    """Several optimizers of disjoint parameters as one, with their parameter groups in order."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self.optimizers = optimizers
         super().__init__([group for each in optimizers for group in each.param_groups], {})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every optimizer.
-
-        Args:
-            closure: reevaluates the loss and returns it.
-
-        Returns:
-            The loss; None without a closure.
-        """
+        """Step every optimizer; returns the loss that `closure` reevaluates, None without one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -54,21 +43,10 @@ class CombinedOptimizer(torch.optim.Optimizer):
 def build_optimizer(
     model: LanguageModel, config: OptimConfig, word_table: WordTable, *, fused: bool = True
 ) -> torch.optim.Optimizer:
-    """The optimizer of all parameters of a model.
+    """The optimizer of all parameters; each group has a `scale` of the learning rate.
 
     Matrices decay, vectors (biases, gains) do not, and neither does a word table that has its own
-    optimizer.
-
-    Args:
-        model: the model.
-        config: the section `optim`.
-        word_table: how the model's table of words is updated.
-        fused: whether a single kernel updates all parameters; must be False where a gradient
-            scaler is used (fp16).
-
-    Returns:
-        An optimizer whose parameter groups have a `scale`, by which the learning rate of the
-        group is multiplied.
+    optimizer. `fused` (a single kernel) must be False with a gradient scaler (fp16).
     """
     if word_table.optimizer is None:
         return _dense_optimizer(list(model.parameters()), config, fused)
@@ -81,17 +59,9 @@ def build_optimizer(
 def learning_rate(
     config: OptimConfig, *, step: int, total_steps: int, epoch: int, num_bad_validations: int
 ) -> float:
-    """The learning rate of one step.
+    """The learning rate of one step, after `step` steps and `epoch` complete epochs.
 
-    Args:
-        config: the section `optim`.
-        step: steps done before.
-        total_steps: steps of the whole run.
-        epoch: epochs completed before.
-        num_bad_validations: validations so far that did not improve on the best one.
-
-    Returns:
-        The learning rate.
+    `num_bad_validations` is the number of validations that did not improve on the best one.
 
     Example:
         >>> config = OptimConfig(lr=1.0, schedule="cosine", warmup_steps=2)
@@ -119,11 +89,7 @@ def _dense_optimizer(
     matrices = [parameter for parameter in trained if parameter.dim() > 1]
     vectors = [parameter for parameter in trained if parameter.dim() <= 1]
     decays = ((matrices, config.weight_decay), (vectors, 0.0))
-    groups = [
-        {"params": params, "weight_decay": decay, "scale": 1.0}
-        for params, decay in decays
-        if params
-    ]
+    groups = [{"params": p, "weight_decay": decay, "scale": 1.0} for p, decay in decays if p]
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)

@@ -30,14 +30,7 @@ _FREE_ON_RESUME = (
 
 
 def check_folder(config: Config, resume: str | None) -> Path | None:
-    """Find the checkpoint that a run continues from.
-
-    Args:
-        config: configuration of the run.
-        resume: as in `train`.
-
-    Returns:
-        The checkpoint; None for a new run.
+    """The checkpoint that a run continues from; None for a new run. `resume` is as in `train`.
 
     Raises:
         UserError: if the folder of a new run already contains one, the checkpoint does not exist,
@@ -45,16 +38,14 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
     """
     folder = config.run_path
     written, last = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
-    if resume is None:
-        if written.exists() or last.exists():
-            raise UserError(
-                f"{folder} already contains a run: continue it with --resume auto, or choose"
-                " another --name or --run_dir"
-            )
-        return None
-    checkpoint = last if resume == "auto" else Path(resume)
+    if resume is None and (written.exists() or last.exists()):
+        raise UserError(
+            f"{folder} already contains a run: continue it with --resume auto, or choose another"
+            " --name or --run_dir"
+        )
+    checkpoint = last if resume in (None, "auto") else Path(resume)
     if not checkpoint.exists():
-        if resume != "auto":
+        if resume not in (None, "auto"):
             raise UserError(f"--resume {resume}: no such checkpoint")
         return None
     if resume != "auto" and not written.exists():
@@ -89,11 +80,6 @@ def check_tokenizer(folder: Path, prepared: Prepared) -> None:
 def run_lock(config: Config, resume: str | None, checkpoint: Path | None) -> Iterator[None]:
     """Keep other processes from training the run inside a `with` block.
 
-    Args:
-        config: configuration of the run.
-        resume: as in `train`.
-        checkpoint: what `check_folder` returned.
-
     Raises:
         UserError: if another process trains the run, or has since `checkpoint` was found.
     """
@@ -107,12 +93,7 @@ def run_lock(config: Config, resume: str | None, checkpoint: Path | None) -> Ite
 
 
 def write_run_metadata(config: Config, prepared: Prepared) -> None:
-    """Write what is known before the first step: configuration, tokenizer, classes, environment.
-
-    Args:
-        config: configuration of the run.
-        prepared: its data; `classes.npy` is written only if the tree needs word classes.
-    """
+    """Write what is known before the first step: configuration, tokenizer, classes, environment."""
     folder = config.run_path
     write_atomically(folder / "config.yaml", lambda file: file.write(to_yaml(config).encode()))
     copy_tokenizer(prepared, folder)

@@ -11,11 +11,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupted(SystemExit):
-    """A signal ended the run; the exit code is 128 + the number of the signal.
-
-    Args:
-        signal_number: number of the signal.
-    """
+    """A signal ended the run; the exit code is 128 + the number of the signal."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(128 + signal_number)
@@ -42,11 +38,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def agreed(self) -> int | None:
-        """The signal that any process of the run has received, so that all stop at the same step.
-
-        Returns:
-            The number of the signal; None if there is none.
-        """
+        """The signal that any process has received, so that all stop at the same step, or None."""
         if not torch.distributed.is_initialized():
             return self._received
         if self._processes is None:  # on the CPU, which receives the signals, whatever the devices

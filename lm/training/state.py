@@ -23,27 +23,16 @@ from lm.training.optimizers import build_optimizer, learning_rate
 
 @dataclass
 class Progress:
-    """How far a run has come.
-
-    Attributes:
-        batches_done: batches trained on.
-        tokens_done: tokens trained on, over all devices.
-        best_perplexity: lowest validation perplexity so far.
-        num_bad_validations: validations so far that did not improve on it.
-        nll: nats summed over the tokens since the last line of `metrics.csv`.
-        num_tokens: number of these tokens.
-        seconds: training time, without validation and checkpoints.
-        logged_seconds: training time before the last line of `metrics.csv`.
-    """
+    """How far a run has come."""
 
     batches_done: int = 0
-    tokens_done: int = 0
-    best_perplexity: float = math.inf
-    num_bad_validations: int = 0
-    nll: float = 0.0
-    num_tokens: int = 0
-    seconds: float = 0.0
-    logged_seconds: float = 0.0
+    tokens_done: int = 0  # over all devices
+    best_perplexity: float = math.inf  # the lowest of all validations
+    num_bad_validations: int = 0  # that did not improve on it
+    nll: float = 0.0  # nats summed over the tokens since the last line of `metrics.csv`
+    num_tokens: int = 0  # number of these tokens
+    seconds: float = 0.0  # training time, without validation and checkpoints
+    logged_seconds: float = 0.0  # the same before the last line of `metrics.csv`
 
     def record_validation(self, perplexity: float) -> bool:
         """Record a validation perplexity; returns whether it is the lowest so far."""
@@ -59,22 +48,14 @@ class CarriedLoss(nn.Module):
     This is the module that Fabric sets up, because DDP synchronizes the gradients of a module's
     `forward`. Carried state and losses stay inside it: Fabric casts the floating-point arguments
     and results of a module, which would round them.
-
-    Args:
-        model: the model to train.
-        num_batches: batches per optimizer step; the loss is divided by it.
-
-    Attributes:
-        carried: the state after the last batch; None before the first one.
-        losses: the undivided loss and the number of tokens of each batch, until they are gathered.
     """
 
     def __init__(self, model: LanguageModel, num_batches: int) -> None:
         super().__init__()
         self.model = model
-        self.num_batches = num_batches
-        self.carried: State | None = None
-        self.losses: list[tuple[Tensor, int]] = []
+        self.num_batches = num_batches  # per optimizer step
+        self.carried: State | None = None  # after the last batch; None before the first one
+        self.losses: list[tuple[Tensor, int]] = []  # undivided, and tokens, until gathered
 
     def forward(self, batch: Batch) -> Tensor:
         """The mean nll of a batch, divided by `num_batches`."""
@@ -88,30 +69,17 @@ class CarriedLoss(nn.Module):
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """Model, optimizer, carried state, random numbers and progress of a run, of one process.
+    """Model, optimizer, carried state, random numbers and progress of a run, of one process."""
 
-    Attributes:
-        fabric: launched, with the precision and devices of the run.
-        config: configuration of the run.
-        batches: the training batches of this process.
-        total_steps: optimizer steps of the whole run.
-        text_sha256: checksum of the training split, which a continuation must find unchanged.
-        model: the model, on the device.
-        carried_loss: the model's loss.
-        loss: the same as Fabric set it up, to be called.
-        optimizer: the optimizer as Fabric set it up.
-        progress: how far the run has come.
-    """
-
-    fabric: Fabric
+    fabric: Fabric  # launched
     config: Config
-    batches: Batches
-    total_steps: int
-    text_sha256: str
-    model: LanguageModel
+    batches: Batches  # of this process
+    total_steps: int  # of the whole run
+    text_sha256: str  # of the training split, which a continuation must find unchanged
+    model: LanguageModel  # on the device
     carried_loss: CarriedLoss
-    loss: Any
-    optimizer: Any
+    loss: Any  # the same as Fabric set it up, to be called
+    optimizer: Any  # as Fabric set it up
     progress: Progress = field(default_factory=Progress)
 
     @property
@@ -138,20 +106,12 @@ class TrainingState:
 
     @property
     def is_validation_due(self) -> bool:
-        """Whether a validation follows the last step.
-
-        It does every `train.val_every_steps`, by default after each epoch, and at the end.
-        """
+        """Every `train.val_every_steps`, by default after each epoch, and after the last step."""
         every, done = self.config.train.val_every_steps, self.progress.batches_done
         if every:
             return self.step % every == 0 or self.is_finished
         per_epoch, before = self.batches.per_epoch, done - self.config.train.accumulate
         return done // per_epoch > before // per_epoch or self.is_finished
-
-    def count(self, batch: Batch) -> None:
-        """Count a batch as trained on."""
-        self.progress.batches_done += 1
-        self.progress.tokens_done += batch.targets.numel() * self.batches.world_size
 
     def gather_losses(self) -> None:
         """Add the losses since the last call, of all devices, to the progress.
@@ -160,8 +120,6 @@ class TrainingState:
             UserError: if a loss is not finite.
         """
         losses = self.carried_loss.losses
-        if not losses:
-            return
         nll = sum(float(loss) * num_tokens for loss, num_tokens in losses)
         num_tokens = sum(num_tokens for _, num_tokens in losses)
         losses.clear()
@@ -174,12 +132,7 @@ class TrainingState:
         self.progress.num_tokens += int(num_tokens)
 
     def take_metrics(self, learning_rate: float, valid_perplexity: float | None) -> Metrics:
-        """The figures since the last call.
-
-        Args:
-            learning_rate: of the last step.
-            valid_perplexity: of the validation after it; None if there was none.
-        """
+        """The figures since the last call, with the learning rate of the last step."""
         progress = self.progress
         seconds = progress.seconds - progress.logged_seconds
         metrics = Metrics(
@@ -244,16 +197,7 @@ def build_state(
     total_steps: int,
     checkpoint: Path | None,
 ) -> TrainingState:
-    """Build the state of a new run, or restore it from a checkpoint.
-
-    Args:
-        fabric, config, batches, total_steps: as in `TrainingState`.
-        prepared: the prepared data.
-        tree: what `build_tree` returned.
-        checkpoint: where to continue from; None starts from weights initialized by `seed`.
-
-    Returns:
-        The state.
+    """Restore the state of a run from a checkpoint, or initialize a new one by `seed`.
 
     Raises:
         UserError: if the checkpoint is damaged or does not fit.

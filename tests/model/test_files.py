@@ -1,8 +1,6 @@
 """The files of a model: complete, refused if damaged, and readable across versions."""
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -12,28 +10,11 @@ import torch
 
 from data_prep.errors import UserError
 from lm.config import ModelConfig, OutputConfig, WordTable, WordTableConfig
+from lm.config.renamed import RENAMED
 from lm.model.build import build_model
 from lm.model.files import Description, load_model, read_description, save_model
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
-
-Contents = Callable[[Path], dict[str, str]]
-
-
-def description(
-    model: ModelConfig, output: OutputConfig, word_table: WordTableConfig
-) -> Description:
-    return Description(
-        model=model,
-        output=output,
-        word_table=word_table,
-        context=6,
-        eos_id=1,
-        unk_id=0,
-        tokenizer_sha256="t",
-        step=3,
-        valid_perplexity=4.5,
-    )
 
 
 def saved(
@@ -47,7 +28,10 @@ def saved(
     classes, counts = torch.tensor([0, 1, 2, 0, 1, 1, 2]), torch.tensor([9, 2, 8, 3, 7, 4, 6])
     class_tree = None if tree == "adaptive" else ClassTree.two_level(classes, 1)
     model = build_model(config, output, WordTable(tied=tied), class_tree, 6, counts=counts)
-    save_model(folder, model.to(dtype), description(config, output, WordTableConfig(tied=tied)))
+    figures: Any = {"context": 6, "eos_id": 1, "unk_id": 0, "step": 3, "valid_perplexity": 4.5}
+    sections: Any = {"model": config, "output": output, "word_table": WordTableConfig(tied=tied)}
+    description = Description(**sections, tokenizer_sha256="t", **figures)
+    save_model(folder, model.to(dtype), description)
     return model
 
 
@@ -58,12 +42,7 @@ def saved(
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_saved_model_predicts_the_same_when_it_is_loaded(
-    tmp_path: Path,
-    backbone: str,
-    tree: str,
-    tied: bool,
-    embedding: int | None,
-    dtype: torch.dtype,
+    backbone: str, tree: str, tied: bool, embedding: int | None, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     settings = {"backbone": backbone, "embedding": embedding, "dropout": 0.5}
     model = saved(tmp_path, tree, dtype, tied, **settings).eval()
@@ -82,9 +61,7 @@ def test_a_saved_model_predicts_the_same_when_it_is_loaded(
     assert (read.step, read.valid_perplexity, read.context) == (3, 4.5, 6)
 
 
-def test_a_loaded_model_can_be_changed_and_saved_over_its_own_file(
-    tmp_path: Path,
-) -> None:
+def test_a_loaded_model_can_be_changed_and_saved_over_its_own_file(tmp_path: Path) -> None:
     weight = saved(tmp_path).table[0].detach()
     first, read = load_model(tmp_path)
     first.table[0].data.add_(1)
@@ -103,19 +80,22 @@ def test_a_saved_model_has_the_permissions_of_any_new_file(tmp_path: Path) -> No
 
 
 def test_weights_and_description_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        saved(tmp_path / name)
-    weights = tmp_path / "a" / "model.safetensors"
-    weights.write_bytes((tmp_path / "b" / "model.safetensors").read_bytes())
-    message = f"^{weights} is damaged, or not described by model.json$"
+    saved(tmp_path)
+    before = (tmp_path / "model.json").read_text()
+    saved(tmp_path)
+    (tmp_path / "model.json").write_text(before)
+    message = f"^{tmp_path}/model.safetensors is damaged, or not described by model.json$"
     with pytest.raises(UserError, match=message):
-        load_model(tmp_path / "a")
+        load_model(tmp_path)
 
 
 def rewritten(folder: Path, **changes: Any) -> Path:
+    """`model.json` with other values; those of a section are added to it."""
     path = folder / "model.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    values = json.loads(path.read_text())
+    for name, change in changes.items():
+        values[name] = values[name] | change if isinstance(change, dict) else change
+    path.write_text(json.dumps(values))
     return path
 
 
@@ -123,8 +103,7 @@ def test_a_description_of_another_shape_than_the_weights_is_refused_in_a_single_
     tmp_path: Path,
 ) -> None:
     saved(tmp_path)
-    values = json.loads((tmp_path / "model.json").read_text())
-    rewritten(tmp_path, model=values["model"] | {"hidden": 9})
+    rewritten(tmp_path, model={"hidden": 9})
     with pytest.raises(UserError) as caught:
         load_model(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path}/model.safetensors does not fit model.json: ")
@@ -154,11 +133,7 @@ def test_missing_weights_are_named(tmp_path: Path, lstm_run: Path) -> None:
 def test_a_model_trained_by_the_triton_backend_is_used_without_it(
     tmp_path: Path, lstm_run: Path
 ) -> None:
-    shutil.copytree(lstm_run, tmp_path / "run")
-    path = tmp_path / "run" / "model.json"
-    description = json.loads(path.read_text())
-    description["output"]["backend"] = "triton"
-    path.write_text(json.dumps(description))
+    rewritten(copytree(lstm_run, tmp_path / "run"), output={"backend": "triton"})
     model, _ = load_model(tmp_path / "run")
     loss, _ = model.loss(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1, dtype=torch.int64))
     assert loss.isfinite()
@@ -169,8 +144,10 @@ def test_a_model_of_format_version_1_is_loaded(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "model.json").read_text())
     values["format_version"] = 1
     del values["word_table"]
-    old_names = {"input_embedding": "input", "count_word_dropout": "input_backoff"}
-    values["model"] = {old_names.get(key, key): value for key, value in values["model"].items()}
+    for old, new in RENAMED.items():
+        section, key = new.key.split(".")
+        if section == "model":
+            values["model"][old.removeprefix("model.")] = values["model"].pop(key)
     values["model"]["tied"] = True
     values["output"] |= {"dtype": "fp32", "sparse": None}
     (tmp_path / "model.json").write_text(json.dumps(values))

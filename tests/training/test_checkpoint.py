@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from data_prep.errors import UserError
-from lm.training.checkpoint import (
-    FORMAT_VERSION,
-    batches_done,
-    load_checkpoint,
-    save_checkpoint,
-)
+from lm.training.checkpoint import FORMAT_VERSION, batches_done, load_checkpoint, save_checkpoint
 
 Contents = Callable[[Path], dict[str, str]]
 CHECKPOINT: dict[str, Any] = {
@@ -100,16 +95,18 @@ def whole_checkpoint(path: Path) -> int:
     return int(read["progress"]["batches_done"])
 
 
+def assert_refused(path: Path, message: str = "is damaged, or not a checkpoint of sqrtlm") -> None:
+    for read in (load_checkpoint, batches_done):
+        with pytest.raises(UserError, match=f"^{path} {message}$"):
+            read(path)
+
+
 @pytest.mark.parametrize("length", [0, 1, 100, 4000])
 def test_a_checkpoint_cut_short_is_refused(tmp_path: Path, length: int) -> None:
     path = tmp_path / "last.ckpt"
     save_checkpoint(CHECKPOINT, path)
     os.truncate(path, length)
-    message = f"^{path} is damaged, or not a checkpoint of sqrtlm$"
-    with pytest.raises(UserError, match=message):
-        load_checkpoint(path)
-    with pytest.raises(UserError, match=message):
-        batches_done(path)
+    assert_refused(path)
 
 
 class Trap:
@@ -125,26 +122,15 @@ class Trap:
 def test_code_in_a_checkpoint_is_refused_and_never_runs(tmp_path: Path) -> None:
     path, touched = tmp_path / "last.ckpt", tmp_path / "touched"
     torch.save({"sqrtlm": Trap(touched)}, path)
-    for read in (load_checkpoint, batches_done):
-        with pytest.raises(UserError, match=f"^{path} is damaged, or not a checkpoint of sqrtlm$"):
-            read(path)
+    assert_refused(path)
     path.write_bytes(pickle.dumps(Trap(touched)))
-    with pytest.raises(UserError, match=f"^{path} is damaged, or not a checkpoint of sqrtlm$"):
-        load_checkpoint(path)
+    assert_refused(path)
     assert not touched.exists()
 
 
-def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_program_or_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     torch.save({"state": torch.zeros(3)}, path)
-    with pytest.raises(UserError, match=f"^{path} is damaged, or not a checkpoint of sqrtlm$"):
-        batches_done(path)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
+    assert_refused(path)
     torch.save({"state_dict": {}, "sqrtlm": {"progress": {"batches_done": 7}}}, path)
-    message = f"^{path} was written by another version of sqrtlm and cannot be continued$"
-    for read in (load_checkpoint, batches_done):
-        with pytest.raises(UserError, match=message):
-            read(path)
+    assert_refused(path, "was written by another version of sqrtlm and cannot be continued")

@@ -38,17 +38,9 @@ DEEP_BYTES = LAYERS * 8 * 1000**2 * 4 * 2
 def save_table(folder: Path) -> None:
     """Save a model that consists almost only of one large table."""
     config, output = ModelConfig(hidden=HIDDEN, layers=1), OutputConfig(bias=False)
-    description = Description(
-        model=config,
-        output=output,
-        word_table=WordTableConfig(tied=True),
-        context=8,
-        eos_id=1,
-        unk_id=0,
-        tokenizer_sha256="",
-        step=1,
-        valid_perplexity=None,
-    )
+    sections: Any = {"model": config, "output": output, "word_table": WordTableConfig(tied=True)}
+    figures: Any = {"context": 8, "eos_id": 1, "unk_id": 0, "step": 1, "valid_perplexity": None}
+    description = Description(**sections, tokenizer_sha256="", **figures)
     tree = ClassTree.two_level(torch.arange(VOCAB_SIZE) // 500)
     model = build_model(config, output, WordTable(tied=True), tree, 8)
     save_model(folder, model, description)

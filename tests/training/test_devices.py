@@ -19,19 +19,26 @@ Two = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def two(tiny: Path, prepared_dir: Path, tmp_path: Path) -> Two:
-    """`two(*options)`: starts the command that trains `tiny` in `tmp_path / "two"` on two
+def two(arguments: list[str]) -> Two:
+    """`two(*options)`: starts the command that trains `tiny` in `tmp_path / "run"` on two
     processes.
     """
 
     def begin(*options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "lm.cli", "train", str(tiny), "--no-progress", *options]
-        command += [f"--run_dir={tmp_path / 'two'}", f"--data.prepared_dir={prepared_dir}"]
+        command = [sys.executable, "-m", "lm.cli", *arguments, *options]
         command += ["--train.devices=2", "--train.accelerator=cpu"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
     return begin
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    """Wait until the command ends with this exit code; returns what it printed on stderr."""
+    with process:
+        _, message = process.communicate(timeout=120)
+    assert process.returncode == code, message
+    return message
 
 
 def test_two_processes_train_as_one_and_continue_where_they_stopped(
@@ -40,10 +47,8 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
     options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2"]
     one = read_metrics(train(tmp_path / "one", *options) / "metrics.csv")
     for stop in (["--train.max_steps=4"], ["--resume", "auto"]):
-        with two(*options, *stop) as process:
-            _, message = process.communicate()
-        assert process.returncode == 0, message
-    both = read_metrics(tmp_path / "two" / "metrics.csv")
+        finish(two(*options, *stop))
+    both = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [line.step for line in both] == [line.step for line in one] == [2, 4, 6, 8]
     for ours, truth in zip(both, one, strict=True):
         assert ours.tokens == truth.tokens
@@ -53,52 +58,39 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
 
 def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(two: Two, tmp_path: Path) -> None:
     options = ["--train.max_steps=100000", "--train.val_every_steps=100000", "--log.every_steps=5"]
-    run = tmp_path / "two"
-    with two(*options) as process:
-        while not read_metrics(run / "metrics.csv") and process.poll() is None:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        _, message = process.communicate(timeout=120)
-    assert process.returncode == 143, message
+    run, process = tmp_path / "run", two(*options)
+    while not read_metrics(run / "metrics.csv") and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    message = finish(process, 143)
     assert "Traceback" not in message
     (step,) = set(re.findall(r"stopped by SIGTERM at step (\d+)", message))
     assert batches_done(run / "checkpoints" / "last.ckpt") == int(step)
 
 
 def test_adaptive_clusters_without_a_target_train_on_two_processes(two: Two) -> None:
-    with two(
-        "--output.tree=adaptive", "--output.cutoffs=[15,21]", "--train.max_steps=8"
-    ) as process:
-        _, message = process.communicate()
-    assert process.returncode == 0, message
+    finish(two("--output.tree=adaptive", "--output.cutoffs=[15,21]", "--train.max_steps=8"))
 
 
 def test_each_process_draws_different_dropout(two: Two, tmp_path: Path) -> None:
-    with two("--train.max_steps=2") as process:
-        _, message = process.communicate()
-    assert process.returncode == 0, message
-    checkpoint = load_checkpoint(tmp_path / "two/checkpoints/last.ckpt")
+    finish(two("--train.max_steps=2"))
+    checkpoint = load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")
     first, second = (device["cpu"] for device in checkpoint["devices"])
     assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("option", "message"),
     [
-        (
-            ["--train.accelerator=gpu"],
-            "train.accelerator: gpu, train.devices: 1: expected at most 0",
-        ),
-        (["--output.backend=triton"], "output.backend: triton requires a GPU"),
-        (["--train.precision=16-mixed"], "train.precision: 16-mixed requires a GPU"),
-        (
-            ["--train.precision=16-mixed", "--train.accelerator=cpu"],
-            "train.precision: 16-mixed requires a GPU; use bf16-mixed on a CPU",
-        ),
+        ("--train.accelerator=gpu", "train.accelerator: gpu, train.devices: 1: expected at most 0"),
+        ("--output.backend=triton", "output.backend: triton requires a GPU"),
+        ("--train.precision=16-mixed", "train.precision: 16-mixed requires a GPU; use bf16-mixed"),
     ],
 )
+@pytest.mark.parametrize("accelerator", ["auto", "cpu"])
 def test_settings_that_require_a_gpu_are_refused_without_one(
-    options: list[str],
+    accelerator: str,
+    option: str,
     message: str,
     tmp_path: Path,
     failed: Callable[..., str],
@@ -107,5 +99,5 @@ def test_settings_that_require_a_gpu_are_refused_without_one(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run = tmp_path / "run"
-    assert failed(run, *options).startswith(message)
+    assert failed(run, f"--train.accelerator={accelerator}", option).startswith(message)
     assert not run.exists()

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from lm.cli import main
-from lm.evaluation import evaluate
 from lm.model.language_model import LanguageModel
-from lm.training.batches import Batch, Batches
+from lm.training import loop
+from lm.training.batches import Batches
 from lm.training.loggers import MetricsFile
 from lm.training.metrics import Metrics, read_metrics
 
 Train = Callable[..., Path]
+BeforeCall = Callable[..., None]
 
 
 def test_metrics_count_tokens_steps_and_epochs(train: Train, tmp_path: Path) -> None:
@@ -32,17 +33,10 @@ def test_metrics_count_tokens_steps_and_epochs(train: Train, tmp_path: Path) -> 
 
 def test_a_continuation_rewrites_the_lines_of_later_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
+    figures: dict[str, Any] = {"epoch": 1 / 3, "tokens": 10, "learning_rate": 1e-3 / 3}
+    figures |= {"train_perplexity": 100 / 3, "seconds": 0.5, "tokens_per_second": 3.0}
     lines = [
-        Metrics(
-            step=step,
-            epoch=step / 3,
-            tokens=10 * step,
-            learning_rate=1e-3 / 3,
-            train_perplexity=100 / step,
-            valid_perplexity=None if step % 2 else 1 / 3,
-            seconds=0.5,
-            tokens_per_second=3,
-        )
+        Metrics(step=step, valid_perplexity=None if step % 2 else 1 / 3, **figures)
         for step in (1, 2, 3)
     ]
     metrics = MetricsFile(path, 0)
@@ -68,23 +62,13 @@ def test_wandb_offline_records_the_configuration_and_the_figures(
 
 
 def test_seconds_and_speed_leave_out_validation_and_checkpoints(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_call: BeforeCall
 ) -> None:
     """A clock on which a batch takes a second, and a validation a thousand."""
-    now = [0.0]
-    monkeypatch.setattr("lm.training.loop.time.perf_counter", lambda: now[0])
-    loss = LanguageModel.loss
-
-    def slow_loss(*args: Any) -> Any:
-        now[0] += 1
-        return loss(*args)
-
-    def slower_evaluate(*args: Any, **options: Any) -> Any:
-        now[0] += 1000
-        return evaluate(*args, **options)
-
-    monkeypatch.setattr(LanguageModel, "loss", slow_loss)
-    monkeypatch.setattr("lm.training.loop.evaluate", slower_evaluate)
+    seconds: list[int] = []
+    monkeypatch.setattr("lm.training.loop.time.perf_counter", lambda: sum(seconds))
+    before_call(LanguageModel, "loss", lambda *_: seconds.append(1))
+    before_call(loop, "evaluate", lambda *_, **__: seconds.append(1000))
     options = ["--train.max_steps=6", "--log.every_steps=2", "--train.val_every_steps=3"]
     lines = read_metrics(train(tmp_path / "run", *options) / "metrics.csv")
     assert [(line.step, line.seconds) for line in lines] == [(2, 2), (3, 3), (4, 4), (6, 6)]
@@ -115,7 +99,10 @@ def test_the_training_perplexity_is_that_of_the_tokens_since_the_previous_line(
 
 
 def test_tokens_per_second_count_the_time_before_an_interruption(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before_call: BeforeCall,
 ) -> None:
     monkeypatch.setattr("lm.training.loop.time.perf_counter", iter(range(1000)).__next__)
     options = ["--train.checkpoint_every_steps=4", "--train.val_every_steps=100"]
@@ -124,17 +111,15 @@ def test_tokens_per_second_count_the_time_before_an_interruption(
     whole = read_metrics(tmp_path / "run" / "metrics.csv")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "config.yaml").unlink()
-    kill = Batches.__getitem__
+    fatal = [5]
 
-    def die_once(self: Batches, number: int) -> Batch:
-        if number == 5:
-            raise KeyError("killed")
-        return kill(self, number)
+    def die_once(_: Batches, number: int) -> None:
+        if number in fatal:
+            raise KeyError(fatal.pop())
 
-    with monkeypatch.context() as patches:
-        patches.setattr(Batches, "__getitem__", die_once)
-        with pytest.raises(KeyError):
-            main([*arguments, *options])
+    before_call(Batches, "__getitem__", die_once)
+    with pytest.raises(KeyError):
+        main([*arguments, *options])
     assert main([*arguments, *options, "--resume", "auto"]) == 0
     again = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [line.step for line in again] == [line.step for line in whole] == [6, 12]

@@ -11,18 +11,17 @@ import torch
 from safetensors.torch import load_file
 
 from data_prep.prepared import open_prepared
-from lm.cli import main
 from lm.config import load_config
 from lm.evaluation import evaluate
 from lm.model.language_model import LanguageModel
 from lm.output.rowwise import RowGradient
-from lm.training.batches import Batches
 from lm.training.checkpoint import batches_done, load_checkpoint
 from lm.training.loop import train as train_run
 from lm.training.metrics import read_metrics
 from lm.training.optimizers import CombinedOptimizer
 
 Train = Callable[..., Path]
+BeforeCall = Callable[..., None]
 
 
 def test_a_step_follows_the_mean_gradient_of_the_accumulated_batches(
@@ -61,11 +60,8 @@ def test_row_wise_gradients_train_what_dense_ones_train(
     """With clipping and accumulation: the step is plain SGD's."""
     options = ["--model.dropout=0", "--train.precision=64-true", f"--word_table.tied={tied}"]
     options += ["--optim.optimizer=sgd", "--optim.clip=0.05", "--optim.lr=3"]
-    options += [
-        "--train.accumulate=2",
-        "--classes.shortlist=3",
-        f"--model.input_embedding={embedding}",
-    ]
+    options += ["--train.accumulate=2", "--classes.shortlist=3"]
+    options += [f"--model.input_embedding={embedding}"]
     runs = [
         train(tmp_path / gradients, *options, f"--word_table.gradients={gradients}")
         for gradients in ("row_wise", "dense")
@@ -89,15 +85,10 @@ def test_a_table_in_bf16_learns(train: Train, tmp_path: Path) -> None:
 
 
 def test_the_precision_of_matrix_products_is_set_for_the_run_and_restored_after_it(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, before_call: BeforeCall
 ) -> None:
-    loss, seen = LanguageModel.loss, set[str]()
-
-    def watched(self: LanguageModel, *arguments: Any) -> Any:
-        seen.add(torch.get_float32_matmul_precision())
-        return loss(self, *arguments)
-
-    monkeypatch.setattr(LanguageModel, "loss", watched)
+    seen: set[str] = set()
+    before_call(LanguageModel, "loss", lambda *_: seen.add(torch.get_float32_matmul_precision()))
     train(tmp_path / "run", "--train.matmul_precision=medium", "--train.max_steps=1")
     assert seen == {"medium"}
     assert torch.get_float32_matmul_precision() == "highest"
@@ -105,10 +96,8 @@ def test_the_precision_of_matrix_products_is_set_for_the_run_and_restored_after_
 
 def rates(train: Train, folder: Path, *options: str) -> list[tuple[float, float]]:
     """Epoch after each step, and the learning rate of the step."""
-    lines = read_metrics(
-        train(folder, "--log.every_steps=1", "--optim.lr=1", *options) / "metrics.csv"
-    )
-    return [(line.epoch, line.learning_rate) for line in lines]
+    run = train(folder, "--log.every_steps=1", "--optim.lr=1", *options)
+    return [(line.epoch, line.learning_rate) for line in read_metrics(run / "metrics.csv")]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -116,9 +105,8 @@ def test_schedules_count_the_steps_and_epochs_of_the_training(
     accumulate: int, train: Train, tmp_path: Path
 ) -> None:
     options = ["--optim.optimizer=sgd", f"--train.accumulate={accumulate}", "--train.batch_size=16"]
-    cosine = rates(
-        train, tmp_path / "cosine", *options, "--optim.schedule=cosine", "--train.max_steps=8"
-    )
+    waves = [*options, "--optim.schedule=cosine", "--train.max_steps=8"]
+    cosine = rates(train, tmp_path / "cosine", *waves)
     expected = [0.1 + 0.9 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]
     assert [rate for _, rate in cosine] == pytest.approx(expected)
     steps = [*options, "--optim.schedule=step", "--train.max_epochs=3", "--train.max_steps=null"]
@@ -146,21 +134,12 @@ def test_a_plateau_lowers_the_rate_with_each_validation_that_did_not_improve(
 
 
 def test_the_model_gets_the_counts_and_the_kind_of_gradient_of_the_configuration(
-    train: Train, prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, prepared_dir: Path, tmp_path: Path, before_call: BeforeCall
 ) -> None:
     models, gradients = list[LanguageModel](), list[Any]()
-    loss, clip = LanguageModel.loss, torch.nn.utils.clip_grad_norm_
-
-    def noted_loss(self: LanguageModel, *arguments: Any) -> Any:
-        models.append(self)
-        return loss(self, *arguments)
-
-    def noted_clip(*arguments: Any) -> Any:
-        gradients.append(models[-1].table[0].grad)
-        return clip(*arguments)
-
-    monkeypatch.setattr(LanguageModel, "loss", noted_loss)
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted_clip)
+    before_call(LanguageModel, "loss", lambda model, *_: models.append(model))
+    clipped = (torch.nn.utils, "clip_grad_norm_")
+    before_call(*clipped, lambda *_: gradients.append(models[-1].table[0].grad))
     options = ["--model.count_word_dropout=3", "--optim.optimizer=sgd", "--train.max_steps=1"]
     train(tmp_path / "row_wise", *options, "--word_table.gradients=row_wise")
     counts = torch.tensor(open_prepared(prepared_dir).counts())
@@ -186,32 +165,24 @@ def test_the_gradient_norm_is_clipped(gradients: str, train: Train, tmp_path: Pa
 
 
 def test_a_new_epoch_begins_without_the_state_of_the_one_before(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, before_call: BeforeCall
 ) -> None:
     begun: list[bool] = []
-    loss = LanguageModel.loss
-
-    def watched(self: LanguageModel, tokens: Any, targets: Any, state: Any = None) -> Any:
-        begun.append(state is None)
-        return loss(self, tokens, targets, state)
-
-    monkeypatch.setattr(LanguageModel, "loss", watched)
+    before_call(LanguageModel, "loss", lambda *arguments: begun.append(arguments[3] is None))
     run = train(tmp_path, "--train.max_epochs=2", "--train.max_steps=null", "--train.batch_size=16")
     per_epoch = read_metrics(run / "metrics.csv")[-1].step // 2
     assert begun == 2 * ([True] + (per_epoch - 1) * [False])
 
 
 def test_the_word_table_has_its_own_learning_rate(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, before_call: BeforeCall
 ) -> None:
     seen: list[list[float]] = []
-    step = CombinedOptimizer.step
 
-    def noted(self: CombinedOptimizer, closure: Any = None) -> Any:
-        seen.append([group["lr"] for group in self.param_groups])
-        return step(self, closure)
+    def note(optimizer: CombinedOptimizer, *_: Any) -> None:
+        seen.append([group["lr"] for group in optimizer.param_groups])
 
-    monkeypatch.setattr(CombinedOptimizer, "step", noted)
+    before_call(CombinedOptimizer, "step", note)
     train(
         *(tmp_path, "--optim.lr=0.01", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"),
         *("--optim.warmup_steps=2", "--train.max_steps=3"),
@@ -239,18 +210,10 @@ def test_the_best_model_is_that_of_the_lowest_validation_perplexity(
 
 
 def test_another_seed_reads_windows_in_another_order(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, before_call: BeforeCall
 ) -> None:
-    read: list[Any] = []
-    item = Batches.__getitem__
-
-    def noted(self: Batches, number: int) -> Any:
-        batch = item(self, number)
-        if number == 0:
-            read.append(batch.targets)
-        return batch
-
-    monkeypatch.setattr(Batches, "__getitem__", noted)
+    read: list[torch.Tensor] = []
+    before_call(LanguageModel, "loss", lambda *arguments: read.append(arguments[2]))
     for seed in (1, 1, 2):
         name = tmp_path / str(len(read))
         train(name, "--model.backbone=transformer", f"--seed={seed}", "--train.max_steps=1")
@@ -262,7 +225,6 @@ def test_a_run_may_stop_after_its_first_validation(
     tiny: Path, prepared_dir: Path, tmp_path: Path, lstm_run: Path
 ) -> None:
     folders = [f"--run_dir={tmp_path}", f"--data.prepared_dir={prepared_dir}"]
-    assert main(["prepare", str(tiny), "--no-progress", *folders]) == 0
     config = load_config(tiny, [*folders, "--train.val_every_steps=7"])
     assert train_run(config, progress=False, stop_after_validation=True) == tmp_path
     lines = read_metrics(tmp_path / "metrics.csv")

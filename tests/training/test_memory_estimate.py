@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,10 @@ NUM_ROWS = NUM_WORDS + NUM_CLASSES
 TABLE = NUM_ROWS * 301
 VECTORS = NUM_WORDS * 300
 LSTM = 4 * (2 * 300 * 300 + 2 * 300)
+ROW_WISE_ADAM = ("word_table.gradients=row_wise", "word_table.optimizer=adam")
+ROW_WISE_ADAGRAD = ("word_table.gradients=row_wise", "word_table.optimizer=adagrad")
+BF16 = ("word_table.tied=true", "word_table.dtype=bf16", "train.precision=bf16-mixed")
+Configured = Callable[..., Config]
 
 
 def estimate(config: Config) -> MemoryEstimate:
@@ -36,21 +41,19 @@ def check_memory(config: Config) -> None:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> "Configured":
-    return Configured(tmp_path / "config.yaml")
-
-
-class Configured:
+def config(tmp_path: Path) -> Configured:
     """`config(*overrides)`: an LSTM of 1 × 300 with AdamW."""
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "name: run\nmodel: {hidden: 300, layers: 1}\ntrain: {max_steps: 1, accelerator: cpu}\n"
+    )
+    return lambda *overrides: load_config(path, [f"--{override}" for override in overrides])
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.write_text(
-            "name: run\nmodel: {hidden: 300, layers: 1}\ntrain: {max_steps: 1, accelerator: cpu}\n"
-        )
 
-    def __call__(self, *overrides: str) -> Config:
-        return load_config(self.path, [f"--{override}" for override in overrides])
+@pytest.fixture
+def available(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`available(num_bytes)`: this much memory is available from now on."""
+    return lambda num: monkeypatch.setattr(module, "available_bytes", lambda _: num)
 
 
 @pytest.mark.parametrize(
@@ -70,37 +73,26 @@ def test_dense_gradients_need_weights_gradients_and_states(
     need = estimate(config(*overrides))
     size = parameters * bytes_each
     assert (need.weights, need.gradients, need.optimizer) == (size, size, states * size)
-    parts = (need.weights, need.gradients, need.optimizer, need.batch, need.other)
-    assert need.total == sum(parts)
+    assert need.total == (2 + states) * size + need.batch + need.other
 
 
 def test_a_row_wise_table_has_no_dense_gradient_and_one_number_of_state_per_row(
     config: Configured,
 ) -> None:
-    need = estimate(
-        config(
-            *(
-                "word_table.tied=true",
-                "word_table.optimizer=adagrad",
-                "word_table.gradients=row_wise",
-            ),
-            *("word_table.dtype=bf16", "train.precision=bf16-mixed"),
-        )
-    )
+    need = estimate(config(*ROW_WISE_ADAGRAD, *BF16))
     assert need.weights == 2 * TABLE + 4 * LSTM
     assert need.gradients == 4 * LSTM
     assert need.optimizer == 8 * LSTM + 4 * 2 * NUM_ROWS
 
 
 def test_a_run_that_does_not_fit_is_refused_with_the_first_change_that_would(
-    config: Configured, monkeypatch: pytest.MonkeyPatch
+    config: Configured, available: Callable[[int], None]
 ) -> None:
-    adam = config("word_table.gradients=row_wise", "word_table.optimizer=adam")
+    adam, adagrad = config(*ROW_WISE_ADAM), config(*ROW_WISE_ADAGRAD)
     need, least = estimate(adam), enough(estimate(adam))
-    monkeypatch.setattr(module, "available_bytes", lambda _: least)
+    available(least)
     check_memory(adam)
-    monkeypatch.setattr(module, "available_bytes", lambda _: least - 2)
-    adagrad = config("word_table.gradients=row_wise", "word_table.optimizer=adagrad")
+    available(least - 2)
     with pytest.raises(UserError) as caught:
         check_memory(adam)
     assert str(caught.value) == (
@@ -112,27 +104,22 @@ def test_a_run_that_does_not_fit_is_refused_with_the_first_change_that_would(
 
 
 def test_changes_add_up_until_they_suffice(
-    config: Configured, monkeypatch: pytest.MonkeyPatch
+    config: Configured, available: Callable[[int], None]
 ) -> None:
-    adam = config("word_table.gradients=row_wise", "word_table.optimizer=adam")
-    lightest = config(
-        *("word_table.gradients=row_wise", "word_table.optimizer=adagrad", "word_table.tied=true"),
-        *("word_table.dtype=bf16", "train.precision=bf16-mixed"),
-    )
-    least = enough(estimate(lightest))
-    monkeypatch.setattr(module, "available_bytes", lambda _: least)
+    adam, least = config(*ROW_WISE_ADAM), enough(estimate(config(*ROW_WISE_ADAGRAD, *BF16)))
+    available(least)
     options = "--word_table.optimizer=adagrad --word_table.tied=true --word_table.dtype=bf16"
     with pytest.raises(UserError, match=f": {options} --train.precision=bf16-mixed would fit"):
         check_memory(adam)
-    monkeypatch.setattr(module, "available_bytes", lambda _: least - 2)
+    available(least - 2)
     with pytest.raises(UserError, match=rf"even {options} .* would need .*; use fewer words"):
         check_memory(adam)
 
 
 def test_settings_that_would_be_refused_are_not_proposed(
-    config: Configured, monkeypatch: pytest.MonkeyPatch
+    config: Configured, available: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr(module, "available_bytes", lambda _: 1000)
+    available(1000)
     with pytest.raises(UserError, match=r": even --word_table\.optimizer=adagrad would need"):
         module.check_memory(config("output.tree=adaptive"), None, NUM_WORDS)
     other_size = config("model.embedding=8", "word_table.optimizer=adagrad", "train.devices=2")
@@ -152,17 +139,16 @@ def test_available_memory_is_what_is_free_within_the_cgroup_and_what_the_process
     config: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PROC", tmp_path)
-    monkeypatch.setattr(
-        module, "CGROUPS", ((str(tmp_path), "memory.max", "memory.current", "inactive_file"),)
-    )
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(module, "CGROUPS", ((limit, "memory.current", "inactive_file"),))
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "statm").write_text("900 10 3 1 0 5 0\n")
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
     resident = 10 * os.sysconf("SC_PAGE_SIZE")
     assert module.available_bytes(config()) == 5000 * 1024 + resident
-    (tmp_path / "memory.max").write_text("max\n")
+    limit.write_text("max\n")
     assert module.available_bytes(config()) == 5000 * 1024 + resident
-    (tmp_path / "memory.max").write_text("3000000\n")
+    limit.write_text("3000000\n")
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 700000\ninactive_file 100000\n")
     assert module.available_bytes(config()) == 3000000 - 900000 + 100000 + resident
@@ -203,14 +189,8 @@ def test_a_batch_counts_what_the_backend_saves_with_its_gradient(
         )
     )
     num_positions, row_wise = sequences * 1024, gradients == "row_wise"
-    saved = saved_bytes(
-        backend,
-        num_positions=num_positions,
-        hidden_size=300,
-        tree=TREE,
-        dtype=torch.float32,
-        row_wise=row_wise,
-    )
+    sizes = {"num_positions": num_positions, "hidden_size": 300}
+    saved = saved_bytes(backend, **sizes, tree=TREE, dtype=torch.float32, row_wise=row_wise)
     assert need.batch == 4 * num_positions * 300 * (12 + 4) + 2 * saved
     if backend == "reference" and row_wise:  # the columns of all paths, however many they are
         assert saved >= 4 * num_positions * TREE.max_path_columns

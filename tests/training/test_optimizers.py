@@ -13,13 +13,9 @@ from lm.training.optimizers import build_optimizer, learning_rate
 
 
 def rate(step: int = 0, epoch: int = 0, num_bad_validations: int = 0, **settings: Any) -> float:
-    return learning_rate(
-        OptimConfig(lr=2.0, **settings),
-        step=step,
-        total_steps=100,
-        epoch=epoch,
-        num_bad_validations=num_bad_validations,
-    )
+    config = OptimConfig(lr=2.0, **settings)
+    state = {"step": step, "epoch": epoch, "num_bad_validations": num_bad_validations}
+    return learning_rate(config, total_steps=100, **state)
 
 
 class Model(nn.Module):
@@ -51,40 +47,34 @@ def test_warm_up_rises_linearly_to_the_full_rate_at_its_last_step(schedule: str)
     assert rates == [0.5, 1.0, 1.5, 2.0, decayed]
 
 
-def test_cosine_is_highest_after_warm_up_halfway_in_the_middle_and_lowest_at_the_end() -> None:
-    rates = [rate(step, schedule="cosine", warmup_steps=20) for step in (20, 60, 100)]
-    assert rates == pytest.approx([2.0, 1.1, 0.2], rel=1e-15)
-
-
-def test_cosine_without_warm_up_begins_at_the_full_rate_and_may_end_at_zero() -> None:
-    rates = [rate(step, schedule="cosine", min_lr_factor=0.0) for step in (0, 50, 100)]
-    assert rates == pytest.approx([2.0, 1.0, 0.0])
-
-
-def test_cosine_with_warm_up_for_the_whole_run_divides_by_nothing() -> None:
-    assert rate(99, schedule="cosine", warmup_steps=100) == 2.0
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Highest after the warm-up, halfway in the middle and lowest at the end.
+        ({"warmup_steps": 20}, {20: 2.0, 60: 1.1, 100: 0.2}),
+        # Without a warm-up it begins at the full rate, and may end at zero.
+        ({"min_lr_factor": 0.0}, {0: 2.0, 50: 1.0, 100: 0.0}),
+        # A warm-up for the whole run divides by nothing.
+        ({"warmup_steps": 100}, {99: 2.0}),
+    ],
+)
+def test_cosine_at_its_corners(settings: dict[str, Any], expected: dict[int, float]) -> None:
+    rates = {step: rate(step, schedule="cosine", **settings) for step in expected}
+    assert rates == pytest.approx(expected, rel=1e-15, abs=1e-15)
 
 
 def test_steps_halve_the_rate_in_each_epoch_after_the_first_few() -> None:
-    rates = [
-        rate(epoch=epoch, schedule="step", decay=0.5, decay_after_epochs=3) for epoch in range(6)
-    ]
-    assert rates == [2.0, 2.0, 2.0, 1.0, 0.5, 0.25]
+    settings: Any = {"schedule": "step", "decay": 0.5, "decay_after_epochs": 3}
+    assert [rate(epoch=epoch, **settings) for epoch in range(6)] == [2.0, 2.0, 2.0, 1.0, 0.5, 0.25]
 
 
 def test_a_plateau_lowers_the_rate_with_every_bad_validation() -> None:
-    assert [rate(num_bad_validations=n, schedule="plateau", decay=0.25) for n in range(4)] == [
-        2.0,
-        0.5,
-        0.125,
-        0.03125,
-    ]
+    rates = [rate(num_bad_validations=n, schedule="plateau", decay=0.25) for n in range(4)]
+    assert rates == [2.0, 0.5, 0.125, 0.03125]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_matrices_decay_and_vectors_do_not(
-    optimizer: Literal["sgd", "adamw"],
-) -> None:
+def test_matrices_decay_and_vectors_do_not(optimizer: Literal["sgd", "adamw"]) -> None:
     model = nn.Linear(3, 2)
     with torch.no_grad():
         model.bias.fill_(1.0)

@@ -14,7 +14,7 @@ from data_prep.prepared import open_prepared
 from lm.cli import main
 from lm.config import load_config
 from lm.model.build import build_tree
-from lm.training.batches import Batch, Batches
+from lm.training.batches import Batches, training_batches
 from lm.training.checkpoint import batches_done, load_checkpoint
 from lm.training.devices import build_fabric
 from lm.training.state import build_state
@@ -44,19 +44,12 @@ RECIPES = {
         *("--train.val_every_steps=6", "--train.checkpoint_every_steps=4"),
     ],
     "path-sum input embedding, count-based word dropout": [
-        *(
-            "--model.input_embedding=path_sum",
-            "--model.count_word_dropout=3",
-            "--classes.shortlist=4",
-        ),
-        *("--word_table.tied=true", "--train.val_every_steps=6"),
+        *("--model.input_embedding=path_sum", "--model.count_word_dropout=3"),
+        *("--classes.shortlist=4", "--word_table.tied=true", "--train.val_every_steps=6"),
     ],
     "row-wise gradients, row-wise adam": [
-        *(
-            "--word_table.gradients=row_wise",
-            "--word_table.optimizer=adam",
-            "--train.val_every_steps=6",
-        ),
+        *("--word_table.gradients=row_wise", "--word_table.optimizer=adam"),
+        "--train.val_every_steps=6",
     ],
     "lstm, two epochs, tied, bf16": [
         *("--train.max_epochs=2", "--train.max_steps=null", "--train.batch_size=16"),
@@ -79,24 +72,18 @@ def uninterrupted(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 
 @pytest.fixture
-def kill_before_batch(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """`kill_before_batch(number, signal)` sends this process a signal, once, when that batch is
+def kill_before_batch(before_call: Callable[..., None]) -> dict[int, int]:
+    """`kill_before_batch[number] = signal` sends this process a signal, once, when that batch is
     read.
     """
-    original = Batches.__getitem__
+    waiting: dict[int, int] = {}
 
-    def arrange(fatal: int, signal_number: int) -> None:
-        waiting = [fatal]
+    def kill(_: Batches, number: int) -> None:
+        if number in waiting:
+            os.kill(os.getpid(), waiting.pop(number))
 
-        def patched(self: Batches, number: int) -> Batch:
-            if number in waiting:
-                waiting.clear()
-                os.kill(os.getpid(), signal_number)
-            return original(self, number)
-
-        monkeypatch.setattr(Batches, "__getitem__", patched)
-
-    return arrange
+    before_call(Batches, "__getitem__", kill)
+    return waiting
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -105,35 +92,24 @@ def test_interrupted_again_and_again_equals_uninterrupted(
     uninterrupted: Callable[[str], Path],
     arguments: list[str],
     tmp_path: Path,
-    kill_before_batch: Callable[[int, int], None],
+    kill_before_batch: dict[int, int],
     assert_same: AssertSame,
 ) -> None:
     command = [*arguments, *RECIPES[recipe], "--resume", "auto"]
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
     done = [0]
-    for fatal, number, code in (
-        (0, signal.SIGTERM, 143),
-        (5, signal.SIGTERM, 143),
-        (17, signal.SIGINT, 130),
-    ):
-        kill_before_batch(fatal, number)
+    for fatal, number in ((0, signal.SIGTERM), (5, signal.SIGTERM), (17, signal.SIGINT)):
+        kill_before_batch[fatal] = number
         with pytest.raises(SystemExit) as end:
             main(command)
-        assert end.value.code == code
+        assert end.value.code == 128 + number
         done.append(batches_done(last) if last.exists() else 0)
     assert done[0] <= done[1] < done[2] < done[3] < 24
     assert main(command) == 0
     assert_same(tmp_path / "run", uninterrupted(recipe))
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "lm.training.loop.save_model",
-        "lm.training.loop.save_checkpoint",
-        "lm.training.loop.os.link",
-    ],
-)
+@pytest.mark.parametrize("what", ["save_model", "save_checkpoint", "os.link"])
 def test_a_crash_while_the_best_model_is_saved_is_repaired_by_continuing(
     what: str,
     uninterrupted: Callable[[str], Path],
@@ -151,7 +127,7 @@ def test_a_crash_while_the_best_model_is_saved_is_repaired_by_continuing(
         raise Crash
 
     with monkeypatch.context() as patches:
-        patches.setattr(what, crash)
+        patches.setattr(f"lm.training.loop.{what}", crash)
         with pytest.raises(Crash):
             main([*arguments, *RECIPES[recipe]])
     assert main([*arguments, *RECIPES[recipe], "--resume", "auto"]) == 0
@@ -159,11 +135,10 @@ def test_a_crash_while_the_best_model_is_saved_is_repaired_by_continuing(
 
 
 def test_continuing_a_complete_run_changes_nothing(
-    lstm_run: Path, tiny: Path, prepared_dir: Path, contents: Contents
+    lstm_run: Path, train: Train, contents: Contents
 ) -> None:
     before = contents(lstm_run)
-    folders = [f"--run_dir={lstm_run}", f"--data.prepared_dir={prepared_dir}"]
-    assert main(["train", str(tiny), "--no-progress", *folders, "--resume", "auto"]) == 0
+    train(lstm_run, "--resume", "auto")
     assert contents(lstm_run) == before
 
 
@@ -186,8 +161,8 @@ def test_a_named_checkpoint_is_continued(
     early = train(tmp_path / "early", *options, "--train.max_steps=4")
     checkpoint = early / "checkpoints" / "last.ckpt"
     assert main([*arguments, *options, "--resume", str(checkpoint)]) == 0
-    assert outcome_of(tmp_path / "run").state["progress"]["batches_done"] == 8
-    states = [outcome_of(run).state for run in (tmp_path / "run", truth)]
+    states = [outcome_of(run)["state"] for run in (tmp_path / "run", truth)]
+    assert states[0]["progress"]["batches_done"] == 8
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
@@ -197,10 +172,7 @@ def test_a_continuation_moves_the_carried_state_to_the_device(
     """The device is meta in place of a GPU."""
     config, path = load_config(lstm_run / "config.yaml"), lstm_run / "checkpoints" / "last.ckpt"
     prepared, fabric = open_prepared(prepared_dir), build_fabric(config)
-    batches = Batches(
-        prepared.tokens("train"), eos_id=1, batch_size=4, seq_len=8, shuffle=False, seed=1
-    )
-    tree = build_tree(config, prepared)
+    batches, tree = training_batches(config, prepared), build_tree(config, prepared)
     state = build_state(fabric, config, prepared, tree, batches, 24, path)
     carried = state.carried_loss.carried
     assert carried is not None
@@ -230,4 +202,4 @@ def test_the_same_configuration_gives_the_same_run_and_another_seed_another(
 ) -> None:
     assert_same(train(tmp_path / "same"), lstm_run)
     other = outcome_of(train(tmp_path / "other", "--seed=2"))
-    assert other.metrics != outcome_of(lstm_run).metrics
+    assert other["metrics"] != outcome_of(lstm_run)["metrics"]

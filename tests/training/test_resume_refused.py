@@ -10,7 +10,7 @@ from lm.cli import main
 
 Train = Callable[..., Path]
 Contents = Callable[[Path], dict[str, str]]
-Complaint = Callable[..., str]
+Failed = Callable[..., str]
 
 
 @pytest.mark.parametrize(
@@ -18,15 +18,15 @@ Complaint = Callable[..., str]
     [("--model.hidden=16", "model.hidden: 12 → 16"), ("--output.tree=full", "output.tree")],
 )
 def test_a_checkpoint_of_a_run_with_another_configuration_is_refused(
-    option: str, key: str, lstm_run: Path, arguments: list[str], complaint: Complaint
+    option: str, key: str, lstm_run: Path, tmp_path: Path, failed: Failed
 ) -> None:
     checkpoint = lstm_run / "checkpoints" / "last.ckpt"
-    message = complaint(*arguments, option, "--resume", checkpoint)
+    message = failed(tmp_path / "run", option, "--resume", checkpoint)
     assert message.startswith(f"{lstm_run} was started with another configuration ({key}")
 
 
 def test_a_checkpoint_without_its_run_is_refused_if_it_does_not_fit(
-    lstm_run: Path, arguments: list[str], tmp_path: Path, complaint: Complaint
+    lstm_run: Path, tmp_path: Path, failed: Failed
 ) -> None:
     alone = tmp_path / "alone.ckpt"
     shutil.copyfile(lstm_run / "checkpoints" / "last.ckpt", alone)
@@ -34,25 +34,20 @@ def test_a_checkpoint_without_its_run_is_refused_if_it_does_not_fit(
         ("--model.hidden=16", "size mismatch"),
         ("--output.tree=full", "the weights belong to another tree"),
     ):
-        message = complaint(*arguments, "--train.max_steps=30", option, "--resume", alone)
+        message = failed(tmp_path / "run", "--train.max_steps=30", option, "--resume", alone)
         assert message.startswith("the checkpoint does not fit the configuration: ")
         assert problem in message
-    message = complaint(*arguments, "--resume", alone)
+    message = failed(tmp_path / "run", "--resume", alone)
     assert message == f"{alone}: training is already complete"
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_checkpoint_of_parameters_of_another_type_is_refused(
-    train: Train, tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Complaint
+    train: Train, tmp_path: Path, failed: Failed
 ) -> None:
-    options = ["--train.max_steps=1", "--train.precision=64-true"]
-    early = train(tmp_path / "early", *options)
+    early = train(tmp_path / "early", "--train.max_steps=1", "--train.precision=64-true")
     (early / "config.yaml").unlink()  # which would be refused first
-    checkpoint = early / "checkpoints" / "last.ckpt"
-    message = complaint(
-        *("train", tiny, "--no-progress", f"--run_dir={tmp_path / 'run'}"),
-        *(f"--data.prepared_dir={prepared_dir}", "--resume", checkpoint),
-    )
+    message = failed(tmp_path / "run", "--resume", early / "checkpoints" / "last.ckpt")
     assert message == (
         "backbone.layers.0.weight_ih_l0 is torch.float64 in the checkpoint, and torch.float32"
         " under train.precision: 32-true"
@@ -60,75 +55,54 @@ def test_a_checkpoint_of_parameters_of_another_type_is_refused(
 
 
 def test_a_damaged_checkpoint_is_refused_when_a_run_continues(
-    train: Train, tiny: Path, tmp_path: Path, prepared_dir: Path, complaint: Complaint
+    train: Train, tmp_path: Path, failed: Failed
 ) -> None:
     run = train(tmp_path / "run", "--train.max_steps=1")
     last = run / "checkpoints" / "last.ckpt"
     content = bytearray(last.read_bytes())
     content[len(content) // 2] ^= 1
     last.write_bytes(content)
-    message = complaint(
-        *("train", tiny, "--no-progress", f"--run_dir={run}", "--train.max_steps=2"),
-        *(f"--data.prepared_dir={prepared_dir}", "--resume", "auto"),
-    )
+    message = failed(run, "--train.max_steps=2", "--resume", "auto")
     assert message == f"{last} is damaged, or not a checkpoint of sqrtlm"
 
 
 def test_a_changed_configuration_is_refused_naming_the_keys(
-    lstm_run: Path, tiny: Path, complaint: Complaint, contents: Contents
+    lstm_run: Path, failed: Failed, contents: Contents
 ) -> None:
     before = contents(lstm_run)
-    message = complaint(
-        *("train", tiny, f"--run_dir={lstm_run}", "--resume", "auto"),
-        *("--model.hidden=16", "--optim.lr=1", "--train.max_steps=99", "--log.every_steps=2"),
-    )
-    assert message == (
+    options = ["--model.hidden=16", "--optim.lr=1", "--train.max_steps=99", "--log.every_steps=2"]
+    assert failed(lstm_run, "--resume", "auto", *options) == (
         f"{lstm_run} was started with another configuration"
         " (model.hidden: 12 → 16, optim.lr: 0.01 → 1.0)"
     )
     assert contents(lstm_run) == before
 
 
-def assert_refused_and_unchanged(
-    run: Path, command: list[str], complaint: Complaint, contents: Contents
+@pytest.mark.parametrize("change", ["other words", "another order"])
+def test_another_corpus_is_refused_when_a_run_continues(
+    change: str,
+    tiny: Path,
+    corpus: Path,
+    tmp_path: Path,
+    complaint: Callable[..., str],
+    contents: Contents,
 ) -> None:
-    """The continuation after `text.txt` changed is refused, and the run is as it was."""
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    lines = (corpus / "train.txt").read_text().splitlines(keepends=True)
+    text.write_text("".join(lines))
+    command = ["train", str(tiny), f"--data.dir={tmp_path}", "--data.files={train: text.txt}"]
+    command += [f"--run_dir={run}", "--no-progress", "--resume", "auto"]
+    assert main([*command, "--train.max_steps=2"]) == 0
+    # Reversed lines have the same words as often: the same vocabulary.
+    changed = [*lines, "a new word\n"] if change == "other words" else lines[::-1]
+    text.write_text("".join(changed))
     before = contents(run)
-    assert complaint(*command) == (
+    assert complaint(*command, "--train.max_steps=4") == (
         f"{run}/data was prepared from something else (train: text.txt changed), and a run"
         " continues with the data it started with"
     )
     assert contents(run) == before
     assert main(["evaluate", str(run), "--split=train"]) == 0
-
-
-def test_a_corpus_with_other_words_is_refused_when_a_run_continues(
-    tiny: Path, corpus: Path, tmp_path: Path, complaint: Complaint, contents: Contents
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_bytes((corpus / "train.txt").read_bytes())
-    command = ["train", str(tiny), f"--data.dir={tmp_path}", "--data.files={train: text.txt}"]
-    command += [f"--run_dir={tmp_path / 'run'}", "--no-progress", "--resume", "auto"]
-    assert main([*command, "--train.max_steps=2"]) == 0
-    text.write_text(text.read_text() + "a new word\n")
-    assert_refused_and_unchanged(
-        tmp_path / "run", [*command, "--train.max_steps=4"], complaint, contents
-    )
-
-
-def test_a_corpus_in_another_order_is_refused_when_a_run_continues(
-    tiny: Path, corpus: Path, tmp_path: Path, complaint: Complaint, contents: Contents
-) -> None:
-    text = tmp_path / "text.txt"
-    lines = (corpus / "train.txt").read_text().splitlines(keepends=True)
-    text.write_text("".join(lines))
-    command = ["train", str(tiny), f"--data.dir={tmp_path}", "--data.files={train: text.txt}"]
-    command += [f"--run_dir={tmp_path / 'run'}", "--no-progress", "--resume", "auto"]
-    assert main([*command, "--train.max_steps=2"]) == 0
-    text.write_text("".join(reversed(lines)))  # the same words as often: the same vocabulary
-    assert_refused_and_unchanged(
-        tmp_path / "run", [*command, "--train.max_steps=4"], complaint, contents
-    )
 
 
 @pytest.mark.parametrize(
@@ -142,15 +116,7 @@ def test_a_corpus_in_another_order_is_refused_when_a_run_continues(
     ],
 )
 def test_a_continuation_with_other_batches_or_numbers_is_refused(
-    option: str,
-    key: str,
-    lstm_run: Path,
-    tiny: Path,
-    prepared_dir: Path,
-    complaint: Callable[..., str],
+    option: str, key: str, lstm_run: Path, failed: Failed
 ) -> None:
-    message = complaint(
-        *("train", tiny, f"--run_dir={lstm_run}", f"--data.prepared_dir={prepared_dir}"),
-        *("--no-progress", "--train.max_steps=30", "--resume", "auto", option),
-    )
+    message = failed(lstm_run, "--train.max_steps=30", "--resume", "auto", option)
     assert message == f"{lstm_run} was started with another configuration ({key})"

@@ -52,10 +52,9 @@ def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_checkpoint(
         message,
     )
     assert found is not None
-    last = tmp_path / "checkpoints" / "last.ckpt"
-    checkpoint = load_checkpoint(last)
-    assert batches_done(last) == int(found[2]) - 1
-    assert checkpoint["progress"]["nll"] < 1e6
+    progress = load_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["progress"]
+    assert progress["batches_done"] == int(found[2]) - 1
+    assert progress["nll"] < 1e6
 
 
 def test_a_full_disk_ends_a_run_and_leaves_the_last_checkpoint(
@@ -93,8 +92,6 @@ def test_a_run_that_does_not_fit_in_memory_is_refused_before_it_has_a_folder(
 ) -> None:
     monkeypatch.setattr(memory_estimate, "available_bytes", lambda _: 1000)
     run = tmp_path / "run"
-    message = failed(run)
-    assert re.match(
-        r"training tiny needs 0\.\d GB of memory .*, 0\.0 GB are available: even", message
-    )
+    need = r"training tiny needs 0\.\d GB of memory .*, 0\.0 GB are available: even"
+    assert re.match(need, failed(run))
     assert not run.exists()
