@@ -20,10 +20,7 @@ from lm.options import parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: words of the command line; None takes those of the process.
+    """Run one command, by default that of the process.
 
     Returns:
         The exit code: 0; 2 after a user's mistake, which is one line on stderr; 130 after Ctrl-C;

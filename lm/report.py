@@ -22,15 +22,7 @@ LABELLED_CLASSES = 25
 
 
 def evaluation_table(result: Evaluation, title: str) -> str:
-    """Format the figures of an evaluation.
-
-    Args:
-        result: the evaluation.
-        title: first line of the table, the name of the text.
-
-    Returns:
-        Lines of text.
-    """
+    """Format the figures of an evaluation as lines of text below a title."""
     rows = [
         ("tokens predicted", f"{result.tokens:,}"),
         ("words, without <eos>", f"{result.words:,}"),
@@ -52,36 +44,20 @@ def evaluation_table(result: Evaluation, title: str) -> str:
 
 
 def check_same_classes(folder: Path, prepared: Prepared) -> None:
-    """Check that a run was trained with the classes of the prepared data.
-
-    Args:
-        folder: folder of the run; without `classes.npy` there is nothing to compare.
-        prepared: prepared data with classes.
-
-    Raises:
-        UserError: if the classes differ, or the run's file is damaged.
-    """
+    """Raise `UserError` unless the run in a folder has the classes of the prepared data."""
     path = folder / "classes.npy"
     try:
-        trained_with = np.load(path) if path.exists() else prepared.word_class()
+        same = not path.exists() or np.array_equal(np.load(path), prepared.word_class())
     except (ValueError, EOFError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
-    if not np.array_equal(trained_with, prepared.word_class()):
+    if not same:
         raise UserError(
             f"{prepared.folder} was prepared again: its classes are not those of {path}"
         )
 
 
 def report_classes(prepared: Prepared, num_words: int) -> ClassReport:
-    """Report on the word classes of a prepared corpus.
-
-    Args:
-        prepared: prepared data with classes.
-        num_words: largest number of top words per class.
-
-    Returns:
-        Sizes, mass, cost and likelihood of the classes, and the top words of each.
-    """
+    """Report on the word classes of a prepared corpus, with `num_words` top words of each."""
     return class_report(
         prepared.counts(),
         prepared.word_class(),
@@ -124,16 +100,7 @@ def classes_json(report: ClassReport, prepared: Prepared) -> dict[str, Any]:
 
 
 def draw_classes(report: ClassReport, prepared: Prepared, path: Path) -> None:
-    """Draw word classes: their top words, their sizes and token masses, and their cumulated cost.
-
-    Args:
-        report: the class report.
-        prepared: the data that it is about.
-        path: the picture to write; its ending gives the format.
-
-    Raises:
-        UserError: if the ending is not a known format.
-    """
+    """Draw the top words of classes, their sizes and token masses, and their cumulated cost."""
     from matplotlib.figure import Figure
 
     tokenizer = prepared.tokenizer()
@@ -172,16 +139,7 @@ def draw_classes(report: ClassReport, prepared: Prepared, path: Path) -> None:
 
 
 def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
-    """Describe the sizes, the cost and the memory of a run, without allocating its weights.
-
-    Args:
-        config: configuration of the run.
-        prepared: its prepared data.
-
-    Returns:
-        Name → value, in the order of printing. The tree's figures are left out if there is no tree
-        (`output.tree: adaptive`).
-    """
+    """Name → value of the sizes, the cost and the memory of a run; allocates no weights."""
     tree, train = build_tree(config, prepared), config.train
     num_rows = prepared.vocab_size if tree is None else tree.num_rows
     word_table = resolve_word_table(config, num_rows)
@@ -203,15 +161,13 @@ def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
         shuffle=not model.backbone.carries_state,
         seed=config.seed,
     )
-    tree_figures = (
-        {}
-        if tree is None
-        else {
+    tree_figures = {}
+    if tree is not None:
+        tree_figures = {
             "tree_nodes": tree.num_nodes,
             "tree_depth": tree.depth,
             "columns_per_token_at_most": tree.max_path_columns,
         }
-    )
     return {
         "name": config.name,
         "run_dir": str(config.run_path),

@@ -73,17 +73,7 @@ class AdaptiveSoftmax(nn.Module):
         return by_index[:, self.index_of_word].view(*hidden.shape[:-1], -1)
 
     def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Negative log-likelihood of words.
-
-        Args:
-            hidden: [..., H].
-            target: [...] int64; positions with -100 are ignored.
-            reduction: "mean" over the positions that are not ignored (0 if all are), "sum" or
-                "none".
-
-        Returns:
-            Nats: a scalar, or [...] with "none", where ignored positions are 0.
-        """
+        """Negative log-likelihood, as `HierarchicalSoftmax.loss`; target -100 is ignored."""
         valid = target != IGNORE_INDEX
         index = self.index_of_word[target.where(valid, 0).flatten()]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -95,16 +85,7 @@ class AdaptiveSoftmax(nn.Module):
 
     @torch.no_grad()
     def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """Negative log-likelihood in nats at each level, without a gradient.
-
-        Args:
-            hidden: [..., H].
-            target: [...] int64; positions with -100 are ignored.
-
-        Returns:
-            [2, ...]: the choice of the shortlist's word or the cluster, and of the word in the
-            cluster. Ignored positions are 0.
-        """
+        """Nats [2, ...] of the shortlist's word or the cluster, and of the word in the cluster."""
         flat, target_flat = self._flat(hidden), target.flatten()
         valid = target_flat != IGNORE_INDEX
         index = self.index_of_word[target_flat.where(valid, 0)]
@@ -121,11 +102,7 @@ class AdaptiveSoftmax(nn.Module):
         return nll.where(valid, 0.0).view(2, *target.shape)
 
     def sample(self, *arguments: object, **options: object) -> NoReturn:
-        """Not supported.
-
-        Raises:
-            ValueError: always.
-        """
+        """Not supported: raises ValueError."""
         raise ValueError("output.tree: adaptive does not support sampling")
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -1,7 +1,8 @@
 """LanguageModel: input vectors → backbone → output layer."""
 
 import math
-from typing import Protocol, cast
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +20,14 @@ State = tuple[Tensor, ...]
 class Backbone(Protocol):
     """An `nn.Module` that computes hidden vectors from the input vectors up to each position."""
 
-    hidden_size: int
     carries_state: bool
     """Whether, while training, the state after one batch is the initial state of the next."""
 
-    def init_state(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> State:
-        """The state before the first token."""
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters, as `nn.Module.parameters`."""
+
+    def init_state(self, batch_size: int) -> State:
+        """The state before the first token, in the type and on the device of the parameters."""
 
     def __call__(self, embedded: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
         """Hidden vectors [T, B, H] of input vectors [T, B, E], and the state after them."""
@@ -38,10 +35,6 @@ class Backbone(Protocol):
     @staticmethod
     def detach_state(state: State) -> State:
         """The state, detached from the graph."""
-
-    @staticmethod
-    def select_state(state: State, index: Tensor) -> State:
-        """The state of some sequences of the batch."""
 
 
 class LanguageModel(nn.Module):
@@ -111,7 +104,7 @@ class LanguageModel(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Type of the backbone's parameters; the table of words may be less precise."""
-        return next(cast(nn.Module, self.backbone).parameters()).dtype
+        return next(self.backbone.parameters()).dtype
 
     @property
     def table(self) -> list[nn.Parameter]:
@@ -121,7 +114,7 @@ class LanguageModel(nn.Module):
 
     def init_state(self, batch_size: int) -> State:
         """The state before the first token of `batch_size` sequences."""
-        return self.backbone.init_state(batch_size, device=self.device, dtype=self.dtype)
+        return self.backbone.init_state(batch_size)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
         """Compute hidden vectors.
@@ -157,8 +150,7 @@ class LanguageModel(nn.Module):
     def _embed_words(self, tokens: Tensor) -> Tensor:
         """One vector per word, [T, B, E]."""
         shared = self.embedding is None
-        rows = self._tree_softmax.tree.row_of_word[tokens] if shared else tokens
-        embedded = self._lookup(rows)
+        embedded = self._lookup(self._tree_softmax.tree.row_of_word[tokens] if shared else tokens)
         present = self._draw_present(tokens)
         return embedded if present is None else embedded * present.unsqueeze(-1)
 
