@@ -161,13 +161,18 @@ def _prompt(given: str | None) -> str:
 
 
 def _classes(options: Namespace, overrides: list[str]) -> None:
-    from lm.report import classes_json, classes_table, draw_classes, report_classes
+    from data_prep.classes.report import class_report
+    from lm.report import classes_json, classes_table, draw_classes
 
     config = _load(options.source, overrides)
     if config.needed_classes is None:
         raise UserError(f"output.tree: {config.output.tree} has no word classes to report on")
     prepared = _open(options.source, config)
-    report = report_classes(prepared, options.words)
+    report = class_report(
+        *(prepared.counts(), prepared.word_class(), prepared.tokens("train")),
+        shortlist=prepared.shortlist,
+        num_top_words=options.words,
+    )
     if options.plot:
         draw_classes(report, prepared, Path(options.plot))
     print(

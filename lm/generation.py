@@ -60,9 +60,7 @@ def generate(
     state = model.init_state(num_samples)
     for _ in range(num_tokens):
         for chunk in torch.split(tokens, PROMPT_CHUNK_TOKENS):
-            hidden, new_state = model(chunk, state)
-            assert new_state is not None
-            state = new_state
+            hidden, state = model(chunk, state)
         drawn = model.output.sample(
             hidden[-1], temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
         )

@@ -15,14 +15,7 @@ _OVERRIDES = (
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """Parse a command line.
-
-    Args:
-        arguments: its words; None takes those of the process.
-
-    Returns:
-        The options of the command, whose name is `verb`, and the overrides of the configuration as
-        they were given.
+    """The options of a command, whose name is `verb`, and the overrides of the configuration.
 
     Raises:
         UserError: if an argument is missing, unknown or out of range.
@@ -49,16 +42,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "key": {"metavar": "KEY|SECTION", "nargs": "?", "help": "default: all keys"},
     "--resume": {
         "metavar": "auto|PATH",
-        "help": "continue the run's last checkpoint, or the one at PATH",
+        "help": "continue the last checkpoint, or the one at PATH",
     },
-    "--split": {
-        "default": "test",
-        "choices": ("train", "valid", "test"),
-        "help": "default: test",
-    },
+    "--split": {"default": "test", "choices": ("train", "valid", "test"), "help": "default: test"},
     "--text": {
         "metavar": "FILE|-",
-        "help": "a text file instead of a split of the corpus; its empty lines count too",
+        "help": "a text file instead of a split; empty lines count too",
     },
     "--prompt": {"metavar": "TEXT|-", "help": "text to continue (- reads stdin)"},
     "--tokens": _COUNT | {"default": 100, "help": "number of tokens to generate (default 100)"},
@@ -76,10 +65,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 _VERBS = {
     "prepare": ("corpus → tokenizer → token files → classes", "config --no-progress"),
-    "train": (
-        "train a model (prepares the data first if needed)",
-        "config --resume --no-progress",
-    ),
+    "train": ("train a model (prepares the data if needed)", "config --resume --no-progress"),
     "evaluate": (
         "perplexity of a trained model on a text",
         "run_dir --split|--text --threads --no-progress --json",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_prep.classes.report import ClassReport, class_report
+from data_prep.classes.report import ClassReport
 from data_prep.errors import UserError
 from data_prep.prepared import Prepared
 from lm.config import Config, resolve_word_table
@@ -54,17 +54,6 @@ def check_same_classes(folder: Path, prepared: Prepared) -> None:
         raise UserError(
             f"{prepared.folder} was prepared again: its classes are not those of {path}"
         )
-
-
-def report_classes(prepared: Prepared, num_words: int) -> ClassReport:
-    """Report on the word classes of a prepared corpus, with `num_words` top words of each."""
-    return class_report(
-        prepared.counts(),
-        prepared.word_class(),
-        prepared.tokens("train"),
-        shortlist=prepared.shortlist,
-        num_top_words=num_words,
-    )
 
 
 def classes_table(report: ClassReport, prepared: Prepared) -> str:

@@ -42,18 +42,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read the configuration of a run, written by this or an earlier version.
-
-    Args:
-        folder: present folder of the run, which becomes `run_dir`.
-        overrides: as in `load_config`.
-
-    Returns:
-        The valid configuration.
-
-    Raises:
-        UserError: as in `load_config`.
-    """
+    """`load_config` of a run of this or an earlier version; its folder becomes `run_dir`."""
     path = folder / "config.yaml"
     values = translate_description(_read(path))
     for override in overrides:
@@ -62,17 +51,9 @@ def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def validate(values: dict[str, Any], source: str) -> Config:
-    """Convert plain values to a `Config`, without coercion.
+    """Convert plain values, section → key → value, to a `Config`, without coercion.
 
-    Args:
-        values: section → key → value.
-        source: name of where they come from, which starts every error message.
-
-    Returns:
-        The valid configuration.
-
-    Raises:
-        UserError: as in `load_config`.
+    Errors are those of `load_config`; `source` names the file in their messages.
 
     Example:
         >>> validate({"name": "run", "train": {"max_steps": 5}}, "example").train.max_steps
@@ -106,11 +87,7 @@ def to_yaml(config: Config) -> str:
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Compare two configurations.
-
-    Returns:
-        `section.key` → (old value, new value) for every key whose values differ.
-    """
+    """`section.key` → (old value, new value) for every key whose values differ."""
     before, after = _flatten(to_dict(old)), _flatten(to_dict(new))
     return {
         key: (before.get(key), after.get(key))

@@ -24,26 +24,16 @@ _WIDTH = 100
 
 
 class Key(NamedTuple):
-    """A key of the configuration.
+    """A key of the configuration."""
 
-    Attributes:
-        name: `section.key`.
-        type: its type and bounds, or its choices.
-        default: its default in YAML; empty if the key is required.
-        meaning: its documentation.
-    """
-
-    name: str
-    type: str
-    default: str
+    name: str  # section.key
+    type: str  # with its bounds, or its choices
+    default: str  # in YAML; empty if the key is required
     meaning: str
 
 
 def sections() -> dict[str, tuple[str, list[Key]]]:
-    """All keys: section → (meaning of the section, its keys).
-
-    The first section, with an empty name, has the keys outside all sections.
-    """
+    """Section → (its meaning, its keys); the keys outside all sections have the name ""."""
     found = {"": (_summary(Config), _keys("", Config, nested=False))}
     for section in fields(Config):
         if is_dataclass(section.type):
@@ -52,16 +42,7 @@ def sections() -> dict[str, tuple[str, list[Key]]]:
 
 
 def describe_keys(name: str | None = None) -> str:
-    """The reference as text.
-
-    Args:
-        name: a section or key; None for everything.
-
-    Returns:
-        Lines of at most 100 columns.
-
-    Raises:
-        UserError: if there is no such section or key; the message names the nearest.
+    """The reference of a section or key, by default of everything, as lines of text.
 
     Example:
         >>> print(describe_keys("model.layers"))
@@ -82,13 +63,9 @@ def describe_keys(name: str | None = None) -> str:
 
 
 def write_reference(page: Path) -> None:
-    """Rewrite the generated tables of a Markdown page, which is in the folder of the recipes.
+    """Rewrite the tables `recipes` and `keys` of a Markdown page in the folder of the recipes.
 
-    A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`, with the name `recipes`
-    or `keys`.
-
-    Raises:
-        UserError: if a recipe's header lacks a label.
+    A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`.
     """
     tables = {"recipes": _recipe_table(sorted(page.parent.glob("*.yaml"))), "keys": _key_tables()}
     text = re.sub(

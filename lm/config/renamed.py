@@ -10,15 +10,10 @@ import yaml
 
 
 class Renamed(NamedTuple):
-    """The present form of an old key.
-
-    Attributes:
-        key: its present name.
-        values: pairs (old value, new value); any other value is unchanged.
-    """
+    """The present form of an old key."""
 
     key: str
-    values: tuple[tuple[Any, str], ...] = ()
+    values: tuple[tuple[Any, str], ...] = ()  # (old value, new value); any other is unchanged
 
     def value(self, old: Any) -> Any:
         """The present form of an old value."""
@@ -41,15 +36,7 @@ RENAMED = {
 
 
 def translate_description(values: dict[str, Any]) -> dict[str, Any]:
-    """The sections of an old `config.yaml` or `model.json` under their present keys.
-
-    Args:
-        values: section → key → value; entries that are not sections are unchanged, and so is the
-            dictionary itself.
-
-    Returns:
-        A copy in which every old key is replaced. The section `word_table` has the keys of
-        `WordTableConfig`.
+    """A copy of an old `config.yaml` or `model.json` in which every old key is replaced.
 
     Example:
         >>> translate_description({"context": 35, "model": {"hidden": 8, "tied": True}})
@@ -79,13 +66,7 @@ def find_renamed(values: dict[str, Any]) -> list[str]:
 
 
 def translate_override(override: str) -> str:
-    """An override of an old log in its present form.
-
-    Args:
-        override: `--section.key=value` or `section.key=value`.
-
-    Returns:
-        The same with the present key and value.
+    """The present form of an override of an old log, with or without dashes.
 
     Example:
         >>> translate_override("--output.sparse=true")

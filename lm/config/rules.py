@@ -2,16 +2,14 @@
 
 from data_prep.settings import SplitFiles
 from lm.config.schema import Config
-from lm.config.word_table import word_table_problem
+from lm.config.word_table import conflict_with_row_wise, skips_unvisited_rows
 
 
 def first_problem(config: Config) -> str | None:
-    """The first conflict between keys of a configuration whose values are valid one by one.
-
-    Returns:
-        A single-line message, or None if there is no conflict.
-    """
-    model, train, classes = config.model, config.train, config.classes
+    """A line on the first conflict between keys whose values are valid one by one, or None."""
+    model, train, classes, table = config.model, config.train, config.classes, config.word_table
+    bf16, skips_rows = table.dtype == "bf16", skips_unvisited_rows(config)
+    conflict = conflict_with_row_wise(config)
     head_sizes = f"model.hidden = {model.hidden} must be a multiple of 2 × model.heads"
     problems = {
         "train.max_epochs or train.max_steps is required": (
@@ -44,6 +42,29 @@ def first_problem(config: Config) -> str | None:
         f"name must be a plain file name, got {config.name!r}": (
             not config.name or "/" in config.name or config.name.startswith(".")
         ),
+        "word_table.tied requires model.embedding = model.hidden ="
+        f" {model.hidden}, got {model.embedding}": (
+            table.tied and model.embedding not in (None, model.hidden)
+        ),
+        "word_table.tied: output.tree: adaptive has no row for each word": (
+            table.tied and config.output.tree == "adaptive"
+        ),
+        "word_table.lr requires word_table.optimizer": (
+            table.lr is not None and table.optimizer is None
+        ),
+        "word_table.dtype: bf16 requires row-wise gradients: word_table.optimizer, and"
+        " word_table.gradients: auto or row_wise": (
+            bf16 and (table.gradients == "dense" or not skips_rows)
+        ),
+        f"word_table.dtype: bf16 cannot be combined with train.precision: {train.precision}": (
+            bf16 and train.precision in ("bf16-true", "64-true")
+        ),
+        "word_table.gradients: row_wise requires an optimizer that skips rows without a gradient:"
+        " word_table.optimizer, or sgd without momentum and weight_decay": (
+            table.gradients == "row_wise" and not skips_rows
+        ),
+        f"row-wise gradients of word_table cannot be combined with {conflict}": (
+            conflict is not None and (bf16 or table.gradients == "row_wise")
+        ),
     }
-    broken = (problem for problem, applies in problems.items() if applies)
-    return next(broken, None) or word_table_problem(config)
+    return next((problem for problem, applies in problems.items() if applies), None)
