@@ -11,9 +11,8 @@ from data_prep.errors import UserError
 from data_prep.prepared import Prepared
 from lm.config import Config, ModelConfig, OutputConfig, WordTable
 from lm.model.adaptive import AdaptiveSoftmax
-from lm.model.language_model import Backbone, LanguageModel
+from lm.model.language_model import Backbone, LanguageModel, OutputLayer
 from lm.model.lstm import LSTM
-from lm.model.output_layer import OutputLayer
 from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
 

@@ -1,40 +1,23 @@
 """LanguageModel: input vectors → backbone → output layer."""
 
 import math
-from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm.model.lstm import Dropout
-from lm.model.output_layer import OutputLayer
+from lm.model.adaptive import AdaptiveSoftmax
+from lm.model.lstm import LSTM, Dropout
 from lm.model.precision import backbone_autocast
+from lm.model.transformer import Transformer
 from lm.output import HierarchicalSoftmax
 from lm.output.rowwise import lookup
 
 State = tuple[Tensor, ...]
-
-
-class Backbone(Protocol):
-    """An `nn.Module` that computes hidden vectors from the input vectors up to each position."""
-
-    carries_state: bool
-    """Whether, while training, the state after one batch is the initial state of the next."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters, as `nn.Module.parameters`."""
-
-    def init_state(self, batch_size: int) -> State:
-        """The state before the first token, in the type and on the device of the parameters."""
-
-    def __call__(self, embedded: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
-        """Hidden vectors [T, B, H] of input vectors [T, B, E], and the state after them."""
-
-    @staticmethod
-    def detach_state(state: State) -> State:
-        """The state, detached from the graph."""
+Backbone = LSTM | Transformer
+"""(embedded [T, B, E], state) → (hidden [T, B, H], the state after them), with `init_state`."""
+OutputLayer = HierarchicalSoftmax | AdaptiveSoftmax
+"""P(word | hidden), with `loss`, `nll_by_level`, `log_prob` and `sample`."""
 
 
 class LanguageModel(nn.Module):
@@ -117,14 +100,14 @@ class LanguageModel(nn.Module):
         return self.backbone.init_state(batch_size)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
-        """Compute hidden vectors.
+        """Compute the hidden vectors from which the next words are predicted.
 
         Args:
             tokens: [T, B] int64, the input words.
             state: the state after the words before them; None at the beginning.
 
         Returns:
-            hidden [T, B, H], each of which predicts the next word, and the state after `tokens`.
+            hidden [T, B, H], and the state after `tokens`.
         """
         embedded = self._embed_paths(tokens) if self.path_sum else self._embed_words(tokens)
         with backbone_autocast(embedded.device):
@@ -134,16 +117,7 @@ class LanguageModel(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, state: State | None = None
     ) -> tuple[Tensor, State | None]:
-        """Mean negative log-likelihood in nats of the next words.
-
-        Args:
-            tokens: [T, B] int64, the input words.
-            targets: [T, B] int64, the word after each of them.
-            state: as in `forward`.
-
-        Returns:
-            The loss, a scalar, and the state after `tokens`.
-        """
+        """`forward`, with the mean nll in nats of `targets` [T, B] instead of hidden vectors."""
         hidden, state = self(tokens, state)
         return self.output.loss(hidden, targets), state
 
