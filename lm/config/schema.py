@@ -243,3 +243,8 @@ class Config:
     def needed_classes(self) -> ClassesConfig | None:
         """The section `classes` if `output.tree` uses word classes, else None."""
         return self.classes if self.output.tree == "two_level" else None
+
+    @property
+    def preparation(self) -> tuple[DataConfig, TokenizerConfig, ClassesConfig | None, Path]:
+        """The arguments of `data_prep.prepare.prepare`."""
+        return self.data, self.tokenizer, self.needed_classes, self.prepared_path

@@ -83,7 +83,7 @@ def test_gradients_match_finite_differences() -> None:
 
 def test_no_state_is_zero_state() -> None:
     model, (embedded, _) = make(), inputs()
-    zeros = model.init_state(B, device="cpu", dtype=torch.float64)
+    zeros = model.init_state(B)
     assert not any(part.any() for part in zeros)
     torch.testing.assert_close(model(embedded), model(embedded, zeros), rtol=0, atol=0)
 
@@ -105,14 +105,6 @@ def test_detached_state_keeps_values_and_stops_gradients() -> None:
     torch.testing.assert_close(detached, end, rtol=0, atol=0)
     model(embedded, detached)[0].sum().backward()
     assert early.grad is None
-
-
-def test_selected_state_continues_as_its_sequence() -> None:
-    model, (embedded, state) = make(), inputs()
-    index = torch.tensor([2, 0, 0, 1])
-    expected, _ = model(embedded[:, index], (state[0][:, index], state[1][:, index]))
-    hidden, _ = model(embedded[:, index], model.select_state(state, index))
-    torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
 
 
 def test_weight_dropout_runs_the_equations_with_dropped_weights() -> None:
@@ -189,15 +181,3 @@ def test_plain_mask_differs_over_time() -> None:
     mask = Dropout(0.3)(torch.ones(7, 40, 50))
     assert (mask != 0).double().mean().item() == pytest.approx(0.7, abs=5 * (0.21 / 14000) ** 0.5)
     assert not torch.equal(mask[0], mask[1])
-
-
-def test_errors_name_the_numbers() -> None:
-    with pytest.raises(ValueError, match=r"got 4, 0 and 2"):
-        LSTM(4, 0, 2)
-    with pytest.raises(ValueError, match=r"dropout_weight must be in \[0, 1\), got 1.0"):
-        LSTM(4, 6, 2, dropout_weight=1.0)
-    model, (embedded, state) = make(), inputs()
-    with pytest.raises(ValueError, match=r"\[T ≥ 1, B, 4\], got \[5, 3, 3\]"):
-        model(embedded[..., :3])
-    with pytest.raises(ValueError, match=r"state c must be \[2, 3, 6\], got \[2, 2, 6\]"):
-        model(embedded, (state[0], state[1][:, :2]))
