@@ -82,11 +82,11 @@ def _evaluate(options: Namespace, _: list[str]) -> None:
     folder, progress = Path(options.run_dir), not options.no_progress
     _set_threads(folder, options.threads)
     if options.text is None:
-        result, name = evaluate_run(folder, options.split, progress=progress), options.split
+        result = evaluate_run(folder, options.split, progress=progress)
     else:
-        lines = _text_lines(options.text)
-        result, name = evaluate_text(folder, lines, progress=progress), options.text
-    print(json.dumps(result.to_dict()) if options.json else evaluation_table(result, name))
+        result = evaluate_text(folder, _text_lines(options.text), progress=progress)
+    title = options.text or options.split
+    print(json.dumps(result.to_dict()) if options.json else evaluation_table(result, title))
 
 
 def _set_threads(folder: Path, num_threads: int | None) -> None:
@@ -182,8 +182,8 @@ def _info(options: Namespace, overrides: list[str]) -> None:
 
 def _load(source: str, overrides: list[str]) -> Config:
     """The configuration of a run's folder or of a file."""
-    path = Path(source)
-    return load_run_config(path, overrides) if path.is_dir() else load_config(path, overrides)
+    load = load_run_config if Path(source).is_dir() else load_config
+    return load(Path(source), overrides)
 
 
 def _open(source: str, config: Config) -> Any:

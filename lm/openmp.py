@@ -13,10 +13,8 @@ import statistics
 import time
 from pathlib import Path
 
-QUIET_SPIN_COUNT = 10_000
-"""Iterations where a processor is free for each thread."""
-BUSY_SPIN_COUNT = 0
-"""Iterations where other programs use the processors: threads sleep at once."""
+QUIET_SPIN_COUNT = 10_000  # where a processor is free for each thread
+BUSY_SPIN_COUNT = 0  # where other programs use the processors: threads sleep at once
 _LOADAVG = Path("/proc/loadavg")
 _USER_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 

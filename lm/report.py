@@ -17,8 +17,7 @@ from lm.model.build import build_model, build_tree
 from lm.training.batches import Batches
 from lm.training.memory_estimate import available_bytes, estimate_memory
 
-LABELLED_CLASSES = 25
-"""Number of classes whose top words the picture shows: those with the most tokens."""
+LABELLED_CLASSES = 25  # in the picture: those with the most tokens
 
 
 def evaluation_table(result: Evaluation, title: str) -> str:
@@ -129,24 +128,21 @@ def draw_classes(report: ClassReport, prepared: Prepared, path: Path) -> None:
 
 def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
     """Name → value of the sizes, the cost and the memory of a run; allocates no weights."""
-    tree, train = build_tree(config, prepared), config.train
-    num_rows = prepared.vocab_size if tree is None else tree.num_rows
-    word_table = resolve_word_table(config, num_rows)
+    tree, vocab_size = build_tree(config, prepared), prepared.vocab_size
+    word_table = resolve_word_table(config, vocab_size if tree is None else tree.num_rows)
+    sections = (config.model, config.output, word_table, tree, config.train.seq_len)
     with torch.device("meta"):
-        model = build_model(
-            *(config.model, config.output, word_table, tree, train.seq_len),
-            vocab_size=prepared.vocab_size,
-        )
+        model = build_model(*sections, vocab_size=vocab_size)
     parameters = {
         name: sum(p.numel() for p in module.parameters()) for name, module in model.named_children()
     }
-    memory = estimate_memory(config, tree, prepared.vocab_size)
+    memory = estimate_memory(config, tree, vocab_size)
     available = available_bytes(config)
     batches = Batches(
         prepared.tokens("train"),
         eos_id=prepared.eos_id,
-        batch_size=train.batch_size,
-        seq_len=train.seq_len,
+        batch_size=config.train.batch_size,
+        seq_len=config.train.seq_len,
         shuffle=not model.backbone.carries_state,
         seed=config.seed,
     )
@@ -163,7 +159,7 @@ def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
         "backbone": config.model.backbone,
         "layers": config.model.layers,
         "hidden": config.model.hidden,
-        "vocab_size": prepared.vocab_size,
+        "vocab_size": vocab_size,
         "tree": config.output.tree,
         **tree_figures,
         "train_tokens": prepared.splits["train"].tokens,

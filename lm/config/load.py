@@ -1,7 +1,4 @@
-"""Reading, validating and writing configurations.
-
-Decides what a valid file or override is; a mistake is a single-line error that names the key.
-"""
+"""Reading, validating and writing configurations; a mistake is one line that names the key."""
 
 import difflib
 import json
@@ -21,14 +18,7 @@ from lm.config.schema import Config
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a configuration file and apply overrides.
-
-    Args:
-        path: YAML file.
-        overrides: `--section.key=value` with values in YAML; later ones win.
-
-    Returns:
-        The valid configuration.
+    """Read a YAML file and apply overrides `--section.key=value` in YAML, of which later ones win.
 
     Raises:
         UserError: if the file cannot be read or is not YAML, if a key is unknown (the message names
@@ -100,8 +90,6 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """A hint at the known name that is most similar to an unknown one; empty if none is.
 
     Example:
-        >>> nearest("model.hiden", ["model.heads", "model.hidden"])
-        '; did you mean model.hidden?'
         >>> nearest("optim.max_steps", ["optim.momentum", "train.max_steps"])
         '; did you mean train.max_steps?'
     """

@@ -17,8 +17,7 @@ from data_prep.storage import write_atomically
 from lm.config.load import nearest
 from lm.config.schema import Config
 
-RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")
-"""Labels that the header comment of every recipe has, in this order."""
+RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")  # of every recipe's header comment
 _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 _WIDTH = 100
 

@@ -1,8 +1,4 @@
-"""Keys that were renamed: the one place that knows their old names.
-
-Old runs and logs stay readable. An old key in a user's file or override is an error that names the
-present key.
-"""
+"""Keys that were renamed: old runs and logs stay readable; elsewhere an old key is an error."""
 
 from typing import Any, NamedTuple
 
@@ -71,8 +67,6 @@ def translate_override(override: str) -> str:
     Example:
         >>> translate_override("--output.sparse=true")
         '--word_table.gradients=row_wise'
-        >>> translate_override("model.hidden=8")
-        'model.hidden=8'
     """
     name, _, text = override.partition("=")
     key = name.removeprefix("--")

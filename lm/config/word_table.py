@@ -1,9 +1,4 @@
-"""The table of words: the output layer's rows together with the input vectors.
-
-It is the largest part of a model. The section `word_table` says how it is stored and updated;
-`resolve_word_table` turns the section into the one value that the model, the optimizer and the
-memory estimate receive.
-"""
+"""How the table of words is stored and updated: one value for model, optimizer and memory."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,9 +6,7 @@ from typing import Literal
 from lm.config.schema import Config
 
 ROW_WISE_ELEMENTS = 1 << 24
-"""Number of elements from which the gradients of a table are row-wise by default. Below it, writing
-a dense gradient (64 MB in fp32) is as fast.
-"""
+"""Size from which gradients are row-wise by default: a smaller dense one (64 MB) is as fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +21,7 @@ class WordTable:
 
 
 def resolve_word_table(config: Config, num_rows: int) -> WordTable:
-    """Resolve the defaults of the section `word_table`.
-
-    Args:
-        config: a valid configuration.
-        num_rows: R, number of rows of the output layer.
-
-    Returns:
-        The resolved value.
+    """Resolve the defaults of the section `word_table` for an output layer of `num_rows` rows.
 
     Example:
         >>> from lm.config import Config, WordTableConfig
@@ -43,8 +29,7 @@ def resolve_word_table(config: Config, num_rows: int) -> WordTable:
         >>> resolve_word_table(config, num_rows=10_000_000)
         WordTable(tied=False, dtype='fp32', row_wise=True, optimizer='adagrad', lr=0.05)
     """
-    table = config.word_table
-    row_wise = _row_wise(config, num_rows)
+    table, row_wise = config.word_table, _row_wise(config, num_rows)
     return WordTable(
         tied=table.tied,
         dtype=table.dtype,

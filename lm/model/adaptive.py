@@ -1,7 +1,7 @@
 """AdaptiveSoftmax: PyTorch's adaptive softmax as an output layer, for comparison.
 
 A shortlist of frequent words, and clusters of rarer words whose hidden vectors are projected to
-fewer dimensions. It trains and evaluates like any other output layer, but does not sample.
+fewer dimensions. It does not sample.
 """
 
 from collections.abc import Sequence
@@ -14,27 +14,16 @@ from torch.nn import functional as F
 
 from lm.output.functional import Reduction
 
-MAX_DIVISOR = 4
-"""Each cluster's projection is up to this factor narrower than the one before it."""
+MAX_DIVISOR = 4  # how much narrower each cluster's projection is than the one before it
 IGNORE_INDEX = -100
 
 
 class AdaptiveSoftmax(nn.Module):
     """`nn.AdaptiveLogSoftmaxWithLoss` as an `OutputLayer`. Under autocast it computes in fp32.
 
-    Args:
-        hidden_size: H.
-        counts: [N] occurrences of each word, which give its frequency rank; ties are ranked by
-            word.
-        cutoffs: frequency ranks at which the clusters begin: increasing, at least one, within
-            1 … N - 1. The first is the size of the shortlist.
-        bias: whether the shortlist has biases (the clusters have none).
-
-    Attributes:
-        index_of_word: [N] int64, index of each word in the wrapped module.
-
-    Raises:
-        ValueError: if the cutoffs do not increase within 1 … N - 1.
+    Words are ranked by their occurrences `counts` [N], ties by word; `cutoffs` are the ranks at
+    which the clusters begin. Only the shortlist has biases. `index_of_word` [N] is the index of
+    each word in the wrapped module.
 
     Source: Grave et al. 2017.
 

@@ -16,8 +16,7 @@ from lm.model.lstm import LSTM
 from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
 
-_TREE = "output.tree."
-"""Prefix of the tree's arrays in a model's state."""
+_TREE = "output.tree."  # prefix of the tree's arrays in a model's state
 
 
 def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:

@@ -35,20 +35,14 @@ class Dropout(nn.Dropout):
 class LSTM(nn.Module):
     """Several LSTM layers over a window of T time steps, equations (1)–(3).
 
-    Args:
-        input_size: E, size of the input vectors.
-        hidden_size: H, size of every layer's output.
-        layers: number of layers.
-        dropout: probability of zeroing a layer's output on its way to the next.
-        dropout_weight: probability of zeroing an entry of the recurrent weights W_hh, one mask per
-            call for all time steps (DropConnect; Merity, Keskar & Socher 2018, section 2).
-        dropout_variational: whether `dropout` uses one mask per sequence.
+    Dropout zeroes a layer's output on its way to the next. Weight dropout zeroes entries of the
+    recurrent weights W_hh, with one mask per call for all time steps (DropConnect; Merity, Keskar &
+    Socher 2018, section 2).
 
     Source: Hochreiter & Schmidhuber 1997, with the forget gate of Gers, Schmidhuber & Cummins 2000.
     """
 
-    carries_state = True
-    """The state after one window is the start of the next one."""
+    carries_state = True  # the state after one window is the start of the next one
 
     def __init__(
         self,

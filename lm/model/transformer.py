@@ -23,26 +23,16 @@ Rotary = tuple[Tensor, Tensor]
 class Transformer(nn.Module):
     """A decoder-only Transformer without embedding and output layer, equations (1)–(3).
 
-    Args:
-        input_size: E, size of the input embeddings; projected to `hidden_size` if it differs.
-        hidden_size: H, size of the residual stream and of the output.
-        layers: number of blocks.
-        heads: number of attention heads; their size D = H / heads must be even.
-        feedforward: inner size of SwiGLU; None: 8/3 H rounded up to a multiple of 32, about as many
-            parameters as the usual 4 H without a gate.
-        dropout: probability of zeroing an element of a sublayer's output (residual dropout).
-        context: largest number of positions that a position attends to, including itself.
-
-    Raises:
-        ValueError: if H / heads is not an even integer.
+    Input embeddings [T, B, E] are projected to H if E ≠ H. The size of a head D = H / heads is
+    even. The default inner size of SwiGLU, 8/3 H rounded up to a multiple of 32, has about as many
+    parameters as the usual 4 H without a gate. Dropout acts on the outputs of sublayers.
 
     Source: Vaswani et al. 2017; pre-norm: Xiong et al. 2020; RMSNorm: Zhang & Sennrich 2019; rotary
     positions: Su et al. 2021, equation 34; SwiGLU: Shazeer 2020, equation 6; initialisation:
     Radford et al. 2019, section 2.3.
     """
 
-    carries_state = False
-    """Training and evaluation windows are independent; the state is used in generation only."""
+    carries_state = False  # windows are independent; the state is used in generation only
 
     def __init__(
         self,
