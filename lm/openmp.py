@@ -16,7 +16,6 @@ from pathlib import Path
 QUIET_SPIN_COUNT = 10_000  # where a processor is free for each thread
 BUSY_SPIN_COUNT = 0  # where other programs use the processors: threads sleep at once
 _LOADAVG = Path("/proc/loadavg")
-_USER_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def limit_spinning() -> None:
@@ -24,7 +23,7 @@ def limit_spinning() -> None:
 
     Has an effect only before torch is imported.
     """
-    if not any(name in os.environ for name in _USER_SETTINGS):
+    if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = str(spin_count())
 
 

@@ -22,6 +22,7 @@ LABELLED_CLASSES = 25  # in the picture: those with the most tokens
 
 def evaluation_table(result: Evaluation, title: str) -> str:
     """Format the figures of an evaluation as lines of text below a title."""
+    within = result.within_class_perplexity
     rows = [
         ("tokens predicted", f"{result.tokens:,}"),
         ("words, without <eos>", f"{result.words:,}"),
@@ -29,10 +30,7 @@ def evaluation_table(result: Evaluation, title: str) -> str:
         ("negative log-likelihood", f"{result.nll_nats:.1f} nats"),
         ("perplexity", f"{result.perplexity:.2f}"),
         ("  excluding out of vocabulary", f"{result.perplexity_excluding_oov:.2f}"),
-        (
-            "  class × within class",
-            f"{result.class_perplexity:.2f} × {result.within_class_perplexity:.2f}",
-        ),
+        ("  class × within class", f"{result.class_perplexity:.2f} × {within:.2f}"),
         ("word perplexity", f"{result.word_perplexity:.2f}"),
         ("bits per byte", f"{result.bits_per_byte:.4f}"),
         ("context", result.context),
@@ -50,9 +48,8 @@ def check_same_classes(folder: Path, prepared: Prepared) -> None:
     except (ValueError, EOFError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
     if not same:
-        raise UserError(
-            f"{prepared.folder} was prepared again: its classes are not those of {path}"
-        )
+        problem = f"was prepared again: its classes are not those of {path}"
+        raise UserError(f"{prepared.folder} {problem}")
 
 
 def classes_table(report: ClassReport, prepared: Prepared) -> str:

@@ -33,10 +33,10 @@ class Key(NamedTuple):
 
 def sections() -> dict[str, tuple[str, list[Key]]]:
     """Section → (its meaning, its keys); the keys outside all sections have the name ""."""
-    found = {"": (_summary(Config), _keys("", Config, nested=False))}
+    found = {"": (str(Config.__doc__), _keys("", Config, nested=False))}
     for section in fields(Config):
         if is_dataclass(section.type):
-            found[section.name] = (_summary(section.type), _keys(section.name, section.type))
+            found[section.name] = (str(section.type.__doc__), _keys(section.name, section.type))
     return found
 
 
@@ -52,9 +52,8 @@ def describe_keys(name: str | None = None) -> str:
     for section, (meaning, keys) in sections().items():
         if section and name in (None, section):
             blocks.append(textwrap.fill(f"[{section}] {meaning}", _WIDTH))
-        blocks += [
-            _text(key) for key in keys if name is None or f"{key.name}.".startswith(f"{name}.")
-        ]
+        matching = (key for key in keys if f"{key.name}.".startswith(f"{name}.") or name is None)
+        blocks += map(_text, matching)
     if not blocks:
         known = [key.name for _, keys in sections().values() for key in keys]
         raise UserError(f"unknown key {name}" + nearest(str(name), [*known, *sections()]))
@@ -100,10 +99,6 @@ def _meanings(section: Any) -> dict[str, str]:
         if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
         if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
     }
-
-
-def _summary(section: Any) -> str:
-    return " ".join(str(section.__doc__).split())
 
 
 def _type(annotation: Any) -> str:
@@ -154,9 +149,8 @@ def _recipe_table(recipes: Sequence[Path]) -> str:
         labels = dict(zip(found[1::2], found[2::2], strict=True))
         if missing := [label for label in RECIPE_LABELS if label not in labels]:
             raise UserError(f"{path}: the header has no {missing[0]}:")
-        rows.append(
-            (f"[{path.stem}]({path.name})", *(labels[label].rstrip(".") for label in RECIPE_LABELS))
-        )
+        cells = (labels[label].rstrip(".") for label in RECIPE_LABELS)
+        rows.append((f"[{path.stem}]({path.name})", *cells))
     return _table(("recipe", *map(str.lower, RECIPE_LABELS)), rows)
 
 
