@@ -42,9 +42,8 @@ class AdaptiveSoftmax(nn.Module):
         self.vocab_size = len(counts)
         limits = [0, *cutoffs, self.vocab_size]
         if not cutoffs or not all(low < high for low, high in pairwise(limits)):
-            raise ValueError(
-                f"cutoffs must increase within 1 … {self.vocab_size - 1}, got {list(cutoffs)}"
-            )
+            limit = self.vocab_size - 1
+            raise ValueError(f"cutoffs must increase within 1 … {limit}, got {list(cutoffs)}")
         self.index_of_word: Tensor
         self.register_buffer("index_of_word", _index_of_word(counts, cutoffs))
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(

@@ -57,10 +57,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         uses_tree = embedding_size is None or path_sum
         if uses_tree and not isinstance(output, HierarchicalSoftmax):
-            raise ValueError(
-                "shared rows and path sums require a HierarchicalSoftmax,"
-                f" got {type(output).__name__}"
-            )
+            given = type(output).__name__
+            raise ValueError(f"tied rows and path sums require a HierarchicalSoftmax, got {given}")
         self.backbone = backbone
         self.output = output
         self.dropout = Dropout(dropout, dropout_variational)

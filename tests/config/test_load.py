@@ -113,18 +113,6 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("train: {max_steps: 5}", "name is missing"),
-        ("", "expected sections with keys, got NoneType"),
-        ("- a\n- b\n", "expected sections with keys, got list"),
-    ],
-)
-def test_an_incomplete_file_is_an_error(tmp_path: Path, text: str, message: str) -> None:
-    assert problem(tmp_path, text) == message
-
-
-@pytest.mark.parametrize(
     ("tree", "needed"),
     [("two_level", True), ("full", False), ("adaptive", False), ("tree.txt", False)],
 )
@@ -134,18 +122,19 @@ def test_only_the_two_level_tree_needs_classes(tree: str, needed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("text", "message"),
     [
-        (MINIMAL + "name: other\n", "key 'name' given twice"),
-        (MINIMAL + "model: {hidden: 3, layers: 2, hidden: 4}\n", "key 'hidden' given twice"),
-        (MINIMAL + "model: {hidden: 3\n", "line 4"),
-        (MINIMAL + "model: !!python/object/apply:os.getcwd []\n", "python/object/apply"),
+        ("train: {max_steps: 5}", "name is missing"),
+        ("", "expected sections with keys, got NoneType"),
+        ("- a\n- b\n", "expected sections with keys, got list"),
+        (MINIMAL + "name: other\n", "not valid YAML: .*key 'name' given twice.*"),
+        (MINIMAL + "model: {hidden: 3, hidden: 4}\n", "not valid YAML: .*'hidden' given twice.*"),
+        (MINIMAL + "model: {hidden: 3\n", "not valid YAML: .*line 4.*"),
+        (MINIMAL + "model: !!python/name:os.getcwd\n", "not valid YAML: .*python/name.*"),
     ],
 )
-def test_invalid_yaml_is_a_single_line_error(tmp_path: Path, text: str, place: str) -> None:
-    message = problem(tmp_path, text)
-    assert message.startswith("not valid YAML: ")
-    assert place in message
+def test_an_incomplete_or_invalid_file_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+    assert re.fullmatch(message, problem(tmp_path, text))
 
 
 @pytest.mark.parametrize(
