@@ -44,10 +44,6 @@ def validate(values: dict[str, Any], source: str) -> Config:
     """Convert plain values, section → key → value, to a `Config`, without coercion.
 
     Errors are those of `load_config`; `source` names the file in their messages.
-
-    Example:
-        >>> validate({"name": "run", "train": {"max_steps": 5}}, "example").train.max_steps
-        5
     """
     for old in find_renamed(values):
         section, key = old.split(".")
@@ -87,12 +83,7 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """A hint at the known name that is most similar to an unknown one; empty if none is.
-
-    Example:
-        >>> nearest("optim.max_steps", ["optim.momentum", "train.max_steps"])
-        '; did you mean train.max_steps?'
-    """
+    """A hint at the known name that is most similar to an unknown one; empty if none is."""
     same_key = [each for each in known if each.split(".")[-1] == name.split(".")[-1]]
     similar = same_key or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {similar[0]}?" if similar else ""

@@ -41,13 +41,7 @@ def sections() -> dict[str, tuple[str, list[Key]]]:
 
 
 def describe_keys(name: str | None = None) -> str:
-    """The reference of a section or key, by default of everything, as lines of text.
-
-    Example:
-        >>> print(describe_keys("model.layers"))
-        model.layers: int > 0 = 2
-            Number of LSTM layers or Transformer blocks.
-    """
+    """The reference of a section or key, by default of everything, as lines of text."""
     blocks = []
     for section, (meaning, keys) in sections().items():
         if section and name in (None, section):

@@ -32,12 +32,7 @@ RENAMED = {
 
 
 def translate_description(values: dict[str, Any]) -> dict[str, Any]:
-    """A copy of an old `config.yaml` or `model.json` in which every old key is replaced.
-
-    Example:
-        >>> translate_description({"context": 35, "model": {"hidden": 8, "tied": True}})
-        {'context': 35, 'model': {'hidden': 8}, 'word_table': {'tied': True}}
-    """
+    """A copy of an old `config.yaml` or `model.json` in which every old key is replaced."""
     values = {
         name: dict(section) if isinstance(section, dict) else section
         for name, section in values.items()
@@ -62,12 +57,7 @@ def find_renamed(values: dict[str, Any]) -> list[str]:
 
 
 def translate_override(override: str) -> str:
-    """The present form of an override of an old log, with or without dashes.
-
-    Example:
-        >>> translate_override("--output.sparse=true")
-        '--word_table.gradients=row_wise'
-    """
+    """The present form of an override of an old log, with or without dashes."""
     name, _, text = override.partition("=")
     key = name.removeprefix("--")
     if key not in RENAMED:

@@ -1,7 +1,4 @@
-"""The configuration of a run: one frozen dataclass per section, with the meaning of every key.
-
-The docstring below a field is its documentation: `lm config` prints it.
-"""
+"""The configuration of a run; `lm config` prints the docstrings below the fields."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

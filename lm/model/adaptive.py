@@ -26,13 +26,6 @@ class AdaptiveSoftmax(nn.Module):
     each word in the wrapped module.
 
     Source: Grave et al. 2017.
-
-    Example:
-        >>> layer = AdaptiveSoftmax(8, torch.tensor([3, 9, 1, 5]), [2])
-        >>> layer.index_of_word.tolist()
-        [2, 0, 3, 1]
-        >>> layer.loss(torch.zeros(5, 8), torch.tensor([0, 1, 2, 3, -100]), "none").shape
-        torch.Size([5])
     """
 
     def __init__(
