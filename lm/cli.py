@@ -20,10 +20,7 @@ from lm.options import parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: words of the command line; None takes those of the process.
+    """Run one command, by default that of the process.
 
     Returns:
         The exit code: 0; 2 after a user's mistake, which is one line on stderr; 130 after Ctrl-C;
@@ -40,7 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (UserError, OSError) as error:
-        return _report(error)
+        if os.environ.get("LM_TRACEBACK"):
+            raise
+        text = str(error)
+        if isinstance(error, OSError) and error.filename:
+            text = f"{error.filename}: {error.strerror}"
+        print("lm: " + " ".join(text.split()), file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("lm: interrupted", file=sys.stderr)
         return 130
@@ -52,43 +55,23 @@ def command() -> None:
     sys.exit(main())
 
 
-def _report(error: UserError | OSError) -> int:
-    """Print an error as one line; LM_TRACEBACK=1 raises it instead."""
-    if os.environ.get("LM_TRACEBACK"):
-        raise error
-    text = str(error)
-    if isinstance(error, OSError) and error.filename:
-        text = f"{error.filename}: {error.strerror}"
-    print("lm: " + " ".join(text.split()), file=sys.stderr)
-    return 2
-
-
 def _prepare(options: Namespace, overrides: list[str]) -> None:
-    _prepare_data(load_config(options.config, overrides), progress=not options.no_progress)
-
-
-def _prepare_data(config: Config, *, keep: bool = False, progress: bool = True) -> None:
     from data_prep.prepare import prepare
 
-    prepare(
-        config.data,
-        config.tokenizer,
-        config.needed_classes,
-        config.prepared_path,
-        keep=keep,
-        progress=progress,
-    )
+    config = load_config(options.config, overrides)
+    prepare(*config.preparation, progress=not options.no_progress)
 
 
 def _train(options: Namespace, overrides: list[str]) -> None:
     config = load_config(options.config, overrides)
     # Imported after the configuration is known to be valid: torch takes seconds.
+    from data_prep.prepare import prepare
     from lm.training.loop import train
     from lm.training.run_folder import check_folder
 
     checkpoint = check_folder(config, options.resume)
     progress = not options.no_progress
-    _prepare_data(config, keep=checkpoint is not None, progress=progress)
+    prepare(*config.preparation, keep=checkpoint is not None, progress=progress)
     print(train(config, resume=options.resume, progress=progress))
 
 
@@ -99,11 +82,11 @@ def _evaluate(options: Namespace, _: list[str]) -> None:
     folder, progress = Path(options.run_dir), not options.no_progress
     _set_threads(folder, options.threads)
     if options.text is None:
-        result, name = evaluate_run(folder, options.split, progress=progress), options.split
+        result = evaluate_run(folder, options.split, progress=progress)
     else:
-        lines = _text_lines(options.text)
-        result, name = evaluate_text(folder, lines, progress=progress), options.text
-    print(json.dumps(result.to_dict()) if options.json else evaluation_table(result, name))
+        result = evaluate_text(folder, _text_lines(options.text), progress=progress)
+    title = options.text or options.split
+    print(json.dumps(result.to_dict()) if options.json else evaluation_table(result, title))
 
 
 def _set_threads(folder: Path, num_threads: int | None) -> None:
@@ -164,20 +147,24 @@ def _prompt(given: str | None) -> str:
 
 
 def _classes(options: Namespace, overrides: list[str]) -> None:
-    from lm.report import classes_json, classes_table, draw_classes, report_classes
+    from data_prep.classes.report import class_report
+    from lm.report import classes_json, classes_table, draw_classes
 
     config = _load(options.source, overrides)
     if config.needed_classes is None:
         raise UserError(f"output.tree: {config.output.tree} has no word classes to report on")
     prepared = _open(options.source, config)
-    report = report_classes(prepared, options.words)
+    report = class_report(
+        *(prepared.counts(), prepared.word_class(), prepared.tokens("train")),
+        shortlist=prepared.shortlist,
+        num_top_words=options.words,
+    )
     if options.plot:
         draw_classes(report, prepared, Path(options.plot))
-    print(
-        json.dumps(classes_json(report, prepared), ensure_ascii=False)
-        if options.json
-        else classes_table(report, prepared)
-    )
+    if options.json:
+        print(json.dumps(classes_json(report, prepared), ensure_ascii=False))
+    else:
+        print(classes_table(report, prepared))
 
 
 def _info(options: Namespace, overrides: list[str]) -> None:
@@ -190,13 +177,13 @@ def _info(options: Namespace, overrides: list[str]) -> None:
         return
     width = max(map(len, values))
     for key, value in values.items():
-        print(f"{key:<{width}}  {value:,}" if type(value) is int else f"{key:<{width}}  {value}")
+        print(f"{key:<{width}} ", f"{value:,}" if type(value) is int else value)
 
 
 def _load(source: str, overrides: list[str]) -> Config:
     """The configuration of a run's folder or of a file."""
-    path = Path(source)
-    return load_run_config(path, overrides) if path.is_dir() else load_config(path, overrides)
+    load = load_run_config if Path(source).is_dir() else load_config
+    return load(Path(source), overrides)
 
 
 def _open(source: str, config: Config) -> Any:
@@ -204,9 +191,8 @@ def _open(source: str, config: Config) -> Any:
     from data_prep.prepare import open_made_by
     from lm.report import check_same_classes
 
-    classes = config.needed_classes
-    prepared = open_made_by(config.data, config.tokenizer, classes, config.prepared_path)
-    if classes is not None and Path(source).is_dir():
+    prepared = open_made_by(*config.preparation)
+    if config.needed_classes is not None and Path(source).is_dir():
         check_same_classes(Path(source), prepared)
     return prepared
 

@@ -13,12 +13,9 @@ import statistics
 import time
 from pathlib import Path
 
-QUIET_SPIN_COUNT = 10_000
-"""Iterations where a processor is free for each thread."""
-BUSY_SPIN_COUNT = 0
-"""Iterations where other programs use the processors: threads sleep at once."""
+QUIET_SPIN_COUNT = 10_000  # where a processor is free for each thread
+BUSY_SPIN_COUNT = 0  # where other programs use the processors: threads sleep at once
 _LOADAVG = Path("/proc/loadavg")
-_USER_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def limit_spinning() -> None:
@@ -26,44 +23,30 @@ def limit_spinning() -> None:
 
     Has an effect only before torch is imported.
     """
-    if not any(name in os.environ for name in _USER_SETTINGS):
-        os.environ["GOMP_SPINCOUNT"] = str(spin_count(num_running(), os.cpu_count() or 1))
+    if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+        os.environ["GOMP_SPINCOUNT"] = str(spin_count())
 
 
-def spin_count(num_running: float, num_cpus: int) -> int:
-    """The spin count for a computer on which other programs run that many threads.
-
-    Args:
-        num_running: threads of other programs that are running or ready to run.
-        num_cpus: processors.
-
-    Example:
-        >>> spin_count(num_running=0, num_cpus=2), spin_count(num_running=3, num_cpus=2)
-        (10000, 0)
-    """
-    return BUSY_SPIN_COUNT if num_running >= num_cpus / 2 else QUIET_SPIN_COUNT
+def spin_count() -> int:
+    """The spin count for the present load."""
+    is_busy = num_running() >= (os.cpu_count() or 1) / 2
+    return BUSY_SPIN_COUNT if is_busy else QUIET_SPIN_COUNT
 
 
-def num_running(num_samples: int = 5, interval_seconds: float = 0.002) -> float:
+def num_running() -> float:
     """The median number of threads of other programs that are running or ready to run.
 
-    Args:
-        num_samples: how often to read the kernel's count.
-        interval_seconds: time between two readings.
-
-    Returns:
-        The median, or the load average of the last minute where the kernel does not tell the
-        count.
+    Where the kernel does not tell it, the load average of the last minute.
     """
     if not _LOADAVG.exists():
         return os.getloadavg()[0]
     samples = []
-    for _ in range(num_samples):
+    for _ in range(5):
         running = _LOADAVG.read_text().split()[3].partition("/")[0]
         samples.append(int(running) - 1)  # this thread itself
-        time.sleep(interval_seconds)
+        time.sleep(0.002)
     return statistics.median(samples)
 
 
 if __name__ == "__main__":
-    print(spin_count(num_running(), os.cpu_count() or 1))
+    print(spin_count())

@@ -15,14 +15,7 @@ _OVERRIDES = (
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """Parse a command line.
-
-    Args:
-        arguments: its words; None takes those of the process.
-
-    Returns:
-        The options of the command, whose name is `verb`, and the overrides of the configuration as
-        they were given.
+    """The options of a command, whose name is `verb`, and the overrides of the configuration.
 
     Raises:
         UserError: if an argument is missing, unknown or out of range.
@@ -47,19 +40,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "run_dir": {"metavar": "RUN", "help": "folder of the run"},
     "source": {"metavar": "RUN|CONFIG", "help": "folder of a run, or YAML file"},
     "key": {"metavar": "KEY|SECTION", "nargs": "?", "help": "default: all keys"},
-    "--resume": {
-        "metavar": "auto|PATH",
-        "help": "continue the run's last checkpoint, or the one at PATH",
-    },
-    "--split": {
-        "default": "test",
-        "choices": ("train", "valid", "test"),
-        "help": "default: test",
-    },
-    "--text": {
-        "metavar": "FILE|-",
-        "help": "a text file instead of a split of the corpus; its empty lines count too",
-    },
+    "--resume": {"metavar": "auto|PATH", "help": "continue the last checkpoint or that at PATH"},
+    "--split": {"default": "test", "choices": ("train", "valid", "test"), "help": "default: test"},
+    "--text": {"metavar": "FILE|-", "help": "text instead of a split; its empty lines count too"},
     "--prompt": {"metavar": "TEXT|-", "help": "text to continue (- reads stdin)"},
     "--tokens": _COUNT | {"default": 100, "help": "number of tokens to generate (default 100)"},
     "--samples": _COUNT | {"default": 1, "help": "number of continuations (default 1)"},
@@ -76,10 +59,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 _VERBS = {
     "prepare": ("corpus → tokenizer → token files → classes", "config --no-progress"),
-    "train": (
-        "train a model (prepares the data first if needed)",
-        "config --resume --no-progress",
-    ),
+    "train": ("train a model (prepares the data if needed)", "config --resume --no-progress"),
     "evaluate": (
         "perplexity of a trained model on a text",
         "run_dir --split|--text --threads --no-progress --json",
@@ -94,19 +74,17 @@ _VERBS = {
 }
 """Verb → what it does, and its options; those joined by a bar exclude each other."""
 _TAKES_OVERRIDES = ("prepare", "train", "classes", "info")
-_LISTS_KEYS = ("prepare", "train")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises `UserError` for wrong arguments; its help can end with all configuration keys."""
-
-    lists_keys = False
+    """Raises `UserError` for wrong arguments; help on training ends with all keys."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
     def format_help(self) -> str:
-        return super().format_help() + (f"\n{describe_keys()}\n" if self.lists_keys else "")
+        lists_keys = self.prog in ("lm prepare", "lm train")
+        return super().format_help() + (f"\n{describe_keys()}\n" if lists_keys else "")
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -126,7 +104,6 @@ def _build_parser() -> argparse.ArgumentParser:
             epilog=_OVERRIDES if name in _TAKES_OVERRIDES else None,
             allow_abbrev=False,
         )
-        verb.lists_keys = name in _LISTS_KEYS
         for group in options.split():
             target = verb.add_mutually_exclusive_group() if "|" in group else verb
             for option in group.split("|"):

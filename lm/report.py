@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_prep.classes.report import ClassReport, class_report
+from data_prep.classes.report import ClassReport
 from data_prep.errors import UserError
 from data_prep.prepared import Prepared
 from lm.config import Config, resolve_word_table
@@ -17,20 +17,12 @@ from lm.model.build import build_model, build_tree
 from lm.training.batches import Batches
 from lm.training.memory_estimate import available_bytes, estimate_memory
 
-LABELLED_CLASSES = 25
-"""Number of classes whose top words the picture shows: those with the most tokens."""
+LABELLED_CLASSES = 25  # in the picture: those with the most tokens
 
 
 def evaluation_table(result: Evaluation, title: str) -> str:
-    """Format the figures of an evaluation.
-
-    Args:
-        result: the evaluation.
-        title: first line of the table, the name of the text.
-
-    Returns:
-        Lines of text.
-    """
+    """Format the figures of an evaluation as lines of text below a title."""
+    within = result.within_class_perplexity
     rows = [
         ("tokens predicted", f"{result.tokens:,}"),
         ("words, without <eos>", f"{result.words:,}"),
@@ -38,10 +30,7 @@ def evaluation_table(result: Evaluation, title: str) -> str:
         ("negative log-likelihood", f"{result.nll_nats:.1f} nats"),
         ("perplexity", f"{result.perplexity:.2f}"),
         ("  excluding out of vocabulary", f"{result.perplexity_excluding_oov:.2f}"),
-        (
-            "  class × within class",
-            f"{result.class_perplexity:.2f} × {result.within_class_perplexity:.2f}",
-        ),
+        ("  class × within class", f"{result.class_perplexity:.2f} × {within:.2f}"),
         ("word perplexity", f"{result.word_perplexity:.2f}"),
         ("bits per byte", f"{result.bits_per_byte:.4f}"),
         ("context", result.context),
@@ -52,43 +41,15 @@ def evaluation_table(result: Evaluation, title: str) -> str:
 
 
 def check_same_classes(folder: Path, prepared: Prepared) -> None:
-    """Check that a run was trained with the classes of the prepared data.
-
-    Args:
-        folder: folder of the run; without `classes.npy` there is nothing to compare.
-        prepared: prepared data with classes.
-
-    Raises:
-        UserError: if the classes differ, or the run's file is damaged.
-    """
+    """Raise `UserError` unless the run in a folder has the classes of the prepared data."""
     path = folder / "classes.npy"
     try:
-        trained_with = np.load(path) if path.exists() else prepared.word_class()
+        same = not path.exists() or np.array_equal(np.load(path), prepared.word_class())
     except (ValueError, EOFError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
-    if not np.array_equal(trained_with, prepared.word_class()):
-        raise UserError(
-            f"{prepared.folder} was prepared again: its classes are not those of {path}"
-        )
-
-
-def report_classes(prepared: Prepared, num_words: int) -> ClassReport:
-    """Report on the word classes of a prepared corpus.
-
-    Args:
-        prepared: prepared data with classes.
-        num_words: largest number of top words per class.
-
-    Returns:
-        Sizes, mass, cost and likelihood of the classes, and the top words of each.
-    """
-    return class_report(
-        prepared.counts(),
-        prepared.word_class(),
-        prepared.tokens("train"),
-        shortlist=prepared.shortlist,
-        num_top_words=num_words,
-    )
+    if not same:
+        problem = f"was prepared again: its classes are not those of {path}"
+        raise UserError(f"{prepared.folder} {problem}")
 
 
 def classes_table(report: ClassReport, prepared: Prepared) -> str:
@@ -124,16 +85,7 @@ def classes_json(report: ClassReport, prepared: Prepared) -> dict[str, Any]:
 
 
 def draw_classes(report: ClassReport, prepared: Prepared, path: Path) -> None:
-    """Draw word classes: their top words, their sizes and token masses, and their cumulated cost.
-
-    Args:
-        report: the class report.
-        prepared: the data that it is about.
-        path: the picture to write; its ending gives the format.
-
-    Raises:
-        UserError: if the ending is not a known format.
-    """
+    """Draw the top words of classes, their sizes and token masses, and their cumulated cost."""
     from matplotlib.figure import Figure
 
     tokenizer = prepared.tokenizer()
@@ -172,53 +124,39 @@ def draw_classes(report: ClassReport, prepared: Prepared, path: Path) -> None:
 
 
 def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
-    """Describe the sizes, the cost and the memory of a run, without allocating its weights.
-
-    Args:
-        config: configuration of the run.
-        prepared: its prepared data.
-
-    Returns:
-        Name → value, in the order of printing. The tree's figures are left out if there is no tree
-        (`output.tree: adaptive`).
-    """
-    tree, train = build_tree(config, prepared), config.train
-    num_rows = prepared.vocab_size if tree is None else tree.num_rows
-    word_table = resolve_word_table(config, num_rows)
+    """Name → value of the sizes, the cost and the memory of a run; allocates no weights."""
+    tree, vocab_size = build_tree(config, prepared), prepared.vocab_size
+    word_table = resolve_word_table(config, vocab_size if tree is None else tree.num_rows)
+    sections = (config.model, config.output, word_table, tree, config.train.seq_len)
     with torch.device("meta"):
-        model = build_model(
-            *(config.model, config.output, word_table, tree, train.seq_len),
-            vocab_size=prepared.vocab_size,
-        )
+        model = build_model(*sections, vocab_size=vocab_size)
     parameters = {
         name: sum(p.numel() for p in module.parameters()) for name, module in model.named_children()
     }
-    memory = estimate_memory(config, tree, prepared.vocab_size)
+    memory = estimate_memory(config, tree, vocab_size)
     available = available_bytes(config)
     batches = Batches(
         prepared.tokens("train"),
         eos_id=prepared.eos_id,
-        batch_size=train.batch_size,
-        seq_len=train.seq_len,
+        batch_size=config.train.batch_size,
+        seq_len=config.train.seq_len,
         shuffle=not model.backbone.carries_state,
         seed=config.seed,
     )
-    tree_figures = (
-        {}
-        if tree is None
-        else {
+    tree_figures = {}
+    if tree is not None:
+        tree_figures = {
             "tree_nodes": tree.num_nodes,
             "tree_depth": tree.depth,
             "columns_per_token_at_most": tree.max_path_columns,
         }
-    )
     return {
         "name": config.name,
         "run_dir": str(config.run_path),
         "backbone": config.model.backbone,
         "layers": config.model.layers,
         "hidden": config.model.hidden,
-        "vocab_size": prepared.vocab_size,
+        "vocab_size": vocab_size,
         "tree": config.output.tree,
         **tree_figures,
         "train_tokens": prepared.splits["train"].tokens,

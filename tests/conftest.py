@@ -19,11 +19,9 @@ optim: {{lr: 0.01}}
 train: {{max_steps: 24, batch_size: 4, seq_len: 8, threads: 1}}
 log: {{every_steps: 5}}
 """
-NOUNS, VERBS, ADVERBS = (
-    ["cat", "dog", "bird", "man", "woman", "child", "horse", "fish"],
-    ["sees", "hears", "likes", "follows", "finds"],
-    ["today", "now", "again", "often", "slowly"],
-)
+NOUNS = ("cat", "dog", "bird", "man", "woman", "child", "horse", "fish")
+VERBS = ("sees", "hears", "likes", "follows", "finds")
+ADVERBS = ("today", "now", "again", "often", "slowly")
 
 
 def main(arguments: list[str]) -> int:
@@ -48,15 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _caches(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Caches of libraries are in a folder of the session."""
+def _caches_and_nan_filled_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Caches of libraries are in a folder of the session, and uninitialized memory is NaN."""
     cache = tmp_path_factory.mktemp("cache")
     os.environ |= {"HF_HOME": str(cache / "hf"), "WANDB_CACHE_DIR": str(cache / "wandb")}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread_and_nan_filled_memory() -> None:
-    """Uninitialized memory is NaN, which reveals elements that are never written."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3).isnan().all()
@@ -112,11 +105,8 @@ def prepared_dir(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Train = Callable[..., Path]
-
-
 @pytest.fixture(scope="session")
-def train(tiny: Path, prepared_dir: Path) -> Train:
+def train(tiny: Path, prepared_dir: Path) -> Callable[..., Path]:
     """`train(folder, *options)` trains `tiny` with options of the command, in `folder`."""
 
     def run(folder: Path, *options: str) -> Path:
@@ -128,13 +118,13 @@ def train(tiny: Path, prepared_dir: Path) -> Train:
 
 
 @pytest.fixture(scope="session")
-def lstm_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lstm_run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained LSTM, read-only."""
     return train(tmp_path_factory.mktemp("lstm_run"))
 
 
 @pytest.fixture(scope="session")
-def transformer_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def transformer_run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained Transformer, read-only."""
     return train(tmp_path_factory.mktemp("transformer_run"), "--model.backbone=transformer")
 

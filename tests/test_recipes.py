@@ -19,54 +19,46 @@ from lm.training.metrics import read_metrics
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("**/*.yaml"))
 NAMES = [path.stem for path in CONFIGS]
-Train = Callable[..., Path]
 Evaluated = Callable[[Path], float]
 
 
 def small(config: Config, corpus: Path) -> list[str]:
     """Overrides that fit a recipe to the tiny corpus and to a CPU."""
-    files = {split: str(corpus / f"{split}.txt") for split in ("train", "valid", "test")}
-    pieces = 34 + (256 if config.tokenizer.byte_fallback else 0)
-    changes: dict[str, dict[str, Any]] = {
-        "data": {"hub": None, "hub_config": None, "format": "text", "prepared_dir": None},
-        "data.files": files,
-        "tokenizer": {"vocab_size": pieces if config.tokenizer.kind == "sentencepiece" else None},
-        "classes": {
-            "num_word_classes": None,
-            "max_words": None,
-            "dimensions": 8,
-            "shortlist": min(config.classes.shortlist, 3),
-        },
-        "model": {
-            "hidden": 16,
-            "embedding": 12 if config.model.embedding and not config.word_table.tied else None,
-            "layers": min(config.model.layers, 2),
-            "heads": 2,
-            "feedforward": None,
-        },
-        "train": {
-            "max_steps": 2,
-            "max_epochs": None,
-            "batch_size": 4,
-            "seq_len": 8,
-            "accumulate": min(config.train.accumulate, 2),
-            "accelerator": "cpu",
-            "devices": 1,
-            "strategy": "auto",
-            "val_every_steps": None,
-            "threads": 1,
-        },
-        "log": {"wandb": "disabled"},
+    embedding = 12 if config.model.embedding and not config.word_table.tied else None
+    num_pieces = 34 + (256 if config.tokenizer.byte_fallback else 0)
+    changes = {
+        "data.hub": None,
+        "data.hub_config": None,
+        "data.format": "text",
+        "data.prepared_dir": None,
+        "data.files": {split: str(corpus / f"{split}.txt") for split in ("train", "valid", "test")},
+        "tokenizer.vocab_size": num_pieces if config.tokenizer.kind == "sentencepiece" else None,
+        "classes.num_word_classes": None,
+        "classes.max_words": None,
+        "classes.dimensions": 8,
+        "classes.shortlist": min(config.classes.shortlist, 3),
+        "model.hidden": 16,
+        "model.embedding": embedding,
+        "model.layers": min(config.model.layers, 2),
+        "model.heads": 2,
+        "model.feedforward": None,
+        "train.max_steps": 2,
+        "train.max_epochs": None,
+        "train.batch_size": 4,
+        "train.seq_len": 8,
+        "train.accumulate": min(config.train.accumulate, 2),
+        "train.accelerator": "cpu",
+        "train.devices": 1,
+        "train.strategy": "auto",
+        "train.val_every_steps": None,
+        "train.threads": 1,
+        "log.wandb": "disabled",
     }
     if config.classes.method == "file":
-        changes["classes"] |= {"method": "uniform", "file": None}
+        changes |= {"classes.method": "uniform", "classes.file": None}
     if config.train.precision == "16-mixed":
-        changes["train"]["precision"] = "bf16-mixed"
-    return [
-        f"--{section}.{key}={json.dumps(value)}"
-        for section, values in changes.items()
-        for key, value in values.items()
-    ]
+        changes["train.precision"] = "bf16-mixed"
+    return [f"--{key}={json.dumps(value)}" for key, value in changes.items()]
 
 
 @pytest.fixture
@@ -157,9 +149,9 @@ def test_a_tree_from_a_file_trains_like_the_same_tree_from_name(
 def test_pieces_train_and_are_measured_by_words_and_bytes(
     kind: str, tiny: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--tokenizer.kind=sentencepiece", "--tokenizer.vocab_size=34"]
-    options += [f"--tokenizer.model_type={kind}", "--train.max_steps=2", f"--run_dir={tmp_path}"]
-    assert main(["train", str(tiny), "--no-progress", *options]) == 0
+    tokenizer = f"--tokenizer={{kind: sentencepiece, vocab_size: 34, model_type: {kind}}}"
+    options = ["--train.max_steps=2", f"--run_dir={tmp_path}"]
+    assert main(["train", str(tiny), "--no-progress", tokenizer, *options]) == 0
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
@@ -173,7 +165,7 @@ def test_pieces_train_and_are_measured_by_words_and_bytes(
 
 
 def test_the_tree_is_the_one_that_its_options_name(
-    train: Train, prepared_dir: Path, tmp_path: Path
+    train: Callable[..., Path], prepared_dir: Path, tmp_path: Path
 ) -> None:
     prepared = open_prepared(prepared_dir)
     num_words, counts = prepared.vocab_size, torch.tensor(prepared.counts())
@@ -187,10 +179,8 @@ def test_the_tree_is_the_one_that_its_options_name(
         ("two_level",): ClassTree.two_level(word_class),
     }
     for number, ((name, *options), tree) in enumerate(expected.items()):
-        run = train(
-            tmp_path / str(number), f"--output.tree={name}", *options, "--train.max_steps=1"
-        )
-        model: Any = load_model(run)[0]
+        options += [f"--output.tree={name}", "--train.max_steps=1"]
+        model: Any = load_model(train(tmp_path / str(number), *options))[0]
         found = model.output.tree.state_dict()
         for array, value in tree.state_dict().items():
             assert torch.equal(found[array], value), (name, options, array)
@@ -199,13 +189,9 @@ def test_the_tree_is_the_one_that_its_options_name(
 def test_the_shortlist_has_the_most_frequent_pieces_whatever_their_ids(
     tiny: Path, tmp_path: Path
 ) -> None:
-    options = [
-        "--tokenizer.kind=sentencepiece",
-        "--tokenizer.vocab_size=34",
-        "--classes.shortlist=5",
-    ]
-    options += ["--train.max_steps=1", "--no-progress", f"--run_dir={tmp_path}"]
-    assert main(["train", str(tiny), *options]) == 0
+    tokenizer = "--tokenizer={kind: sentencepiece, vocab_size: 34}"
+    options = ["--classes.shortlist=5", "--train.max_steps=1", f"--run_dir={tmp_path}"]
+    assert main(["train", str(tiny), "--no-progress", tokenizer, *options]) == 0
     counts = torch.tensor(open_prepared(tmp_path / "data").counts())
     model: Any = load_model(tmp_path)[0]
     tree = model.output.tree

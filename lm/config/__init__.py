@@ -1,17 +1,9 @@
 """The typed configuration of a run."""
 
-from lm.config.load import (
-    differences,
-    load_config,
-    load_run_config,
-    to_dict,
-    to_yaml,
-    validate,
-)
-from lm.config.renamed import translate_description, translate_override
+from lm.config.load import differences, load_config, load_run_config, to_dict, to_yaml, validate
+from lm.config.renamed import translate_description
 from lm.config.schema import (
     Config,
-    LogConfig,
     ModelConfig,
     OptimConfig,
     OutputConfig,
@@ -22,7 +14,6 @@ from lm.config.word_table import WordTable, resolve_word_table
 
 __all__ = [
     "Config",
-    "LogConfig",
     "ModelConfig",
     "OptimConfig",
     "OutputConfig",
@@ -36,6 +27,5 @@ __all__ = [
     "to_dict",
     "to_yaml",
     "translate_description",
-    "translate_override",
     "validate",
 ]

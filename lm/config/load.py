@@ -1,7 +1,4 @@
-"""Reading, validating and writing configurations.
-
-Decides what a valid file or override is; a mistake is a single-line error that names the key.
-"""
+"""Reading, validating and writing configurations; a mistake is one line that names the key."""
 
 import difflib
 import json
@@ -21,14 +18,7 @@ from lm.config.schema import Config
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a configuration file and apply overrides.
-
-    Args:
-        path: YAML file.
-        overrides: `--section.key=value` with values in YAML; later ones win.
-
-    Returns:
-        The valid configuration.
+    """Read a YAML file and apply overrides `--section.key=value` in YAML, of which later ones win.
 
     Raises:
         UserError: if the file cannot be read or is not YAML, if a key is unknown (the message names
@@ -42,18 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read the configuration of a run, written by this or an earlier version.
-
-    Args:
-        folder: present folder of the run, which becomes `run_dir`.
-        overrides: as in `load_config`.
-
-    Returns:
-        The valid configuration.
-
-    Raises:
-        UserError: as in `load_config`.
-    """
+    """`load_config` of a run of this or an earlier version; its folder becomes `run_dir`."""
     path = folder / "config.yaml"
     values = translate_description(_read(path))
     for override in overrides:
@@ -62,21 +41,9 @@ def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def validate(values: dict[str, Any], source: str) -> Config:
-    """Convert plain values to a `Config`, without coercion.
+    """Convert plain values, section → key → value, to a `Config`, without coercion.
 
-    Args:
-        values: section → key → value.
-        source: name of where they come from, which starts every error message.
-
-    Returns:
-        The valid configuration.
-
-    Raises:
-        UserError: as in `load_config`.
-
-    Example:
-        >>> validate({"name": "run", "train": {"max_steps": 5}}, "example").train.max_steps
-        5
+    Errors are those of `load_config`; `source` names the file in their messages.
     """
     for old in find_renamed(values):
         section, key = old.split(".")
@@ -106,11 +73,7 @@ def to_yaml(config: Config) -> str:
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Compare two configurations.
-
-    Returns:
-        `section.key` → (old value, new value) for every key whose values differ.
-    """
+    """`section.key` → (old value, new value) for every key whose values differ."""
     before, after = _flatten(to_dict(old)), _flatten(to_dict(new))
     return {
         key: (before.get(key), after.get(key))
@@ -120,14 +83,7 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """A hint at the known name that is most similar to an unknown one; empty if none is.
-
-    Example:
-        >>> nearest("model.hiden", ["model.heads", "model.hidden"])
-        '; did you mean model.hidden?'
-        >>> nearest("optim.max_steps", ["optim.momentum", "train.max_steps"])
-        '; did you mean train.max_steps?'
-    """
+    """A hint at the known name that is most similar to an unknown one; empty if none is."""
     same_key = [each for each in known if each.split(".")[-1] == name.split(".")[-1]]
     similar = same_key or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {similar[0]}?" if similar else ""

@@ -17,64 +17,37 @@ from data_prep.storage import write_atomically
 from lm.config.load import nearest
 from lm.config.schema import Config
 
-RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")
-"""Labels that the header comment of every recipe has, in this order."""
+RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")  # of every recipe's header comment
 _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 _WIDTH = 100
 
 
 class Key(NamedTuple):
-    """A key of the configuration.
+    """A key of the configuration."""
 
-    Attributes:
-        name: `section.key`.
-        type: its type and bounds, or its choices.
-        default: its default in YAML; empty if the key is required.
-        meaning: its documentation.
-    """
-
-    name: str
-    type: str
-    default: str
+    name: str  # section.key
+    type: str  # with its bounds, or its choices
+    default: str  # in YAML; empty if the key is required
     meaning: str
 
 
 def sections() -> dict[str, tuple[str, list[Key]]]:
-    """All keys: section → (meaning of the section, its keys).
-
-    The first section, with an empty name, has the keys outside all sections.
-    """
-    found = {"": (_summary(Config), _keys("", Config, nested=False))}
+    """Section → (its meaning, its keys); the keys outside all sections have the name ""."""
+    found = {"": (str(Config.__doc__), _keys("", Config, nested=False))}
     for section in fields(Config):
         if is_dataclass(section.type):
-            found[section.name] = (_summary(section.type), _keys(section.name, section.type))
+            found[section.name] = (str(section.type.__doc__), _keys(section.name, section.type))
     return found
 
 
 def describe_keys(name: str | None = None) -> str:
-    """The reference as text.
-
-    Args:
-        name: a section or key; None for everything.
-
-    Returns:
-        Lines of at most 100 columns.
-
-    Raises:
-        UserError: if there is no such section or key; the message names the nearest.
-
-    Example:
-        >>> print(describe_keys("model.layers"))
-        model.layers: int > 0 = 2
-            Number of LSTM layers or Transformer blocks.
-    """
+    """The reference of a section or key, by default of everything, as lines of text."""
     blocks = []
     for section, (meaning, keys) in sections().items():
         if section and name in (None, section):
             blocks.append(textwrap.fill(f"[{section}] {meaning}", _WIDTH))
-        blocks += [
-            _text(key) for key in keys if name is None or f"{key.name}.".startswith(f"{name}.")
-        ]
+        matching = (key for key in keys if f"{key.name}.".startswith(f"{name}.") or name is None)
+        blocks += map(_text, matching)
     if not blocks:
         known = [key.name for _, keys in sections().values() for key in keys]
         raise UserError(f"unknown key {name}" + nearest(str(name), [*known, *sections()]))
@@ -82,13 +55,9 @@ def describe_keys(name: str | None = None) -> str:
 
 
 def write_reference(page: Path) -> None:
-    """Rewrite the generated tables of a Markdown page, which is in the folder of the recipes.
+    """Rewrite the tables `recipes` and `keys` of a Markdown page in the folder of the recipes.
 
-    A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`, with the name `recipes`
-    or `keys`.
-
-    Raises:
-        UserError: if a recipe's header lacks a label.
+    A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`.
     """
     tables = {"recipes": _recipe_table(sorted(page.parent.glob("*.yaml"))), "keys": _key_tables()}
     text = re.sub(
@@ -124,10 +93,6 @@ def _meanings(section: Any) -> dict[str, str]:
         if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
         if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
     }
-
-
-def _summary(section: Any) -> str:
-    return " ".join(str(section.__doc__).split())
 
 
 def _type(annotation: Any) -> str:
@@ -178,9 +143,8 @@ def _recipe_table(recipes: Sequence[Path]) -> str:
         labels = dict(zip(found[1::2], found[2::2], strict=True))
         if missing := [label for label in RECIPE_LABELS if label not in labels]:
             raise UserError(f"{path}: the header has no {missing[0]}:")
-        rows.append(
-            (f"[{path.stem}]({path.name})", *(labels[label].rstrip(".") for label in RECIPE_LABELS))
-        )
+        cells = (labels[label].rstrip(".") for label in RECIPE_LABELS)
+        rows.append((f"[{path.stem}]({path.name})", *cells))
     return _table(("recipe", *map(str.lower, RECIPE_LABELS)), rows)
 
 

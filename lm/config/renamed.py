@@ -1,8 +1,4 @@
-"""Keys that were renamed: the one place that knows their old names.
-
-Old runs and logs stay readable. An old key in a user's file or override is an error that names the
-present key.
-"""
+"""Keys that were renamed: old runs and logs stay readable; elsewhere an old key is an error."""
 
 from typing import Any, NamedTuple
 
@@ -10,15 +6,10 @@ import yaml
 
 
 class Renamed(NamedTuple):
-    """The present form of an old key.
-
-    Attributes:
-        key: its present name.
-        values: pairs (old value, new value); any other value is unchanged.
-    """
+    """The present form of an old key."""
 
     key: str
-    values: tuple[tuple[Any, str], ...] = ()
+    values: tuple[tuple[Any, str], ...] = ()  # (old value, new value); any other is unchanged
 
     def value(self, old: Any) -> Any:
         """The present form of an old value."""
@@ -41,20 +32,7 @@ RENAMED = {
 
 
 def translate_description(values: dict[str, Any]) -> dict[str, Any]:
-    """The sections of an old `config.yaml` or `model.json` under their present keys.
-
-    Args:
-        values: section → key → value; entries that are not sections are unchanged, and so is the
-            dictionary itself.
-
-    Returns:
-        A copy in which every old key is replaced. The section `word_table` has the keys of
-        `WordTableConfig`.
-
-    Example:
-        >>> translate_description({"context": 35, "model": {"hidden": 8, "tied": True}})
-        {'context': 35, 'model': {'hidden': 8}, 'word_table': {'tied': True}}
-    """
+    """A copy of an old `config.yaml` or `model.json` in which every old key is replaced."""
     values = {
         name: dict(section) if isinstance(section, dict) else section
         for name, section in values.items()
@@ -79,20 +57,7 @@ def find_renamed(values: dict[str, Any]) -> list[str]:
 
 
 def translate_override(override: str) -> str:
-    """An override of an old log in its present form.
-
-    Args:
-        override: `--section.key=value` or `section.key=value`.
-
-    Returns:
-        The same with the present key and value.
-
-    Example:
-        >>> translate_override("--output.sparse=true")
-        '--word_table.gradients=row_wise'
-        >>> translate_override("model.hidden=8")
-        'model.hidden=8'
-    """
+    """The present form of an override of an old log, with or without dashes."""
     name, _, text = override.partition("=")
     key = name.removeprefix("--")
     if key not in RENAMED:

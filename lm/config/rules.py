@@ -2,29 +2,28 @@
 
 from data_prep.settings import SplitFiles
 from lm.config.schema import Config
-from lm.config.word_table import word_table_problem
+from lm.config.word_table import conflict_with_row_wise, skips_unvisited_rows
 
 
 def first_problem(config: Config) -> str | None:
-    """The first conflict between keys of a configuration whose values are valid one by one.
-
-    Returns:
-        A single-line message, or None if there is no conflict.
-    """
-    model, train, classes = config.model, config.train, config.classes
+    """A line on the first conflict between keys whose values are valid one by one, or None."""
+    model, train, classes, table = config.model, config.train, config.classes, config.word_table
+    transformer, adaptive = model.backbone == "transformer", config.output.tree == "adaptive"
+    bf16, row_wise = table.dtype == "bf16", table.gradients == "row_wise"
+    skips_rows, conflict = skips_unvisited_rows(config), conflict_with_row_wise(config)
+    double = train.precision == "64-true"
+    has_files, has_limit = config.data.files != SplitFiles(), train.max_epochs or train.max_steps
+    is_file_name = config.name and "/" not in config.name and not config.name.startswith(".")
+    pieces = config.tokenizer.kind == "sentencepiece"
     head_sizes = f"model.hidden = {model.hidden} must be a multiple of 2 × model.heads"
     problems = {
-        "train.max_epochs or train.max_steps is required": (
-            train.max_epochs is None and train.max_steps is None
-        ),
-        f"{head_sizes} = {2 * model.heads}": (
-            model.backbone == "transformer" and model.hidden % (2 * model.heads) != 0
-        ),
+        "train.max_epochs or train.max_steps is required": not has_limit,
+        f"{head_sizes} = {2 * model.heads}": transformer and model.hidden % (2 * model.heads),
         "model.input_embedding: path_sum cannot be combined with output.tree: adaptive": (
-            model.input_embedding == "path_sum" and config.output.tree == "adaptive"
+            adaptive and model.input_embedding == "path_sum"
         ),
         "tokenizer.kind: sentencepiece requires tokenizer.vocab_size": (
-            config.tokenizer.kind == "sentencepiece" and config.tokenizer.vocab_size is None
+            pieces and config.tokenizer.vocab_size is None
         ),
         "classes.method: file requires classes.file": (
             classes.method == "file" and classes.file is None
@@ -33,17 +32,30 @@ def first_problem(config: Config) -> str | None:
             classes.method != "file" and classes.file is not None
         ),
         "data.hub and data.files exclude each other: omit the files, or set data.hub to null": (
-            config.data.hub is not None and config.data.files != SplitFiles()
+            has_files and config.data.hub is not None
         ),
         "output.backend: triton cannot be combined with train.precision: 64-true": (
-            config.output.backend == "triton" and train.precision == "64-true"
+            double and config.output.backend == "triton"
         ),
-        "train.seq_len must be at least 2 for a transformer": (
-            train.seq_len < 2 and model.backbone == "transformer"
+        "train.seq_len must be at least 2 for a transformer": transformer and train.seq_len < 2,
+        f"name must be a plain file name, got {config.name!r}": not is_file_name,
+        f"word_table.tied requires model.embedding = model.hidden = {model.hidden}, got"
+        f" {model.embedding}": table.tied and model.embedding not in (None, model.hidden),
+        "word_table.tied: output.tree: adaptive has no row for each word": table.tied and adaptive,
+        "word_table.lr requires word_table.optimizer": table.lr and table.optimizer is None,
+        "word_table.dtype: bf16 requires row-wise gradients: word_table.optimizer, and"
+        " word_table.gradients: auto or row_wise": (
+            bf16 and (table.gradients == "dense" or not skips_rows)
         ),
-        f"name must be a plain file name, got {config.name!r}": (
-            not config.name or "/" in config.name or config.name.startswith(".")
+        f"word_table.dtype: bf16 cannot be combined with train.precision: {train.precision}": (
+            bf16 and (double or train.precision == "bf16-true")
+        ),
+        "word_table.gradients: row_wise requires an optimizer that skips rows without a gradient:"
+        " word_table.optimizer, or sgd without momentum and weight_decay": (
+            row_wise and not skips_rows
+        ),
+        f"row-wise gradients of word_table cannot be combined with {conflict}": (
+            conflict and (bf16 or row_wise)
         ),
     }
-    broken = (problem for problem, applies in problems.items() if applies)
-    return next(broken, None) or word_table_problem(config)
+    return next((problem for problem, applies in problems.items() if applies), None)

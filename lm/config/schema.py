@@ -1,7 +1,4 @@
-"""The configuration of a run: one frozen dataclass per section, with the meaning of every key.
-
-The docstring below a field is its documentation: `lm config` prints it.
-"""
+"""The configuration of a run; `lm config` prints the docstrings below the fields."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,21 +38,18 @@ class ModelConfig:
     """Input vector of a word. word: one vector per word. path_sum: the sum of the vectors on the
     word's path in the tree (its classes' and the word's), so that rare words share what their class
     has learned (additive factors: Botha & Blunsom 2014). With `word_table.tied` these vectors are
-    the output layer's rows.
-    """
+    the output layer's rows."""
     count_word_dropout: NonNegativeFloat = 0.0
     """While training, a word that occurs n times in the training split loses its word vector with
     probability count_word_dropout / (count_word_dropout + n) (count-based word dropout: Xie et al.
     2017). With input_embedding: path_sum the vectors of its classes remain, and words without a
     class never lose their vector; with input_embedding: word the input vector is zero. Default:
-    off.
-    """
+    off."""
     dropout: Fraction = 0.0
     """Dropout of the input vectors, between layers and of the backbone's output."""
     dropout_weight: Fraction = 0.0
     """lstm: dropout of the recurrent weights (DropConnect; Merity, Keskar & Socher 2018, section
-    2).
-    """
+    2)."""
     dropout_variational: bool = False
     """lstm: use one dropout mask for all time steps of a sequence (Gal & Ghahramani 2016)."""
     heads: Positive = 8
@@ -64,8 +58,7 @@ class ModelConfig:
     """transformer: inner size of SwiGLU. Default: 8/3 H, rounded up to a multiple of 32."""
     init_range: PositiveFloat | None = None
     """Initialize the parameters of embedding, LSTM and output layer uniformly in ±init_range.
-    Default: each module's initialization.
-    """
+    Default: each module's initialization."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +70,7 @@ class OutputConfig:
     tree: str = "two_level"
     """full | two_level | balanced | huffman, or a file of paths (one line per word: the word, then
     child numbers); adaptive is PyTorch's adaptive softmax, for comparison. two_level alone uses
-    the section `classes`.
-    """
+    the section `classes`."""
     branching: Annotated[int, Field(ge=2)] | None = None
     """balanced: largest number of children of a node. Default: ⌈√N⌉ for a vocabulary of N words."""
     arity: Annotated[int, Field(ge=2)] = 2
@@ -101,19 +93,16 @@ class WordTableConfig:
     """Use a word's output row as its input vector too (requires model.embedding = model.hidden)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the elements. bf16 halves the memory; updates are rounded stochastically, which
-    requires row-wise gradients.
-    """
+    requires row-wise gradients."""
     gradients: Literal["auto", "row_wise", "dense"] = "auto"
     """row_wise: gradients hold only the rows that a batch visits, so that the cost of a step does
     not depend on N. dense: gradients have the size of the table. auto: row_wise if the optimizer
     skips rows without a gradient (`word_table.optimizer`, or sgd without momentum and weight
-    decay), there is one device, and the table has at least 2^24 elements.
-    """
+    decay), there is one device, and the table has at least 2^24 elements."""
     optimizer: Literal["sgd", "adagrad", "adam"] | None = None
     """Row-wise optimizer of the table: sgd, adagrad (one number of state per row) or adam (updates
     rows with a gradient only). Default: `optim.optimizer`, which with row-wise gradients is plain
-    sgd.
-    """
+    sgd."""
     lr: PositiveFloat | None = None
     """Peak learning rate of `word_table.optimizer`. Default: `optim.lr`."""
 
@@ -139,8 +128,7 @@ class OptimConfig:
     schedule: Literal["constant", "cosine", "step", "plateau"] = "constant"
     """cosine: decrease to lr × min_lr_factor over the training run. step: multiply by `decay`
     after each epoch from `decay_after_epochs` on. plateau: multiply by `decay` whenever the
-    validation perplexity has not improved.
-    """
+    validation perplexity has not improved."""
     warmup_steps: NonNegative = 0
     """Number of first steps over which the learning rate rises linearly to `lr`."""
     min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -159,24 +147,21 @@ class TrainConfig:
 
     max_epochs: Positive | None = None
     """Number of passes over the training split. This or `max_steps` is required; training ends at
-    the limit that is reached first.
-    """
+    the limit that is reached first."""
     max_steps: Positive | None = None
     """Number of optimizer steps."""
     batch_size: Positive = 20
     """B: number of parallel sequences per batch, over all devices together."""
     seq_len: Positive = 35
     """T: number of tokens of each sequence per batch (truncated back-propagation for the LSTM,
-    context for the Transformer).
-    """
+    context for the Transformer)."""
     accumulate: Positive = 1
     """Number of batches whose gradients are averaged for one optimizer step."""
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true"] = "32-true"
     """Type of the parameters (-true), or of the computation with fp32 parameters (-mixed)."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of fp32 matrix products while training and validating: high allows TF32 on a GPU;
-    medium allows bf16 products with fp32 sums (on CPUs as well, faster with AMX).
-    """
+    medium allows bf16 products with fp32 sums (on CPUs as well, faster with AMX)."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Kind of device; auto is the GPU if there is one."""
     devices: Positive | Literal["auto"] = 1
@@ -189,8 +174,7 @@ class TrainConfig:
     """Number of steps between writes of last.ckpt. Default: write it after each validation only."""
     threads: Positive | None = None
     """Number of CPU threads, for training and by default for `lm evaluate` and `lm generate`.
-    Default: PyTorch's choice.
-    """
+    Default: PyTorch's choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,3 +227,8 @@ class Config:
     def needed_classes(self) -> ClassesConfig | None:
         """The section `classes` if `output.tree` uses word classes, else None."""
         return self.classes if self.output.tree == "two_level" else None
+
+    @property
+    def preparation(self) -> tuple[DataConfig, TokenizerConfig, ClassesConfig | None, Path]:
+        """The arguments of `data_prep.prepare.prepare`."""
+        return self.data, self.tokenizer, self.needed_classes, self.prepared_path

@@ -21,14 +21,7 @@ def cpu_has_fast_bf16() -> bool:
 
 
 def backbone_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """The precision in which a backbone computes.
-
-    Under bf16 autocast on a CPU without fast bf16 it is fp32, and one message per process says so;
-    otherwise the surrounding autocast holds.
-
-    Args:
-        device: of the backbone's parameters.
-    """
+    """Compute in fp32 under bf16 autocast on a CPU without fast bf16; a warning says so once."""
     is_bf16 = (
         device.type == "cpu"
         and torch.is_autocast_enabled("cpu")

@@ -6,15 +6,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.errors import UserError
-from lm.config import (
-    Config,
-    OutputConfig,
-    differences,
-    load_config,
-    to_dict,
-    to_yaml,
-    validate,
-)
+from lm.config import Config, OutputConfig, differences, load_config, to_dict, to_yaml, validate
 
 MINIMAL = "name: run\ntrain: {max_steps: 5}\n"
 
@@ -41,9 +33,6 @@ def test_keys_that_the_file_omits_have_their_defaults(tmp_path: Path) -> None:
     assert (config.seed, config.model.hidden, config.output.tree) == (1, 200, "two_level")
     assert config.run_path == Path("runs/run")
     assert config.prepared_path == Path("runs/run/data")
-
-
-def test_folders_of_the_file_replace_the_defaults(tmp_path: Path) -> None:
     config = load_config(written(tmp_path, MINIMAL + "run_dir: a\ndata: {prepared_dir: b}\n"))
     assert (config.run_path, config.prepared_path) == (Path("a"), Path("b"))
 
@@ -64,11 +53,8 @@ def test_overrides_are_yaml_and_the_last_one_wins(tmp_path: Path) -> None:
     )
     assert (config.model.hidden, config.optim.lr, config.optim.betas) == (32, 1e-3, (0.8, 0.9))
     assert config.data.files.train == ["a.txt", "b.txt"]
-    assert (config.train.max_steps, config.train.max_epochs, config.word_table.tied) == (
-        None,
-        2,
-        True,
-    )
+    assert (config.train.max_steps, config.train.max_epochs) == (None, 2)
+    assert config.word_table.tied
 
 
 @pytest.mark.parametrize("number", ["1e-3", "1E-3", ".001", "0.001", "1.e-3", "+1e-3"])
@@ -127,18 +113,6 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("train: {max_steps: 5}", "name is missing"),
-        ("", "expected sections with keys, got NoneType"),
-        ("- a\n- b\n", "expected sections with keys, got list"),
-    ],
-)
-def test_an_incomplete_file_is_an_error(tmp_path: Path, text: str, message: str) -> None:
-    assert problem(tmp_path, text) == message
-
-
-@pytest.mark.parametrize(
     ("tree", "needed"),
     [("two_level", True), ("full", False), ("adaptive", False), ("tree.txt", False)],
 )
@@ -148,18 +122,19 @@ def test_only_the_two_level_tree_needs_classes(tree: str, needed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("text", "message"),
     [
-        (MINIMAL + "name: other\n", "key 'name' given twice"),
-        (MINIMAL + "model: {hidden: 3, layers: 2, hidden: 4}\n", "key 'hidden' given twice"),
-        (MINIMAL + "model: {hidden: 3\n", "line 4"),
-        (MINIMAL + "model: !!python/object/apply:os.getcwd []\n", "python/object/apply"),
+        ("train: {max_steps: 5}", "name is missing"),
+        ("", "expected sections with keys, got NoneType"),
+        ("- a\n- b\n", "expected sections with keys, got list"),
+        (MINIMAL + "name: other\n", "not valid YAML: .*key 'name' given twice.*"),
+        (MINIMAL + "model: {hidden: 3, hidden: 4}\n", "not valid YAML: .*'hidden' given twice.*"),
+        (MINIMAL + "model: {hidden: 3\n", "not valid YAML: .*line 4.*"),
+        (MINIMAL + "model: !!python/name:os.getcwd\n", "not valid YAML: .*python/name.*"),
     ],
 )
-def test_invalid_yaml_is_a_single_line_error(tmp_path: Path, text: str, place: str) -> None:
-    message = problem(tmp_path, text)
-    assert message.startswith("not valid YAML: ")
-    assert place in message
+def test_an_incomplete_or_invalid_file_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+    assert re.fullmatch(message, problem(tmp_path, text))
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from data_prep.errors import UserError
-from lm.config import load_config, load_run_config, translate_description, translate_override
+from lm.config import load_config, load_run_config
 from lm.config.reference import sections
-from lm.config.renamed import RENAMED
+from lm.config.renamed import RENAMED, translate_description, translate_override
 
 OLD = """\
 name: run

@@ -1,103 +1,66 @@
 """Keys that conflict are a single-line error that names them."""
 
-from typing import Any
-
 import pytest
+import yaml
 
 from data_prep.errors import UserError
 from lm.config import validate
 
-ROW_WISE = {"gradients": "row_wise", "optimizer": "adagrad"}
+CONFLICTS = """\
+train: {}
+train.max_epochs or train.max_steps is required
+model: {backbone: transformer, hidden: 20, heads: 8}
+model.hidden = 20 must be a multiple of 2 × model.heads = 16
+{model: {input_embedding: path_sum}, output: {tree: adaptive}}
+model.input_embedding: path_sum cannot be combined with output.tree: adaptive
+tokenizer: {kind: sentencepiece}
+tokenizer.kind: sentencepiece requires tokenizer.vocab_size
+classes: {method: file}
+classes.method: file requires classes.file
+classes: {method: random, file: c.txt}
+classes.file requires classes.method: file, got random
+data: {hub: a/b, files: {valid: v.txt}}
+data.hub and data.files exclude each other: omit the files, or set data.hub to null
+{train: {max_steps: 5, seq_len: 1}, model: {backbone: transformer, hidden: 16}}
+train.seq_len must be at least 2 for a transformer
+{train: {max_steps: 5, precision: 64-true}, output: {backend: triton}}
+output.backend: triton cannot be combined with train.precision: 64-true
+name: a/b
+name must be a plain file name, got 'a/b'
+name: '...'
+name must be a plain file name, got '...'
+{word_table: {tied: true}, model: {embedding: 8, hidden: 16}}
+word_table.tied requires model.embedding = model.hidden = 16, got 8
+{word_table: {tied: true}, output: {tree: adaptive}}
+word_table.tied: output.tree: adaptive has no row for each word
+word_table: {gradients: row_wise}
+word_table.gradients: row_wise requires an optimizer that skips rows without a gradient: \
+word_table.optimizer, or sgd without momentum and weight_decay
+{word_table: {gradients: row_wise, optimizer: sgd}, train: {max_steps: 5, devices: 2}}
+row-wise gradients of word_table cannot be combined with train.devices: 2
+{word_table: {gradients: row_wise, optimizer: adam}, train: {max_steps: 5, precision: 16-mixed}}
+row-wise gradients of word_table cannot be combined with train.precision: 16-mixed
+{word_table: {gradients: row_wise, optimizer: sgd}, train: {max_steps: 5, strategy: ddp}}
+row-wise gradients of word_table cannot be combined with train.strategy: ddp
+{word_table: {gradients: row_wise, optimizer: adagrad}, output: {tree: adaptive}}
+row-wise gradients of word_table cannot be combined with output.tree: adaptive
+word_table: {dtype: bf16}
+word_table.dtype: bf16 requires row-wise gradients: word_table.optimizer, and \
+word_table.gradients: auto or row_wise
+word_table: {dtype: bf16, gradients: dense, optimizer: sgd}
+word_table.dtype: bf16 requires row-wise gradients: word_table.optimizer, and \
+word_table.gradients: auto or row_wise
+{word_table: {dtype: bf16, optimizer: sgd}, train: {max_steps: 5, precision: 64-true}}
+word_table.dtype: bf16 cannot be combined with train.precision: 64-true
+word_table: {lr: 0.1}
+word_table.lr requires word_table.optimizer
+""".splitlines()
+"""Keys on one line, and what is wrong with them on the next."""
+PAIRS = list(zip(CONFLICTS[::2], CONFLICTS[1::2], strict=True))
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"train": {}}, "train.max_epochs or train.max_steps is required"),
-        (
-            {"model": {"backbone": "transformer", "hidden": 20, "heads": 8}},
-            "model.hidden = 20 must be a multiple of 2 × model.heads = 16",
-        ),
-        (
-            {"model": {"input_embedding": "path_sum"}, "output": {"tree": "adaptive"}},
-            "model.input_embedding: path_sum cannot be combined with output.tree: adaptive",
-        ),
-        (
-            {"tokenizer": {"kind": "sentencepiece"}},
-            "tokenizer.kind: sentencepiece requires tokenizer.vocab_size",
-        ),
-        ({"classes": {"method": "file"}}, "classes.method: file requires classes.file"),
-        (
-            {"classes": {"method": "random", "file": "c.txt"}},
-            "classes.file requires classes.method: file, got random",
-        ),
-        (
-            {"data": {"hub": "a/b", "files": {"valid": "v.txt"}}},
-            "data.hub and data.files exclude each other: omit the files, or set data.hub to null",
-        ),
-        (
-            {
-                "train": {"max_steps": 5, "seq_len": 1},
-                "model": {"backbone": "transformer", "hidden": 16},
-            },
-            "train.seq_len must be at least 2 for a transformer",
-        ),
-        (
-            {"train": {"max_steps": 5, "precision": "64-true"}, "output": {"backend": "triton"}},
-            "output.backend: triton cannot be combined with train.precision: 64-true",
-        ),
-        ({"name": "a/b"}, "name must be a plain file name, got 'a/b'"),
-        ({"name": "..."}, "name must be a plain file name, got '...'"),
-        (
-            {"word_table": {"tied": True}, "model": {"embedding": 8, "hidden": 16}},
-            "word_table.tied requires model.embedding = model.hidden = 16, got 8",
-        ),
-        (
-            {"word_table": {"tied": True}, "output": {"tree": "adaptive"}},
-            "word_table.tied: output.tree: adaptive has no row for each word",
-        ),
-        (
-            {"word_table": {"gradients": "row_wise"}},
-            "word_table.gradients: row_wise requires an optimizer that skips rows without a"
-            " gradient: word_table.optimizer, or sgd without momentum and weight_decay",
-        ),
-        (
-            {"word_table": ROW_WISE, "train": {"max_steps": 5, "devices": 2}},
-            "row-wise gradients of word_table cannot be combined with train.devices: 2",
-        ),
-        (
-            {"word_table": ROW_WISE, "train": {"max_steps": 5, "precision": "16-mixed"}},
-            "row-wise gradients of word_table cannot be combined with train.precision: 16-mixed",
-        ),
-        (
-            {"word_table": ROW_WISE, "train": {"max_steps": 5, "strategy": "ddp"}},
-            "row-wise gradients of word_table cannot be combined with train.strategy: ddp",
-        ),
-        (
-            {"word_table": ROW_WISE, "output": {"tree": "adaptive"}},
-            "row-wise gradients of word_table cannot be combined with output.tree: adaptive",
-        ),
-        (
-            {"word_table": {"dtype": "bf16"}},
-            "word_table.dtype: bf16 requires row-wise gradients:"
-            " word_table.optimizer, and word_table.gradients: auto or row_wise",
-        ),
-        (
-            {"word_table": {"dtype": "bf16", "gradients": "dense", "optimizer": "sgd"}},
-            "word_table.dtype: bf16 requires row-wise gradients:"
-            " word_table.optimizer, and word_table.gradients: auto or row_wise",
-        ),
-        (
-            {
-                "word_table": {"dtype": "bf16", "optimizer": "sgd"},
-                "train": {"max_steps": 5, "precision": "64-true"},
-            },
-            "word_table.dtype: bf16 cannot be combined with train.precision: 64-true",
-        ),
-        ({"word_table": {"lr": 0.1}}, "word_table.lr requires word_table.optimizer"),
-    ],
-)
-def test_conflicting_keys_are_an_error(sections: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("keys", "message"), PAIRS)
+def test_conflicting_keys_are_an_error(keys: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        validate({"name": "run", "train": {"max_steps": 5}} | sections, "c.yaml")
+        validate({"name": "run", "train": {"max_steps": 5}} | yaml.safe_load(keys), "c.yaml")
     assert str(caught.value) == f"c.yaml: {message}"

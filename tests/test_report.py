@@ -1,0 +1,71 @@
+"""Reports of a run: its sizes and its word classes, as JSON, as text and as a picture."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm.cli import main
+
+Reported = Callable[..., Any]
+
+
+@pytest.fixture
+def reported(lstm_run: Path, capsys: pytest.CaptureFixture[str]) -> Reported:
+    """`reported(verb, *options)`: what a command prints as JSON about a run, and as text."""
+
+    def run(verb: str, *options: str) -> tuple[dict[str, Any], str]:
+        assert main([verb, str(lstm_run), "--json", *options]) == 0
+        values = json.loads(capsys.readouterr().out)
+        assert main([verb, str(lstm_run), *options]) == 0
+        return values, capsys.readouterr().out
+
+    return run
+
+
+def test_info_counts_the_parameters_of_the_model(reported: Reported) -> None:
+    info, table = reported("info")
+    assert re.search(rf"^parameters +{info['parameters']:,}$", table, re.MULTILINE)
+    vocab_size, nodes, hidden = info["vocab_size"], info["tree_nodes"], 12
+    assert info["embedding_parameters"] == vocab_size * hidden
+    assert info["backbone_parameters"] == 2 * 4 * (2 * hidden * hidden + 2 * hidden)
+    assert info["output_parameters"] == (vocab_size + nodes - 1) * (hidden + 1)
+    parts = ("embedding_parameters", "backbone_parameters", "output_parameters")
+    assert info["parameters"] == sum(info[part] for part in parts)
+    megabytes = info["parameters"] * 4 / 2**20
+    sizes = [info[f"{part}_mib"] for part in ("weights", "gradients", "optimizer")]
+    assert sizes == [round(times * megabytes, 1) for times in (1, 1, 2)]
+    sizes += [info["batch_mib"], info["other_mib"]]
+    assert info["memory_mib"] == pytest.approx(sum(sizes), abs=0.3)
+    assert info["memory_available_mib"] > info["memory_mib"]
+
+
+def test_the_class_report_of_a_run_sums_to_all_tokens(
+    reported: Reported, prepared_dir: Path
+) -> None:
+    report, table = reported("classes", "--words=2")
+    assert table.startswith(f"{report['num_word_classes']} classes of ")
+    word_class = np.load(prepared_dir / "classes.npy")
+    assert report["num_word_classes"] == len(np.unique(word_class))
+    assert sum(report["token_mass"]) == pytest.approx(1, abs=1e-12)
+    assert report["sizes"] == np.bincount(word_class).tolist()
+    assert max(len(words) for words in report["top_words"]) == 2
+    assert "the" in {word for words in report["top_words"] for word in words}
+
+
+def test_the_classes_are_drawn(
+    lstm_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    complaint: Callable[..., str],
+) -> None:
+    assert main(["classes", str(lstm_run), f"--plot={tmp_path / 'classes.svg'}"]) == 0
+    assert "classes of" in capsys.readouterr().out
+    picture = (tmp_path / "classes.svg").read_text()
+    assert "classes with the most tokens" in picture
+    message = complaint("classes", lstm_run, f"--plot={tmp_path / 'classes.oak'}")
+    assert "Format 'oak' is not supported" in message
