@@ -56,9 +56,7 @@ class Meta:
 
     format_version: int = FORMAT_VERSION
     settings: dict[str, dict[str, Any]]
-    """Sections `data`, `tokenizer` and, unless no classes are needed, `classes`: the keys that
-    affect the files.
-    """
+    """Sections `data`, `tokenizer` and, if needed, `classes`: the keys that affect the files."""
     inputs: dict[str, list[InputFile]]
     """The corpus files of each split in reading order; under `classes`, the word → class file."""
     tokenizer: TokenizerInfo | None = None
@@ -78,17 +76,7 @@ class Meta:
 
 
 def read_meta(folder: Path) -> Meta | None:
-    """Read `meta.json` of a prepared folder, complete or not.
-
-    Args:
-        folder: the prepared folder.
-
-    Returns:
-        The record; None if there is no such file.
-
-    Raises:
-        UserError: the file is damaged or has another format version.
-    """
+    """Read `meta.json`, None if there is none; UserError if damaged or of another version."""
     path = folder / META
     if not path.exists():
         return None

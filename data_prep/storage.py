@@ -1,7 +1,6 @@
 """Files that are complete or absent, one-dimensional arrays with checksums, validated JSON, locks.
 
-Decides how bytes reach the disk and how they are checked when they are read. Knows nothing of what
-the files contain.
+Knows nothing of what the files contain.
 """
 
 import fcntl
@@ -217,10 +216,7 @@ def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
 
     Args:
         path: the lock file, created if necessary and never deleted; its folder exists.
-        busy: message if another process has the lock; None waits for it.
-
-    Raises:
-        UserError: another process has the lock, or the file cannot be opened.
+        busy: message of the UserError if another process has the lock; None waits for it.
     """
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

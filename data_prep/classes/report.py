@@ -1,7 +1,4 @@
-"""The class report: cost of word classes, and how well they predict the text they were made from.
-
-Computes figures only; `lm.report` shows them as text, JSON and a picture.
-"""
+"""The class report: cost of word classes, and how well they predict the text they are made from."""
 
 from dataclasses import dataclass
 
@@ -9,10 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from data_prep.classes.bigrams import TOKENS_PER_CHUNK, Tokens
+from data_prep.classes.bigrams import TOKENS_PER_CHUNK, IntArray, Tokens
 from data_prep.errors import UserError
-
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)

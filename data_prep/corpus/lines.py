@@ -1,8 +1,4 @@
-"""The lines of a corpus.
-
-Decides what a line is: the text between LF, CR or CRLF, without a byte order mark, valid UTF-8,
-without NUL characters. Knows nothing of words.
-"""
+"""The lines of a corpus: text between LF, CR or CRLF, without byte order mark and NUL, in UTF-8."""
 
 from collections.abc import Callable, Iterator
 from io import TextIOWrapper
@@ -21,10 +17,6 @@ if TYPE_CHECKING:
 
 def read_lines(data: DataConfig, split: str) -> Iterator[str]:
     r"""Yield the lines of a split in the order of its files, without their line ends.
-
-    Args:
-        data: section `data` of the configuration.
-        split: train, valid or test.
 
     Raises:
         UserError: a file is missing, damaged, not UTF-8 or contains a NUL character (names the file

@@ -1,6 +1,6 @@
 """The files of a tokenizer: `tokenizer.json`, and `vocab.txt` or `tokenizer.model`.
 
-Decides file names and checksums. No file name is ever taken from the content of a file.
+No file name is ever taken from the content of a file.
 """
 
 import hashlib
@@ -61,20 +61,7 @@ class TokenizerFile:
 def save_tokenizer(
     folder: Path, tokenizer: Tokenizer, counts: NDArray[np.int64] | None = None
 ) -> TokenizerInfo:
-    """Write `tokenizer.json` and `vocab.txt` or `tokenizer.model`.
-
-    Args:
-        folder: an existing folder.
-        tokenizer: the tokenizer.
-        counts: [N] occurrences of each word, required for `vocab.txt`.
-
-    Returns:
-        The record of the tokenizer.
-
-    Raises:
-        ValueError: there are no counts for a word tokenizer.
-        UserError: a file cannot be written.
-    """
+    """Write `tokenizer.json` and `vocab.txt`, which needs the counts [N], or `tokenizer.model`."""
     path = folder / MODEL_FILE[tokenizer.kind]
     content: Iterator[bytes]
     settings = {}
@@ -137,15 +124,7 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
 
 
 def verify_tokenizer(folder: Path, sha256: str) -> None:
-    """Compare the files of a tokenizer with their checksums, without loading it.
-
-    Args:
-        folder: contains the files.
-        sha256: checksum of `tokenizer.json`, as in `TokenizerInfo`.
-
-    Raises:
-        UserError: a file is absent, damaged or belongs to another tokenizer.
-    """
+    """Compare the files of a tokenizer with its checksum in `TokenizerInfo`, without loading it."""
     path = folder / TOKENIZER
     if sha256_file(path) != sha256:
         raise UserError(f"{path} is not the tokenizer that the token files were written with")

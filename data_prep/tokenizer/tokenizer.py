@@ -261,12 +261,7 @@ def _combining_marks() -> str:
 
 
 def word_separator(lowercase: bool, split_punctuation: bool) -> Callable[[Sequence[str]], str]:
-    """Return a function from lines to a text of separated words with one newline per line.
-
-    Args:
-        lowercase: see `TokenizerConfig`.
-        split_punctuation: see `TokenizerConfig`.
-    """
+    """Return a function from lines to a text of separated words with one newline per line."""
     find = _punctuation_splitter() if split_punctuation else None
 
     def separate(lines: Sequence[str]) -> str:
