@@ -61,7 +61,10 @@ class Prepared:
         return self._classes.shortlist
 
     def tokens(self, split: str) -> NDArray[np.unsignedinteger[Any]]:
-        """Return all tokens of a split in reading order, uint16 or uint32, a map of the file.
+        """Return all tokens of a split in reading order.
+
+        Returns:
+            [tokens], uint16 or uint32, a read-only map of the file.
 
         Raises:
             UserError: the split was not prepared; the file is absent, truncated or damaged; an id
@@ -79,10 +82,14 @@ class Prepared:
         return self._array(COUNTS, self._counts, length=self.vocab_size)
 
     def word_class(self) -> NDArray[np.int32]:
-        """Return the class of every id, int32 [N], values in [0, num_word_classes).
+        """Return the class of every id.
 
-        The values of the `shortlist` most frequent words have no meaning. UserError if the folder
-        was prepared without classes, or the file is absent or damaged.
+        Returns:
+            int32 [N], values in [0, num_word_classes). The values of the `shortlist` most frequent
+            words have no meaning.
+
+        Raises:
+            UserError: the folder was prepared without classes; the file is absent or damaged.
         """
         info = self._classes
         return self._array(CLASSES, info.array, length=self.vocab_size, below=info.num_word_classes)

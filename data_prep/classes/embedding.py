@@ -75,8 +75,8 @@ def _word_vectors(
     2 and 3; Bullinaria & Levy 2012 for the power of the singular values).
     """
     contexts = np.argsort(-counts, kind="stable")[:CONTEXT_WORDS]
-    right, left = bigrams, bigrams.T.tocsr()
-    matrix = sparse.hstack([_ppmi(right, contexts), _ppmi(left, contexts)], format="csr")
+    sides = bigrams, bigrams.T.tocsr()
+    matrix = sparse.hstack([_ppmi(side, contexts) for side in sides], format="csr")
     left_vectors, singular_values = truncated_svd(matrix, dimensions, seed)
     return _unit_rows(left_vectors * singular_values**SINGULAR_VALUE_POWER)
 

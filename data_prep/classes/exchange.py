@@ -123,14 +123,10 @@ def _text(bigrams: sparse.csr_array, counts: IntArray) -> Text:
     others = (bigrams - sparse.diags_array(bigrams.diagonal(), dtype=bigrams.dtype)).tocsr()
     others.eliminate_zeros()
     right, left = (
-        Neighbours(
-            side.indptr.astype(np.int64),
-            side.indices.astype(np.int64),
-            side.data.round().astype(np.int64),
-        )
+        Neighbours(*(array.astype(np.int64) for array in (side.indptr, side.indices, side.data)))
         for side in (others, others.T.tocsr())
     )
-    return Text(right, left, bigrams.diagonal().round().astype(np.int64), counts)
+    return Text(right, left, bigrams.diagonal().astype(np.int64), counts)
 
 
 @compiled

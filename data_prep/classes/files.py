@@ -21,18 +21,14 @@ def read_word_classes(
     r"""Read the classes of a vocabulary from a file with one line per word.
 
     Classes, int32 [N], are numbered in order of first appearance. Words outside the vocabulary are
-    ignored. `<unk>` and `<eos>` share an additional class if the file lacks them.
+    ignored. `<unk>` and `<eos>` share an additional class if the file lacks them. UserError if the
+    file is absent or not UTF-8, a line has another format, a word is in two classes or missing.
 
-    Raises:
-        UserError: the file is absent or not UTF-8, a line has another format, a word is in two
-            classes, or a word of the vocabulary is missing.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "classes"
-        >>> _ = path.write_text("cat\t7\nthe\t3\ndog\t7\n")
-        >>> read_word_classes(path, "mkcls", ["<eos>", "the", "cat", "dog"]).tolist()
-        [2, 1, 0, 0]
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "classes"
+    >>> _ = path.write_text("cat\t7\nthe\t3\ndog\t7\n")
+    >>> read_word_classes(path, "mkcls", ["<eos>", "the", "cat", "dog"]).tolist()
+    [2, 1, 0, 0]
     """
     id_of_word = {word: index for index, word in enumerate(words)}
     number: dict[str, int] = {}

@@ -79,15 +79,14 @@ class _ClassContexts:
         member = membership(word_class, np.arange(len(counts)), num_word_classes)
         self.word_class = word_class
         self.of_word = sparse.hstack([bigrams @ member, reverse @ member], format="csr")  # [N, 2C]
-        of_class: DoubleArray = (member.T @ self.of_word).toarray()  # [C, 2C]
-        self.of_class = of_class
-        sides = of_class.reshape(num_word_classes, 2, num_word_classes)
+        self.of_class: DoubleArray = (member.T @ self.of_word).toarray()  # [C, 2C]
+        sides = self.of_class.reshape(num_word_classes, 2, num_word_classes)
         average = sides.sum(axis=0) + 1
         average /= average.sum(axis=1, keepdims=True)
         pseudo = REFINEMENT_SMOOTHING * (float(counts.sum()) / num_word_classes) + 1e-9
         self.prior = pseudo * average.reshape(-1)  # [2C]
         self.total = sides.sum(axis=2) + pseudo  # [C, 2]
-        smoothed = (of_class + self.prior) / np.repeat(self.total, num_word_classes, axis=1)
+        smoothed = (self.of_class + self.prior) / np.repeat(self.total, num_word_classes, axis=1)
         self.log_prob = np.log(smoothed).T.copy()  # [2C, C]
         self.log_likelihood = _log_likelihood(sides[:, 0], counts, word_class)
 

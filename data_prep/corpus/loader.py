@@ -24,7 +24,7 @@ from data_prep.storage import CHUNK_BYTES, open_to_read
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
-    from pyarrow import ChunkedArray, Table
+    from pyarrow import ChunkedArray
 
 HUB_SPLITS = {"train": "train", "valid": "validation", "test": "test"}
 ROWS_PER_BATCH = 256
@@ -64,7 +64,12 @@ def columns(data: DataConfig, split: str) -> Iterator["ChunkedArray"]:
     on_hub = data.hub is not None
     dataset = _hub_with(data, split)[HUB_SPLITS[split]] if on_hub else _load_files(data, split)
     field = "text" if is_text(data) else data.text_field
-    for table in _tables(dataset):
+    tables = iter(dataset.with_format("arrow").iter(batch_size=ROWS_PER_BATCH))
+    while True:
+        with _silent_datasets():
+            table = next(tables, None)
+        if table is None:
+            return
         _check_field(table.column_names, data, split)
         yield table.column(field)
 
@@ -107,16 +112,6 @@ def _check_field(names: Iterable[str], data: DataConfig, split: str) -> None:
             f"data.text_field is {data.text_field!r}: {split_key(data, split)} has only the columns"
             f" {', '.join(names)}"
         )
-
-
-def _tables(dataset: "IterableDataset") -> Iterator["Table"]:
-    tables = iter(dataset.with_format("arrow").iter(batch_size=ROWS_PER_BATCH))
-    while True:
-        with _silent_datasets():
-            table = next(tables, None)
-        if table is None:
-            return
-        yield table
 
 
 def _load_files(data: DataConfig, split: str) -> "IterableDataset":

@@ -4,11 +4,10 @@ No file name is ever taken from the content of a file.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +62,7 @@ def save_tokenizer(
 ) -> TokenizerInfo:
     """Write `tokenizer.json` and `vocab.txt`, which needs the counts [N], or `tokenizer.model`."""
     path = folder / MODEL_FILE[tokenizer.kind]
-    content: Iterator[bytes]
+    content: Iterable[bytes]
     settings = {}
     if isinstance(tokenizer, WordTokenizer):
         from data_prep.tokenizer.vocabulary_file import format_vocabulary  # imports numba
@@ -75,12 +74,11 @@ def save_tokenizer(
             "lowercase": tokenizer.lowercase,
             "split_punctuation": tokenizer.split_punctuation,
         }
-    elif isinstance(tokenizer, SentencePieceTokenizer):
-        content = iter([tokenizer.model])
     else:
-        raise ValueError(f"no file format for {type(tokenizer).__name__}")
-    digest = write_atomically(path, partial(_write_hashed, content))
-    description = TokenizerFile(kind=tokenizer.kind, sha256=digest, **settings)
+        assert isinstance(tokenizer, SentencePieceTokenizer)
+        content = [tokenizer.model]
+    write_atomically(path, lambda file: file.writelines(content))
+    description = TokenizerFile(kind=tokenizer.kind, sha256=sha256_file(path), **settings)
     write_json_atomically(folder / TOKENIZER, asdict(description))
     return TokenizerInfo(
         kind=tokenizer.kind,
@@ -141,12 +139,3 @@ def _read_description(folder: Path) -> TokenizerFile:
 
 def _damaged(path: Path) -> str:
     return f"{path} is damaged: its SHA-256 differs from the one in {TOKENIZER}"
-
-
-def _write_hashed(content: Iterable[bytes], file: BinaryIO) -> str:
-    """Write the content; return its SHA-256."""
-    digest = hashlib.sha256()
-    for chunk in content:
-        digest.update(chunk)
-        file.write(chunk)
-    return digest.hexdigest()

@@ -38,19 +38,11 @@ def count_words(
 
     `<eos>` is counted once per line; `<unk>` counts its literal occurrences and those of every word
     outside the vocabulary. Memory grows with the number of distinct words (50 bytes per word, 90
-    while they are sorted), not with the text.
+    while they are sorted), not with the text. The counts [N] sum to the number of tokens.
 
-    Returns:
-        The N words, `<unk>` and `<eos>` always included, and their counts, int64 [N], which sum to
-        the number of tokens of the split.
-
-    Raises:
-        UserError: `vocab_size` is too small for a word.
-
-    Example:
-        >>> words, counts = count_words(["the cat", "the dog"], TokenizerConfig(min_count=2))
-        >>> list(words), counts.tolist()
-        (['<eos>', '<unk>', 'the'], [2, 2, 2])
+    >>> words, counts = count_words(["the cat", "the dog"], TokenizerConfig(min_count=2))
+    >>> list(words), counts.tolist()
+    (['<eos>', '<unk>', 'the'], [2, 2, 2])
     """
     if settings.vocab_size is not None and settings.vocab_size < 3:
         raise UserError(
@@ -82,11 +74,8 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
     """Train a sentencepiece model and return its file's content; equal arguments, equal bytes.
 
     Long lines are split, so that sentencepiece skips none. If there are more lines than
-    `max_sentences`, a sample is drawn by the seed.
-
-    Raises:
-        UserError: `vocab_size` is missing, too small for the characters or too large for the text;
-            the text is empty.
+    `max_sentences`, a sample is drawn by the seed. UserError if `vocab_size` is missing, too small
+    for the characters or too large for the text, or if the text is empty.
     """
     import sentencepiece
 
