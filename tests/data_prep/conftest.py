@@ -30,6 +30,11 @@ class Corpus:
     def prepared(self) -> Path:
         return self.folder / "prepared"
 
+    def text(self) -> str:
+        """The training split as it is prepared."""
+        prepared = self.prepare()
+        return prepared.tokenizer().decode(prepared.tokens("train"))
+
     def prepare(self, *, keep: bool = False) -> Prepared:
         return prepare(
             self.data, self.tokenizer, self.classes, self.prepared, keep=keep, progress=False

@@ -56,25 +56,30 @@ def test_a_split_that_is_not_there_is_refused_with_its_key(prepared: Prepared) -
         prepared.tokens("test")
 
 
-@pytest.mark.parametrize("name", ["train.npy", "counts.npy", "classes.npy"])
-def test_damaged_arrays_are_refused_by_name(prepared: Prepared, name: str) -> None:
-    readers: dict[str, Callable[[Prepared], object]] = {
-        "train.npy": lambda opened: opened.tokens("train"),
-        "counts.npy": Prepared.counts,
-        "classes.npy": Prepared.word_class,
-    }
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("train.npy", lambda opened: opened.tokens("train")),
+        ("counts.npy", Prepared.counts),
+        ("classes.npy", Prepared.word_class),
+    ],
+)
+def test_damaged_arrays_are_refused_by_name(
+    prepared: Prepared, name: str, read: Callable[[Prepared], object]
+) -> None:
     path = prepared.folder / name
     content = path.read_bytes()
-    path.write_bytes(content[:-1])
-    with pytest.raises(UserError, match=rf"{name} is damaged: {len(content) - 1} bytes, expected"):
-        readers[name](open_prepared(prepared.folder))
-    path.write_bytes(content[:-1] + b"\x01")
-    with pytest.raises(UserError, match=rf"{name} is damaged: its SHA-256 is not the recorded one"):
-        readers[name](open_prepared(prepared.folder))
-    readers[name](open_prepared(prepared.folder, verify=False))
+    for damaged, message in (
+        (content[:-1], f"is damaged: {len(content) - 1} bytes, expected"),
+        (content[:-1] + b"\x01", "is damaged: its SHA-256 is not the recorded one"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"{name} {message}"):
+            read(open_prepared(prepared.folder))
+    read(open_prepared(prepared.folder, verify=False))
     path.unlink()
     with pytest.raises(UserError, match=rf"{name} cannot be read: No such file or directory$"):
-        readers[name](open_prepared(prepared.folder))
+        read(open_prepared(prepared.folder))
 
 
 @pytest.mark.parametrize(

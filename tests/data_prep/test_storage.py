@@ -50,21 +50,17 @@ def test_a_map_is_read_only(array: tuple[Path, ArrayInfo]) -> None:
         mapped[0] = 1
 
 
-@pytest.mark.parametrize("change", [-1, -500, 1])
-def test_a_file_of_another_size_is_refused_before_mapping(
-    array: tuple[Path, ArrayInfo], change: int
+def test_a_file_of_another_size_or_header_is_refused_before_mapping(
+    array: tuple[Path, ArrayInfo],
 ) -> None:
     path, info = array
     content = path.read_bytes()
-    path.write_bytes(content[:change] if change < 0 else content + b"\0")
-    message = rf"x\.npy is damaged: {728 + change} bytes, expected 728 \(300 × uint16\)$"
-    with pytest.raises(UserError, match=message):
-        map_array(path, info)
-
-
-def test_another_header_is_refused(array: tuple[Path, ArrayInfo]) -> None:
-    path, info = array
-    path.write_bytes(path.read_bytes().replace(b"<u2", b"<i2"))
+    for damaged in (content[:-1], content[:-500], content + b"\0"):
+        path.write_bytes(damaged)
+        message = rf"x\.npy is damaged: {len(damaged)} bytes, expected 728 \(300 × uint16\)$"
+        with pytest.raises(UserError, match=message):
+            map_array(path, info)
+    path.write_bytes(content.replace(b"<u2", b"<i2"))
     with pytest.raises(UserError, match=r"x\.npy is damaged: its header is not that of 300 × ui"):
         map_array(path, info)
 
