@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +19,8 @@ from data_prep.classes.embedding import embedding_classes, truncated_svd
 from data_prep.classes.exchange import exchange
 from data_prep.classes.report import class_report
 from data_prep.classes.word_classes import (
+    IntArray,
+    WordClass,
     build_word_classes,
     frequency_classes,
     random_classes,
@@ -44,18 +46,18 @@ def counts_of(tokens: NDArray[np.uint16], vocab_size: int) -> NDArray[np.int64]:
 
 
 def embedded(
-    counts: NDArray[np.int64],
-    tokens: NDArray[np.uint16],
-    num_word_classes: int,
-    *,
-    dimensions: int = 100,
-    max_words: int | None = None,
-    seed: int = 1,
-) -> NDArray[np.int32]:
+    counts: IntArray, tokens: NDArray[np.uint16], num_word_classes: int, **options: Any
+) -> WordClass:
     """`embedding_classes` of a text."""
     bigrams = count_bigrams(tokens, len(counts))
-    return embedding_classes(
-        counts, bigrams, num_word_classes, dimensions=dimensions, max_words=max_words, seed=seed
+    return embedding_classes(counts, bigrams, num_word_classes, **options)
+
+
+def built(
+    counts: IntArray, tokens: NDArray[np.uint16], settings: ClassesConfig, progress: bool = False
+) -> WordClass:
+    return build_word_classes(
+        counts, settings, tokens=tokens, words=list, folder=Path(), progress=progress
     )
 
 
@@ -204,9 +206,7 @@ def test_truncated_svd_equals_the_dense_one() -> None:
 
 def test_too_few_places_name_the_key() -> None:
     tokens = zipf_tokens(10, 50)
-    with pytest.raises(
-        UserError, match=r"classes\.max_words: 3 classes .* 9 words, but 10 are to be"
-    ):
+    with pytest.raises(UserError, match=r"classes\.max_words: 3 .* 9 words, but 10 are to be"):
         embedded(counts_of(tokens, 10), tokens, 3, max_words=3)
 
 
@@ -219,34 +219,22 @@ def test_an_impossible_number_of_classes_is_refused(num_word_classes: int) -> No
         lambda: random_classes(10, num_word_classes, seed=1),
         lambda: embedded(counts, np.arange(10, dtype=np.uint16), num_word_classes),
     ]
+    message = f"num_word_classes: expected 1 to 10.*, got {num_word_classes}"
     for make in methods:
-        with pytest.raises(
-            ValueError, match=f"num_word_classes: expected 1 to 10.*, got {num_word_classes}"
-        ):
+        with pytest.raises(ValueError, match=message):
             make()
-
-
-def built(
-    counts: NDArray[np.int64], tokens: NDArray[np.uint16], settings: ClassesConfig
-) -> NDArray[np.int32]:
-    return build_word_classes(
-        counts, settings, tokens=tokens, words=list, folder=Path(), progress=False
-    )
 
 
 @pytest.mark.parametrize("method", ["embedding", "exchange"])
 @pytest.mark.parametrize("num_word_classes", [1, 2, 9, 40, 101])
 @pytest.mark.parametrize("clustered_words", [1, 2, 30, 100, 101, 500])
 def test_clustered_words_and_the_others_by_count_are_a_partition(
-    method: Literal["embedding", "exchange"], num_word_classes: int, clustered_words: int
+    method: Any, num_word_classes: int, clustered_words: int
 ) -> None:
     tokens = zipf_tokens(101, 3_000)
     counts = counts_of(tokens, 101)
     settings = ClassesConfig(
-        method=method,
-        num_word_classes=num_word_classes,
-        clustered_words=clustered_words,
-        dimensions=8,
+        method=method, num_word_classes=num_word_classes, clustered_words=clustered_words
     )
     word_class = built(counts, tokens, settings)
     assert_partition(word_class, 101, num_word_classes)
@@ -280,12 +268,8 @@ def test_clustered_words_are_clustered_as_if_they_were_the_whole_text() -> None:
     )
     word_class = built(counts, text, settings)
     num_clustered_classes = len(set(word_class[:90].tolist()))
-    mass = np.sqrt(counts)
-    assert (
-        num_clustered_classes
-        == round(8 * mass[:90].sum() / mass.sum())
-        == 8 - len(set(word_class[90:]))
-    )
+    share = np.sqrt(counts[:90]).sum() / np.sqrt(counts).sum()
+    assert num_clustered_classes == round(8 * share) == 8 - len(set(word_class[90:]))
     order = np.argsort(-counts[:90], kind="stable")
     sorted_tokens = np.argsort(order)[tokens].astype(np.uint16)
     expected = embedded(counts[order], sorted_tokens, num_clustered_classes, dimensions=10)
@@ -326,42 +310,29 @@ def test_pairs_of_some_words_are_a_subset_of_all_pairs() -> None:
     assert count_bigrams(tokens[:1], 30).nnz == 0
 
 
-def test_a_shortlist_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    counts = np.array([3, 2], dtype=np.int64)
+def test_a_shortlist_larger_than_the_vocabulary_is_refused() -> None:
+    settings = ClassesConfig(method="uniform", shortlist=3)
     with pytest.raises(UserError, match=r"classes\.shortlist = 3 is more than 2 words"):
-        build_word_classes(
-            counts, ClassesConfig(method="uniform", shortlist=3),
-            tokens=np.array([0, 1]), words=list, folder=tmp_path,
-        )  # fmt: skip
+        built(np.array([3, 2]), np.zeros(5, np.uint16), settings)
 
 
 @pytest.mark.parametrize("method", ["embedding", "exchange", "frequency", "uniform", "random"])
 @pytest.mark.parametrize(("asked", "expected"), [(None, 9), (5, 5), (500, 83)])
 def test_the_default_number_of_classes_is_the_square_root_and_never_exceeds_the_words(
-    tmp_path: Path, method: str, asked: int | None, expected: int
+    method: Any, asked: int | None, expected: int
 ) -> None:
     tokens = zipf_tokens(83, 700)
-    settings = ClassesConfig(method=method, num_word_classes=asked, dimensions=5)  # type: ignore[arg-type]
-    word_class = build_word_classes(
-        counts_of(tokens, 83), settings, tokens=tokens, words=list, folder=tmp_path, progress=False
-    )
-    assert_partition(word_class, 83, expected)
+    settings = ClassesConfig(method=method, num_word_classes=asked, dimensions=5)
+    assert_partition(built(counts_of(tokens, 83), tokens, settings), 83, expected)
 
 
 def test_progress_is_shown_on_a_terminal_when_requested(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = zipf_tokens(20, 200)
     for terminal, progress in [(True, False), (True, True), (False, True)]:
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        build_word_classes(
-            counts_of(tokens, 20),
-            ClassesConfig(),
-            tokens=tokens,
-            words=list,
-            folder=tmp_path,
-            progress=progress,
-        )
+        built(counts_of(tokens, 20), tokens, ClassesConfig(), progress)
         shown = capsys.readouterr()
         assert shown.out == ""
         assert ("k-means" in shown.err) == (terminal and progress)
