@@ -1,32 +1,29 @@
 """A prepared folder opens with what was prepared; damaged or foreign files are refused."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from data_prep.errors import UserError
-from data_prep.prepare import prepare
 from data_prep.prepared import Prepared, copy_tokenizer, open_prepared
-from data_prep.settings import ClassesConfig, DataConfig, SplitFiles, TokenizerConfig
+from data_prep.settings import ClassesConfig
 from data_prep.tokenizer.files import load_tokenizer, save_tokenizer
 from data_prep.tokenizer.tokenizer import WordTokenizer
 
-LINES = "the cat sat\nthe dog\n\nthe cat ran\n"
+if TYPE_CHECKING:
+    from tests.data_prep.conftest import Corpus
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Prepared:
-    (tmp_path / "train.txt").write_text(LINES)
-    (tmp_path / "valid.txt").write_text("the zebra\n")
-    return prepare(
-        DataConfig(dir=str(tmp_path), files=SplitFiles(train="train.txt", valid="valid.txt")),
-        TokenizerConfig(),
-        ClassesConfig(method="frequency", num_word_classes=2),
-        tmp_path / "prepared",
-        progress=False,
-    )
+def prepared(corpus: Corpus) -> Prepared:
+    corpus.write("train.txt", "the cat sat\nthe dog\n\nthe cat ran\n")
+    corpus.classes = ClassesConfig(method="frequency", num_word_classes=2)
+    return corpus.prepare()
 
 
 def replaced(path: Path, old: bytes, new: bytes) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import os
 from pathlib import Path
 from typing import Any, BinaryIO
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -96,9 +97,7 @@ def test_a_failed_write_leaves_the_previous_file_and_nothing_else(tmp_path: Path
 
 
 def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
-    def fail(file: BinaryIO) -> None:
-        raise OSError(28, "No space left on device")
-
+    fail = Mock(side_effect=OSError(28, "No space left on device"))
     with pytest.raises(UserError, match=r"file cannot be written: No space left on device$"):
         write_atomically(tmp_path / "file", fail)
     with pytest.raises(UserError, match=r"nowhere/file cannot be written: No such file or direc"):

@@ -109,15 +109,11 @@ def test_classes_of_words_that_rarely_occur_are_a_partition(num_tokens: int) -> 
     assert sorted(np.bincount(word_class).tolist()) == [4, 4, 5, 5, 5]
 
 
-def test_uniform_and_random_classes_differ_by_one_word_in_size() -> None:
+def test_uniform_and_random_classes_have_equal_sizes_and_uniform_ones_are_blocks() -> None:
     counts = np.arange(103)
     for word_class in (uniform_classes(counts, 10), random_classes(103, 10, seed=1)):
         assert sorted(np.bincount(word_class).tolist()) == [10] * 7 + [11] * 3
-
-
-def test_uniform_classes_are_blocks_of_descending_count() -> None:
-    counts = np.array([5, 0, 9, 7, 1, 3])
-    assert uniform_classes(counts, 3).tolist() == [1, 2, 0, 0, 2, 1]
+    assert uniform_classes(np.array([5, 0, 9, 7, 1, 3]), 3).tolist() == [1, 2, 0, 0, 2, 1]
 
 
 @pytest.mark.parametrize("num_word_classes", [2, 7, 20])

@@ -55,6 +55,7 @@ def test_words_of_the_vocabulary_come_back_and_others_are_unknown() -> None:
 
 def test_num_words_counts_whitespace_words_whatever_the_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.num_words(" the cat's, mat\u00a0is ") == 4
+    assert WordTokenizer(WORDS, split_punctuation=True).num_words("the cat's, mat") == 3
 
 
 def test_lowercase_folds_special_words_and_others() -> None:
