@@ -105,9 +105,7 @@ def test_a_folder_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused(prepared: Prepared) -> None:
-    save_tokenizer(
-        prepared.folder, WordTokenizer(["<eos>", "<unk>"]), np.array([1, 1], dtype=np.int64)
-    )
+    save_tokenizer(prepared.folder, WordTokenizer(["<eos>", "<unk>"]), np.array([1, 1]))
     with pytest.raises(UserError, match="is not the tokenizer that the token files were written"):
         open_prepared(prepared.folder).tokenizer()
 
@@ -117,10 +115,8 @@ def test_a_copied_tokenizer_needs_no_other_file(prepared: Prepared, tmp_path: Pa
     run.mkdir()
     copy_tokenizer(prepared, run)
     assert sorted(path.name for path in run.iterdir()) == ["tokenizer.json", "vocab.txt"]
-    loaded = load_tokenizer(run)
-    assert (
-        loaded.encode("the zebra sat") == prepared.tokenizer().encode("the zebra sat") == [1, 6, 5]
-    )
+    for tokenizer in (load_tokenizer(run), prepared.tokenizer()):
+        assert tokenizer.encode("the zebra sat") == [1, 6, 5]
     replaced(run / "vocab.txt", b"dog", b"god")
     with pytest.raises(UserError, match=r"vocab\.txt is damaged: its SHA-256 differs"):
         load_tokenizer(run)

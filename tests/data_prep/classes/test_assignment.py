@@ -10,11 +10,9 @@ from data_prep.classes.assignment import FloatArray, IntArray, assign, smallest_
 def assign_all(
     scores: FloatArray, capacity: int, temperature: float
 ) -> tuple[IntArray, FloatArray]:
-    num_words, num_word_classes = scores.shape
-    nothing = np.zeros(num_word_classes, np.float32)
-    occupied = np.zeros(num_word_classes, np.int64)
-    words = np.arange(num_words)
-    return assign(lambda ids: scores[ids], words, occupied, capacity, nothing, temperature)
+    words, prices = np.arange(len(scores)), np.zeros(scores.shape[1], np.float32)
+    occupied = prices.astype(np.int64)
+    return assign(lambda ids: scores[ids], words, occupied, capacity, prices, temperature)
 
 
 def test_words_get_their_best_classes_if_these_have_vacancies() -> None:

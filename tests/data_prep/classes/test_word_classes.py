@@ -14,12 +14,11 @@ from scipy import sparse
 
 from data_prep.classes import bigrams as bigrams_module
 from data_prep.classes import refinement
-from data_prep.classes.bigrams import count_bigrams
+from data_prep.classes.bigrams import IntArray, count_bigrams
 from data_prep.classes.embedding import embedding_classes, truncated_svd
 from data_prep.classes.exchange import exchange
 from data_prep.classes.report import class_report
 from data_prep.classes.word_classes import (
-    IntArray,
     WordClass,
     build_word_classes,
     frequency_classes,
@@ -200,8 +199,10 @@ def test_truncated_svd_equals_the_dense_one() -> None:
     assert (np.take_along_axis(vectors, np.abs(vectors).argmax(axis=0)[None], axis=0) > 0).all()
 
 
-def test_too_few_places_name_the_key() -> None:
+def test_too_few_places_and_too_large_shortlists_name_the_key() -> None:
     tokens = zipf_tokens(10, 50)
+    with pytest.raises(UserError, match=r"classes\.shortlist = 11 is more than 10 words"):
+        built(counts_of(tokens, 10), tokens, ClassesConfig(method="uniform", shortlist=11))
     with pytest.raises(UserError, match=r"classes\.max_words: 3 .* 9 words, but 10 are to be"):
         embedded(counts_of(tokens, 10), tokens, 3, max_words=3)
 
@@ -304,12 +305,6 @@ def test_pairs_of_some_words_are_a_subset_of_all_pairs() -> None:
     some = count_bigrams(tokens, 30, words=words).toarray()
     assert np.array_equal(some, every[np.ix_(words, words)])
     assert count_bigrams(tokens[:1], 30).nnz == 0
-
-
-def test_a_shortlist_larger_than_the_vocabulary_is_refused() -> None:
-    settings = ClassesConfig(method="uniform", shortlist=3)
-    with pytest.raises(UserError, match=r"classes\.shortlist = 3 is more than 2 words"):
-        built(np.array([3, 2]), np.zeros(5, np.uint16), settings)
 
 
 @pytest.mark.parametrize("method", ["embedding", "exchange", "frequency", "uniform", "random"])

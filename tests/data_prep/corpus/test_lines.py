@@ -117,13 +117,15 @@ def test_no_text_of_a_csv_file_is_a_missing_value(tmp_path: Path) -> None:
     assert read(tmp_path, "x.csv", format="csv") == ["NA", "None", "null", "", "", "nan"]
 
 
-def test_a_folder_in_the_layout_of_the_hub_has_the_splits_of_its_files(tmp_path: Path) -> None:
-    for name in ("train", "validation"):
-        write(tmp_path, f"{name} text\n".encode(), f"{name}.txt")
+def test_a_folder_in_the_layout_of_the_hub_has_its_visible_files_as_splits(tmp_path: Path) -> None:
+    visible = ["sub/train.txt", "train.txt", "validation.txt"]
+    for name in (*visible, ".DS_Store", ".git/HEAD", "sub/.x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path, f"{name} text\n".encode(), name)
     data = DataConfig(dir=str(tmp_path.parent), hub=tmp_path.name)
     assert splits(data) == ["train", "valid"]
-    assert list(read_lines(data, "valid")) == ["validation text"]
-    assert [path.name for path in input_files(data, "train")] == ["train.txt", "validation.txt"]
+    assert list(read_lines(data, "valid")) == ["validation.txt text"]
+    assert input_files(data, "train") == [tmp_path / name for name in visible]
     with pytest.raises(UserError, match=r"has no split test \(it has train, validation\)"):
         list(read_lines(data, "test"))
 
@@ -246,13 +248,3 @@ def test_text_of_every_arrow_type_of_strings_is_text(tmp_path: Path) -> None:
     for kind in (pa.string(), pa.large_string(), pa.string_view()):
         parquet.write_table(pa.table({"text": pa.array(["a", "é"], kind)}), tmp_path / "a.parquet")
         assert read(tmp_path, "a.parquet", format="parquet") == ["a", "é"]
-
-
-def test_hidden_files_of_a_folder_in_the_layout_of_the_hub_are_not_the_corpus(
-    tmp_path: Path,
-) -> None:
-    for name in ("train.txt", "sub/test.txt", ".DS_Store", ".git/HEAD", "sub/.x"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        write(tmp_path, b"a\n", name)
-    files = input_files(DataConfig(dir=str(tmp_path), hub="."), "train")
-    assert [str(path.relative_to(tmp_path)) for path in files] == ["sub/test.txt", "train.txt"]

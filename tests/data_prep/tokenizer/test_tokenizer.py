@@ -90,7 +90,8 @@ def test_decoding_attaches_punctuation_to_its_neighbours() -> None:
 def test_encode_lines_equals_encode_line_by_line(tokenizer: Tokenizer) -> None:
     lines = ["the cat", "", " a <unk> mat", "<unk>", "<unk><unk> cat <unk>", "漢 cat"]
     assert tokenizer.encode_lines(lines) == [tokenizer.encode(line) for line in lines]
-    assert tokenizer.encode_lines([]) == tokenizer.encode("") == []
+    assert tokenizer.encode_lines([]) == []
+    assert tokenizer.encode("") == []
 
 
 def test_the_text_unk_and_unknown_characters_are_one_piece(pieces: SentencePieceTokenizer) -> None:
