@@ -1,9 +1,7 @@
-"""What differs between the record of a prepared folder and the settings and files of a request.
-
-Decides which settings and files affect the prepared files, and describes differences in words.
-"""
+"""What differs between the record of a prepared folder and the settings and files of a request."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -21,15 +19,8 @@ from data_prep.storage import sha256_file
 TEXT_SETTINGS = ("format", "hub", "hub_config", "text_field", "keep_empty_lines")
 """Settings of `data` that change the text; the others locate files, whose content is hashed."""
 TOKENIZER_SETTINGS = {
-    "words": ("kind", "vocab_size", "min_count", "lowercase", "split_punctuation"),
-    "sentencepiece": (
-        "kind",
-        "vocab_size",
-        "model_type",
-        "byte_fallback",
-        "character_coverage",
-        "max_sentences",
-    ),
+    "words": ("min_count", "lowercase", "split_punctuation"),
+    "sentencepiece": ("model_type", "byte_fallback", "character_coverage", "max_sentences"),
 }
 
 Settings = dict[str, dict[str, Any]]
@@ -41,9 +32,10 @@ def requested_settings(
     data: DataConfig, tokenizer: TokenizerConfig, classes: ClassesConfig | None
 ) -> Settings:
     """Collect the settings that affect the prepared files, by section of the configuration."""
+    tokenizer_settings = ("kind", "vocab_size", *TOKENIZER_SETTINGS[tokenizer.kind])
     settings = {
         "data": {name: getattr(data, name) for name in TEXT_SETTINGS},
-        "tokenizer": {n: getattr(tokenizer, n) for n in TOKENIZER_SETTINGS[tokenizer.kind]},
+        "tokenizer": {name: getattr(tokenizer, name) for name in tokenizer_settings},
     }
     return settings if classes is None else settings | {"classes": asdict(classes)}
 
@@ -55,17 +47,9 @@ def requested_meta(
     folder: Path,
     found: Meta | None,
 ) -> Meta:
-    """Make the record of a preparation in which every stage is still to be done.
+    """Make the record of a preparation in which every stage is still to be done; hashes all files.
 
-    Args:
-        data: where the text is; its files are hashed.
-        tokenizer: how a line becomes tokens.
-        classes: how words are assigned to classes; None if no classes are needed.
-        folder: the prepared folder.
-        found: its present record.
-
-    Raises:
-        UserError: a file is missing, or is in the prepared folder.
+    `found` is the present record of the folder. UserError if a file is missing or in the folder.
     """
     settings = requested_settings(data, tokenizer, classes)
     paths = {split: input_files(data, split) for split in _splits(data, settings, found)}
@@ -81,10 +65,7 @@ def requested_meta(
 
 
 def find_changes(found: Meta, requested: Meta) -> dict[str, list[str]]:
-    """Describe what differs between two records, by section or split.
-
-    Classes that only one of the records has are not a difference.
-    """
+    """Describe the differences by section or split, except classes that only one record has."""
     changed: dict[str, list[str]] = {}
     for name, (before, after) in setting_changes(found.settings, requested.settings):
         changed.setdefault(name.split(".")[0], []).append(f"{name}: {before} → {after}")
@@ -154,11 +135,10 @@ def _file_differences(before: Sequence[InputFile], after: Sequence[InputFile]) -
 
 def _by_name(files: Iterable[InputFile]) -> dict[str, InputFile]:
     """The files by name; further files of the same name are numbered."""
-    found: dict[str, list[InputFile]] = {}
+    numbers: Counter[str] = Counter()
+    found = {}
     for file in files:
-        found.setdefault(file.name, []).append(file)
-    return {
-        f"{name} ({number})" if number > 1 else name: file
-        for name, equals in found.items()
-        for number, file in enumerate(equals, start=1)
-    }
+        numbers[file.name] += 1
+        number = numbers[file.name]
+        found[f"{file.name} ({number})" if number > 1 else file.name] = file
+    return found

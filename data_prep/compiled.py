@@ -11,14 +11,7 @@ import numba
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function with `numba.njit`; a cache that cannot be written is not an error.
-
-    Args:
-        function: any function that numba supports; used as a decorator.
-
-    Returns:
-        The compiled function. Without a cache it is compiled again in every process.
-    """
+    """Compile a function; without a folder for the cache, again in every process."""
     try:
         decorated: Callable[..., Any] = numba.njit(cache=True)(function)
     except RuntimeError:  # neither the package's folder nor the user's cache can be written

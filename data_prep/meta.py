@@ -56,9 +56,7 @@ class Meta:
 
     format_version: int = FORMAT_VERSION
     settings: dict[str, dict[str, Any]]
-    """Sections `data`, `tokenizer` and, unless no classes are needed, `classes`: the keys that
-    affect the files.
-    """
+    """Sections `data`, `tokenizer` and, if needed, `classes`: the keys that affect the files."""
     inputs: dict[str, list[InputFile]]
     """The corpus files of each split in reading order; under `classes`, the word → class file."""
     tokenizer: TokenizerInfo | None = None
@@ -68,32 +66,16 @@ class Meta:
     """None in a complete folder: it was prepared without classes."""
     complete: bool = False
 
-    @property
-    def is_consistent(self) -> bool:
-        """Whether every stage is recorded that a complete folder has."""
-        if not self.complete:
-            return True
-        has_tokens = None not in (self.tokenizer, self.counts, self.splits.get("train"))
-        return has_tokens and ("classes" in self.settings) == (self.classes is not None)
-
 
 def read_meta(folder: Path) -> Meta | None:
-    """Read `meta.json` of a prepared folder, complete or not.
-
-    Args:
-        folder: the prepared folder.
-
-    Returns:
-        The record; None if there is no such file.
-
-    Raises:
-        UserError: the file is damaged or has another format version.
-    """
+    """Read `meta.json`, None if there is none; UserError if damaged or of another version."""
     path = folder / META
     if not path.exists():
         return None
     meta: Meta = read_json(path, Meta, FORMAT_VERSION, upgrade=_rename_head)
-    if not meta.is_consistent:
+    has_tokens = None not in (meta.tokenizer, meta.counts, meta.splits.get("train"))
+    has_needed_classes = ("classes" in meta.settings) == (meta.classes is not None)
+    if meta.complete and not (has_tokens and has_needed_classes):
         raise UserError(f"{path} is damaged: it is marked complete, but a stage is missing")
     return meta
 

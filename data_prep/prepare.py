@@ -1,13 +1,12 @@
 """Corpus → tokenizer → token files → classes: each stage is done only if it is missing or outdated.
 
-Decides which stage depends on which setting and file. Each finished stage is recorded in
-`meta.json`, so that an interrupted preparation continues where it stopped; a file that does not
-match its record is made again.
+Each finished stage is recorded in `meta.json`, so that an interrupted preparation continues where
+it stopped; a file that does not match its record is made again.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,14 +22,7 @@ from data_prep.storage import ArrayInfo, locked, map_array, verify_array
 from data_prep.tokenizer.files import MODEL_FILE, TOKENIZER, TokenizerInfo, verify_tokenizer
 
 LOCK = ".lock"
-PREPARED_FILES = (
-    META,
-    TOKENIZER,
-    *MODEL_FILE.values(),
-    COUNTS,
-    CLASSES,
-    *(f"{split}.npy" for split in SPLITS),
-)
+FILES = (META, TOKENIZER, *MODEL_FILE.values(), COUNTS, CLASSES, *map("{}.npy".format, SPLITS))
 """Files that a preparation may replace."""
 
 logger = logging.getLogger("data_prep")
@@ -84,7 +76,11 @@ def prepare(
     """
     folder = Path(folder)
     _check_owner(folder)
-    with _locked(folder):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}") from error
+    with locked(folder / LOCK):
         found = _read_found(folder)
         requested = requested_meta(data, tokenizer, classes, folder, found)
         changed = find_changes(found, requested) if found else {}
@@ -111,11 +107,7 @@ def open_made_by(
 ) -> Prepared:
     """Open a prepared folder if these settings made it; the corpus is not read.
 
-    Args:
-        data: where the text is.
-        tokenizer: how a line becomes tokens.
-        classes: how words are assigned to classes; None if no classes are needed.
-        folder: the prepared folder.
+    Arguments are those of `prepare`.
 
     Raises:
         UserError: other settings made it, it lacks classes that are needed, or any error of
@@ -136,28 +128,16 @@ def open_made_by(
 
 def _check_owner(folder: Path) -> None:
     """Refuse a folder with files of the same names that no preparation wrote (there is no lock)."""
-    present = [name for name in PREPARED_FILES if (folder / name).exists()]
+    present = [name for name in FILES if (folder / name).exists()]
     if not present or (folder / LOCK).exists():
         return
-    try:
-        is_prepared = read_meta(folder) is not None
-    except UserError:
-        is_prepared = False
-    if not is_prepared:
-        raise UserError(
-            f"{folder / present[0]} is not from a preparation and would be replaced: choose another"
-            " data.prepared_dir"
-        )
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}") from error
-    with locked(folder / LOCK):
-        yield
+    with suppress(UserError):
+        if read_meta(folder) is not None:
+            return
+    raise UserError(
+        f"{folder / present[0]} is not from a preparation and would be replaced: choose another"
+        " data.prepared_dir"
+    )
 
 
 def _read_found(folder: Path) -> Meta | None:
@@ -172,9 +152,7 @@ def _valid_stages(
     folder: Path, found: Meta | None, requested: Meta, changed: Mapping[str, list[str]]
 ) -> Meta:
     """The requested record with the finished stages that are still valid."""
-    if found is None or found.tokenizer is None:
-        return requested
-    if changed.keys() & {"data", "tokenizer", "train"}:
+    if found is None or found.tokenizer is None or changed.keys() & {"data", "tokenizer", "train"}:
         return requested
     if not _is_intact(folder / TOKENIZER, found.tokenizer):
         return requested

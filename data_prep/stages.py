@@ -1,7 +1,4 @@
-"""The stages of a preparation: build the tokenizer, encode the splits, make the word classes.
-
-Decides the order of the stages and what each records; `prepare` decides which are needed.
-"""
+"""The stages of a preparation: build the tokenizer, encode the splits, make the word classes."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -24,15 +21,7 @@ logger = logging.getLogger("data_prep")
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a preparation with given settings.
-
-    Attributes:
-        data: where the text is.
-        tokenizer: how a line becomes tokens.
-        classes: how words are assigned to classes; None if no classes are needed.
-        folder: the prepared folder.
-        progress: whether progress bars are shown on stderr.
-    """
+    """The stages of a preparation, with the arguments of `prepare`."""
 
     data: DataConfig
     tokenizer: TokenizerConfig
@@ -41,11 +30,7 @@ class Stages:
     progress: bool
 
     def run(self, meta: Meta) -> None:
-        """Do the stages that are missing from the record `meta`, and record each.
-
-        Raises:
-            UserError: a setting or a file of the corpus is invalid, or a file cannot be written.
-        """
+        """Do the stages that are missing from the record `meta`, and record each."""
         if meta.tokenizer is None:
             logger.info("building the vocabulary from the training split")
             meta = replace(meta, tokenizer=self._build_tokenizer())
@@ -73,12 +58,8 @@ class Stages:
         return save_tokenizer(self.folder, tokenizer, counts)
 
     def _encode(self, meta: Meta, split: Split, tokenizer: Tokenizer) -> Meta:
-        info, occurrences = encode_split(
-            read_lines(self.data, split),
-            tokenizer,
-            self.folder / f"{split}.npy",
-            progress=self.progress,
-        )
+        lines, path = read_lines(self.data, split), self.folder / f"{split}.npy"
+        info, occurrences = encode_split(lines, tokenizer, path, progress=self.progress)
         logger.info("%s: %d lines, %d tokens, %d unknown", split, info.lines, info.tokens, info.oov)
         meta = replace(meta, splits={**meta.splits, split: info})
         if split != "train":

@@ -1,7 +1,6 @@
 """Files that are complete or absent, one-dimensional arrays with checksums, validated JSON, locks.
 
-Decides how bytes reach the disk and how they are checked when they are read. Knows nothing of what
-the files contain.
+Knows nothing of what the files contain.
 """
 
 import fcntl
@@ -42,25 +41,15 @@ class ArrayInfo:
 
 
 def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) -> ArrayInfo:
-    """Write chunks one after the other as one `.npy` array, atomically.
+    """Write chunks, one in memory at a time, as one little-endian `.npy` array, atomically.
 
-    Args:
-        path: the file; its folder exists.
-        chunks: one-dimensional arrays, cast to `dtype`; only one is in memory at a time.
-        dtype: type of the values in the file, stored little-endian.
+    Returns the record that `map_array` and `verify_array` check the file against.
 
-    Returns:
-        The record that `map_array` and `verify_array` check the file against.
-
-    Raises:
-        UserError: the file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "numbers.npy"
-        >>> info = write_array(path, [np.arange(3), np.arange(2)], "uint16")
-        >>> map_array(path, info).tolist()
-        [0, 1, 2, 0, 1]
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "numbers.npy"
+    >>> info = write_array(path, [np.arange(3), np.arange(2)], "uint16")
+    >>> map_array(path, info).tolist()
+    [0, 1, 2, 0, 1]
     """
     stored = np.dtype(dtype).newbyteorder("<")
 
@@ -80,11 +69,7 @@ def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) ->
 
 
 def map_array(path: Path, info: ArrayInfo) -> NDArray[Any]:
-    """Map a `.npy` file read-only into memory after checking its size and header.
-
-    Raises:
-        UserError: the file is absent, truncated or too long, or its header differs from `info`.
-    """
+    """Map a `.npy` file read-only into memory; UserError if its size or header is not `info`'s."""
     dtype = np.dtype(info.dtype).newbyteorder("<")
     header = _npy_header(dtype, info.length)
     expected_bytes = len(header) + info.length * dtype.itemsize
@@ -107,12 +92,9 @@ def map_array(path: Path, info: ArrayInfo) -> NDArray[Any]:
 def verify_array(
     path: Path, array: NDArray[Any], info: ArrayInfo, *, below: int | None = None
 ) -> None:
-    """Compare an array mapped from a file with its checksum, and its values with [0, below).
+    """Raise UserError if the checksum of a mapped array differs or a value is not in [0, below).
 
     The file is read instead of the map, because mapped pages count as memory of the process.
-
-    Raises:
-        UserError: the checksum differs or a value is out of range.
     """
     digest, lowest, highest = hashlib.sha256(), 0, -1
     step = CHUNK_BYTES // array.itemsize
@@ -176,19 +158,10 @@ def read_json(
     format_version: int,
     upgrade: Callable[[dict[str, Any]], None] | None = None,
 ) -> Any:
-    """Read a JSON object with a format version and validate it against a dataclass.
+    """Read a JSON object with a format version as an instance of the dataclass `kind`.
 
-    Args:
-        path: the file.
-        kind: a dataclass with type hints; unknown and missing keys are errors.
-        format_version: expected value of the key `format_version`.
-        upgrade: changes the parsed object in place before it is validated.
-
-    Returns:
-        An instance of `kind`.
-
-    Raises:
-        UserError: the file is absent, is not such an object, or has another format version.
+    `upgrade` changes the parsed object in place before it is validated. UserError if the file is
+    absent, has unknown, missing or wrong keys, or has another format version.
     """
     with open_to_read(path) as file:
         content = file.read()

@@ -1,7 +1,6 @@
 """Assignment of words to classes of limited size by scores and prices.
 
-Decides the assignment only; the scores come from the caller. Arrays of words × classes exist for
-one portion of the words at a time.
+Arrays of words × classes exist for one portion of the words at a time.
 
 Legend: n words to assign, C classes, K candidate classes of a word; a *score* is the gain of a word
 in a class, a *price* is subtracted from the scores of a class with more demand than places, the
@@ -36,20 +35,11 @@ def assign(
 ) -> tuple[IntArray, FloatArray]:
     """Assign words to classes with a high sum of scores, at most `capacity` words in a class.
 
-    Prices of classes with too much demand are raised (Sinkhorn's iteration, stopped early); then
-    each word is assigned to its best class at these prices, in order of the loss that its second
-    choice would cause.
-
-    Args:
-        score: scores of any of the words in every class.
-        words: int64 [n], ids to assign.
-        occupied: int64 [C], places taken by words that are not assigned.
-        capacity: number of places of a class.
-        prices: float32 [C], start values: 0, or the result of a similar assignment.
-        temperature: > 0, in units of the scores; softness of the choices that determine prices.
-
-    Returns:
-        The classes, int64 [n], and the prices, float32 [C].
+    Prices [C], which start at those of a similar assignment or at 0, are raised for classes with
+    too much demand (Sinkhorn's iteration, stopped early; `temperature`, in units of the scores, is
+    the softness of its choices). Then each of the `words` [n] is assigned to its best class at
+    these prices, in order of the loss that its second choice would cause. `occupied` [C] places
+    are taken by other words. Returns the classes [n] and the prices [C].
     """
     candidates, scores = _candidates(score, words, prices)
     prices = _raise_prices(candidates, scores, occupied, capacity, prices, temperature)
@@ -134,16 +124,7 @@ def _take_places(
 
 
 def smallest_classes(sizes: IntArray, capacity: int, num_words: int) -> IntArray:
-    """Choose classes for further words by filling the smallest classes to one level.
-
-    Args:
-        sizes: int64 [C], present number of words in each class.
-        capacity: maximum number of words in a class.
-        num_words: number of words to add; there are enough places.
-
-    Returns:
-        Classes, int64 [num_words].
-    """
+    """Choose classes [num_words] by filling the smallest to one level; there are enough places."""
 
     def places(level: int) -> IntArray:
         free: IntArray = np.maximum(min(level, capacity) - sizes, 0)
@@ -159,13 +140,7 @@ def smallest_classes(sizes: IntArray, capacity: int, num_words: int) -> IntArray
 def without_empty_classes(
     word_class: IntArray, counts: IntArray, num_word_classes: int
 ) -> IntArray:
-    """Give each empty class the least frequent word of the class that is largest at that time.
-
-    Args:
-        word_class: int64 [N], class of each word.
-        counts: int64 [N], occurrences of each word.
-        num_word_classes: C.
-    """
+    """Give each empty class the least frequent word of the class that is largest at that time."""
     word_class = word_class.copy()
     sizes = np.bincount(word_class, minlength=num_word_classes)
     for empty in np.flatnonzero(sizes == 0):

@@ -1,6 +1,4 @@
-"""Bigram counts of a text, used by `embedding` and `exchange`.
-
-Decides how the pairs of a text of any length are counted in little memory.
+"""Bigram counts of a text of any length in little memory, used by `embedding` and `exchange`.
 
 Legend: N words, T tokens; a row is a word, its columns are the words that follow it.
 """
@@ -21,20 +19,10 @@ PAIRS_PER_PORTION = 1 << 25
 def count_bigrams(
     tokens: Tokens, vocab_size: int, *, words: IntArray | None = None, progress: bool = False
 ) -> sparse.csr_array:
-    """Count how often word w is followed by word v.
+    """Count how often word w is followed by word v: int32 [n, n], row w, column v.
 
-    The text is read once for every `PAIRS_PER_PORTION` pairs, so that only the matrix and one
-    portion of pairs are in memory.
-
-    Args:
-        tokens: [T] word ids; may be a memory map.
-        vocab_size: N.
-        words: int64 [n], ids whose pairs are counted, in the order of the rows and columns; default
-            all N.
-        progress: whether a bar is shown on stderr.
-
-    Returns:
-        A sparse matrix, int32 [n, n], row w, column v.
+    Rows and columns are `words` [n] in that order, by default all N. The text is read once for
+    every `PAIRS_PER_PORTION` pairs, so that only the matrix and one portion are in memory.
     """
     size = vocab_size if words is None else len(words)
     row_of_word = np.full(vocab_size, -1)
@@ -70,10 +58,7 @@ def _row_portions(tokens: Tokens, row_of_word: IntArray, size: int) -> list[tupl
 def _sorted_pairs(
     tokens: Tokens, row_of_word: IntArray, size: int, first: int, end: int, num_pairs: int
 ) -> tuple[IntArray, IntArray]:
-    """Distinct pairs with a row in [first, end), and their counts.
-
-    Pairs are encoded as (row - first) · size + column and ascending.
-    """
+    """Distinct pairs with a row in [first, end), as (row - first) · size + column, and counts."""
     keys, found = np.empty(num_pairs, np.int64), 0
     for start in range(0, len(tokens) - 1, TOKENS_PER_CHUNK):
         chunk = row_of_word[tokens[start : start + TOKENS_PER_CHUNK + 1]]

@@ -46,25 +46,9 @@ def embedding_classes(
 ) -> NDArray[np.int32]:
     """Cluster words with similar neighbours: balanced k-means on PPMI-SVD vectors, then refinement.
 
-    The refinement raises the likelihood of the class bigram model. Words that never occur are
-    assigned to the smallest classes.
-
-    Args:
-        counts: int64 [N], occurrences of each word.
-        bigrams: [N, N], how often word w is followed by word v, from `count_bigrams`.
-        num_word_classes: C, 1 to N.
-        dimensions: D, length of the vectors; less if the vocabulary is smaller.
-        max_words: maximum number of words in one class; default ⌈N / C⌉, equal sizes.
-        seed: the same seed, text and processor give the same classes.
-        progress: whether bars are shown on stderr.
-
-    Returns:
-        Class of each word, int32 [N], 0 to C - 1, none empty, none with more than `max_words`
-        words.
-
-    Raises:
-        ValueError: C is not in 1 to N.
-        UserError: C classes of `max_words` words do not hold the vocabulary.
+    Returns int32 [N], 0 to C - 1, no class empty or with more than `max_words` words (default
+    ⌈N / C⌉, equal sizes; UserError if that is too few). Words that never occur are in the smallest
+    classes. The same seed, text and processor give the same classes.
     """
     vocab_size = len(counts)
     if not 1 <= num_word_classes <= vocab_size:
@@ -76,13 +60,10 @@ def embedding_classes(
             f"{num_word_classes * capacity} words, but {vocab_size} are to be clustered"
         )
     vectors = _word_vectors(bigrams, counts, dimensions, seed)
-    word_class = _balanced_kmeans(
-        vectors, counts, num_word_classes, capacity, seed, progress=progress
-    )
-    word_class = refine_classes(
-        bigrams, counts, word_class, num_word_classes, capacity, seed, progress=progress
-    )
-    return word_class.astype(np.int32)
+    word_class = _balanced_kmeans(vectors, counts, num_word_classes, capacity, seed, progress)
+    return refine_classes(
+        bigrams, counts, word_class, num_word_classes, capacity, seed, progress
+    ).astype(np.int32)
 
 
 def _word_vectors(
@@ -94,8 +75,8 @@ def _word_vectors(
     2 and 3; Bullinaria & Levy 2012 for the power of the singular values).
     """
     contexts = np.argsort(-counts, kind="stable")[:CONTEXT_WORDS]
-    right, left = bigrams, bigrams.T.tocsr()
-    matrix = sparse.hstack([_ppmi(right, contexts), _ppmi(left, contexts)], format="csr")
+    sides = bigrams, bigrams.T.tocsr()
+    matrix = sparse.hstack([_ppmi(side, contexts) for side in sides], format="csr")
     left_vectors, singular_values = truncated_svd(matrix, dimensions, seed)
     return _unit_rows(left_vectors * singular_values**SINGULAR_VALUE_POWER)
 
@@ -116,24 +97,12 @@ def _ppmi(neighbours: sparse.csr_array, contexts: IntArray) -> sparse.csr_array:
 def truncated_svd(
     matrix: sparse.csr_array, rank: int, seed: int, *, oversampling: int = 20, iterations: int = 3
 ) -> tuple[FloatArray, FloatArray]:
-    """Compute the largest singular values and their left vectors by randomised subspace iteration.
+    """Compute left singular vectors, [N, D], and the D largest singular values, descending.
 
-    The entry of largest magnitude of each vector is positive. scikit-learn's `randomized_svd` is
-    not faster and gives other vectors, and so other classes than those of the published figures.
-
-    Args:
-        matrix: [N, M], sparse.
-        rank: D; less if the matrix is smaller.
-        seed: of the random start.
-        oversampling: number of additional columns, for accuracy.
-        iterations: number of products with the matrix and its transpose before the last product.
-
-    Returns:
-        Left vectors, float32 [N, D], and singular values, float32 [D], descending. Values far below
-        the first are inexact, because they are roots of eigenvalues.
-
-    Source:
-        Halko, Martinsson & Tropp 2011, algorithms 4.4 and 5.1.
+    Randomised subspace iteration (Halko, Martinsson & Tropp 2011, algorithms 4.4 and 5.1). Values
+    far below the first are inexact, because they are roots of eigenvalues. The entry of largest
+    magnitude of each vector is positive. scikit-learn's `randomized_svd` is not faster and gives
+    other vectors, and so other classes than those of the published figures.
     """
     generator = np.random.default_rng(seed)
     width = min(rank + oversampling, *matrix.shape)
@@ -163,8 +132,7 @@ def _balanced_kmeans(
     num_word_classes: int,
     capacity: int,
     seed: int,
-    *,
-    progress: bool = False,
+    progress: bool,
 ) -> IntArray:
     """Spherical k-means with at most `capacity` words in a class, words weighted by their counts.
 

@@ -1,7 +1,6 @@
 """Word classes by exchange: one word at a time moves to the class that makes the text most likely.
 
-Decides classes by the likelihood of the class bigram model and, optionally, by the cost of a class
-in the softmax. The loops are compiled, because they examine every class for every word.
+The loops are compiled, because they examine every class for every word.
 
 Legend: N words, C classes, A separate words, each of which is a class numbered after the C and
 stays alone in it, n(w) occurrences of word w, N(c, d) how often class d follows class c, N(c)
@@ -87,25 +86,11 @@ def exchange(
 ) -> IntArray:
     """Move each word to its best class, most frequent words first, until no word moves.
 
-    Args:
-        bigrams: [N, N], how often word w is followed by word v.
-        counts: int64 [N], occurrences of each word; words that never occur stay.
-        word_class: [N], classes to start from, none empty.
-        num_word_classes: C.
-        capacity: maximum number of words in a class; a class that starts with more accepts none.
-        separate: int64 [A], ids of words that are treated as a class each. They stay, no word joins
-            them, and they do not count as members of their class in `word_class`; as neighbours of
-            other words they are distinguished from each other.
-        passes: maximum number of passes over the words.
-        column_cost: λ, cost in nats of one column of one token.
-        progress: whether a bar is shown on stderr.
-
-    Returns:
-        Classes, int64 [N], none empty; F (1) is never lower than at the start.
-
-    Source:
-        Brown et al. 1992, equation 10, for the objective; Martin, Liermann & Ney 1998, section 3,
-        for the algorithm.
+    Words that never occur stay, and so do the `separate` words (ids [A]): each is a class that no
+    word joins, and no member of its class in `word_class`. A class with `capacity` words or more
+    accepts none. Returns int64 [N], no class empty; F (1) is never lower than at the start.
+    `column_cost` is λ, in nats. Objective: Brown et al. 1992, equation 10; algorithm: Martin,
+    Liermann & Ney 1998, section 3.
     """
     separate = np.empty(0, np.int64) if separate is None else separate
     num_all = num_word_classes + len(separate)
@@ -138,14 +123,10 @@ def _text(bigrams: sparse.csr_array, counts: IntArray) -> Text:
     others = (bigrams - sparse.diags_array(bigrams.diagonal(), dtype=bigrams.dtype)).tocsr()
     others.eliminate_zeros()
     right, left = (
-        Neighbours(
-            side.indptr.astype(np.int64),
-            side.indices.astype(np.int64),
-            side.data.round().astype(np.int64),
-        )
+        Neighbours(*(array.astype(np.int64) for array in (side.indptr, side.indices, side.data)))
         for side in (others, others.T.tocsr())
     )
-    return Text(right, left, bigrams.diagonal().round().astype(np.int64), counts)
+    return Text(right, left, bigrams.diagonal().astype(np.int64), counts)
 
 
 @compiled

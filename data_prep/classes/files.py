@@ -20,39 +20,26 @@ def read_word_classes(
 ) -> NDArray[np.int32]:
     r"""Read the classes of a vocabulary from a file with one line per word.
 
-    Words outside the vocabulary are ignored. `<unk>` and `<eos>` share an additional class if the
-    file lacks them.
+    Classes, int32 [N], are numbered in order of first appearance. Words outside the vocabulary are
+    ignored. `<unk>` and `<eos>` share an additional class if the file lacks them. UserError if the
+    file is absent or not UTF-8, a line has another format, a word is in two classes or missing.
 
-    Args:
-        path: the file, UTF-8.
-        file_format: `mkcls`, word TAB class; `brown`, bit string TAB word TAB count; `srilm`, class
-            [probability] word.
-        words: the vocabulary by id.
-
-    Returns:
-        int32 [N], classes numbered in order of first appearance in the file.
-
-    Raises:
-        UserError: the file is absent or not UTF-8, a line has another format, a word is in two
-            classes, or a word of the vocabulary is missing.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "classes"
-        >>> _ = path.write_text("cat\t7\nthe\t3\ndog\t7\n")
-        >>> read_word_classes(path, "mkcls", ["<eos>", "the", "cat", "dog"]).tolist()
-        [2, 1, 0, 0]
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "classes"
+    >>> _ = path.write_text("cat\t7\nthe\t3\ndog\t7\n")
+    >>> read_word_classes(path, "mkcls", ["<eos>", "the", "cat", "dog"]).tolist()
+    [2, 1, 0, 0]
     """
     id_of_word = {word: index for index, word in enumerate(words)}
     number: dict[str, int] = {}
     word_class = np.full(len(words), -1, dtype=np.int32)
-    for line_number, name, word in _read_pairs(path, file_format):
+    for place, name, word in _read_pairs(path, file_format):
         index = id_of_word.get(word)
         if index is None:
             continue
         found = number.setdefault(name, len(number))
         if word_class[index] not in (-1, found):
-            raise UserError(f"{path}, line {line_number}: {word!r} already has another class")
+            raise UserError(f"{place}: {word!r} already has another class")
         word_class[index] = found
     missing = np.flatnonzero(word_class < 0).tolist()
     unknown = [words[index] for index in missing if words[index] not in SENTENCE_WORDS]
@@ -65,17 +52,14 @@ def read_word_classes(
     return word_class
 
 
-def _read_pairs(path: Path, file_format: FileFormat) -> Iterator[tuple[int, str, str]]:
-    """Yield line number, name of the class and word of every line that is not blank."""
+def _read_pairs(path: Path, file_format: FileFormat) -> Iterator[tuple[str, str, str]]:
+    """Yield place in the file, name of the class and word of every line that is not blank."""
     try:
         with path.open(encoding="utf-8-sig", newline="\n") as file:
-            for line_number, line in enumerate(file, start=1):
-                text = line.rstrip("\r\n")
+            for number, line in enumerate(file, start=1):
+                place, text = f"{path}, line {number}", line.rstrip("\r\n")
                 if text.strip():
-                    yield (
-                        line_number,
-                        *_parse_line(text, file_format, f"{path}, line {line_number}"),
-                    )
+                    yield (place, *_parse_line(text, file_format, place))
     except OSError as error:
         raise UserError(f"classes.file: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

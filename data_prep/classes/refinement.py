@@ -34,31 +34,14 @@ def refine_classes(
     num_word_classes: int,
     capacity: int,
     seed: int,
-    *,
-    progress: bool = False,
+    progress: bool,
 ) -> IntArray:
-    """Raise the likelihood of the class bigram model by moving words between classes.
+    """Raise the likelihood of the class bigram model by moving words between classes, int64 [N].
 
     In each pass a random part of the words is assigned again. The score of a word in a class is the
     log-probability of the classes of all its neighbours given that class. A pass that does not
-    raise the likelihood of the text is undone.
-
-    Args:
-        bigrams: [N, N], counts of neighbours. If the text contains other words too, pairs with them
-            are not included, and the class after such a word does not enter the likelihood.
-        counts: int64 [N], occurrences of each word.
-        word_class: int64 [N], classes to start from.
-        num_word_classes: C.
-        capacity: maximum number of words in a class.
-        seed: of the random parts.
-        progress: whether a bar is shown on stderr.
-
-    Returns:
-        Class of each word, int64 [N], none empty, with at least the likelihood of the start.
-
-    Source:
-        Brown et al. 1992, equation 10, for the objective; Martin, Liermann & Ney 1998 move one word
-        at a time.
+    raise the likelihood of the text (Brown et al. 1992, equation 10) is undone. No class is empty.
+    If the text contains words outside `bigrams` [N, N], the class after them is not predicted.
     """
     generator = np.random.default_rng(seed)
     reverse = bigrams.T.tocsr()
@@ -96,15 +79,14 @@ class _ClassContexts:
         member = membership(word_class, np.arange(len(counts)), num_word_classes)
         self.word_class = word_class
         self.of_word = sparse.hstack([bigrams @ member, reverse @ member], format="csr")  # [N, 2C]
-        of_class: DoubleArray = (member.T @ self.of_word).toarray()  # [C, 2C]
-        self.of_class = of_class
-        sides = of_class.reshape(num_word_classes, 2, num_word_classes)
+        self.of_class: DoubleArray = (member.T @ self.of_word).toarray()  # [C, 2C]
+        sides = self.of_class.reshape(num_word_classes, 2, num_word_classes)
         average = sides.sum(axis=0) + 1
         average /= average.sum(axis=1, keepdims=True)
         pseudo = REFINEMENT_SMOOTHING * (float(counts.sum()) / num_word_classes) + 1e-9
         self.prior = pseudo * average.reshape(-1)  # [2C]
         self.total = sides.sum(axis=2) + pseudo  # [C, 2]
-        smoothed = (of_class + self.prior) / np.repeat(self.total, num_word_classes, axis=1)
+        smoothed = (self.of_class + self.prior) / np.repeat(self.total, num_word_classes, axis=1)
         self.log_prob = np.log(smoothed).T.copy()  # [2C, C]
         self.log_likelihood = _log_likelihood(sides[:, 0], counts, word_class)
 
@@ -127,11 +109,7 @@ class _ClassContexts:
 
 
 def _log_likelihood(transitions: DoubleArray, counts: IntArray, word_class: IntArray) -> float:
-    """Maximum log-likelihood (nats) of the text, without the terms that no assignment changes.
-
-    The model is the class bigram model: each class given the class before, each word given its
-    class.
-    """
+    """Maximum log-likelihood (nats) of the text, without the terms that no assignment changes."""
     class_counts = np.bincount(word_class, weights=counts, minlength=len(transitions)).astype(float)
     return float(_x_log_x(transitions) - _x_log_x(transitions.sum(axis=1)) - _x_log_x(class_counts))
 

@@ -1,7 +1,4 @@
-"""The class report: cost of word classes, and how well they predict the text they were made from.
-
-Computes figures only; `lm.report` shows them as text, JSON and a picture.
-"""
+"""The class report: cost of word classes, and how well they predict the text they are made from."""
 
 from dataclasses import dataclass
 
@@ -9,10 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from data_prep.classes.bigrams import TOKENS_PER_CHUNK, Tokens
+from data_prep.classes.bigrams import TOKENS_PER_CHUNK, IntArray, Tokens
 from data_prep.errors import UserError
-
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +95,6 @@ def class_report(
     class_entropy = _entropy(class_counts)
     mass, shortlist_mass = np.split(class_counts / len(tokens), [num_word_classes])
     columns = np.count_nonzero(sizes) + mass @ sizes[:num_word_classes]
-    log_likelihood = _bigram_log_likelihood(counts, class_counts, in_class, tokens)
     top_words = _top_words(counts, in_class, sizes, num_top_words)[:num_word_classes]
     sizes = sizes[:num_word_classes]
     return ClassReport(
@@ -113,7 +107,7 @@ def class_report(
         sizes=tuple(sizes.tolist()),
         token_mass=tuple(mass.tolist()),
         columns_per_token=float(columns),
-        log_likelihood=log_likelihood,
+        log_likelihood=_bigram_log_likelihood(counts, class_counts, in_class, tokens),
         class_entropy=float(class_entropy / np.log(2)),
         word_entropy=float((_entropy(counts) - class_entropy) / np.log(2)),
         top_words=top_words,
@@ -121,10 +115,7 @@ def class_report(
 
 
 def _bigram_log_likelihood(
-    counts: IntArray,
-    class_counts: NDArray[np.float64],
-    word_class: NDArray[np.integer],
-    tokens: Tokens,
+    counts: IntArray, class_counts: NDArray[np.float64], word_class: IntArray, tokens: Tokens
 ) -> float:
     """Nats per predicted token, with P(c'|c) from the T - 1 pairs, P(w|c) from all T tokens."""
     shape = (len(class_counts), len(class_counts))
@@ -147,7 +138,7 @@ def _entropy(counts: NDArray[np.integer] | NDArray[np.float64]) -> float:
 
 
 def _top_words(
-    counts: IntArray, word_class: NDArray[np.integer], sizes: IntArray, num_top_words: int
+    counts: IntArray, word_class: IntArray, sizes: IntArray, num_top_words: int
 ) -> tuple[tuple[int, ...], ...]:
     """Ids of the most frequent words of each class; equal counts in order of ids."""
     order = np.lexsort((-counts, word_class))

@@ -1,8 +1,7 @@
 """Word classes for the two-level softmax, by any of six methods.
 
-Decides which method is used and with what sizes. A word class array is int32 [N] with values 0 to
-C - 1, every class non-empty. Word ids need not be in order of frequency; the methods that depend on
-frequency read `counts`.
+A word class array is int32 [N] with values 0 to C - 1, every class non-empty. Word ids need not be
+in order of frequency; the methods that depend on frequency read `counts`.
 
 Legend: N words, C classes, T tokens, n words that are clustered.
 """
@@ -15,13 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from data_prep.classes.bigrams import Tokens, count_bigrams
+from data_prep.classes.bigrams import IntArray, Tokens, count_bigrams
 from data_prep.classes.embedding import embedding_classes
 from data_prep.classes.files import read_word_classes
 from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
 
-IntArray = NDArray[np.int64]
 WordClass = NDArray[np.int32]
 
 
@@ -38,16 +36,14 @@ def build_word_classes(
 
     Args:
         counts: int64 [N], occurrences of each word in the training split.
-        settings: the section.
+        settings: the section; C is at most N, and a file determines its own number of classes.
         tokens: [T], word ids of the training split; may be a memory map.
         words: returns the N words by id; called for the method `file` only.
         folder: folder at which a relative `settings.file` starts.
         progress: whether bars are shown on stderr.
 
     Returns:
-        int32 [N]. C is `settings.num_word_classes` or √N, rounded, but at most N; a file determines
-        its own number. With `settings.clustered_words`, the classes of the clustered words come
-        first.
+        int32 [N]; with `settings.clustered_words`, the classes of the clustered words come first.
 
     Raises:
         UserError: the section contradicts itself, the vocabulary or the file it names.
@@ -107,10 +103,9 @@ def _cluster_most_frequent(
 
 
 def _num_frequent_classes(frequent: IntArray, rare: IntArray, num_word_classes: int) -> int:
-    """Number of classes of the clustered words, given the counts of both groups.
+    """Number of classes of the clustered words: in proportion to Σ √count of the two groups.
 
-    It is in proportion to Σ √count, at least one and at most the number of words for either group;
-    all classes if there is only one.
+    Each group has at least one and at most one per word; all classes if there is only one.
     """
     mass, rest = np.sqrt(frequent).sum(), np.sqrt(rare).sum()
     share = round(num_word_classes * mass / max(mass + rest, 1))
@@ -121,10 +116,7 @@ def _num_frequent_classes(frequent: IntArray, rare: IntArray, num_word_classes: 
 def _with_other_words(
     bigrams: sparse.csr_array, counts: IntArray, rest: IntArray, words: IntArray, tokens: Tokens
 ) -> _Pairs:
-    """Counts of `words`, and of all other words as one further word, the last.
-
-    How often that word follows itself is omitted: no assignment changes it.
-    """
+    """Counts of `words` and, as the last word, of all others; how often it follows itself is 0."""
     after = counts - bigrams.sum(axis=1) - np.isin(words, tokens[-1:])
     before = counts - bigrams.sum(axis=0) - np.isin(words, tokens[:1])
     column, row = sparse.csr_array(after[:, None]), sparse.csr_array(before[None])
@@ -148,9 +140,9 @@ def _cluster(
         seed=settings.seed,
         progress=progress,
     )
-    if not is_exchange:
-        return word_class
-    return _exchange(pairs, word_class, num_word_classes, capacity, settings, progress)
+    if is_exchange:
+        return _exchange(pairs, word_class, num_word_classes, capacity, settings, progress)
+    return word_class
 
 
 def _exchange(
@@ -161,10 +153,9 @@ def _exchange(
     settings: ClassesConfig,
     progress: bool,
 ) -> WordClass:
-    """Exchange all words, then, if there is a shortlist, the words below it again.
+    """Exchange all words, then, with a separate shortlist, the words below it again.
 
-    Words of the shortlist are separate in the second round; all other words as one further word are
-    separate from the start.
+    The words that are not clustered are one separate word in both rounds.
     """
     from data_prep.classes.exchange import exchange  # imports numba
 
@@ -209,23 +200,10 @@ def frequency_classes(counts: IntArray, num_word_classes: int) -> WordClass:
     """Divide words by descending count into classes of equal sums of √count, within one word.
 
     If one word exceeds the share of a class, the following classes still have at least one word.
+    Mikolov et al. 2011 (RNNLM), with the square root of its later versions.
 
-    Args:
-        counts: int64 [N], occurrences; words that never occur come last.
-        num_word_classes: C, 1 to N.
-
-    Returns:
-        int32 [N].
-
-    Raises:
-        ValueError: C is not in 1 to N.
-
-    Source:
-        Mikolov et al. 2011 (RNNLM), with the square root of its later versions.
-
-    Example:
-        >>> frequency_classes(np.array([1, 9, 4, 1, 1]), 2).tolist()
-        [1, 0, 1, 1, 1]
+    >>> frequency_classes(np.array([1, 9, 4, 1, 1]), 2).tolist()
+    [1, 0, 1, 1, 1]
     """
     _check_num_word_classes(num_word_classes, len(counts))
     order = np.argsort(-counts, kind="stable")
@@ -241,20 +219,14 @@ def frequency_classes(counts: IntArray, num_word_classes: int) -> WordClass:
 
 
 def uniform_classes(counts: IntArray, num_word_classes: int) -> WordClass:
-    """Divide words by descending count into classes of equal numbers of words, ± 1.
-
-    Arguments, result and errors are those of `frequency_classes`.
-    """
+    """Divide words by descending count into classes of equal numbers of words, ± 1."""
     _check_num_word_classes(num_word_classes, len(counts))
     order = np.argsort(-counts, kind="stable")
     return _by_rank(order, np.arange(len(counts)) * num_word_classes // len(counts))
 
 
 def random_classes(vocab_size: int, num_word_classes: int, seed: int) -> WordClass:
-    """Divide words at random into classes of equal numbers of words, ± 1.
-
-    Result and errors are those of `frequency_classes`.
-    """
+    """Divide words at random into classes of equal numbers of words, ± 1."""
     _check_num_word_classes(num_word_classes, vocab_size)
     order = np.random.default_rng(seed).permutation(vocab_size)
     return _by_rank(order, np.arange(vocab_size) * num_word_classes // vocab_size)

@@ -1,7 +1,4 @@
-"""The local files of a corpus: paths, globs, folders and lists from the configuration.
-
-Decides which files belong to a split and in what order. Opens none of them.
-"""
+"""The local files of a corpus: paths, globs, folders and lists from the configuration."""
 
 import glob
 from collections.abc import Iterable
@@ -18,9 +15,6 @@ def input_files(data: DataConfig, split: str) -> list[Path]:
 
     Files of a glob or a folder are sorted by name; lists keep their order. A hub name has no local
     files; a local folder given as `data.hub` has the same files for every split: all of its files.
-
-    Raises:
-        UserError: no file is found; names the file and its configuration key.
     """
     if data.hub is not None:
         folder = hub_folder(data)

@@ -1,8 +1,4 @@
-"""The lines of a corpus.
-
-Decides what a line is: the text between LF, CR or CRLF, without a byte order mark, valid UTF-8,
-without NUL characters. Knows nothing of words.
-"""
+"""The lines of a corpus: text between LF, CR or CRLF, without byte order mark and NUL, in UTF-8."""
 
 from collections.abc import Callable, Iterator
 from io import TextIOWrapper
@@ -21,10 +17,6 @@ if TYPE_CHECKING:
 
 def read_lines(data: DataConfig, split: str) -> Iterator[str]:
     r"""Yield the lines of a split in the order of its files, without their line ends.
-
-    Args:
-        data: section `data` of the configuration.
-        split: train, valid or test.
 
     Raises:
         UserError: a file is missing, damaged, not UTF-8 or contains a NUL character (names the file
@@ -84,19 +76,14 @@ def _clean(column: "ChunkedArray", data: DataConfig, split: str, first_row: int)
         raise UserError(f"{split_key(data, split)}: row {row} has no text in {data.text_field!r}")
     if compute.any(compute.match_substring(column, "\0")).as_py():
         _raise_nul(column, data, split, first_row)
-    rows: list[str] = column.to_pylist()
-    if is_text(data):
-        if compute.any(compute.starts_with(column, BYTE_ORDER_MARK)).as_py():
-            rows = [row.removeprefix(BYTE_ORDER_MARK) for row in rows]
-        return rows
-    return [line.removeprefix(BYTE_ORDER_MARK) for row in rows for line in _lines_of(row)]
+    rows = column.to_pylist()
+    lines = rows if is_text(data) else chain.from_iterable(map(_lines_of, rows))
+    return [line.removeprefix(BYTE_ORDER_MARK) for line in lines]
 
 
 def _lines_of(row: str) -> list[str]:
     """Split at LF, CR and CRLF; one at the end of the row starts no further line."""
-    if "\r" in row:
-        row = row.replace("\r\n", "\n").replace("\r", "\n")
-    return row.removesuffix("\n").split("\n")
+    return row.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
 
 
 def _raise_nul(column: "ChunkedArray", data: DataConfig, split: str, first_row: int) -> NoReturn:

@@ -1,7 +1,6 @@
 """The text column of a corpus as Arrow tables, loaded through `datasets` as a stream.
 
-Decides how local files and hub datasets are opened. Nothing is copied into a cache, and only one
-batch of rows is in memory at a time.
+Nothing is copied into a cache, and only one batch of rows is in memory at a time.
 """
 
 import codecs
@@ -25,7 +24,7 @@ from data_prep.storage import CHUNK_BYTES, open_to_read
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
-    from pyarrow import ChunkedArray, Table
+    from pyarrow import ChunkedArray
 
 HUB_SPLITS = {"train": "train", "valid": "validation", "test": "test"}
 ROWS_PER_BATCH = 256
@@ -42,20 +41,13 @@ READING_ERRORS = (
     zlib.error,
     zstandard.ZstdError,
 )
-"""What `datasets` raises for a bad file; errors of pyarrow and Unicode are ValueErrors or
-TypeErrors.
-"""
+"""What `datasets` raises for a bad file; pyarrow and Unicode raise ValueErrors and TypeErrors."""
 
 
 def splits(data: DataConfig) -> list[str]:
-    """List the splits that the configuration gives, train first.
-
-    Raises:
-        UserError: there is no training split.
-    """
+    """List the splits that the configuration gives, train first; UserError without train."""
     if data.hub is not None:
-        offered = load_hub(data)
-        _check_offered(offered, "train", data)
+        offered = _hub_with(data, "train")
         return [split for split in SPLITS if HUB_SPLITS[split] in offered]
     if not data.files.train:
         raise UserError(
@@ -67,18 +59,17 @@ def splits(data: DataConfig) -> list[str]:
 def columns(data: DataConfig, split: str) -> Iterator["ChunkedArray"]:
     """Yield the text column of a split, up to `ROWS_PER_BATCH` rows at a time.
 
-    Raises:
-        UserError: the split or its column is missing. A damaged file raises one of
-            `READING_ERRORS`.
+    UserError if the split or column is missing; a damaged file raises one of `READING_ERRORS`.
     """
-    if data.hub is not None:
-        offered = load_hub(data)
-        _check_offered(offered, split, data)
-        dataset = offered[HUB_SPLITS[split]]
-    else:
-        dataset = _load_files(data, split)
+    on_hub = data.hub is not None
+    dataset = _hub_with(data, split)[HUB_SPLITS[split]] if on_hub else _load_files(data, split)
     field = "text" if is_text(data) else data.text_field
-    for table in _tables(dataset):
+    tables = iter(dataset.with_format("arrow").iter(batch_size=ROWS_PER_BATCH))
+    while True:
+        with _silent_datasets():
+            table = next(tables, None)
+        if table is None:
+            return
         _check_field(table.column_names, data, split)
         yield table.column(field)
 
@@ -106,11 +97,13 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _check_offered(offered: dict[str, "IterableDataset"], split: str, data: DataConfig) -> None:
-    if HUB_SPLITS[split] not in offered:
+def _hub_with(data: DataConfig, split: str) -> dict[str, "IterableDataset"]:
+    """The splits of `data.hub`, `split` among them."""
+    if HUB_SPLITS[split] not in (offered := load_hub(data)):
         raise UserError(
             f"data.hub {data.hub} has no split {HUB_SPLITS[split]} (it has {', '.join(offered)})"
         )
+    return offered
 
 
 def _check_field(names: Iterable[str], data: DataConfig, split: str) -> None:
@@ -119,16 +112,6 @@ def _check_field(names: Iterable[str], data: DataConfig, split: str) -> None:
             f"data.text_field is {data.text_field!r}: {split_key(data, split)} has only the columns"
             f" {', '.join(names)}"
         )
-
-
-def _tables(dataset: "IterableDataset") -> Iterator["Table"]:
-    tables = iter(dataset.with_format("arrow").iter(batch_size=ROWS_PER_BATCH))
-    while True:
-        with _silent_datasets():
-            table = next(tables, None)
-        if table is None:
-            return
-        yield table
 
 
 def _load_files(data: DataConfig, split: str) -> "IterableDataset":

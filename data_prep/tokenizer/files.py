@@ -1,14 +1,13 @@
 """The files of a tokenizer: `tokenizer.json`, and `vocab.txt` or `tokenizer.model`.
 
-Decides file names and checksums. No file name is ever taken from the content of a file.
+No file name is ever taken from the content of a file.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,22 +60,9 @@ class TokenizerFile:
 def save_tokenizer(
     folder: Path, tokenizer: Tokenizer, counts: NDArray[np.int64] | None = None
 ) -> TokenizerInfo:
-    """Write `tokenizer.json` and `vocab.txt` or `tokenizer.model`.
-
-    Args:
-        folder: an existing folder.
-        tokenizer: the tokenizer.
-        counts: [N] occurrences of each word, required for `vocab.txt`.
-
-    Returns:
-        The record of the tokenizer.
-
-    Raises:
-        ValueError: there are no counts for a word tokenizer.
-        UserError: a file cannot be written.
-    """
+    """Write `tokenizer.json` and `vocab.txt`, which needs the counts [N], or `tokenizer.model`."""
     path = folder / MODEL_FILE[tokenizer.kind]
-    content: Iterator[bytes]
+    content: Iterable[bytes]
     settings = {}
     if isinstance(tokenizer, WordTokenizer):
         from data_prep.tokenizer.vocabulary_file import format_vocabulary  # imports numba
@@ -88,12 +74,11 @@ def save_tokenizer(
             "lowercase": tokenizer.lowercase,
             "split_punctuation": tokenizer.split_punctuation,
         }
-    elif isinstance(tokenizer, SentencePieceTokenizer):
-        content = iter([tokenizer.model])
     else:
-        raise ValueError(f"no file format for {type(tokenizer).__name__}")
-    digest = write_atomically(path, partial(_write_hashed, content))
-    description = TokenizerFile(kind=tokenizer.kind, sha256=digest, **settings)
+        assert isinstance(tokenizer, SentencePieceTokenizer)
+        content = [tokenizer.model]
+    write_atomically(path, lambda file: file.writelines(content))
+    description = TokenizerFile(kind=tokenizer.kind, sha256=sha256_file(path), **settings)
     write_json_atomically(folder / TOKENIZER, asdict(description))
     return TokenizerInfo(
         kind=tokenizer.kind,
@@ -137,15 +122,7 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
 
 
 def verify_tokenizer(folder: Path, sha256: str) -> None:
-    """Compare the files of a tokenizer with their checksums, without loading it.
-
-    Args:
-        folder: contains the files.
-        sha256: checksum of `tokenizer.json`, as in `TokenizerInfo`.
-
-    Raises:
-        UserError: a file is absent, damaged or belongs to another tokenizer.
-    """
+    """Compare the files of a tokenizer with its checksum in `TokenizerInfo`, without loading it."""
     path = folder / TOKENIZER
     if sha256_file(path) != sha256:
         raise UserError(f"{path} is not the tokenizer that the token files were written with")
@@ -162,12 +139,3 @@ def _read_description(folder: Path) -> TokenizerFile:
 
 def _damaged(path: Path) -> str:
     return f"{path} is damaged: its SHA-256 differs from the one in {TOKENIZER}"
-
-
-def _write_hashed(content: Iterable[bytes], file: BinaryIO) -> str:
-    """Write the content; return its SHA-256."""
-    digest = hashlib.sha256()
-    for chunk in content:
-        digest.update(chunk)
-        file.write(chunk)
-    return digest.hexdigest()

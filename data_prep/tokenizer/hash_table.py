@@ -1,8 +1,7 @@
-"""Compiled loops that split UTF-8 text into words and look the words up in a hash table.
+"""Compiled loops that split UTF-8 text (as `str.split` does) and look its words up in a hash table.
 
-Decides what separates words (as `str.split` does), how a word is hashed and where its id is stored
-(open addressing with linear probing). For millions of words, a dict or a pandas index needs over
-three times the memory, and pyarrow builds its table again for every batch of lines.
+The table has open addressing with linear probing. For millions of words, a dict or a pandas index
+needs over three times the memory, and pyarrow builds its table again for every batch of lines.
 
 Legend: a *word* is a range of bytes, from `begin` to `end`; a *slot* holds the id of a word.
 """
@@ -28,12 +27,9 @@ EMPTY = -1
 class Table(NamedTuple):
     """Distinct words and a hash table of their ids."""
 
-    text: Bytes
-    """The words in UTF-8, one after the other."""
-    starts: IntArray
-    """[N + 1] first byte of each word, and the end of the last."""
-    slots: Ids
-    """[power of two] word ids, or EMPTY; at most half are in use."""
+    text: Bytes  # the words in UTF-8, one after the other
+    starts: IntArray  # [N + 1] first byte of each word, and the end of the last
+    slots: Ids  # [power of two] word ids, or EMPTY; at most half are in use
 
 
 def empty_slots(num_words: int) -> Ids:
@@ -99,10 +95,7 @@ def _hash(text: Bytes, begin: int, end: int) -> np.int64:
 def _next_words(
     text: Bytes, place: int, newlines: bool, begins: IntArray, ends: IntArray
 ) -> tuple[int, int]:
-    """Find the next words, as many as fit into the arrays; with `newlines`, as empty words too.
-
-    Returns the number of words and the place after them.
-    """
+    """Find as many words as fit, newlines as empty ones if asked; return number and next place."""
     found = 0
     while place < len(text) and found < len(begins):
         end = _word_end(text, place)
@@ -156,10 +149,7 @@ def find_word(text: Bytes, table: Table) -> int:
 
 @compiled
 def fill(table: Table, num_words: int) -> int:
-    """Enter the first `num_words` words into empty slots.
-
-    Stops at the first word that is repeated; returns its id, or -1 if all are distinct.
-    """
+    """Enter `num_words` words into empty slots up to the first repeated one; its id, or EMPTY."""
     words, starts, slots = table
     hashes, fetched = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     for first in range(0, num_words, BLOCK):
@@ -176,10 +166,7 @@ def fill(table: Table, num_words: int) -> int:
 
 @compiled
 def find(text: Bytes, table: Table, unknown: int, line_end: int, ids: Ids) -> int:
-    """Write the ids of a text's words to `ids`, and of its newlines unless `line_end` is -1.
-
-    Returns the number of ids.
-    """
+    """Write the ids of words, and of newlines unless `line_end` is EMPTY; return their number."""
     begins, ends = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     hashes, fetched = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     total = place = 0

@@ -1,7 +1,4 @@
-"""Lines to a token file: one `<eos>` after every line, and the counts that evaluation needs later.
-
-Decides the layout of a token stream and what is counted; `storage` decides the file format.
-"""
+"""Lines to a token file: one `<eos>` after every line, and the counts that evaluation needs."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -50,55 +47,26 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
 def encode_split(
     lines: Iterable[str], tokenizer: Tokenizer, path: Path, *, progress: bool = True
 ) -> tuple[SplitInfo, NDArray[np.int64]]:
-    """Write the token file of a split, atomically.
-
-    Args:
-        lines: the lines without their ends, at least one.
-        tokenizer: converts them to ids.
-        path: the token file.
-        progress: whether a bar on stderr counts the lines.
-
-    Returns:
-        The record of the file, and the occurrences of every id, int64 [N].
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    encoder = _CountingEncoder(tokenizer)
+    """Write the token file of a split of at least one line; return also the counts of all ids."""
+    totals = {"lines": 0, "words": 0, "utf8_bytes": 0}
+    occurrences = np.zeros(tokenizer.vocab_size, np.int64)
     dtype = token_dtype(tokenizer.vocab_size)
-    with tqdm(
-        desc=path.stem, unit=" lines", unit_scale=True, disable=None if progress else True
-    ) as bar:
-        array = write_array(path, encoder.batches(lines, bar), dtype)
-    info = SplitInfo(
-        dtype=dtype,
-        tokens=array.length,
-        lines=encoder.num_lines,
-        words=encoder.num_words,
-        utf8_bytes=encoder.utf8_bytes,
-        oov=int(encoder.occurrences[tokenizer.unk_id]),
-        sha256=array.sha256,
-    )
-    return info, encoder.occurrences
 
-
-class _CountingEncoder:
-    """Encodes batches of lines and counts lines, words, bytes and ids."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.num_lines = self.num_words = self.utf8_bytes = 0
-        self.occurrences = np.zeros(tokenizer.vocab_size, np.int64)
-
-    def batches(self, lines: Iterable[str], bar: "tqdm[Any]") -> Iterator[NDArray[np.integer]]:
-        """Yield the token ids of each batch of lines, `<eos>` after each line."""
+    def encoded(bar: "tqdm[Any]") -> Iterator[NDArray[np.integer]]:
         for batch in line_batches(lines):
             # A newline separates words, so the joined batch has the words of its lines.
             text = "\n".join(batch)
-            self.num_lines += len(batch)
-            self.num_words += self.tokenizer.num_words(text)
-            self.utf8_bytes += len(text.encode()) + 1
-            ids = self.tokenizer.encode_stream(batch)
-            np.add.at(self.occurrences, ids, 1)
+            totals["lines"] += len(batch)
+            totals["words"] += tokenizer.num_words(text)
+            totals["utf8_bytes"] += len(text.encode()) + 1
+            ids = tokenizer.encode_stream(batch)
+            np.add.at(occurrences, ids, 1)
             bar.update(len(batch))
             yield ids
+
+    disable = None if progress else True
+    with tqdm(desc=path.stem, unit=" lines", unit_scale=True, disable=disable) as bar:
+        array = write_array(path, encoded(bar), dtype)
+    oov, sha256 = int(occurrences[tokenizer.unk_id]), array.sha256
+    info = SplitInfo(dtype=dtype, tokens=array.length, oov=oov, sha256=sha256, **totals)
+    return info, occurrences

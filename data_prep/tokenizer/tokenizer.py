@@ -1,8 +1,7 @@
 """Text to token ids and back: whitespace-separated words, or sentencepiece pieces.
 
-Decides what a token is. A tokenizer is a value: `files` stores it and `vocabulary` builds its
-vocabulary. Lines are passed without their newline and encoded without `<eos>`, except by
-`encode_stream`, which joins lines.
+Lines are passed without their newline and encoded without `<eos>`, except by `encode_stream`,
+which joins lines.
 """
 
 import codecs
@@ -199,15 +198,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_lines(self, lines: Sequence[str]) -> list[list[int]]:
         """Encode several lines without `<eos>`."""
-        if not any(UNK in line for line in lines):
-            return self._encode_texts([f" {line}" if line else "" for line in lines])
-        texts = [split_at_unk(line) for line in lines]
-        encoded = iter(self._encode_texts(list(chain.from_iterable(texts))))
+        texts = list(map(split_at_unk, lines))
+        encoded = iter(self._processor.encode(list(chain.from_iterable(texts)), out_type=int))
         return [self._joined(islice(encoded, len(text))) for text in texts]
-
-    def _encode_texts(self, texts: list[str]) -> list[list[int]]:
-        ids: list[list[int]] = self._processor.encode(texts, out_type=int)
-        return ids
 
     def _joined(self, encoded: Iterator[list[int]]) -> list[int]:
         """Join the ids between the `<unk>`s of a line."""
@@ -261,12 +254,7 @@ def _combining_marks() -> str:
 
 
 def word_separator(lowercase: bool, split_punctuation: bool) -> Callable[[Sequence[str]], str]:
-    """Return a function from lines to a text of separated words with one newline per line.
-
-    Args:
-        lowercase: see `TokenizerConfig`.
-        split_punctuation: see `TokenizerConfig`.
-    """
+    """Return a function from lines to a text of separated words with one newline per line."""
     find = _punctuation_splitter() if split_punctuation else None
 
     def separate(lines: Sequence[str]) -> str:
@@ -311,4 +299,5 @@ class _Spacing:
 
 def split_at_unk(line: str) -> list[str]:
     """Split a line, with a space before it, at each literal `<unk>` and the space before that."""
-    return re.split(f" ?{UNK}", f" {line}" if line else "")
+    text = f" {line}" if line else ""
+    return re.split(f" ?{UNK}", text) if UNK in text else [text]

@@ -1,8 +1,4 @@
-"""A vocabulary built from the training lines: counted words, or a sentencepiece model.
-
-Decides which words or pieces the vocabulary has and in what order. `tokenizer` defines what a token
-is; `files` stores the vocabulary.
-"""
+"""A vocabulary built from the training lines: counted words, or a sentencepiece model."""
 
 import io
 import re
@@ -29,7 +25,7 @@ from data_prep.tokenizer.tokenizer import (
 if TYPE_CHECKING:
     import pyarrow
 
-    from data_prep.tokenizer.word_index import WordCounter, WordIndex
+    from data_prep.tokenizer.word_index import WordIndex
 
 MAX_SENTENCE_CHARACTERS = 4_096
 """Longest text that sentencepiece learns from at once; its time grows faster than the length."""
@@ -42,23 +38,11 @@ def count_words(
 
     `<eos>` is counted once per line; `<unk>` counts its literal occurrences and those of every word
     outside the vocabulary. Memory grows with the number of distinct words (50 bytes per word, 90
-    while they are sorted), not with the text.
+    while they are sorted), not with the text. The counts [N] sum to the number of tokens.
 
-    Args:
-        lines: the training lines.
-        settings: section `tokenizer`: `vocab_size`, `min_count`, `lowercase`, `split_punctuation`.
-
-    Returns:
-        The N words, `<unk>` and `<eos>` always included, and their counts, int64 [N], which sum to
-        the number of tokens of the split.
-
-    Raises:
-        UserError: `vocab_size` is too small for a word.
-
-    Example:
-        >>> words, counts = count_words(["the cat", "the dog"], TokenizerConfig(min_count=2))
-        >>> list(words), counts.tolist()
-        (['<eos>', '<unk>', 'the'], [2, 2, 2])
+    >>> words, counts = count_words(["the cat", "the dog"], TokenizerConfig(min_count=2))
+    >>> list(words), counts.tolist()
+    (['<eos>', '<unk>', 'the'], [2, 2, 2])
     """
     if settings.vocab_size is not None and settings.vocab_size < 3:
         raise UserError(
@@ -69,7 +53,11 @@ def count_words(
 
     counter = WordCounter()
     counter.add(f"{UNK} {EOS}")  # ids 0 and 1
-    num_lines = _count(counter, lines, settings)
+    separate = word_separator(settings.lowercase, settings.split_punctuation)
+    num_lines = 0
+    for batch in line_batches(lines):
+        num_lines += len(batch)
+        counter.add(separate(batch))
     text, starts, counts = counter.result()
     del counter  # frees its hash table
     counts[:2] -= 1
@@ -83,20 +71,11 @@ def count_words(
 
 
 def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: int = 1) -> bytes:
-    """Train a sentencepiece model; equal arguments give equal bytes.
+    """Train a sentencepiece model and return its file's content; equal arguments, equal bytes.
 
-    Args:
-        lines: the training lines; long ones are split, so that sentencepiece skips none.
-        settings: section `tokenizer`: `vocab_size`, `model_type`, `byte_fallback`,
-            `character_coverage` and `max_sentences`.
-        seed: of the sample that is drawn if there are more lines than `max_sentences`.
-
-    Returns:
-        The content of the model file.
-
-    Raises:
-        UserError: `vocab_size` is missing, too small for the characters or too large for the text;
-            the text is empty.
+    Long lines are split, so that sentencepiece skips none. If there are more lines than
+    `max_sentences`, a sample is drawn by the seed. UserError if `vocab_size` is missing, too small
+    for the characters or too large for the text, or if the text is empty.
     """
     import sentencepiece
 
@@ -120,23 +99,10 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
     return model.getvalue()
 
 
-def _count(counter: "WordCounter", lines: Iterable[str], settings: TokenizerConfig) -> int:
-    """Count the words of the lines; return the number of lines."""
-    separate = word_separator(settings.lowercase, settings.split_punctuation)
-    num_lines = 0
-    for batch in line_batches(lines):
-        num_lines += len(batch)
-        counter.add(separate(batch))
-    return num_lines
-
-
 def _cut_order(
     words: "pyarrow.LargeStringArray", counts: NDArray[np.int64], settings: TokenizerConfig
 ) -> tuple[NDArray[np.int64], int]:
-    """Ids of the words of the vocabulary by count and code points, and the count of all others.
-
-    The special words 0 and 1 are in neither.
-    """
+    """Ids > 1 of the vocabulary's words by count and code points, and the count of all others."""
     import pyarrow
     from pyarrow import compute
 

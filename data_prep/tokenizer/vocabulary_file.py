@@ -18,34 +18,20 @@ MAX_DIGITS = 18
 
 
 def format_vocabulary(words: WordIndex, counts: IntArray) -> Iterator[bytes]:
-    """Yield the content of a `vocab.txt` in chunks.
-
-    Args:
-        words: the vocabulary, N words.
-        counts: [N] occurrences of each word.
-    """
+    """Yield the content of a `vocab.txt` in chunks, from N words and their counts [N]."""
     lines = map("{}\t{}\n".format, words, map(int, counts))
     while chunk := "".join(islice(lines, WORDS_PER_CHUNK)):
         yield chunk.encode()
 
 
 def parse_vocabulary(content: bytes, path: Path) -> tuple[WordIndex, IntArray]:
-    r"""Parse the content of a `vocab.txt`.
+    r"""Parse the content of a `vocab.txt`, whose last line may lack its newline, to counts [N].
 
-    Args:
-        content: bytes of the file; the last line may lack its newline.
-        path: name of the file, for messages.
+    UserError names the first wrong line of `path`, or the special word that is missing.
 
-    Returns:
-        The words and their counts, int64 [N].
-
-    Raises:
-        UserError: names the first wrong line, or the special word that is missing.
-
-    Example:
-        >>> words, counts = parse_vocabulary(b"<eos>\t5\nthe\t3\n<unk>\t0\n", Path("vocab.txt"))
-        >>> list(words), counts.tolist()
-        (['<eos>', 'the', '<unk>'], [5, 3, 0])
+    >>> words, counts = parse_vocabulary(b"<eos>\t5\nthe\t3\n<unk>\t0\n", Path("vocab.txt"))
+    >>> list(words), counts.tolist()
+    (['<eos>', 'the', '<unk>'], [5, 3, 0])
     """
     try:
         content.decode()

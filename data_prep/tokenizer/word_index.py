@@ -1,8 +1,7 @@
 """Words by id, ids by word and counts of words, for vocabularies of any size.
 
-Decides how ten million words are stored, about 25 bytes each: their text in one flat array and a
-compiled hash table. Words are separated by whitespace, as in `str.split`. Knows no files and no
-special words.
+Ten million words are stored in about 25 bytes each: their text in one flat array and a compiled
+hash table. Words are separated by whitespace, as in `str.split`. No word is special.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,13 +18,7 @@ WORDS_PER_CHUNK = 1 << 16
 
 
 class RepeatedWord(ValueError):
-    """A word that occurs twice in a list of distinct words.
-
-    Attributes:
-        word: the word.
-        id: its second id.
-        first_id: its first id.
-    """
+    """A word that occurs twice in a list of distinct words: at `first_id` and at `id`."""
 
     def __init__(self, word: str, id: int, first_id: int) -> None:
         super().__init__(f"the word {word!r} has the ids {first_id} and {id}")
@@ -33,21 +26,15 @@ class RepeatedWord(ValueError):
 
 
 class WordIndex:
-    """Distinct words with ids 0 to N - 1.
+    """Distinct words with ids 0 to N - 1; RepeatedWord if one occurs twice.
 
-    Args:
-        text: the words in UTF-8, one after the other; not copied.
-        starts: [N + 1] first byte of each word, and the end of the last; not copied.
+    `text` and `starts` are those of `hash_table.Table`; they are not copied.
 
-    Raises:
-        RepeatedWord: a word occurs twice.
-
-    Example:
-        >>> index = WordIndex.of(["the", "cat"])
-        >>> len(index), index[1], index.id("cat"), index.id("dog")
-        (2, 'cat', 1, -1)
-        >>> index.ids("the black cat", unknown=9).tolist()
-        [0, 9, 1]
+    >>> index = WordIndex.of(["the", "cat"])
+    >>> len(index), index[1], index.id("cat"), index.id("dog")
+    (2, 'cat', 1, -1)
+    >>> index.ids("the black cat", unknown=9).tolist()
+    [0, 9, 1]
     """
 
     def __init__(self, text: Bytes, starts: IntArray) -> None:
@@ -58,7 +45,7 @@ class WordIndex:
 
     @classmethod
     def of(cls, words: Iterable[str]) -> "WordIndex":
-        """Index words by their position; RepeatedWord if one occurs twice."""
+        """Index words by their position."""
         encoded = [word.encode("utf-8", "surrogatepass") for word in words]
         starts = np.zeros(len(encoded) + 1, np.int64)
         np.cumsum([len(word) for word in encoded], out=starts[1:])
@@ -83,27 +70,14 @@ class WordIndex:
         return int(hash_table.find_word(as_bytes(word), self._table))
 
     def ids(self, text: str, unknown: int, line_end: int = EMPTY) -> Ids:
-        """Look up all words of a text.
-
-        Args:
-            text: any text.
-            unknown: the id of words that are not in the index.
-            line_end: the id of each newline; -1 omits newlines.
-
-        Returns:
-            int32 [number of words (and newlines)].
-        """
+        """Look up all words of a text, and its newlines unless `line_end` (their id) is -1."""
         raw = as_bytes(text)
         ids = np.empty(len(raw), np.int32)
         return ids[: hash_table.find(raw, self._table, unknown, line_end, ids)]
 
 
 class WordCounter:
-    """Distinct words in order of first occurrence, with their counts.
-
-    Attributes:
-        num_words: number of distinct words so far.
-    """
+    """Distinct words in order of first occurrence, with their counts."""
 
     def __init__(self) -> None:
         self.num_words = 0
@@ -125,12 +99,7 @@ class WordCounter:
                 self._double()
 
     def result(self) -> tuple[Bytes, IntArray, IntArray]:
-        """Return what was counted so far.
-
-        Returns:
-            The words in UTF-8, one after the other; [n + 1] the first byte of each, and the end of
-            the last; [n] the count of each.
-        """
+        """Return `text` and `starts` [n + 1], as in `hash_table.Table`, and the counts [n]."""
         n = self.num_words
         return self._table.text[: self._num_bytes], self._table.starts[: n + 1], self._counts[:n]
 

@@ -14,7 +14,7 @@ class Corpus:
     """A small corpus and the settings to prepare it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.prepared = folder, folder / "prepared"
         self.data = DataConfig(
             dir=str(folder), files=SplitFiles(train="train.txt", valid="valid.txt")
         )
@@ -26,9 +26,10 @@ class Corpus:
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)
 
-    @property
-    def prepared(self) -> Path:
-        return self.folder / "prepared"
+    def text(self) -> str:
+        """The training split as it is prepared."""
+        prepared = self.prepare()
+        return prepared.tokenizer().decode(prepared.tokens("train"))
 
     def prepare(self, *, keep: bool = False) -> Prepared:
         return prepare(
@@ -36,8 +37,7 @@ class Corpus:
         )
 
     def written(self) -> dict[str, int]:
-        paths = self.prepared.iterdir()
-        return {path.name: path.stat().st_mtime_ns for path in paths}
+        return {path.name: path.stat().st_mtime_ns for path in self.prepared.iterdir()}
 
     def rewritten(self) -> set[str]:
         """The files that another preparation writes, `meta.json` aside."""

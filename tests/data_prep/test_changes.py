@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +14,6 @@ from data_prep import changes
 from data_prep.changes import find_changes, requested_meta, requested_settings, setting_changes
 from data_prep.errors import UserError
 from data_prep.meta import Meta
-from data_prep.prepare import prepare
 from data_prep.settings import ClassesConfig, DataConfig, Files, SplitFiles, TokenizerConfig
 from data_prep.storage import sha256_file
 
@@ -63,11 +62,15 @@ def skip_empty(corpus: Corpus) -> None:
         (two_classes, "classes.num_word_classes: None → 2", {"classes.npy"}),
         (shortlist_of_two, "classes.shortlist: 0 → 2", {"classes.npy"}),
         (files(["train.txt", "more.txt"], "valid.txt"), "train: more.txt added", FILES),
-        (files("train.txt", "more.txt"), "valid: valid.txt removed", {"valid.npy"}),
+        (
+            files("train.txt", "more.txt"),
+            "valid: valid.txt removed; valid: more.txt added",
+            {"valid.npy"},
+        ),
         (files("train.txt", None), "valid: valid.txt removed", set()),
     ],
 )
-def test_a_change_is_named_and_only_what_depends_on_it_is_redone(
+def test_a_change_is_named_and_redoes_what_depends_on_it_unless_a_run_continues(
     corpus: Corpus,
     caplog: pytest.LogCaptureFixture,
     change: Callable[[Corpus], None],
@@ -76,44 +79,29 @@ def test_a_change_is_named_and_only_what_depends_on_it_is_redone(
 ) -> None:
     corpus.prepare()
     change(corpus)
-    caplog.clear()
-    assert corpus.rewritten() == redone
-    assert message in caplog.messages
-    assert corpus.rewritten() == set()
-    assert corpus.classes is not None
-    assert corpus.prepare().shortlist == corpus.classes.shortlist
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lowercase, "tokenizer.lowercase: False → True"),
-        (edit("train.txt", "a b\n"), "train: train.txt changed"),
-        (two_classes, "classes.num_word_classes: None → 2"),
-        (files(["train.txt", "more.txt"], None), "train: more.txt added; valid: valid.txt removed"),
-    ],
-)
-def test_the_data_of_a_run_that_continues_is_not_replaced(
-    corpus: Corpus, change: Callable[[Corpus], None], message: str
-) -> None:
-    corpus.prepare()
     before = corpus.written()
-    change(corpus)
     with pytest.raises(UserError) as refused:
         corpus.prepare(keep=True)
     assert str(refused.value) == (
-        f"{corpus.folder / 'prepared'} was prepared from something else ({message}), and a run"
+        f"{corpus.prepared} was prepared from something else ({message}), and a run"
         " continues with the data it started with"
     )
     assert corpus.written() == before
+    caplog.clear()
+    assert corpus.rewritten() == redone
+    assert set(message.split("; ")) <= set(caplog.messages)
+    assert corpus.rewritten() == set()
+    assert corpus.classes is not None
+    prepared = corpus.prepare()
+    assert prepared.shortlist == corpus.classes.shortlist
+    assert ("valid.npy" in corpus.written()) == ("valid" in prepared.splits)
 
 
 def test_a_folder_of_before_a_setting_existed_is_up_to_date(corpus: Corpus) -> None:
     corpus.prepare()
-    path = corpus.prepared / "meta.json"
-    record = json.loads(path.read_text())
-    assert record["settings"]["classes"].pop("clustered_words") is None
-    path.write_text(json.dumps(record))
+    record = (corpus.prepared / "meta.json").read_text()
+    assert record.count('"clustered_words": null,') == 1
+    corpus.write("prepared/meta.json", record.replace('"clustered_words": null,', ""))
     assert corpus.rewritten() == set()
     corpus.classes = ClassesConfig(method="frequency", clustered_words=3)
     assert corpus.rewritten() == {"classes.npy"}
@@ -122,27 +110,16 @@ def test_a_folder_of_before_a_setting_existed_is_up_to_date(corpus: Corpus) -> N
 def test_a_record_with_the_key_head_is_read_as_shortlist(corpus: Corpus) -> None:
     shortlist_of_two(corpus)
     classes = corpus.prepare().word_class().tolist()
-    path = corpus.prepared / "meta.json"
-    record = json.loads(path.read_text())
-    for section in (record["settings"]["classes"], record["classes"]):
-        section["head"] = section.pop("shortlist")
-    path.write_text(json.dumps(record))
+    record = (corpus.prepared / "meta.json").read_text()
+    assert record.count('"shortlist": 2') == 2
+    corpus.write("prepared/meta.json", record.replace('"shortlist": 2', '"head": 2'))
     before = corpus.written()
     prepared = corpus.prepare(keep=True)
     assert corpus.written() == before
     assert (prepared.shortlist, prepared.word_class().tolist()) == (2, classes)
     two_classes(corpus)
-    with pytest.raises(
-        UserError, match=r"classes\.num_word_classes: None → 2; classes\.shortlist: 2"
-    ):
+    with pytest.raises(UserError, match=r"num_word_classes: None → 2; classes\.shortlist: 2"):
         corpus.prepare(keep=True)
-
-
-def test_a_split_that_is_no_longer_given_is_removed(corpus: Corpus) -> None:
-    corpus.prepare()
-    corpus.data = replace(corpus.data, files=SplitFiles(train="train.txt"))
-    assert list(corpus.prepare().splits) == ["train"]
-    assert not (corpus.prepared / "valid.npy").exists()
 
 
 def test_a_changed_class_file_changes_the_classes_alone(
@@ -157,20 +134,12 @@ def test_a_changed_class_file_changes_the_classes_alone(
     assert corpus.prepare().word_class().tolist() != first
 
 
-def test_another_column_is_another_text(tmp_path: Path) -> None:
-    rows = [{"text": "the cat", "other": "a dog"}]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    for field, text in (("text", "the cat\n"), ("other", "a dog\n")):
-        data = DataConfig(
-            dir=str(tmp_path),
-            files=SplitFiles(train="train.jsonl"),
-            format="json",
-            text_field=field,
-        )
-        prepared = prepare(
-            data, TokenizerConfig(), ClassesConfig(method="uniform"), tmp_path / "p", progress=False
-        )
-        assert prepared.tokenizer().decode(prepared.tokens("train")) == text
+def test_another_column_is_another_text(corpus: Corpus) -> None:
+    corpus.write("train.jsonl", '{"text": "the cat", "other": "a dog"}\n')
+    corpus.data = replace(corpus.data, files=SplitFiles(train="train.jsonl"), format="json")
+    assert corpus.text() == "the cat\n"
+    corpus.data = replace(corpus.data, text_field="other")
+    assert corpus.text() == "a dog\n"
 
 
 def requested(corpus: Corpus) -> Meta:
@@ -184,9 +153,7 @@ def test_files_in_another_order_are_another_text(corpus: Corpus) -> None:
     assert find_changes(before, requested(corpus)) == {
         "train": ["train: order of the files changed"]
     }
-    prepared = corpus.prepare()
-    text = prepared.tokenizer().decode(prepared.tokens("train"))
-    assert text.startswith("the zebra\n")
+    assert corpus.text().startswith("the zebra\n")
 
 
 def test_files_of_one_name_are_distinguished(corpus: Corpus) -> None:
@@ -212,15 +179,10 @@ def test_a_file_of_several_splits_is_read_once_for_its_hash(
     for split in ("train", "validation", "test"):
         (hub / f"{split}.txt").write_text("the cat\n")
     corpus.data = DataConfig(dir=str(corpus.folder), hub="hub")
-    hashed: list[str] = []
-
-    def sha256(path: Path) -> str:
-        hashed.append(path.name)
-        return sha256_file(path)
-
-    monkeypatch.setattr(changes, "sha256_file", sha256)
+    monkeypatch.setattr(changes, "sha256_file", hashed := Mock(wraps=sha256_file))
     requested(corpus)
-    assert sorted(hashed) == ["test.txt", "train.txt", "validation.txt"]
+    names = sorted(call.args[0].name for call in hashed.call_args_list)
+    assert names == ["test.txt", "train.txt", "validation.txt"]
 
 
 def test_a_file_of_the_training_split_and_another_is_reported(
@@ -241,17 +203,11 @@ def test_the_record_contains_no_local_path(corpus: Corpus) -> None:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("words", {"vocab_size": 5}),
-        ("words", {"min_count": 2}),
-        ("words", {"lowercase": True}),
-        ("words", {"split_punctuation": True}),
-        ("sentencepiece", {"vocab_size": 16}),
-        ("sentencepiece", {"model_type": "char"}),
-        ("sentencepiece", {"byte_fallback": True}),
-        ("sentencepiece", {"character_coverage": 0.9}),
-        ("sentencepiece", {"max_sentences": 200}),
+        ("words", {"vocab_size": 5, "min_count": 2}),
+        ("words", {"lowercase": True, "split_punctuation": True}),
+        ("sentencepiece", {"vocab_size": 16, "model_type": "char", "byte_fallback": True}),
+        ("sentencepiece", {"character_coverage": 0.9, "max_sentences": 200}),
     ],
-    ids=str,
 )
 def test_every_setting_of_a_tokenizer_is_recorded(kind: Any, options: dict[str, Any]) -> None:
     base = TokenizerConfig(kind=kind, vocab_size=15)
@@ -259,5 +215,5 @@ def test_every_setting_of_a_tokenizer_is_recorded(kind: Any, options: dict[str, 
     before, after = (
         requested_settings(data, settings, classes) for settings in (base, replace(base, **options))
     )
-    (key,) = options
-    assert [name for name, _ in setting_changes(before, after)] == [f"tokenizer.{key}"]
+    changed = [name for name, _ in setting_changes(before, after)]
+    assert changed == [f"tokenizer.{key}" for key in options]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 from datasets import IterableDataset
@@ -28,9 +29,7 @@ FILES = {"train.npy", "valid.npy", "counts.npy", "classes.npy", "vocab.txt", "to
 
 def test_a_corpus_becomes_tokens_counts_and_classes(corpus: Corpus) -> None:
     prepared = corpus.prepare()
-    assert prepared.tokenizer().decode(prepared.tokens("train")) == (
-        "the cat sat\nthe dog ran <unk>\n"
-    )
+    assert corpus.text() == "the cat sat\nthe dog ran <unk>\n"
     assert prepared.counts().sum() == len(prepared.tokens("train")) == 9
     assert {name: info.tokens for name, info in prepared.splits.items()} == {"train": 9, "valid": 3}
     assert prepared.num_word_classes == round(prepared.vocab_size**0.5) == 3
@@ -39,9 +38,7 @@ def test_a_corpus_becomes_tokens_counts_and_classes(corpus: Corpus) -> None:
 def test_sentencepiece_is_prepared_the_same_way(corpus: Corpus) -> None:
     corpus.tokenizer = TokenizerConfig(kind="sentencepiece", vocab_size=15)
     prepared = corpus.prepare()
-    assert prepared.tokenizer().decode(prepared.tokens("train")) == (
-        "the cat sat\nthe dog ran <unk>\n"
-    )
+    assert corpus.text() == "the cat sat\nthe dog ran <unk>\n"
     assert (prepared.vocab_size, prepared.splits["train"].oov) == (15, 1)
     assert corpus.rewritten() == set()
 
@@ -59,12 +56,8 @@ def test_an_up_to_date_folder_is_checked_and_copied_without_loading_the_vocabula
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus.prepare()
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("the tokenizer was loaded")
-
-    monkeypatch.setattr(stages, "load_tokenizer", refuse)
-    monkeypatch.setattr(prepared_module, "load_tokenizer", refuse)
+    for module in (stages, prepared_module):
+        monkeypatch.setattr(module, "load_tokenizer", None)
     copy_tokenizer(corpus.prepare(), corpus.folder)
     copied = (corpus.folder / "vocab.txt").read_bytes()
     assert copied == (corpus.prepared / "vocab.txt").read_bytes()
@@ -193,12 +186,9 @@ def test_a_corpus_in_the_prepared_folder_is_refused(corpus: Corpus, pattern: str
     corpus.prepared.mkdir()
     corpus.write("prepared/corpus.txt", "the cat\n")
     corpus.data = replace(corpus.data, files=SplitFiles(train=pattern))
-    with pytest.raises(UserError) as refused:
+    message = r"prepared/corpus\.txt is in the prepared folder: the corpus must be elsewhere$"
+    with pytest.raises(UserError, match=message):
         corpus.prepare()
-    assert str(refused.value) == (
-        f"{corpus.folder}/prepared/corpus.txt is in the prepared folder: the corpus must be"
-        " elsewhere"
-    )
 
 
 def test_a_folder_that_cannot_be_made_is_refused(corpus: Corpus) -> None:
@@ -211,20 +201,15 @@ def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = IterableDataset.from_generator(lambda: iter([{"text": "the cat sat\n"}]))
-    opened: list[str | None] = []
-
-    def load(data: DataConfig) -> dict[str, IterableDataset]:
-        opened.append(data.hub_config)
-        return {"train": lines, "validation": lines}
-
+    load = Mock(return_value={"train": lines, "validation": lines})
     monkeypatch.setattr("data_prep.corpus.loader.load_hub", load)
     corpus.data = DataConfig(dir=str(corpus.folder), hub="some/corpus")
     assert list(corpus.prepare().splits) == ["train", "valid"]
-    opened.clear()
+    load.reset_mock()
     assert corpus.rewritten() == set()
     corpus.classes = ClassesConfig(method="uniform")
     assert corpus.rewritten() == {"classes.npy"}
-    assert opened == []
+    load.assert_not_called()
     corpus.data = replace(corpus.data, hub_config="large")
     assert corpus.rewritten() == FILES
-    assert set(opened) == {"large"}
+    load.assert_called_with(corpus.data)

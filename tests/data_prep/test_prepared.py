@@ -1,32 +1,29 @@
 """A prepared folder opens with what was prepared; damaged or foreign files are refused."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from data_prep.errors import UserError
-from data_prep.prepare import prepare
 from data_prep.prepared import Prepared, copy_tokenizer, open_prepared
-from data_prep.settings import ClassesConfig, DataConfig, SplitFiles, TokenizerConfig
+from data_prep.settings import ClassesConfig
 from data_prep.tokenizer.files import load_tokenizer, save_tokenizer
 from data_prep.tokenizer.tokenizer import WordTokenizer
 
-LINES = "the cat sat\nthe dog\n\nthe cat ran\n"
+if TYPE_CHECKING:
+    from tests.data_prep.conftest import Corpus
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Prepared:
-    (tmp_path / "train.txt").write_text(LINES)
-    (tmp_path / "valid.txt").write_text("the zebra\n")
-    return prepare(
-        DataConfig(dir=str(tmp_path), files=SplitFiles(train="train.txt", valid="valid.txt")),
-        TokenizerConfig(),
-        ClassesConfig(method="frequency", num_word_classes=2),
-        tmp_path / "prepared",
-        progress=False,
-    )
+def prepared(corpus: Corpus) -> Prepared:
+    corpus.write("train.txt", "the cat sat\nthe dog\n\nthe cat ran\n")
+    corpus.classes = ClassesConfig(method="frequency", num_word_classes=2)
+    return corpus.prepare()
 
 
 def replaced(path: Path, old: bytes, new: bytes) -> None:
@@ -56,25 +53,30 @@ def test_a_split_that_is_not_there_is_refused_with_its_key(prepared: Prepared) -
         prepared.tokens("test")
 
 
-@pytest.mark.parametrize("name", ["train.npy", "counts.npy", "classes.npy"])
-def test_damaged_arrays_are_refused_by_name(prepared: Prepared, name: str) -> None:
-    readers: dict[str, Callable[[Prepared], object]] = {
-        "train.npy": lambda opened: opened.tokens("train"),
-        "counts.npy": Prepared.counts,
-        "classes.npy": Prepared.word_class,
-    }
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("train.npy", lambda opened: opened.tokens("train")),
+        ("counts.npy", Prepared.counts),
+        ("classes.npy", Prepared.word_class),
+    ],
+)
+def test_damaged_arrays_are_refused_by_name(
+    prepared: Prepared, name: str, read: Callable[[Prepared], object]
+) -> None:
     path = prepared.folder / name
     content = path.read_bytes()
-    path.write_bytes(content[:-1])
-    with pytest.raises(UserError, match=rf"{name} is damaged: {len(content) - 1} bytes, expected"):
-        readers[name](open_prepared(prepared.folder))
-    path.write_bytes(content[:-1] + b"\x01")
-    with pytest.raises(UserError, match=rf"{name} is damaged: its SHA-256 is not the recorded one"):
-        readers[name](open_prepared(prepared.folder))
-    readers[name](open_prepared(prepared.folder, verify=False))
+    for damaged, message in (
+        (content[:-1], f"is damaged: {len(content) - 1} bytes, expected"),
+        (content[:-1] + b"\x01", "is damaged: its SHA-256 is not the recorded one"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"{name} {message}"):
+            read(open_prepared(prepared.folder))
+    read(open_prepared(prepared.folder, verify=False))
     path.unlink()
     with pytest.raises(UserError, match=rf"{name} cannot be read: No such file or directory$"):
-        readers[name](open_prepared(prepared.folder))
+        read(open_prepared(prepared.folder))
 
 
 @pytest.mark.parametrize(
@@ -103,9 +105,7 @@ def test_a_folder_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused(prepared: Prepared) -> None:
-    save_tokenizer(
-        prepared.folder, WordTokenizer(["<eos>", "<unk>"]), np.array([1, 1], dtype=np.int64)
-    )
+    save_tokenizer(prepared.folder, WordTokenizer(["<eos>", "<unk>"]), np.array([1, 1]))
     with pytest.raises(UserError, match="is not the tokenizer that the token files were written"):
         open_prepared(prepared.folder).tokenizer()
 
@@ -115,10 +115,8 @@ def test_a_copied_tokenizer_needs_no_other_file(prepared: Prepared, tmp_path: Pa
     run.mkdir()
     copy_tokenizer(prepared, run)
     assert sorted(path.name for path in run.iterdir()) == ["tokenizer.json", "vocab.txt"]
-    loaded = load_tokenizer(run)
-    assert (
-        loaded.encode("the zebra sat") == prepared.tokenizer().encode("the zebra sat") == [1, 6, 5]
-    )
+    for tokenizer in (load_tokenizer(run), prepared.tokenizer()):
+        assert tokenizer.encode("the zebra sat") == [1, 6, 5]
     replaced(run / "vocab.txt", b"dog", b"god")
     with pytest.raises(UserError, match=r"vocab\.txt is damaged: its SHA-256 differs"):
         load_tokenizer(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -61,11 +62,8 @@ def test_an_interrupted_preparation_continues_and_cannot_be_opened_before(
     corpus.prepare()
     corpus.write("train.txt", "another text\n")
 
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(stages, stage, interrupt)
+        patched.setattr(stages, stage, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             corpus.prepare()
     with pytest.raises(UserError, match="is half prepared"):
@@ -88,8 +86,8 @@ def test_absent_or_incomplete_files_are_made_for_a_run_that_continues(
         with pytest.raises(TypeError):
             corpus.prepare()
     corpus.write("train.txt", "a text\n")
-    prepared = corpus.prepare(keep=True)
-    assert prepared.tokenizer().decode(prepared.tokens("train")) == "a text\n"
+    corpus.prepare(keep=True)
+    assert corpus.text() == "a text\n"
 
 
 def test_a_mistake_in_the_corpus_leaves_no_token_file(corpus: Corpus) -> None:

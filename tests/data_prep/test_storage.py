@@ -5,6 +5,7 @@ import hashlib
 import os
 from pathlib import Path
 from typing import Any, BinaryIO
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -50,21 +51,17 @@ def test_a_map_is_read_only(array: tuple[Path, ArrayInfo]) -> None:
         mapped[0] = 1
 
 
-@pytest.mark.parametrize("change", [-1, -500, 1])
-def test_a_file_of_another_size_is_refused_before_mapping(
-    array: tuple[Path, ArrayInfo], change: int
+def test_a_file_of_another_size_or_header_is_refused_before_mapping(
+    array: tuple[Path, ArrayInfo],
 ) -> None:
     path, info = array
     content = path.read_bytes()
-    path.write_bytes(content[:change] if change < 0 else content + b"\0")
-    message = rf"x\.npy is damaged: {728 + change} bytes, expected 728 \(300 × uint16\)$"
-    with pytest.raises(UserError, match=message):
-        map_array(path, info)
-
-
-def test_another_header_is_refused(array: tuple[Path, ArrayInfo]) -> None:
-    path, info = array
-    path.write_bytes(path.read_bytes().replace(b"<u2", b"<i2"))
+    for damaged in (content[:-1], content[:-500], content + b"\0"):
+        path.write_bytes(damaged)
+        message = rf"x\.npy is damaged: {len(damaged)} bytes, expected 728 \(300 × uint16\)$"
+        with pytest.raises(UserError, match=message):
+            map_array(path, info)
+    path.write_bytes(content.replace(b"<u2", b"<i2"))
     with pytest.raises(UserError, match=r"x\.npy is damaged: its header is not that of 300 × ui"):
         map_array(path, info)
 
@@ -100,9 +97,7 @@ def test_a_failed_write_leaves_the_previous_file_and_nothing_else(tmp_path: Path
 
 
 def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
-    def fail(file: BinaryIO) -> None:
-        raise OSError(28, "No space left on device")
-
+    fail = Mock(side_effect=OSError(28, "No space left on device"))
     with pytest.raises(UserError, match=r"file cannot be written: No space left on device$"):
         write_atomically(tmp_path / "file", fail)
     with pytest.raises(UserError, match=r"nowhere/file cannot be written: No such file or direc"):

@@ -1,6 +1,9 @@
 """Exchange never lowers the objective, and at the end no single move raises it."""
 
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +47,25 @@ def objective(
     return float(likelihood - column_cost * (mass @ size))
 
 
+def built(tokens: NDArray[np.uint16], counts: IntArray, **options: Any) -> IntArray:
+    """The classes of a configuration."""
+    settings = ClassesConfig(**options)
+    return build_word_classes(
+        counts, settings, tokens=tokens, words=list, folder=Path(), progress=False
+    ).astype(np.int64)
+
+
+def single_moves(
+    word_class: IntArray, sizes: IntArray, capacity: int, words: IntArray
+) -> Iterator[IntArray]:
+    """Every possible move of one of the words to another class."""
+    for word, other in product(words, range(len(sizes))):
+        moved = word_class.copy()
+        moved[word] = other
+        if sizes[other] < capacity and sizes[word_class[word]] > 1:
+            yield moved
+
+
 @pytest.mark.parametrize("table_size", [1 << 16, 1])
 @pytest.mark.parametrize("column_cost", [0.0, 0.02])
 @pytest.mark.parametrize(("vocab_size", "num_word_classes", "capacity"), [(14, 3, 14), (23, 5, 7)])
@@ -67,12 +89,8 @@ def test_no_single_move_raises_the_objective_further(
     sizes = np.bincount(word_class, minlength=num_word_classes)
     assert sizes.min() >= 1
     assert sizes.max() <= capacity
-    for word in np.flatnonzero(counts > 0):
-        for other in range(num_word_classes):
-            moved = word_class.copy()
-            moved[word] = other
-            if sizes[other] < capacity and sizes[word_class[word]] > 1:
-                assert objective(bigrams, counts, moved, column_cost) <= end + 1e-6
+    for moved in single_moves(word_class, sizes, capacity, np.flatnonzero(counts > 0)):
+        assert objective(bigrams, counts, moved, column_cost) <= end + 1e-6
 
 
 def test_separate_words_stay_and_count_as_one_class_each() -> None:
@@ -92,14 +110,11 @@ def test_separate_words_stay_and_count_as_one_class_each() -> None:
     assert np.array_equal(word_class[separate], start[separate])
     end = objective(bigrams, counts, as_classes(word_class))
     assert end > objective(bigrams, counts, as_classes(start))
-    sizes = np.bincount(as_classes(word_class))
-    assert sizes[:num_word_classes].max() <= capacity
-    for word in set(np.flatnonzero(counts > 0)) - set(separate):
-        for other in range(num_word_classes):
-            moved = as_classes(word_class)
-            moved[word] = other
-            if sizes[other] < capacity and sizes[word_class[word]] > 1:
-                assert objective(bigrams, counts, moved) <= end + 1e-6
+    sizes = np.bincount(as_classes(word_class))[:num_word_classes]
+    assert sizes.max() <= capacity
+    words = np.setdiff1d(np.flatnonzero(counts > 0), separate)
+    for moved in single_moves(as_classes(word_class), sizes, capacity, words):
+        assert objective(bigrams, counts, moved) <= end + 1e-6
 
 
 def test_a_class_of_separate_words_can_be_filled() -> None:
@@ -159,53 +174,36 @@ def test_words_that_never_occur_stay_and_the_same_start_gives_the_same_end() -> 
 
 def test_a_column_cost_makes_classes_of_frequent_words_smaller() -> None:
     tokens, counts = text(60, 5000, seed=2)
-    bigrams, start = count_bigrams(tokens, 60), np.arange(60) % 6
     columns = []
     for cost in (0.0, 0.05, 1.0):
-        word_class = exchange(bigrams, counts, start, 6, 60, passes=30, column_cost=cost)
-        sizes = np.bincount(word_class)
-        columns.append(float(np.bincount(word_class, weights=counts) @ sizes) / counts.sum())
+        word_class = built(tokens, counts, num_word_classes=6, max_words=60, column_cost=cost)
+        columns.append(float(np.bincount(word_class, weights=counts) @ np.bincount(word_class)))
     assert columns[0] > columns[1] > columns[2]
 
 
 @pytest.mark.parametrize("max_words", [None, 9])
-def test_the_method_of_the_configuration_starts_from_embedding(
-    max_words: int | None, tmp_path: Path
-) -> None:
+def test_the_method_of_the_configuration_starts_from_embedding(max_words: int | None) -> None:
     tokens, counts = text(60, 6000, seed=4)
-    words = [str(word) for word in range(60)]
-    classes = {
-        method: build_word_classes(
-            counts,
-            ClassesConfig(method=method, num_word_classes=8, max_words=max_words),
-            tokens=tokens, words=lambda: words, folder=tmp_path, progress=False,
-        )
+    before, after = (
+        built(tokens, counts, method=method, num_word_classes=8, max_words=max_words)
         for method in ("embedding", "exchange")
-    }  # fmt: skip
-    assert np.bincount(classes["exchange"], minlength=8).min() >= 1
-    assert np.bincount(classes["exchange"]).max() <= (max_words or 16)
+    )
+    assert np.bincount(after, minlength=8).min() >= 1
+    assert np.bincount(after).max() <= (max_words or 16)
     bigrams = count_bigrams(tokens, 60)
-    before, after = (objective(bigrams, counts, c.astype(np.int64)) for c in classes.values())
-    assert after > before
+    assert objective(bigrams, counts, after) > objective(bigrams, counts, before)
 
 
 @pytest.mark.parametrize("shortlist", [10, 60])
-def test_with_a_shortlist_classes_are_optimized_for_the_words_below_it(
-    shortlist: int, tmp_path: Path
-) -> None:
+def test_with_a_shortlist_classes_are_optimized_for_the_words_below_it(shortlist: int) -> None:
     tokens, counts = text(60, 6000, seed=4)
     most_frequent = np.argsort(-counts, kind="stable")[:shortlist]
     likelihood, classes = [], []
     for size in (0, shortlist):
-        word_class = build_word_classes(
-            counts,
-            ClassesConfig(method="exchange", num_word_classes=8, shortlist=size),
-            tokens=tokens, words=list, folder=tmp_path, progress=False,
-        )  # fmt: skip
+        word_class = built(tokens, counts, num_word_classes=8, shortlist=size)
         classes.append(word_class.copy())
         word_class[most_frequent] = 8 + np.arange(shortlist)
-        bigrams = count_bigrams(tokens, 60)
-        likelihood.append(objective(bigrams, counts, word_class.astype(np.int64)))
+        likelihood.append(objective(count_bigrams(tokens, 60), counts, word_class))
     assert np.array_equal(classes[1][most_frequent], classes[0][most_frequent])
     assert likelihood[1] > likelihood[0] if shortlist == 10 else likelihood[1] == likelihood[0]
 
@@ -219,16 +217,3 @@ def test_degenerate_numbers_of_classes_change_nothing(
     start = np.arange(vocab_size) % num_word_classes
     found = exchange(count_bigrams(tokens, vocab_size), counts, start, num_word_classes, vocab_size)
     assert np.array_equal(found, start)
-
-
-def test_the_column_cost_of_the_configuration_is_used(tmp_path: Path) -> None:
-    tokens, counts = text(60, 5000, seed=2)
-    columns = []
-    for cost in (0.0, 1.0):
-        word_class = build_word_classes(
-            counts,
-            ClassesConfig(method="exchange", num_word_classes=6, max_words=60, column_cost=cost),
-            tokens=tokens, words=list, folder=tmp_path, progress=False,
-        )  # fmt: skip
-        columns.append(float(np.bincount(word_class, weights=counts) @ np.bincount(word_class)))
-    assert columns[1] < columns[0]

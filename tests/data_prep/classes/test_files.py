@@ -2,16 +2,22 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from data_prep.classes.files import read_word_classes
-from data_prep.classes.word_classes import build_word_classes
+from data_prep.classes.word_classes import WordClass, build_word_classes
 from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
 
 WORDS = ["<unk>", "a", "b", "c", "<eos>"]
+
+
+def build(settings: ClassesConfig, folder: Path) -> WordClass:
+    counts, tokens = np.ones(5, np.int64), np.arange(5, dtype=np.uint16)
+    return build_word_classes(counts, settings, tokens=tokens, words=lambda: WORDS, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -26,17 +32,11 @@ WORDS = ["<unk>", "a", "b", "c", "<eos>"]
     ],
 )
 def test_class_files_are_read_and_special_words_get_a_separate_class(
-    tmp_path: Path, file_format: str, text: str
+    tmp_path: Path, file_format: Any, text: str
 ) -> None:
     (tmp_path / "map").write_bytes(text.encode())
-    settings = ClassesConfig(method="file", file="map", file_format=file_format)  # type: ignore[arg-type]
-    word_class = build_word_classes(
-        np.ones(5, dtype=np.int64),
-        settings,
-        tokens=np.arange(5, dtype=np.uint16),
-        words=lambda: WORDS,
-        folder=tmp_path,
-    )
+    settings = ClassesConfig(method="file", file="map", file_format=file_format)
+    word_class = build(settings, tmp_path)
     assert word_class.tolist() == [2, 0, 0, 1, 2]
     assert word_class.dtype == np.int32
 
@@ -60,12 +60,12 @@ def test_a_class_file_may_contain_the_special_words(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_class_file_is_refused_with_a_single_line(
-    tmp_path: Path, file_format: str, text: str, message: str
+    tmp_path: Path, file_format: Any, text: str, message: str
 ) -> None:
     path = tmp_path / "map"
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UserError, match=message) as caught:
-        read_word_classes(path, file_format, WORDS)  # type: ignore[arg-type]
+        read_word_classes(path, file_format, WORDS)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -73,15 +73,9 @@ def test_an_invalid_class_file_is_refused_with_a_single_line(
 def test_settings_that_contradict_the_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "map").write_text("a\tX\nb\tY\nc\tX\n")
     settings = ClassesConfig(method="file", file="map", num_word_classes=4)
-    tokens = np.arange(5, dtype=np.uint16)
-
-    def build(settings: ClassesConfig) -> None:
-        counts = np.ones(5, dtype=np.int64)
-        build_word_classes(counts, settings, tokens=tokens, words=lambda: WORDS, folder=tmp_path)
-
     with pytest.raises(UserError, match=r"classes\.num_word_classes: 4 requested, .* 3 classes"):
-        build(settings)
+        build(settings, tmp_path)
     with pytest.raises(UserError, match=r"classes\.file: .* needs the name"):
-        build(replace(settings, file=None))
+        build(replace(settings, file=None), tmp_path)
     with pytest.raises(UserError, match=r"classes\.file: cannot read .*nowhere: No such file"):
-        build(replace(settings, file="nowhere"))
+        build(replace(settings, file="nowhere"), tmp_path)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +14,12 @@ from scipy import sparse
 
 from data_prep.classes import bigrams as bigrams_module
 from data_prep.classes import refinement
-from data_prep.classes.bigrams import count_bigrams
+from data_prep.classes.bigrams import IntArray, count_bigrams
 from data_prep.classes.embedding import embedding_classes, truncated_svd
 from data_prep.classes.exchange import exchange
 from data_prep.classes.report import class_report
 from data_prep.classes.word_classes import (
+    WordClass,
     build_word_classes,
     frequency_classes,
     random_classes,
@@ -44,18 +45,18 @@ def counts_of(tokens: NDArray[np.uint16], vocab_size: int) -> NDArray[np.int64]:
 
 
 def embedded(
-    counts: NDArray[np.int64],
-    tokens: NDArray[np.uint16],
-    num_word_classes: int,
-    *,
-    dimensions: int = 100,
-    max_words: int | None = None,
-    seed: int = 1,
-) -> NDArray[np.int32]:
+    counts: IntArray, tokens: NDArray[np.uint16], num_word_classes: int, **options: Any
+) -> WordClass:
     """`embedding_classes` of a text."""
     bigrams = count_bigrams(tokens, len(counts))
-    return embedding_classes(
-        counts, bigrams, num_word_classes, dimensions=dimensions, max_words=max_words, seed=seed
+    return embedding_classes(counts, bigrams, num_word_classes, **options)
+
+
+def built(
+    counts: IntArray, tokens: NDArray[np.uint16], settings: ClassesConfig, progress: bool = False
+) -> WordClass:
+    return build_word_classes(
+        counts, settings, tokens=tokens, words=list, folder=Path(), progress=progress
     )
 
 
@@ -107,15 +108,11 @@ def test_classes_of_words_that_rarely_occur_are_a_partition(num_tokens: int) -> 
     assert sorted(np.bincount(word_class).tolist()) == [4, 4, 5, 5, 5]
 
 
-def test_uniform_and_random_classes_differ_by_one_word_in_size() -> None:
+def test_uniform_and_random_classes_have_equal_sizes_and_uniform_ones_are_blocks() -> None:
     counts = np.arange(103)
     for word_class in (uniform_classes(counts, 10), random_classes(103, 10, seed=1)):
         assert sorted(np.bincount(word_class).tolist()) == [10] * 7 + [11] * 3
-
-
-def test_uniform_classes_are_blocks_of_descending_count() -> None:
-    counts = np.array([5, 0, 9, 7, 1, 3])
-    assert uniform_classes(counts, 3).tolist() == [1, 2, 0, 0, 2, 1]
+    assert uniform_classes(np.array([5, 0, 9, 7, 1, 3]), 3).tolist() == [1, 2, 0, 0, 2, 1]
 
 
 @pytest.mark.parametrize("num_word_classes", [2, 7, 20])
@@ -202,11 +199,11 @@ def test_truncated_svd_equals_the_dense_one() -> None:
     assert (np.take_along_axis(vectors, np.abs(vectors).argmax(axis=0)[None], axis=0) > 0).all()
 
 
-def test_too_few_places_name_the_key() -> None:
+def test_too_few_places_and_too_large_shortlists_name_the_key() -> None:
     tokens = zipf_tokens(10, 50)
-    with pytest.raises(
-        UserError, match=r"classes\.max_words: 3 classes .* 9 words, but 10 are to be"
-    ):
+    with pytest.raises(UserError, match=r"classes\.shortlist = 11 is more than 10 words"):
+        built(counts_of(tokens, 10), tokens, ClassesConfig(method="uniform", shortlist=11))
+    with pytest.raises(UserError, match=r"classes\.max_words: 3 .* 9 words, but 10 are to be"):
         embedded(counts_of(tokens, 10), tokens, 3, max_words=3)
 
 
@@ -219,34 +216,22 @@ def test_an_impossible_number_of_classes_is_refused(num_word_classes: int) -> No
         lambda: random_classes(10, num_word_classes, seed=1),
         lambda: embedded(counts, np.arange(10, dtype=np.uint16), num_word_classes),
     ]
+    message = f"num_word_classes: expected 1 to 10.*, got {num_word_classes}"
     for make in methods:
-        with pytest.raises(
-            ValueError, match=f"num_word_classes: expected 1 to 10.*, got {num_word_classes}"
-        ):
+        with pytest.raises(ValueError, match=message):
             make()
-
-
-def built(
-    counts: NDArray[np.int64], tokens: NDArray[np.uint16], settings: ClassesConfig
-) -> NDArray[np.int32]:
-    return build_word_classes(
-        counts, settings, tokens=tokens, words=list, folder=Path(), progress=False
-    )
 
 
 @pytest.mark.parametrize("method", ["embedding", "exchange"])
 @pytest.mark.parametrize("num_word_classes", [1, 2, 9, 40, 101])
 @pytest.mark.parametrize("clustered_words", [1, 2, 30, 100, 101, 500])
 def test_clustered_words_and_the_others_by_count_are_a_partition(
-    method: Literal["embedding", "exchange"], num_word_classes: int, clustered_words: int
+    method: Any, num_word_classes: int, clustered_words: int
 ) -> None:
     tokens = zipf_tokens(101, 3_000)
     counts = counts_of(tokens, 101)
     settings = ClassesConfig(
-        method=method,
-        num_word_classes=num_word_classes,
-        clustered_words=clustered_words,
-        dimensions=8,
+        method=method, num_word_classes=num_word_classes, clustered_words=clustered_words
     )
     word_class = built(counts, tokens, settings)
     assert_partition(word_class, 101, num_word_classes)
@@ -280,12 +265,8 @@ def test_clustered_words_are_clustered_as_if_they_were_the_whole_text() -> None:
     )
     word_class = built(counts, text, settings)
     num_clustered_classes = len(set(word_class[:90].tolist()))
-    mass = np.sqrt(counts)
-    assert (
-        num_clustered_classes
-        == round(8 * mass[:90].sum() / mass.sum())
-        == 8 - len(set(word_class[90:]))
-    )
+    share = np.sqrt(counts[:90]).sum() / np.sqrt(counts).sum()
+    assert num_clustered_classes == round(8 * share) == 8 - len(set(word_class[90:]))
     order = np.argsort(-counts[:90], kind="stable")
     sorted_tokens = np.argsort(order)[tokens].astype(np.uint16)
     expected = embedded(counts[order], sorted_tokens, num_clustered_classes, dimensions=10)
@@ -326,42 +307,23 @@ def test_pairs_of_some_words_are_a_subset_of_all_pairs() -> None:
     assert count_bigrams(tokens[:1], 30).nnz == 0
 
 
-def test_a_shortlist_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    counts = np.array([3, 2], dtype=np.int64)
-    with pytest.raises(UserError, match=r"classes\.shortlist = 3 is more than 2 words"):
-        build_word_classes(
-            counts, ClassesConfig(method="uniform", shortlist=3),
-            tokens=np.array([0, 1]), words=list, folder=tmp_path,
-        )  # fmt: skip
-
-
 @pytest.mark.parametrize("method", ["embedding", "exchange", "frequency", "uniform", "random"])
 @pytest.mark.parametrize(("asked", "expected"), [(None, 9), (5, 5), (500, 83)])
 def test_the_default_number_of_classes_is_the_square_root_and_never_exceeds_the_words(
-    tmp_path: Path, method: str, asked: int | None, expected: int
+    method: Any, asked: int | None, expected: int
 ) -> None:
     tokens = zipf_tokens(83, 700)
-    settings = ClassesConfig(method=method, num_word_classes=asked, dimensions=5)  # type: ignore[arg-type]
-    word_class = build_word_classes(
-        counts_of(tokens, 83), settings, tokens=tokens, words=list, folder=tmp_path, progress=False
-    )
-    assert_partition(word_class, 83, expected)
+    settings = ClassesConfig(method=method, num_word_classes=asked, dimensions=5)
+    assert_partition(built(counts_of(tokens, 83), tokens, settings), 83, expected)
 
 
 def test_progress_is_shown_on_a_terminal_when_requested(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = zipf_tokens(20, 200)
     for terminal, progress in [(True, False), (True, True), (False, True)]:
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        build_word_classes(
-            counts_of(tokens, 20),
-            ClassesConfig(),
-            tokens=tokens,
-            words=list,
-            folder=tmp_path,
-            progress=progress,
-        )
+        built(counts_of(tokens, 20), tokens, ClassesConfig(), progress)
         shown = capsys.readouterr()
         assert shown.out == ""
         assert ("k-means" in shown.err) == (terminal and progress)

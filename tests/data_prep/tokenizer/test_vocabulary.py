@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from random import Random
-from typing import Literal
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,6 +27,10 @@ def counted(lines: list[str], settings: TokenizerConfig) -> list[tuple[str, int]
     return list(zip(words, counts.tolist(), strict=True))
 
 
+def pieces(vocab_size: int | None, **options: Any) -> TokenizerConfig:
+    return TokenizerConfig(kind="sentencepiece", vocab_size=vocab_size, **options)
+
+
 def test_words_are_ordered_by_count_then_by_code_point() -> None:
     lines = ["b a é", "b Z", "", "b a é"]
     expected = [("<eos>", 4), ("b", 3), ("a", 2), ("é", 2), ("Z", 1), ("<unk>", 0)]
@@ -35,12 +39,8 @@ def test_words_are_ordered_by_count_then_by_code_point() -> None:
 
 def test_excluded_words_count_as_unknown_with_the_literal_ones() -> None:
     lines = ["a a a b b c d <unk> <eos>", "<unk>"]
-    assert counted(lines, TokenizerConfig(min_count=2)) == [
-        ("<unk>", 4),
-        ("<eos>", 3),
-        ("a", 3),
-        ("b", 2),
-    ]
+    expected = [("<unk>", 4), ("<eos>", 3), ("a", 3), ("b", 2)]
+    assert counted(lines, TokenizerConfig(min_count=2)) == expected
     assert counted(lines, TokenizerConfig(vocab_size=3)) == [("<unk>", 6), ("<eos>", 3), ("a", 3)]
 
 
@@ -89,12 +89,8 @@ def test_a_vocabulary_too_small_for_a_word_is_refused() -> None:
 @pytest.mark.parametrize(
     ("model_type", "vocab_size"), [("unigram", 23), ("bpe", 30), ("char", 9), ("word", 9)]
 )
-def test_equal_arguments_give_equal_model_bytes(
-    model_type: Literal["unigram", "bpe", "char", "word"], vocab_size: int
-) -> None:
-    settings = TokenizerConfig(
-        kind="sentencepiece", vocab_size=vocab_size, max_sentences=101, model_type=model_type
-    )
+def test_equal_arguments_give_equal_model_bytes(model_type: str, vocab_size: int) -> None:
+    settings = pieces(vocab_size, max_sentences=101, model_type=model_type)
     model = train_sentencepiece(TEXT * 60, settings, seed=5)
     assert train_sentencepiece(iter(TEXT * 60), settings, seed=5) == model
     assert SentencePieceTokenizer(model).vocab_size == settings.vocab_size
@@ -138,42 +134,28 @@ def test_a_batch_of_lines_ends_where_they_are_long(monkeypatch: pytest.MonkeyPat
 
 def test_a_giant_line_is_learned_to_its_end() -> None:
     line = "the cat sat " * 5_000 + "Ω" * 9_000 + " mat"
-    settings = TokenizerConfig(kind="sentencepiece", vocab_size=14, character_coverage=1.0)
-    tokenizer = SentencePieceTokenizer(train_sentencepiece([line], settings))
+    model = train_sentencepiece([line], pieces(14, character_coverage=1.0))
+    tokenizer = SentencePieceTokenizer(model)
     ids = tokenizer.encode(line)
     assert tokenizer.unk_id not in ids
     assert tokenizer.decode(ids) == line
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("lines", "settings", "message"),
     [
-        (TokenizerConfig(kind="sentencepiece"), r"tokenizer\.vocab_size is not set"),
-        (
-            TokenizerConfig(kind="sentencepiece", vocab_size=5),
-            r"tokenizer\.vocab_size is 5: expected at least \d+, a piece for every character",
-        ),
-        (
-            TokenizerConfig(kind="sentencepiece", vocab_size=9999),
-            r"tokenizer\.vocab_size is 9999: expected at most \d+, all that the training",
-        ),
-        (
-            TokenizerConfig(kind="sentencepiece", vocab_size=9999, model_type="char"),
-            r"tokenizer\.vocab_size is 9999: expected at most \d\d, all that the training",
-        ),
+        (TEXT, pieces(None), r"^tokenizer\.vocab_size is not set"),
+        (TEXT, pieces(5), r"^tokenizer\.vocab_size is 5: expected at least \d+, a piece for every"),
+        (TEXT, pieces(9999), r"size is 9999: expected at most \d+, all that the training"),
+        (TEXT, pieces(9999, model_type="char"), r"size is 9999: expected at most \d\d, all that"),
+        (["", ""], pieces(20), "has no text that a sentencepiece model could be built"),
     ],
 )
-def test_an_impossible_number_of_pieces_is_refused_with_the_limit(
-    settings: TokenizerConfig, message: str
+def test_impossible_numbers_of_pieces_and_empty_texts_are_refused(
+    lines: list[str], settings: TokenizerConfig, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        train_sentencepiece(TEXT, settings)
-
-
-def test_a_corpus_of_empty_lines_is_refused() -> None:
-    settings = TokenizerConfig(kind="sentencepiece", vocab_size=20)
-    with pytest.raises(UserError, match="has no text that a sentencepiece model could be built"):
-        train_sentencepiece(["", ""], settings)
+        train_sentencepiece(lines, settings)
 
 
 def test_a_mistake_in_the_corpus_reaches_the_user_through_sentencepiece() -> None:
@@ -181,6 +163,5 @@ def test_a_mistake_in_the_corpus_reaches_the_user_through_sentencepiece() -> Non
         yield "the cat"
         raise UserError("corpus.txt, line 2: a NUL character")
 
-    settings = TokenizerConfig(kind="sentencepiece", vocab_size=20)
     with pytest.raises(UserError, match=r"^corpus\.txt, line 2: a NUL character$"):
-        train_sentencepiece(broken(), settings)
+        train_sentencepiece(broken(), pieces(20))
