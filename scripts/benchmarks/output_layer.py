@@ -120,11 +120,7 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
 
 
 def corpus(path: Path, vocab_size: int, num_positions: int) -> tuple[Tensor, Tensor]:
-    """The first words [P] of a token file, and the counts [N] of the whole file.
-
-    Raises:
-        SystemExit: If the file is not an array of at least P words.
-    """
+    """The first words [P] of a token file, and the counts [N] of the whole file."""
     tokens = np.load(path, mmap_mode="r")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < num_positions:
         raise SystemExit(
@@ -141,11 +137,7 @@ def corpus(path: Path, vocab_size: int, num_positions: int) -> tuple[Tensor, Ten
 
 
 def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace) -> Problem:
-    """Hidden vectors, targets, trees and weights.
-
-    Raises:
-        SystemExit: If the weights alone do not fit into memory.
-    """
+    """Hidden vectors, targets, trees and weights; raises SystemExit if the weights do not fit."""
     torch.manual_seed(options.seed)
     like: dict[str, Any] = {"device": options.device, "dtype": DTYPES[options.dtype]}
     size = vocab_size, options.positions
@@ -183,10 +175,9 @@ def make_methods(problem: Problem, options: argparse.Namespace) -> list[Method]:
 
 
 def attempt(method: Method, action: Callable[[Method], None], free: float) -> None:
-    """Run an action, or refuse the method.
+    """Run an action, or refuse the method if memory does not suffice or it cannot run.
 
-    It is refused if memory does not suffice, if triton does not support its tree, or if it is a
-    peer that fails. `free` is the number of free bytes, for the message.
+    An error of this project's layer is raised, unless triton does not support the tree.
     """
     reason = None
     try:
@@ -224,11 +215,7 @@ def warm_up(method: Method) -> None:
 
 
 def check_losses(methods: list[Method]) -> list[str]:
-    """Which methods agree, a line for each tree.
-
-    Raises:
-        SystemExit: If two methods of a tree differ.
-    """
+    """Which methods agree, a line for each tree; raises SystemExit if two methods differ."""
     by_tree: dict[ClassTree, list[Method]] = {}
     for method in methods:
         if method.tree is not None and not method.refused:
@@ -318,7 +305,6 @@ def parse_options() -> argparse.Namespace:
     add("--rounds", type=int, default=9)
     add("--threads", type=int, help="CPU threads")
     add("--seed", type=int, default=1)
-    add("--plot", type=Path, metavar="FILE", help="draw time ÷ ours against N")
     options = parser.parse_args()
     for name, value in DEFAULTS[options.device].items():
         if getattr(options, name) is None:
@@ -329,7 +315,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print a table for each problem; write a log and draw a plot if asked."""
+    """Print a table for each problem, and write a log if asked."""
     options = parse_options()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -339,9 +325,8 @@ def main() -> None:
         f"{environment(options.device.type)['device']}, {options.dtype}: copy"
         f" {peak.bytes / 1e9:.1f} GB/s, matrix product {peak.flops / 1e12:.3f} TFLOP/s"
     )
-    rows = [row for size in options.rows for row in compare(size, peak, clock, options)]
-    if options.plot:
-        table.plot(rows, options.plot)
+    for size in options.rows:
+        compare(size, peak, clock, options)
 
 
 if __name__ == "__main__":

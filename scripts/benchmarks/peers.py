@@ -186,18 +186,6 @@ class Classes:
         """Rows and biases of the classes, as parameters."""
         return self.problem.parameters(0, self.num_word_classes)
 
-    def table(self, width: int) -> tuple[Tensor, Tensor]:
-        """Row of each place in each class [C, width], and whether a word is there [C, width]."""
-        place = torch.arange(width, device=self.num_children.device)
-        inside = place < self.num_children[:, None]
-        last = self.num_children[:, None] - 1
-        return self.tree.first_row[1:, None] + torch.minimum(place, last), inside
-
-    def padded_bias(self, width: int) -> Tensor:
-        """Biases of each class's words as a parameter [C, width]; -inf where no word is."""
-        rows, inside = self.table(width)
-        return parameter(torch.where(inside, self.problem.bias[rows], -torch.inf))
-
 
 def gather(problem: Problem) -> Method:
     """Two levels with the rows of each position's class copied."""
@@ -230,8 +218,11 @@ def grouped(problem: Problem) -> Method:
     width, size = (-(-n // unit) * unit for n in (classes.widest, problem.hidden_size))
 
     def build() -> tuple[Loss, list[Tensor]]:
-        root, bias = classes.root(), classes.padded_bias(width)
-        rows, inside = classes.table(width)
+        root, last = classes.root(), classes.num_children[:, None] - 1
+        place = torch.arange(width, device=last.device)
+        inside = place <= last  # [C, width], whether a word is there
+        rows = classes.tree.first_row[1:, None] + torch.minimum(place, last)
+        bias = parameter(torch.where(inside, problem.bias[rows], -torch.inf))
         padded = problem.weight.new_zeros(classes.num_word_classes, width, size)
         padded[:, :, : problem.hidden_size][inside] = problem.weight[rows[inside]]
         matrices = [parameter(some) for some in torch.split(padded, GROUPS)]
