@@ -155,12 +155,10 @@ def row(
     batch = Batch.of(target, tree, hidden_size, 2, shape)
     counted = counts(batch)
     floor, zeros = floor_bytes(batch), zero_bytes(batch)
-    memory, everything = sum(c.memory for c in counted), sum(c.all for c in counted)
     launches = Launches(batch)
-    missed = {
-        name: zeros + through_cache(launches, counted, capacity)
-        for name, capacity in CACHES.items()
-    }
+    moved = {"memory": sum(c.memory for c in counted), "all": sum(c.all for c in counted)}
+    for name, capacity in CACHES.items():
+        moved[name] = zeros + through_cache(launches, counted, capacity)
     return {
         "classes": classes,
         "N": vocab_size,
@@ -169,13 +167,9 @@ def row(
         "sm": capability,
         "rows_visited": batch.rows(batch.visited),
         "floor_mb": round(floor / 1e6),
-        "memory_mb": round(memory / 1e6),
         "of_it_zeros_mb": round(zeros / 1e6),
-        "memory_ratio": round(memory / floor, 2),
-        **{f"{name}_mb": round(value / 1e6) for name, value in missed.items()},
-        **{f"{name}_ratio": round(value / floor, 2) for name, value in missed.items()},
-        "all_mb": round(everything / 1e6),
-        "all_ratio": round(everything / floor, 2),
+        **{f"{name}_mb": round(value / 1e6) for name, value in moved.items()},
+        **{f"{name}_ratio": round(value / floor, 2) for name, value in moved.items()},
     }
 
 

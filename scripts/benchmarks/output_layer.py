@@ -45,18 +45,11 @@ from torch import Tensor
 
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.functional import BackendName
-from scripts.benchmarks import measure, table
+from scripts.benchmarks import measure, reporting, table
 from scripts.benchmarks.measure import Clock
 from scripts.benchmarks.methods import GraphMethod, Loss, Method, Problem, zipf
 from scripts.benchmarks.peers import PEERS, usual_cutoffs
-from scripts.benchmarks.reporting import (
-    Row,
-    Table,
-    benchmark_parser,
-    environment,
-    problem_size,
-    require_positive,
-)
+from scripts.benchmarks.reporting import Row, Table
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -290,10 +283,10 @@ def compare(
 
 def parse_options() -> argparse.Namespace:
     """Options of the command line, with the defaults of the device."""
-    parser = benchmark_parser(__doc__)
+    parser = reporting.benchmark_parser(__doc__)
     add = parser.add_argument
     names = [*TREES, "graph", *PEERS]
-    add("--rows", type=problem_size, nargs="+", metavar="N:H", help="words and hidden size")
+    add("--rows", type=reporting.problem_size, nargs="+", metavar="N:H", help="words, hidden size")
     add("--positions", type=int, help="2048 on a CPU, 16384 on a GPU")
     add("--dtype", choices=DTYPES, help="fp32 on a CPU, bf16 on a GPU")
     add("--device", choices=["cpu", "cuda"], default="cpu")
@@ -309,7 +302,7 @@ def parse_options() -> argparse.Namespace:
     for name, value in DEFAULTS[options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    require_positive(parser, options, ["positions", "rounds", "threads"])
+    reporting.require_positive(parser, options, ["positions", "rounds", "threads"])
     options.device = torch.device(options.device)
     return options
 
@@ -322,7 +315,7 @@ def main() -> None:
     clock: Clock = measure.CudaClock() if options.device.type == "cuda" else measure.cpu_clock
     peak = measure.ceilings(clock, options.device, DTYPES[options.dtype])
     print(
-        f"{environment(options.device.type)['device']}, {options.dtype}: copy"
+        f"{reporting.environment(options.device.type)['device']}, {options.dtype}: copy"
         f" {peak.bytes / 1e9:.1f} GB/s, matrix product {peak.flops / 1e12:.3f} TFLOP/s"
     )
     for size in options.rows:

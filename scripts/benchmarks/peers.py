@@ -14,15 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scripts.benchmarks.methods import (
-    Loss,
-    Method,
-    Problem,
-    class_and_place,
-    gather_loss,
-    loop_loss,
-    parameter,
-)
+from scripts.benchmarks import methods
+from scripts.benchmarks.methods import Loss, Method, Problem
 
 LOOP_POSITIONS = 256
 """Positions that the loop over positions is timed on; its time is proportional to their number."""
@@ -195,7 +188,7 @@ def gather(problem: Problem) -> Method:
     def build() -> tuple[Loss, list[Tensor]]:
         root = classes.root()
         words = problem.parameters(classes.num_word_classes, num_rows)
-        return gather_loss(classes.tree, root, words), [*root, *words]
+        return methods.gather_loss(classes.tree, root, words), [*root, *words]
 
     row_bytes = 2 * problem.hidden_size * problem.element_bytes + 3 * 8  # with their indices
     copy_bytes = problem.num_positions * classes.widest * row_bytes
@@ -222,13 +215,13 @@ def grouped(problem: Problem) -> Method:
         place = torch.arange(width, device=last.device)
         inside = place <= last  # [C, width], whether a word is there
         rows = classes.tree.first_row[1:, None] + torch.minimum(place, last)
-        bias = parameter(torch.where(inside, problem.bias[rows], -torch.inf))
+        bias = methods.parameter(torch.where(inside, problem.bias[rows], -torch.inf))
         padded = problem.weight.new_zeros(classes.num_word_classes, width, size)
         padded[:, :, : problem.hidden_size][inside] = problem.weight[rows[inside]]
-        matrices = [parameter(some) for some in torch.split(padded, GROUPS)]
+        matrices = [methods.parameter(some) for some in torch.split(padded, GROUPS)]
 
         def loss(hidden: Tensor, target: Tensor) -> Tensor:
-            word_class, place = class_and_place(classes.tree, target)
+            word_class, place = methods.class_and_place(classes.tree, target)
             word_class, order = word_class.sort()
             hidden = hidden.index_select(0, order)
             class_nll = F.cross_entropy(F.linear(hidden, *root), word_class)
@@ -282,7 +275,7 @@ def loop(problem: Problem) -> Method:
         root = classes.root()
         first, width = classes.tree.first_row[1:].tolist(), classes.num_children.tolist()
         words = [problem.parameters(f, f + w) for f, w in zip(first, width, strict=True)]
-        return loop_loss(classes.tree, root, words), [*root, *chain.from_iterable(words)]
+        return methods.loop_loss(classes.tree, root, words), [*root, *chain.from_iterable(words)]
 
     logits = 4 * num_positions * (classes.num_word_classes + classes.widest)
     return Method(

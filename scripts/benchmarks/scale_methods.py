@@ -13,14 +13,8 @@ from torch.nn import functional as F
 
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.rowwise import RowAdagrad
-from scripts.benchmarks.methods import (
-    Loss,
-    class_and_place,
-    gather_loss,
-    loop_loss,
-    parameter,
-    zipf,
-)
+from scripts.benchmarks import methods
+from scripts.benchmarks.methods import parameter, zipf
 
 if TYPE_CHECKING:  # `step` alone needs more than torch
     from lm.config import WordTable
@@ -162,16 +156,16 @@ def full(task: Task) -> Method:
 def gather(task: Task) -> Method:
     """Two levels with the rows of each position's class copied."""
     root, words = task.split(0, int(task.tree.num_children[0]), task.tree.num_rows)
-    return _peer(task, gather_loss(task.tree, root, words), *root, *words)
+    return _peer(task, methods.gather_loss(task.tree, root, words), *root, *words)
 
 
 def loop(task: Task) -> Method:
     """Two levels, one position after the other; each class is a separate parameter."""
     root, *words_of = task.split(*task.tree.first_row.tolist(), task.tree.num_rows)
-    return _peer(task, loop_loss(task.tree, root, words_of), *root, *chain(*words_of))
+    return _peer(task, methods.loop_loss(task.tree, root, words_of), *root, *chain(*words_of))
 
 
-def _peer(task: Task, compute: Loss, *parameters: Tensor) -> Method:
+def _peer(task: Task, compute: methods.Loss, *parameters: Tensor) -> Method:
     def loss(words: Tensor) -> Tensor:
         return compute(task.hidden[: words.shape[1]].to(task.dtype), words[1])
 
@@ -193,7 +187,7 @@ def host(task: Task) -> Method:
             copies.append(parameter(rows.to(device)))
 
     def loss(words: Tensor) -> Tensor:
-        word_class, place = class_and_place(tree, words[1].cpu())
+        word_class, place = methods.class_and_place(tree, words[1].cpu())
         order = word_class.argsort()
         present, counts = torch.unique(word_class, return_counts=True)
         nodes = [0, *(present + 1).tolist()]
