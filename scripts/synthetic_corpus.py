@@ -37,14 +37,7 @@ SYLLABLES = np.array([0, *(ord(c) | ord(v) << 8 for c, v in product("bdgklmns", 
 
 
 class Zipf:
-    """The distribution P(rank) ∝ 1/rank over the ranks 1 to N.
-
-    Args:
-        num_types: N.
-
-    Attributes:
-        total: Sum of 1/rank over all ranks.
-    """
+    """The distribution P(rank) ∝ 1/rank over the ranks 1 to N; `total` is the sum of 1/rank."""
 
     def __init__(self, num_types: int) -> None:
         self._tabulated = np.cumsum(1 / np.arange(1, min(num_types, NUM_TABULATED) + 1))
@@ -66,19 +59,12 @@ class Zipf:
 
 @dataclass(frozen=True, kw_only=True)
 class WordModel:
-    """The distribution of the text.
+    """The distribution of the text."""
 
-    Attributes:
-        zipf: Distribution of independent words and of successors.
-        markov: Probability that a word is a successor of the previous one.
-        num_successors: Successors of a word, equally likely.
-        seed: Of successors and draws.
-    """
-
-    zipf: Zipf
-    markov: float
-    num_successors: int
-    seed: int
+    zipf: Zipf  # distribution of independent words and of successors
+    markov: float  # probability that a word is a successor of the previous one
+    num_successors: int  # of a word, equally likely
+    seed: int  # of successors and draws
 
     def successor(self, words: IntArray, which: IntArray) -> IntArray:
         """Successor number `which` of each word, from 0 to `num_successors` - 1; all are ranks."""
@@ -88,16 +74,7 @@ class WordModel:
         return self.zipf.quantile((which + uniform) / self.num_successors)
 
     def blocks(self, split: int, num_words: int, line_words: int) -> Iterator[IntArray]:
-        """Generate the words of a split.
-
-        Args:
-            split: Number of the split.
-            num_words: Words in total.
-            line_words: Words per line.
-
-        Yields:
-            Ranks, [lines, line_words]; 0 after the end of the last line.
-        """
+        """Yield the ranks of a split, [lines, line_words]; 0 after the end of the last line."""
         generator = np.random.default_rng([self.seed, split])
         for start in range(0, num_words, LINES_PER_BLOCK * line_words):
             remaining = num_words - start
@@ -125,12 +102,9 @@ def _hash(keys: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
 
 
 def spell(ranks: IntArray) -> bytes:
-    r"""The text of lines of words.
+    r"""The text of lines of words, given their ranks [lines, words]; rank 0 is not a word.
 
     The syllables of a word are the digits 1 to 40 of its rank, so every rank has its own spelling.
-
-    Args:
-        ranks: [lines, words]; rank 0 is not a word.
 
     Example:
         >>> spell(np.array([[1, 2, 41], [3, 0, 0]]))
@@ -153,20 +127,14 @@ def spell(ranks: IntArray) -> bytes:
 
 def write_corpus(options: argparse.Namespace) -> None:
     """Write the three splits."""
+    zipf, num_successors = Zipf(options.types), options.successors
     model = WordModel(
-        zipf=Zipf(options.types),
-        markov=options.markov,
-        num_successors=options.successors,
-        seed=options.seed,
+        zipf=zipf, markov=options.markov, num_successors=num_successors, seed=options.seed
     )
     sizes = {"train": options.tokens, "valid": options.held_out_tokens}
     sizes["test"] = options.held_out_tokens
-    bar = tqdm(
-        total=sum(sizes.values()),
-        unit=" words",
-        unit_scale=True,
-        disable=True if options.no_progress else None,
-    )
+    hidden = options.no_progress or None  # None: unless stderr is a terminal
+    bar = tqdm(total=sum(sizes.values()), unit=" words", unit_scale=True, disable=hidden)
 
     def write(file: BinaryIO, split: int, num_words: int) -> None:
         for block in model.blocks(split, num_words, options.line_words):
@@ -180,11 +148,7 @@ def write_corpus(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the command.
-
-    Raises:
-        UserError: If an option is out of range or the folder cannot be created.
-    """
+    """Run the command; raises UserError if an option is wrong or the folder cannot be created."""
     parser = argparse.ArgumentParser(
         prog="scripts/make_corpus",
         description=__doc__,
@@ -196,13 +160,8 @@ def main() -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="folder, created if missing")
     add("--seed", type=int, default=1)
     add("--line-words", type=int, default=20, metavar="N", help="words per line, default 20")
-    add(
-        "--held-out-tokens",
-        type=int,
-        default=200_000,
-        metavar="T",
-        help="words in valid.txt and in test.txt, default 200,000",
-    )
+    held_out = "words in valid.txt and in test.txt, default 200,000"
+    add("--held-out-tokens", type=int, default=200_000, metavar="T", help=held_out)
     add("--markov", type=float, default=0.5, metavar="P", help="default 0.5")
     add("--successors", type=int, default=4, metavar="K", help="of a word, default 4")
     add("--no-progress", action="store_true", help="no progress bar")
@@ -217,15 +176,13 @@ def main() -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise UserError for an option out of range."""
-    for name in ("types", "tokens", "line_words", "held_out_tokens", "successors"):
-        if getattr(options, name) < 1:
-            raise UserError(
-                f"--{name.replace('_', '-')}: expected at least 1, got {getattr(options, name)}"
-            )
+    positive = ("types", "tokens", "line_words", "held_out_tokens", "successors")
+    least = {"seed": 0} | dict.fromkeys(positive, 1)
+    for name, value in least.items():
+        if (got := getattr(options, name)) < value:
+            raise UserError(f"--{name.replace('_', '-')}: expected at least {value}, got {got}")
     if not 0 <= options.markov <= 1:
         raise UserError(f"--markov: expected 0 to 1, got {options.markov}")
-    if options.seed < 0:
-        raise UserError(f"--seed: expected at least 0, got {options.seed}")
 
 
 if __name__ == "__main__":

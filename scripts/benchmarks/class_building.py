@@ -24,19 +24,10 @@ from data_prep.prepare import prepare
 from data_prep.prepared import open_prepared
 from data_prep.settings import ClassesConfig
 from lm.config import Config, load_config
-from scripts.benchmarks.reporting import Column, Table, benchmark_parser, run
+from scripts.benchmarks.reporting import Table, benchmark_parser, run
 
 Result = TypeVar("Result")
 METHODS = ("random", "uniform", "frequency", "embedding", "exchange")
-COLUMNS = (
-    Column("method", "method", width=9),
-    Column("seconds", "seconds", ".1f"),
-    Column("peak MiB", "peak_mib", ","),
-    Column("classes", "num_word_classes", ","),
-    Column("most words", "max_words", ","),
-    Column("columns/token", "columns_per_token", ".1f"),
-    Column("nats/token", "bigram_log_likelihood", ".4f"),
-)
 
 
 def measure(settings: ClassesConfig, folder: Path) -> dict[str, Any]:
@@ -66,11 +57,7 @@ def measure(settings: ClassesConfig, folder: Path) -> dict[str, Any]:
 
 
 def prepare_data(config: Config) -> None:
-    """Prepare the token files that are missing; classes that exist stay as they are.
-
-    Raises:
-        UserError: As `prepare`.
-    """
+    """Prepare the token files that are missing; classes that exist stay as they are."""
     prepare(config.data, config.tokenizer, None, config.prepared_path, keep=True)
 
 
@@ -87,7 +74,7 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     config = load_config(options.config, overrides)
     in_new_process(prepare_data, config)
-    table = Table(COLUMNS, options.json)
+    table = Table(log=options.json)
     for method in options.methods:
         settings = replace(config.classes, method=method)
         table.add(in_new_process(measure, settings, config.prepared_path))

@@ -62,12 +62,7 @@ def run_step(name: str, command: list[str], limit: int, out: Path, dry: bool) ->
     with open(log, "w", encoding="utf-8") as file:
         try:
             code = subprocess.run(
-                command,
-                cwd=TOP,
-                env=variables,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=limit,
+                command, cwd=TOP, env=variables, stdout=file, stderr=file, timeout=limit
             ).returncode
         except subprocess.TimeoutExpired:
             code = 124

@@ -22,7 +22,7 @@ import torch
 
 from lm.output import ClassTree
 from lm.output.backends.triton.tile_shapes import tiles
-from scripts.benchmarks.kernel_cache import traffic
+from scripts.benchmarks.kernel_cache import missed_bytes
 from scripts.benchmarks.kernel_traces import Batch, Launches
 from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import Table, benchmark_parser
@@ -65,12 +65,11 @@ def _forward(batch: Batch) -> list[Count]:
 
 def _exp_logits(kernel: str, batch: Batch, blocks: int, block_h: int | None = None) -> list[Count]:
     """What the forward saves, touched once for each portion of H, or once if there are none."""
-    exp_logits = blocks * batch.shape.block_c * batch.element_bytes
-    block_max = blocks * SINGLE
+    block_bytes = {"exp_logits": batch.shape.block_c * batch.element_bytes, "block_max": SINGLE}
     times = -(-batch.hidden_size // block_h) if block_h else 1
     return [
-        Count(kernel, "exp_logits", exp_logits, exp_logits * times),
-        Count(kernel, "block_max", block_max, block_max * times),
+        Count(kernel, tensor, blocks * size, blocks * size * times)
+        for tensor, size in block_bytes.items()
     ]
 
 
@@ -120,25 +119,6 @@ def zero_bytes(batch: Batch) -> int:
     return (batch.tree.num_rows - batch.rows(batch.visited)) * batch.row_bytes
 
 
-def recomputed_bytes(batch: Batch, counted: list[Count]) -> int:
-    """Memory bytes if nothing were saved: heavy rows are read once more, for their gradient."""
-    saved = sum(each.memory for each in counted if each.tensor in ("exp_logits", "block_max"))
-    return sum(each.memory for each in counted) - saved + batch.rows(batch.heavy) * batch.row_bytes
-
-
-def operations(batch: Batch) -> tuple[int, int]:
-    """Multiply–adds × 2 as implemented, and if the logits were recomputed in the backward.
-
-    They would be recomputed once for a light group, whose program makes both of its gradients, and
-    twice for a heavy node.
-    """
-    heavy, light = (
-        2 * batch.hidden_size * int(batch.tree.num_children[batch.visits.node[chosen]].sum())
-        for chosen in (batch.heavy, batch.light)
-    )
-    return 3 * (heavy + light), 5 * heavy + 4 * light
-
-
 def floor_bytes(batch: Batch) -> int:
     """Visited rows and hidden vectors: read twice, their gradients written once."""
     return 3 * (batch.rows(batch.visited) + batch.num_positions) * batch.row_bytes
@@ -154,7 +134,7 @@ def through_cache(
     once = {"d_hidden", "partial", "node_of_row"}
     rest = sum(each.memory for each in counted if each.tensor in once)
     return rest + sum(
-        sum(traffic(trace, capacity, NUM_CONCURRENT, granule).values()) for trace in launches
+        missed_bytes(programs, capacity, NUM_CONCURRENT, granule) for programs in launches
     )
 
 
@@ -175,12 +155,10 @@ def row(
     batch = Batch.of(target, tree, hidden_size, 2, shape)
     counted = counts(batch)
     floor, zeros = floor_bytes(batch), zero_bytes(batch)
-    memory, everything = sum(c.memory for c in counted), sum(c.all for c in counted)
-    launches, (flops, recomputed_flops) = Launches(batch), operations(batch)
-    missed = {
-        name: zeros + through_cache(launches, counted, capacity)
-        for name, capacity in CACHES.items()
-    }
+    launches = Launches(batch)
+    moved = {"memory": sum(c.memory for c in counted), "all": sum(c.all for c in counted)}
+    for name, capacity in CACHES.items():
+        moved[name] = zeros + through_cache(launches, counted, capacity)
     return {
         "classes": classes,
         "N": vocab_size,
@@ -189,16 +167,9 @@ def row(
         "sm": capability,
         "rows_visited": batch.rows(batch.visited),
         "floor_mb": round(floor / 1e6),
-        "memory_mb": round(memory / 1e6),
         "of_it_zeros_mb": round(zeros / 1e6),
-        "memory_ratio": round(memory / floor, 2),
-        **{f"{name}_mb": round(value / 1e6) for name, value in missed.items()},
-        **{f"{name}_ratio": round(value / floor, 2) for name, value in missed.items()},
-        "all_mb": round(everything / 1e6),
-        "all_ratio": round(everything / floor, 2),
-        "formed_again_mb": round(recomputed_bytes(batch, counted) / 1e6),
-        "gflop": round(flops / 1e9, 1),
-        "formed_again_gflop": round(recomputed_flops / 1e9, 1),
+        **{f"{name}_mb": round(value / 1e6) for name, value in moved.items()},
+        **{f"{name}_ratio": round(value / floor, 2) for name, value in moved.items()},
     }
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -61,13 +62,6 @@ def launches(hidden_size: int, dtype: torch.dtype, capability: int) -> list[Laun
     return recorded[:4] + recorded[-1:]  # the other launches are the same for both
 
 
-def name_of(launch: Launch) -> str:
-    """Name of the kernel; "sparse" where it writes only the rows of visited nodes."""
-    sparse = launch.arguments.get("written_row") is not None
-    name: str = launch.kernel.__name__
-    return name + (", sparse" if sparse else "")
-
-
 def compiled(launch: Launch, capability: int) -> Any:
     """The kernel, specialised as at run time: aligned pointers, multiples of 16, constants."""
     names = launch.kernel.arg_names
@@ -75,15 +69,13 @@ def compiled(launch: Launch, capability: int) -> Any:
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(names):
         value = launch.arguments[name]
+        is_tensor = isinstance(value, torch.Tensor)
         if name in constexpr or value is None or (isinstance(value, int) and value == 1):
             signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = TYPES[value.dtype]
+            continue
+        signature[name] = TYPES[value.dtype] if is_tensor else "i32"
+        if is_tensor or value % 16 == 0:
             attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "i32"
-            if value % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options=compiler_options(launch.tile))
@@ -117,14 +109,12 @@ def report(
     sizes: list[int], dtypes: list[str], capabilities: list[int], kernels: list[str] | None = None
 ) -> Iterator[dict[str, Any]]:
     """One row for each kernel, dtype, size and architecture; of all kernels if none are named."""
-    for capability in capabilities:
-        for dtype in dtypes:
-            torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
-            kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
-            for size in sizes:
-                for launch in launches(size, kind, capability):
-                    if kernels is None or launch.kernel.__name__ in kernels:
-                        yield row(launch, capability, dtype, size)
+    for capability, dtype, size in product(capabilities, dtypes, sizes):
+        torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
+        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+        for launch in launches(size, kind, capability):
+            if kernels is None or launch.kernel.__name__ in kernels:
+                yield row(launch, capability, dtype, size)
 
 
 def row(launch: Launch, capability: int, dtype: str, size: int) -> dict[str, Any]:
@@ -133,9 +123,10 @@ def row(launch: Launch, capability: int, dtype: str, size: int) -> dict[str, Any
     registers, spilled = assembled(binary.asm["ptx"], capability)
     shared, warps = binary.metadata.shared, launch.tile.warps
     found = sorted(set(TENSOR_CORES.findall(binary.asm["ptx"])))
+    sparse = launch.arguments.get("written_row") is not None  # writes rows of visited nodes only
     return {
         "sm": capability,
-        "kernel": name_of(launch),
+        "kernel": launch.kernel.__name__ + (", sparse" if sparse else ""),
         "dtype": dtype,
         "H": size,
         "tile": f"{launch.tile.v}x{launch.arguments['BLOCK_C']}x{launch.tile.h}",
@@ -157,12 +148,8 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     add = parser.add_argument
     add("--sizes", type=int, nargs="+", default=[300, 650, 1024], metavar="H")
-    add(
-        "--dtypes",
-        nargs="+",
-        default=["bf16", "fp16", "tf32", "fp32"],
-        help="tf32: fp32 tensors with torch.set_float32_matmul_precision('high')",
-    )
+    high = "tf32: fp32 tensors with torch.set_float32_matmul_precision('high')"
+    add("--dtypes", nargs="+", default=["bf16", "fp16", "tf32", "fp32"], help=high)
     add("--sm", type=int, nargs="+", default=[80, 90, 100])
     add("--kernels", nargs="+", metavar="NAME", help="such as _forward; default: all")
     options = parser.parse_args()

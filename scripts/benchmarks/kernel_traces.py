@@ -3,15 +3,14 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lm.output import ClassTree
-from lm.output.backends.triton.schedule import Schedule, blocks_per_path, schedule, splits_per_tile
+from lm.output.backends.triton.schedule import Schedule, schedule, splits_per_tile
 from lm.output.backends.triton.tile_shapes import Tiles
 from lm.output.backends.visits import Visits, route
-from scripts.benchmarks.kernel_cache import Trace
+from scripts.benchmarks.kernel_cache import Access, Programs
 
 HIDDEN, WEIGHT, EXP_LOGITS, D_WEIGHT = range(4)
 """Tensors of a trace; `EXP_LOGITS` with its block maxima. d_hidden and its partial sums are touched
@@ -20,22 +19,13 @@ once and left out.
 
 
 class Batch(NamedTuple):
-    """The visits of a batch, and what decides how the kernels handle them.
-
-    Attributes:
-        visits: The visits.
-        plan: Which programs work on which visits.
-        tree: The tree.
-        hidden_size: H.
-        element_bytes: Bytes of a number in hidden and weight.
-        shape: Tile shapes.
-    """
+    """The visits of a batch, and what decides how the kernels handle them."""
 
     visits: Visits
-    plan: Schedule
+    plan: Schedule  # which programs work on which visits
     tree: ClassTree
     hidden_size: int
-    element_bytes: int
+    element_bytes: int  # of a number in hidden and weight
     shape: Tiles
 
     @classmethod
@@ -101,28 +91,19 @@ class Batch(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """A node in a tile of positions.
+    """A node in a tile of positions."""
 
-    Attributes:
-        begin, end: Its visits there.
-        first_row, width: Its children.
-        block: Number of its first block among those of a path.
-    """
-
-    begin: int
+    begin: int  # of its visits there
     end: int
-    first_row: int
+    first_row: int  # of its children
     width: int
-    block: int
+    block: int  # number of its first block among those of a path
 
 
 class Launches:
-    """Traces of the four launches of a batch.
+    """Loads and stores of the four launches of a batch.
 
-    Args:
-        batch: The batch.
-        num_splits: Programs that share a tile's children in the forward; by default those of the
-            backend.
+    In the forward, `num_splits` programs share a tile's children; by default as in the backend.
     """
 
     def __init__(self, batch: Batch, num_splits: int | None = None) -> None:
@@ -135,10 +116,9 @@ class Launches:
         self.first_row, self.width = arrays.first_row.numpy(), arrays.num_children.numpy()
         self.column = arrays.column.numpy()
         path = batch.tree.max_path_columns, self.depth, batch.shape.block_c
-        self.num_blocks = blocks_per_path(*path)
         self.num_splits = num_splits or splits_per_tile(*path)
 
-    def __iter__(self) -> Iterator[Trace]:
+    def __iter__(self) -> Iterator[Programs]:
         yield self._forward()
         yield self._d_hidden()
         yield self._d_weight()
@@ -177,8 +157,8 @@ class Launches:
             end = int(self.stop[top, begin])
             yield begin, end, self._nodes(begin, end, top, heavy=False)
 
-    def _forward(self) -> Trace:
-        trace = _Builder(self, self.batch.shape.forward.h)
+    def _forward(self) -> Programs:
+        trace = _Builder(self.batch, self.batch.shape.forward.h)
         tiles = list(self._tiles(self.batch.shape.forward.v))
         tiles += [nodes for _, _, nodes in self._light_groups()]
         for nodes in tiles:
@@ -192,10 +172,10 @@ class Launches:
                             trace.add(WEIGHT, *rows, h)
                         trace.add(EXP_LOGITS, node.begin, node.end, block)
                 trace.next_program()
-        return trace.done()
+        return trace.programs
 
-    def _d_hidden(self) -> Trace:
-        trace = _Builder(self, self.batch.shape.d_hidden.h)
+    def _d_hidden(self) -> Programs:
+        trace = _Builder(self.batch, self.batch.shape.d_hidden.h)
         for nodes in self._tiles(self.batch.shape.d_hidden.v):
             for h in range(trace.num_h):
                 for node in nodes:
@@ -203,10 +183,10 @@ class Launches:
                         trace.add(EXP_LOGITS, node.begin, node.end, block)
                         trace.add(WEIGHT, *rows, h)
                 trace.next_program()
-        return trace.done()
+        return trace.programs
 
-    def _d_weight(self) -> Trace:
-        trace = _Builder(self, self.batch.shape.d_weight.h)
+    def _d_weight(self) -> Programs:
+        trace = _Builder(self.batch, self.batch.shape.d_weight.h)
         step = self.batch.shape.d_weight.v
         for flat in self.heavy:
             d, s = divmod(int(flat), self.num_positions)
@@ -218,10 +198,10 @@ class Launches:
                         trace.add(HIDDEN, v, min(v + step, node.end), h)
                     trace.add(D_WEIGHT, *rows, h)
                     trace.next_program()
-        return trace.done()
+        return trace.programs
 
-    def _d_light(self) -> Trace:
-        trace = _Builder(self, self.batch.shape.d_light.h)
+    def _d_light(self) -> Programs:
+        trace = _Builder(self.batch, self.batch.shape.d_light.h)
         for begin, end, nodes in self._light_groups():
             for h in range(trace.num_h):
                 trace.add(HIDDEN, begin, end, h)
@@ -231,20 +211,16 @@ class Launches:
                         trace.add(WEIGHT, *rows, h)
                         trace.add(D_WEIGHT, *rows, h)
                 trace.next_program()
-        return trace.done()
+        return trace.programs
 
 
 class _Builder:
     """Collects the loads and stores of one launch."""
 
-    def __init__(self, launches: Launches, block_h: int) -> None:
-        self.batch, self.block_h = launches.batch, block_h
-        self.block_c = self.batch.shape.block_c
-        self.num_h = -(-self.batch.hidden_size // block_h)
-        self.num_portions = np.array([self.num_h, self.num_h, launches.num_blocks, self.num_h])
-        self.program = 0
-        self.programs: list[int] = []
-        self.touched: list[tuple[int, ...]] = []
+    def __init__(self, batch: Batch, block_h: int) -> None:
+        self.batch, self.block_h, self.block_c = batch, block_h, batch.shape.block_c
+        self.num_h = -(-batch.hidden_size // block_h)
+        self.programs: list[list[Access]] = [[]]
 
     def blocks(self, node: _Node) -> Iterator[tuple[int, tuple[int, int]]]:
         """Blocks of a node's children: their number on the path, and their rows."""
@@ -258,14 +234,8 @@ class _Builder:
         row_bytes = columns * self.batch.element_bytes
         if tensor == EXP_LOGITS:
             row_bytes = self.block_c * self.batch.element_bytes + 4
-        self.programs.append(self.program)
-        self.touched.append((tensor, begin, end, portion, row_bytes))
+        self.programs[-1].append(Access(tensor, begin, end, portion, row_bytes))
 
     def next_program(self) -> None:
         """Continue with the next program."""
-        self.program += 1
-
-    def done(self) -> Trace:
-        """The trace."""
-        touched = np.array(self.touched, dtype=np.int64).reshape(-1, 5)
-        return Trace(np.array(self.programs, dtype=np.int64), touched, self.num_portions)
+        self.programs.append([])

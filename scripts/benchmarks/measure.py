@@ -1,7 +1,4 @@
-"""What the benchmarks measure: seconds, memory, launches, the rates of the device and the floor.
-
-Decides how a step is timed, which memory counts and what the least work of a step is.
-"""
+"""What the benchmarks measure: seconds, memory, launches, the rates of the device and the floor."""
 
 import ctypes
 import math

@@ -19,23 +19,14 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(kw_only=True)
 class Problem:
-    """What all methods are given.
+    """What all methods are given."""
 
-    Attributes:
-        hidden: [P, H].
-        target: [P] int64.
-        trees: Trees by name, always with `random` and `tree_full`.
-        weight: [≥ R, H] for the largest tree; a method uses as many rows as its tree has.
-        bias: [≥ R].
-        cutoffs: Cutoffs of the adaptive softmax.
-    """
-
-    hidden: Tensor
-    target: Tensor
-    trees: dict[str, ClassTree]
-    weight: Tensor
-    bias: Tensor
-    cutoffs: list[int]
+    hidden: Tensor  # [P, H]
+    target: Tensor  # [P] int64
+    trees: dict[str, ClassTree]  # by name, always with `random` and `tree_full`
+    weight: Tensor  # [≥ R, H] for the largest tree; a method uses as many rows as its tree has
+    bias: Tensor  # [≥ R]
+    cutoffs: list[int]  # of the adaptive softmax
 
     @property
     def vocab_size(self) -> int:
@@ -69,40 +60,25 @@ class Problem:
 
 @dataclass(kw_only=True, eq=False)
 class Method:
-    """One way to compute the loss.
+    """One way to compute the loss; all methods of a tree have the same loss.
 
-    Attributes:
-        name: Name in `--methods`.
-        problem: The problem whose loss it computes.
-        build: Makes the loss and its parameters.
-        needed_bytes: Estimate of the memory that it needs in addition to the problem: gradients,
-            temporaries, and weights that are not the problem's.
-        tree: Tree whose probabilities it computes; all methods of a tree have the same loss. None
-            if its probabilities are those of no tree.
-        backend: Backend of this project's layer; "torch" for peers.
-        exact: Whether its loss must equal that of the other methods of its tree; False if it
-            rounds sums to half precision.
-        slow: Whether it is timed in every third round only.
-        num_positions: Number of the problem's positions that it is timed on; 0 for all.
-        refused: Why there is no figure, or None.
-        last_loss: Loss of the last step.
-        timings: One function per timed step that returns its seconds; called after the last round.
-        peak_bytes: Most memory that one step held in addition to what was held before it.
+    `needed_bytes` is an estimate of the memory that it needs in addition to the problem: gradients,
+    temporaries, and weights that are not the problem's.
     """
 
-    name: str
+    name: str  # in `--methods`
     problem: Problem
-    build: Callable[[], tuple[Loss, list[Tensor]]]
+    build: Callable[[], tuple[Loss, list[Tensor]]]  # makes the loss and its parameters
     needed_bytes: int
-    tree: ClassTree | None = None
-    backend: str = "torch"
-    exact: bool = True
-    slow: bool = False
-    num_positions: int = 0
-    refused: str | None = None
+    tree: ClassTree | None = None  # whose probabilities it computes
+    backend: str = "torch"  # of this project's layer; "torch" for peers
+    exact: bool = True  # whether its loss equals that of its tree, not rounded in half precision
+    slow: bool = False  # timed in every third round only
+    num_positions: int = 0  # of the problem that it is timed on; 0 for all
+    refused: str | None = None  # why there is no figure
     last_loss: float | Tensor = float("nan")
-    timings: list[Callable[[], float]] = field(default_factory=list)
-    peak_bytes: int | None = None
+    timings: list[Callable[[], float]] = field(default_factory=list)  # called after the last round
+    peak_bytes: int | None = None  # of one step, in addition to what was held before it
 
     def __post_init__(self) -> None:
         self.num_positions = self.num_positions or self.problem.num_positions
@@ -208,6 +184,27 @@ def loop_loss(
             nll.append(F.cross_entropy(F.linear(h, *root), c))
             nll.append(F.cross_entropy(F.linear(h, *words_of[int(c)]), w))
         return torch.stack(nll).float().sum() / len(hidden)
+
+    return loss
+
+
+def gather_loss(tree: ClassTree, root: tuple[Tensor, Tensor], words: tuple[Tensor, Tensor]) -> Loss:
+    """The loss of two levels with the rows of each position's class copied.
+
+    The copies are positions × widest class of the batch × H numbers, and so is their gradient.
+    """
+
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        word_class, place = class_and_place(tree, target)
+        width = tree.num_children[word_class + 1, None]
+        column = torch.arange(int(width.max()), device=width.device)
+        first = tree.first_row[word_class + 1, None] - tree.num_children[0]
+        rows = first + torch.minimum(column, width - 1)
+        copies = F.embedding(rows, words[0])  # [P, widest, H]
+        logits = torch.bmm(copies, hidden[:, :, None]).squeeze(2) + words[1][rows]
+        logits = torch.where(column < width, logits, -torch.inf)
+        class_nll = F.cross_entropy(F.linear(hidden, *root), word_class)
+        return class_nll + F.cross_entropy(logits, place)
 
     return loss
 

@@ -45,18 +45,11 @@ from torch import Tensor
 
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.functional import BackendName
-from scripts.benchmarks import measure, table
+from scripts.benchmarks import measure, reporting, table
 from scripts.benchmarks.measure import Clock
 from scripts.benchmarks.methods import GraphMethod, Loss, Method, Problem, zipf
 from scripts.benchmarks.peers import PEERS, usual_cutoffs
-from scripts.benchmarks.reporting import (
-    Row,
-    Table,
-    benchmark_parser,
-    environment,
-    problem_size,
-    require_positive,
-)
+from scripts.benchmarks.reporting import Row, Table
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -120,11 +113,7 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
 
 
 def corpus(path: Path, vocab_size: int, num_positions: int) -> tuple[Tensor, Tensor]:
-    """The first words [P] of a token file, and the counts [N] of the whole file.
-
-    Raises:
-        SystemExit: If the file is not an array of at least P words.
-    """
+    """The first words [P] of a token file, and the counts [N] of the whole file."""
     tokens = np.load(path, mmap_mode="r")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < num_positions:
         raise SystemExit(
@@ -141,11 +130,7 @@ def corpus(path: Path, vocab_size: int, num_positions: int) -> tuple[Tensor, Ten
 
 
 def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace) -> Problem:
-    """Hidden vectors, targets, trees and weights.
-
-    Raises:
-        SystemExit: If the weights alone do not fit into memory.
-    """
+    """Hidden vectors, targets, trees and weights; raises SystemExit if the weights do not fit."""
     torch.manual_seed(options.seed)
     like: dict[str, Any] = {"device": options.device, "dtype": DTYPES[options.dtype]}
     size = vocab_size, options.positions
@@ -183,10 +168,9 @@ def make_methods(problem: Problem, options: argparse.Namespace) -> list[Method]:
 
 
 def attempt(method: Method, action: Callable[[Method], None], free: float) -> None:
-    """Run an action, or refuse the method.
+    """Run an action, or refuse the method if memory does not suffice or it cannot run.
 
-    It is refused if memory does not suffice, if triton does not support its tree, or if it is a
-    peer that fails. `free` is the number of free bytes, for the message.
+    An error of this project's layer is raised, unless triton does not support the tree.
     """
     reason = None
     try:
@@ -224,11 +208,7 @@ def warm_up(method: Method) -> None:
 
 
 def check_losses(methods: list[Method]) -> list[str]:
-    """Which methods agree, a line for each tree.
-
-    Raises:
-        SystemExit: If two methods of a tree differ.
-    """
+    """Which methods agree, a line for each tree; raises SystemExit if two methods differ."""
     by_tree: dict[ClassTree, list[Method]] = {}
     for method in methods:
         if method.tree is not None and not method.refused:
@@ -303,10 +283,10 @@ def compare(
 
 def parse_options() -> argparse.Namespace:
     """Options of the command line, with the defaults of the device."""
-    parser = benchmark_parser(__doc__)
+    parser = reporting.benchmark_parser(__doc__)
     add = parser.add_argument
     names = [*TREES, "graph", *PEERS]
-    add("--rows", type=problem_size, nargs="+", metavar="N:H", help="words and hidden size")
+    add("--rows", type=reporting.problem_size, nargs="+", metavar="N:H", help="words, hidden size")
     add("--positions", type=int, help="2048 on a CPU, 16384 on a GPU")
     add("--dtype", choices=DTYPES, help="fp32 on a CPU, bf16 on a GPU")
     add("--device", choices=["cpu", "cuda"], default="cpu")
@@ -318,30 +298,28 @@ def parse_options() -> argparse.Namespace:
     add("--rounds", type=int, default=9)
     add("--threads", type=int, help="CPU threads")
     add("--seed", type=int, default=1)
-    add("--plot", type=Path, metavar="FILE", help="draw time ÷ ours against N")
     options = parser.parse_args()
     for name, value in DEFAULTS[options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    require_positive(parser, options, ["positions", "rounds", "threads"])
+    reporting.require_positive(parser, options, ["positions", "rounds", "threads"])
     options.device = torch.device(options.device)
     return options
 
 
 def main() -> None:
-    """Print a table for each problem; write a log and draw a plot if asked."""
+    """Print a table for each problem, and write a log if asked."""
     options = parse_options()
     if options.threads:
         torch.set_num_threads(options.threads)
     clock: Clock = measure.CudaClock() if options.device.type == "cuda" else measure.cpu_clock
     peak = measure.ceilings(clock, options.device, DTYPES[options.dtype])
     print(
-        f"{environment(options.device.type)['device']}, {options.dtype}: copy"
+        f"{reporting.environment(options.device.type)['device']}, {options.dtype}: copy"
         f" {peak.bytes / 1e9:.1f} GB/s, matrix product {peak.flops / 1e12:.3f} TFLOP/s"
     )
-    rows = [row for size in options.rows for row in compare(size, peak, clock, options)]
-    if options.plot:
-        table.plot(rows, options.plot)
+    for size in options.rows:
+        compare(size, peak, clock, options)
 
 
 if __name__ == "__main__":

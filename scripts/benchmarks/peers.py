@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scripts.benchmarks.methods import Loss, Method, Problem, class_and_place, loop_loss, parameter
+from scripts.benchmarks import methods
+from scripts.benchmarks.methods import Loss, Method, Problem
 
 LOOP_POSITIONS = 256
 """Positions that the loop over positions is timed on; its time is proportional to their number."""
@@ -44,10 +45,7 @@ def full_softmax(
     refused: str | None = None,
     exact: bool = True,
 ) -> Method:
-    """A peer that computes the full softmax by the function that `load` returns.
-
-    It needs `temporary_bytes` of memory in addition to the gradients.
-    """
+    """A full softmax by the function that `load` returns; temporaries come with the gradients."""
     vocab_size = problem.vocab_size
 
     def build() -> tuple[Loss, list[Tensor]]:
@@ -78,10 +76,7 @@ def full(problem: Problem) -> Method:
 
 
 def chunked(problem: Problem) -> Method:
-    """The function linear_cross_entropy of torch.
-
-    Chunks are its default, or of `CHUNK_BYTES` where the default is a few positions.
-    """
+    """linear_cross_entropy of torch; its chunks, or `CHUNK_BYTES` where those are too small."""
     num_rows, size = problem.vocab_size, problem.hidden_size
     per_chunk = -(-problem.num_positions * size // num_rows)
     explicit = None
@@ -172,63 +167,31 @@ def adaptive(problem: Problem) -> Method:
 
 
 class Classes:
-    """The two levels of the tree `random`, as the peers `gather`, `grouped` and `loop` use them.
-
-    Attributes:
-        tree: The tree.
-        num_word_classes: C.
-        num_children: [C], words of each class.
-        widest: Number of words of the largest class.
-    """
+    """The two levels of the tree `random`, as the peers `gather`, `grouped` and `loop` use them."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.tree = problem, problem.trees["random"]
         self.num_word_classes = int(self.tree.num_children[0])
-        self.num_children = self.tree.num_children[1:]
-        self.widest = int(self.num_children.max())
+        self.num_children = self.tree.num_children[1:]  # [C], words of each class
+        self.widest = int(self.num_children.max())  # words of the largest class
 
     def root(self) -> tuple[Tensor, Tensor]:
         """Rows and biases of the classes, as parameters."""
         return self.problem.parameters(0, self.num_word_classes)
 
-    def table(self, width: int) -> tuple[Tensor, Tensor]:
-        """Row of each place in each class [C, width], and whether a word is there [C, width]."""
-        place = torch.arange(width, device=self.num_children.device)
-        inside = place < self.num_children[:, None]
-        last = self.num_children[:, None] - 1
-        return self.tree.first_row[1:, None] + torch.minimum(place, last), inside
-
-    def padded_bias(self, width: int) -> Tensor:
-        """Biases of each class's words as a parameter [C, width]; -inf where no word is."""
-        rows, inside = self.table(width)
-        return parameter(torch.where(inside, self.problem.bias[rows], -torch.inf))
-
 
 def gather(problem: Problem) -> Method:
-    """Two levels with the rows of each position's class copied.
-
-    The copies are positions × √N × H numbers, and so is their gradient.
-    """
+    """Two levels with the rows of each position's class copied."""
     classes = Classes(problem)
-    width, num_rows = classes.widest, classes.tree.num_rows
+    num_rows = classes.tree.num_rows
 
     def build() -> tuple[Loss, list[Tensor]]:
-        root, padded_bias = classes.root(), classes.padded_bias(width)
-        words, _ = problem.parameters(classes.num_word_classes, num_rows)
-        rows = classes.table(width)[0] - classes.num_word_classes
-
-        def loss(hidden: Tensor, target: Tensor) -> Tensor:
-            word_class, place = class_and_place(classes.tree, target)
-            copies = F.embedding(rows[word_class], words)  # [P, width, H]
-            logits = torch.bmm(copies, hidden[:, :, None]).squeeze(2)
-            class_nll = F.cross_entropy(F.linear(hidden, *root), word_class)
-            bias = F.embedding(word_class, padded_bias)
-            return class_nll + F.cross_entropy(logits + bias, place)
-
-        return loss, [*root, words, padded_bias]
+        root = classes.root()
+        words = problem.parameters(classes.num_word_classes, num_rows)
+        return methods.gather_loss(classes.tree, root, words), [*root, *words]
 
     row_bytes = 2 * problem.hidden_size * problem.element_bytes + 3 * 8  # with their indices
-    copy_bytes = problem.num_positions * width * row_bytes
+    copy_bytes = problem.num_positions * classes.widest * row_bytes
     return Method(
         name="gather",
         problem=problem,
@@ -248,14 +211,17 @@ def grouped(problem: Problem) -> Method:
     width, size = (-(-n // unit) * unit for n in (classes.widest, problem.hidden_size))
 
     def build() -> tuple[Loss, list[Tensor]]:
-        root, bias = classes.root(), classes.padded_bias(width)
-        rows, inside = classes.table(width)
+        root, last = classes.root(), classes.num_children[:, None] - 1
+        place = torch.arange(width, device=last.device)
+        inside = place <= last  # [C, width], whether a word is there
+        rows = classes.tree.first_row[1:, None] + torch.minimum(place, last)
+        bias = methods.parameter(torch.where(inside, problem.bias[rows], -torch.inf))
         padded = problem.weight.new_zeros(classes.num_word_classes, width, size)
         padded[:, :, : problem.hidden_size][inside] = problem.weight[rows[inside]]
-        matrices = [parameter(some) for some in torch.split(padded, GROUPS)]
+        matrices = [methods.parameter(some) for some in torch.split(padded, GROUPS)]
 
         def loss(hidden: Tensor, target: Tensor) -> Tensor:
-            word_class, place = class_and_place(classes.tree, target)
+            word_class, place = methods.class_and_place(classes.tree, target)
             word_class, order = word_class.sort()
             hidden = hidden.index_select(0, order)
             class_nll = F.cross_entropy(F.linear(hidden, *root), word_class)
@@ -282,12 +248,10 @@ def grouped(problem: Problem) -> Method:
 
 
 def _grouped_products(hidden: Tensor, matrices: list[Tensor], ends: Tensor) -> Tensor:
-    """Products of each position with the matrix of its class, [P, width].
+    """Products [P, width] of each position with the matrix of its class.
 
-    Args:
-        hidden: [P, size], sorted by class.
-        matrices: The classes' matrices in groups [≤ GROUPS, width, size].
-        ends: [C], where the positions of each class end.
+    hidden [P, size] is sorted by class, whose positions end at ends [C]; the classes' matrices are
+    in groups [≤ GROUPS, width, size].
     """
     if len(matrices) == 1:
         return F.grouped_mm(hidden, matrices[0].transpose(1, 2), offs=ends.to(torch.int32))
@@ -311,8 +275,7 @@ def loop(problem: Problem) -> Method:
         root = classes.root()
         first, width = classes.tree.first_row[1:].tolist(), classes.num_children.tolist()
         words = [problem.parameters(f, f + w) for f, w in zip(first, width, strict=True)]
-
-        return loop_loss(classes.tree, root, words), [*root, *chain.from_iterable(words)]
+        return methods.loop_loss(classes.tree, root, words), [*root, *chain.from_iterable(words)]
 
     logits = 4 * num_positions * (classes.num_word_classes + classes.widest)
     return Method(

@@ -30,21 +30,13 @@ FOLDER = re.compile(r"(^|=)/(?:[^/]+/)*")
 
 
 class Column(NamedTuple):
-    """A column of a printed table.
-
-    Attributes:
-        title: Heading.
-        field: Field of the row.
-        format: Format specification of the values; empty for text, which is left-aligned.
-        unit: Number that the values are divided by.
-        width: Least width in characters; the title's width if that is larger.
-    """
+    """A column of a printed table."""
 
     title: str
-    field: str
-    format: str = ""
-    unit: float = 1
-    width: int = 0
+    field: str  # of the row
+    format: str = ""  # specification; empty for text, which is left-aligned
+    unit: float = 1  # that the values are divided by
+    width: int = 0  # in characters, if the title is not wider
 
     def align(self, text: str) -> str:
         """Pad a cell to the width of the column."""
@@ -60,13 +52,7 @@ class Column(NamedTuple):
 
 
 class Table:
-    """A table that is printed and logged row by row.
-
-    Args:
-        columns: Its columns; by default one for each field of the first row.
-        log: File of JSON lines to which rows are appended with their environment, or None.
-        device: Type of the device that is measured.
-    """
+    """A table that is printed and logged row by row; by default with all fields of the first."""
 
     def __init__(
         self, columns: Sequence[Column] = (), log: Path | None = None, device: str = "cpu"
@@ -99,10 +85,8 @@ def benchmark_parser(
 ) -> argparse.ArgumentParser:
     """A parser with the option --json.
 
-    Args:
-        description: Docstring of the benchmark, shown by --help.
-        takes_config: Whether the first argument is a config file; overrides of its keys are then
-            the unknown arguments of `parse_known_args`.
+    With `takes_config`, the first argument is a config file, and overrides of its keys are the
+    unknown arguments of `parse_known_args`.
     """
     parser = argparse.ArgumentParser(
         prog=_program(),
@@ -129,11 +113,7 @@ def require_positive(
 
 
 def problem_size(text: str) -> tuple[int, int]:
-    """Parse N:H.
-
-    Raises:
-        ArgumentTypeError: If the text is not N:H with N ≥ 10 and H ≥ 1.
-    """
+    """Parse N:H, for argparse."""
     vocab_size, _, hidden_size = text.partition(":")
     if not (vocab_size.isdecimal() and hidden_size.isdecimal()):
         raise argparse.ArgumentTypeError(f"expected N:H, as in 10000:300, got {text!r}")

@@ -40,14 +40,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from scripts.benchmarks.reporting import (
-    Column,
-    Row,
-    Table,
-    benchmark_parser,
-    environment,
-    require_positive,
-)
+from scripts.benchmarks import reporting
+from scripts.benchmarks.reporting import Column, Row, Table
 from scripts.benchmarks.scale_measure import DTYPES, measure
 from scripts.benchmarks.scale_methods import METHODS, NUM_SEQUENCES
 
@@ -108,19 +102,10 @@ def measure_limited(
 
 def measure_alone(name: str, vocab_size: int, dtype: str, options: argparse.Namespace) -> Row:
     """The figures of one method, measured in a new process; its errors are printed to stderr."""
-    row = {
-        "vocab_size": vocab_size,
-        "method": name,
-        "dtype": dtype,
-        "positions": options.positions,
-        "hidden": options.hidden,
-        "steps": options.steps,
-        "memory_limit_gb": options.memory_limit_gb,
-        "time_limit_seconds": options.time_limit,
-        "seed": options.seed,
-        "threads": options.threads,
-        "cpus": os.cpu_count(),
-    }
+    row = {"vocab_size": vocab_size, "method": name, "dtype": dtype}
+    shared = ("positions", "hidden", "steps", "memory_limit_gb", "seed", "threads")
+    row |= {option: getattr(options, option) for option in shared}
+    row |= {"time_limit_seconds": options.time_limit, "cpus": os.cpu_count()}
     if name == "host" and dtype == "bf16":
         return row | {"outcome": "refused: numpy has no bf16"}
     context = get_context("spawn")
@@ -139,16 +124,10 @@ def measure_alone(name: str, vocab_size: int, dtype: str, options: argparse.Name
 
 
 def measure_all(options: argparse.Namespace) -> list[Row]:
-    """The rows of all measurements, printed and logged as they come.
-
-    A method that failed is not tried at larger N.
-
-    Raises:
-        SystemExit: If methods that compute the same loss do not agree.
-    """
+    """The rows of all measurements; a method that failed is not tried at larger N."""
     device = options.device.type
     print(
-        f"{environment(device)['device']}, {options.threads} threads of {os.cpu_count()}"
+        f"{reporting.environment(device)['device']}, {options.threads} threads of {os.cpu_count()}"
         f" processors, torch {torch.__version__}: {options.positions:,} positions,"
         f" H = {options.hidden}"
     )
@@ -185,11 +164,7 @@ def explained(row: Row) -> str:
 
 
 def check_losses(rows: list[Row]) -> None:
-    """Compare the losses of methods that should agree.
-
-    Raises:
-        SystemExit: If they do not.
-    """
+    """Compare the losses of methods that should agree; raises SystemExit if they do not."""
     same = [row for row in rows if row["method"] in AGREEING and "loss" in row]
     for first, row in product(same[:1], same[1:]):
         tolerance = TOLERANCE[row["dtype"]] * abs(first["loss"])
@@ -215,7 +190,7 @@ def largest_vocabularies(rows: list[Row]) -> list[str]:
 
 def parse_options() -> argparse.Namespace:
     """Options of the command line."""
-    parser = benchmark_parser(__doc__)
+    parser = reporting.benchmark_parser(__doc__)
     add = parser.add_argument
     sizes = [10_000, 100_000, 1_000_000, 10_000_000]
     add("--sizes", type=int, nargs="+", default=sizes, metavar="N", help="numbers of words")
@@ -231,7 +206,7 @@ def parse_options() -> argparse.Namespace:
     add("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     positive = ["positions", "hidden", "steps", "memory_limit_gb", "time_limit", "threads"]
-    require_positive(parser, options, positive)
+    reporting.require_positive(parser, options, positive)
     if min(options.sizes) < 2:
         parser.error(f"--sizes must be at least 2, got {min(options.sizes)}")
     if options.positions % NUM_SEQUENCES:
@@ -241,10 +216,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print a table and the largest N of each method.
-
-    The exit code is 1 if a method failed for another reason than memory or time.
-    """
+    """Print a table and the largest N of each method; exit code 1 if a method failed otherwise."""
     options = parse_options()
     rows = measure_all(options)
     print("\nThe largest N of each method:", *largest_vocabularies(rows), sep="\n")

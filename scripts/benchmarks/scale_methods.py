@@ -4,7 +4,7 @@ import argparse
 import math
 from collections.abc import Callable
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.rowwise import RowAdagrad
-from scripts.benchmarks.methods import class_and_place, loop_loss, parameter, zipf
+from scripts.benchmarks import methods
+from scripts.benchmarks.methods import parameter, zipf
 
 if TYPE_CHECKING:  # `step` alone needs more than torch
     from lm.config import WordTable
@@ -29,15 +30,7 @@ ROWS_AT_ONCE = 1 << 16
 
 
 class Task:
-    """What the method `name` is given.
-
-    Attributes:
-        dtype: Of the table.
-        table_device: Device of the table and the tree: that of the run, but the CPU for `host`.
-        tree: √N classes with equal sums of √count; the ordinary softmax for `full`.
-        words: [steps, 2, P] int64: for each step, input words and target words.
-        hidden: [P, H] fp32, a leaf.
-    """
+    """What the method `name` is given."""
 
     def __init__(
         self, name: str, vocab_size: int, dtype: torch.dtype, options: argparse.Namespace
@@ -47,12 +40,13 @@ class Task:
         words, counts = zipf(vocab_size, num_steps * 2 * num_positions)
         full = name == "full"
         tree = ClassTree.full(vocab_size) if full else ClassTree.two_level(rank_classes(counts))
-        self.dtype = dtype
+        self.dtype = dtype  # of the table
         self.table_device = torch.device("cpu") if name == "host" else options.device
         self.tree = tree.to(self.table_device)
+        # [steps, 2, P]: input words and target words of each step
         self.words = words.view(num_steps, 2, num_positions).to(options.device)
         hidden = torch.randn(num_positions, options.hidden)
-        self.hidden = hidden.to(options.device).requires_grad_()
+        self.hidden = hidden.to(options.device).requires_grad_()  # [P, H] fp32
 
     @cached_property
     def table(self) -> tuple[Tensor, Tensor]:
@@ -77,15 +71,10 @@ class Task:
 
 
 class Method(NamedTuple):
-    """One way to make a step.
+    """One way to make a step."""
 
-    Attributes:
-        loss: From words [2, P'] to the mean loss of the first P' positions.
-        update: Applies the gradients to the weights and clears them.
-    """
-
-    loss: Callable[[Tensor], Tensor]
-    update: Callable[[], object]
+    loss: Callable[[Tensor], Tensor]  # from words [2, P'] to the mean of the first P' positions
+    update: Callable[[], object]  # applies the gradients to the weights and clears them
 
 
 def rank_classes(counts: Tensor) -> Tensor:
@@ -97,25 +86,22 @@ def rank_classes(counts: Tensor) -> Tensor:
 
 def layer(task: Task) -> Method:
     """This project's layer alone, with row-wise gradients."""
-    weight, bias = task.parameters()
-    optimizer = RowAdagrad([weight, bias], LEARNING_RATE)
-    return Method(_layer_loss(task, weight, bias, sparse=True), _update(optimizer))
+    return _layer(task, RowAdagrad, sparse=True)
 
 
 def dense(task: Task) -> Method:
     """This project's layer alone, with dense gradients."""
+    return _layer(task, torch.optim.SGD, sparse=False)
+
+
+def _layer(task: Task, optimizer: Callable[..., torch.optim.Optimizer], *, sparse: bool) -> Method:
     weight, bias = task.parameters()
-    return Method(_layer_loss(task, weight, bias, sparse=False), _sgd(weight, bias))
 
-
-def _layer_loss(
-    task: Task, weight: Tensor, bias: Tensor, *, sparse: bool
-) -> Callable[[Tensor], Tensor]:
     def loss(words: Tensor) -> Tensor:
         hidden = task.hidden[: words.shape[1]]
         return hierarchical_cross_entropy(hidden, weight, words[1], task.tree, bias, sparse=sparse)
 
-    return loss
+    return Method(loss, _update(optimizer([weight, bias], LEARNING_RATE)))
 
 
 def step(task: Task, model: "LanguageModel | None" = None) -> Method:
@@ -161,42 +147,33 @@ def full(task: Task) -> Method:
     """The ordinary softmax."""
     weight, bias = task.parameters()
 
-    def loss(words: Tensor) -> Tensor:
-        hidden = task.hidden.to(task.dtype)
-        return F.cross_entropy(F.linear(hidden, weight, bias), words[1])
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight, bias), target)
 
-    return Method(loss, _sgd(weight, bias))
+    return _peer(task, loss, weight, bias)
 
 
 def gather(task: Task) -> Method:
-    """Two levels with the rows of each position's class copied.
+    """Two levels with the rows of each position's class copied."""
+    root, words = task.split(0, int(task.tree.num_children[0]), task.tree.num_rows)
+    return _peer(task, methods.gather_loss(task.tree, root, words), *root, *words)
 
-    The copies are positions × widest class × H numbers, and so is their gradient.
-    """
-    tree, num_classes = task.tree, int(task.tree.num_children[0])
-    root, words_of = task.split(0, num_classes, tree.num_rows)
 
+def loop(task: Task) -> Method:
+    """Two levels, one position after the other; each class is a separate parameter."""
+    root, *words_of = task.split(*task.tree.first_row.tolist(), task.tree.num_rows)
+    return _peer(task, methods.loop_loss(task.tree, root, words_of), *root, *chain(*words_of))
+
+
+def _peer(task: Task, compute: methods.Loss, *parameters: Tensor) -> Method:
     def loss(words: Tensor) -> Tensor:
-        word_class, place = class_and_place(tree, words[1])
-        hidden = task.hidden.to(task.dtype)
-        width = tree.num_children[word_class + 1, None]
-        column = torch.arange(int(width.max()), device=width.device)
-        first = tree.first_row[word_class + 1, None] - num_classes
-        rows = first + torch.minimum(column, width - 1)
-        copies = F.embedding(rows, words_of[0])  # [P, widest, H]
-        logits = torch.bmm(copies, hidden[:, :, None]).squeeze(2) + words_of[1][rows]
-        logits = torch.where(column < width, logits, -torch.inf)
-        class_nll = F.cross_entropy(F.linear(hidden, *root), word_class)
-        return class_nll + F.cross_entropy(logits, place)
+        return compute(task.hidden[: words.shape[1]].to(task.dtype), words[1])
 
-    return Method(loss, _sgd(*root, *words_of))
+    return Method(loss, _update(torch.optim.SGD(parameters, LEARNING_RATE)))
 
 
 def host(task: Task) -> Method:
-    """Two levels with the table on the host.
-
-    Positions are sorted by class, and each class is one product with rows copied to the device.
-    """
+    """Two levels with the table on the host: each class is a product with rows copied over."""
     device, tree = task.hidden.device, task.tree
     table = [tensor.numpy() for tensor in task.table]
     first, width = tree.first_row.tolist(), tree.num_children.tolist()
@@ -210,7 +187,7 @@ def host(task: Task) -> Method:
             copies.append(parameter(rows.to(device)))
 
     def loss(words: Tensor) -> Tensor:
-        word_class, place = class_and_place(tree, words[1].cpu())
+        word_class, place = methods.class_and_place(tree, words[1].cpu())
         order = word_class.argsort()
         present, counts = torch.unique(word_class, return_counts=True)
         nodes = [0, *(present + 1).tolist()]
@@ -239,21 +216,6 @@ def host(task: Task) -> Method:
     return Method(loss, update)
 
 
-def loop(task: Task) -> Method:
-    """Two levels, one position after the other; each class is a separate parameter."""
-    root, *words_of = task.split(*task.tree.first_row.tolist(), task.tree.num_rows)
-    compute = loop_loss(task.tree, root, words_of)
-
-    def loss(words: Tensor) -> Tensor:
-        return compute(task.hidden[: words.shape[1]].to(task.dtype), words[1])
-
-    return Method(loss, _sgd(*root, *(tensor for pair in words_of for tensor in pair)))
-
-
-def _sgd(*parameters: Tensor) -> Callable[[], None]:
-    return _update(torch.optim.SGD(parameters, LEARNING_RATE))
-
-
 def _update(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     def update() -> None:
         optimizer.step()
@@ -263,23 +225,14 @@ def _update(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 class Work(NamedTuple):
-    """What a step has to do.
+    """What a step has to do."""
 
-    Attributes:
-        visited: Distinct rows of the visited nodes, and the rows read as input vectors.
-        rows: R, rows of the table.
-        columns: Children on the paths of all positions, together.
-        copied: Positions × words of the widest visited class.
-        positions: P.
-        hidden: H.
-    """
-
-    visited: int
-    rows: int
-    columns: int
-    copied: int
-    positions: int
-    hidden: int
+    visited: int  # distinct rows of the visited nodes, and the rows read as input vectors
+    rows: int  # R, rows of the table
+    columns: int  # children on the paths of all positions, together
+    copied: int  # positions × words of the widest visited class
+    positions: int  # P
+    hidden: int  # H
 
 
 class Kind(NamedTuple):

@@ -20,21 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.benchmarks.reporting import Column, Table, benchmark_parser, require_positive
-
-COLUMNS = (
-    Column("N", "words", ",", width=11),
-    Column("dtype", "dtype"),
-    Column("rows visited", "visited_rows", ","),
-    Column("row-wise GB", "row_wise_gb", ".2f"),
-    Column("ms", "row_wise_ms", ".2f", width=8),
-    Column("floor GB", "floor_gb", ".2f"),
-    Column("ms", "floor_ms", ".2f", width=8),
-    Column("dense Adam GB", "dense_adam_gb", ".1f"),
-    Column("ms", "dense_adam_ms", ".2f", width=8),
-    Column("held GB", "held_gb", ".1f"),
-    Column("held by Adam GB", "dense_held_gb", ".1f"),
-)
+from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive
 
 
 def visited_rows(vocab_size: int, num_positions: int, seed: int) -> int:
@@ -89,7 +75,7 @@ def main() -> None:
     add("--seed", type=int, default=1)
     options = parser.parse_args()
     require_positive(parser, options, ["sizes", "hidden", "positions", "bandwidth"])
-    table = Table(COLUMNS, options.json)
+    table = Table(log=options.json)
     for size, dtype in product(options.sizes, ("fp32", "bf16")):
         table.add(row(size, options, dtype))
 

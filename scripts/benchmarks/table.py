@@ -1,8 +1,6 @@
-"""What `output_layer` reports: rows of its log, the printed table, the launches and the plot."""
+"""What `output_layer` reports: rows of its log, the printed table and the launches."""
 
 import statistics
-from pathlib import Path
-from typing import Any
 
 from scripts.benchmarks.measure import Ceilings, least_work
 from scripts.benchmarks.methods import Method
@@ -91,28 +89,3 @@ def describe_launches(rows: list[Row], on_gpu: bool) -> list[str]:
         if halves:
             lines.append(f"launches of {row['label']}: {'; '.join(halves)}")
     return lines
-
-
-def plot(rows: list[Row], file: Path) -> None:
-    """Draw time ÷ ours against N, a line for each method; seconds if ours was not measured."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    measured = [row for row in rows if not row["refused"]]
-    relative = all(row["ratio_to_ours"] for row in measured)
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for row in measured:
-        figure = row["ratio_to_ours" if relative else "seconds_median"]
-        lines.setdefault(row["label"], []).append((row["vocab_size"], figure))
-    _, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
-    for number, (name, points) in enumerate(lines.items()):
-        style: dict[str, Any] = {"color": f"C{number % 10}"}
-        style["linestyle"] = ("-", "--", ":")[number // 10]
-        axes.loglog(*zip(*sorted(points), strict=True), marker="o", label=name, **style)
-    axes.set_xlabel("words")
-    axes.set_ylabel("time, forward and backward" + (" ÷ ours" if relative else ", seconds"))
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    pyplot.savefig(file)
-    pyplot.close()

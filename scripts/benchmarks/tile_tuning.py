@@ -87,11 +87,7 @@ def candidates(kernel: str, *, dry: bool) -> list[Tile]:
 def tune(
     problems: list[Problem], start: Tiles, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """A row for each shape that runs.
-
-    Raises:
-        SystemExit: If the starting shapes do not run.
-    """
+    """A row for each shape that runs; the starting shapes must."""
     rows = []
     base = [seconds_of(problem, start, options.rounds) for problem in problems]
     if None in base:

@@ -66,11 +66,7 @@ class OtherLoss(nn.Module):
 def start_training(
     config_file: str, overrides: list[str], layer: str, num_steps: int
 ) -> TrainingState:
-    """The state of a new run of a recipe with an output layer, `layer` of the command line.
-
-    Raises:
-        UserError: If the configuration is wrong.
-    """
+    """The state of a new run of a recipe with an output layer, `layer` of the command line."""
     name, *others = layer.split(",")
     chosen = [f"output.tree={'full' if name in LOSSES else name}"]
     chosen += ["word_table.gradients=dense"] if name == "torch" else []

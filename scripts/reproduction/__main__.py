@@ -24,14 +24,7 @@ from scripts.reproduction.training_tables import table_of_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command.
-
-    Args:
-        arguments: Of the command line; those of the process if None.
-
-    Raises:
-        UserError: If the options do not fit.
-    """
+    """Run the command; raises UserError if the options do not fit."""
     options = _parser().parse_args(arguments)
     if options.table == "pages":
         write_pages()
@@ -44,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = tables[options.table]
     runs = table.runs(options.results, options.rows, options.seeds)
     missing = [] if options.show else [run for run in runs if not run.done]
-    if (missing or options.check) and options.data_dir is None:
-        raise UserError("--data-dir is required, the folder of the corpus (or --show)")
     if missing or options.check:
+        if options.data_dir is None:
+            raise UserError("--data-dir is required, the folder of the corpus (or --show)")
         # Imports PyTorch, which the other commands do not require.
         from scripts.reproduction.training import check_run, train_run
 
@@ -74,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--tables", type=Path, default=TABLES, help=argparse.SUPPRESS)
     add("table", help=f"one of {', '.join(read_tables())}; or pages")
     add("--data-dir", metavar="DIR", help="folder of the corpus")
-    add("--rows", nargs="+", metavar="ROW", help="only these rows")
-    add("--seeds", nargs="+", type=int, metavar="N", help="only these seeds")
+    add("--rows", nargs="+", default=(), metavar="ROW", help="only these rows")
+    add("--seeds", nargs="+", default=(), type=int, metavar="N", help="only these seeds")
     add("--runs", type=Path, default=Path("runs/reproduce"), help="folder of the runs")
     add("--results", type=Path, default=RESULTS, help="folder of the logs")
     add("--show", action="store_true", help="train nothing, print the table")

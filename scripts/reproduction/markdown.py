@@ -1,38 +1,19 @@
 """Tables and numbers in Markdown."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+Key = TypeVar("Key")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table.
-
-    Args:
-        header: Title of each column.
-        rows: Cells of each row, as many as the header has.
-
-    Returns:
-        Lines without a line break at the end.
-
-    Example:
-        >>> print(table(["N", "time"], [["10,000", "1.5 s"]]))
-        | N | time |
-        |---|---|
-        | 10,000 | 1.5 s |
-    """
-    lines = [_line(header), "|---" * len(header) + "|", *map(_line, rows)]
-    return "\n".join(lines)
+    """A Markdown table, without a line break at the end."""
+    title, *lines = (f"| {' | '.join(cells)} |" for cells in [header, *rows])
+    return "\n".join([title, "|---" * len(header) + "|", *lines])
 
 
 def format_rows(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """A Markdown table of formatted rows.
-
-    Args:
-        columns: Title → format string of the cell, with the row's fields.
-        rows: Fields and values.
-
-    Returns:
-        As `table`.
+    """A table from the columns' format strings, by title, and the fields of each row.
 
     Example:
         >>> print(format_rows({"N": "{size:,}"}, [{"size": 10000}]))
@@ -41,6 +22,17 @@ def format_rows(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -
         | 10,000 |
     """
     return table(list(columns), ([text.format(**row) for text in columns.values()] for row in rows))
+
+
+def pivot(
+    corner: str,
+    rows: Mapping[str, str],
+    columns: Mapping[Key, str],
+    cell: Callable[[str, Key], str],
+) -> str:
+    """A table of `cell(row, column)`, given the titles of rows and columns."""
+    body = ([title, *(cell(row, column) for column in columns)] for row, title in rows.items())
+    return table([corner, *columns.values()], body)
 
 
 def short(value: float) -> str:
@@ -53,7 +45,3 @@ def short(value: float) -> str:
     if value >= 1000 or value == round(value):
         return f"{value:,.0f}"
     return f"{value:.2f}" if value >= 10 else f"{value:.4g}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -12,61 +12,34 @@ from data_prep.errors import UserError
 from scripts.reproduction import benchmark_tables, training_tables
 from scripts.reproduction.runs import RESULTS, TOP, read_tables
 
-PAGES = [
-    TOP / name
-    for name in (
-        "README.md",
-        "scripts/results/README.md",
-        "lm/output/README.md",
-        "data_prep/README.md",
-    )
-]
+NAMES = ("README.md", "scripts/results/README.md", "lm/output/README.md", "data_prep/README.md")
+PAGES = [TOP / name for name in NAMES]
 """The pages that may hold tables."""
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def generate_tables(results: Path = RESULTS) -> dict[str, str]:
-    """All tables that a page may hold.
-
-    Args:
-        results: Folder of the logs.
-
-    Returns:
-        Name → Markdown.
-    """
+    """All tables that a page may hold, by name, from the logs in `results`."""
     tables = read_tables()
     generated = {
         name: training_tables.table_of_runs(table, table.runs(results))
         for name, table in tables.items()
     }
     for combine in (training_tables.overview, training_tables.summary):
-        generated[combine.__name__] = combine(tables, results)
-    generated["wikitext2_curves"] = training_tables.validation_curves(
-        tables["wikitext2_small"], results
-    )
+        generated[combine.__name__] = combine(tables.values(), results)
     for recipe in benchmark_tables.SPEEDS:
         name = f"training_speed_{Path(recipe).stem}"
         generated[name] = benchmark_tables.training_speed(results, recipe)
-    for generate in (
-        training_tables.single_runs,
-        benchmark_tables.output_layer,
-        benchmark_tables.scale,
-        benchmark_tables.class_building,
-        benchmark_tables.ten_million,
-        benchmark_tables.kernel_report,
-        benchmark_tables.kernel_bytes,
-        benchmark_tables.step_bytes,
-    ):
-        generated[generate.__name__] = generate(results)
+    for pivot in (benchmark_tables.output_layer, benchmark_tables.scale):
+        generated[pivot.__name__] = pivot(results)
+    generated["ten_million"] = benchmark_tables.ten_million(results)
+    for name, log in benchmark_tables.LOGS.items():
+        generated[name] = benchmark_tables.table_of_log(results, log)
     return generated
 
 
 def update(text: str, tables: Mapping[str, str]) -> str:
-    r"""A page with the given tables.
-
-    Args:
-        text: The page.
-        tables: Name → Markdown.
+    r"""A page with the given tables, by name.
 
     Raises:
         UserError: If the page names an unknown table, or a table has no end.
@@ -84,11 +57,7 @@ def update(text: str, tables: Mapping[str, str]) -> str:
 
 
 def write_pages() -> None:
-    """Write every page with its tables generated again.
-
-    Raises:
-        UserError: As `update`.
-    """
+    """Write every page with its tables generated again; raises UserError as `update`."""
     tables = generate_tables()
     for page in filter(Path.exists, PAGES):
         page.write_text(update(page.read_text(encoding="utf-8"), tables), encoding="utf-8")

@@ -24,25 +24,16 @@ TABLES = Path(__file__).with_name("tables.yaml")
 RESULTS = TOP / "scripts" / "results"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Run:
-    """One training run of a table.
-
-    Attributes:
-        table: Name of the table.
-        row: Name of the row.
-        seed: Random seed.
-        config: Path of the recipe, relative to the top folder.
-        overrides: `section.key=value`, without corpus, seed and run folder.
-        results: Folder of all logs.
-    """
+    """One training run of a table."""
 
     table: str
     row: str
     seed: int
-    config: str
-    overrides: tuple[str, ...]
-    results: Path
+    config: str  # recipe, relative to the top folder
+    overrides: tuple[str, ...]  # `section.key=value`, without corpus, seed and run folder
+    results: Path  # folder of all logs
 
     @property
     def name(self) -> str:
@@ -85,65 +76,32 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of training runs, as described at the top of tables.yaml.
-
-    Attributes:
-        name: Its key in the file.
-        title: Corpus and model.
-        rows: Recipe and overrides of each row, those shared by all rows first.
-        seeds: Seeds of every row.
-        figures: Columns.
-        published: Perplexity reported by others.
-        summary: Rows for the table of all corpora; value: the output layer's name in the log of
-            training speed, None if its speed was not measured.
-        overview: Rows for README.md.
-    """
+    """A table of training runs, as described at the top of tables.yaml."""
 
     name: str
     title: str
-    rows: dict[str, tuple[str, tuple[str, ...]]]
+    rows: dict[str, tuple[str, tuple[str, ...]]]  # recipe and overrides, the shared ones first
     seeds: list[int]
     figures: list[str]
     published: str = "–"
     summary: dict[str, str | None] = field(default_factory=dict)
     overview: list[str] = field(default_factory=list)
 
-    def runs(
-        self,
-        results: Path,
-        rows: Sequence[str] | None = None,
-        seeds: Sequence[int] | None = None,
-    ) -> list[Run]:
-        """The runs of the table.
-
-        Args:
-            results: Folder of all logs.
-            rows: Only these rows.
-            seeds: These seeds instead of the table's.
+    def runs(self, results: Path, rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[Run]:
+        """The runs of the table, or of some of its rows or with other seeds.
 
         Raises:
             UserError: If a row is not in the table.
         """
-        for row in rows or ():
+        for row in rows:
             if row not in self.rows:
                 raise UserError(f"{self.name} has no row {row!r}; its rows: {', '.join(self.rows)}")
         return [
-            Run(
-                table=self.name,
-                row=row,
-                seed=seed,
-                config=config,
-                overrides=overrides,
-                results=results,
-            )
+            Run(self.name, row, seed, config, overrides, results)
             for seed in seeds or self.seeds
             for row, (config, overrides) in self.rows.items()
             if not rows or row in rows
         ]
-
-    def logs(self, results: Path, row: str) -> list[dict[str, Any]]:
-        """The logs of a row, one for each seed that has been trained."""
-        return [run.read_log() for run in self.runs(results, [row]) if run.done]
 
 
 def read_tables(path: Path = TABLES) -> dict[str, Table]:
@@ -157,10 +115,8 @@ def _table(
 ) -> Table:
     resolved = {}
     for row, options in rows.items():
-        recipe, overrides = config, options
-        if isinstance(options, dict):
-            recipe, overrides = options["config"], options["overrides"]
-        resolved[row] = (recipe, (*shared, *overrides))
+        own = options if isinstance(options, dict) else {"config": config, "overrides": options}
+        resolved[row] = (own["config"], (*shared, *own["overrides"]))
     return Table(name=name, rows=resolved, **others)
 
 

@@ -18,17 +18,7 @@ from scripts.reproduction.runs import TOP, Run, validations
 
 
 def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
-    """Train or resume a run, evaluate it and write its log.
-
-    Args:
-        run: The run.
-        data_dir: Folder of the corpus.
-        runs: Folder in which run folders are created.
-        progress: Whether to show progress bars.
-
-    Raises:
-        UserError: If the corpus or the run folder does not fit, as in `lm train`.
-    """
+    """Train or resume a run in a folder of `runs`, evaluate it and write its log."""
     folder = runs / run.table / run.name
     _train(run, data_dir, folder, progress=progress)
     test = evaluate_run(folder, "test", progress=progress).to_dict()
@@ -49,16 +39,7 @@ def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
 
 
 def check_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> str:
-    """Train a run up to its first validation and compare that with the log.
-
-    Args:
-        run: The run.
-        data_dir: Folder of the corpus.
-        runs: Folder for a temporary run folder.
-        progress: Whether to show progress bars.
-
-    Returns:
-        The comparison, one line of text.
+    """Train a run up to its first validation; a line that compares it with the log.
 
     Raises:
         UserError: If the corpus does not fit, as in `lm train`, or has no validation split.
@@ -89,12 +70,6 @@ def _train(
     folders = [f"--data.dir={data_dir}", f"--run_dir={folder}"]
     config = load_config(TOP / run.config, [*run.options, *folders])
     resumes = check_folder(config, "auto") is not None
-    prepare(
-        config.data,
-        config.tokenizer,
-        config.needed_classes,
-        config.prepared_path,
-        keep=resumes,
-        progress=progress,
-    )
+    data, tokenizer, classes = config.data, config.tokenizer, config.needed_classes
+    prepare(data, tokenizer, classes, config.prepared_path, keep=resumes, progress=progress)
     train(config, resume="auto", progress=progress, stop_after_validation=stop_after_validation)

@@ -1,28 +1,29 @@
 """Markdown tables of training runs: each table of tables.yaml, and those that combine several."""
 
-import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.reproduction import markdown
 from scripts.reproduction.benchmark_tables import relative_speed
-from scripts.reproduction.runs import Run, Table, validations
+from scripts.reproduction.runs import Run, Table
 
-SINGLE_RUNS = {
-    "Penn Treebank, LSTM 2 × 200, fp32, full softmax": "ptb_lstm_small-full.test.json",
-    "the same, embedding classes, shortlist of 300": "ptb_lstm_small.test.json",
-    "the same, embedding classes, no shortlist": "ptb_lstm_small-no_shortlist.test.json",
-    "WikiText-2, 8,000 SentencePiece units, Transformer 4 × 256, two epochs": (
-        "wikitext2_transformer_sentencepiece.test.json"
-    ),
-    "WikiText-2, exchange classes made for all words, word input": "wikitext2_lstm-word_input.json",
-    "Hungarian novels, exchange classes made for all words, word input": (
-        "eltec_hun_lstm-word_input.json"
-    ),
+OVERVIEW = {
+    "corpus, model": "{corpus}",
+    "output layer": "{row}",
+    "test perplexity": "{perplexity}",
+    "relative tokens/s": "{speed}",
 }
-"""Logs of runs that belong to no table, by their row in `single_runs`."""
+SUMMARY = {
+    "corpus, model": "{corpus}",
+    "published": "{published}",
+    "output layer": "{row}",
+    "training tokens": "{tokens:.1f}M",
+    "test perplexity": "{perplexity}",
+    "relative tokens/s": "{speed}",
+}
+"""Title of a column → format of the cell."""
 
 
 def table_of_runs(table: Table, runs: Sequence[Run]) -> str:
@@ -41,67 +42,35 @@ def table_of_runs(table: Table, runs: Sequence[Run]) -> str:
     return markdown.table(header, rows)
 
 
-def summary(tables: dict[str, Table], results: Path) -> str:
-    """The rows that tables.yaml lists under `summary`, with published figures."""
-    rows = []
-    for table in tables.values():
-        corpus = [table.title, table.published]
-        for comparison in _comparisons(table, list(table.summary), results):
-            rows.append([*corpus, *comparison])
-            corpus = ["", ""]
-    header = ["corpus, model", "published", "output layer", "training tokens", "test perplexity"]
-    return markdown.table([*header, "relative tokens/s"], rows)
-
-
-def overview(tables: dict[str, Table], results: Path) -> str:
+def overview(tables: Iterable[Table], results: Path) -> str:
     """The rows that tables.yaml lists under `overview`."""
-    rows = []
-    for table in tables.values():
-        corpus = table.title
-        for row, _, perplexity, speed in _comparisons(table, table.overview, results):
-            rows.append([corpus, row, perplexity, speed])
-            corpus = ""
-    header = ["corpus, model", "output layer", "test perplexity", "relative tokens/s"]
-    return markdown.table(header, rows)
+    found = [row for table in tables for row in _comparisons(table, table.overview, results)]
+    return markdown.format_rows(OVERVIEW, found)
 
 
-def validation_curves(table: Table, results: Path) -> str:
-    """Validation perplexity after each epoch, first seed of every row that has a curve."""
-    curves = {
-        run.row: [metrics.valid_perplexity or 0 for metrics in validations(run.curve_path)]
-        for run in table.runs(results, seeds=table.seeds[:1])
-        if run.curve_path.exists()
-    }
-    num_epochs = max(map(len, curves.values()))
-    rows = [
-        [row, *(f"{x:.1f}" for x in curve), *["–"] * (num_epochs - len(curve))]
-        for row, curve in curves.items()
-    ]
-    return markdown.table(["epoch", *(str(epoch + 1) for epoch in range(num_epochs))], rows)
+def summary(tables: Iterable[Table], results: Path) -> str:
+    """The rows that tables.yaml lists under `summary`, with published figures."""
+    found = [row for table in tables for row in _comparisons(table, table.summary, results)]
+    return markdown.format_rows(SUMMARY, found)
 
 
-def single_runs(results: Path) -> str:
-    """Runs that belong to no table."""
-    rows = []
-    for label, name in SINGLE_RUNS.items():
-        log = json.loads((results / name).read_text(encoding="utf-8"))
-        test = log.get("test", log)
-        figures = f"{test['perplexity']:.2f}", f"{test['word_perplexity']:.2f}"
-        rows.append([label, f"{test['tokens']:,}", *figures, f"{test['bits_per_byte']:.3f}"])
-    header = ["run", "test tokens", "token perplexity", "word perplexity", "bits per byte"]
-    return markdown.table(header, rows)
-
-
-def _comparisons(table: Table, rows: Sequence[str], results: Path) -> list[list[str]]:
-    """Row, training tokens, word perplexity, speed relative to the table's full softmax."""
+def _comparisons(table: Table, rows: Iterable[str], results: Path) -> list[dict[str, Any]]:
+    """Training tokens, word perplexity and speed relative to the table's full softmax."""
     full = next((layer for layer in table.summary.values() if layer and "full" in layer), None)
-    found = []
+    found: list[dict[str, Any]] = []
     for row in rows:
-        if logs := table.logs(results, row):
+        if logs := [run.read_log() for run in table.runs(results, [row]) if run.done]:
             perplexity = statistics.fmean(log["test"]["word_perplexity"] for log in logs)
-            speed = relative_speed(results, Path(table.rows[row][0]).name, table.summary[row], full)
-            tokens = f"{logs[0]['tokens'] / 1e6:.1f}M"
-            found.append([row, tokens, markdown.short(perplexity), speed])
+            recipe = Path(table.rows[row][0]).name
+            figures = {
+                "corpus": "" if found else table.title,
+                "published": "" if found else table.published,
+                "row": row,
+                "tokens": logs[0]["tokens"] / 1e6,
+                "perplexity": markdown.short(perplexity),
+                "speed": relative_speed(results, recipe, table.summary[row], full),
+            }
+            found.append(figures)
     return found
 
 

@@ -137,7 +137,7 @@ def test_a_log_of_other_settings_counts_as_missing(
 
 def test_a_log_with_old_keys_counts_as_the_row_of_today(tmp_path: Path) -> None:
     options = ("model.input_embedding=path_sum", "classes.shortlist=5")
-    run = Run(table="t", row="a, b", seed=3, config="c", overrides=options, results=tmp_path)
+    run = Run("t", "a, b", seed=3, config="c", overrides=options, results=tmp_path)
     old = "lm train c --data.dir=DIR --model.input=path --classes.head=5 --seed=3"
     assert translate_command(old) == run.command
     run.log_path.parent.mkdir()
