@@ -23,7 +23,7 @@ AVOIDED = re.compile(
     re.VERBOSE,
 )
 """Dialect, images and former names, each with a plain word in its place."""
-EXCEPT = {"test_style.py", "renamed.py"}
+EXCEPT = {"test_style.py", "renamed.py", "test_renamed.py"}
 """Files that list former names or the words themselves."""
 
 
