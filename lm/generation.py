@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +60,9 @@ def generate(
     state = model.init_state(num_samples)
     for _ in range(num_tokens):
         for chunk in torch.split(tokens, PROMPT_CHUNK_TOKENS):
-            hidden, state = model(chunk, state)
+            hidden, new_state = model(chunk, state)
+            assert new_state is not None
+            state = new_state
         drawn = model.output.sample(
             hidden[-1], temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
         )
@@ -73,16 +74,20 @@ def generate_text(
     folder: Path,
     prompt: str,
     *,
+    num_tokens: int,
     num_samples: int = 1,
-    **options: Any,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 1,
 ) -> Iterator[Iterator[str]]:
     """Continues a text with the model saved in a folder.
 
     Args:
         folder: run folder or exported model.
         prompt: text to continue, empty for the beginning of a text. Lines are separated by `<eos>`.
-        num_samples: number of samples.
-        options: num_tokens, temperature, top_k, top_p and seed, as in `generate`.
+        num_tokens: number of tokens to generate.
+        num_samples, temperature, top_k, top_p, seed: as in `generate`.
 
     Yields:
         The text of each sample without the prompt, in pieces. A single sample is streamed: its
@@ -97,7 +102,16 @@ def generate_text(
     prompt_ids = [description.eos_id]
     for i, line in enumerate(prompt.split("\n") if prompt else []):
         prompt_ids += ([description.eos_id] if i else []) + tokenizer.encode(line)
-    steps = generate(model, prompt_ids, num_samples=num_samples, **options)
+    steps = generate(
+        model,
+        prompt_ids,
+        num_tokens=num_tokens,
+        num_samples=num_samples,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
     prompt_length = len(tokenizer.decode(prompt_ids[1:]))
 
     def text(ids: Iterator[int]) -> Iterator[str]:

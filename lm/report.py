@@ -14,7 +14,7 @@ from data_prep.prepared import Prepared
 from lm.config import Config, resolve_word_table
 from lm.evaluation import Evaluation
 from lm.model.build import build_model, build_tree
-from lm.training.batches import Batches
+from lm.training.batches import training_batches
 from lm.training.memory_estimate import available_bytes, estimate_memory
 
 LABELLED_CLASSES = 25  # in the picture: those with the most tokens
@@ -135,14 +135,7 @@ def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
     }
     memory = estimate_memory(config, tree, vocab_size)
     available = available_bytes(config)
-    batches = Batches(
-        prepared.tokens("train"),
-        eos_id=prepared.eos_id,
-        batch_size=config.train.batch_size,
-        seq_len=config.train.seq_len,
-        shuffle=not model.backbone.carries_state,
-        seed=config.seed,
-    )
+    batches = training_batches(config, prepared)
     tree_figures = {}
     if tree is not None:
         tree_figures = {

@@ -1,7 +1,7 @@
 """AdaptiveSoftmax: PyTorch's adaptive softmax as an output layer, for comparison.
 
 A shortlist of frequent words, and clusters of rarer words whose hidden vectors are projected to
-fewer dimensions. It does not sample.
+fewer dimensions. It trains and evaluates like any other output layer, but does not sample.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,36 @@ from torch.nn import functional as F
 
 from lm.output.functional import Reduction
 
-MAX_DIVISOR = 4  # how much narrower each cluster's projection is than the one before it
+MAX_DIVISOR = 4
+"""Each cluster's projection is up to this factor narrower than the one before it."""
 IGNORE_INDEX = -100
 
 
 class AdaptiveSoftmax(nn.Module):
     """`nn.AdaptiveLogSoftmaxWithLoss` as an `OutputLayer`. Under autocast it computes in fp32.
 
-    Words are ranked by their occurrences `counts` [N], ties by word; `cutoffs` are the ranks at
-    which the clusters begin. Only the shortlist has biases. `index_of_word` [N] is the index of
-    each word in the wrapped module.
+    Args:
+        hidden_size: H.
+        counts: [N] occurrences of each word, which give its frequency rank; ties are ranked by
+            word.
+        cutoffs: frequency ranks at which the clusters begin: increasing, at least one, within
+            1 … N - 1. The first is the size of the shortlist.
+        bias: whether the shortlist has biases (the clusters have none).
+
+    Attributes:
+        index_of_word: [N] int64, index of each word in the wrapped module.
+
+    Raises:
+        ValueError: if the cutoffs do not increase within 1 … N - 1.
 
     Source: Grave et al. 2017.
+
+    Example:
+        >>> layer = AdaptiveSoftmax(8, torch.tensor([3, 9, 1, 5]), [2])
+        >>> layer.index_of_word.tolist()
+        [2, 0, 3, 1]
+        >>> layer.loss(torch.zeros(5, 8), torch.tensor([0, 1, 2, 3, -100]), "none").shape
+        torch.Size([5])
     """
 
     def __init__(
@@ -35,8 +53,9 @@ class AdaptiveSoftmax(nn.Module):
         self.vocab_size = len(counts)
         limits = [0, *cutoffs, self.vocab_size]
         if not cutoffs or not all(low < high for low, high in pairwise(limits)):
-            limit = self.vocab_size - 1
-            raise ValueError(f"cutoffs must increase within 1 … {limit}, got {list(cutoffs)}")
+            raise ValueError(
+                f"cutoffs must increase within 1 … {self.vocab_size - 1}, got {list(cutoffs)}"
+            )
         self.index_of_word: Tensor
         self.register_buffer("index_of_word", _index_of_word(counts, cutoffs))
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(
@@ -54,7 +73,17 @@ class AdaptiveSoftmax(nn.Module):
         return by_index[:, self.index_of_word].view(*hidden.shape[:-1], -1)
 
     def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Negative log-likelihood, as `HierarchicalSoftmax.loss`; target -100 is ignored."""
+        """Negative log-likelihood of words.
+
+        Args:
+            hidden: [..., H].
+            target: [...] int64; positions with -100 are ignored.
+            reduction: "mean" over the positions that are not ignored (0 if all are), "sum" or
+                "none".
+
+        Returns:
+            Nats: a scalar, or [...] with "none", where ignored positions are 0.
+        """
         valid = target != IGNORE_INDEX
         index = self.index_of_word[target.where(valid, 0).flatten()]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -66,7 +95,16 @@ class AdaptiveSoftmax(nn.Module):
 
     @torch.no_grad()
     def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """Nats [2, ...] of the shortlist's word or the cluster, and of the word in the cluster."""
+        """Negative log-likelihood in nats at each level, without a gradient.
+
+        Args:
+            hidden: [..., H].
+            target: [...] int64; positions with -100 are ignored.
+
+        Returns:
+            [2, ...]: the choice of the shortlist's word or the cluster, and of the word in the
+            cluster. Ignored positions are 0.
+        """
         flat, target_flat = self._flat(hidden), target.flatten()
         valid = target_flat != IGNORE_INDEX
         index = self.index_of_word[target_flat.where(valid, 0)]
@@ -83,7 +121,11 @@ class AdaptiveSoftmax(nn.Module):
         return nll.where(valid, 0.0).view(2, *target.shape)
 
     def sample(self, *arguments: object, **options: object) -> NoReturn:
-        """Not supported: raises ValueError."""
+        """Not supported.
+
+        Raises:
+            ValueError: always.
+        """
         raise ValueError("output.tree: adaptive does not support sampling")
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from itertools import chain
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +11,25 @@ from data_prep.errors import UserError
 from data_prep.prepared import Prepared
 from lm.config import Config, ModelConfig, OutputConfig, WordTable
 from lm.model.adaptive import AdaptiveSoftmax
-from lm.model.language_model import Backbone, LanguageModel, OutputLayer
+from lm.model.language_model import Backbone, LanguageModel
 from lm.model.lstm import LSTM
+from lm.model.output_layer import OutputLayer
 from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
 
-_TREE = "output.tree."  # prefix of the tree's arrays in a model's state
+_TREE = "output.tree."
+"""Prefix of the tree's arrays in a model's state."""
 
 
 def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
-    """The tree that `output.tree` names, over the prepared words; None for `adaptive`.
+    """Build the tree of softmaxes that `output.tree` names, over the words of the prepared data.
+
+    Args:
+        config: a valid configuration.
+        prepared: its prepared data.
+
+    Returns:
+        The tree; None for `adaptive`, which has cutoffs instead.
 
     Raises:
         UserError: if the tree's file is absent or does not fit the vocabulary.
@@ -90,17 +99,14 @@ def build_model(
     """
     backbone = _build_backbone(config, context)
     dtype = torch.bfloat16 if word_table.dtype == "bf16" else None
+    if tree is None and counts is None:
+        if vocab_size is None:
+            raise ValueError("one of tree, counts and vocab_size is required")
+        counts = torch.zeros(vocab_size, dtype=torch.int64, device="cpu")
     softmax: OutputLayer
     if tree is None:
-        if counts is None:
-            if vocab_size is None:
-                raise ValueError("one of tree, counts and vocab_size is required")
-            counts = torch.zeros(vocab_size, dtype=torch.int64, device="cpu")
-        cutoffs = output.cutoffs or [max(1, len(counts) // 10), len(counts) // 3]
-        try:
-            softmax = AdaptiveSoftmax(config.hidden, counts, cutoffs, bias=output.bias)
-        except ValueError as error:
-            raise UserError(f"output.cutoffs: {error}") from error
+        assert counts is not None
+        softmax = _build_adaptive(config.hidden, output, counts)
     else:
         softmax = HierarchicalSoftmax(
             config.hidden,
@@ -123,8 +129,9 @@ def build_model(
     )
     if config.init_range is not None:
         modules = [model.embedding, model.output, backbone if config.backbone == "lstm" else None]
-        for parameter in chain(*(module.parameters() for module in modules if module is not None)):
-            nn.init.uniform_(parameter, -config.init_range, config.init_range)
+        for module in modules:
+            for parameter in () if module is None else cast(nn.Module, module).parameters():
+                nn.init.uniform_(parameter, -config.init_range, config.init_range)
     return model
 
 
@@ -135,7 +142,15 @@ def restore_model(
     context: int,
     state: Mapping[str, Tensor],
 ) -> LanguageModel:
-    """Build a model whose parameters are the tensors of its `state_dict()`, also of old versions.
+    """Build a model around a saved state, without initializing or copying weights.
+
+    Args:
+        config, output, word_table, context: as for `build_model`.
+        state: the model's `state_dict()`, also of earlier versions; its tensors become the
+            parameters.
+
+    Returns:
+        The model, in training mode.
 
     Raises:
         ValueError: if the state's tree is not a tree.
@@ -155,21 +170,37 @@ def restore_model(
 
 
 def _build_backbone(config: ModelConfig, context: int) -> Backbone:
-    sizes = (config.embedding or config.hidden, config.hidden, config.layers)
+    embedding_size = config.embedding or config.hidden
+    backbone: nn.Module
     if config.backbone == "lstm":
-        return LSTM(
-            *sizes,
+        backbone = LSTM(
+            embedding_size,
+            config.hidden,
+            config.layers,
             dropout=config.dropout,
             dropout_weight=config.dropout_weight,
             dropout_variational=config.dropout_variational,
         )
-    return Transformer(
-        *sizes,
-        heads=config.heads,
-        feedforward=config.feedforward,
-        dropout=config.dropout,
-        context=context,
-    )
+    else:
+        backbone = Transformer(
+            embedding_size,
+            config.hidden,
+            config.layers,
+            heads=config.heads,
+            feedforward=config.feedforward,
+            dropout=config.dropout,
+            context=context,
+        )
+    return cast(Backbone, backbone)
+
+
+def _build_adaptive(hidden_size: int, output: OutputConfig, counts: Tensor) -> AdaptiveSoftmax:
+    vocab_size = len(counts)
+    cutoffs = output.cutoffs or [max(1, vocab_size // 10), vocab_size // 3]
+    try:
+        return AdaptiveSoftmax(hidden_size, counts, cutoffs, bias=output.bias)
+    except ValueError as error:
+        raise UserError(f"output.cutoffs: {error}") from error
 
 
 def _word_dropout(

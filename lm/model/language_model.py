@@ -1,23 +1,47 @@
 """LanguageModel: input vectors → backbone → output layer."""
 
 import math
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm.model.adaptive import AdaptiveSoftmax
-from lm.model.lstm import LSTM, Dropout
+from lm.model.lstm import Dropout
+from lm.model.output_layer import OutputLayer
 from lm.model.precision import backbone_autocast
-from lm.model.transformer import Transformer
 from lm.output import HierarchicalSoftmax
 from lm.output.rowwise import lookup
 
 State = tuple[Tensor, ...]
-Backbone = LSTM | Transformer
-"""(embedded [T, B, E], state) → (hidden [T, B, H], the state after them), with `init_state`."""
-OutputLayer = HierarchicalSoftmax | AdaptiveSoftmax
-"""P(word | hidden), with `loss`, `nll_by_level`, `log_prob` and `sample`."""
+
+
+class Backbone(Protocol):
+    """An `nn.Module` that computes hidden vectors from the input vectors up to each position."""
+
+    hidden_size: int
+    carries_state: bool
+    """Whether, while training, the state after one batch is the initial state of the next."""
+
+    def init_state(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        """The state before the first token."""
+
+    def __call__(self, embedded: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
+        """Hidden vectors [T, B, H] of input vectors [T, B, E], and the state after them."""
+
+    @staticmethod
+    def detach_state(state: State) -> State:
+        """The state, detached from the graph."""
+
+    @staticmethod
+    def select_state(state: State, index: Tensor) -> State:
+        """The state of some sequences of the batch."""
 
 
 class LanguageModel(nn.Module):
@@ -57,8 +81,10 @@ class LanguageModel(nn.Module):
         super().__init__()
         uses_tree = embedding_size is None or path_sum
         if uses_tree and not isinstance(output, HierarchicalSoftmax):
-            given = type(output).__name__
-            raise ValueError(f"tied rows and path sums require a HierarchicalSoftmax, got {given}")
+            raise ValueError(
+                "shared rows and path sums require a HierarchicalSoftmax,"
+                f" got {type(output).__name__}"
+            )
         self.backbone = backbone
         self.output = output
         self.dropout = Dropout(dropout, dropout_variational)
@@ -85,7 +111,7 @@ class LanguageModel(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Type of the backbone's parameters; the table of words may be less precise."""
-        return next(self.backbone.parameters()).dtype
+        return next(cast(nn.Module, self.backbone).parameters()).dtype
 
     @property
     def table(self) -> list[nn.Parameter]:
@@ -95,17 +121,17 @@ class LanguageModel(nn.Module):
 
     def init_state(self, batch_size: int) -> State:
         """The state before the first token of `batch_size` sequences."""
-        return self.backbone.init_state(batch_size)
+        return self.backbone.init_state(batch_size, device=self.device, dtype=self.dtype)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
-        """Compute the hidden vectors from which the next words are predicted.
+        """Compute hidden vectors.
 
         Args:
             tokens: [T, B] int64, the input words.
             state: the state after the words before them; None at the beginning.
 
         Returns:
-            hidden [T, B, H], and the state after `tokens`.
+            hidden [T, B, H], each of which predicts the next word, and the state after `tokens`.
         """
         embedded = self._embed_paths(tokens) if self.path_sum else self._embed_words(tokens)
         with backbone_autocast(embedded.device):
@@ -115,14 +141,24 @@ class LanguageModel(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, state: State | None = None
     ) -> tuple[Tensor, State | None]:
-        """`forward`, with the mean nll in nats of `targets` [T, B] instead of hidden vectors."""
+        """Mean negative log-likelihood in nats of the next words.
+
+        Args:
+            tokens: [T, B] int64, the input words.
+            targets: [T, B] int64, the word after each of them.
+            state: as in `forward`.
+
+        Returns:
+            The loss, a scalar, and the state after `tokens`.
+        """
         hidden, state = self(tokens, state)
         return self.output.loss(hidden, targets), state
 
     def _embed_words(self, tokens: Tensor) -> Tensor:
         """One vector per word, [T, B, E]."""
         shared = self.embedding is None
-        embedded = self._lookup(self._tree_softmax.tree.row_of_word[tokens] if shared else tokens)
+        rows = self._tree_softmax.tree.row_of_word[tokens] if shared else tokens
+        embedded = self._lookup(rows)
         present = self._draw_present(tokens)
         return embedded if present is None else embedded * present.unsqueeze(-1)
 

@@ -15,34 +15,58 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 
-class Dropout(nn.Dropout):
-    """Dropout of [T, B, H]; `variational` uses one mask per sequence for all its time steps.
+class Dropout(nn.Module):
+    """Zeroes features while training and scales the rest by 1 / (1 − p).
+
+    Args:
+        p: probability of zeroing, in [0, 1).
+        variational: one mask per sequence serves all its time steps, dimension 0, instead of a
+            fresh one for each.
+
+    Raises:
+        ValueError: if p is not in [0, 1).
 
     Source: Gal & Ghahramani 2016, section 4 (variational).
     """
 
     def __init__(self, p: float, variational: bool = False) -> None:
-        super().__init__(p)
+        super().__init__()
+        self.p = _probability("p", p)
         self.variational = variational
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Drops elements while training and scales the rest by 1 / (1 − p)."""
-        if not self.variational or not self.training or self.p == 0:
-            return super().forward(input)
-        return input * super().forward(torch.ones_like(input[:1]))
+    def forward(self, features: Tensor) -> Tensor:
+        """Drops from `features` [T, B, H]; the identity in evaluation mode."""
+        if not self.training or self.p == 0:
+            return features
+        if not self.variational:
+            return F.dropout(features, self.p)
+        return features * F.dropout(torch.ones_like(features[:1]), self.p)
+
+    def extra_repr(self) -> str:
+        """Shows the settings in `print(model)`."""
+        return f"p={self.p}, variational={self.variational}"
 
 
 class LSTM(nn.Module):
     """Several LSTM layers over a window of T time steps, equations (1)–(3).
 
-    Dropout zeroes a layer's output on its way to the next. Weight dropout zeroes entries of the
-    recurrent weights W_hh, with one mask per call for all time steps (DropConnect; Merity, Keskar &
-    Socher 2018, section 2).
+    Args:
+        input_size: E, size of the input vectors.
+        hidden_size: H, size of every layer's output.
+        layers: number of layers.
+        dropout: probability of zeroing a layer's output on its way to the next.
+        dropout_weight: probability of zeroing an entry of the recurrent weights W_hh, one mask per
+            call for all time steps (DropConnect; Merity, Keskar & Socher 2018, section 2).
+        dropout_variational: whether `dropout` uses one mask per sequence.
+
+    Raises:
+        ValueError: if a size is not positive or a probability not in [0, 1).
 
     Source: Hochreiter & Schmidhuber 1997, with the forget gate of Gers, Schmidhuber & Cummins 2000.
     """
 
-    carries_state = True  # the state after one window is the start of the next one
+    carries_state = True
+    """The state after one window is the start of the next one."""
 
     def __init__(
         self,
@@ -55,37 +79,68 @@ class LSTM(nn.Module):
         dropout_variational: bool = False,
     ) -> None:
         super().__init__()
-        self.dropout_weight = dropout_weight
-        self.dropout = Dropout(dropout, dropout_variational)
+        if min(input_size, hidden_size, layers) < 1:
+            raise ValueError(
+                "LSTM: input_size, hidden_size and layers must be positive, "
+                f"got {input_size}, {hidden_size} and {layers}"
+            )
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.dropout_weight = _probability("dropout_weight", dropout_weight)
+        self.dropout = Dropout(_probability("dropout", dropout), dropout_variational)
         sizes = [input_size] + [hidden_size] * (layers - 1)
         self.layers = nn.ModuleList(nn.LSTM(size, hidden_size) for size in sizes)
 
-    def init_state(self, batch_size: int) -> tuple[Tensor, ...]:
+    def init_state(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, ...]:
         """The state before the first token: h and c of zeros, each [layers, B, H].
 
         A plain tuple, so that `torch.load(weights_only=True)` reads it back.
         """
-        weight = self.layers[0].get_parameter("weight_hh_l0")  # [4 H, H]
-        zeros = weight.new_zeros(len(self.layers), batch_size, weight.shape[1])
+        zeros = torch.zeros(
+            len(self.layers), batch_size, self.hidden_size, device=device, dtype=dtype
+        )
         return zeros, zeros.clone()
 
     def forward(
         self, embedded: Tensor, state: tuple[Tensor, ...] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The last layer's h [T, B, H] for [T ≥ 1, B, E], and the state; None starts from zeros."""
+        """Runs the layers over a window.
+
+        Args:
+            embedded: input vectors [T, B, E], T ≥ 1.
+            state: h and c to start from, each [layers, B, H]; None starts from zeros.
+
+        Returns:
+            The last layer's h [T, B, H], and the state after step T.
+
+        Raises:
+            ValueError: if a shape does not fit.
+        """
+        self._check_shapes(embedded, state)
         outputs, ends = embedded, []
         for k, layer in enumerate(self.layers):
-            if k > 0:
-                outputs = self.dropout(outputs)
             start = None if state is None else (state[0][k : k + 1], state[1][k : k + 1])
             outputs, end = self._run(layer, outputs, start)
             ends.append(end)
+            if k + 1 < len(self.layers):
+                outputs = self.dropout(outputs)
         return outputs, (torch.cat([h for h, _ in ends]), torch.cat([c for _, c in ends]))
 
     @staticmethod
     def detach_state(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Cuts the state from the graph that made it: truncated back-propagation through time."""
         return tuple(part.detach() for part in state)
+
+    @staticmethod
+    def select_state(state: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:
+        """The state of the sequences `index` [B'] of the batch, in that order; they may repeat."""
+        return tuple(part.index_select(1, index) for part in state)
 
     def _run(
         self, layer: nn.Module, inputs: Tensor, start: tuple[Tensor, Tensor] | None
@@ -95,3 +150,21 @@ class LSTM(nn.Module):
             return layer(inputs, start)  # type: ignore[no-any-return]
         dropped = F.dropout(layer.get_parameter("weight_hh_l0"), self.dropout_weight)
         return functional_call(layer, {"weight_hh_l0": dropped}, (inputs, start))  # type: ignore[no-any-return]
+
+    def _check_shapes(self, embedded: Tensor, state: tuple[Tensor, ...] | None) -> None:
+        if embedded.dim() != 3 or embedded.shape[2] != self.input_size or embedded.shape[0] < 1:
+            raise ValueError(
+                f"LSTM: embedded must be [T ≥ 1, B, {self.input_size}], got {list(embedded.shape)}"
+            )
+        expected = (len(self.layers), embedded.shape[1], self.hidden_size)
+        for name, part in zip("hc", state or (), strict=False):
+            if part.shape != expected:
+                raise ValueError(
+                    f"LSTM: state {name} must be {list(expected)}, got {list(part.shape)}"
+                )
+
+
+def _probability(name: str, value: float) -> float:
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value}")
+    return value

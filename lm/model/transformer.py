@@ -23,16 +23,27 @@ Rotary = tuple[Tensor, Tensor]
 class Transformer(nn.Module):
     """A decoder-only Transformer without embedding and output layer, equations (1)–(3).
 
-    Input embeddings [T, B, E] are projected to H if E ≠ H. The size of a head D = H / heads is
-    even. The default inner size of SwiGLU, 8/3 H rounded up to a multiple of 32, has about as many
-    parameters as the usual 4 H without a gate. Dropout acts on the outputs of sublayers.
+    Args:
+        input_size: E, size of the input embeddings; projected to `hidden_size` if it differs.
+        hidden_size: H, size of the residual stream and of the output.
+        layers: number of blocks.
+        heads: number of attention heads; their size D = H / heads must be even.
+        feedforward: inner size of SwiGLU; None: 8/3 H rounded up to a multiple of 32, about as many
+            parameters as the usual 4 H without a gate.
+        dropout: probability of zeroing an element of a sublayer's output (residual dropout).
+        context: largest number of positions that a position attends to, including itself.
+
+    Raises:
+        ValueError: if a size is not positive, H / heads is not an even integer, or dropout is not
+            in [0, 1).
 
     Source: Vaswani et al. 2017; pre-norm: Xiong et al. 2020; RMSNorm: Zhang & Sennrich 2019; rotary
     positions: Su et al. 2021, equation 34; SwiGLU: Shazeer 2020, equation 6; initialisation:
     Radford et al. 2019, section 2.3.
     """
 
-    carries_state = False  # windows are independent; the state is used in generation only
+    carries_state = False
+    """Training and evaluation windows are independent; the state is used in generation only."""
 
     def __init__(
         self,
@@ -47,13 +58,13 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         inner = -(-hidden_size // 12) * 32 if feedforward is None else feedforward
-        if hidden_size % (2 * heads):
-            raise ValueError(
-                "Transformer: hidden_size / heads must be an even integer, "
-                f"got {hidden_size} / {heads} = {hidden_size / heads:g}"
-            )
+        sizes = {"input_size": input_size, "hidden_size": hidden_size, "layers": layers}
+        _check_sizes(sizes | {"heads": heads, "feedforward": inner, "context": context})
+        if not 0 <= dropout < 1:
+            raise ValueError(f"Transformer: dropout must be in [0, 1), got {dropout}")
+        self.input_size = input_size
+        self.hidden_size = hidden_size
         self.heads = heads
-        self.head_size = hidden_size // heads
         self.context = context
         self.project: nn.Module = nn.Identity()
         if input_size != hidden_size:
@@ -71,20 +82,40 @@ class Transformer(nn.Module):
                 scale = (2 * len(self.blocks)) ** -0.5 if residual else 1.0
                 nn.init.normal_(weight, std=INIT_STD * scale)
 
-    def init_state(self, batch_size: int) -> tuple[Tensor, ...]:
-        """An empty cache: keys and values [layers, B, heads, S = 0, D], next position [] int64."""
-        shape = (len(self.blocks), batch_size, self.heads, 0, self.head_size)
-        empty = self.norm.weight.new_empty(shape)
-        return empty, empty.clone(), empty.new_zeros((), dtype=torch.int64)
+    def init_state(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, ...]:
+        """An empty cache: keys and values [layers, B, heads, S = 0, D], next position [] int64.
+
+        A plain tuple, which `torch.load(weights_only=True)` can read.
+        """
+        head_size = self.hidden_size // self.heads
+        shape = (len(self.blocks), batch_size, self.heads, 0, head_size)
+        empty = torch.empty(shape, device=device, dtype=dtype)
+        return empty, empty.clone(), torch.zeros((), device=device, dtype=torch.int64)
 
     def forward(
         self, embedded: Tensor, state: tuple[Tensor, ...] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Hidden vectors [T, B, H] of input embeddings [T, B, E], and the cache after them.
+        """Runs the blocks over T positions.
 
-        The cache holds the `context` − 1 positions that the next one attends to. `state` = None:
-        nothing precedes, and no cache is made.
+        Args:
+            embedded: [T, B, E] floating point, input embeddings, T ≥ 1.
+            state: the cache after the preceding positions, from `init_state` or an earlier call;
+                None if there are none and the cache is not needed.
+
+        Returns:
+            hidden [T, B, H], and the cache extended by these positions and cut to the `context` − 1
+            that the next position attends to; None if `state` is None.
+
+        Raises:
+            ValueError: if a shape does not fit.
         """
+        self._check_shapes(embedded, state)
         num_past = 0 if state is None else state[0].shape[3]
         rotary = self._rotary(embedded, state)
         mask = self._mask(embedded, num_past)
@@ -107,15 +138,21 @@ class Transformer(nn.Module):
         """The cache, detached from the autograd graph."""
         return tuple(tensor.detach() for tensor in state)
 
+    @staticmethod
+    def select_state(state: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:
+        """The cache of the sequences `index` [B'] int64 of the batch; they may repeat."""
+        keys, values, position = state
+        return keys.index_select(1, index), values.index_select(1, index), position
+
     def _rotary(self, embedded: Tensor, state: tuple[Tensor, ...] | None) -> Rotary:
         """Angles position · base^(−2j / D), in at least fp32: bf16 integers are exact to 256."""
         dtype = torch.promote_types(embedded.dtype, torch.float32)
+        head_size = self.hidden_size // self.heads
         positions = torch.arange(len(embedded), device=embedded.device)
         if state is not None:
             positions = positions + state[2]
-        components = torch.arange(0, self.head_size, 2, device=embedded.device, dtype=dtype)
-        frequency = ROTARY_BASE ** -(components / self.head_size)
-        angles = torch.outer(positions.to(dtype), frequency)
+        exponents = torch.arange(0, head_size, 2, device=embedded.device, dtype=dtype) / head_size
+        angles = torch.outer(positions.to(dtype), ROTARY_BASE**-exponents)
         return angles.cos(), angles.sin()
 
     def _mask(self, embedded: Tensor, num_past: int) -> Tensor | None:
@@ -127,6 +164,18 @@ class Transformer(nn.Module):
         key = torch.arange(num_past + num_new, device=embedded.device)
         query = key[num_past:, None]
         return (key <= query) & (key > query - self.context)
+
+    def _check_shapes(self, embedded: Tensor, state: tuple[Tensor, ...] | None) -> None:
+        if embedded.dim() != 3 or embedded.shape[2] != self.input_size or embedded.shape[0] < 1:
+            raise ValueError(
+                f"Transformer: embedded must be [T ≥ 1, B, {self.input_size}], "
+                f"got {list(embedded.shape)}"
+            )
+        if state is not None and state[0].shape[1] != embedded.shape[1]:
+            raise ValueError(
+                f"Transformer: the state has {state[0].shape[1]} sequences, "
+                f"embedded has {embedded.shape[1]}"
+            )
 
 
 class _Block(nn.Module):
@@ -192,3 +241,15 @@ def _rotate(vectors: Tensor, rotary: Rotary) -> Tensor:
     first, second = vectors.chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
     return turned.type_as(vectors)
+
+
+def _check_sizes(sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"Transformer: {name} must be positive, got {size}")
+    hidden_size, heads = sizes["hidden_size"], sizes["heads"]
+    if hidden_size % (2 * heads):
+        raise ValueError(
+            "Transformer: hidden_size / heads must be an even integer, "
+            f"got {hidden_size} / {heads} = {hidden_size / heads:g}"
+        )

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from data_prep.errors import UserError
 from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.model.build import build_model, restore_model
 from lm.output import ClassTree
@@ -44,6 +45,12 @@ def test_the_default_cutoffs_are_a_tenth_and_a_third_of_the_vocabulary() -> None
     ).output
     assert adaptive.softmax.cutoffs == [3, 10, 30]
     assert int(adaptive.index_of_word[N - 1]) < 3  # the most frequent word
+
+
+def test_cutoffs_outside_the_vocabulary_are_the_users_mistake() -> None:
+    output = OutputConfig(tree="adaptive", cutoffs=[99])
+    with pytest.raises(UserError, match=r"^output.cutoffs: cutoffs must increase within 1 … 29"):
+        build_model(ModelConfig(hidden=H), output, WordTable(), None, T, vocab_size=N)
 
 
 def test_a_model_without_tree_and_counts_requires_the_size_of_the_vocabulary() -> None:

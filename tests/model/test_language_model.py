@@ -18,24 +18,22 @@ from lm.output import ClassTree, HierarchicalSoftmax
 N, H, T, B = 11, 8, 5, 3
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 COUNTS = torch.arange(N) ** 2
-TREE = ClassTree.two_level(torch.arange(N) % 3)
 
 
 def make(
-    backbone: str,
-    tree: ClassTree = TREE,
-    tied: bool = False,
-    row_wise: bool = False,
-    **settings: Any,
+    backbone: str, tree: ClassTree | None = None, *, tied: bool = False, **settings: Any
 ) -> LanguageModel:
     """A small model in fp64."""
     torch.manual_seed(0)
     config = ModelConfig(backbone=backbone, hidden=H, heads=2, layers=2, **settings)  # type: ignore[arg-type]
-    table = WordTable(tied=tied, row_wise=row_wise)
+    if tree is None:
+        tree = ClassTree.two_level(torch.arange(N) % 3)
+    table = WordTable(tied=tied)
     return build_model(config, OutputConfig(), table, tree, T, counts=COUNTS).double()
 
 
 def softmax_of(model: LanguageModel) -> HierarchicalSoftmax:
+    """The output layer, whose tree and rows the test uses."""
     assert isinstance(model.output, HierarchicalSoftmax)
     return model.output
 
@@ -73,6 +71,29 @@ def test_a_word_does_not_change_what_is_predicted_before_it(backbone: str) -> No
 
 
 @BACKBONES
+def test_word_by_word_with_the_state_equals_all_at_once(backbone: str) -> None:
+    model, (tokens, _) = make(backbone).eval(), text()
+    state, parts = model.init_state(B), []
+    for t in range(T):
+        hidden, new_state = model(tokens[t : t + 1], state)
+        assert new_state is not None
+        state = new_state
+        parts.append(hidden)
+    torch.testing.assert_close(torch.cat(parts), model(tokens)[0], rtol=1e-10, atol=1e-12)
+
+
+@BACKBONES
+def test_selected_sequences_continue_unchanged(backbone: str) -> None:
+    model, (tokens, _) = make(backbone).eval(), text()
+    index = torch.tensor([2, 0, 2])
+    _, state = model(tokens[:2], model.init_state(B))
+    assert state is not None
+    whole, _ = model(tokens[2:], state)
+    chosen, _ = model(tokens[2:, index], model.backbone.select_state(state, index))
+    torch.testing.assert_close(chosen, whole[:, index], rtol=1e-10, atol=1e-12)
+
+
+@BACKBONES
 def test_tied_weights_are_one_tensor_read_by_word(backbone: str) -> None:
     model, (tokens, _) = make(backbone, tied=True), text()
     assert model.embedding is None
@@ -90,7 +111,7 @@ def test_the_gradient_of_tied_weights_is_the_sum_of_both_uses(backbone: str) -> 
     apart = make(backbone)
     assert apart.embedding is not None
     row_of_word = softmax_of(tied).tree.row_of_word
-    apart.backbone.load_state_dict(tied.backbone.state_dict())
+    apart.backbone.load_state_dict(tied.backbone.state_dict())  # type: ignore[attr-defined]
     softmax_of(apart).load_state_dict(softmax_of(tied).state_dict())
     with torch.no_grad():
         apart.embedding.weight.copy_(softmax_of(tied).weight[row_of_word])
@@ -131,18 +152,14 @@ def test_path_sum_input_vectors_are_the_sums_on_the_paths(tree: ClassTree, tied:
 
 
 @PATHS
-@pytest.mark.parametrize("row_wise", [True, False])
-@pytest.mark.parametrize(
-    ("tied", "embedding"), [(True, "word"), (True, "path_sum"), (False, "path_sum")]
-)
+@pytest.mark.parametrize("embedding", ["word", "path_sum"])
 def test_a_word_loses_its_vector_with_the_probability_of_its_count(
-    tree: ClassTree, tied: bool, embedding: str, row_wise: bool
+    tree: ClassTree, embedding: str
 ) -> None:
-    settings = {"input_embedding": embedding, "count_word_dropout": 2.0}
-    model = make("lstm", tree, tied, row_wise, **settings)
+    model = make("lstm", tree, tied=True, input_embedding=embedding, count_word_dropout=2.0)
     table, words = input_vectors(model), torch.arange(N)
     read: list[Tensor] = []
-    model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
     model.train()(words.expand(4000, N).T)
     start = -1 if embedding == "word" else 0
     paths = [[row for _, row in tree.path(w)][start:] for w in range(N)]
@@ -210,7 +227,7 @@ def test_dropout_acts_on_input_vectors_and_on_hidden_vectors(
 ) -> None:
     model = make(backbone, dropout=0.5, dropout_variational=variational).train()
     seen: list[Tensor] = []
-    model.backbone.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model.backbone.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))  # type: ignore[attr-defined]
     tokens = torch.randint(N, (1, 200)).expand(T, 200)  # the same word T times, in 200 sequences
     hidden, _ = model(tokens)
     for dropped in (seen[0], hidden):
@@ -222,11 +239,40 @@ def test_dropout_acts_on_input_vectors_and_on_hidden_vectors(
     torch.testing.assert_close(seen[0][passed], 2 * model.embedding(tokens)[passed])
 
 
+def test_the_lstm_has_the_dropouts_of_the_configuration() -> None:
+    model = make("lstm", dropout_weight=0.3, dropout=0.2, dropout_variational=True)
+    backbone: Any = model.backbone
+    assert (backbone.dropout_weight, backbone.dropout.p, backbone.dropout.variational) == (
+        0.3,
+        0.2,
+        True,
+    )
+
+
+@pytest.mark.parametrize("row_wise", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_word_dropout_is_the_same_with_row_wise_gradients(tied: bool, row_wise: bool) -> None:
+    tree = ClassTree.two_level(torch.arange(N) % 3, shortlist=4)
+    config = ModelConfig(hidden=H, layers=1, input_embedding="path_sum", count_word_dropout=2.0)
+    table = WordTable(tied=tied, row_wise=row_wise)
+    model = build_model(config, OutputConfig(), table, tree, T, counts=COUNTS).double()
+    read: list[Tensor] = []
+    model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
+    model.train()(torch.arange(N).expand(4000, N).T)
+    vectors = input_vectors(model)
+    without = torch.stack([vectors[[row for _, row in tree.path(w)[:-1]]].sum(0) for w in range(N)])
+    share = ((read[0] - without[:, None]).abs().amax(2) < 1e-12).double().mean(1)
+    in_shortlist = torch.tensor([len(tree.path(w)) == 1 for w in range(N)])
+    expected = torch.where(in_shortlist, 0, 2 / (2 + COUNTS.double()))
+    torch.testing.assert_close(share, expected, rtol=0, atol=0.04)
+
+
 def test_word_dropout_is_drawn_in_single_precision() -> None:
     """In half precision about one draw in some hundred is 0, below every probability."""
-    model = make("lstm", count_word_dropout=1e-4).train()
+    tree = ClassTree.two_level(torch.arange(N) % 3)
+    model = make("lstm", tree, count_word_dropout=1e-4).train()
     read: list[Tensor] = []
-    model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
     torch.set_default_dtype(torch.bfloat16)
     try:
         model(torch.full((1000, 100), N - 1))

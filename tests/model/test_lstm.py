@@ -41,20 +41,22 @@ def by_equations(
 
 
 def definition(
-    model: LSTM, x: Tensor, state: tuple[Tensor, ...]
+    model: LSTM, x: Tensor, state: tuple[Tensor, ...], weights_hh: list[Tensor]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     ends = []
     for k, layer in enumerate(model.layers):
-        x = x if k == 0 else model.dropout(x)
-        dropped = nn.functional.dropout(layer.get_parameter("weight_hh_l0"), model.dropout_weight)
-        x, *end = by_equations(layer, dropped, x, state[0][k], state[1][k])
-        ends.append(end)
+        x, h, c = by_equations(layer, weights_hh[k], x, state[0][k], state[1][k])
+        ends.append((h, c))
     return x, (torch.stack([h for h, _ in ends]), torch.stack([c for _, c in ends]))
+
+
+def raw_weights_hh(model: LSTM) -> list[Tensor]:
+    return [layer.get_parameter("weight_hh_l0") for layer in model.layers]
 
 
 def test_equals_the_equations_step_by_step() -> None:
     model, (embedded, state) = make(), inputs()
-    expected = definition(model, embedded, state)
+    expected = definition(model, embedded, state, raw_weights_hh(model))
     torch.testing.assert_close(model(embedded, state), expected, rtol=0, atol=1e-13)
 
 
@@ -81,7 +83,7 @@ def test_gradients_match_finite_differences() -> None:
 
 def test_no_state_is_zero_state() -> None:
     model, (embedded, _) = make(), inputs()
-    zeros = model.init_state(B)
+    zeros = model.init_state(B, device="cpu", dtype=torch.float64)
     assert not any(part.any() for part in zeros)
     torch.testing.assert_close(model(embedded), model(embedded, zeros), rtol=0, atol=0)
 
@@ -105,19 +107,24 @@ def test_detached_state_keeps_values_and_stops_gradients() -> None:
     assert early.grad is None
 
 
-@pytest.mark.parametrize("variational", [False, True])
-@pytest.mark.parametrize(("dropout", "dropout_weight"), [(0.5, 0.0), (0.0, 0.5), (0.5, 0.5)])
-def test_dropout_acts_on_recurrent_weights_and_between_layers_only(
-    dropout: float, dropout_weight: float, variational: bool
-) -> None:
-    """The masks are drawn again from the same seed, in the same order."""
-    model, (embedded, state) = make(dropout=dropout, dropout_weight=dropout_weight), inputs()
-    model.dropout.variational = variational
+def test_selected_state_continues_as_its_sequence() -> None:
+    model, (embedded, state) = make(), inputs()
+    index = torch.tensor([2, 0, 0, 1])
+    expected, _ = model(embedded[:, index], (state[0][:, index], state[1][:, index]))
+    hidden, _ = model(embedded[:, index], model.select_state(state, index))
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
+
+
+def test_weight_dropout_runs_the_equations_with_dropped_weights() -> None:
+    """The masks are redrawn from the same seed, so that the definition gets the same W_hh."""
+    model, (embedded, state) = make(dropout_weight=0.5), inputs()
     torch.manual_seed(3)
     actual = model(embedded, state)
     torch.manual_seed(3)
-    expected = definition(model, embedded, state)
+    dropped = [nn.functional.dropout(weight, 0.5) for weight in raw_weights_hh(model)]
+    expected = definition(model, embedded, state, dropped)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-13)
+
     parameters = list(model.parameters())
     actual_grads = torch.autograd.grad(actual[0].sum(), parameters)
     expected_grads = torch.autograd.grad(expected[0].sum(), parameters)
@@ -129,10 +136,20 @@ def test_weight_dropout_zeroes_its_share_of_the_gradient() -> None:
     torch.manual_seed(0)
     model = LSTM(4, 64, 1, dropout_weight=0.3)
     model(torch.randn(3, 8, 4))[0].sum().backward()
-    weight = model.layers[0].get_parameter("weight_hh_l0")
+    (weight,) = raw_weights_hh(model)
     zero_fraction = (cast(Tensor, weight.grad) == 0).double().mean().item()
     standard_error = (0.3 * 0.7 / weight.numel()) ** 0.5
     assert zero_fraction == pytest.approx(0.3, abs=5 * standard_error)
+
+
+def test_weight_dropout_leaves_parameters_as_they_were() -> None:
+    plain, model = make(), make(dropout_weight=0.5)
+    embedded, state = inputs()
+    model(embedded, state)
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(
+        model.eval()(embedded, state), plain(embedded, state), rtol=0, atol=0
+    )
 
 
 def test_evaluation_mode_is_deterministic_and_undropped() -> None:
@@ -141,18 +158,46 @@ def test_evaluation_mode_is_deterministic_and_undropped() -> None:
     assert not torch.equal(model(embedded, state)[0], model(embedded, state)[0])
     expected = make()(embedded, state)
     torch.testing.assert_close(model.eval()(embedded, state), expected, rtol=0, atol=0)
-    torch.testing.assert_close(model.state_dict(), make().state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("variational", [False, True])
-def test_variational_masks_are_equal_over_time_and_all_differ_over_sequences(
-    variational: bool,
-) -> None:
-    mask = Dropout(0.3, variational)(torch.ones(7, 40, 50))
-    assert all(torch.equal(mask[0], later) == variational for later in mask[1:])
-    passed = mask != 0
-    torch.testing.assert_close(mask[passed], torch.full_like(mask[passed], 1 / 0.7))
-    num_draws = 2000 if variational else 14000
-    share = passed.double().mean().item()
-    assert share == pytest.approx(0.7, abs=5 * (0.21 / num_draws) ** 0.5)
-    assert not torch.equal(mask[0, 0], mask[0, 1])
+def test_dropout_acts_between_layers_only(variational: bool) -> None:
+    model = make(dropout=0.5, dropout_variational=variational)
+    embedded, state = inputs()
+    torch.manual_seed(4)
+    actual, _ = model(embedded, state)
+    torch.manual_seed(4)
+    weights = raw_weights_hh(model)
+    lower, *_ = by_equations(model.layers[0], weights[0], embedded, state[0][0], state[1][0])
+    between = Dropout(0.5, variational)(lower)
+    expected, *_ = by_equations(model.layers[1], weights[1], between, state[0][1], state[1][1])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-13)
+
+
+def test_variational_mask_is_equal_over_time_and_differs_over_sequences() -> None:
+    torch.manual_seed(0)
+    mask = Dropout(0.3, variational=True)(torch.ones(7, 40, 50, dtype=torch.float64))
+    torch.testing.assert_close(mask, mask[:1].expand_as(mask), rtol=0, atol=0)
+    kept = mask[0] != 0
+    torch.testing.assert_close(mask[0][kept], torch.full_like(mask[0][kept], 1 / 0.7))
+    assert kept.double().mean().item() == pytest.approx(0.7, abs=5 * (0.21 / 2000) ** 0.5)
+    assert not torch.equal(kept[0], kept[1])
+
+
+def test_plain_mask_differs_over_time() -> None:
+    torch.manual_seed(0)
+    mask = Dropout(0.3)(torch.ones(7, 40, 50))
+    assert (mask != 0).double().mean().item() == pytest.approx(0.7, abs=5 * (0.21 / 14000) ** 0.5)
+    assert not torch.equal(mask[0], mask[1])
+
+
+def test_errors_name_the_numbers() -> None:
+    with pytest.raises(ValueError, match=r"got 4, 0 and 2"):
+        LSTM(4, 0, 2)
+    with pytest.raises(ValueError, match=r"dropout_weight must be in \[0, 1\), got 1.0"):
+        LSTM(4, 6, 2, dropout_weight=1.0)
+    model, (embedded, state) = make(), inputs()
+    with pytest.raises(ValueError, match=r"\[T ≥ 1, B, 4\], got \[5, 3, 3\]"):
+        model(embedded[..., :3])
+    with pytest.raises(ValueError, match=r"state c must be \[2, 3, 6\], got \[2, 2, 6\]"):
+        model(embedded, (state[0], state[1][:, :2]))

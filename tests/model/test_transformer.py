@@ -80,7 +80,7 @@ def definition(model: Transformer, embedded: Tensor) -> Tensor:
 def in_chunks(
     model: Transformer, embedded: Tensor, sizes: list[int]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    state = model.init_state(embedded.shape[1])
+    state = model.init_state(embedded.shape[1], device="cpu", dtype=embedded.dtype)
     hidden = []
     for chunk in torch.split(embedded, sizes):
         chunk_hidden, state = model(chunk, state)
@@ -101,7 +101,7 @@ def in_chunks(
 )
 def test_equals_the_definition(changes: dict[str, Any]) -> None:
     model = make(**changes)
-    embedded = inputs(size=changes.get("input_size", E))
+    embedded = inputs(size=model.input_size)
     expected = definition(model, embedded)
     torch.testing.assert_close(model(embedded)[0], expected, rtol=0, atol=1e-12)
 
@@ -123,6 +123,16 @@ def test_fp32_error_is_a_few_roundings() -> None:
     truth, _ = model(embedded)
     single, _ = model.float()(embedded.float())
     torch.testing.assert_close(single.double(), truth, rtol=0, atol=200 * 2**-24)
+
+
+def test_a_later_input_changes_no_earlier_hidden() -> None:
+    model, embedded = make(), inputs()
+    before, _ = model(embedded)
+    changed = embedded.clone()
+    changed[4] += 1
+    after, _ = model(changed)
+    torch.testing.assert_close(after[:4], before[:4], rtol=0, atol=0)
+    assert ((after[4:] - before[4:]).abs().amax(dim=(1, 2)) > 1e-3).all()
 
 
 def test_sequences_of_a_batch_are_independent() -> None:
@@ -148,9 +158,18 @@ def test_cached_chunks_equal_one_window(sizes: list[int], context: int) -> None:
 def test_hidden_depends_on_distances_only() -> None:
     """The same inputs at later positions give the same hidden vectors."""
     model, embedded = make(), inputs()
-    keys, values, position = model.init_state(B)
+    keys, values, position = model.init_state(B, dtype=torch.float64)
     late, _ = model(embedded, (keys, values, position + 1000))
     torch.testing.assert_close(late, model(embedded)[0], rtol=0, atol=1e-10)
+
+
+def test_selected_cache_continues_as_its_sequence() -> None:
+    model, embedded = make(), inputs()
+    index = torch.tensor([1, 0, 1])
+    whole, _ = model(embedded)
+    _, state = in_chunks(model, embedded[:4], [4])
+    hidden, _ = model(embedded[4:, index], model.select_state(state, index))
+    torch.testing.assert_close(hidden, whole[4:, index], rtol=0, atol=1e-12)
 
 
 def test_detached_cache_has_the_same_values_and_no_gradient() -> None:
@@ -161,6 +180,13 @@ def test_detached_cache_has_the_same_values_and_no_gradient() -> None:
     torch.testing.assert_close(detached, state, rtol=0, atol=0)
     model(embedded[4:], detached)[0].sum().backward()
     assert early.grad is None
+
+
+def test_dropout_acts_in_training_only() -> None:
+    plain, model, embedded = make(), make(dropout=0.5), inputs()
+    assert not torch.equal(model(embedded)[0], model(embedded)[0])
+    expected, _ = plain(embedded)
+    torch.testing.assert_close(model.eval()(embedded)[0], expected, rtol=0, atol=0)
 
 
 def test_dropout_acts_on_the_outputs_of_sublayers_only() -> None:
@@ -205,7 +231,7 @@ def test_autocast_computes_angles_in_fp32() -> None:
     """In bf16 positions 300 and 301 would be equal."""
     model = make(dtype=torch.float32, layers=1)
     embedded = inputs().float()
-    keys, values, position = model.init_state(B)
+    keys, values, position = model.init_state(B, dtype=torch.float32)
     truth, _ = model(embedded, (keys, values, position + 300))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden, state = model(embedded[:4], (keys, values, position + 300))
@@ -213,7 +239,17 @@ def test_autocast_computes_angles_in_fp32() -> None:
     torch.testing.assert_close(torch.cat([hidden, rest]), truth, rtol=0, atol=20 * 2**-8)
 
 
-@pytest.mark.parametrize(("hidden", "heads", "size"), [(200, 8, "25"), (10, 4, "2.5")])
-def test_heads_of_an_odd_size_are_an_error(hidden: int, heads: int, size: str) -> None:
-    with pytest.raises(ValueError, match=rf"even integer, got {hidden} / {heads} = {size}$"):
-        Transformer(hidden, hidden, 1, heads=heads, context=8)
+def test_errors_name_expected_and_actual_sizes() -> None:
+    with pytest.raises(ValueError, match=r"even integer, got 200 / 8 = 25"):
+        Transformer(200, 200, 1, heads=8, context=8)
+    with pytest.raises(ValueError, match=r"even integer, got 10 / 4 = 2\.5"):
+        Transformer(10, 10, 1, heads=4, context=8)
+    with pytest.raises(ValueError, match=r"context must be positive, got 0"):
+        make(context=0)
+    with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\), got 1"):
+        make(dropout=1)
+    model = make()
+    with pytest.raises(ValueError, match=r"\[T ≥ 1, B, 6\], got \[7, 2, 5\]"):
+        model(inputs(size=5))
+    with pytest.raises(ValueError, match=r"state has 3 sequences, embedded has 2"):
+        model(inputs(), model.init_state(3, dtype=torch.float64))

@@ -1,0 +1,49 @@
+"""OutputLayer: what a language model requires of its softmax over words."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lm.output.functional import Reduction
+
+
+class OutputLayer(Protocol):
+    """An `nn.Module` that computes P(word | hidden) over N words.
+
+    In all methods `hidden` is [..., H] and `target` is [...] int64, a word or `ignore_index` =
+    -100.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """N, number of words."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters, as `nn.Module.parameters`."""
+
+    def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """Negative log-likelihood in nats: a scalar, or [...] with `reduction="none"`."""
+
+    def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """Negative log-likelihood in nats at each level of the tree, without a gradient.
+
+        Returns:
+            [D, ...]; row 0 is the class part, the sum over rows is the loss of each position;
+            ignored positions are 0.
+        """
+
+    def log_prob(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities of all words, [..., N]."""
+
+    def sample(
+        self,
+        hidden: Tensor,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw a word for each position, [...] int64."""
