@@ -17,24 +17,16 @@ from lm.output.decoding.expansion import ABSENT, Children, Expander, pack
 
 
 class TopK(NamedTuple):
-    """The most probable words of each position in descending order, ties by the lowest word.
+    """The most probable words of each position in descending order, ties by the lowest word."""
 
-    Attributes:
-        log_prob: [..., k] in at least fp32, in nats.
-        word: [..., k] int64.
-    """
-
-    log_prob: Tensor
-    word: Tensor
+    log_prob: Tensor  # [..., k] in at least fp32, in nats
+    word: Tensor  # [..., k] int64
 
 
 class _Frontier:
-    """Nodes not expanded yet, for the A positions still searched; at first the roots.
+    """Nodes [A, F] not expanded yet, for the A positions still searched; at first the roots.
 
-    Attributes:
-        position: [A] int64.
-        log_prob: [A, F]; -∞ where there is no node.
-        node: [A, F] int64.
+    The log-probability is -∞ where there is no node.
     """
 
     def __init__(self, expander: Expander) -> None:
@@ -53,9 +45,7 @@ class _Frontier:
     def expand(self, chosen: Tensor, max_words: int | None = None) -> TopK:
         """Expands the chosen nodes [A, F] bool, adds child nodes and returns the words found.
 
-        Args:
-            chosen: [A, F] bool.
-            max_words: return only this many words of each node, the most probable ones.
+        Of each node only the `max_words` most probable words are returned.
         """
         row, column = chosen.nonzero(as_tuple=True)
         above = self.log_prob[row, column]
@@ -113,9 +103,7 @@ def _needed_for_topk(node_log_prob: Tensor, best_log_prob: Tensor, k: int) -> Te
 def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Tensor, TopK]]:
     """The smallest sets of most probable words whose share of Σ P^power reaches `top_p`.
 
-    Yields:
-        As they are found, positions [A] int64 and their words [A, size]; rows of smaller sets are
-        padded with log_prob -∞.
+    Yields positions [A] and their words [A, size]; smaller sets are padded with log_prob -∞.
     """
     frontier, log_bound = _Frontier(expander), expander.log_bound(power)
     words = frontier.expand(torch.ones_like(frontier.log_prob, dtype=torch.bool))

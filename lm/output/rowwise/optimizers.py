@@ -23,8 +23,7 @@ from lm.output.rowwise.blocks import Block
 from lm.output.rowwise.row_gradient import RowGradient
 
 NOISE_ELEMENTS = 1 << 20
-"""Random numbers drawn for each step of a table in bf16; each block uses them from a random place.
-"""
+"""Random numbers of a step of a table in bf16; each block uses them from a random place."""
 _UPPER_HALF = 1 if sys.byteorder == "little" else 0
 """Which half of an fp32 number is its bf16 part."""
 
@@ -191,23 +190,14 @@ def _blocks(grad: Tensor) -> Iterator[Block]:
 
 
 class _Noise:
-    """Stochastic rounding to bf16 with noise that is drawn once and used in many places.
-
-    The noise is uniform below the last place of bf16.
-    """
+    """Stochastic rounding to bf16: noise, uniform below the last place, drawn once and reused."""
 
     def __init__(self, table: Tensor) -> None:
-        self._bits = torch.randint(
-            1 << 16, (NOISE_ELEMENTS,), dtype=torch.int32, device=table.device
-        )
+        size, device = (NOISE_ELEMENTS,), table.device
+        self._bits = torch.randint(1 << 16, size, dtype=torch.int32, device=device)
 
     def round_into(self, out: Tensor, rows: Tensor) -> None:
-        """Round each number up or down with the correct probability; what is not finite remains so.
-
-        Args:
-            out: [K, H] bf16, written.
-            rows: [K, H] fp32, overwritten.
-        """
+        """Round rows [K, H] fp32, which are overwritten, into `out` bf16; non-finite remains so."""
         rows.masked_fill_(rows.isnan(), torch.nan)  # one whose bits do not overflow
         bits = rows.view(torch.int32)
         flat = bits.view(-1)
@@ -217,5 +207,4 @@ class _Noise:
             first = self._bits[start : start + portion.numel()]
             portion[: first.numel()] += first
             portion[first.numel() :] += self._bits[: portion.numel() - first.numel()]
-        halves = bits.view(torch.int16)
-        out.view(torch.int16).copy_(halves[:, _UPPER_HALF::2])
+        out.view(torch.int16).copy_(bits.view(torch.int16)[:, _UPPER_HALF::2])

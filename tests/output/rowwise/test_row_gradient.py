@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
-from lm.output.backends.reference import nodes, saved
+from lm.output.backends.reference import forward, nodes
 from lm.output.rowwise import Product, RowAdagrad, RowGradient, Rows, lookup
 
 from .tables import SHORTLIST, H, N, P, Table, accumulate, batch, table
@@ -223,7 +223,7 @@ def test_gradients_of_classes_are_products_for_any_number_of_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As rows they would be larger than the visited rows."""
-    monkeypatch.setattr(saved, "SAVED_ELEMENTS", 0)
+    monkeypatch.setattr(forward, "SAVED_ELEMENTS", 0)
     tree = TWO_LEVEL
     weight, bias = table(tree)
     hidden, target = torch.randn(P, H, dtype=torch.float64), torch.randint(0, N, (P,))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
+from lm.output.backends.reference.forward import Saved, SavedErrors, SavedLogProb, SavedLse
 from lm.output.backends.reference.gradient_memory import zeros_except
 from lm.output.backends.reference.nodes import (
     Node,
@@ -15,29 +16,19 @@ from lm.output.backends.reference.nodes import (
     visited_nodes,
     write_logits,
 )
-from lm.output.backends.reference.saved import Saved, SavedErrors, SavedLogProb, SavedLse
 from lm.output.rowwise.blocks import Part, Product, Rows
 from lm.output.rowwise.row_gradient import RowGradient
 
 
 class _Batch(NamedTuple):
-    """A batch in the order of its sorted positions.
-
-    Attributes:
-        problem: as in the forward, unsorted.
-        saved: by the forward.
-        hidden: [P, H].
-        d_nll: [P].
-        scaled: [P, H], d_nll_p h_p of (6).
-        nodes: the visited ones.
-    """
+    """A batch in the order of its sorted positions, except for `problem`."""
 
     problem: Problem
     saved: Saved
-    hidden: Tensor
-    d_nll: Tensor
-    scaled: Tensor
-    nodes: list[Node]
+    hidden: Tensor  # [P, H]
+    d_nll: Tensor  # [P]
+    scaled: Tensor  # [P, H], d_nll_p h_p of (6)
+    nodes: list[Node]  # the visited ones
 
     def errors(self) -> Iterator[tuple[Node, slice, Tensor]]:
         """(4) of each node, [visits, children], one block of children after another."""

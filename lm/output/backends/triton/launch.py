@@ -21,38 +21,24 @@ from lm.output.backends.visits import Visits
 class Saved(NamedTuple):
     """What the forward saves: the batch, and the results of (7) and (8) of `forward_kernel`.
 
-    Attributes:
-        visits: of the targets.
-        schedule: of the visits.
-        exp_logits: [P, blocks, block_c] in the dtype of hidden, k of every visit's blocks; no
-            blocks if there is no backward.
-        block_max: [P, blocks], m; likewise.
-        lse: [D, P], log-sum-exp of every visit; undefined where there is none.
-        target_logit: [D, P], logit of every visit's target; likewise.
+    Without a backward there are no blocks. Values [D, P] are undefined where there is no visit.
     """
 
     visits: Visits
     schedule: Schedule
-    exp_logits: Tensor
-    block_max: Tensor
-    lse: Tensor
-    target_logit: Tensor
+    exp_logits: Tensor  # [P, blocks, block_c] in the dtype of hidden, k of every visit's blocks
+    block_max: Tensor  # [P, blocks], m
+    lse: Tensor  # [D, P]
+    target_logit: Tensor  # [D, P]
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel.
+    """One launch of a kernel."""
 
-    Attributes:
-        kernel: the jit function, whose name is `kernel.__name__`.
-        num_programs: size of the grid, which has one axis.
-        tile: what a program works on, and how the kernel is compiled.
-        arguments: of the kernel, by name.
-    """
-
-    kernel: Any
-    num_programs: int
-    tile: Tile
-    arguments: dict[str, Any]
+    kernel: Any  # the jit function, whose name is `kernel.__name__`
+    num_programs: int  # size of the grid, which has one axis
+    tile: Tile  # what a program works on, and how the kernel is compiled
+    arguments: dict[str, Any]  # of the kernel, by name
 
 
 class _Instruments(NamedTuple):
@@ -108,16 +94,9 @@ def launch(
 ) -> None:
     """Make a launch and run it, or hand it to `instrumented`.
 
-    A kernel takes its arguments by name: from the problem, its tree, and what the forward saved;
-    their sizes and strides; the constants of the arithmetic and the tile.
-
-    Args:
-        kernel: the jit function.
-        num_programs: size of the grid.
-        tile: of the kernel.
-        problem: hidden and bias contiguous, rows of the weight contiguous.
-        saved: read, or written by the forward.
-        special: all other arguments, and replacements.
+    A kernel takes its arguments by name: from the problem (hidden, bias and rows of the weight are
+    contiguous), its tree, and what the forward saved; their sizes and strides; the constants of the
+    arithmetic and the tile; and `special`, which has priority.
     """
     import triton.language as tl
 
@@ -175,15 +154,9 @@ class Units(NamedTuple):
     """H and the strides in units of elements, so that the compiler knows what divides them.
 
     Rows of 300 halves are not multiples of 16, but of 4.
-
-    Attributes:
-        align: elements of a unit, a power of two up to 16.
-        h_units: H.
-        hidden_stride: between hidden vectors.
-        weight_stride: between rows of the weight.
     """
 
-    align: int
+    align: int  # elements of a unit, a power of two up to 16
     h_units: int
     hidden_stride: int
     weight_stride: int
