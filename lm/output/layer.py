@@ -1,8 +1,4 @@
-"""HierarchicalSoftmax: the output layer as a module that owns its parameters.
-
-It replaces a linear layer followed by a cross-entropy. The computation is in `functional` and
-`decoding`.
-"""
+"""HierarchicalSoftmax: the output layer as a module, in place of a linear layer and its loss."""
 
 import math
 from typing import NamedTuple
@@ -85,18 +81,12 @@ class HierarchicalSoftmax(nn.Module):
         super().__init__()
         if hidden_size < 1:
             raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
-        self.hidden_size = hidden_size
-        self.vocab_size = tree.vocab_size
-        self.ignore_index = ignore_index
-        self.backend = backend
-        self.sparse = sparse
-        self.weight = nn.Parameter(
-            torch.empty(tree.num_rows, hidden_size, device=device, dtype=dtype)
-        )
-        self.bias = None
-        if bias:
-            self.bias = nn.Parameter(torch.empty(tree.num_rows, device=device, dtype=dtype))
-        self.tree = tree if self.weight.is_meta else tree.to(self.weight.device)
+        self.hidden_size, self.vocab_size = hidden_size, tree.vocab_size
+        self.ignore_index, self.backend, self.sparse = ignore_index, backend, sparse
+        weight = torch.empty(tree.num_rows, hidden_size, device=device, dtype=dtype)
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(weight.new_empty(tree.num_rows)) if bias else None
+        self.tree = tree if weight.is_meta else tree.to(weight.device)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

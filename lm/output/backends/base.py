@@ -100,11 +100,7 @@ class Backend(Protocol[Saved]):
     automatic_on: frozenset[str] | None
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        """Why the backend cannot solve the problem on a device; None if it can.
-
-        Returns:
-            The predicate of a sentence whose subject is the backend.
-        """
+        """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
         """The nll [P] in `compute_dtype`, and what the backward needs if `needs.any`.
@@ -122,11 +118,7 @@ class Backend(Protocol[Saved]):
         """
 
     def nll_by_level(self, problem: Problem) -> Tensor:
-        """The nll of every position at each level of the tree, [D, P], without gradient.
-
-        Raises:
-            IndexError: as in `forward`.
-        """
+        """The nll of every position at each level of the tree, [D, P], without gradient."""
 
     def saved_type(self, problem: Problem, needs: Needs) -> type[Saved]:
         """The type of what the forward saves."""

@@ -1,9 +1,7 @@
 """Decoding as functions: all log-probabilities, exact top-k, exact sampling.
 
-They take the parameters of a layer: hidden [..., H], weight [R, H], bias [R] or None, and the tree.
-The methods of `HierarchicalSoftmax` with the same names document options, results and errors.
-`expansion` evaluates nodes, `search` decides which nodes top-k and top-p need, `sampling` turns
-random numbers into words.
+They take hidden [..., H], weight [R, H], bias [R] or None, and the tree. The methods of
+`HierarchicalSoftmax` with the same names document options, results and errors.
 """
 
 import math
@@ -75,22 +73,17 @@ def sample(
         return torch.empty(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     if temperature < _MIN_TEMPERATURE:
         return topk(hidden, weight, bias, tree, 1).word.squeeze(-1)
-    words, uniforms = [], Uniforms(num_positions, hidden.device, generator)
+    words, power, top_p = [], 1 / temperature, top_p or 1.0
+    uniforms = Uniforms(num_positions, hidden.device, generator)
     with torch.autocast(hidden.device.type, enabled=False):
         for expander in _expanders(hidden, weight, bias, tree):
-            words.append(_sample(expander, uniforms, 1 / temperature, top_k, top_p or 1.0))
+            if top_k is not None and top_k < tree.vocab_size:
+                words.append(sample_topk(expander, uniforms, power, top_k, top_p))
+            elif top_p < 1:
+                words.append(sample_nucleus(expander, uniforms, power, top_p))
+            else:
+                words.append(RejectionSampler(expander, uniforms, power).sample())
     return torch.cat(words).view(hidden.shape[:-1])
-
-
-def _sample(
-    expander: Expander, uniforms: Uniforms, power: float, top_k: int | None, top_p: float
-) -> Tensor:
-    """A word [P] for each of the expander's positions."""
-    if top_k is not None and top_k < expander.tree.vocab_size:
-        return sample_topk(expander, uniforms, power, top_k, top_p)
-    if top_p < 1:
-        return sample_nucleus(expander, uniforms, power, top_p)
-    return RejectionSampler(expander, uniforms, power).sample()
 
 
 def _expanders(

@@ -22,6 +22,10 @@ class TopK(NamedTuple):
     log_prob: Tensor  # [..., k] in at least fp32, in nats
     word: Tensor  # [..., k] int64
 
+    def select(self, rows: Tensor) -> "TopK":
+        """Those of some positions."""
+        return TopK(self.log_prob[rows], self.word[rows])
+
 
 class _Frontier:
     """Nodes [A, F] not expanded yet, for the A positions still searched; at first the roots.
@@ -81,7 +85,7 @@ def topk(expander: Expander, k: int) -> TopK:
         frontier.select(active)
         words = frontier.expand(chosen[active], max_words=k)
         position = frontier.position
-        merged = _best(_concat(_rows(best, position), words), k)
+        merged = _best(_concat(best.select(position), words), k)
         best.log_prob[position], best.word[position] = merged
 
 
@@ -108,25 +112,18 @@ def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Ten
     frontier, log_bound = _Frontier(expander), expander.log_bound(power)
     words = frontier.expand(torch.ones_like(frontier.log_prob, dtype=torch.bool))
     while frontier.position.numel():
-        node_log_weight = power * frontier.log_prob.double() + log_bound[frontier.node]
-        chosen, size = _needed_for_nucleus(
-            frontier.log_prob, node_log_weight, words.log_prob, power, top_p
-        )
+        chosen, size = _needed_for_nucleus(frontier, log_bound, words.log_prob, power, top_p)
         active = chosen.any(dim=1)
         done = ~active
         if bool(done.any()):
-            yield frontier.position[done], _first(_rows(words, done), size[done])
+            yield frontier.position[done], _first(words.select(done), size[done])
         frontier.select(active)
         if frontier.position.numel():
-            words = _concat(_rows(words, active), frontier.expand(chosen[active]))
+            words = _concat(words.select(active), frontier.expand(chosen[active]))
 
 
 def _needed_for_nucleus(
-    node_log_prob: Tensor,
-    node_log_weight: Tensor,
-    word_log_prob: Tensor,
-    power: float,
-    top_p: float,
+    frontier: _Frontier, log_bound: Tensor, word_log_prob: Tensor, power: float, top_p: float
 ) -> tuple[Tensor, Tensor]:
     """Nodes to expand [A, F] bool; where there are none, the size of the nucleus [A].
 
@@ -140,6 +137,8 @@ def _needed_for_nucleus(
     - else those that can hold a word as probable as the last of the j + 1;
     - if there are none: the heaviest ones, with at least half of high - low.
     """
+    node_log_prob = frontier.log_prob
+    node_log_weight = power * node_log_prob.double() + log_bound[frontier.node]
     sorted_log_prob = word_log_prob.sort(dim=1, descending=True).values
     sorted_log_prob = F.pad(sorted_log_prob, (0, 1), value=-torch.inf)
     log_weight = power * sorted_log_prob.double()
@@ -191,10 +190,6 @@ def _first(words: TopK, size: int | Tensor) -> TopK:
     largest = int(size.max())
     beyond = torch.arange(largest, device=size.device) >= size[:, None]
     return TopK(log_prob[:, :largest].masked_fill(beyond, -torch.inf), word[:, :largest])
-
-
-def _rows(words: TopK, rows: Tensor) -> TopK:
-    return TopK(words.log_prob[rows], words.word[rows])
 
 
 def _concat(first: TopK, second: TopK) -> TopK:

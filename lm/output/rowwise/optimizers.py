@@ -13,7 +13,7 @@ half the last place is not lost, but applied now and then, correctly on average
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -43,11 +43,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every row that has a gradient.
-
-        Args:
-            closure: evaluates the loss again and returns it.
-        """
+        """Update every row that has a gradient; `closure` evaluates the loss and returns it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -72,8 +68,12 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         table = param.view(param.shape[0], -1)
         noise = _Noise(table) if table.dtype == torch.bfloat16 else None
         wide = torch.promote_types(table.dtype, torch.float32)
-        self._begin(param, table, group)
-        for block in _blocks(grad):
+        self._begin(param, table)
+        if isinstance(grad, RowGradient):
+            blocks = grad.blocks()
+        else:
+            blocks = iter([Block(slice(0, len(grad)), grad.view(table.shape).to(wide))])
+        for block in blocks:
             stored = table[block.rows]  # a view, if the rows are a slice
             rows = stored.to(wide)
             self._change(rows, block, param, group)
@@ -84,7 +84,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             if not isinstance(block.rows, slice):
                 table[block.rows] = stored
 
-    def _begin(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> None:
+    def _begin(self, param: Tensor, table: Tensor) -> None:
         """Prepare the state before the first block of a step."""
 
     @abstractmethod
@@ -126,10 +126,10 @@ class RowAdagrad(RowOptimizer):
     def __init__(self, params: Iterable[Tensor], lr: float, eps: float = 1e-8) -> None:
         super().__init__(params, {"lr": lr, "eps": eps})
 
-    def _begin(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> None:
-        if "sum" not in self.state[param]:
-            dtype = torch.promote_types(param.dtype, torch.float32)
-            self.state[param]["sum"] = torch.zeros(len(table), dtype=dtype, device=param.device)
+    def _begin(self, param: Tensor, table: Tensor) -> None:
+        if not self.state[param]:
+            dtype = torch.promote_types(table.dtype, torch.float32)
+            self.state[param]["sum"] = table.new_zeros(len(table), dtype=dtype)
 
     def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
         total = self.state[param]["sum"]
@@ -161,13 +161,13 @@ class RowAdam(RowOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
-    def _begin(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> None:
+    def _begin(self, param: Tensor, table: Tensor) -> None:
         state = self.state[param]
         if not state:
-            dtype = torch.promote_types(param.dtype, torch.float32)
+            dtype = torch.promote_types(table.dtype, torch.float32)
             state["step"] = 0
-            state["mean"] = torch.zeros(table.shape, dtype=dtype, device=param.device)
-            state["square"] = torch.zeros(table.shape, dtype=dtype, device=param.device)
+            state["mean"] = table.new_zeros(table.shape, dtype=dtype)
+            state["square"] = table.new_zeros(table.shape, dtype=dtype)
         state["step"] += 1
 
     def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
@@ -179,14 +179,6 @@ class RowAdam(RowOptimizer):
         correction1, correction2 = (1 - beta ** state["step"] for beta in (beta1, beta2))
         root = square.sqrt_().div_(correction2**0.5).add_(group["eps"])
         rows.addcdiv_(mean, root, value=-group["lr"] / correction1)
-
-
-def _blocks(grad: Tensor) -> Iterator[Block]:
-    if isinstance(grad, RowGradient):
-        yield from grad.blocks()
-    else:
-        values = grad.view(len(grad), -1).to(torch.promote_types(grad.dtype, torch.float32))
-        yield Block(slice(0, len(grad)), values=values)
 
 
 class _Noise:

@@ -9,13 +9,7 @@ from torch import Tensor
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
 from lm.output.backends.reference.forward import Saved, SavedErrors, SavedLogProb, SavedLse
 from lm.output.backends.reference.gradient_memory import zeros_except
-from lm.output.backends.reference.nodes import (
-    Node,
-    sorted_hidden,
-    target_columns,
-    visited_nodes,
-    write_logits,
-)
+from lm.output.backends.reference.nodes import Node, target_columns, visited_nodes, write_logits
 from lm.output.rowwise.blocks import Part, Product, Rows
 from lm.output.rowwise.row_gradient import RowGradient
 
@@ -41,7 +35,7 @@ class _Batch(NamedTuple):
         for node in self.nodes:
             for children in node.blocks(problem.weight, dtype, whole=columns is not None):
                 if columns is not None:
-                    yield node, children, node.columns(columns, children)
+                    yield node, children, node.columns(columns)[:, children]
                 elif isinstance(saved, SavedLse):
                     yield node, children, self._errors_of_block(saved, node, children)
 
@@ -66,10 +60,9 @@ class _Batch(NamedTuple):
 def gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
     """The gradients that are needed; arguments as in `Backend.backward`."""
     visits, dtype = saved.visits, compute_dtype(problem.hidden.dtype)
-    hidden = sorted_hidden(problem, visits, dtype)
-    sorted_d_nll = d_nll.to(dtype).index_select(0, visits.position)
+    hidden, d_nll = visits.sorted(problem.hidden).to(dtype), visits.sorted(d_nll.to(dtype))
     nodes = list(visited_nodes(visits, problem.tree))
-    batch = _Batch(problem, saved, hidden, sorted_d_nll, hidden * sorted_d_nll[:, None], nodes)
+    batch = _Batch(problem, saved, hidden, d_nll, hidden * d_nll[:, None], nodes)
     return _row_wise_gradients(batch, needs) if needs.row_wise else _dense_gradients(batch, needs)
 
 

@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Problem, compute_dtype
-from lm.output.backends.reference.nodes import (
-    Node,
-    sorted_hidden,
-    target_columns,
-    visited_nodes,
-    write_logits,
-)
+from lm.output.backends.reference.nodes import target_columns, visited_nodes, write_logits
 from lm.output.backends.visits import Visits
 
 SAVED_ELEMENTS = 1 << 26
@@ -90,7 +84,7 @@ def target_log_prob(problem: Problem, saved: Saved) -> Tensor:
 
 def _saving_log_prob(problem: Problem, saved: SavedLogProb) -> Tensor:
     visits, dtype = saved.visits, saved.log_prob.dtype
-    hidden = sorted_hidden(problem, visits, dtype)
+    hidden = visits.sorted(problem.hidden).to(dtype)
     for node in visited_nodes(visits, problem.tree):
         logits = hidden.new_empty(node.shape)
         for children in node.blocks(problem.weight, dtype, whole=True):
@@ -104,58 +98,44 @@ def _saving_log_prob(problem: Problem, saved: SavedLogProb) -> Tensor:
 
 
 def _saving_errors(problem: Problem, saved: SavedErrors) -> Tensor:
+    """Also adds up d_hidden while the rows are in cache."""
     visits = saved.visits
-    hidden = sorted_hidden(problem, visits, saved.error.dtype)
+    hidden = visits.sorted(problem.hidden).to(saved.error.dtype)
     saved.d_hidden_unscaled.zero_()
     log_prob = hidden.new_zeros(visits.node.shape)
     for node in visited_nodes(visits, problem.tree):
+        blocks = list(node.blocks(problem.weight, hidden.dtype, whole=True))
+        logits, error = hidden.new_empty(node.shape), node.columns(saved.error)
+        for children in blocks:
+            rows = write_logits(logits[:, children], hidden, problem, node, children)
+        torch.log_softmax(logits, dim=1, out=error)
         child = visits.child[node.level, node.visits, None]
-        log_prob[node.level, node.visits] = _save_errors_of(node, child, hidden, problem, saved)
+        target_log_q = error.gather(1, child)
+        log_prob[node.level, node.visits] = target_log_q.squeeze(1)
+        error.exp_().scatter_(1, child, target_log_q.expm1())
+        for number, children in enumerate(reversed(blocks)):
+            if number:
+                rows = problem.weight[node.rows(children)].to(hidden.dtype)
+            saved.d_hidden_unscaled[node.visits].addmm_(error[:, children], rows)
     return log_prob
-
-
-def _save_errors_of(
-    node: Node, child: Tensor, hidden: Tensor, problem: Problem, saved: SavedErrors
-) -> Tensor:
-    """The log q [visits] of a node's targets; saves errors and d_hidden while rows are in cache."""
-    blocks = list(node.blocks(problem.weight, hidden.dtype, whole=True))
-    logits, error = hidden.new_empty(node.shape), node.columns(saved.error)
-    for children in blocks:
-        rows = write_logits(logits[:, children], hidden, problem, node, children)
-    torch.log_softmax(logits, dim=1, out=error)
-    log_prob = error.gather(1, child)
-    error.exp_().scatter_(1, child, log_prob.expm1())
-    for number, children in enumerate(reversed(blocks)):
-        if number:
-            rows = problem.weight[node.rows(children)].to(hidden.dtype)
-        saved.d_hidden_unscaled[node.visits].addmm_(error[:, children], rows)
-    return log_prob.squeeze(1)
 
 
 def _saving_lse(problem: Problem, saved: SavedLse) -> Tensor:
+    """One block of children after another."""
     visits, all_lse = saved.visits, saved.lse.zero_()
-    hidden = sorted_hidden(problem, visits, all_lse.dtype)
+    hidden = visits.sorted(problem.hidden).to(all_lse.dtype)
     log_prob = hidden.new_zeros(visits.node.shape)
     for node in visited_nodes(visits, problem.tree):
-        child = visits.child[node.level, node.visits, None]
-        lse, target_logit = _online_lse(hidden, problem, node, child)
+        child = visits.child[node.level, node.visits]
+        lse = hidden.new_full(child.shape, -torch.inf)
+        target_logit = torch.empty_like(lse)
+        for children in node.blocks(problem.weight, hidden.dtype, whole=False):
+            logits = hidden.new_empty(len(child), children.stop - children.start)
+            write_logits(logits, hidden, problem, node, children)
+            lse = torch.logaddexp(lse, logits.logsumexp(1))
+            inside = (child >= children.start) & (child < children.stop)
+            visit = inside.nonzero().squeeze(1)
+            target_logit[visit] = logits[visit, child[visit] - children.start]
         all_lse[node.level, node.visits] = lse
         log_prob[node.level, node.visits] = target_logit - lse
     return log_prob
-
-
-def _online_lse(
-    hidden: Tensor, problem: Problem, node: Node, child: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and the target's logit, [visits] each, one block of children after another."""
-    num_visits, _ = node.shape
-    lse = hidden.new_full((num_visits,), -torch.inf)
-    target_logit = torch.empty_like(lse)
-    for children in node.blocks(problem.weight, hidden.dtype, whole=False):
-        logits = hidden.new_empty(num_visits, children.stop - children.start)
-        write_logits(logits, hidden, problem, node, children)
-        lse = torch.logaddexp(lse, logits.logsumexp(1))
-        inside = ((child >= children.start) & (child < children.stop)).squeeze(1)
-        visit = inside.nonzero().squeeze(1)
-        target_logit[visit] = logits[visit, child[visit, 0] - children.start]
-    return lse, target_logit

@@ -42,12 +42,10 @@ class Node(NamedTuple):
         """The rows of some of the children."""
         return slice(self.first_row + children.start, self.first_row + children.stop)
 
-    def columns(self, flat: Tensor, children: slice | None = None) -> Tensor:
+    def columns(self, flat: Tensor) -> Tensor:
         """The node's columns [visits, children] in the flat columns of all visits, a view."""
-        count, width = self.shape
-        columns = flat.as_strided((count, width), (width, 1), flat.storage_offset() + self.offset)
-        whole = children is None or children.stop - children.start == width
-        return columns if whole else columns[:, children]
+        stride, offset = (self.num_children, 1), flat.storage_offset() + self.offset
+        return flat.as_strided(self.shape, stride, offset)
 
     def blocks(self, weight: Tensor, dtype: torch.dtype, *, whole: bool) -> Iterator[slice]:
         """The children in blocks.
@@ -88,11 +86,6 @@ def target_columns(visits: Visits, tree: TreeArrays) -> tuple[Tensor, Tensor, in
     end = width.cumsum(0)
     column = end - width + visits.child.flatten()[visit]
     return visit, column, int(end[-1]) if visit.numel() else 0
-
-
-def sorted_hidden(problem: Problem, visits: Visits, dtype: torch.dtype) -> Tensor:
-    """The hidden vectors [P, H] of the sorted positions."""
-    return problem.hidden.index_select(0, visits.position).to(dtype)
 
 
 def write_logits(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem
-from lm.output.backends.triton.launch import Saved, Units, launch, tiles_for
+from lm.output.backends.triton.launch import Saved, alignment, launch, tiles_for
 from lm.output.rowwise.blocks import Rows
 from lm.output.rowwise.row_gradient import RowGradient
 
@@ -79,7 +79,7 @@ def _write(
     if output.d_weight is not None or output.d_bias is not None:
         _write_heavy_rows(special, problem, saved)
     tile = shape.d_light
-    if written_row is not None and Units.of(problem).align < 4:
+    if written_row is not None and alignment(problem) < 4:
         tile = tile._replace(warps=8)  # else the second row number spills
     num_programs = saved.schedule.light_first.numel() * -(-size // tile.h)
     launch(kernels._d_light, num_programs, tile, problem, saved, **special)

@@ -100,7 +100,7 @@ def launch(
     """
     import triton.language as tl
 
-    hidden, units = problem.hidden, Units.of(problem)
+    hidden, align = problem.hidden, alignment(problem)
     fast = torch.get_float32_matmul_precision() != "highest"
     known = {
         **problem._asdict(),
@@ -108,14 +108,16 @@ def launch(
         **saved._asdict(),
         **saved.visits._asdict(),
         **saved.schedule._asdict(),
-        **units._asdict(),
         "P": problem.num_positions,
         "D": problem.depth,
         "num_blocks": saved.exp_logits.shape[1],
         "LIGHT": LIGHT,
         "ACC": tl.float64 if hidden.dtype == torch.float64 else tl.float32,
         "PRECISION": "tf32" if fast and hidden.dtype == torch.float32 else "ieee",
-        "ALIGN": units.align,
+        "ALIGN": align,
+        "h_units": hidden.shape[1] // align,
+        "hidden_stride": hidden.stride(0) // align,
+        "weight_stride": problem.weight.stride(0) // align,
         "BLOCK_V": tile.v,
         "BLOCK_C": tiles_for(problem).block_c,
         "BLOCK_H": tile.h,
@@ -140,7 +142,7 @@ def tiles_for(problem: Problem) -> Tiles:
     if _instruments.tiles is not None:
         return _instruments.tiles
     hidden = problem.hidden
-    return tiles(hidden.dtype, capability(hidden.device), Units.of(problem).align)
+    return tiles(hidden.dtype, capability(hidden.device), alignment(problem))
 
 
 def splits_for(problem: Problem) -> int:
@@ -150,21 +152,11 @@ def splits_for(problem: Problem) -> int:
     return splits_per_tile(problem.max_path_columns, problem.depth, tiles_for(problem).block_c)
 
 
-class Units(NamedTuple):
-    """H and the strides in units of elements, so that the compiler knows what divides them.
+def alignment(problem: Problem) -> int:
+    """The largest power of two up to 16 that divides H and the strides of hidden and weight.
 
-    Rows of 300 halves are not multiples of 16, but of 4.
+    Kernels take H and the strides in units of so many elements, so that the compiler knows what
+    divides them: rows of 300 halves are not multiples of 16, but of 4.
     """
-
-    align: int  # elements of a unit, a power of two up to 16
-    h_units: int
-    hidden_stride: int
-    weight_stride: int
-
-    @classmethod
-    def of(cls, problem: Problem) -> "Units":
-        """The units of hidden and weight."""
-        hidden, weight = problem.hidden, problem.weight
-        sizes = (hidden.shape[1], hidden.stride(0), weight.stride(0))
-        align = math.gcd(*sizes, 16)
-        return cls(align, *(size // align for size in sizes))
+    hidden, weight = problem.hidden, problem.weight
+    return math.gcd(hidden.shape[1], hidden.stride(0), weight.stride(0), 16)

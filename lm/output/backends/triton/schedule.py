@@ -31,9 +31,7 @@ class Schedule(NamedTuple):
     stop: Tensor  # [D, P], where the visits of the node at `Visits.node` end
     light_level: Tensor  # [P], first level on which a position visits a light node; D for none
     light_first: Tensor  # [G], first position of each light group; P after the last one
-    heavy_first: (
-        Tensor  # [K], index in the flat `Visits.node` of heavy nodes' first visits; then -1
-    )
+    heavy_first: Tensor  # [K], heavy nodes' first visits in the flat `Visits.node`; then -1
 
     @classmethod
     def empty(cls, target: Tensor, num_nodes: int, depth: int) -> "Schedule":

@@ -71,11 +71,7 @@ def tiles(dtype: torch.dtype, capability: int, align: int) -> Tiles:
     return found
 
 
-def compiler_options(tile: Tile) -> dict[str, int | bool]:
+def compiler_options(tile: Tile) -> dict[str, int]:
     """Options of the compiler for the kernel of a tile."""
-    options: dict[str, int | bool] = {
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-        "enable_fp_fusion": True,
-    }
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
     return options if torch.version.hip else options | {"maxnreg": MAX_REGISTERS}
