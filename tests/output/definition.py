@@ -1,13 +1,24 @@
 """Problems of 23 words, and what they cost by definition."""
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output import ClassTree
+from lm.output import ClassTree, hierarchical_cross_entropy
 
+Test = Callable[..., None]
 N, H = 23, 6
 TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 5)
+
+
+def both_backends(test: Test) -> Test:
+    """Decorator of tests of both backends."""
+    both = pytest.mark.parametrize("backend", ["saved", "triton"], indirect=True)
+    return pytest.mark.usefixtures("backend")(both(test))
 
 
 def problem(tree: ClassTree, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -18,6 +29,25 @@ def problem(tree: ClassTree, *shape: int, dtype: torch.dtype = torch.float64) ->
     target = torch.randint(0, N, shape)
     target.view(-1)[1:2] = -100
     return [hidden, weight, bias, target]
+
+
+def zipf_targets(tree: ClassTree, num_positions: int) -> Tensor:
+    """Words of which half are drawn by inverse rank, and one is ignored."""
+    target = torch.randint(0, tree.vocab_size, (num_positions,))
+    frequent = (tree.vocab_size ** torch.rand(num_positions)).long().clamp(max=tree.vocab_size - 1)
+    target = torch.where(torch.rand(num_positions) < 0.5, frequent, target)
+    target[1:2] = -100
+    return target
+
+
+def nll(inputs: list[Tensor], tree: ClassTree, **options: Any) -> Tensor:
+    """The nll of every position by `hierarchical_cross_entropy`, of hidden, weight, bias, target.
+
+    Without a bias there are three inputs.
+    """
+    hidden, weight, *bias, target = inputs
+    options = {"reduction": "none"} | options
+    return hierarchical_cross_entropy(hidden, weight, target, tree, *bias, **options)
 
 
 def definition(

@@ -19,9 +19,7 @@ def layer() -> HierarchicalSoftmax:
     return HierarchicalSoftmax(H, TREE)
 
 
-def test_forward_returns_log_probabilities_and_their_negative_mean(
-    layer: HierarchicalSoftmax,
-) -> None:
+def test_forward_gives_log_probabilities_and_the_mean_loss(layer: HierarchicalSoftmax) -> None:
     hidden, target = torch.randn(4, 5, H), torch.randint(0, N, (4, 5))
     target[0, 0] = -100
     output, loss = layer(hidden, target)
@@ -84,9 +82,7 @@ def test_tree_moves_to_the_device_of_the_weights(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tree, "to", to)
     assert HierarchicalSoftmax(3, tree, device="cpu").tree is tree
     assert moved == [torch.device("cpu")]
-    on_meta = HierarchicalSoftmax(
-        3, tree, device="meta"
-    )  # keeps its arrays for weights assigned later
+    on_meta = HierarchicalSoftmax(3, tree, device="meta")  # for weights assigned later
     assert on_meta.tree.row_of_word.tolist() == [0, 1, 2, 3, 4]
     assert len(moved) == 1
 

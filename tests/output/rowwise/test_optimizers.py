@@ -75,22 +75,17 @@ def test_adam_is_the_sparse_adam_of_pytorch(backend: str) -> None:
     """Except for eps, which PyTorch adds elsewhere."""
     found = trained(lambda params: RowAdam(params, 0.05, eps=1e-30), rows=True)
     expected = trained(
-        lambda params: torch.optim.SparseAdam(params, 0.05, eps=1e-30),
-        rows=True,
-        coo=True,
+        lambda params: torch.optim.SparseAdam(params, 0.05, eps=1e-30), rows=True, coo=True
     )
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, RowAdam])
 def test_dense_gradients_give_the_same_steps(kind: Kind) -> None:
-    def make(params: Table) -> torch.optim.Optimizer:
-        return kind(params, lr=0.2)
-
     tree = ClassTree.full(N)  # every row is visited, so that Adam's moments are equal
     params = table(tree), table(tree)
     for table_of, rows in zip(params, (False, True), strict=True):
-        optimizer = make(table_of)
+        optimizer = kind(table_of, lr=0.2)
         for step in range(3):
             optimizer.zero_grad()
             accumulate(tree, table_of, step, rows)
@@ -106,14 +101,7 @@ def test_rows_without_a_gradient_keep_values_and_state(kind: Kind) -> None:
     accumulate(tree, params, 0, rows=True)
     optimizer.step()
     weight = params[0]
-    before, state = (
-        weight.detach().clone(),
-        {
-            name: value.clone()
-            for name, value in optimizer.state[weight].items()
-            if isinstance(value, Tensor)
-        },
-    )
+    before, state = weight.detach().clone(), copy.deepcopy(optimizer.state[weight])
     optimizer.zero_grad()
     accumulate(tree, params, 1, rows=True)
     assert weight.grad is not None
@@ -122,14 +110,12 @@ def test_rows_without_a_gradient_keep_values_and_state(kind: Kind) -> None:
     assert 0 < still.sum() < len(still)
     assert torch.equal(weight[still], before[still])
     assert not torch.equal(weight[~still], before[~still])
-    for name, value in state.items():
-        assert torch.equal(optimizer.state[weight][name][still], value[still])
+    for name in state.keys() - {"step"}:
+        assert torch.equal(optimizer.state[weight][name][still], state[name][still])
 
 
 @pytest.mark.parametrize("kind", [RowAdagrad, RowAdam])
-def test_a_restored_optimizer_continues_equally_with_fp32_state_of_bf16_rows(
-    kind: Kind,
-) -> None:
+def test_a_restored_optimizer_continues_with_fp32_state_of_bf16_rows(kind: Kind) -> None:
     tree = SHORTLIST
     params = table(tree, torch.bfloat16)
     optimizer = kind(params, lr=0.1)
