@@ -21,14 +21,20 @@ def both_backends(test: Test) -> Test:
     return pytest.mark.usefixtures("backend")(both(test))
 
 
-def problem(tree: ClassTree, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def two_level(num_words: int, num_classes: int) -> ClassTree:
+    """Classes of consecutive words."""
+    return ClassTree.two_level(torch.arange(num_words) * num_classes // num_words)
+
+
+def problem(
+    tree: ClassTree, *shape: int, size: int = H, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
     """hidden, weight, bias with gradients, and targets of which one is ignored."""
-    hidden = torch.randn(*shape, H, dtype=dtype, requires_grad=True)
-    weight = torch.randn(tree.num_rows, H, dtype=dtype, requires_grad=True)
-    bias = torch.randn(tree.num_rows, dtype=dtype, requires_grad=True)
-    target = torch.randint(0, N, shape)
+    shapes = ((*shape, size), (tree.num_rows, size), (tree.num_rows,))
+    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    target = torch.randint(0, tree.vocab_size, shape)
     target.view(-1)[1:2] = -100
-    return [hidden, weight, bias, target]
+    return [*inputs, target]
 
 
 def zipf_targets(tree: ClassTree, num_positions: int) -> Tensor:
@@ -50,6 +56,27 @@ def nll(inputs: list[Tensor], tree: ClassTree, **options: Any) -> Tensor:
     return hierarchical_cross_entropy(hidden, weight, target, tree, *bias, **options)
 
 
+def gradients(
+    inputs: list[Tensor], target: Tensor, tree: ClassTree, upstream: Tensor, backend: str
+) -> list[Tensor]:
+    """nll of every position, and the gradients of the inputs."""
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    each = nll([*inputs, target], tree, backend=backend)
+    return [each.detach(), *torch.autograd.grad(each, inputs, upstream.to(each.dtype))]
+
+
+def assert_errors_are_small(
+    ours: list[Tensor], plain: list[Tensor], truth: list[Tensor], slack: float
+) -> None:
+    """Errors of nll and gradients are within twice those of plain torch."""
+    for what, actual, base, true in zip(
+        ["nll", "d_hidden", "d_weight", "d_bias"], ours, plain, truth, strict=True
+    ):
+        error, baseline = ((x.double() - true).abs().max() for x in (actual, base))
+        allowed = 2 * baseline + slack * true.abs().max()
+        assert error <= allowed, f"{what}: off by {error}, plain torch by {baseline}"
+
+
 def definition(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, tree: ClassTree
 ) -> Tensor:
@@ -62,7 +89,7 @@ def definition_by_level(
 ) -> Tensor:
     """Each term of the definition, [D, ...], one position and node at a time."""
     columns = []
-    for h, word in zip(hidden.reshape(-1, H), target.reshape(-1).tolist(), strict=True):
+    for h, word in zip(hidden.flatten(0, -2), target.reshape(-1).tolist(), strict=True):
         nlls = [h.new_zeros(())] * tree.depth
         for level, (node, row) in enumerate(tree.path(word) if word != -100 else []):
             first = int(tree.first_row[node])

@@ -35,14 +35,13 @@ def test_registered_ops_pass_opcheck(
 @both_backends
 @pytest.mark.parametrize("subset", range(8))
 def test_any_subset_of_the_gradients_may_be_asked_for(subset: int) -> None:
-    tree = TWO_LEVEL
-    *inputs, target = problem(tree, 6)
-    loss = nll([*inputs, target], tree, reduction="mean")
+    *inputs, target = problem(TWO_LEVEL, 6)
+    loss = nll([*inputs, target], TWO_LEVEL, reduction="mean")
     truth = torch.autograd.grad(loss, inputs)
     chosen = [
         tensor.detach().requires_grad_(bool(subset >> i & 1)) for i, tensor in enumerate(inputs)
     ]
-    loss = nll([*chosen, target], tree, reduction="mean")
+    loss = nll([*chosen, target], TWO_LEVEL, reduction="mean")
     assert loss.requires_grad == bool(subset)
     if subset:
         torch.autograd.backward(loss)
@@ -67,14 +66,13 @@ def test_compiled_with_fullgraph_equals_eager() -> None:
 
 
 def test_autocast_takes_half_precision_hidden_with_full_precision_weights() -> None:
-    tree = TWO_LEVEL
-    hidden, weight, bias, target = problem(tree, 30, dtype=torch.float32)
+    hidden, weight, bias, target = problem(TWO_LEVEL, 30, dtype=torch.float32)
     half = hidden.detach().bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = hierarchical_cross_entropy(half, weight, target, tree, bias)
+        loss = hierarchical_cross_entropy(half, weight, target, TWO_LEVEL, bias)
     grads = torch.autograd.grad(loss, (half, weight, bias))
     exact = half.detach().float().requires_grad_()
-    truth = hierarchical_cross_entropy(exact, weight, target, tree, bias)
+    truth = hierarchical_cross_entropy(exact, weight, target, TWO_LEVEL, bias)
     true_grads = torch.autograd.grad(truth, (exact, weight, bias))
     torch.testing.assert_close(loss, truth)
     assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32, torch.float32]
@@ -86,11 +84,10 @@ def test_autocast_takes_half_precision_hidden_with_full_precision_weights() -> N
 def test_checkpointed_activations_give_the_same_gradient() -> None:
     from torch.utils.checkpoint import checkpoint
 
-    tree = TWO_LEVEL
-    hidden, weight, bias, target = problem(tree, 6)
+    hidden, weight, bias, target = problem(TWO_LEVEL, 6)
 
     def loss(hidden: Tensor) -> Tensor:
-        return hierarchical_cross_entropy(hidden.tanh(), weight, target, tree, bias)
+        return hierarchical_cross_entropy(hidden.tanh(), weight, target, TWO_LEVEL, bias)
 
     (plain,) = torch.autograd.grad(loss(hidden), hidden)
     (again,) = torch.autograd.grad(checkpoint(loss, hidden, use_reentrant=False), hidden)

@@ -26,13 +26,12 @@ Kind = Callable[..., RowOptimizer]
 
 def trained(make: Make, rows: bool, coo: bool = False) -> Table:
     """The table after four steps of two batches each; `coo` converts the gradients."""
-    tree = SHORTLIST
-    params = table(tree)
+    params = table(SHORTLIST)
     optimizer = make(params)
     for step in range(4):
         optimizer.zero_grad()
-        accumulate(tree, params, 2 * step, rows)
-        accumulate(tree, params, 2 * step + 1, rows)
+        accumulate(SHORTLIST, params, 2 * step, rows)
+        accumulate(SHORTLIST, params, 2 * step + 1, rows)
         for param in params if coo else ():
             assert isinstance(param.grad, RowGradient)
             param.grad = param.grad.to_sparse()
@@ -116,17 +115,16 @@ def test_rows_without_a_gradient_keep_values_and_state(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", [RowAdagrad, RowAdam])
 def test_a_restored_optimizer_continues_with_fp32_state_of_bf16_rows(kind: Kind) -> None:
-    tree = SHORTLIST
-    params = table(tree, torch.bfloat16)
+    params = table(SHORTLIST, torch.bfloat16)
     optimizer = kind(params, lr=0.1)
-    accumulate(tree, params, 0, rows=True)
+    accumulate(SHORTLIST, params, 0, rows=True)
     optimizer.step()
     copies = [param.detach().clone().requires_grad_() for param in params]
     other = kind(copies, lr=0.1)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for copy_of, optim in ((params, optimizer), (copies, other)):
         optim.zero_grad()
-        accumulate(tree, copy_of, 1, rows=True)
+        accumulate(SHORTLIST, copy_of, 1, rows=True)
         torch.manual_seed(9)  # for the rounding
         optim.step()
     assert all(torch.equal(*pair) for pair in zip(params, copies, strict=True))

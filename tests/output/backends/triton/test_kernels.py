@@ -11,18 +11,13 @@ from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.triton.launch import instrumented
 from lm.output.backends.triton.schedule import LIGHT
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
-from lm.output.functional import BackendName
 
-from ...definition import zipf_targets
+from ...definition import gradients, two_level, zipf_targets
 
 pytest.importorskip("triton")
 
 SMALL = Tiles(16, *[Tile(v=16, h=16, warps=4, stages=1)] * 4)
 MIXED = Tiles(16, *(Tile(v, h, 4, 1) for v, h in [(32, 32), (16, 64), (32, 16), (16, 32)]))
-
-
-def two_level(num_words: int, num_classes: int) -> ClassTree:
-    return ClassTree.two_level(torch.arange(num_words) * num_classes // num_words)
 
 
 GRID: dict[str, tuple[ClassTree, int, int, Tiles, int]] = {
@@ -54,18 +49,6 @@ def problem(
     return [*(torch.randn(shape, dtype=dtype) for shape in shapes), zipf_targets(tree, positions)]
 
 
-def gradients(
-    backend: BackendName, inputs: list[Tensor], target: Tensor, tree: ClassTree, upstream: Tensor
-) -> list[Tensor]:
-    """nll of every position, and the gradients of the inputs."""
-    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
-    bias = inputs[2] if len(inputs) == 3 else None
-    nll = hierarchical_cross_entropy(
-        inputs[0], inputs[1], target, tree, bias, reduction="none", backend=backend
-    )
-    return [nll.detach(), *torch.autograd.grad(nll, inputs, upstream.to(nll.dtype))]
-
-
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("name", GRID)
 def test_the_kernels_equal_the_reference(name: str, with_bias: bool) -> None:
@@ -74,8 +57,8 @@ def test_the_kernels_equal_the_reference(name: str, with_bias: bool) -> None:
     inputs = inputs[: 3 if with_bias else 2]
     upstream = torch.randn(positions)
     with instrumented(tiles=shape, num_splits=splits):
-        ours = gradients("triton", inputs, target, tree, upstream)
-    truth = gradients("reference", inputs, target, tree, upstream)
+        ours = gradients(inputs, target, tree, upstream, "triton")
+    truth = gradients(inputs, target, tree, upstream, "reference")
     torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12)
 
 
@@ -89,8 +72,8 @@ def test_whole_blocks_of_children_may_be_impossible(banned: slice, splits: int) 
     target = torch.randint(120, 240, (40,))
     upstream = torch.randn(40)
     with instrumented(tiles=SMALL, num_splits=splits):
-        ours = gradients("triton", [hidden, weight, bias], target, tree, upstream)
-    truth = gradients("reference", [hidden, weight, bias], target, tree, upstream)
+        ours = gradients([hidden, weight, bias], target, tree, upstream, "triton")
+    truth = gradients([hidden, weight, bias], target, tree, upstream, "reference")
     assert all(true.isfinite().all() for true in truth)
     torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12)
 
@@ -100,9 +83,8 @@ def test_nan_in_the_weight_is_nan_in_the_nll() -> None:
     hidden, weight, bias, target = problem(tree, 20, 16)
     weight[2] = torch.nan  # a class that no target is in
     target = torch.where(tree.rows_above(target.clamp(min=0))[:, 0] == 2, 59, target)
-    backends: tuple[BackendName, ...] = ("reference", "triton")
-    for backend in backends:
-        nll, *_ = gradients(backend, [hidden, weight, bias], target, tree, torch.ones(20))
+    for backend in ("reference", "triton"):
+        nll, *_ = gradients([hidden, weight, bias], target, tree, torch.ones(20), backend)
         assert torch.equal(nll.isnan(), target >= 0)
 
 
@@ -110,7 +92,7 @@ def test_nan_in_the_weight_is_nan_in_the_nll() -> None:
 def test_an_empty_batch_has_gradients_of_zero(dtype: torch.dtype) -> None:
     tree = two_level(60, 8)
     *inputs, target = problem(tree, 0, 16, dtype)
-    _, d_hidden, d_weight, d_bias = gradients("triton", inputs, target, tree, torch.ones(0))
+    _, d_hidden, d_weight, d_bias = gradients(inputs, target, tree, torch.ones(0), "triton")
     assert d_hidden.shape == (0, 16)
     assert not d_weight.any()
     assert not d_bias.any()
@@ -122,8 +104,8 @@ def test_the_default_tile_shapes_equal_the_reference(dtype: torch.dtype, toleran
     *inputs, target = problem(tree, 150, 100, dtype)
     inputs[1] *= 0.1
     upstream = torch.randn(150)
-    ours = gradients("triton", inputs, target, tree, upstream)
-    truth = gradients("reference", [x.double() for x in inputs], target, tree, upstream)
+    ours = gradients(inputs, target, tree, upstream, "triton")
+    truth = gradients([x.double() for x in inputs], target, tree, upstream, "reference")
     for actual, true in zip(ours, truth, strict=True):
         error = (actual.double() - true).abs().max() / true.abs().max()
         assert error < tolerance

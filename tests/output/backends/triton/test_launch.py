@@ -14,19 +14,9 @@ from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.triton.schedule import blocks_per_path
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
+from ...definition import problem, two_level
+
 pytest.importorskip("triton")
-
-
-def two_level(num_words: int, num_classes: int) -> ClassTree:
-    return ClassTree.two_level(torch.arange(num_words) * num_classes // num_words)
-
-
-def problem(tree: ClassTree, positions: int, size: int) -> list[Tensor]:
-    """hidden, weight, bias, and targets of which one is ignored."""
-    target = torch.randint(0, tree.vocab_size, (positions,))
-    target[1:2] = -100
-    shapes = ((positions, size), (tree.num_rows, size), (tree.num_rows,))
-    return [*(torch.randn(shape, requires_grad=True) for shape in shapes), target]
 
 
 @pytest.fixture
@@ -44,7 +34,7 @@ def launches() -> Iterator[list[Launch]]:
 
 def test_one_launch_forward_and_three_backward(launches: list[Launch]) -> None:
     tree = ClassTree.balanced(300, 6)
-    hidden, weight, bias, target = problem(tree, 60, 16)
+    hidden, weight, bias, target = problem(tree, 60, size=16, dtype=torch.float32)
     loss = hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
     assert [launch.kernel.__name__ for launch in launches] == ["_forward"]
     torch.autograd.backward(loss)
@@ -54,7 +44,7 @@ def test_one_launch_forward_and_three_backward(launches: list[Launch]) -> None:
 
 def test_without_gradients_no_exponentials_are_saved(launches: list[Launch]) -> None:
     tree = two_level(60, 8)
-    hidden, weight, bias, target = problem(tree, 40, 16)
+    hidden, weight, bias, target = problem(tree, 40, size=16, dtype=torch.float32)
     with torch.no_grad():
         nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
         truth = hierarchical_cross_entropy(hidden, weight, target, tree, bias)
@@ -65,7 +55,7 @@ def test_without_gradients_no_exponentials_are_saved(launches: list[Launch]) -> 
 
 def test_instruments_nest_and_are_undone(launches: list[Launch]) -> None:
     tree = two_level(60, 8)
-    hidden, weight, bias, target = problem(tree, 40, 16)
+    hidden, weight, bias, target = problem(tree, 40, size=16, dtype=torch.float32)
     wide, narrow = (Tiles(16, *[Tile(v, 16, 4, 1)] * 4) for v in (32, 16))
 
     def forward() -> None:
@@ -84,13 +74,13 @@ def test_instruments_nest_and_are_undone(launches: list[Launch]) -> None:
 def test_the_host_reads_nothing_back() -> None:
     """On tensors without values every decision of the host must follow from sizes alone."""
     tree, launches = two_level(100_000, 316), list[Launch]()
-    problem = Problem.without_values(2000, 48, tree, torch.float32)._replace(bias=None)
+    meta = Problem.without_values(2000, 48, tree, torch.float32)._replace(bias=None)
     needs = Needs(hidden=True, weight=True, bias=False)
     with instrumented(run=launches.append):
-        nll, saved = BACKENDS["triton"].forward(problem, needs)
-        d_hidden, d_weight, d_bias = BACKENDS["triton"].backward(nll, problem, saved, needs)
+        nll, saved = BACKENDS["triton"].forward(meta, needs)
+        d_hidden, d_weight, d_bias = BACKENDS["triton"].backward(nll, meta, saved, needs)
     found = [None if grad is None else grad.shape for grad in (d_hidden, d_weight, d_bias)]
-    assert found == [problem.hidden.shape, problem.weight.shape, None]
+    assert found == [meta.hidden.shape, meta.weight.shape, None]
     assert launches[0].num_programs >= 2000 // 64 + 317
     assert len(launches) == 4
 
@@ -114,7 +104,7 @@ def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made() -> None:
 
 def test_problems_that_the_kernels_cannot_solve_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = two_level(60, 8)
-    hidden, weight, bias, target = problem(tree, 20, 16)
+    hidden, weight, bias, target = problem(tree, 20, size=16, dtype=torch.float32)
 
     def loss(weight: Tensor = weight) -> Tensor:
         return hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")

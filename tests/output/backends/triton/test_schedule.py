@@ -9,17 +9,13 @@ from lm.output import ClassTree
 from lm.output.backends.triton.schedule import LIGHT, schedule
 from lm.output.backends.visits import route
 
-from ...definition import zipf_targets
+from ...definition import two_level, zipf_targets
 
 
 @pytest.mark.parametrize("num_positions", [1, 17, 300])
 @pytest.mark.parametrize(
     "tree",
-    [
-        ClassTree.two_level(torch.arange(200) * 14 // 200),
-        ClassTree.balanced(200, 3),
-        ClassTree.huffman(torch.arange(40)),
-    ],
+    [two_level(200, 14), ClassTree.balanced(200, 3), ClassTree.huffman(torch.arange(40))],
 )
 def test_the_schedule_covers_every_visit_once(tree: ClassTree, num_positions: int) -> None:
     target = zipf_targets(tree, num_positions)
