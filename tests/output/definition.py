@@ -65,13 +65,10 @@ def gradients(
     return [each.detach(), *torch.autograd.grad(each, inputs, upstream.to(each.dtype))]
 
 
-def assert_errors_are_small(
-    ours: list[Tensor], plain: list[Tensor], truth: list[Tensor], slack: float
-) -> None:
-    """Errors of nll and gradients are within twice those of plain torch."""
-    for what, actual, base, true in zip(
-        ["nll", "d_hidden", "d_weight", "d_bias"], ours, plain, truth, strict=True
-    ):
+def assert_errors_are_small(results: list[list[Tensor]], slack: float) -> None:
+    """Errors of ours are within twice those of plain torch, given both and the truth."""
+    names = ["nll", "d_hidden", "d_weight", "d_bias"]
+    for what, actual, base, true in zip(names, *results, strict=True):
         error, baseline = ((x.double() - true).abs().max() for x in (actual, base))
         allowed = 2 * baseline + slack * true.abs().max()
         assert error <= allowed, f"{what}: off by {error}, plain torch by {baseline}"

@@ -186,7 +186,7 @@ def test_errors_are_within_twice_those_of_plain_torch(
         grads = torch.autograd.grad(each, tensors, upstream.to(each.dtype))
         results.append([each, *grads])
     assert results[0][0].dtype == torch.float32
-    assert_errors_are_small(*results, 4 * torch.finfo(dtype).eps)
+    assert_errors_are_small(results, 4 * torch.finfo(dtype).eps)
 
 
 def test_strides_of_the_inputs_do_not_matter() -> None:

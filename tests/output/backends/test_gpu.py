@@ -30,7 +30,7 @@ TREES: dict[str, Callable[[], ClassTree]] = {
 def problem(
     tree: ClassTree, positions: int, size: int, dtype: torch.dtype
 ) -> tuple[list[Tensor], Tensor, ClassTree, Tensor]:
-    """hidden, weight, bias; targets by inverse rank, some ignored; the tree; the gradient of nll."""
+    """hidden, weight, bias; targets by inverse rank, some ignored; the tree; the upstream."""
     torch.manual_seed(0)
     hidden = torch.randn(positions, size, device="cuda", dtype=dtype)
     weight = (torch.randn(tree.num_rows, size, device="cuda") * 0.1).to(dtype)
@@ -72,7 +72,7 @@ def test_errors_are_within_twice_those_of_plain_torch(
     ours = gradients(inputs, target, tree, upstream, "triton")
     baseline = plain(inputs, target, tree, upstream)
     truth = plain([x.double() for x in inputs], target, tree, upstream.double())
-    assert_errors_are_small(ours, baseline, truth, 8 * torch.finfo(dtype).eps)
+    assert_errors_are_small([ours, baseline, truth], 8 * torch.finfo(dtype).eps)
 
 
 def test_tf32_is_used_when_torch_allows_it() -> None:

@@ -12,7 +12,7 @@ from lm.output import ClassTree, HierarchicalSoftmax
 
 from ..decoding.truth import TREES, word_class
 
-SHAPES = TREES | {
+SHAPES: dict[str, Callable[[int], ClassTree]] = TREES | {
     "all in the shortlist": lambda n: ClassTree.two_level(word_class(n), shortlist=n),
     "balanced 2": lambda n: ClassTree.balanced(n, 2),
     "balanced 5": lambda n: ClassTree.balanced(n, 5),
