@@ -89,15 +89,10 @@ class Gradients(NamedTuple):
 
 
 class Backend(Protocol[Saved]):
-    """One way to compute the loss and its gradients.
+    """One way to compute the loss and its gradients."""
 
-    Attributes:
-        name: as in the argument `backend` of the public functions.
-        automatic_on: types of devices on which "auto" may choose it; None for all.
-    """
-
-    name: str
-    automatic_on: frozenset[str] | None
+    name: str  # as in the argument `backend` of the public functions
+    automatic_on: frozenset[str] | None  # types of devices where "auto" may choose it; None: all
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""
