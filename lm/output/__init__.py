@@ -2,9 +2,7 @@
 
 It requires torch alone. `HierarchicalSoftmax` is the module, `hierarchical_cross_entropy` the loss
 function, `ClassTree` the shape of the tree. The loss costs a word's path, about 2√N columns with √N
-classes, instead of N. Top-k, top-p and greedy decoding are exact and search best-first: where the
-distribution is peaked they evaluate few classes, where it is flat, as in an untrained layer, nearly
-all of them.
+classes, instead of N. Top-k, top-p and greedy decoding are exact.
 """
 
 from lm.output.functional import hierarchical_cross_entropy

@@ -101,35 +101,12 @@ def hierarchical_nll_by_level(
     ignore_index: int = -100,
     backend: BackendName = "auto",
 ) -> Tensor:
-    """Negative log-likelihood of each softmax on the words' paths, without gradient.
+    """Negative log-likelihood [D, ...] of each softmax on the words' paths, without gradient.
 
     nll[d] = - log softmax(W_n h + b_n)[child on the path], n the node on level d of the path
 
-    The sum over levels is `hierarchical_cross_entropy` with reduction "none". In a tree of two
-    levels, nll[0] is the part of the class and nll[1] that of the word within its class.
-
-    Args:
-        hidden: [..., H] floating point.
-        weight: [R, H].
-        target: [...] int64, words or `ignore_index`.
-        tree: the softmaxes.
-        bias: [R] or None.
-        ignore_index: positions with this target cost nothing.
-        backend: as in `hierarchical_cross_entropy`.
-
-    Returns:
-        [D, ...] in nats, D the depth of the tree; 0 for ignored positions and below the end of a
-        path.
-
-    Raises:
-        ValueError, IndexError: as in `hierarchical_cross_entropy`.
-
-    Example:
-        >>> tree = ClassTree.two_level([0, 0, 0, 1])
-        >>> hidden, weight = torch.zeros(2, 5), torch.zeros(tree.num_rows, 5)
-        >>> hierarchical_nll_by_level(hidden, weight, torch.tensor([0, 3]), tree)
-        tensor([[0.6931, 0.6931],
-                [1.0986, 0.0000]])
+    It is 0 for ignored positions and below the end of a path; the sum over levels is
+    `hierarchical_cross_entropy` with reduction "none", whose arguments and errors these are.
     """
     _check(hidden, weight, target, tree, bias)
     problem = Problem.of(hidden, weight, bias, target, tree, ignore_index)
@@ -145,25 +122,32 @@ def _check(
             "hidden must be [..., H] and target [...],"
             f" got {list(hidden.shape)} and {list(target.shape)}"
         )
-    if weight.shape != (tree.num_rows, hidden.shape[-1]):
-        expected = [tree.num_rows, hidden.shape[-1]]
-        raise ValueError(f"weight must be [R, H] = {expected}, got {list(weight.shape)}")
-    if bias is not None and bias.shape != (tree.num_rows,):
-        raise ValueError(f"bias must be [R] = [{tree.num_rows}], got {list(bias.shape)}")
     if target.dtype != torch.int64:
         raise ValueError(f"target must be int64, got {target.dtype}")
-    if not hidden.is_floating_point():
-        raise ValueError(f"hidden must be floating point, got {hidden.dtype}")
+    check_parameters(hidden, weight, bias, tree)
     others = [weight] if bias is None else [weight, bias]
-    autocast = torch.is_autocast_enabled(hidden.device.type)
     higher = [t for t in others if torch.promote_types(t.dtype, hidden.dtype) != hidden.dtype]
-    if higher and not autocast:
+    if higher and not torch.is_autocast_enabled(hidden.device.type):
         dtypes = ", ".join(str(tensor.dtype) for tensor in (hidden, *others))
         raise ValueError(
             "weight and bias must have the dtype of hidden or a lower precision outside of"
             f" autocast, got hidden, weight, bias: {dtypes}"
         )
-    if any(tensor.device != hidden.device for tensor in (*others, target, tree.row_of_word)):
+    if target.device != hidden.device:
+        raise ValueError(f"target must be on the device of hidden, {hidden.device}")
+
+
+def check_parameters(hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTree) -> None:
+    """Raise a ValueError unless hidden [..., H], the parameters and the tree fit together."""
+    if hidden.dim() < 1 or not hidden.is_floating_point():
         raise ValueError(
-            f"weight, bias, target and tree must be on the device of hidden, {hidden.device}"
+            f"hidden must be [..., H] floating point, got {hidden.dtype} {list(hidden.shape)}"
         )
+    expected = [tree.num_rows, hidden.shape[-1]]
+    if list(weight.shape) != expected:
+        raise ValueError(f"weight must be [R, H] = {expected}, got {list(weight.shape)}")
+    if bias is not None and list(bias.shape) != expected[:1]:
+        raise ValueError(f"bias must be [R] = {expected[:1]}, got {list(bias.shape)}")
+    others = [weight, tree.row_of_word] if bias is None else [weight, bias, tree.row_of_word]
+    if any(tensor.device != hidden.device for tensor in others):
+        raise ValueError(f"weight, bias and tree must be on the device of hidden, {hidden.device}")

@@ -1,8 +1,4 @@
-"""HierarchicalSoftmax: the output layer as a module that owns its parameters.
-
-It replaces a linear layer followed by a cross-entropy. The computation is in `functional` and
-`decoding`.
-"""
+"""HierarchicalSoftmax: the output layer as a module, in place of a linear layer and its loss."""
 
 import math
 from typing import NamedTuple
@@ -22,15 +18,10 @@ from lm.output.tree.class_tree import ClassTree
 
 
 class Loss(NamedTuple):
-    """Result of `HierarchicalSoftmax.forward`, as of `nn.AdaptiveLogSoftmaxWithLoss`.
+    """Result of `HierarchicalSoftmax.forward`, as of `nn.AdaptiveLogSoftmaxWithLoss`."""
 
-    Attributes:
-        output: [...], log-probability of each target in nats; 0 where ignored.
-        loss: scalar, negative mean of `output` over the positions that are not ignored.
-    """
-
-    output: Tensor
-    loss: Tensor
+    output: Tensor  # [...], log-probability of each target in nats; 0 where ignored
+    loss: Tensor  # scalar, negative mean of `output` over the positions that are not ignored
 
 
 class HierarchicalSoftmax(nn.Module):
@@ -90,18 +81,12 @@ class HierarchicalSoftmax(nn.Module):
         super().__init__()
         if hidden_size < 1:
             raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
-        self.hidden_size = hidden_size
-        self.vocab_size = tree.vocab_size
-        self.ignore_index = ignore_index
-        self.backend = backend
-        self.sparse = sparse
-        self.weight = nn.Parameter(
-            torch.empty(tree.num_rows, hidden_size, device=device, dtype=dtype)
-        )
-        self.bias = None
-        if bias:
-            self.bias = nn.Parameter(torch.empty(tree.num_rows, device=device, dtype=dtype))
-        self.tree = tree if self.weight.is_meta else tree.to(self.weight.device)
+        self.hidden_size, self.vocab_size = hidden_size, tree.vocab_size
+        self.ignore_index, self.backend, self.sparse = ignore_index, backend, sparse
+        weight = torch.empty(tree.num_rows, hidden_size, device=device, dtype=dtype)
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(weight.new_empty(tree.num_rows)) if bias else None
+        self.tree = tree if weight.is_meta else tree.to(weight.device)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -124,8 +109,6 @@ class HierarchicalSoftmax(nn.Module):
         """Negative log-likelihood of the targets, by `hierarchical_cross_entropy`.
 
         Args:
-            hidden: [..., H].
-            target: [...] int64.
             reduction: "mean" over the positions that are not ignored, "sum" or "none".
 
         Returns:
@@ -199,7 +182,7 @@ class HierarchicalSoftmax(nn.Module):
         return self.topk(hidden, 1).word.squeeze(-1)
 
     def topk(self, hidden: Tensor, k: int) -> TopK:
-        """The k most probable words of each position, exact with respect to the full distribution.
+        """The k (1 … N) most probable words of each position, exact for the full distribution.
 
         A class is evaluated only while it is at least as probable as the k-th best word found: few
         classes for a peaked distribution, nearly all for a flat one such as an untrained layer's.
@@ -209,13 +192,6 @@ class HierarchicalSoftmax(nn.Module):
             >>> log_prob, word = layer.topk(torch.zeros(4), 2)
             >>> word.tolist(), log_prob.exp().round(decimals=3).tolist()
             ([2, 0], [0.5, 0.25])
-
-        Args:
-            hidden: [..., H].
-            k: 1 … N.
-
-        Returns:
-            log_prob [..., k] and word [..., k] int64, in descending order; ties by the lowest word.
 
         Raises:
             ValueError: if k is out of range or a log-probability is not finite.
@@ -231,7 +207,7 @@ class HierarchicalSoftmax(nn.Module):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """One word per position, drawn exactly from the full distribution.
+        """One word per position, [...] int64, drawn exactly from the full distribution.
 
         Word w has weight P(w)^(1/T) at temperature T. `top_k` restricts the draw to the most
         probable words, `top_p` to the smallest set of most probable ones among these that has this
@@ -245,14 +221,10 @@ class HierarchicalSoftmax(nn.Module):
             [2, 1, 2]
 
         Args:
-            hidden: [..., H].
             temperature: T ≥ 0; 0 gives the most probable word.
             top_k: at least 1; N or more restricts nothing.
             top_p: within (0, 1]; 1 restricts nothing.
             generator: source of the random numbers, on any device; None is torch's default.
-
-        Returns:
-            [...] int64.
 
         Raises:
             ValueError: if an option is out of range or a log-probability is not finite.

@@ -7,7 +7,7 @@ import torch
 
 from lm.output import ClassTree
 from lm.output.backends import BACKENDS
-from lm.output.backends.reference import nodes, saved
+from lm.output.backends.reference import forward, nodes
 from lm.output.backends.triton.launch import instrumented
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
@@ -32,8 +32,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """
     kind = str(request.param)
     if kind == "computed again":
-        monkeypatch.setattr(saved, "SAVED_ELEMENTS", 0)
-        monkeypatch.setattr(saved, "SAVED_ELEMENTS_OF_ONE_NODE", 0)
+        monkeypatch.setattr(forward, "SAVED_ELEMENTS", 0)
+        monkeypatch.setattr(forward, "SAVED_ELEMENTS_OF_ONE_NODE", 0)
         monkeypatch.setattr(nodes, "CAST_ELEMENTS", 37)
         monkeypatch.setattr(nodes, "BLOCK_ELEMENTS", 37)
     if kind != "triton":

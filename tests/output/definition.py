@@ -1,23 +1,77 @@
 """Problems of 23 words, and what they cost by definition."""
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output import ClassTree
+from lm.output import ClassTree, hierarchical_cross_entropy
 
+Test = Callable[..., None]
 N, H = 23, 6
 TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 5)
 
 
-def problem(tree: ClassTree, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def both_backends(test: Test) -> Test:
+    """Decorator of tests of both backends."""
+    both = pytest.mark.parametrize("backend", ["saved", "triton"], indirect=True)
+    return pytest.mark.usefixtures("backend")(both(test))
+
+
+def two_level(num_words: int, num_classes: int) -> ClassTree:
+    """Classes of consecutive words."""
+    return ClassTree.two_level(torch.arange(num_words) * num_classes // num_words)
+
+
+def problem(
+    tree: ClassTree, *shape: int, size: int = H, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
     """hidden, weight, bias with gradients, and targets of which one is ignored."""
-    hidden = torch.randn(*shape, H, dtype=dtype, requires_grad=True)
-    weight = torch.randn(tree.num_rows, H, dtype=dtype, requires_grad=True)
-    bias = torch.randn(tree.num_rows, dtype=dtype, requires_grad=True)
-    target = torch.randint(0, N, shape)
+    shapes = ((*shape, size), (tree.num_rows, size), (tree.num_rows,))
+    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    target = torch.randint(0, tree.vocab_size, shape)
     target.view(-1)[1:2] = -100
-    return [hidden, weight, bias, target]
+    return [*inputs, target]
+
+
+def zipf_targets(tree: ClassTree, num_positions: int) -> Tensor:
+    """Words of which half are drawn by inverse rank, and one is ignored."""
+    target = torch.randint(0, tree.vocab_size, (num_positions,))
+    frequent = (tree.vocab_size ** torch.rand(num_positions)).long().clamp(max=tree.vocab_size - 1)
+    target = torch.where(torch.rand(num_positions) < 0.5, frequent, target)
+    target[1:2] = -100
+    return target
+
+
+def nll(inputs: list[Tensor], tree: ClassTree, **options: Any) -> Tensor:
+    """The nll of every position by `hierarchical_cross_entropy`, of hidden, weight, bias, target.
+
+    Without a bias there are three inputs.
+    """
+    hidden, weight, *bias, target = inputs
+    options = {"reduction": "none"} | options
+    return hierarchical_cross_entropy(hidden, weight, target, tree, *bias, **options)
+
+
+def gradients(
+    inputs: list[Tensor], target: Tensor, tree: ClassTree, upstream: Tensor, backend: str
+) -> list[Tensor]:
+    """nll of every position, and the gradients of the inputs."""
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    each = nll([*inputs, target], tree, backend=backend)
+    return [each.detach(), *torch.autograd.grad(each, inputs, upstream.to(each.dtype))]
+
+
+def assert_errors_are_small(results: list[list[Tensor]], slack: float) -> None:
+    """Errors of ours are within twice those of plain torch, given both and the truth."""
+    names = ["nll", "d_hidden", "d_weight", "d_bias"]
+    for what, actual, base, true in zip(names, *results, strict=True):
+        error, baseline = ((x.double() - true).abs().max() for x in (actual, base))
+        allowed = 2 * baseline + slack * true.abs().max()
+        assert error <= allowed, f"{what}: off by {error}, plain torch by {baseline}"
 
 
 def definition(
@@ -32,7 +86,7 @@ def definition_by_level(
 ) -> Tensor:
     """Each term of the definition, [D, ...], one position and node at a time."""
     columns = []
-    for h, word in zip(hidden.reshape(-1, H), target.reshape(-1).tolist(), strict=True):
+    for h, word in zip(hidden.flatten(0, -2), target.reshape(-1).tolist(), strict=True):
         nlls = [h.new_zeros(())] * tree.depth
         for level, (node, row) in enumerate(tree.path(word) if word != -100 else []):
             first = int(tree.first_row[node])

@@ -8,10 +8,17 @@ from torch.nn import functional as F
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.functional import hierarchical_nll_by_level
 
-from .definition import TWO_LEVEL, H, N, definition, definition_by_level, problem
-
-BOTH = pytest.mark.parametrize("backend", ["saved", "triton"], indirect=True)
-"""Both backends."""
+from .definition import (
+    TWO_LEVEL,
+    H,
+    N,
+    assert_errors_are_small,
+    both_backends,
+    definition,
+    definition_by_level,
+    nll,
+    problem,
+)  # fmt: skip
 
 
 @pytest.mark.usefixtures("backend")
@@ -19,35 +26,20 @@ BOTH = pytest.mark.parametrize("backend", ["saved", "triton"], indirect=True)
 def test_values_and_gradients_are_those_of_the_definition(tree: ClassTree, with_bias: bool) -> None:
     hidden, weight, bias, target = problem(tree, 4, 9)
     inputs = [hidden, weight, *([bias] if with_bias else [])]
-    ours = hierarchical_cross_entropy(
-        hidden, weight, target, tree, bias if with_bias else None, reduction="none"
-    )
+    ours = nll([*inputs, target], tree)
     truth = definition(hidden, weight, bias if with_bias else None, target, tree)
     torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
     upstream = torch.randn_like(truth)
-    for actual, true in zip(
-        torch.autograd.grad(ours, inputs, upstream),
-        torch.autograd.grad(truth, inputs, upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(actual, true, rtol=1e-11, atol=1e-12)
+    grads = [torch.autograd.grad(each, inputs, upstream) for each in (ours, truth)]
+    torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-12)
 
 
-@BOTH
-@pytest.mark.usefixtures("backend")
+@both_backends
 def test_probabilities_sum_to_one(tree: ClassTree) -> None:
     hidden, weight, bias, _ = problem(tree, 3)
-    each = hierarchical_cross_entropy(
-        hidden.repeat_interleave(N, 0),
-        weight,
-        torch.arange(N).repeat(3),
-        tree,
-        bias,
-        reduction="none",
-    )
-    torch.testing.assert_close(
-        each.neg().exp().view(3, N).sum(1), torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-13
-    )
+    each = nll([hidden.repeat_interleave(N, 0), weight, bias, torch.arange(N).repeat(3)], tree)
+    total = each.neg().exp().view(3, N).sum(1)
+    torch.testing.assert_close(total, torch.ones(3).double(), rtol=0, atol=1e-13)
 
 
 @pytest.mark.usefixtures("backend")
@@ -58,12 +50,11 @@ def test_the_nll_by_level_is_that_of_each_softmax_on_the_path(tree: ClassTree) -
     assert not by_level.requires_grad
     truth = definition_by_level(hidden, weight, bias, target, tree).detach()
     torch.testing.assert_close(by_level, truth, rtol=1e-12, atol=1e-12)
-    each = hierarchical_cross_entropy(hidden, weight, target, tree, bias, reduction="none")
-    torch.testing.assert_close(by_level.sum(0), each.detach(), rtol=1e-13, atol=1e-13)
+    each = nll([hidden, weight, bias, target], tree).detach()
+    torch.testing.assert_close(by_level.sum(0), each, rtol=1e-13, atol=1e-13)
 
 
-@BOTH
-@pytest.mark.usefixtures("backend")
+@both_backends
 def test_the_nll_by_level_of_no_positions_is_empty() -> None:
     hidden, weight, bias, _ = problem(TWO_LEVEL, 3)
     ignored = hierarchical_nll_by_level(hidden, weight, torch.full((3,), -100), TWO_LEVEL, bias)
@@ -74,8 +65,7 @@ def test_the_nll_by_level_of_no_positions_is_empty() -> None:
         hierarchical_nll_by_level(hidden, weight, torch.full((3,), N), TWO_LEVEL, bias)
 
 
-@BOTH
-@pytest.mark.usefixtures("backend")
+@both_backends
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("ignored", [0, 1, 4])
 def test_depth_one_is_cross_entropy(reduction: str, ignored: int) -> None:
@@ -83,37 +73,24 @@ def test_depth_one_is_cross_entropy(reduction: str, ignored: int) -> None:
     hidden, weight, bias, target = problem(tree, 4)
     target = target.clamp(min=0)
     target[:ignored] = -7
-    ours = hierarchical_cross_entropy(
-        hidden,
-        weight,
-        target,
-        tree,
-        bias,
-        reduction=reduction,  # type: ignore[arg-type]
-        ignore_index=-7,
-    )
+    ours = nll([hidden, weight, bias, target], tree, reduction=reduction, ignore_index=-7)
     truth = F.cross_entropy(hidden @ weight.T + bias, target, reduction=reduction, ignore_index=-7)
     if ignored == 4 and reduction == "mean":
         truth = torch.zeros_like(truth)  # 0 instead of 0 / 0
     torch.testing.assert_close(ours, truth)
 
 
-@BOTH
-@pytest.mark.usefixtures("backend")
+@both_backends
 def test_nothing_to_predict_costs_nothing(tree: ClassTree) -> None:
     hidden, weight, bias, _ = problem(tree, 3)
-    loss = hierarchical_cross_entropy(hidden, weight, torch.full((3,), -100), tree, bias)
-    grads = torch.autograd.grad(loss, (hidden, weight, bias))
-    assert loss.item() == 0
-    assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
-    empty = hierarchical_cross_entropy(hidden[:0], weight, torch.zeros(0).long(), tree, bias)
-    assert empty.item() == 0
-    grads = torch.autograd.grad(empty, (hidden, weight, bias))
-    assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
+    for count, target in ((3, torch.full((3,), -100)), (0, torch.zeros(0).long())):
+        loss = hierarchical_cross_entropy(hidden[:count], weight, target, tree, bias)
+        assert loss.item() == 0
+        grads = torch.autograd.grad(loss, (hidden, weight, bias))
+        assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
 
 
-@BOTH
-@pytest.mark.usefixtures("backend")
+@both_backends
 def test_a_class_of_one_word_costs_nothing_and_gets_no_gradient() -> None:
     tree = ClassTree.two_level([0, 1, 2])
     hidden, weight, bias = (torch.randn(s, requires_grad=True) for s in [(4, H), (6, H), (6,)])
@@ -125,8 +102,7 @@ def test_a_class_of_one_word_costs_nothing_and_gets_no_gradient() -> None:
     assert torch.equal(d_bias[3:], torch.zeros(3))
 
 
-@BOTH
-@pytest.mark.usefixtures("backend")
+@both_backends
 def test_a_vocabulary_of_one_word_is_certain() -> None:
     for tree in (ClassTree.full(1), ClassTree.two_level([0]), ClassTree.balanced(1, 2)):
         weight = torch.randn(tree.num_rows, H)
@@ -134,8 +110,7 @@ def test_a_vocabulary_of_one_word_is_certain() -> None:
         assert loss.item() == 0
 
 
-@BOTH
-@pytest.mark.usefixtures("backend")
+@both_backends
 def test_a_constant_added_to_all_logits_of_a_node_changes_nothing(tree: ClassTree) -> None:
     hidden, weight, bias, target = problem(tree, 6)
     shift = torch.randn(tree.num_nodes, dtype=torch.float64)[tree.node_of_row]
@@ -144,20 +119,16 @@ def test_a_constant_added_to_all_logits_of_a_node_changes_nothing(tree: ClassTre
     torch.testing.assert_close(after, before, rtol=1e-13, atol=1e-13)
 
 
-@BOTH
-@pytest.mark.usefixtures("backend")
+@both_backends
 def test_the_order_of_positions_does_not_matter(tree: ClassTree) -> None:
     hidden, weight, bias, target = problem(tree, 12)
     order = torch.randperm(12)
-    each = hierarchical_cross_entropy(hidden, weight, target, tree, bias, reduction="none")
-    shuffled = hierarchical_cross_entropy(
-        hidden[order], weight, target[order], tree, bias, reduction="none"
-    )
+    each = nll([hidden, weight, bias, target], tree)
+    shuffled = nll([hidden[order], weight, bias, target[order]], tree)
     torch.testing.assert_close(shuffled, each[order], rtol=1e-13, atol=1e-13)
 
 
-@BOTH
-@pytest.mark.usefixtures("backend")
+@both_backends
 def test_the_order_of_words_within_a_class_does_not_matter() -> None:
     word_class = (torch.arange(N) * 7) % 5
     tree = ClassTree.two_level(word_class)
@@ -167,24 +138,20 @@ def test_the_order_of_words_within_a_class_does_not_matter() -> None:
     rows = torch.arange(tree.num_rows)
     rows[other.row_of_word[order]] = tree.row_of_word
     renamed = torch.where(target >= 0, order[target.clamp(min=0)], target)
-    torch.testing.assert_close(
-        hierarchical_cross_entropy(hidden, weight[rows], renamed, other, bias[rows]),
-        hierarchical_cross_entropy(hidden, weight, target, tree, bias),
-        rtol=1e-13,
-        atol=1e-13,
-    )
+    found = nll([hidden, weight[rows], bias[rows], renamed], other)
+    truth = nll([hidden, weight, bias, target], tree)
+    torch.testing.assert_close(found, truth, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # in expm1's series, then not used
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("scale", [1e4, -1e4])
 def test_huge_logits_stay_finite(scale: float) -> None:
-    tree = TWO_LEVEL
-    hidden, weight, bias, target = problem(tree, 6, dtype=torch.float32)
-    nll = hierarchical_cross_entropy(hidden * scale, weight, target, tree, bias, reduction="none")
-    truth = definition(hidden.double() * scale, weight.double(), bias.double(), target, tree)
-    torch.testing.assert_close(nll, truth.float(), rtol=1e-5, atol=0.2)
-    grads = torch.autograd.grad(nll.sum(), (hidden, weight, bias))
+    hidden, weight, bias, target = problem(TWO_LEVEL, 6, dtype=torch.float32)
+    ours = nll([hidden * scale, weight, bias, target], TWO_LEVEL)
+    truth = definition(hidden.double() * scale, weight.double(), bias.double(), target, TWO_LEVEL)
+    torch.testing.assert_close(ours, truth.float(), rtol=1e-5, atol=0.2)
+    grads = torch.autograd.grad(ours.sum(), (hidden, weight, bias))
     assert all(grad.isfinite().all() for grad in grads)
 
 
@@ -211,39 +178,31 @@ def test_errors_are_within_twice_those_of_plain_torch(
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     upstream = torch.randn(40)
     results: list[list[Tensor]] = []
-    for kind, (hidden, weight, bias) in {"ours": inputs, "plain": inputs, "truth": exact}.items():
+    for kind, tensors in {"ours": inputs, "plain": inputs, "truth": exact}.items():
+        hidden, weight, bias = tensors
+        each = definition(hidden, weight, bias, target, tree)
         if kind == "ours":
-            nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, reduction="none")
-            assert nll.dtype == torch.float32
-        else:
-            nll = definition(hidden, weight, bias, target, tree)
-        grads = torch.autograd.grad(nll, (hidden, weight, bias), upstream.to(nll.dtype))
-        results.append([nll, *grads])
-    slack = 4 * torch.finfo(dtype).eps
-    for what, ours, plain, truth in zip(
-        ["nll", "d_hidden", "d_weight", "d_bias"], *results, strict=True
-    ):
-        size = truth.abs().max()
-        error, allowed = (ours - truth).abs().max(), 2 * (plain - truth).abs().max() + slack * size
-        assert error <= allowed, f"{what}: ours is off by {error}, plain torch {allowed / 2}"
+            each = nll([*tensors, target], tree)
+        grads = torch.autograd.grad(each, tensors, upstream.to(each.dtype))
+        results.append([each, *grads])
+    assert results[0][0].dtype == torch.float32
+    assert_errors_are_small(results, 4 * torch.finfo(dtype).eps)
 
 
 def test_strides_of_the_inputs_do_not_matter() -> None:
-    tree = TWO_LEVEL
-    hidden, weight, bias, target = problem(tree, 4, 3)
-    plain = hierarchical_cross_entropy(hidden, weight, target, tree, bias)
+    hidden, weight, bias, target = problem(TWO_LEVEL, 4, 3)
+    plain = hierarchical_cross_entropy(hidden, weight, target, TWO_LEVEL, bias)
     strided = hierarchical_cross_entropy(
         hidden.detach().permute(2, 1, 0).contiguous().permute(2, 1, 0),
         torch.stack([weight, weight], dim=2)[:, :, 1].T.contiguous().T,
         target.T.contiguous().T,
-        tree,
+        TWO_LEVEL,
         torch.stack([bias, bias], dim=1)[:, 0],
     )
     torch.testing.assert_close(strided, plain, rtol=1e-13, atol=1e-13)
 
 
-@BOTH
-@pytest.mark.usefixtures("backend")
+@both_backends
 def test_results_repeat_bit_for_bit() -> None:
     tree = ClassTree.balanced(N, 3)
     *inputs, target = problem(tree, 50, dtype=torch.float32)
@@ -261,11 +220,7 @@ def test_results_repeat_bit_for_bit() -> None:
         ({"hidden": torch.zeros(6, H).long()}, ValueError, "floating point, got torch.int64"),
         ({"weight": torch.zeros(3, H)}, ValueError, r"weight must be .* got \[3, 6\]"),
         ({"bias": torch.zeros(3)}, ValueError, r"bias must be .* got \[3\]"),
-        (
-            {"weight": torch.zeros(28, H).double()},
-            ValueError,
-            "lower precision outside of autocast",
-        ),
+        ({"weight": torch.zeros(28, H).double()}, ValueError, "precision outside of autocast"),
         ({"target": torch.zeros(6)}, ValueError, "target must be int64, got torch.float32"),
         ({"target": torch.full((6,), N)}, IndexError, "target 23 is out of bounds for 23 words"),
         ({"target": torch.full((6,), -1)}, IndexError, "target -1 is out of bounds for 23 words"),
@@ -276,13 +231,12 @@ def test_results_repeat_bit_for_bit() -> None:
 def test_invalid_arguments_are_named(
     change: dict[str, object], error: type[Exception], message: str
 ) -> None:
-    tree = TWO_LEVEL
     arguments: dict[str, object] = {
         "hidden": torch.zeros(6, H),
-        "weight": torch.zeros(tree.num_rows, H),
+        "weight": torch.zeros(TWO_LEVEL.num_rows, H),
         "target": torch.zeros(6).long(),
-        "tree": tree,
-        "bias": torch.zeros(tree.num_rows),
+        "tree": TWO_LEVEL,
+        "bias": torch.zeros(TWO_LEVEL.num_rows),
     }
     with pytest.raises(error, match=message):
         hierarchical_cross_entropy(**(arguments | change))  # type: ignore[arg-type]

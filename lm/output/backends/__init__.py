@@ -23,12 +23,7 @@ OPS: dict[str, Op] = {name: register_op(backend) for name, backend in BACKENDS.i
 
 
 def choose_backend(requested: str, problem: Problem, device: torch.device) -> str:
-    """The name of the backend that solves a problem on a device.
-
-    Args:
-        requested: a name of `BACKENDS`, or "auto".
-        problem: to be solved; only its sizes, dtypes and strides count.
-        device: where.
+    """The name of the backend that solves a problem, by its sizes, dtypes and strides, on a device.
 
     Raises:
         ValueError: if the requested backend cannot solve the problem, or there is no such backend.
@@ -57,15 +52,7 @@ def expected_backend(
     tree: ClassTree,
     dtype: torch.dtype,
 ) -> str:
-    """The name of the backend that "auto" will choose, before any tensor exists.
-
-    Args:
-        device: where the layer will be.
-        num_positions: P, positions of a batch.
-        hidden_size: H.
-        tree: the softmaxes.
-        dtype: of hidden.
-    """
+    """The name of the backend that "auto" will choose, before any tensor exists."""
     problem = Problem.without_values(num_positions, hidden_size, tree, dtype)
     return choose_backend("auto", problem, device)
 
@@ -79,16 +66,7 @@ def saved_bytes(
     dtype: torch.dtype,
     row_wise: bool,
 ) -> int:
-    """Memory that a backend's forward saves for its backward, in bytes; from sizes alone.
-
-    Args:
-        backend_name: a name of `BACKENDS`.
-        num_positions: P, positions of a batch.
-        hidden_size: H.
-        tree: the softmaxes.
-        dtype: of hidden.
-        row_wise: whether the gradients of weight and bias are row-wise.
-    """
+    """Memory that a backend's forward saves for its backward, in bytes; from sizes alone."""
     problem = Problem.without_values(num_positions, hidden_size, tree, dtype)
     needs = Needs(hidden=True, weight=True, bias=True, row_wise=row_wise)
     saved = BACKENDS[backend_name].new_saved(problem, needs)

@@ -24,14 +24,7 @@ _INPUTS = (
 
 
 def differentiable_nll(backend: Backend[Any], op: Op, problem: Problem, needs: Needs) -> Tensor:
-    """The nll [P] of a backend, differentiable once in hidden, weight and bias.
-
-    Args:
-        backend: computes it.
-        op: the custom op registered for the backend.
-        problem: the positions.
-        needs: which gradients will be asked for; row-wise ones not within `torch.compile`.
-    """
+    """The nll [P] of a backend, by its registered op or, for row-wise gradients, a function."""
     if needs.row_wise:
         return _row_wise_nll(backend, problem, needs)
     nll: Tensor = op(*_op_inputs(problem, needs))[0]

@@ -19,27 +19,16 @@ Saved = TypeVar("Saved", bound=tuple[Any, ...])
 
 
 class Problem(NamedTuple):
-    """The negative log-likelihoods to compute, in the order in which the custom ops take it.
+    """The negative log-likelihoods to compute, in the order in which the custom ops take it."""
 
-    Attributes:
-        hidden: [P, H] floating point.
-        weight: [R, H] floating point.
-        bias: [R] floating point, or None.
-        target: [P] int64, words or `ignore_index`.
-        tree: the arrays of the tree.
-        depth: D, of the tree.
-        max_path_columns: of the tree.
-        ignore_index: value of the targets that are ignored.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor
+    hidden: Tensor  # [P, H] floating point
+    weight: Tensor  # [R, H] floating point
+    bias: Tensor | None  # [R] floating point
+    target: Tensor  # [P] int64, words or `ignore_index`
     tree: TreeArrays
-    depth: int
+    depth: int  # D
     max_path_columns: int
-    ignore_index: int
+    ignore_index: int  # value of the targets that are ignored
 
     @classmethod
     def of(
@@ -78,17 +67,12 @@ class Problem(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for, and in which form.
-
-    Attributes:
-        hidden, weight, bias: whether its gradient is needed.
-        row_wise: whether the gradients of weight and bias are `RowGradient`s instead of dense.
-    """
+    """Which gradients are asked for, and in which form."""
 
     hidden: bool
     weight: bool
     bias: bool
-    row_wise: bool = False
+    row_wise: bool = False  # gradients of weight and bias are `RowGradient`s instead of dense
 
     @property
     def any(self) -> bool:
@@ -97,36 +81,21 @@ class Needs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients in the dtypes of what they belong to; None where not needed.
+    """Gradients in the dtypes of what they belong to; None where not needed."""
 
-    Attributes:
-        d_hidden: [P, H].
-        d_weight: [R, H].
-        d_bias: [R].
-    """
-
-    d_hidden: Tensor | None
-    d_weight: Tensor | RowGradient | None
-    d_bias: Tensor | RowGradient | None
+    d_hidden: Tensor | None  # [P, H]
+    d_weight: Tensor | RowGradient | None  # [R, H]
+    d_bias: Tensor | RowGradient | None  # [R]
 
 
 class Backend(Protocol[Saved]):
-    """One way to compute the loss and its gradients.
+    """One way to compute the loss and its gradients."""
 
-    Attributes:
-        name: as in the argument `backend` of the public functions.
-        automatic_on: types of devices on which "auto" may choose it; None for all.
-    """
-
-    name: str
-    automatic_on: frozenset[str] | None
+    name: str  # as in the argument `backend` of the public functions
+    automatic_on: frozenset[str] | None  # types of devices where "auto" may choose it; None: all
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        """Why the backend cannot solve the problem on a device; None if it can.
-
-        Returns:
-            The predicate of a sentence whose subject is the backend.
-        """
+        """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
         """The nll [P] in `compute_dtype`, and what the backward needs if `needs.any`.
@@ -139,19 +108,12 @@ class Backend(Protocol[Saved]):
     def backward(self, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
         """The gradients that are needed, given the gradient d_nll [P] of the nll.
 
-        Args:
-            d_nll: [P].
-            problem: as in the forward.
-            saved: what the forward returned.
-            needs: the same `row_wise` as in the forward, and no more gradients.
+        `problem` and `saved` are those of the forward; `needs` has the same `row_wise` and asks for
+        no more gradients.
         """
 
     def nll_by_level(self, problem: Problem) -> Tensor:
-        """The nll of every position at each level of the tree, [D, P], without gradient.
-
-        Raises:
-            IndexError: as in `forward`.
-        """
+        """The nll of every position at each level of the tree, [D, P], without gradient."""
 
     def saved_type(self, problem: Problem, needs: Needs) -> type[Saved]:
         """The type of what the forward saves."""

@@ -17,22 +17,12 @@ from lm.output.tree.class_tree import TreeArrays
 
 
 class Visits(NamedTuple):
-    """The visits of a batch of P positions in a tree of depth D.
+    """The visits of a batch of P positions in a tree of depth D, int64."""
 
-    Attributes:
-        position: [P] int64, the positions sorted by their target's node, depth first; ignored ones
-            last.
-        rank: [P] int64, `preorder` of these nodes; I for ignored positions.
-        node: [D, P] int64, the node that a sorted position visits on each level, the root's level
-            first; -1 where it visits none.
-        child: [D, P] int64, which child of the node is on the target's path; 0 where it visits
-            none.
-    """
-
-    position: Tensor
-    rank: Tensor
-    node: Tensor
-    child: Tensor
+    position: Tensor  # [P], sorted by their target's node, depth first; ignored ones last
+    rank: Tensor  # [P], `preorder` of these nodes; I for ignored positions
+    node: Tensor  # [D, P], that a sorted position visits on each level, root first; -1 for none
+    child: Tensor  # [D, P], which child of the node is on the target's path; 0 for none
 
     @classmethod
     def empty(cls, target: Tensor, depth: int) -> "Visits":
@@ -40,21 +30,19 @@ class Visits(NamedTuple):
         flat, by_level = target.shape, (depth, *target.shape)
         return cls(*(target.new_empty(shape) for shape in (flat, flat, by_level, by_level)))
 
+    def sorted(self, values: Tensor) -> Tensor:
+        """Values [P, ...] of the positions in sorted order."""
+        return values.index_select(0, self.position)
+
     def unsorted(self, values: Tensor, dim: int = 0) -> Tensor:
         """Values of the sorted positions, which run over `dim`, in the order of the batch."""
         return torch.empty_like(values).index_copy_(dim, self.position, values)
 
 
 def route(target: Tensor, tree: TreeArrays, depth: int, ignore_index: int) -> Visits:
-    """The visits of all targets.
+    """The visits of all targets [P].
 
     A node with a single child is not visited: its softmax is 1 for any weights.
-
-    Args:
-        target: [P] int64, words or `ignore_index`.
-        tree: arrays of the tree.
-        depth: D, of the tree.
-        ignore_index: value of the targets without visits.
     """
     valid = target != ignore_index
     row = tree.row_of_word[torch.where(valid, target, 0)]
@@ -74,22 +62,17 @@ def route(target: Tensor, tree: TreeArrays, depth: int, ignore_index: int) -> Vi
 
 
 def check_targets(target: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Wait for the device and check that every target is a word or `ignore_index`.
-
-    Raises:
-        IndexError: if one is not.
-    """
+    """Wait for the device; raise an IndexError if a target is no word and not `ignore_index`."""
     wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
     if bool(wrong.any()):
         raise IndexError(f"target {int(target[wrong][0])} is out of bounds for {vocab_size} words")
 
 
 def assert_targets(target: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
-    """The targets, asserted on their device without waiting for it.
+    """The targets [P], asserted on their device without waiting for it.
 
-    Returns:
-        [P]; `ignore_index` where a target is neither a word nor `ignore_index`, so that kernels
-        launched before the assertion fails read within the tables.
+    Wrong ones become `ignore_index`: kernels launched before the assertion fails read within the
+    tables.
     """
     valid = ((target >= 0) & (target < vocab_size)) | (target == ignore_index)
     torch._assert_async(valid.all(), "a target is neither a word nor ignore_index")

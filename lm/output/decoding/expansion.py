@@ -71,13 +71,7 @@ class Expansion(NamedTuple):
 class Expander:
     """Expands nodes of a layer's tree for a batch of P positions.
 
-    Attributes:
-        hidden: [P, H].
-        tree: the tree of softmaxes.
-        dtype: dtype of the log-probabilities, at least fp32.
-        first_position: index of position 0 in the caller's batch, where that is split into blocks.
-        num_positions: P.
-        num_expanded: number of (position, node) pairs expanded so far.
+    `first_position` is the index of the first one in the caller's batch, a block of which this is.
     """
 
     def __init__(
@@ -88,14 +82,10 @@ class Expander:
         tree: ClassTree,
         first_position: int = 0,
     ) -> None:
-        self.hidden = hidden
-        self.tree = tree
+        self.hidden, self._weight, self._bias, self.tree = hidden, weight, bias, tree
         self.dtype = compute_dtype(torch.promote_types(hidden.dtype, weight.dtype))
-        self.first_position = first_position
-        self.num_positions = hidden.shape[0]
-        self.num_expanded = 0
-        self._weight = weight
-        self._bias = bias
+        self.first_position, self.num_positions = first_position, hidden.shape[0]
+        self.num_expanded = 0  # (position, node) pairs so far
         self._item_of_row = _lookup(tree).item_of_row
 
     def log_bound(self, power: float) -> Tensor:
@@ -111,8 +101,7 @@ class Expander:
     def expand(self, position: Tensor, node: Tensor) -> Iterator[Expansion]:
         """Expands node [V] at position [V], with one matrix product per distinct node.
 
-        Raises:
-            ValueError: if a log-probability is not finite.
+        A log-probability that is not finite raises a ValueError.
         """
         order = node.argsort(stable=True)
         nodes, num_visits = torch.unique_consecutive(node[order], return_counts=True)

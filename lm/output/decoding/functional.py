@@ -1,9 +1,7 @@
 """Decoding as functions: all log-probabilities, exact top-k, exact sampling.
 
-They take the parameters of a layer: hidden [..., H], weight [R, H], bias [R] or None, and the tree.
-The methods of `HierarchicalSoftmax` with the same names document options, results and errors.
-`expansion` evaluates nodes, `search` decides which nodes top-k and top-p need, `sampling` turns
-random numbers into words.
+They take hidden [..., H], weight [R, H], bias [R] or None, and the tree. The methods of
+`HierarchicalSoftmax` with the same names document options, results and errors.
 """
 
 import math
@@ -14,6 +12,7 @@ from torch import Tensor
 from lm.output.decoding import search
 from lm.output.decoding.expansion import Expander, logits
 from lm.output.decoding.sampling import RejectionSampler, Uniforms, sample_nucleus, sample_topk
+from lm.output.functional import check_parameters
 from lm.output.tree.class_tree import ClassTree
 
 _BLOCK_ELEMENTS = 1 << 23
@@ -24,7 +23,7 @@ _MIN_TEMPERATURE = 1e-200
 
 def log_prob(hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTree) -> Tensor:
     """Log-probabilities of all words [..., N]: log-softmaxes summed over their paths."""
-    _check(hidden, weight, bias, tree)
+    check_parameters(hidden, weight, bias, tree)
     with torch.autocast(hidden.device.type, enabled=False):
         row_logits = logits(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
     node_logits = torch.split(row_logits, tree.num_children.tolist(), dim=1)
@@ -44,7 +43,7 @@ def topk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTree, k: int
 ) -> search.TopK:
     """The k most probable words of each position, log_prob and word [..., k]."""
-    _check(hidden, weight, bias, tree)
+    check_parameters(hidden, weight, bias, tree)
     if not 1 <= k <= tree.vocab_size:
         raise ValueError(f"k must be within 1 … {tree.vocab_size} words, got {k}")
     shape = (*hidden.shape[:-1], k)
@@ -67,29 +66,24 @@ def sample(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """One word per position [...], drawn exactly from the full distribution."""
-    _check(hidden, weight, bias, tree)
+    check_parameters(hidden, weight, bias, tree)
     _check_options(temperature, top_k, top_p)
     num_positions = hidden.shape[:-1].numel()
     if num_positions == 0:
         return torch.empty(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     if temperature < _MIN_TEMPERATURE:
         return topk(hidden, weight, bias, tree, 1).word.squeeze(-1)
-    words, uniforms = [], Uniforms(num_positions, hidden.device, generator)
+    words, power, top_p = [], 1 / temperature, top_p or 1.0
+    uniforms = Uniforms(num_positions, hidden.device, generator)
     with torch.autocast(hidden.device.type, enabled=False):
         for expander in _expanders(hidden, weight, bias, tree):
-            words.append(_sample(expander, uniforms, 1 / temperature, top_k, top_p or 1.0))
+            if top_k is not None and top_k < tree.vocab_size:
+                words.append(sample_topk(expander, uniforms, power, top_k, top_p))
+            elif top_p < 1:
+                words.append(sample_nucleus(expander, uniforms, power, top_p))
+            else:
+                words.append(RejectionSampler(expander, uniforms, power).sample())
     return torch.cat(words).view(hidden.shape[:-1])
-
-
-def _sample(
-    expander: Expander, uniforms: Uniforms, power: float, top_k: int | None, top_p: float
-) -> Tensor:
-    """A word [P] for each of the expander's positions."""
-    if top_k is not None and top_k < expander.tree.vocab_size:
-        return sample_topk(expander, uniforms, power, top_k, top_p)
-    if top_p < 1:
-        return sample_nucleus(expander, uniforms, power, top_p)
-    return RejectionSampler(expander, uniforms, power).sample()
 
 
 def _expanders(
@@ -99,21 +93,6 @@ def _expanders(
     step = max(1, _BLOCK_ELEMENTS // tree.max_path_columns)
     blocks = torch.split(hidden.reshape(-1, hidden.shape[-1]), step)
     return [Expander(block, weight, bias, tree, i * step) for i, block in enumerate(blocks)]
-
-
-def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTree) -> None:
-    if hidden.dim() < 1 or not hidden.is_floating_point():
-        raise ValueError(
-            f"hidden must be [..., H] floating point, got {hidden.dtype} {list(hidden.shape)}"
-        )
-    expected = [tree.num_rows, hidden.shape[-1]]
-    if list(weight.shape) != expected:
-        raise ValueError(f"weight must be [R, H] = {expected}, got {list(weight.shape)}")
-    if bias is not None and list(bias.shape) != expected[:1]:
-        raise ValueError(f"bias must be [R] = {expected[:1]}, got {list(bias.shape)}")
-    others = [weight, tree.row_of_word] if bias is None else [weight, bias, tree.row_of_word]
-    if any(other.device != hidden.device for other in others):
-        raise ValueError(f"weight, bias and tree must be on the device of hidden, {hidden.device}")
 
 
 def _check_options(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -45,17 +45,13 @@ class Uniforms:
         """The next number [V] for each of V ≥ 1 distinct positions [V] int64."""
         used = self._num_used[position]
         self._num_used[position] += 1
-        if int(used.max()) == self._numbers.shape[0]:
-            self._grow()
-        return self._numbers[used, position]
-
-    def _grow(self) -> None:
-        """Doubles the numbers of each position."""
         num_rows, num_positions = self._numbers.shape
-        device = self._numbers.device if self._generator is None else self._generator.device
-        shape, dtype = (max(1, num_rows), num_positions), self._numbers.dtype
-        new = torch.rand(shape, generator=self._generator, dtype=dtype, device=device)
-        self._numbers = torch.cat([self._numbers, new.to(self._numbers.device)])
+        if int(used.max()) == num_rows:  # doubles the numbers of each position
+            device = position.device if self._generator is None else self._generator.device
+            shape, dtype = (max(1, num_rows), num_positions), self._numbers.dtype
+            new = torch.rand(shape, generator=self._generator, dtype=dtype, device=device)
+            self._numbers = torch.cat([self._numbers, new.to(position.device)])
+        return self._numbers[used, position]
 
 
 def draw(log_weight: Tensor, uniform: Tensor) -> Tensor:

@@ -17,24 +17,20 @@ from lm.output.decoding.expansion import ABSENT, Children, Expander, pack
 
 
 class TopK(NamedTuple):
-    """The most probable words of each position in descending order, ties by the lowest word.
+    """The most probable words of each position in descending order, ties by the lowest word."""
 
-    Attributes:
-        log_prob: [..., k] in at least fp32, in nats.
-        word: [..., k] int64.
-    """
+    log_prob: Tensor  # [..., k] in at least fp32, in nats
+    word: Tensor  # [..., k] int64
 
-    log_prob: Tensor
-    word: Tensor
+    def select(self, rows: Tensor) -> "TopK":
+        """Those of some positions."""
+        return TopK(self.log_prob[rows], self.word[rows])
 
 
 class _Frontier:
-    """Nodes not expanded yet, for the A positions still searched; at first the roots.
+    """Nodes [A, F] not expanded yet, for the A positions still searched; at first the roots.
 
-    Attributes:
-        position: [A] int64.
-        log_prob: [A, F]; -∞ where there is no node.
-        node: [A, F] int64.
+    The log-probability is -∞ where there is no node.
     """
 
     def __init__(self, expander: Expander) -> None:
@@ -53,9 +49,7 @@ class _Frontier:
     def expand(self, chosen: Tensor, max_words: int | None = None) -> TopK:
         """Expands the chosen nodes [A, F] bool, adds child nodes and returns the words found.
 
-        Args:
-            chosen: [A, F] bool.
-            max_words: return only this many words of each node, the most probable ones.
+        Of each node only the `max_words` most probable words are returned.
         """
         row, column = chosen.nonzero(as_tuple=True)
         above = self.log_prob[row, column]
@@ -91,7 +85,7 @@ def topk(expander: Expander, k: int) -> TopK:
         frontier.select(active)
         words = frontier.expand(chosen[active], max_words=k)
         position = frontier.position
-        merged = _best(_concat(_rows(best, position), words), k)
+        merged = _best(_concat(best.select(position), words), k)
         best.log_prob[position], best.word[position] = merged
 
 
@@ -113,32 +107,23 @@ def _needed_for_topk(node_log_prob: Tensor, best_log_prob: Tensor, k: int) -> Te
 def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Tensor, TopK]]:
     """The smallest sets of most probable words whose share of Σ P^power reaches `top_p`.
 
-    Yields:
-        As they are found, positions [A] int64 and their words [A, size]; rows of smaller sets are
-        padded with log_prob -∞.
+    Yields positions [A] and their words [A, size]; smaller sets are padded with log_prob -∞.
     """
     frontier, log_bound = _Frontier(expander), expander.log_bound(power)
     words = frontier.expand(torch.ones_like(frontier.log_prob, dtype=torch.bool))
     while frontier.position.numel():
-        node_log_weight = power * frontier.log_prob.double() + log_bound[frontier.node]
-        chosen, size = _needed_for_nucleus(
-            frontier.log_prob, node_log_weight, words.log_prob, power, top_p
-        )
+        chosen, size = _needed_for_nucleus(frontier, log_bound, words.log_prob, power, top_p)
         active = chosen.any(dim=1)
         done = ~active
         if bool(done.any()):
-            yield frontier.position[done], _first(_rows(words, done), size[done])
+            yield frontier.position[done], _first(words.select(done), size[done])
         frontier.select(active)
         if frontier.position.numel():
-            words = _concat(_rows(words, active), frontier.expand(chosen[active]))
+            words = _concat(words.select(active), frontier.expand(chosen[active]))
 
 
 def _needed_for_nucleus(
-    node_log_prob: Tensor,
-    node_log_weight: Tensor,
-    word_log_prob: Tensor,
-    power: float,
-    top_p: float,
+    frontier: _Frontier, log_bound: Tensor, word_log_prob: Tensor, power: float, top_p: float
 ) -> tuple[Tensor, Tensor]:
     """Nodes to expand [A, F] bool; where there are none, the size of the nucleus [A].
 
@@ -152,6 +137,8 @@ def _needed_for_nucleus(
     - else those that can hold a word as probable as the last of the j + 1;
     - if there are none: the heaviest ones, with at least half of high - low.
     """
+    node_log_prob = frontier.log_prob
+    node_log_weight = power * node_log_prob.double() + log_bound[frontier.node]
     sorted_log_prob = word_log_prob.sort(dim=1, descending=True).values
     sorted_log_prob = F.pad(sorted_log_prob, (0, 1), value=-torch.inf)
     log_weight = power * sorted_log_prob.double()
@@ -203,10 +190,6 @@ def _first(words: TopK, size: int | Tensor) -> TopK:
     largest = int(size.max())
     beyond = torch.arange(largest, device=size.device) >= size[:, None]
     return TopK(log_prob[:, :largest].masked_fill(beyond, -torch.inf), word[:, :largest])
-
-
-def _rows(words: TopK, rows: Tensor) -> TopK:
-    return TopK(words.log_prob[rows], words.word[rows])
 
 
 def _concat(first: TopK, second: TopK) -> TopK:

@@ -2,8 +2,7 @@
 
 from lm.output.rowwise.blocks import Product, Rows
 from lm.output.rowwise.optimizers import RowAdagrad, RowAdam, RowOptimizer, RowSGD
-from lm.output.rowwise.row_gradient import RowGradient
-from lm.output.rowwise.row_lookup import lookup
+from lm.output.rowwise.row_gradient import RowGradient, lookup
 
 __all__ = [
     "Product",

@@ -22,29 +22,18 @@ ROWS_ELEMENTS = 1 << 26
 
 
 class Product(NamedTuple):
-    """The gradient coefficientsᵀ vectors of neighbouring rows.
+    """The gradient coefficientsᵀ vectors of neighbouring rows."""
 
-    Attributes:
-        first_row: row of the node's first child.
-        coefficients: [visits, children].
-        vectors: [visits, H].
-    """
-
-    first_row: int
-    coefficients: Tensor
-    vectors: Tensor
+    first_row: int  # row of the node's first child
+    coefficients: Tensor  # [visits, children]
+    vectors: Tensor  # [visits, H]
 
 
 class Rows(NamedTuple):
-    """Gradients of single rows.
+    """Gradients of single rows."""
 
-    Attributes:
-        row: [K] int64; rows may repeat.
-        values: [K, H].
-    """
-
-    row: Tensor
-    values: Tensor
+    row: Tensor  # [K] int64; rows may repeat
+    values: Tensor  # [K, H]
 
 
 Part = Product | Rows
@@ -53,19 +42,13 @@ Part = Product | Rows
 class Block:
     """Some rows of the gradient, disjoint from those of all other blocks.
 
-    The values are given, or formed as coefficientsᵀ vectors when they are first used, with values
-    added to a few of the rows.
-
-    Args:
-        rows: a slice of neighbouring rows, or an index [K].
-        values: [K, H], or None.
-        factors: coefficients [visits, K] and vectors [visits, H], or None.
-        more: added to some of the K rows; rows counted from the block's first, each once.
+    The values [K, H] are given, or formed as coefficientsᵀ vectors ([visits, K] and [visits, H])
+    when they are first used, with `more` added to a few of the rows, counted from the first one.
     """
 
     def __init__(
         self,
-        rows: slice | Tensor,
+        rows: slice | Tensor,  # neighbouring rows, or an index [K]
         values: Tensor | None = None,
         factors: tuple[Tensor, Tensor] | None = None,
         more: Rows | None = None,
@@ -85,10 +68,9 @@ class Block:
 
     def index(self, device: torch.device) -> Tensor:
         """The rows as an index [K] int64."""
-        rows = self.rows
-        if isinstance(rows, slice):
-            return torch.arange(rows.start, rows.stop, device=device)
-        return rows
+        if isinstance(self.rows, Tensor):
+            return self.rows
+        return torch.arange(self.rows.start, self.rows.stop, device=device)
 
     def square_norms(self) -> Tensor:
         """The squared 2-norm of each row's gradient, [K]."""
@@ -102,12 +84,7 @@ class Block:
         return squares
 
     def add_into(self, out: Tensor, factor: float | Tensor) -> None:
-        """Add factor · gradient to `out`.
-
-        Args:
-            out: [K, H], in the dtype of the values.
-            factor: one for all rows, or [K].
-        """
+        """Add factor · gradient to `out` [K, H], of one dtype; one factor for all rows, or [K]."""
         if self._values is not None or self._factors is None:
             if isinstance(factor, Tensor):
                 out.addcmul_(self.values(), factor[:, None])
@@ -174,9 +151,7 @@ def _split_by_node(
 ) -> tuple[list[Rows | None], Rows | None]:
     """Single rows by the node whose children they are, and those of nodes without a product.
 
-    Args:
-        single: each row once, ascending.
-        nodes: in the order of their rows.
+    Both arguments are in the order of their rows.
     """
     if single is None or not nodes:
         return [None] * len(nodes), single

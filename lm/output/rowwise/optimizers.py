@@ -1,10 +1,9 @@
 """Optimizers of tables of rows, whose step touches only the rows with a gradient.
 
-They take a `RowGradient` block by block: a block of the gradient is formed, its rows are updated,
-and it is discarded, so that no gradient of the size of the table or of the visited rows exists.
-Rows with a gradient are updated as by the dense optimizer; rows without one retain their values and
-their state (plain SGD would not change them either). There is no weight decay, which would touch
-every row.
+A block of a `RowGradient` is formed, its rows are updated, and it is discarded, so that no gradient
+of the size of the table or of the visited rows exists. Rows with a gradient are updated as by the
+dense optimizer; rows without one retain their values and their state. There is no weight decay,
+which would touch every row.
 
 Rows in bf16 are rounded up or down at random in proportion to the distance: an update smaller than
 half the last place is not lost, but applied now and then, correctly on average
@@ -13,7 +12,7 @@ half the last place is not lost, but applied now and then, correctly on average
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ from lm.output.rowwise.blocks import Block
 from lm.output.rowwise.row_gradient import RowGradient
 
 NOISE_ELEMENTS = 1 << 20
-"""Random numbers drawn for each step of a table in bf16; each block uses them from a random place.
-"""
+"""Random numbers of a step of a table in bf16; each block uses them from a random place."""
 _UPPER_HALF = 1 if sys.byteorder == "little" else 0
 """Which half of an fp32 number is its bf16 part."""
 
@@ -44,11 +42,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every row that has a gradient.
-
-        Args:
-            closure: evaluates the loss again and returns it.
-        """
+        """Update every row that has a gradient; `closure` evaluates the loss and returns it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -73,8 +67,12 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         table = param.view(param.shape[0], -1)
         noise = _Noise(table) if table.dtype == torch.bfloat16 else None
         wide = torch.promote_types(table.dtype, torch.float32)
-        self._begin(param, table, group)
-        for block in _blocks(grad):
+        self._begin(param, table)
+        if isinstance(grad, RowGradient):
+            blocks = grad.blocks()
+        else:
+            blocks = iter([Block(slice(0, len(grad)), grad.view(table.shape).to(wide))])
+        for block in blocks:
             stored = table[block.rows]  # a view, if the rows are a slice
             rows = stored.to(wide)
             self._change(rows, block, param, group)
@@ -85,7 +83,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             if not isinstance(block.rows, slice):
                 table[block.rows] = stored
 
-    def _begin(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> None:
+    def _begin(self, param: Tensor, table: Tensor) -> None:
         """Prepare the state before the first block of a step."""
 
     @abstractmethod
@@ -127,10 +125,10 @@ class RowAdagrad(RowOptimizer):
     def __init__(self, params: Iterable[Tensor], lr: float, eps: float = 1e-8) -> None:
         super().__init__(params, {"lr": lr, "eps": eps})
 
-    def _begin(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> None:
-        if "sum" not in self.state[param]:
-            dtype = torch.promote_types(param.dtype, torch.float32)
-            self.state[param]["sum"] = torch.zeros(len(table), dtype=dtype, device=param.device)
+    def _begin(self, param: Tensor, table: Tensor) -> None:
+        if not self.state[param]:
+            dtype = torch.promote_types(table.dtype, torch.float32)
+            self.state[param]["sum"] = table.new_zeros(len(table), dtype=dtype)
 
     def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
         total = self.state[param]["sum"]
@@ -162,13 +160,13 @@ class RowAdam(RowOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
-    def _begin(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> None:
+    def _begin(self, param: Tensor, table: Tensor) -> None:
         state = self.state[param]
         if not state:
-            dtype = torch.promote_types(param.dtype, torch.float32)
+            dtype = torch.promote_types(table.dtype, torch.float32)
             state["step"] = 0
-            state["mean"] = torch.zeros(table.shape, dtype=dtype, device=param.device)
-            state["square"] = torch.zeros(table.shape, dtype=dtype, device=param.device)
+            state["mean"] = table.new_zeros(table.shape, dtype=dtype)
+            state["square"] = table.new_zeros(table.shape, dtype=dtype)
         state["step"] += 1
 
     def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
@@ -182,32 +180,15 @@ class RowAdam(RowOptimizer):
         rows.addcdiv_(mean, root, value=-group["lr"] / correction1)
 
 
-def _blocks(grad: Tensor) -> Iterator[Block]:
-    if isinstance(grad, RowGradient):
-        yield from grad.blocks()
-    else:
-        values = grad.view(len(grad), -1).to(torch.promote_types(grad.dtype, torch.float32))
-        yield Block(slice(0, len(grad)), values=values)
-
-
 class _Noise:
-    """Stochastic rounding to bf16 with noise that is drawn once and used in many places.
-
-    The noise is uniform below the last place of bf16.
-    """
+    """Stochastic rounding to bf16: noise, uniform below the last place, drawn once and reused."""
 
     def __init__(self, table: Tensor) -> None:
-        self._bits = torch.randint(
-            1 << 16, (NOISE_ELEMENTS,), dtype=torch.int32, device=table.device
-        )
+        size, device = (NOISE_ELEMENTS,), table.device
+        self._bits = torch.randint(1 << 16, size, dtype=torch.int32, device=device)
 
     def round_into(self, out: Tensor, rows: Tensor) -> None:
-        """Round each number up or down with the correct probability; what is not finite remains so.
-
-        Args:
-            out: [K, H] bf16, written.
-            rows: [K, H] fp32, overwritten.
-        """
+        """Round rows [K, H] fp32, which are overwritten, into `out` bf16; non-finite remains so."""
         rows.masked_fill_(rows.isnan(), torch.nan)  # one whose bits do not overflow
         bits = rows.view(torch.int32)
         flat = bits.view(-1)
@@ -217,5 +198,4 @@ class _Noise:
             first = self._bits[start : start + portion.numel()]
             portion[: first.numel()] += first
             portion[first.numel() :] += self._bits[: portion.numel() - first.numel()]
-        halves = bits.view(torch.int16)
-        out.view(torch.int16).copy_(halves[:, _UPPER_HALF::2])
+        out.view(torch.int16).copy_(bits.view(torch.int16)[:, _UPPER_HALF::2])

@@ -1,4 +1,4 @@
-"""RowGradient: the gradient of a table of rows of which a batch touches few.
+"""RowGradient, the gradient of a table of rows of which a batch touches few, and lookup of rows.
 
 It holds only what is not zero, mostly as unmultiplied products (see `lm.output.rowwise.blocks`). To
 autograd it is a tensor of the table's shape: it is summed over uses and over batches, clipped by
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lm.output.rowwise.blocks import Block, Part, Product, Rows, as_one_block, blocks_of
+from lm.output.rowwise.eager import differentiable_once, not_compiled
 
 
 class RowGradient(Tensor):
@@ -36,9 +37,6 @@ class RowGradient(Tensor):
         dtype = torch.promote_types(like.dtype, torch.float32)
         made.parts = [_cast(part, dtype) for part in parts]
         return made
-
-    def __init__(self, like: Tensor, parts: Sequence[Part]) -> None:
-        pass  # made in __new__
 
     def __repr__(self) -> str:  # type: ignore[override]
         rows = sum(part.row.numel() for part in self.parts if isinstance(part, Rows))
@@ -65,15 +63,13 @@ class RowGradient(Tensor):
 
     def to_sparse(self, *args: Any, **kwargs: Any) -> Tensor:
         """The gradient as a coalesced COO tensor over rows, as of a sparse `nn.Embedding`."""
-        index = [torch.empty(0, dtype=torch.int64, device=self.device)]
-        values = [torch.empty(0, *self.shape[1:], dtype=self.dtype, device=self.device)]
-        for block in self.blocks():
-            index.append(block.index(self.device))
-            values.append(block.values().to(self.dtype).view(-1, *self.shape[1:]))
-        order = torch.cat(index).argsort()
-        rows, ordered = torch.cat(index)[order], torch.cat(values)[order]
+        rows = torch.empty(0, dtype=torch.int64, device=self.device)
+        values = torch.empty(0, *self.shape[1:], dtype=self.dtype, device=self.device)
+        for block in as_one_block(list(self.blocks())):
+            rows, order = block.index(self.device).sort()
+            values = block.values()[order].to(self.dtype).view(-1, *self.shape[1:])
         return torch.sparse_coo_tensor(
-            rows[None], ordered, self.shape, is_coalesced=True, check_invariants=False
+            rows[None], values, self.shape, is_coalesced=True, check_invariants=False
         )
 
     @classmethod
@@ -173,3 +169,42 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.alias.default: _same,
     _aten.zero_.default: _zero_,
 }
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table, and their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
+        ctx.table_like = table.detach()
+        ctx.save_for_backward(index)
+        return table[index]
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *d_rows: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        table = ctx.table_like
+        values = d_rows[0].reshape(index.numel(), table.shape[1])
+        return RowGradient(table, [Rows(index.flatten(), values)]), None
+
+
+@not_compiled
+def lookup(table: Tensor, index: Tensor) -> Tensor:
+    """`torch.nn.functional.embedding` with a `RowGradient`.
+
+    Args:
+        table: [R, H].
+        index: [...] int64, rows.
+
+    Returns:
+        [..., H].
+
+    Example:
+        >>> table = torch.eye(3, requires_grad=True)
+        >>> lookup(table, torch.tensor([2, 2])).sum().backward()
+        >>> table.grad
+        RowGradient([3, 3], 0 rows in products, 2 single rows)
+    """
+    rows: Tensor = _Lookup.apply(table, index)  # type: ignore[no-untyped-call]
+    return rows

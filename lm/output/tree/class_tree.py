@@ -59,8 +59,7 @@ class ClassTree(nn.Module):
         num_nodes: I, number of internal nodes, including the root.
         depth: largest number of nodes on a word's path (1 for the full softmax).
         max_path_columns: largest number of children of the nodes on a word's path, summed.
-        num_children, first_row, row_of_node, node_of_row, row_of_word, level, preorder,
-            preorder_stop, column: the buffers; see `TreeArrays`.
+        arrays: the buffers, as backends take them; each is also an attribute.
     """
 
     num_children: Tensor

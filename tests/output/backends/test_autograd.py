@@ -8,20 +8,15 @@ from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import OPS
 from lm.output.backends.base import Needs
 
-from ..definition import TWO_LEVEL, N, problem
-
-BOTH = pytest.mark.parametrize("backend", ["saved", "triton"], indirect=True)
-"""Both backends."""
+from ..definition import TWO_LEVEL, N, both_backends, nll, problem
 
 
 def test_gradients_pass_gradcheck(tree: ClassTree, backend: str) -> None:
     """Through the kernels only along random directions, because the interpreter is slow."""
-    hidden, weight, bias, target = problem(tree, 5)
-
-    def nll(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return hierarchical_cross_entropy(hidden, weight, target, tree, bias, reduction="none")
-
-    assert torch.autograd.gradcheck(nll, (hidden, weight, bias), fast_mode=backend == "triton")
+    *inputs, target = problem(tree, 5)
+    assert torch.autograd.gradcheck(
+        lambda *inputs: nll([*inputs, target], tree), inputs, fast_mode=backend == "triton"
+    )
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -37,30 +32,24 @@ def test_registered_ops_pass_opcheck(
     assert set(results.values()) == {"SUCCESS"}
 
 
-@BOTH
-@pytest.mark.usefixtures("backend")
+@both_backends
 @pytest.mark.parametrize("subset", range(8))
 def test_any_subset_of_the_gradients_may_be_asked_for(subset: int) -> None:
-    tree = TWO_LEVEL
-    *inputs, target = problem(tree, 6)
-    loss = hierarchical_cross_entropy(inputs[0], inputs[1], target, tree, inputs[2])
+    *inputs, target = problem(TWO_LEVEL, 6)
+    loss = nll([*inputs, target], TWO_LEVEL, reduction="mean")
     truth = torch.autograd.grad(loss, inputs)
     chosen = [
         tensor.detach().requires_grad_(bool(subset >> i & 1)) for i, tensor in enumerate(inputs)
     ]
-    loss = hierarchical_cross_entropy(chosen[0], chosen[1], target, tree, chosen[2])
+    loss = nll([*chosen, target], TWO_LEVEL, reduction="mean")
     assert loss.requires_grad == bool(subset)
     if subset:
         torch.autograd.backward(loss)
     for tensor, true in zip(chosen, truth, strict=True):
-        if tensor.requires_grad:
-            torch.testing.assert_close(tensor.grad, true)
-        else:
-            assert tensor.grad is None
+        torch.testing.assert_close(tensor.grad, true if tensor.requires_grad else None)
 
 
-@BOTH
-@pytest.mark.usefixtures("backend")
+@both_backends
 def test_compiled_with_fullgraph_equals_eager() -> None:
     tree = ClassTree.balanced(N, 3)
     for positions in (5, 9):
@@ -70,26 +59,20 @@ def test_compiled_with_fullgraph_equals_eager() -> None:
             return hierarchical_cross_entropy(hidden.tanh(), weight, target, tree, bias) * 2
 
         compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-        expected = loss(hidden, weight, bias, target)
-        actual = compiled(hidden, weight, bias, target)
-        torch.testing.assert_close(actual, expected)
-        for ours, true in zip(
-            torch.autograd.grad(actual, (hidden, weight, bias)),
-            torch.autograd.grad(expected, (hidden, weight, bias)),
-            strict=True,
-        ):
-            torch.testing.assert_close(ours, true)
+        losses = [make(hidden, weight, bias, target) for make in (loss, compiled)]
+        torch.testing.assert_close(*losses)
+        grads = [torch.autograd.grad(each, (hidden, weight, bias)) for each in losses]
+        torch.testing.assert_close(*grads)
 
 
 def test_autocast_takes_half_precision_hidden_with_full_precision_weights() -> None:
-    tree = TWO_LEVEL
-    hidden, weight, bias, target = problem(tree, 30, dtype=torch.float32)
+    hidden, weight, bias, target = problem(TWO_LEVEL, 30, dtype=torch.float32)
     half = hidden.detach().bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = hierarchical_cross_entropy(half, weight, target, tree, bias)
+        loss = hierarchical_cross_entropy(half, weight, target, TWO_LEVEL, bias)
     grads = torch.autograd.grad(loss, (half, weight, bias))
     exact = half.detach().float().requires_grad_()
-    truth = hierarchical_cross_entropy(exact, weight, target, tree, bias)
+    truth = hierarchical_cross_entropy(exact, weight, target, TWO_LEVEL, bias)
     true_grads = torch.autograd.grad(truth, (exact, weight, bias))
     torch.testing.assert_close(loss, truth)
     assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32, torch.float32]
@@ -97,16 +80,14 @@ def test_autocast_takes_half_precision_hidden_with_full_precision_weights() -> N
     torch.testing.assert_close(grads[1:], true_grads[1:])
 
 
-@BOTH
-@pytest.mark.usefixtures("backend")
+@both_backends
 def test_checkpointed_activations_give_the_same_gradient() -> None:
     from torch.utils.checkpoint import checkpoint
 
-    tree = TWO_LEVEL
-    hidden, weight, bias, target = problem(tree, 6)
+    hidden, weight, bias, target = problem(TWO_LEVEL, 6)
 
     def loss(hidden: Tensor) -> Tensor:
-        return hierarchical_cross_entropy(hidden.tanh(), weight, target, tree, bias)
+        return hierarchical_cross_entropy(hidden.tanh(), weight, target, TWO_LEVEL, bias)
 
     (plain,) = torch.autograd.grad(loss(hidden), hidden)
     (again,) = torch.autograd.grad(checkpoint(loss, hidden, use_reentrant=False), hidden)

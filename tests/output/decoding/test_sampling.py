@@ -21,7 +21,7 @@ from .truth import (
     random_layer,
     restricted,
     word_log_prob,
-)
+)  # fmt: skip
 
 SIGNIFICANCE = 1e-4
 

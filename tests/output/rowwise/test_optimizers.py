@@ -26,13 +26,12 @@ Kind = Callable[..., RowOptimizer]
 
 def trained(make: Make, rows: bool, coo: bool = False) -> Table:
     """The table after four steps of two batches each; `coo` converts the gradients."""
-    tree = SHORTLIST
-    params = table(tree)
+    params = table(SHORTLIST)
     optimizer = make(params)
     for step in range(4):
         optimizer.zero_grad()
-        accumulate(tree, params, 2 * step, rows)
-        accumulate(tree, params, 2 * step + 1, rows)
+        accumulate(SHORTLIST, params, 2 * step, rows)
+        accumulate(SHORTLIST, params, 2 * step + 1, rows)
         for param in params if coo else ():
             assert isinstance(param.grad, RowGradient)
             param.grad = param.grad.to_sparse()
@@ -75,22 +74,17 @@ def test_adam_is_the_sparse_adam_of_pytorch(backend: str) -> None:
     """Except for eps, which PyTorch adds elsewhere."""
     found = trained(lambda params: RowAdam(params, 0.05, eps=1e-30), rows=True)
     expected = trained(
-        lambda params: torch.optim.SparseAdam(params, 0.05, eps=1e-30),
-        rows=True,
-        coo=True,
+        lambda params: torch.optim.SparseAdam(params, 0.05, eps=1e-30), rows=True, coo=True
     )
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, RowAdam])
 def test_dense_gradients_give_the_same_steps(kind: Kind) -> None:
-    def make(params: Table) -> torch.optim.Optimizer:
-        return kind(params, lr=0.2)
-
     tree = ClassTree.full(N)  # every row is visited, so that Adam's moments are equal
     params = table(tree), table(tree)
     for table_of, rows in zip(params, (False, True), strict=True):
-        optimizer = make(table_of)
+        optimizer = kind(table_of, lr=0.2)
         for step in range(3):
             optimizer.zero_grad()
             accumulate(tree, table_of, step, rows)
@@ -106,14 +100,7 @@ def test_rows_without_a_gradient_keep_values_and_state(kind: Kind) -> None:
     accumulate(tree, params, 0, rows=True)
     optimizer.step()
     weight = params[0]
-    before, state = (
-        weight.detach().clone(),
-        {
-            name: value.clone()
-            for name, value in optimizer.state[weight].items()
-            if isinstance(value, Tensor)
-        },
-    )
+    before, state = weight.detach().clone(), copy.deepcopy(optimizer.state[weight])
     optimizer.zero_grad()
     accumulate(tree, params, 1, rows=True)
     assert weight.grad is not None
@@ -122,25 +109,22 @@ def test_rows_without_a_gradient_keep_values_and_state(kind: Kind) -> None:
     assert 0 < still.sum() < len(still)
     assert torch.equal(weight[still], before[still])
     assert not torch.equal(weight[~still], before[~still])
-    for name, value in state.items():
-        assert torch.equal(optimizer.state[weight][name][still], value[still])
+    for name in state.keys() - {"step"}:
+        assert torch.equal(optimizer.state[weight][name][still], state[name][still])
 
 
 @pytest.mark.parametrize("kind", [RowAdagrad, RowAdam])
-def test_a_restored_optimizer_continues_equally_with_fp32_state_of_bf16_rows(
-    kind: Kind,
-) -> None:
-    tree = SHORTLIST
-    params = table(tree, torch.bfloat16)
+def test_a_restored_optimizer_continues_with_fp32_state_of_bf16_rows(kind: Kind) -> None:
+    params = table(SHORTLIST, torch.bfloat16)
     optimizer = kind(params, lr=0.1)
-    accumulate(tree, params, 0, rows=True)
+    accumulate(SHORTLIST, params, 0, rows=True)
     optimizer.step()
     copies = [param.detach().clone().requires_grad_() for param in params]
     other = kind(copies, lr=0.1)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for copy_of, optim in ((params, optimizer), (copies, other)):
         optim.zero_grad()
-        accumulate(tree, copy_of, 1, rows=True)
+        accumulate(SHORTLIST, copy_of, 1, rows=True)
         torch.manual_seed(9)  # for the rounding
         optim.step()
     assert all(torch.equal(*pair) for pair in zip(params, copies, strict=True))

@@ -1,12 +1,14 @@
 """RowGradient: equal to the dense gradient, and only of the rows visited."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
-from lm.output.backends.reference import nodes, saved
+from lm.output.backends.reference import forward, nodes
 from lm.output.rowwise import Product, RowAdagrad, RowGradient, Rows, lookup
 
 from .tables import SHORTLIST, H, N, P, Table, accumulate, batch, table
@@ -26,6 +28,13 @@ def dense_and_row_wise(tree: ClassTree, batches: int = 1) -> tuple[Table, Table]
         accumulate(tree, params[0], number, rows=False)
         accumulate(tree, params[1], number, rows=True)
     return params
+
+
+def row_wise(tree: ClassTree = SHORTLIST) -> RowGradient:
+    """The gradient of the weight in one batch."""
+    grad = dense_and_row_wise(tree)[1][0].grad
+    assert isinstance(grad, RowGradient)
+    return grad
 
 
 def gradients(params: Table) -> list[Tensor]:
@@ -55,15 +64,12 @@ def test_hidden_has_the_same_gradient(backend: str) -> None:
 
 
 def test_only_children_of_visited_nodes_and_input_words_have_values(backend: str) -> None:
-    tree = TWO_LEVEL
-    _, rows = dense_and_row_wise(tree)
     _, words, target = batch(0)
-    visited = tree.node_of_row[tree.row_of_word[target[target >= 0]]]
-    expected = torch.isin(tree.node_of_row, torch.cat([visited, torch.tensor([0])]))
-    expected[tree.row_of_word[words]] = True
-    num_blocks = torch.zeros(tree.num_rows, dtype=torch.int64)
-    assert isinstance(rows[0].grad, RowGradient)
-    for block in rows[0].grad.blocks():
+    visited = TWO_LEVEL.node_of_row[TWO_LEVEL.row_of_word[target[target >= 0]]]
+    expected = torch.isin(TWO_LEVEL.node_of_row, torch.cat([visited, torch.tensor([0])]))
+    expected[TWO_LEVEL.row_of_word[words]] = True
+    num_blocks = torch.zeros(TWO_LEVEL.num_rows, dtype=torch.int64)
+    for block in row_wise(TWO_LEVEL).blocks():
         num_blocks[block.rows] += 1
     assert num_blocks.tolist() == expected.long().tolist()
     assert not expected.all()
@@ -121,28 +127,25 @@ def test_the_sparse_tensor_is_coalesced_and_the_same() -> None:
 
 
 def test_a_dense_gradient_may_be_added() -> None:
-    _, rows = dense_and_row_wise(SHORTLIST)
-    grad = rows[0].grad
-    assert isinstance(grad, RowGradient)
+    grad = row_wise()
     ones = torch.ones(grad.shape, dtype=grad.dtype)
     assert torch.equal(grad + ones, grad.to_dense() + 1)
     assert torch.equal(ones + grad, grad.to_dense() + 1)
 
 
-def test_other_operations_raise() -> None:
-    _, rows = dense_and_row_wise(SHORTLIST)
-    grad = rows[0].grad
-    assert isinstance(grad, RowGradient)
-    with pytest.raises(NotImplementedError, match=r"to_dense\(\) converts it"):
-        grad.exp()
-    with pytest.raises(NotImplementedError, match=r"zero_grad\(\) before moving a layer"):
-        grad.to("meta")
-    with pytest.raises(NotImplementedError, match="by numbers only"):
-        grad * torch.ones(H, dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match="only the 2-norm"):
-        torch.linalg.vector_norm(grad, 1)
-    with pytest.raises(NotImplementedError, match="in place"):
-        grad.add_(torch.ones(grad.shape, dtype=torch.float64))
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (torch.exp, r"to_dense\(\) converts it"),
+        (lambda grad: grad.to("meta"), r"zero_grad\(\) before moving a layer"),
+        (lambda grad: grad * torch.ones(H, dtype=torch.float64), "by numbers only"),
+        (lambda grad: torch.linalg.vector_norm(grad, 1), "only the 2-norm"),
+        (lambda grad: grad.add_(torch.ones(grad.shape, dtype=torch.float64)), "in place"),
+    ],
+)
+def test_other_operations_raise(operation: Callable[[Tensor], Tensor], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        operation(row_wise())
 
 
 @pytest.mark.usefixtures("backend")
@@ -166,11 +169,10 @@ def test_lookup_of_repeated_rows_adds_their_gradients_up() -> None:
 
 
 def test_rows_in_lower_precision_are_not_rounded_again(backend: str) -> None:
-    tree = SHORTLIST
-    weight, bias = table(tree, torch.bfloat16)
+    weight, bias = table(SHORTLIST, torch.bfloat16)
     hidden, _, target = batch(0)
     nll = [
-        hierarchical_cross_entropy(hidden.float(), rows, target, tree, biases)
+        hierarchical_cross_entropy(hidden.float(), rows, target, SHORTLIST, biases)
         for rows, biases in ((weight, bias), (weight.float(), bias.float()))
     ]
     torch.testing.assert_close(nll[0], nll[1], rtol=1e-6, atol=0)
@@ -178,8 +180,7 @@ def test_rows_in_lower_precision_are_not_rounded_again(backend: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler accesses all of them
 def test_the_rest_of_a_model_compiles_around_a_layer_with_row_wise_gradients() -> None:
-    tree = SHORTLIST
-    layer = HierarchicalSoftmax(H, tree, sparse=True).double()
+    layer = HierarchicalSoftmax(H, SHORTLIST, sparse=True).double()
     hidden, _, target = batch(0)
 
     def loss(hidden: Tensor) -> Tensor:
@@ -219,15 +220,12 @@ def test_casting_bf16_rows_a_few_at_a_time_changes_nothing(
         torch.testing.assert_close(portions, whole, rtol=1e-2, atol=1e-5)
 
 
-def test_gradients_of_classes_are_products_for_any_number_of_columns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As rows they would be larger than the visited rows."""
-    monkeypatch.setattr(saved, "SAVED_ELEMENTS", 0)
-    tree = TWO_LEVEL
-    weight, bias = table(tree)
+def test_gradients_of_classes_are_always_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rows they would be larger than the visited rows, for any number of columns."""
+    monkeypatch.setattr(forward, "SAVED_ELEMENTS", 0)
+    weight, bias = table(TWO_LEVEL)
     hidden, target = torch.randn(P, H, dtype=torch.float64), torch.randint(0, N, (P,))
-    nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, sparse=True)
-    nll.backward()  # type: ignore[no-untyped-call]
-    assert isinstance(weight.grad, RowGradient)
-    assert all(isinstance(part, Product) for part in weight.grad.parts)
+    nll = hierarchical_cross_entropy(hidden, weight, target, TWO_LEVEL, bias, sparse=True)
+    (d_weight,) = torch.autograd.grad(nll, weight)
+    assert isinstance(d_weight, RowGradient)
+    assert all(isinstance(part, Product) for part in d_weight.parts)

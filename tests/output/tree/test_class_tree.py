@@ -10,53 +10,39 @@ import torch
 
 from lm.output import ClassTree, HierarchicalSoftmax
 
+from ..decoding.truth import TREES, word_class
 
-def shapes(num_words: int) -> dict[str, ClassTree]:
-    num_classes = max(1, round(num_words**0.5))
-    scattered = [(word * 7 + 3) % num_classes for word in range(num_words)]
-    return {
-        "full": ClassTree.full(num_words),
-        "two_level": ClassTree.two_level(scattered),
-        "shortlist": ClassTree.two_level(scattered, shortlist=num_words // 3),
-        "all in the shortlist": ClassTree.two_level(scattered, shortlist=num_words),
-        "balanced 2": ClassTree.balanced(num_words, 2),
-        "balanced 5": ClassTree.balanced(num_words, 5),
-        "huffman 2": ClassTree.huffman([word * word for word in range(num_words)]),
-        "huffman 3": ClassTree.huffman(range(1, num_words + 1), arity=3),
-        "paths": ClassTree.from_paths([[word % 3, word // 3] for word in range(num_words)]),
-    }
+SHAPES: dict[str, Callable[[int], ClassTree]] = TREES | {
+    "all in the shortlist": lambda n: ClassTree.two_level(word_class(n), shortlist=n),
+    "balanced 2": lambda n: ClassTree.balanced(n, 2),
+    "balanced 5": lambda n: ClassTree.balanced(n, 5),
+}
 
 
-all_shapes = pytest.mark.parametrize(
-    ("shape", "num_words"), [*product(shapes(1), [1, 2, 3, 12, 97])]
-)
+@pytest.fixture(params=product(SHAPES, [1, 2, 3, 12, 97]), ids=str)
+def tree(request: pytest.FixtureRequest) -> ClassTree:
+    shape, num_words = request.param
+    return SHAPES[shape](num_words)
 
 
-@all_shapes
-def test_every_row_has_one_owner_and_children_are_contiguous(shape: str, num_words: int) -> None:
-    tree = shapes(num_words)[shape]
+def test_every_row_has_one_owner_and_children_are_contiguous(tree: ClassTree) -> None:
     assert tree.num_rows == tree.vocab_size + tree.num_nodes - 1
     assert int(tree.num_children.sum()) == tree.num_rows
     owned = torch.cat([tree.row_of_node[1:], tree.row_of_word])
     assert torch.equal(owned.sort().values, torch.arange(tree.num_rows))
     assert int(tree.first_row[0]) == 0
-    for node in range(tree.num_nodes):
-        first, count = int(tree.first_row[node]), int(tree.num_children[node])
+    for node, (first, count) in enumerate(zip(tree.first_row, tree.num_children, strict=True)):
         assert (tree.node_of_row[first : first + count] == node).all()
 
 
-@all_shapes
-def test_depth_and_path_columns_are_maxima_over_words(shape: str, num_words: int) -> None:
-    tree = shapes(num_words)[shape]
-    paths = [tree.path(word) for word in range(num_words)]
+def test_depth_and_path_columns_are_maxima_over_words(tree: ClassTree) -> None:
+    paths = [tree.path(word) for word in range(tree.vocab_size)]
     columns = [sum(int(tree.num_children[node]) for node, _ in path) for path in paths]
     assert tree.depth == max(map(len, paths))
     assert tree.max_path_columns == max(columns)
 
 
-@all_shapes
-def test_preorder_and_level_match_a_depth_first_walk(shape: str, num_words: int) -> None:
-    tree = shapes(num_words)[shape]
+def test_preorder_and_level_match_a_depth_first_walk(tree: ClassTree) -> None:
     node_of_row = {row: node for node, row in enumerate(tree.row_of_node.tolist())}
     walked: list[tuple[int, int]] = []
     stack = [(0, 0)]
@@ -81,14 +67,12 @@ def ancestors(tree: ClassTree, node: int) -> list[int]:
     return [node] + (ancestors(tree, int(tree.node_of_row[tree.row_of_node[node]])) if node else [])
 
 
-@all_shapes
-def test_paths_of_a_tree_rebuild_it(shape: str, num_words: int, tmp_path: Path) -> None:
-    tree = shapes(num_words)[shape]
+def test_paths_of_a_tree_rebuild_it(tree: ClassTree, tmp_path: Path) -> None:
     paths = [
         [row - int(tree.first_row[node]) for node, row in tree.path(word)]
-        for word in range(num_words)
+        for word in range(tree.vocab_size)
     ]
-    words = [f"w{word}" for word in range(num_words)]
+    words = [f"w{word}" for word in range(tree.vocab_size)]
     lines = [" ".join([word, *map(str, path)]) for word, path in zip(words, paths, strict=True)]
     (tmp_path / "paths").write_text("\n".join(reversed(lines)) + "\n\n")
     for other in (
@@ -100,11 +84,10 @@ def test_paths_of_a_tree_rebuild_it(shape: str, num_words: int, tmp_path: Path) 
             assert torch.equal(value, other.get_buffer(name)), name
 
 
-@all_shapes
-def test_rows_above_follow_the_path_from_the_parent_up(shape: str, num_words: int) -> None:
-    tree, words = shapes(num_words)[shape], torch.arange(num_words)
+def test_rows_above_follow_the_path_from_the_parent_up(tree: ClassTree) -> None:
+    words = torch.arange(tree.vocab_size)
     above = tree.rows_above(words)
-    assert above.shape == (num_words, tree.depth - 1)
+    assert above.shape == (tree.vocab_size, tree.depth - 1)
     for word in words.tolist():
         rows = [row for _, row in reversed(tree.path(word))][1:]
         assert above[word].tolist() == rows + [-1] * (tree.depth - 1 - len(rows))
@@ -220,11 +203,11 @@ def test_loading_weights_of_another_tree_raises() -> None:
         other.load_state_dict(layer.state_dict())
 
 
-@pytest.mark.parametrize("shape", shapes(1))
+@pytest.mark.parametrize("shape", SHAPES)
 def test_trees_are_built_on_the_cpu_under_any_default_device(shape: str) -> None:
-    expected = shapes(12)[shape].preorder.tolist()
+    expected = SHAPES[shape](12).preorder.tolist()
     with torch.device("meta"):
-        tree = shapes(12)[shape]
+        tree = SHAPES[shape](12)
         again = ClassTree.from_state(tree.state_dict())
     assert tree.preorder.tolist() == again.preorder.tolist() == expected
 

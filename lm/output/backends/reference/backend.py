@@ -19,8 +19,7 @@ from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem
 from lm.output.backends.reference.backward import gradients
-from lm.output.backends.reference.forward import target_log_prob
-from lm.output.backends.reference.saved import Saved, new_saved, saved_type
+from lm.output.backends.reference.forward import Saved, new_saved, saved_type, target_log_prob
 from lm.output.backends.visits import Visits, check_targets, route
 
 

@@ -7,37 +7,22 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
+from lm.output.backends.reference.forward import Saved, SavedErrors, SavedLogProb, SavedLse
 from lm.output.backends.reference.gradient_memory import zeros_except
-from lm.output.backends.reference.nodes import (
-    Node,
-    sorted_hidden,
-    target_columns,
-    visited_nodes,
-    write_logits,
-)
-from lm.output.backends.reference.saved import Saved, SavedErrors, SavedLogProb, SavedLse
+from lm.output.backends.reference.nodes import Node, target_columns, visited_nodes, write_logits
 from lm.output.rowwise.blocks import Part, Product, Rows
 from lm.output.rowwise.row_gradient import RowGradient
 
 
 class _Batch(NamedTuple):
-    """A batch in the order of its sorted positions.
-
-    Attributes:
-        problem: as in the forward, unsorted.
-        saved: by the forward.
-        hidden: [P, H].
-        d_nll: [P].
-        scaled: [P, H], d_nll_p h_p of (6).
-        nodes: the visited ones.
-    """
+    """A batch in the order of its sorted positions, except for `problem`."""
 
     problem: Problem
     saved: Saved
-    hidden: Tensor
-    d_nll: Tensor
-    scaled: Tensor
-    nodes: list[Node]
+    hidden: Tensor  # [P, H]
+    d_nll: Tensor  # [P]
+    scaled: Tensor  # [P, H], d_nll_p h_p of (6)
+    nodes: list[Node]  # the visited ones
 
     def errors(self) -> Iterator[tuple[Node, slice, Tensor]]:
         """(4) of each node, [visits, children], one block of children after another."""
@@ -50,7 +35,7 @@ class _Batch(NamedTuple):
         for node in self.nodes:
             for children in node.blocks(problem.weight, dtype, whole=columns is not None):
                 if columns is not None:
-                    yield node, children, node.columns(columns, children)
+                    yield node, children, node.columns(columns)[:, children]
                 elif isinstance(saved, SavedLse):
                     yield node, children, self._errors_of_block(saved, node, children)
 
@@ -75,10 +60,9 @@ class _Batch(NamedTuple):
 def gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
     """The gradients that are needed; arguments as in `Backend.backward`."""
     visits, dtype = saved.visits, compute_dtype(problem.hidden.dtype)
-    hidden = sorted_hidden(problem, visits, dtype)
-    sorted_d_nll = d_nll.to(dtype).index_select(0, visits.position)
+    hidden, d_nll = visits.sorted(problem.hidden).to(dtype), visits.sorted(d_nll.to(dtype))
     nodes = list(visited_nodes(visits, problem.tree))
-    batch = _Batch(problem, saved, hidden, sorted_d_nll, hidden * sorted_d_nll[:, None], nodes)
+    batch = _Batch(problem, saved, hidden, d_nll, hidden * d_nll[:, None], nodes)
     return _row_wise_gradients(batch, needs) if needs.row_wise else _dense_gradients(batch, needs)
 
 

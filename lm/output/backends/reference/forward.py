@@ -1,26 +1,80 @@
-"""The forward of the reference backend: equations (1) to (3), and (5) for row-wise gradients."""
+"""The forward of the reference backend: equations (1) to (3), and (5) for row-wise gradients.
+
+One of three types is saved, chosen by sizes alone. The log-probabilities (2) of all visits are
+saved where they are few, as with classes. Where they are many, as with the full softmax, only
+log-sum-exps are, and the backward computes the probabilities again, one block of children after
+another: every position then needs every row, and multiplying again what is in cache costs less than
+reading positions × N numbers from memory. For row-wise gradients of classes the errors (4) are
+saved, however many: as factors of these gradients they have fewer elements than the visited rows,
+which would replace them.
+"""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Problem
-from lm.output.backends.reference.nodes import (
-    Node,
-    sorted_hidden,
-    target_columns,
-    visited_nodes,
-    write_logits,
-)
-from lm.output.backends.reference.saved import Saved, SavedErrors, SavedLogProb, SavedLse
+from lm.output.backends.base import Problem, compute_dtype
+from lm.output.backends.reference.nodes import target_columns, visited_nodes, write_logits
+from lm.output.backends.visits import Visits
+
+SAVED_ELEMENTS = 1 << 26
+"""Most log-probabilities saved: 256 MB in fp32."""
+SAVED_ELEMENTS_OF_ONE_NODE = 1 << 20
+"""The same for a tree of one node, the full softmax."""
+
+
+class SavedLogProb(NamedTuple):
+    """For dense gradients of nodes with few columns."""
+
+    visits: Visits
+    log_prob: Tensor  # [P · max_path_columns], (2) of all visits, node by node; 0 after the last
+
+
+class SavedErrors(NamedTuple):
+    """For row-wise gradients as products."""
+
+    visits: Visits
+    error: Tensor  # [P · max_path_columns], (4) of all visits, node by node; the rest undefined
+    d_hidden_unscaled: Tensor  # [P, H], Σ W_nᵀ e_v of (5), by sorted position
+
+
+class SavedLse(NamedTuple):
+    """For nodes with many columns."""
+
+    visits: Visits
+    lse: Tensor  # [D, P], (2) of each visit; 0 where there is none
+
+
+Saved = SavedLogProb | SavedErrors | SavedLse
+
+
+def saved_type(problem: Problem, row_wise: bool) -> type[Saved]:
+    """What the forward of a problem saves."""
+    depth = problem.depth
+    if row_wise and depth > 1:
+        return SavedErrors
+    limit = SAVED_ELEMENTS_OF_ONE_NODE if depth == 1 else SAVED_ELEMENTS
+    if problem.num_positions * problem.max_path_columns > limit:
+        return SavedLse
+    return SavedErrors if row_wise else SavedLogProb
+
+
+def new_saved(problem: Problem, visits: Visits, row_wise: bool) -> Saved:
+    """Uninitialised memory for what the forward of a problem saves, around its visits."""
+    hidden, kind = problem.hidden, saved_type(problem, row_wise)
+    dtype = compute_dtype(hidden.dtype)
+    if kind is SavedLse:
+        return SavedLse(visits, hidden.new_empty(visits.node.shape, dtype=dtype))
+    size = problem.num_positions * problem.max_path_columns
+    columns = hidden.new_empty(size, dtype=dtype)
+    if kind is SavedLogProb:
+        return SavedLogProb(visits, columns)
+    return SavedErrors(visits, columns, hidden.new_empty(hidden.shape, dtype=dtype))
 
 
 def target_log_prob(problem: Problem, saved: Saved) -> Tensor:
-    """The log q of every visit's target, [D, P] by sorted position; 0 where there is no visit.
-
-    Args:
-        problem: the positions.
-        saved: filled in for the backward.
-    """
+    """The log q [D, P] of every visit's target by sorted position, 0 for none; fills in `saved`."""
     if isinstance(saved, SavedLogProb):
         return _saving_log_prob(problem, saved)
     if isinstance(saved, SavedErrors):
@@ -30,7 +84,7 @@ def target_log_prob(problem: Problem, saved: Saved) -> Tensor:
 
 def _saving_log_prob(problem: Problem, saved: SavedLogProb) -> Tensor:
     visits, dtype = saved.visits, saved.log_prob.dtype
-    hidden = sorted_hidden(problem, visits, dtype)
+    hidden = visits.sorted(problem.hidden).to(dtype)
     for node in visited_nodes(visits, problem.tree):
         logits = hidden.new_empty(node.shape)
         for children in node.blocks(problem.weight, dtype, whole=True):
@@ -44,58 +98,44 @@ def _saving_log_prob(problem: Problem, saved: SavedLogProb) -> Tensor:
 
 
 def _saving_errors(problem: Problem, saved: SavedErrors) -> Tensor:
+    """Also adds up d_hidden while the rows are in cache."""
     visits = saved.visits
-    hidden = sorted_hidden(problem, visits, saved.error.dtype)
+    hidden = visits.sorted(problem.hidden).to(saved.error.dtype)
     saved.d_hidden_unscaled.zero_()
     log_prob = hidden.new_zeros(visits.node.shape)
     for node in visited_nodes(visits, problem.tree):
+        blocks = list(node.blocks(problem.weight, hidden.dtype, whole=True))
+        logits, error = hidden.new_empty(node.shape), node.columns(saved.error)
+        for children in blocks:
+            rows = write_logits(logits[:, children], hidden, problem, node, children)
+        torch.log_softmax(logits, dim=1, out=error)
         child = visits.child[node.level, node.visits, None]
-        log_prob[node.level, node.visits] = _save_errors_of(node, child, hidden, problem, saved)
+        target_log_q = error.gather(1, child)
+        log_prob[node.level, node.visits] = target_log_q.squeeze(1)
+        error.exp_().scatter_(1, child, target_log_q.expm1())
+        for number, children in enumerate(reversed(blocks)):
+            if number:
+                rows = problem.weight[node.rows(children)].to(hidden.dtype)
+            saved.d_hidden_unscaled[node.visits].addmm_(error[:, children], rows)
     return log_prob
-
-
-def _save_errors_of(
-    node: Node, child: Tensor, hidden: Tensor, problem: Problem, saved: SavedErrors
-) -> Tensor:
-    """The log q [visits] of a node's targets; saves errors and d_hidden while rows are in cache."""
-    blocks = list(node.blocks(problem.weight, hidden.dtype, whole=True))
-    logits, error = hidden.new_empty(node.shape), node.columns(saved.error)
-    for children in blocks:
-        rows = write_logits(logits[:, children], hidden, problem, node, children)
-    torch.log_softmax(logits, dim=1, out=error)
-    log_prob = error.gather(1, child)
-    error.exp_().scatter_(1, child, log_prob.expm1())
-    for number, children in enumerate(reversed(blocks)):
-        if number:
-            rows = problem.weight[node.rows(children)].to(hidden.dtype)
-        saved.d_hidden_unscaled[node.visits].addmm_(error[:, children], rows)
-    return log_prob.squeeze(1)
 
 
 def _saving_lse(problem: Problem, saved: SavedLse) -> Tensor:
+    """One block of children after another."""
     visits, all_lse = saved.visits, saved.lse.zero_()
-    hidden = sorted_hidden(problem, visits, all_lse.dtype)
+    hidden = visits.sorted(problem.hidden).to(all_lse.dtype)
     log_prob = hidden.new_zeros(visits.node.shape)
     for node in visited_nodes(visits, problem.tree):
-        child = visits.child[node.level, node.visits, None]
-        lse, target_logit = _online_lse(hidden, problem, node, child)
+        child = visits.child[node.level, node.visits]
+        lse = hidden.new_full(child.shape, -torch.inf)
+        target_logit = torch.empty_like(lse)
+        for children in node.blocks(problem.weight, hidden.dtype, whole=False):
+            logits = hidden.new_empty(len(child), children.stop - children.start)
+            write_logits(logits, hidden, problem, node, children)
+            lse = torch.logaddexp(lse, logits.logsumexp(1))
+            inside = (child >= children.start) & (child < children.stop)
+            visit = inside.nonzero().squeeze(1)
+            target_logit[visit] = logits[visit, child[visit] - children.start]
         all_lse[node.level, node.visits] = lse
         log_prob[node.level, node.visits] = target_logit - lse
     return log_prob
-
-
-def _online_lse(
-    hidden: Tensor, problem: Problem, node: Node, child: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and the target's logit, [visits] each, one block of children after another."""
-    num_visits, _ = node.shape
-    lse = hidden.new_full((num_visits,), -torch.inf)
-    target_logit = torch.empty_like(lse)
-    for children in node.blocks(problem.weight, hidden.dtype, whole=False):
-        logits = hidden.new_empty(num_visits, children.stop - children.start)
-        write_logits(logits, hidden, problem, node, children)
-        lse = torch.logaddexp(lse, logits.logsumexp(1))
-        inside = ((child >= children.start) & (child < children.stop)).squeeze(1)
-        visit = inside.nonzero().squeeze(1)
-        target_logit[visit] = logits[visit, child[visit, 0] - children.start]
-    return lse, target_logit

@@ -31,11 +31,9 @@ _free: list[mmap.mmap] = []
 
 
 def zeros_except(written: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
-    """A gradient [R, H] that is zero outside of the rows `written`, which the caller fills in.
+    """A gradient like `like` [R, H] that is zero outside of the rows that the caller fills in.
 
-    Args:
-        written: first row and end of intervals of rows, ascending and disjoint.
-        like: [R, H], whose shape, dtype and device the gradient has.
+    `written` are the first row and end of these intervals, ascending and disjoint.
     """
     num_bytes = like.numel() * like.element_size()
     if like.device.type != "cpu" or num_bytes < LARGE_BYTES:

@@ -11,9 +11,7 @@ from lm.output.backends.visits import Visits
 from lm.output.tree.class_tree import TreeArrays
 
 BLOCK_ELEMENTS = 1 << 20
-"""Most logits in memory at once where they are not saved: 4 MB in fp32, which fits in a CPU's
-cache.
-"""
+"""Most logits in memory at once where they are not saved: 4 MB in fp32, for a CPU's cache."""
 CUDA_BLOCK_ELEMENTS = 1 << 25
 """The same on CUDA, where the number of launches counts."""
 CAST_ELEMENTS = 1 << 23
@@ -21,21 +19,14 @@ CAST_ELEMENTS = 1 << 23
 
 
 class Node(NamedTuple):
-    """A visited node.
-
-    Attributes:
-        level: of the tree.
-        start, stop: its visits among the sorted positions.
-        first_row, num_children: its rows.
-        offset: where its columns begin among those of all visits.
-    """
+    """A visited node; its visits are an interval of the sorted positions."""
 
     level: int
-    start: int
+    start: int  # of its visits
     stop: int
     first_row: int
     num_children: int
-    offset: int
+    offset: int  # of its columns among those of all visits
 
     @property
     def visits(self) -> slice:
@@ -51,21 +42,16 @@ class Node(NamedTuple):
         """The rows of some of the children."""
         return slice(self.first_row + children.start, self.first_row + children.stop)
 
-    def columns(self, flat: Tensor, children: slice | None = None) -> Tensor:
+    def columns(self, flat: Tensor) -> Tensor:
         """The node's columns [visits, children] in the flat columns of all visits, a view."""
-        count, width = self.shape
-        columns = flat.as_strided((count, width), (width, 1), flat.storage_offset() + self.offset)
-        whole = children is None or children.stop - children.start == width
-        return columns if whole else columns[:, children]
+        stride, offset = (self.num_children, 1), flat.storage_offset() + self.offset
+        return flat.as_strided(self.shape, stride, offset)
 
     def blocks(self, weight: Tensor, dtype: torch.dtype, *, whole: bool) -> Iterator[slice]:
         """The children in blocks.
 
-        Args:
-            weight: [R, H].
-            dtype: of the logits.
-            whole: whether there is memory for the logits of all children; a block is then limited
-                only by its rows, where these must be cast.
+        If there is memory for the logits of all children (`whole`), a block is limited only by its
+        rows, where the weight must be cast to `dtype`.
         """
         limit = CUDA_BLOCK_ELEMENTS if weight.is_cuda else BLOCK_ELEMENTS
         step = self.num_children if whole else limit // (self.stop - self.start)
@@ -91,11 +77,9 @@ def visited_nodes(visits: Visits, tree: TreeArrays) -> Iterator[Node]:
 
 
 def target_columns(visits: Visits, tree: TreeArrays) -> tuple[Tensor, Tensor, int]:
-    """Where the targets are among the flat columns of all visits.
+    """Index of each visit in the flat `Visits.node` [V], its target's column [V], and all columns.
 
-    Returns:
-        The index of each visit in the flat `Visits.node`, [V]; the column of its target, [V]; and
-        the number of columns of all visits.
+    The columns of all visits are counted node by node.
     """
     visit = (visits.node.flatten() >= 0).nonzero().squeeze(1)
     width = tree.num_children[visits.node.flatten()[visit]]
@@ -104,25 +88,12 @@ def target_columns(visits: Visits, tree: TreeArrays) -> tuple[Tensor, Tensor, in
     return visit, column, int(end[-1]) if visit.numel() else 0
 
 
-def sorted_hidden(problem: Problem, visits: Visits, dtype: torch.dtype) -> Tensor:
-    """The hidden vectors [P, H] of the sorted positions."""
-    return problem.hidden.index_select(0, visits.position).to(dtype)
-
-
 def write_logits(
     out: Tensor, hidden: Tensor, problem: Problem, node: Node, children: slice
 ) -> Tensor:
-    """Equation (1) for some children of a node.
+    """Write (1) for some children into `out` [visits, children]; return their rows [children, H].
 
-    Args:
-        out: [visits, children], where the logits are written.
-        hidden: [P, H], of the sorted positions.
-        problem: gives weight and bias.
-        node: visited.
-        children: some of its children.
-
-    Returns:
-        The children's rows [children, H] in the dtype of `hidden`.
+    `hidden` [P, H] is that of the sorted positions; the rows have its dtype.
     """
     rows = problem.weight[node.rows(children)].to(hidden.dtype)
     if problem.bias is None:

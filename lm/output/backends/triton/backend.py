@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
-from lm.output.backends.triton.backward import dense_gradients, row_wise_gradients
+from lm.output.backends.triton.backward import gradients
 from lm.output.backends.triton.launch import Saved, capability, launch, splits_for, tiles_for
 from lm.output.backends.triton.schedule import Schedule, blocks_per_path, schedule
 from lm.output.backends.visits import Visits, assert_targets, check_targets, route
@@ -83,7 +83,6 @@ class TritonBackend:
 
     def backward(self, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
         """See `Backend.backward`."""
-        gradients = row_wise_gradients if needs.row_wise else dense_gradients
         return gradients(d_nll, _contiguous(problem), saved, needs)
 
     def nll_by_level(self, problem: Problem) -> Tensor:

@@ -5,9 +5,8 @@ was saved, without a second product:
 
     e = k exp(m - lse) - onehot(y),   at y: expm1(log q[y])        (9)
 
-What is saved is 2 bytes per visit and column in half precision, written once and read once or
-twice. Computing it again would read the heavy rows once more (from 6 % fewer bytes to 14 % more, by
-batch and size) and would take 5 products instead of 3 for heavy nodes, which are bound by them. A
+What is saved is 2 bytes per visit and column in half precision. Computing it again would read the
+heavy rows once more and take 5 products instead of 3 for heavy nodes, which are bound by them. A
 light program that computed errors itself would have to hold all of H at a time.
 
 `_d_hidden` gives heavy nodes' share of (5): a program takes a tile of positions and of columns of

@@ -21,38 +21,24 @@ from lm.output.backends.visits import Visits
 class Saved(NamedTuple):
     """What the forward saves: the batch, and the results of (7) and (8) of `forward_kernel`.
 
-    Attributes:
-        visits: of the targets.
-        schedule: of the visits.
-        exp_logits: [P, blocks, block_c] in the dtype of hidden, k of every visit's blocks; no
-            blocks if there is no backward.
-        block_max: [P, blocks], m; likewise.
-        lse: [D, P], log-sum-exp of every visit; undefined where there is none.
-        target_logit: [D, P], logit of every visit's target; likewise.
+    Without a backward there are no blocks. Values [D, P] are undefined where there is no visit.
     """
 
     visits: Visits
     schedule: Schedule
-    exp_logits: Tensor
-    block_max: Tensor
-    lse: Tensor
-    target_logit: Tensor
+    exp_logits: Tensor  # [P, blocks, block_c] in the dtype of hidden, k of every visit's blocks
+    block_max: Tensor  # [P, blocks], m
+    lse: Tensor  # [D, P]
+    target_logit: Tensor  # [D, P]
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel.
+    """One launch of a kernel."""
 
-    Attributes:
-        kernel: the jit function, whose name is `kernel.__name__`.
-        num_programs: size of the grid, which has one axis.
-        tile: what a program works on, and how the kernel is compiled.
-        arguments: of the kernel, by name.
-    """
-
-    kernel: Any
-    num_programs: int
-    tile: Tile
-    arguments: dict[str, Any]
+    kernel: Any  # the jit function, whose name is `kernel.__name__`
+    num_programs: int  # size of the grid, which has one axis
+    tile: Tile  # what a program works on, and how the kernel is compiled
+    arguments: dict[str, Any]  # of the kernel, by name
 
 
 class _Instruments(NamedTuple):
@@ -108,20 +94,13 @@ def launch(
 ) -> None:
     """Make a launch and run it, or hand it to `instrumented`.
 
-    A kernel takes its arguments by name: from the problem, its tree, and what the forward saved;
-    their sizes and strides; the constants of the arithmetic and the tile.
-
-    Args:
-        kernel: the jit function.
-        num_programs: size of the grid.
-        tile: of the kernel.
-        problem: hidden and bias contiguous, rows of the weight contiguous.
-        saved: read, or written by the forward.
-        special: all other arguments, and replacements.
+    A kernel takes its arguments by name: from the problem (hidden, bias and rows of the weight are
+    contiguous), its tree, and what the forward saved; their sizes and strides; the constants of the
+    arithmetic and the tile; and `special`, which has priority.
     """
     import triton.language as tl
 
-    hidden, units = problem.hidden, Units.of(problem)
+    hidden, align = problem.hidden, alignment(problem)
     fast = torch.get_float32_matmul_precision() != "highest"
     known = {
         **problem._asdict(),
@@ -129,14 +108,16 @@ def launch(
         **saved._asdict(),
         **saved.visits._asdict(),
         **saved.schedule._asdict(),
-        **units._asdict(),
         "P": problem.num_positions,
         "D": problem.depth,
         "num_blocks": saved.exp_logits.shape[1],
         "LIGHT": LIGHT,
         "ACC": tl.float64 if hidden.dtype == torch.float64 else tl.float32,
         "PRECISION": "tf32" if fast and hidden.dtype == torch.float32 else "ieee",
-        "ALIGN": units.align,
+        "ALIGN": align,
+        "h_units": hidden.shape[1] // align,
+        "hidden_stride": hidden.stride(0) // align,
+        "weight_stride": problem.weight.stride(0) // align,
         "BLOCK_V": tile.v,
         "BLOCK_C": tiles_for(problem).block_c,
         "BLOCK_H": tile.h,
@@ -161,7 +142,7 @@ def tiles_for(problem: Problem) -> Tiles:
     if _instruments.tiles is not None:
         return _instruments.tiles
     hidden = problem.hidden
-    return tiles(hidden.dtype, capability(hidden.device), Units.of(problem).align)
+    return tiles(hidden.dtype, capability(hidden.device), alignment(problem))
 
 
 def splits_for(problem: Problem) -> int:
@@ -171,27 +152,11 @@ def splits_for(problem: Problem) -> int:
     return splits_per_tile(problem.max_path_columns, problem.depth, tiles_for(problem).block_c)
 
 
-class Units(NamedTuple):
-    """H and the strides in units of elements, so that the compiler knows what divides them.
+def alignment(problem: Problem) -> int:
+    """The largest power of two up to 16 that divides H and the strides of hidden and weight.
 
-    Rows of 300 halves are not multiples of 16, but of 4.
-
-    Attributes:
-        align: elements of a unit, a power of two up to 16.
-        h_units: H.
-        hidden_stride: between hidden vectors.
-        weight_stride: between rows of the weight.
+    Kernels take H and the strides in units of so many elements, so that the compiler knows what
+    divides them: rows of 300 halves are not multiples of 16, but of 4.
     """
-
-    align: int
-    h_units: int
-    hidden_stride: int
-    weight_stride: int
-
-    @classmethod
-    def of(cls, problem: Problem) -> "Units":
-        """The units of hidden and weight."""
-        hidden, weight = problem.hidden, problem.weight
-        sizes = (hidden.shape[1], hidden.stride(0), weight.stride(0))
-        align = math.gcd(*sizes, 16)
-        return cls(align, *(size // align for size in sizes))
+    hidden, weight = problem.hidden, problem.weight
+    return math.gcd(hidden.shape[1], hidden.stride(0), weight.stride(0), 16)

@@ -24,22 +24,14 @@ class Schedule(NamedTuple):
     light. Heavy nodes are worked on in tiles of neighbouring positions, each of which walks the
     heavy nodes of its positions. A light *group* is the visits of a light node below a heavy one
     and of all nodes below it: at most `LIGHT` positions, one program, which therefore owns the rows
-    of all these nodes.
-
-    Attributes:
-        stop: [D, P] int64, where the visits of the node at `Visits.node` end.
-        light_level: [P] int64, first level on which a sorted position visits a light node; D if it
-            visits none.
-        light_first: [G] int64, first position of each light group, P after the last one; those
-            whose node has the most children come first.
-        heavy_first: [K] int64, where in the flat `Visits.node` the visits of each heavy node begin,
-            -1 after the last one; those with the most visits come first.
+    of all these nodes. The groups whose node has the most children come first, and the heavy nodes
+    with the most visits. All tensors are int64.
     """
 
-    stop: Tensor
-    light_level: Tensor
-    light_first: Tensor
-    heavy_first: Tensor
+    stop: Tensor  # [D, P], where the visits of the node at `Visits.node` end
+    light_level: Tensor  # [P], first level on which a position visits a light node; D for none
+    light_first: Tensor  # [G], first position of each light group; P after the last one
+    heavy_first: Tensor  # [K], heavy nodes' first visits in the flat `Visits.node`; then -1
 
     @classmethod
     def empty(cls, target: Tensor, num_nodes: int, depth: int) -> "Schedule":

@@ -8,39 +8,26 @@ from typing import NamedTuple
 import torch
 
 MAX_REGISTERS = 255
-"""Of a thread. Stated, because the assembler otherwise spills to fit more programs on a processor.
-"""
+"""Of a thread; without it the assembler spills to fit more programs on a processor."""
 
 
 class Tile(NamedTuple):
-    """What a program of one kernel works on at a time.
+    """What a program of one kernel works on at a time."""
 
-    Attributes:
-        v: positions.
-        h: columns of H.
-        warps: of a program.
-        stages: loads in flight ahead of the product.
-    """
-
-    v: int
-    h: int
+    v: int  # positions
+    h: int  # columns of H
     warps: int
-    stages: int
+    stages: int  # loads in flight ahead of the product
 
 
 class Tiles(NamedTuple):
-    """Tile shapes of the kernels.
+    """Tile shapes of the kernels."""
 
-    Attributes:
-        block_c: children in a block, the same for all kernels, as in `Saved.exp_logits`.
-        forward, d_hidden, d_weight, d_light: see `Tile`; `v` of d_light is `schedule.LIGHT`.
-    """
-
-    block_c: int
+    block_c: int  # children in a block, the same for all kernels, as in `Saved.exp_logits`
     forward: Tile
     d_hidden: Tile
     d_weight: Tile
-    d_light: Tile
+    d_light: Tile  # its `v` is `schedule.LIGHT`
 
 
 _TILES = {
@@ -72,12 +59,9 @@ Columns that are loaded one by one or in pairs take the registers that this need
 
 
 def tiles(dtype: torch.dtype, capability: int, align: int) -> Tiles:
-    """The tile shapes for hidden vectors of a dtype and size on an architecture.
+    """The tile shapes for hidden vectors of a dtype, and strides that a power of two divides.
 
-    Args:
-        dtype: of hidden.
-        capability: compute capability x 10: 80, 90, 100.
-        align: a power of two that divides H and the strides.
+    The architecture is given as compute capability x 10: 80, 90, 100.
     """
     size = "half" if dtype.itemsize == 2 else "single"
     fitting = [sm for kind, sm in _TILES if kind == size and sm <= max(capability, 80)]
@@ -87,11 +71,7 @@ def tiles(dtype: torch.dtype, capability: int, align: int) -> Tiles:
     return found
 
 
-def compiler_options(tile: Tile) -> dict[str, int | bool]:
+def compiler_options(tile: Tile) -> dict[str, int]:
     """Options of the compiler for the kernel of a tile."""
-    options: dict[str, int | bool] = {
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-        "enable_fp_fusion": True,
-    }
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
     return options if torch.version.hip else options | {"maxnreg": MAX_REGISTERS}

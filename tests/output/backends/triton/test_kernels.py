@@ -11,16 +11,13 @@ from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.triton.launch import instrumented
 from lm.output.backends.triton.schedule import LIGHT
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
-from lm.output.functional import BackendName
+
+from ...definition import gradients, two_level, zipf_targets
 
 pytest.importorskip("triton")
 
 SMALL = Tiles(16, *[Tile(v=16, h=16, warps=4, stages=1)] * 4)
 MIXED = Tiles(16, *(Tile(v, h, 4, 1) for v, h in [(32, 32), (16, 64), (32, 16), (16, 32)]))
-
-
-def two_level(num_words: int, num_classes: int) -> ClassTree:
-    return ClassTree.two_level(torch.arange(num_words) * num_classes // num_words)
 
 
 GRID: dict[str, tuple[ClassTree, int, int, Tiles, int]] = {
@@ -48,26 +45,8 @@ def problem(
     tree: ClassTree, positions: int, size: int, dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:
     """hidden, weight, bias, and targets of which half are drawn by inverse rank, one is ignored."""
-    hidden = torch.randn(positions, size, dtype=dtype)
-    weight = torch.randn(tree.num_rows, size, dtype=dtype)
-    bias = torch.randn(tree.num_rows, dtype=dtype)
-    target = torch.randint(0, tree.vocab_size, (positions,))
-    frequent = (tree.vocab_size ** torch.rand(positions)).long().clamp(max=tree.vocab_size - 1)
-    target = torch.where(torch.rand(positions) < 0.5, frequent, target)
-    target[1:2] = -100
-    return [hidden, weight, bias, target]
-
-
-def gradients(
-    backend: BackendName, inputs: list[Tensor], target: Tensor, tree: ClassTree, upstream: Tensor
-) -> list[Tensor]:
-    """nll of every position, and the gradients of the inputs."""
-    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
-    bias = inputs[2] if len(inputs) == 3 else None
-    nll = hierarchical_cross_entropy(
-        inputs[0], inputs[1], target, tree, bias, reduction="none", backend=backend
-    )
-    return [nll.detach(), *torch.autograd.grad(nll, inputs, upstream.to(nll.dtype))]
+    shapes = ((positions, size), (tree.num_rows, size), (tree.num_rows,))
+    return [*(torch.randn(shape, dtype=dtype) for shape in shapes), zipf_targets(tree, positions)]
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -78,10 +57,9 @@ def test_the_kernels_equal_the_reference(name: str, with_bias: bool) -> None:
     inputs = inputs[: 3 if with_bias else 2]
     upstream = torch.randn(positions)
     with instrumented(tiles=shape, num_splits=splits):
-        ours = gradients("triton", inputs, target, tree, upstream)
-    truth = gradients("reference", inputs, target, tree, upstream)
-    for actual, true in zip(ours, truth, strict=True):
-        torch.testing.assert_close(actual, true, rtol=1e-10, atol=1e-12)
+        ours = gradients(inputs, target, tree, upstream, "triton")
+    truth = gradients(inputs, target, tree, upstream, "reference")
+    torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -94,21 +72,19 @@ def test_whole_blocks_of_children_may_be_impossible(banned: slice, splits: int) 
     target = torch.randint(120, 240, (40,))
     upstream = torch.randn(40)
     with instrumented(tiles=SMALL, num_splits=splits):
-        ours = gradients("triton", [hidden, weight, bias], target, tree, upstream)
-    truth = gradients("reference", [hidden, weight, bias], target, tree, upstream)
-    for actual, true in zip(ours, truth, strict=True):
-        assert true.isfinite().all()
-        torch.testing.assert_close(actual, true, rtol=1e-10, atol=1e-12)
+        ours = gradients([hidden, weight, bias], target, tree, upstream, "triton")
+    truth = gradients([hidden, weight, bias], target, tree, upstream, "reference")
+    assert all(true.isfinite().all() for true in truth)
+    torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12)
 
 
 def test_nan_in_the_weight_is_nan_in_the_nll() -> None:
     tree = two_level(60, 8)
     hidden, weight, bias, target = problem(tree, 20, 16)
     weight[2] = torch.nan  # a class that no target is in
-    target = torch.where(tree.root_child(target.clamp(min=0)) == 2, 59, target)
-    backends: tuple[BackendName, ...] = ("reference", "triton")
-    for backend in backends:
-        nll, *_ = gradients(backend, [hidden, weight, bias], target, tree, torch.ones(20))
+    target = torch.where(tree.rows_above(target.clamp(min=0))[:, 0] == 2, 59, target)
+    for backend in ("reference", "triton"):
+        nll, *_ = gradients([hidden, weight, bias], target, tree, torch.ones(20), backend)
         assert torch.equal(nll.isnan(), target >= 0)
 
 
@@ -116,7 +92,7 @@ def test_nan_in_the_weight_is_nan_in_the_nll() -> None:
 def test_an_empty_batch_has_gradients_of_zero(dtype: torch.dtype) -> None:
     tree = two_level(60, 8)
     *inputs, target = problem(tree, 0, 16, dtype)
-    _, d_hidden, d_weight, d_bias = gradients("triton", inputs, target, tree, torch.ones(0))
+    _, d_hidden, d_weight, d_bias = gradients(inputs, target, tree, torch.ones(0), "triton")
     assert d_hidden.shape == (0, 16)
     assert not d_weight.any()
     assert not d_bias.any()
@@ -128,8 +104,8 @@ def test_the_default_tile_shapes_equal_the_reference(dtype: torch.dtype, toleran
     *inputs, target = problem(tree, 150, 100, dtype)
     inputs[1] *= 0.1
     upstream = torch.randn(150)
-    ours = gradients("triton", inputs, target, tree, upstream)
-    truth = gradients("reference", [x.double() for x in inputs], target, tree, upstream)
+    ours = gradients(inputs, target, tree, upstream, "triton")
+    truth = gradients([x.double() for x in inputs], target, tree, upstream, "reference")
     for actual, true in zip(ours, truth, strict=True):
         error = (actual.double() - true).abs().max() / true.abs().max()
         assert error < tolerance
@@ -152,9 +128,7 @@ def test_gradients_of_a_small_loss_survive_half_precision() -> None:
 def test_autocast_reads_full_precision_weights_without_casting_them_as_a_whole() -> None:
     tree = two_level(60, 8)
     hidden, weight, bias, target = problem(tree, 40, 32, torch.float32)
-    half, weight, bias = (
-        hidden.half().requires_grad_(), weight.requires_grad_(), bias.requires_grad_(),
-    )  # fmt: skip
+    half, weight, bias = (tensor.requires_grad_() for tensor in (hidden.half(), weight, bias))
     with torch.autocast("cpu", torch.bfloat16):
         loss = hierarchical_cross_entropy(half, weight, target, tree, bias, backend="triton")
     grads = torch.autograd.grad(loss, (half, weight, bias))
@@ -163,8 +137,8 @@ def test_autocast_reads_full_precision_weights_without_casting_them_as_a_whole()
     truth = hierarchical_cross_entropy(exact, weight, target, tree, bias)
     true_grads = torch.autograd.grad(truth, (exact, weight, bias))
     torch.testing.assert_close(loss, truth, rtol=1e-3, atol=1e-3)
-    for actual, true in zip(grads, true_grads, strict=True):
-        torch.testing.assert_close(actual.float(), true, rtol=0.02, atol=2e-3)
+    singles = tuple(grad.float() for grad in grads)
+    torch.testing.assert_close(singles, true_grads, rtol=0.02, atol=2e-3)
 
 
 LAST_ROWS = """

@@ -14,19 +14,9 @@ from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.triton.schedule import blocks_per_path
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
+from ...definition import problem, two_level
+
 pytest.importorskip("triton")
-
-
-def two_level(num_words: int, num_classes: int) -> ClassTree:
-    return ClassTree.two_level(torch.arange(num_words) * num_classes // num_words)
-
-
-def problem(tree: ClassTree, positions: int, size: int) -> list[Tensor]:
-    """hidden, weight, bias, and targets of which one is ignored."""
-    target = torch.randint(0, tree.vocab_size, (positions,))
-    target[1:2] = -100
-    shapes = ((positions, size), (tree.num_rows, size), (tree.num_rows,))
-    return [*(torch.randn(shape, requires_grad=True) for shape in shapes), target]
 
 
 @pytest.fixture
@@ -44,7 +34,7 @@ def launches() -> Iterator[list[Launch]]:
 
 def test_one_launch_forward_and_three_backward(launches: list[Launch]) -> None:
     tree = ClassTree.balanced(300, 6)
-    hidden, weight, bias, target = problem(tree, 60, 16)
+    hidden, weight, bias, target = problem(tree, 60, size=16, dtype=torch.float32)
     loss = hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
     assert [launch.kernel.__name__ for launch in launches] == ["_forward"]
     torch.autograd.backward(loss)
@@ -54,7 +44,7 @@ def test_one_launch_forward_and_three_backward(launches: list[Launch]) -> None:
 
 def test_without_gradients_no_exponentials_are_saved(launches: list[Launch]) -> None:
     tree = two_level(60, 8)
-    hidden, weight, bias, target = problem(tree, 40, 16)
+    hidden, weight, bias, target = problem(tree, 40, size=16, dtype=torch.float32)
     with torch.no_grad():
         nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
         truth = hierarchical_cross_entropy(hidden, weight, target, tree, bias)
@@ -65,7 +55,7 @@ def test_without_gradients_no_exponentials_are_saved(launches: list[Launch]) -> 
 
 def test_instruments_nest_and_are_undone(launches: list[Launch]) -> None:
     tree = two_level(60, 8)
-    hidden, weight, bias, target = problem(tree, 40, 16)
+    hidden, weight, bias, target = problem(tree, 40, size=16, dtype=torch.float32)
     wide, narrow = (Tiles(16, *[Tile(v, 16, 4, 1)] * 4) for v in (32, 16))
 
     def forward() -> None:
@@ -84,15 +74,13 @@ def test_instruments_nest_and_are_undone(launches: list[Launch]) -> None:
 def test_the_host_reads_nothing_back() -> None:
     """On tensors without values every decision of the host must follow from sizes alone."""
     tree, launches = two_level(100_000, 316), list[Launch]()
-    problem = Problem.without_values(2000, 48, tree, torch.float32)._replace(bias=None)
+    meta = Problem.without_values(2000, 48, tree, torch.float32)._replace(bias=None)
     needs = Needs(hidden=True, weight=True, bias=False)
     with instrumented(run=launches.append):
-        nll, saved = BACKENDS["triton"].forward(problem, needs)
-        d_hidden, d_weight, d_bias = BACKENDS["triton"].backward(nll, problem, saved, needs)
-    assert d_hidden is not None
-    assert d_weight is not None
-    assert (d_hidden.shape, d_weight.shape) == (problem.hidden.shape, problem.weight.shape)
-    assert d_bias is None
+        nll, saved = BACKENDS["triton"].forward(meta, needs)
+        d_hidden, d_weight, d_bias = BACKENDS["triton"].backward(nll, meta, saved, needs)
+    found = [None if grad is None else grad.shape for grad in (d_hidden, d_weight, d_bias)]
+    assert found == [meta.hidden.shape, meta.weight.shape, None]
     assert launches[0].num_programs >= 2000 // 64 + 317
     assert len(launches) == 4
 
@@ -116,27 +104,24 @@ def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made() -> None:
 
 def test_problems_that_the_kernels_cannot_solve_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = two_level(60, 8)
-    hidden, weight, bias, target = problem(tree, 20, 16)
+    hidden, weight, bias, target = problem(tree, 20, size=16, dtype=torch.float32)
 
-    def loss() -> Tensor:
+    def loss(weight: Tensor = weight) -> Tensor:
         return hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
 
-    monkeypatch.setattr(triton_backend, "MAX_SAVED_BYTES", 1000)
-    with pytest.raises(ValueError, match=r"would save .* for 20 positions with up to 16 col"):
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_backend, "MAX_SAVED_BYTES", 1000)
+        with pytest.raises(ValueError, match=r"would save .* for 20 positions with up to 16 col"):
+            loss()
+    message = r"requires compute capability 8.0, got 7.5"
+    with instrumented(capability=75), pytest.raises(ValueError, match=message):
         loss()
-    monkeypatch.undo()
-    with (
-        instrumented(capability=75),
-        pytest.raises(ValueError, match=r"requires compute capability 8.0, got 7.5"),
+    for strided, message in (
+        (weight.T.contiguous().T, r"requires contiguous weight rows, got .*\(1, 68\)"),
+        (weight[:1].expand(68, 16), r"requires disjoint weight rows, got .*\(0, 1\)"),
     ):
-        loss()
+        with pytest.raises(ValueError, match=message):
+            loss(strided)
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="backend triton requires a CUDA device, got cpu"):
-        loss()
-    monkeypatch.undo()
-    weight = weight.T.contiguous().T
-    with pytest.raises(ValueError, match=r"requires contiguous weight rows, got .*\(1, 68\)"):
-        loss()
-    weight = weight[:1].contiguous().expand(68, 16)
-    with pytest.raises(ValueError, match=r"requires disjoint weight rows, got .*\(0, 1\)"):
         loss()
