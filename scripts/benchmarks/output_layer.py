@@ -47,7 +47,7 @@ from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.functional import BackendName
 from scripts.benchmarks import measure, reporting, table
 from scripts.benchmarks.measure import Clock
-from scripts.benchmarks.methods import GraphMethod, Loss, Method, Problem, zipf
+from scripts.benchmarks.methods import GraphMethod, Layer, Method, Problem, split_rows, zipf
 from scripts.benchmarks.peers import PEERS, usual_cutoffs
 from scripts.benchmarks.reporting import Row, Table
 
@@ -90,8 +90,8 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
     """This project's layer on one of the problem's trees."""
     tree = problem.trees[name]
 
-    def build() -> tuple[Loss, list[Tensor]]:
-        weight, bias = problem.parameters(0, tree.num_rows)
+    def build() -> Layer:
+        ((weight, bias),) = split_rows(problem.weight, problem.bias, 0, tree.num_rows)
 
         def loss(hidden: Tensor, target: Tensor) -> Tensor:
             return hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend=backend)
@@ -101,15 +101,10 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
     columns = problem.num_positions * tree.max_path_columns
     saved_bytes = min(8 * columns, 1 << (31 if backend == "triton" else 29))
     temporary_bytes = 16 * problem.hidden.numel() + saved_bytes + 8 * min(columns, 1 << 23)
-    return kind(
-        name="graph" if kind is GraphMethod else name,
-        problem=problem,
-        build=build,
-        needed_bytes=problem.gradient_bytes(tree.num_rows) + temporary_bytes,
-        tree=tree,
-        backend=backend,
-        slow=name == "tree_full" or (backend == "reference" and problem.hidden.is_cuda),
-    )
+    needed = problem.gradient_bytes(tree.num_rows) + temporary_bytes
+    slow = name == "tree_full" or (backend == "reference" and problem.hidden.is_cuda)
+    label = "graph" if kind is GraphMethod else name
+    return kind(label, problem, build, needed, tree=tree, backend=backend, slow=slow)
 
 
 def corpus(path: Path, vocab_size: int, num_positions: int) -> tuple[Tensor, Tensor]:
