@@ -51,9 +51,6 @@ from scripts.benchmarks.methods import GraphMethod, Layer, Method, Problem, spli
 from scripts.benchmarks.peers import PEERS, usual_cutoffs
 from scripts.benchmarks.reporting import Row, Table
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Largest relative difference of two losses that should be equal."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {
         "rows": [(10_000, 300), (33_278, 300), (267_735, 300)],
@@ -127,7 +124,7 @@ def corpus(path: Path, vocab_size: int, num_positions: int) -> tuple[Tensor, Ten
 def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace) -> Problem:
     """Hidden vectors, targets, trees and weights; raises SystemExit if the weights do not fit."""
     torch.manual_seed(options.seed)
-    like: dict[str, Any] = {"device": options.device, "dtype": DTYPES[options.dtype]}
+    like: dict[str, Any] = {"device": options.device, "dtype": measure.DTYPES[options.dtype]}
     size = vocab_size, options.positions
     target, counts = corpus(options.tokens, *size) if options.tokens else zipf(*size)
     trees = {
@@ -218,7 +215,7 @@ def check_losses(methods: list[Method]) -> list[str]:
                 lines.append(
                     f"loss of {other.label}, summed in half precision: {difference:.1e} off"
                 )
-            elif difference <= TOLERANCE[first.hidden.dtype]:
+            elif difference <= measure.TOLERANCE[first.hidden.dtype]:
                 equal[other.label] = difference
             else:
                 raise SystemExit(f"loss of {other.label} is {value}, of {first.label} {truth}")
@@ -283,7 +280,7 @@ def parse_options() -> argparse.Namespace:
     names = [*TREES, "graph", *PEERS]
     add("--rows", type=reporting.problem_size, nargs="+", metavar="N:H", help="words, hidden size")
     add("--positions", type=int, help="2048 on a CPU, 16384 on a GPU")
-    add("--dtype", choices=DTYPES, help="fp32 on a CPU, bf16 on a GPU")
+    add("--dtype", choices=measure.DTYPES, help="fp32 on a CPU, bf16 on a GPU")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     add("--backends", nargs="+", choices=["reference", "triton"], help="of the methods of ours")
@@ -308,7 +305,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     clock: Clock = measure.CudaClock() if options.device.type == "cuda" else measure.cpu_clock
-    peak = measure.ceilings(clock, options.device, DTYPES[options.dtype])
+    peak = measure.ceilings(clock, options.device, measure.DTYPES[options.dtype])
     print(
         f"{reporting.environment(options.device.type)['device']}, {options.dtype}: copy"
         f" {peak.bytes / 1e9:.1f} GB/s, matrix product {peak.flops / 1e12:.3f} TFLOP/s"

@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,7 +133,7 @@ def adaptive(problem: Problem) -> Method:
     divisor = min(4, int(size ** (1 / len(cutoffs))))
 
     def build() -> Layer:
-        like = {"device": problem.hidden.device, "dtype": problem.hidden.dtype}
+        like: dict[str, Any] = {"device": problem.hidden.device, "dtype": problem.hidden.dtype}
         layer = nn.AdaptiveLogSoftmaxWithLoss(size, problem.vocab_size, cutoffs, divisor, **like)
         return lambda hidden, target: layer(hidden, target).loss, list(layer.parameters())
 

@@ -134,8 +134,12 @@ def _word_table(task: Task) -> "WordTable":
 
 def full(task: Task) -> Method:
     """The ordinary softmax."""
-    table = [parameter(tensor) for tensor in task.table]
-    return _peer(task, lambda hidden, target: methods.full_loss(hidden, *table, target), table)
+    weight, bias = map(parameter, task.table)
+
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        return methods.full_loss(hidden, weight, bias, target)
+
+    return _peer(task, loss, [weight, bias])
 
 
 def gather(task: Task) -> Method:
