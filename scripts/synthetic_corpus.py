@@ -57,7 +57,7 @@ class Zipf:
         return rank
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WordModel:
     """The distribution of the text."""
 
@@ -127,12 +127,8 @@ def spell(ranks: IntArray) -> bytes:
 
 def write_corpus(options: argparse.Namespace) -> None:
     """Write the three splits."""
-    zipf, num_successors = Zipf(options.types), options.successors
-    model = WordModel(
-        zipf=zipf, markov=options.markov, num_successors=num_successors, seed=options.seed
-    )
-    sizes = {"train": options.tokens, "valid": options.held_out_tokens}
-    sizes["test"] = options.held_out_tokens
+    model = WordModel(Zipf(options.types), options.markov, options.successors, options.seed)
+    sizes = {"train": options.tokens} | dict.fromkeys(("valid", "test"), options.held_out_tokens)
     hidden = options.no_progress or None  # None: unless stderr is a terminal
     bar = tqdm(total=sum(sizes.values()), unit=" words", unit_scale=True, disable=hidden)
 

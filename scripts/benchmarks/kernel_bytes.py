@@ -49,17 +49,35 @@ class Count(NamedTuple):
 
 def counts(batch: Batch) -> list[Count]:
     """Bytes of the tensors that grow with rows, positions × H or positions × columns."""
-    return [*_forward(batch), *_d_hidden(batch), *_d_weight(batch), *_d_light(batch)]
-
-
-def _forward(batch: Batch) -> list[Count]:
-    blocks, rows = batch.blocks(batch.visited), batch.rows(batch.visited)
-    all_rows = batch.rows_by_tile(batch.shape.forward.v) + batch.rows(batch.light)
-    vectors = batch.positions(batch.visited)
+    shape, row_bytes = batch.shape, batch.row_bytes
+    blocks, heavy_blocks = batch.blocks(batch.visited), batch.blocks(batch.heavy)
+    rows, heavy_rows, light_rows = map(batch.rows, (batch.visited, batch.heavy, batch.light))
+    vectors, heavy_vectors = batch.positions(batch.visited), batch.positions(batch.heavy)
+    with_light = batch.num_with_light
+    partial = with_light * batch.hidden_size * SINGLE
+    final = (batch.num_positions - with_light) * row_bytes
+    written = heavy_rows * row_bytes + zero_bytes(batch)
+    owners = batch.tree.num_rows * 8
+    forward_rows = batch.rows_by_tile(shape.forward.v) + light_rows
+    d_hidden_rows = batch.rows_by_tile(shape.d_hidden.v)
     return [
-        Count("_forward", "weight", rows * batch.row_bytes, all_rows * batch.row_bytes),
-        Count("_forward", "hidden", vectors * batch.row_bytes, blocks * batch.row_bytes),
+        Count("_forward", "weight", rows * row_bytes, forward_rows * row_bytes),
+        Count("_forward", "hidden", vectors * row_bytes, blocks * row_bytes),
         *_exp_logits("_forward", batch, blocks),
+        Count("_d_hidden", "weight", heavy_rows * row_bytes, d_hidden_rows * row_bytes),
+        *_exp_logits("_d_hidden", batch, heavy_blocks, shape.d_hidden.h),
+        Count("_d_hidden", "d_hidden", final, final),
+        Count("_d_hidden", "partial", partial, partial),
+        Count("_d_weight", "hidden", heavy_vectors * row_bytes, heavy_blocks * row_bytes),
+        *_exp_logits("_d_weight", batch, heavy_blocks, shape.d_weight.h),
+        Count("_d_weight", "d_weight", written, written),
+        Count("_d_weight", "node_of_row", owners, owners),
+        Count("_d_light", "weight", light_rows * row_bytes, light_rows * row_bytes),
+        Count("_d_light", "hidden", with_light * row_bytes, with_light * row_bytes),
+        *_exp_logits("_d_light", batch, batch.blocks(batch.light), shape.d_light.h),
+        Count("_d_light", "partial", partial, partial),
+        Count("_d_light", "d_hidden", with_light * row_bytes, with_light * row_bytes),
+        Count("_d_light", "d_weight", light_rows * row_bytes, light_rows * row_bytes),
     ]
 
 
@@ -70,47 +88,6 @@ def _exp_logits(kernel: str, batch: Batch, blocks: int, block_h: int | None = No
     return [
         Count(kernel, tensor, blocks * size, blocks * size * times)
         for tensor, size in block_bytes.items()
-    ]
-
-
-def _d_hidden(batch: Batch) -> list[Count]:
-    tile = batch.shape.d_hidden
-    final = (batch.num_positions - batch.num_with_light) * batch.row_bytes
-    partial = batch.num_with_light * batch.hidden_size * SINGLE
-    rows = batch.rows(batch.heavy) * batch.row_bytes
-    all_rows = batch.rows_by_tile(tile.v) * batch.row_bytes
-    return [
-        Count("_d_hidden", "weight", rows, all_rows),
-        *_exp_logits("_d_hidden", batch, batch.blocks(batch.heavy), tile.h),
-        Count("_d_hidden", "d_hidden", final, final),
-        Count("_d_hidden", "partial", partial, partial),
-    ]
-
-
-def _d_weight(batch: Batch) -> list[Count]:
-    blocks = batch.blocks(batch.heavy)
-    hidden = batch.positions(batch.heavy) * batch.row_bytes
-    written = batch.rows(batch.heavy) * batch.row_bytes + zero_bytes(batch)
-    owners = batch.tree.num_rows * 8
-    return [
-        Count("_d_weight", "hidden", hidden, blocks * batch.row_bytes),
-        *_exp_logits("_d_weight", batch, blocks, batch.shape.d_weight.h),
-        Count("_d_weight", "d_weight", written, written),
-        Count("_d_weight", "node_of_row", owners, owners),
-    ]
-
-
-def _d_light(batch: Batch) -> list[Count]:
-    rows = batch.rows(batch.light) * batch.row_bytes
-    vectors = batch.num_with_light * batch.row_bytes
-    partial = batch.num_with_light * batch.hidden_size * SINGLE
-    return [
-        Count("_d_light", "weight", rows, rows),
-        Count("_d_light", "hidden", vectors, vectors),
-        *_exp_logits("_d_light", batch, batch.blocks(batch.light), batch.shape.d_light.h),
-        Count("_d_light", "partial", partial, partial),
-        Count("_d_light", "d_hidden", vectors, vectors),
-        Count("_d_light", "d_weight", rows, rows),
     ]
 
 
@@ -152,7 +129,7 @@ def row(
     tree = ClassTree.two_level(word_class)
     target, _ = zipf(vocab_size, num_positions)
     shape = tiles(torch.bfloat16, capability, math.gcd(hidden_size, 16))
-    batch = Batch.of(target, tree, hidden_size, 2, shape)
+    batch = Batch(target, tree, hidden_size, 2, shape)
     counted = counts(batch)
     floor, zeros = floor_bytes(batch), zero_bytes(batch)
     launches = Launches(batch)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree
-from lm.output.backends.triton.schedule import Schedule, schedule, splits_per_tile
+from lm.output.backends.triton.schedule import schedule, splits_per_tile
 from lm.output.backends.triton.tile_shapes import Tiles
-from lm.output.backends.visits import Visits, route
+from lm.output.backends.visits import route
 from scripts.benchmarks.kernel_cache import Access, Programs
 
 HIDDEN, WEIGHT, EXP_LOGITS, D_WEIGHT = range(4)
@@ -18,55 +18,23 @@ once and left out.
 """
 
 
-class Batch(NamedTuple):
-    """The visits of a batch, and what decides how the kernels handle them."""
+class Batch:
+    """The visits of a batch of targets [P], and what decides how the kernels handle them."""
 
-    visits: Visits
-    plan: Schedule  # which programs work on which visits
-    tree: ClassTree
-    hidden_size: int
-    element_bytes: int  # of a number in hidden and weight
-    shape: Tiles
-
-    @classmethod
-    def of(
-        cls, target: Tensor, tree: ClassTree, hidden_size: int, element_bytes: int, shape: Tiles
-    ) -> "Batch":
-        """The batch of targets [P]."""
-        visits = route(target, tree.arrays, tree.depth, -100)
-        plan = schedule(visits, tree.arrays)
-        return cls(visits, plan, tree, hidden_size, element_bytes, shape)
-
-    @property
-    def num_positions(self) -> int:
-        """P."""
-        return self.visits.node.shape[1]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of weight or hidden."""
-        return self.hidden_size * self.element_bytes
-
-    @property
-    def visited(self) -> Tensor:
-        """[D, P], whether there is a visit."""
-        return self.visits.node >= 0
-
-    @property
-    def heavy(self) -> Tensor:
-        """[D, P], whether there is a visit of a heavy node."""
-        level = torch.arange(self.tree.depth)[:, None]
-        return self.visited & (level < self.plan.light_level)
-
-    @property
-    def light(self) -> Tensor:
-        """[D, P], whether there is a visit of a light node."""
-        return self.visited & ~self.heavy
-
-    @property
-    def num_with_light(self) -> int:
-        """Positions with a visit of a light node."""
-        return int((self.plan.light_level < self.tree.depth).sum())
+    def __init__(
+        self, target: Tensor, tree: ClassTree, hidden_size: int, element_bytes: int, shape: Tiles
+    ) -> None:
+        self.tree, self.hidden_size, self.shape = tree, hidden_size, shape
+        self.element_bytes = element_bytes  # of a number in hidden and weight
+        self.row_bytes = hidden_size * element_bytes
+        self.num_positions = len(target)
+        self.visits = route(target, tree.arrays, tree.depth, -100)
+        self.plan = schedule(self.visits, tree.arrays)  # which programs work on which visits
+        # [D, P], whether there is a visit, one of a heavy node, one of a light node
+        self.visited = self.visits.node >= 0
+        self.heavy = self.visited & (torch.arange(tree.depth)[:, None] < self.plan.light_level)
+        self.light = self.visited & ~self.heavy
+        self.num_with_light = int((self.plan.light_level < tree.depth).sum())  # positions
 
     def rows(self, chosen: Tensor) -> int:
         """Children of the nodes of the chosen visits [D, P], each node once."""

@@ -16,6 +16,9 @@ from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.visits import route
 from scripts.benchmarks.methods import Method, Problem
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Largest relative difference of two losses that should be equal."""
 PROCESS = Path("/proc/self")
 Clock = Callable[[Callable[[], object]], Callable[[], float]]
 """Runs a step and returns a function that waits for the step and returns its seconds."""

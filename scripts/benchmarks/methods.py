@@ -5,7 +5,8 @@ A method runs its step eagerly or as a captured CUDA graph. The methods themselv
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from lm.output import ClassTree
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From hidden [P, H] and target [P] to their mean loss."""
+Layer = tuple[Loss, list[Tensor]]
+"""A loss and its parameters."""
 
 
 @dataclass(kw_only=True)
@@ -28,29 +31,10 @@ class Problem:
     bias: Tensor  # [≥ R]
     cutoffs: list[int]  # of the adaptive softmax
 
-    @property
-    def vocab_size(self) -> int:
-        """N."""
-        return self.trees["tree_full"].vocab_size
-
-    @property
-    def num_positions(self) -> int:
-        """P."""
-        return self.hidden.shape[0]
-
-    @property
-    def hidden_size(self) -> int:
-        """H."""
-        return self.hidden.shape[1]
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of a number in hidden and weight."""
-        return self.hidden.element_size()
-
-    def parameters(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Rows and biases `first … stop - 1` as parameters, without a copy."""
-        return parameter(self.weight[first:stop]), parameter(self.bias[first:stop])
+    def __post_init__(self) -> None:
+        self.num_positions, self.hidden_size = self.hidden.shape
+        self.vocab_size = self.trees["tree_full"].vocab_size
+        self.element_bytes = self.hidden.element_size()
 
     def gradient_bytes(self, num_rows: int) -> int:
         """Size of the gradients of `num_rows` rows with biases and of the hidden vectors."""
@@ -58,7 +42,7 @@ class Problem:
         return elements * self.element_bytes
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Method:
     """One way to compute the loss; all methods of a tree have the same loss.
 
@@ -68,8 +52,9 @@ class Method:
 
     name: str  # in `--methods`
     problem: Problem
-    build: Callable[[], tuple[Loss, list[Tensor]]]  # makes the loss and its parameters
+    build: Callable[[], Layer]
     needed_bytes: int
+    _: KW_ONLY
     tree: ClassTree | None = None  # whose probabilities it computes
     backend: str = "torch"  # of this project's layer; "torch" for peers
     exact: bool = True  # whether its loss equals that of its tree, not rounded in half precision
@@ -172,27 +157,36 @@ def class_and_place(tree: ClassTree, target: Tensor) -> tuple[Tensor, Tensor]:
     return node - 1, row - tree.first_row[node]
 
 
-def loop_loss(
-    tree: ClassTree, root: tuple[Tensor, Tensor], words_of: list[tuple[Tensor, Tensor]]
-) -> Loss:
-    """The loss of two levels, one position after the other, given rows and biases of each node."""
+def split_rows(weight: Tensor, bias: Tensor, *bounds: int) -> list[tuple[Tensor, Tensor]]:
+    """Intervals of rows and biases as leaves, so that no gradient has the table's size."""
+    return [(parameter(weight[a:b]), parameter(bias[a:b])) for a, b in pairwise(bounds)]
+
+
+def full_loss(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
+    """The full softmax: holds logits, log-probabilities and their gradient."""
+    return F.cross_entropy(F.linear(hidden, weight, bias), target)
+
+
+def loop(tree: ClassTree, weight: Tensor, bias: Tensor) -> Layer:
+    """Two levels, one position after the other; each class is a separate parameter."""
+    root, *words_of = split_rows(weight, bias, *tree.first_row.tolist(), tree.num_rows)
 
     def loss(hidden: Tensor, target: Tensor) -> Tensor:
         singles = (torch.split(x, 1) for x in (hidden, *class_and_place(tree, target)))
         nll = []
         for h, c, w in zip(*singles, strict=True):
-            nll.append(F.cross_entropy(F.linear(h, *root), c))
-            nll.append(F.cross_entropy(F.linear(h, *words_of[int(c)]), w))
+            nll += [full_loss(h, *root, c), full_loss(h, *words_of[int(c)], w)]
         return torch.stack(nll).float().sum() / len(hidden)
 
-    return loss
+    return loss, [*root, *chain(*words_of)]
 
 
-def gather_loss(tree: ClassTree, root: tuple[Tensor, Tensor], words: tuple[Tensor, Tensor]) -> Loss:
-    """The loss of two levels with the rows of each position's class copied.
+def gather(tree: ClassTree, weight: Tensor, bias: Tensor) -> Layer:
+    """Two levels with the rows of each position's class copied.
 
     The copies are positions × widest class of the batch × H numbers, and so is their gradient.
     """
+    root, words = split_rows(weight, bias, 0, int(tree.num_children[0]), tree.num_rows)
 
     def loss(hidden: Tensor, target: Tensor) -> Tensor:
         word_class, place = class_and_place(tree, target)
@@ -203,10 +197,9 @@ def gather_loss(tree: ClassTree, root: tuple[Tensor, Tensor], words: tuple[Tenso
         copies = F.embedding(rows, words[0])  # [P, widest, H]
         logits = torch.bmm(copies, hidden[:, :, None]).squeeze(2) + words[1][rows]
         logits = torch.where(column < width, logits, -torch.inf)
-        class_nll = F.cross_entropy(F.linear(hidden, *root), word_class)
-        return class_nll + F.cross_entropy(logits, place)
+        return full_loss(hidden, *root, word_class) + F.cross_entropy(logits, place)
 
-    return loss
+    return loss, [*root, *words]
 
 
 def zipf(vocab_size: int, num_positions: int) -> tuple[Tensor, Tensor]:

@@ -21,13 +21,7 @@ Ids = NDArray[np.int64]
 
 
 class Bigram:
-    """Unigram and interpolated bigram model of a training text.
-
-    Args:
-        tokens: [n] of the training split.
-        vocab_size: N.
-        eos_id: What the first token is predicted from.
-    """
+    """Unigram and interpolated bigram model of training tokens [n], the first after `eos_id`."""
 
     def __init__(self, tokens: Ids, vocab_size: int, eos_id: int) -> None:
         self.vocab_size, self.eos_id = vocab_size, eos_id

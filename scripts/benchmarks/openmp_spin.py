@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 
-from scripts.benchmarks.reporting import Column, Row, Table, benchmark_parser
+from scripts.benchmarks.reporting import Column, Row, Table, benchmark_parser, require_positive
 
 SETTINGS: dict[str, dict[str, str]] = {
     "one thread": {"OMP_NUM_THREADS": "1"},
@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="of each training process")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    require_positive(parser, options, ["seconds", "rounds"])
     settings = dict.fromkeys(["one thread", "libgomp's default", *options.settings])
     table = Table(COLUMNS, options.json)
     for row in measure(list(settings), options.seconds, options.rounds):

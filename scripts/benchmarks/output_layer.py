@@ -47,13 +47,10 @@ from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.functional import BackendName
 from scripts.benchmarks import measure, reporting, table
 from scripts.benchmarks.measure import Clock
-from scripts.benchmarks.methods import GraphMethod, Loss, Method, Problem, zipf
+from scripts.benchmarks.methods import GraphMethod, Layer, Method, Problem, split_rows, zipf
 from scripts.benchmarks.peers import PEERS, usual_cutoffs
 from scripts.benchmarks.reporting import Row, Table
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Largest relative difference of two losses that should be equal."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {
         "rows": [(10_000, 300), (33_278, 300), (267_735, 300)],
@@ -90,8 +87,8 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
     """This project's layer on one of the problem's trees."""
     tree = problem.trees[name]
 
-    def build() -> tuple[Loss, list[Tensor]]:
-        weight, bias = problem.parameters(0, tree.num_rows)
+    def build() -> Layer:
+        ((weight, bias),) = split_rows(problem.weight, problem.bias, 0, tree.num_rows)
 
         def loss(hidden: Tensor, target: Tensor) -> Tensor:
             return hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend=backend)
@@ -101,15 +98,10 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
     columns = problem.num_positions * tree.max_path_columns
     saved_bytes = min(8 * columns, 1 << (31 if backend == "triton" else 29))
     temporary_bytes = 16 * problem.hidden.numel() + saved_bytes + 8 * min(columns, 1 << 23)
-    return kind(
-        name="graph" if kind is GraphMethod else name,
-        problem=problem,
-        build=build,
-        needed_bytes=problem.gradient_bytes(tree.num_rows) + temporary_bytes,
-        tree=tree,
-        backend=backend,
-        slow=name == "tree_full" or (backend == "reference" and problem.hidden.is_cuda),
-    )
+    needed = problem.gradient_bytes(tree.num_rows) + temporary_bytes
+    slow = name == "tree_full" or (backend == "reference" and problem.hidden.is_cuda)
+    label = "graph" if kind is GraphMethod else name
+    return kind(label, problem, build, needed, tree=tree, backend=backend, slow=slow)
 
 
 def corpus(path: Path, vocab_size: int, num_positions: int) -> tuple[Tensor, Tensor]:
@@ -132,7 +124,7 @@ def corpus(path: Path, vocab_size: int, num_positions: int) -> tuple[Tensor, Ten
 def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace) -> Problem:
     """Hidden vectors, targets, trees and weights; raises SystemExit if the weights do not fit."""
     torch.manual_seed(options.seed)
-    like: dict[str, Any] = {"device": options.device, "dtype": DTYPES[options.dtype]}
+    like: dict[str, Any] = {"device": options.device, "dtype": measure.DTYPES[options.dtype]}
     size = vocab_size, options.positions
     target, counts = corpus(options.tokens, *size) if options.tokens else zipf(*size)
     trees = {
@@ -223,7 +215,7 @@ def check_losses(methods: list[Method]) -> list[str]:
                 lines.append(
                     f"loss of {other.label}, summed in half precision: {difference:.1e} off"
                 )
-            elif difference <= TOLERANCE[first.hidden.dtype]:
+            elif difference <= measure.TOLERANCE[first.hidden.dtype]:
                 equal[other.label] = difference
             else:
                 raise SystemExit(f"loss of {other.label} is {value}, of {first.label} {truth}")
@@ -288,7 +280,7 @@ def parse_options() -> argparse.Namespace:
     names = [*TREES, "graph", *PEERS]
     add("--rows", type=reporting.problem_size, nargs="+", metavar="N:H", help="words, hidden size")
     add("--positions", type=int, help="2048 on a CPU, 16384 on a GPU")
-    add("--dtype", choices=DTYPES, help="fp32 on a CPU, bf16 on a GPU")
+    add("--dtype", choices=measure.DTYPES, help="fp32 on a CPU, bf16 on a GPU")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     add("--backends", nargs="+", choices=["reference", "triton"], help="of the methods of ours")
@@ -313,7 +305,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     clock: Clock = measure.CudaClock() if options.device.type == "cuda" else measure.cpu_clock
-    peak = measure.ceilings(clock, options.device, DTYPES[options.dtype])
+    peak = measure.ceilings(clock, options.device, measure.DTYPES[options.dtype])
     print(
         f"{reporting.environment(options.device.type)['device']}, {options.dtype}: copy"
         f" {peak.bytes / 1e9:.1f} GB/s, matrix product {peak.flops / 1e12:.3f} TFLOP/s"

@@ -8,14 +8,17 @@ biases except `adaptive`, which has none by default.
 import importlib
 import importlib.util
 from collections.abc import Callable
-from itertools import chain, pairwise
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lm.output import ClassTree
 from scripts.benchmarks import methods
-from scripts.benchmarks.methods import Loss, Method, Problem
+from scripts.benchmarks.methods import Layer, Method, Problem
 
 LOOP_POSITIONS = 256
 """Positions that the loop over positions is timed on; its time is proportional to their number."""
@@ -48,31 +51,19 @@ def full_softmax(
     """A full softmax by the function that `load` returns; temporaries come with the gradients."""
     vocab_size = problem.vocab_size
 
-    def build() -> tuple[Loss, list[Tensor]]:
-        weight, bias = problem.parameters(0, vocab_size)
+    def build() -> Layer:
+        ((weight, bias),) = methods.split_rows(problem.weight, problem.bias, 0, vocab_size)
         cross_entropy = load()
         return lambda hidden, target: cross_entropy(hidden, weight, bias, target), [weight, bias]
 
-    return Method(
-        name=name,
-        problem=problem,
-        build=build,
-        needed_bytes=problem.gradient_bytes(vocab_size) + temporary_bytes,
-        tree=problem.trees["tree_full"],
-        exact=exact,
-        slow=True,
-        refused=refused,
-    )
+    tree, needed = problem.trees["tree_full"], problem.gradient_bytes(vocab_size) + temporary_bytes
+    return Method(name, problem, build, needed, tree=tree, exact=exact, slow=True, refused=refused)
 
 
 def full(problem: Problem) -> Method:
     """Linear + cross_entropy of torch: holds logits, log-probabilities and their gradient."""
-
-    def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(hidden, weight, bias), target)
-
     logits = problem.num_positions * problem.vocab_size * problem.element_bytes
-    return full_softmax(problem, "full", lambda: cross_entropy, 3 * logits)
+    return full_softmax(problem, "full", lambda: methods.full_loss, 3 * logits)
 
 
 def chunked(problem: Problem) -> Method:
@@ -98,7 +89,7 @@ def chunked(problem: Problem) -> Method:
     return full_softmax(problem, "chunked", load, temporary_bytes, refused, exact=not half)
 
 
-def cut_cross_entropy(problem: Problem) -> Method:
+def cce(problem: Problem) -> Method:
     """Apple's cut-cross-entropy: the full softmax without logits in memory."""
 
     def load() -> CrossEntropy:
@@ -141,15 +132,9 @@ def adaptive(problem: Problem) -> Method:
     size, cutoffs = problem.hidden_size, problem.cutoffs
     divisor = min(4, int(size ** (1 / len(cutoffs))))
 
-    def build() -> tuple[Loss, list[Tensor]]:
-        layer = nn.AdaptiveLogSoftmaxWithLoss(
-            size,
-            problem.vocab_size,
-            cutoffs,
-            div_value=divisor,
-            device=problem.hidden.device,
-            dtype=problem.hidden.dtype,
-        )
+    def build() -> Layer:
+        like: dict[str, Any] = {"device": problem.hidden.device, "dtype": problem.hidden.dtype}
+        layer = nn.AdaptiveLogSoftmaxWithLoss(size, problem.vocab_size, cutoffs, divisor, **like)
         return lambda hidden, target: layer(hidden, target).loss, list(layer.parameters())
 
     head = cutoffs[0] + len(cutoffs)
@@ -158,48 +143,18 @@ def adaptive(problem: Problem) -> Method:
         inside = (problem.target >= first) & (problem.target < stop)
         weights += size // divisor**cluster * (size + stop - first)
         logits += int(inside.sum()) * (stop - first)
-    return Method(
-        name="adaptive",
-        problem=problem,
-        build=build,
-        needed_bytes=(2 * weights + problem.hidden.numel() + 3 * logits) * problem.element_bytes,
-    )
-
-
-class Classes:
-    """The two levels of the tree `random`, as the peers `gather`, `grouped` and `loop` use them."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.tree = problem, problem.trees["random"]
-        self.num_word_classes = int(self.tree.num_children[0])
-        self.num_children = self.tree.num_children[1:]  # [C], words of each class
-        self.widest = int(self.num_children.max())  # words of the largest class
-
-    def root(self) -> tuple[Tensor, Tensor]:
-        """Rows and biases of the classes, as parameters."""
-        return self.problem.parameters(0, self.num_word_classes)
+    needed = 2 * weights + problem.hidden.numel() + 3 * logits
+    return Method("adaptive", problem, build, needed * problem.element_bytes)
 
 
 def gather(problem: Problem) -> Method:
     """Two levels with the rows of each position's class copied."""
-    classes = Classes(problem)
-    num_rows = classes.tree.num_rows
-
-    def build() -> tuple[Loss, list[Tensor]]:
-        root = classes.root()
-        words = problem.parameters(classes.num_word_classes, num_rows)
-        return methods.gather_loss(classes.tree, root, words), [*root, *words]
-
+    tree = problem.trees["random"]
     row_bytes = 2 * problem.hidden_size * problem.element_bytes + 3 * 8  # with their indices
-    copy_bytes = problem.num_positions * classes.widest * row_bytes
-    return Method(
-        name="gather",
-        problem=problem,
-        build=build,
-        needed_bytes=problem.gradient_bytes(num_rows) + copy_bytes,
-        tree=classes.tree,
-        slow=True,
-    )
+    copy_bytes = problem.num_positions * widest_class(tree) * row_bytes
+    needed = problem.gradient_bytes(tree.num_rows) + copy_bytes
+    build = partial(methods.gather, tree, problem.weight, problem.bias)
+    return Method("gather", problem, build, needed, tree=tree, slow=True)
 
 
 def grouped(problem: Problem) -> Method:
@@ -207,25 +162,27 @@ def grouped(problem: Problem) -> Method:
 
     Positions are sorted by class, classes padded to one size and to 16 bytes, logits in memory.
     """
-    classes, unit = Classes(problem), 16 // problem.element_bytes
-    width, size = (-(-n // unit) * unit for n in (classes.widest, problem.hidden_size))
+    tree, unit = problem.trees["random"], 16 // problem.element_bytes
+    width, size = (-(-n // unit) * unit for n in (widest_class(tree), problem.hidden_size))
+    num_classes = int(tree.num_children[0])
 
-    def build() -> tuple[Loss, list[Tensor]]:
-        root, last = classes.root(), classes.num_children[:, None] - 1
+    def build() -> Layer:
+        (root,) = methods.split_rows(problem.weight, problem.bias, 0, num_classes)
+        last = tree.num_children[1:, None] - 1
         place = torch.arange(width, device=last.device)
         inside = place <= last  # [C, width], whether a word is there
-        rows = classes.tree.first_row[1:, None] + torch.minimum(place, last)
+        rows = tree.first_row[1:, None] + torch.minimum(place, last)
         bias = methods.parameter(torch.where(inside, problem.bias[rows], -torch.inf))
-        padded = problem.weight.new_zeros(classes.num_word_classes, width, size)
+        padded = problem.weight.new_zeros(num_classes, width, size)
         padded[:, :, : problem.hidden_size][inside] = problem.weight[rows[inside]]
         matrices = [methods.parameter(some) for some in torch.split(padded, GROUPS)]
 
         def loss(hidden: Tensor, target: Tensor) -> Tensor:
-            word_class, place = methods.class_and_place(classes.tree, target)
+            word_class, place = methods.class_and_place(tree, target)
             word_class, order = word_class.sort()
             hidden = hidden.index_select(0, order)
-            class_nll = F.cross_entropy(F.linear(hidden, *root), word_class)
-            every_class = torch.arange(classes.num_word_classes, device=hidden.device)
+            class_nll = methods.full_loss(hidden, *root, word_class)
+            every_class = torch.arange(num_classes, device=hidden.device)
             ends = torch.searchsorted(word_class, every_class, right=True)
             logits = _grouped_products(F.pad(hidden, (0, size - hidden.shape[1])), matrices, ends)
             logits = logits + F.embedding(word_class, bias)
@@ -233,18 +190,13 @@ def grouped(problem: Problem) -> Method:
 
         return loss, [*root, *matrices, bias]
 
-    weights = classes.num_word_classes * width * (size + 1)
-    temporaries = problem.num_positions * (3 * size + 5 * width + 3 * classes.num_word_classes)
+    weights = num_classes * width * (size + 1)
+    temporaries = problem.num_positions * (3 * size + 5 * width + 3 * num_classes)
+    needed = (2 * weights + temporaries) * problem.element_bytes
+    needed += problem.gradient_bytes(num_classes)
     needs_bf16 = problem.hidden.is_cuda and problem.hidden.dtype != torch.bfloat16
-    return Method(
-        name="grouped",
-        problem=problem,
-        build=build,
-        needed_bytes=problem.gradient_bytes(classes.num_word_classes)
-        + (2 * weights + temporaries) * problem.element_bytes,
-        tree=classes.tree,
-        refused="grouped_mm requires bf16 on CUDA" if needs_bf16 else None,
-    )
+    refused = "grouped_mm requires bf16 on CUDA" if needs_bf16 else None
+    return Method("grouped", problem, build, needed, tree=tree, refused=refused)
 
 
 def _grouped_products(hidden: Tensor, matrices: list[Tensor], ends: Tensor) -> Tensor:
@@ -268,35 +220,19 @@ def _grouped_products(hidden: Tensor, matrices: list[Tensor], ends: Tensor) -> T
 
 def loop(problem: Problem) -> Method:
     """Two levels, one position after the other; each class is a separate parameter."""
-    classes = Classes(problem)
-    num_positions = min(LOOP_POSITIONS, problem.num_positions)
+    tree, num_run = problem.trees["random"], min(LOOP_POSITIONS, problem.num_positions)
+    logits = 4 * num_run * (int(tree.num_children[0]) + widest_class(tree))
+    needed = problem.gradient_bytes(tree.num_rows) + logits * problem.element_bytes
+    build = partial(methods.loop, tree, problem.weight, problem.bias)
+    return Method("loop", problem, build, needed, tree=tree, slow=True, num_positions=num_run)
 
-    def build() -> tuple[Loss, list[Tensor]]:
-        root = classes.root()
-        first, width = classes.tree.first_row[1:].tolist(), classes.num_children.tolist()
-        words = [problem.parameters(f, f + w) for f, w in zip(first, width, strict=True)]
-        return methods.loop_loss(classes.tree, root, words), [*root, *chain.from_iterable(words)]
 
-    logits = 4 * num_positions * (classes.num_word_classes + classes.widest)
-    return Method(
-        name="loop",
-        problem=problem,
-        build=build,
-        needed_bytes=problem.gradient_bytes(classes.tree.num_rows) + logits * problem.element_bytes,
-        tree=classes.tree,
-        slow=True,
-        num_positions=num_positions,
-    )
+def widest_class(tree: ClassTree) -> int:
+    """Words of the largest class in a tree of two levels."""
+    return int(tree.num_children[1:].max())
 
 
 PEERS: dict[str, Callable[[Problem], Method]] = {
-    "full": full,
-    "chunked": chunked,
-    "cce": cut_cross_entropy,
-    "liger": liger,
-    "adaptive": adaptive,
-    "gather": gather,
-    "grouped": grouped,
-    "loop": loop,
+    make.__name__: make for make in (full, chunked, cce, liger, adaptive, gather, grouped, loop)
 }
 """Peers by name in `--methods`."""

@@ -41,12 +41,11 @@ from multiprocessing.connection import Connection
 import torch
 
 from scripts.benchmarks import reporting
+from scripts.benchmarks.measure import DTYPES, TOLERANCE
 from scripts.benchmarks.reporting import Column, Row, Table
-from scripts.benchmarks.scale_measure import DTYPES, measure
+from scripts.benchmarks.scale_measure import measure
 from scripts.benchmarks.scale_methods import METHODS, NUM_SEQUENCES
 
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
-"""Largest relative difference of two losses that should be equal."""
 AGREEING = ("layer", "dense", "gather", "host", "loop")
 """Methods that have the same loss."""
 COLUMNS = (
@@ -167,7 +166,7 @@ def check_losses(rows: list[Row]) -> None:
     """Compare the losses of methods that should agree; raises SystemExit if they do not."""
     same = [row for row in rows if row["method"] in AGREEING and "loss" in row]
     for first, row in product(same[:1], same[1:]):
-        tolerance = TOLERANCE[row["dtype"]] * abs(first["loss"])
+        tolerance = TOLERANCE[DTYPES[row["dtype"]]] * abs(first["loss"])
         if not abs(row["loss"] - first["loss"]) <= tolerance:
             raise SystemExit(
                 f"scale: N = {row['vocab_size']:,}: loss of {row['method']} is"
@@ -197,7 +196,7 @@ def parse_options() -> argparse.Namespace:
     add("--positions", type=int, default=2048, help=f"of a batch, a multiple of {NUM_SEQUENCES}")
     add("--hidden", type=int, default=300, metavar="H")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
-    add("--dtype", nargs="+", choices=DTYPES, default=["fp32"], help="of the table")
+    add("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help="of the table")
     add("--steps", type=int, default=5, help="timed, after one to warm up")
     add("--memory-limit-gb", type=float, default=18.0, metavar="GB", help="of a process")
     add("--time-limit", type=float, default=60.0, metavar="SECONDS", help="of a step")

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.visits import route
-from scripts.benchmarks.measure import PROCESS, proc_bytes
+from scripts.benchmarks.measure import DTYPES, PROCESS, proc_bytes
 from scripts.benchmarks.scale_methods import METHODS, Method, Task, Work
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOOP_POSITIONS = 16
 """Positions that `loop` is run on; its time is proportional to their number."""
 

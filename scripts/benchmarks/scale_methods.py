@@ -4,7 +4,6 @@ import argparse
 import math
 from collections.abc import Callable
 from functools import cached_property
-from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -59,16 +58,6 @@ class Task:
                 rows.copy_(torch.empty(rows.shape).uniform_(-INIT_RANGE, INIT_RANGE))
         return weight, bias
 
-    def parameters(self) -> tuple[Tensor, Tensor]:
-        """The table as two leaves."""
-        weight, bias = self.table
-        return parameter(weight), parameter(bias)
-
-    def split(self, *bounds: int) -> list[tuple[Tensor, Tensor]]:
-        """Intervals of the table's rows as leaves, so that no gradient has the table's size."""
-        weight, bias = self.table
-        return [(parameter(weight[a:b]), parameter(bias[a:b])) for a, b in pairwise(bounds)]
-
 
 class Method(NamedTuple):
     """One way to make a step."""
@@ -95,7 +84,7 @@ def dense(task: Task) -> Method:
 
 
 def _layer(task: Task, optimizer: Callable[..., torch.optim.Optimizer], *, sparse: bool) -> Method:
-    weight, bias = task.parameters()
+    weight, bias = map(parameter, task.table)
 
     def loss(words: Tensor) -> Tensor:
         hidden = task.hidden[: words.shape[1]]
@@ -145,27 +134,25 @@ def _word_table(task: Task) -> "WordTable":
 
 def full(task: Task) -> Method:
     """The ordinary softmax."""
-    weight, bias = task.parameters()
+    weight, bias = map(parameter, task.table)
 
     def loss(hidden: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(hidden, weight, bias), target)
+        return methods.full_loss(hidden, weight, bias, target)
 
-    return _peer(task, loss, weight, bias)
+    return _peer(task, loss, [weight, bias])
 
 
 def gather(task: Task) -> Method:
     """Two levels with the rows of each position's class copied."""
-    root, words = task.split(0, int(task.tree.num_children[0]), task.tree.num_rows)
-    return _peer(task, methods.gather_loss(task.tree, root, words), *root, *words)
+    return _peer(task, *methods.gather(task.tree, *task.table))
 
 
 def loop(task: Task) -> Method:
     """Two levels, one position after the other; each class is a separate parameter."""
-    root, *words_of = task.split(*task.tree.first_row.tolist(), task.tree.num_rows)
-    return _peer(task, methods.loop_loss(task.tree, root, words_of), *root, *chain(*words_of))
+    return _peer(task, *methods.loop(task.tree, *task.table))
 
 
-def _peer(task: Task, compute: methods.Loss, *parameters: Tensor) -> Method:
+def _peer(task: Task, compute: methods.Loss, parameters: list[Tensor]) -> Method:
     def loss(words: Tensor) -> Tensor:
         return compute(task.hidden[: words.shape[1]].to(task.dtype), words[1])
 

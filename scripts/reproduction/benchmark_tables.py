@@ -92,7 +92,6 @@ RENAMED_FIELDS = {"by_rows_gb": "row_wise_gb", "by_rows_ms": "row_wise_ms"}
 class Log(NamedTuple):
     """A table of one line for each row of a log."""
 
-    file: str
     key: tuple[str, ...]  # fields that identify a row
     columns: dict[str, str]  # title → format of the cell
     chosen: tuple[str, str] | None = None  # only rows with this field and value
@@ -100,7 +99,6 @@ class Log(NamedTuple):
 
 LOGS = {
     "class_building": Log(
-        "class_building.jsonl",
         ("method",),
         {
             "`classes.method`": "`{method}`",
@@ -112,7 +110,6 @@ LOGS = {
         },
     ),
     "kernel_bytes": Log(
-        "kernel_bytes.jsonl",
         ("classes", "N", "H"),
         {
             "N": "{N:,}",
@@ -127,7 +124,6 @@ LOGS = {
         ("classes", "random"),
     ),
     "step_bytes": Log(
-        "step_bytes.jsonl",
         ("words", "dtype"),
         {
             "N": "{words:,}",
@@ -152,9 +148,10 @@ def read_rows(path: Path, *key: str) -> list[Row]:
     return list(rows.values())
 
 
-def table_of_log(results: Path, log: Log) -> str:
-    """A line for each row of a log."""
-    rows = read_rows(results / log.file, *log.key)
+def table_of_log(results: Path, name: str) -> str:
+    """A line for each row of a log, `name` in `LOGS`."""
+    log = LOGS[name]
+    rows = read_rows(results / f"{name}.jsonl", *log.key)
     if log.chosen:
         field, value = log.chosen
         rows = [row for row in rows if row[field] == value]

@@ -33,8 +33,8 @@ def generate_tables(results: Path = RESULTS) -> dict[str, str]:
     for pivot in (benchmark_tables.output_layer, benchmark_tables.scale):
         generated[pivot.__name__] = pivot(results)
     generated["ten_million"] = benchmark_tables.ten_million(results)
-    for name, log in benchmark_tables.LOGS.items():
-        generated[name] = benchmark_tables.table_of_log(results, log)
+    for name in benchmark_tables.LOGS:
+        generated[name] = benchmark_tables.table_of_log(results, name)
     return generated
 
 

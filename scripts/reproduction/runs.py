@@ -88,11 +88,7 @@ class Table:
     overview: list[str] = field(default_factory=list)
 
     def runs(self, results: Path, rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[Run]:
-        """The runs of the table, or of some of its rows or with other seeds.
-
-        Raises:
-            UserError: If a row is not in the table.
-        """
+        """The runs of the table, or of some of its rows or with other seeds."""
         for row in rows:
             if row not in self.rows:
                 raise UserError(f"{self.name} has no row {row!r}; its rows: {', '.join(self.rows)}")

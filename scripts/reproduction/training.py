@@ -39,11 +39,7 @@ def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
 
 
 def check_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> str:
-    """Train a run up to its first validation; a line that compares it with the log.
-
-    Raises:
-        UserError: If the corpus does not fit, as in `lm train`, or has no validation split.
-    """
+    """Train a run up to its first validation; a line that compares it with the log."""
     if not run.done:
         return f"{run.row}, seed {run.seed}: no log"
     runs.mkdir(parents=True, exist_ok=True)

@@ -97,7 +97,7 @@ def test_the_formula_counts_what_the_interpreter_loads_and_stores(
     backend, needs = TritonBackend(), Needs(hidden=True, weight=True, bias=False)
     nll, saved = backend.forward(problem, needs)
     backend.backward(torch.ones_like(nll), problem, saved, needs)
-    batch = Batch.of(target, tree, size, 4, SHAPES)
+    batch = Batch(target, tree, size, 4, SHAPES)
     counted = counts(batch)
     assert sum(count.all for count in counted) > 0
     for count in counted:
@@ -129,7 +129,7 @@ def test_a_cache_of_any_size_lies_between_every_load_and_each_element_once(
     tree: ClassTree, positions: int, splits: int
 ) -> None:
     target, _ = zipf(tree.vocab_size, positions)
-    batch = Batch.of(target, tree, 40, 4, SHAPES)
+    batch = Batch(target, tree, 40, 4, SHAPES)
     counted, launches = counts(batch), Launches(batch, splits)
     assert any(count.all and count.kernel == "_d_light" for count in counted)
 
