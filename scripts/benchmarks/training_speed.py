@@ -22,7 +22,7 @@ from data_prep.prepare import prepare
 from lm.config import load_config
 from lm.model.build import build_tree
 from lm.model.language_model import LanguageModel, State
-from lm.training.batches import Batches
+from lm.training.batches import training_batches
 from lm.training.devices import build_fabric, matmul_precision
 from lm.training.loop import train_step
 from lm.training.state import CarriedLoss, TrainingState, build_state
@@ -73,14 +73,7 @@ def start_training(
     config = load_config(config_file, [*overrides, *(f"--{o}" for o in [*chosen, *others])])
     data, tokenizer, classes = config.data, config.tokenizer, config.needed_classes
     prepared = prepare(data, tokenizer, classes, config.prepared_path, progress=True)
-    batches = Batches(
-        prepared.tokens("train"),
-        eos_id=prepared.eos_id,
-        batch_size=config.train.batch_size,
-        seq_len=config.train.seq_len,
-        shuffle=config.model.backbone != "lstm",
-        seed=config.seed,
-    )
+    batches = training_batches(config, prepared)
     fabric, tree = build_fabric(config), build_tree(config, prepared)
     state = build_state(fabric, config, prepared, tree, batches, num_steps, None)
     if name in LOSSES:
