@@ -25,19 +25,20 @@ def random_paths(num_words: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     leaves = [[0]]
     while len(leaves) < num_words:
-        path = leaves.pop(int(torch.randint(len(leaves), (), generator=generator)))
-        width = int(torch.randint(1, 4, (), generator=generator))
+        path = leaves.pop(int(torch.randint(len(leaves), (), generator=generator, device="cpu")))
+        width = int(torch.randint(1, 4, (), generator=generator, device="cpu"))
         leaves += [[*path, child] for child in range(min(width, num_words - len(leaves)))]
     return leaves
 
 
-def zipf(num_words: int) -> Tensor:
-    return 1000 // torch.arange(1, num_words + 1)
+def zipf(num_words: int) -> list[int]:
+    return [1000 // rank for rank in range(1, num_words + 1)]
 
 
-def word_class(num_words: int) -> Tensor:
+def word_class(num_words: int) -> list[int]:
     """Six shuffled classes of different sizes, the last with a single word."""
-    classes = torch.randint(5, (num_words,), generator=torch.Generator().manual_seed(5))
+    generator = torch.Generator().manual_seed(5)
+    classes: list[int] = torch.randint(5, (num_words,), generator=generator, device="cpu").tolist()
     classes[num_words // 2] = 5
     return classes
 
@@ -46,7 +47,7 @@ TREES: dict[str, Callable[[int], ClassTree]] = {
     "full": ClassTree.full,
     "two_level": lambda n: ClassTree.two_level(word_class(n)),
     "shortlist": lambda n: ClassTree.two_level(word_class(n), shortlist=min(n, 4)),
-    "one word per class": lambda n: ClassTree.two_level(torch.arange(n)),
+    "one word per class": lambda n: ClassTree.two_level(range(n)),
     "balanced": lambda n: ClassTree.balanced(n, 3),
     "huffman 2": lambda n: ClassTree.huffman(zipf(n)),
     "huffman 3": lambda n: ClassTree.huffman(zipf(n), 3),
