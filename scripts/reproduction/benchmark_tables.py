@@ -123,6 +123,15 @@ LOGS = {
         },
         ("classes", "random"),
     ),
+    "openmp_spin": Log(
+        ("load", "setting"),
+        {
+            "load": "{load}",
+            "setting": "{setting}",
+            "tokens/s ÷ one thread": "{ratio_to_one_thread:.2f}",
+            "tokens/s ÷ libgomp's default": "{ratio_to_default:.2f}",
+        },
+    ),
     "step_bytes": Log(
         ("words", "dtype"),
         {
