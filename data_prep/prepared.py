@@ -141,7 +141,7 @@ def open_prepared(folder: Path | str, *, verify: bool = True) -> Prepared:
     meta = read_meta(folder)
     if meta is None:
         raise UserError(
-            f"{folder} is no prepared folder: it has no {META} (run `lm prepare` first)"
+            f"{folder} is not a prepared folder: it has no {META} (run `lm prepare` first)"
         )
     if not meta.complete:
         raise UserError(f"{folder} is half prepared: run `lm prepare` again to finish it")

@@ -75,7 +75,7 @@ def child(seconds: float, setting: dict[str, str]) -> subprocess.Popen[str]:
 
 @contextmanager
 def loaded(load: str) -> Iterator[None]:
-    """Other programs run meanwhile."""
+    """Run other programs in the background."""
     count = 0 if load == "none" else (os.cpu_count() or 1) + 1
     if load == "busy loops":
         command = [sys.executable, "-c", "while True: pass"]

@@ -283,7 +283,7 @@ def parse_options() -> argparse.Namespace:
     add("--dtype", choices=measure.DTYPES, help="fp32 on a CPU, bf16 on a GPU")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
-    add("--backends", nargs="+", choices=["reference", "triton"], help="of the methods of ours")
+    add("--backends", nargs="+", choices=["reference", "triton"], help="of our methods")
     add("--tokens", type=Path, metavar="FILE.npy", help="targets: ids by falling frequency")
     add("--cutoffs", type=int, nargs="+", help="of the adaptive softmax")
     add("--memory-limit", type=float, default=math.inf, metavar="BYTES", help="use no more")

@@ -47,7 +47,7 @@ _lookups: WeakKeyDictionary[ClassTree, _Lookup] = WeakKeyDictionary()
 
 
 def _lookup(tree: ClassTree) -> _Lookup:
-    """The cached lookup of a tree, computed anew once the tree has moved to another device."""
+    """The cached lookup of a tree, recomputed once the tree has moved to another device."""
     lookup = _lookups.get(tree)
     if lookup is None or lookup.item_of_row.device != tree.row_of_word.device:
         item = torch.empty_like(tree.node_of_row)
