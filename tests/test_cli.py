@@ -177,7 +177,9 @@ def test_a_folder_without_a_model_or_prepared_data_is_named(
             assert untouched(verb, folder) == expected
         else:
             message = untouched(verb, tiny, f"--run_dir={folder}")
-            assert message.startswith(f"{folder}/data is no prepared folder: it has no meta.json")
+            assert message.startswith(
+                f"{folder}/data is not a prepared folder: it has no meta.json"
+            )
 
 
 def corpus_of(folder: Path, content: bytes) -> list[str]:

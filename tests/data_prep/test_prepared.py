@@ -100,7 +100,7 @@ def test_a_damaged_record_is_refused(
 
 
 def test_a_folder_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is no prepared folder: it has no meta\.json"):
+    with pytest.raises(UserError, match=r"is not a prepared folder: it has no meta\.json"):
         open_prepared(tmp_path / "nothing")
 
 
