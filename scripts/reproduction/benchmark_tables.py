@@ -109,20 +109,6 @@ LOGS = {
             "bigram log-likelihood per token, nats": "{bigram_log_likelihood:.3f}",
         },
     ),
-    "kernel_bytes": Log(
-        ("classes", "N", "H"),
-        {
-            "N": "{N:,}",
-            "H": "{H}",
-            "floor, MB": "{floor_mb:,}",
-            "ours with a cache of 50 MB, MB": "{cache_mb:,}",
-            "÷ floor": "{cache_ratio:.2f}",
-            "cache of 25 MB ÷ floor": "{half_cache_ratio:.2f}",
-            "each element once per launch ÷ floor": "{memory_ratio:.2f}",
-            "no cache ÷ floor": "{all_ratio:.2f}",
-        },
-        ("classes", "random"),
-    ),
     "openmp_spin": Log(
         ("load", "setting"),
         {

@@ -27,7 +27,7 @@ def differentiable_nll(backend: Backend[Any], op: Op, problem: Problem, needs: N
     """The nll [P] of a backend, by its registered op or, for row-wise gradients, a function."""
     if needs.row_wise:
         return _row_wise_nll(backend, problem, needs)
-    nll: Tensor = op(*_op_inputs(problem, needs))[0]
+    nll: Tensor = op(*problem, needs)[0]
     return nll
 
 
@@ -40,22 +40,20 @@ def register_op(backend: Backend[Any]) -> Op:
         name, mutates_args=(), schema=f"({_INPUTS}) -> (Tensor nll, Tensor[] saved)"
     )
     def forward(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
-        nll, saved = backend.forward(*_problem_and_needs(*inputs))
+        nll, saved = backend.forward(*_unpack(inputs))
         return nll, flatten(saved)
 
     @forward.register_fake
     def _(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
-        problem, needs = _problem_and_needs(*inputs)
+        problem, needs = _unpack(inputs)
         dtype = compute_dtype(problem.hidden.dtype)
         nll = problem.hidden.new_empty(problem.num_positions, dtype=dtype)
         return nll, flatten(backend.new_saved(problem, needs))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        problem, _ = _problem_and_needs(*inputs)
-        _, saved = output
-        ctx.mark_non_differentiable(*saved)
+        ctx.mark_non_differentiable(*output[1])
         ctx.set_materialize_grads(False)
-        _save(ctx, problem, saved)
+        _save(ctx, *inputs[:-1], saved=output[1])
 
     def gradients(ctx: Any, d_nll: Tensor | None, _: Any) -> tuple[Any, ...]:
         hidden, weight, bias, _, tree, *rest = ctx.needs_input_grad
@@ -63,7 +61,7 @@ def register_op(backend: Backend[Any]) -> Op:
         if d_nll is not None:
             problem, saved = _restored(ctx)
             needs = Needs(hidden, weight, bias)
-            found = backward(d_nll, saved, *_op_inputs(problem, needs))
+            found = backward(d_nll, saved, *problem, needs)
             found = tuple(d if need else None for d, need in zip(found, needs, strict=False))
         return (*found, None, [None for _ in tree], *(None for _ in rest))
 
@@ -80,14 +78,14 @@ def _register_backward(backend: Backend[Any], name: str) -> Op:
         schema=f"(Tensor d_nll, Tensor[] saved, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
     )
     def backward(d_nll: Tensor, saved: list[Tensor], *inputs: Any) -> tuple[Tensor, ...]:
-        problem, needs = _problem_and_needs(*inputs)
+        problem, needs = _unpack(inputs)
         kind = backend.saved_type(problem, needs)
         gradients = backend.backward(d_nll, problem, unflatten(kind, iter(saved)), needs)
         return tuple(d_nll.new_empty(0) if grad is None else grad for grad in gradients)
 
     @backward.register_fake
     def _(d_nll: Tensor, saved: list[Tensor], *inputs: Any) -> tuple[Tensor, ...]:
-        (hidden, weight, bias, *_), needs = _problem_and_needs(*inputs)
+        (hidden, weight, bias, *_), needs = _unpack(inputs)
         of = zip((hidden, weight, bias), needs, strict=False)
         needed = [x if need else None for x, need in of]
         return tuple(d_nll.new_empty(0) if x is None else x.new_empty(x.shape) for x in needed)
@@ -99,11 +97,10 @@ class _RowWiseNll(torch.autograd.Function):
     """The nll [P] whose backward gives weight and bias a `RowGradient`."""
 
     @staticmethod
-    def forward(ctx: Any, backend: Backend[Any], needs: Needs, *fields: Any) -> Tensor:
-        problem = Problem(*fields)
-        nll, saved = backend.forward(problem, needs)
+    def forward(ctx: Any, backend: Backend[Any], needs: Needs, *problem: Any) -> Tensor:
+        nll, saved = backend.forward(Problem(*problem), needs)
         ctx.backend = backend
-        _save(ctx, problem, flatten(saved))
+        _save(ctx, *problem, saved=flatten(saved))
         return nll
 
     @staticmethod
@@ -123,17 +120,13 @@ def _row_wise_nll(backend: Backend[Any], problem: Problem, needs: Needs) -> Tens
     return nll
 
 
-def _op_inputs(problem: Problem, needs: Needs) -> tuple[Any, ...]:
-    return (*problem._replace(tree=list(problem.tree)), list(needs))  # type: ignore[arg-type]
+def _unpack(inputs: tuple[Any, ...]) -> tuple[Problem, Needs]:
+    """The arguments of an op, whose tree and needs are lists."""
+    problem, needs = Problem(*inputs[:-1]), Needs(*inputs[-1])
+    return problem._replace(tree=TreeArrays(*problem.tree)), needs
 
 
-def _problem_and_needs(*inputs: Any) -> tuple[Problem, Needs]:
-    *fields, needs = inputs
-    problem = Problem(*fields)
-    return problem._replace(tree=TreeArrays(*problem.tree)), Needs(*needs)
-
-
-def _save(ctx: Any, problem: Problem, saved: list[Tensor]) -> None:
+def _save(ctx: Any, *problem: Any, saved: list[Tensor]) -> None:
     hidden, weight, bias, target, tree, *ctx.sizes = problem
     ctx.save_for_backward(hidden, weight, bias, target, *tree, *saved)
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem
-from lm.output.backends.reference.backward import gradients
+from lm.output.backends.reference.backward import Batch, dense_gradients, row_wise_gradients
 from lm.output.backends.reference.forward import Saved, new_saved, saved_type, target_log_prob
-from lm.output.backends.visits import Visits, check_targets, route
+from lm.output.backends.visits import Visits
 
 
 class ReferenceBackend:
@@ -35,7 +35,7 @@ class ReferenceBackend:
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
         """See `Backend.forward`."""
-        log_prob, saved = self._solve(problem, needs.row_wise)
+        log_prob, saved = target_log_prob(problem, needs.row_wise)
         total = log_prob.new_zeros(problem.num_positions)
         for level in log_prob:
             total += level
@@ -43,11 +43,12 @@ class ReferenceBackend:
 
     def backward(self, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
         """See `Backend.backward`."""
-        return gradients(d_nll, problem, saved, needs)
+        batch = Batch.of(d_nll, problem, saved)
+        return row_wise_gradients(batch, needs) if needs.row_wise else dense_gradients(batch, needs)
 
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""
-        log_prob, saved = self._solve(problem, row_wise=False)
+        log_prob, saved = target_log_prob(problem, row_wise=False)
         return saved.visits.unsorted(0 - log_prob, dim=1)
 
     def saved_type(self, problem: Problem, needs: Needs) -> type[Saved]:
@@ -58,10 +59,3 @@ class ReferenceBackend:
         """See `Backend.new_saved`."""
         visits = Visits.empty(problem.target, problem.depth)
         return new_saved(problem, visits, needs.row_wise)
-
-    def _solve(self, problem: Problem, row_wise: bool) -> tuple[Tensor, Saved]:
-        """The targets' log q [D, P] by sorted position, and what the backward needs."""
-        check_targets(problem.target, problem.vocab_size, problem.ignore_index)
-        visits = route(problem.target, problem.tree, problem.depth, problem.ignore_index)
-        saved = new_saved(problem, visits, row_wise)
-        return target_log_prob(problem, saved), saved

@@ -14,7 +14,7 @@ from lm.output.rowwise.blocks import Part, Product, Rows
 from lm.output.rowwise.row_gradient import RowGradient
 
 
-class _Batch(NamedTuple):
+class Batch(NamedTuple):
     """A batch in the order of its sorted positions, except for `problem`."""
 
     problem: Problem
@@ -23,6 +23,14 @@ class _Batch(NamedTuple):
     d_nll: Tensor  # [P]
     scaled: Tensor  # [P, H], d_nll_p h_p of (6)
     nodes: list[Node]  # the visited ones
+
+    @classmethod
+    def of(cls, d_nll: Tensor, problem: Problem, saved: Saved) -> "Batch":
+        """The batch of a problem, given the gradient d_nll [P] of the nll."""
+        visits, dtype = saved.visits, compute_dtype(problem.hidden.dtype)
+        hidden, d_nll = visits.sorted(problem.hidden).to(dtype), visits.sorted(d_nll.to(dtype))
+        nodes = list(visited_nodes(visits, problem.tree))
+        return cls(problem, saved, hidden, d_nll, hidden * d_nll[:, None], nodes)
 
     def errors(self) -> Iterator[tuple[Node, slice, Tensor]]:
         """(4) of each node, [visits, children], one block of children after another."""
@@ -57,16 +65,8 @@ class _Batch(NamedTuple):
         return self.saved.visits.unsorted(scaled).to(self.problem.hidden.dtype)
 
 
-def gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
-    """The gradients that are needed; arguments as in `Backend.backward`."""
-    visits, dtype = saved.visits, compute_dtype(problem.hidden.dtype)
-    hidden, d_nll = visits.sorted(problem.hidden).to(dtype), visits.sorted(d_nll.to(dtype))
-    nodes = list(visited_nodes(visits, problem.tree))
-    batch = _Batch(problem, saved, hidden, d_nll, hidden * d_nll[:, None], nodes)
-    return _row_wise_gradients(batch, needs) if needs.row_wise else _dense_gradients(batch, needs)
-
-
-def _dense_gradients(batch: _Batch, needs: Needs) -> Gradients:
+def dense_gradients(batch: Batch, needs: Needs) -> Gradients:
+    """The gradients that are needed; each row is written once."""
     weight, bias = batch.problem.weight, batch.problem.bias
     unscaled = torch.zeros_like(batch.hidden) if needs.hidden else None
     written = [(node.first_row, node.first_row + node.num_children) for node in batch.nodes]
@@ -83,7 +83,7 @@ def _dense_gradients(batch: _Batch, needs: Needs) -> Gradients:
     return Gradients(None if unscaled is None else batch.d_hidden(unscaled), d_weight, d_bias)
 
 
-def _row_wise_gradients(batch: _Batch, needs: Needs) -> Gradients:
+def row_wise_gradients(batch: Batch, needs: Needs) -> Gradients:
     """Gradients of weight and bias as products if errors were saved, else as rows."""
     weight, bias, saved = batch.problem.weight, batch.problem.bias, batch.saved
     errors = saved if isinstance(saved, SavedErrors) else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lm.output.backends.base import Problem, compute_dtype
 from lm.output.backends.reference.nodes import target_columns, visited_nodes, write_logits
-from lm.output.backends.visits import Visits
+from lm.output.backends.visits import Visits, check_targets, route
 
 SAVED_ELEMENTS = 1 << 26
 """Most log-probabilities saved: 256 MB in fp32."""
@@ -73,13 +73,20 @@ def new_saved(problem: Problem, visits: Visits, row_wise: bool) -> Saved:
     return SavedErrors(visits, columns, hidden.new_empty(hidden.shape, dtype=dtype))
 
 
-def target_log_prob(problem: Problem, saved: Saved) -> Tensor:
-    """The log q [D, P] of every visit's target by sorted position, 0 for none; fills in `saved`."""
+def target_log_prob(problem: Problem, row_wise: bool) -> tuple[Tensor, Saved]:
+    """The log q [D, P] of every visit's target by sorted position, 0 for none; and what is saved.
+
+    Raises:
+        IndexError: if a target is neither a word nor `ignore_index`.
+    """
+    check_targets(problem.target, problem.vocab_size, problem.ignore_index)
+    visits = route(problem.target, problem.tree, problem.depth, problem.ignore_index)
+    saved = new_saved(problem, visits, row_wise)
     if isinstance(saved, SavedLogProb):
-        return _saving_log_prob(problem, saved)
+        return _saving_log_prob(problem, saved), saved
     if isinstance(saved, SavedErrors):
-        return _saving_errors(problem, saved)
-    return _saving_lse(problem, saved)
+        return _saving_errors(problem, saved), saved
+    return _saving_lse(problem, saved), saved
 
 
 def _saving_log_prob(problem: Problem, saved: SavedLogProb) -> Tensor:
