@@ -102,23 +102,3 @@ def test_half_of_the_words_are_successors_of_the_previous_word() -> None:
     by_chance = np.isin(independent, successors).mean()
     expected = 0.5 + 0.5 * by_chance
     assert np.isin(following, successors).mean() == pytest.approx(expected, abs=0.01)
-
-
-def test_the_previous_word_predicts_a_word() -> None:
-    def entropies(lines: Ranks) -> tuple[float, float]:
-        """Entropy of a word, and of a word given the previous one, in bits."""
-        pairs = np.bincount((lines[:, :-1] * 51 + lines[:, 1:]).ravel(), minlength=51 * 51)
-        joint = pairs.reshape(51, 51)
-        before = entropy(joint.sum(axis=1))
-        return entropy(joint.sum(axis=0)), entropy(joint.ravel()) - before
-
-    unigram, bigram = entropies(ranks_of(markov=0.0, num_types=50))
-    assert bigram == pytest.approx(unigram, abs=0.01)
-    unigram, bigram = entropies(ranks_of(markov=0.5, num_types=50))
-    assert bigram < unigram - 0.5
-
-
-def entropy(counts: Ranks) -> float:
-    """Entropy in bits."""
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log2(share)).sum())
