@@ -97,7 +97,8 @@ def tune(
         sys.exit("tile_tuning: the starting shapes do not run")
     for kernel in KERNELS:
         for tile in candidates(kernel, getattr(start, kernel), dry=options.dry_run):
-            shapes = start._replace(**{kernel: tile})
+            change: dict[str, Any] = {kernel: tile}
+            shapes = start._replace(**change)
             found = [seconds_of(problem, shapes, options.rounds) for problem in problems]
             ratios = [
                 seconds[kernel] / known[kernel]
