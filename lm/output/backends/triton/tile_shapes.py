@@ -78,7 +78,8 @@ def tiles(dtype: torch.dtype, capability: int, align: int, *, tensor_cores: bool
     fitting = [sm for of, sm in _TILES if of == kind and sm <= max(capability, 80)]
     found = _TILES[kind, max(fitting)]
     if kind == "half" and capability >= 90 and align < 8:
-        found = found._replace(forward=_NARROW_FORWARD)
+        columns = 64 if capability < 100 or align == 4 else 32
+        found = found._replace(forward=_NARROW_FORWARD._replace(h=columns))
     return found
 
 
