@@ -17,24 +17,26 @@ units, clocks under load, and in peers zeros for rows without visits and waiting
 """
 
 import heapq
+import multiprocessing
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
 from scripts.benchmarks.kernel_report import assembled, compiled, occupancy
-from scripts.benchmarks.kernel_work import Counts, Work, work
+from scripts.benchmarks.kernel_work import Counts, Work, count, make_problem
 from scripts.benchmarks.peer_work import PEERS, Operation
 from scripts.benchmarks.reporting import Column, Table, benchmark_parser, problem_size
 from scripts.benchmarks.sass_loops import Loop, loops
-from scripts.benchmarks.tile_tuning import make_problem
 
 SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024), (10_000_000, 300)]
 CAPABILITY = 90
@@ -83,9 +85,9 @@ def analysed(launch: Launch) -> Compiled:
     return Compiled(loops(binary.asm["cubin"]), resident, tile.warps, tile.stages)
 
 
-def launch_row(launch: Launch) -> dict[str, Any]:
-    """The model of a launch; times in µs."""
-    kernel, done = analysed(launch), work(launch)
+def launch_row(launch: Launch, done: Work) -> dict[str, Any]:
+    """The model of a launch that does some work; times in µs."""
+    kernel = analysed(launch)
     programs = launch.num_programs
     instructions, waits, flops = _per_program(kernel, done, programs)
     resident = min(kernel.resident, max(1, -(-programs // PROCESSORS)))
@@ -105,8 +107,10 @@ def _per_program(kernel: Compiled, done: Work, programs: int) -> tuple[Counts, C
     instructions, waits = np.zeros(programs), np.zeros(programs)
     flops, copies = 0.0, Counter[str]()
     for loop in kernel.loops:
-        iterations = done.loops[loop.name][copies[loop.name]] if loop.name else np.ones(programs)
-        copies[loop.name] += 1
+        iterations: Counts = np.ones(programs)  # outside of loops, unless counted
+        if ":" in loop.name or loop.name in done.loops:
+            iterations = done.loops[loop.name][copies[loop.name]]
+            copies[loop.name] += 1
         instructions += loop.instructions * iterations
         in_flight = max(1, kernel.stages - 1) if loop.matrix_flops else 1
         waits += iterations * (loop.waits / in_flight)
@@ -140,34 +144,21 @@ def _row(
     }
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the torch operations that launch something on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), named: Any = None
-    ) -> Any:
-        result = function(*arguments, **(named or {}))
-        allocates = "empty" in str(function) or "_local_scalar" in str(function)
-        self.count += not (function.is_view or allocates)
-        return result
-
-
-def fused_rows(problem: Problem) -> Iterator[dict[str, Any]]:
+def fused_rows(size: tuple[int, int], problem: Problem) -> Iterator[dict[str, Any]]:
     """The model of this project's kernels."""
     launches: list[Launch] = []
     backend, needs = TritonBackend(), Needs(hidden=True, weight=True, bias=False)
-    with instrumented(run=launches.append, capability=CAPABILITY), _Operations() as operations:
+    with instrumented(run=launches.append, capability=CAPABILITY):
         nll, saved = backend.forward(problem, needs)
         backend.backward(nll, problem, saved, needs)
-    yield _row("torch operations", dict.fromkeys(BOUNDS, 0.0), operations.count)
-    for launch in launches:
-        if launch.kernel.__name__ == "_d_weight":  # whose grid is four programs a processor
-            launch = launch._replace(num_programs=PROCESSORS * launch.num_programs)
-        yield launch_row(launch)
+    # the lists of what programs work on need kernels that run, which are not compiled
+    with (
+        mock.patch.dict(os.environ, TRITON_INTERPRET="1"),
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
+    ):
+        done = pool.submit(count, *size, problem.num_positions, CAPABILITY).result()
+    for launch, each in zip(launches, done, strict=True):
+        yield launch_row(launch, each)
 
 
 def operation_row(each: Operation) -> dict[str, Any]:
@@ -196,9 +187,9 @@ def floor_seconds(problem: Problem) -> float:
 def report(size: tuple[int, int], num_positions: int) -> Iterator[dict[str, Any]]:
     """Rows of every method at one size N, H; the last of each method is its total."""
     vocab_size, hidden_size = size
-    problem = model_problem(vocab_size, hidden_size, num_positions)
+    problem = make_problem(*size, num_positions)
     floor = 1e6 * floor_seconds(problem)
-    methods = {"fused": fused_rows(problem)}
+    methods = {"fused": fused_rows(size, problem)}
     methods |= {name: map(operation_row, peer(problem)) for name, peer in PEERS.items()}
     for method, found in methods.items():
         rows = list(found)
@@ -209,14 +200,6 @@ def report(size: tuple[int, int], num_positions: int) -> Iterator[dict[str, Any]
             problem_of = {"N": vocab_size, "H": hidden_size, "positions": num_positions}
             ratio = row["us"] / floor
             yield {**problem_of, "method": method, **row, "floor_us": floor, "ratio": ratio}
-
-
-def model_problem(vocab_size: int, hidden_size: int, num_positions: int) -> Problem:
-    """The problem of `tile_tuning`, without values."""
-    problem = make_problem(vocab_size, 1, num_positions, torch.bfloat16, "cpu")
-    hidden = torch.empty(num_positions, hidden_size, dtype=torch.bfloat16)
-    weight = torch.empty(len(problem.weight), hidden_size, dtype=torch.bfloat16)
-    return problem._replace(hidden=hidden, weight=weight)
 
 
 def assumptions() -> str:

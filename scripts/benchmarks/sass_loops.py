@@ -34,7 +34,7 @@ Place = tuple[str, int]
 class Loop(NamedTuple):
     """A loop of the machine code, without the loops inside it."""
 
-    name: str  # of the source loop: "function:variable"; empty outside of all loops
+    name: str  # of the source loop: "function:variable"; of the function outside of all loops
     instructions: int  # of an iteration
     matrix_flops: int  # of an iteration, a warp's share, on tensor cores
     waits: int  # loads from global memory that wait for one another
@@ -47,7 +47,10 @@ class _Instruction(NamedTuple):
 
 
 def loops(cubin: bytes) -> list[Loop]:
-    """What is outside of all loops, and the loops in the order of their addresses."""
+    """What is outside of all loops, by function, and the loops in the order of their addresses.
+
+    Functions are those that the kernel itself calls, in the order of the calls; "" is the kernel.
+    """
     instructions, labels = _disassembled(cubin)
     spans = set()
     for each in instructions:
@@ -62,18 +65,31 @@ def loops(cubin: bytes) -> list[Loop]:
     for each in instructions:
         around = [begin for begin, end in merged.items() if begin <= each.address <= end]
         inside[max(around, default=None)].append(each)
-    found = [_loop(inside[None], 0)]
+    parts: dict[tuple[int, str], list[_Instruction]] = {}
+    for each in inside.pop(None):
+        parts.setdefault(_part(each.places), []).append(each)
+    found = [
+        Loop(name, len(parts[line, name]), 0, _waits(parts[line, name]))
+        for line, name in sorted(parts)
+    ]
     for begin in sorted(merged):
         depth = sum(first <= begin <= last for first, last in merged.items())
         found.append(_loop(inside[begin], depth))
     return found
 
 
+def _part(places: tuple[Place, ...]) -> tuple[int, str]:
+    """Line of the call in the kernel and function called; 0 and "" for the kernel itself."""
+    if len(places) < 2 or Path(places[-1][0]).parent != Path(places[-2][0]).parent:
+        return 0, ""
+    return places[-1][1], _function(*places[-2])
+
+
 def _loop(body: list[_Instruction], depth: int) -> Loop:
     # a prologue of the loops inside is written in them, but cannot be in more loops than this one
-    chains = Counter(_source_loops(each.places)[:depth] for each in body) if depth else {("",): 1}
+    chains = Counter(_source_loops(each.places)[:depth] for each in body)
     flops = sum(_matrix_flops(each.text) for each in body)
-    return Loop(max(chains, key=lambda chain: chains[chain])[-1], len(body), flops, _waits(body))
+    return Loop(chains.most_common(1)[0][0][-1], len(body), flops, _waits(body))
 
 
 def _waits(body: list[_Instruction]) -> int:
@@ -137,6 +153,15 @@ def _source_loops(places: tuple[Place, ...]) -> tuple[str, ...]:
         for first, last, name in _loops_of_file(file)
         if first <= line <= last
     ) or ("",)
+
+
+@cache
+def _function(file: str, line: int) -> str:
+    """The function around a line."""
+    for node in ast.walk(ast.parse(Path(file).read_text())):
+        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
+            return node.name
+    return ""
 
 
 @cache
