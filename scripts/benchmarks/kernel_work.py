@@ -79,7 +79,7 @@ class _Arguments:
         if "h_units" in self.arguments:
             self.H: int = self["h_units"] * self["ALIGN"]
             self.num_h = -(-self.H // launch.tile.h)
-            self.item: int = self["hidden"].element_size()
+            self.item: int = launch.arguments["hidden"].element_size()
             self.row_bytes = self.H * self.item
         if "num_children" in self.arguments:
             self.width: Counts = self["num_children"]
@@ -122,7 +122,7 @@ class _Arguments:
 
 
 def _sort(a: _Arguments) -> Work:
-    steps = -(-a["I"] // a["RUN"]) - np.arange(a.num_programs)
+    steps = -(-a["num_nodes"] // a["RUN"]) - np.arange(a.num_programs)
     return Work({"_sort:n0": [np.maximum(0, -(-steps // a.num_programs))]})
 
 
@@ -182,7 +182,7 @@ def _errors(a: _Arguments) -> Work:
     width[:, : a.P] = np.where(a.node >= 0, a.width[a.node], 0)
     blocks = -(-width.reshape(len(a.node), a.num_programs, -1).max(2) // a.tile.c)
     loops = {"_errors:d": np.full(a.num_programs, a["D"]), "_errors:c0": blocks.sum(0)}
-    item = a["errors"].element_size()
+    item = a.arguments["errors"].element_size()
     saved = float(a.slots[a.node[a.node >= 0]].sum()) * item
     maxima = float((-(-width // a.tile.c)).sum()) * SINGLE
     return Work({name: [each] for name, each in loops.items()}, saved, 2 * saved + maxima)
@@ -223,13 +223,11 @@ def _heavy(a: _Arguments) -> Work:
 def _light(a: _Arguments) -> Work:
     flat, num_h = a.entries("light_groups", 2), a.num_h
     stop, top = a.stop().ravel(), flat // a.P
-    group, ends = np.full(a.P + 1, -1), np.zeros(a.P + 1, int)
-    begin, end = flat % a.P, stop[flat]
-    for index, (low, high) in enumerate(zip(begin, end, strict=True)):
-        group[low:high] = index
-    ends[:-1] = np.where(group[:-1] >= 0, top[group[:-1]], a["D"])
-    below = (a.node >= 0) & (np.arange(len(a.node))[:, None] >= ends[:-1])
-    unit, node, visits = a.pairs(group[:-1], below)
+    group, light_level = np.full(a.P, -1), np.full(a.P, a["D"])
+    for index, (begin, end) in enumerate(zip(flat % a.P, stop[flat], strict=True)):
+        group[begin:end], light_level[begin:end] = index, top[index]
+    light = (a.node >= 0) & (np.arange(len(a.node))[:, None] >= light_level)
+    unit, node, visits = a.pairs(group, light)
     blocks = -(-a.width[node] // a.tile.c)
     split, before = a.entries("split_tiles", 4), a["max_groups"]
     _, chunks, c0, _ = split.T
