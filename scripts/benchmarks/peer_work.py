@@ -71,12 +71,12 @@ def _class_products(problem: Problem) -> Iterator[Operation]:
     visits = visits[visits > 0]
     rows, logits = float(width.sum()), float((visits * width).sum())
     memory = ITEM * (size * (rows + num_positions) + logits)
-    flops = 2 * size * logits
 
     def operation(name: str, m: Tensor, n: Tensor, k: Tensor) -> Operation:
         blocks_m, blocks_n = (m / 256).ceil(), (n / 256).ceil()
         loaded = float((ITEM * k * (m * blocks_n + n * blocks_m)).sum())
-        return Operation(f"class {name}", 1, memory, loaded, flops)
+        padded = float(((m / 64).ceil() * 64 * (n / 64).ceil() * 64 * k).sum())
+        return Operation(f"class {name}", 1, memory, loaded, 2 * padded)
 
     sizes = width.new_full(width.shape, size)
     yield operation("logits", visits, width, sizes)
