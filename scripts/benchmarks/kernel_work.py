@@ -259,7 +259,7 @@ def _zeros(a: _Arguments, first: int) -> tuple[dict[str, Counts], float]:
     block, num_rows, num_programs = a["BLOCK_R"], a["R"], a.num_programs - first
     empty = np.zeros(-(-num_rows // block) * block, bool)
     empty[:num_rows] = a["visited"][a["node_of_row"][:num_rows]] == 0
-    any_empty: Counts = empty.reshape(-1, block).any(1)
+    any_empty: Counts = np.logical_or.reduce(empty.reshape(-1, block), axis=1)
     program = np.arange(len(any_empty)) % max(1, num_programs)
     loops = {
         "_light:r0": a.sums(program, 1, first=first),
