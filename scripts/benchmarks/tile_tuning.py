@@ -1,9 +1,10 @@
 """Time tile shapes of the fused kernels on a GPU, one kernel after another.
 
 The search starts from the shapes in `lm/output/backends/triton/tile_shapes.py`. Each kernel in turn
-tries every shape that compiles and fits, the other kernels unchanged; a launch is timed by events on the device, the median of the rounds. A shape's score is
-the geometric mean over the sizes of its time relative to the starting shape. `--dry-run` does the
-same without a GPU: two shapes each, tiny, in the interpreter.
+tries every shape that compiles and fits, the other kernels unchanged; a launch is timed by events
+on the device, the median of the rounds. A shape's score is the geometric mean over the sizes of its
+time relative to the starting shape. `--dry-run` does the same without a GPU: two shapes each, tiny,
+in the interpreter.
 """
 
 import argparse
@@ -96,7 +97,8 @@ def tune(
         sys.exit("tile_tuning: the starting shapes do not run")
     for kernel in KERNELS:
         for tile in candidates(kernel, getattr(start, kernel), dry=options.dry_run):
-            shapes = start._replace(**{kernel: tile})
+            change: dict[str, Any] = {kernel: tile}
+            shapes = start._replace(**change)
             found = [seconds_of(problem, shapes, options.rounds) for problem in problems]
             ratios = [
                 seconds[kernel] / known[kernel]

@@ -55,6 +55,10 @@ _TILES = {
     ("single", 80): Tiles(
         Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 2)
     ),
+    # With a second stage, the light loop loads into the operands of a wgmma that still runs.
+    ("single", 90): Tiles(
+        Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 1)
+    ),
     # No tensor cores: products by threads, so that positions without a visit cost as much as
     # others.
     ("exact", 80): Tiles(

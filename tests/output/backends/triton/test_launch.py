@@ -11,9 +11,9 @@ from lm.output.backends import BACKENDS
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton import backend as triton_backend
 from lm.output.backends.triton.launch import Launch, execute, instrumented, path_slots
-from lm.output.backends.triton.tile_shapes import Tile, Tiles, tiles
+from lm.output.backends.triton.tile_shapes import Tiles, tiles
 
-from ...definition import problem, two_level
+from ...definition import SMALL_TILE, problem, two_level
 
 pytest.importorskip("triton")
 
@@ -57,7 +57,9 @@ def test_without_gradients_no_exponentials_are_saved(launches: list[Launch]) -> 
 def test_instruments_nest_and_are_undone(launches: list[Launch]) -> None:
     tree = two_level(60, 8)
     hidden, weight, bias, target = problem(tree, 40, size=16, dtype=torch.float32)
-    wide, narrow = (Tiles(*[Tile(v, 16, 16, 4, 1, 16)] * 4) for v in (32, 16))
+    wide, narrow = (
+        Tiles(tile, tile, tile, tile) for tile in (SMALL_TILE._replace(v=32), SMALL_TILE)
+    )
 
     def forward() -> None:
         hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
