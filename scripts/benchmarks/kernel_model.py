@@ -1,0 +1,232 @@
+"""A performance model of the fused kernels and of their peers on an H200. Nothing is measured.
+
+One forward and backward of the output layer: bf16, dense gradients, no bias, two levels of √N
+classes with words assigned at random, inverse-rank targets. The time of a launch is the largest of
+
+  issue    machine instructions of the compiled loops × the iterations that this batch needs;
+           programs are put on the processors in order, so that waves and tails count
+  latency  of the same schedule, if every iteration waits for its loads, less those in flight
+  tensor   multiply-adds of the tensor cores, padding included
+  l2       bytes from the second-level cache to the processors, in sectors of 32 bytes
+  hbm      bytes from and to memory, every element once in each launch
+
+plus the overhead of a launch. The floor is what every implementation must do: visited rows and
+hidden vectors read twice and their gradients written once, or three products for every position and
+column of its path, whichever takes longer. Not modelled: bank conflicts, the address and store
+units, clocks under load, and in peers zeros for rows without visits and waiting for the host.
+"""
+
+import heapq
+import multiprocessing
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+
+from lm.output.backends.base import Needs, Problem
+from lm.output.backends.triton.backend import TritonBackend
+from lm.output.backends.triton.launch import Launch, instrumented
+from scripts.benchmarks.kernel_report import assembled, compiled, occupancy
+from scripts.benchmarks.kernel_work import Counts, Work, count, make_problem
+from scripts.benchmarks.peer_work import PEERS, Operation
+from scripts.benchmarks.reporting import Column, Table, benchmark_parser, problem_size
+from scripts.benchmarks.sass_loops import Loop, loops
+
+SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024), (10_000_000, 300)]
+CAPABILITY = 90
+PROCESSORS, SCHEDULERS, CLOCK = 132, 4, 1.75e9
+"""Of an H200: schedulers of a processor issue one instruction a clock each."""
+CLOCKS_PER_INSTRUCTION = 2
+"""Of one warp: independent instructions of other warps fill the rest."""
+LATENCY = 600 / CLOCK
+"""Seconds until a load arrives."""
+L2_RATE, HBM_RATE, FLOP_RATE = 5.5e12, 4.3e12, 989e12
+"""Bytes a second from the second-level cache and from memory; dense bf16 operations a second."""
+LAUNCH, SMALL_OPERATION = 1.5e-6, 2.25e-6
+"""Seconds within a CUDA graph: between the end of a launch and the work of the next; of a torch
+operation on a few numbers a position, work included.
+"""
+BOUNDS = ("issue", "latency", "tensor", "l2", "hbm")
+COLUMNS = (
+    Column("N", "N", "d", width=8),
+    Column("H", "H", "d", width=4),
+    Column("method", "method", width=8),
+    Column("launch", "launch", width=26),
+    Column("programs", "programs", "d"),
+    Column("a processor", "resident", "d"),
+    *(Column(f"{name} µs", f"{name}_us", ".1f") for name in BOUNDS),
+    Column("launches", "launches", "d"),
+    Column("time µs", "us", ".1f"),
+    Column("÷ floor", "ratio", ".2f"),
+    Column("bound by", "bound", width=8),
+)
+
+
+class Compiled(NamedTuple):
+    """What the model takes from a compiled kernel."""
+
+    loops: list[Loop]
+    resident: int  # programs that fit on a processor
+    warps: int
+    stages: int
+
+
+def analysed(launch: Launch) -> Compiled:
+    """Compile and disassemble a launch's kernel."""
+    binary, tile = compiled(launch, CAPABILITY), launch.tile
+    registers, _ = assembled(binary.asm["ptx"], CAPABILITY)
+    resident = occupancy(registers, binary.metadata.shared, tile.warps, CAPABILITY)
+    return Compiled(loops(binary.asm["cubin"]), resident, tile.warps, tile.stages)
+
+
+def launch_row(launch: Launch, done: Work) -> dict[str, Any]:
+    """The model of a launch that does some work; times in µs."""
+    kernel = analysed(launch)
+    programs = launch.num_programs
+    instructions, waits, flops = _per_program(kernel, done, programs)
+    resident = min(kernel.resident, max(1, -(-programs // PROCESSORS)))
+    share = max(CLOCKS_PER_INSTRUCTION, resident * kernel.warps / SCHEDULERS)
+    seconds = {
+        "issue": makespan(instructions * share / CLOCK, resident),
+        "latency": makespan(waits * LATENCY, resident),
+        "tensor": flops / FLOP_RATE,
+        "l2": done.loaded / L2_RATE,
+        "hbm": done.memory / HBM_RATE,
+    }
+    return _row(launch.kernel.__name__, seconds, 1, programs, resident)
+
+
+def _per_program(kernel: Compiled, done: Work, programs: int) -> tuple[Counts, Counts, float]:
+    """Instructions of a warp and waits for loads of each program; operations of all."""
+    instructions, waits = np.zeros(programs), np.zeros(programs)
+    flops, copies = 0.0, Counter[str]()
+    for loop in kernel.loops:
+        iterations: Counts = np.ones(programs)  # outside of loops, unless counted
+        if ":" in loop.name or loop.name in done.loops:
+            iterations = done.loops[loop.name][copies[loop.name]]
+            copies[loop.name] += 1
+        instructions += loop.instructions * iterations
+        in_flight = max(1, kernel.stages - 1) if loop.matrix_flops else 1
+        waits += iterations * (loop.waits / in_flight)
+        flops += loop.matrix_flops * kernel.warps * float(iterations.sum())
+    return instructions, waits, flops
+
+
+def makespan(seconds: Counts, resident: int) -> float:
+    """When the last program ends, if each in order takes the first free place."""
+    ends = [0.0] * (PROCESSORS * resident)
+    for each in seconds.tolist():
+        heapq.heapreplace(ends, ends[0] + each)
+    return max(ends)
+
+
+def _row(
+    name: str, seconds: dict[str, float], launches: int, programs: int = 0, resident: int = 0
+) -> dict[str, Any]:
+    """A row of the table, without its size."""
+    bound = max(seconds, key=lambda key: seconds[key])
+    overhead = launches * (LAUNCH if seconds[bound] else SMALL_OPERATION)
+    total = seconds[bound] + overhead
+    return {
+        "launch": name,
+        "programs": programs,
+        "resident": resident,
+        **{f"{key}_us": 1e6 * seconds.get(key, 0.0) for key in BOUNDS},
+        "launches": launches,
+        "us": 1e6 * total,
+        "bound": bound if seconds[bound] > overhead else "launches",
+    }
+
+
+def fused_rows(size: tuple[int, int], problem: Problem) -> Iterator[dict[str, Any]]:
+    """The model of this project's kernels."""
+    launches: list[Launch] = []
+    backend, needs = TritonBackend(), Needs(hidden=True, weight=True, bias=False)
+    with instrumented(run=launches.append, capability=CAPABILITY):
+        nll, saved = backend.forward(problem, needs)
+        backend.backward(nll, problem, saved, needs)
+    # the lists of what programs work on need kernels that run, which are not compiled
+    with (
+        mock.patch.dict(os.environ, TRITON_INTERPRET="1"),
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
+    ):
+        done = pool.submit(count, *size, problem.num_positions, CAPABILITY).result()
+    for launch, each in zip(launches, done, strict=True):
+        yield launch_row(launch, each)
+
+
+def operation_row(each: Operation) -> dict[str, Any]:
+    """The model of a peer's operation."""
+    seconds = {
+        "tensor": each.flops / FLOP_RATE,
+        "l2": each.loaded / L2_RATE,
+        "hbm": each.memory / HBM_RATE,
+    }
+    return _row(each.name, seconds, each.launches)
+
+
+def floor_seconds(problem: Problem) -> float:
+    """The least time of any implementation with this tree."""
+    tree, (num_positions, size) = problem.tree, problem.hidden.shape
+    row = tree.row_of_word[problem.target]
+    node = tree.node_of_row[row]
+    width, nodes = tree.num_children[node], torch.unique(node)
+    num_classes = int(tree.num_children[0])
+    rows = int(tree.num_children[nodes].sum()) + num_classes
+    num_bytes = 3 * (rows + num_positions) * size * problem.hidden.element_size()
+    columns = num_positions * num_classes + int(width.sum())
+    return max(num_bytes / HBM_RATE, 3 * 2 * columns * size / FLOP_RATE)
+
+
+def report(size: tuple[int, int], num_positions: int) -> Iterator[dict[str, Any]]:
+    """Rows of every method at one size N, H; the last of each method is its total."""
+    vocab_size, hidden_size = size
+    problem = make_problem(*size, num_positions)
+    floor = 1e6 * floor_seconds(problem)
+    methods = {"fused": fused_rows(size, problem)}
+    methods |= {name: map(operation_row, peer(problem)) for name, peer in PEERS.items()}
+    for method, found in methods.items():
+        rows = list(found)
+        total = {key: sum(row[key] for row in rows) for key in ("launches", "us")}
+        total |= {f"{key}_us": sum(row[f"{key}_us"] for row in rows) for key in BOUNDS}
+        rows.append({"launch": "total", "programs": 0, "resident": 0, **total, "bound": ""})
+        for row in rows:
+            problem_of = {"N": vocab_size, "H": hidden_size, "positions": num_positions}
+            ratio = row["us"] / floor
+            yield {**problem_of, "method": method, **row, "floor_us": floor, "ratio": ratio}
+
+
+def assumptions() -> str:
+    """The numbers of the model, as a sentence."""
+    return (
+        f"A model, nothing is measured: {PROCESSORS} processors × {SCHEDULERS} schedulers ×"
+        f" {CLOCK / 1e9:g} GHz, one instruction of a warp in {CLOCKS_PER_INSTRUCTION} clocks,"
+        f" {LATENCY * 1e9:.0f} ns for a load, {FLOP_RATE / 1e12:g} TFLOP/s,"
+        f" {L2_RATE / 1e12:g} TB/s from the second-level cache, {HBM_RATE / 1e12:g} TB/s from and"
+        f" to memory with every element once a launch, {LAUNCH * 1e6:g} µs between launches in a"
+        f" CUDA graph, {SMALL_OPERATION * 1e6:g} µs for a small torch operation."
+    )
+
+
+def main() -> None:
+    """Print the table, and write a log if asked."""
+    parser = benchmark_parser(__doc__)
+    add = parser.add_argument
+    add("--sizes", type=problem_size, nargs="+", default=SIZES, metavar="N:H")
+    add("--positions", type=int, default=16_384)
+    options = parser.parse_args()
+    print(assumptions(), file=sys.stderr)
+    table = Table(COLUMNS, log=options.json)
+    for size in options.sizes:
+        for row in report(size, options.positions):
+            table.add({**row, "model": True})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""The work of the fused kernels' launches, counted from their arguments: iterations and bytes.
+
+A counter mirrors its kernel: how often each program runs each loop, and the bytes that all programs
+load and store of tensors that grow with rows, positions × H or positions × columns. Tests compare
+the counts with Triton's interpreter.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lm.output import ClassTree
+from lm.output.backends.base import Needs, Problem
+from lm.output.backends.triton.backend import TritonBackend
+from lm.output.backends.triton.launch import SLOT, Launch, execute, instrumented
+from scripts.benchmarks.methods import zipf
+
+Counts = NDArray[Any]
+"""Numbers of the programs, visits, nodes or entries of a launch."""
+SECTOR = 32
+"""Bytes of the smallest piece that the caches move."""
+SINGLE = 4
+"""Bytes of a number that sums are formed in."""
+ROUTING = ("_sort", "_merge", "_plan")
+
+
+class Work(NamedTuple):
+    """What a launch does."""
+
+    loops: dict[str, list[Counts]]  # iterations of each program, for each inlined copy of a loop
+    loaded: float = 0  # bytes from the second-level cache to the processors, in whole sectors
+    memory: float = 0  # bytes from and to memory, every element once
+
+
+def make_problem(vocab_size: int, hidden_size: int, num_positions: int) -> Problem:
+    """The problem of `tile_tuning` in bf16, without values."""
+    torch.manual_seed(0)
+    word_class = torch.randperm(vocab_size) * round(vocab_size**0.5) // vocab_size
+    tree = ClassTree.two_level(word_class)
+    target, _ = zipf(vocab_size, num_positions)
+    hidden, weight = (
+        torch.empty(rows, hidden_size, dtype=torch.bfloat16)
+        for rows in (num_positions, tree.num_rows)
+    )
+    return Problem.of(hidden, weight, None, target, tree)
+
+
+def count(vocab_size: int, hidden_size: int, num_positions: int, capability: int) -> list[Work]:
+    """The work of each launch of a forward and backward, of which the routing is interpreted."""
+    problem = make_problem(vocab_size, hidden_size, num_positions)
+    backend, needs, done = TritonBackend(), Needs(hidden=True, weight=True, bias=False), []
+
+    def run(launch: Launch) -> None:
+        if launch.kernel.__name__ in ROUTING:
+            execute(launch)
+        done.append(work(launch))
+
+    with instrumented(run=run, capability=capability):
+        nll, saved = backend.forward(problem, needs)
+        backend.backward(nll, problem, saved, needs)
+    return done
+
+
+def work(launch: Launch) -> Work:
+    """Count the work of a launch whose routing is written."""
+    return COUNTERS[launch.kernel.__name__](_Arguments(launch))
+
+
+class _Arguments:
+    """A launch's arguments as numbers and arrays, and what the counters derive from them."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.arguments, self.num_programs = launch.arguments, launch.num_programs
+        self.P, self.tile = self["P"], launch.tile
+        if "h_units" in self.arguments:
+            self.H: int = self["h_units"] * self["ALIGN"]
+            self.num_h = -(-self.H // launch.tile.h)
+            self.item: int = launch.arguments["hidden"].element_size()
+            self.row_bytes = self.H * self.item
+        if "num_children" in self.arguments:
+            self.width: Counts = self["num_children"]
+            self.node: Counts = self["node"]
+            self.slots = -(-self.width // SLOT) * SLOT  # saved columns of each node
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.arguments[name]
+        return value.numpy() if torch.is_tensor(value) and value.dtype != torch.bfloat16 else value
+
+    def entries(self, name: str, place: int) -> Counts:
+        """The entries of a list of the routing."""
+        found: Counts = self[name][: self["num_entries"][place]]
+        return found
+
+    def sectors(self) -> float:
+        """Bytes moved for each byte of a tile's columns of a row, wherever rows begin."""
+        size = min(self.tile.h, self.H) * self.item
+        return (size + SECTOR - math.gcd(self.row_bytes, SECTOR)) / size
+
+    def stop(self) -> Counts:
+        """Where the run of visits of the same node ends on its level, [D, P]."""
+        last = np.ones(self.node.shape, bool)
+        last[:, :-1] = self.node[:, 1:] != self.node[:, :-1]
+        stop = np.where(last, np.arange(self.P) + 1, self.P)
+        found: Counts = np.minimum.accumulate(stop[:, ::-1], 1)[:, ::-1]
+        return found
+
+    def pairs(self, unit: Counts, chosen: Counts) -> tuple[Counts, Counts, Counts]:
+        """Unit [P] and node of the chosen visits [D, P], each pair once, and its visits."""
+        unit, num_nodes = np.broadcast_to(unit, self.node.shape)[chosen], len(self.width)
+        key, visits = np.unique(unit * num_nodes + self.node[chosen], return_counts=True)
+        return key // num_nodes, key % num_nodes, visits
+
+    def sums(self, program: Counts, values: Any, *, first: int = 0, repeat: int = 1) -> Counts:
+        """Values added by program, each for `repeat` neighbouring programs from `first` on."""
+        program = (first + program[:, None] * repeat + np.arange(repeat)).ravel()
+        weights = np.repeat(np.broadcast_to(values, program.size // repeat), repeat)
+        return np.bincount(program, weights, minlength=self.num_programs)
+
+
+def _sort(a: _Arguments) -> Work:
+    steps = -(-a["num_nodes"] // a["RUN"]) - np.arange(a.num_programs)
+    return Work({"_sort:n0": [np.maximum(0, -(-steps // a.num_programs))]})
+
+
+def _merge(a: _Arguments) -> Work:
+    return Work({"_merge:climbed": [np.full(a.num_programs, a["D"])]})
+
+
+def _plan(a: _Arguments) -> Work:
+    node, width = a.node, a.width
+    start = np.maximum.accumulate(
+        np.where(np.diff(node, axis=1, prepend=-2) != 0, np.arange(a.P), 0), axis=1
+    )
+    visits, first = a.stop() - start, start == np.arange(a.P)
+    blocks = -(-width[node] // a["TILE_C"]) * -(-visits // a["chunk"])
+    blocks = np.where(first & (node >= 0) & (visits > a["LIGHT"]), blocks, 0)
+    padded = np.zeros((len(node), a.num_programs * a["BLOCK_V"]), blocks.dtype)
+    padded[:, : a.P] = blocks
+    most = padded.reshape(len(node), a.num_programs, -1).max(2).sum(0)
+    return Work({"_plan:d": [np.full(a.num_programs, a["D"])], "_plan:i": [most]})
+
+
+def _forward(a: _Arguments) -> Work:
+    splits, stop = a["SPLITS"], a.stop().ravel()
+    parts = (
+        (a.entries("heavy_tiles", 0), 0, a.tile.v),
+        (
+            a.entries("light_nodes", 1),
+            a["max_heavy"],
+            a["LIGHT"],
+        ),
+    )
+    names = "_forward_tile", "_forward_tile:c0", "_forward_tile:h0", "_finish:d"
+    loops: dict[str, list[Counts]] = {name: [] for name in names}
+    loaded = rows = saved = 0.0
+    for flat, before, most in parts:
+        node, unit = a.node.ravel()[flat], before + np.arange(len(flat))
+        visits, width = np.minimum(stop[flat] - flat % a.P, most), a.width[node]
+        num_blocks = -(-width // a.tile.c)
+        share = -(-num_blocks // splits)
+        split = np.arange(splits)
+        blocks = np.clip(num_blocks[:, None] - split * share[:, None], 0, share[:, None])
+        program = (unit[:, None] * splits + split).ravel()
+        inner = a.sums(program, blocks.ravel())
+        ran = a.sums(program, 1)
+        counts = (ran, inner, inner * a.num_h, ran * a["D"])
+        for name, found in zip(names, counts, strict=True):
+            loops[name].append(found)
+        loaded += float((num_blocks * visits + width).sum()) * a.row_bytes
+        rows += float(a.width[np.unique(node)].sum())
+        saved += float((visits * (a.slots[node] * a.item + num_blocks * SINGLE)).sum())
+    memory = (rows + (a.node >= 0).any(0).sum()) * a.row_bytes + saved * a["SAVE"]
+    return Work(loops, loaded * a.sectors(), memory)
+
+
+def _errors(a: _Arguments) -> Work:
+    width = np.zeros((len(a.node), a.num_programs * a.tile.v), a.width.dtype)
+    width[:, : a.P] = np.where(a.node >= 0, a.width[a.node], 0)
+    blocks = -(-width.reshape(len(a.node), a.num_programs, -1).max(2) // a.tile.c)
+    loops = {"_errors:d": np.full(a.num_programs, a["D"]), "_errors:c0": blocks.sum(0)}
+    item = a.arguments["errors"].element_size()
+    saved = float(a.slots[a.node[a.node >= 0]].sum()) * item
+    maxima = float((-(-width // a.tile.c)).sum()) * SINGLE
+    return Work({name: [each] for name, each in loops.items()}, saved, 2 * saved + maxima)
+
+
+def _heavy(a: _Arguments) -> Work:
+    entry, most = a.entries("row_tiles", 3), a["max_row_tiles"]
+    flat, end, c0, partial = entry.T
+    node, visits = a.node.ravel()[flat], end - flat % a.P
+    steps = a.sums(np.arange(len(entry)), -(-visits // a.tile.step), repeat=a.num_h)
+    rows = np.minimum(a.tile.c, a.width[node] - c0)
+    columns = np.minimum(a.tile.c, a.slots[node] - c0)
+    loaded = float(visits.sum()) * a.row_bytes * a.sectors()
+    loaded += float((visits * columns).sum()) * a.item * a.num_h
+    memory = float((rows * np.where(partial >= 0, SINGLE, a.item)).sum()) * a.H
+    level = a["light_level"]
+    chosen = (a.node >= 0) & (np.arange(len(a.node))[:, None] < level)
+    tile, node, visits = a.pairs(np.arange(a.P) // a.tile.v, chosen)
+    first, num_h = most * a.num_h, a.num_h
+    blocks = -(-a.width[node] // a.tile.step)
+    tiles = np.arange(-(-a.P // a.tile.v))
+    loops = {
+        "_heavy_rows": np.sign(steps),
+        "_heavy_rows:v0": steps,
+        "_heavy_hidden": a.sums(tiles, 1, first=first, repeat=num_h),
+        "_heavy_hidden:d": a.sums(tiles, a["D"], first=first, repeat=num_h),
+        "_heavy_hidden:while": a.sums(tile, 1, first=first, repeat=num_h),
+        "_heavy_hidden:c0": a.sums(tile, blocks, first=first, repeat=num_h),
+    }
+    saved = float((visits * a.slots[node]).sum()) * a.item
+    loaded += float(a.width[node].sum()) * a.row_bytes * a.sectors() + saved * num_h
+    light = int((level < a["D"]).sum())
+    final, sums = (a.P - light) * a.row_bytes, light * a.H * SINGLE
+    once = float(a.width[np.unique(node)].sum() + chosen.any(0).sum()) * a.row_bytes
+    return Work({k: [v] for k, v in loops.items()}, loaded, memory + once + saved + final + sums)
+
+
+def _light(a: _Arguments) -> Work:
+    flat, num_h = a.entries("light_groups", 2), a.num_h
+    stop, top = a.stop().ravel(), flat // a.P
+    group, light_level = np.full(a.P, -1), np.full(a.P, a["D"])
+    for index, (begin, end) in enumerate(zip(flat % a.P, stop[flat], strict=True)):
+        group[begin:end], light_level[begin:end] = index, top[index]
+    light = (a.node >= 0) & (np.arange(len(a.node))[:, None] >= light_level)
+    unit, node, visits = a.pairs(group, light)
+    blocks = -(-a.width[node] // a.tile.c)
+    split, before = a.entries("split_tiles", 4), a["max_groups"]
+    _, chunks, c0, _ = split.T
+    split_rows = np.minimum(a["BLOCK_R"], a.width[a.node.ravel()[split[:, 0]]] - c0)
+    zeros, zero_rows = _zeros(a, (before + a["max_split_tiles"]) * num_h)
+    added = a.sums(np.arange(len(split)), chunks, first=before * num_h, repeat=num_h)
+    loops = {
+        "_light_group": a.sums(np.arange(len(flat)), 1, repeat=num_h),
+        "_light_group:d": a.sums(np.arange(len(flat)), a["D"] - top, repeat=num_h),
+        "_light_group:while": a.sums(unit, 1, repeat=num_h),
+        "_light_group:c0": a.sums(unit, blocks, repeat=num_h),
+        "_add_chunks": np.sign(added),
+        "_add_chunks:chunk": added,
+        **zeros,
+    }
+    positions = float((group >= 0).sum())
+    rows = float(a.width[node].sum())
+    saved = float((visits * a.slots[node]).sum()) * a.item
+    sums = (float((chunks * split_rows).sum()) + positions) * a.H * SINGLE
+    loaded = (rows + positions) * a.row_bytes * a.sectors() + saved * num_h + sums
+    written = (rows + positions + float(split_rows.sum()) + zero_rows) * a.row_bytes
+    owners = a["R"] * 8.0
+    memory = (rows + positions) * a.row_bytes + saved + sums + written + owners
+    return Work({k: [v] for k, v in loops.items()}, loaded + owners, memory)
+
+
+def _zeros(a: _Arguments, first: int) -> tuple[dict[str, Counts], float]:
+    """Iterations of the programs from `first` on that write zeros, and the rows they write."""
+    block, num_rows, num_programs = a["BLOCK_R"], a["R"], a.num_programs - first
+    empty = np.zeros(-(-num_rows // block) * block, bool)
+    empty[:num_rows] = a["visited"][a["node_of_row"][:num_rows]] == 0
+    any_empty: Counts = np.logical_or.reduce(empty.reshape(-1, block), axis=1)
+    program = np.arange(len(any_empty)) % max(1, num_programs)
+    loops = {
+        "_light:r0": a.sums(program, 1, first=first),
+        "_write_zeros:h0": a.sums(program, any_empty * a.num_h, first=first),
+    }
+    return loops, float(empty.sum())
+
+
+COUNTERS: dict[str, Callable[[_Arguments], Work]] = {
+    counter.__name__: counter
+    for counter in (_sort, _merge, _plan, _forward, _errors, _heavy, _light)
+}
+"""By name of the kernel."""

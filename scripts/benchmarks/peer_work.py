@@ -1,0 +1,128 @@
+"""The work of the peers in `kernel_model`: their operations, with bytes and multiply-adds.
+
+Products of cuBLAS are taken to read as tiles of 256 × 256 do: 128 × 256 by clusters of two that
+share what they load. Other operations read and write each element once.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lm.output.backends.base import Problem
+from scripts.benchmarks.peers import usual_cutoffs
+
+ITEM = 2
+"""Bytes of a number."""
+CCE_KEPT = 0.2
+"""Share of blocks whose gradients cut-cross-entropy does not skip, as its authors estimate."""
+
+
+class Operation(NamedTuple):
+    """One or more launches."""
+
+    name: str
+    launches: int
+    memory: float = 0  # bytes from and to memory
+    loaded: float = 0  # bytes from the second-level cache
+    flops: float = 0
+
+
+def _product(
+    name: str, m: float, n: float, k: float, *, tile: tuple[int, int] = (256, 256)
+) -> Operation:
+    """[m, k] × [k, n] → [m, n]."""
+    blocks_m, blocks_n = max(1.0, m / tile[0]), max(1.0, n / tile[1])
+    loaded = ITEM * k * (m * blocks_n + n * blocks_m)
+    return Operation(name, 1, ITEM * (m * k + k * n + m * n), loaded, 2 * m * n * k)
+
+
+def _three_products(name: str, m: float, n: float, k: float) -> Iterator[Operation]:
+    """Forward and both gradients of logits [m, n] = [m, k] × [k, n]."""
+    yield _product(f"{name} logits", m, n, k)
+    yield _product(f"{name} d_hidden", m, k, n)
+    yield _product(f"{name} d_weight", n, k, m)
+
+
+def _softmax(name: str, numbers: float, launches: int = 2, passes: int = 3) -> Operation:
+    """Log-sum-exp of logits, then their error: each pass reads or writes all of them."""
+    return Operation(f"{name} softmax", launches, passes * ITEM * numbers, passes * ITEM * numbers)
+
+
+def grouped(problem: Problem) -> Iterator[Operation]:
+    """Positions sorted by class, grouped products, one elementwise kernel forward and backward."""
+    tree, (num_positions, size) = problem.tree, problem.hidden.shape
+    num_classes = int(tree.num_children[0])
+    vectors = num_positions * size * ITEM
+    yield Operation("sort by class", 12)
+    yield Operation("gather hidden", 1, 2 * vectors)
+    yield from _three_products("root", num_positions, num_classes, size)
+    yield _softmax("root", num_positions * num_classes)
+    yield from _class_products(problem)
+    yield Operation("add d_hidden", 1, 3 * vectors)
+
+
+def _class_products(problem: Problem) -> Iterator[Operation]:
+    tree, (num_positions, size) = problem.tree, problem.hidden.shape
+    word_class = tree.node_of_row[tree.row_of_word[problem.target]] - 1
+    visits = word_class.bincount(minlength=int(tree.num_children[0])).double()
+    width = tree.num_children[1:][visits > 0].double()
+    visits = visits[visits > 0]
+    rows, logits = float(width.sum()), float((visits * width).sum())
+    memory = ITEM * (size * (rows + num_positions) + logits)
+
+    def operation(name: str, m: Tensor, n: Tensor, k: Tensor) -> Operation:
+        blocks_m, blocks_n = (m / 256).ceil(), (n / 256).ceil()
+        loaded = float((ITEM * k * (m * blocks_n + n * blocks_m)).sum())
+        padded = float(((m / 64).ceil() * 64 * (n / 64).ceil() * 64 * k).sum())
+        return Operation(f"class {name}", 1, memory, loaded, 2 * padded)
+
+    sizes = width.new_full(width.shape, size)
+    yield operation("logits", visits, width, sizes)
+    yield operation("d_hidden", visits, sizes, width)
+    yield operation("d_weight", width, sizes, visits)
+    yield _softmax("class", logits)
+
+
+def cce(problem: Problem) -> Iterator[Operation]:
+    """Cut-cross-entropy's tiles: logits again in the backward, gradients added tile by tile."""
+    num_positions, size = problem.hidden.shape
+    num_words = problem.tree.row_of_word.numel()
+    once = ITEM * size * (num_positions + num_words)
+    forward = _product("logits", num_positions, num_words, size, tile=(256, 128))
+    yield forward._replace(memory=once)
+    again = _product("backward", num_positions, num_words, size, tile=(128, 128))
+    added = ITEM * size * 2 * num_positions * num_words / 128  # of every tile, to both gradients
+    yield again._replace(
+        memory=2 * once,
+        loaded=again.loaded + CCE_KEPT * (2 * added + added),  # operands, and sums read
+        flops=again.flops * (1 + 2 * CCE_KEPT),
+    )
+    yield Operation("target logits, zeros", 4, once)
+
+
+def adaptive(problem: Problem) -> Iterator[Operation]:
+    """AdaptiveLogSoftmaxWithLoss of torch; words are numbered by frequency."""
+    num_positions, size = problem.hidden.shape
+    num_words = problem.tree.row_of_word.numel()
+    cutoffs = usual_cutoffs(num_words)
+    divisor = min(4, int(size ** (1 / len(cutoffs))))
+    head = cutoffs[0] + len(cutoffs)
+    yield from _three_products("head", num_positions, head, size)
+    yield _softmax("head", num_positions * head, launches=4, passes=4)
+    for cluster, (first, stop) in enumerate(pairwise([*cutoffs, num_words]), 1):
+        inside = int(((problem.target >= first) & (problem.target < stop)).sum())
+        narrow, name = size // divisor**cluster, f"tail {cluster}"
+        yield Operation(f"{name} positions", 12, 6 * ITEM * size * inside)
+        yield from _three_products(f"{name} projection", inside, narrow, size)
+        yield from _three_products(name, inside, stop - first, narrow)
+        yield _softmax(name, inside * (stop - first), launches=4, passes=4)
+
+
+PEERS: dict[str, Callable[[Problem], Iterator[Operation]]] = {
+    "grouped": grouped,
+    "cce": cce,
+    "adaptive": adaptive,
+}
+"""Peers by name."""
