@@ -85,11 +85,10 @@ class Access:
 
     def fail(self, what: str, where: Array | None = None) -> None:
         """Raise a fault that names the instruction and the first threads."""
-        at = np.arange(len(self.address)) if where is None else np.flatnonzero(where)
-        threads = [(int(self.program[i]), int(self.thread[i])) for i in at[:4]]
-        raise Fault(
-            f"{self.kernel}: {what}: (program, thread) {threads} at #{self.by.index}: {self.by.text}"
-        )
+        which = np.arange(len(self.address)) if where is None else np.flatnonzero(where)
+        threads = [(int(self.program[i]), int(self.thread[i])) for i in which[:4]]
+        at = f"at #{self.by.index}: {self.by.text}"
+        raise Fault(f"{self.kernel}: {what}: (program, thread) {threads} {at}")
 
 
 def gather(view: Array, offset: Array, width: int) -> Array:

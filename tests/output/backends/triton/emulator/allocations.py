@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .access import Array
+from .access import Array, Fault
 
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 """Operations whose results have no values."""
@@ -25,21 +25,25 @@ class Allocations(TorchDispatchMode):
         self._kept: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Execute an operation, and note what it allocates or writes."""
+        """Execute an operation, and note what it allocates, reads or writes."""
         kwargs = kwargs or {}
+        arguments = {argument.name: argument for argument in func._schema.arguments}
+        given = dict(zip(arguments, args, strict=False)) | kwargs
+        tensors = [(arguments[n], v) for n, v in given.items() if isinstance(v, Tensor)]
+        name = func.overloadpacket.__name__
+        allocates = name in EMPTY
+        of_sizes = name.endswith("_like") or name.startswith("new_")  # values are not read
+        for argument, tensor in tensors:
+            if not of_sizes and argument.alias_info is None and self.unwritten_elements(tensor):
+                raise Fault(f"{func} reads memory that nobody wrote")
         result = func(*args, **kwargs)
         self._kept.append(result)
-        if func.overloadpacket.__name__ in EMPTY:
+        if allocates:
             storage = result.untyped_storage()
             self._written[storage.data_ptr()] = np.zeros(storage.nbytes(), np.bool_)
-            return result
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.is_write and isinstance(value, Tensor):
-                self.written(value)[:] = True
-        for argument in func._schema.arguments:
-            value = kwargs.get(argument.name)
-            if argument.is_write and isinstance(value, Tensor):
-                self.written(value)[:] = True
+        for argument, tensor in tensors:
+            if argument.is_write:
+                self.written(tensor)[:] = True
         return result
 
     def written(self, tensor: Tensor) -> Array:
@@ -52,6 +56,8 @@ class Allocations(TorchDispatchMode):
 
     def unwritten_elements(self, tensor: Tensor) -> int:
         """How many elements of a tensor have no values."""
+        if type(tensor) is not Tensor or tensor.untyped_storage().data_ptr() not in self._written:
+            return 0
         written = torch.from_numpy(self.written(tensor).copy()).view(-1, tensor.element_size())
         return int((~written.all(1)).as_strided(tensor.shape, tensor.stride()).sum())
 

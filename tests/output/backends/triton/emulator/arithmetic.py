@@ -244,7 +244,9 @@ def _count_bits(decoder: Decoder, by: Instruction) -> Action:
             return np.asarray(bits.sum(-1).astype(np.uint32))
         if by.mnemonic == "clz":
             return np.where(bits.any(-1), bits.argmax(-1), 32).astype(np.uint32)
-        return np.asarray((bits.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(-1, np.uint32))
+        return np.asarray(
+            (bits.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(-1, np.uint32)
+        )
 
     if by.fields[-1] != "b32":
         raise Unsupported(by.text)

@@ -1,9 +1,8 @@
 """Execution of launches: compiled to PTX for an architecture, and run on a CPU."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -41,6 +40,133 @@ class Code:
         self.element_bytes = min([2, *widths])  # of shared memory, the least that is accessed
 
 
+class Request(NamedTuple):
+    """A launch of a compiled kernel."""
+
+    kernel: str
+    text: str  # PTX
+    num_programs: int
+    num_shared_bytes: int
+    tensors: list[tuple[str, Array, Array, int]]  # name, bytes, which have values, element size
+    values: list[tuple[int | None, Any]]  # of the parameters: offset into a tensor, or a number
+
+    def copy(self) -> "Request":
+        """The same, with the values that the tensors have now."""
+        copied = [(name, raw.copy(), has.copy(), item) for name, raw, has, item in self.tensors]
+        return self._replace(tensors=copied)
+
+
+def requested(launch: Launch, capability: int, allocations: Allocations) -> Request:
+    """Compile the kernel of a launch.
+
+    A tensor within another one is a part of it.
+    """
+    binary = compiled(launch, capability)
+    name = launch.kernel.__name__
+    if binary.metadata.global_scratch_size:
+        raise Unsupported(f"scratch memory of {name}")
+    given = [(n, each) for n, each in launch.arguments.items() if isinstance(each, Tensor)]
+    given.sort(key=lambda pair: (extent(pair[1])[0], -extent(pair[1])[1]))
+    places: dict[str, tuple[int | None, Any]] = {}
+    tensors: list[tuple[str, Array, Array, int]] = []
+    begin, end = 0, 0
+    for argument, tensor in given:
+        first, last = extent(tensor)
+        if first == last:
+            places[argument] = (None, BASE)
+            continue
+        if first >= end:
+            begin, end = first, last
+            has_values = allocations.written(tensor)
+            tensors.append((argument, raw_bytes(tensor), has_values, tensor.element_size()))
+        elif last > end:
+            raise Unsupported(f"{argument}: a tensor that overlaps another one")
+        places[argument] = (len(tensors) - 1, first - begin)
+    values = [
+        places.get(n, (None, launch.arguments[n]))
+        for n in launch.kernel.arg_names
+        if binary.src.signature[n] != "constexpr"
+    ]
+    shared = binary.metadata.shared
+    return Request(name, binary.asm["ptx"], launch.num_programs, shared, tensors, values)
+
+
+class Run:
+    """The execution of a request, from the values that its tensors have now; they are not changed.
+
+    Attributes:
+        memory: after the execution.
+        ambiguous: as in `SharedMemory`.
+        num_instructions: executed, by one or several programs at a time.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        code: Code,
+        order: str = "together",
+        seed: int = 0,
+        counting: bool = False,
+        limit: int = 1 << 60,
+    ) -> None:
+        self.memory = GlobalMemory(request.num_programs)
+        self.memory.counting = counting
+        for tensor in request.tensors:
+            self.memory.add(*tensor)
+        self.memory.seal()
+        self.ambiguous: Counter[str] = Counter()
+        self.num_instructions = 0
+        self._code, self._request, self._random = code, request, np.random.default_rng(seed)
+        ids = np.arange(request.num_programs)
+        if order == "backward":
+            ids = ids[::-1]
+        elif order == "interleaved":
+            self._random.shuffle(ids)
+        step = max(1, NUM_LANES // code.kernel.num_threads)
+        with np.errstate(all="ignore"):
+            for begin in range(0, len(ids), step):
+                self._run(ids[begin : begin + step], order, limit)
+
+    def _run(self, ids: Array, order: str, limit: int) -> None:
+        code, request = self._code, self._request
+        registers: list[Any] = list(code.decoder.initial)
+        thread = np.arange(code.kernel.num_threads, dtype=np.uint32)[None]
+        for name, value in {
+            "%tid.x": thread,
+            "%laneid": thread % np.uint32(32),
+            "%ntid.x": np.full((1, 1), code.kernel.num_threads, np.uint32),
+            "%ctaid.x": ids[:, None].astype(np.uint32),
+            "%nctaid.x": np.full((1, 1), request.num_programs, np.uint32),
+        }.items():
+            registers[code.decoder.slots[name]] = value
+        programs = Programs(
+            kernel=code.kernel, ids=ids, memory=self.memory, registers=registers,
+            num_shared_bytes=request.num_shared_bytes, element_bytes=code.element_bytes,
+            slots=code.decoder.slots, parameters=self._parameters(),
+        )  # fmt: skip
+        scheduler = Scheduler(programs, code.blocks, order, self._random, limit)
+        scheduler.run()
+        self.ambiguous += programs.shared.ambiguous
+        self.num_instructions += scheduler.num_instructions
+
+    def _parameters(self) -> dict[str, Array]:
+        types = self._code.kernel.parameters
+        values = self._request.values
+        values = values + [(None, 0)] * (
+            len(types) - len(values)
+        )  # of scratch memory there is none
+        parameters = {}
+        for (name, kind), (tensor, value) in zip(types.items(), values, strict=True):
+            bits = BITS[kind]
+            if tensor is not None:
+                value += BASE + self.memory.start[tensor]
+            if isinstance(value, float):
+                value = int(np.array(value, arithmetic.TYPES[kind]).view(bits))
+            size = 8 * np.dtype(bits).itemsize
+            parameters[name] = np.full((1, 1), value & ((1 << size) - 1), bits)
+        return parameters
+
+
 @dataclass
 class Emulator:
     """Executes launches, as `run` of `instrumented`.
@@ -50,116 +176,40 @@ class Emulator:
         allocations: what tensors have values.
         order: of the programs, as in `Scheduler`.
         seed: of the order "interleaved".
-        edit: changes the PTX of a kernel, given its name.
-        counting: whether `loaded` and `stored` are counted.
+        counting: whether bytes are counted.
+        codes: by PTX, which several emulators may share.
+        requests: if not None, every launch is added to it, with the values before it.
+        ambiguous: as in `SharedMemory`.
+        loaded: bytes by tensor of every launch, each once per program and instruction.
+        stored: the same of stores.
     """
 
     capability: int
     allocations: Allocations
     order: str = "together"
     seed: int = 0
-    edit: Callable[[str, str], str] | None = None
     counting: bool = False
-    codes: dict[tuple[str, str], Code] = field(default_factory=dict)
-    loaded: list[tuple[str, Counter[str]]] = field(default_factory=list)  # bytes, by launch
+    codes: dict[str, Code] = field(default_factory=dict)
+    requests: list[Request] | None = None
+    ambiguous: Counter[str] = field(default_factory=Counter)
+    loaded: list[tuple[str, Counter[str]]] = field(default_factory=list)
     stored: list[tuple[str, Counter[str]]] = field(default_factory=list)
-    num_instructions: int = 0
 
     def run(self, launch: Launch) -> None:
         """Compile and execute a launch."""
         if not launch.num_programs:
             return
-        binary = compiled(launch, self.capability)
-        if binary.metadata.global_scratch_size:
-            raise Unsupported(f"scratch memory of {launch.kernel.__name__}")
-        code = self.code(launch.kernel.__name__, binary.asm["ptx"])
-        memory = GlobalMemory(launch.num_programs)
-        memory.counting = self.counting
-        addresses, regions = self._regions(memory, launch.arguments)
-        memory.seal()
-        values = [
-            addresses[name] if isinstance(launch.arguments[name], Tensor) else launch.arguments[name]
-            for name in launch.kernel.arg_names
-            if binary.src.signature[name] != "constexpr"
-        ]
-        self._execute(code, memory, values, binary.metadata.shared)
-        for i, (contents, written) in enumerate(regions):
-            start = memory.start[i]
-            contents[:] = memory.data[start : start + len(contents)]
-            written[:] = memory.written(i)
+        request = requested(launch, self.capability, self.allocations)
+        if self.requests is not None:
+            self.requests.append(request.copy())
+        if request.text not in self.codes:
+            self.codes[request.text] = Code(request.text)
+        run = Run(request, self.codes[request.text], self.order, self.seed, self.counting)
+        for i, (_, contents, has_values, _) in enumerate(request.tensors):
+            start = run.memory.start[i]
+            contents[:] = run.memory.data[start : start + len(contents)]
+            has_values[:] = run.memory.written(i)
+        self.ambiguous += run.ambiguous
         if self.counting:
-            self.loaded.append((launch.kernel.__name__, memory.loaded))
-            self.stored.append((launch.kernel.__name__, memory.stored))
-
-    def code(self, name: str, text: str) -> Code:
-        """The code of a kernel's PTX, edited."""
-        if self.edit is not None:
-            text = self.edit(name, text)
-        if (name, text) not in self.codes:
-            self.codes[name, text] = Code(text)
-        return self.codes[name, text]
-
-    def _regions(
-        self, memory: GlobalMemory, arguments: dict[str, Any]
-    ) -> tuple[dict[str, int], list[tuple[Array, Array]]]:
-        """Add the tensors to memory: their addresses by name; bytes, and which have values.
-
-        A tensor within another one is a part of it.
-        """
-        tensors = [(name, each) for name, each in arguments.items() if isinstance(each, Tensor)]
-        tensors.sort(key=lambda pair: (extent(pair[1])[0], -extent(pair[1])[1]))
-        addresses: dict[str, int] = {}
-        regions: list[tuple[Array, Array]] = []
-        begin, end, address = 0, 0, BASE
-        for name, tensor in tensors:
-            first, last = extent(tensor)
-            if first == last:
-                addresses[name] = BASE
-                continue
-            if first >= end:
-                begin, end = first, last
-                regions.append((raw_bytes(tensor), self.allocations.written(tensor)))
-                address = memory.add(name, *regions[-1], tensor.element_size())
-            elif last > end:
-                raise Unsupported(f"{name}: a tensor that overlaps another one")
-            addresses[name] = address + first - begin
-        return addresses, regions
-
-    def _execute(self, code: Code, memory: GlobalMemory, values: list[Any], shared: int) -> None:
-        kernel, random = code.kernel, np.random.default_rng(self.seed)
-        types = kernel.parameters
-        values += [0] * (len(types) - len(values))  # scratch memory, of which there is none
-        parameters = {}
-        for (name, kind), value in zip(types.items(), values, strict=True):
-            bits = BITS[kind]
-            if isinstance(value, float):
-                value = int(np.array(value, arithmetic.TYPES[kind]).view(bits))
-            size = 8 * np.dtype(bits).itemsize
-            parameters[name] = np.full((1, 1), value & ((1 << size) - 1), bits)
-        ids = np.arange(memory.num_programs)
-        if self.order == "backward":
-            ids = ids[::-1]
-        elif self.order == "interleaved":
-            random.shuffle(ids)
-        step = max(1, NUM_LANES // kernel.num_threads)
-        for begin in range(0, len(ids), step):
-            chosen = ids[begin : begin + step]
-            registers: list[Any] = list(code.decoder.initial)
-            thread = np.arange(kernel.num_threads, dtype=np.uint32)[None]
-            for name, value in {
-                "%tid.x": thread,
-                "%laneid": thread % np.uint32(32),
-                "%ntid.x": np.full((1, 1), kernel.num_threads, np.uint32),
-                "%ctaid.x": chosen[:, None].astype(np.uint32),
-                "%nctaid.x": np.full((1, 1), memory.num_programs, np.uint32),
-            }.items():
-                registers[code.decoder.slots[name]] = value
-            programs = Programs(
-                kernel=kernel, ids=chosen, memory=memory, num_shared_bytes=shared,
-                element_bytes=code.element_bytes, registers=registers,
-                slots=code.decoder.slots, parameters=parameters,
-            )  # fmt: skip
-            scheduler = Scheduler(programs, code.blocks, self.order, random)
-            with np.errstate(all="ignore"):
-                scheduler.run()
-            self.num_instructions += scheduler.num_instructions
+            self.loaded.append((request.kernel, run.memory.loaded))
+            self.stored.append((request.kernel, run.memory.stored))

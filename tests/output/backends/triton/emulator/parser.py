@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 REGISTER = re.compile(r"%[A-Za-z]\w*(?:\.[xyz])?")
 NO_DESTINATION = {"st", "bra", "bar", "barrier", "cp", "stmatrix", "red", "fence", "membar"}
@@ -69,7 +70,7 @@ class Kernel:
             if each.mnemonic in SUSPENDING:
                 leaders.add(each.index)
         ordered = sorted(leaders)
-        return [range(*pair) for pair in zip(ordered, ordered[1:], strict=False)]
+        return [range(*pair) for pair in pairwise(ordered)]
 
     def local_registers(self) -> set[str]:
         """Registers that are written before they are read, and read in one block alone.

@@ -65,9 +65,7 @@ class Programs:
         old = self.registers[slot]
         self.registers[slot] = value if mask is None or old is None else np.where(mask, value, old)
 
-    def access(
-        self, by: Instruction, address: Array, width: int, mask: Mask
-    ) -> Access | None:
+    def access(self, by: Instruction, address: Array, width: int, mask: Mask) -> Access | None:
         """The access of the threads of a mask; None if there are none."""
         where = self.full(address)
         chosen: Any = slice(None)
@@ -134,8 +132,10 @@ class Scheduler:
         blocks: dict[int, tuple[list[tuple[Instruction, Action]], int]],
         order: str,
         random: np.random.Generator,
+        limit: int,
     ) -> None:
         self._programs, self._blocks, self._order, self._random = programs, blocks, order, random
+        self._limit = limit  # of instructions
         self._running: dict[int, Array] = {0: np.ones(programs.shape, np.bool_)}
         self._held: dict[int, Array] = {}  # at atomics
         self._arrived: dict[int, Array] = {}  # at barriers
@@ -173,6 +173,8 @@ class Scheduler:
             return
         actions, after = self._blocks[at]
         self.num_instructions += len(actions)
+        if self.num_instructions > self._limit:
+            raise Fault(f"{programs.kernel.name}: no end after {self._limit} instructions")
         for each, act in actions:
             if programs.reading or programs.writing:
                 programs.check_products(each, mask)

@@ -211,9 +211,7 @@ class _GroupProduct:
 
     def _addresses(self, descriptor: int, rows: int, transposed: bool) -> Array:
         """Of every element [rows, depth]."""
-        start, leading, stride = (
-            ((descriptor >> shift) & 0x3FFF) << 4 for shift in (0, 16, 32)
-        )
+        start, leading, stride = (((descriptor >> shift) & 0x3FFF) << 4 for shift in (0, 16, 32))
         if (descriptor >> 49) & 7:
             raise Unsupported(f"base offset of a descriptor in {self.by.text}")
         item, swizzle = self._item, SWIZZLES[descriptor >> 62]

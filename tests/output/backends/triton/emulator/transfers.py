@@ -103,9 +103,7 @@ def _store(decoder: Decoder, by: Instruction) -> Action:
         raise Unsupported(by.text)
 
     def act(programs: Programs, mask: Mask) -> None:
-        access = programs.access(
-            by, address(programs), size * len(sources), where(programs, mask)
-        )
+        access = programs.access(by, address(programs), size * len(sources), where(programs, mask))
         if access is None:
             return
         raw = np.empty((len(access.address), len(sources)), UNSIGNED[size])
