@@ -1,8 +1,7 @@
 """Time tile shapes of the fused kernels on a GPU, one kernel after another.
 
-The search starts from the shapes in `lm/output/backends/triton/tile_shapes.py`. For each number of
-children in a block, each kernel in turn tries every shape that compiles and fits, the other kernels
-unchanged; a launch is timed by events on the device, the median of the rounds. A shape's score is
+The search starts from the shapes in `lm/output/backends/triton/tile_shapes.py`. Each kernel in turn
+tries every shape that compiles and fits, the other kernels unchanged; a launch is timed by events on the device, the median of the rounds. A shape's score is
 the geometric mean over the sizes of its time relative to the starting shape. `--dry-run` does the
 same without a GPU: two shapes each, tiny, in the interpreter.
 """
@@ -22,19 +21,17 @@ from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, execute, instrumented, tiles_for
-from lm.output.backends.triton.schedule import LIGHT
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 from scripts.benchmarks.measure import cpu_clock, event_clock
 from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import Column, Table, append_row, benchmark_parser, problem_size
 
-KERNELS = ("forward", "d_hidden", "d_weight", "d_light")
+KERNELS = ("forward", "errors", "heavy", "light")
 SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024)]
-BLOCKS_OF_CHILDREN = (32, 64, 128)
 DRY_RUN = {"sizes": [(97, 8)], "positions": 32, "dtype": "float32", "rounds": 1}
 COLUMNS = (
     Column("kernel", "kernel", width=9),
-    *(Column(name, name, "d", width=4) for name in ("block_c", "v", "h", "warps", "stages")),
+    *(Column(name, name, "d", width=4) for name in ("v", "c", "h", "warps", "stages", "step")),
     Column("time ÷ the table's", "score", ".3f"),
 )
 
@@ -76,12 +73,17 @@ def seconds_of(problem: Problem, shapes: Tiles, num_rounds: int) -> dict[str, fl
     return {name: statistics.median(values[2:]) for name, values in seconds.items()}
 
 
-def candidates(kernel: str, *, dry: bool) -> list[Tile]:
-    """Shapes of a kernel that are tried."""
+def candidates(kernel: str, start: Tile, *, dry: bool) -> list[Tile]:
+    """Shapes of a kernel that are tried, around the one it starts from."""
     if dry:
-        return [Tile(16, h, 4, 1) for h in (16, 32)]
-    positions = (LIGHT,) if kernel == "d_light" else (32, 64, 128)
-    return [Tile(*shape) for shape in product(positions, (32, 64, 128), (4, 8), (2, 3, 4))]
+        return [start._replace(v=16, c=c, stages=1) for c in (16, 32)]
+    if kernel == "errors":
+        return [start._replace(v=v, warps=warps) for v in (8, 16, 32) for warps in (4, 8)]
+    positions = (start.v,) if kernel == "light" else (64, 128)
+    columns, steps = (32, 64, 128), (32, 64) if kernel == "heavy" else (0,)
+    return [
+        Tile(*shape) for shape in product(positions, (64, 128), columns, (4, 8), (2, 3, 4), steps)
+    ]
 
 
 def tune(
@@ -92,10 +94,9 @@ def tune(
     base = [seconds_of(problem, start, options.rounds) for problem in problems]
     if None in base:
         sys.exit("tile_tuning: the starting shapes do not run")
-    blocks = (16,) if options.dry_run else BLOCKS_OF_CHILDREN
-    for block_c, kernel in product(blocks, KERNELS):
-        for tile in candidates(kernel, dry=options.dry_run):
-            shapes = start._replace(block_c=block_c, **{kernel: tile})
+    for kernel in KERNELS:
+        for tile in candidates(kernel, getattr(start, kernel), dry=options.dry_run):
+            shapes = start._replace(**{kernel: tile})
             found = [seconds_of(problem, shapes, options.rounds) for problem in problems]
             ratios = [
                 seconds[kernel] / known[kernel]
@@ -104,7 +105,7 @@ def tune(
             ]
             if len(ratios) == len(problems):
                 score = math.exp(statistics.fmean(map(math.log, ratios)))
-                shape = {"kernel": kernel, "block_c": block_c, **tile._asdict()}
+                shape = {"kernel": kernel, **tile._asdict()}
                 rounded = [round(ratio, 4) for ratio in ratios]
                 rows.append({**shape, "score": round(score, 4), "ratios": rounded})
     return rows

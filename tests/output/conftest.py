@@ -9,9 +9,8 @@ from lm.output import ClassTree
 from lm.output.backends import BACKENDS
 from lm.output.backends.reference import forward, nodes
 from lm.output.backends.triton.launch import instrumented
-from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
-from .definition import TWO_LEVEL, N
+from .definition import SMALL_TILES, TWO_LEVEL, N
 
 TREES = {
     "full": ClassTree.full(N),
@@ -41,7 +40,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return
     pytest.importorskip("triton")
     monkeypatch.setattr(BACKENDS["triton"], "automatic_on", None)
-    with instrumented(tiles=Tiles(16, *[Tile(v=16, h=16, warps=4, stages=1)] * 4)):
+    with instrumented(tiles=SMALL_TILES):
         yield kind
 
 

@@ -9,9 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
 Test = Callable[..., None]
 N, H = 23, 6
+SMALL_TILES = Tiles(*[Tile(v=16, c=16, h=16, warps=4, stages=1, step=16)] * 4, chunk=48)
 TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 5)
 
 

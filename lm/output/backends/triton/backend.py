@@ -5,20 +5,32 @@ launch, so that the other backends work without it.
 """
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
 from lm.output.backends.triton.backward import gradients
-from lm.output.backends.triton.launch import Saved, capability, launch, splits_for, tiles_for
-from lm.output.backends.triton.schedule import Schedule, blocks_per_path, schedule
-from lm.output.backends.visits import Visits, assert_targets, check_targets, route
+from lm.output.backends.triton.launch import (
+    Saved,
+    capability,
+    launch,
+    path_blocks,
+    path_slots,
+    splits_for,
+    tiles_for,
+)
+from lm.output.backends.triton.routing import chunk_size, new_routing, run_size
+from lm.output.backends.triton.tile_shapes import Tile
+from lm.output.backends.visits import check_targets
 
 MAX_SAVED_BYTES = 1 << 31
 """Most memory for `Saved.exp_logits`, positions × columns on a path. Trees with wider paths, such
 as the full softmax of a large vocabulary, need the reference backend.
 """
+
+_SORT, _MERGE, _PLAN = Tile(0, 0, 0, 4, 1), Tile(32, 0, 0, 4, 1), Tile(128, 0, 0, 4, 1)
 
 
 class TritonBackend:
@@ -44,9 +56,7 @@ class TritonBackend:
             return f"requires contiguous weight rows, got strides {tuple(weight.stride())}"
         if weight.stride(0) < weight.shape[1] and weight.shape[0] > 1:
             return f"requires disjoint weight rows, got strides {tuple(weight.stride())}"
-        block_c = tiles_for(problem).block_c
-        blocks = blocks_per_path(problem.max_path_columns, problem.depth, block_c)
-        num_bytes = problem.num_positions * blocks * block_c * hidden.element_size()
+        num_bytes = problem.num_positions * path_slots(problem) * hidden.element_size()
         if num_bytes > MAX_SAVED_BYTES:
             return (
                 f"would save {num_bytes} bytes, for {problem.num_positions} positions with up to"
@@ -58,27 +68,23 @@ class TritonBackend:
         """See `Backend.forward`."""
         from lm.output.backends.triton import forward_kernel
 
-        target, bounds = problem.target, (problem.vocab_size, problem.ignore_index)
-        if target.device.type == "cpu":
-            check_targets(target, *bounds)
-        else:
-            target = assert_targets(target, *bounds)
-        visits = route(target, problem.tree, problem.depth, problem.ignore_index)
+        if problem.target.device.type == "cpu":
+            check_targets(problem.target, problem.vocab_size, problem.ignore_index)
         problem = _contiguous(problem)
-        saved = _new_saved(problem, visits, schedule(visits, problem.tree), needs)
-        (num_positions, _), tile = problem.hidden.shape, tiles_for(problem).forward
-        num_tiles, num_groups = -(-num_positions // tile.v), saved.schedule.light_first.numel()
-        splits, nll = splits_for(problem), torch.empty_like(saved.lse[0])
+        saved = self.new_saved(problem, needs)
+        tile, splits = tiles_for(problem).forward, splits_for(problem)
+        nll = torch.empty_like(saved.lse[0])
         special = {
-            "partial_lse": nll.new_empty(splits, problem.depth, num_positions),
-            "num_arrived": torch.zeros_like(nll, dtype=torch.int32),
+            "partial_lse": nll.new_empty(splits, problem.depth, problem.num_positions),
+            "num_missing": torch.empty_like(nll, dtype=torch.int32),
             "nll": nll,
-            "num_tiles": num_tiles,
+            "max_heavy": saved.routing.heavy_tiles.numel(),
             "SPLITS": splits,
             "SAVE": needs.any,
         }
-        num_programs = (num_tiles + num_groups) * splits
-        launch(forward_kernel._forward, num_programs, tile, problem, saved, **special)
+        _route(problem, saved, special)
+        num_tiles = saved.routing.heavy_tiles.numel() + saved.routing.light_nodes.numel()
+        launch(forward_kernel._forward, num_tiles * splits, tile, problem, saved, **special)
         return nll, saved
 
     def backward(self, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
@@ -88,8 +94,9 @@ class TritonBackend:
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""
         _, saved = self.forward(problem, Needs(hidden=False, weight=False, bias=False))
-        nll = torch.where(saved.visits.node >= 0, saved.lse - saved.target_logit, 0)
-        return saved.visits.unsorted(nll, dim=1)
+        routing = saved.routing
+        nll = torch.where(routing.node >= 0, saved.lse - saved.target_logit, 0)
+        return torch.empty_like(nll).index_copy_(1, routing.position.long(), nll)
 
     def saved_type(self, problem: Problem, needs: Needs) -> type[Saved]:
         """See `Backend.saved_type`."""
@@ -97,25 +104,49 @@ class TritonBackend:
 
     def new_saved(self, problem: Problem, needs: Needs) -> Saved:
         """See `Backend.new_saved`."""
-        target, num_nodes = problem.target, problem.tree.num_children.numel()
-        visits = Visits.empty(target, problem.depth)
-        return _new_saved(problem, visits, Schedule.empty(target, num_nodes, problem.depth), needs)
+        hidden, dtype = problem.hidden, compute_dtype(problem.hidden.dtype)
+        positions, by_level = problem.num_positions, (problem.depth, problem.num_positions)
+        slots, blocks = (path_slots(problem), path_blocks(problem)) if needs.any else (0, 0)
+        return Saved(
+            new_routing(problem, tiles_for(problem)),
+            exp_logits=hidden.new_empty(positions, slots),
+            block_max=hidden.new_empty(positions, blocks, dtype=dtype),
+            lse=hidden.new_empty(by_level, dtype=dtype),
+            target_logit=hidden.new_empty(by_level, dtype=dtype),
+        )
 
 
 def _contiguous(problem: Problem) -> Problem:
     bias = None if problem.bias is None else problem.bias.contiguous()
-    return problem._replace(hidden=problem.hidden.contiguous(), bias=bias)
+    hidden, target = problem.hidden.contiguous(), problem.target.contiguous()
+    return problem._replace(hidden=hidden, bias=bias, target=target)
 
 
-def _new_saved(problem: Problem, visits: Visits, plan: Schedule, needs: Needs) -> Saved:
-    hidden, dtype = problem.hidden, compute_dtype(problem.hidden.dtype)
-    block_c = tiles_for(problem).block_c
-    blocks = blocks_per_path(problem.max_path_columns, problem.depth, block_c) if needs.any else 0
-    return Saved(
-        visits,
-        plan,
-        exp_logits=hidden.new_empty(problem.num_positions, blocks, block_c),
-        block_max=hidden.new_empty(problem.num_positions, blocks, dtype=dtype),
-        lse=hidden.new_empty(visits.node.shape, dtype=dtype),
-        target_logit=hidden.new_empty(visits.node.shape, dtype=dtype),
-    )
+def _route(problem: Problem, saved: Saved, special: dict[str, Any]) -> None:
+    """Launch the kernels that write `saved.routing`, and 0 for positions without visits."""
+    from lm.output.backends.triton import routing_kernels as kernels
+
+    positions, target, shape = problem.num_positions, problem.target, tiles_for(problem)
+    run = run_size(positions)
+    num_runs = max(1, -(-positions // run))
+    all_valid = target.new_empty((), dtype=torch.int32)
+    special = special | {
+        "keys": target.new_empty(num_runs * run),
+        "rank": torch.empty_like(saved.routing.position),
+        "all_valid": all_valid,
+        "num_runs": num_runs,
+        "chunk": chunk_size(problem, shape),
+        "NUM_LISTS": saved.routing.num_entries.numel(),
+        "RUN": run,
+        "MAX_RUNS": 1 << max(num_runs - 1, 0).bit_length(),
+        "TILE_V": shape.forward.v,
+        "TILE_C": shape.heavy.c,
+    }
+    steps = run.bit_length()
+    launch(kernels._sort, num_runs, _SORT, problem, saved, **special)
+    programs = num_runs * run // _MERGE.v
+    launch(kernels._merge, programs, _MERGE, problem, saved, **special, STEPS=steps)
+    programs, steps = -(-positions // _PLAN.v), positions.bit_length()
+    launch(kernels._plan, programs, _PLAN, problem, saved, **special, STEPS=steps)
+    if target.is_cuda and positions:
+        torch._assert_async(all_valid, "a target is neither a word nor ignore_index")

@@ -1,4 +1,4 @@
-"""The backward of the Triton backend: at most three launches, for dense or row-wise gradients."""
+"""The backward of the Triton backend: three launches, for dense or row-wise gradients."""
 
 from typing import Any
 
@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem
-from lm.output.backends.triton.launch import Saved, alignment, launch, tiles_for
+from lm.output.backends.triton.launch import Saved, launch, tiles_for
+from lm.output.backends.triton.routing import sizes
 from lm.output.rowwise.blocks import Rows
 from lm.output.rowwise.row_gradient import RowGradient
 
-_ROWS_PER_ZEROING = 64
-"""Rows that a program examines at a time when it writes zeros for nodes without visits."""
+_ZEROING_PROGRAMS = 512
+"""Most programs that write zeros for rows of nodes without visits."""
 
 
 def gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
@@ -20,13 +21,13 @@ def gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gr
     Row-wise ones have the rows of visited nodes in contiguous memory; the host waits for their
     number.
     """
-    (num_rows, size), bias = problem.weight.shape, problem.bias
+    (num_rows, size), bias, tree = problem.weight.shape, problem.bias, problem.tree
     index = written_row = None
     if needs.row_wise:
-        visited = _visited(problem, saved, torch.bool)
-        width = torch.where(visited, problem.tree.num_children, 0)
+        visited = saved.routing.visited.bool()
+        width = torch.where(visited, tree.num_children, 0)
         written_row = width.cumsum(0) - width
-        index = visited[problem.tree.node_of_row].nonzero().squeeze(1)
+        index = visited[tree.node_of_row].nonzero().squeeze(1)
         num_rows = index.numel()
     strided = problem.weight.new_empty_strided
     output = Gradients(
@@ -45,14 +46,6 @@ def gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gr
     return Gradients(d_hidden, d_weight, d_bias)
 
 
-def _visited(problem: Problem, saved: Saved, dtype: torch.dtype) -> Tensor:
-    """Which nodes have visits, [I]."""
-    node, num_nodes = saved.visits.node, problem.tree.num_children.numel()
-    owner = torch.where(node < 0, num_nodes, node).flatten()
-    visited = torch.zeros(num_nodes + 1, dtype=dtype, device=node.device)
-    return visited.scatter_(0, owner, 1)[:-1]  # the last collects what is not a visit
-
-
 def _write(
     output: Gradients, written_row: Tensor | None, d_nll: Tensor, problem: Problem, saved: Saved
 ) -> None:
@@ -64,47 +57,35 @@ def _write(
     from lm.output.backends.triton import backward_kernels as kernels
 
     (num_positions, size), shape = problem.hidden.shape, tiles_for(problem)
-    d_nll = d_nll.to(saved.lse.dtype).contiguous()
-    special: dict[str, Any] = {**output._asdict(), "d_nll": d_nll, "written_row": written_row}
-    special["scale"] = special["partial"] = None
-    if output.d_hidden is not None:
-        special["partial"] = d_nll.new_empty(problem.hidden.shape)
-        tile = shape.d_hidden
-        num_programs = -(-num_positions // tile.v) * -(-size // tile.h)
-        launch(kernels._d_hidden, num_programs, tile, problem, saved, **special)
-    # the d_nll of a mean would leave little of the range of fp16
-    if problem.hidden.dtype == torch.float16 and num_positions:
-        scale = d_nll.abs().amax().clamp(min=torch.finfo(d_nll.dtype).tiny)
-        special |= {"d_nll": d_nll / scale, "scale": scale}
-    if output.d_weight is not None or output.d_bias is not None:
-        _write_heavy_rows(special, problem, saved)
-    tile = shape.d_light
-    if written_row is not None and alignment(problem) < 4:
-        tile = tile._replace(warps=8)  # else the second row number spills
-    num_programs = saved.schedule.light_first.numel() * -(-size // tile.h)
-    launch(kernels._d_light, num_programs, tile, problem, saved, **special)
-
-
-def _write_heavy_rows(special: dict[str, Any], problem: Problem, saved: Saved) -> None:
-    """Launch the kernel for the rows of heavy nodes, and of nodes without visits."""
-    from lm.output.backends.triton import backward_kernels as kernels
-
-    shape, hidden, tree = tiles_for(problem), problem.hidden, problem.tree
-    tile, heavy = shape.d_weight, saved.schedule.heavy_first
-    width = tree.num_children[saved.visits.node.flatten()[heavy.clamp(min=0)].clamp(min=0)]
-    num_tiles = -(-width // shape.block_c) * -(-hidden.shape[1] // tile.h)
-    dense = special["written_row"] is None
-    of_heavy = {
-        "tile_stop": torch.where(heavy < 0, 0, num_tiles).cumsum(0),
-        "first_row": tree.first_row if dense else special["written_row"],
-        "visited": _visited(problem, saved, torch.int8),
-        "R": tree.node_of_row.numel() if dense else 0,
-        "num_heavy": heavy.numel(),
-        "SEARCH": heavy.numel().bit_length(),
-        "BLOCK_R": _ROWS_PER_ZEROING,
+    lists = sizes(problem, shape)
+    of_rows = output.d_weight is not None or output.d_bias is not None
+    row_tiles, split_tiles = (lists.row_tiles, lists.split_tiles) if of_rows else (0, 0)
+    num_rows = problem.tree.node_of_row.numel() if of_rows and written_row is None else 0
+    sums = saved.lse.new_empty
+    special: dict[str, Any] = {
+        **output._asdict(),
+        "d_nll": d_nll,
+        "d_nll_stride": d_nll.stride(0),
+        "scale": None,
+        "errors": torch.empty_like(saved.exp_logits),
+        "written_row": written_row,
+        "partial_hidden": sums(problem.hidden.shape) if output.d_hidden is not None else None,
+        "partial_rows": sums(lists.partial_rows, size) if output.d_weight is not None else None,
+        "partial_bias": sums(lists.partial_rows) if output.d_bias is not None else None,
+        "max_row_tiles": row_tiles,
+        "max_split_tiles": split_tiles,
+        "max_groups": lists.light_groups,
+        "R": num_rows,
+        "BLOCK_R": shape.heavy.c,
     }
-    num_processors = 1
-    if hidden.is_cuda:
-        num_processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
-    num_programs = 4 * num_processors
-    launch(kernels._d_weight, num_programs, tile, problem, saved, **special, **of_heavy)
+    if problem.hidden.dtype == torch.float16 and num_positions:
+        special["scale"] = torch.linalg.vector_norm(d_nll, torch.inf)
+    errors = shape.errors._replace(c=shape.forward.c)
+    launch(kernels._errors, -(-num_positions // errors.v), errors, problem, saved, **special)
+    tile = shape.heavy
+    tiles = row_tiles + (-(-num_positions // tile.v) if output.d_hidden is not None else 0)
+    launch(kernels._heavy, tiles * -(-size // tile.h), tile, problem, saved, **special)
+    tile = shape.light
+    num_programs = (lists.light_groups + split_tiles) * -(-size // tile.h)
+    num_programs += min(-(-num_rows // shape.heavy.c), _ZEROING_PROGRAMS)
+    launch(kernels._light, num_programs, tile, problem, saved, **special)

@@ -1,25 +1,27 @@
 """The fused Triton kernels of the backward, three launches.
 
-Letters and equations are those of `forward_kernel`. The error (4) of a block is computed from what
-was saved, without a second product:
+Letters and equations are those of `forward_kernel`. `_errors` forms the error (4) times its
+upstream gradient once, from what was saved and without a product,
 
-    e = k exp(m - lse) - onehot(y),   at y: expm1(log q[y])        (9)
+    e' = d nll / s · (k exp(m - lse) - onehot(y)),   at y: expm1(log q[y])        (9)
 
-What is saved is 2 bytes per visit and column in half precision. Computing it again would read the
-heavy rows once more and take 5 products instead of 3 for heavy nodes, which are bound by them. A
-light program that computed errors itself would have to hold all of H at a time.
+and rounds it to the dtype of hidden, so that all products that follow read both operands from
+memory. s is the largest |d nll| in fp16, whose range d nll would leave, and else 1. What is read is
+2 bytes per visit and column in half precision; computing it again from rows would take 5 products
+instead of 3.
 
-`_d_hidden` gives heavy nodes' share of (5): a program takes a tile of positions and of columns of
-H. `_d_weight` gives (6) for heavy nodes: a program takes a block of children and adds over all
-their visits. `_d_light` gives both for light groups: one program reads their rows once and writes
-their gradients once. So every row's gradient has one owner and is rounded once, and no float is
-added atomically.
+`_heavy` gives heavy nodes' shares: of (5) for a tile of positions and of columns of H, and of (6)
+for a tile of children and columns of H, summed over a chunk of visits. `_light` gives both for
+light groups: one program reads their rows once and writes their gradients once. It also adds up,
+in order, the chunks of a node's visits that `_heavy` shared among programs, and sets the rows of
+nodes without visits to 0. So every row's gradient has one owner and is rounded once, and no float
+is added atomically.
 """
 
 import triton
 import triton.language as tl
 
-from lm.output.backends.triton.forward_kernel import _active, _end_of, _first_block, _next, _rows
+from lm.output.backends.triton.forward_kernel import _block, _first_block, _first_slot, _rows
 
 
 @triton.jit
@@ -37,258 +39,348 @@ def _expm1(x):
 
 
 @triton.jit
-def _product(a, b, total, PRECISION: tl.constexpr, ACC: tl.constexpr):
-    """The product a b, added to `total` unless that is None."""
-    return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=ACC)
-
-
-@triton.jit
-def _error(
-    exp_logits, block_max, lse, target_logit, child,
-    v, visits, d, block, c0, P, num_blocks, ACC: tl.constexpr, BLOCK_C: tl.constexpr,
+def _errors(
+    d_nll, scale,
+    position, node, child, num_children, column,
+    exp_logits, block_max, lse, target_logit, errors,
+    P, D, path_slots, path_blocks, d_nll_stride,
+    ACC: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """(9): [positions, BLOCK_C] of a block that begins with child c0; 0 where not visited."""
-    y = tl.load(child + d * P + v, mask=visits, other=-1).to(tl.int32)
-    visit_lse = tl.load(lse + d * P + v, mask=visits, other=0.0)
-    log_q = tl.load(target_logit + d * P + v, mask=visits, other=0.0) - visit_lse
-    place = v.to(tl.int64) * num_blocks + block
-    m = tl.load(block_max + place, mask=visits, other=0.0)
-    column = tl.arange(0, BLOCK_C)
-    k = tl.load(
-        exp_logits + (place * BLOCK_C)[:, None] + column[None, :], mask=visits[:, None], other=0.0
-    ).to(ACC)
-    q = k * tl.exp(m - visit_lse)[:, None]
-    return tl.where((c0 + column)[None, :] == y[:, None], _expm1(log_q)[:, None], q)
-
-
-@triton.jit
-def _d_hidden(
-    d_nll, weight,
-    position, node, child, light_level, first_row, num_children, column,
-    exp_logits, block_max, lse, target_logit,
-    d_hidden, partial,
-    P, D, num_blocks, h_units, weight_stride,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """(5) over heavy nodes: final for positions that visit no light node, `partial` for others."""
-    H = h_units * ALIGN
-    num_h = tl.cdiv(H, BLOCK_H)
-    tile = tl.program_id(0) // num_h
-    begin, backwards = tile * BLOCK_V, tile % 2 == 1
-    h = (tl.program_id(0) % num_h) * BLOCK_H + tl.arange(0, BLOCK_H)
-    end = tl.minimum(begin + BLOCK_V, P)
-    v = begin + tl.arange(0, BLOCK_V)
-    in_tile = v < end
-    p = tl.load(position + v, mask=in_tile, other=0)
-    total = tl.zeros([BLOCK_V, BLOCK_H], ACC)
+    """(9) for a tile of positions and all their visits."""
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    p = tl.load(position + v, mask=v < P, other=0).to(tl.int64)
+    upstream = tl.load(d_nll + p * d_nll_stride, mask=v < P, other=0.0).to(ACC)
+    if scale is not None:
+        upstream = upstream / _factor(scale)
     for d in range(0, D):
-        nodes = tl.load(node + d * P + v, mask=in_tile, other=-1)
-        remaining = _active(node, light_level, v, in_tile, d, P, True)
-        s = _end_of(remaining, v, end, backwards)
-        while s >= 0:
-            n = tl.load(node + d * P + s)
-            visits = remaining & (nodes == n)
-            width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
-            block = _first_block(column, n, d, BLOCK_C)
-            for c0 in range(0, width, BLOCK_C):
-                error = _error(
-                    exp_logits=exp_logits, block_max=block_max, lse=lse, target_logit=target_logit,
-                    child=child, v=v, visits=visits, d=d, block=block + c0 // BLOCK_C, c0=c0,
-                    P=P, num_blocks=num_blocks, ACC=ACC, BLOCK_C=BLOCK_C,
-                )  # fmt: skip
-                c = c0 + tl.arange(0, BLOCK_C)
-                w = _rows(weight, first + c, c < width, h, h < H, weight_stride * ALIGN)
-                error = error.to(exp_logits.dtype.element_ty)
-                total = _product(error, w.to(error.dtype), total, PRECISION, ACC)
-            remaining = remaining & (nodes != n)
-            s = _end_of(remaining, v, end, backwards)
-    total = total * tl.load(d_nll + p, mask=in_tile, other=0.0).to(ACC)[:, None]
-    light = tl.load(light_level + v, mask=in_tile, other=D) < D
-    inside = in_tile[:, None] & (h < H)[None, :]
-    out = p.to(tl.int64)[:, None] * H + h[None, :]
-    tl.store(d_hidden + out, total.to(d_hidden.dtype.element_ty), mask=inside & ~light[:, None])
-    place = v.to(tl.int64)[:, None] * H + h[None, :]
-    tl.store(partial + place, total, mask=inside & light[:, None])
+        n = tl.load(node + d * P + v, mask=v < P, other=-1)
+        visits = n >= 0
+        width = tl.load(num_children + n, mask=visits, other=0).to(tl.int32)
+        y = tl.load(child + d * P + v, mask=visits, other=-1)
+        visit_lse = tl.load(lse + d * P + v, mask=visits, other=0.0)
+        log_q = tl.load(target_logit + d * P + v, mask=visits, other=0.0) - visit_lse
+        at_target = _expm1(log_q) * upstream
+        block = v.to(tl.int64) * path_blocks + _first_block(column, n, d, BLOCK_C, visits)
+        slot = v.to(tl.int64) * (path_slots * 16) + _first_slot(column, n, d, visits)
+        for c0 in range(0, tl.max(width, 0), BLOCK_C):
+            m = tl.load(block_max + block + c0 // BLOCK_C, mask=visits & (c0 < width), other=0.0)
+            c = c0 + tl.arange(0, BLOCK_C)
+            in_path = c[None, :] < (tl.cdiv(width, 16) * 16)[:, None]
+            place = slot[:, None] + c[None, :]
+            k = tl.load(exp_logits + place, mask=in_path, other=0.0).to(ACC)
+            error = k * (tl.exp(m - visit_lse) * upstream)[:, None]
+            error = tl.where(c[None, :] == y[:, None], at_target[:, None], error)
+            tl.store(errors + place, error.to(errors.dtype.element_ty), mask=in_path)
 
 
 @triton.jit
-def _d_weight(
-    d_nll, scale, hidden,
-    position, node, child, stop, heavy_first, tile_stop, first_row, num_children, column,
-    node_of_row, visited,
-    exp_logits, block_max, lse, target_logit,
-    d_weight, d_bias,
-    P, R, num_heavy, num_blocks, h_units, hidden_stride, weight_stride,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, SEARCH: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """(6) for the rows of heavy nodes, and 0 for the rows of nodes without visits.
+def _factor(scale):
+    """The s of (9), from the largest |d nll|."""
+    return tl.maximum(tl.load(scale), 1.1754944e-38)
 
-    Programs take tiles (heavy node, block of children, columns of H) in turn; `tile_stop` [K] is
-    the number of tiles up to the end of each node.
+
+@triton.jit
+def _load_errors(errors, first, row, visits, slot, c, width, num_slots):
+    """The e' [visits, children] of a node, of the visits first + row."""
+    in_path = c < tl.cdiv(width, 16) * 16
+    return _block(errors + slot, first, row, visits, c, in_path, num_slots)
+
+
+@triton.jit
+def _heavy(
+    scale, hidden, weight,
+    position, node, light_level, row_tiles, num_entries,
+    first_row, num_children, column, errors,
+    d_hidden, d_weight, d_bias, written_row, partial_hidden, partial_rows, partial_bias,
+    P, D, max_row_tiles, path_slots, h_units, hidden_stride, weight_stride,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Heavy nodes' (6), then (5).
+
+    `written_row` [I] is where the gradients of each node's rows begin.
     """
-    H = h_units * ALIGN
+    H, num_slots = h_units * ALIGN, path_slots * 16
     num_h = tl.cdiv(H, BLOCK_H)
-    num_tiles = tl.load(tile_stop + num_heavy - 1, mask=num_heavy > 0, other=0).to(tl.int32)
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        k = 0
-        for bit in tl.static_range(SEARCH):
-            step = 1 << (SEARCH - 1 - bit)
-            probe = tl.load(
-                tile_stop + k + step - 1, mask=k + step <= num_heavy, other=num_tiles + 1
-            )
-            k += tl.where(probe <= tile, step, 0)
-        local = tile - tl.load(tile_stop + k - 1, mask=k > 0, other=0).to(tl.int32)
-        flat = tl.load(heavy_first + k)
-        d, s = (flat // P).to(tl.int32), (flat % P).to(tl.int32)
-        n, s_stop = tl.load(node + flat), tl.load(stop + flat).to(tl.int32)
-        width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
-        c0 = (local // num_h) * BLOCK_C
-        h0 = (local % num_h) * BLOCK_H
-        block = _first_block(column, n, d, BLOCK_C) + c0 // BLOCK_C
-        _write_rows(
-            d_nll=d_nll, scale=scale, hidden=hidden, position=position, child=child,
-            exp_logits=exp_logits, block_max=block_max, lse=lse, target_logit=target_logit,
-            d_weight=d_weight, d_bias=d_bias,
-            s=s, s_stop=s_stop, d=d, block=block, c0=c0, width=width, first=first, h0=h0,
-            P=P, H=H, num_blocks=num_blocks,
-            hidden_stride=hidden_stride * ALIGN, weight_stride=weight_stride * ALIGN,
-            ACC=ACC, PRECISION=PRECISION, BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
-        )  # fmt: skip
-    for r0 in range(tl.program_id(0), tl.cdiv(R, BLOCK_R), tl.num_programs(0)):
-        r = r0 * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
-        owner = tl.load(node_of_row + r, mask=r < R, other=0)
-        empty = (r < R) & (tl.load(visited + owner, mask=r < R, other=1) == 0)
-        if tl.sum(empty.to(tl.int32), axis=0) > 0:
-            _write_zeros(
-                d_weight, d_bias, r, empty, H, weight_stride * ALIGN, BLOCK_R, BLOCK_H
+    tile, h0 = tl.program_id(0) // num_h, (tl.program_id(0) % num_h) * BLOCK_H
+    if tile < max_row_tiles:
+        if tile < tl.load(num_entries + 3):
+            _heavy_rows(
+                row_tiles + tile * 4, h0, (hidden, H, hidden_stride * ALIGN, weight_stride * ALIGN),
+                (position, node, P), (first_row if written_row is None else written_row),
+                (num_children, column), (errors, num_slots, scale),
+                (d_weight, d_bias, partial_rows, partial_bias),
+                ACC, PRECISION, BLOCK_C, BLOCK_H, STEP,
             )  # fmt: skip
+    elif d_hidden is not None:
+        _heavy_hidden(
+            (tile - max_row_tiles) * BLOCK_V, h0, (weight, H, weight_stride * ALIGN),
+            (position, node, light_level, P, D), (first_row, num_children, column),
+            (errors, num_slots, scale), (d_hidden, partial_hidden),
+            ACC, PRECISION, BLOCK_V, BLOCK_H, STEP,
+        )  # fmt: skip
 
 
 @triton.jit
-def _write_rows(
-    d_nll, scale, hidden, position, child,
-    exp_logits, block_max, lse, target_logit, d_weight, d_bias,
-    s, s_stop, d, block, c0, width, first, h0, P, H, num_blocks, hidden_stride, weight_stride,
+def _heavy_rows(
+    entry, h0, inputs, visits_of, written_row, tree, errors_of, outputs,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Σ over the visits s … s_stop of e (d nll h)ᵀ, for one block of children, stored once."""
+    """Σ e' hᵀ over a chunk of the visits of a node, for a block of its children."""
+    hidden, H, hidden_stride, weight_stride = inputs
+    position, node, P = visits_of
+    num_children, column = tree
+    errors, num_slots, scale = errors_of
+    d_weight, d_bias, partial_rows, partial_bias = outputs
+    flat, end = tl.load(entry), tl.load(entry + 1)
+    c0, partial_row = tl.load(entry + 2), tl.load(entry + 3)
+    d, begin, n = flat // P, flat % P, tl.load(node + flat)
+    width, slot = tl.load(num_children + n).to(tl.int32), _first_slot(column, n, d)
     h = h0 + tl.arange(0, BLOCK_H)
     c = c0 + tl.arange(0, BLOCK_C)
-    total = tl.zeros([BLOCK_C, BLOCK_H], ACC)
-    bias_total = tl.zeros([BLOCK_C], ACC)
-    for v0 in range(s, s_stop, BLOCK_V):
-        v = v0 + tl.arange(0, BLOCK_V)
-        visits = v < s_stop
-        p = tl.load(position + v, mask=visits, other=0)
-        error = _error(
-            exp_logits=exp_logits, block_max=block_max, lse=lse, target_logit=target_logit,
-            child=child, v=v, visits=visits, d=d, block=block, c0=c0,
-            P=P, num_blocks=num_blocks, ACC=ACC, BLOCK_C=BLOCK_C,
-        )  # fmt: skip
-        error *= tl.load(d_nll + p, mask=visits, other=0.0).to(ACC)[:, None]
-        x = _rows(hidden, p, visits, h, h < H, hidden_stride)
-        total = _product(tl.trans(error.to(x.dtype)), x, total, PRECISION, ACC)
-        bias_total += tl.sum(error, axis=0)
-    _store_rows(
-        d_weight=d_weight, d_bias=d_bias, scale=scale, total=total, bias_total=bias_total,
-        first=first, c=c, width=width, h0=h0, h=h, H=H, stride=weight_stride,
-    )  # fmt: skip
-
-
-@triton.jit
-def _store_rows(d_weight, d_bias, scale, total, bias_total, first, c, width, h0, h, H, stride):
-    """One block of rows' gradients, and those of their biases once among the columns of H."""
-    if scale is not None:
-        factor = tl.load(scale)
-        total, bias_total = total * factor, bias_total * factor
-    place = (first + c).to(tl.int64)[:, None] * stride + h[None, :]
-    inside = (c < width)[:, None] & (h < H)[None, :]
+    row = tl.arange(0, STEP)
     if d_weight is not None:
-        tl.store(d_weight + place, total.to(d_weight.dtype.element_ty), mask=inside)
-    if d_bias is not None:
-        out = bias_total.to(d_bias.dtype.element_ty)
-        tl.store(d_bias + first + c, out, mask=c < tl.where(h0 == 0, width, 0))
+        total = tl.zeros([BLOCK_C, BLOCK_H], ACC)
+        for v0 in range(begin, end, STEP):
+            v = v0 + row
+            p = tl.load(position + v, mask=v < end, other=0)
+            x = _rows(hidden, p, v < end, h, h < H, hidden_stride)
+            error = _load_errors(errors, v0, row, v < end, slot, c, width, num_slots)
+            total = tl.dot(
+                tl.trans(error), x, total, input_precision=PRECISION, out_dtype=ACC
+            )  # fmt: skip
+        if partial_row >= 0:
+            _store_block(partial_rows, partial_row + c0, c < width, h, H, H, total)
+        else:
+            total = _scaled(total, scale)
+            _store_block(
+                d_weight, tl.load(written_row + n) + c0, c < width, h, H, weight_stride, total
+            )  # fmt: skip
+    if d_bias is not None:  # noqa: SIM102 - the compiler decides the first alone
+        if h0 == 0:
+            bias = tl.zeros([BLOCK_C], ACC)
+            for v0 in range(begin, end, STEP):
+                v = v0 + row
+                error = _load_errors(errors, v0, row, v < end, slot, c, width, num_slots)
+                bias += tl.sum(error.to(ACC), axis=0)
+            if partial_row >= 0:
+                tl.store(partial_bias + partial_row + c, bias, mask=c < width)
+            else:
+                _store_biases(d_bias, tl.load(written_row + n) + c, c < width, bias, scale)
 
 
 @triton.jit
-def _write_zeros(
-    d_weight, d_bias, r, empty, H, weight_stride, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr
+def _scaled(total, scale):
+    if scale is not None:
+        total = total * _factor(scale)
+    return total
+
+
+@triton.jit
+def _store_rows(matrix, row, row_mask, h, H, stride, values):
+    place = row.to(tl.int64)[:, None] * stride + h[None, :]
+    mask = row_mask[:, None] & (h < H)[None, :]
+    tl.store(matrix + place, values.to(matrix.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_block(matrix, first, row_mask, h, H, stride, values):
+    """The same for neighbouring rows from the first one on."""
+    row = tl.arange(0, row_mask.shape[0])
+    mask = row_mask[:, None] & (h < H)[None, :]
+    place = matrix + tl.full((), first, tl.int64) * stride + (row[:, None] * stride + h[None, :])
+    tl.store(place, values.to(matrix.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_biases(d_bias, row, mask, total, scale):
+    tl.store(d_bias + row, _scaled(total, scale).to(d_bias.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _heavy_hidden(
+    begin, h0, inputs, visits_of, tree, errors_of, outputs,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
+    """(5) over heavy nodes: final for positions that visit no light node, partial for others.
+
+    Every other tile walks its nodes backwards: a node with visits in two tiles is then the last of
+    both, or the first.
+    """
+    weight, H, weight_stride = inputs
+    position, node, light_level, P, D = visits_of
+    first_row, num_children, column = tree
+    errors, num_slots, scale = errors_of
+    d_hidden, partial_hidden = outputs
+    tile_row, child = tl.arange(0, BLOCK_V), tl.arange(0, STEP)
+    v = begin + tile_row
+    h = h0 + tl.arange(0, BLOCK_H)
+    num_heavy = tl.load(light_level + v, mask=v < P, other=0)
+    total = tl.zeros([BLOCK_V, BLOCK_H], ACC)
+    for d in range(0, D):
+        nodes = tl.load(node + d * P + v, mask=d < num_heavy, other=-1)
+        s = _next(nodes, v, begin, BLOCK_V)
+        while s >= 0:
+            n = tl.load(node + d * P + s)
+            width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
+            slot = _first_slot(column, n, d)
+            for c0 in range(0, width, STEP):
+                c = c0 + child
+                error = _load_errors(
+                    errors, begin, tile_row, nodes == n, slot, c, width, num_slots
+                )  # fmt: skip
+                w = _block(weight, first + c0, child, c < width, h, h < H, weight_stride)
+                w = w.to(error.dtype)
+                total = tl.dot(error, w, total, input_precision=PRECISION, out_dtype=ACC)
+            nodes = tl.where(nodes == n, -1, nodes)
+            s = _next(nodes, v, begin, BLOCK_V)
+    light = num_heavy < D
+    p = tl.load(position + v, mask=v < P, other=0)
+    _store_rows(d_hidden, p, (v < P) & (light == 0), h, H, H, _scaled(total, scale))
+    _store_block(partial_hidden, begin, (v < P) & light, h, H, H, total)
+
+
+@triton.jit
+def _next(nodes, v, begin, BLOCK_V: tl.constexpr):
+    """A position whose node remains, the last one in every other tile; -1 if none remains."""
+    last = tl.max(tl.where(nodes >= 0, v, -1), axis=0)
+    first = tl.min(tl.where(nodes >= 0, v, begin + BLOCK_V), axis=0)
+    return tl.where((begin // BLOCK_V) % 2 == 1, last, tl.minimum(first, last))
+
+
+@triton.jit
+def _light(
+    scale, hidden, weight,
+    position, node, light_groups, split_tiles, num_entries, visited,
+    first_row, num_children, column, node_of_row, errors,
+    d_hidden, d_weight, d_bias, written_row, partial_hidden, partial_rows, partial_bias,
+    P, D, R, max_groups, max_split_tiles, path_slots, h_units, hidden_stride, weight_stride,
+    LIGHT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """(5) and (6) for light groups; (6) of split nodes; 0 for the R rows without visits."""
+    H, num_slots = h_units * ALIGN, path_slots * 16
+    num_h = tl.cdiv(H, BLOCK_H)
+    tile, h0 = tl.program_id(0) // num_h, (tl.program_id(0) % num_h) * BLOCK_H
+    outputs = (d_hidden, d_weight, d_bias, weight_stride * ALIGN)
+    written = first_row if written_row is None else written_row
+    if tile < max_groups:
+        if tile < tl.load(num_entries + 2):
+            _light_group(
+                tl.load(light_groups + tile), h0,
+                (hidden, weight, H, hidden_stride * ALIGN, weight_stride * ALIGN),
+                (position, node, P, D), written, (first_row, num_children, column),
+                (errors, num_slots, scale), partial_hidden, outputs,
+                LIGHT, ACC, PRECISION, BLOCK_C, BLOCK_H,
+            )  # fmt: skip
+    elif tile < max_groups + max_split_tiles:
+        if tile - max_groups < tl.load(num_entries + 4):
+            _add_chunks(
+                split_tiles + (tile - max_groups) * 4, h0, node, num_children, written,
+                (partial_rows, partial_bias, H, scale), outputs, ACC, BLOCK_R, BLOCK_H,
+            )  # fmt: skip
+    else:
+        program = tl.program_id(0) - (max_groups + max_split_tiles) * num_h
+        num_programs = tl.num_programs(0) - (max_groups + max_split_tiles) * num_h
+        for r0 in range(program * BLOCK_R, R, num_programs * BLOCK_R):
+            r = r0 + tl.arange(0, BLOCK_R)
+            owner = tl.load(node_of_row + r, mask=r < R, other=0)
+            empty = tl.load(visited + owner, mask=r < R, other=1) == 0
+            if tl.sum(empty.to(tl.int32), axis=0) > 0:
+                _write_zeros(r, empty, H, outputs, BLOCK_R, BLOCK_H)
+
+
+@triton.jit
+def _light_group(
+    flat, h0, inputs, visits_of, written, tree, errors_of, partial_hidden, outputs,
+    LIGHT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """(5), added to the share of heavy nodes, and (6) for the visits of a light node and below."""
+    hidden, weight, H, hidden_stride, weight_stride = inputs
+    position, node, P, D = visits_of
+    first_row, num_children, column = tree
+    errors, num_slots, scale = errors_of
+    d_hidden, d_weight, d_bias, _ = outputs
+    begin, group_row, child = flat % P, tl.arange(0, LIGHT), tl.arange(0, BLOCK_C)
+    v = begin + group_row
+    h = h0 + tl.arange(0, BLOCK_H)
+    top = flat // P
+    group = tl.load(node + top * P + v, mask=v < P, other=-1) == tl.load(node + flat)
+    p = tl.load(position + v, mask=group, other=0)
+    x = _rows(hidden, p, group, h, h < H, hidden_stride)
+    total = tl.zeros([LIGHT, BLOCK_H], ACC)
+    for d in range(top, D):
+        nodes = tl.load(node + d * P + v, mask=group, other=-1)
+        s = tl.min(tl.where(nodes >= 0, v, P), axis=0)
+        while s < P:
+            n = tl.load(node + d * P + s)
+            width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
+            slot, row = _first_slot(column, n, d), tl.load(written + n)
+            for c0 in range(0, width, BLOCK_C):
+                c = c0 + child
+                error = _load_errors(
+                    errors, begin, group_row, nodes == n, slot, c, width, num_slots
+                )  # fmt: skip
+                if d_hidden is not None:
+                    w = _block(weight, first + c0, child, c < width, h, h < H, weight_stride)
+                    w = w.to(error.dtype)
+                    total = tl.dot(error, w, total, input_precision=PRECISION, out_dtype=ACC)
+                if d_weight is not None:
+                    rows = tl.dot(
+                        tl.trans(error), x, input_precision=PRECISION, out_dtype=ACC
+                    )  # fmt: skip
+                    rows = _scaled(rows, scale)
+                    _store_block(d_weight, row + c0, c < width, h, H, weight_stride, rows)
+                if d_bias is not None:  # noqa: SIM102 - the compiler decides the first alone
+                    if h0 == 0:
+                        bias = tl.sum(error.to(ACC), axis=0)
+                        _store_biases(d_bias, row + c, c < width, bias, scale)
+            nodes = tl.where(nodes == n, -1, nodes)
+            s = tl.min(tl.where(nodes >= 0, v, P), axis=0)
+    if d_hidden is not None:
+        total += _block(partial_hidden, begin, group_row, group, h, h < H, H)
+        _store_rows(d_hidden, p, group, h, H, H, _scaled(total, scale))
+
+
+@triton.jit
+def _add_chunks(
+    entry, h0, node, num_children, written, partial, outputs,
+    ACC: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """The rows of a node whose visits were shared among programs."""
+    partial_rows, partial_bias, H, scale = partial
+    _, d_weight, d_bias, weight_stride = outputs
+    n, num_chunks = tl.load(node + tl.load(entry)), tl.load(entry + 1)
+    c0, partial_row = tl.load(entry + 2), tl.load(entry + 3)
+    child = tl.arange(0, BLOCK_C)
+    width, row = tl.load(num_children + n).to(tl.int32), tl.load(written + n) + c0
+    inside = c0 + child < width
+    if d_weight is not None:
+        h = h0 + tl.arange(0, BLOCK_H)
+        total = tl.zeros([BLOCK_C, BLOCK_H], ACC)
+        for chunk in range(0, num_chunks):
+            first = partial_row + c0 + chunk * width
+            total += _block(partial_rows, first, child, inside, h, h < H, H)
+        _store_block(d_weight, row, inside, h, H, weight_stride, _scaled(total, scale))
+    if d_bias is not None:  # noqa: SIM102 - the compiler decides the first alone
+        if h0 == 0:
+            bias = tl.zeros([BLOCK_C], ACC)
+            for chunk in range(0, num_chunks):
+                place = partial_bias + partial_row + c0 + chunk * width + child
+                bias += tl.load(place, mask=inside, other=0.0)
+            _store_biases(d_bias, row + child, inside, bias, scale)
+
+
+@triton.jit
+def _write_zeros(r, empty, H, outputs, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+    _, d_weight, d_bias, weight_stride = outputs
     if d_weight is not None:
         for h0 in range(0, H, BLOCK_H):
             h = h0 + tl.arange(0, BLOCK_H)
             zeros = tl.zeros([BLOCK_R, BLOCK_H], d_weight.dtype.element_ty)
-            inside = empty[:, None] & (h < H)[None, :]
-            tl.store(d_weight + r[:, None] * weight_stride + h[None, :], zeros, mask=inside)
+            _store_rows(d_weight, r, empty, h, H, weight_stride, zeros)
     if d_bias is not None:
         tl.store(d_bias + r, tl.zeros([BLOCK_R], d_bias.dtype.element_ty), mask=empty)
-
-
-@triton.jit
-def _d_light(
-    d_nll, scale, hidden, weight,
-    position, node, child, stop, light_level, light_first, first_row, num_children, column,
-    exp_logits, block_max, lse, target_logit,
-    partial, d_hidden, d_weight, d_bias, written_row,
-    P, D, num_blocks, h_units, hidden_stride, weight_stride,
-    LIGHT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """(5), added to `partial`, and (6) for one light group and some columns of H.
-
-    `written_row` [I] is where the gradients of each node's rows begin; None if at its rows.
-    """
-    H = h_units * ALIGN
-    num_h = tl.cdiv(H, BLOCK_H)
-    begin = tl.load(light_first + tl.program_id(0) // num_h).to(tl.int32)
-    h0 = (tl.program_id(0) % num_h) * BLOCK_H
-    if begin < P:
-        h = h0 + tl.arange(0, BLOCK_H)
-        top = tl.load(light_level + begin).to(tl.int32)
-        end = tl.load(stop + top * P + begin).to(tl.int32)
-        v = begin + tl.arange(0, LIGHT)
-        in_tile = v < end
-        p = tl.load(position + v, mask=in_tile, other=0)
-        v_d_nll = tl.load(d_nll + p, mask=in_tile, other=0.0).to(ACC)
-        x = _rows(hidden, p, in_tile, h, h < H, hidden_stride * ALIGN)
-        total = tl.zeros([LIGHT, BLOCK_H], ACC)
-        for d in range(top, D):
-            active = _active(node, light_level, v, in_tile, d, P, False)
-            s = _next(active, v, begin, end)
-            while s < end:
-                n = tl.load(node + d * P + s)
-                s_stop = tl.minimum(tl.load(stop + d * P + s).to(tl.int32), end)
-                visits = active & (v >= s) & (v < s_stop)
-                width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
-                written = first if written_row is None else tl.load(written_row + n)
-                block = _first_block(column, n, d, BLOCK_C)
-                for c0 in range(0, width, BLOCK_C):
-                    c = c0 + tl.arange(0, BLOCK_C)
-                    error = _error(
-                        exp_logits=exp_logits, block_max=block_max, lse=lse, BLOCK_C=BLOCK_C,
-                        target_logit=target_logit, child=child, v=v, visits=visits, d=d,
-                        block=block + c0 // BLOCK_C, c0=c0, P=P, num_blocks=num_blocks, ACC=ACC,
-                    )  # fmt: skip
-                    if d_hidden is not None:
-                        w = _rows(weight, first + c, c < width, h, h < H, weight_stride * ALIGN)
-                        total = _product(error.to(x.dtype), w.to(x.dtype), total, PRECISION, ACC)
-                    if d_weight is not None or d_bias is not None:
-                        error *= v_d_nll[:, None]
-                        rows = _product(tl.trans(error.to(x.dtype)), x, None, PRECISION, ACC)
-                        _store_rows(
-                            d_weight=d_weight, d_bias=d_bias, scale=scale, total=rows,
-                            bias_total=tl.sum(error, axis=0), first=written, c=c, width=width,
-                            h0=h0, h=h, H=H, stride=weight_stride * ALIGN,
-                        )  # fmt: skip
-                s = _next(active, v, s_stop, end)
-        if d_hidden is not None:
-            inside = in_tile[:, None] & (h < H)[None, :]
-            heavy_place = partial + v.to(tl.int64)[:, None] * H + h[None, :]
-            heavy = tl.load(heavy_place, mask=inside, other=0.0)
-            if scale is not None:
-                v_d_nll *= tl.load(scale)
-            out = (total * v_d_nll[:, None] + heavy).to(d_hidden.dtype.element_ty)
-            tl.store(d_hidden + p.to(tl.int64)[:, None] * H + h[None, :], out, mask=inside)

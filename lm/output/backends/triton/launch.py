@@ -13,20 +13,22 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Problem
-from lm.output.backends.triton.schedule import LIGHT, Schedule, splits_per_tile
+from lm.output.backends.triton.routing import MAX_SPLITS, Routing
 from lm.output.backends.triton.tile_shapes import Tile, Tiles, compiler_options, tiles
-from lm.output.backends.visits import Visits
+
+SLOT = 16
+"""The children of a node begin at multiples of so many in `Saved.exp_logits`."""
 
 
 class Saved(NamedTuple):
     """What the forward saves: the batch, and the results of (7) and (8) of `forward_kernel`.
 
-    Without a backward there are no blocks. Values [D, P] are undefined where there is no visit.
+    Without a backward there are no slots and blocks. Values [D, P] are undefined where there is no
+    visit.
     """
 
-    visits: Visits
-    schedule: Schedule
-    exp_logits: Tensor  # [P, blocks, block_c] in the dtype of hidden, k of every visit's blocks
+    routing: Routing
+    exp_logits: Tensor  # [P, slots] in the dtype of hidden, k of the children on a path
     block_max: Tensor  # [P, blocks], m
     lse: Tensor  # [D, P]
     target_logit: Tensor  # [D, P]
@@ -83,7 +85,7 @@ def execute(launch: Launch) -> None:
     """Run a launch on the device of its arguments, or interpret it on a CPU."""
     if not launch.num_programs:
         return
-    device = launch.arguments["position"].device
+    device = next(value.device for value in launch.arguments.values() if torch.is_tensor(value))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         grid = (launch.num_programs,)
         launch.kernel[grid](**launch.arguments, **compiler_options(launch.tile))
@@ -94,37 +96,43 @@ def launch(
 ) -> None:
     """Make a launch and run it, or hand it to `instrumented`.
 
-    A kernel takes its arguments by name: from the problem (hidden, bias and rows of the weight are
-    contiguous), its tree, and what the forward saved; their sizes and strides; the constants of the
-    arithmetic and the tile; and `special`, which has priority.
+    A kernel takes its arguments by name: from the problem (hidden, target, bias and rows of the
+    weight are contiguous), its tree, and what the forward saved; their sizes and strides; the
+    constants of the arithmetic and the tile; and `special`, which has priority.
     """
     import triton.language as tl
 
-    hidden, align = problem.hidden, alignment(problem)
-    fast = torch.get_float32_matmul_precision() != "highest"
+    hidden, align, routing = problem.hidden, alignment(problem), saved.routing
     known = {
         **problem._asdict(),
         **problem.tree._asdict(),
         **saved._asdict(),
-        **saved.visits._asdict(),
-        **saved.schedule._asdict(),
+        **routing._asdict(),
         "P": problem.num_positions,
         "D": problem.depth,
-        "num_blocks": saved.exp_logits.shape[1],
-        "LIGHT": LIGHT,
+        "N": problem.vocab_size,
+        "num_nodes": routing.visited.numel(),
+        "path_slots": saved.exp_logits.shape[1] // SLOT,
+        "path_blocks": saved.block_max.shape[1],
+        "LIGHT": tiles_for(problem).light.v,
         "ACC": tl.float64 if hidden.dtype == torch.float64 else tl.float32,
-        "PRECISION": "tf32" if fast and hidden.dtype == torch.float32 else "ieee",
+        "PRECISION": "tf32" if hidden.dtype == torch.float32 and _tf32() else "ieee",
         "ALIGN": align,
         "h_units": hidden.shape[1] // align,
         "hidden_stride": hidden.stride(0) // align,
         "weight_stride": problem.weight.stride(0) // align,
         "BLOCK_V": tile.v,
-        "BLOCK_C": tiles_for(problem).block_c,
+        "BLOCK_C": tile.c,
         "BLOCK_H": tile.h,
+        "STEP": tile.step,
         **special,
     }
     arguments = {name: known[name] for name in kernel.arg_names}
     (_instruments.run or execute)(Launch(kernel, num_programs, tile, arguments))
+
+
+def _tf32() -> bool:
+    return torch.get_float32_matmul_precision() != "highest"
 
 
 def capability(device: torch.device) -> int:
@@ -141,15 +149,29 @@ def tiles_for(problem: Problem) -> Tiles:
     """The tile shapes for a problem on its device."""
     if _instruments.tiles is not None:
         return _instruments.tiles
-    hidden = problem.hidden
-    return tiles(hidden.dtype, capability(hidden.device), alignment(problem))
+    dtype, device = problem.hidden.dtype, problem.hidden.device
+    return tiles(dtype, capability(device), tensor_cores=dtype == torch.float32 and _tf32())
 
 
 def splits_for(problem: Problem) -> int:
-    """Programs that share a tile of a problem in the forward."""
+    """Programs that share a tile of a problem in the forward.
+
+    One per block of children of a node of average width.
+    """
     if _instruments.num_splits is not None:
         return _instruments.num_splits
-    return splits_per_tile(problem.max_path_columns, problem.depth, tiles_for(problem).block_c)
+    columns = problem.depth * tiles_for(problem).forward.c
+    return max(1, min(-(-problem.max_path_columns // columns), MAX_SPLITS))
+
+
+def path_slots(problem: Problem) -> int:
+    """Columns of `Saved.exp_logits`: each level may leave some of its last ones empty."""
+    return (problem.max_path_columns // SLOT + problem.depth) * SLOT
+
+
+def path_blocks(problem: Problem) -> int:
+    """Columns of `Saved.block_max`: each level may leave a block of children partly empty."""
+    return problem.max_path_columns // tiles_for(problem).forward.c + problem.depth
 
 
 def alignment(problem: Problem) -> int:

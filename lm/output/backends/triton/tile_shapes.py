@@ -12,63 +12,59 @@ MAX_REGISTERS = 255
 
 
 class Tile(NamedTuple):
-    """What a program of one kernel works on at a time."""
+    """What a program of one kernel works on at a time; 0 for a dimension that it does not have."""
 
-    v: int  # positions
+    v: int  # visits
+    c: int  # children
     h: int  # columns of H
     warps: int
     stages: int  # loads in flight ahead of the product
+    step: int = 0  # visits or children added at a time, where that is not v or c
 
 
 class Tiles(NamedTuple):
     """Tile shapes of the kernels."""
 
-    block_c: int  # children in a block, the same for all kernels, as in `Saved.exp_logits`
     forward: Tile
-    d_hidden: Tile
-    d_weight: Tile
-    d_light: Tile  # its `v` is `schedule.LIGHT`
+    errors: Tile  # its `c` is that of the forward
+    heavy: Tile  # `v` x `h` of d_hidden, and `c` x `h` of d_weight
+    light: Tile  # its `v` is the most visits of a light node
+    chunk: int = 1024  # fewest visits that a program of d_weight adds up where others take the rest
 
 
+_HALF_ERRORS, _SINGLE_ERRORS = Tile(16, 128, 0, 4, 1), Tile(16, 64, 0, 4, 1)
 _TILES = {
-    # Without wgmma all operands pass through registers: 32 columns, or the kernels spill.
+    # Without wgmma all operands pass through registers.
     ("half", 80): Tiles(
-        64, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2), Tile(16, 32, 4, 3)
+        Tile(64, 128, 32, 8, 3), _HALF_ERRORS, Tile(128, 128, 64, 8, 3, 32), Tile(64, 32, 64, 8, 2)
     ),
-    # 64 positions and 64 children fill a warp group's wgmma. d_hidden computes errors along with
-    # its product and needs eight warps for the registers; d_light holds a block of W, of h and of
-    # d_weight at a time: a third stage spills.
+    # 128 x 128 for nodes whose products are limited by what the second-level cache delivers.
     ("half", 90): Tiles(
-        64, Tile(64, 64, 4, 3), Tile(64, 64, 8, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 2)
+        Tile(128, 128, 64, 8, 3), _HALF_ERRORS, Tile(128, 128, 128, 8, 3, 64),
+        Tile(64, 64, 128, 8, 3),
     ),
-    # The same, but accumulators live in tensor memory: four warps have enough registers.
-    ("half", 100): Tiles(
-        64, Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(16, 64, 4, 2)
-    ),
-    # Twice the bytes, and without tf32 no tensor cores: products by threads, whose operands take
-    # all registers of eight warps at 32 x 32.
+    # Twice the bytes.
     ("single", 80): Tiles(
-        32, Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 4, 3)
+        Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 2)
     ),
-}
-"""By size of a number and least architecture; the largest tried that spill no register."""
-_WIDE_D_HIDDEN = Tile(64, 128, 8, 3)
-"""For half precision from sm_90 on, where 4 divides H: `Saved.exp_logits` is read half as often.
-Columns that are loaded one by one or in pairs take the registers that this needs.
-"""
+    # No tensor cores: products by threads, so that positions without a visit cost as much as
+    # others.
+    ("exact", 80): Tiles(
+        Tile(32, 32, 32, 8, 2), _SINGLE_ERRORS._replace(c=32), Tile(32, 32, 32, 8, 2, 32),
+        Tile(16, 32, 16, 4, 3),
+    ),
+}  # fmt: skip
+"""By kind of product and least architecture; the largest tried that spill no register."""
 
 
-def tiles(dtype: torch.dtype, capability: int, align: int) -> Tiles:
-    """The tile shapes for hidden vectors of a dtype, and strides that a power of two divides.
+def tiles(dtype: torch.dtype, capability: int, *, tensor_cores: bool) -> Tiles:
+    """The tile shapes for hidden vectors of a dtype.
 
     The architecture is given as compute capability x 10: 80, 90, 100.
     """
-    size = "half" if dtype.itemsize == 2 else "single"
-    fitting = [sm for kind, sm in _TILES if kind == size and sm <= max(capability, 80)]
-    found = _TILES[size, max(fitting)]
-    if size == "half" and capability >= 90 and align >= 4:
-        found = found._replace(d_hidden=_WIDE_D_HIDDEN)
-    return found
+    kind = "half" if dtype.itemsize == 2 else "single" if tensor_cores else "exact"
+    fitting = [sm for of, sm in _TILES if of == kind and sm <= max(capability, 80)]
+    return _TILES[kind, max(fitting)]
 
 
 def compiler_options(tile: Tile) -> dict[str, int]:

@@ -1,0 +1,115 @@
+"""How the visits of a batch are sorted and shared among programs, on the device.
+
+As in `lm.output.backends.visits`, positions are sorted by the node of their target's word, depth
+first, so that the visits of a node are an interval of the sorted positions on its level. A node is
+*heavy* if it has more visits than a program of the light kernels takes, else *light*; nodes below a
+light one are light. Shapes depend on sizes alone and the host reads nothing back.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lm.output.backends.base import Problem
+from lm.output.backends.triton.tile_shapes import Tiles
+
+FEWEST_KEYS, MOST_RUNS = 256, 128
+"""Keys of a sorted run, unless there would be more than so many runs."""
+MAX_SPLITS = 16
+"""Most programs that share a tile in the forward, or the visits of a split node."""
+FILLING_PROGRAMS = 512
+"""Programs from which on more of them would not make d_weight faster."""
+
+
+class Routing(NamedTuple):
+    """Visits and lists of what programs work on, int32; `flat` is d · P + v of a visit.
+
+    The lists have room for the most entries that a batch of this size can have; `num_entries` says
+    how many there are, in the order of the fields, and then the rows of partial sums.
+    """
+
+    position: Tensor  # [P], sorted by their target's node, depth first; ignored ones last
+    node: Tensor  # [D, P], that a sorted position visits on each level, root first; -1 for none
+    child: Tensor  # [D, P], which child of the node is on the target's path; 0 for none
+    light_level: Tensor  # [P], first level on which a position visits a light node; D for none
+    visited: Tensor  # [I] int8, whether a node has visits
+    num_entries: Tensor  # [6]
+    heavy_tiles: Tensor  # flat of the first visit of every tile of visits of a heavy node
+    light_nodes: Tensor  # flat of the first visit of every light node
+    light_groups: Tensor  # the same of those below no other light node
+    row_tiles: Tensor  # [., 4]: flat, end of the visits, first child, row of partial sums or -1
+    split_tiles: Tensor  # [., 4]: flat, number of partial sums, first child, row of the first one
+
+
+class Sizes(NamedTuple):
+    """Most entries of each list, and most rows of partial sums."""
+
+    heavy_tiles: int
+    light_nodes: int
+    light_groups: int
+    row_tiles: int
+    split_tiles: int
+    partial_rows: int
+
+
+def sizes(problem: Problem, tiles: Tiles) -> Sizes:
+    """The sizes of a `Routing`.
+
+    With w children and v visits of a node, Σ v w over all nodes is at most positions × columns on a
+    path; a heavy node has ⌈v / chunk⌉ ⌈w / block⌉ tiles of rows.
+    """
+    num_nodes, num_rows = problem.tree.num_children.numel(), problem.tree.node_of_row.numel()
+    positions, columns = problem.num_positions, problem.max_path_columns
+    visits, light, block = problem.depth * positions, tiles.light.v, tiles.heavy.c
+    chunk = chunk_size(problem, tiles)
+    num_heavy, num_split = min(visits // (light + 1), num_nodes), visits // (chunk + 1)
+    products = positions * columns // chunk
+    return Sizes(
+        heavy_tiles=visits // min(light + 1, tiles.forward.v // 2),
+        light_nodes=min(visits, num_nodes),
+        light_groups=min(positions, num_nodes),
+        row_tiles=products // block
+        + visits // chunk
+        + min(num_rows, num_heavy * columns) // block
+        + num_heavy,
+        split_tiles=products // block + num_split if num_split else 0,
+        partial_rows=2 * products if num_split else 0,
+    )
+
+
+def chunk_size(problem: Problem, tiles: Tiles) -> int:
+    """Most visits of a node that one program of d_weight adds up."""
+    tile = tiles.heavy
+    programs = -(-problem.max_path_columns // tile.c) * -(-problem.hidden.shape[1] // tile.h)
+    splits = max(1, min(FILLING_PROGRAMS // max(programs, 1), MAX_SPLITS))
+    return max(tiles.chunk, -(-problem.num_positions // splits))
+
+
+def new_routing(problem: Problem, tiles: Tiles) -> Routing:
+    """Uninitialised memory for the routing of a problem."""
+    positions, by_level = (problem.num_positions,), (problem.depth, problem.num_positions)
+    lists, target = sizes(problem, tiles), problem.target
+
+    def new(*shape: int) -> Tensor:
+        return target.new_empty(shape, dtype=torch.int32)
+
+    return Routing(
+        position=new(*positions),
+        node=new(*by_level),
+        child=new(*by_level),
+        light_level=new(*positions),
+        visited=target.new_empty(problem.tree.num_children.numel(), dtype=torch.int8),
+        num_entries=new(len(lists)),
+        heavy_tiles=new(lists.heavy_tiles),
+        light_nodes=new(lists.light_nodes),
+        light_groups=new(lists.light_groups),
+        row_tiles=new(lists.row_tiles, 4),
+        split_tiles=new(lists.split_tiles, 4),
+    )
+
+
+def run_size(num_positions: int) -> int:
+    """Keys of a sorted run, a power of two: each key is compared with some of every run."""
+    at_most = max(FEWEST_KEYS, -(-num_positions // MOST_RUNS))
+    return max(32, 1 << (min(at_most, num_positions) - 1).bit_length())

@@ -1,0 +1,105 @@
+"""The routing of the fused kernels: that of the reference, in lists of work."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from lm.output import ClassTree
+from lm.output.backends.base import Needs, Problem
+from lm.output.backends.triton.backend import TritonBackend
+from lm.output.backends.triton.launch import execute, instrumented
+from lm.output.backends.triton.routing import Routing, chunk_size, run_size
+from lm.output.backends.visits import route
+
+from ...definition import SMALL_TILES, two_level, zipf_targets
+
+pytest.importorskip("triton")
+TILE, LIGHT, BLOCK = SMALL_TILES.forward.v, SMALL_TILES.light.v, SMALL_TILES.heavy.c
+ROUTING = ("_sort", "_merge", "_plan")
+
+
+def routed(tree: ClassTree, num_positions: int) -> tuple[Problem, Routing]:
+    """A problem of no columns of H, and its routing."""
+    target = zipf_targets(tree, num_positions)
+    hidden, weight = torch.zeros(num_positions, 1), torch.zeros(tree.num_rows, 1)
+    problem = Problem.of(hidden, weight, None, target, tree)
+    with instrumented(run=lambda each: execute(each) if each.kernel.__name__ in ROUTING else None):
+        _, saved = TritonBackend().forward(problem, Needs(True, True, False))
+    return problem, saved.routing
+
+
+@pytest.mark.parametrize("num_positions", [1, 17, 300])
+@pytest.mark.parametrize(
+    "tree",
+    [two_level(200, 14), ClassTree.balanced(200, 3), ClassTree.huffman(torch.arange(40))],
+)
+def test_every_visit_and_every_row_has_one_program(tree: ClassTree, num_positions: int) -> None:
+    with instrumented(tiles=SMALL_TILES):
+        problem, found = routed(tree, num_positions)
+        chunk = chunk_size(problem, SMALL_TILES)
+    truth = route(problem.target, problem.tree, tree.depth, -100)
+    for name in ("position", "node", "child"):
+        assert torch.equal(getattr(found, name).long(), getattr(truth, name))
+    node = truth.node.flatten()
+    counts = Counter(node[node >= 0].tolist())
+    assert found.visited.nonzero().flatten().tolist() == sorted(counts)
+    tiles, light, groups, rows, split = found.num_entries[:5].tolist()
+    covered = torch.zeros_like(node)
+
+    def cover(flat: int, most: int) -> None:
+        level, begin = divmod(flat, num_positions)
+        same = truth.node[level, begin : begin + most] == node[flat]
+        covered[flat : flat + int(same.sum())] += 1
+
+    for flat in found.heavy_tiles[:tiles].tolist():
+        assert counts[int(node[flat])] > LIGHT
+        cover(flat, TILE)
+    for flat in found.light_nodes[:light].tolist():
+        assert counts[int(node[flat])] <= LIGHT
+        cover(flat, LIGHT)
+    assert torch.equal(covered, (node >= 0).long())
+    is_light = torch.tensor([counts[int(n)] <= LIGHT for n in node]).view(truth.node.shape)
+    is_light &= truth.node >= 0
+    first_light = torch.where(is_light, torch.arange(tree.depth)[:, None], tree.depth).amin(0)
+    assert torch.equal(found.light_level.long(), first_light)
+    in_groups = torch.zeros(num_positions)
+    for flat in found.light_groups[:groups].tolist():
+        level, begin = divmod(flat, num_positions)
+        in_groups[begin : begin + counts[int(node[flat])]] += 1
+        assert int(first_light[begin]) == level
+    assert torch.equal(in_groups, (first_light < tree.depth).float())
+    seen = Counter(
+        (int(node[flat]), c0, stop - flat % num_positions)
+        for flat, stop, c0, _ in found.row_tiles[:rows].tolist()
+    )
+    sums: Counter[tuple[int, int]] = Counter()
+    for (n, c0, size), times in seen.items():
+        assert 0 < size <= chunk
+        sums[n, c0] += size * times
+    expected = {
+        (n, c0): count
+        for n, count in counts.items()
+        for c0 in range(0, int(tree.num_children[n]), BLOCK)
+        if count > LIGHT
+    }
+    assert sums == expected
+    assert split == sum(count > chunk for count in expected.values())
+
+
+def test_lists_have_room_for_any_batch_of_their_size() -> None:
+    """The number of entries is not checked where they are written."""
+    for tree in (two_level(200, 14), ClassTree.balanced(300, 3), ClassTree.full(100)):
+        for num_positions in (17, 18, 49, 150, 260):
+            with instrumented(tiles=SMALL_TILES):
+                _, found = routed(tree, num_positions)
+            room = [len(entries) for entries in found[6:]]
+            used = found.num_entries[:5].tolist()
+            assert all(a <= b for a, b in zip(used, room, strict=True)), (used, room)
+
+
+def test_sorted_runs_are_few() -> None:
+    for num_positions in (1, 31, 32, 33, 16_384, 100_000, 1_000_000):
+        run = run_size(num_positions)
+        assert run & (run - 1) == 0
+        assert -(-num_positions // run) <= 128
