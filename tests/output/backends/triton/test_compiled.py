@@ -1,10 +1,10 @@
-"""The kernels as they are compiled for a GPU, executed by an emulator, with checks for races,
-memory errors and asynchronous operations that are not waited for.
+"""The kernels as they are compiled for a GPU, executed by an emulator that checks for races, memory
+errors and asynchronous operations that are not waited for.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import product
 
 import pytest
@@ -12,37 +12,50 @@ import pytest
 pytest.importorskip("triton")
 
 from .emulator.cases import DTYPES, ORDERS, Case, check, pool
+from .emulator.mutations import PATTERNS, sampled
 
+KINDS = list(product((80, 90), DTYPES))
 SIZES = (64, 33, 40)
 CASES = [
-    Case(capability, dtype, tree, SIZES[i % 3], row_wise=i % 2 == 1)
-    for i, (tree, capability, dtype) in enumerate(
-        product(
-            ("two levels", "root only", "three levels", "binary", "classes of one word"),
-            (80, 90),
-            DTYPES,
-        )
+    Case(capability, dtype, tree, SIZES[j % 3], row_wise=(i + j) % 2 == 1)
+    for i, tree in enumerate(
+        ("two levels", "root only", "three levels", "binary", "classes of one word")
     )
+    for j, (capability, dtype) in enumerate(KINDS)
 ]
 """Every dtype and architecture for every tree; widths and kinds of gradients in turn."""
-CASES += [Case(capability, dtype, orders=ORDERS) for capability in (80, 90) for dtype in DTYPES]
+CASES += [Case(capability, dtype, orders=ORDERS) for capability, dtype in KINDS]
 CASES += [Case(90, "bf16", target="all ignored"), Case(80, "bf16", bias=False, row_wise=True)]
+NUM_MUTANTS = 3
+"""Of each kind, in the kernels of each architecture."""
 
 Results = dict[Case, "Future[Counter[str]]"]
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> Iterator[Results]:
-    """Of the cases whose tests run, computed by other processes in that order."""
-    parameters = [
-        item.callspec.params for item in request.session.items if hasattr(item, "callspec")
-    ]
+def executor() -> Iterator[ProcessPoolExecutor]:
+    """Processes in which kernels are compiled."""
+    with pool() as processes:
+        yield processes
+        processes.shutdown(wait=False, cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, executor: ProcessPoolExecutor) -> Results:
+    """Of the cases whose tests run, in that order."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
     cases = dict.fromkeys(each["case"] for each in parameters if "case" in each)
-    with pool() as executor:
-        yield {case: executor.submit(check, case) for case in cases}
-        executor.shutdown(wait=False, cancel_futures=True)
+    return {case: executor.submit(check, case) for case in cases}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiled_kernels_are_right(case: Case, results: Results) -> None:
-    results[case].result()
+    assert not results[case].result(), "threads of a warp wrote different values to one place"
+
+
+def test_faults_put_into_the_kernels_are_seen(executor: ProcessPoolExecutor) -> None:
+    futures = [executor.submit(sampled, capability, NUM_MUTANTS) for capability in (80, 90)]
+    found = [each for future in futures for each in future.result()]
+    assert {mutant.kind for mutant, *_ in found} == set(PATTERNS)
+    assert [place for _, place, verdict in found if verdict == "not"] == []

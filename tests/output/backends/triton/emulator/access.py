@@ -47,27 +47,27 @@ class Access:
     @property
     def row(self) -> Array:
         """Program in the batch, [k]."""
-        return self.lanes.row[self.chosen]
+        return np.asarray(self.lanes.row[self.chosen])
 
     @property
     def program(self) -> Array:
         """Program in the grid, [k]."""
-        return self.lanes.program[self.chosen]
+        return np.asarray(self.lanes.program[self.chosen])
 
     @property
     def thread(self) -> Array:
         """Thread of its program, [k]."""
-        return self.lanes.thread[self.chosen]
+        return np.asarray(self.lanes.thread[self.chosen])
 
     @property
     def warp(self) -> Array:
         """Warp of its program, [k]."""
-        return self.lanes.warp[self.chosen]
+        return np.asarray(self.lanes.warp[self.chosen])
 
     @property
     def epoch(self) -> Array:
         """Barriers that its program has passed, [k]."""
-        return self.lanes.epoch[self.chosen]
+        return np.asarray(self.lanes.epoch[self.chosen])
 
     def part(self, wanted: Array) -> "Access":
         """The access of some of the threads, given as indices."""
@@ -83,7 +83,7 @@ class Access:
         if (offset & (self.width - 1)).any():
             self.fail("misaligned address", offset & (self.width - 1) != 0)
 
-    def fail(self, what: str, where: Array | None = None) -> None:
+    def fail(self, what: str, where: Any = None) -> None:
         """Raise a fault that names the instruction and the first threads."""
         which = np.arange(len(self.address)) if where is None else np.flatnonzero(where)
         threads = [(int(self.program[i]), int(self.thread[i])) for i in which[:4]]
@@ -97,7 +97,7 @@ def gather(view: Array, offset: Array, width: int) -> Array:
     words = view.view(UNSIGNED[item])
     if width > item:
         words = words.reshape(-1, width // item)
-    return words[offset // width].reshape(len(offset), -1).view(np.uint8)
+    return np.asarray(words[offset // width].reshape(len(offset), -1).view(np.uint8))
 
 
 def scatter(view: Array, offset: Array, raw: Array) -> None:

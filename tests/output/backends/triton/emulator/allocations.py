@@ -13,14 +13,14 @@ EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided
 """Operations whose results have no values."""
 
 
-class Allocations(TorchDispatchMode):
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, follows which memory has been allocated and not written.
 
     Tensors are kept, so that their memory is not used again.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._written: dict[int, Array] = {}  # by address of a storage that began without values
         self._kept: list[Any] = []
 

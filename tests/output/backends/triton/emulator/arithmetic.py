@@ -96,7 +96,7 @@ def _wide(decoder: Decoder, by: Instruction) -> Action:
         return np.asarray(x.view(number).astype(wide) * y.view(number))
 
     def upper(x: Array, y: Array) -> Array:
-        return (product(x, y) >> wide(32)).astype(number).view(BITS[kind])
+        return np.asarray((product(x, y) >> wide(32)).astype(number).view(BITS[kind]))
 
     sources = decoder.sources(by.operands[1:3], kind)
     if by.mnemonic == "mul":
@@ -105,8 +105,9 @@ def _wide(decoder: Decoder, by: Instruction) -> Action:
     if by.has("hi"):
         raise Unsupported(by.text)
     sources.append(decoder.source(by.operands[3], "b64"))
-    function = lambda x, y, z: product(x, y).view(bits) + z  # noqa: E731
-    return decoder.compute(by, by.operands[0], sources, function)
+    return decoder.compute(
+        by, by.operands[0], sources, lambda x, y, z: product(x, y).view(bits) + z
+    )
 
 
 @instruction("div", "rem")
@@ -207,7 +208,7 @@ def _extract_bits(decoder: Decoder, by: Instruction) -> Action:
         if kind == "s32":
             negative = ((field >> np.maximum(size - 1, 0)) & 1 == 1) & (size > 0)
             field = np.where(negative, field - (np.int64(1) << size), field)
-        return (field & 0xFFFFFFFF).astype(np.uint32)
+        return np.asarray((field & 0xFFFFFFFF).astype(np.uint32))
 
     if kind not in {"s32", "u32"}:
         raise Unsupported(by.text)
@@ -257,8 +258,11 @@ def _count_bits(decoder: Decoder, by: Instruction) -> Action:
 def _select(decoder: Decoder, by: Instruction) -> Action:
     kind = by.fields[-1]
     sources = [*decoder.sources(by.operands[1:3], kind), decoder.source(by.operands[3], "pred")]
-    function = lambda x, y, condition: np.where(condition, x, y)  # noqa: E731
-    return decoder.compute(by, by.operands[0], sources, function)
+    return decoder.compute(by, by.operands[0], sources, _where)
+
+
+def _where(x: Array, y: Array, condition: Array) -> Array:
+    return np.where(condition, x, y)
 
 
 def _neither_nan(x: Array, y: Array) -> Array:

@@ -23,7 +23,7 @@ from lm.output.backends.triton.launch import instrumented
 
 from ....definition import assert_errors_are_small, zipf_targets
 from .allocations import Allocations
-from .execution import Code, Emulator
+from .execution import Emulator
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -124,7 +124,7 @@ def reference(given: Inputs, dtype: torch.dtype) -> list[Tensor]:
     return [nll.detach(), *gradients]
 
 
-def check(case: Case, codes: dict[str, Code] | None = None) -> Counter[str]:
+def check(case: Case) -> Counter[str]:
     """Execute a case and raise unless the results are right, and the same in all orders.
 
     Returns:
@@ -132,9 +132,9 @@ def check(case: Case, codes: dict[str, Code] | None = None) -> Counter[str]:
     """
     torch.set_num_threads(1)
     given, dtype = inputs(case), DTYPES[case.dtype]
-    codes, first, ambiguous = {} if codes is None else codes, None, Counter[str]()
+    first, ambiguous = None, Counter[str]()
     for order in case.orders:
-        emulator = Emulator(case.capability, Allocations(), order, codes=codes)
+        emulator = Emulator(case.capability, Allocations(), order)
         found = emulated(case, given, emulator)
         ambiguous += emulator.ambiguous
         first = first or found

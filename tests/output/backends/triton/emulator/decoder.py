@@ -95,7 +95,7 @@ class Decoder:
         slot, negated = self.slots[by.guard], by.guard_is_negated
 
         def both(programs: Programs, mask: Mask) -> Mask:
-            guard = programs.registers[slot]
+            guard: Array = programs.registers[slot]
             if negated:
                 guard = ~guard
             return guard if mask is None else guard & mask

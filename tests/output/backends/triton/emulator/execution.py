@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,12 @@ class Code:
             if each.mnemonic in {"ld", "st"} and "shared" in each.text.split("::")[0].split(".")[1]
         ]
         self.element_bytes = min([2, *widths])  # of shared memory, the least that is accessed
+
+
+@cache
+def decoded(text: str) -> Code:
+    """The code of a PTX file, decoded once."""
+    return Code(text)
 
 
 class Request(NamedTuple):
@@ -177,7 +184,6 @@ class Emulator:
         order: of the programs, as in `Scheduler`.
         seed: of the order "interleaved".
         counting: whether bytes are counted.
-        codes: by PTX, which several emulators may share.
         requests: if not None, every launch is added to it, with the values before it.
         ambiguous: as in `SharedMemory`.
         loaded: bytes by tensor of every launch, each once per program and instruction.
@@ -189,7 +195,6 @@ class Emulator:
     order: str = "together"
     seed: int = 0
     counting: bool = False
-    codes: dict[str, Code] = field(default_factory=dict)
     requests: list[Request] | None = None
     ambiguous: Counter[str] = field(default_factory=Counter)
     loaded: list[tuple[str, Counter[str]]] = field(default_factory=list)
@@ -202,9 +207,7 @@ class Emulator:
         request = requested(launch, self.capability, self.allocations)
         if self.requests is not None:
             self.requests.append(request.copy())
-        if request.text not in self.codes:
-            self.codes[request.text] = Code(request.text)
-        run = Run(request, self.codes[request.text], self.order, self.seed, self.counting)
+        run = Run(request, decoded(request.text), self.order, self.seed, self.counting)
         for i, (_, contents, has_values, _) in enumerate(request.tensors):
             start = run.memory.start[i]
             contents[:] = run.memory.data[start : start + len(contents)]

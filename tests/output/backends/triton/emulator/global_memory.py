@@ -58,7 +58,7 @@ class GlobalMemory:
             self._page[begin // PAGE : (begin + reserved) // PAGE] = i
             writer = np.full(reserved >> self.shift[i], GUARD, np.int32)
             item = 1 << self.shift[i]
-            known = written.reshape(-1, item).all(1)
+            known: Array = np.asarray(written.reshape(-1, item).all(1))
             writer[: len(known)] = np.where(known, BEFORE, UNWRITTEN)
             writers.append(writer)
             self._first[i] = num_elements

@@ -6,6 +6,7 @@ A predicate whose removal none of these shows is true for every thread that reac
 threads from repeating what another thread of the program does: the mutant is equivalent.
 """
 
+import random
 import re
 import sys
 import time
@@ -20,7 +21,7 @@ import numpy as np
 from .access import Fault
 from .allocations import Allocations
 from .cases import Case, emulated, inputs, pool
-from .execution import Code, Emulator, Request, Run
+from .execution import Code, Emulator, Request, Run, decoded
 
 PATTERNS = {
     "barrier": re.compile(r"\tbar\.sync\s+0;"),
@@ -82,7 +83,7 @@ class Judge:
         """How a fault is seen: "fault", "values", "bytes", or "not"."""
         request = self.requests[mutant.launch]
         if mutant.launch not in self._expected:
-            right = Run(request, Code(request.text), counting=True)
+            right = Run(request, decoded(request.text), counting=True)
             self._expected[mutant.launch] = right
         expected = self._expected[mutant.launch]
         limit = MANY * expected.num_instructions
@@ -96,16 +97,33 @@ class Judge:
         return "not" if (one.loaded, one.stored) == (other.loaded, other.stored) else "bytes"
 
 
-def judged(case: Case, share: int, num_shares: int) -> list[tuple[Mutant, str, str]]:
-    """Every mutant of a share: it, its instruction and how it is seen."""
+def judged(case: Case, share: slice, per_kind: int | None = None) -> list[tuple[Mutant, str, str]]:
+    """Every mutant of a share: it, its instruction and how it is seen.
+
+    Given a number, only so many of each kind, at random.
+    """
     judge = Judge(case)
+    chosen = mutants(judge.requests)
+    if per_kind is not None:
+        random.Random(0).shuffle(chosen)
+        by_kind = [[each for each in chosen if each.kind == kind] for kind in PATTERNS]
+        chosen = [each for of_kind in by_kind for each in of_kind[:per_kind]]
     found = []
-    for mutant in mutants(judge.requests)[share::num_shares]:
+    for mutant in chosen[share]:
         request = judge.requests[mutant.launch]
         line = request.text[mutant.begin :].lstrip().partition("\n")[0]
         place = f"{request.kernel} {request.text[: mutant.begin].count(chr(10)) + 1}: {line}"
         found.append((mutant, place, judge.verdict(mutant)))
     return found
+
+
+def sampled(capability: int, per_kind: int) -> list[tuple[Mutant, str, str]]:
+    """Some mutants of the kernels for an architecture, without the kinds that may be equivalent."""
+    return judged(_case(capability), slice(None), per_kind)
+
+
+def _case(capability: int) -> Case:
+    return Case(capability, "bf16", positions=70)
 
 
 def table(verdicts: Iterable[tuple[str, str]]) -> str:
@@ -123,11 +141,13 @@ def table(verdicts: Iterable[tuple[str, str]]) -> str:
 def main() -> None:
     """Print the table of two architectures, and what is not seen."""
     begin, num_shares = time.time(), 8
-    cases = [Case(capability, "bf16", positions=70) for capability in (80, 90)]
     found = []
     with pool() as executor:
-        work = product(cases, range(num_shares))
-        futures = [executor.submit(judged, case, share, num_shares) for case, share in work]
+        work = product((80, 90), range(num_shares))
+        futures = [
+            executor.submit(judged, _case(capability), slice(share, None, num_shares))
+            for capability, share in work
+        ]
         for future in as_completed(futures):
             found += future.result()
             print(table((mutant.kind, verdict) for mutant, _, verdict in found), flush=True)

@@ -265,5 +265,5 @@ def _smallest(threads: Array) -> Mask:
     """A mask as None or [programs, 1], if it says the same."""
     if threads.all():
         return None
-    whole = threads.all(1)
+    whole: Array = np.asarray(threads.all(1))
     return whole[:, None] if (whole == threads.any(1)).all() else threads
