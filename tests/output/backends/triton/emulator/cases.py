@@ -95,8 +95,8 @@ def inputs(case: Case) -> Inputs:
 
 def emulated(case: Case, given: Inputs, emulator: Emulator) -> list[Tensor]:
     """nll and gradients by the compiled kernels; row-wise gradients as dense ones."""
-    hidden, weight, *bias = given.tensors
-    problem = Problem.of(hidden, weight, *(bias or [None]), given.target, given.tree)
+    hidden, weight, *rest = given.tensors
+    problem = Problem.of(hidden, weight, rest[0] if rest else None, given.target, given.tree)
     needs = Needs(hidden=True, weight=True, bias=case.bias, row_wise=case.row_wise)
     backend = TritonBackend()
     precision = "high" if case.dtype == "tf32" else "highest"

@@ -11,7 +11,7 @@ from torch import Tensor
 from lm.output.backends.triton.launch import Launch
 from scripts.benchmarks.kernel_report import compiled
 
-from . import arithmetic, tensor_cores, transfers, warp
+from . import arithmetic, conversions, tensor_cores, transfers, warp
 from .access import Array
 from .allocations import Allocations, extent, raw_bytes
 from .decoder import Decoder
@@ -19,7 +19,7 @@ from .global_memory import BASE, GlobalMemory
 from .parser import Kernel, Unsupported, parse
 from .programs import BITS, Programs, Scheduler
 
-BUILT_BY = (arithmetic, tensor_cores, transfers, warp)
+BUILT_BY = (arithmetic, conversions, tensor_cores, transfers, warp)
 """Modules that define instructions."""
 NUM_LANES = 4096
 """Threads of the programs that run together."""
@@ -105,6 +105,7 @@ class Run:
         memory: after the execution.
         ambiguous: as in `SharedMemory`.
         num_instructions: executed, by one or several programs at a time.
+        reached: first instructions of the blocks that were executed.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Run:
         self.memory.seal()
         self.ambiguous: Counter[str] = Counter()
         self.num_instructions = 0
+        self.reached: set[int] = set()
         self._code, self._request, self._random = code, request, np.random.default_rng(seed)
         ids = np.arange(request.num_programs)
         if order == "backward":
@@ -155,6 +157,7 @@ class Run:
         scheduler.run()
         self.ambiguous += programs.shared.ambiguous
         self.num_instructions += scheduler.num_instructions
+        self.reached |= scheduler.reached
 
     def _parameters(self) -> dict[str, Array]:
         types = self._code.kernel.parameters
@@ -162,7 +165,7 @@ class Run:
         values = values + [(None, 0)] * (
             len(types) - len(values)
         )  # of scratch memory there is none
-        parameters = {}
+        parameters: dict[str, Array] = {}
         for (name, kind), (tensor, value) in zip(types.items(), values, strict=True):
             bits = BITS[kind]
             if tensor is not None:

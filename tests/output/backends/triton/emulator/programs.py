@@ -141,6 +141,7 @@ class Scheduler:
         self._arrived: dict[int, Array] = {}  # at barriers
         self._alive = np.ones(programs.shape, np.bool_)
         self.num_instructions = 0
+        self.reached: set[int] = set()  # first instructions of executed blocks
 
     def run(self) -> None:
         """Run all programs to their end."""
@@ -161,6 +162,7 @@ class Scheduler:
     def _run_block(self, at: int, threads: Array) -> None:
         mask = _smallest(threads)
         programs = self._programs
+        self.reached.add(at)
         if at == len(programs.kernel.instructions):
             self._end(threads)
             return
@@ -172,7 +174,7 @@ class Scheduler:
             self._arrive(first, threads)
             return
         actions, after = self._blocks[at]
-        self.num_instructions += len(actions)
+        self.num_instructions += len(actions) + 1
         if self.num_instructions > self._limit:
             raise Fault(f"{programs.kernel.name}: no end after {self._limit} instructions")
         for each, act in actions:
