@@ -48,7 +48,9 @@ FAULTS = {
     "executed by some threads of a warp": (
         "setp.lt.u32 %p1, %r0, 5; @%p1 bra $L1; shfl.sync.bfly.b32 %r5, %r0, 1, 31, -1; $L1:"
     ),
-    "wait at several barriers": "setp.lt.u32 %p1, %r0, 32; @%p1 bra $L1; bar.sync 0; $L1: bar.sync 0;",
+    "wait at several barriers": (
+        "setp.lt.u32 %p1, %r0, 32; @%p1 bra $L1; bar.sync 0; $L1: bar.sync 0;"
+    ),
     "no end after": "$L1: bra.uni $L1;",
 }  # fmt: skip
 """What is reported, and of which instructions."""
