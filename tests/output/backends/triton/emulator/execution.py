@@ -106,6 +106,7 @@ class Run:
         ambiguous: as in `SharedMemory`.
         num_instructions: executed, by one or several programs at a time.
         reached: first instructions of the blocks that were executed.
+        useful: waits that found something in flight.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Run:
         self.ambiguous: Counter[str] = Counter()
         self.num_instructions = 0
         self.reached: set[int] = set()
+        self.useful: set[int] = set()
         self._code, self._request, self._random = code, request, np.random.default_rng(seed)
         ids = np.arange(request.num_programs)
         if order == "backward":
@@ -158,6 +160,7 @@ class Run:
         self.ambiguous += programs.shared.ambiguous
         self.num_instructions += scheduler.num_instructions
         self.reached |= scheduler.reached
+        self.useful |= programs.shared.useful
 
     def _parameters(self) -> dict[str, Array]:
         types = self._code.kernel.parameters

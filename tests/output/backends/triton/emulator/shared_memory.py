@@ -54,6 +54,7 @@ class SharedMemory:
         self._generic = np.zeros(total, np.bool_)  # not behind a proxy fence
         self._pins = np.zeros(total, np.int16)  # running products that read it
         self.ambiguous: Counter[str] = Counter()  # values of one warp's threads for one place
+        self.useful: set[int] = set()  # waits that found something in flight
         self._copies: list[Copy] = []
         self._copy_commits = np.zeros(lanes.size, np.int32)
         self._copy_waits = np.zeros(lanes.size, np.int32)
@@ -107,7 +108,7 @@ class SharedMemory:
         """Close the group of the copies that some lanes have issued."""
         self._copy_commits[chosen] += 1
 
-    def wait_for_copies(self, chosen: Array | slice, num_pending: int) -> None:
+    def wait_for_copies(self, chosen: Array | slice, num_pending: int, by: Instruction) -> None:
         """Let the copies of some lanes arrive, but for the newest groups."""
         done = self._copy_commits[chosen] - num_pending
         self._copy_waits[chosen] = np.maximum(self._copy_waits[chosen], done)
@@ -115,6 +116,7 @@ class SharedMemory:
         for copy in self._copies:
             landed = copy.group < self._copy_waits[copy.access.chosen]
             if landed.any():
+                self.useful.add(by.index)
                 where = np.flatnonzero(landed)
                 access = copy.access.part(where)
                 place = self._place(access)
@@ -161,13 +163,14 @@ class SharedMemory:
         raw = gather(self.data, place, item)
         return raw.reshape(len(rows), *address.shape, item)
 
-    def finish_products(self) -> None:
+    def finish_products(self, by: Instruction) -> None:
         """Release the operands of products that have been waited for."""
         remaining = []
         for product in self._products:
             rows, warpgroup = product.rows, product.warpgroup
             done = product.group < self.product_waits[rows, warpgroup]
             if done.any():
+                self.useful.add(by.index)
                 np.add.at(self._pins, product.element[done], -1)
                 self._mark_read(product.element[done], warpgroup, self.lanes.epoch_of[rows[done]])
             if not done.all():

@@ -98,7 +98,7 @@ def _wait(programs: Programs, by: Instruction, mask: Mask, pending: int) -> None
     shared, rows = programs.shared, programs.rows(by, mask)
     done = shared.product_commits[rows] - pending
     shared.product_waits[rows] = np.maximum(shared.product_waits[rows], done)
-    shared.finish_products()
+    shared.finish_products(by)
     for products in (programs.reading, programs.writing):
         for name, last in list(products.items()):
             if (last < shared.product_waits[:, 0]).all():

@@ -176,7 +176,7 @@ def _copy(decoder: Decoder, by: Instruction) -> Action:
     if by.fields[2] == "wait_group":
         pending = int(by.operands[0], 0)
         return lambda programs, mask: programs.shared.wait_for_copies(
-            programs.chosen(mask), pending
+            programs.chosen(mask), pending, by
         )
     if by.fields[2] not in {"ca", "cg"} or _space_of_copy(by) != ("shared", "global"):
         raise Unsupported(by.text)
