@@ -16,8 +16,8 @@ COLUMNS = (
     Column("peak MiB", "peak_bytes", ".1f", 2**20),
     Column("gradient MiB", "gradient_bytes", ".1f", 2**20),
 )
-KERNELS = ("_forward", "_d_hidden", "_d_weight", "_d_light")
-"""Prefixes of the names of this project's kernels."""
+KERNELS = ("_forward", "_errors", "_heavy", "_light")
+"""Prefixes of the names of this project's kernels, without those of routing."""
 
 
 def make_rows(methods: list[Method], peak: Ceilings) -> list[Row]:

@@ -1,9 +1,10 @@
 """Time tile shapes of the fused kernels on a GPU, one kernel after another.
 
 The search starts from the shapes in `lm/output/backends/triton/tile_shapes.py`. Each kernel in turn
-tries every shape that compiles and fits, the other kernels unchanged; a launch is timed by events on the device, the median of the rounds. A shape's score is
-the geometric mean over the sizes of its time relative to the starting shape. `--dry-run` does the
-same without a GPU: two shapes each, tiny, in the interpreter.
+tries every shape that compiles and fits, the other kernels unchanged; a launch is timed by events
+on the device, the median of the rounds. A shape's score is the geometric mean over the sizes of its
+time relative to the starting shape. `--dry-run` does the same without a GPU: two shapes each, tiny,
+in the interpreter.
 """
 
 import argparse

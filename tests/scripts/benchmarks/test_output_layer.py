@@ -220,11 +220,11 @@ def test_zipf_draws_words_by_inverse_rank() -> None:
 def test_launches_are_distinguished_by_name() -> None:
     found = {
         "forward": ["void at::native::sort", "_forward", "Memset (Device)", "void cub::scan"],
-        "backward": ["_d_hidden", "_d_weight", "_d_light", "void at::native::copy"],
+        "backward": ["_errors", "_heavy", "_light", "void at::native::copy"],
     }
     assert describe_launches([{"label": "random/triton", "launches": found}], on_gpu=True) == [
         "launches of random/triton: forward: 1 hierarchical kernel (_forward) + 2 routing kernels"
-        " + 1 copies and fills; backward: 3 hierarchical kernels (_d_hidden, _d_weight, _d_light)"
+        " + 1 copies and fills; backward: 3 hierarchical kernels (_errors, _heavy, _light)"
         " + 1 other kernels + 0 copies and fills"
     ]
 

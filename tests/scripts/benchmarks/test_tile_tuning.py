@@ -13,7 +13,7 @@ def test_tile_shapes_are_timed_one_kernel_after_another(tmp_path: Path, run_benc
     done = run_benchmark("tile_tuning", "--dry-run", f"--json={out}")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {row["kernel"] for row in rows} == {"forward", "d_hidden", "d_weight", "d_light"}
+    assert {row["kernel"] for row in rows} == {"forward", "errors", "heavy", "light"}
     assert all(row["score"] > 0 for row in rows)
     assert len(rows) == 8
     assert "time ÷ the table's" in done.stdout

@@ -110,14 +110,14 @@ def _heavy(
                 (position, node, P), (first_row if written_row is None else written_row),
                 (num_children, column), (errors, num_slots, scale),
                 (d_weight, d_bias, partial_rows, partial_bias),
-                ACC, PRECISION, BLOCK_C, BLOCK_H, STEP,
+                ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
             )  # fmt: skip
     elif d_hidden is not None:
         _heavy_hidden(
             (tile - max_row_tiles) * BLOCK_V, h0, (weight, H, weight_stride * ALIGN),
             (position, node, light_level, P, D), (first_row, num_children, column),
             (errors, num_slots, scale), (d_hidden, partial_hidden),
-            ACC, PRECISION, BLOCK_V, BLOCK_H, STEP,
+            ACC=ACC, PRECISION=PRECISION, BLOCK_V=BLOCK_V, BLOCK_H=BLOCK_H, STEP=STEP,
         )  # fmt: skip
 
 
@@ -272,14 +272,15 @@ def _light(
                 tl.load(light_groups + tile), h0,
                 (hidden, weight, H, hidden_stride * ALIGN, weight_stride * ALIGN),
                 (position, node, P, D), written, (first_row, num_children, column),
-                (errors, num_slots, scale), partial_hidden, outputs,
-                LIGHT, ACC, PRECISION, BLOCK_C, BLOCK_H,
+                (errors, num_slots, scale), (partial_hidden, d_hidden, d_weight, d_bias),
+                LIGHT=LIGHT, ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
             )  # fmt: skip
     elif tile < max_groups + max_split_tiles:
         if tile - max_groups < tl.load(num_entries + 4):
             _add_chunks(
                 split_tiles + (tile - max_groups) * 4, h0, node, num_children, written,
-                (partial_rows, partial_bias, H, scale), outputs, ACC, BLOCK_R, BLOCK_H,
+                (partial_rows, partial_bias, H, scale), outputs,
+                ACC=ACC, BLOCK_C=BLOCK_R, BLOCK_H=BLOCK_H,
             )  # fmt: skip
     else:
         program = tl.program_id(0) - (max_groups + max_split_tiles) * num_h
@@ -294,7 +295,7 @@ def _light(
 
 @triton.jit
 def _light_group(
-    flat, h0, inputs, visits_of, written, tree, errors_of, partial_hidden, outputs,
+    flat, h0, inputs, visits_of, written, tree, errors_of, outputs,
     LIGHT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -303,7 +304,7 @@ def _light_group(
     position, node, P, D = visits_of
     first_row, num_children, column = tree
     errors, num_slots, scale = errors_of
-    d_hidden, d_weight, d_bias, _ = outputs
+    partial_hidden, d_hidden, d_weight, d_bias = outputs
     begin, group_row, child = flat % P, tl.arange(0, LIGHT), tl.arange(0, BLOCK_C)
     v = begin + group_row
     h = h0 + tl.arange(0, BLOCK_H)

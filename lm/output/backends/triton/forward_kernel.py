@@ -78,14 +78,16 @@ def _forward(
         if tile < tl.load(num_entries):
             _forward_tile(
                 tl.load(heavy_tiles + tile), split, inputs, (position, node, child, P, D), tree,
-                saved, results, SPLITS, SAVE, ACC, PRECISION, BLOCK_V, BLOCK_C, BLOCK_H,
+                saved, results, SPLITS=SPLITS, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
+                BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
             )  # fmt: skip
     else:
         if tile - max_heavy < tl.load(num_entries + 1):
             _forward_tile(
                 tl.load(light_nodes + tile - max_heavy), split, inputs,
                 (position, node, child, P, D), tree,
-                saved, results, SPLITS, SAVE, ACC, PRECISION, LIGHT, BLOCK_C, BLOCK_H,
+                saved, results, SPLITS=SPLITS, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
+                BLOCK_V=LIGHT, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
             )  # fmt: skip
 
 
@@ -143,7 +145,7 @@ def _forward_tile(
     split_lse = m + tl.log(tl.where(total == 0.0, 1.0, total))  # -inf where there are no children
     tl.store(partial_lse + (split * D + d) * P + v, split_lse, mask=visits)
     tl.store(target_logit + d * P + v, z_y, mask=visits & (y >= c_begin) & (y < c_end))
-    _finish(v, p, visits, node, results, P, D, SPLITS, ACC)
+    _finish(v, p, visits, node, results, P=P, D=D, SPLITS=SPLITS, ACC=ACC)
 
 
 @triton.jit

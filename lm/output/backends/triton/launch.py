@@ -150,7 +150,8 @@ def tiles_for(problem: Problem) -> Tiles:
     if _instruments.tiles is not None:
         return _instruments.tiles
     dtype, device = problem.hidden.dtype, problem.hidden.device
-    return tiles(dtype, capability(device), tensor_cores=dtype == torch.float32 and _tf32())
+    tf32 = dtype == torch.float32 and _tf32()
+    return tiles(dtype, capability(device), alignment(problem), tensor_cores=tf32)
 
 
 def splits_for(problem: Problem) -> int:

@@ -25,7 +25,7 @@ FILLING_PROGRAMS = 512
 class Routing(NamedTuple):
     """Visits and lists of what programs work on, int32; `flat` is d · P + v of a visit.
 
-    The lists have room for the most entries that a batch of this size can have; `num_entries` says
+    The lists are as long as a batch of this size can require; `num_entries` says
     how many there are, in the order of the fields, and then the rows of partial sums.
     """
 

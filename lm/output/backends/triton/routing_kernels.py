@@ -15,14 +15,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _lower_bound(keys, size, wanted, STEPS: tl.constexpr):
-    """How many of `size` < 2^STEPS sorted keys are smaller than each one wanted."""
-    low = tl.zeros(wanted.shape, tl.int32)
+def _lower_bound(keys, size, probe, STEPS: tl.constexpr):
+    """How many of `size` < 2^STEPS sorted keys are smaller than each probe."""
+    low = tl.zeros(probe.shape, tl.int32)
     for bit in tl.static_range(STEPS):
         step = 1 << (STEPS - 1 - bit)
         inside = low + step <= size
         key = tl.load(keys + low + step - 1, mask=inside, other=0)
-        low += tl.where(inside & (key < wanted), step, 0)
+        low += tl.where(inside & (key < probe), step, 0)
     return low
 
 
@@ -66,8 +66,8 @@ def _merge(
     key = tl.load(keys + tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V))
     run = tl.arange(0, MAX_RUNS)
     size = tl.where(run < num_runs, RUN, 0)[None, :] + tl.zeros([BLOCK_V, MAX_RUNS], tl.int32)
-    wanted = key[:, None] + tl.zeros([BLOCK_V, MAX_RUNS], tl.int64)
-    smaller = _lower_bound(keys + run[None, :] * RUN, size, wanted, STEPS)
+    probe = key[:, None] + tl.zeros([BLOCK_V, MAX_RUNS], tl.int64)
+    smaller = _lower_bound(keys + run[None, :] * RUN, size, probe, STEPS)
     v = tl.sum(smaller, axis=1)
     in_batch = v < P
     p = (key & 0xFFFFFFFF).to(tl.int32)

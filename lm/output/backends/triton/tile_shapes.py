@@ -33,6 +33,10 @@ class Tiles(NamedTuple):
 
 
 _HALF_ERRORS, _SINGLE_ERRORS = Tile(16, 128, 0, 4, 1), Tile(16, 64, 0, 4, 1)
+_NARROW_FORWARD = Tile(128, 64, 64, 8, 3)
+"""For half precision from sm_90 on, where 8 does not divide H or a stride: columns that are loaded
+by twos and fours take the registers that 128 children need.
+"""
 _TILES = {
     # Without wgmma all operands pass through registers.
     ("half", 80): Tiles(
@@ -43,9 +47,17 @@ _TILES = {
         Tile(128, 128, 64, 8, 3), _HALF_ERRORS, Tile(128, 128, 128, 8, 3, 64),
         Tile(64, 64, 128, 8, 3),
     ),
+    # The logits of a block pass from tensor memory through registers.
+    ("half", 100): Tiles(
+        _NARROW_FORWARD, _HALF_ERRORS, Tile(128, 128, 128, 8, 3, 64), Tile(64, 64, 128, 8, 3)
+    ),
     # Twice the bytes.
     ("single", 80): Tiles(
         Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 2)
+    ),
+    # With a second stage, the light loop loads into the operands of a wgmma that still runs.
+    ("single", 90): Tiles(
+        Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 1)
     ),
     # No tensor cores: products by threads, so that positions without a visit cost as much as
     # others.
@@ -57,14 +69,17 @@ _TILES = {
 """By kind of product and least architecture; the largest tried that spill no register."""
 
 
-def tiles(dtype: torch.dtype, capability: int, *, tensor_cores: bool) -> Tiles:
-    """The tile shapes for hidden vectors of a dtype.
+def tiles(dtype: torch.dtype, capability: int, align: int, *, tensor_cores: bool) -> Tiles:
+    """The tile shapes for hidden vectors of a dtype, and strides that a power of two divides.
 
     The architecture is given as compute capability x 10: 80, 90, 100.
     """
     kind = "half" if dtype.itemsize == 2 else "single" if tensor_cores else "exact"
     fitting = [sm for of, sm in _TILES if of == kind and sm <= max(capability, 80)]
-    return _TILES[kind, max(fitting)]
+    found = _TILES[kind, max(fitting)]
+    if kind == "half" and capability >= 90 and align < 8:
+        found = found._replace(forward=_NARROW_FORWARD)
+    return found
 
 
 def compiler_options(tile: Tile) -> dict[str, int]:

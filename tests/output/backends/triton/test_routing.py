@@ -87,15 +87,15 @@ def test_every_visit_and_every_row_has_one_program(tree: ClassTree, num_position
     assert split == sum(count > chunk for count in expected.values())
 
 
-def test_lists_have_room_for_any_batch_of_their_size() -> None:
+def test_lists_are_long_enough() -> None:
     """The number of entries is not checked where they are written."""
     for tree in (two_level(200, 14), ClassTree.balanced(300, 3), ClassTree.full(100)):
         for num_positions in (17, 18, 49, 150, 260):
             with instrumented(tiles=SMALL_TILES):
                 _, found = routed(tree, num_positions)
-            room = [len(entries) for entries in found[6:]]
+            length = [len(entries) for entries in found[6:]]
             used = found.num_entries[:5].tolist()
-            assert all(a <= b for a, b in zip(used, room, strict=True)), (used, room)
+            assert all(a <= b for a, b in zip(used, length, strict=True)), (used, length)
 
 
 def test_sorted_runs_are_few() -> None:
