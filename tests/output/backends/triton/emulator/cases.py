@@ -1,0 +1,201 @@
+"""Problems whose forward and backward the emulator executes, and what must be true of the results.
+
+`python -m tests.output.backends.triton.emulator.cases` checks a grid that takes many minutes.
+"""
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends.base import Needs, Problem
+from lm.output.backends.triton.backend import TritonBackend
+from lm.output.backends.triton.launch import instrumented
+
+from ....definition import assert_errors_are_small, zipf_targets
+from .allocations import Allocations
+from .execution import Emulator
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "tf32": torch.float32,
+    "fp32": torch.float32,
+}
+EPSILON = {name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()} | {"tf32": 2**-10}
+TREES: dict[str, Callable[[], ClassTree]] = {
+    "two levels": lambda: ClassTree.two_level(torch.arange(300) * 17 // 300),
+    "root only": lambda: ClassTree.full(100),
+    "three levels": lambda: ClassTree.balanced(300, 7),
+    "binary": lambda: ClassTree.balanced(40, 2),
+    "classes of one word": lambda: ClassTree.two_level(
+        (torch.arange(62) - 12).clamp(min=-1) // 10 + 1
+    ),
+    "shortlist": lambda: ClassTree.two_level(torch.arange(300) % 15, 40),
+    "wide classes": lambda: ClassTree.two_level(torch.arange(900) % 6),
+}
+ORDERS = ("forward", "backward", "interleaved")
+
+
+class Case(NamedTuple):
+    """A problem, and how it is executed."""
+
+    capability: int = 90
+    dtype: str = "bf16"
+    tree: str = "two levels"
+    size: int = 64  # H
+    positions: int = 90
+    row_wise: bool = False
+    orders: tuple[str, ...] = ("together",)
+    bias: bool = True
+    target: str = "some ignored"
+
+    def __str__(self) -> str:
+        gradients = "row-wise" if self.row_wise else "dense"
+        sizes = f"{self.positions} x {self.size}"
+        parts = (f"sm_{self.capability}", self.dtype, self.tree, sizes, gradients, *self.orders)
+        return (
+            ", ".join(parts)
+            + ("" if self.bias else ", no bias")
+            + ("" if self.target == "some ignored" else f", {self.target}")
+        )
+
+
+class Inputs(NamedTuple):
+    """The tensors of a problem."""
+
+    tensors: list[Tensor]  # hidden, weight and perhaps bias
+    target: Tensor
+    tree: ClassTree
+    upstream: Tensor  # gradient of the nll of every position
+
+
+def inputs(case: Case) -> Inputs:
+    """Random numbers, the same for every case of these sizes."""
+    torch.manual_seed(0)
+    tree, dtype = TREES[case.tree](), DTYPES[case.dtype]
+    hidden = torch.randn(case.positions, case.size).to(dtype)
+    weight = (torch.randn(tree.num_rows, case.size) * 0.1).to(dtype)
+    tensors = [hidden, weight] + [torch.randn(tree.num_rows).to(dtype)] * case.bias
+    target = zipf_targets(tree, case.positions)
+    target[::17], target[-1:] = -100, tree.vocab_size - 1
+    if case.target == "all ignored":
+        target.fill_(-100)
+    return Inputs(tensors, target, tree, torch.randn(case.positions))
+
+
+def emulated(case: Case, given: Inputs, emulator: Emulator) -> list[Tensor]:
+    """nll and gradients by the compiled kernels; row-wise gradients as dense ones."""
+    hidden, weight, *rest = given.tensors
+    problem = Problem.of(hidden, weight, rest[0] if rest else None, given.target, given.tree)
+    needs = Needs(hidden=True, weight=True, bias=case.bias, row_wise=case.row_wise)
+    backend = TritonBackend()
+    precision = "high" if case.dtype == "tf32" else "highest"
+    torch.set_float32_matmul_precision(precision)
+    with emulator.allocations, instrumented(run=emulator.run, capability=case.capability):
+        nll, saved = backend.forward(problem, needs)
+        gradients = backend.backward(given.upstream, problem, saved, needs)
+        found = [nll, *(each for each in gradients if each is not None)]
+        found = [
+            each.to_dense() if case.row_wise and i > 1 else each for i, each in enumerate(found)
+        ]
+    missing = [emulator.allocations.unwritten_elements(each) for each in found]
+    assert not any(missing), f"elements of nll and gradients that nobody wrote: {missing}"
+    return found
+
+
+def reference(given: Inputs, dtype: torch.dtype) -> list[Tensor]:
+    """nll and gradients by the reference backend."""
+    leaves = [each.to(dtype).requires_grad_() for each in given.tensors]
+    hidden, weight, *bias = leaves
+    nll = hierarchical_cross_entropy(
+        hidden, weight, given.target, given.tree, *bias, reduction="none", backend="reference"
+    )
+    gradients = torch.autograd.grad(nll, leaves, given.upstream.to(nll.dtype))
+    return [nll.detach(), *gradients]
+
+
+def check(case: Case) -> Counter[str]:
+    """Execute a case and raise unless the results are right, and the same in all orders.
+
+    Returns:
+        Stores to shared memory in which threads of a warp wrote different values to one place.
+    """
+    torch.set_num_threads(1)
+    given, dtype = inputs(case), DTYPES[case.dtype]
+    first, ambiguous = None, Counter[str]()
+    for order in case.orders:
+        emulator = Emulator(case.capability, Allocations(), order)
+        found = emulated(case, given, emulator)
+        ambiguous += emulator.ambiguous
+        first = first or found
+        same = [torch.equal(a, b) for a, b in zip(found, first, strict=True)]
+        assert all(same), f"results in order {order} equal those in {case.orders[0]}: {same}"
+    assert first is not None
+    torch.set_float32_matmul_precision("highest")
+    results = [first, reference(given, dtype), reference(given, torch.float64)]
+    if case.bias:
+        assert_errors_are_small(results, 8 * EPSILON[case.dtype])
+    else:
+        assert_errors_are_small(
+            [[*each, torch.zeros(1)] for each in results], 8 * EPSILON[case.dtype]
+        )
+    return ambiguous
+
+
+def pool() -> ProcessPoolExecutor:
+    """Processes in which kernels are compiled, not interpreted."""
+    interpreted = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        executor = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
+        for _ in range(os.cpu_count() or 1):
+            executor.submit(int)
+        return executor
+    finally:
+        if interpreted is not None:
+            os.environ["TRITON_INTERPRET"] = interpreted
+
+
+def grid() -> Iterable[Case]:
+    """Every dtype and architecture, tree, width and kind of gradient, in all orders."""
+    for capability, dtype, tree, size in product((80, 90), DTYPES, TREES, (64, 33, 40, 100)):
+        for positions, row_wise in ((200, False), (90, True)):
+            yield Case(capability, dtype, tree, size, positions, row_wise, ORDERS)
+    for capability, dtype in product((80, 90), DTYPES):
+        yield Case(capability, dtype, size=300, positions=1000, tree="wide classes")
+        yield Case(capability, dtype, bias=False)
+        yield Case(capability, dtype, target="all ignored")
+        yield Case(capability, dtype, positions=1)
+
+
+def main() -> None:
+    """Check the grid, or those of its cases whose names contain all arguments."""
+    cases = [case for case in grid() if all(word in str(case) for word in sys.argv[1:])]
+    begin, num_bad = time.time(), 0
+    with pool() as executor:
+        futures = {executor.submit(check, case): case for case in cases}
+        for future in as_completed(futures):
+            error = future.exception()
+            num_bad += error is not None
+            print(
+                futures[future],
+                error or "right",
+                dict(future.result()) if not error else "",
+                sep=": ",
+                flush=True,
+            )
+    print(f"{len(cases)} cases in {time.time() - begin:.0f} s, {num_bad} of them wrong")
+    sys.exit(num_bad > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What the emulator reports of small kernels written by hand."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from .emulator.access import Fault
+from .emulator.execution import Code, Request, Run
+from .emulator.parser import Unsupported
+
+KERNEL = """
+.extern .shared .align 16 .b8 global_smem[];
+.visible .entry small(.param .u64 .ptr .global .align 1 p0, .param .u64 .ptr .global .align 1 p1
+)
+.reqntid 64
+{{
+  .reg .pred %p<9>; .reg .b32 %r<9>; .reg .b64 %rd<9>;
+  ld.param.b64 %rd0, [p0];  ld.param.b64 %rd1, [p1];
+  mov.u32 %r0, %tid.x;  mov.u32 %r1, %ctaid.x;
+  shl.b32 %r2, %r0, 2;  cvt.u64.u32 %rd2, %r2;
+  add.s64 %rd3, %rd0, %rd2;  add.s64 %rd4, %rd1, %rd2;
+  mov.b32 %r3, global_smem;  add.s32 %r3, %r3, %r2;  xor.b32 %r4, %r3, 128;
+  {body}
+  ret;
+}}
+"""
+"""%rd3, %rd4: the thread's element of two tensors; %r3, %r4: its word of shared memory, and that of
+a thread of the other warp.
+"""
+BARRIER = "bar.sync 0;"
+SHARED = "ld.global.b32 %r5, [%rd3]; st.shared.b32 [%r3], %r5; {} ld.shared.b32 %r6, [%r4];"
+FAULTS = {
+    "race: read of what another warp wrote": SHARED.format(""),
+    "shared memory that nobody wrote": "ld.shared.b32 %r6, [%r4];",
+    "outside of tensors": "ld.global.b32 %r5, [%rd3+256];",
+    "address outside of memory": "ld.shared.b32 %r5, [%r3+4096];",
+    "misaligned address": "ld.global.b32 %r5, [%rd3+2];",
+    "read of memory that nobody wrote": "ld.global.b32 %r5, [%rd4];",
+    "two threads write one place": "st.global.b32 [%rd1], %r0;",
+    "race: write where another program wrote": (
+        "setp.eq.u32 %p1, %r1, 0; @%p1 st.global.b32 [%rd4], %r0; @!%p1 st.global.b32 [%rd4], %r0;"
+    ),
+    "asynchronous copy before it was waited for": (
+        "cp.async.ca.shared.global [%r3+0], [%rd3+0], 0x4; cp.async.commit_group;"
+        "cp.async.wait_group 1; bar.sync 0; ld.shared.b32 %r6, [%r4];"
+    ),
+    "executed by some threads of a warp": (
+        "setp.lt.u32 %p1, %r0, 5; @%p1 bra $L1; shfl.sync.bfly.b32 %r5, %r0, 1, 31, -1; $L1:"
+    ),
+    "wait at several barriers": (
+        "setp.lt.u32 %p1, %r0, 32; @%p1 bra $L1; bar.sync 0; $L1: bar.sync 0;"
+    ),
+    "no end after": "$L1: bra.uni $L1;",
+}  # fmt: skip
+"""What is reported, and of which instructions."""
+
+
+def run(body: str, order: str = "together", num_programs: int = 2) -> Run:
+    """Programs with two tensors of 64 numbers: the first is 0, 1, …, the second has no values."""
+    text = KERNEL.format(body=body.replace(";", ";\n"))
+    numbers = np.arange(64, dtype=np.uint32).view(np.uint8)
+    tensors = [
+        ("numbers", numbers, np.ones(256, np.bool_), 4),
+        ("results", numbers.copy(), np.zeros(256, np.bool_), 4),
+    ]
+    request = Request("small", text, num_programs, 512, tensors, [(0, 0), (1, 0)])
+    return Run(request, Code(text), order, counting=True, limit=1000)
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_fault_is_reported(what: str) -> None:
+    with pytest.raises(Fault, match=what):
+        run(FAULTS[what])
+
+
+def test_words_are_exchanged_through_shared_memory() -> None:
+    body = SHARED.format(BARRIER) + "st.global.b32 [%rd4], %r6;"
+    memory = run(body, num_programs=1).memory
+    begin = memory.start[1]
+    found = memory.data[begin : begin + 256].view(np.uint32)
+    np.testing.assert_array_equal(found, np.arange(64) ^ 32)
+    assert (memory.loaded, memory.stored) == ({"numbers": 256}, {"results": 256})
+
+
+@pytest.mark.parametrize(("order", "first"), [("forward", 0), ("backward", 1), ("together", 0)])
+def test_programs_execute_atomics_in_order(order: str, first: int) -> None:
+    body = (
+        "setp.eq.u32 %p1, %r0, 0; mov.b32 %r5, 7;"
+        "@%p1 atom.global.gpu.acq_rel.add.u32 %r5, [%rd0], 1; bar.sync 0; shl.b32 %r6, %r1, 2;"
+        "cvt.u64.u32 %rd5, %r6; add.s64 %rd5, %rd1, %rd5; @%p1 st.global.b32 [%rd5], %r5;"
+    )
+    memory = run(body, order).memory
+    begin = memory.start[1]
+    assert memory.data[begin : begin + 8].view(np.uint32)[first] == 0
+    assert memory.data[begin : begin + 8].view(np.uint32)[1 - first] == 1
+
+
+def test_what_a_program_wrote_is_read_after_an_acquire_alone() -> None:
+    body = (
+        "setp.eq.u32 %p1, %r0, 0; mov.b32 %r5, 7; setp.eq.u32 %p2, %r1, 0; and.pred %p3, %p1, %p2;"
+        "@%p3 st.global.b32 [%rd4], %r5; bar.sync 0;"
+        "@%p1 atom.global.gpu.{}.add.u32 %r5, [%rd0], 1; bar.sync 0;"
+        "not.pred %p2, %p2; and.pred %p3, %p1, %p2; @%p3 ld.global.b32 %r6, [%rd4];"
+    )
+    run(body.format("acq_rel"), "forward")
+    with pytest.raises(Fault, match="race: read of what another program wrote"):
+        run(body.format("relaxed"), "forward")
+
+
+@pytest.mark.parametrize("text", ["tcgen05.mma %r0;", "bar.sync 1, 32;", "add.s32 %r1, %clock, 1;"])
+def test_unknown_instructions_are_refused_by_name(text: str) -> None:
+    with pytest.raises(
+        Unsupported, match=text.split()[0].rstrip(";") if "clock" not in text else "clock"
+    ):
+        run(text)
