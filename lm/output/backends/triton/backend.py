@@ -10,14 +10,21 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
+from lm.output.backends.triton import verify
 from lm.output.backends.triton.backward import gradients
 from lm.output.backends.triton.launch import Saved, capability, launch, splits_for, tiles_for
 from lm.output.backends.triton.schedule import Schedule, blocks_per_path, schedule
+from lm.output.backends.triton.tile_shapes import triton_version
 from lm.output.backends.visits import Visits, assert_targets, check_targets, route
 
 MAX_SAVED_BYTES = 1 << 31
 """Most memory for `Saved.exp_logits`, positions × columns on a path. Trees with wider paths, such
 as the full softmax of a large vocabulary, need the reference backend.
+"""
+
+OLDEST_WITH_FENCES = (3, 7)
+"""The first version of Triton that puts a fence between asynchronous copies and the asynchronous
+products that read them, on devices of compute capability 9.0 and above.
 """
 
 
@@ -38,6 +45,15 @@ class TritonBackend:
             return f"requires a CUDA device, got {device}"
         if capability(device) < 80:
             return f"requires compute capability 8.0, got {capability(device) / 10}"
+        version = triton_version()
+        if version is None:
+            return "requires the package triton"
+        if version < OLDEST_WITH_FENCES and capability(device) >= 90 and not interpreted:
+            return (
+                f"requires Triton {OLDEST_WITH_FENCES[0]}.{OLDEST_WITH_FENCES[1]} on devices of"
+                f" compute capability 9.0 and above, got {version[0]}.{version[1]}: its matrix"
+                " products may read shared memory before copies to it are visible"
+            )
         if hidden.dtype == torch.float64 and not interpreted:
             return "does not support fp64"
         if weight.stride(1) != 1 and weight.shape[1] > 1:
@@ -53,6 +69,10 @@ class TritonBackend:
                 f" {problem.max_path_columns} columns each; the limit is {MAX_SAVED_BYTES}"
             )
         return None
+
+    def verified(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """See `lm.output.backends.triton.verify`."""
+        return verify.verified(device, dtype)
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
         """See `Backend.forward`."""

@@ -3,9 +3,13 @@
 Chosen by what the compiler reports for sm_80, sm_90 and sm_100; not yet timed on a GPU.
 """
 
+import importlib
+import importlib.util
 from typing import NamedTuple
 
 import torch
+
+from lm.output.rowwise.eager import constant_when_compiled
 
 MAX_REGISTERS = 255
 """Of a thread; without it the assembler spills to fit more programs on a processor."""
@@ -68,7 +72,29 @@ def tiles(dtype: torch.dtype, capability: int, align: int) -> Tiles:
     found = _TILES[size, max(fitting)]
     if size == "half" and capability >= 90 and align >= 4:
         found = found._replace(d_hidden=_WIDE_D_HIDDEN)
-    return found
+    return clean_stages(found, capability)
+
+
+@constant_when_compiled
+def triton_version() -> tuple[int, int] | None:
+    """Major and minor version of the installed Triton; None if there is none."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    major, minor, *_ = importlib.import_module("triton").__version__.split(".")
+    return int(major), int(minor)
+
+
+def clean_stages(found: Tiles, capability: int) -> Tiles:
+    """Tiles whose kernels have no hazard, where products with an operand in registers have some.
+
+    Before Triton 3.9 registers are overwritten that an asynchronous product of sm_90 still reads;
+    with one stage each product is waited for. See `scripts.benchmarks.sass`.
+    """
+    version = triton_version()
+    if version is None or version >= (3, 9) or capability // 10 != 9:
+        return found
+    single = {n: getattr(found, n)._replace(stages=1) for n in ("d_hidden", "d_weight", "d_light")}
+    return found._replace(**single)
 
 
 def compiler_options(tile: Tile) -> dict[str, int]:
