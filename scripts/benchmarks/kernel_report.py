@@ -1,4 +1,4 @@
-"""Compile the fused kernels for sm_80, sm_90 and sm_100, without a GPU, and report what they became.
+"""Compile the fused kernels for several architectures without a GPU, and report what they became.
 
 For every kernel, dtype and size: registers of a thread, bytes spilled, shared memory, programs that
 fit on a processor at a time, which tensor-core instruction the products became, products with an

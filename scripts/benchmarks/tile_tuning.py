@@ -3,32 +3,49 @@
 The search starts from the shapes in `lm/output/backends/triton/tile_shapes.py`. For each number of
 children in a block, each kernel in turn tries every shape that compiles and fits, the other kernels
 unchanged; a launch is timed by events on the device, the median of the rounds. A shape's score is
-the geometric mean over the sizes of its time relative to the starting shape. `--dry-run` does the
-same without a GPU: two shapes each, tiny, in the interpreter.
+the geometric mean over the sizes of its time relative to the starting shape. `--candidates FILE`
+tries only the shapes in a file of JSON, in its order, such as a model of the kernels chose:
+
+  [{"kernel": "d_weight", "block_c": 64, "v": 64, "h": 128, "warps": 8, "stages": 3}, …]
+
+Kernels are compiled in parallel before anything is timed. Results are logged as they are found, and
+no shape is begun after `--seconds`. `--dry-run` does the same without a GPU: two shapes each, tiny,
+in the interpreter.
 """
 
 import argparse
+import json
 import math
 import os
 import statistics
 import sys
+import time
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
-from lm.output.backends.triton.launch import Launch, execute, instrumented, tiles_for
+from lm.output.backends.triton.launch import (
+    Launch,
+    capability,
+    execute,
+    instrumented,
+    tiles_for,
+)
 from lm.output.backends.triton.schedule import LIGHT
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
+from scripts.benchmarks.kernel_compilation import compile_all, launches
 from scripts.benchmarks.measure import cpu_clock, event_clock
 from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import Column, Table, append_row, benchmark_parser, problem_size
 
-KERNELS = ("forward", "d_hidden", "d_weight", "d_light")
+KERNELS = tuple(name for name in Tiles._fields if name != "block_c")
 SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024)]
 BLOCKS_OF_CHILDREN = (32, 64, 128)
 DRY_RUN = {"sizes": [(97, 8)], "positions": 32, "dtype": "float32", "rounds": 1}
@@ -76,38 +93,81 @@ def seconds_of(problem: Problem, shapes: Tiles, num_rounds: int) -> dict[str, fl
     return {name: statistics.median(values[2:]) for name, values in seconds.items()}
 
 
-def candidates(kernel: str, *, dry: bool) -> list[Tile]:
-    """Shapes of a kernel that are tried."""
+class Candidate(NamedTuple):
+    """A shape of one kernel to try."""
+
+    kernel: str
+    block_c: int
+    tile: Tile
+
+    def of(self, start: Tiles) -> Tiles:
+        """The shapes of all kernels, the others as in `start`."""
+        return start._replace(block_c=self.block_c, **{self.kernel: self.tile})
+
+
+def candidates(*, dry: bool) -> list[Candidate]:
+    """All shapes that are tried without a file."""
     if dry:
-        return [Tile(16, h, 4, 1) for h in (16, 32)]
-    positions = (LIGHT,) if kernel == "d_light" else (32, 64, 128)
-    return [Tile(*shape) for shape in product(positions, (32, 64, 128), (4, 8), (2, 3, 4))]
+        return [Candidate(k, 16, Tile(16, h, 4, 1)) for k, h in product(KERNELS, (16, 32))]
+    found = []
+    for block_c, kernel in product(BLOCKS_OF_CHILDREN, KERNELS):
+        positions = (LIGHT,) if kernel == "d_light" else (32, 64, 128)
+        shapes = product(positions, (32, 64, 128), (4, 8), (2, 3, 4))
+        found += [Candidate(kernel, block_c, Tile(*shape)) for shape in shapes]
+    return found
+
+
+def candidates_in(path: Path) -> list[Candidate]:
+    """The shapes in a file; raises SystemExit if it is not as described."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        found = [
+            Candidate(row["kernel"], row["block_c"], Tile(*(row[n] for n in Tile._fields)))
+            for row in rows
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"tile_tuning: {path}: expected a list of shapes: {error!r}")
+    unknown = {one.kernel for one in found} - set(KERNELS)
+    if unknown:
+        sys.exit(f"tile_tuning: {path}: no kernel {min(unknown)}, only {', '.join(KERNELS)}")
+    return found
+
+
+def compile_candidates(problems: list[Problem], start: Tiles, tried: list[Candidate]) -> None:
+    """Compile the kernels of all shapes in parallel, for the device of the problems."""
+    jobs = []
+    for problem, candidate in product(problems, tried):
+        architecture = capability(problem.hidden.device)
+        found = launches(problem, architecture, candidate.of(start))
+        name = f"_{candidate.kernel}"
+        jobs += [(one, architecture) for one in found if one.kernel.__name__ == name]
+    compile_all(jobs, os.cpu_count() or 1)
 
 
 def tune(
-    problems: list[Problem], start: Tiles, options: argparse.Namespace
-) -> list[dict[str, Any]]:
+    problems: list[Problem], start: Tiles, tried: list[Candidate], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """A row for each shape that runs; the starting shapes must."""
-    rows = []
+    deadline = time.monotonic() + options.seconds
     base = [seconds_of(problem, start, options.rounds) for problem in problems]
     if None in base:
         sys.exit("tile_tuning: the starting shapes do not run")
-    blocks = (16,) if options.dry_run else BLOCKS_OF_CHILDREN
-    for block_c, kernel in product(blocks, KERNELS):
-        for tile in candidates(kernel, dry=options.dry_run):
-            shapes = start._replace(block_c=block_c, **{kernel: tile})
-            found = [seconds_of(problem, shapes, options.rounds) for problem in problems]
-            ratios = [
-                seconds[kernel] / known[kernel]
-                for seconds, known in zip(found, base, strict=True)
-                if seconds and known
-            ]
-            if len(ratios) == len(problems):
-                score = math.exp(statistics.fmean(map(math.log, ratios)))
-                shape = {"kernel": kernel, "block_c": block_c, **tile._asdict()}
-                rounded = [round(ratio, 4) for ratio in ratios]
-                rows.append({**shape, "score": round(score, 4), "ratios": rounded})
-    return rows
+    for number, candidate in enumerate(tried):
+        if time.monotonic() > deadline:
+            print(f"{len(tried) - number} shapes were not tried within --seconds")
+            return
+        kernel, shapes = candidate.kernel, candidate.of(start)
+        found = [seconds_of(problem, shapes, options.rounds) for problem in problems]
+        ratios = [
+            seconds[kernel] / known[kernel]
+            for seconds, known in zip(found, base, strict=True)
+            if seconds and known
+        ]
+        if len(ratios) == len(problems):
+            score = math.exp(statistics.fmean(map(math.log, ratios)))
+            shape = {"kernel": kernel, "block_c": candidate.block_c, **candidate.tile._asdict()}
+            rounded = [round(ratio, 4) for ratio in ratios]
+            yield {**shape, "score": round(score, 4), "ratios": rounded}
 
 
 def main() -> None:
@@ -118,6 +178,8 @@ def main() -> None:
     add("--positions", type=int, default=16_384)
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--rounds", type=int, default=10)
+    add("--candidates", type=Path, metavar="FILE", help="JSON of the shapes to try; default: many")
+    add("--seconds", type=float, default=math.inf, help="begin no shape after them")
     add("--dry-run", action="store_true", help="without a GPU, tiny, interpreted")
     options = parser.parse_args()
     device = "cpu" if options.dry_run else "cuda"
@@ -129,14 +191,21 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     problems = [make_problem(n, h, options.positions, dtype, device) for n, h in options.sizes]
     start = tiles_for(problems[0])
-    rows = sorted(tune(problems, start, options), key=lambda row: (row["kernel"], row["score"]))
+    tried = candidates(dry=options.dry_run)
+    if options.candidates:
+        tried = candidates_in(options.candidates)
+    if not options.dry_run:
+        compile_candidates(problems, start, tried)
+    rows = []
+    for row in tune(problems, start, tried, options):
+        append_row(options.json, row, device)
+        rows.append(row)
+    rows.sort(key=lambda row: (row["kernel"], row["score"]))
     print(f"the table's: {start}")
     table = Table(COLUMNS)
     for kernel in KERNELS:
         for row in [row for row in rows if row["kernel"] == kernel][:5]:
             table.add(row)
-    for row in rows:
-        append_row(options.json, row, device)
 
 
 if __name__ == "__main__":

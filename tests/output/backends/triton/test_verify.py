@@ -1,4 +1,4 @@
-"""Backend "auto" compares the kernels with the reference before it takes them; here in the interpreter."""
+"""Backend "auto" compares the kernels with the reference first; here in the interpreter."""
 
 import pytest
 import torch
