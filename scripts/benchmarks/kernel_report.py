@@ -110,12 +110,16 @@ def report(
             if kernels is None or launch.kernel.__name__ in kernels:
                 binary = compiled(launch, capability)
                 if binary.hash not in seen:
-                    yield row(launch, binary, capability, dtype, size)
-                seen.add(binary.hash)
+                    name = launch.kernel.__name__
+                    if name in seen:  # dense gradients come first
+                        name += ", row-wise"
+                    seen |= {binary.hash, name}
+                    found = resources(launch, binary, capability, dtype == "fp32")
+                    yield {"sm": capability, "kernel": name, "dtype": dtype, "H": size, **found}
 
 
-def row(launch: Launch, binary: Any, capability: int, dtype: str, size: int) -> dict[str, Any]:
-    """The resources and hazards of one compiled kernel."""
+def resources(launch: Launch, binary: Any, capability: int, exact: bool) -> dict[str, Any]:
+    """The resources and hazards of one compiled kernel; `exact` ones need no tensor cores."""
     registers, spilled = assembled(binary.asm["ptx"], capability)
     shared, warps = binary.metadata.shared, launch.tile.warps
     found = sorted(set(TENSOR_CORES.findall(binary.asm["ptx"])))
@@ -124,13 +128,8 @@ def row(launch: Launch, binary: Any, capability: int, dtype: str, size: int) -> 
     hazards = sass.hazards(code)
     for hazard in hazards[:3]:
         print(f"{launch.kernel.__name__}: {hazard}", file=sys.stderr)
-    sparse = launch.arguments.get("written_row") is not None  # writes rows of visited nodes only
     return {
         "triton": triton.__version__,
-        "sm": capability,
-        "kernel": launch.kernel.__name__ + (", sparse" if sparse else ""),
-        "dtype": dtype,
-        "H": size,
         "tile": f"{launch.tile.v}x{launch.arguments.get('BLOCK_C', 1)}x{launch.tile.h}",
         "warps": warps,
         "stages": launch.tile.stages,
@@ -144,7 +143,7 @@ def row(launch: Launch, binary: Any, capability: int, dtype: str, size: int) -> 
         "good": spilled == 0
         and not hazards
         and shared <= SHARED_BYTES[capability]
-        and (bool(found) or not multiplies or dtype == "fp32"),
+        and (bool(found) or not multiplies or exact),
     }
 
 

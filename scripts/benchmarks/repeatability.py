@@ -5,13 +5,14 @@ may all be right. Here every step computes the nll and all gradients by the fuse
 unrelated copies on another stream vary the timing. The exit code is 1 if a step differs.
 """
 
+import argparse
 import sys
 import time
 
 import torch
 from torch import Tensor
 
-from lm.output import hierarchical_cross_entropy
+from lm.output import ClassTree, hierarchical_cross_entropy
 from scripts.benchmarks.kernel_compilation import random_classes
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.methods import zipf
@@ -33,7 +34,7 @@ COLUMNS = (
 )
 
 
-def step(inputs: list[Tensor], target: Tensor, tree: object, upstream: Tensor) -> list[Tensor]:
+def step(inputs: list[Tensor], target: Tensor, tree: ClassTree, upstream: Tensor) -> list[Tensor]:
     """The nll of every position, and the gradients of hidden, weight and bias."""
     hidden, weight, bias = inputs
     nll = hierarchical_cross_entropy(
@@ -42,15 +43,16 @@ def step(inputs: list[Tensor], target: Tensor, tree: object, upstream: Tensor) -
     return [nll.detach(), *torch.autograd.grad(nll, inputs, upstream)]
 
 
-def repeat(
-    vocab_size: int, hidden_size: int, positions: int, dtype: torch.dtype, device: str, steps: int
-) -> Row:
+def repeat(vocab_size: int, hidden_size: int, options: argparse.Namespace) -> Row:
     """How many of the steps differ from the first, with Zipf targets in random classes."""
     torch.manual_seed(0)
+    device, positions, steps = options.device, options.positions, options.steps
     tree = random_classes(vocab_size).to(device)
     target = zipf(vocab_size, positions)[0].to(device)
     shapes = ((positions, hidden_size), (tree.num_rows, hidden_size), (tree.num_rows,))
-    inputs = [torch.randn(shape, device=device).mul_(0.3).to(dtype) for shape in shapes]
+    inputs = [
+        torch.randn(shape, device=device).mul_(0.3).to(DTYPES[options.dtype]) for shape in shapes
+    ]
     inputs = [tensor.requires_grad_() for tensor in inputs]
     upstream = torch.randn(positions, device=device)
     first = step(inputs, target, tree, upstream)
@@ -88,8 +90,7 @@ def main() -> None:
     require_positive(parser, options, ["positions", "steps"])
     table = Table(COLUMNS, options.json, options.device)
     for size in options.rows:
-        of = options.positions, DTYPES[options.dtype], options.device, options.steps
-        table.add(repeat(*size, *of))
+        table.add(repeat(*size, options))
     sys.exit(any(row["differing"] for row in table.rows))
 
 

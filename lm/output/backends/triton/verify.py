@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Backend, Needs, Problem
+from lm.output.backends.base import Backend, Needs, Problem, Saved
 from lm.output.backends.reference.backend import ReferenceBackend
 from lm.output.backends.triton.schedule import LIGHT
 from lm.output.rowwise.eager import constant_when_compiled
@@ -78,8 +78,8 @@ def difference(device: torch.device, dtype: torch.dtype) -> str | None:
     baseline = _results(ReferenceBackend(), *on_device)
     try:
         actual = _results(TritonBackend(), *on_device)
-    except TritonError as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    except TritonError as failure:
+        return f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
     fast = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     rounding = 2.0**-10 if fast else torch.finfo(dtype).eps
     found = []
@@ -126,7 +126,7 @@ def _converted(
     return moved, d_nll.to(device, torch.promote_types(dtype, torch.float32))
 
 
-def _results(backend: Backend[tuple[Tensor, ...]], problem: Problem, d_nll: Tensor) -> list[Tensor]:
+def _results(backend: Backend[Saved], problem: Problem, d_nll: Tensor) -> list[Tensor]:
     """The nll and the dense gradients."""
     needs = Needs(hidden=True, weight=True, bias=True)
     nll, saved = backend.forward(problem, needs)
