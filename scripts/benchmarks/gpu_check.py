@@ -152,7 +152,8 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> int:
 
 def run_all(chosen: list[Step], seconds: float, out: Path, dry: bool) -> list[dict[str, Any]]:
     """Run the steps in turn; the report is written after each."""
-    deadline, results = time.monotonic() + seconds, []
+    deadline = time.monotonic() + seconds
+    results: list[dict[str, Any]] = []
     on_gpu = torch.cuda.is_available()
     report = {"dry_run": dry, **environment("cuda" if on_gpu else "cpu"), "steps": results}
     for step in chosen:

@@ -89,8 +89,8 @@ def main() -> None:
     options = parser.parse_args()
     require_positive(parser, options, ["positions", "steps"])
     table = Table(COLUMNS, options.json, options.device)
-    for size in options.rows:
-        table.add(repeat(*size, options))
+    for vocab_size, hidden_size in options.rows:
+        table.add(repeat(vocab_size, hidden_size, options))
     sys.exit(any(row["differing"] for row in table.rows))
 
 

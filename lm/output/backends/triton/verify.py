@@ -42,7 +42,7 @@ def verified(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return True  # the caller asks what would be chosen on another machine
-        if device.index is None:
+        if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
     key = (device, dtype, torch.get_float32_matmul_precision())
     if key not in _differences:
