@@ -15,15 +15,16 @@ FAULTY = """
 from lm.output.backends.triton.launch import execute, instrumented
 from scripts.benchmarks import repeatability
 
-count = 0
+steps = 0
 
 
 def run(launch):
-    global count
+    global steps
     execute(launch)
-    count += launch.kernel.__name__ == "_forward"
-    if count == 3:  # the second step that is compared
-        launch.arguments["nll"][5] += 1e-6 if launch.kernel.__name__ == "_forward" else 0
+    if "nll" in launch.arguments:
+        steps += 1
+        if steps == 3:  # the second that is compared
+            launch.arguments["nll"][5] += 1e-6
 
 
 with instrumented(run=run):
