@@ -56,8 +56,13 @@ def _caches_and_nan_filled_memory(tmp_path_factory: pytest.TempPathFactory) -> N
 
 
 @pytest.fixture(autouse=True)
-def _same_random_numbers() -> Iterator[None]:
-    """Each test starts from the same seeds and with one thread."""
+def _same_random_numbers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test starts from the same seeds and with one thread.
+
+    GPU tests run as users do: deterministic algorithms fill memory, sort and wait for the device.
+    """
+    on_gpu = request.node.get_closest_marker("gpu") is not None
+    torch.use_deterministic_algorithms(not on_gpu, warn_only=True)
     random.seed(0)
     torch.manual_seed(0)
     yield

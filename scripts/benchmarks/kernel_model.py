@@ -32,7 +32,8 @@ import torch
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
-from scripts.benchmarks.kernel_report import assembled, compiled, occupancy
+from scripts.benchmarks.kernel_compilation import compiled
+from scripts.benchmarks.kernel_report import assembled, occupancy
 from scripts.benchmarks.kernel_work import Counts, Work, count, make_problem
 from scripts.benchmarks.peer_work import PEERS, Operation
 from scripts.benchmarks.reporting import Column, Table, benchmark_parser, problem_size

@@ -1,84 +1,77 @@
-"""Compile the fused kernels for sm_80, sm_90 and sm_100, without a GPU, and report their resources.
+"""Compile the fused kernels for several architectures without a GPU, and report what they became.
 
 For every kernel, dtype and size: registers of a thread, bytes spilled, shared memory, programs that
-fit on a processor at a time, and which tensor-core instruction the products became. The exit code
-is 1 if a kernel spills, exceeds the shared memory of its architecture, or does not multiply with
-tensor cores where it should.
+fit on a processor at a time, which tensor-core instruction the products became, products with an
+operand in registers, and hazards of asynchronous products (`scripts.benchmarks.sass`). The exit
+code is 1 if a kernel spills, has a hazard, exceeds the shared memory of its architecture, or does
+not multiply with tensor cores where it should. Architectures on which the backend refuses the
+version of Triton are left out, with its sentence.
+
+`--triton 3.7.1 3.9.0` reports other versions of Triton than the installed one: they are downloaded
+by pip and unpacked side by side under `--versions`, and each runs in its own process.
 """
 
+import os
 import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
+from triton import knobs
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
 
 from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
-from lm.output.backends.triton.tile_shapes import compiler_options
-from scripts.benchmarks.reporting import Table, benchmark_parser
+from scripts.benchmarks import sass
+from scripts.benchmarks.kernel_compilation import compiled
+from scripts.benchmarks.reporting import TOP, Table, benchmark_parser
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Most shared memory of one program."""
 PROCESSOR_SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 PROCESSOR_REGISTERS, PROCESSOR_THREADS, PROCESSOR_PROGRAMS = 65_536, 2048, 32
 TENSOR_CORES = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)")
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.int8: "*i8",
-}
+VERSIONS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "triton_versions"
 
 
-def launches(hidden_size: int, dtype: torch.dtype, capability: int) -> list[Launch]:
-    """The launches of one forward and backward, and those that row-wise gradients change.
-
-    For 16,384 positions of a tree of two levels; nothing is executed.
-    """
+def problem(hidden_size: int, dtype: torch.dtype) -> Problem:
+    """16,384 positions of a tree of two levels, in uninitialised memory."""
     tree = ClassTree.two_level(torch.arange(100_000) // 317)
     target = torch.arange(16_384) % tree.vocab_size
     hidden = torch.empty(len(target), hidden_size, dtype=dtype)
     weight = torch.empty(tree.num_rows, hidden_size, dtype=dtype)
     bias = torch.empty(tree.num_rows, dtype=dtype)
-    problem = Problem.of(hidden, weight, bias, target, tree)
-    backend, needs = TritonBackend(), Needs(hidden=True, weight=True, bias=True)
+    return Problem.of(hidden, weight, bias, target, tree)
+
+
+def launches(hidden_size: int, dtype: torch.dtype, capability: int) -> list[Launch]:
+    """The launches of a forward and of a backward for dense, then for row-wise gradients.
+
+    Nothing is executed.
+    """
+    posed, backend = problem(hidden_size, dtype), TritonBackend()
+    needs = Needs(hidden=True, weight=True, bias=True)
     recorded: list[Launch] = []
     with instrumented(run=recorded.append, capability=capability):
-        nll, saved = backend.forward(problem, needs)
+        nll, saved = backend.forward(posed, needs)
         for each in (needs, needs._replace(row_wise=True)):
-            backend.backward(nll, problem, saved, each)
-    return recorded[:7] + recorded[-2:]  # the errors are the same for both
+            backend.backward(nll, posed, saved, each)
+    return recorded
 
 
-def compiled(launch: Launch, capability: int) -> Any:
-    """The kernel, specialised as at run time: aligned pointers, multiples of 16, constants."""
-    names = launch.kernel.arg_names
-    constexpr = {names[i] for i in launch.kernel.constexprs}
-    signature, constants, attributes = {}, {}, {}
-    for i, name in enumerate(names):
-        value = launch.arguments[name]
-        is_tensor = isinstance(value, torch.Tensor)
-        if name in constexpr or value is None or (isinstance(value, int) and value == 1):
-            signature[name], constants[name] = "constexpr", value
-            continue
-        signature[name] = TYPES[value.dtype] if is_tensor else "i32"
-        if is_tensor or value % 16 == 0:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=compiler_options(launch.tile))
+def obstacle(capability: int) -> str | None:
+    """Why the backend refuses this version of Triton on an architecture; None if it does not."""
+    with instrumented(capability=capability):
+        return TritonBackend().obstacle(problem(64, torch.bfloat16), torch.device("cuda"))
 
 
 def assembled(ptx: str, capability: int) -> tuple[int, int]:
@@ -110,25 +103,33 @@ def report(
 ) -> Iterator[dict[str, Any]]:
     """One row for each kernel, dtype, size and architecture; of all kernels if none are named."""
     for capability, dtype, size in product(capabilities, dtypes, sizes):
+        seen = set()
         torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
         kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
         for launch in launches(size, kind, capability):
             if kernels is None or launch.kernel.__name__ in kernels:
-                yield row(launch, capability, dtype, size)
+                binary = compiled(launch, capability)
+                if binary.hash not in seen:
+                    name = launch.kernel.__name__
+                    if name in seen:  # dense gradients come first
+                        name += ", row-wise"
+                    seen |= {binary.hash, name}
+                    found = resources(launch, binary, capability, dtype == "fp32")
+                    yield {"sm": capability, "kernel": name, "dtype": dtype, "H": size, **found}
 
 
-def row(launch: Launch, capability: int, dtype: str, size: int) -> dict[str, Any]:
-    """The resources of one compiled kernel."""
-    binary = compiled(launch, capability)
+def resources(launch: Launch, binary: Any, capability: int, exact: bool) -> dict[str, Any]:
+    """The resources and hazards of one compiled kernel; `exact` ones need no tensor cores."""
     registers, spilled = assembled(binary.asm["ptx"], capability)
     shared, warps = binary.metadata.shared, launch.tile.warps
     found = sorted(set(TENSOR_CORES.findall(binary.asm["ptx"])))
-    sparse = launch.arguments.get("written_row") is not None  # writes rows of visited nodes only
+    multiplies = "tt.dot" in binary.asm["ttir"]
+    code = sass.disassemble(binary.asm["cubin"], knobs.nvidia.cuobjdump.path)
+    hazards = sass.hazards(code)
+    for hazard in hazards[:3]:
+        print(f"{launch.kernel.__name__}: {hazard}", file=sys.stderr)
     return {
-        "sm": capability,
-        "kernel": launch.kernel.__name__ + (", sparse" if sparse else ""),
-        "dtype": dtype,
-        "H": size,
+        "triton": triton.__version__,
         "tile": f"{launch.tile.v}x{launch.tile.c}x{launch.tile.h}",
         "warps": warps,
         "stages": launch.tile.stages,
@@ -137,27 +138,76 @@ def row(launch: Launch, capability: int, dtype: str, size: int) -> dict[str, Any
         "shared_bytes": shared,
         "programs": occupancy(registers, shared, warps, capability),
         "tensor_cores": "+".join(found) or "none",
+        "register_operands": sass.num_register_operands(code),
+        "hazards": len(hazards),
         "good": spilled == 0
+        and not hazards
         and shared <= SHARED_BYTES[capability]
-        and (bool(found) or dtype == "fp32" or not launch.tile.h),
+        and (bool(found) or not multiplies or exact),
     }
+
+
+def unpacked(version: str, folder: Path) -> Path:
+    """The folder of a version of Triton for this Python; downloaded if it is not there yet."""
+    package = folder / version
+    if not (package / "triton").is_dir():
+        with tempfile.TemporaryDirectory() as download:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            subprocess.run([*command, "--dest", download, f"triton=={version}"], check=True)
+            (wheel,) = Path(download).glob("*.whl")
+            package.mkdir(parents=True, exist_ok=True)
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(package)
+        for program in package.glob("triton/backends/nvidia/bin/*"):
+            program.chmod(0o755)  # zipfile drops the permissions
+    return package
+
+
+def report_of_versions(versions: list[str], folder: Path, arguments: list[str]) -> int:
+    """Run this report in a process for each version; the number of versions that fail."""
+    num_bad = 0
+    for version in versions:
+        path = os.pathsep.join([str(unpacked(version, folder)), str(TOP)])
+        command = [sys.executable, "-m", "scripts.benchmarks.kernel_report", *arguments]
+        num_bad += subprocess.run(command, env=os.environ | {"PYTHONPATH": path}).returncode != 0
+    return num_bad
 
 
 def main() -> None:
     """Print the table, and write a log if asked; exit code 1 if a kernel is not as it should be."""
     parser = benchmark_parser(__doc__)
     add = parser.add_argument
+    add("--triton", nargs="+", metavar="VERSION", help="default: the installed version")
+    add("--versions", type=Path, default=VERSIONS, metavar="DIR", help="default: %(default)s")
     add("--sizes", type=int, nargs="+", default=[300, 650, 1024], metavar="H")
     high = "tf32: fp32 tensors with torch.set_float32_matmul_precision('high')"
     add("--dtypes", nargs="+", default=["bf16", "fp16", "tf32", "fp32"], help=high)
     add("--sm", type=int, nargs="+", default=[80, 90, 100])
     add("--kernels", nargs="+", metavar="NAME", help="such as _forward; default: all")
     options = parser.parse_args()
+    if options.triton:
+        given = {name: value for name, value in vars(options).items() if value is not None}
+        rest = [
+            x
+            for name in ("sizes", "dtypes", "sm", "kernels")
+            if name in given
+            for x in (f"--{name}", *map(str, given[name]))
+        ]
+        rest += ["--json", str(options.json)] if options.json else []
+        sys.exit(report_of_versions(options.triton, options.versions, rest) > 0)
     table = Table(log=options.json)
-    for found in report(options.sizes, options.dtypes, options.sm, options.kernels):
+    refused = {sm: sentence for sm in options.sm if (sentence := obstacle(sm))}
+    for sm, sentence in refused.items():
+        print(f"sm_{sm}: left out, the backend {sentence}")
+    supported = [sm for sm in options.sm if sm not in refused]
+    for found in report(options.sizes, options.dtypes, supported, options.kernels):
         table.add(found)
     num_bad = sum(not found["good"] for found in table.rows)
-    print(f"{len(table.rows)} kernels compiled, {num_bad} of them not as they should be")
+    num_hazards = sum(found["hazards"] for found in table.rows)
+    print(
+        f"Triton {triton.__version__}: {len(table.rows)} kernels compiled, {num_bad} of them not as"
+        f" they should be, {num_hazards} hazards"
+    )
     sys.exit(num_bad > 0)
 
 

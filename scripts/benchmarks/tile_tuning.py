@@ -3,26 +3,43 @@
 The search starts from the shapes in `lm/output/backends/triton/tile_shapes.py`. Each kernel in turn
 tries every shape that compiles and fits, the other kernels unchanged; a launch is timed by events
 on the device, the median of the rounds. A shape's score is the geometric mean over the sizes of its
-time relative to the starting shape. `--dry-run` does the same without a GPU: two shapes each, tiny,
+time relative to the starting shape. `--candidates FILE`
+tries only the shapes in a file of JSON, in its order, such as a model of the kernels chose:
+
+  [{"kernel": "heavy", "v": 128, "c": 128, "h": 64, "warps": 8, "stages": 3, "step": 64}, …]
+
+Kernels are compiled in parallel before anything is timed. Results are logged as they are found, and
+no shape is begun after `--seconds`. `--dry-run` does the same without a GPU: two shapes each, tiny,
 in the interpreter.
 """
 
 import argparse
+import json
 import math
 import os
 import statistics
 import sys
+import time
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
-from lm.output.backends.triton.launch import Launch, execute, instrumented, tiles_for
+from lm.output.backends.triton.launch import (
+    Launch,
+    capability,
+    execute,
+    instrumented,
+    tiles_for,
+)
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
+from scripts.benchmarks.kernel_compilation import compile_all, launches
 from scripts.benchmarks.measure import cpu_clock, event_clock
 from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import Column, Table, append_row, benchmark_parser, problem_size
@@ -32,7 +49,7 @@ SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024)]
 DRY_RUN = {"sizes": [(97, 8)], "positions": 32, "dtype": "float32", "rounds": 1}
 COLUMNS = (
     Column("kernel", "kernel", width=9),
-    *(Column(name, name, "d", width=4) for name in ("v", "c", "h", "warps", "stages", "step")),
+    *(Column(name, name, "d", width=4) for name in Tile._fields),
     Column("time ÷ the table's", "score", ".3f"),
 )
 
@@ -74,43 +91,85 @@ def seconds_of(problem: Problem, shapes: Tiles, num_rounds: int) -> dict[str, fl
     return {name: statistics.median(values[2:]) for name, values in seconds.items()}
 
 
-def candidates(kernel: str, start: Tile, *, dry: bool) -> list[Tile]:
-    """Shapes of a kernel that are tried, around the one it starts from."""
-    if dry:
-        return [start._replace(v=16, c=c, stages=1) for c in (16, 32)]
-    if kernel == "errors":
-        return [start._replace(v=v, warps=warps) for v in (8, 16, 32) for warps in (4, 8)]
-    positions = (start.v,) if kernel == "light" else (64, 128)
-    columns, steps = (32, 64, 128), (32, 64) if kernel == "heavy" else (0,)
-    return [
-        Tile(*shape) for shape in product(positions, (64, 128), columns, (4, 8), (2, 3, 4), steps)
-    ]
+class Candidate(NamedTuple):
+    """A shape of one kernel to try."""
+
+    kernel: str
+    tile: Tile
+
+    def of(self, start: Tiles) -> Tiles:
+        """The shapes of all kernels, the others as in `start`."""
+        return start._replace(**{self.kernel: self.tile})  # type: ignore[arg-type]
+
+
+def candidates(start: Tiles, *, dry: bool) -> list[Candidate]:
+    """All shapes that are tried without a file, around those that the search starts from."""
+    found = []
+    for kernel in KERNELS:
+        tile: Tile = getattr(start, kernel)
+        if dry:
+            shapes = [tile._replace(v=16, c=c, stages=1) for c in (16, 32)]
+        elif kernel == "errors":
+            shapes = [tile._replace(v=v, warps=warps) for v in (8, 16, 32) for warps in (4, 8)]
+        else:
+            positions = (tile.v,) if kernel == "light" else (64, 128)
+            columns, steps = (32, 64, 128), (32, 64) if kernel == "heavy" else (tile.step,)
+            grid = product(positions, (64, 128), columns, (4, 8), (2, 3, 4), steps)
+            shapes = [Tile(*shape) for shape in grid]
+        found += [Candidate(kernel, shape) for shape in shapes]
+    return found
+
+
+def candidates_in(path: Path) -> list[Candidate]:
+    """The shapes in a file; raises SystemExit if it is not as described."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        found = [
+            Candidate(row["kernel"], Tile(*(row[name] for name in Tile._fields))) for row in rows
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"tile_tuning: {path}: expected a list of shapes: {error!r}")
+    unknown = {one.kernel for one in found} - set(KERNELS)
+    if unknown:
+        sys.exit(f"tile_tuning: {path}: no kernel {min(unknown)}, only {', '.join(KERNELS)}")
+    return found
+
+
+def compile_candidates(problems: list[Problem], start: Tiles, tried: list[Candidate]) -> None:
+    """Compile the kernels of all shapes in parallel, for the device of the problems."""
+    jobs = []
+    for problem, candidate in product(problems, tried):
+        architecture = capability(problem.hidden.device)
+        found = launches(problem, architecture, candidate.of(start))
+        name = f"_{candidate.kernel}"
+        jobs += [(one, architecture) for one in found if one.kernel.__name__ == name]
+    compile_all(jobs, os.cpu_count() or 1)
 
 
 def tune(
-    problems: list[Problem], start: Tiles, options: argparse.Namespace
-) -> list[dict[str, Any]]:
+    problems: list[Problem], start: Tiles, tried: list[Candidate], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """A row for each shape that runs; the starting shapes must."""
-    rows = []
+    deadline = time.monotonic() + options.seconds
     base = [seconds_of(problem, start, options.rounds) for problem in problems]
     if None in base:
         sys.exit("tile_tuning: the starting shapes do not run")
-    for kernel in KERNELS:
-        for tile in candidates(kernel, getattr(start, kernel), dry=options.dry_run):
-            change: dict[str, Any] = {kernel: tile}
-            shapes = start._replace(**change)
-            found = [seconds_of(problem, shapes, options.rounds) for problem in problems]
-            ratios = [
-                seconds[kernel] / known[kernel]
-                for seconds, known in zip(found, base, strict=True)
-                if seconds and known
-            ]
-            if len(ratios) == len(problems):
-                score = math.exp(statistics.fmean(map(math.log, ratios)))
-                shape = {"kernel": kernel, **tile._asdict()}
-                rounded = [round(ratio, 4) for ratio in ratios]
-                rows.append({**shape, "score": round(score, 4), "ratios": rounded})
-    return rows
+    for number, candidate in enumerate(tried):
+        if time.monotonic() > deadline:
+            print(f"{len(tried) - number} shapes were not tried within --seconds")
+            return
+        kernel, shapes = candidate.kernel, candidate.of(start)
+        found = [seconds_of(problem, shapes, options.rounds) for problem in problems]
+        ratios = [
+            seconds[kernel] / known[kernel]
+            for seconds, known in zip(found, base, strict=True)
+            if seconds and known
+        ]
+        if len(ratios) == len(problems):
+            score = math.exp(statistics.fmean(map(math.log, ratios)))
+            shape = {"kernel": kernel, **candidate.tile._asdict()}
+            rounded = [round(ratio, 4) for ratio in ratios]
+            yield {**shape, "score": round(score, 4), "ratios": rounded}
 
 
 def main() -> None:
@@ -121,6 +180,8 @@ def main() -> None:
     add("--positions", type=int, default=16_384)
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--rounds", type=int, default=10)
+    add("--candidates", type=Path, metavar="FILE", help="JSON of the shapes to try; default: many")
+    add("--seconds", type=float, default=math.inf, help="begin no shape after them")
     add("--dry-run", action="store_true", help="without a GPU, tiny, interpreted")
     options = parser.parse_args()
     device = "cpu" if options.dry_run else "cuda"
@@ -132,14 +193,21 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     problems = [make_problem(n, h, options.positions, dtype, device) for n, h in options.sizes]
     start = tiles_for(problems[0])
-    rows = sorted(tune(problems, start, options), key=lambda row: (row["kernel"], row["score"]))
+    tried = candidates(start, dry=options.dry_run)
+    if options.candidates:
+        tried = candidates_in(options.candidates)
+    if not options.dry_run:
+        compile_candidates(problems, start, tried)
+    rows = []
+    for row in tune(problems, start, tried, options):
+        append_row(options.json, row, device)
+        rows.append(row)
+    rows.sort(key=lambda row: (row["kernel"], row["score"]))
     print(f"the table's: {start}")
     table = Table(COLUMNS)
     for kernel in KERNELS:
         for row in [row for row in rows if row["kernel"] == kernel][:5]:
             table.add(row)
-    for row in rows:
-        append_row(options.json, row, device)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ def choose_backend(requested: str, problem: Problem, device: torch.device) -> st
             for name, backend in BACKENDS.items()
             if (backend.automatic_on is None or device.type in backend.automatic_on)
             and backend.obstacle(problem, device) is None
+            and backend.verified(device, problem.hidden.dtype)
         )
     if requested not in BACKENDS:
         names = ", ".join(sorted(BACKENDS))

@@ -97,6 +97,9 @@ class Backend(Protocol[Saved]):
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""
 
+    def verified(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether "auto" may rely on the results for a dtype of hidden on a device."""
+
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
         """The nll [P] in `compute_dtype`, and what the backward needs if `needs.any`.
 

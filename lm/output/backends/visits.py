@@ -20,7 +20,6 @@ class Visits(NamedTuple):
     """The visits of a batch of P positions in a tree of depth D, int64."""
 
     position: Tensor  # [P], sorted by their target's node, depth first; ignored ones last
-    rank: Tensor  # [P], `preorder` of these nodes; I for ignored positions
     node: Tensor  # [D, P], that a sorted position visits on each level, root first; -1 for none
     child: Tensor  # [D, P], which child of the node is on the target's path; 0 for none
 
@@ -28,7 +27,7 @@ class Visits(NamedTuple):
     def empty(cls, target: Tensor, depth: int) -> "Visits":
         """Uninitialised memory for the visits of targets [P] in a tree of that depth."""
         flat, by_level = target.shape, (depth, *target.shape)
-        return cls(*(target.new_empty(shape) for shape in (flat, flat, by_level, by_level)))
+        return cls(*(target.new_empty(shape) for shape in (flat, by_level, by_level)))
 
     def sorted(self, values: Tensor) -> Tensor:
         """Values [P, ...] of the positions in sorted order."""
@@ -58,7 +57,7 @@ def route(target: Tensor, tree: TreeArrays, depth: int, ignore_index: int) -> Vi
     node = tree.node_of_row[path]
     visited = (climbs >= 0) & valid & (tree.num_children[node] > 1)
     child = torch.where(visited, path - tree.first_row[node], 0)
-    return Visits(position, rank[position], torch.where(visited, node, -1), child)
+    return Visits(position, torch.where(visited, node, -1), child)
 
 
 def check_targets(target: Tensor, vocab_size: int, ignore_index: int) -> None:
@@ -66,17 +65,6 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int) -> None:
     wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
     if bool(wrong.any()):
         raise IndexError(f"target {int(target[wrong][0])} is out of bounds for {vocab_size} words")
-
-
-def assert_targets(target: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
-    """The targets [P], asserted on their device without waiting for it.
-
-    Wrong ones become `ignore_index`: kernels launched before the assertion fails read within the
-    tables.
-    """
-    valid = ((target >= 0) & (target < vocab_size)) | (target == ignore_index)
-    torch._assert_async(valid.all(), "a target is neither a word nor ignore_index")
-    return torch.where(valid, target, ignore_index)
 
 
 def _narrowed(rank: Tensor, largest: int) -> Tensor:

@@ -1,14 +1,15 @@
-"""Decorators for functions that run outside of `torch.compile` and are differentiable once."""
+"""Decorators: functions outside of `torch.compile`, or differentiable only once."""
 
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def not_compiled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
@@ -21,6 +22,15 @@ def not_compiled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
         return run(*args, **kwargs)
 
     return call
+
+
+def constant_when_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.compiler.assume_constant_result`, which imports the compiler, without importing it.
+
+    The function runs while its caller is traced; arguments and result are Python constants.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,10 @@ class ReferenceBackend:
         """None: it solves every problem."""
         return None
 
+    def verified(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Always: the reference is the definition."""
+        return True
+
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
         """See `Backend.forward`."""
         log_prob, saved = target_log_prob(problem, needs.row_wise)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
+from lm.output.backends.triton import verify
 from lm.output.backends.triton.backward import gradients
 from lm.output.backends.triton.launch import (
     Saved,
@@ -22,7 +23,7 @@ from lm.output.backends.triton.launch import (
     tiles_for,
 )
 from lm.output.backends.triton.routing import chunk_size, new_routing, run_size
-from lm.output.backends.triton.tile_shapes import Tile
+from lm.output.backends.triton.tile_shapes import Tile, triton_version
 from lm.output.backends.visits import check_targets
 
 MAX_SAVED_BYTES = 1 << 31
@@ -31,6 +32,10 @@ as the full softmax of a large vocabulary, need the reference backend.
 """
 
 _SORT, _MERGE, _PLAN = Tile(0, 0, 0, 4, 1), Tile(32, 0, 0, 4, 1), Tile(128, 0, 0, 4, 1)
+OLDEST_WITH_FENCES = (3, 7)
+"""The first version of Triton that puts a fence between asynchronous copies and the asynchronous
+products that read them, on devices of compute capability 9.0 and above.
+"""
 
 
 class TritonBackend:
@@ -50,6 +55,15 @@ class TritonBackend:
             return f"requires a CUDA device, got {device}"
         if capability(device) < 80:
             return f"requires compute capability 8.0, got {capability(device) / 10}"
+        version = triton_version()
+        if version is None:
+            return "requires the package triton"
+        if version < OLDEST_WITH_FENCES and capability(device) >= 90 and not interpreted:
+            return (
+                f"requires Triton {OLDEST_WITH_FENCES[0]}.{OLDEST_WITH_FENCES[1]} on devices of"
+                f" compute capability 9.0 and above, got {version[0]}.{version[1]}: its matrix"
+                " products may read shared memory before copies to it are visible"
+            )
         if hidden.dtype == torch.float64 and not interpreted:
             return "does not support fp64"
         if weight.stride(1) != 1 and weight.shape[1] > 1:
@@ -63,6 +77,10 @@ class TritonBackend:
                 f" {problem.max_path_columns} columns each; the limit is {MAX_SAVED_BYTES}"
             )
         return None
+
+    def verified(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """See `lm.output.backends.triton.verify`."""
+        return verify.verified(device, dtype)
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
         """See `Backend.forward`."""

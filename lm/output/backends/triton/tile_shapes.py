@@ -3,9 +3,13 @@
 Chosen by what the compiler reports for sm_80, sm_90 and sm_100; not yet timed on a GPU.
 """
 
+import importlib
+import importlib.util
 from typing import NamedTuple
 
 import torch
+
+from lm.output.rowwise.eager import constant_when_compiled
 
 MAX_REGISTERS = 255
 """Of a thread; without it the assembler spills to fit more programs on a processor."""
@@ -81,6 +85,15 @@ def tiles(dtype: torch.dtype, capability: int, align: int, *, tensor_cores: bool
         columns = 64 if capability < 100 or align == 4 else 32
         found = found._replace(forward=_NARROW_FORWARD._replace(h=columns))
     return found
+
+
+@constant_when_compiled
+def triton_version() -> tuple[int, int] | None:
+    """Major and minor version of the installed Triton; None if there is none."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    major, minor, *_ = importlib.import_module("triton").__version__.split(".")
+    return int(major), int(minor)
 
 
 def compiler_options(tile: Tile) -> dict[str, int]:

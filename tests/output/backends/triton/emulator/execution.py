@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from lm.output.backends.triton.launch import Launch
-from scripts.benchmarks.kernel_report import compiled
+from scripts.benchmarks.kernel_compilation import compiled
 
 from . import arithmetic, conversions, tensor_cores, transfers, warp
 from .access import Array

@@ -1,0 +1,107 @@
+"""Backend "auto" compares the kernels with the reference first; here in the interpreter."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends import BACKENDS, choose_backend
+from lm.output.backends.base import Problem
+from lm.output.backends.triton import verify
+from lm.output.backends.triton.launch import Launch, execute, instrumented
+
+pytest.importorskip("triton")
+CPU = torch.device("cpu")
+TREE = ClassTree.two_level(torch.arange(40) // 7)
+HALF = Problem.without_values(30, 16, TREE, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _verified_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "DEVICES", frozenset({"cpu", "cuda"}))
+    monkeypatch.setattr(verify, "_differences", {})
+    monkeypatch.setattr(BACKENDS["triton"], "automatic_on", None)
+
+
+def test_correct_kernels_are_taken_after_one_comparison() -> None:
+    names: list[str] = []
+
+    def run(launch: Launch) -> None:
+        names.append(launch.kernel.__name__)
+        execute(launch)
+
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    with instrumented(run=run), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert choose_backend("auto", HALF, CPU) == "triton"
+        count = len(names)
+        assert choose_backend("auto", HALF, CPU) == "triton"
+    assert len(names) == count > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_any_one_launch_auto_warns_and_takes_the_reference() -> None:
+    names: list[str] = []
+    num_launches = faulty = 0
+
+    def run(launch: Launch) -> None:
+        if len(names) != faulty:
+            execute(launch)
+        names.append(launch.kernel.__name__)
+
+    while faulty <= num_launches:
+        names.clear()
+        verify._differences.clear()
+        with instrumented(run=run), pytest.warns(UserWarning, match="(nll|d_.*) is off by") as seen:
+            assert choose_backend("auto", HALF, CPU) == "reference", names[faulty]
+        assert len(seen) == 1
+        assert choose_backend("auto", HALF, CPU) == "reference"
+        assert choose_backend("triton", HALF, CPU) == "triton"
+        num_launches, faulty = len(names) - 1, faulty + 1
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_the_choice_is_made_while_a_model_is_traced(faulty: bool) -> None:
+    hidden, weight = torch.randn(9, 16).half(), torch.randn(TREE.num_rows, 16).half()
+    target = torch.arange(9)
+    torch.compiler.reset()
+
+    def loss(hidden: Tensor) -> Tensor:
+        return hierarchical_cross_entropy(hidden, weight, target, TREE)
+
+    expected = loss(hidden) if not faulty else None
+    verify._differences.clear()
+    if faulty:
+        verify._differences[CPU, torch.float16, torch.get_float32_matmul_precision()] = "wrong"
+    names: list[str] = []
+
+    def run(launch: Launch) -> None:
+        names.append(launch.kernel.__name__)
+        execute(launch)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="eager")
+    with instrumented(run=run):
+        actual = compiled(hidden)
+        traced = len(names)
+        torch.testing.assert_close(compiled(hidden), actual)
+    if expected is not None:
+        torch.testing.assert_close(actual, expected)
+    assert len(verify._differences) == 1
+    assert (len(names) > traced > 0) != faulty
+
+
+def test_fake_tensors_are_compared_in_real_ones() -> None:
+    with FakeTensorMode():
+        assert choose_backend("auto", HALF, CPU) == "triton"
+    assert list(verify._differences.values()) == [None]
+
+
+def test_a_cuda_graph_cannot_capture_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="run a step before the capture"):
+        verify.verified(torch.device("cuda", 0), torch.float16)
+    key = torch.device("cuda", 0), torch.float16, torch.get_float32_matmul_precision()
+    verify._differences[key] = None
+    assert verify.verified(torch.device("cuda", 0), torch.float16)
