@@ -69,10 +69,10 @@ class Access:
         """Barriers that its program has passed, [k]."""
         return np.asarray(self.lanes.epoch[self.chosen])
 
-    def part(self, wanted: Array) -> "Access":
+    def part(self, part: Array) -> "Access":
         """The access of some of the threads, given as indices."""
-        lanes = np.arange(self.lanes.size)[self.chosen][wanted]
-        address = self.address[wanted]
+        lanes = np.arange(self.lanes.size)[self.chosen][part]
+        address = self.address[part]
         return Access(self.by, self.kernel, address, self.width, self.lanes, lanes)
 
     def check(self, offset: Array, size: int) -> None:

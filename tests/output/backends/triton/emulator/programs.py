@@ -138,7 +138,7 @@ class Scheduler:
         self._limit = limit  # of instructions
         self._running: dict[int, Array] = {0: np.ones(programs.shape, np.bool_)}
         self._held: dict[int, Array] = {}  # at atomics
-        self._arrived: dict[int, Array] = {}  # at barriers
+        self._at_barrier: dict[int, Array] = {}  # at barriers
         self._alive = np.ones(programs.shape, np.bool_)
         self.num_instructions = 0
         self.reached: set[int] = set()  # first instructions of executed blocks
@@ -151,8 +151,8 @@ class Scheduler:
                 if self._held:
                     self._release()
                     continue
-                if self._arrived:
-                    waiting = [instructions[i].text for i in self._arrived]
+                if self._at_barrier:
+                    waiting = [instructions[i].text for i in self._at_barrier]
                     raise Fault(f"{self._programs.kernel.name}: threads wait forever at {waiting}")
                 return
             at = min(self._running)
@@ -217,27 +217,27 @@ class Scheduler:
         self._pass_barriers()
 
     def _arrive(self, at: Instruction, threads: Array) -> None:
-        self._add(self._arrived, at.index, threads)
-        if len(self._arrived) > 1:
-            arrived = np.stack([mask.any(1) for mask in self._arrived.values()])
-            if (arrived.sum(0) > 1).any():
+        self._add(self._at_barrier, at.index, threads)
+        if len(self._at_barrier) > 1:
+            stopped = np.stack([mask.any(1) for mask in self._at_barrier.values()])
+            if (stopped.sum(0) > 1).any():
                 self._programs.fail(at, "threads of a program wait at several barriers")
         self._pass_barriers()
 
     def _pass_barriers(self) -> None:
-        """Let the programs continue of which all threads have arrived."""
-        for at, arrived in list(self._arrived.items()):
-            done = (arrived == self._alive).all(1) & arrived.any(1)
+        """Let the programs continue of which all threads are at the barrier."""
+        for at, stopped in list(self._at_barrier.items()):
+            done = (stopped == self._alive).all(1) & stopped.any(1)
             if not done.any():
                 continue
             programs = self._programs
             rows = None if done.all() else np.flatnonzero(done)
             programs.lanes.pass_barrier(rows)
             programs.memory.pass_barrier(programs.lanes.ids[done])
-            self._add(self._running, at + 1, arrived & done[:, None])
-            rest = arrived & ~done[:, None]
-            del self._arrived[at]
-            self._add(self._arrived, at, rest)
+            self._add(self._running, at + 1, stopped & done[:, None])
+            rest = stopped & ~done[:, None]
+            del self._at_barrier[at]
+            self._add(self._at_barrier, at, rest)
 
     def _release(self) -> None:
         """Execute the atomic of one of the programs that wait at atomics."""
