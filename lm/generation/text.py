@@ -274,6 +274,7 @@ def _batches(
                 yield group[begin : begin + num_prompts], samples
 
 
+@torch.no_grad()
 def state_bytes(model: LanguageModel, num_tokens: int) -> int:
     """Memory of the state of one sequence after some tokens, at most."""
     state = model.init_state(1)

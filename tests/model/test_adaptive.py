@@ -87,7 +87,7 @@ def test_cutoffs_that_do_not_increase_within_the_vocabulary_are_an_error(
         AdaptiveSoftmax(H, COUNTS, cutoffs)
 
 
-def test_the_index_is_saved_and_sampling_is_an_error() -> None:
+def test_the_index_is_saved_and_generation_is_an_error() -> None:
     adaptive = layer()
     other = AdaptiveSoftmax(H, torch.arange(N), [5, 15]).double()
     assert not torch.equal(other.index_of_word, adaptive.index_of_word)
@@ -96,6 +96,8 @@ def test_the_index_is_saved_and_sampling_is_an_error() -> None:
     assert torch.equal(other.log_prob(vectors), adaptive.log_prob(vectors))
     with pytest.raises(ValueError, match="does not support sampling"):
         adaptive.sample(vectors)
+    with pytest.raises(ValueError, match="does not support search for the best words"):
+        adaptive.topk(vectors, 1)
 
 
 def test_a_state_with_a_tree_instead_of_the_index_is_loaded() -> None:
