@@ -48,9 +48,11 @@ class Tokenizer(ABC):
         vocab_size: N, number of ids.
         eos_id: id of the end of a line.
         unk_id: id of everything outside the vocabulary, and of the literal text `<unk>`.
+        literals: special words that are recognized in a text.
     """
 
     kind: ClassVar[Literal["words", "sentencepiece"]]
+    literals: ClassVar[tuple[str, ...]] = (UNK,)
     vocab_size: int
     eos_id: int
     unk_id: int
@@ -113,6 +115,7 @@ class WordTokenizer(Tokenizer):
     """
 
     kind = "words"
+    literals = (EOS, UNK)
 
     def __init__(
         self,
