@@ -11,6 +11,7 @@ from data_prep.corpus.files import input_files, split_files, split_key
 from data_prep.corpus.loader import READING_ERRORS, columns, is_text, one_line
 from data_prep.errors import UserError
 from data_prep.settings import BYTE_ORDER_MARK, DataConfig
+from data_prep.storage import open_to_read
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray
@@ -57,6 +58,8 @@ def read_text(name: str) -> Iterator[str]:
         >>> list(read_text(str(path)))
         ['the cat', 'sat']
     """
+    if name != "-":
+        open_to_read(Path(name)).close()
     raw_lines = _raw_text(sys.stdin.buffer) if name == "-" else _raw_lines(Path(name))
     for number, raw in enumerate(raw_lines, start=1):
         if mistake := _bad_utf8(raw) or _nul(raw):

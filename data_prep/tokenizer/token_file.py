@@ -51,7 +51,7 @@ def log_literals(name: str, counts: Mapping[str, int]) -> None:
     """Log how often a text contains each of `Tokenizer.literals`, if it does."""
     if found := [f"{word} ({count:,})" for word, count in counts.items() if count]:
         found_words = " and ".join(found)
-        logger.info("%s: the text contains %s, counted as the special word", name, found_words)
+        logger.info("%s: the text contains %s, counted as special words", name, found_words)
 
 
 def encode_split(

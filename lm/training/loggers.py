@@ -92,7 +92,7 @@ class WandbLogger(Logger):
 
 
 def check_wandb(config: Config) -> None:
-    """Check that there is a key for `log.wandb: online`.
+    """Check that there is a key for `log.wandb: online`; in a terminal, wandb asks for one.
 
     Raises:
         UserError: if there is none.
@@ -100,11 +100,13 @@ def check_wandb(config: Config) -> None:
     if config.log.wandb == "online":
         import wandb  # takes a second
 
-        if not wandb.api.api_key:
+        try:
+            wandb.login()
+        except wandb.Error as error:
             raise UserError(
                 "log.wandb: online requires a key: run `wandb login`, set WANDB_API_KEY, or use"
                 " --log.wandb=offline"
-            )
+            ) from error
 
 
 class ProgressBar(Logger):
