@@ -151,5 +151,6 @@ def _raw_lines(path: Path) -> Iterator[bytes]:
 
 def _raw_text(file: BinaryIO) -> Iterator[bytes]:
     """The lines of an open file, which end as they do for `datasets`; Latin-1 has every byte."""
-    for line in TextIOWrapper(file, "latin-1"):
-        yield line.removesuffix("\n").encode("latin-1")
+    with TextIOWrapper(file, "latin-1") as text:
+        for line in text:
+            yield line.removesuffix("\n").encode("latin-1")
