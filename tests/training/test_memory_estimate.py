@@ -147,7 +147,7 @@ def test_settings_that_need_more_are_not_a_hint(
     config: Configured, available: Callable[[int], None]
 ) -> None:
     available(1000)
-    tested = config("model.hidden=20000", "word_table.optimizer=adagrad")
+    tested = config("model.hidden=1000000", "word_table.optimizer=adagrad")
     with pytest.raises(UserError, match="are available: use fewer words or a smaller"):
         check_memory(tested)
 
