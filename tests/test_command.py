@@ -20,8 +20,10 @@ def corpus_of(folder: Path, text: str) -> list[str]:
     return [f"--data.dir={folder}", "--data.files={train: text.txt}", f"--run_dir={folder / 'run'}"]
 
 
-HEAVY = ("torch", "torch._dynamo", "lightning", "matplotlib", "numba", "scipy", "sklearn")
-HEAVY += ("pandas", "datasets", "pyarrow", "sentencepiece", "wandb", "fsspec", "tqdm")
+HEAVY = [
+    *("torch", "torch._dynamo", "lightning", "matplotlib", "numba", "scipy", "sklearn"),
+    *("pandas", "datasets", "pyarrow", "sentencepiece", "wandb", "fsspec", "tqdm"),
+]
 
 
 @pytest.mark.parametrize(
