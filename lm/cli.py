@@ -1,17 +1,17 @@
 """The command `lm`: verbs → functions. Results on stdout, progress on stderr."""
 
+import codecs
 import json
 import logging
 import os
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data_prep.errors import UserError
-from data_prep.settings import BYTE_ORDER_MARK
 from lm.config import Config, load_config, load_run_config
 from lm.config.reference import describe_keys, write_reference
 from lm.openmp import limit_spinning
@@ -26,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         141 if the reader of stdout has closed it.
     """
     limit_spinning()  # before torch is imported
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    for package, level in (("lm", "INFO"), ("data_prep", "INFO"), ("matplotlib", "ERROR")):
+        logging.getLogger(package).setLevel(level)
     # Lightning 2.6 calls a function that torch 2.13 has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
     try:
@@ -50,8 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command() -> None:
-    """Run the command line of the process: the console script."""
+    r"""Run the command line of the process: the console script.
+
+    Characters that stdout's encoding lacks are written as JSON writes them, for instance `\u00e9`.
+    """
+    codecs.register_error("json", _escape)
+    sys.stdout.reconfigure(errors="json")  # type: ignore[union-attr]
     sys.exit(main())
+
+
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def _prepare(options: Namespace, overrides: list[str]) -> None:
@@ -65,9 +77,11 @@ def _train(options: Namespace, overrides: list[str]) -> None:
     config = load_config(options.config, overrides)
     # Imported after the configuration is known to be valid: torch takes seconds.
     from data_prep.prepare import prepare
+    from lm.training.loggers import check_wandb
     from lm.training.loop import train
     from lm.training.run_folder import check_folder
 
+    check_wandb(config)
     checkpoint = check_folder(config, options.resume)
     progress = not options.no_progress
     prepare(*config.preparation, keep=checkpoint is not None, progress=progress)
@@ -75,6 +89,7 @@ def _train(options: Namespace, overrides: list[str]) -> None:
 
 
 def _evaluate(options: Namespace, _: list[str]) -> None:
+    from data_prep.corpus.lines import read_text
     from lm.evaluation import evaluate_run, evaluate_text
     from lm.report import evaluation_table
 
@@ -83,7 +98,7 @@ def _evaluate(options: Namespace, _: list[str]) -> None:
     if options.text is None:
         result = evaluate_run(folder, options.split, progress=progress)
     else:
-        result = evaluate_text(folder, _text_lines(options.text), progress=progress)
+        result = evaluate_text(folder, read_text(options.text), progress=progress)
     title = options.text or options.split
     print(json.dumps(result.to_dict()) if options.json else evaluation_table(result, title))
 
@@ -98,23 +113,14 @@ def _set_threads(folder: Path, num_threads: int | None) -> None:
         torch.set_num_threads(num_threads)
 
 
-def _text_lines(name: str) -> Iterator[str]:
-    """Lines of a text file or of stdin, without byte order marks."""
-    try:
-        with open(0 if name == "-" else name, encoding="utf-8", closefd=name != "-") as file:
-            for line in file:
-                yield line.removesuffix("\n").removeprefix(BYTE_ORDER_MARK)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name}: invalid UTF-8: {error.reason}") from error
-
-
 def _generate(options: Namespace, _: list[str]) -> None:
+    from data_prep.corpus.lines import read_text
     from lm.generation.command import run
 
     _set_threads(Path(options.run_dir), options.threads)
     if options.prompts is None:
         prompts = [_prompt(options.prompt)]
-    elif not (prompts := list(_text_lines(options.prompts))):
+    elif not (prompts := list(read_text(options.prompts))):
         raise UserError(f"{options.prompts}: no prompts")
     try:
         for piece in run(options, prompts):

@@ -26,7 +26,7 @@ from data_prep.errors import UserError
 from data_prep.prepared import open_prepared
 from data_prep.storage import sha256_file, write_json_atomically
 from data_prep.tokenizer.files import TOKENIZER, load_tokenizer
-from data_prep.tokenizer.token_file import SplitInfo
+from data_prep.tokenizer.token_file import SplitInfo, log_literals
 from lm.config import load_run_config
 from lm.model.files import load_model
 from lm.model.language_model import LanguageModel
@@ -270,6 +270,7 @@ def evaluate_text(folder: Path, lines: Iterable[str], *, progress: bool = True) 
     text = list(lines)
     if not text:
         raise UserError("the text to evaluate is empty")
+    log_literals("text", {w: sum(line.count(w) for line in text) for w in tokenizer.literals})
     ids = [[*line, description.eos_id] for line in tokenizer.encode_lines(text)]
     counts = TextCounts(
         words=sum(tokenizer.num_words(line) for line in text),

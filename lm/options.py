@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from data_prep.errors import UserError
 from lm import __version__
 from lm.config.reference import describe_keys
+from lm.config.schema import MAX_THREADS
 
 _OVERRIDES = (
     "Every key of the configuration can be overridden by --section.key=value, for instance"
@@ -33,6 +34,13 @@ def _at_least_one(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be an integer, got {text[:40]!r}") from error
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _num_threads(text: str) -> int:
+    value = _at_least_one(text)
+    if value > MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_THREADS}, got {value}")
     return value
 
 
@@ -79,7 +87,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--words": _COUNT | {"default": 8, "help": "number of words to show per class (default 8)"},
     "--plot": {"metavar": "FILE", "help": "also draw the classes, as .png, .svg or .pdf"},
     "--markdown": {"metavar": "PAGE", "help": "rewrite the tables of configs/README.md"},
-    "--threads": _COUNT | {"help": "number of CPU threads (default: as in training)"},
+    "--threads": {"type": _num_threads, "help": "number of CPU threads (default: as in training)"},
     "--no-progress": _FLAG | {"help": "hide progress bars (which only a terminal shows)"},
     "--json": _FLAG | {"help": "print one JSON object"},
 }

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.tokenizer.word_dict import MAX_TEXT_CHARACTERS, WordDict
+
 if TYPE_CHECKING:
     from data_prep.tokenizer.word_index import WordIndex
 
@@ -48,9 +50,11 @@ class Tokenizer(ABC):
         vocab_size: N, number of ids.
         eos_id: id of the end of a line.
         unk_id: id of everything outside the vocabulary, and of the literal text `<unk>`.
+        literals: special words that are recognized in a text.
     """
 
     kind: ClassVar[Literal["words", "sentencepiece"]]
+    literals: ClassVar[tuple[str, ...]] = (UNK,)
     vocab_size: int
     eos_id: int
     unk_id: int
@@ -113,17 +117,16 @@ class WordTokenizer(Tokenizer):
     """
 
     kind = "words"
+    literals = (EOS, UNK)
 
     def __init__(
         self,
-        words: "WordIndex | Iterable[str]",
+        words: "WordIndex | WordDict | Iterable[str]",
         *,
         lowercase: bool = False,
         split_punctuation: bool = False,
     ) -> None:
-        from data_prep.tokenizer.word_index import WordIndex  # imports numba
-
-        self.words = words if isinstance(words, WordIndex) else WordIndex.of(words)
+        self.words = words if isinstance(words, WordDict) else _word_index(words)
         self.lowercase = lowercase
         self.split_punctuation = split_punctuation
         self.vocab_size = len(self.words)
@@ -143,7 +146,9 @@ class WordTokenizer(Tokenizer):
 
     def num_words(self, line: str) -> int:
         """Count the whitespace-separated words of a line."""
-        from data_prep.tokenizer.word_index import count_words_in
+        if len(line) <= MAX_TEXT_CHARACTERS:
+            return super().num_words(line)
+        from data_prep.tokenizer.word_index import count_words_in  # imports numba
 
         return count_words_in(line)
 
@@ -161,6 +166,12 @@ class WordTokenizer(Tokenizer):
                 yield "\n"
             else:
                 yield spacing.before(word) + word
+
+
+def _word_index(words: "WordIndex | Iterable[str]") -> "WordIndex":
+    from data_prep.tokenizer.word_index import WordIndex  # imports numba
+
+    return words if isinstance(words, WordIndex) else WordIndex.of(words)
 
 
 class SentencePieceTokenizer(Tokenizer):
