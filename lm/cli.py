@@ -136,6 +136,28 @@ def _generate(options: Namespace, _: list[str]) -> None:
         raise error if isinstance(error, UserError) else UserError(f"generate: {error}") from error
 
 
+def _score(options: Namespace, _: list[str]) -> None:
+    from lm.score_layouts import Layout, score_text
+    from lm.scoring import Scorer
+
+    folder, details = Path(options.run_dir), options.details
+    if details and (options.format == "kenlm" or options.level != "word"):
+        raise UserError("--details requires --level word and --format tsv or json")
+    _set_threads(folder, options.threads)
+    scorer = Scorer.load(folder, vocabulary_size=options.vocabulary_size, details=details)
+    layout = Layout(
+        level=options.level,
+        name=options.format,
+        unit=options.unit,
+        has_ids=options.ids,
+        one_rank_per_word=scorer.has_one_token_per_word,
+    )
+    rule = "one stream: all lines are one text" if options.stream else "independent sentences"
+    logging.info("%s, <eos> before the first word; log-probabilities in %s", rule, options.unit)
+    for row in score_text(scorer, _text_lines(options.text or "-"), layout, stream=options.stream):
+        print(row)
+
+
 def _prompt(given: str | None) -> str:
     """The text to continue; `-` reads stdin."""
     if given != "-":
@@ -209,6 +231,7 @@ _FUNCTIONS = {
     "train": _train,
     "evaluate": _evaluate,
     "generate": _generate,
+    "score": _score,
     "classes": _classes,
     "info": _info,
     "config": _config,
