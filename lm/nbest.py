@@ -87,7 +87,9 @@ def read_nbest(lines: Iterable[str], name: str, costs: Sequence[dict[str, float]
             id, text = key, columns.pop() if columns else ""
             scores = _scores(columns, num_scores, place)
         if "\t" in text or not id:
-            raise UserError(f"{place}: expected {'utterance-N hypothesis' if is_kaldi else 'an id'}")
+            raise UserError(
+                f"{place}: expected {'utterance-N hypothesis' if is_kaldi else 'an id'}"
+            )
         rows.setdefault(id, []).append((key, text, scores))
     flat = [row for group in rows.values() for row in group]
     sizes = [len(group) for group in rows.values()]

@@ -48,6 +48,34 @@ class Weights:
     first_pass_share: float = 0.0
     mixture: float = 1.0
 
+    @classmethod
+    def given(
+        cls,
+        lm_weight: float,
+        insertion_penalty: float | None,
+        first_pass_share: float | None,
+        mixture: float | None,
+        *,
+        num_models: int,
+    ) -> "Weights":
+        """Weights with defaults: no penalty, no first pass, equal shares of two models.
+
+        Raises:
+            UserError: if a weight is out of range.
+        """
+        default = 1.0 if num_models == 1 else 0.5
+        weights = cls(
+            lm_weight=lm_weight,
+            insertion_penalty=insertion_penalty or 0.0,
+            first_pass_share=first_pass_share or 0.0,
+            mixture=default if mixture is None else mixture,
+        )
+        if not (0 <= lm_weight < np.inf and np.isfinite(weights.insertion_penalty)):
+            raise UserError("--lm-weight must be at least 0, and --insertion-penalty finite")
+        if not (0 <= weights.first_pass_share <= 1 and 0 <= weights.mixture <= 1):
+            raise UserError("--first-pass-share and --mixture must be within 0 … 1")
+        return weights
+
 
 class Arpa:
     """An ARPA or KenLM file, read by the package `kenlm`.
@@ -150,7 +178,8 @@ def tune(scored: ScoredList, errors: WordErrors) -> Weights:
         sorted({min(1.0, max(0.0, mixture + k / 40)) for k in range(-3, 4)}),
     ]
     finer[2:] = [
-        grid if len(coarse) > 1 else coarse for grid, coarse in zip(finer[2:], grids[2:], strict=True)
+        grid if len(coarse) > 1 else coarse
+        for grid, coarse in zip(finer[2:], grids[2:], strict=True)
     ]
     return _weights(_best(scored, errors, finer))
 
@@ -247,6 +276,15 @@ class Rescored:
         """Weights and reports, for JSON."""
         reports = {"development": self.development, "report": self.report}
         return {"weights": asdict(self.weights), **reports}
+
+
+def format_values(values: dict[str, Any]) -> str:
+    """One line of text of weights or figures."""
+    return ", ".join(
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
+        for name, value in values.items()
+        if value is not None
+    )
 
 
 def rescore(
