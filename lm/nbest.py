@@ -87,9 +87,8 @@ def read_nbest(lines: Iterable[str], name: str, costs: Sequence[dict[str, float]
             id, text = key, columns.pop() if columns else ""
             scores = _scores(columns, num_scores, place)
         if "\t" in text or not id:
-            raise UserError(
-                f"{place}: expected {'utterance-N hypothesis' if is_kaldi else 'an id'}"
-            )
+            expected = "no tab" if is_kaldi else "an id before the first tab"
+            raise UserError(f"{place}: expected {expected}")
         rows.setdefault(id, []).append((key, text, scores))
     flat = [row for group in rows.values() for row in group]
     sizes = [len(group) for group in rows.values()]
@@ -206,7 +205,7 @@ class WordErrors:
         of_hypothesis = np.repeat(np.arange(len(nbest.ids)), nbest.num_hypotheses)
         errors = [
             word_errors(references[utterance], text.split())
-            for utterance, text in zip(of_hypothesis, nbest.texts, strict=True)
+            for utterance, text in zip(of_hypothesis.tolist(), nbest.texts, strict=True)
         ]
         return cls(errors=np.array(errors), num_words=sum(map(len, references)))
 

@@ -74,7 +74,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "nbest": {"metavar": "NBEST", "help": "id TAB scores TAB hypothesis, or Kaldi's layout"},
     "--references": {
         "metavar": "FILE",
-        "help": "id and words of each utterance, to report the WER",
+        "help": "id and words of each utterance, for word error rates",
     },
     "--tune": {
         "nargs": 2,

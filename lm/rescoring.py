@@ -164,23 +164,20 @@ def tune(scored: ScoredList, errors: WordErrors) -> Weights:
     fewest errors, the one nearest to their mean is taken.
     """
     num_scores = scored.nbest.scores.shape[1]
-    grids = [
+    grids: list[Sequence[float]] = [
         LM_WEIGHTS if num_scores else (1.0,),
         PENALTIES,
         SHARES if num_scores > 1 else (0.0,),
         MIXTURES if len(scored._log_prob) > 1 else (1.0,),
     ]
     alpha, penalty, share, mixture = _best(scored, errors, grids)
-    finer = [
-        [alpha * 2.0 ** (k / 8) for k in range(-3, 4)] if num_scores and alpha else [alpha],
+    finer: list[Sequence[float]] = [
+        [alpha * 2.0 ** (k / 8) for k in range(-3, 4)] if alpha else [alpha],
         [penalty + k / 8 for k in range(-3, 4)],
         sorted({min(1.0, max(0.0, share + k / 16)) for k in range(-3, 4)}),
         sorted({min(1.0, max(0.0, mixture + k / 40)) for k in range(-3, 4)}),
     ]
-    finer[2:] = [
-        grid if len(coarse) > 1 else coarse
-        for grid, coarse in zip(finer[2:], grids[2:], strict=True)
-    ]
+    finer = [grid if len(grids[axis]) > 1 else grids[axis] for axis, grid in enumerate(finer)]
     return _weights(_best(scored, errors, finer))
 
 
@@ -212,7 +209,8 @@ def _best(
         [np.searchsorted(grid, [points[k][axis] for k in tied]) for axis, grid in enumerate(grids)]
     )
     distance = np.square(place - place.mean(1, keepdims=True)).sum(0)
-    return points[tied[distance.argmin()]]
+    best: tuple[float, ...] = points[tied[distance.argmin()]]
+    return best
 
 
 def check_separate(tuned: NBest, reported: NBest) -> None:

@@ -155,7 +155,7 @@ class Layout:
         """The figures of each unit, by name."""
         words = [*score.words, EOS]
         for place, word in enumerate(words):
-            values = {
+            values: dict[str, Any] = {
                 "word": word,
                 "log_prob": _finite(float(self._number(score.log_prob[place]))),
                 "oov": int(score.is_oov[place]),

@@ -198,10 +198,11 @@ class Scorer:
             begin = part.stop
             chunks.append(self._figures(hidden[is_token[part]], targets[part][is_token[part]]))
         figures = _concatenate(chunks)
-        column = is_token.nonzero()[:, 1].cpu().numpy()
-        by_sentence = figures.select(np.argsort(column, kind="stable"))
-        for end, length in zip(lengths.cumsum(), lengths, strict=True):
-            yield by_sentence.select(slice(end - length, end))
+        in_order = is_token.nonzero()[:, 1].argsort(stable=True).cpu().numpy()
+        begin = 0
+        for length in lengths.tolist():
+            yield figures.select(in_order[begin : begin + length])
+            begin += length
 
     @torch.no_grad()
     def _hidden(self, tokens: Tensor) -> Iterator[Tensor]:
@@ -219,11 +220,11 @@ class Scorer:
         """The figures of P positions, from hidden [P, H] and targets [P]."""
         log_prob = -self.model.output.nll_by_level(hidden, targets).double().sum(0)
         is_unk = targets == self.tokenizer.unk_id
-        log_prob = log_prob - is_unk * math.log(self.num_unseen)
+        log_prob = log_prob - is_unk.double() * math.log(self.num_unseen)
         rank = entropy = None
         if self.details:
             at_once = max(1, MAX_LOG_PROBS // self.model.vocab_size)
-            parts = map(self._details, hidden.split(at_once), targets.split(at_once))
+            parts = map(self._details, torch.split(hidden, at_once), torch.split(targets, at_once))
             ranks, entropies = zip(*parts, strict=True)
             rank, entropy = torch.cat(ranks).cpu().numpy(), torch.cat(entropies).cpu().numpy()
         return TokenScores(log_prob=log_prob.cpu().numpy(), rank=rank, entropy=entropy)
@@ -246,7 +247,7 @@ class Scorer:
         first = np.searchsorted(unit, np.arange(num_units))
         return LineScore(
             words=line.words,
-            log_prob=np.bincount(unit, tokens.log_prob, num_units),
+            log_prob=np.bincount(unit, tokens.log_prob, num_units).astype(np.float64),
             is_oov=np.bincount(unit, is_unk, num_units) > 0,
             context=before[first],
             word_id=np.where(unit[first] == np.arange(num_units), ids[first], -1),

@@ -248,9 +248,8 @@ class SentencePieceTokenizer(Tokenizer):
             if place:
                 ids.append(self.unk_id)
                 ends.append((ends[-1] if ends else 0) + len(separators[place - 1]))
-            for id, piece in zip(
-                *map(self._processor.encode, [segment] * 2, (int, str)), strict=True
-            ):
+            encoded = (self._processor.encode(segment, out_type=kind) for kind in (int, str))
+            for id, piece in zip(*encoded, strict=True):
                 ids.append(id)
                 ends.append((ends[-1] if ends else 0) + self._num_characters(id, piece))
         starts = [word.start() for word in re.finditer(r"\S+", text)]

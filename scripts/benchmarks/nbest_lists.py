@@ -3,10 +3,10 @@
 The rule, for each sentence of 5 to 30 words and each of its K hypotheses: every word is, with
 probability SUBSTITUTE, replaced by a word drawn from the 2 · NEAR words whose frequency ranks are
 nearest to its own; with probability DELETE left out; with probability INSERT followed by a word
-drawn by frequency. No hypothesis is the sentence by construction. Repeated hypotheses are left out.
-The acoustic log-probability of a hypothesis is -GAP · (word errors) + N(0, NOISE²), and a list is in
-decreasing order of it. Utterances alternate between `dev` and `test`, each with NAME.nbest and
-NAME.ref.
+drawn by frequency. The sentence itself is a hypothesis only if it is drawn. Repeated hypotheses are
+left out. The acoustic log-probability of a hypothesis is -GAP · (word errors) + N(0, NOISE²), and a
+list is in decreasing order of it. Utterances alternate between `dev` and `test`, each with
+NAME.nbest and NAME.ref.
 
 It replaces errors by frequency, not by sound: words that a recogniser confuses are more alike, and
 harder for a language model to tell apart.
@@ -23,7 +23,7 @@ from scripts.benchmarks.reporting import run
 
 SUBSTITUTE, DELETE, INSERT = 0.12, 0.03, 0.03
 NEAR = 50
-GAP, NOISE = 4.0, 8.0
+GAP = 4.0
 
 
 class ErrorSource:
@@ -31,10 +31,12 @@ class ErrorSource:
 
     Args:
         text: lines from which frequencies are counted.
+        noise: NOISE, standard deviation of the acoustic scores.
         seed: of the random numbers.
     """
 
-    def __init__(self, text: list[str], seed: int) -> None:
+    def __init__(self, text: list[str], noise: float, seed: int) -> None:
+        self.noise = noise
         counts = Counter(word for line in text for word in line.split())
         self.words = sorted(counts, key=lambda word: (-counts[word], word))
         self.rank = {word: rank for rank, word in enumerate(self.words)}
@@ -60,7 +62,7 @@ class ErrorSource:
         """Acoustic scores and hypotheses, highest score first."""
         drawn = dict.fromkeys(tuple(self.corrupt(sentence)) for _ in range(number))
         scored = [
-            (-GAP * word_errors(sentence, words) + self.random.gauss(0, NOISE), list(words))
+            (-GAP * word_errors(sentence, words) + self.random.gauss(0, self.noise), list(words))
             for words in drawn
         ]
         return sorted(scored, reverse=True)
@@ -83,9 +85,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="folder of the four files, which is made")
     parser.add_argument("--utterances", type=int, default=1000, help="in both lists together")
     parser.add_argument("--hypotheses", type=int, default=20, help="of each utterance, at most")
+    parser.add_argument("--noise", type=float, default=16.0, help="NOISE")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    source = ErrorSource(options.train.read_text(encoding="utf-8").splitlines(), options.seed)
+    train = options.train.read_text(encoding="utf-8").splitlines()
+    source = ErrorSource(train, options.noise, options.seed)
     lines = options.text.read_text(encoding="utf-8").splitlines()
     sentences = [words for words in map(str.split, lines) if 5 <= len(words) <= 30]
     sentences = sentences[: options.utterances]
