@@ -149,16 +149,20 @@ class Scorer:
         aligned = [self.tokenizer.align(line) for line in lines]
         if not aligned:
             return
-        eos_id = self.tokenizer.eos_id
-        ids = np.concatenate([[*line.ids, eos_id] for line in aligned])
-        chunks = hidden_chunks(self.model, ids, eos_id, self.context)
-        tokens = _concatenate([self._figures(*_in_text_order(*chunk)) for chunk in chunks])
+        ids = np.concatenate([[*line.ids, self.tokenizer.eos_id] for line in aligned])
+        tokens = self._stream_figures(ids)
         before = self._stream_context(len(ids))
         begin = 0
         for line in aligned:
             part = slice(begin, begin + len(line.ids) + 1)
             begin = part.stop
             yield self._line_score(line, tokens.select(part), before[part])
+
+    @torch.no_grad()
+    def _stream_figures(self, ids: Ints) -> TokenScores:
+        """The figures of the tokens of a text."""
+        chunks = hidden_chunks(self.model, ids, self.tokenizer.eos_id, self.context)
+        return _concatenate([self._figures(*_in_text_order(*chunk)) for chunk in chunks])
 
     def _stream_context(self, num_tokens: int) -> Ints:
         """Number of tokens [n] that each token of a stream is predicted from."""

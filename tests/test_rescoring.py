@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lm.cli import main
-from lm.nbest import NBest, WordErrors, read_nbest, word_errors
+from lm.nbest import Floats, NBest, WordErrors, read_nbest, word_errors
 from lm.rescoring import Arpa, ScoredList, Weights, tune
 from lm.scoring import Scorer
 from scripts.benchmarks.nbest_lists import ErrorSource
@@ -61,7 +61,7 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = ErrorSource(toy_sentences(0, 300), 12.0, seed=1)
     for name, seed in (("dev", 7), ("test", 8)):
         tabs, kaldi, acoustic, references = [], [], [], []
-        for number, line in enumerate(toy_sentences(seed, 40)):
+        for number, line in enumerate(toy_sentences(seed, 60)):
             id = f"{name}{number}"
             references.append(f"{id} {line}")
             for rank, (score, words) in enumerate(source.hypotheses(line.split(), 6), 1):
@@ -124,36 +124,34 @@ def test_both_layouts_and_the_printed_list_give_the_same_choice(
     assert [f"{id}\t{text}" for id, text in reversed(first.items())] == rows
 
 
-def test_weights_tuned_on_one_list_lower_the_errors_of_another(
-    lstm_run: Path, lists: Path, rescored: Rescored
+def test_tuning_recovers_the_weights_that_the_references_were_made_with(
+    lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path
 ) -> None:
-    tuning = ["--tune", lists / "dev.nbest", lists / "dev.ref"]
-    _, values = rescored(
-        lstm_run, lists / "test.nbest", "--references", lists / "test.ref", *tuning
-    )
-    report = values["report"]
-    assert report["wer_oracle"] <= report["wer_after"] < report["wer_before"]
+    for name in ("dev", "test"):
+        rows, _ = rescored(lstm_run, lists / f"{name}.nbest", "--lm-weight=2")
+        (tmp_path / f"{name}.ref").write_text("\n".join(rows) + "\n")
+    tuning = ["--tune", lists / "dev.nbest", tmp_path / "dev.ref"]
+    references = ["--references", tmp_path / "test.ref"]
+    rows, values = rescored(lstm_run, lists / "test.nbest", *references, *tuning)
+    report, development, weights = (values[name] for name in ("report", "development", "weights"))
+    assert (development["wer_after"], development["wer_oracle"]) == (0, 0)
+    assert weights["lm_weight"] == pytest.approx(2, rel=0.5)
+    assert report["wer_after"] < 0.2 * report["wer_before"]
     gained = report["wer_before"] - report["wer_after"]
-    assert report["recovered"] == pytest.approx(
-        gained / (report["wer_before"] - report["wer_oracle"])
-    )
-    weights = values["weights"]
+    assert report["recovered"] == pytest.approx(gained / report["wer_before"])
     given = [f"--{name.replace('_', '-')}={weights[name]}" for name in list(weights)[:2]]
-    rows, fixed = rescored(lstm_run, lists / "dev.nbest", "--references", lists / "dev.ref", *given)
-    assert fixed["report"] == values["development"]
-    assert len(rows) == 40
+    again, fixed = rescored(lstm_run, lists / "test.nbest", *references, *given)
+    assert (again, fixed["report"]) == (rows, report)
 
 
-def scored_list(
-    scores: np.ndarray, texts: list[str], models: list[list[list[float]]]
-) -> ScoredList:
+def scored_list(scores: Floats, texts: list[str], models: list[list[list[float]]]) -> ScoredList:
     """A list with two hypotheses per utterance and given log-probabilities of words."""
 
     class Fixed(Arpa):
         def __init__(self, log_prob: list[list[float]]) -> None:
             self.log_prob = log_prob
 
-        def word_scores(self, texts: Sequence[str]) -> list[np.ndarray]:
+        def word_scores(self, texts: Sequence[str]) -> list[Floats]:
             return [np.array(each) for each in self.log_prob]
 
     ids = [f"u{k}" for k in range(len(texts) // 2)]
@@ -175,7 +173,7 @@ def test_two_models_are_mixed_word_by_word() -> None:
     scored = scored_list(np.zeros((2, 0)), ["a", "a b"], [first, second])
     for share in (0.0, 0.3, 1.0):
         expected = [
-            sum(math.log(share * math.exp(a) + (1 - share) * math.exp(b)) for a, b in zip(x, y))
+            np.log(share * np.exp(x) + (1 - share) * np.exp(y)).sum()
             for x, y in zip(first, second, strict=True)
         ]
         assert scored.lm_scores(share) == pytest.approx(expected, rel=1e-12)

@@ -44,7 +44,7 @@ def make(
 
 @pytest.fixture(scope="module")
 def pieces() -> SentencePieceTokenizer:
-    settings = TokenizerConfig(kind="sentencepiece", vocab_size=60)
+    settings = TokenizerConfig(kind="sentencepiece", vocab_size=36)
     return SentencePieceTokenizer(train_sentencepiece(toy_sentences(0, 200), settings))
 
 
@@ -168,7 +168,7 @@ def test_a_word_of_pieces_has_the_sum_of_its_pieces(pieces: SentencePieceTokeniz
 
 @pytest.mark.parametrize("byte_fallback", [False, True])
 def test_pieces_are_aligned_with_the_word_that_they_spell(byte_fallback: bool) -> None:
-    size = 60 + 256 * byte_fallback
+    size = 36 + 256 * byte_fallback
     settings = TokenizerConfig(kind="sentencepiece", vocab_size=size, byte_fallback=byte_fallback)
     tokenizer = SentencePieceTokenizer(train_sentencepiece(toy_sentences(0, 200), settings))
     for line in (
@@ -253,6 +253,7 @@ def test_a_stream_has_the_perplexity_of_evaluate(
 ) -> None:
     folder: Path = request.getfixturevalue(run)
     text = str(corpus / "test.txt")
+    capsys.readouterr()
     assert main(["evaluate", str(folder), "--text", text, "--json"]) == 0
     expected = json.loads(capsys.readouterr().out)
     lines = (corpus / "test.txt").read_text().splitlines()
