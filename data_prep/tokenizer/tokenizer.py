@@ -256,8 +256,9 @@ class SentencePieceTokenizer(Tokenizer):
         word_of_id, next_word = [0] * len(ids), len(starts)
         for place in reversed(range(len(ids))):
             begin = ends[place - 1] if place else 0
-            visible = text[begin : ends[place]].rstrip()
-            if visible:
+            covered = text[begin : ends[place]]
+            visible = covered.rstrip()
+            if visible or not covered:  # not covered: a further byte of the character before
                 next_word = bisect_right(starts, begin + len(visible) - 1) - 1
             word_of_id[place] = next_word
         return AlignedLine(text.split(), ids, word_of_id)
