@@ -27,8 +27,9 @@ from data_prep.prepared import open_prepared
 from data_prep.storage import sha256_file, write_json_atomically
 from data_prep.tokenizer.files import TOKENIZER, load_tokenizer
 from data_prep.tokenizer.token_file import SplitInfo
+from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.config import load_run_config
-from lm.model.files import load_model
+from lm.model.files import Description, load_model
 from lm.model.language_model import LanguageModel
 
 CHUNK_TOKENS = 512
@@ -266,7 +267,22 @@ def evaluate_text(folder: Path, lines: Iterable[str], *, progress: bool = True) 
     model, description = load_model(folder)
     if sha256_file(folder / TOKENIZER) != description.tokenizer_sha256:
         raise UserError(f"{folder}: the tokenizer is not the one that the model was trained with")
-    tokenizer = load_tokenizer(folder)
+    return evaluate_lines(model, description, load_tokenizer(folder), lines, progress=progress)
+
+
+def evaluate_lines(
+    model: LanguageModel,
+    description: Description,
+    tokenizer: Tokenizer,
+    lines: Iterable[str],
+    *,
+    progress: bool = True,
+) -> Evaluation:
+    """`evaluate_text` with a model that is loaded already.
+
+    Raises:
+        UserError: if the text is empty.
+    """
     text = list(lines)
     if not text:
         raise UserError("the text to evaluate is empty")

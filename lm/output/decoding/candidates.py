@@ -47,7 +47,10 @@ def _log_softmax_terms(
     position: Tensor,
     node: Tensor,
 ) -> Tensor:
-    """log softmax(W_n h_p + b_n)[row - first row of n], for terms [M] sorted by node, position."""
+    """Terms [M] of the sum: log softmax(W_n h_p + b_n)[row - first row of n].
+
+    They are sorted by node and then by position.
+    """
     nodes, num_terms = torch.unique_consecutive(node, return_counts=True)
     child = row - tree.first_row[node]
     sizes = num_terms.tolist()
@@ -93,6 +96,4 @@ def _check_words(hidden: Tensor, word: Tensor, vocab_size: int) -> None:
         )
     wrong = (word < 0) | (word >= vocab_size)
     if bool(wrong.any()):
-        raise IndexError(
-            f"candidate {int(word[wrong][0])} is out of bounds for {vocab_size} words"
-        )
+        raise IndexError(f"candidate {int(word[wrong][0])} is out of bounds for {vocab_size} words")

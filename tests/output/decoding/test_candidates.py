@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.output.decoding import candidates
+from lm.output.decoding import candidates, expansion
 from tests.output.definition import TWO_LEVEL, H, N
 
 
@@ -52,15 +52,9 @@ def test_gradcheck(tree: ClassTree) -> None:
     assert torch.autograd.gradcheck(log_prob, inputs)
 
 
-def test_no_candidates_have_a_gradient_of_zero() -> None:
-    layer, hidden = layer_of(TWO_LEVEL), torch.randn(3, H, dtype=torch.float64, requires_grad=True)
-    log_prob = layer.candidate_log_prob(hidden, torch.empty(3, 0, dtype=torch.int64))
-    assert log_prob.tolist() == [[], [], []]
-
-
 def test_each_node_is_evaluated_once_for_a_position(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluated: list[tuple[int, int]] = []
-    logits = candidates.logits
+    logits = expansion.logits
 
     def recorded(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         evaluated.append((len(hidden), len(weight)))
