@@ -55,6 +55,14 @@ def command() -> None:
     sys.exit(main())
 
 
+def _new(options: Namespace, _: list[str]) -> None:
+    from lm.recipe import new_recipe
+
+    valid, test = (Path(name) if name else None for name in (options.valid, options.test))
+    unit = options.split_by
+    print(new_recipe(Path(options.config), Path(options.text), valid=valid, test=test, unit=unit))
+
+
 def _prepare(options: Namespace, overrides: list[str]) -> None:
     from data_prep.prepare import prepare
 
@@ -205,6 +213,7 @@ def _config(options: Namespace, _: list[str]) -> None:
 
 
 _FUNCTIONS = {
+    "new": _new,
     "prepare": _prepare,
     "train": _train,
     "evaluate": _evaluate,
