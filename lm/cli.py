@@ -144,6 +144,80 @@ def _generate(options: Namespace, _: list[str]) -> None:
         raise error if isinstance(error, UserError) else UserError(f"generate: {error}") from error
 
 
+def _score(options: Namespace, _: list[str]) -> None:
+    from lm.score_layouts import Layout, score_text
+    from lm.scoring import Scorer
+
+    folder, details = Path(options.run_dir), options.details
+    if details and (options.format == "kenlm" or options.level != "word"):
+        raise UserError("--details requires --level word and --format tsv or json")
+    _set_threads(folder, options.threads)
+    scorer = Scorer.load(folder, vocabulary_size=options.vocabulary_size, details=details)
+    layout = Layout(
+        level=options.level,
+        name=options.format,
+        unit=options.unit,
+        has_ids=options.ids,
+        one_rank_per_word=scorer.has_one_token_per_word,
+    )
+    rule = "one stream: all lines are one text" if options.stream else "independent sentences"
+    logging.info("%s, <eos> before the first word; log-probabilities in %s", rule, options.unit)
+    for row in score_text(scorer, _text_lines(options.text or "-"), layout, stream=options.stream):
+        print(row)
+
+
+def _rescore(options: Namespace, _: list[str]) -> None:
+    from lm.nbest import read_costs, read_nbest, read_references
+    from lm.rescoring import Arpa, Weights, format_values, rescore
+    from lm.scoring import Scorer
+
+    given = [options.lm_weight, options.insertion_penalty, options.first_pass_share]
+    given += [options.mixture]
+    if options.tune is not None and any(value is not None for value in given):
+        raise UserError("--tune finds the weights: give none of them with it")
+    if options.tune is None and options.lm_weight is None:
+        raise UserError("give --tune LIST REFERENCES, or --lm-weight")
+    if options.second_run is None and options.arpa is None and options.mixture is not None:
+        raise UserError("--mixture requires a second model: --with or --arpa")
+    _set_threads(Path(options.run_dir), options.threads)
+    costs = [
+        read_costs(_text_lines(name), name)
+        for name in (options.acoustic_costs, options.lm_costs)
+        if name is not None
+    ]
+    if options.lm_costs is not None and len(costs) == 1:
+        raise UserError("--lm-costs requires --acoustic-costs")
+    nbest = read_nbest(_text_lines(options.nbest), options.nbest, costs)
+    references = development = weights = None
+    if options.references is not None:
+        name = options.references
+        references = read_references(_text_lines(name), name, nbest)
+    if options.tune is not None:
+        name, references_name = options.tune
+        tuned = read_nbest(_text_lines(name), name, costs)
+        lines = _text_lines(references_name)
+        development = tuned, read_references(lines, references_name, tuned)
+    else:
+        num_models = 1 if options.second_run is None and options.arpa is None else 2
+        weights = Weights.given(*given, num_models=num_models)
+    size = options.vocabulary_size
+    models: list[Any] = [Scorer.load(Path(options.run_dir), vocabulary_size=size)]
+    if options.second_run is not None:
+        models.append(Scorer.load(Path(options.second_run), vocabulary_size=size))
+    if options.arpa is not None:
+        models.append(Arpa(Path(options.arpa)))
+    result = rescore(nbest, models, weights=weights, references=references, development=development)
+    rows = result.all() if options.all else result.best()
+    if options.json:
+        print(json.dumps(result.to_dict() | {"hypotheses": rows}, ensure_ascii=False))
+        return
+    for name, value in result.to_dict().items():
+        if value is not None:
+            logging.info("%s: %s", name, format_values(value))
+    for row in rows:
+        print(row)
+
+
 def _prompt(given: str | None) -> str:
     """The text to continue; `-` reads stdin."""
     if given != "-":
@@ -218,6 +292,8 @@ _FUNCTIONS = {
     "train": _train,
     "evaluate": _evaluate,
     "generate": _generate,
+    "score": _score,
+    "rescore": _rescore,
     "classes": _classes,
     "info": _info,
     "config": _config,

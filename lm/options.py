@@ -54,6 +54,46 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--top-k": _COUNT | {"help": "draw from the TOP_K most probable words"},
     "--top-p": {"type": float, "help": "draw from the most probable words with mass TOP_P"},
     "--seed": {"type": int, "default": 1, "help": "seed of the random numbers (default 1)"},
+    "text": {"metavar": "FILE|-", "nargs": "?", "help": "one sentence per line (default: stdin)"},
+    "--level": {
+        "default": "sentence",
+        "choices": ("summary", "sentence", "word"),
+        "help": "what to print (default: sentence)",
+    },
+    "--stream": _FLAG | {"help": "all lines are one text (default: independent sentences)"},
+    "--format": {
+        "default": "kenlm",
+        "choices": ("kenlm", "tsv", "json"),
+        "help": "layout of KenLM's query, tab-separated, or JSON lines (default: kenlm)",
+    },
+    "--unit": {
+        "default": "log10",
+        "choices": ("log10", "nats", "bits"),
+        "help": "of log-probabilities (default: log10)",
+    },
+    "--details": _FLAG | {"help": "rank of each word, entropy of its distribution"},
+    "--ids": _FLAG | {"help": "each line begins with an id and a tab or space"},
+    "--vocabulary-size": _COUNT
+    | {"metavar": "V", "help": "spread P(<unk>) over the words missing to V, <eos> counted"},
+    "nbest": {"metavar": "NBEST", "help": "id TAB scores TAB hypothesis, or Kaldi's layout"},
+    "--references": {
+        "metavar": "FILE",
+        "help": "id and words of each utterance, to report the WER",
+    },
+    "--tune": {
+        "nargs": 2,
+        "metavar": ("LIST", "REFERENCES"),
+        "help": "find the weights on another n-best list",
+    },
+    "--lm-weight": {"type": float, "help": "of the language model's log-probability"},
+    "--insertion-penalty": {"type": float, "help": "subtracted for each word (default 0)"},
+    "--first-pass-share": {"type": float, "help": "of the first pass's model (default 0)"},
+    "--mixture": {"type": float, "help": "share of RUN in each word's probability (default 0.5)"},
+    "--with": {"dest": "second_run", "metavar": "RUN", "help": "second run to interpolate with"},
+    "--arpa": {"metavar": "FILE", "help": "ARPA or KenLM model to interpolate with"},
+    "--acoustic-costs": {"metavar": "FILE", "help": "of all Kaldi hypotheses: utterance-N cost"},
+    "--lm-costs": {"metavar": "FILE", "help": "likewise, of the first pass's language model"},
+    "--all": _FLAG | {"help": "print all hypotheses with their scores, best first"},
     "--words": _COUNT | {"default": 8, "help": "number of words to show per class (default 8)"},
     "--plot": {"metavar": "FILE", "help": "also draw the classes, as .png, .svg or .pdf"},
     "--markdown": {"metavar": "PAGE", "help": "rewrite the tables of configs/README.md"},
@@ -72,6 +112,16 @@ _VERBS = {
     "generate": (
         "draw text from a trained model",
         "run_dir --prompt --tokens --samples --temperature --top-k --top-p --seed --threads --json",
+    ),
+    "score": (
+        "log-probabilities of sentences and words",
+        "run_dir text --level --stream --format --unit --details --ids --vocabulary-size --threads",
+    ),
+    "rescore": (
+        "choose from n-best lists of a speech recogniser",
+        "run_dir nbest --references --tune --lm-weight --insertion-penalty --first-pass-share"
+        " --with|--arpa --mixture --acoustic-costs --lm-costs --vocabulary-size --all --threads"
+        " --json",
     ),
     "classes": ("report on the word classes", "source --words --plot --json"),
     "info": ("sizes, cost and memory of a run", "source --json"),
