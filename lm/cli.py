@@ -7,7 +7,6 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -118,28 +117,16 @@ def _text_lines(name: str) -> Iterator[str]:
 
 
 def _generate(options: Namespace, _: list[str]) -> None:
-    from lm.generation import generate_text
+    from lm.generation.command import run
 
     _set_threads(Path(options.run_dir), options.threads)
-    prompt = _prompt(options.prompt)
+    if options.prompts is None:
+        prompts = [_prompt(options.prompt)]
+    elif not (prompts := list(_text_lines(options.prompts))):
+        raise UserError(f"{options.prompts}: no prompts")
     try:
-        texts = generate_text(
-            Path(options.run_dir),
-            prompt,
-            num_tokens=options.tokens,
-            num_samples=options.samples,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-        )
-        if options.json:
-            samples = ["".join(text) for text in texts]
-            print(json.dumps({"prompt": prompt, "samples": samples}, ensure_ascii=False))
-            return
-        for text in texts:
-            for piece in chain([prompt], text, ["\n"]):
-                print(piece, end="", flush=True)
+        for piece in run(options, prompts):
+            print(piece, end="", flush=True)
     except ValueError as error:
         raise error if isinstance(error, UserError) else UserError(f"generate: {error}") from error
 

@@ -7,7 +7,7 @@ another: with SentencePiece, that of the word or of any longer word that begins 
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from data_prep.errors import UserError
-from data_prep.storage import sha256_file
-from data_prep.tokenizer.files import TOKENIZER, load_tokenizer
-from lm.evaluation import Evaluation, evaluate_lines
-from lm.generation import PROMPT_CHUNK_TOKENS, generate
-from lm.model.files import load_model
+from lm.evaluation import Evaluation, evaluate_lines, load_with_tokenizer
+from lm.generation.sampling import read
+from lm.generation.text import Sample, encode_prompt, generate_text, search_text, unknown_words
+from lm.output import Sampling
+from lm.scoring import LineScore, Scorer
 
 Word = str | int
 
@@ -67,34 +66,32 @@ class LoadedModel:
     """
 
     def __init__(self, folder: Path, *, device: str = "cpu") -> None:
-        model, self.description = load_model(folder)
+        model, self.description, self.tokenizer = load_with_tokenizer(folder)
         self.model = model.to(device)
-        self.tokenizer = load_tokenizer(folder)
-        if sha256_file(folder / TOKENIZER) != self.description.tokenizer_sha256:
-            raise UserError(f"{folder}: the tokenizer is not the one the model was trained with")
+        self._scorer = Scorer(self.model, self.tokenizer, context=self.description.context)
         self.vocab_size = self.model.vocab_size
         self.eos_id, self.unk_id = self.description.eos_id, self.description.unk_id
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, `<eos>` between its lines (after the last one if it ends in LF)."""
-        first, *others = self.tokenizer.encode_lines(text.split("\n"))
-        return sum(([self.eos_id, *line] for line in others), first)
+        return encode_prompt(self.tokenizer, text)[1:]
 
     def unknown_words(self, text: str) -> list[str]:
-        """The words of a text that contain something unknown, in their order."""
-        return [word for word in text.split() if self.unk_id in self.tokenizer.encode(word)]
+        """The distinct words of a text that contain something unknown, in their order."""
+        return unknown_words(self.tokenizer, [text])
 
     @torch.no_grad()
     def start(self, prefix: str | Sequence[int] = "") -> State:
         """The state after a text or token ids; by default that before the first word."""
         ids = self.encode(prefix) if isinstance(prefix, str) else list(map(self._checked, prefix))
         tokens = torch.tensor([self.eos_id, *ids], device=self.model.device)[:, None]
-        state = self.model.init_state(1)
-        for chunk in torch.split(tokens, PROMPT_CHUNK_TOKENS):
-            hidden, state = self.model(chunk, state)
-        num_unknown = sum(token == self.unk_id for token in ids)
+        for hidden, state in read(self.model, tokens, self.model.init_state(1)):
+            last, backbone = hidden[-1, 0], state
         return State(
-            hidden=hidden[-1, 0], backbone=state, num_tokens=len(ids), num_unknown=num_unknown
+            hidden=last,
+            backbone=backbone,
+            num_tokens=len(ids),
+            num_unknown=sum(token == self.unk_id for token in ids),
         )
 
     def step(self, state: State, word: Word) -> Step:
@@ -179,6 +176,14 @@ class LoadedModel:
         word = torch.tensor(tokens, dtype=torch.int64, device=state.hidden.device)
         return self.model.output.candidate_log_prob(state.hidden, word.flatten())
 
+    def score(self, sentences: Iterable[str]) -> list[LineScore]:
+        """Scores of independent sentences, as `lm score`; `log_prob.sum()` is that of a sentence.
+
+        `<eos>` is predicted at the end of each. Sentences are computed in batches of similar
+        length.
+        """
+        return list(self._scorer.sentences(sentences))
+
     def evaluate(self, text: str) -> Evaluation:
         """Every figure of `lm evaluate --text` for a text of one or more lines.
 
@@ -193,30 +198,57 @@ class LoadedModel:
         return self.evaluate(text).perplexity
 
     def generate(
-        self, prompt: str = "", *, num_tokens: int = 100, num_samples: int = 1, **options: Any
+        self,
+        prompt: str = "",
+        *,
+        num_tokens: int = 100,
+        num_samples: int = 1,
+        stop: Sequence[str] = (),
+        seed: int = 1,
+        **sampling: Any,
     ) -> list[str]:
-        """Continuations of a prompt, without it.
+        """Random continuations of a prompt, without it, as `lm generate`.
 
         Args:
             prompt: text; empty for the beginning of a text.
-            num_tokens: number of tokens to draw.
+            num_tokens: largest number of tokens.
             num_samples: number of continuations.
-            options: of `lm.generation.generate`: temperature, top_k, top_p, seed.
+            stop: a continuation ends before the first occurrence of one of these strings.
+            seed: of the random numbers.
+            sampling: fields of `lm.output.Sampling`: temperature, top_k, top_p, min_p,
+                repetition_penalty.
 
         Raises:
             ValueError: if an option is out of range.
         """
-        prompt_ids = self.encode(prompt)
-        steps = generate(
-            self.model,
-            [self.eos_id, *prompt_ids],
+        (samples,) = generate_text(
+            *(self.model, self.tokenizer, [prompt]),
             num_tokens=num_tokens,
             num_samples=num_samples,
-            **options,
+            sampling=Sampling(**sampling),
+            stop=stop,
+            seed=seed,
         )
-        length = len(self.tokenizer.decode(prompt_ids))
-        samples = torch.stack(list(steps), dim=1).tolist()
-        return [self.tokenizer.decode(prompt_ids + ids)[length:] for ids in samples]
+        return [sample.text for sample in samples]
+
+    def search(
+        self,
+        prompt: str = "",
+        *,
+        num_tokens: int = 100,
+        num_beams: int = 8,
+        length_penalty: float = 1,
+    ) -> list[Sample]:
+        """Probable continuations of a prompt, to the end of its line, by beam search.
+
+        Arguments and errors are those of `lm.generation.search_text`.
+        """
+        return search_text(
+            *(self.model, self.tokenizer, prompt),
+            num_tokens=num_tokens,
+            num_beams=num_beams,
+            length_penalty=length_penalty,
+        )
 
     def _state(self, prefix: Prefix) -> State:
         return prefix if isinstance(prefix, State) else self.start(prefix)

@@ -27,7 +27,10 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
 
 
 def _at_least_one(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text[:40]!r}") from error
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
@@ -48,12 +51,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--test": {"metavar": "FILE", "help": "test text (default: taken from the text)"},
     "--split-by": {"choices": ("lines", "documents"), "help": "documents: between empty lines"},
     "--prompt": {"metavar": "TEXT|-", "help": "text to continue (- reads stdin)"},
+    "--prompts": {"metavar": "FILE|-", "help": "texts to continue, one per line"},
     "--tokens": _COUNT | {"default": 100, "help": "number of tokens to generate (default 100)"},
     "--samples": _COUNT | {"default": 1, "help": "number of continuations (default 1)"},
-    "--temperature": {"type": float, "default": 1.0, "help": "0 is greedy (default 1)"},
+    "--temperature": {"type": float, "help": "0 is greedy (default 1)"},
     "--top-k": _COUNT | {"help": "draw from the TOP_K most probable words"},
     "--top-p": {"type": float, "help": "draw from the most probable words with mass TOP_P"},
-    "--seed": {"type": int, "default": 1, "help": "seed of the random numbers (default 1)"},
     "text": {"metavar": "FILE|-", "nargs": "?", "help": "one sentence per line (default: stdin)"},
     "--level": {
         "default": "sentence",
@@ -94,6 +97,29 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--acoustic-costs": {"metavar": "FILE", "help": "of all Kaldi hypotheses: utterance-N cost"},
     "--lm-costs": {"metavar": "FILE", "help": "likewise, of the first pass's language model"},
     "--all": _FLAG | {"help": "print all hypotheses with their scores, best first"},
+    "--min-p": {
+        "type": float,
+        "help": "draw from words with P of at least MIN_P times the largest",
+    },
+    "--repetition-penalty": {
+        "type": float,
+        "metavar": "R",
+        "help": "words that occurred before have P^R instead of P, R ≥ 1 (default 1)",
+    },
+    "--stop": {
+        "action": "append",
+        "metavar": "TEXT",
+        "help": r"end before this text; \n is a line end; may be repeated",
+    },
+    "--beams": _COUNT
+    | {"help": "search for the best text, to the end of the line, with BEAMS beams"},
+    "--length-penalty": {
+        "type": float,
+        "metavar": "A",
+        "help": "the best text has the largest log P / length^A (default 1)",
+    },
+    "--show-classes": _FLAG | {"help": "table of words with P(class) and P(word | class)"},
+    "--seed": {"type": int, "help": "seed of the random numbers, 64 bits (default 1)"},
     "--words": _COUNT | {"default": 8, "help": "number of words to show per class (default 8)"},
     "--plot": {"metavar": "FILE", "help": "also draw the classes, as .png, .svg or .pdf"},
     "--markdown": {"metavar": "PAGE", "help": "rewrite the tables of configs/README.md"},
@@ -111,7 +137,9 @@ _VERBS = {
     ),
     "generate": (
         "draw text from a trained model",
-        "run_dir --prompt --tokens --samples --temperature --top-k --top-p --seed --threads --json",
+        "run_dir --prompt|--prompts --tokens --samples --temperature --top-k --top-p --min-p"
+        " --repetition-penalty --stop --seed --beams --length-penalty --show-classes --threads"
+        " --json",
     ),
     "score": (
         "log-probabilities of sentences and words",

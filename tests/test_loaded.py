@@ -132,7 +132,7 @@ def test_unknown_words_are_listed(loaded: LoadedModel) -> None:
 def test_generation_equals_that_of_the_command(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (text,) = lm.load(run).generate("the cat", num_tokens=12, temperature=0.7, seed=3)
+    (text,) = lm.load(run).generate("the cat", num_tokens=12, seed=3, temperature=0.7)
     capsys.readouterr()
     arguments = ["--prompt=the cat", "--tokens=12", "--temperature=0.7", "--seed=3"]
     assert main(["generate", str(run), *arguments]) == 0
@@ -153,6 +153,29 @@ def test_mistakes_are_named(loaded: LoadedModel) -> None:
         loaded.perplexity("")
 
 
+def test_scores_of_sentences_are_sums_of_steps(run: Path) -> None:
+    loaded = lm.load(run)
+    loaded.model.double()
+    sentences = ["a dog", "the old cat sees a zebra", "", "a dog"]
+    for sentence, score in zip(sentences, loaded.score(sentences), strict=True):
+        state, log_probs = loaded.start(), []
+        words: list[Word] = [*sentence.split(), loaded.eos_id]
+        for word in words:
+            log_prob, state = loaded.step(state, word)
+            log_probs.append(log_prob)
+        assert score.log_prob.tolist() == pytest.approx(log_probs, abs=1e-12)
+        assert score.is_oov.sum() == state.num_unknown
+
+
+def test_search_finds_what_its_steps_add_up_to(loaded: LoadedModel) -> None:
+    best, *_ = loaded.search("the old", num_tokens=12, num_beams=4)
+    state, total = loaded.start("the old"), 0.0
+    for token in best.tokens:
+        log_prob, state = loaded.step(state, token)
+        total += log_prob
+    assert best.log_prob == pytest.approx(total, abs=1e-9)
+
+
 def test_another_tokenizer_is_refused(
     lstm_run: Path, train: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -164,7 +187,7 @@ def test_another_tokenizer_is_refused(
     description.write_text(
         description.read_text().replace('"lowercase": false', '"lowercase": true')
     )
-    with pytest.raises(UserError, match="not the one the model was trained with"):
+    with pytest.raises(UserError, match="not the one that the model was trained with"):
         lm.load(folder)
 
 

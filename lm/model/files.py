@@ -118,6 +118,8 @@ def read_description(folder: Path) -> Description:
             raise UserError(f"{path}: format version {version}, expected 1 or {FORMAT_VERSION}")
         description: Description = _ADAPTER.validate_json(json.dumps(values))
         return description
+    except NotADirectoryError as error:
+        raise UserError(f"{folder} is a file, not the folder of a run") from error
     except FileNotFoundError as error:
         raise UserError(f"{folder}: no trained model here ({DESCRIPTION} is missing)") from error
     except UserError:
