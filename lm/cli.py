@@ -66,6 +66,14 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
+def _new(options: Namespace, _: list[str]) -> None:
+    from lm.recipe import new_recipe
+
+    valid, test = (Path(name) if name else None for name in (options.valid, options.test))
+    unit = options.split_by
+    print(new_recipe(Path(options.config), Path(options.text), valid=valid, test=test, unit=unit))
+
+
 def _prepare(options: Namespace, overrides: list[str]) -> None:
     from data_prep.prepare import prepare
 
@@ -130,6 +138,7 @@ def _generate(options: Namespace, _: list[str]) -> None:
 
 
 def _score(options: Namespace, _: list[str]) -> None:
+    from data_prep.corpus.lines import read_text
     from lm.score_layouts import Layout, score_text
     from lm.scoring import Scorer
 
@@ -147,11 +156,12 @@ def _score(options: Namespace, _: list[str]) -> None:
     )
     rule = "one stream: all lines are one text" if options.stream else "independent sentences"
     logging.info("%s, <eos> before the first word; log-probabilities in %s", rule, options.unit)
-    for row in score_text(scorer, _text_lines(options.text or "-"), layout, stream=options.stream):
+    for row in score_text(scorer, read_text(options.text or "-"), layout, stream=options.stream):
         print(row)
 
 
 def _rescore(options: Namespace, _: list[str]) -> None:
+    from data_prep.corpus.lines import read_text
     from lm.nbest import read_costs, read_nbest, read_references
     from lm.rescoring import Arpa, Weights, format_values, rescore
     from lm.scoring import Scorer
@@ -166,21 +176,21 @@ def _rescore(options: Namespace, _: list[str]) -> None:
         raise UserError("--mixture requires a second model: --with or --arpa")
     _set_threads(Path(options.run_dir), options.threads)
     costs = [
-        read_costs(_text_lines(name), name)
+        read_costs(read_text(name), name)
         for name in (options.acoustic_costs, options.lm_costs)
         if name is not None
     ]
     if options.lm_costs is not None and len(costs) == 1:
         raise UserError("--lm-costs requires --acoustic-costs")
-    nbest = read_nbest(_text_lines(options.nbest), options.nbest, costs)
+    nbest = read_nbest(read_text(options.nbest), options.nbest, costs)
     references = development = weights = None
     if options.references is not None:
         name = options.references
-        references = read_references(_text_lines(name), name, nbest)
+        references = read_references(read_text(name), name, nbest)
     if options.tune is not None:
         name, references_name = options.tune
-        tuned = read_nbest(_text_lines(name), name, costs)
-        lines = _text_lines(references_name)
+        tuned = read_nbest(read_text(name), name, costs)
+        lines = read_text(references_name)
         development = tuned, read_references(lines, references_name, tuned)
     else:
         num_models = 1 if options.second_run is None and options.arpa is None else 2
@@ -272,6 +282,7 @@ def _config(options: Namespace, _: list[str]) -> None:
 
 
 _FUNCTIONS = {
+    "new": _new,
     "prepare": _prepare,
     "train": _train,
     "evaluate": _evaluate,

@@ -284,6 +284,22 @@ def evaluate_text(folder: Path, lines: Iterable[str], *, progress: bool = True) 
             text is empty.
     """
     model, description, tokenizer = load_with_tokenizer(folder)
+    return evaluate_lines(model, description, tokenizer, lines, progress=progress)
+
+
+def evaluate_lines(
+    model: LanguageModel,
+    description: Description,
+    tokenizer: Tokenizer,
+    lines: Iterable[str],
+    *,
+    progress: bool = True,
+) -> Evaluation:
+    """`evaluate_text` with a model that is loaded already.
+
+    Raises:
+        UserError: if the text is empty.
+    """
     text = list(lines)
     if not text:
         raise UserError("the text to evaluate is empty")

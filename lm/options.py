@@ -54,6 +54,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--resume": {"metavar": "auto|PATH", "help": "continue the last checkpoint or that at PATH"},
     "--split": {"default": "test", "choices": ("train", "valid", "test"), "help": "default: test"},
     "--text": {"metavar": "FILE|-", "help": "text instead of a split; its empty lines count too"},
+    "new --text": {"metavar": "FILE", "required": True, "help": "training text, one file"},
+    "--valid": {"metavar": "FILE", "help": "validation text (default: taken from the text)"},
+    "--test": {"metavar": "FILE", "help": "test text (default: taken from the text)"},
+    "--split-by": {"choices": ("lines", "documents"), "help": "documents: between empty lines"},
     "--prompt": {"metavar": "TEXT|-", "help": "text to continue (- reads stdin)"},
     "--prompts": {"metavar": "FILE|-", "help": "texts to continue, one per line"},
     "--tokens": _COUNT | {"default": 100, "help": "number of tokens to generate (default 100)"},
@@ -132,6 +136,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--json": _FLAG | {"help": "print one JSON object"},
 }
 _VERBS = {
+    "new": ("write a recipe for your own text", "config --text --valid --test --split-by"),
     "prepare": ("corpus → tokenizer → token files → classes", "config --no-progress"),
     "train": ("train a model (prepares the data if needed)", "config --resume --no-progress"),
     "evaluate": (
@@ -193,5 +198,5 @@ def _build_parser() -> argparse.ArgumentParser:
         for group in options.split():
             target = verb.add_mutually_exclusive_group() if "|" in group else verb
             for option in group.split("|"):
-                target.add_argument(option, **_OPTIONS[option])
+                target.add_argument(option, **_OPTIONS.get(f"{name} {option}") or _OPTIONS[option])
     return parser

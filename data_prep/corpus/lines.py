@@ -77,7 +77,7 @@ def _batches(data: DataConfig, split: str) -> Iterator[list[str]]:
         raise
     except READING_ERRORS as error:
         if is_text(data):
-            _raise_first(_bad_utf8, data, split)
+            _raise_first(bad_utf8, data, split)
         raise UserError(
             f"{split_key(data, split)}{split_files(data, split)}: cannot be read after"
             f" {num_rows} rows: {one_line(error)}"
@@ -119,7 +119,8 @@ def _raise_nul(column: "ChunkedArray", data: DataConfig, split: str, first_row: 
     raise UserError(f"{split_key(data, split)}: row {row} has a NUL character")
 
 
-def _bad_utf8(raw: bytes) -> str | None:
+def bad_utf8(raw: bytes) -> str | None:
+    """Where a line is not UTF-8; None if it is."""
     try:
         raw.decode()
     except UnicodeDecodeError as error:
@@ -134,12 +135,17 @@ def _nul(raw: bytes) -> str | None:
 def _raise_first(find: Callable[[bytes], str | None], data: DataConfig, split: str) -> None:
     """Read the files again as bytes; raise a UserError that names the first bad file and line."""
     for path in input_files(data, split):
-        for number, line in enumerate(_raw_lines(path), start=1):
+        for number, line in enumerate(raw_lines(path), start=1):
             if mistake := find(line):
                 raise UserError(f"{path}, line {number}: {mistake}")
 
 
-def _raw_lines(path: Path) -> Iterator[bytes]:
+def raw_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, compressed or not, without their ends LF, CR or CRLF.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     import fsspec
 
     try:

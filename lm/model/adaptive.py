@@ -72,6 +72,11 @@ class AdaptiveSoftmax(nn.Module):
             by_index: Tensor = self.softmax.log_prob(self._flat(hidden))
         return by_index[:, self.index_of_word].view(*hidden.shape[:-1], -1)
 
+    def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
+        """Log-probabilities of candidate words [..., K], as so many positions; [..., K]."""
+        expanded = hidden.unsqueeze(-2).expand(*word.shape, hidden.shape[-1])
+        return -self.loss(expanded, word, "none")
+
     def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Negative log-likelihood of words.
 

@@ -38,6 +38,9 @@ class OutputLayer(Protocol):
     def log_prob(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of all words, [..., N]."""
 
+    def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
+        """Log-probabilities of candidate words [..., K] int64 of each position, [..., K]."""
+
     def sample(
         self,
         hidden: Tensor,

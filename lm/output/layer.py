@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.output.decoding import functional as decoding
+from lm.output.decoding.candidates import candidate_log_prob
 from lm.output.decoding.options import Sampling
 from lm.output.decoding.search import TopK
 from lm.output.functional import (
@@ -168,6 +169,28 @@ class HierarchicalSoftmax(nn.Module):
             [0.25, 0.25, 0.5]
         """
         return decoding.log_prob(hidden, self.weight, self.bias, self.tree)
+
+    def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
+        """Log-probabilities of some words of each position, [..., K].
+
+        Equal to `log_prob` at these words. Differentiable; evaluates the softmaxes on the
+        candidates' paths only, each once for a position, also if several candidates share it. In a
+        tree of two levels this costs at most C + K N / C columns for a position, in the full
+        softmax N. Gradients of the parameters are dense, also for `sparse` layers.
+
+        Example:
+            >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
+            >>> words = torch.tensor([[2, 0], [1, 1]])
+            >>> layer.candidate_log_prob(torch.zeros(2, 4), words).exp().round(decimals=3).tolist()
+            [[0.5, 0.25], [0.25, 0.25]]
+
+        Args:
+            word: [..., K] int64, words 0 … N - 1; K may be 0 and words may repeat.
+
+        Raises:
+            IndexError: if a candidate is not a word.
+        """
+        return candidate_log_prob(hidden, self.weight, self.bias, self.tree, word)
 
     def predict(self, hidden: Tensor) -> Tensor:
         """The most probable word of each position, [...] int64; ties go to the lowest word.

@@ -120,3 +120,13 @@ def test_projections_narrow_as_far_as_the_last_has_a_dimension(
 ) -> None:
     last: Any = AdaptiveSoftmax(hidden_size, COUNTS, cutoffs).softmax.tail[-1]
     assert last[0].out_features == width
+
+
+def test_candidates_have_the_probabilities_of_the_whole_distribution() -> None:
+    adaptive, vectors = (
+        AdaptiveSoftmax(8, torch.tensor([3, 9, 1, 5, 2, 4]), [2, 4]),
+        torch.randn(5, 8),
+    )
+    word = torch.randint(6, (5, 9))
+    expected = adaptive.log_prob(vectors).gather(1, word)
+    torch.testing.assert_close(adaptive.candidate_log_prob(vectors, word), expected)
