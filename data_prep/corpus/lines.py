@@ -60,9 +60,9 @@ def read_text(name: str) -> Iterator[str]:
     """
     if name != "-":
         open_to_read(Path(name)).close()
-    raw_lines = _raw_text(sys.stdin.buffer) if name == "-" else _raw_lines(Path(name))
-    for number, raw in enumerate(raw_lines, start=1):
-        if mistake := _bad_utf8(raw) or _nul(raw):
+    source = _raw_text(sys.stdin.buffer) if name == "-" else raw_lines(Path(name))
+    for number, raw in enumerate(source, start=1):
+        if mistake := bad_utf8(raw) or _nul(raw):
             raise UserError(f"{name}, line {number}: {mistake}")
         yield raw.decode().removeprefix(BYTE_ORDER_MARK)
 
