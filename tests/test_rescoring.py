@@ -25,14 +25,14 @@ ngram 1=5
 ngram 2=1
 
 \\1-grams:
--99 <s> 0
--0.7 </s> 0
--1.0 <unk> 0
--0.5 the -0.25
--0.9 cat 0
+-99\t<s>\t0
+-0.7\t</s>\t0
+-1.0\t<unk>\t0
+-0.5\tthe\t-0.25
+-0.9\tcat\t0
 
 \\2-grams:
--0.2 the cat
+-0.2\tthe cat
 
 \\end\\
 """
