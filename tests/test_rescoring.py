@@ -22,13 +22,17 @@ from tests.conftest import toy_sentences
 ARPA = """\
 \\data\\
 ngram 1=5
+ngram 2=1
 
 \\1-grams:
--99 <s>
--0.7 </s>
--1.0 <unk>
--0.5 the
--0.9 cat
+-99\t<s>\t0
+-0.7\t</s>\t0
+-1.0\t<unk>\t0
+-0.5\tthe\t-0.25
+-0.9\tcat\t0
+
+\\2-grams:
+-0.2\tthe cat
 
 \\end\\
 """
@@ -216,7 +220,7 @@ def test_a_second_run_and_an_arpa_model_take_their_share(
     path = tmp_path / "model.arpa"
     path.write_text(ARPA)
     scores = Arpa(path).word_scores(["the cat", "", "the  zebra"])
-    ten = [[-0.5, -0.9, -0.7], [-0.7], [-0.5, -1.0, -0.7]]
+    ten = [[-0.5, -0.2, -0.7], [-0.7], [-0.5, -1.25, -0.7]]
     for score, expected in itertools.zip_longest(scores, ten):
         assert score == pytest.approx(math.log(10) * np.array(expected), rel=1e-6)
     arpa = [lists / "test.nbest", "--lm-weight=2", "--arpa", path]
