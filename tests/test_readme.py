@@ -17,7 +17,7 @@ VALUES = {
     "CONFIG": "mine.yaml",
     "RUN": "runs/mine",
     "[KEY]": "model.hidden",
-    "TEXT": "text/test.txt",
+    "TEXT": "my.txt",
     "NBEST": "list.nbest",
 }
 """Arguments for the placeholders in the table of commands."""
