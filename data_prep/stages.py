@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from data_prep.classes.word_classes import build_word_classes
 from data_prep.corpus.files import SPLITS
 from data_prep.corpus.lines import read_lines
 from data_prep.meta import CLASSES, COUNTS, ClassesInfo, Meta, Split, write_meta
@@ -67,6 +66,8 @@ class Stages:
         return replace(meta, counts=write_array(self.folder / COUNTS, [occurrences], "int64"))
 
     def _build_classes(self, meta: Meta, settings: ClassesConfig) -> ClassesInfo:
+        from data_prep.classes.word_classes import build_word_classes  # imports scipy
+
         assert meta.counts is not None
         logger.info("building word classes by %s", settings.method)
         word_class = build_word_classes(

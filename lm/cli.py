@@ -1,18 +1,17 @@
 """The command `lm`: verbs → functions. Results on stdout, progress on stderr."""
 
+import codecs
 import json
 import logging
 import os
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data_prep.errors import UserError
-from data_prep.settings import BYTE_ORDER_MARK
 from lm.config import Config, load_config, load_run_config
 from lm.config.reference import describe_keys, write_reference
 from lm.openmp import limit_spinning
@@ -27,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         141 if the reader of stdout has closed it.
     """
     limit_spinning()  # before torch is imported
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    for package, level in (("lm", "INFO"), ("data_prep", "INFO"), ("matplotlib", "ERROR")):
+        logging.getLogger(package).setLevel(level)
     # Lightning 2.6 calls a function that torch 2.13 has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
     try:
@@ -51,8 +52,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command() -> None:
-    """Run the command line of the process: the console script."""
+    r"""Run the command line of the process: the console script.
+
+    Characters that stdout's encoding lacks are written as JSON writes them, for instance `\u00e9`.
+    """
+    codecs.register_error("json", _escape)
+    sys.stdout.reconfigure(errors="json")  # type: ignore[union-attr]
     sys.exit(main())
+
+
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+def _new(options: Namespace, _: list[str]) -> None:
+    from lm.recipe import new_recipe
+
+    valid, test = (Path(name) if name else None for name in (options.valid, options.test))
+    unit = options.split_by
+    print(new_recipe(Path(options.config), Path(options.text), valid=valid, test=test, unit=unit))
 
 
 def _prepare(options: Namespace, overrides: list[str]) -> None:
@@ -66,9 +85,11 @@ def _train(options: Namespace, overrides: list[str]) -> None:
     config = load_config(options.config, overrides)
     # Imported after the configuration is known to be valid: torch takes seconds.
     from data_prep.prepare import prepare
+    from lm.training.loggers import check_wandb
     from lm.training.loop import train
     from lm.training.run_folder import check_folder
 
+    check_wandb(config)
     checkpoint = check_folder(config, options.resume)
     progress = not options.no_progress
     prepare(*config.preparation, keep=checkpoint is not None, progress=progress)
@@ -76,6 +97,7 @@ def _train(options: Namespace, overrides: list[str]) -> None:
 
 
 def _evaluate(options: Namespace, _: list[str]) -> None:
+    from data_prep.corpus.lines import read_text
     from lm.evaluation import evaluate_run, evaluate_text
     from lm.report import evaluation_table
 
@@ -84,7 +106,7 @@ def _evaluate(options: Namespace, _: list[str]) -> None:
     if options.text is None:
         result = evaluate_run(folder, options.split, progress=progress)
     else:
-        result = evaluate_text(folder, _text_lines(options.text), progress=progress)
+        result = evaluate_text(folder, read_text(options.text), progress=progress)
     title = options.text or options.split
     print(json.dumps(result.to_dict()) if options.json else evaluation_table(result, title))
 
@@ -99,41 +121,96 @@ def _set_threads(folder: Path, num_threads: int | None) -> None:
         torch.set_num_threads(num_threads)
 
 
-def _text_lines(name: str) -> Iterator[str]:
-    """Lines of a text file or of stdin, without byte order marks."""
-    try:
-        with open(0 if name == "-" else name, encoding="utf-8", closefd=name != "-") as file:
-            for line in file:
-                yield line.removesuffix("\n").removeprefix(BYTE_ORDER_MARK)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name}: invalid UTF-8: {error.reason}") from error
-
-
 def _generate(options: Namespace, _: list[str]) -> None:
-    from lm.generation import generate_text
+    from data_prep.corpus.lines import read_text
+    from lm.generation.command import run
 
     _set_threads(Path(options.run_dir), options.threads)
-    prompt = _prompt(options.prompt)
+    if options.prompts is None:
+        prompts = [_prompt(options.prompt)]
+    elif not (prompts := list(read_text(options.prompts))):
+        raise UserError(f"{options.prompts}: no prompts")
     try:
-        texts = generate_text(
-            Path(options.run_dir),
-            prompt,
-            num_tokens=options.tokens,
-            num_samples=options.samples,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-        )
-        if options.json:
-            samples = ["".join(text) for text in texts]
-            print(json.dumps({"prompt": prompt, "samples": samples}, ensure_ascii=False))
-            return
-        for text in texts:
-            for piece in chain([prompt], text, ["\n"]):
-                print(piece, end="", flush=True)
+        for piece in run(options, prompts):
+            print(piece, end="", flush=True)
     except ValueError as error:
         raise error if isinstance(error, UserError) else UserError(f"generate: {error}") from error
+
+
+def _score(options: Namespace, _: list[str]) -> None:
+    from data_prep.corpus.lines import read_text
+    from lm.score_layouts import Layout, score_text
+    from lm.scoring import Scorer
+
+    folder, details = Path(options.run_dir), options.details
+    if details and (options.format == "kenlm" or options.level != "word"):
+        raise UserError("--details requires --level word and --format tsv or json")
+    _set_threads(folder, options.threads)
+    scorer = Scorer.load(folder, vocabulary_size=options.vocabulary_size, details=details)
+    layout = Layout(
+        level=options.level,
+        name=options.format,
+        unit=options.unit,
+        has_ids=options.ids,
+        one_rank_per_word=scorer.has_one_token_per_word,
+    )
+    rule = "one stream: all lines are one text" if options.stream else "independent sentences"
+    logging.info("%s, <eos> before the first word; log-probabilities in %s", rule, options.unit)
+    for row in score_text(scorer, read_text(options.text or "-"), layout, stream=options.stream):
+        print(row)
+
+
+def _rescore(options: Namespace, _: list[str]) -> None:
+    from data_prep.corpus.lines import read_text
+    from lm.nbest import read_costs, read_nbest, read_references
+    from lm.rescoring import Arpa, Weights, format_values, rescore
+    from lm.scoring import Scorer
+
+    given = [options.lm_weight, options.insertion_penalty, options.first_pass_share]
+    given += [options.mixture]
+    if options.tune is not None and any(value is not None for value in given):
+        raise UserError("--tune finds the weights: give none of them with it")
+    if options.tune is None and options.lm_weight is None:
+        raise UserError("give --tune LIST REFERENCES, or --lm-weight")
+    if options.second_run is None and options.arpa is None and options.mixture is not None:
+        raise UserError("--mixture requires a second model: --with or --arpa")
+    _set_threads(Path(options.run_dir), options.threads)
+    costs = [
+        read_costs(read_text(name), name)
+        for name in (options.acoustic_costs, options.lm_costs)
+        if name is not None
+    ]
+    if options.lm_costs is not None and len(costs) == 1:
+        raise UserError("--lm-costs requires --acoustic-costs")
+    nbest = read_nbest(read_text(options.nbest), options.nbest, costs)
+    references = development = weights = None
+    if options.references is not None:
+        name = options.references
+        references = read_references(read_text(name), name, nbest)
+    if options.tune is not None:
+        name, references_name = options.tune
+        tuned = read_nbest(read_text(name), name, costs)
+        lines = read_text(references_name)
+        development = tuned, read_references(lines, references_name, tuned)
+    else:
+        num_models = 1 if options.second_run is None and options.arpa is None else 2
+        weights = Weights.given(*given, num_models=num_models)
+    size = options.vocabulary_size
+    models: list[Any] = [Scorer.load(Path(options.run_dir), vocabulary_size=size)]
+    if options.second_run is not None:
+        models.append(Scorer.load(Path(options.second_run), vocabulary_size=size))
+    if options.arpa is not None:
+        models.append(Arpa(Path(options.arpa)))
+    result = rescore(nbest, models, weights=weights, references=references, development=development)
+    rows = result.all() if options.all else result.best()
+    if options.json:
+        print(json.dumps(result.to_dict() | {"hypotheses": rows}, ensure_ascii=False))
+        return
+    for name, value in result.to_dict().items():
+        if value is not None:
+            logging.info("%s: %s", name, format_values(value))
+    for row in rows:
+        print(row)
 
 
 def _prompt(given: str | None) -> str:
@@ -205,10 +282,13 @@ def _config(options: Namespace, _: list[str]) -> None:
 
 
 _FUNCTIONS = {
+    "new": _new,
     "prepare": _prepare,
     "train": _train,
     "evaluate": _evaluate,
     "generate": _generate,
+    "score": _score,
+    "rescore": _rescore,
     "classes": _classes,
     "info": _info,
     "config": _config,

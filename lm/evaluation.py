@@ -26,9 +26,10 @@ from data_prep.errors import UserError
 from data_prep.prepared import open_prepared
 from data_prep.storage import sha256_file, write_json_atomically
 from data_prep.tokenizer.files import TOKENIZER, load_tokenizer
-from data_prep.tokenizer.token_file import SplitInfo
+from data_prep.tokenizer.token_file import SplitInfo, log_literals
+from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.config import load_run_config
-from lm.model.files import load_model
+from lm.model.files import Description, load_model
 from lm.model.language_model import LanguageModel
 
 CHUNK_TOKENS = 512
@@ -125,18 +126,13 @@ def evaluate(
         raise ValueError("no tokens to evaluate")
     was_training = model.training
     model.eval()
-    chunks = (
-        _stream(model, tokens, eos_id)
-        if model.backbone.carries_state
-        else _windows(model, tokens, eos_id, context)
-    )
     nll = class_nll = oov_nll = 0.0
     oov = 0
     disable = True if progress is None else None
     with tqdm(
         total=len(tokens), desc=progress, unit="token", unit_scale=True, disable=disable
     ) as bar:
-        for hidden, targets in chunks:
+        for hidden, targets in hidden_chunks(model, tokens, eos_id, context):
             by_level = model.output.nll_by_level(hidden, targets).double()
             each = by_level.sum(0)
             nll += float(each.sum())
@@ -169,6 +165,18 @@ def evaluate(
 def _exp(nats: float) -> float:
     """Perplexity of an average; infinity if it exceeds a float, NaN for NaN."""
     return math.inf if nats >= 700 else math.exp(nats)
+
+
+def hidden_chunks(
+    model: LanguageModel, tokens: NDArray[Any], eos_id: int, context: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Hidden vectors [..., H] and targets [...] of the tokens [n] of a text, each token once.
+
+    Targets are in the order of the text: [t], or [t, B] with the columns one after another.
+    """
+    if model.backbone.carries_state:
+        return _stream(model, tokens, eos_id)
+    return _windows(model, tokens, eos_id, context)
 
 
 def _stream(
@@ -251,6 +259,18 @@ def evaluate_run(folder: Path, split: str, *, progress: bool = True) -> Evaluati
     return result
 
 
+def load_with_tokenizer(folder: Path) -> tuple[LanguageModel, Description, Tokenizer]:
+    """Load the model of a run or an export, its description, and its tokenizer.
+
+    Raises:
+        UserError: if there is no model, or its tokenizer is not the one it was trained with.
+    """
+    model, description = load_model(folder)
+    if sha256_file(folder / TOKENIZER) != description.tokenizer_sha256:
+        raise UserError(f"{folder}: the tokenizer is not the one that the model was trained with")
+    return model, description, load_tokenizer(folder)
+
+
 def evaluate_text(folder: Path, lines: Iterable[str], *, progress: bool = True) -> Evaluation:
     """Evaluate the best model of a run, or an export, on lines of text.
 
@@ -263,13 +283,27 @@ def evaluate_text(folder: Path, lines: Iterable[str], *, progress: bool = True) 
         UserError: if there is no model, its tokenizer is not the one it was trained with, or the
             text is empty.
     """
-    model, description = load_model(folder)
-    if sha256_file(folder / TOKENIZER) != description.tokenizer_sha256:
-        raise UserError(f"{folder}: the tokenizer is not the one that the model was trained with")
-    tokenizer = load_tokenizer(folder)
+    model, description, tokenizer = load_with_tokenizer(folder)
+    return evaluate_lines(model, description, tokenizer, lines, progress=progress)
+
+
+def evaluate_lines(
+    model: LanguageModel,
+    description: Description,
+    tokenizer: Tokenizer,
+    lines: Iterable[str],
+    *,
+    progress: bool = True,
+) -> Evaluation:
+    """`evaluate_text` with a model that is loaded already.
+
+    Raises:
+        UserError: if the text is empty.
+    """
     text = list(lines)
     if not text:
         raise UserError("the text to evaluate is empty")
+    log_literals("text", {w: sum(line.count(w) for line in text) for w in tokenizer.literals})
     ids = [[*line, description.eos_id] for line in tokenizer.encode_lines(text)]
     counts = TextCounts(
         words=sum(tokenizer.num_words(line) for line in text),

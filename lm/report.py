@@ -3,24 +3,22 @@
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from data_prep.classes.report import ClassReport
 from data_prep.errors import UserError
 from data_prep.prepared import Prepared
 from lm.config import Config, resolve_word_table
-from lm.evaluation import Evaluation
-from lm.model.build import build_model, build_tree
-from lm.training.batches import training_batches
-from lm.training.memory_estimate import available_bytes, estimate_memory
+
+if TYPE_CHECKING:
+    from data_prep.classes.report import ClassReport
+    from lm.evaluation import Evaluation
 
 LABELLED_CLASSES = 25  # in the picture: those with the most tokens
 
 
-def evaluation_table(result: Evaluation, title: str) -> str:
+def evaluation_table(result: "Evaluation", title: str) -> str:
     """Format the figures of an evaluation as lines of text below a title."""
     within = result.within_class_perplexity
     rows = [
@@ -52,7 +50,7 @@ def check_same_classes(folder: Path, prepared: Prepared) -> None:
         raise UserError(f"{prepared.folder} {problem}")
 
 
-def classes_table(report: ClassReport, prepared: Prepared) -> str:
+def classes_table(report: "ClassReport", prepared: Prepared) -> str:
     """Format a class report as lines of text, in decreasing order of token mass."""
     tokenizer = prepared.tokenizer()
     summary = [
@@ -77,14 +75,14 @@ def classes_table(report: ClassReport, prepared: Prepared) -> str:
     return "\n".join(summary + rows)
 
 
-def classes_json(report: ClassReport, prepared: Prepared) -> dict[str, Any]:
+def classes_json(report: "ClassReport", prepared: Prepared) -> dict[str, Any]:
     """Convert a class report to plain values, with top words as text instead of ids."""
     tokenizer = prepared.tokenizer()
     words = [[tokenizer.token(word) for word in top_words] for top_words in report.top_words]
     return asdict(report) | {"top_words": words}
 
 
-def draw_classes(report: ClassReport, prepared: Prepared, path: Path) -> None:
+def draw_classes(report: "ClassReport", prepared: Prepared, path: Path) -> None:
     """Draw the top words of classes, their sizes and token masses, and their cumulated cost."""
     from matplotlib.figure import Figure
 
@@ -125,10 +123,15 @@ def draw_classes(report: ClassReport, prepared: Prepared, path: Path) -> None:
 
 def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
     """Name → value of the sizes, the cost and the memory of a run; allocates no weights."""
+    # Imports torch, which the other functions do not use.
+    from lm.model.build import build_model, build_tree, without_weights
+    from lm.training.batches import training_batches
+    from lm.training.memory_estimate import available_bytes, estimate_memory
+
     tree, vocab_size = build_tree(config, prepared), prepared.vocab_size
     word_table = resolve_word_table(config, vocab_size if tree is None else tree.num_rows)
     sections = (config.model, config.output, word_table, tree, config.train.seq_len)
-    with torch.device("meta"):
+    with without_weights():
         model = build_model(*sections, vocab_size=vocab_size)
     parameters = {
         name: sum(p.numel() for p in module.parameters()) for name, module in model.named_children()

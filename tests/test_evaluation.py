@@ -1,5 +1,6 @@
 """Evaluation: each token once, from the right context; sums over counts; one function for all."""
 
+import gzip
 import json
 import math
 import shutil
@@ -246,6 +247,24 @@ def test_a_loop_over_the_tokens_of_a_run_gives_its_perplexity(lstm_run: Path) ->
     assert result.nll_nats == pytest.approx(sum(expected), rel=1e-11)
 
 
+def test_a_compressed_text_is_its_content(
+    lstm_run: Path, corpus: Path, tmp_path: Path, evaluated: Evaluated
+) -> None:
+    path = tmp_path / "test.txt.gz"
+    path.write_bytes(gzip.compress((corpus / "test.txt").read_bytes()))
+    assert evaluated(lstm_run, "--text", path) == evaluated(lstm_run, "--text", corpus / "test.txt")
+
+
+def test_special_words_in_a_text_are_reported(
+    lstm_run: Path, tmp_path: Path, evaluated: Evaluated, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("the <unk> cat <unk>\nthe <eos> dog\n")
+    assert evaluated(lstm_run, "--text", path)["oov"] == 2
+    message = "text: the text contains <eos> (1) and <unk> (2), counted as special words"
+    assert message in caplog.messages
+
+
 def test_a_text_of_words_never_seen_is_all_unknown(
     lstm_run: Path, tmp_path: Path, evaluated: Evaluated
 ) -> None:
@@ -294,11 +313,13 @@ def test_a_text_that_cannot_be_evaluated_is_named(
     empty, latin = tmp_path / "empty.txt", tmp_path / "latin.txt"
     empty.touch()
     latin.write_bytes(b"caf\xe9\n")
-    absent = tmp_path / "absent.txt"
+    absent, nul = tmp_path / "absent.txt", tmp_path / "nul.txt"
+    nul.write_bytes(b"the cat\nthe \0 dog\n")
     for path, error in (
         (empty, "the text to evaluate is empty"),
-        (latin, f"{latin}: invalid UTF-8"),
-        (absent, f"{absent}: No such file or directory"),
+        (latin, f"{latin}, line 1: invalid UTF-8"),
+        (nul, f"{nul}, line 2: a NUL character"),
+        (absent, f"{absent} cannot be read: No such file or directory"),
     ):
         assert complaint("evaluate", lstm_run, "--text", path).startswith(error)
 

@@ -13,9 +13,18 @@ TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
 FOLDERS = ("lm", "data_prep", "configs", "scripts")
 PAGES = [*TOP.glob("*.md"), *(page for name in FOLDERS for page in (TOP / name).glob("**/*.md"))]
-VALUES = {"CONFIG": "mine.yaml", "RUN": "runs/mine", "[KEY]": "model.hidden"}
+VALUES = {
+    "CONFIG": "mine.yaml",
+    "RUN": "runs/mine",
+    "[KEY]": "model.hidden",
+    "TEXT": "my.txt",
+    "NBEST": "list.nbest",
+}
 """Arguments for the placeholders in the table of commands."""
-SMALL = {"train": ["--model.hidden=8", "--train.max_steps=2", "--no-progress"]}
+SMALL = {
+    "train": ["--model.hidden=8", "--train.max_steps=2", "--no-progress"],
+    "rescore": ["--lm-weight=1"],
+}
 
 
 def blocks(language: str) -> list[str]:
@@ -39,24 +48,26 @@ def test_the_example_of_training_on_your_own_text_and_all_commands_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shutil.copytree(corpus, tmp_path / "text")
-    (config,) = blocks("yaml")
-    (tmp_path / "mine.yaml").write_text(config)
+    shutil.copy(corpus / "train.txt", tmp_path / "my.txt")
     monkeypatch.chdir(tmp_path)
     (block,) = (block for block in blocks("sh") if "lm train" in block)
     example = [shlex.split(command)[1:] for command in commands(block)]
-    assert [verb for verb, *_ in example] == ["train", "evaluate", "generate"]
+    assert [verb for verb, *_ in example] == ["new", "train", "generate"]
+    Path("list.nbest").write_text("a-1 the cat\na-2 a cat\n")
     table = re.findall(r"^\| `lm ([^`]+)`", README, re.MULTILINE)
-    others = [command.split() for command in table if "train" not in command]
+    others = [command.split() for command in table if command.split()[0] not in ("new", "train")]
     assert len(others) >= 5
     for verb, *arguments in example + others:
         values = [VALUES.get(argument, argument) for argument in arguments]
         assert main([verb, *values, *SMALL.get(verb, [])]) == 0, verb
     assert "tokens predicted" in capsys.readouterr().out
+    names: dict[str, object] = {}
+    exec(blocks("python")[1], names)
+    assert len(names["steps"]) == 2  # type: ignore[arg-type]
 
 
 def test_the_python_example_runs() -> None:
-    (block,) = blocks("python")
+    block, _ = blocks("python")
     names: dict[str, object] = {}
     exec(block.replace("100_000", "1_000"), names)
     layer = names["layer"]

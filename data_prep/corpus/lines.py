@@ -1,15 +1,17 @@
 """The lines of a corpus: text between LF, CR or CRLF, without byte order mark and NUL, in UTF-8."""
 
+import sys
 from collections.abc import Callable, Iterator
 from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from data_prep.corpus.files import input_files, split_files, split_key
 from data_prep.corpus.loader import READING_ERRORS, columns, is_text, one_line
 from data_prep.errors import UserError
 from data_prep.settings import BYTE_ORDER_MARK, DataConfig
+from data_prep.storage import open_to_read
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray
@@ -43,6 +45,28 @@ def read_lines(data: DataConfig, split: str) -> Iterator[str]:
     yield from chain(first, chain.from_iterable(batches))
 
 
+def read_text(name: str) -> Iterator[str]:
+    r"""Yield the lines of one text file, which may be compressed, or of stdin (`-`).
+
+    Raises:
+        UserError: the file cannot be read, or a line is not UTF-8 or contains a NUL character.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "a.txt")
+        >>> _ = path.write_text("the cat\nsat\n")
+        >>> list(read_text(str(path)))
+        ['the cat', 'sat']
+    """
+    if name != "-":
+        open_to_read(Path(name)).close()
+    source = _raw_text(sys.stdin.buffer) if name == "-" else raw_lines(Path(name))
+    for number, raw in enumerate(source, start=1):
+        if mistake := bad_utf8(raw) or _nul(raw):
+            raise UserError(f"{name}, line {number}: {mistake}")
+        yield raw.decode().removeprefix(BYTE_ORDER_MARK)
+
+
 def _batches(data: DataConfig, split: str) -> Iterator[list[str]]:
     num_rows = 0
     try:
@@ -53,7 +77,7 @@ def _batches(data: DataConfig, split: str) -> Iterator[list[str]]:
         raise
     except READING_ERRORS as error:
         if is_text(data):
-            _raise_first(_bad_utf8, data, split)
+            _raise_first(bad_utf8, data, split)
         raise UserError(
             f"{split_key(data, split)}{split_files(data, split)}: cannot be read after"
             f" {num_rows} rows: {one_line(error)}"
@@ -90,12 +114,13 @@ def _raise_nul(column: "ChunkedArray", data: DataConfig, split: str, first_row: 
     from pyarrow import compute
 
     if is_text(data):
-        _raise_first(lambda raw: "a NUL character" if b"\0" in raw else None, data, split)
+        _raise_first(_nul, data, split)
     row = first_row + compute.match_substring(column, "\0").index(True).as_py() + 1
     raise UserError(f"{split_key(data, split)}: row {row} has a NUL character")
 
 
-def _bad_utf8(raw: bytes) -> str | None:
+def bad_utf8(raw: bytes) -> str | None:
+    """Where a line is not UTF-8; None if it is."""
     try:
         raw.decode()
     except UnicodeDecodeError as error:
@@ -103,24 +128,35 @@ def _bad_utf8(raw: bytes) -> str | None:
     return None
 
 
+def _nul(raw: bytes) -> str | None:
+    return "a NUL character" if b"\0" in raw else None
+
+
 def _raise_first(find: Callable[[bytes], str | None], data: DataConfig, split: str) -> None:
     """Read the files again as bytes; raise a UserError that names the first bad file and line."""
     for path in input_files(data, split):
-        for number, line in enumerate(_raw_lines(path), start=1):
+        for number, line in enumerate(raw_lines(path), start=1):
             if mistake := find(line):
                 raise UserError(f"{path}, line {number}: {mistake}")
 
 
-def _raw_lines(path: Path) -> Iterator[bytes]:
+def raw_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, compressed or not, without their ends LF, CR or CRLF.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     import fsspec
 
     try:
-        with (
-            fsspec.open(str(path), "rb", compression="infer") as file,
-            # Latin-1 maps every byte to a character, and lines end as they do for `datasets`.
-            TextIOWrapper(file, "latin-1") as text,
-        ):
-            for line in text:
-                yield line.removesuffix("\n").encode("latin-1")
+        with fsspec.open(str(path), "rb", compression="infer") as file:
+            yield from _raw_text(file)
     except READING_ERRORS as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+def _raw_text(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of an open file, which end as they do for `datasets`; Latin-1 has every byte."""
+    with TextIOWrapper(file, "latin-1") as text:
+        for line in text:
+            yield line.removesuffix("\n").encode("latin-1")

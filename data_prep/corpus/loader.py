@@ -174,12 +174,13 @@ def _check_locale(format: str, paths: list[Path]) -> None:
 
 @contextmanager
 def _silent_datasets() -> Iterator[None]:
-    """Suppress log lines of `datasets` about an error that it raises as well."""
-    from datasets.utils import logging as datasets_logging
-
-    level = datasets_logging.get_verbosity()
-    datasets_logging.set_verbosity(logging.CRITICAL)
+    """Suppress log lines of the hub's libraries about an error that they raise as well."""
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        datasets_logging.set_verbosity(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -22,6 +22,7 @@ from data_prep.storage import (
     write_json_atomically,
 )
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
+from data_prep.tokenizer.word_dict import WordDict
 
 FORMAT_VERSION = 1
 """Of `tokenizer.json`."""
@@ -113,12 +114,16 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
             return SentencePieceTokenizer(content)
         except ValueError as error:
             raise UserError(f"{path}: {error}") from error
-    from data_prep.tokenizer.vocabulary_file import parse_vocabulary  # imports numba
+    settings = {
+        "lowercase": description.lowercase,
+        "split_punctuation": description.split_punctuation,
+    }
+    words = WordDict.parse(content)
+    if words is None:
+        from data_prep.tokenizer.vocabulary_file import parse_vocabulary  # imports numba
 
-    words, _ = parse_vocabulary(content, path)
-    return WordTokenizer(
-        words, lowercase=description.lowercase, split_punctuation=description.split_punctuation
-    )
+        return WordTokenizer(parse_vocabulary(content, path)[0], **settings)
+    return WordTokenizer(words, **settings)
 
 
 def verify_tokenizer(folder: Path, sha256: str) -> None:

@@ -1,6 +1,7 @@
 """Lines to a token file: one `<eos>` after every line, and the counts that evaluation needs."""
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from tqdm import tqdm
 from data_prep.settings import STRICT, NonNegative, Positive
 from data_prep.storage import ArrayInfo, write_array
 from data_prep.tokenizer.tokenizer import Tokenizer, line_batches
+
+logger = logging.getLogger("data_prep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +47,18 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
+def log_literals(name: str, counts: Mapping[str, int]) -> None:
+    """Log how often a text contains each of `Tokenizer.literals`, if it does."""
+    if found := [f"{word} ({count:,})" for word, count in counts.items() if count]:
+        found_words = " and ".join(found)
+        logger.info("%s: the text contains %s, counted as special words", name, found_words)
+
+
 def encode_split(
     lines: Iterable[str], tokenizer: Tokenizer, path: Path, *, progress: bool = True
 ) -> tuple[SplitInfo, NDArray[np.int64]]:
     """Write the token file of a split of at least one line; return also the counts of all ids."""
+    literals = dict.fromkeys(tokenizer.literals, 0)
     totals = {"lines": 0, "words": 0, "utf8_bytes": 0}
     occurrences = np.zeros(tokenizer.vocab_size, np.int64)
     dtype = token_dtype(tokenizer.vocab_size)
@@ -59,6 +70,8 @@ def encode_split(
             totals["lines"] += len(batch)
             totals["words"] += tokenizer.num_words(text)
             totals["utf8_bytes"] += len(text.encode()) + 1
+            for word in literals:
+                literals[word] += text.count(word)
             ids = tokenizer.encode_stream(batch)
             np.add.at(occurrences, ids, 1)
             bar.update(len(batch))
@@ -67,6 +80,7 @@ def encode_split(
     disable = None if progress else True
     with tqdm(desc=path.stem, unit=" lines", unit_scale=True, disable=disable) as bar:
         array = write_array(path, encoded(bar), dtype)
+    log_literals(path.stem, literals)
     oov, sha256 = int(occurrences[tokenizer.unk_id]), array.sha256
     info = SplitInfo(dtype=dtype, tokens=array.length, oov=oov, sha256=sha256, **totals)
     return info, occurrences

@@ -9,13 +9,16 @@ import re
 import sys
 import unicodedata
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain, islice
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from data_prep.tokenizer.word_dict import MAX_TEXT_CHARACTERS, WordDict
 
 if TYPE_CHECKING:
     from data_prep.tokenizer.word_index import WordIndex
@@ -40,6 +43,14 @@ def line_batches(lines: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
+class AlignedLine(NamedTuple):
+    """The words of a line, separated by whitespace, and the ids that each consists of."""
+
+    words: list[str]
+    ids: list[int]  # [n], as `Tokenizer.encode` returns them
+    word_of_id: list[int]  # [n], index in `words`; len(words): the whitespace after the last word
+
+
 class Tokenizer(ABC):
     """Converts a line into ids in [0, vocab_size) and ids into text.
 
@@ -48,9 +59,11 @@ class Tokenizer(ABC):
         vocab_size: N, number of ids.
         eos_id: id of the end of a line.
         unk_id: id of everything outside the vocabulary, and of the literal text `<unk>`.
+        literals: special words that are recognized in a text.
     """
 
     kind: ClassVar[Literal["words", "sentencepiece"]]
+    literals: ClassVar[tuple[str, ...]] = (UNK,)
     vocab_size: int
     eos_id: int
     unk_id: int
@@ -70,6 +83,14 @@ class Tokenizer(ABC):
             ids.append(self.eos_id)
         flat = chain.from_iterable(encoded)
         return np.fromiter(flat, np.int64, sum(map(len, encoded)))
+
+    @abstractmethod
+    def align(self, line: str) -> AlignedLine:
+        """Encode one line, without `<eos>`, and assign each id to a word.
+
+        An id that covers several words, such as one `<unk>` for consecutive unknown words, belongs
+        to the last of them.
+        """
 
     @abstractmethod
     def token(self, id: int) -> str:
@@ -113,17 +134,16 @@ class WordTokenizer(Tokenizer):
     """
 
     kind = "words"
+    literals = (EOS, UNK)
 
     def __init__(
         self,
-        words: "WordIndex | Iterable[str]",
+        words: "WordIndex | WordDict | Iterable[str]",
         *,
         lowercase: bool = False,
         split_punctuation: bool = False,
     ) -> None:
-        from data_prep.tokenizer.word_index import WordIndex  # imports numba
-
-        self.words = words if isinstance(words, WordIndex) else WordIndex.of(words)
+        self.words = words if isinstance(words, WordDict) else _word_index(words)
         self.lowercase = lowercase
         self.split_punctuation = split_punctuation
         self.vocab_size = len(self.words)
@@ -132,6 +152,15 @@ class WordTokenizer(Tokenizer):
             if id < 0:
                 raise ValueError(f"the vocabulary of {self.vocab_size} words lacks {special}")
         self._separate = word_separator(lowercase, split_punctuation)
+
+    def align(self, line: str) -> AlignedLine:
+        """Encode one line; a word has several ids if punctuation is split."""
+        words = line.split()
+        if not self.split_punctuation:
+            return AlignedLine(words, self.encode(line), list(range(len(words))))
+        num_ids = [len(self._separate([word]).split()) for word in words]
+        word_of_id = [place for place, number in enumerate(num_ids) for _ in range(number)]
+        return AlignedLine(words, self.encode(line), word_of_id)
 
     def encode_lines(self, lines: Sequence[str]) -> list[list[int]]:
         """Encode several lines, without `<eos>`."""
@@ -143,7 +172,9 @@ class WordTokenizer(Tokenizer):
 
     def num_words(self, line: str) -> int:
         """Count the whitespace-separated words of a line."""
-        from data_prep.tokenizer.word_index import count_words_in
+        if len(line) <= MAX_TEXT_CHARACTERS:
+            return super().num_words(line)
+        from data_prep.tokenizer.word_index import count_words_in  # imports numba
 
         return count_words_in(line)
 
@@ -161,6 +192,12 @@ class WordTokenizer(Tokenizer):
                 yield "\n"
             else:
                 yield spacing.before(word) + word
+
+
+def _word_index(words: "WordIndex | Iterable[str]") -> "WordIndex":
+    from data_prep.tokenizer.word_index import WordIndex  # imports numba
+
+    return words if isinstance(words, WordIndex) else WordIndex.of(words)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -208,6 +245,40 @@ class SentencePieceTokenizer(Tokenizer):
         for further in encoded:
             ids += [self.unk_id, *further]
         return ids
+
+    def align(self, line: str) -> AlignedLine:
+        """Encode one line; a piece belongs to the word of its last character, spaces to the next.
+
+        Bytes of a character belong to its word.
+        """
+        text = f" {line}" if line else ""
+        separators = re.findall(f" ?{UNK}", text)
+        ids: list[int] = []
+        ends: list[int] = []  # in `text`
+        for place, segment in enumerate(split_at_unk(line)):
+            if place:
+                ids.append(self.unk_id)
+                ends.append((ends[-1] if ends else 0) + len(separators[place - 1]))
+            encoded = (self._processor.encode(segment, out_type=kind) for kind in (int, str))
+            for id, piece in zip(*encoded, strict=True):
+                ids.append(id)
+                ends.append((ends[-1] if ends else 0) + self._num_characters(id, piece))
+        starts = [word.start() for word in re.finditer(r"\S+", text)]
+        word_of_id, next_word = [0] * len(ids), len(starts)
+        for place in reversed(range(len(ids))):
+            begin = ends[place - 1] if place else 0
+            covered = text[begin : ends[place]]
+            visible = covered.rstrip()
+            if visible or not covered:  # not covered: a further byte of the character before
+                next_word = bisect_right(starts, begin + len(visible) - 1) - 1
+            word_of_id[place] = next_word
+        return AlignedLine(text.split(), ids, word_of_id)
+
+    def _num_characters(self, id: int, piece: str) -> int:
+        """Characters of the text that a piece covers; a byte's are counted by its first one."""
+        if self._processor.is_byte(id):
+            return int(not 0x80 <= int(piece[3:5], 16) < 0xC0)
+        return len(piece)
 
     def token(self, id: int) -> str:
         """Return the piece with an id; ValueError if the id is out of range."""

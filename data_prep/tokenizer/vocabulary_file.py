@@ -1,6 +1,6 @@
 """The file `vocab.txt`: one line `word TAB count` for each word, in order of the ids."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +17,7 @@ MAX_DIGITS = 18
 """So that every count fits into 64 bits."""
 
 
-def format_vocabulary(words: WordIndex, counts: IntArray) -> Iterator[bytes]:
+def format_vocabulary(words: Iterable[str], counts: IntArray) -> Iterator[bytes]:
     """Yield the content of a `vocab.txt` in chunks, from N words and their counts [N]."""
     lines = map("{}\t{}\n".format, words, map(int, counts))
     while chunk := "".join(islice(lines, WORDS_PER_CHUNK)):

@@ -3,8 +3,10 @@
 import difflib
 import json
 import re
+import reprlib
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from data_prep.errors import UserError
 from lm.config.renamed import RENAMED, find_renamed, translate_description
 from lm.config.rules import first_problem
 from lm.config.schema import Config
+
+MAX_VALUES = 100_000
+"""Of a YAML file, aliases replaced: a few lines of aliases can stand for billions of values."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -92,14 +97,35 @@ def nearest(name: str, known: Sequence[str]) -> str:
 class _Loader(yaml.SafeLoader):
     """YAML in which 1e-3 is a number and a key given twice is an error."""
 
+    def get_single_node(self) -> yaml.Node | None:
+        """The document, unless it is very large once its aliases are replaced by their values."""
+        node = super().get_single_node()
+        if node is not None and _expanded_size(node, {}) > MAX_VALUES:
+            raise yaml.YAMLError(f"with its aliases replaced, it has more than {MAX_VALUES} values")
+        return node
+
+
+def _expanded_size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Number of values in a node with its aliases replaced; very large if it contains itself."""
+    if id(node) not in known:
+        known[id(node)] = MAX_VALUES
+        inner: Any = node.value if isinstance(node, yaml.CollectionNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            inner = chain.from_iterable(node.value)
+        known[id(node)] = 1 + sum(_expanded_size(each, known) for each in inner)
+    return known[id(node)]
+
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key) for key, _ in node.value]
-    for i, key in enumerate(keys):
-        if key in keys[:i]:
-            raise yaml.MarkedYAMLError(
-                problem=f"key {key!r} given twice", problem_mark=node.start_mark
-            )
+    given: list[Any] = []
+    for key_node, _ in node.value:
+        if key_node.tag != "tag:yaml.org,2002:merge":
+            key = loader.construct_object(key_node)
+            if key in given:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key!r} given twice", problem_mark=key_node.start_mark
+                )
+            given.append(key)
     return loader.construct_mapping(node, deep=True)
 
 
@@ -132,6 +158,8 @@ def _parse(text: str, source: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise UserError(f"{source}: not valid YAML: {_single_line(str(error))}") from error
+    except RecursionError as error:
+        raise UserError(f"{source}: not valid YAML: values are nested too deeply") from error
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -158,7 +186,7 @@ def _describe(error: ValidationError) -> str:
         return f"unknown key {key}" + nearest(key, sorted({*_flatten(blank), *blank}))
     if problem["type"] in ("missing", "missing_argument"):
         return f"{key} is missing"
-    return f"{key}: {_single_line(problem['msg'])}, got {problem['input']!r}"
+    return f"{key}: {_single_line(problem['msg'])}, got {reprlib.repr(problem['input'])}"
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

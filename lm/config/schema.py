@@ -16,6 +16,9 @@ from data_prep.settings import (
     TokenizerConfig,
 )
 
+MAX_THREADS = 1024
+"""Of a process: with many more, the OpenMP library ends the process."""
+Size = Annotated[int, Field(gt=0, le=2**20)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
@@ -28,11 +31,11 @@ class ModelConfig:
 
     backbone: Literal["lstm", "transformer"] = "lstm"
     """Network between the input embedding and the output layer."""
-    hidden: Positive = 200
+    hidden: Size = 200
     """H: size of the backbone's output and of the output layer's rows."""
-    embedding: Positive | None = None
+    embedding: Size | None = None
     """E: size of the input vectors. Default: `hidden`."""
-    layers: Positive = 2
+    layers: Annotated[int, Field(gt=0, le=10_000)] = 2
     """Number of LSTM layers or Transformer blocks."""
     input_embedding: Literal["word", "path_sum"] = "word"
     """Input vector of a word. word: one vector per word. path_sum: the sum of the vectors on the
@@ -54,9 +57,9 @@ class ModelConfig:
     """lstm: use one dropout mask for all time steps of a sequence (Gal & Ghahramani 2016)."""
     heads: Positive = 8
     """transformer: number of attention heads; H / heads must be an even integer."""
-    feedforward: Positive | None = None
+    feedforward: Size | None = None
     """transformer: inner size of SwiGLU. Default: 8/3 H, rounded up to a multiple of 32."""
-    init_range: PositiveFloat | None = None
+    init_range: Annotated[float, Field(gt=0, le=1000)] | None = None
     """Initialize the parameters of embedding, LSTM and output layer uniformly in ±init_range.
     Default: each module's initialization."""
 
@@ -172,7 +175,7 @@ class TrainConfig:
     """Number of steps between validations. Default: validate at the end of each epoch."""
     checkpoint_every_steps: Positive | None = None
     """Number of steps between writes of last.ckpt. Default: write it after each validation only."""
-    threads: Positive | None = None
+    threads: Annotated[int, Field(gt=0, le=MAX_THREADS)] | None = None
     """Number of CPU threads, for training and by default for `lm evaluate` and `lm generate`.
     Default: PyTorch's choice."""
 

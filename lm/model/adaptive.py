@@ -1,7 +1,7 @@
 """AdaptiveSoftmax: PyTorch's adaptive softmax as an output layer, for comparison.
 
 A shortlist of frequent words, and clusters of rarer words whose hidden vectors are projected to
-fewer dimensions. It trains and evaluates like any other output layer, but does not sample.
+fewer dimensions. It trains and evaluates like any other output layer, but does not generate.
 """
 
 from collections.abc import Sequence
@@ -72,6 +72,11 @@ class AdaptiveSoftmax(nn.Module):
             by_index: Tensor = self.softmax.log_prob(self._flat(hidden))
         return by_index[:, self.index_of_word].view(*hidden.shape[:-1], -1)
 
+    def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
+        """Log-probabilities of candidate words [..., K], as so many positions; [..., K]."""
+        expanded = hidden.unsqueeze(-2).expand(*word.shape, hidden.shape[-1])
+        return -self.loss(expanded, word, "none")
+
     def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Negative log-likelihood of words.
 
@@ -127,6 +132,14 @@ class AdaptiveSoftmax(nn.Module):
             ValueError: always.
         """
         raise ValueError("output.tree: adaptive does not support sampling")
+
+    def topk(self, hidden: Tensor, k: int) -> NoReturn:
+        """Not supported.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("output.tree: adaptive does not support search for the best words")
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
         """Accept the tree of shortlist and clusters that earlier versions saved."""

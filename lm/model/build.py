@@ -1,11 +1,13 @@
 """Which tree and which model a configuration describes."""
 
 import math
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from data_prep.errors import UserError
 from data_prep.prepared import Prepared
@@ -163,10 +165,37 @@ def restore_model(
     else:
         arrays = {k.removeprefix(_TREE): v for k, v in state.items() if k.startswith(_TREE)}
         tree = ClassTree.from_state(arrays)
-    with torch.device("meta"):
+    with without_weights():
         model = build_model(config, output, word_table, tree, context, vocab_size=vocab_size)
     model.load_state_dict(state, assign=True)
     return model
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Modules that are built inside the `with` block have meta tensors as parameters.
+
+    Nothing is initialized: `init.normal_` of a meta tensor imports `torch._dynamo`, which takes
+    longer than to import torch.
+    """
+    with torch.device("meta"), _WithoutInitialization():
+        yield
+
+
+class _WithoutInitialization(TorchFunctionMode):
+    """Skips the functions of `torch.nn.init`."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"]
+        return function(*args, **kwargs)
 
 
 def _build_backbone(config: ModelConfig, context: int) -> Backbone:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data_prep.errors import UserError
-from data_prep.settings import STRICT
+from data_prep.settings import STRICT, NonNegative
 from data_prep.storage import sha256_file, write_atomically, write_json_atomically
 from lm.config import ModelConfig, OutputConfig, WordTable, WordTableConfig, translate_description
 from lm.model.build import restore_model
@@ -55,8 +55,8 @@ class Description:
     output: OutputConfig
     word_table: WordTableConfig
     context: int
-    eos_id: int
-    unk_id: int | None
+    eos_id: NonNegative
+    unk_id: NonNegative | None
     tokenizer_sha256: str
     weights_sha256: str = ""
     step: int
@@ -99,6 +99,12 @@ def load_model(folder: Path) -> tuple[LanguageModel, Description]:
         model = restore_model(description.model, output, table, description.context, state)
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise UserError(f"{weights} does not fit {DESCRIPTION}: {error}") from error
+    for name, id in (("eos_id", description.eos_id), ("unk_id", description.unk_id)):
+        if id is not None and id >= model.output.vocab_size:
+            raise UserError(
+                f"{folder / DESCRIPTION} is damaged: {name} is {id}, and the model has"
+                f" {model.output.vocab_size} words"
+            )
     return model.eval(), description
 
 
@@ -118,6 +124,8 @@ def read_description(folder: Path) -> Description:
             raise UserError(f"{path}: format version {version}, expected 1 or {FORMAT_VERSION}")
         description: Description = _ADAPTER.validate_json(json.dumps(values))
         return description
+    except NotADirectoryError as error:
+        raise UserError(f"{folder} is a file, not the folder of a run") from error
     except FileNotFoundError as error:
         raise UserError(f"{folder}: no trained model here ({DESCRIPTION} is missing)") from error
     except UserError:

@@ -1,6 +1,7 @@
 """LanguageModel: input vectors → backbone → output layer."""
 
 import math
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -42,6 +43,10 @@ class Backbone(Protocol):
     @staticmethod
     def select_state(state: State, index: Tensor) -> State:
         """The state of some sequences of the batch."""
+
+    @staticmethod
+    def join_states(states: Sequence[State]) -> State:
+        """The state of a batch of all sequences, which have read equally many tokens."""
 
 
 class LanguageModel(nn.Module):

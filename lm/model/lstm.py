@@ -9,6 +9,8 @@ layers are as fast as one call for all of them. Dropout on the input vectors and
 layer's output is the language model's.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -141,6 +143,11 @@ class LSTM(nn.Module):
     def select_state(state: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:
         """The state of the sequences `index` [B'] of the batch, in that order; they may repeat."""
         return tuple(part.index_select(1, index) for part in state)
+
+    @staticmethod
+    def join_states(states: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The state of a batch of the sequences of several states, in their order."""
+        return tuple(torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
 
     def _run(
         self, layer: nn.Module, inputs: Tensor, start: tuple[Tensor, Tensor] | None

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from lm.output.decoding.search import TopK
 from lm.output.functional import Reduction
 
 
@@ -37,6 +38,9 @@ class OutputLayer(Protocol):
     def log_prob(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of all words, [..., N]."""
 
+    def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
+        """Log-probabilities of candidate words [..., K] int64 of each position, [..., K]."""
+
     def sample(
         self,
         hidden: Tensor,
@@ -44,6 +48,13 @@ class OutputLayer(Protocol):
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        previous: Tensor | None = None,
+        seeds: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Draw a word for each position, [...] int64."""
+        """Draw a word for each position, [...] int64; see `HierarchicalSoftmax.sample`."""
+
+    def topk(self, hidden: Tensor, k: int) -> TopK:
+        """The k most probable words of each position, [..., k]."""

@@ -8,6 +8,8 @@ Rotary positions make attention depend on distances only. Every position attends
 the `context` − 1 positions before it, whether they come in one window, in chunks or token by token.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -143,6 +145,12 @@ class Transformer(nn.Module):
         """The cache of the sequences `index` [B'] int64 of the batch; they may repeat."""
         keys, values, position = state
         return keys.index_select(1, index), values.index_select(1, index), position
+
+    @staticmethod
+    def join_states(states: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The cache of a batch of the sequences of several caches, after equally many positions."""
+        keys, values, positions = zip(*states, strict=True)
+        return torch.cat(keys, dim=1), torch.cat(values, dim=1), positions[0]
 
     def _rotary(self, embedded: Tensor, state: tuple[Tensor, ...] | None) -> Rotary:
         """Angles position · base^(−2j / D), in at least fp32: bf16 integers are exact to 256."""

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lm.output.decoding import functional as decoding
+from lm.output.decoding.candidates import candidate_log_prob
+from lm.output.decoding.options import Sampling
 from lm.output.decoding.search import TopK
 from lm.output.functional import (
     BackendName,
@@ -168,6 +170,28 @@ class HierarchicalSoftmax(nn.Module):
         """
         return decoding.log_prob(hidden, self.weight, self.bias, self.tree)
 
+    def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
+        """Log-probabilities of some words of each position, [..., K].
+
+        Equal to `log_prob` at these words. Differentiable; evaluates the softmaxes on the
+        candidates' paths only, each once for a position, also if several candidates share it. In a
+        tree of two levels this costs at most C + K N / C columns for a position, in the full
+        softmax N. Gradients of the parameters are dense, also for `sparse` layers.
+
+        Example:
+            >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
+            >>> words = torch.tensor([[2, 0], [1, 1]])
+            >>> layer.candidate_log_prob(torch.zeros(2, 4), words).exp().round(decimals=3).tolist()
+            [[0.5, 0.25], [0.25, 0.25]]
+
+        Args:
+            word: [..., K] int64, words 0 … N - 1; K may be 0 and words may repeat.
+
+        Raises:
+            IndexError: if a candidate is not a word.
+        """
+        return candidate_log_prob(hidden, self.weight, self.bias, self.tree, word)
+
     def predict(self, hidden: Tensor) -> Tensor:
         """The most probable word of each position, [...] int64; ties go to the lowest word.
 
@@ -205,40 +229,57 @@ class HierarchicalSoftmax(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        previous: Tensor | None = None,
+        seeds: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """One word per position, [...] int64, drawn exactly from the full distribution.
 
-        Word w has weight P(w)^(1/T) at temperature T. `top_k` restricts the draw to the most
-        probable words, `top_p` to the smallest set of most probable ones among these that has this
-        share of their weight. Unrestricted draws evaluate the class that is drawn (and, for T ≠ 1,
-        those of rejected trials); restricted ones search as `topk` does. Each position consumes its
-        own random numbers, so its word does not depend on the others.
+        Word w has weight P(w)^(θ/T) if it is among the previous words, P(w)^(1/T) otherwise, with
+        temperature T and repetition penalty θ. `top_k` restricts the draw to the words of largest
+        weight, `top_p` to the smallest set of such words among these that has this share of their
+        weight, `min_p` to those of at least this fraction of the largest weight. Unrestricted draws
+        evaluate the class that is drawn (and, unless T = θ = 1, those of rejected trials);
+        restricted ones search as `topk` does. A position's word depends on its hidden vector, its
+        previous words and its seed, not on the other positions.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
             >>> layer.sample(torch.zeros(3, 4), generator=torch.Generator().manual_seed(2)).tolist()
-            [2, 1, 2]
+            [0, 1, 1]
+            >>> hidden, previous = torch.zeros(2, 4), torch.tensor([[2, -1], [0, 0]])
+            >>> options = {"temperature": 0, "repetition_penalty": 3}
+            >>> layer.sample(hidden, previous=previous, **options)  # P of word 2: 1/8 and 1/2
+            tensor([0, 2])
 
         Args:
-            temperature: T ≥ 0; 0 gives the most probable word.
-            top_k: at least 1; N or more restricts nothing.
-            top_p: within (0, 1]; 1 restricts nothing.
-            generator: source of the random numbers, on any device; None is torch's default.
+            temperature, top_k, top_p, min_p, repetition_penalty: as in `Sampling`.
+            previous: [..., L] int64, the words that the repetition penalty applies to, in any
+                order; each counts once, -1 is skipped.
+            seeds: [...] int64, one for each position; None draws them from `generator`.
+            generator: source of the seeds, on any device; None is torch's default.
 
         Raises:
-            ValueError: if an option is out of range or a log-probability is not finite.
-
-        Source: top-k: Fan, Lewis & Dauphin 2018; top-p: Holtzman et al. 2020.
+            ValueError: if an option is out of range, a log-probability is not finite, or there is a
+                repetition penalty without `previous`.
         """
+        options = Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        )
         return decoding.sample(
             hidden,
             self.weight,
             self.bias,
             self.tree,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
+            options,
+            previous=previous,
+            seeds=seeds,
             generator=generator,
         )
 

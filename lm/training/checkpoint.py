@@ -17,10 +17,11 @@ from data_prep.errors import UserError
 from data_prep.storage import write_atomically
 
 FORMAT_VERSION = 2
+LAST, BEST = "last.ckpt", "best.ckpt"
 
 
 def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write tensors and plain data; if the disk is full, the previous file is unchanged.
+    """Write tensors and plain data; if the disk is full, a previous file is unchanged.
 
     Raises:
         UserError: if the disk is full.
@@ -31,9 +32,12 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     except RuntimeError as error:
         if "unexpected pos" not in str(error):
             raise
-        raise UserError(
-            f"{path}: the disk is full; the previous checkpoint is untouched"
-        ) from error
+        raise UserError(f"{path}: the disk is full; {what_remains(path)}") from error
+
+
+def what_remains(path: Path) -> str:
+    """A few words on the checkpoint that a failure leaves at `path`."""
+    return "the last checkpoint is untouched" if path.exists() else "there is no checkpoint yet"
 
 
 def load_checkpoint(path: Path, *, verify_tensors: bool = True) -> dict[str, Any]:
@@ -85,4 +89,7 @@ def _verify(archive: zipfile.ZipFile, name: str) -> None:
 
 
 def _damaged(path: Path) -> UserError:
-    return UserError(f"{path} is damaged, or not a checkpoint of sqrtlm")
+    best = path.with_name(BEST)
+    other = best.exists() and not best.samefile(path)
+    hint = f": continue from the best one with --resume {best}" if other else ""
+    return UserError(f"{path} is damaged, or not a checkpoint of sqrtlm{hint}")

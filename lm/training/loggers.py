@@ -7,6 +7,7 @@ memory and sorts the columns; it has no logger for wandb. Both are therefore our
 import csv
 import io
 import logging
+import time
 import uuid
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 
 from tqdm import tqdm
 
+from data_prep.errors import UserError
 from data_prep.storage import write_atomically
 from lm.config import Config, to_dict
 from lm.training.metrics import Metrics, read_metrics
 from lm.training.state import TrainingState
 
 _log = logging.getLogger(__name__)
+SECONDS_BETWEEN_LINES = 30.0
 _NAMES = [field.name for field in fields(Metrics)]
 
 
@@ -65,15 +68,18 @@ class WandbLogger(Logger):
         id_file = config.run_path / "wandb-id"
         run_id = id_file.read_text() if id_file.exists() else uuid.uuid4().hex[:8]
         id_file.write_text(run_id)
-        self.run: Any = wandb.init(
-            project=config.log.wandb_project,
-            name=config.name,
-            id=run_id,
-            resume="allow",
-            dir=config.run_path,
-            mode=config.log.wandb,
-            config=to_dict(config),
-        )
+        try:
+            self.run: Any = wandb.init(
+                project=config.log.wandb_project,
+                name=config.name,
+                id=run_id,
+                resume="allow",
+                dir=config.run_path,
+                mode=config.log.wandb,
+                config=to_dict(config),
+            )
+        except wandb.Error as error:
+            raise UserError(f"log.wandb: {config.log.wandb}: {error}") from error
 
     def log(self, metrics: Metrics) -> None:
         """Send the figures that there are."""
@@ -85,15 +91,35 @@ class WandbLogger(Logger):
         self.run.finish()
 
 
+def check_wandb(config: Config) -> None:
+    """Check that there is a key for `log.wandb: online`; in a terminal, wandb asks for one.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if config.log.wandb == "online":
+        import wandb  # takes a second
+
+        try:
+            wandb.login()
+        except wandb.Error as error:
+            raise UserError(
+                "log.wandb: online requires a key: run `wandb login`, set WANDB_API_KEY, or use"
+                " --log.wandb=offline"
+            ) from error
+
+
 class ProgressBar(Logger):
     """Steps, remaining time and figures on stderr.
 
-    In a terminal this is a progress bar, elsewhere a line of text for each validation.
+    In a terminal this is a progress bar. Elsewhere it is a line of text for each validation, for
+    the last step, and for lines of `metrics.csv` that are at least `SECONDS_BETWEEN_LINES` apart.
     """
 
     def __init__(self, step: int, total_steps: int) -> None:
         self.bar = tqdm(total=total_steps, initial=step, desc="train", unit="step", disable=None)
         self._figures: dict[str, str] = {}
+        self._next_line = time.monotonic()
 
     def step(self, step: int) -> None:
         """Show the step."""
@@ -103,19 +129,25 @@ class ProgressBar(Logger):
         """Show the figures."""
         self._figures |= {
             "epoch": f"{metrics.epoch:.2f}",
-            "ppl": f"{metrics.train_perplexity:.1f}",
+            "ppl": _short(metrics.train_perplexity, 1),
             "tokens/s": f"{metrics.tokens_per_second:.0f}",
         }
         if metrics.valid_perplexity is not None:
-            self._figures["valid ppl"] = f"{metrics.valid_perplexity:.2f}"
+            self._figures["valid ppl"] = _short(metrics.valid_perplexity, 2)
         self.bar.set_postfix(self._figures, refresh=False)
-        if self.bar.disable and metrics.valid_perplexity is not None:
+        is_milestone = metrics.valid_perplexity is not None or metrics.step == self.bar.total
+        if self.bar.disable and (is_milestone or time.monotonic() >= self._next_line):
+            self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
             figures = ", ".join(f"{name} {value}" for name, value in self._figures.items())
             _log.info("step %d of %d: %s", metrics.step, self.bar.total, figures)
 
     def close(self) -> None:
         """Leave the bar as it is."""
         self.bar.close()
+
+
+def _short(perplexity: float, num_decimals: int) -> str:
+    return f"{perplexity:.{num_decimals}f}" if perplexity < 1e6 else f"{perplexity:.3g}"
 
 
 def open_loggers(config: Config, state: TrainingState, *, progress: bool) -> list[Logger]:

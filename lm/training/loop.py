@@ -23,7 +23,7 @@ from data_prep.prepared import Prepared
 from lm.config import Config
 from lm.evaluation import Evaluation, TextCounts, evaluate
 from lm.model.build import build_tree
-from lm.model.files import Description, save_model
+from lm.model.files import Description, read_description, save_model
 from lm.model.language_model import LanguageModel
 from lm.training.batches import num_steps, training_batches
 from lm.training.checkpoint import batches_done, save_checkpoint
@@ -33,7 +33,7 @@ from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
 from lm.training.run_folder import check_folder, check_tokenizer, run_lock, write_run_metadata
 from lm.training.signals import Interrupted, StopSignals
-from lm.training.state import TrainingState, build_state, not_finite
+from lm.training.state import TrainingState, build_state, diverged
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ def train(
 
     Raises:
         UserError: if the folder already contains a run, the checkpoint does not fit the
-            configuration, the memory does not suffice, or a loss is not finite.
-        Interrupted: if SIGTERM or SIGINT ended the run, after its checkpoint was written.
+            configuration, the memory does not suffice, or the loss diverged.
+        Interrupted: if SIGTERM, SIGHUP or SIGINT ended the run, after its checkpoint was written.
     """
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     folder = config.run_path
@@ -78,6 +78,7 @@ def train(
     total_steps = num_steps(config.train, batches)
     if checkpoint is None or batches_done(checkpoint) < total_steps * config.train.accumulate:
         if checkpoint is not None:
+            _log.info("continuing from %s", checkpoint)
             check_tokenizer(folder, prepared)
         lock = run_lock(config, resume, checkpoint) if is_main else nullcontext()
         with lock, StopSignals() as signals, matmul_precision(config.train.matmul_precision):
@@ -99,7 +100,19 @@ def train(
         raise UserError(f"{checkpoint}: training is already complete")
     if is_main:
         draw_curves(folder, config.name)
+        _log_model(folder, prepared)
     return folder
+
+
+def _log_model(folder: Path, prepared: Prepared) -> None:
+    """Log which model a finished run has, and the command that evaluates it."""
+    description = read_description(folder)
+    split = next(name for name in ("test", "valid", "train") if name in prepared.splits)
+    figure = "no validation split"
+    if description.valid_perplexity is not None:
+        figure = f"validation perplexity {description.valid_perplexity:.2f}"
+    _log.info("%s has the model of step %d: %s", folder, description.step, figure)
+    _log.info("next: lm evaluate %s --split %s", folder, split)
 
 
 def _fit(
@@ -167,10 +180,10 @@ def train_step(state: TrainingState) -> float:
 
 
 def _validate(state: TrainingState, validation: Callable[[LanguageModel], Evaluation]) -> float:
-    """The validation perplexity; UserError before this step is written if it is not finite."""
+    """The validation perplexity; UserError before this step is written if it diverged."""
     result = validation(state.model)
-    if not math.isfinite(result.nll_nats):
-        raise not_finite(result.nll_nats, state.step)
+    if not math.isfinite(result.perplexity):
+        raise diverged(result.nll_nats / result.tokens, state.step, state.config.run_path)
     return result.perplexity
 
 

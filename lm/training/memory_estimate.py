@@ -1,7 +1,7 @@
 """The memory that a training run needs and what is available, before any is allocated."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch
 
 from data_prep.errors import UserError
 from lm.config import Config, WordTable, resolve_word_table, to_dict, validate
-from lm.model.build import build_model
+from lm.model.build import build_model, without_weights
+from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 from lm.output.backends import expected_backend, saved_bytes
 
@@ -52,15 +53,15 @@ class MemoryEstimate:
 def estimate_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> MemoryEstimate:
     """Estimate the memory that a training run needs."""
     word_table = resolve_word_table(config, vocab_size if tree is None else tree.num_rows)
-    with torch.device("meta"):
-        model = build_model(
-            *(config.model, config.output, word_table, tree, config.train.seq_len),
-            vocab_size=vocab_size,
-        )
+    model = _build(config, word_table, tree, vocab_size, num_layers=1)
     element = {"bf16-true": 2, "64-true": 8}.get(config.train.precision, 4)
     table_element = 2 if word_table.dtype == "bf16" else element
     table = sum(parameter.numel() for parameter in model.table)
-    others = sum(parameter.numel() for parameter in model.parameters()) - table
+    sizes = [
+        sum(parameter.numel() for parameter in each.parameters())
+        for each in (model, _build(config, word_table, tree, vocab_size, num_layers=2))
+    ]  # every layer but the first has as many parameters as the second
+    others = sizes[0] + (config.model.layers - 1) * (sizes[1] - sizes[0]) - table
     num_moments = 2 if config.optim.optimizer == "adamw" else int(config.optim.momentum > 0)
     table_state = {
         None: num_moments * table * element,
@@ -122,6 +123,17 @@ def available_bytes(config: Config) -> int | None:
     return max(free, 0) + resident
 
 
+def _build(
+    config: Config, word_table: WordTable, tree: ClassTree | None, vocab_size: int, num_layers: int
+) -> LanguageModel:
+    """The model with another number of layers, without weights."""
+    model = replace(config.model, layers=num_layers)
+    with without_weights():
+        return build_model(
+            *(model, config.output, word_table, tree, config.train.seq_len), vocab_size=vocab_size
+        )
+
+
 def _read_fields(path: Path) -> dict[str, int]:
     """The numbers of a file of lines `name number …`."""
     lines = [line.split() for line in path.read_text().splitlines()]
@@ -166,7 +178,7 @@ def _fits(estimate: MemoryEstimate, available: int) -> bool:
 
 def _what_fits(config: Config, tree: ClassTree | None, vocab_size: int, available: int) -> str:
     """The first of the lighter settings, each with those before it, that fits."""
-    changes = even = ""
+    changes, even, need = "", "", estimate_memory(config, tree, vocab_size).total
     for settings in _LIGHTER:
         values = to_dict(config)
         for key, value in settings.items():
@@ -183,8 +195,9 @@ def _what_fits(config: Config, tree: ClassTree | None, vocab_size: int, availabl
         estimate = estimate_memory(config, tree, vocab_size)
         if _fits(estimate, available):
             return f"{changes}would fit, with {_gb(estimate.total)}"
-        even = f"even {changes}would need {_gb(estimate.total)}; "
-    return f"{even}use fewer words or a smaller model.hidden"
+        if estimate.total < 0.99 * need:
+            even = f"even {changes}would need {_gb(estimate.total)}; "
+    return f"{even}use fewer words or a smaller model.hidden or model.layers"
 
 
 def _gb(num_bytes: int) -> str:

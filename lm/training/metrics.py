@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from data_prep.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
@@ -21,14 +23,24 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Read the complete lines of a `metrics.csv`; none if there is no file."""
+    """Read the complete lines of a `metrics.csv`; none if there is no file.
+
+    Raises:
+        UserError: if a line is not one of figures.
+    """
     if not path.exists():
         return []
     types = {field.name: int if field.type is int else float for field in fields(Metrics)}
     lines = []
-    with open(path, newline="") as file:
-        for row in csv.DictReader(file):
-            if all(row.get(name) or name == "valid_perplexity" for name in types):
-                values: Any = {n: types[n](row[n]) if row[n] else None for n in types}
-                lines.append(Metrics(**values))
+    with open(path, newline="", errors="replace") as file:
+        reader = csv.DictReader(file)
+        try:
+            for row in reader:
+                if all(row.get(name) or name == "valid_perplexity" for name in types):
+                    values: Any = {n: types[n](row[n]) if row[n] else None for n in types}
+                    lines.append(Metrics(**values))
+        except (ValueError, csv.Error) as error:
+            raise UserError(
+                f"{path}, line {reader.line_num}, is damaged ({error}): delete it to continue"
+            ) from error
     return lines

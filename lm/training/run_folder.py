@@ -11,6 +11,7 @@ from data_prep.prepared import Prepared, copy_tokenizer
 from data_prep.storage import locked, sha256_file, write_atomically, write_json_atomically
 from data_prep.tokenizer.files import TOKENIZER
 from lm.config import Config, differences, load_config, to_yaml
+from lm.training.checkpoint import BEST, LAST
 from lm.training.environment import describe_environment
 
 LOCK = ".lock"
@@ -32,12 +33,16 @@ _FREE_ON_RESUME = (
 def check_folder(config: Config, resume: str | None) -> Path | None:
     """The checkpoint that a run continues from; None for a new run. `resume` is as in `train`.
 
+    Where `last.ckpt` is missing, `best.ckpt` is the last checkpoint.
+
     Raises:
         UserError: if the folder of a new run already contains one, the checkpoint does not exist,
             or it was written under another configuration.
     """
     folder = config.run_path
-    written, last = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
+    written, last = folder / "config.yaml", folder / "checkpoints" / LAST
+    if not last.exists() and last.with_name(BEST).exists():
+        last = last.with_name(BEST)
     if resume is None and (written.exists() or last.exists()):
         raise UserError(
             f"{folder} already contains a run: continue it with --resume auto, or choose another"

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C during training: recorded, so that the loop can write a checkpoint first."""
+"""SIGTERM, SIGHUP and Ctrl-C in training: recorded, so that the loop writes a checkpoint first."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupted(SystemExit):
@@ -18,9 +18,10 @@ class Interrupted(SystemExit):
 
 
 class StopSignals:
-    """Records the first SIGTERM or SIGINT inside a `with` block; a second one raises `Interrupted`.
+    """Records the first of `SIGNALS` inside a `with` block; a second one raises `Interrupted`.
 
-    Outside the main thread, where Python delivers no signals, nothing is recorded.
+    SIGHUP, which a closed terminal sends, stays ignored under `nohup`. Outside the main thread,
+    where Python delivers no signals, nothing is recorded.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,9 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._record) for number in SIGNALS}
+            ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            numbers = SIGNALS[:-1] if ignored else SIGNALS
+            self._previous = {number: signal.signal(number, self._record) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:

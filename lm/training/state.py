@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from data_prep.errors import UserError
 from data_prep.prepared import Prepared
 from lm.config import Config, resolve_word_table
-from lm.model.build import build_model
+from lm.model.build import build_model, without_weights
 from lm.model.language_model import LanguageModel, State
 from lm.output import ClassTree
 from lm.training.batches import Batch, Batches
-from lm.training.checkpoint import FORMAT_VERSION, load_checkpoint
+from lm.training.checkpoint import FORMAT_VERSION, LAST, load_checkpoint, what_remains
 from lm.training.metrics import Metrics
 from lm.training.optimizers import build_optimizer, learning_rate
+
+MAX_NATS = 700.0
+"""Loss per token from which a run counts as diverged: its perplexity has 300 digits."""
 
 
 @dataclass
@@ -117,7 +120,7 @@ class TrainingState:
         """Add the losses since the last call, of all devices, to the progress.
 
         Raises:
-            UserError: if a loss is not finite.
+            UserError: if the loss diverged.
         """
         losses = self.carried_loss.losses
         nll = sum(float(loss) * num_tokens for loss, num_tokens in losses)
@@ -126,8 +129,8 @@ class TrainingState:
         sums = torch.tensor([nll, num_tokens], dtype=torch.float64, device=self.fabric.device)
         self.fabric.all_reduce(sums, reduce_op="sum")
         nll, num_tokens = sums.tolist()
-        if not math.isfinite(nll):
-            raise not_finite(nll / num_tokens, self.step)
+        if num_tokens and not nll / num_tokens < MAX_NATS:
+            raise diverged(nll / num_tokens, self.step, self.config.run_path)
         self.progress.nll += nll
         self.progress.num_tokens += int(num_tokens)
 
@@ -140,7 +143,7 @@ class TrainingState:
             epoch=round(progress.batches_done / self.batches.per_epoch, 4),
             tokens=progress.tokens_done,
             learning_rate=learning_rate,
-            train_perplexity=math.exp(min(progress.nll / max(progress.num_tokens, 1), 700)),
+            train_perplexity=math.exp(progress.nll / max(progress.num_tokens, 1)),
             valid_perplexity=valid_perplexity,
             seconds=round(progress.seconds, 3),
             tokens_per_second=round(progress.num_tokens / max(seconds, 1e-9)),
@@ -207,7 +210,7 @@ def build_state(
     num_rows = prepared.vocab_size if tree is None else tree.num_rows
     word_table = resolve_word_table(config, num_rows)
     torch.manual_seed(config.seed)
-    device = torch.device("cpu" if saved is None else "meta")  # a checkpoint has the weights
+    device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
     with fabric.strategy.precision.module_init_context(), device:
         model = build_model(
             config.model, config.output, word_table, tree, config.train.seq_len, counts=counts
@@ -239,11 +242,12 @@ def build_state(
     return state
 
 
-def not_finite(loss: float, step: int) -> UserError:
-    """The error that ends a run once a training or validation loss is not finite."""
+def diverged(loss: float, step: int, folder: Path) -> UserError:
+    """The error that ends a run once a loss is NaN or not below `MAX_NATS`."""
     return UserError(
-        f"the loss became {loss} before step {step};"
-        " the last checkpoint is untouched (a lower optim.lr or optim.clip may help)"
+        f"the loss became {loss:.4g} nats per token before step {step};"
+        f" {what_remains(folder / 'checkpoints' / LAST)}"
+        " (a lower optim.lr or optim.clip may help)"
     )
 
 

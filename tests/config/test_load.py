@@ -9,6 +9,10 @@ from data_prep.errors import UserError
 from lm.config import Config, OutputConfig, differences, load_config, to_dict, to_yaml, validate
 
 MINIMAL = "name: run\ntrain: {max_steps: 5}\n"
+BOMB = MINIMAL + "".join(
+    f"a{i}: &a{i} [{', '.join(10 * [f'*a{i - 1}' if i else 'x'])}]\n" for i in range(12)
+)
+"""Twelve lines that stand for 10^12 values."""
 
 
 def written(folder: Path, text: str) -> Path:
@@ -63,6 +67,15 @@ def test_all_spellings_of_a_number_are_numbers(tmp_path: Path, number: str) -> N
     assert load_config(written(tmp_path, text)).optim.lr == 0.001
 
 
+def test_aliases_and_merge_keys_are_replaced(tmp_path: Path) -> None:
+    text = "name: run\ntrain: &limits {max_steps: 5, threads: 2}\n"
+    base = load_config(written(tmp_path, text))
+    text = "name: run\ntrain: {<<: {max_steps: 7, threads: 2}, max_steps: 5}\n"
+    assert load_config(written(tmp_path, text)) == base
+    text = MINIMAL + "model: {dropout: &d 0.3, dropout_weight: *d}\n"
+    assert load_config(written(tmp_path, text)).model.dropout_weight == 0.3
+
+
 def test_the_resolved_configuration_round_trips(tmp_path: Path) -> None:
     text = MINIMAL + "data: {files: {train: [é.txt, b]}}\noptim: {betas: [0.5, 0.6], lr: 1e-7}\n"
     config = load_config(written(tmp_path, text))
@@ -103,6 +116,13 @@ def test_differences_name_the_keys_and_both_values() -> None:
         ("train: {max_steps: 2021-01-01}", "a value is neither a number nor text: "),
         ("train: {devices: some}", "train.devices: "),
         ("data: {files: {train: 3}}", "data.files.train: "),
+        (
+            "model: {hidden: 1000000000}",
+            "model.hidden: Input should be less than or equal to",
+        ),
+        ("model: {layers: 1000000}", "model.layers: Input should be less than or equal to 10000"),
+        ("model: {init_range: 1e39}", "model.init_range: Input should be less than or equal to 1"),
+        ("train: {threads: 100000}", "train.threads: Input should be less than or equal to 1024"),
         ("seed: -1", "seed: Input should be greater than or equal to 0, got -1"),
     ],
 )
@@ -130,6 +150,17 @@ def test_only_the_two_level_tree_needs_classes(tree: str, needed: bool) -> None:
         (MINIMAL + "name: other\n", "not valid YAML: .*key 'name' given twice.*"),
         (MINIMAL + "model: {hidden: 3, hidden: 4}\n", "not valid YAML: .*'hidden' given twice.*"),
         (MINIMAL + "model: {hidden: 3\n", "not valid YAML: .*line 4.*"),
+        (
+            MINIMAL + "model: {layers: 1}\nseed: 2\nmodel: {}\n",
+            "not valid YAML: .*'model' given twice.* line 5, .*",
+        ),
+        (
+            "name: " + 3000 * "[" + 3000 * "]",
+            "not valid YAML: values are nested too deeply",
+        ),
+        (BOMB, "not valid YAML: with its aliases replaced, it has more than 100000 values"),
+        ("name: &a [*a]\n", "not valid YAML: with its aliases .*"),
+        ("name: [" + 99 * "a, " + "a]\n", "name: Input should be a valid string, got .{,60}"),
         (MINIMAL + "model: !!python/name:os.getcwd\n", "not valid YAML: .*python/name.*"),
     ],
 )

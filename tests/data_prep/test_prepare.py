@@ -14,6 +14,7 @@ from datasets import IterableDataset
 from data_prep import prepare as prepare_module
 from data_prep import prepared as prepared_module
 from data_prep import stages
+from data_prep.classes import word_classes
 from data_prep.errors import UserError
 from data_prep.prepare import open_made_by
 from data_prep.prepared import copy_tokenizer, open_prepared
@@ -144,7 +145,7 @@ def test_an_interrupted_class_stage_leaves_a_folder_that_is_complete_without_cla
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(stages, "build_word_classes", None)
+        patched.setattr(word_classes, "build_word_classes", None)
         with pytest.raises(TypeError):
             corpus.prepare()
     method, corpus.classes = corpus.classes, None

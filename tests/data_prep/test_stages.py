@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from data_prep import stages
+from data_prep.classes import word_classes
 from data_prep.errors import UserError
 from data_prep.prepared import open_prepared
 from data_prep.tokenizer.files import save_tokenizer
@@ -63,7 +64,8 @@ def test_an_interrupted_preparation_continues_and_cannot_be_opened_before(
     corpus.write("train.txt", "another text\n")
 
     with monkeypatch.context() as patched:
-        patched.setattr(stages, stage, Mock(side_effect=KeyboardInterrupt))
+        module = word_classes if stage == "build_word_classes" else stages
+        patched.setattr(module, stage, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             corpus.prepare()
     with pytest.raises(UserError, match="is half prepared"):

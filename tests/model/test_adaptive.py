@@ -87,7 +87,7 @@ def test_cutoffs_that_do_not_increase_within_the_vocabulary_are_an_error(
         AdaptiveSoftmax(H, COUNTS, cutoffs)
 
 
-def test_the_index_is_saved_and_sampling_is_an_error() -> None:
+def test_the_index_is_saved_and_generation_is_an_error() -> None:
     adaptive = layer()
     other = AdaptiveSoftmax(H, torch.arange(N), [5, 15]).double()
     assert not torch.equal(other.index_of_word, adaptive.index_of_word)
@@ -96,6 +96,8 @@ def test_the_index_is_saved_and_sampling_is_an_error() -> None:
     assert torch.equal(other.log_prob(vectors), adaptive.log_prob(vectors))
     with pytest.raises(ValueError, match="does not support sampling"):
         adaptive.sample(vectors)
+    with pytest.raises(ValueError, match="does not support search for the best words"):
+        adaptive.topk(vectors, 1)
 
 
 def test_a_state_with_a_tree_instead_of_the_index_is_loaded() -> None:
@@ -118,3 +120,13 @@ def test_projections_narrow_as_far_as_the_last_has_a_dimension(
 ) -> None:
     last: Any = AdaptiveSoftmax(hidden_size, COUNTS, cutoffs).softmax.tail[-1]
     assert last[0].out_features == width
+
+
+def test_candidates_have_the_probabilities_of_the_whole_distribution() -> None:
+    adaptive, vectors = (
+        AdaptiveSoftmax(8, torch.tensor([3, 9, 1, 5, 2, 4]), [2, 4]),
+        torch.randn(5, 8),
+    )
+    word = torch.randint(6, (5, 9))
+    expected = adaptive.log_prob(vectors).gather(1, word)
+    torch.testing.assert_close(adaptive.candidate_log_prob(vectors, word), expected)

@@ -123,6 +123,17 @@ def test_a_damaged_description_or_one_of_a_later_version_is_refused(tmp_path: Pa
             read_description(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["eos_id", "unk_id"])
+def test_an_id_outside_the_vocabulary_is_named(tmp_path: Path, name: str) -> None:
+    saved(tmp_path)
+    path = rewritten(tmp_path, **{name: 99999})
+    with pytest.raises(UserError, match=f"^{path} is damaged: {name} is 99999, and the model has"):
+        load_model(tmp_path)
+    rewritten(tmp_path, **{name: -1})
+    with pytest.raises(UserError, match=f"^{path} is damaged: "):
+        load_model(tmp_path)
+
+
 def test_missing_weights_are_named(tmp_path: Path, lstm_run: Path) -> None:
     run = copytree(lstm_run, tmp_path / "run")
     (run / "model.safetensors").unlink()

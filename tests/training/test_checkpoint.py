@@ -55,7 +55,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(
         raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
 
     monkeypatch.setattr(torch, "save", save)
-    message = f"^{path}: the disk is full; the previous checkpoint is untouched$"
+    message = f"^{path}: the disk is full; the last checkpoint is untouched$"
     with pytest.raises(UserError, match=message):
         save_checkpoint({}, path)
     assert contents(tmp_path) == before

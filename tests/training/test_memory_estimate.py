@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from data_prep.errors import UserError
-from lm.config import Config, load_config
+from lm.config import Config, load_config, resolve_word_table
+from lm.model.build import build_model, without_weights
 from lm.output import ClassTree
 from lm.output.backends import saved_bytes
 from lm.training import memory_estimate as module
@@ -125,6 +126,30 @@ def test_settings_that_would_be_refused_are_not_proposed(
     other_size = config("model.embedding=8", "word_table.optimizer=adagrad", "train.devices=2")
     with pytest.raises(UserError, match=r"0\.0 GB are available: use fewer words or a smaller"):
         check_memory(other_size)
+
+
+@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
+def test_layers_add_up_without_being_built(config: Configured, backbone: str) -> None:
+    def weights(num_layers: int) -> int:
+        settings = [f"model.backbone={backbone}", "model.heads=2", f"model.layers={num_layers}"]
+        tested = config(*settings, "model.embedding=8")
+        with without_weights():
+            table = resolve_word_table(tested, NUM_ROWS)
+            model = build_model(tested.model, tested.output, table, TREE, 35)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        assert estimate(tested).weights == size
+        return size
+
+    assert weights(5) - weights(4) == weights(2) - weights(1)
+
+
+def test_settings_that_need_more_are_not_a_hint(
+    config: Configured, available: Callable[[int], None]
+) -> None:
+    available(1000)
+    tested = config("model.hidden=1000000", "word_table.optimizer=adagrad")
+    with pytest.raises(UserError, match="are available: use fewer words or a smaller"):
+        check_memory(tested)
 
 
 def test_unknown_memory_refuses_nothing(

@@ -153,6 +153,19 @@ def test_a_longer_training_continues_where_the_shorter_ended(
     assert load_config(tmp_path / "run" / "config.yaml").train.max_steps == 12
 
 
+def test_the_best_checkpoint_is_continued_where_the_last_one_was_deleted(
+    train: Train, arguments: list[str], tmp_path: Path, assert_same: AssertSame
+) -> None:
+    options = ["--log.every_steps=4", "--train.val_every_steps=4"]
+    truth = train(tmp_path / "truth", *options, "--train.max_steps=12")
+    assert main([*arguments, *options, "--train.max_steps=8"]) == 0
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    last.unlink()
+    assert main([*arguments, *options]) == 2
+    assert main([*arguments, *options, "--train.max_steps=12", "--resume", "auto"]) == 0
+    assert_same(tmp_path / "run", truth)
+
+
 def test_a_named_checkpoint_is_continued(
     train: Train, arguments: list[str], tmp_path: Path, outcome_of: Callable[[Path], Any]
 ) -> None:

@@ -1,5 +1,6 @@
 """Continuations that do not fit the run are refused, and change nothing."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -63,7 +64,35 @@ def test_a_damaged_checkpoint_is_refused_when_a_run_continues(
     content[len(content) // 2] ^= 1
     last.write_bytes(content)
     message = failed(run, "--train.max_steps=2", "--resume", "auto")
-    assert message == f"{last} is damaged, or not a checkpoint of sqrtlm"
+    best = last.with_name("best.ckpt")
+    assert message == f"{last} is damaged, or not a checkpoint of sqrtlm"  # best.ckpt is the same
+    best.unlink()
+    best.write_bytes(b"another")
+    assert failed(run, "--train.max_steps=2", "--resume", "auto") == (
+        f"{message}: continue from the best one with --resume {best}"
+    )
+
+
+def test_a_line_of_metrics_that_has_no_figures_is_named(
+    train: Train, tmp_path: Path, failed: Failed
+) -> None:
+    run = train(tmp_path / "run", "--train.max_steps=1")
+    with open(run / "metrics.csv", "ab") as file:
+        file.write(b"1,2,\xff\0,4,5,6,7,8\n")
+    assert re.fullmatch(
+        rf"{run}/metrics.csv, line 3, is damaged \(.*\): delete it to continue",
+        failed(run, "--train.max_steps=2", "--resume", "auto"),
+    )
+
+
+def test_wandb_online_without_a_key_is_refused_before_anything_is_written(
+    tmp_path: Path, failed: Failed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    message = failed(tmp_path / "run", "--log.wandb=online")
+    assert message.startswith("log.wandb: online requires a key: run `wandb login`")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_changed_configuration_is_refused_naming_the_keys(

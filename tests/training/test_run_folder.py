@@ -47,7 +47,8 @@ def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_checkpoint(
     options = ["--optim.optimizer=sgd", "--optim.lr=1e38", "--optim.clip=0"]
     message = failed(tmp_path, *options, "--train.checkpoint_every_steps=1")
     found = re.fullmatch(
-        r"the loss became (nan|inf) before step (\d+); the last checkpoint is untouched"
+        r"the loss became (nan|inf|\S+) nats per token before step (\d+); the last checkpoint is"
+        r" untouched"
         r" \(a lower optim.lr or optim.clip may help\)",
         message,
     )
@@ -57,32 +58,38 @@ def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_checkpoint(
     assert progress["nll"] < 1e6
 
 
+@pytest.mark.parametrize(
+    ("num_saved", "left"),
+    [(0, "there is no checkpoint yet"), (2, "the last checkpoint is untouched")],
+)
 def test_a_full_disk_ends_a_run_and_leaves_the_last_checkpoint(
-    tmp_path: Path, failed: Failed, monkeypatch: pytest.MonkeyPatch
+    num_saved: int, left: str, tmp_path: Path, failed: Failed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save, written = torch.save, list[str]()
 
-    def full_after_two(checkpoint: object, file: Any) -> None:
-        if len(written) == 2:
+    def full(checkpoint: object, file: Any) -> None:
+        if len(written) == num_saved:
             file.write(b"half of it")
             raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
         save(checkpoint, file)
         written.append(file.name)
 
-    monkeypatch.setattr(torch, "save", full_after_two)
+    monkeypatch.setattr(torch, "save", full)
     message = failed(tmp_path, "--train.checkpoint_every_steps=3")
     last = tmp_path / "checkpoints" / "last.ckpt"
-    assert message == f"{last}: the disk is full; the previous checkpoint is untouched"
-    assert batches_done(last) == 6
-    assert [entry.name for entry in last.parent.iterdir()] == ["last.ckpt"]
+    assert message == f"{last}: the disk is full; {left}"
+    names = ["last.ckpt"] if num_saved else []
+    assert [entry.name for entry in last.parent.iterdir()] == names
+    assert [batches_done(last.with_name(name)) for name in names] == [3 * num_saved][: len(names)]
 
 
-def test_weights_whose_validation_is_not_finite_are_not_saved(
-    tmp_path: Path, failed: Failed
+@pytest.mark.parametrize("rate", ["1e9", "1e39"])
+def test_weights_whose_validation_perplexity_is_not_finite_are_not_saved(
+    rate: str, tmp_path: Path, failed: Failed
 ) -> None:
-    options = ["--optim.optimizer=sgd", "--optim.lr=1e39", "--optim.clip=0"]
+    options = ["--optim.optimizer=sgd", f"--optim.lr={rate}", "--optim.clip=0"]
     message = failed(tmp_path, *options, "--train.val_every_steps=1")
-    assert re.match(r"the loss became (nan|inf) before step 1; the last checkpoint is unt", message)
+    assert re.match(r"the loss became \S+ nats per token before step \d; there is no", message)
     assert not (tmp_path / "checkpoints").exists()
     assert read_metrics(tmp_path / "metrics.csv") == []
 
@@ -92,6 +99,6 @@ def test_a_run_that_does_not_fit_in_memory_is_refused_before_it_has_a_folder(
 ) -> None:
     monkeypatch.setattr(memory_estimate, "available_bytes", lambda _: 1000)
     run = tmp_path / "run"
-    need = r"training tiny needs 0\.\d GB of memory .*, 0\.0 GB are available: even"
+    need = r"training tiny needs 0\.\d GB of memory .*, 0\.0 GB are available: use"
     assert re.match(need, failed(run))
     assert not run.exists()

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and kill -9: exit code and checkpoint, and the same result once continued."""
+"""SIGTERM, SIGHUP, Ctrl-C, kill -9: exit code, checkpoint, and the same result once continued."""
 
 import os
 import re
@@ -14,6 +14,7 @@ import pytest
 from lm.cli import main
 from lm.training.batches import Batches
 from lm.training.checkpoint import batches_done
+from lm.training.signals import SIGNALS, StopSignals
 
 Train = Callable[..., Path]
 AssertSame = Callable[[Path, Path], None]
@@ -29,9 +30,22 @@ def long_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_signal_handlers_are_restored_after_a_run(arguments: list[str]) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     assert main([*arguments, "--train.max_steps=1"]) == 0
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_closed_terminal_stops_training_unless_it_is_ignored() -> None:
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.agreed() == signal.SIGHUP
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under `nohup`
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.agreed() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("fatal", [0, 3])
@@ -52,7 +66,8 @@ def test_a_second_signal_stops_at_once(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGKILL, -9)],
 )
 def test_killed_from_outside_at_any_moment_equals_uninterrupted(
     number: signal.Signals,

@@ -1,5 +1,8 @@
 """Expanding nodes: evaluating the softmax of a node gives the log-probabilities of its children.
 
+A penalty θ ≥ 1 multiplies the log-probabilities of some words of a position. Bounds remain valid:
+no word below a node is more probable than the node.
+
 `search` and `sampling` decide which nodes are expanded.
 
 A child is an *item*: word w is item w, node n is item ~n = -1 - n.
@@ -20,6 +23,8 @@ ABSENT = torch.iinfo(torch.int64).max
 """Item that pads shorter rows, with log-probability -∞; sorts after every word."""
 _CAST_ELEMENTS = 1 << 23
 """Largest number of half-precision weights cast to fp32 at once."""
+_LOWEST = -1e30
+"""Least log-probability with a penalty; finite, so that every word can still be found."""
 
 
 def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -64,8 +69,15 @@ class Expansion(NamedTuple):
     """The children of one node, for the V' visits of that node."""
 
     visit: Tensor  # [V'] int64, index among all visits of the call
-    log_prob: Tensor  # [V', children], log-probability of each child given the node
+    log_prob: Tensor  # [V', children], log-probability of each child
     item: Tensor  # [children] int64
+
+
+class Penalty(NamedTuple):
+    """Multiplies the log-probabilities of some words."""
+
+    factor: float  # θ ≥ 1
+    row: Tensor  # [P, L] int64, rows of each position's words, which may repeat; -1 is skipped
 
 
 class Expander:
@@ -81,10 +93,12 @@ class Expander:
         bias: Tensor | None,
         tree: ClassTree,
         first_position: int = 0,
+        penalty: Penalty | None = None,
     ) -> None:
         self.hidden, self._weight, self._bias, self.tree = hidden, weight, bias, tree
         self.dtype = compute_dtype(torch.promote_types(hidden.dtype, weight.dtype))
         self.first_position, self.num_positions = first_position, hidden.shape[0]
+        self.penalty = penalty
         self.num_expanded = 0  # (position, node) pairs so far
         self._item_of_row = _lookup(tree).item_of_row
 
@@ -98,8 +112,8 @@ class Expander:
         num_words = _lookup(self.tree).num_words_below.double()
         return max(0.0, 1 - power) * num_words.log()
 
-    def expand(self, position: Tensor, node: Tensor) -> Iterator[Expansion]:
-        """Expands node [V] at position [V], with one matrix product per distinct node.
+    def expand(self, position: Tensor, node: Tensor, log_prob: Tensor) -> Iterator[Expansion]:
+        """Expands node [V] of log_prob [V] at position [V], one matrix product per distinct node.
 
         A log-probability that is not finite raises a ValueError.
         """
@@ -111,13 +125,23 @@ class Expander:
             rows = slice(first, first + width)
             bias = None if self._bias is None else self._bias[rows]
             hidden = self.hidden[position[visit]]
-            log_prob = torch.log_softmax(logits(hidden, self._weight[rows], bias), dim=1)
-            finite = log_prob.isfinite().all(dim=1)
+            log_q = torch.log_softmax(logits(hidden, self._weight[rows], bias), dim=1)
+            finite = log_q.isfinite().all(dim=1)
             if not bool(finite.all()):
                 wrong = self.first_position + int(position[visit][~finite][0])
                 raise ValueError(f"log-probabilities of position {wrong} are not finite")
             self.num_expanded += visit.numel()
-            yield Expansion(visit, log_prob, self._item_of_row[rows])
+            children = log_prob[visit, None] + log_q
+            if self.penalty is not None:
+                _penalise(children, self.penalty.row[position[visit]] - first, self.penalty.factor)
+            yield Expansion(visit, children, self._item_of_row[rows])
+
+
+def _penalise(log_prob: Tensor, column: Tensor, factor: float) -> None:
+    """Multiplies log_prob [V', M] at column [V', L], where that is within 0 … M - 1, in place."""
+    visit, which = ((column >= 0) & (column < log_prob.shape[1])).nonzero(as_tuple=True)
+    index = (visit, column[visit, which])
+    log_prob[index] = (factor * log_prob[index]).clamp(min=_LOWEST)
 
 
 class Children(NamedTuple):

@@ -4,14 +4,16 @@ They take hidden [..., H], weight [R, H], bias [R] or None, and the tree. The me
 `HierarchicalSoftmax` with the same names document options, results and errors.
 """
 
-import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lm.output.decoding import search
-from lm.output.decoding.expansion import Expander, logits
-from lm.output.decoding.sampling import RejectionSampler, Uniforms, sample_nucleus, sample_topk
+from lm.output.decoding.expansion import Expander, Penalty, logits
+from lm.output.decoding.options import Sampling
+from lm.output.decoding.sampling import RejectionSampler, sample_restricted
+from lm.output.decoding.uniforms import Uniforms
 from lm.output.functional import check_parameters
 from lm.output.tree.class_tree import ClassTree
 
@@ -59,31 +61,59 @@ def sample(
     weight: Tensor,
     bias: Tensor | None,
     tree: ClassTree,
+    options: Sampling,
     *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    previous: Tensor | None = None,
+    seeds: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One word per position [...], drawn exactly from the full distribution."""
+    """One word per position [...], drawn exactly from the distribution that the options define."""
     check_parameters(hidden, weight, bias, tree)
-    _check_options(temperature, top_k, top_p)
-    num_positions = hidden.shape[:-1].numel()
-    if num_positions == 0:
-        return torch.empty(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    if temperature < _MIN_TEMPERATURE:
-        return topk(hidden, weight, bias, tree, 1).word.squeeze(-1)
-    words, power, top_p = [], 1 / temperature, top_p or 1.0
-    uniforms = Uniforms(num_positions, hidden.device, generator)
-    with torch.autocast(hidden.device.type, enabled=False):
+    shape, device = hidden.shape[:-1], hidden.device
+    rows = _penalised_rows(previous, hidden, tree) if options.repetition_penalty > 1 else None
+    if seeds is None:
+        source = device if generator is None else generator.device
+        seeds = torch.empty(shape, dtype=torch.int64, device=source).random_(generator=generator)
+    elif seeds.shape != shape or seeds.dtype != torch.int64:
+        raise ValueError(
+            f"seeds must be {list(shape)} int64, got {list(seeds.shape)} {seeds.dtype}"
+        )
+    words, seeds = [seeds.new_empty(0, device=device)], seeds.to(device).flatten()
+    with torch.autocast(device.type, enabled=False):
         for expander in _expanders(hidden, weight, bias, tree):
-            if top_k is not None and top_k < tree.vocab_size:
-                words.append(sample_topk(expander, uniforms, power, top_k, top_p))
-            elif top_p < 1:
-                words.append(sample_nucleus(expander, uniforms, power, top_p))
-            else:
-                words.append(RejectionSampler(expander, uniforms, power).sample())
-    return torch.cat(words).view(hidden.shape[:-1])
+            block = slice(expander.first_position, expander.first_position + expander.num_positions)
+            if rows is not None:
+                expander.penalty = Penalty(options.repetition_penalty, rows[block])
+            if expander.num_positions:
+                words.append(_sample_block(expander, Uniforms(seeds[block]), options))
+    return torch.cat(words).view(shape)
+
+
+def _sample_block(expander: Expander, uniforms: Uniforms, options: Sampling) -> Tensor:
+    """A word for each position [P]."""
+    top_k, top_p = options.top_k, options.top_p
+    top_k = None if top_k is not None and top_k >= expander.tree.vocab_size else top_k
+    options = replace(options, top_k=top_k, top_p=None if top_p == 1 else top_p)
+    if options.temperature < _MIN_TEMPERATURE:
+        return search.topk(expander, 1).word.squeeze(1)
+    if options.top_k is not None or options.top_p is not None or options.min_p:
+        return sample_restricted(expander, uniforms, options)
+    return RejectionSampler(expander, uniforms, 1 / options.temperature).sample()
+
+
+def _penalised_rows(previous: Tensor | None, hidden: Tensor, tree: ClassTree) -> Tensor:
+    """The rows [P, L] of the words [..., L] that the repetition penalty applies to, or -1."""
+    if previous is None:
+        raise ValueError("repetition_penalty requires the previous words")
+    if previous.shape[:-1] != hidden.shape[:-1] or previous.dtype != torch.int64:
+        raise ValueError(
+            f"previous must be {[*hidden.shape[:-1], 'L']} int64,"
+            f" got {list(previous.shape)} {previous.dtype}"
+        )
+    if previous.numel() and not -1 <= int(previous.min()) <= int(previous.max()) < tree.vocab_size:
+        raise ValueError(f"previous must be words 0 … {tree.vocab_size - 1}, or -1")
+    previous = previous.reshape(hidden.shape[:-1].numel(), previous.shape[-1]).to(hidden.device)
+    return tree.row_of_word[previous.clamp(min=0)].masked_fill(previous < 0, -1)
 
 
 def _expanders(
@@ -93,12 +123,3 @@ def _expanders(
     step = max(1, _BLOCK_ELEMENTS // tree.max_path_columns)
     blocks = torch.split(hidden.reshape(-1, hidden.shape[-1]), step)
     return [Expander(block, weight, bias, tree, i * step) for i, block in enumerate(blocks)]
-
-
-def _check_options(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be within (0, 1], got {top_p}")

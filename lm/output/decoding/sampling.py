@@ -19,8 +19,13 @@ whatever has been expanded before. Trials repeated until one succeeds thus sampl
 although each trial uses what the rejected ones have expanded: t replaces b_n, so rejections become
 rarer. For T = 1 bounds and totals agree (u_n = 1 = S_n): no trial is rejected, and only the nodes
 on the path of the word are expanded.
+
+A repetition penalty θ gives words that occurred before the weight P^(βθ) instead of P^β. Since
+θ ≥ 1 the bounds (1) remain valid, and nothing else changes; at T = 1 trials may then be rejected.
 """
 
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,30 +33,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output.decoding.expansion import Children, Expander, pack
-from lm.output.decoding.search import nuclei, topk
-
-
-class Uniforms:
-    """Uniform random numbers in [0, 1), fp64: an independent sequence for each position."""
-
-    def __init__(
-        self, num_positions: int, device: torch.device, generator: torch.Generator | None
-    ) -> None:
-        self._generator = generator
-        self._numbers = torch.empty(0, num_positions, dtype=torch.float64, device=device)
-        self._num_used = torch.zeros(num_positions, dtype=torch.int64, device=device)
-
-    def draw(self, position: Tensor) -> Tensor:
-        """The next number [V] for each of V ≥ 1 distinct positions [V] int64."""
-        used = self._num_used[position]
-        self._num_used[position] += 1
-        num_rows, num_positions = self._numbers.shape
-        if int(used.max()) == num_rows:  # doubles the numbers of each position
-            device = position.device if self._generator is None else self._generator.device
-            shape, dtype = (max(1, num_rows), num_positions), self._numbers.dtype
-            new = torch.rand(shape, generator=self._generator, dtype=dtype, device=device)
-            self._numbers = torch.cat([self._numbers, new.to(position.device)])
-        return self._numbers[used, position]
+from lm.output.decoding.options import Sampling
+from lm.output.decoding.search import TopK, nuclei, topk, within_ratio
+from lm.output.decoding.uniforms import Uniforms
 
 
 def draw(log_weight: Tensor, uniform: Tensor) -> Tensor:
@@ -65,28 +49,35 @@ def draw(log_weight: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, point, right=True).squeeze(1)
 
 
-def sample_topk(
-    expander: Expander, uniforms: Uniforms, power: float, k: int, top_p: float
-) -> Tensor:
-    """A word [P] among the k most probable; of these, within the share `top_p` of Σ P^power."""
-    best = topk(expander, k)
-    log_weight = power * best.log_prob.double()
-    if top_p < 1:
-        before = F.pad(log_weight.softmax(dim=1).cumsum(dim=1)[:, :-1], (1, 0))
-        log_weight = log_weight.masked_fill(before >= top_p, -torch.inf)
-    position = torch.arange(expander.num_positions, device=best.word.device)
-    column = draw(log_weight, uniforms.draw(expander.first_position + position))
-    return best.word[position, column]
-
-
-def sample_nucleus(expander: Expander, uniforms: Uniforms, power: float, top_p: float) -> Tensor:
-    """A word [P] of the nucleus: the most probable words with share `top_p` of Σ P^power."""
+def sample_restricted(expander: Expander, uniforms: Uniforms, options: Sampling) -> Tensor:
+    """A word [P] within `top_k`, `top_p` and `min_p`, at least one of which is given."""
+    power = 1 / options.temperature
     word = torch.empty(expander.num_positions, dtype=torch.int64, device=expander.hidden.device)
-    for position, nucleus in nuclei(expander, power, top_p):
-        uniform = uniforms.draw(expander.first_position + position)
-        column = draw(power * nucleus.log_prob.double(), uniform)
-        word[position] = nucleus.word.gather(1, column[:, None]).squeeze(1)
+    for position, words in _candidates(expander, power, options):
+        log_weight = power * words.log_prob.double()
+        if options.top_k is not None and options.top_p is not None:
+            before = F.pad(log_weight.softmax(dim=1).cumsum(dim=1)[:, :-1], (1, 0))
+            log_weight = log_weight.masked_fill(before >= options.top_p, -torch.inf)
+        if options.min_p:
+            cut = log_weight[:, :1] + math.log(options.min_p)
+            log_weight = log_weight.masked_fill(log_weight < cut, -torch.inf)
+        column = draw(log_weight, uniforms.draw(position))
+        word[position] = words.word.gather(1, column[:, None]).squeeze(1)
     return word
+
+
+def _candidates(
+    expander: Expander, power: float, options: Sampling
+) -> Iterator[tuple[Tensor, TopK]]:
+    """Positions and their words in descending order, the first ones of which are admissible."""
+    if options.top_k is not None:
+        position = torch.arange(expander.num_positions, device=expander.hidden.device)
+        yield position, topk(expander, options.top_k)
+    elif options.top_p is not None:
+        yield from nuclei(expander, power, options.top_p)
+    else:
+        assert options.min_p
+        yield from within_ratio(expander, power, options.min_p)
 
 
 class _Trial(NamedTuple):
@@ -114,8 +105,10 @@ class RejectionSampler:
     def __init__(self, expander: Expander, uniforms: Uniforms, power: float) -> None:
         self._expander, self._uniforms, self._power = expander, uniforms, power
         self._log_bound = expander.log_bound(power)
+        self._exact = power == 1 and expander.penalty is None
         position = torch.arange(expander.num_positions, device=expander.hidden.device)
-        (root,) = expander.expand(position, torch.zeros_like(position))
+        root_log_prob = position.new_zeros(position.shape, dtype=expander.dtype)
+        (root,) = expander.expand(position, torch.zeros_like(position), root_log_prob)
         self._log_prob = root.log_prob
         self._item = root.item.expand(expander.num_positions, -1)
         self._log_weight = self._weigh(self._log_prob, self._item)
@@ -125,15 +118,12 @@ class RejectionSampler:
         """A word for each position, [P] int64."""
         position = torch.arange(self._expander.num_positions, device=self._word.device)
         while position.numel():
-            column = draw(self._log_weight[position], self._uniform(position))
+            column = draw(self._log_weight[position], self._uniforms.draw(position))
             known = (self._item, self._log_prob, self._log_weight)
             item, log_prob, log_weight = (tensor[position, column] for tensor in known)
             trial = _Trial(position, item, log_prob, log_weight, column)
             position = self._complete(trial)
         return self._word
-
-    def _uniform(self, position: Tensor) -> Tensor:
-        return self._uniforms.draw(self._expander.first_position + position)
 
     def _complete(self, trial: _Trial) -> Tensor:
         """Continues trials until each has a word or is rejected; returns the rejected positions."""
@@ -150,15 +140,15 @@ class RejectionSampler:
 
     def _expand(self, trial: _Trial) -> tuple[_Trial, Tensor]:
         """Replaces each trial's node by one of its children; also, which trials are accepted."""
-        uniform = self._uniform(trial.position)
+        uniform = self._uniforms.draw(trial.position)
         accepted = torch.ones_like(uniform, dtype=torch.bool)
         below = _Trial(trial.position, *(torch.empty_like(tensor) for tensor in trial[1:]))
         new_items = []
-        for visit, log_q, item in self._expander.expand(trial.position, ~trial.item):
+        expansions = self._expander.expand(trial.position, ~trial.item, trial.log_prob)
+        for visit, log_prob, item in expansions:
             parent, point = trial.select(visit), uniform[visit]
-            log_prob = parent.log_prob[:, None] + log_q
             log_weight = self._weigh(log_prob, item)
-            if self._power != 1:
+            if not self._exact:
                 accepted[visit], point = self._accept(parent, log_weight, point)
                 if bool((item < 0).any()):
                     self._log_weight[parent.position, parent.column] = -torch.inf

@@ -1,4 +1,4 @@
-"""Best-first search over a tree of softmaxes, for the most probable words and for top-p.
+"""Best-first search over a tree of softmaxes, for top-k, top-p and min-p.
 
 No word below a node is more probable than the node itself. A node therefore needs to be expanded
 only while it is at least as probable as the least probable word of the result. How many that are
@@ -6,7 +6,8 @@ depends on the distribution: if most of the probability lies in a few classes, o
 expanded; if it is flat, as in an untrained layer, nearly all are.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -52,16 +53,15 @@ class _Frontier:
         Of each node only the `max_words` most probable words are returned.
         """
         row, column = chosen.nonzero(as_tuple=True)
-        above = self.log_prob[row, column]
+        node, above = self.node[row, column], self.log_prob[row, column]
         words, nodes = [], []
-        for visit, log_q, item in self._expander.expand(self.position[row], self.node[row, column]):
-            log_prob = above[visit, None] + log_q
+        for visit, log_prob, item in self._expander.expand(self.position[row], node, above):
             is_word = item >= 0
             below = TopK(log_prob[:, is_word], item[is_word].expand(visit.numel(), -1))
             below = below if max_words is None else _best(below, max_words)
             words.append(Children(row[visit], *below))
-            node = ~item[~is_word].expand(visit.numel(), -1)
-            nodes.append(Children(row[visit], log_prob[:, ~is_word], node))
+            child = ~item[~is_word].expand(visit.numel(), -1)
+            nodes.append(Children(row[visit], log_prob[:, ~is_word], child))
         self.log_prob = self.log_prob.masked_fill(chosen, -torch.inf)
         num_rows = self.position.numel()
         log_prob, node = pack(nodes, num_rows, like=self.log_prob)
@@ -109,10 +109,44 @@ def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Ten
 
     Yields positions [A] and their words [A, size]; smaller sets are padded with log_prob -∞.
     """
-    frontier, log_bound = _Frontier(expander), expander.log_bound(power)
+    log_bound, exact = expander.log_bound(power), power == 1 and expander.penalty is None
+
+    def needed(frontier: _Frontier, log_prob: Tensor) -> tuple[Tensor, Tensor]:
+        node_log_weight = power * frontier.log_prob.double() + log_bound[frontier.node]
+        return _needed_for_nucleus(
+            frontier.log_prob, node_log_weight, log_prob, power, top_p, exact
+        )
+
+    return _sets(expander, needed)
+
+
+def within_ratio(expander: Expander, power: float, min_p: float) -> Iterator[tuple[Tensor, TopK]]:
+    """The words with P^power ≥ min_p · max P^power, 0 < min_p ≤ 1; yields as `nuclei` does.
+
+    Expands a node only if it is at least that probable itself.
+    """
+
+    def needed(frontier: _Frontier, log_prob: Tensor) -> tuple[Tensor, Tensor]:
+        largest = torch.cat([log_prob, frontier.log_prob], dim=1).amax(dim=1, keepdim=True)
+        cut = power * largest.double() + math.log(min_p)  # at least the final one
+        chosen = power * frontier.log_prob.double() >= cut
+        return chosen, (power * log_prob.double() >= cut).sum(dim=1)
+
+    return _sets(expander, needed)
+
+
+def _sets(
+    expander: Expander, needed: Callable[[_Frontier, Tensor], tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Tensor, TopK]]:
+    """Sets of most probable words.
+
+    `needed` returns, for the log-probabilities [A, M] of the words found, the nodes to expand
+    [A, F] bool, and where there are none, the size of the set [A].
+    """
+    frontier = _Frontier(expander)
     words = frontier.expand(torch.ones_like(frontier.log_prob, dtype=torch.bool))
     while frontier.position.numel():
-        chosen, size = _needed_for_nucleus(frontier, log_bound, words.log_prob, power, top_p)
+        chosen, size = needed(frontier, words.log_prob)
         active = chosen.any(dim=1)
         done = ~active
         if bool(done.any()):
@@ -123,12 +157,17 @@ def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Ten
 
 
 def _needed_for_nucleus(
-    frontier: _Frontier, log_bound: Tensor, word_log_prob: Tensor, power: float, top_p: float
+    node_log_prob: Tensor,
+    node_log_weight: Tensor,
+    word_log_prob: Tensor,
+    power: float,
+    top_p: float,
+    exact: bool,
 ) -> tuple[Tensor, Tensor]:
     """Nodes to expand [A, F] bool; where there are none, the size of the nucleus [A].
 
     Z = Σ P^power lies between `low`, the mass of the words found, and `high`, which adds the upper
-    bounds of the nodes (exact for power 1). Let j + 1 be the smallest number of words, most
+    bounds of the nodes (which may be exact). Let j + 1 be the smallest number of words, most
     probable first, that reach top_p · high. These contain every word of the nucleus found so far;
     they are the nucleus if no node can hold a word as probable as the last of them and j words do
     not reach top_p · low. Otherwise, the nodes to expand are:
@@ -137,8 +176,6 @@ def _needed_for_nucleus(
     - else those that can hold a word as probable as the last of the j + 1;
     - if there are none: the heaviest ones, with at least half of high - low.
     """
-    node_log_prob = frontier.log_prob
-    node_log_weight = power * node_log_prob.double() + log_bound[frontier.node]
     sorted_log_prob = word_log_prob.sort(dim=1, descending=True).values
     sorted_log_prob = F.pad(sorted_log_prob, (0, 1), value=-torch.inf)
     log_weight = power * sorted_log_prob.double()
@@ -148,7 +185,7 @@ def _needed_for_nucleus(
     node_mass = (node_log_weight - largest).exp()
     gap = node_mass.sum(dim=1, keepdim=True)
     high = mass[:, -1:] + gap
-    low = high if power == 1 else mass[:, -1:]
+    low = high if exact else mass[:, -1:]
 
     j = (mass[:, 1:] < top_p * high).sum(dim=1, keepdim=True)
     reached = j < word_log_prob.shape[1]

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import locale
+import logging
 import lzma
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,20 @@ def test_lines_do_not_depend_on_batches(tmp_path: Path, size: int) -> None:
     lines = [f"{i} line" * size for i in range(2 * ROWS_PER_BATCH + 3 if size == 1 else 1)]
     write(tmp_path, "\n".join(lines).encode())
     assert read(tmp_path, "corpus.txt") == lines
+
+
+def test_a_hub_that_cannot_be_reached_is_named_without_its_retries(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s")
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    message = "^data.hub a/b cannot be opened: ConnectionError: no network$"
+    with pytest.raises(UserError, match=message):
+        splits(DataConfig(hub="a/b"))
+    assert caplog.messages == []
 
 
 def test_empty_lines_can_be_omitted(tmp_path: Path) -> None:

@@ -26,6 +26,16 @@ def test_a_token_file_holds_lines_with_eos_and_their_counts(tmp_path: Path) -> N
     assert map_array(tmp_path / "x.npy", info.array).dtype == np.uint16
 
 
+def test_special_words_in_the_text_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    encode_split(["the <eos>", "x<eos>y"], TOKENIZER, tmp_path / "x.npy", progress=False)
+    assert caplog.messages == ["x: the text contains <eos> (2), counted as special words"]
+    encode_split(["the cat"], TOKENIZER, tmp_path / "x.npy", progress=False)
+    assert len(caplog.messages) == 1
+
+
 def test_more_than_65536_words_take_four_bytes(tmp_path: Path) -> None:
     for vocab_size, dtype in ((65_536, "uint16"), (65_537, "uint32")):
         words = ["<eos>", "<unk>", *map(str, range(vocab_size - 2))]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from data_prep.compiled import compiled
 from data_prep.tokenizer import hash_table
+from data_prep.tokenizer.word_dict import MAX_VOCABULARY_BYTES, WordDict
 from data_prep.tokenizer.word_index import RepeatedWord, WordCounter, WordIndex, count_words_in
 
 
@@ -62,6 +63,25 @@ def test_ids_are_positions_and_newlines_may_have_one() -> None:
     assert index.ids("1\n\n 2 zebra\n", 9).tolist() == [1, 2, 9]
     assert index.ids("1\n\n 2 zebra\n", 9, line_end=3).tolist() == [1, 3, 3, 2, 9, 3]
     assert index.ids("", 9, line_end=3).tolist() == []
+
+
+@settings(deadline=None)
+@given(st.text("ab \n\u2003\x1c\ud800"), st.sampled_from([-1, 3]))
+def test_a_dictionary_finds_what_the_index_finds(text: str, line_end: int) -> None:
+    words = ["a", "b", "ab", "<unk>", "<eos>"]
+    small, index = WordDict(words), WordIndex.of(words)
+    assert small.ids(text, 9, line_end).tolist() == index.ids(text, 9, line_end).tolist()
+    assert (len(small), list(small), small[1], small.id("c")) == (5, words, "b", -1)
+
+
+def test_a_vocabulary_that_is_large_or_wrong_is_not_read_as_a_dictionary() -> None:
+    right = b"<eos>\t1\n<unk>\t2\nthe\t3\n"
+    assert list(WordDict.parse(right) or ()) == ["<eos>", "<unk>", "the"]
+    large = right + b"".join(b"%07d\t1\n" % i for i in range(MAX_VOCABULARY_BYTES // 10))
+    for wrong in (b"", b"the\t3\n", right + b"the\t3\n", right + b"a\n", right + b"\t1\n"):
+        assert WordDict.parse(wrong) is None
+    for wrong in (right + b"\xff\t1\n", right + "a\t²\n".encode(), large):
+        assert WordDict.parse(wrong) is None
 
 
 def test_a_repeated_word_is_refused_with_both_ids() -> None:

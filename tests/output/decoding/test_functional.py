@@ -5,9 +5,20 @@ import torch
 
 from lm.output import hierarchical_cross_entropy
 from lm.output.decoding import expansion, functional
-from lm.output.decoding.functional import log_prob, sample, topk
+from lm.output.decoding.functional import log_prob, topk
 
-from .truth import OPTIONS, H, N, P, all_shapes, converted, draw_many, random_layer, word_log_prob
+from .truth import (
+    OPTIONS,
+    H,
+    N,
+    P,
+    all_shapes,
+    converted,
+    draw_many,
+    random_layer,
+    sample,
+    word_log_prob,
+)  # fmt: skip
 
 
 @all_shapes
@@ -109,8 +120,9 @@ def test_empty_batch_gives_no_words() -> None:
     hidden = torch.zeros(2, 0, H, dtype=torch.float64)
     assert log_prob(hidden, weight, bias, tree).tolist() == [[], []]
     assert topk(hidden, weight, bias, tree, 3).word.tolist() == [[], []]
+    layer = (torch.zeros(2, H, dtype=torch.float64), weight, bias, tree)
     for options in [*OPTIONS, {"temperature": 0}]:
-        assert sample(hidden, weight, bias, tree, **options).tolist() == [[], []]
+        assert draw_many(layer, 0, **options).tolist() == [[], []]
 
 
 def test_wrong_k_or_shapes_raise() -> None:

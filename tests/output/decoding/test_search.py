@@ -1,5 +1,7 @@
 """Best-first search: exact top-k and nuclei, and which nodes are expanded for them."""
 
+import math
+
 import pytest
 import torch
 
@@ -102,3 +104,24 @@ def test_log_bound_holds_at_every_node_and_is_tight_for_equal_words(shape: str) 
             assert bool(((power * log_q).logsumexp(1) <= bound + 1e-12).all())
         equal = torch.full((len(words),), 1 / len(words), dtype=torch.float64)
         torch.testing.assert_close(expander.log_bound(0.4)[node], equal.pow(0.4).sum().log())
+
+
+@all_shapes
+@pytest.mark.parametrize("power", [0.6, 1.0, 2.0])
+@pytest.mark.parametrize("min_p", [1.0, 0.3, 0.01])
+def test_words_within_the_ratio_are_found_with_exactly_the_nodes_within_it(
+    shape: str, power: float, min_p: float
+) -> None:
+    layer = random_layer(shape)
+    expander = Expander(*layer)
+    found: dict[int, list[int]] = {}
+    for position, words in search.within_ratio(expander, power, min_p):
+        for p, word, log_prob in zip(position.tolist(), words.word, words.log_prob, strict=True):
+            found[p] = word[log_prob > -torch.inf].tolist()
+    log_prob = word_log_prob(*layer)
+    cut = log_prob.amax(1) + math.log(min_p) / power
+    for p, each in enumerate(log_prob):
+        expected = each.argsort(descending=True)[: int((each >= cut[p]).sum())]
+        assert found[p] == expected.tolist()
+    num_nodes = int((node_log_prob(*layer) >= cut[:, None] - 1e-12).sum())
+    assert expander.num_expanded == num_nodes

@@ -1,14 +1,14 @@
 """The distribution over all words, computed word by word in fp64, for random layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lm.output import ClassTree
-from lm.output.decoding.functional import sample
+from lm.output import ClassTree, Sampling
+from lm.output.decoding import functional
 
 N, H, P = 23, 5, 6
 
@@ -16,7 +16,8 @@ Layer = tuple[Tensor, Tensor, Tensor, ClassTree]
 """hidden [P, H], weight [R, H], bias [R] and the tree, as decoding takes them."""
 Options = dict[str, Any]
 OPTIONS: list[Options] = [
-    {}, {"temperature": 1.5}, {"temperature": 0.6}, {"top_k": 9}, {"top_p": 0.9}
+    {}, {"temperature": 1.5}, {"temperature": 0.6}, {"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1},
+    {"repetition_penalty": 1.4, "previous": [3, 0, 3]},
 ]  # fmt: skip
 
 
@@ -96,9 +97,18 @@ def node_log_prob(hidden: Tensor, weight: Tensor, bias: Tensor, tree: ClassTree)
 
 
 def restricted(
-    log_prob: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+    log_prob: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    previous: Sequence[int] = (),
 ) -> Tensor:
-    """The distribution [N] to sample from: temperature, then top-k, then top-p."""
+    """The distribution [N] to sample from: penalty, temperature, top-k, top-p, then min-p."""
+    log_prob = log_prob.clone()
+    known = sorted(set(previous) - {-1})
+    log_prob[known] = (repetition_penalty * log_prob)[known]
     order = log_prob.argsort(descending=True, stable=True)
     probs = (log_prob[order] / temperature).softmax(0)
     if top_k is not None:
@@ -107,12 +117,37 @@ def restricted(
     if top_p is not None:
         before = probs.cumsum(0) - probs
         probs[before >= top_p] = 0
+    if min_p is not None:
+        probs[probs < min_p * probs[0]] = 0
     return torch.zeros_like(probs).scatter(0, order, probs / probs.sum())
 
 
-def draw_many(layer: Layer, num_draws: int, **options: Any) -> Tensor:
+def sample(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    tree: ClassTree,
+    *,
+    previous: Tensor | None = None,
+    seeds: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> Tensor:
+    """`decoding.sample` with the fields of `Sampling` as options."""
+    return functional.sample(
+        *(hidden, weight, bias, tree, Sampling(**options)),
+        previous=previous,
+        seeds=seeds,
+        generator=generator,
+    )
+
+
+def draw_many(
+    layer: Layer, num_draws: int, *, previous: Sequence[int] = (), **options: Any
+) -> Tensor:
     """Draws [P, num_draws], in one call."""
     hidden, weight, bias, tree = layer
     generator = torch.Generator().manual_seed(1)
     repeated = hidden[:, None].expand(-1, num_draws, -1)
-    return sample(repeated, weight, bias, tree, generator=generator, **options)
+    words = torch.tensor(previous, dtype=torch.int64).expand(*repeated.shape[:-1], -1)
+    return sample(repeated, weight, bias, tree, previous=words, generator=generator, **options)

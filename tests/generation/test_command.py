@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm import generation
+from data_prep.tokenizer.files import load_tokenizer
 from lm.cli import main
-from lm.generation import generate
+from lm.generation import Sampling, generate, sampling
+from lm.generation.text import encode_prompt
 from lm.model.files import load_model
 from lm.model.language_model import LanguageModel
 from lm.training.metrics import read_metrics
@@ -89,7 +91,7 @@ def test_prompt_of_several_lines_is_continued(song_run: Path, printed: Printed) 
 def test_greedy_token_is_the_most_probable_given_all_before(song_run: Path) -> None:
     model, description = load_model(song_run)
     tokens = [description.eos_id]
-    drawn = list(generate(model, tokens, num_tokens=12, num_samples=1, temperature=0.0))
+    drawn = list(generate(model, tokens, num_tokens=12, sampling=Sampling(temperature=0)))
     with torch.no_grad():
         for token in drawn:
             hidden, _ = model(torch.tensor(tokens)[:, None])
@@ -111,7 +113,7 @@ def test_long_prompts_are_read_in_chunks(
         return forward(self, tokens, state)
 
     monkeypatch.setattr(LanguageModel, "forward", recorded)
-    monkeypatch.setattr(generation, "PROMPT_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(sampling, "PROMPT_CHUNK_TOKENS", 4)
     assert printed(run, *options) == whole
     assert lengths == [4, 4, 4, *[1] * 19]  # twelve with both <eos>
 
@@ -144,7 +146,7 @@ def test_prompt_is_read_from_stdin(
 
 def test_options_that_leave_one_word_are_greedy(lstm_run: Path, printed: Printed) -> None:
     greedy = printed(lstm_run, "--temperature=0", "--tokens=15")
-    for option in ("--top-k=1", "--top-p=1e-9", "--temperature=1e-4"):
+    for option in ("--top-k=1", "--top-p=1e-9", "--min-p=1", "--temperature=1e-4"):
         assert printed(lstm_run, option, "--tokens=15", "--seed=3") == greedy
 
 
@@ -161,14 +163,126 @@ def test_frequencies_of_the_first_word_match_its_probabilities(lstm_run: Path) -
     assert chi_square < degrees + 5 * (2 * degrees) ** 0.5
 
 
-def test_empty_prompt_raises(lstm_run: Path) -> None:
-    model, _ = load_model(lstm_run)
-    with pytest.raises(ValueError, match=r"^the prompt must have at least one token$"):
-        next(generate(model, [], num_tokens=1, num_samples=1))
-
-
 def test_prompt_from_stdin_must_be_utf8(
     lstm_run: Path, complaint: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the \xff cat"), "utf-8"))
     assert complaint("generate", lstm_run, "--prompt", "-").startswith("--prompt -: invalid UTF-8")
+
+
+def test_stop_strings_end_the_text_before_them(song_run: Path, printed: Printed) -> None:
+    options = [song_run, "--temperature=0", "--tokens=30", "--prompt", "one man"]
+    assert printed(*options, r"--stop=\n") == f"{SONG[0]}\n"
+    assert printed(*options, "--stop=along", "--stop=nowhere") == (
+        "\n".join([*SONG[:2], "his dog came "]) + "\n"
+    )
+    (sample,) = json.loads(printed(*options, "--stop=along", "--json"))["samples"]
+    assert sample.endswith("his dog came ")
+
+
+def test_prompts_of_a_file_are_continued_as_each_alone(
+    run: Path, printed: Printed, tmp_path: Path
+) -> None:
+    prompts = ["the cat", "", "a dog", "the old woman sees", "the cat"]
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(prompts) + "\n")
+    options = [run, "--tokens=12", "--samples=2", "--seed=3"]
+    alone = [printed(*options, "--prompt", prompt, "--json") for prompt in prompts]
+    assert printed(*options, "--prompts", file, "--json") == "".join(alone)
+    text = [printed(*options, "--prompt", prompt) for prompt in prompts]
+    assert printed(*options, "--prompts", file) == "".join(text)
+
+
+def test_unknown_words_of_prompts_are_reported(
+    lstm_run: Path, caplog: pytest.LogCaptureFixture, printed: Printed
+) -> None:
+    printed(lstm_run, "--tokens=1", "--prompt", "the qwerty sees <unk> a unicorn qwerty")
+    assert [record.getMessage() for record in caplog.records] == [
+        "unknown words of the prompt, read as <unk>: qwerty, unicorn"
+    ]
+    caplog.clear()
+    many = " ".join(f"x{number}" for number in range(13))
+    printed(lstm_run, "--tokens=1", "--prompt", many)
+    (record,) = caplog.records
+    assert record.getMessage().endswith("x8, x9 and 3 more")
+    caplog.clear()
+    printed(lstm_run, "--tokens=1", "--prompt", "the cat")
+    assert caplog.records == []
+
+
+def test_table_of_classes_multiplies_to_the_probability_of_each_word(
+    run: Path, printed: Printed
+) -> None:
+    options = [run, "--prompt=the cat\na", "--samples=2", "--tokens=9", "--show-classes"]
+    header, *rows = [line.split("\t") for line in printed(*options).splitlines()]
+    assert header == ["prompt", "sample", "P(class)", "P(word | class)", "word"]
+    assert [row[:2] for row in rows] == [["1", "1"]] * 9 + [["1", "2"]] * 9
+    values = json.loads(printed(*options, "--json"))
+    steps = [step for sample in values["steps"] for step in sample]
+    assert [step["word"] for step in steps] == [row[4] for row in rows]
+    (model, _), tokenizer = load_model(run), load_tokenizer(run)
+    for sample in values["steps"]:
+        tokens = encode_prompt(tokenizer, "the cat\na")
+        for step in sample:
+            with torch.no_grad():
+                hidden, _ = model(torch.tensor(tokens)[:, None])
+                log_prob = model.output.log_prob(hidden[-1, 0])
+            tokens += tokenizer.encode(step["word"])
+            expected = float(log_prob[tokens[-1]].exp())
+            assert math.prod(step["probabilities"]) == pytest.approx(expected, rel=1e-4)
+    for row, step in zip(rows, steps, strict=True):
+        assert [float(p) for p in row[2:4]] == pytest.approx(step["probabilities"], abs=1e-6)
+
+
+def test_best_beam_is_printed_and_its_samples_are_in_order(run: Path, printed: Printed) -> None:
+    options = [run, "--prompt=the cat", "--tokens=8", "--beams=5", "--length-penalty=0"]
+    values = json.loads(printed(*options, "--samples=3", "--json", "--show-classes"))
+    assert values["log_probs"] == sorted(values["log_probs"], reverse=True)
+    for log_prob, steps in zip(values["log_probs"], values["steps"], strict=True):
+        probs = [p for step in steps for p in step["probabilities"]]
+        assert sum(map(math.log, probs)) == pytest.approx(log_prob, rel=1e-4)
+    assert printed(*options) == f"the cat{values['samples'][0]}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--length-penalty=1"], "--length-penalty requires --beams"),
+        (["--beams=2", "--samples=3"], "--samples 3 requires as many --beams"),
+        (["--beams=2", "--length-penalty=99"], "length_penalty must be within ±10, got 99.0"),
+        (["--prompt=a", "--prompts=b"], "not allowed with argument --prompt"),
+        (["--tokens=1.5"], "argument --tokens: must be an integer, got '1.5'"),
+        (["--seed=18446744073709551616"], "seed must be within -2^63 … 2^64 - 1, got 1844"),
+        (["--samples=1000000000"], "the texts need 6,400 GB of memory"),
+        (["--beams=1000000000"], "the beams need "),
+        (["--stop="], "a stop string must not be empty"),
+        (["--min-p=2"], "generate: min_p must be within [0, 1], got 2.0"),
+        (["--repetition-penalty=0.5"], "repetition_penalty must be finite and at least 1"),
+        *(
+            (["--beams=2", f"{option}=1"], f"{option} cannot be combined with --beams")
+            for option in ["--temperature", "--top-k", "--top-p", "--min-p", "--stop", "--seed"]
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_one_line(
+    lstm_run: Path, complaint: Callable[..., str], options: list[str], message: str
+) -> None:
+    assert message in complaint("generate", lstm_run, *options)
+
+
+def test_seeds_of_64_bits_are_taken(lstm_run: Path, printed: Printed) -> None:
+    texts = [
+        printed(lstm_run, "--tokens=9", f"--seed={seed}") for seed in (2**64 - 1, -1, -(2**63), 0)
+    ]
+    assert texts[0] == texts[1]  # modulo 2^64
+    assert len(set(texts)) == 3
+
+
+def test_a_file_is_no_run_and_a_file_without_prompts_is_an_error(
+    lstm_run: Path, complaint: Callable[..., str], tmp_path: Path
+) -> None:
+    file = tmp_path / "empty.txt"
+    file.touch()
+    assert complaint("generate", file) == f"{file} is a file, not the folder of a run"
+    assert complaint("generate", lstm_run, "--prompts", file) == f"{file}: no prompts"

@@ -1,0 +1,123 @@
+"""Beam search: the continuations of a prompt with the largest score.
+
+The score of a continuation of L tokens is log P / L^α, with length penalty α. It ends with `<eos>`
+or has `num_tokens` tokens. In each step every one of up to K live continuations is extended by its
+K + 1 most probable tokens (exact top-k over the tree). Of all of them, the K most probable that do
+not end stay live; those that end are results if they are among the K most probable.
+
+The search stops once no live continuation can reach the K-th best result: log P does not increase,
+so a score is at most log P / M^α, where M^α is the largest value that it can have. Stopping
+changes no result. If K is at least the number of all continuations, the search is exhaustive.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lm.generation.sampling import read
+from lm.model.language_model import LanguageModel
+from lm.output.decoding.search import TopK
+
+MAX_LENGTH_PENALTY = 10.0
+
+
+class Hypothesis(NamedTuple):
+    """A continuation."""
+
+    tokens: list[int]  # with `<eos>` at the end, or as many as were asked for
+    log_prob: float  # nats
+    score: float  # log_prob / len(tokens)^length_penalty
+
+
+@torch.no_grad()
+def beam_search(
+    model: LanguageModel,
+    prompt: list[int],
+    *,
+    num_tokens: int,
+    num_beams: int,
+    length_penalty: float = 1.0,
+    eos_id: int | None = None,
+) -> list[Hypothesis]:
+    """Searches for the continuations of a prompt with the largest score.
+
+    Example:
+        >>> from lm.model.lstm import LSTM
+        >>> from lm.output import ClassTree, HierarchicalSoftmax
+        >>> softmax = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
+        >>> _ = torch.nn.init.zeros_(softmax.weight)  # P = 1/4, 1/4, 1/2
+        >>> model = LanguageModel(LSTM(4, 4, 1), softmax, embedding_size=4).eval()
+        >>> for tokens, log_prob, score in beam_search(
+        ...     model, [0], num_tokens=2, num_beams=3, eos_id=0
+        ... ):
+        ...     print(tokens, f"{log_prob:.3f} {score:.3f}")
+        [2, 2] -1.386 -0.693
+        [2, 0] -2.079 -1.040
+        [2, 1] -2.079 -1.040
+
+    Args:
+        model: in evaluation mode.
+        prompt: at least one token id.
+        num_tokens: largest number of tokens of a continuation.
+        num_beams: K.
+        length_penalty: α; 0 compares log-probabilities, 1 their mean per token.
+        eos_id: token that ends a continuation; None if there is none.
+
+    Returns:
+        Up to K continuations, the best first.
+
+    Raises:
+        ValueError: if the prompt is empty, a number is below 1, or the length penalty is not within
+            ±10.
+    """
+    if not prompt:
+        raise ValueError("the prompt must have at least one token")
+    if num_tokens < 1 or num_beams < 1:
+        raise ValueError(f"expected at least 1 token and 1 beam, got {num_tokens}, {num_beams}")
+    if not abs(length_penalty) <= MAX_LENGTH_PENALTY:
+        raise ValueError(
+            f"length_penalty must be within ±{MAX_LENGTH_PENALTY:g}, got {length_penalty}"
+        )
+    tokens, state = torch.tensor(prompt, device=model.device)[:, None], model.init_state(1)
+    live = _Beams(tokens[0, :1] * 0, tokens[:0].T, torch.zeros_like(tokens[0], dtype=torch.float64))
+    results: list[Hypothesis] = []
+    for length in range(1, num_tokens + 1):
+        for hidden, new_state in read(model, tokens, state):
+            last, state = hidden[-1], new_state
+        beams = _extend(live, model.output.topk(last, min(num_beams + 1, model.vocab_size)))
+        ended = beams.tokens[:, -1] == (-1 if eos_id is None else eos_id)
+        live = beams.select((~ended).nonzero().squeeze(1)[:num_beams])
+        if length < num_tokens:
+            beams = beams.select(ended[:num_beams].nonzero().squeeze(1))
+        found = zip(beams.tokens[:num_beams].tolist(), beams.log_prob.tolist(), strict=False)
+        results += [Hypothesis(*each, each[1] / length**length_penalty) for each in found]
+        results = sorted(results, key=lambda each: -each.score)[:num_beams]
+        if not len(live.log_prob):
+            break
+        largest = max((length + 1) ** length_penalty, num_tokens**length_penalty)
+        if len(results) == num_beams and results[-1].score >= float(live.log_prob[0]) / largest:
+            break
+        state = model.backbone.select_state(state, live.parent)
+        tokens = live.tokens[:, -1:].T
+    return results
+
+
+class _Beams(NamedTuple):
+    """Continuations of equal length, the most probable first."""
+
+    parent: Tensor  # [K] int64, index of the continuation without the last token
+    tokens: Tensor  # [K, L] int64
+    log_prob: Tensor  # [K] fp64
+
+    def select(self, index: Tensor) -> "_Beams":
+        return _Beams(*(tensor[index] for tensor in self))
+
+
+def _extend(live: _Beams, best: TopK) -> _Beams:
+    """All extensions of the live continuations by their best tokens [K, M]."""
+    log_prob = (live.log_prob[:, None] + best.log_prob.double()).flatten()
+    log_prob, order = log_prob.sort(descending=True, stable=True)
+    parent = order // best.word.shape[1]
+    tokens = torch.cat([live.tokens[parent], best.word.flatten()[order, None]], dim=1)
+    return _Beams(parent, tokens, log_prob)

@@ -1,0 +1,236 @@
+"""N-best lists: their layouts, references, word errors, and the choice of one hypothesis each.
+
+Two layouts, told apart by tabs:
+
+- `id TAB hypothesis`, with up to two columns of scores between them: the acoustic
+  log-probability, and the log-probability of the language model of the first pass, both natural.
+- Kaldi's: `utterance-N hypothesis` for the N-th hypothesis, without scores. These are in files of
+  their own, `utterance-N cost`, where a cost is a negative natural log-probability.
+
+An utterance's hypotheses are in the order of the file; the first is that of the first pass.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.errors import UserError
+
+MAX_SCORES = 2
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NBest:
+    """The hypotheses of U utterances, one utterance after another.
+
+    Attributes:
+        name: of the file.
+        is_kaldi: whether the layout is Kaldi's.
+        ids: [U].
+        first: [U], index of each utterance's first hypothesis.
+        keys: [M], the first column of each hypothesis.
+        texts: [M], the hypotheses.
+        scores: [M, S] natural log-probabilities: acoustic, language model of the first pass.
+    """
+
+    name: str
+    is_kaldi: bool
+    ids: list[str]
+    first: Ints
+    keys: list[str]
+    texts: list[str]
+    scores: Floats
+
+    @property
+    def num_hypotheses(self) -> Ints:
+        """Number of hypotheses of each utterance [U]."""
+        return np.diff(self.first, append=len(self.texts))
+
+    @property
+    def separator(self) -> str:
+        """Between the columns of the layout."""
+        return " " if self.is_kaldi else "\t"
+
+
+def read_nbest(lines: Iterable[str], name: str, costs: Sequence[dict[str, float]] = ()) -> NBest:
+    """Read an n-best list; empty lines are skipped.
+
+    Args:
+        lines: without line ends.
+        name: of the file, for errors.
+        costs: scores of Kaldi's layout, by `read_costs`: acoustic, first pass.
+
+    Raises:
+        UserError: if a line does not have the layout of the first one, or a score is missing.
+    """
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise UserError(f"{name}: the n-best list is empty")
+    is_kaldi = "\t" not in numbered[0][1]
+    if costs and not is_kaldi:
+        raise UserError(f"{name}: files of costs belong to Kaldi's layout; this one has tabs")
+    num_scores = numbered[0][1].count("\t") - 1
+    rows: dict[str, list[tuple[str, str, list[float]]]] = {}
+    for number, line in numbered:
+        place = f"{name}, line {number}"
+        if is_kaldi:
+            key, _, text = line.partition(" ")
+            id, scores = _utterance(key, place), [-_cost(each, key, place) for each in costs]
+        else:
+            key, *columns = line.split("\t")
+            id, text = key, columns.pop() if columns else ""
+            scores = _scores(columns, num_scores, place)
+        if "\t" in text or not id:
+            expected = "no tab" if is_kaldi else "an id before the first tab"
+            raise UserError(f"{place}: expected {expected}")
+        rows.setdefault(id, []).append((key, text, scores))
+    flat = [row for group in rows.values() for row in group]
+    sizes = [len(group) for group in rows.values()]
+    return NBest(
+        name=name,
+        is_kaldi=is_kaldi,
+        ids=list(rows),
+        first=np.cumsum([0, *sizes[:-1]]),
+        keys=[key for key, _, _ in flat],
+        texts=[text for _, text, _ in flat],
+        scores=np.array([scores for _, _, scores in flat], dtype=np.float64),
+    )
+
+
+def _utterance(key: str, place: str) -> str:
+    id, _, number = key.rpartition("-")
+    if not id or not number.isdecimal():
+        raise UserError(f"{place}: expected a tab, or a key utterance-N, got {key!r}")
+    return id
+
+
+def _cost(costs: dict[str, float], key: str, place: str) -> float:
+    if key not in costs:
+        raise UserError(f"{place}: {key} has no cost in the file of costs")
+    return costs[key]
+
+
+def _scores(columns: list[str], expected: int, place: str) -> list[float]:
+    if not len(columns) == expected <= MAX_SCORES:
+        raise UserError(
+            f"{place}: expected an id, {min(max(expected, 0), MAX_SCORES)} scores and a hypothesis,"
+            f" got {len(columns)} scores"
+        )
+    return [_number(column, place) for column in columns]
+
+
+def _number(text: str, place: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"{place}: expected a finite score, got {text!r}")
+    return value
+
+
+def read_costs(lines: Iterable[str], name: str) -> dict[str, float]:
+    """Read lines `utterance-N cost`; UserError if a line is not of this form."""
+    costs = {}
+    for number, line in enumerate(lines, 1):
+        key, _, cost = line.partition(" ")
+        costs[key] = _number(cost, f"{name}, line {number}")
+    return costs
+
+
+def read_references(lines: Iterable[str], name: str, nbest: NBest) -> list[list[str]]:
+    """Read lines `id words`, with a tab or space after the id, in any order.
+
+    Returns:
+        The words of the reference of each utterance of a list.
+
+    Raises:
+        UserError: if an utterance has no reference, or all references are empty.
+    """
+    references = {}
+    for line in lines:
+        id, *words = line.split() or [""]
+        references[id] = words
+    missing = [id for id in nbest.ids if id not in references]
+    if missing:
+        raise UserError(f"{name}: no reference for utterance {missing[0]} of {nbest.name}")
+    if not any(references[id] for id in nbest.ids):
+        raise UserError(f"{name}: the references have no words")
+    return [references[id] for id in nbest.ids]
+
+
+def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> int:
+    """Smallest number of substitutions, insertions and deletions between two lists of words.
+
+    With row i for the first i words of the reference, and D_i0 = i, D_0j = j:
+
+        D_ij = min(D_i-1,j-1 + [r_i ≠ h_j], D_i-1,j + 1, D_i,j-1 + 1)
+
+    The last term makes D_ij - j a running minimum over j.
+
+    Example:
+        >>> word_errors("a b c d".split(), "a x c d e".split())
+        2
+
+    Source: Wagner & Fischer 1974.
+    """
+    number = {word: k for k, word in enumerate(dict.fromkeys([*reference, *hypothesis]))}
+    columns = np.arange(len(hypothesis) + 1)
+    words = np.array([number[word] for word in hypothesis], dtype=np.int64)
+    distance = columns.copy()
+    for row, word in enumerate(reference, 1):
+        best = np.empty_like(distance)
+        best[0] = row
+        best[1:] = np.minimum(distance[:-1] + (words != number[word]), distance[1:] + 1)
+        distance = np.minimum.accumulate(best - columns) + columns
+    return int(distance[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordErrors:
+    """Word errors of the hypotheses of a list, and the number of words of its references."""
+
+    errors: Ints  # [M]
+    num_words: int
+
+    @classmethod
+    def of(cls, nbest: NBest, references: Sequence[Sequence[str]]) -> "WordErrors":
+        """Compare each hypothesis with the reference of its utterance."""
+        of_hypothesis = np.repeat(np.arange(len(nbest.ids)), nbest.num_hypotheses)
+        errors = [
+            word_errors(references[utterance], text.split())
+            for utterance, text in zip(of_hypothesis.tolist(), nbest.texts, strict=True)
+        ]
+        return cls(errors=np.array(errors), num_words=sum(map(len, references)))
+
+    def report(self, nbest: NBest, chosen: Ints) -> dict[str, float | int | None]:
+        """Word error rates in percent.
+
+        Args:
+            nbest: the list.
+            chosen: [U], the hypothesis of each utterance after rescoring.
+
+        Returns:
+            `wer_before` of the first hypotheses, `wer_after` of those chosen, `wer_oracle` of the
+            best ones, and the share of the errors between before and oracle that is `recovered`;
+            None if there are none.
+        """
+        before = int(self.errors[nbest.first].sum())
+        after = int(self.errors[chosen].sum())
+        oracle = int(np.minimum.reduceat(self.errors, nbest.first).sum())
+        rate = 100 / self.num_words
+        return {
+            "utterances": len(nbest.ids),
+            "hypotheses": len(nbest.texts),
+            "words": self.num_words,
+            "wer_before": before * rate,
+            "wer_after": after * rate,
+            "wer_oracle": oracle * rate,
+            "recovered": (before - after) / (before - oracle) if before > oracle else None,
+        }

@@ -1,0 +1,326 @@
+"""Rescoring of n-best lists: a weighted sum of acoustic and language-model scores.
+
+    total = acoustic + α · ((1 - r) · LM + r · first pass) - p · words                       (1)
+    LM = Σ over the words and `<eos>` of log(λ · P₁ + (1 - λ) · P₂)                          (2)
+
+P₁ is the run's probability of a word, P₂ that of a second model: another run, or an ARPA model.
+Without a second model λ = 1, without scores of a first pass r = 0. The weights are given or
+tuned: those with the fewest word errors on a development list, which must not be the list that is
+rescored.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.errors import UserError
+from lm.nbest import Floats, Ints, NBest, WordErrors
+from lm.scoring import Scorer
+
+LM_WEIGHTS = (0.0, *(2.0 ** (k / 2) for k in range(-12, 15)))
+"""α of the first grid."""
+PENALTIES = tuple(k / 2 for k in range(-8, 9))
+"""p / α of the first grid, nats per word."""
+SHARES = tuple(k / 4 for k in range(5))
+"""r of the first grid."""
+MIXTURES = tuple(k / 10 for k in range(11))
+"""λ of the first grid."""
+NATS_PER_LOG10 = float(np.log(10))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The weights of equations (1) and (2).
+
+    Attributes:
+        lm_weight: α ≥ 0.
+        insertion_penalty: p, subtracted for each word.
+        first_pass_share: r in [0, 1].
+        mixture: λ in [0, 1].
+    """
+
+    lm_weight: float
+    insertion_penalty: float = 0.0
+    first_pass_share: float = 0.0
+    mixture: float = 1.0
+
+    @classmethod
+    def given(
+        cls,
+        lm_weight: float,
+        insertion_penalty: float | None,
+        first_pass_share: float | None,
+        mixture: float | None,
+        *,
+        num_models: int,
+    ) -> "Weights":
+        """Weights with defaults: no penalty, no first pass, equal shares of two models.
+
+        Raises:
+            UserError: if a weight is out of range.
+        """
+        default = 1.0 if num_models == 1 else 0.5
+        weights = cls(
+            lm_weight=lm_weight,
+            insertion_penalty=insertion_penalty or 0.0,
+            first_pass_share=first_pass_share or 0.0,
+            mixture=default if mixture is None else mixture,
+        )
+        if not (0 <= lm_weight < np.inf and np.isfinite(weights.insertion_penalty)):
+            raise UserError("--lm-weight must be at least 0, and --insertion-penalty finite")
+        if not (0 <= weights.first_pass_share <= 1 and 0 <= weights.mixture <= 1):
+            raise UserError("--first-pass-share and --mixture must be within 0 … 1")
+        return weights
+
+
+class Arpa:
+    """An ARPA or KenLM file, read by the package `kenlm`.
+
+    Raises:
+        UserError: if the package is not installed or cannot read the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import kenlm
+        except ImportError as error:
+            raise UserError("--arpa requires the package kenlm: pip install kenlm") from error
+        if not path.is_file():
+            raise UserError(f"{path}: no such file")
+        try:
+            self.model = kenlm.Model(str(path))
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{path} is not a model that kenlm can read") from error
+
+    def word_scores(self, texts: Sequence[str]) -> list[Floats]:
+        """Log-probability in nats of each word and of the end of each text."""
+        scores = (self.model.full_scores(" ".join(text.split())) for text in texts)
+        return [NATS_PER_LOG10 * np.array([score[0] for score in each]) for each in scores]
+
+
+def word_scores(model: Scorer | Arpa, texts: Sequence[str]) -> list[Floats]:
+    """Log-probability in nats of each word of each text and of its end, [words + 1] each."""
+    if isinstance(model, Arpa):
+        return model.word_scores(texts)
+    return [score.log_prob for score in model.sentences(texts)]
+
+
+class ScoredList:
+    """An n-best list with the language-model scores of its words.
+
+    Args:
+        nbest: the list.
+        models: one or two models.
+    """
+
+    def __init__(self, nbest: NBest, models: Sequence[Scorer | Arpa]) -> None:
+        self.nbest = nbest
+        by_model = [word_scores(model, nbest.texts) for model in models]
+        lengths = np.array([len(scores) for scores in by_model[0]])
+        self.num_words = lengths - 1
+        self._first_word = np.cumsum(lengths) - lengths
+        self._log_prob = [np.concatenate(scores) for scores in by_model]
+        num_hypotheses = nbest.num_hypotheses
+        place = nbest.first[:, None] + np.arange(num_hypotheses.max())
+        self._is_absent = np.arange(num_hypotheses.max()) >= num_hypotheses[:, None]  # [U, K]
+        self._place = np.where(self._is_absent, 0, place)
+
+    def lm_scores(self, mixture: float) -> Floats:
+        """Equation (2), [M] nats."""
+        log_prob = self._log_prob[0]
+        if len(self._log_prob) > 1:
+            with np.errstate(divide="ignore"):
+                weights = np.log([mixture, 1 - mixture])
+            log_prob = np.logaddexp(log_prob + weights[0], self._log_prob[1] + weights[1])
+        return np.add.reduceat(log_prob, self._first_word)
+
+    def totals(self, weights: Weights, lm_scores: Floats | None = None) -> Floats:
+        """Equation (1), [M]; `lm_scores` are those of the mixture, if they are known."""
+        lm = self.lm_scores(weights.mixture) if lm_scores is None else lm_scores
+        scores, r = self.nbest.scores, weights.first_pass_share
+        if scores.shape[1] > 1:
+            lm = (1 - r) * lm + r * scores[:, 1]
+        acoustic = scores[:, 0] if scores.shape[1] else 0.0
+        totals: Floats = (
+            acoustic + weights.lm_weight * lm - weights.insertion_penalty * self.num_words
+        )
+        return totals
+
+    def choose(self, totals: Floats) -> Ints:
+        """The hypothesis with the highest total of each utterance [U]; ties go to the first."""
+        padded = np.where(self._is_absent, -np.inf, totals[self._place])
+        chosen: Ints = self.nbest.first + padded.argmax(1)
+        return chosen
+
+
+def tune(scored: ScoredList, errors: WordErrors) -> Weights:
+    """The weights with the fewest word errors on a development list.
+
+    A grid over all weights, then a finer one around its best point. Of several points with the
+    fewest errors, the one nearest to their mean is taken.
+    """
+    num_scores = scored.nbest.scores.shape[1]
+    grids: list[Sequence[float]] = [
+        LM_WEIGHTS if num_scores else (1.0,),
+        PENALTIES,
+        SHARES if num_scores > 1 else (0.0,),
+        MIXTURES if len(scored._log_prob) > 1 else (1.0,),
+    ]
+    alpha, penalty, share, mixture = _best(scored, errors, grids)
+    finer: list[Sequence[float]] = [
+        [alpha * 2.0 ** (k / 8) for k in range(-3, 4)] if alpha else [alpha],
+        [penalty + k / 8 for k in range(-3, 4)],
+        sorted({min(1.0, max(0.0, share + k / 16)) for k in range(-3, 4)}),
+        sorted({min(1.0, max(0.0, mixture + k / 40)) for k in range(-3, 4)}),
+    ]
+    finer = [grid if len(grids[axis]) > 1 else grids[axis] for axis, grid in enumerate(finer)]
+    return _weights(_best(scored, errors, finer))
+
+
+def _weights(point: Sequence[float]) -> Weights:
+    """Weights from α, p / α, r, λ."""
+    alpha, penalty, share, mixture = map(float, point)
+    return Weights(
+        lm_weight=alpha,
+        insertion_penalty=alpha * penalty,
+        first_pass_share=share,
+        mixture=mixture,
+    )
+
+
+def _best(
+    scored: ScoredList, errors: WordErrors, grids: Sequence[Sequence[float]]
+) -> tuple[float, ...]:
+    """The point of a grid of α, p / α, r, λ with the fewest errors."""
+    lm_scores = {mixture: scored.lm_scores(mixture) for mixture in grids[3]}
+    points = list(product(*grids))
+    num_errors = np.array(
+        [
+            errors.errors[scored.choose(scored.totals(_weights(point), lm_scores[point[3]]))].sum()
+            for point in points
+        ]
+    )
+    tied = np.flatnonzero(num_errors == num_errors.min())
+    place = np.stack(
+        [np.searchsorted(grid, [points[k][axis] for k in tied]) for axis, grid in enumerate(grids)]
+    )
+    distance = np.square(place - place.mean(1, keepdims=True)).sum(0)
+    best: tuple[float, ...] = points[tied[distance.argmin()]]
+    return best
+
+
+def check_separate(tuned: NBest, reported: NBest) -> None:
+    """Raise UserError if an utterance is in both lists with the same hypotheses."""
+    texts = [
+        {
+            id: sorted(nbest.texts[first : first + size])
+            for id, first, size in zip(nbest.ids, nbest.first, nbest.num_hypotheses, strict=True)
+        }
+        for nbest in (tuned, reported)
+    ]
+    for id, hypotheses in texts[0].items():
+        if texts[1].get(id) == hypotheses:
+            raise UserError(
+                f"utterance {id} is in {tuned.name} and in {reported.name}:"
+                " weights must be tuned on other utterances than those that they are applied to"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rescored:
+    """A rescored list.
+
+    Attributes:
+        scored: the list with its language-model scores.
+        weights: that it was rescored with.
+        chosen: [U], the best hypothesis of each utterance.
+        development: report on the list that the weights were tuned on; None if they were given.
+        report: report on the list; None without references.
+    """
+
+    scored: ScoredList
+    weights: Weights
+    chosen: Ints
+    development: dict[str, Any] | None
+    report: dict[str, Any] | None
+
+    def best(self) -> list[str]:
+        """Lines with the best hypothesis of each utterance, in the layout of the list."""
+        nbest = self.scored.nbest
+        return [
+            f"{id}{nbest.separator}{nbest.texts[place]}"
+            for id, place in zip(nbest.ids, self.chosen, strict=True)
+        ]
+
+    def all(self) -> list[str]:
+        """Lines with all hypotheses, best first, each with its acoustic and language-model score.
+
+        They are an n-best list in the layout with tabs.
+        """
+        nbest, totals = self.scored.nbest, self.scored.totals(self.weights)
+        utterance = np.repeat(np.arange(len(nbest.ids)), nbest.num_hypotheses)
+        acoustic = nbest.scores[:, 0] if nbest.scores.shape[1] else np.zeros(len(nbest.texts))
+        lm_scores = self.scored.lm_scores(self.weights.mixture)
+        return [
+            f"{nbest.ids[utterance[k]]}\t{acoustic[k]:.6g}\t{lm_scores[k]:.6g}\t{nbest.texts[k]}"
+            for k in np.lexsort((-totals, utterance))
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Weights and reports, for JSON."""
+        reports = {"development": self.development, "report": self.report}
+        return {"weights": asdict(self.weights), **reports}
+
+
+def format_values(values: dict[str, Any]) -> str:
+    """One line of text of weights or figures."""
+    return ", ".join(
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
+        for name, value in values.items()
+        if value is not None
+    )
+
+
+def rescore(
+    nbest: NBest,
+    models: Sequence[Scorer | Arpa],
+    *,
+    weights: Weights | None,
+    references: Sequence[Sequence[str]] | None = None,
+    development: tuple[NBest, Sequence[Sequence[str]]] | None = None,
+) -> Rescored:
+    """Choose the best hypothesis of each utterance.
+
+    Args:
+        nbest: the list.
+        models: one model, or two that are interpolated.
+        weights: None if they are tuned.
+        references: of `nbest`, for a report.
+        development: list and references that the weights are tuned on.
+
+    Raises:
+        UserError: if the development list has other scores than `nbest`, or shares an utterance.
+    """
+    tuned_on = None
+    if development is not None:
+        tuned, tuned_references = development
+        check_separate(tuned, nbest)
+        if tuned.scores.shape[1] != nbest.scores.shape[1]:
+            raise UserError(
+                f"{tuned.name} has {tuned.scores.shape[1]} scores per hypothesis and {nbest.name}"
+                f" has {nbest.scores.shape[1]}"
+            )
+        scored, errors = ScoredList(tuned, models), WordErrors.of(tuned, tuned_references)
+        weights = tune(scored, errors)
+        tuned_on = errors.report(tuned, scored.choose(scored.totals(weights)))
+    assert weights is not None
+    scored = ScoredList(nbest, models)
+    chosen = scored.choose(scored.totals(weights))
+    report = None if references is None else WordErrors.of(nbest, references).report(nbest, chosen)
+    return Rescored(
+        scored=scored, weights=weights, chosen=chosen, development=tuned_on, report=report
+    )

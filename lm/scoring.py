@@ -1,0 +1,277 @@
+"""Scores of text: log P(word | words before it), its rank and the entropy of its distribution.
+
+Lines are scored as independent sentences, each predicted from `<eos>` alone, or as one stream,
+where a token is predicted from the text before it as in `lm evaluate`. In both, `<eos>` is
+predicted at the end of each line. A *unit* is a word of the line or its `<eos>`; words are
+separated by whitespace, whatever the tokens, and the score of a unit is the sum over its tokens.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from data_prep.errors import UserError
+from data_prep.tokenizer.tokenizer import AlignedLine, Tokenizer, WordTokenizer, line_batches
+from lm.evaluation import hidden_chunks, load_with_tokenizer
+from lm.model.language_model import LanguageModel
+
+BATCH_TOKENS = 2048
+"""Largest number of positions of a batch of sentences, or of a part of one long sentence."""
+MAX_LOG_PROBS = 1 << 23
+"""Largest number of log-probabilities [positions, N] that ranks and entropies are computed from."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenScores:
+    """Figures of n tokens.
+
+    Attributes:
+        log_prob: [n] nats.
+        rank: [n], 1 + the number of more probable words; None unless asked for.
+        entropy: [n] nats, of the distribution over all words; None unless asked for.
+    """
+
+    log_prob: Floats
+    rank: Ints | None
+    entropy: Floats | None
+
+    def select(self, index: slice | Ints) -> "TokenScores":
+        """The figures of some of the tokens."""
+        rank, entropy = self.rank, self.entropy
+        return TokenScores(
+            log_prob=self.log_prob[index],
+            rank=None if rank is None else rank[index],
+            entropy=None if entropy is None else entropy[index],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineScore:
+    """Figures of a line with n units: its words and `<eos>`.
+
+    Attributes:
+        words: [n - 1], separated by whitespace.
+        log_prob: [n] nats, sums over the tokens of each unit.
+        is_oov: [n], whether a token of the unit is `<unk>`.
+        context: [n], number of tokens that the first token of the unit is predicted from, the
+            `<eos>` at the beginning included.
+        word_id: [n], the first token of each unit; -1 for a word without a token of its own.
+        unit_of_token: [t], the unit of each token.
+        tokens: figures of the t tokens.
+    """
+
+    words: list[str]
+    log_prob: Floats
+    is_oov: NDArray[np.bool_]
+    context: Ints
+    word_id: Ints
+    unit_of_token: Ints
+    tokens: TokenScores
+
+
+class Scorer:
+    """Scores lines of text with a trained model.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the one that the model was trained with.
+        context: T that the model was trained with, the windows of a Transformer's stream.
+        vocabulary_size: V, number of words that the model is declared to share its probability
+            among, with `<eos>` and without `<unk>`: the V - (N - 1) words outside the model's
+            vocabulary of N have 1 / (V - (N - 1)) of P(<unk>) each. None: `<unk>` is one word.
+        details: whether to compute rank and entropy.
+
+    Raises:
+        UserError: if V < N, or V is given for pieces of words.
+
+    Source: V: Heafield, KenLM issue 67; rank and entropy: Misra 2022, minicons.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        *,
+        context: int,
+        vocabulary_size: int | None = None,
+        details: bool = False,
+    ) -> None:
+        self.model, self.tokenizer, self.context, self.details = model, tokenizer, context, details
+        self.num_unseen = 1
+        if vocabulary_size is None:
+            return
+        if tokenizer.kind != "words":
+            raise UserError("--vocabulary-size applies to models of words, not of pieces of words")
+        if vocabulary_size < model.vocab_size:
+            expected = f"expected at least {model.vocab_size}, one word more than the model has"
+            raise UserError(f"--vocabulary-size is {vocabulary_size}: {expected}")
+        self.num_unseen = vocabulary_size - (model.vocab_size - 1)
+
+    @classmethod
+    def load(
+        cls, folder: Path, *, vocabulary_size: int | None = None, details: bool = False
+    ) -> "Scorer":
+        """The scorer of a run or an export; UserError as `load_with_tokenizer` and `Scorer`."""
+        model, description, tokenizer = load_with_tokenizer(folder)
+        context, size = description.context, vocabulary_size
+        return cls(model, tokenizer, context=context, vocabulary_size=size, details=details)
+
+    @property
+    def has_one_token_per_word(self) -> bool:
+        """Whether every word is one token."""
+        return isinstance(self.tokenizer, WordTokenizer) and not self.tokenizer.split_punctuation
+
+    def sentences(self, lines: Iterable[str]) -> Iterator[LineScore]:
+        """Score independent lines in their order.
+
+        Batches have lines of similar length. The figures of a line do not depend on the others but
+        for the rounding of the model's dtype.
+        """
+        for batch in line_batches(lines):
+            aligned = [self.tokenizer.align(line) for line in batch]
+            for line, tokens in zip(aligned, self._independent(aligned), strict=True):
+                before = np.arange(1, len(line.ids) + 2)
+                if not self.model.backbone.carries_state:
+                    before = np.minimum(before, self.context)
+                yield self._line_score(line, tokens, before)
+
+    def stream(self, lines: Iterable[str]) -> Iterator[LineScore]:
+        """Score lines as one text, each token from the text before it, as `lm evaluate`."""
+        aligned = [self.tokenizer.align(line) for line in lines]
+        if not aligned:
+            return
+        ids = np.concatenate([[*line.ids, self.tokenizer.eos_id] for line in aligned])
+        tokens = self._stream_figures(ids)
+        before = self._stream_context(len(ids))
+        begin = 0
+        for line in aligned:
+            part = slice(begin, begin + len(line.ids) + 1)
+            begin = part.stop
+            yield self._line_score(line, tokens.select(part), before[part])
+
+    @torch.no_grad()
+    def _stream_figures(self, ids: Ints) -> TokenScores:
+        """The figures of the tokens of a text."""
+        chunks = hidden_chunks(self.model, ids, self.tokenizer.eos_id, self.context)
+        return _concatenate([self._figures(*_in_text_order(*chunk)) for chunk in chunks])
+
+    def _stream_context(self, num_tokens: int) -> Ints:
+        """Number of tokens [n] that each token of a stream is predicted from."""
+        place = np.arange(num_tokens)
+        if self.model.backbone.carries_state or num_tokens <= self.context:
+            return place + 1
+        stride = max(1, self.context // 2)
+        begin = -(-(place + 1 - self.context) // stride) * stride
+        return place + 1 - np.clip(begin, 0, num_tokens - self.context)
+
+    def _independent(self, lines: Sequence[AlignedLine]) -> list[TokenScores]:
+        """The figures of each line's tokens and `<eos>`, in the order of the lines."""
+        result: dict[int, TokenScores] = {}
+        order = sorted(range(len(lines)), key=lambda place: len(lines[place].ids))
+        batch: list[int] = []
+        for place in order:
+            if batch and (len(lines[place].ids) + 1) * (len(batch) + 1) > BATCH_TOKENS:
+                result |= zip(batch, self._batch([lines[k].ids for k in batch]), strict=True)
+                batch = []
+            batch.append(place)
+        result |= zip(batch, self._batch([lines[k].ids for k in batch]), strict=True)
+        return [result[place] for place in range(len(lines))]
+
+    def _batch(self, sentences: Sequence[Sequence[int]]) -> Iterator[TokenScores]:
+        """The figures of each of B sentences, padded after their ends."""
+        eos_id, device = self.tokenizer.eos_id, self.model.device
+        lengths = np.array([len(ids) + 1 for ids in sentences])
+        tokens = np.full((lengths.max() + 1, len(sentences)), eos_id)
+        for column, ids in enumerate(sentences):
+            tokens[1 : len(ids) + 1, column] = ids
+        inputs = torch.from_numpy(tokens[:-1]).to(device)
+        targets = torch.from_numpy(tokens[1:]).to(device)
+        is_token = torch.from_numpy(np.arange(lengths.max())[:, None] < lengths).to(device)
+        chunks, begin = [], 0
+        for hidden in self._hidden(inputs):
+            part = slice(begin, begin + len(hidden))
+            begin = part.stop
+            chunks.append(self._figures(hidden[is_token[part]], targets[part][is_token[part]]))
+        figures = _concatenate(chunks)
+        in_order = is_token.nonzero()[:, 1].argsort(stable=True).cpu().numpy()
+        begin = 0
+        for length in lengths.tolist():
+            yield figures.select(in_order[begin : begin + length])
+            begin += length
+
+    @torch.no_grad()
+    def _hidden(self, tokens: Tensor) -> Iterator[Tensor]:
+        """Hidden vectors [t, B, H] after tokens [T, B], in chunks of up to `BATCH_TOKENS` steps."""
+        if len(tokens) <= BATCH_TOKENS:
+            yield self.model(tokens)[0]
+            return
+        state = self.model.init_state(tokens.shape[1])
+        for chunk in torch.split(tokens, BATCH_TOKENS):
+            hidden, state = self.model(chunk, state)
+            yield hidden
+
+    @torch.no_grad()
+    def _figures(self, hidden: Tensor, targets: Tensor) -> TokenScores:
+        """The figures of P positions, from hidden [P, H] and targets [P]."""
+        log_prob = -self.model.output.nll_by_level(hidden, targets).double().sum(0)
+        is_unk = targets == self.tokenizer.unk_id
+        log_prob = log_prob - is_unk.double() * math.log(self.num_unseen)
+        rank = entropy = None
+        if self.details:
+            at_once = max(1, MAX_LOG_PROBS // self.model.vocab_size)
+            parts = map(self._details, torch.split(hidden, at_once), torch.split(targets, at_once))
+            ranks, entropies = zip(*parts, strict=True)
+            rank, entropy = torch.cat(ranks).cpu().numpy(), torch.cat(entropies).cpu().numpy()
+        return TokenScores(log_prob=log_prob.cpu().numpy(), rank=rank, entropy=entropy)
+
+    def _details(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Rank and entropy [P]; the words that share P(<unk>) count as single words."""
+        unk_id, log_unseen = self.tokenizer.unk_id, math.log(self.num_unseen)
+        log_prob = self.model.output.log_prob(hidden)
+        unk = log_prob[:, unk_id].exp().double()
+        entropy = torch.special.entr(log_prob.exp()).sum(-1, dtype=torch.float64)
+        log_prob[:, unk_id] -= log_unseen
+        higher = log_prob > log_prob.gather(1, targets[:, None])
+        rank = 1 + higher.sum(1) + (self.num_unseen - 1) * higher[:, unk_id]
+        return rank, entropy + unk * log_unseen
+
+    def _line_score(self, line: AlignedLine, tokens: TokenScores, before: Ints) -> LineScore:
+        unit, num_units = np.array([*line.word_of_id, len(line.words)]), len(line.words) + 1
+        ids = np.array([*line.ids, self.tokenizer.eos_id])
+        is_unk = ids == self.tokenizer.unk_id
+        first = np.searchsorted(unit, np.arange(num_units))
+        return LineScore(
+            words=line.words,
+            log_prob=np.bincount(unit, tokens.log_prob, num_units).astype(np.float64),
+            is_oov=np.bincount(unit, is_unk, num_units) > 0,
+            context=before[first],
+            word_id=np.where(unit[first] == np.arange(num_units), ids[first], -1),
+            unit_of_token=unit,
+            tokens=tokens,
+        )
+
+
+def _in_text_order(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden vectors [P, H] and targets [P] of `hidden_chunks`, flattened by columns."""
+    if targets.dim() == 1:
+        return hidden, targets
+    return hidden.transpose(0, 1).flatten(0, 1), targets.T.flatten()
+
+
+def _concatenate(parts: Sequence[TokenScores]) -> TokenScores:
+    ranks = [part.rank for part in parts if part.rank is not None]
+    entropies = [part.entropy for part in parts if part.entropy is not None]
+    return TokenScores(
+        log_prob=np.concatenate([part.log_prob for part in parts]),
+        rank=np.concatenate(ranks) if ranks else None,
+        entropy=np.concatenate(entropies) if entropies else None,
+    )

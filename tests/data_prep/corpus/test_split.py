@@ -1,0 +1,98 @@
+"""A text is cut into splits that together have every line of it, once."""
+
+import gzip
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from data_prep.corpus import split
+from data_prep.corpus.split import Sample, read_sample, write_splits
+from data_prep.errors import UserError
+
+BOTH = ["valid", "test"]
+
+
+def written(folder: Path) -> dict[str, list[str]]:
+    return {path.stem: path.read_text().splitlines() for path in folder.iterdir()}
+
+
+def test_lines_are_held_out_at_even_distances(tmp_path: Path) -> None:
+    text = [f"line {number}" for number in range(61)]
+    (tmp_path / "text.txt").write_bytes("\r\n".join(text).encode())
+    counts = write_splits(tmp_path / "text.txt", tmp_path / "new", "lines", 20, BOTH)
+    assert counts == {"train": 55, "valid": 3, "test": 3}
+    splits = written(tmp_path / "new")
+    assert splits["valid"] == ["line 9", "line 29", "line 49"]
+    assert splits["test"] == ["line 19", "line 39", "line 59"]
+    assert splits["train"] == [
+        line for line in text if line not in splits["valid"] + splits["test"]
+    ]
+
+
+def test_documents_are_never_divided(tmp_path: Path) -> None:
+    documents = [[f"{number}: {line}" for line in "abc"[: 1 + number % 3]] for number in range(40)]
+    text = "\n\n\n".join("\n".join(document) for document in documents)
+    (tmp_path / "text.txt").write_text(text)
+    counts = write_splits(tmp_path / "text.txt", tmp_path / "new", "documents", 20, ["test"])
+    assert counts == {"train": 38, "test": 2}
+    splits = {
+        name: [line for line in lines if line] for name, lines in written(tmp_path / "new").items()
+    }
+    assert splits["test"] == documents[19] + documents[39]
+    assert splits["train"] == list(chain(*documents[:19], *documents[20:39]))
+
+
+def test_a_text_with_many_documents_is_cut_into_documents() -> None:
+    lines = ["a b", "c", ""] * 19 + ["a"]
+    assert Sample(lines, 1.0, 100).unit == "documents"
+    assert Sample(lines[:-1], 1.0, 100).unit == "lines"
+    assert Sample(lines, 1.0, 100).num_units("lines") == 39
+
+
+def test_small_texts_are_read_whole_also_compressed(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes("\ufeffthe cat\nsat\n".encode())
+    assert read_sample(tmp_path / "text.txt") == Sample(["the cat", "sat"], 1.0, 12)
+    (tmp_path / "text.txt.gz").write_bytes(gzip.compress(b"the cat\nsat\n"))
+    assert read_sample(tmp_path / "text.txt.gz") == Sample(["the cat", "sat"], 1.0, 12)
+
+
+def test_large_texts_are_sampled_from_beginning_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split, "SAMPLE_BYTES", 1600)
+    text = [f"line {number:06}" for number in range(10_000)]
+    (tmp_path / "text.txt").write_text("\n".join(text) + "\n")
+    sample = read_sample(tmp_path / "text.txt")
+    assert set(sample.lines) <= set(text)
+    assert int(sample.lines[0].split()[1]) < 20
+    assert int(sample.lines[-1].split()[1]) > 9980
+    assert 0.008 < sample.share < 1600 / 120_000
+    assert sample.num_bytes == 120_000
+
+
+def test_large_texts_hold_out_a_size_not_a_share() -> None:
+    assert Sample(["a"], 1.0, 1_000_000).period == 20
+    assert Sample(["a"], 0.02, 200_000_000).period == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the text has no word"),
+        (b" \n\n", "the text has no word"),
+        (b"ok\nna\xffme\n", "line 2: invalid UTF-8 at byte 3 of the line (0xff)"),
+        (b"ok\nna\0me\n", "line 2: a NUL character"),
+    ],
+)
+def test_bad_texts_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "text.txt").write_bytes(content)
+    with pytest.raises(UserError) as error:
+        read_sample(tmp_path / "text.txt")
+    assert message in str(error.value)
+
+
+def test_existing_splits_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the cat\n")
+    with pytest.raises(UserError, match="already exists"):
+        write_splits(tmp_path / "text.txt", tmp_path, "lines", 20, BOTH)

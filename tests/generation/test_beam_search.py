@@ -1,0 +1,101 @@
+"""Beam search equals the search among all continuations, and its scores are log-probabilities."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from lm.generation import Hypothesis, beam_search
+from lm.model.language_model import LanguageModel
+
+from .models import TREES, random_model
+
+PROMPT, EOS = [0, 2], 0
+
+
+@torch.no_grad()
+def log_prob(model: LanguageModel, tokens: list[int]) -> float:
+    """Log-probability of a continuation of the prompt, from one pass without a state."""
+    hidden, _ = model(torch.tensor([*PROMPT, *tokens[:-1]])[:, None])
+    each = model.output.log_prob(hidden[len(PROMPT) - 1 :, 0])
+    return float(each[range(len(tokens)), tokens].sum())
+
+
+def all_continuations(model: LanguageModel, num_tokens: int, penalty: float) -> list[Hypothesis]:
+    """Every continuation that ends with `<eos>` or has all tokens, the best first."""
+    found = []
+    for length in range(1, num_tokens + 1):
+        for tokens in product(range(4), repeat=length):
+            if EOS not in tokens[:-1] and (tokens[-1] == EOS or length == num_tokens):
+                value = log_prob(model, list(tokens))
+                found.append(Hypothesis(list(tokens), value, value / length**penalty))
+    return sorted(found, key=lambda each: -each.score)
+
+
+@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 3.0])
+def test_a_wide_beam_finds_what_exhaustive_search_finds(
+    tree: str, backbone: str, penalty: float
+) -> None:
+    model = random_model(tree, backbone)
+    expected = all_continuations(model, 4, penalty)
+    found = beam_search(
+        model, PROMPT, num_tokens=4, num_beams=200, length_penalty=penalty, eos_id=EOS
+    )
+    assert len(found) == len(expected) == 1 + 3 + 9 + 27 * 4
+    for actual, best in zip(found, expected, strict=True):
+        assert actual.tokens == best.tokens
+        assert actual.log_prob == pytest.approx(best.log_prob, abs=1e-10)
+        assert actual.score == pytest.approx(best.score, abs=1e-10)
+
+
+@pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0])
+def test_stopping_early_changes_no_result(penalty: float) -> None:
+    """The continuations of a narrow beam, from a search without a stopping rule."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = random_model("two_level")
+        live: list[tuple[list[int], float]] = [([], 0.0)]
+        results: list[tuple[list[int], float]] = []
+        for length in range(1, 8):
+            extended = [
+                ([*tokens, word], log_prob(model, [*tokens, word]))
+                for tokens, _ in live
+                for word in range(4)
+            ]
+            extended.sort(key=lambda each: -each[1])
+            done = [each for each in extended[:3] if each[0][-1] == EOS or length == 7]
+            results += [(tokens, value / length**penalty) for tokens, value in done]
+            live = [each for each in extended if each[0][-1] != EOS][:3]
+        results.sort(key=lambda each: -each[1])
+        found = beam_search(
+            model, PROMPT, num_tokens=7, num_beams=3, length_penalty=penalty, eos_id=EOS
+        )
+        assert [each.tokens for each in found] == [tokens for tokens, _ in results[:3]]
+
+
+def test_one_beam_is_greedy_until_the_end_of_the_line() -> None:
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = random_model("huffman")
+        (found,) = beam_search(model, PROMPT, num_tokens=9, num_beams=1, eos_id=None)
+        tokens = list(PROMPT)
+        for _ in range(9):
+            hidden, _ = model(torch.tensor(tokens)[:, None])
+            tokens.append(int(model.output.log_prob(hidden[-1, 0]).argmax()))
+        assert found.tokens == tokens[2:]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": []}, "the prompt must have at least one token"),
+        ({"num_beams": 0}, "expected at least 1 token and 1 beam, got 3, 0"),
+        ({"length_penalty": float("nan")}, "length_penalty must be within ±10, got nan"),
+    ],
+)
+def test_wrong_arguments_raise(options: dict[str, object], message: str) -> None:
+    arguments = {"prompt": PROMPT, "num_tokens": 3, "num_beams": 2} | options
+    with pytest.raises(ValueError, match=message):
+        beam_search(random_model("full"), **arguments)  # type: ignore[arg-type]

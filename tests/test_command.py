@@ -1,0 +1,97 @@
+"""The process of a command: what it imports, logs and writes to a terminal without Unicode."""
+
+import ast
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lm.cli import main
+
+
+def corpus_of(folder: Path, text: str) -> list[str]:
+    """Options that train on a text, without a validation split."""
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    return [f"--data.dir={folder}", "--data.files={train: text.txt}", f"--run_dir={folder / 'run'}"]
+
+
+HEAVY = [
+    *("torch", "torch._dynamo", "lightning", "matplotlib", "numba", "scipy", "sklearn"),
+    *("pandas", "datasets", "pyarrow", "sentencepiece", "wandb", "fsspec", "tqdm"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        ("--help", set()),
+        ("train --help", set()),
+        ("config", set()),
+        ("generate RUN --tokens=3", {"torch", "tqdm"}),
+        ("evaluate RUN", {"torch", "tqdm"}),
+        ("evaluate RUN --text=TEXT", {"torch", "tqdm", "fsspec"}),
+        ("info RUN", {"torch", "tqdm"}),
+        ("classes RUN", {"scipy", "tqdm"}),
+        ("prepare RUN/config.yaml", {"tqdm"}),  # which has been done
+    ],
+)
+def test_a_command_imports_only_the_libraries_that_it_uses(
+    lstm_run: Path, corpus: Path, arguments: str, needed: set[str]
+) -> None:
+    code = (
+        "import sys\nfrom lm.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    given = arguments.replace("RUN", str(lstm_run)).replace("TEXT", str(corpus / "test.txt"))
+    command = [sys.executable, "-c", code, *given.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    *printed, imported = done.stdout.splitlines()
+    assert set(ast.literal_eval(imported)) == needed
+    keys = "model.hidden: int > 0, ≤ 1048576 = 200\n    H: size of the backbone's output"
+    assert (keys in "\n".join(printed)) == (arguments in ("train --help", "config"))
+
+
+def test_characters_that_stdout_lacks_are_escaped_as_in_json(tiny: Path, tmp_path: Path) -> None:
+    options = [str(tiny), *corpus_of(tmp_path, 40 * "é 😀\n")]
+    assert main(["prepare", *options]) == 0
+    for option in ([], ["--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "lm.cli", "classes", *options, *option],
+            capture_output=True,
+            check=True,
+            env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        )
+        assert rb"\u00e9" in done.stdout
+        assert rb"\ud83d\ude00" in done.stdout
+    words = [word for words in json.loads(done.stdout)["top_words"] for word in words]
+    assert {"é", "😀"} <= set(words)
+
+
+def test_the_end_of_a_training_run_names_its_model_and_the_next_command(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = corpus_of(tmp_path, 40 * "the cat sees a dog\n")
+    options += ["--train.max_steps=6", "--log.every_steps=1"]
+    caplog.set_level("INFO")
+    assert main(["train", str(tiny), *options]) == 0
+    run = tmp_path / "run"
+    assert capsys.readouterr().out == f"{run}\n"
+    steps = [re.sub(":.*", "", line) for line in caplog.messages if line.startswith("step ")]
+    assert steps == ["step 1 of 6", "step 6 of 6"]  # the others follow within 30 seconds
+    assert caplog.messages[-2:] == [
+        f"{run} has the model of step 6: no validation split",
+        f"next: lm evaluate {run} --split train",
+    ]
+
+
+def test_libraries_log_errors_only() -> None:
+    assert main(["config", "seed"]) == 0
+    for name in ("matplotlib.font_manager", "wandb", "fsspec"):
+        assert not logging.getLogger(name).isEnabledFor(logging.INFO)
+    assert not logging.getLogger("matplotlib.font_manager").isEnabledFor(logging.WARNING)
+    assert logging.getLogger("lm.training").isEnabledFor(logging.INFO)

@@ -1,0 +1,197 @@
+"""A loaded model has the probabilities of the network, in every form in which it gives them."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+import torch
+
+import lm
+from data_prep.errors import UserError
+from lm.evaluation import evaluate_text
+from lm.loaded import LoadedModel, Word
+from tests.conftest import main
+
+SENTENCE = "the old cat sees a zebra today\na dog finds the horse again"  # zebra is unknown
+
+
+@pytest.fixture(scope="module", params=["lstm_run", "transformer_run"])
+def run(request: pytest.FixtureRequest) -> Path:
+    folder = request.getfixturevalue(request.param)
+    assert isinstance(folder, Path)
+    return folder
+
+
+@pytest.fixture
+def loaded(run: Path) -> LoadedModel:
+    """In fp64; the Transformer attends to 8 tokens, fewer than the sentence has."""
+    loaded = lm.load(run)
+    loaded.model.double()
+    return loaded
+
+
+def one_pass(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
+    """Log-probabilities [T, N] before each token and after the last, in one call."""
+    tokens = torch.tensor([loaded.eos_id, *ids])[:, None]
+    with torch.no_grad():
+        hidden, _ = loaded.model(tokens)
+        return loaded.model.output.log_prob(hidden[:, 0])
+
+
+def test_step_by_step_equals_one_pass(loaded: LoadedModel) -> None:
+    ids = loaded.encode(SENTENCE)
+    truth = one_pass(loaded, ids)
+    state = loaded.start()
+    for place, token in enumerate(ids):
+        torch.testing.assert_close(loaded.log_prob(state), truth[place], rtol=0, atol=1e-12)
+        log_prob, state = loaded.step(state, token)
+        assert log_prob == pytest.approx(float(truth[place, token]), abs=1e-12)
+    torch.testing.assert_close(loaded.log_prob(state), truth[-1], rtol=0, atol=1e-12)
+    torch.testing.assert_close(loaded.log_prob(SENTENCE), truth[-1], rtol=0, atol=1e-12)
+    torch.testing.assert_close(loaded.log_prob(ids), truth[-1], rtol=0, atol=1e-12)
+    assert (state.num_tokens, state.num_unknown) == (len(ids), 1)
+
+
+def test_forks_do_not_change_the_state_they_start_from(loaded: LoadedModel) -> None:
+    state = loaded.start("the old")
+    before = loaded.log_prob(state)
+    cat, dog = (loaded.step(state, word) for word in ("cat", "dog"))
+    for word, step in (("cat", cat), ("dog", dog)):
+        assert step.log_prob == pytest.approx(float(before[loaded.encode(word)[0]]), abs=1e-12)
+        truth = loaded.log_prob(f"the old {word}")
+        torch.testing.assert_close(loaded.log_prob(step.state), truth, rtol=0, atol=1e-12)
+    assert torch.equal(loaded.log_prob(state), before)
+    with pytest.raises(FrozenInstanceError):
+        state.num_tokens = 0  # type: ignore[misc]
+
+
+def test_many_steps_equal_single_ones(loaded: LoadedModel) -> None:
+    prefixes = ["", "the", "the old cat sees a dog today", "a man\nthe", "the", SENTENCE]
+    words: list[Word] = ["the", "cat", loaded.eos_id, "zebra", "the cat sees", "today"]
+    states = [loaded.start(prefix) for prefix in prefixes]
+    for prefix, word, step in zip(prefixes, words, loaded.step_many(states, words), strict=True):
+        single = loaded.step(loaded.start(prefix), word)
+        assert step.log_prob == pytest.approx(single.log_prob, abs=1e-12)
+        torch.testing.assert_close(
+            loaded.log_prob(step.state), loaded.log_prob(single.state), rtol=0, atol=1e-12
+        )
+        assert step.state.num_tokens == single.state.num_tokens
+        assert step.state.num_unknown == single.state.num_unknown
+    assert loaded.step_many([], []) == []
+
+
+def test_steps_of_a_sentence_sum_to_its_perplexity(run: Path) -> None:
+    loaded, text = lm.load(run), "a dog"
+    loaded.model.double()
+    state, total = loaded.start(), 0.0
+    words: list[Word] = [*text.split(), loaded.eos_id]
+    for word in words:
+        log_prob, state = loaded.step(state, word)
+        total += log_prob
+    assert math.exp(-total / 3) == pytest.approx(loaded.perplexity(text), rel=1e-12)
+
+
+def test_perplexity_is_that_of_evaluate(run: Path, corpus: Path) -> None:
+    text = (corpus / "test.txt").read_text()
+    expected = evaluate_text(run, text.removesuffix("\n").split("\n"), progress=False)
+    assert lm.load(run).evaluate(text) == expected
+    assert lm.load(run).perplexity(text) == expected.perplexity
+
+
+def test_candidates_equal_the_whole_distribution(loaded: LoadedModel) -> None:
+    words: list[Word] = ["cat", "zebra", "the", "cat", loaded.eos_id]
+    ids = [*loaded.encode("cat zebra the cat"), loaded.eos_id]
+    state = loaded.start("the old")
+    expected = loaded.log_prob(state)[ids]
+    for prefix in (state, "the old", loaded.encode("the old")):
+        actual = loaded.candidate_log_prob(prefix, words)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    assert loaded.candidate_log_prob("the old", []).shape == (0,)
+
+
+def test_candidate_of_several_tokens_has_the_product_of_their_probabilities(
+    loaded: LoadedModel,
+) -> None:
+    state = loaded.start("the")
+    steps = [loaded.step(state, "cat sees"), loaded.step(state, "dog")]
+    actual = loaded.candidate_log_prob("the", ["cat sees", "dog"])
+    assert actual.tolist() == pytest.approx([step.log_prob for step in steps], abs=1e-12)
+
+
+def test_unknown_words_are_listed(loaded: LoadedModel) -> None:
+    assert loaded.unknown_words(SENTENCE) == ["zebra"]
+    assert loaded.unknown_words("the old cat") == []
+    assert loaded.start("zebra").num_unknown == 1
+    assert torch.equal(loaded.log_prob("zebra"), loaded.log_prob("gnu"))
+
+
+def test_generation_equals_that_of_the_command(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (text,) = lm.load(run).generate("the cat", num_tokens=12, seed=3, temperature=0.7)
+    capsys.readouterr()
+    arguments = ["--prompt=the cat", "--tokens=12", "--temperature=0.7", "--seed=3"]
+    assert main(["generate", str(run), *arguments]) == 0
+    assert capsys.readouterr().out == f"the cat{text}\n"
+    assert len(set(lm.load(run).generate(num_tokens=9, num_samples=3))) == 3
+
+
+def test_mistakes_are_named(loaded: LoadedModel) -> None:
+    state, size = loaded.start(), loaded.vocab_size
+    with pytest.raises(ValueError, match=r"^'' has no token$"):
+        loaded.step(state, "")
+    for wrong in (-1, size):
+        with pytest.raises(ValueError, match=rf"^token id {wrong} is outside the vocabulary of"):
+            loaded.candidate_log_prob(state, [wrong])
+    with pytest.raises(ValueError, match=r"^expected a word for each state, got 1 and 2$"):
+        loaded.step_many([state], ["the", "cat"])
+    with pytest.raises(UserError, match="the text to evaluate is empty"):
+        loaded.perplexity("")
+
+
+def test_scores_of_sentences_are_sums_of_steps(run: Path) -> None:
+    loaded = lm.load(run)
+    loaded.model.double()
+    sentences = ["a dog", "the old cat sees a zebra", "", "a dog"]
+    for sentence, score in zip(sentences, loaded.score(sentences), strict=True):
+        state, log_probs = loaded.start(), []
+        words: list[Word] = [*sentence.split(), loaded.eos_id]
+        for word in words:
+            log_prob, state = loaded.step(state, word)
+            log_probs.append(log_prob)
+        assert score.log_prob.tolist() == pytest.approx(log_probs, abs=1e-12)
+        assert score.is_oov.sum() == state.num_unknown
+
+
+def test_search_finds_what_its_steps_add_up_to(loaded: LoadedModel) -> None:
+    best, *_ = loaded.search("the old", num_tokens=12, num_beams=4)
+    state, total = loaded.start("the old"), 0.0
+    for token in best.tokens:
+        log_prob, state = loaded.step(state, token)
+        total += log_prob
+    assert best.log_prob == pytest.approx(total, abs=1e-9)
+
+
+def test_another_tokenizer_is_refused(
+    lstm_run: Path, train: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("model.safetensors", "model.json", "vocab.txt", "tokenizer.json"):
+        (folder / name).write_bytes((lstm_run / name).read_bytes())
+    description = folder / "tokenizer.json"
+    description.write_text(
+        description.read_text().replace('"lowercase": false', '"lowercase": true')
+    )
+    with pytest.raises(UserError, match="not the one that the model was trained with"):
+        lm.load(folder)
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import lm, sys; assert callable(lm.load); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

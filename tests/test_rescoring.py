@@ -1,0 +1,259 @@
+"""Rescoring: word errors by definition, the choice by equations (1) and (2), layouts, tuning."""
+
+import importlib.util
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lm.cli import main
+from lm.nbest import Floats, NBest, WordErrors, read_nbest, word_errors
+from lm.rescoring import Arpa, ScoredList, Weights, tune
+from lm.scoring import Scorer
+from scripts.benchmarks.nbest_lists import ErrorSource
+from tests.conftest import toy_sentences
+
+ARPA = """\
+\\data\\
+ngram 1=5
+ngram 2=1
+
+\\1-grams:
+-99\t<s>\t0
+-0.7\t</s>\t0
+-1.0\t<unk>\t0
+-0.5\tthe\t-0.25
+-0.9\tcat\t0
+
+\\2-grams:
+-0.2\tthe cat
+
+\\end\\
+"""
+
+
+def definition(reference: Sequence[str], hypothesis: Sequence[str]) -> int:
+    """The edit distance as a recursion over the last words."""
+
+    @cache
+    def distance(i: int, j: int) -> int:
+        if i == 0 or j == 0:
+            return i + j
+        differs = reference[i - 1] != hypothesis[j - 1]
+        return min(distance(i - 1, j - 1) + differs, distance(i - 1, j) + 1, distance(i, j - 1) + 1)
+
+    return distance(len(reference), len(hypothesis))
+
+
+def test_word_errors_are_the_edit_distance() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        first, second = (rng.choices("abcd", k=rng.randrange(8)) for _ in range(2))
+        assert word_errors(first, second) == definition(first, second)
+
+
+@pytest.fixture(scope="module")
+def lists(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """dev and test, each with an n-best list in both layouts and its references."""
+    folder = tmp_path_factory.mktemp("nbest")
+    source = ErrorSource(toy_sentences(0, 300), 12.0, seed=1)
+    for name, seed in (("dev", 7), ("test", 8)):
+        tabs, kaldi, acoustic, references = [], [], [], []
+        for number, line in enumerate(toy_sentences(seed, 60)):
+            id = f"{name}{number}"
+            references.append(f"{id} {line}")
+            for rank, (score, words) in enumerate(source.hypotheses(line.split(), 6), 1):
+                tabs.append(f"{id}\t{score:.3f}\t{' '.join(words)}")
+                kaldi.append(f"{id}-{rank} {' '.join(words)}")
+                acoustic.append(f"{id}-{rank} {-score:.3f}")
+        for ending, rows in (("ref", references), ("nbest", tabs), ("kaldi", kaldi)):
+            (folder / f"{name}.{ending}").write_text("\n".join(rows) + "\n")
+        with (folder / "costs").open("a") as file:
+            file.write("\n".join(acoustic) + "\n")
+    return folder
+
+
+Rescored = Callable[..., tuple[list[str], dict[str, dict[str, float]]]]
+
+
+@pytest.fixture
+def rescored(capsys: pytest.CaptureFixture[str]) -> Rescored:
+    """`rescored(*arguments)`: the lines and figures of `lm rescore --json`."""
+
+    def run(*arguments: object) -> tuple[list[str], dict[str, dict[str, float]]]:
+        capsys.readouterr()
+        assert main(["rescore", *map(str, arguments), "--json"]) == 0
+        values = json.loads(capsys.readouterr().out)
+        return values.pop("hypotheses"), values
+
+    return run
+
+
+def test_the_chosen_hypothesis_has_the_highest_sum(
+    lstm_run: Path, lists: Path, rescored: Rescored
+) -> None:
+    rows, _ = rescored(lstm_run, lists / "test.nbest", "--lm-weight=3", "--insertion-penalty=-1.5")
+    nbest = read_nbest((lists / "test.nbest").read_text().splitlines(), "test")
+    scorer = Scorer.load(lstm_run)
+    best: dict[str, tuple[float, str]] = {}
+    for key, text, (acoustic,) in zip(nbest.keys, nbest.texts, nbest.scores, strict=True):
+        lm_score = sum(next(scorer.sentences([text])).log_prob)
+        total = acoustic + 3 * lm_score + 1.5 * len(text.split())
+        best[key] = max(best.get(key, (-math.inf, "")), (total, text))
+    assert rows == [f"{id}\t{text}" for id, (_, text) in best.items()]
+
+
+def test_both_layouts_and_the_printed_list_give_the_same_choice(
+    lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path
+) -> None:
+    weights = ["--lm-weight=2", "--insertion-penalty=0.5"]
+    references = ["--references", lists / "test.ref"]
+    rows, values = rescored(lstm_run, lists / "test.nbest", *weights, *references)
+    costs = ["--acoustic-costs", lists / "costs"]
+    kaldi, kaldi_values = rescored(lstm_run, lists / "test.kaldi", *costs, *weights, *references)
+    assert [row.replace("\t", " ") for row in rows] == kaldi
+    assert values == kaldi_values
+    printed, _ = rescored(lstm_run, lists / "test.nbest", *weights, "--all")
+    path = tmp_path / "all.nbest"
+    path.write_text("\n".join(printed) + "\n")
+    again, _ = rescored(lstm_run, path, *weights, "--first-pass-share=1")
+    assert again == rows
+    first = {row.split("\t")[0]: row.split("\t")[3] for row in reversed(printed)}
+    assert [f"{id}\t{text}" for id, text in reversed(first.items())] == rows
+
+
+def test_tuning_recovers_the_weights_that_the_references_were_made_with(
+    lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path
+) -> None:
+    for name in ("dev", "test"):
+        rows, _ = rescored(lstm_run, lists / f"{name}.nbest", "--lm-weight=2")
+        (tmp_path / f"{name}.ref").write_text("\n".join(rows) + "\n")
+    tuning = ["--tune", lists / "dev.nbest", tmp_path / "dev.ref"]
+    references = ["--references", tmp_path / "test.ref"]
+    rows, values = rescored(lstm_run, lists / "test.nbest", *references, *tuning)
+    report, development, weights = (values[name] for name in ("report", "development", "weights"))
+    assert (development["wer_after"], development["wer_oracle"]) == (0, 0)
+    assert weights["lm_weight"] == pytest.approx(2, rel=0.5)
+    assert report["wer_after"] < 0.2 * report["wer_before"]
+    gained = report["wer_before"] - report["wer_after"]
+    assert report["recovered"] == pytest.approx(gained / report["wer_before"])
+    given = [f"--{name.replace('_', '-')}={weights[name]}" for name in list(weights)[:2]]
+    again, fixed = rescored(lstm_run, lists / "test.nbest", *references, *given)
+    assert (again, fixed["report"]) == (rows, report)
+
+
+def scored_list(scores: Floats, texts: list[str], models: list[list[list[float]]]) -> ScoredList:
+    """A list with two hypotheses per utterance and given log-probabilities of words."""
+
+    class Fixed(Arpa):
+        def __init__(self, log_prob: list[list[float]]) -> None:
+            self.log_prob = log_prob
+
+        def word_scores(self, texts: Sequence[str]) -> list[Floats]:
+            return [np.array(each) for each in self.log_prob]
+
+    ids = [f"u{k}" for k in range(len(texts) // 2)]
+    nbest = NBest(
+        name="made",
+        is_kaldi=False,
+        ids=ids,
+        first=np.arange(0, len(texts), 2),
+        keys=[id for id in ids for _ in range(2)],
+        texts=texts,
+        scores=scores,
+    )
+    return ScoredList(nbest, [Fixed(each) for each in models])
+
+
+def test_two_models_are_mixed_word_by_word() -> None:
+    first = [[-1.0, -2.0], [-3.0, -0.5, -1.5]]
+    second = [[-2.5, -0.1], [-0.2, -4.0, -1.0]]
+    scored = scored_list(np.zeros((2, 0)), ["a", "a b"], [first, second])
+    for share in (0.0, 0.3, 1.0):
+        expected = [
+            np.log(share * np.exp(x) + (1 - share) * np.exp(y)).sum()
+            for x, y in zip(first, second, strict=True)
+        ]
+        assert scored.lm_scores(share) == pytest.approx(expected, rel=1e-12)
+    totals = scored.totals(Weights(lm_weight=2.0, insertion_penalty=0.25))
+    assert totals == pytest.approx([-6.0 - 0.25, -10.0 - 0.5], rel=1e-12)
+
+
+def test_the_first_pass_shares_the_weight_of_the_language_model() -> None:
+    scores = np.array([[-1.0, -7.0], [-2.0, -3.0]])
+    scored = scored_list(scores, ["a", "b"], [[[-1.0, -1.0], [-4.0, -1.0]]])
+    totals = scored.totals(Weights(lm_weight=2.0, first_pass_share=0.25))
+    expected = [-1 + 2 * (0.75 * -2 + 0.25 * -7), -2 + 2 * (0.75 * -5 + 0.25 * -3)]
+    assert totals == pytest.approx(expected, rel=1e-12)
+
+
+def test_tuning_finds_a_separating_weight_and_is_never_worse_than_the_first_hypotheses() -> None:
+    rng = np.random.default_rng(0)
+    texts = ["a", "b"] * 60
+    lm_score = rng.normal(size=120)
+    acoustic = -3 * lm_score + rng.normal(size=120) * 0.1  # misleads below α = 3
+    errors = np.zeros(120, dtype=np.int64)
+    pairs = lm_score.reshape(-1, 2)
+    errors[2 * np.arange(60) + pairs.argmin(1)] = 1
+    scored = scored_list(acoustic[:, None], texts, [[[value, 0.0] for value in lm_score]])
+    weights = tune(scored, WordErrors(errors=errors, num_words=60))
+    assert weights.lm_weight > 3
+    assert errors[scored.choose(scored.totals(weights))].sum() == 0
+
+
+def test_a_second_run_and_an_arpa_model_take_their_share(
+    lstm_run: Path, transformer_run: Path, lists: Path, rescored: Rescored, tmp_path: Path
+) -> None:
+    mixed = [lists / "test.nbest", "--lm-weight=2", "--with", transformer_run]
+    alone, _ = rescored(lstm_run, *mixed, "--mixture=1")
+    assert alone == rescored(lstm_run, lists / "test.nbest", "--lm-weight=2")[0]
+    other, _ = rescored(lstm_run, *mixed, "--mixture=0")
+    assert other == rescored(transformer_run, lists / "test.nbest", "--lm-weight=2")[0]
+    if importlib.util.find_spec("kenlm") is None:
+        pytest.skip("kenlm is not installed")
+    path = tmp_path / "model.arpa"
+    path.write_text(ARPA)
+    scores = Arpa(path).word_scores(["the cat", "", "the  zebra"])
+    ten = [[-0.5, -0.2, -0.7], [-0.7], [-0.5, -1.25, -0.7]]
+    for score, expected in itertools.zip_longest(scores, ten):
+        assert score == pytest.approx(math.log(10) * np.array(expected), rel=1e-6)
+    arpa = [lists / "test.nbest", "--lm-weight=2", "--arpa", path]
+    assert rescored(lstm_run, *arpa, "--mixture=1")[0] == alone
+
+
+def test_mistakes_are_single_lines(
+    lstm_run: Path, lists: Path, tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    path, dev, reference = tmp_path / "list", lists / "dev.nbest", lists / "dev.ref"
+    start = ["rescore", lstm_run, path]
+    for content, error in (
+        ("", "the n-best list is empty"),
+        ("a\t1\tthe\nb\tthe\n", "line 2: expected an id, 1 scores and a hypothesis, got 0 scores"),
+        ("a\tx\tthe\n", "line 1: expected a finite score, got 'x'"),
+        ("a\t1\t2\t3\tthe\n", "line 1: expected an id, 2 scores and a hypothesis, got 3 scores"),
+        ("the cat\n", "line 1: expected a tab, or a key utterance-N, got 'the'"),
+        ("u-1 the\nu-2\tcat\n", "line 2: expected a tab, or a key utterance-N"),
+    ):
+        path.write_text(content)
+        assert error in complaint(*start, "--lm-weight=1")
+    path.write_text("a\t1\tthe cat\n")
+    for options, error in (
+        ([], "give --tune LIST REFERENCES, or --lm-weight"),
+        (["--lm-weight=-1"], "--lm-weight must be at least 0"),
+        (["--lm-weight=1", "--first-pass-share=2"], "must be within 0 … 1"),
+        (["--lm-weight=1", "--mixture=0.5"], "--mixture requires a second model"),
+        (["--lm-weight=1", "--references", reference], "no reference for utterance a of"),
+        (["--lm-weight=1", "--acoustic-costs", lists / "costs"], "this one has tabs"),
+        (["--lm-weight=1", "--lm-costs", lists / "costs"], "requires --acoustic-costs"),
+        (["--tune", dev, reference, "--lm-weight=1"], "--tune finds the weights"),
+    ):
+        assert error in complaint(*start, *options)
+    tuning = ["--tune", dev, reference]
+    errors = complaint("rescore", lstm_run, dev, "--references", reference, *tuning)
+    assert errors.startswith(f"utterance dev0 is in {dev} and in {dev}: weights must be tuned on")

@@ -1,0 +1,298 @@
+"""Scores: the definition in fp64, sums over levels, independence of batches, layouts."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+import lm.scoring
+from data_prep.settings import TokenizerConfig
+from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
+from data_prep.tokenizer.vocabulary import train_sentencepiece
+from lm.cli import main
+from lm.config import ModelConfig, OutputConfig, WordTable
+from lm.model.build import build_model
+from lm.model.language_model import LanguageModel
+from lm.output import ClassTree
+from lm.scoring import LineScore, Scorer
+from tests.conftest import toy_sentences
+
+WORDS = ["<eos>", "<unk>", "a", "b", "c", "d", "e"]
+TEXT = ["a b c", "", "e zebra a a b", "d", "b c d e a b c d e a b c", "zebra zebra"]
+BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
+Printed = Callable[..., list[str]]
+
+
+def make(
+    backbone: str, tokenizer: Tokenizer | None = None, context: int = 6, **options: Any
+) -> Scorer:
+    tokenizer = tokenizer or WordTokenizer(WORDS)
+    config = ModelConfig(backbone=cast(Any, backbone), hidden=8, heads=2, layers=1)
+    tree = ClassTree.two_level(torch.arange(tokenizer.vocab_size) % 3)
+    model = build_model(config, OutputConfig(), WordTable(), tree, context).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.7, 0.7)
+    return Scorer(model, tokenizer, context=context, **options)
+
+
+@pytest.fixture(scope="module")
+def pieces() -> SentencePieceTokenizer:
+    settings = TokenizerConfig(kind="sentencepiece", vocab_size=36)
+    return SentencePieceTokenizer(train_sentencepiece(toy_sentences(0, 200), settings))
+
+
+@torch.no_grad()
+def distributions(model: LanguageModel, ids: list[int], eos_id: int) -> torch.Tensor:
+    """log P of all words [n + 1, N] after each beginning of a sentence, one call each."""
+    inputs = torch.tensor([eos_id, *ids])[:, None]
+    hidden = [model(inputs[: end + 1])[0][-1, 0] for end in range(len(inputs))]
+    return model.output.log_prob(torch.stack(hidden))
+
+
+@BACKBONES
+def test_each_token_has_the_log_prob_rank_and_entropy_of_the_definition(backbone: str) -> None:
+    scorer = make(backbone, details=True)
+    for line, score in zip(TEXT, scorer.sentences(TEXT), strict=True):
+        ids = scorer.tokenizer.encode(line)
+        log_prob = distributions(scorer.model, ids, 0)
+        target = log_prob.gather(1, torch.tensor([*ids, 0])[:, None])
+        entropy = -(log_prob.exp() * log_prob).sum(1)
+        assert score.words == line.split()
+        assert score.log_prob == pytest.approx(target[:, 0].numpy(), rel=1e-12)
+        assert score.tokens.rank is not None
+        assert score.tokens.rank.tolist() == (1 + (log_prob > target).sum(1)).tolist()
+        assert score.tokens.entropy == pytest.approx(entropy.numpy(), rel=1e-12)
+        assert score.is_oov.tolist() == [word == "zebra" for word in line.split()] + [False]
+        limit = math.inf if backbone == "lstm" else 6
+        assert score.context.tolist() == [min(k + 1, limit) for k in range(len(ids) + 1)]
+
+
+def all_figures(scores: list[LineScore]) -> np.ndarray[Any, Any]:
+    tokens = [score.tokens for score in scores]
+    return np.concatenate(
+        [np.stack(cast(Any, [each.log_prob, each.rank, each.entropy]), 1) for each in tokens]
+    )
+
+
+@BACKBONES
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.float64, 1e-13), (torch.float32, 3e-6)])
+def test_scores_depend_on_batches_by_rounding_only(
+    backbone: str, dtype: torch.dtype, digits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = make(backbone, details=True)
+    scorer.model.to(dtype)
+    expected = all_figures([next(scorer.sentences([line])) for line in TEXT])
+    for size in (1, 4, 11, 1000):
+        monkeypatch.setattr(lm.scoring, "BATCH_TOKENS", size)
+        monkeypatch.setattr(lm.scoring, "MAX_LOG_PROBS", 3 * size)
+        for order in (range(6), [5, 2, 0, 1, 4, 3]):
+            scores = dict(zip(order, scorer.sentences([TEXT[k] for k in order]), strict=True))
+            found = all_figures([scores[k] for k in range(6)])
+            assert found == pytest.approx(expected, rel=digits)
+
+
+@BACKBONES
+def test_a_stream_predicts_each_token_from_the_lines_before(backbone: str) -> None:
+    scorer = make(backbone, context=100)
+    ids = [id for line in TEXT for id in [*scorer.tokenizer.encode(line), 0]]
+    log_prob = distributions(scorer.model, ids[:-1], 0)
+    expected = log_prob.gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
+    scores = list(scorer.stream(TEXT))
+    found = np.concatenate([score.log_prob for score in scores])
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert np.concatenate([score.context for score in scores]).tolist() == [
+        k + 1 for k in range(len(ids))
+    ]
+
+
+@pytest.mark.parametrize("context", [2, 5, 6])
+@pytest.mark.parametrize("num_lines", [1, 3, 6])
+def test_the_context_of_a_stream_in_windows_is_stated(context: int, num_lines: int) -> None:
+    scorer, lines = make("transformer", context=context), TEXT[:num_lines]
+    ids = [0, *(id for line in lines for id in [*scorer.tokenizer.encode(line), 0])]
+    scores = list(scorer.stream(lines))
+    place = 0
+    for score in scores:
+        for log_prob, before in zip(score.log_prob, score.context, strict=True):
+            seen = ids[place + 1 - before : place + 1]
+            expected = distributions(scorer.model, seen[1:], seen[0])[-1, ids[place + 1]]
+            assert log_prob == pytest.approx(float(expected), rel=1e-12)
+            place += 1
+    assert place == len(ids) - 1
+
+
+def test_unseen_words_share_the_mass_of_unk() -> None:
+    plain = make("lstm", details=True)
+    shared = Scorer(plain.model, plain.tokenizer, context=6, vocabulary_size=16, details=True)
+    num_unseen = 16 - 6  # 6 words are known, <eos> counted
+    for line, before, after in zip(
+        TEXT, plain.sentences(TEXT), shared.sentences(TEXT), strict=True
+    ):
+        lower = np.where(before.is_oov, math.log(num_unseen), 0)
+        assert after.log_prob == pytest.approx(before.log_prob - lower, rel=1e-12)
+        log_prob = distributions(plain.model, plain.tokenizer.encode(line), 0)
+        spread = log_prob[:, 1:2] - math.log(num_unseen)
+        whole = torch.cat([log_prob[:, :1], log_prob[:, 2:], spread.expand(-1, num_unseen)], 1)
+        assert whole.exp().sum(1).numpy() == pytest.approx(1, rel=1e-12)
+        entropy = -(whole.exp() * whole).sum(1).numpy()
+        assert after.tokens.entropy == pytest.approx(entropy, rel=1e-12)
+        target = torch.from_numpy(after.log_prob)[:, None]
+        rank = 1 + (whole > target + 1e-12).sum(1)
+        assert after.tokens.rank is not None
+        assert after.tokens.rank.tolist() == rank.tolist()
+
+
+def test_a_word_of_pieces_has_the_sum_of_its_pieces(pieces: SentencePieceTokenizer) -> None:
+    scorer = make("lstm", pieces)
+    lines = ["the cat sees", "  a  horse\u00e9 x ", "the <unk> fish <unk>", "", " "]
+    for line, score in zip(lines, scorer.sentences(lines), strict=True):
+        ids = pieces.encode(line)
+        log_prob = distributions(scorer.model, ids, pieces.eos_id)
+        target = log_prob.gather(1, torch.tensor([*ids, pieces.eos_id])[:, None])[:, 0].numpy()
+        assert score.words == line.split()
+        assert score.log_prob.sum() == pytest.approx(target.sum(), rel=1e-12)
+        begin = 0
+        for word, value in zip(score.words, score.log_prob, strict=False):
+            num_ids = int((score.unit_of_token == score.words.index(word)).sum())
+            if score.words.count(word) == 1:
+                assert value == pytest.approx(target[begin : begin + num_ids].sum(), rel=1e-12)
+            begin += int((score.unit_of_token == score.unit_of_token[begin]).sum())
+
+
+@pytest.mark.parametrize("byte_fallback", [False, True])
+def test_pieces_are_aligned_with_the_word_that_they_spell(byte_fallback: bool) -> None:
+    size = 36 + 256 * byte_fallback
+    settings = TokenizerConfig(kind="sentencepiece", vocab_size=size, byte_fallback=byte_fallback)
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(toy_sentences(0, 200), settings))
+    for line in (
+        "the cat",
+        "caf\u00e9\u2603x \u2603 the\u2603",
+        " a   dog  ",
+        "the <unk>cat <unk>",
+        "",
+    ):
+        words, ids, word_of_id = tokenizer.align(line)
+        assert ids == tokenizer.encode(line)
+        assert words == line.split()
+        assert word_of_id == sorted(word_of_id)
+        for place, word in enumerate(words):
+            mine = [id for id, owner in zip(ids, word_of_id, strict=True) if owner == place]
+            spelled = tokenizer.decode(mine).strip()
+            pattern = re.escape(spelled.replace(" <unk>", "<unk>")).replace("<unk>", ".+")
+            assert re.fullmatch(pattern, word), (spelled, word)
+
+
+def test_words_with_punctuation_have_several_ids() -> None:
+    words = ["<eos>", "<unk>", "no", ",", "it", "'", "."]
+    tokenizer = WordTokenizer(words, lowercase=True, split_punctuation=True)
+    assert tokenizer.align("No, it.") == (["No,", "it."], [2, 3, 4, 6], [0, 0, 1, 1])
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Printed:
+    """`printed(run, lines, *options)`: the lines that `lm score` prints."""
+
+    def run(folder: Path, lines: list[str], *options: str) -> list[str]:
+        path = tmp_path / "text.txt"
+        path.write_text("".join(f"{line}\n" for line in lines))
+        capsys.readouterr()
+        assert main(["score", str(folder), str(path), *options]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+LINES = ["the cat sees a dog today", "zebra follows", ""]
+UNIT = re.compile(r"(\S+)=(\d+) (\d+) (-?[\d.e-]+)\t")
+
+
+def test_the_layout_is_that_of_kenlm_and_its_figures_add_up(
+    lstm_run: Path, printed: Printed
+) -> None:
+    *sentences, including, excluding, oov, tokens = printed(lstm_run, LINES, "--level=word")
+    total = oov_total = 0.0
+    for line, row in zip(LINES, sentences, strict=True):
+        units = UNIT.findall(row)
+        match = re.fullmatch(r"Total: (\S+) OOV: (\d+)", UNIT.sub("", row))
+        assert match is not None
+        assert [unit[0] for unit in units] == [*line.split(), "</s>"]
+        assert [int(unit[2]) for unit in units] == list(range(2, len(units) + 2))
+        assert int(match[2]) == line.count("zebra") == sum(unit[1] == "0" for unit in units)
+        assert float(match[1]) == pytest.approx(sum(float(unit[3]) for unit in units), rel=1e-6)
+        total += float(match[1])
+        oov_total += sum(float(unit[3]) for unit in units if unit[1] == "0")
+    values = [row.split("\t") for row in (including, excluding, oov, tokens)]
+    assert [name for name, _ in values] == [
+        "Perplexity including OOVs:",
+        "Perplexity excluding OOVs:",
+        "OOVs:",
+        "Tokens:",
+    ]
+    assert float(values[0][1]) == pytest.approx(10 ** (-total / 11), rel=1e-5)
+    assert float(values[1][1]) == pytest.approx(10 ** (-(total - oov_total) / 10), rel=1e-5)
+    assert (values[2][1], values[3][1]) == ("1", "11")
+    by_sentence = printed(lstm_run, LINES, "--level=sentence")
+    assert by_sentence == [UNIT.sub("", row) for row in sentences] + by_sentence[-4:]
+    assert printed(lstm_run, LINES, "--level=summary") == [including, excluding, oov, tokens]
+
+
+@pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
+def test_a_stream_has_the_perplexity_of_evaluate(
+    run: str,
+    request: pytest.FixtureRequest,
+    corpus: Path,
+    printed: Printed,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder: Path = request.getfixturevalue(run)
+    text = str(corpus / "test.txt")
+    capsys.readouterr()
+    assert main(["evaluate", str(folder), "--text", text, "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    lines = (corpus / "test.txt").read_text().splitlines()
+    rows = printed(folder, lines, "--stream", "--format=json", "--unit=nats")
+    summary = json.loads(rows[-1])["summary"]
+    assert summary["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-12)
+    assert summary["perplexity_excluding_oov"] == pytest.approx(
+        expected["perplexity_excluding_oov"], rel=1e-12
+    )
+    assert (summary["tokens"], summary["oov"]) == (expected["tokens"], expected["oov"])
+    assert summary["log_prob"] == pytest.approx(-expected["nll_nats"], rel=1e-12)
+
+
+def test_units_layouts_and_ids_agree(lstm_run: Path, printed: Printed) -> None:
+    with_ids = [f"utt{k}\t{line}" for k, line in enumerate(LINES)]
+    rows = printed(lstm_run, with_ids, "--ids")
+    totals = [float(row.split("Total: ")[1].split()[0]) for row in rows[:3]]
+    assert [row.split("\t")[0] for row in rows[:3]] == ["utt0", "utt1", "utt2"]
+    header, *table = printed(lstm_run, with_ids, "--ids", "--format=tsv", "--unit=bits")
+    assert header == "id\tbits\ttokens\toov"
+    for total, row in zip(totals, table, strict=True):
+        assert float(row.split("\t")[1]) == pytest.approx(total * math.log2(10), rel=1e-6)
+    options = ["--ids", "--format=json", "--unit=nats", "--level=word", "--details"]
+    *sentences, _ = map(json.loads, printed(lstm_run, with_ids, *options))
+    header, *words = printed(lstm_run, with_ids, *options, "--format=tsv")
+    assert header == "id\tword\tnats\toov\tcontext\trank\tentropy_nats"
+    flat = [(each["id"], *word.values()) for each in sentences for word in each["words"]]
+    assert [tuple(map(str, row)) for row in flat] == [tuple(row.split("\t")) for row in words]
+    for total, sentence in zip(totals, sentences, strict=True):
+        assert sentence["log_prob"] == pytest.approx(total * math.log(10), rel=1e-6)
+
+
+def test_mistakes_are_single_lines(
+    lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    text, empty = tmp_path / "text.txt", tmp_path / "empty.txt"
+    text.write_text("a\tthe cat\n\tthe dog\n")
+    empty.touch()
+    assert complaint("score", lstm_run, empty).endswith("the text to score is empty")
+    assert "--details requires" in complaint("score", lstm_run, text, "--details")
+    assert "--vocabulary-size is 3" in complaint("score", lstm_run, text, "--vocabulary-size=3")
+    assert complaint("score", tmp_path, text).startswith(f"{tmp_path}: no trained model here")
