@@ -97,6 +97,14 @@ class Log(NamedTuple):
     chosen: tuple[str, str] | None = None  # only rows with this field and value
 
 
+_MODEL = {
+    "N": "{N:,}",
+    "H": "{H}",
+    "method": "{method}",
+    "modelled µs": "{us:,.0f}",
+    "floor, µs": "{floor_us:,.0f}",
+    "÷ floor": "{ratio:.2f}",
+}
 LOGS = {
     "class_building": Log(
         ("method",),
@@ -109,6 +117,8 @@ LOGS = {
             "bigram log-likelihood per token, nats": "{bigram_log_likelihood:.3f}",
         },
     ),
+    "kernel_model": Log(("N", "method", "launch"), _MODEL, ("launch", "total")),
+    "kernel_model_before": Log(("N", "method", "launch"), _MODEL, ("launch", "total")),
     "openmp_spin": Log(
         ("load", "setting"),
         {
