@@ -21,7 +21,7 @@ steps = 0
 def run(launch):
     global steps
     execute(launch)
-    if "nll" in launch.arguments:
+    if launch.kernel.__name__ == "_forward":
         steps += 1
         if steps == 3:  # the second that is compared
             launch.arguments["nll"][5] += 1e-6
