@@ -17,6 +17,8 @@ from lm.config.reference import describe_keys, write_reference
 from lm.openmp import limit_spinning
 from lm.options import parse
 
+logger = logging.getLogger("lm")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, by default that of the process.
@@ -155,7 +157,7 @@ def _score(options: Namespace, _: list[str]) -> None:
         one_rank_per_word=scorer.has_one_token_per_word,
     )
     rule = "one stream: all lines are one text" if options.stream else "independent sentences"
-    logging.info("%s, <eos> before the first word; log-probabilities in %s", rule, options.unit)
+    logger.info("%s, <eos> before the first word; log-probabilities in %s", rule, options.unit)
     for row in score_text(scorer, read_text(options.text or "-"), layout, stream=options.stream):
         print(row)
 
@@ -208,7 +210,7 @@ def _rescore(options: Namespace, _: list[str]) -> None:
         return
     for name, value in result.to_dict().items():
         if value is not None:
-            logging.info("%s: %s", name, format_values(value))
+            logger.info("%s: %s", name, format_values(value))
     for row in rows:
         print(row)
 

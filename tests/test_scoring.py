@@ -213,6 +213,18 @@ LINES = ["the cat sees a dog today", "zebra follows", ""]
 UNIT = re.compile(r"(\S+)=(\d+) (\d+) (-?[\d.e-]+)\t")
 
 
+@pytest.mark.parametrize(("options", "rule"), [([], "independent"), (["--stream"], "one stream")])
+def test_what_a_score_is_conditioned_on_is_reported(
+    lstm_run: Path,
+    printed: Printed,
+    caplog: pytest.LogCaptureFixture,
+    options: list[str],
+    rule: str,
+) -> None:
+    printed(lstm_run, LINES, *options)
+    assert rule in caplog.text
+
+
 def test_the_layout_is_that_of_kenlm_and_its_figures_add_up(
     lstm_run: Path, printed: Printed
 ) -> None:
