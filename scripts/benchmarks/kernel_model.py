@@ -106,16 +106,31 @@ def _per_program(kernel: Compiled, done: Work, programs: int) -> tuple[Counts, C
     """Instructions of a warp and waits for loads of each program; operations of all."""
     instructions, waits = np.zeros(programs), np.zeros(programs)
     flops, copies = 0.0, Counter[str]()
-    for loop in kernel.loops:
+    for loop in _counted(kernel.loops, done):
         iterations: Counts = np.ones(programs)  # outside of loops, unless counted
         if ":" in loop.name or loop.name in done.loops:
             iterations = done.loops[loop.name][copies[loop.name]]
             copies[loop.name] += 1
         instructions += loop.instructions * iterations
-        in_flight = max(1, kernel.stages - 1) if loop.matrix_flops else 1
+        pipelined = loop.matrix_flops and loop.innermost
+        in_flight = max(1, kernel.stages - 1) if pipelined else 1
         waits += iterations * (loop.waits / in_flight)
         flops += loop.matrix_flops * kernel.warps * float(iterations.sum())
     return instructions, waits, flops
+
+
+def _counted(found: list[Loop], done: Work) -> list[Loop]:
+    """The loops without what the compiler unrolled: trips are few and run in the shortest copy."""
+    kept = list(found)
+    for name, counts in done.loops.items():
+        copies = sorted((loop for loop in kept if loop.name == name), key=_length)
+        for loop in copies[len(counts) :]:
+            kept.remove(loop)
+    return kept
+
+
+def _length(loop: Loop) -> tuple[bool, int]:
+    return not loop.waits, loop.instructions
 
 
 def makespan(seconds: Counts, resident: int) -> float:
@@ -220,6 +235,7 @@ def main() -> None:
     add = parser.add_argument
     add("--sizes", type=problem_size, nargs="+", default=SIZES, metavar="N:H")
     add("--positions", type=int, default=16_384)
+    add("--fused-only", action="store_true", help="no peers")
     options = parser.parse_args()
     print(assumptions(), file=sys.stderr)
     table = Table(COLUMNS, log=options.json)
