@@ -274,7 +274,8 @@ def _light(
         if tile < tl.load(num_entries + 2):
             _light_group(
                 tl.load(light_groups + tile), h0,
-                (sorted_hidden, weight, H, strides), (position, node, P, D), written, (first_row, num_children, column),
+                (sorted_hidden, weight, H, strides), (position, node, P, D), written,
+                (first_row, num_children, column),
                 (errors, num_slots, scale), (partial_hidden, d_hidden, d_weight, d_bias),
                 LIGHT=LIGHT, ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
             )  # fmt: skip

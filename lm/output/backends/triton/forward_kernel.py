@@ -102,7 +102,6 @@ def _forward_tile(
     d, n = flat // P, tl.load(node + flat)
     v = flat % P + tl.arange(0, BLOCK_V)
     visits = tl.load(node + d * P + v, mask=v < P, other=-1) == n
-    p = tl.load(position + v, mask=visits, other=0)
     y = tl.load(child + d * P + v, mask=visits, other=-1)
     width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
     share = tl.cdiv(tl.cdiv(width, BLOCK_C), SPLITS) * BLOCK_C
@@ -110,7 +109,6 @@ def _forward_tile(
     slot, block = _first_slot(column, n, d), _first_block(column, n, d, BLOCK_C)
     m = tl.full([BLOCK_V], float("-inf"), ACC)
     total = tl.zeros([BLOCK_V], ACC)
-    z_y = tl.zeros([BLOCK_V], ACC)
     row, c_block = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_C)
     logits_of_tile = exp_logits + (flat % P).to(tl.int64) * num_slots + slot
     max_of_tile = block_max + (flat % P).to(tl.int64) * num_blocks + block
@@ -123,7 +121,9 @@ def _forward_tile(
         )  # fmt: skip
         if bias is not None:
             z += tl.load(bias + first + c, mask=inside, other=0.0).to(ACC)[None, :]
-        z_y += tl.sum(tl.where(c_block[None, :] == (y - c0)[:, None], z, 0.0), axis=1)
+        z_y = tl.sum(tl.where(c_block[None, :] == (y - c0)[:, None], z, 0.0), axis=1)
+        in_block = visits & (y >= c0) & (y < c0 + BLOCK_C)
+        tl.store(target_logit + d * P + v, z_y, mask=in_block)
         if c0 + BLOCK_C > width:
             z = tl.where((c_block < width - c0)[None, :], z, float("-inf"))
         m_block = tl.max(z, axis=1)
@@ -139,7 +139,7 @@ def _forward_tile(
         m = m_new
     split_lse = m + tl.log(tl.where(total == 0.0, 1.0, total))  # -inf where there are no children
     tl.store(partial_lse + (split * D + d) * P + v, split_lse, mask=visits)
-    tl.store(target_logit + d * P + v, z_y, mask=visits & (y >= c_begin) & (y < c_end))
+    p = tl.load(position + v, mask=visits, other=0)
     _finish(v, p, visits, node, results, P=P, D=D, SPLITS=SPLITS, ACC=ACC)
 
 
