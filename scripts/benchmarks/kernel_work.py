@@ -36,22 +36,25 @@ class Work(NamedTuple):
     memory: float = 0  # bytes from and to memory, every element once
 
 
-def make_problem(vocab_size: int, hidden_size: int, num_positions: int) -> Problem:
-    """The problem of `tile_tuning` in bf16, without values."""
+def make_problem(
+    vocab_size: int, hidden_size: int, num_positions: int, padded: bool = False
+) -> Problem:
+    """The problem of `tile_tuning` in bf16, without values; rows of the weight may be padded."""
     torch.manual_seed(0)
     word_class = torch.randperm(vocab_size) * round(vocab_size**0.5) // vocab_size
     tree = ClassTree.two_level(word_class)
     target, _ = zipf(vocab_size, num_positions)
-    hidden, weight = (
-        torch.empty(rows, hidden_size, dtype=torch.bfloat16)
-        for rows in (num_positions, tree.num_rows)
-    )
+    hidden = torch.empty(num_positions, hidden_size, dtype=torch.bfloat16)
+    stride = -(-hidden_size // SLOT) * SLOT if padded else hidden_size
+    weight = torch.empty(tree.num_rows, stride, dtype=torch.bfloat16)[:, :hidden_size]
     return Problem.of(hidden, weight, None, target, tree)
 
 
-def count(vocab_size: int, hidden_size: int, num_positions: int, capability: int) -> list[Work]:
+def count(
+    vocab_size: int, hidden_size: int, num_positions: int, padded: bool, capability: int
+) -> list[Work]:
     """The work of each launch of a forward and backward, of which the routing is interpreted."""
-    problem = make_problem(vocab_size, hidden_size, num_positions)
+    problem = make_problem(vocab_size, hidden_size, num_positions, padded)
     backend, needs, done = TritonBackend(), Needs(hidden=True, weight=True, bias=False), []
 
     def run(launch: Launch) -> None:

@@ -102,6 +102,7 @@ def _heavy(
     """
     H, num_slots = h_units * ALIGN, path_slots * 16
     strides = (sorted_units * 16, weight_units * WEIGHT_ALIGN)
+    readable = tl.cdiv(H, WEIGHT_ALIGN) * WEIGHT_ALIGN  # columns of weight rows
     num_h = tl.cdiv(H, BLOCK_H)
     if tl.program_id(0) < row_programs:
         for i in range(tl.program_id(0), tl.load(num_entries + 3) * num_h, row_programs):
@@ -115,7 +116,7 @@ def _heavy(
     elif d_hidden is not None:
         i = tl.program_id(0) - row_programs
         _heavy_hidden(
-            i // num_h * BLOCK_V, (i % num_h) * BLOCK_H, (weight, H, strides),
+            i // num_h * BLOCK_V, (i % num_h) * BLOCK_H, (weight, H, readable, strides),
             (position, node, light_level, P, D), (first_row, num_children, column),
             (errors, num_slots, scale), (d_hidden, partial_hidden),
             ACC=ACC, PRECISION=PRECISION, BLOCK_V=BLOCK_V, BLOCK_H=BLOCK_H, STEP=STEP,
@@ -210,7 +211,7 @@ def _heavy_hidden(
     Every other tile walks its nodes backwards: a node with visits in two tiles is then the last of
     both, or the first.
     """
-    weight, H, (hidden_stride, weight_stride) = inputs
+    weight, H, readable, (hidden_stride, weight_stride) = inputs
     position, node, light_level, P, D = visits_of
     first_row, num_children, column = tree
     errors, num_slots, scale = errors_of
@@ -232,7 +233,7 @@ def _heavy_hidden(
                 error = _load_errors(
                     errors, begin, tile_row, nodes == n, slot, c, width, num_slots
                 )  # fmt: skip
-                w = _block(weight, first + c0, child, c < width, h, h < H, weight_stride)
+                w = _block(weight, first + c0, child, c < width, h, h < readable, weight_stride)
                 w = w.to(error.dtype)
                 total = tl.dot(error, w, total, input_precision=PRECISION, out_dtype=ACC)
             nodes = tl.where(nodes == n, -1, nodes)
@@ -268,13 +269,14 @@ def _light(
     num_h = tl.cdiv(H, BLOCK_H)
     tile, h0 = tl.program_id(0) // num_h, (tl.program_id(0) % num_h) * BLOCK_H
     strides = (sorted_units * 16, weight_units * WEIGHT_ALIGN)
+    readable = tl.cdiv(H, WEIGHT_ALIGN) * WEIGHT_ALIGN  # columns of weight rows
     outputs = (d_weight, d_bias, strides)
     written = first_row if written_row is None else written_row
     if tile < max_groups:
         if tile < tl.load(num_entries + 2):
             _light_group(
                 tl.load(light_groups + tile), h0,
-                (sorted_hidden, weight, H, strides), (position, node, P, D), written,
+                (sorted_hidden, weight, H, readable, strides), (position, node, P, D), written,
                 (first_row, num_children, column),
                 (errors, num_slots, scale), (partial_hidden, d_hidden, d_weight, d_bias),
                 LIGHT=LIGHT, ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
@@ -304,7 +306,7 @@ def _light_group(
     BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """(5), added to the share of heavy nodes, and (6) for the visits of a light node and below."""
-    hidden, weight, H, (hidden_stride, weight_stride) = inputs
+    hidden, weight, H, readable, (hidden_stride, weight_stride) = inputs
     position, node, P, D = visits_of
     first_row, num_children, column = tree
     errors, num_slots, scale = errors_of
@@ -330,7 +332,7 @@ def _light_group(
                     errors, begin, group_row, nodes == n, slot, c, width, num_slots
                 )  # fmt: skip
                 if d_hidden is not None:
-                    w = _block(weight, first + c0, child, c < width, h, h < H, weight_stride)
+                    w = _block(weight, first + c0, child, c < width, h, h < readable, weight_stride)
                     w = w.to(error.dtype)
                     total = tl.dot(error, w, total, input_precision=PRECISION, out_dtype=ACC)
                 if d_weight is not None:

@@ -105,6 +105,8 @@ def launch(
 
     hidden, routing = problem.hidden, saved.routing
     align, weight_align = alignment(problem)
+    if not _rows_are_whole(problem.weight):
+        weight_align = min(align, weight_align)
     known = {
         **problem._asdict(),
         **problem.tree._asdict(),
@@ -187,6 +189,13 @@ def alignment(problem: Problem) -> tuple[int, int]:
     """
     size, stride = problem.hidden.shape[1], problem.weight.stride(0)
     return math.gcd(size, 16), math.gcd(stride, 16)
+
+
+def _rows_are_whole(weight: Tensor) -> bool:
+    """Whether what follows the columns of every row, up to the stride, may be read as well."""
+    (num_rows, _), (stride, _) = weight.shape, weight.stride()
+    end = (weight.storage_offset() + num_rows * stride) * weight.element_size()
+    return weight.untyped_storage().nbytes() >= end
 
 
 def tail(size: int, block: int) -> int:

@@ -84,6 +84,8 @@ def tiles(dtype: torch.dtype, capability: int, align: int, *, tensor_cores: bool
             found = found._replace(forward=narrow)
         elif capability >= 90:
             found = found._replace(forward=_FEW_FORWARD, heavy=_FEW_HEAVY)
+        if capability >= 90 and align == 1:
+            found = found._replace(light=found.light._replace(h=32, warps=4))
     return found
 
 
