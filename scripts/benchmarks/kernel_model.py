@@ -107,16 +107,31 @@ def _per_program(kernel: Compiled, done: Work, programs: int) -> tuple[Counts, C
     """Instructions of a warp and waits for loads of each program; operations of all."""
     instructions, waits = np.zeros(programs), np.zeros(programs)
     flops, copies = 0.0, Counter[str]()
-    for loop in kernel.loops:
+    for loop in _counted(kernel.loops, done):
         iterations: Counts = np.ones(programs)  # outside of loops, unless counted
         if ":" in loop.name or loop.name in done.loops:
             iterations = done.loops[loop.name][copies[loop.name]]
             copies[loop.name] += 1
         instructions += loop.instructions * iterations
-        in_flight = max(1, kernel.stages - 1) if loop.matrix_flops else 1
+        pipelined = loop.matrix_flops and loop.innermost
+        in_flight = max(1, kernel.stages - 1) if pipelined else 1
         waits += iterations * (loop.waits / in_flight)
         flops += loop.matrix_flops * kernel.warps * float(iterations.sum())
     return instructions, waits, flops
+
+
+def _counted(found: list[Loop], done: Work) -> list[Loop]:
+    """The loops without what the compiler unrolled: trips are few and run in the shortest copy."""
+    kept = list(found)
+    for name, counts in done.loops.items():
+        copies = sorted((loop for loop in kept if loop.name == name), key=_length)
+        for loop in copies[len(counts) :]:
+            kept.remove(loop)
+    return kept
+
+
+def _length(loop: Loop) -> tuple[bool, int]:
+    return not loop.waits, loop.instructions
 
 
 def makespan(seconds: Counts, resident: int) -> float:
@@ -145,7 +160,9 @@ def _row(
     }
 
 
-def fused_rows(size: tuple[int, int], problem: Problem) -> Iterator[dict[str, Any]]:
+def fused_rows(
+    size: tuple[int, int], problem: Problem, padded: bool = False
+) -> Iterator[dict[str, Any]]:
     """The model of this project's kernels."""
     launches: list[Launch] = []
     backend, needs = TritonBackend(), Needs(hidden=True, weight=True, bias=False)
@@ -157,7 +174,7 @@ def fused_rows(size: tuple[int, int], problem: Problem) -> Iterator[dict[str, An
         mock.patch.dict(os.environ, TRITON_INTERPRET="1"),
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
     ):
-        done = pool.submit(count, *size, problem.num_positions, CAPABILITY).result()
+        done = pool.submit(count, *size, problem.num_positions, padded, CAPABILITY).result()
     for launch, each in zip(launches, done, strict=True):
         yield launch_row(launch, each)
 
@@ -185,12 +202,14 @@ def floor_seconds(problem: Problem) -> float:
     return max(num_bytes / HBM_RATE, 3 * 2 * columns * size / FLOP_RATE)
 
 
-def report(size: tuple[int, int], num_positions: int) -> Iterator[dict[str, Any]]:
+def report(
+    size: tuple[int, int], num_positions: int, padded: bool = False
+) -> Iterator[dict[str, Any]]:
     """Rows of every method at one size N, H; the last of each method is its total."""
     vocab_size, hidden_size = size
-    problem = make_problem(*size, num_positions)
+    problem = make_problem(*size, num_positions, padded)
     floor = 1e6 * floor_seconds(problem)
-    methods = {"fused": fused_rows(size, problem)}
+    methods = {"fused": fused_rows(size, problem, padded)}
     methods |= {name: map(operation_row, peer(problem)) for name, peer in PEERS.items()}
     for method, found in methods.items():
         rows = list(found)
@@ -199,6 +218,7 @@ def report(size: tuple[int, int], num_positions: int) -> Iterator[dict[str, Any]
         rows.append({"launch": "total", "programs": 0, "resident": 0, **total, "bound": ""})
         for row in rows:
             problem_of = {"N": vocab_size, "H": hidden_size, "positions": num_positions}
+            problem_of |= {"padded": padded}
             ratio = row["us"] / floor
             yield {**problem_of, "method": method, **row, "floor_us": floor, "ratio": ratio}
 
@@ -221,11 +241,12 @@ def main() -> None:
     add = parser.add_argument
     add("--sizes", type=problem_size, nargs="+", default=SIZES, metavar="N:H")
     add("--positions", type=int, default=16_384)
+    add("--padded", action="store_true", help="rows of the weight begin at multiples of 16")
     options = parser.parse_args()
     print(assumptions(), file=sys.stderr)
     table = Table(COLUMNS, log=options.json)
     for size in options.sizes:
-        for row in report(size, options.positions):
+        for row in report(size, options.positions, options.padded):
             table.add({**row, "model": True})
 
 

@@ -36,22 +36,25 @@ class Work(NamedTuple):
     memory: float = 0  # bytes from and to memory, every element once
 
 
-def make_problem(vocab_size: int, hidden_size: int, num_positions: int) -> Problem:
-    """The problem of `tile_tuning` in bf16, without values."""
+def make_problem(
+    vocab_size: int, hidden_size: int, num_positions: int, padded: bool = False
+) -> Problem:
+    """The problem of `tile_tuning` in bf16, without values; rows of the weight may be padded."""
     torch.manual_seed(0)
     word_class = torch.randperm(vocab_size) * round(vocab_size**0.5) // vocab_size
     tree = ClassTree.two_level(word_class)
     target, _ = zipf(vocab_size, num_positions)
-    hidden, weight = (
-        torch.empty(rows, hidden_size, dtype=torch.bfloat16)
-        for rows in (num_positions, tree.num_rows)
-    )
+    hidden = torch.empty(num_positions, hidden_size, dtype=torch.bfloat16)
+    stride = -(-hidden_size // SLOT) * SLOT if padded else hidden_size
+    weight = torch.empty(tree.num_rows, stride, dtype=torch.bfloat16)[:, :hidden_size]
     return Problem.of(hidden, weight, None, target, tree)
 
 
-def count(vocab_size: int, hidden_size: int, num_positions: int, capability: int) -> list[Work]:
+def count(
+    vocab_size: int, hidden_size: int, num_positions: int, padded: bool, capability: int
+) -> list[Work]:
     """The work of each launch of a forward and backward, of which the routing is interpreted."""
-    problem = make_problem(vocab_size, hidden_size, num_positions)
+    problem = make_problem(vocab_size, hidden_size, num_positions, padded)
     backend, needs, done = TritonBackend(), Needs(hidden=True, weight=True, bias=False), []
 
     def run(launch: Launch) -> None:
@@ -78,9 +81,11 @@ class _Arguments:
         self.P, self.tile = self["P"], launch.tile
         if "h_units" in self.arguments:
             self.H: int = self["h_units"] * self["ALIGN"]
-            self.num_h = -(-self.H // launch.tile.h)
-            self.item: int = launch.arguments["hidden"].element_size()
-            self.row_bytes = self.H * self.item
+            self.num_h = -(-self.H // max(1, launch.tile.h))
+            self.item: int = launch.arguments["sorted_hidden"].element_size()
+            self.row_bytes = self.H * self.item  # of the weight
+            self.padded: int = self["sorted_units"] * SLOT
+            self.vector_bytes = self.padded * self.item  # of a sorted hidden vector
         if "num_children" in self.arguments:
             self.width: Counts = self["num_children"]
             self.node: Counts = self["node"]
@@ -96,9 +101,10 @@ class _Arguments:
         return found
 
     def sectors(self) -> float:
-        """Bytes moved for each byte of a tile's columns of a row, wherever rows begin."""
+        """Bytes moved for each byte of a tile's columns of a weight row, wherever rows begin."""
         size = min(self.tile.h, self.H) * self.item
-        return (size + SECTOR - math.gcd(self.row_bytes, SECTOR)) / size
+        stride = self["weight_units"] * self["WEIGHT_ALIGN"] * self.item
+        return (size + SECTOR - math.gcd(stride, SECTOR)) / size
 
     def stop(self) -> Counts:
         """Where the run of visits of the same node ends on its level, [D, P]."""
@@ -131,17 +137,27 @@ def _merge(a: _Arguments) -> Work:
 
 
 def _plan(a: _Arguments) -> Work:
-    node, width = a.node, a.width
+    node, width, num_plans = a.node, a.width, a["num_plans"]
     start = np.maximum.accumulate(
         np.where(np.diff(node, axis=1, prepend=-2) != 0, np.arange(a.P), 0), axis=1
     )
     visits, first = a.stop() - start, start == np.arange(a.P)
     blocks = -(-width[node] // a["TILE_C"]) * -(-visits // a["chunk"])
     blocks = np.where(first & (node >= 0) & (visits > a["LIGHT"]), blocks, 0)
-    padded = np.zeros((len(node), a.num_programs * a["BLOCK_V"]), blocks.dtype)
+    padded = np.zeros((len(node), num_plans * a["BLOCK_V"]), blocks.dtype)
     padded[:, : a.P] = blocks
-    most = padded.reshape(len(node), a.num_programs, -1).max(2).sum(0)
-    return Work({"_plan:d": [np.full(a.num_programs, a["D"])], "_plan:i": [most]})
+    most = padded.reshape(len(node), num_plans, -1).max(2).sum(0)
+    plans = (np.arange(a.num_programs) < num_plans).astype(int)
+    loops = {
+        "_plan_visits": plans,
+        "_plan_visits:d": plans * a["D"],
+        "_plan_visits:i": np.pad(most, (0, a.num_programs - num_plans)),
+        "_plan:h0": (1 - plans) * -(-a.padded // a["COLUMNS"]),
+    }
+    size = a["COLUMNS"] * a.item
+    sectors = (size + SECTOR - math.gcd(a.row_bytes, SECTOR)) / size
+    memory = a.P * (a.row_bytes + a.vector_bytes)
+    return Work({k: [v] for k, v in loops.items()}, a.P * a.row_bytes * sectors, memory)
 
 
 def _forward(a: _Arguments) -> Work:
@@ -154,7 +170,7 @@ def _forward(a: _Arguments) -> Work:
             a["LIGHT"],
         ),
     )
-    names = "_forward_tile", "_forward_tile:c0", "_forward_tile:h0", "_finish:d"
+    names = "_forward_tile", "_forward_tile:c0", "_logits:h0", "_finish:d", "_finish:split"
     loops: dict[str, list[Counts]] = {name: [] for name in names}
     loaded = rows = saved = 0.0
     for flat, before, most in parts:
@@ -167,14 +183,16 @@ def _forward(a: _Arguments) -> Work:
         program = (unit[:, None] * splits + split).ravel()
         inner = a.sums(program, blocks.ravel())
         ran = a.sums(program, 1)
-        counts = (ran, inner, inner * a.num_h, ran * a["D"])
+        inner_steps, levels = inner * (a.H // a.tile.h), ran * a["D"]
+        counts = (ran, inner, inner_steps, levels, levels * (splits - 1))
         for name, found in zip(names, counts, strict=True):
             loops[name].append(found)
-        loaded += float((num_blocks * visits + width).sum()) * a.row_bytes
+        loaded += float((num_blocks * visits).sum()) * a.vector_bytes
+        loaded += float(width.sum()) * a.row_bytes * a.sectors()
         rows += float(a.width[np.unique(node)].sum())
         saved += float((visits * (a.slots[node] * a.item + num_blocks * SINGLE)).sum())
-    memory = (rows + (a.node >= 0).any(0).sum()) * a.row_bytes + saved * a["SAVE"]
-    return Work(loops, loaded * a.sectors(), memory)
+    memory = rows * a.row_bytes + (a.node >= 0).any(0).sum() * a.vector_bytes
+    return Work(loops, loaded, memory + saved * a["SAVE"])
 
 
 def _errors(a: _Arguments) -> Work:
@@ -189,23 +207,24 @@ def _errors(a: _Arguments) -> Work:
 
 
 def _heavy(a: _Arguments) -> Work:
-    entry, most = a.entries("row_tiles", 3), a["max_row_tiles"]
-    flat, end, c0, partial = entry.T
-    node, visits = a.node.ravel()[flat], end - flat % a.P
-    steps = a.sums(np.arange(len(entry)), -(-visits // a.tile.step), repeat=a.num_h)
+    entry, first, num_h = a.entries("row_tiles", 3), a["row_programs"], a.num_h
+    flat, end, block, partial = entry.T
+    node, visits, c0 = a.node.ravel()[flat], end - flat % a.P, block * a.tile.c
+    program = np.arange(len(entry) * num_h) % max(1, first)
+    steps = a.sums(program, np.repeat(-(-visits // a.tile.step), num_h))
     rows = np.minimum(a.tile.c, a.width[node] - c0)
     columns = np.minimum(a.tile.c, a.slots[node] - c0)
-    loaded = float(visits.sum()) * a.row_bytes * a.sectors()
+    loaded = float(visits.sum()) * a.vector_bytes
     loaded += float((visits * columns).sum()) * a.item * a.num_h
-    memory = float((rows * np.where(partial >= 0, SINGLE, a.item)).sum()) * a.H
+    written = np.where(partial >= 0, a.padded * SINGLE, a.row_bytes)
+    memory = float((rows * written).sum())
     level = a["light_level"]
     chosen = (a.node >= 0) & (np.arange(len(a.node))[:, None] < level)
     tile, node, visits = a.pairs(np.arange(a.P) // a.tile.v, chosen)
-    first, num_h = most * a.num_h, a.num_h
     blocks = -(-a.width[node] // a.tile.step)
     tiles = np.arange(-(-a.P // a.tile.v))
     loops = {
-        "_heavy_rows": np.sign(steps),
+        "_heavy:i": a.sums(program, 1),
         "_heavy_rows:v0": steps,
         "_heavy_hidden": a.sums(tiles, 1, first=first, repeat=num_h),
         "_heavy_hidden:d": a.sums(tiles, a["D"], first=first, repeat=num_h),
@@ -215,8 +234,9 @@ def _heavy(a: _Arguments) -> Work:
     saved = float((visits * a.slots[node]).sum()) * a.item
     loaded += float(a.width[node].sum()) * a.row_bytes * a.sectors() + saved * num_h
     light = int((level < a["D"]).sum())
-    final, sums = (a.P - light) * a.row_bytes, light * a.H * SINGLE
-    once = float(a.width[np.unique(node)].sum() + chosen.any(0).sum()) * a.row_bytes
+    final, sums = (a.P - light) * a.row_bytes, light * a.padded * SINGLE
+    once = float(a.width[np.unique(node)].sum()) * a.row_bytes
+    once += float(chosen.any(0).sum()) * a.vector_bytes
     return Work({k: [v] for k, v in loops.items()}, loaded, memory + once + saved + final + sums)
 
 
@@ -230,8 +250,9 @@ def _light(a: _Arguments) -> Work:
     unit, node, visits = a.pairs(group, light)
     blocks = -(-a.width[node] // a.tile.c)
     split, before = a.entries("split_tiles", 4), a["max_groups"]
-    _, chunks, c0, _ = split.T
-    split_rows = np.minimum(a["BLOCK_R"], a.width[a.node.ravel()[split[:, 0]]] - c0)
+    _, chunks, block, _ = split.T
+    width = a.width[a.node.ravel()[split[:, 0]]]
+    split_rows = np.minimum(a["BLOCK_R"], width - block * a["BLOCK_R"])
     zeros, zero_rows = _zeros(a, (before + a["max_split_tiles"]) * num_h)
     added = a.sums(np.arange(len(split)), chunks, first=before * num_h, repeat=num_h)
     loops = {
@@ -246,11 +267,12 @@ def _light(a: _Arguments) -> Work:
     positions = float((group >= 0).sum())
     rows = float(a.width[node].sum())
     saved = float((visits * a.slots[node]).sum()) * a.item
-    sums = (float((chunks * split_rows).sum()) + positions) * a.H * SINGLE
-    loaded = (rows + positions) * a.row_bytes * a.sectors() + saved * num_h + sums
+    sums = (float((chunks * split_rows).sum()) + positions) * a.padded * SINGLE
+    once = rows * a.row_bytes + positions * a.vector_bytes
+    loaded = once + rows * a.row_bytes * (a.sectors() - 1) + saved * num_h + sums
     written = (rows + positions + float(split_rows.sum()) + zero_rows) * a.row_bytes
     owners = a["R"] * 8.0
-    memory = (rows + positions) * a.row_bytes + saved + sums + written + owners
+    memory = once + saved + sums + written + owners
     return Work({k: [v] for k, v in loops.items()}, loaded + owners, memory)
 
 

@@ -1,9 +1,18 @@
 """The work of the peers in `kernel_model`: their operations, with bytes and multiply-adds.
 
-Products of cuBLAS are taken to read as tiles of 256 × 256 do: 128 × 256 by clusters of two that
-share what they load. Other operations read and write each element once.
+Products of cuBLAS are taken to read as whole tiles of 256 × 256 do: 128 × 256 by clusters of two
+that share what they load. Where such tiles are fewer than processors, several programs share one
+and their sums are added in another launch, as the fused kernels do with chunks of visits. Other
+operations read and write each element once. Issue slots, waits and partly filled waves of peers
+are left out, in their favour.
+
+`grouped` does what the fused kernels do as well: it writes zeros for rows without visits, since
+gradients are dense. Grouped products of torch and of CUTLASS load rows that begin at multiples of
+16 bytes. Where rows of the weight do not, they are copied to padded ones, once, and their gradients
+back; hidden vectors are padded when they are gathered, logits when they are allocated.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,8 +22,10 @@ from torch import Tensor
 from lm.output.backends.base import Problem
 from scripts.benchmarks.peers import usual_cutoffs
 
-ITEM = 2
-"""Bytes of a number."""
+ITEM, SINGLE, ALIGNED = 2, 4, 16
+"""Bytes of a number, of a number of sums, and that divide strides of grouped products."""
+PROCESSORS = 132
+"""Of an H200; a tile of 256 × 256 takes two."""
 CCE_KEPT = 0.2
 """Share of blocks whose gradients cut-cross-entropy does not skip, as its authors estimate."""
 
@@ -33,9 +44,13 @@ def _product(
     name: str, m: float, n: float, k: float, *, tile: tuple[int, int] = (256, 256)
 ) -> Operation:
     """[m, k] × [k, n] → [m, n]."""
-    blocks_m, blocks_n = max(1.0, m / tile[0]), max(1.0, n / tile[1])
+    blocks_m, blocks_n = math.ceil(m / tile[0]), math.ceil(n / tile[1])
     loaded = ITEM * k * (m * blocks_n + n * blocks_m)
-    return Operation(name, 1, ITEM * (m * k + k * n + m * n), loaded, 2 * m * n * k)
+    operands, splits = ITEM * (m * k + k * n + m * n), PROCESSORS // (2 * blocks_m * blocks_n)
+    if splits < 2:
+        return Operation(name, 1, operands, loaded, 2 * m * n * k)
+    sums = 2 * SINGLE * splits * m * n
+    return Operation(name, 2, operands + sums, loaded + sums / 2, 2 * m * n * k)
 
 
 def _three_products(name: str, m: float, n: float, k: float) -> Iterator[Operation]:
@@ -66,7 +81,8 @@ def grouped(problem: Problem) -> Iterator[Operation]:
 def _class_products(problem: Problem) -> Iterator[Operation]:
     tree, (num_positions, size) = problem.tree, problem.hidden.shape
     word_class = tree.node_of_row[tree.row_of_word[problem.target]] - 1
-    visits = word_class.bincount(minlength=int(tree.num_children[0])).double()
+    num_classes = int(tree.num_children[0])
+    visits = word_class.bincount(minlength=num_classes).double()
     width = tree.num_children[1:][visits > 0].double()
     visits = visits[visits > 0]
     rows, logits = float(width.sum()), float((visits * width).sum())
@@ -78,6 +94,13 @@ def _class_products(problem: Problem) -> Iterator[Operation]:
         padded = float(((m / 64).ceil() * 64 * (n / 64).ceil() * 64 * k).sum())
         return Operation(f"class {name}", 1, memory, loaded, 2 * padded)
 
+    zeros = ITEM * size * (problem.weight.shape[0] - num_classes - rows)
+    if zeros:
+        yield Operation("zeros", 1, zeros)
+    if problem.weight.stride(0) * ITEM % ALIGNED:
+        copied = ITEM * size * (rows + num_classes)
+        yield Operation("pad weight", 1, 2 * copied)
+        yield Operation("unpad d_weight", 1, 2 * copied)
     sizes = width.new_full(width.shape, size)
     yield operation("logits", visits, width, sizes)
     yield operation("d_hidden", visits, sizes, width)

@@ -38,6 +38,7 @@ class Loop(NamedTuple):
     instructions: int  # of an iteration
     matrix_flops: int  # of an iteration, a warp's share, on tensor cores
     waits: int  # loads from global memory that wait for one another
+    innermost: bool = False  # whether no other loop is inside it
 
 
 class _Instruction(NamedTuple):
@@ -74,7 +75,8 @@ def loops(cubin: bytes) -> list[Loop]:
     ]
     for begin in sorted(merged):
         depth = sum(first <= begin <= last for first, last in merged.items())
-        found.append(_loop(inside[begin], depth))
+        innermost = not any(begin < other <= merged[begin] for other in merged)
+        found.append(_loop(inside[begin], depth)._replace(innermost=innermost))
     return found
 
 

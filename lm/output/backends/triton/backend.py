@@ -14,6 +14,7 @@ from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
 from lm.output.backends.triton import verify
 from lm.output.backends.triton.backward import gradients
 from lm.output.backends.triton.launch import (
+    SLOT,
     Saved,
     capability,
     launch,
@@ -22,7 +23,7 @@ from lm.output.backends.triton.launch import (
     splits_for,
     tiles_for,
 )
-from lm.output.backends.triton.routing import chunk_size, new_routing, run_size
+from lm.output.backends.triton.routing import NUM_LISTS, chunk_size, new_routing, run_size
 from lm.output.backends.triton.tile_shapes import Tile, triton_version
 from lm.output.backends.visits import check_targets
 
@@ -31,7 +32,8 @@ MAX_SAVED_BYTES = 1 << 31
 as the full softmax of a large vocabulary, need the reference backend.
 """
 
-_SORT, _MERGE, _PLAN = Tile(0, 0, 0, 4, 1), Tile(32, 0, 0, 4, 1), Tile(128, 0, 0, 4, 1)
+_SORT, _MERGE, _PLAN = Tile(0, 0, 0, 8, 1), Tile(32, 0, 0, 8, 1), Tile(128, 0, 0, 4, 1)
+_COPIED_ROWS, _SEARCH_BITS = 16, 3
 OLDEST_WITH_FENCES = (3, 7)
 """The first version of Triton that puts a fence between asynchronous copies and the asynchronous
 products that read them, on devices of compute capability 9.0 and above.
@@ -131,6 +133,7 @@ class TritonBackend:
             block_max=hidden.new_empty(positions, blocks, dtype=dtype),
             lse=hidden.new_empty(by_level, dtype=dtype),
             target_logit=hidden.new_empty(by_level, dtype=dtype),
+            sorted_hidden=hidden.new_empty(positions, -(-hidden.shape[1] // SLOT) * SLOT),
         )
 
 
@@ -154,7 +157,7 @@ def _route(problem: Problem, saved: Saved, special: dict[str, Any]) -> None:
         "all_valid": all_valid,
         "num_runs": num_runs,
         "chunk": chunk_size(problem, shape),
-        "NUM_LISTS": saved.routing.num_entries.numel(),
+        "NUM_LISTS": NUM_LISTS,
         "RUN": run,
         "MAX_RUNS": 1 << max(num_runs - 1, 0).bit_length(),
         "TILE_V": shape.forward.v,
@@ -164,7 +167,9 @@ def _route(problem: Problem, saved: Saved, special: dict[str, Any]) -> None:
     launch(kernels._sort, num_runs, _SORT, problem, saved, **special)
     programs = num_runs * run // _MERGE.v
     launch(kernels._merge, programs, _MERGE, problem, saved, **special, STEPS=steps)
-    programs, steps = -(-positions // _PLAN.v), positions.bit_length()
-    launch(kernels._plan, programs, _PLAN, problem, saved, **special, STEPS=steps)
+    plans, copies = -(-positions // _PLAN.v), -(-positions // _COPIED_ROWS)
+    steps = -(-positions.bit_length() // _SEARCH_BITS)
+    special |= {"num_plans": plans, "BITS": _SEARCH_BITS, "ROWS": _COPIED_ROWS, "COLUMNS": 128}
+    launch(kernels._plan, plans + copies, _PLAN, problem, saved, **special, STEPS=steps)
     if target.is_cuda and positions:
         torch._assert_async(all_valid, "a target is neither a word nor ignore_index")

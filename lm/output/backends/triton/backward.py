@@ -11,6 +11,8 @@ from lm.output.backends.triton.routing import sizes
 from lm.output.rowwise.blocks import Rows
 from lm.output.rowwise.row_gradient import RowGradient
 
+_ROW_PROGRAMS = 2048
+"""Most programs for tiles of heavy nodes' rows: they step through a list that may be short."""
 _ZEROING_PROGRAMS = 512
 """Most programs that write zeros for rows of nodes without visits."""
 
@@ -57,9 +59,11 @@ def _write(
     from lm.output.backends.triton import backward_kernels as kernels
 
     (num_positions, size), shape = problem.hidden.shape, tiles_for(problem)
+    padded_size = saved.sorted_hidden.shape[1]
     lists = sizes(problem, shape)
     of_rows = output.d_weight is not None or output.d_bias is not None
     row_tiles, split_tiles = (lists.row_tiles, lists.split_tiles) if of_rows else (0, 0)
+    row_programs = min(row_tiles * -(-size // shape.heavy.h), _ROW_PROGRAMS)
     num_rows = problem.tree.node_of_row.numel() if of_rows and written_row is None else 0
     sums = saved.lse.new_empty
     special: dict[str, Any] = {
@@ -69,10 +73,12 @@ def _write(
         "scale": None,
         "errors": torch.empty_like(saved.exp_logits),
         "written_row": written_row,
-        "partial_hidden": sums(problem.hidden.shape) if output.d_hidden is not None else None,
-        "partial_rows": sums(lists.partial_rows, size) if output.d_weight is not None else None,
+        "partial_hidden": sums(num_positions, padded_size) if output.d_hidden is not None else None,
+        "partial_rows": sums(lists.partial_rows, padded_size)
+        if output.d_weight is not None
+        else None,
         "partial_bias": sums(lists.partial_rows) if output.d_bias is not None else None,
-        "max_row_tiles": row_tiles,
+        "row_programs": row_programs,
         "max_split_tiles": split_tiles,
         "max_groups": lists.light_groups,
         "R": num_rows,
@@ -83,8 +89,9 @@ def _write(
     errors = shape.errors._replace(c=shape.forward.c)
     launch(kernels._errors, -(-num_positions // errors.v), errors, problem, saved, **special)
     tile = shape.heavy
-    tiles = row_tiles + (-(-num_positions // tile.v) if output.d_hidden is not None else 0)
-    launch(kernels._heavy, tiles * -(-size // tile.h), tile, problem, saved, **special)
+    hidden_tiles = -(-num_positions // tile.v) if output.d_hidden is not None else 0
+    num_programs = row_programs + hidden_tiles * -(-size // tile.h)
+    launch(kernels._heavy, num_programs, tile, problem, saved, **special)
     tile = shape.light
     num_programs = (lists.light_groups + split_tiles) * -(-size // tile.h)
     num_programs += min(-(-num_rows // shape.heavy.c), _ZEROING_PROGRAMS)

@@ -21,7 +21,7 @@ is added atomically.
 import triton
 import triton.language as tl
 
-from lm.output.backends.triton.forward_kernel import _block, _first_block, _first_slot, _rows
+from lm.output.backends.triton.forward_kernel import _block, _first_block, _first_slot
 
 
 @triton.jit
@@ -88,12 +88,12 @@ def _load_errors(errors, first, row, visits, slot, c, width, num_slots):
 
 @triton.jit
 def _heavy(
-    scale, hidden, weight,
+    scale, sorted_hidden, weight,
     position, node, light_level, row_tiles, num_entries,
     first_row, num_children, column, errors,
     d_hidden, d_weight, d_bias, written_row, partial_hidden, partial_rows, partial_bias,
-    P, D, max_row_tiles, path_slots, h_units, hidden_stride, weight_stride,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    P, D, row_programs, path_slots, h_units, sorted_units, weight_units,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Heavy nodes' (6), then (5).
@@ -101,20 +101,22 @@ def _heavy(
     `written_row` [I] is where the gradients of each node's rows begin.
     """
     H, num_slots = h_units * ALIGN, path_slots * 16
+    strides = (sorted_units * 16, weight_units * WEIGHT_ALIGN)
+    readable = tl.cdiv(H, WEIGHT_ALIGN) * WEIGHT_ALIGN  # columns of weight rows
     num_h = tl.cdiv(H, BLOCK_H)
-    tile, h0 = tl.program_id(0) // num_h, (tl.program_id(0) % num_h) * BLOCK_H
-    if tile < max_row_tiles:
-        if tile < tl.load(num_entries + 3):
+    if tl.program_id(0) < row_programs:
+        for i in range(tl.program_id(0), tl.load(num_entries + 3) * num_h, row_programs):
             _heavy_rows(
-                row_tiles + tile * 4, h0, (hidden, H, hidden_stride * ALIGN, weight_stride * ALIGN),
-                (position, node, P), (first_row if written_row is None else written_row),
+                row_tiles + i // num_h * 4, (i % num_h) * BLOCK_H, (sorted_hidden, H, strides),
+                node, P, (first_row if written_row is None else written_row),
                 (num_children, column), (errors, num_slots, scale),
                 (d_weight, d_bias, partial_rows, partial_bias),
                 ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
             )  # fmt: skip
     elif d_hidden is not None:
+        i = tl.program_id(0) - row_programs
         _heavy_hidden(
-            (tile - max_row_tiles) * BLOCK_V, h0, (weight, H, weight_stride * ALIGN),
+            i // num_h * BLOCK_V, (i % num_h) * BLOCK_H, (weight, H, readable, strides),
             (position, node, light_level, P, D), (first_row, num_children, column),
             (errors, num_slots, scale), (d_hidden, partial_hidden),
             ACC=ACC, PRECISION=PRECISION, BLOCK_V=BLOCK_V, BLOCK_H=BLOCK_H, STEP=STEP,
@@ -123,18 +125,17 @@ def _heavy(
 
 @triton.jit
 def _heavy_rows(
-    entry, h0, inputs, visits_of, written_row, tree, errors_of, outputs,
+    entry, h0, inputs, node, P, written_row, tree, errors_of, outputs,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Σ e' hᵀ over a chunk of the visits of a node, for a block of its children."""
-    hidden, H, hidden_stride, weight_stride = inputs
-    position, node, P = visits_of
+    hidden, H, (hidden_stride, weight_stride) = inputs
     num_children, column = tree
     errors, num_slots, scale = errors_of
     d_weight, d_bias, partial_rows, partial_bias = outputs
     flat, end = tl.load(entry), tl.load(entry + 1)
-    c0, partial_row = tl.load(entry + 2), tl.load(entry + 3)
+    c0, partial_row = tl.load(entry + 2) * BLOCK_C, tl.load(entry + 3)
     d, begin, n = flat // P, flat % P, tl.load(node + flat)
     width, slot = tl.load(num_children + n).to(tl.int32), _first_slot(column, n, d)
     h = h0 + tl.arange(0, BLOCK_H)
@@ -144,14 +145,15 @@ def _heavy_rows(
         total = tl.zeros([BLOCK_C, BLOCK_H], ACC)
         for v0 in range(begin, end, STEP):
             v = v0 + row
-            p = tl.load(position + v, mask=v < end, other=0)
-            x = _rows(hidden, p, v < end, h, h < H, hidden_stride)
+            x = _block(hidden, v0, row, v < end, h, h < hidden_stride, hidden_stride)
             error = _load_errors(errors, v0, row, v < end, slot, c, width, num_slots)
             total = tl.dot(
                 tl.trans(error), x, total, input_precision=PRECISION, out_dtype=ACC
             )  # fmt: skip
         if partial_row >= 0:
-            _store_block(partial_rows, partial_row + c0, c < width, h, H, H, total)
+            _store_block(
+                partial_rows, partial_row + c0, c < width, h, hidden_stride, hidden_stride, total
+            )  # fmt: skip
         else:
             total = _scaled(total, scale)
             _store_block(
@@ -209,7 +211,7 @@ def _heavy_hidden(
     Every other tile walks its nodes backwards: a node with visits in two tiles is then the last of
     both, or the first.
     """
-    weight, H, weight_stride = inputs
+    weight, H, readable, (hidden_stride, weight_stride) = inputs
     position, node, light_level, P, D = visits_of
     first_row, num_children, column = tree
     errors, num_slots, scale = errors_of
@@ -231,7 +233,7 @@ def _heavy_hidden(
                 error = _load_errors(
                     errors, begin, tile_row, nodes == n, slot, c, width, num_slots
                 )  # fmt: skip
-                w = _block(weight, first + c0, child, c < width, h, h < H, weight_stride)
+                w = _block(weight, first + c0, child, c < width, h, h < readable, weight_stride)
                 w = w.to(error.dtype)
                 total = tl.dot(error, w, total, input_precision=PRECISION, out_dtype=ACC)
             nodes = tl.where(nodes == n, -1, nodes)
@@ -239,7 +241,8 @@ def _heavy_hidden(
     light = num_heavy < D
     p = tl.load(position + v, mask=v < P, other=0)
     _store_rows(d_hidden, p, (v < P) & (light == 0), h, H, H, _scaled(total, scale))
-    _store_block(partial_hidden, begin, (v < P) & light, h, H, H, total)
+    light = (v < P) & light
+    _store_block(partial_hidden, begin, light, h, hidden_stride, hidden_stride, total)
 
 
 @triton.jit
@@ -252,26 +255,29 @@ def _next(nodes, v, begin, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def _light(
-    scale, hidden, weight,
+    scale, sorted_hidden, weight,
     position, node, light_groups, split_tiles, num_entries, visited,
     first_row, num_children, column, node_of_row, errors,
     d_hidden, d_weight, d_bias, written_row, partial_hidden, partial_rows, partial_bias,
-    P, D, R, max_groups, max_split_tiles, path_slots, h_units, hidden_stride, weight_stride,
+    P, D, R, max_groups, max_split_tiles, path_slots, h_units, sorted_units, weight_units,
     LIGHT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    WEIGHT_ALIGN: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """(5) and (6) for light groups; (6) of split nodes; 0 for the R rows without visits."""
     H, num_slots = h_units * ALIGN, path_slots * 16
     num_h = tl.cdiv(H, BLOCK_H)
     tile, h0 = tl.program_id(0) // num_h, (tl.program_id(0) % num_h) * BLOCK_H
-    outputs = (d_hidden, d_weight, d_bias, weight_stride * ALIGN)
+    strides = (sorted_units * 16, weight_units * WEIGHT_ALIGN)
+    readable = tl.cdiv(H, WEIGHT_ALIGN) * WEIGHT_ALIGN  # columns of weight rows
+    outputs = (d_weight, d_bias, strides)
     written = first_row if written_row is None else written_row
     if tile < max_groups:
         if tile < tl.load(num_entries + 2):
             _light_group(
                 tl.load(light_groups + tile), h0,
-                (hidden, weight, H, hidden_stride * ALIGN, weight_stride * ALIGN),
-                (position, node, P, D), written, (first_row, num_children, column),
+                (sorted_hidden, weight, H, readable, strides), (position, node, P, D), written,
+                (first_row, num_children, column),
                 (errors, num_slots, scale), (partial_hidden, d_hidden, d_weight, d_bias),
                 LIGHT=LIGHT, ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
             )  # fmt: skip
@@ -300,7 +306,7 @@ def _light_group(
     BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """(5), added to the share of heavy nodes, and (6) for the visits of a light node and below."""
-    hidden, weight, H, hidden_stride, weight_stride = inputs
+    hidden, weight, H, readable, (hidden_stride, weight_stride) = inputs
     position, node, P, D = visits_of
     first_row, num_children, column = tree
     errors, num_slots, scale = errors_of
@@ -311,7 +317,7 @@ def _light_group(
     top = flat // P
     group = tl.load(node + top * P + v, mask=v < P, other=-1) == tl.load(node + flat)
     p = tl.load(position + v, mask=group, other=0)
-    x = _rows(hidden, p, group, h, h < H, hidden_stride)
+    x = _block(hidden, begin, group_row, group, h, h < hidden_stride, hidden_stride)
     total = tl.zeros([LIGHT, BLOCK_H], ACC)
     for d in range(top, D):
         nodes = tl.load(node + d * P + v, mask=group, other=-1)
@@ -326,7 +332,7 @@ def _light_group(
                     errors, begin, group_row, nodes == n, slot, c, width, num_slots
                 )  # fmt: skip
                 if d_hidden is not None:
-                    w = _block(weight, first + c0, child, c < width, h, h < H, weight_stride)
+                    w = _block(weight, first + c0, child, c < width, h, h < readable, weight_stride)
                     w = w.to(error.dtype)
                     total = tl.dot(error, w, total, input_precision=PRECISION, out_dtype=ACC)
                 if d_weight is not None:
@@ -342,7 +348,9 @@ def _light_group(
             nodes = tl.where(nodes == n, -1, nodes)
             s = tl.min(tl.where(nodes >= 0, v, P), axis=0)
     if d_hidden is not None:
-        total += _block(partial_hidden, begin, group_row, group, h, h < H, H)
+        total += _block(
+            partial_hidden, begin, group_row, group, h, h < hidden_stride, hidden_stride
+        )  # fmt: skip
         _store_rows(d_hidden, p, group, h, H, H, _scaled(total, scale))
 
 
@@ -353,9 +361,9 @@ def _add_chunks(
 ):  # fmt: skip
     """The rows of a node whose visits were shared among programs."""
     partial_rows, partial_bias, H, scale = partial
-    _, d_weight, d_bias, weight_stride = outputs
+    d_weight, d_bias, (padded, weight_stride) = outputs
     n, num_chunks = tl.load(node + tl.load(entry)), tl.load(entry + 1)
-    c0, partial_row = tl.load(entry + 2), tl.load(entry + 3)
+    c0, partial_row = tl.load(entry + 2) * BLOCK_C, tl.load(entry + 3)
     child = tl.arange(0, BLOCK_C)
     width, row = tl.load(num_children + n).to(tl.int32), tl.load(written + n) + c0
     inside = c0 + child < width
@@ -364,7 +372,7 @@ def _add_chunks(
         total = tl.zeros([BLOCK_C, BLOCK_H], ACC)
         for chunk in range(0, num_chunks):
             first = partial_row + c0 + chunk * width
-            total += _block(partial_rows, first, child, inside, h, h < H, H)
+            total += _block(partial_rows, first, child, inside, h, h < padded, padded)
         _store_block(d_weight, row, inside, h, H, weight_stride, _scaled(total, scale))
     if d_bias is not None:  # noqa: SIM102 - the compiler decides the first alone
         if h0 == 0:
@@ -377,7 +385,7 @@ def _add_chunks(
 
 @triton.jit
 def _write_zeros(r, empty, H, outputs, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
-    _, d_weight, d_bias, weight_stride = outputs
+    d_weight, d_bias, (_, weight_stride) = outputs
     if d_weight is not None:
         for h0 in range(0, H, BLOCK_H):
             h = h0 + tl.arange(0, BLOCK_H)

@@ -25,17 +25,12 @@ import triton.language as tl
 
 
 @triton.jit
-def _rows(matrix, row, row_mask, column, column_mask, stride):
-    """[rows, columns] of a matrix, 0 outside of the masks; 64-bit offsets."""
-    offset = row.to(tl.int64)[:, None] * stride + column[None, :]
-    return tl.load(matrix + offset, mask=row_mask[:, None] & column_mask[None, :], other=0.0)
-
-
-@triton.jit
 def _block(matrix, first, row, row_mask, column, column_mask, stride):
-    """The same of neighbouring rows, counted from the first one: 32-bit offsets from there."""
+    """[rows, columns] of a matrix from its row `first` on, 0 outside of the masks."""
     offset = row[:, None] * stride + column[None, :]
-    mask = row_mask[:, None] & column_mask[None, :]
+    mask = row_mask[:, None]
+    if column_mask is not None:
+        mask = mask & column_mask[None, :]
     return tl.load(matrix + tl.full((), first, tl.int64) * stride + offset, mask=mask, other=0.0)
 
 
@@ -59,18 +54,19 @@ def _base(m):
 
 @triton.jit
 def _forward(
-    hidden, weight, bias,
+    sorted_hidden, weight, bias,
     position, node, child, heavy_tiles, light_nodes, num_entries,
     first_row, num_children, column,
     exp_logits, block_max, partial_lse, target_logit, lse, num_missing, nll,
-    P, D, max_heavy, path_slots, path_blocks, h_units, hidden_stride, weight_stride,
+    P, D, max_heavy, path_slots, path_blocks, h_units, sorted_units, weight_units,
     SPLITS: tl.constexpr, LIGHT: tl.constexpr, SAVE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """The nll [P], with lse and z[y] (`target_logit`) [D, P] of every visit."""
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
-    inputs = (hidden, weight, bias, h_units * ALIGN, hidden_stride * ALIGN, weight_stride * ALIGN)
+    strides = (sorted_units * 16, weight_units * WEIGHT_ALIGN)
+    inputs = (sorted_hidden, weight, bias, h_units * ALIGN, strides)
     tree = (first_row, num_children, column)
     saved = (exp_logits, block_max, path_slots * 16, path_blocks)
     results = (partial_lse, target_logit, lse, num_missing, nll)
@@ -79,7 +75,7 @@ def _forward(
             _forward_tile(
                 tl.load(heavy_tiles + tile), split, inputs, (position, node, child, P, D), tree,
                 saved, results, SPLITS=SPLITS, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
-                BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
+                BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, TAIL=TAIL,
             )  # fmt: skip
     else:
         if tile - max_heavy < tl.load(num_entries + 1):
@@ -87,7 +83,7 @@ def _forward(
                 tl.load(light_nodes + tile - max_heavy), split, inputs,
                 (position, node, child, P, D), tree,
                 saved, results, SPLITS=SPLITS, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
-                BLOCK_V=LIGHT, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
+                BLOCK_V=LIGHT, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, TAIL=TAIL,
             )  # fmt: skip
 
 
@@ -95,10 +91,10 @@ def _forward(
 def _forward_tile(
     flat, split, inputs, visits_of, tree, saved, results,
     SPLITS: tl.constexpr, SAVE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """(7) and (8) for up to `BLOCK_V` visits of a node from `flat` on, for a split."""
-    hidden, weight, bias, H, hidden_stride, weight_stride = inputs
+    _, _, bias, _, _ = inputs
     position, node, child, P, D = visits_of
     first_row, num_children, column = tree
     exp_logits, block_max, num_slots, num_blocks = saved
@@ -106,7 +102,6 @@ def _forward_tile(
     d, n = flat // P, tl.load(node + flat)
     v = flat % P + tl.arange(0, BLOCK_V)
     visits = tl.load(node + d * P + v, mask=v < P, other=-1) == n
-    p = tl.load(position + v, mask=visits, other=0)
     y = tl.load(child + d * P + v, mask=visits, other=-1)
     width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
     share = tl.cdiv(tl.cdiv(width, BLOCK_C), SPLITS) * BLOCK_C
@@ -114,23 +109,23 @@ def _forward_tile(
     slot, block = _first_slot(column, n, d), _first_block(column, n, d, BLOCK_C)
     m = tl.full([BLOCK_V], float("-inf"), ACC)
     total = tl.zeros([BLOCK_V], ACC)
-    z_y = tl.zeros([BLOCK_V], ACC)
     row, c_block = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_C)
     logits_of_tile = exp_logits + (flat % P).to(tl.int64) * num_slots + slot
     max_of_tile = block_max + (flat % P).to(tl.int64) * num_blocks + block
     for c0 in range(c_begin, c_end, BLOCK_C):
         c = c0 + c_block
         inside = c < width
-        z = tl.zeros([BLOCK_V, BLOCK_C], ACC)
-        for h0 in range(0, H, BLOCK_H):
-            h = h0 + tl.arange(0, BLOCK_H)
-            x = _rows(hidden, p, visits, h, h < H, hidden_stride)
-            w = _block(weight, first + c0, c_block, inside, h, h < H, weight_stride).to(x.dtype)
-            z = tl.dot(x, tl.trans(w), z, input_precision=PRECISION, out_dtype=ACC)
+        z = _logits(
+            inputs, flat % P, row, visits, first + c0, c_block, inside, ACC=ACC,
+            PRECISION=PRECISION, BLOCK_H=BLOCK_H, TAIL=TAIL,
+        )  # fmt: skip
         if bias is not None:
             z += tl.load(bias + first + c, mask=inside, other=0.0).to(ACC)[None, :]
-        z_y += tl.sum(tl.where(c[None, :] == y[:, None], z, 0.0), axis=1)
-        z = tl.where(inside[None, :], z, float("-inf"))
+        z_y = tl.sum(tl.where(c_block[None, :] == (y - c0)[:, None], z, 0.0), axis=1)
+        in_block = visits & (y >= c0) & (y < c0 + BLOCK_C)
+        tl.store(target_logit + d * P + v, z_y, mask=in_block)
+        if c0 + BLOCK_C > width:
+            z = tl.where((c_block < width - c0)[None, :], z, float("-inf"))
         m_block = tl.max(z, axis=1)
         k = tl.exp(z - _base(m_block)[:, None])
         if SAVE:
@@ -144,8 +139,33 @@ def _forward_tile(
         m = m_new
     split_lse = m + tl.log(tl.where(total == 0.0, 1.0, total))  # -inf where there are no children
     tl.store(partial_lse + (split * D + d) * P + v, split_lse, mask=visits)
-    tl.store(target_logit + d * P + v, z_y, mask=visits & (y >= c_begin) & (y < c_end))
+    p = tl.load(position + v, mask=visits, other=0)
     _finish(v, p, visits, node, results, P=P, D=D, SPLITS=SPLITS, ACC=ACC)
+
+
+@triton.jit
+def _logits(
+    inputs, v, row, visits, first, child, inside,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, BLOCK_H: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """The W h of the visits v + row and the children first + child; what is left of H comes last.
+
+    Full blocks need no mask of columns, which would limit how many are loaded at once.
+    """
+    hidden, weight, _, H, strides = inputs
+    z = tl.zeros([row.shape[0], child.shape[0]], ACC)
+    full = H // BLOCK_H * BLOCK_H
+    for h0 in range(0, full, BLOCK_H):
+        h = h0 + tl.arange(0, BLOCK_H)
+        x = _block(hidden, v, row, visits, h, None, strides[0])
+        w = _block(weight, first, child, inside, h, None, strides[1]).to(x.dtype)
+        z = tl.dot(x, tl.trans(w), z, input_precision=PRECISION, out_dtype=ACC)
+    if TAIL > 0:
+        h = full + tl.arange(0, TAIL)
+        x = _block(hidden, v, row, visits, h, h < strides[0], strides[0])
+        w = _block(weight, first, child, inside, h, h < H, strides[1]).to(x.dtype)
+        z = tl.dot(x, tl.trans(w), z, input_precision=PRECISION, out_dtype=ACC)
+    return z
 
 
 @triton.jit

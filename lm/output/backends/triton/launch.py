@@ -32,6 +32,7 @@ class Saved(NamedTuple):
     block_max: Tensor  # [P, blocks], m
     lse: Tensor  # [D, P]
     target_logit: Tensor  # [D, P]
+    sorted_hidden: Tensor  # [P, H up to a multiple of 16]: hidden by sorted position, then zeros
 
 
 class Launch(NamedTuple):
@@ -102,7 +103,10 @@ def launch(
     """
     import triton.language as tl
 
-    hidden, align, routing = problem.hidden, alignment(problem), saved.routing
+    hidden, routing = problem.hidden, saved.routing
+    align, weight_align = alignment(problem)
+    if not _rows_are_whole(problem.weight):
+        weight_align = min(align, weight_align)
     known = {
         **problem._asdict(),
         **problem.tree._asdict(),
@@ -118,9 +122,11 @@ def launch(
         "ACC": tl.float64 if hidden.dtype == torch.float64 else tl.float32,
         "PRECISION": "tf32" if hidden.dtype == torch.float32 and _tf32() else "ieee",
         "ALIGN": align,
+        "WEIGHT_ALIGN": weight_align,
+        "TAIL": tail(hidden.shape[1], tile.h),
         "h_units": hidden.shape[1] // align,
-        "hidden_stride": hidden.stride(0) // align,
-        "weight_stride": problem.weight.stride(0) // align,
+        "sorted_units": saved.sorted_hidden.shape[1] // SLOT,
+        "weight_units": problem.weight.stride(0) // weight_align,
         "BLOCK_V": tile.v,
         "BLOCK_C": tile.c,
         "BLOCK_H": tile.h,
@@ -151,7 +157,7 @@ def tiles_for(problem: Problem) -> Tiles:
         return _instruments.tiles
     dtype, device = problem.hidden.dtype, problem.hidden.device
     tf32 = dtype == torch.float32 and _tf32()
-    return tiles(dtype, capability(device), alignment(problem), tensor_cores=tf32)
+    return tiles(dtype, capability(device), alignment(problem)[1], tensor_cores=tf32)
 
 
 def splits_for(problem: Problem) -> int:
@@ -175,11 +181,24 @@ def path_blocks(problem: Problem) -> int:
     return problem.max_path_columns // tiles_for(problem).forward.c + problem.depth
 
 
-def alignment(problem: Problem) -> int:
-    """The largest power of two up to 16 that divides H and the strides of hidden and weight.
+def alignment(problem: Problem) -> tuple[int, int]:
+    """The largest powers of two up to 16 that divide H, and the stride of weight rows.
 
-    Kernels take H and the strides in units of so many elements, so that the compiler knows what
-    divides them: rows of 300 halves are not multiples of 16, but of 4.
+    Kernels take both in units of so many elements, so that the compiler knows what divides them:
+    rows of 300 halves are not multiples of 16, but of 4.
     """
-    hidden, weight = problem.hidden, problem.weight
-    return math.gcd(hidden.shape[1], hidden.stride(0), weight.stride(0), 16)
+    size, stride = problem.hidden.shape[1], problem.weight.stride(0)
+    return math.gcd(size, 16), math.gcd(stride, 16)
+
+
+def _rows_are_whole(weight: Tensor) -> bool:
+    """Whether what follows the columns of every row, up to the stride, may be read as well."""
+    (num_rows, _), (stride, _) = weight.shape, weight.stride()
+    end = (weight.storage_offset() + num_rows * stride) * weight.element_size()
+    return weight.untyped_storage().nbytes() >= end
+
+
+def tail(size: int, block: int) -> int:
+    """Columns of a block that holds the rest of H after full blocks; 0 if there is no rest."""
+    rest = size % block if block else 0
+    return max(16, 1 << (rest - 1).bit_length()) if rest else 0

@@ -14,10 +14,12 @@ from torch import Tensor
 from lm.output.backends.base import Problem
 from lm.output.backends.triton.tile_shapes import Tiles
 
-FEWEST_KEYS, MOST_RUNS = 256, 128
+FEWEST_KEYS, MOST_RUNS = 512, 128
 """Keys of a sorted run, unless there would be more than so many runs."""
 MAX_SPLITS = 16
 """Most programs that share a tile in the forward, or the visits of a split node."""
+NUM_LISTS = 8
+"""At least the fields of `Sizes`, a power of two."""
 FILLING_PROGRAMS = 512
 """Programs from which on more of them would not make d_weight faster."""
 
@@ -34,12 +36,12 @@ class Routing(NamedTuple):
     child: Tensor  # [D, P], which child of the node is on the target's path; 0 for none
     light_level: Tensor  # [P], first level on which a position visits a light node; D for none
     visited: Tensor  # [I] int8, whether a node has visits
-    num_entries: Tensor  # [6]
+    num_entries: Tensor  # [8], the last two unused
     heavy_tiles: Tensor  # flat of the first visit of every tile of visits of a heavy node
     light_nodes: Tensor  # flat of the first visit of every light node
     light_groups: Tensor  # the same of those below no other light node
-    row_tiles: Tensor  # [., 4]: flat, end of the visits, first child, row of partial sums or -1
-    split_tiles: Tensor  # [., 4]: flat, number of partial sums, first child, row of the first one
+    row_tiles: Tensor  # [., 4]: flat, end of visits, block of children, row of sums or -1
+    split_tiles: Tensor  # [., 4]: flat, number of sums, block of children, row of the first
 
 
 class Sizes(NamedTuple):
@@ -100,7 +102,7 @@ def new_routing(problem: Problem, tiles: Tiles) -> Routing:
         child=new(*by_level),
         light_level=new(*positions),
         visited=target.new_empty(problem.tree.num_children.numel(), dtype=torch.int8),
-        num_entries=new(len(lists)),
+        num_entries=new(NUM_LISTS),
         heavy_tiles=new(lists.heavy_tiles),
         light_nodes=new(lists.light_nodes),
         light_groups=new(lists.light_groups),

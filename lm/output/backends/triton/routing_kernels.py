@@ -15,14 +15,20 @@ import triton.language as tl
 
 
 @triton.jit
-def _lower_bound(keys, size, probe, STEPS: tl.constexpr):
-    """How many of `size` < 2^STEPS sorted keys are smaller than each probe."""
+def _lower_bound(keys, size, probe, STEPS: tl.constexpr, BITS: tl.constexpr):
+    """How many of `size` < 2^(STEPS · BITS) sorted keys are smaller than each probe.
+
+    A step waits once for 2^BITS - 1 keys and finds as many bits of the number.
+    """
     low = tl.zeros(probe.shape, tl.int32)
-    for bit in tl.static_range(STEPS):
-        step = 1 << (STEPS - 1 - bit)
-        inside = low + step <= size
-        key = tl.load(keys + low + step - 1, mask=inside, other=0)
-        low += tl.where(inside & (key < probe), step, 0)
+    for i in tl.static_range(STEPS):
+        stride = 1 << ((STEPS - 1 - i) * BITS)
+        smaller = tl.zeros(probe.shape, tl.int32)
+        for j in tl.static_range(1, 1 << BITS):
+            inside = low + j * stride <= size
+            key = tl.load(keys + low + j * stride - 1, mask=inside, other=0)
+            smaller += (inside & (key < probe)).to(tl.int32)
+        low += smaller * stride
     return low
 
 
@@ -65,10 +71,10 @@ def _merge(
     """The sorted positions and their paths. `num_missing` is how many programs compute each nll."""
     key = tl.load(keys + tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V))
     run = tl.arange(0, MAX_RUNS)
-    size = tl.where(run < num_runs, RUN, 0)[None, :] + tl.zeros([BLOCK_V, MAX_RUNS], tl.int32)
-    probe = key[:, None] + tl.zeros([BLOCK_V, MAX_RUNS], tl.int64)
-    smaller = _lower_bound(keys + run[None, :] * RUN, size, probe, STEPS)
-    v = tl.sum(smaller, axis=1)
+    # the threads of a warp search the same run for neighbouring keys
+    size = tl.where(run < num_runs, RUN, 0)[:, None] + tl.zeros([MAX_RUNS, BLOCK_V], tl.int32)
+    probe = key[None, :] + tl.zeros([MAX_RUNS, BLOCK_V], tl.int64)
+    v = tl.sum(_lower_bound(keys + run[:, None] * RUN, size, probe, STEPS, 1), axis=0)
     in_batch = v < P
     p = (key & 0xFFFFFFFF).to(tl.int32)
     word = tl.load(target + p, mask=in_batch, other=0)
@@ -94,19 +100,6 @@ def _merge(
 
 
 @triton.jit
-def _reserve(num_entries, number):
-    """Where the entries of each lane, `number` of them, begin in a list."""
-    before = tl.cumsum(number, 0) - number
-    return tl.atomic_add(num_entries, tl.sum(number, 0), sem="relaxed") + before
-
-
-@triton.jit
-def _append(entries, num_entries, chosen, value):
-    place = _reserve(num_entries, chosen.to(tl.int32))
-    tl.store(entries + place, value, mask=chosen)
-
-
-@triton.jit
 def _write_entry(entries, place, mask, first, second, third, fourth):
     tl.store(entries + place * 4, first, mask=mask)
     tl.store(entries + place * 4 + 1, second, mask=mask)
@@ -116,50 +109,96 @@ def _write_entry(entries, place, mask, first, second, third, fourth):
 
 @triton.jit
 def _plan(
-    rank, node, preorder, preorder_stop, num_children,
+    hidden, sorted_hidden, position, rank, node, preorder, preorder_stop, num_children,
     light_level, visited, num_entries, heavy_tiles, light_nodes, light_groups, row_tiles,
     split_tiles,
-    P, D, chunk,
-    LIGHT: tl.constexpr, BLOCK_V: tl.constexpr, TILE_V: tl.constexpr, TILE_C: tl.constexpr,
-    STEPS: tl.constexpr,
+    P, D, chunk, num_plans, h_units, sorted_units,
+    ALIGN: tl.constexpr, LIGHT: tl.constexpr, BLOCK_V: tl.constexpr, TILE_V: tl.constexpr,
+    TILE_C: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr, NUM_LISTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Heavy or light, and the entries of all lists."""
+    """Heavy or light, and the entries of all lists; hidden vectors in the order of positions."""
+    if tl.program_id(0) < num_plans:
+        _plan_visits(
+            rank, node, (preorder, preorder_stop, num_children), light_level, visited,
+            num_entries, (heavy_tiles, light_nodes, light_groups, row_tiles, split_tiles),
+            P, D, chunk, LIGHT=LIGHT, BLOCK_V=BLOCK_V, TILE_V=TILE_V, TILE_C=TILE_C, STEPS=STEPS,
+            BITS=BITS, NUM_LISTS=NUM_LISTS,
+        )  # fmt: skip
+    else:
+        H, stride = h_units * ALIGN, sorted_units * 16
+        v = (tl.program_id(0) - num_plans) * ROWS + tl.arange(0, ROWS)
+        p = tl.load(position + v, mask=v < P, other=0).to(tl.int64)
+        for h0 in range(0, stride, COLUMNS):
+            h = h0 + tl.arange(0, COLUMNS)
+            inside = (v < P)[:, None] & (h < H)[None, :]
+            x = tl.load(hidden + p[:, None] * H + h[None, :], mask=inside, other=0.0)
+            place = sorted_hidden + v.to(tl.int64)[:, None] * stride + h[None, :]
+            tl.store(place, x, mask=(v < P)[:, None] & (h < stride)[None, :])
+
+
+@triton.jit
+def _of_list(i: tl.constexpr, values, NUM_LISTS: tl.constexpr):
+    """The row of one list, of [NUM_LISTS, positions]."""
+    return tl.sum(tl.where(tl.arange(0, NUM_LISTS)[:, None] == i, values, 0), axis=0)
+
+
+@triton.jit
+def _plan_visits(
+    rank, node, tree, light_level, visited, num_entries, lists, P, D, chunk,
+    LIGHT: tl.constexpr, BLOCK_V: tl.constexpr, TILE_V: tl.constexpr, TILE_C: tl.constexpr,
+    STEPS: tl.constexpr, BITS: tl.constexpr, NUM_LISTS: tl.constexpr,
+):  # fmt: skip
+    preorder, preorder_stop, num_children = tree
+    heavy_tiles, light_nodes, light_groups, row_tiles, split_tiles = lists
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    index = tl.arange(0, NUM_LISTS)
     top = tl.zeros([BLOCK_V], tl.int32) + D
+    sizes = P + tl.zeros([BLOCK_V], tl.int32)
     for d in range(0, D):
-        n = tl.load(node + d * P + v, mask=v < P, other=-1)
+        flat = d * P + v
+        n = tl.load(node + flat, mask=v < P, other=-1)
         visits = n >= 0
-        sizes = P + tl.zeros([BLOCK_V], tl.int32)
         begin = tl.load(preorder + n, mask=visits, other=0)
         end = tl.load(preorder_stop + n, mask=visits, other=0)
-        start = _lower_bound(rank, sizes, begin, STEPS)
-        stop = _lower_bound(rank, sizes, end, STEPS)
+        width = tl.load(num_children + n, mask=visits, other=0).to(tl.int32)
+        start = _lower_bound(rank, sizes, begin, STEPS, BITS)
+        stop = _lower_bound(rank, sizes, end, STEPS, BITS)
         first = visits & (v == start)
-        light = visits & (stop - start <= LIGHT)
-        heavy = visits & (stop - start > LIGHT)
+        heavy, light = visits & (stop - start > LIGHT), visits & (stop - start <= LIGHT)
         tl.store(visited + n, tl.full([BLOCK_V], 1, tl.int8), mask=first)
-        flat = d * P + v
-        _append(heavy_tiles, num_entries, heavy & ((v - start) % TILE_V == 0), flat)
-        _append(light_nodes, num_entries + 1, light & first, flat)
-        _append(light_groups, num_entries + 2, light & first & (top == D), flat)
+        heavy_tile = heavy & ((v - start) % TILE_V == 0)
+        light_node, light_group = light & first, light & first & (top == D)
         top = tl.where(light & (top == D), d, top)
         # blocks of children of a node, for each chunk of its visits
-        heavy_first = heavy & first
-        width = tl.load(num_children + n, mask=heavy_first, other=0).to(tl.int32)
-        blocks = tl.cdiv(width, TILE_C)
-        chunks = tl.where(heavy_first, tl.cdiv(stop - start, chunk), 0)
+        blocks = tl.where(heavy & first, tl.cdiv(width, TILE_C), 0)
+        chunks = tl.where(heavy & first, tl.cdiv(stop - start, chunk), 0)
         split = chunks > 1
-        partial_row = _reserve(num_entries + 5, tl.where(split, chunks * width, 0))
-        place = _reserve(num_entries + 3, blocks * chunks)
-        split_place = _reserve(num_entries + 4, tl.where(split, blocks, 0))
+        # one reservation for the entries of all lists, in the order of `Routing.num_entries`
+        numbers = tl.where(index[:, None] == 0, heavy_tile.to(tl.int32)[None, :], 0)
+        numbers += tl.where(index[:, None] == 1, light_node.to(tl.int32)[None, :], 0)
+        numbers += tl.where(index[:, None] == 2, light_group.to(tl.int32)[None, :], 0)
+        numbers += tl.where(index[:, None] == 3, (blocks * chunks)[None, :], 0)
+        numbers += tl.where(index[:, None] == 4, tl.where(split, blocks, 0)[None, :], 0)
+        numbers += tl.where(index[:, None] == 5, tl.where(split, chunks * width, 0)[None, :], 0)
+        reserved = tl.atomic_add(num_entries + index, tl.sum(numbers, axis=1), sem="relaxed")
+        place = reserved[:, None] + tl.cumsum(numbers, axis=1) - numbers
+        tl.store(heavy_tiles + _of_list(0, place, NUM_LISTS), flat, mask=heavy_tile)
+        tl.store(light_nodes + _of_list(1, place, NUM_LISTS), flat, mask=light_node)
+        tl.store(light_groups + _of_list(2, place, NUM_LISTS), flat, mask=light_group)
+        row_place, split_place = _of_list(3, place, NUM_LISTS), _of_list(4, place, NUM_LISTS)
+        partial_row = _of_list(5, place, NUM_LISTS)
         for i in range(0, tl.max(blocks * chunks, 0)):
             inside = i < blocks * chunks
             part = i // tl.maximum(blocks, 1)
-            c0 = (i - part * blocks) * TILE_C
+            block = i - part * blocks
             row = tl.where(split, partial_row + part * width, -1)
             part_end = tl.minimum(start + (part + 1) * chunk, stop)
-            _write_entry(row_tiles, place + i, inside, flat + part * chunk, part_end, c0, row)
             _write_entry(
-                split_tiles, split_place + i, inside & split & (i < blocks), flat, chunks, c0, row
-            )
+                row_tiles, row_place + i, inside, flat + part * chunk, part_end, block, row
+            )  # fmt: skip
+            _write_entry(
+                split_tiles, split_place + i, inside & split & (i < blocks), flat, chunks, block,
+                row,
+            )  # fmt: skip
     tl.store(light_level + v, top, mask=v < P)

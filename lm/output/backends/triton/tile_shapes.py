@@ -38,8 +38,9 @@ class Tiles(NamedTuple):
 
 _HALF_ERRORS, _SINGLE_ERRORS = Tile(16, 128, 0, 4, 1), Tile(16, 64, 0, 4, 1)
 _NARROW_FORWARD = Tile(128, 64, 64, 8, 3)
-"""For half precision from sm_90 on, where 8 does not divide H or a stride: columns that are loaded
-by twos and fours take the registers that 128 children need.
+_FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 128, 128, 8, 3, 64)
+"""Forward and heavy tiles for half precision on sm_90, where 8 does not divide the stride of the
+weight: addresses of columns that are loaded by twos and fours take registers.
 """
 _TILES = {
     # Without wgmma all operands pass through registers.
@@ -48,8 +49,8 @@ _TILES = {
     ),
     # 128 x 128 for nodes whose products are limited by what the second-level cache delivers.
     ("half", 90): Tiles(
-        Tile(128, 128, 64, 8, 3), _HALF_ERRORS, Tile(128, 128, 128, 8, 3, 64),
-        Tile(64, 64, 128, 8, 3),
+        Tile(128, 128, 64, 8, 3), _HALF_ERRORS, Tile(128, 128, 256, 8, 3, 32),
+        Tile(64, 64, 64, 4, 3),
     ),
     # The logits of a block pass from tensor memory through registers.
     ("half", 100): Tiles(
@@ -81,9 +82,14 @@ def tiles(dtype: torch.dtype, capability: int, align: int, *, tensor_cores: bool
     kind = "half" if dtype.itemsize == 2 else "single" if tensor_cores else "exact"
     fitting = [sm for of, sm in _TILES if of == kind and sm <= max(capability, 80)]
     found = _TILES[kind, max(fitting)]
-    if kind == "half" and capability >= 90 and align < 8:
-        columns = 64 if capability < 100 or align == 4 else 32
-        found = found._replace(forward=_NARROW_FORWARD._replace(h=columns))
+    if kind == "half" and align < 8:
+        if capability >= 100:
+            narrow = _NARROW_FORWARD._replace(h=64 if align == 4 else 32)
+            found = found._replace(forward=narrow)
+        elif capability >= 90:
+            found = found._replace(forward=_FEW_FORWARD, heavy=_FEW_HEAVY)
+        if capability >= 90 and align == 1:
+            found = found._replace(light=found.light._replace(h=32, warps=4))
     return found
 
 
