@@ -361,7 +361,8 @@ def _add_chunks(
 ):  # fmt: skip
     """The rows of a node whose visits were shared among programs."""
     partial_rows, partial_bias, H, scale = partial
-    d_weight, d_bias, (padded, weight_stride) = outputs
+    d_weight, d_bias, columns = outputs
+    padded, weight_stride = columns  # Triton 3.6 does not unpack both at once
     n, num_chunks = tl.load(node + tl.load(entry)), tl.load(entry + 1)
     c0, partial_row = tl.load(entry + 2) * BLOCK_C, tl.load(entry + 3)
     child = tl.arange(0, BLOCK_C)
@@ -385,7 +386,8 @@ def _add_chunks(
 
 @triton.jit
 def _write_zeros(r, empty, H, outputs, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
-    d_weight, d_bias, (_, weight_stride) = outputs
+    d_weight, d_bias, columns = outputs
+    _, weight_stride = columns
     if d_weight is not None:
         for h0 in range(0, H, BLOCK_H):
             h = h0 + tl.arange(0, BLOCK_H)
