@@ -110,7 +110,7 @@ def _heavy(
                 row_tiles + i // num_h * 4, (i % num_h) * BLOCK_H, (sorted_hidden, H, strides),
                 node, P, (first_row if written_row is None else written_row),
                 (num_children, column), (errors, num_slots, scale),
-                (d_weight, d_bias, partial_rows, partial_bias),
+                outputs=(d_weight, d_bias, partial_rows, partial_bias),
                 ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
             )  # fmt: skip
     elif d_hidden is not None:
@@ -130,7 +130,8 @@ def _heavy_rows(
     BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Σ e' hᵀ over a chunk of the visits of a node, for a block of its children."""
-    hidden, H, (hidden_stride, weight_stride) = inputs
+    hidden, H, strides = inputs  # Triton 3.6 and 3.7 unpack one level at a time
+    hidden_stride, weight_stride = strides
     num_children, column = tree
     errors, num_slots, scale = errors_of
     d_weight, d_bias, partial_rows, partial_bias = outputs
@@ -211,7 +212,8 @@ def _heavy_hidden(
     Every other tile walks its nodes backwards: a node with visits in two tiles is then the last of
     both, or the first.
     """
-    weight, H, readable, (hidden_stride, weight_stride) = inputs
+    weight, H, readable, strides = inputs
+    hidden_stride, weight_stride = strides
     position, node, light_level, P, D = visits_of
     first_row, num_children, column = tree
     errors, num_slots, scale = errors_of
@@ -306,7 +308,8 @@ def _light_group(
     BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """(5), added to the share of heavy nodes, and (6) for the visits of a light node and below."""
-    hidden, weight, H, readable, (hidden_stride, weight_stride) = inputs
+    hidden, weight, H, readable, strides = inputs
+    hidden_stride, weight_stride = strides
     position, node, P, D = visits_of
     first_row, num_children, column = tree
     errors, num_slots, scale = errors_of
@@ -362,7 +365,7 @@ def _add_chunks(
     """The rows of a node whose visits were shared among programs."""
     partial_rows, partial_bias, H, scale = partial
     d_weight, d_bias, columns = outputs
-    padded, weight_stride = columns  # Triton 3.6 does not unpack both at once
+    padded, weight_stride = columns
     n, num_chunks = tl.load(node + tl.load(entry)), tl.load(entry + 1)
     c0, partial_row = tl.load(entry + 2) * BLOCK_C, tl.load(entry + 3)
     child = tl.arange(0, BLOCK_C)

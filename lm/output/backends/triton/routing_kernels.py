@@ -122,8 +122,8 @@ def _plan(
         _plan_visits(
             rank, node, (preorder, preorder_stop, num_children), light_level, visited,
             num_entries, (heavy_tiles, light_nodes, light_groups, row_tiles, split_tiles),
-            P, D, chunk, LIGHT=LIGHT, BLOCK_V=BLOCK_V, TILE_V=TILE_V, TILE_C=TILE_C, STEPS=STEPS,
-            BITS=BITS, NUM_LISTS=NUM_LISTS,
+            P=P, D=D, chunk=chunk, LIGHT=LIGHT, BLOCK_V=BLOCK_V, TILE_V=TILE_V, TILE_C=TILE_C,
+            STEPS=STEPS, BITS=BITS, NUM_LISTS=NUM_LISTS,
         )  # fmt: skip
     else:
         H, stride = h_units * ALIGN, sorted_units * 16
