@@ -50,7 +50,7 @@ _TILES = {
     # 128 x 128 for nodes whose products are limited by what the second-level cache delivers.
     ("half", 90): Tiles(
         Tile(128, 128, 64, 8, 3), _HALF_ERRORS, Tile(128, 128, 256, 8, 3, 32),
-        Tile(64, 64, 64, 4, 3),
+        Tile(64, 64, 128, 8, 3),
     ),
     # The logits of a block pass from tensor memory through registers.
     ("half", 100): Tiles(
