@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from lm.output import ClassTree
-from lm.output.backends.base import Needs, Problem
+from lm.output.backends.base import Needs, Problem, row_size
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import SLOT, Launch, execute, instrumented
 from scripts.benchmarks.methods import zipf
@@ -25,8 +25,6 @@ SECTOR = 32
 """Bytes of the smallest piece that the caches move."""
 SINGLE = 4
 """Bytes of a number that sums are formed in."""
-ALIGNED = 8
-"""Numbers of bf16 that divide the length of a row."""
 ROUTING = ("_sort", "_merge", "_plan")
 
 
@@ -45,8 +43,7 @@ def make_problem(vocab_size: int, hidden_size: int, num_positions: int) -> Probl
     tree = ClassTree.two_level(word_class)
     target, _ = zipf(vocab_size, num_positions)
     hidden = torch.empty(num_positions, hidden_size, dtype=torch.bfloat16)
-    columns = -(-hidden_size // ALIGNED) * ALIGNED
-    weight = torch.empty(tree.num_rows, columns, dtype=torch.bfloat16)
+    weight = torch.empty(tree.num_rows, row_size(hidden_size), dtype=torch.bfloat16)
     return Problem.of(hidden, weight, None, target, tree)
 
 

@@ -56,10 +56,6 @@ class Problem(NamedTuple):
         problem = cls.of(hidden, weight, weight[:, 0], target, tree)
         return problem._replace(tree=TreeArrays(*(array.to("meta") for array in tree.arrays)))
 
-    def with_full_rows(self) -> "Problem":
-        """The same problem with hidden [P, W]."""
-        return self._replace(hidden=followed_by_zeros(self.hidden, self.weight.shape[1]))
-
     @property
     def num_positions(self) -> int:
         """P."""

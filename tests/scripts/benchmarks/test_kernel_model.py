@@ -156,7 +156,7 @@ import json, sys, torch
 from scripts.benchmarks.kernel_report import compiled, launches
 from scripts.benchmarks.sass_loops import loops
 found = {}
-for launch in launches(64, torch.bfloat16, 90):
+for launch in launches(64, 64, torch.bfloat16, 90):
     if launch.kernel.__name__ in ("_forward", "_errors"):
         cubin = compiled(launch, 90).asm["cubin"]
         found[launch.kernel.__name__] = [tuple(loop) for loop in loops(cubin)]

@@ -88,7 +88,7 @@ class TritonBackend:
 
         if problem.target.device.type == "cpu":
             check_targets(problem.target, problem.vocab_size, problem.ignore_index)
-        problem = _contiguous(problem.with_full_rows())
+        problem = _contiguous(problem)
         saved = self.new_saved(problem, needs)
         tile, splits = tiles_for(problem).forward, splits_for(problem)
         nll = torch.empty_like(saved.lse[0])
@@ -107,11 +107,7 @@ class TritonBackend:
 
     def backward(self, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
         """See `Backend.backward`."""
-        full = _contiguous(problem.with_full_rows())
-        d_hidden, *others = gradients(d_nll, full, saved, needs)
-        if d_hidden is not None:
-            d_hidden = d_hidden[:, : problem.hidden.shape[1]].contiguous()
-        return Gradients(d_hidden, *others)
+        return gradients(d_nll, _contiguous(problem), saved, needs)
 
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""
@@ -126,7 +122,6 @@ class TritonBackend:
 
     def new_saved(self, problem: Problem, needs: Needs) -> Saved:
         """See `Backend.new_saved`."""
-        problem = problem.with_full_rows()
         hidden, dtype = problem.hidden, compute_dtype(problem.hidden.dtype)
         positions, by_level = problem.num_positions, (problem.depth, problem.num_positions)
         slots, blocks = (path_slots(problem), path_blocks(problem)) if needs.any else (0, 0)
