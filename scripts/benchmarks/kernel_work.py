@@ -79,9 +79,9 @@ class _Arguments:
             self.item: int = launch.arguments["sorted_hidden"].element_size()
             self.padded: int = self["sorted_units"] * SLOT
             if "h_units" in self.arguments:
-                self.hidden_bytes = self["h_units"] * self["ALIGN"] * self.item
+                self.hidden_bytes: int = self["h_units"] * self["ALIGN"] * self.item
             if "weight_units" in self.arguments:
-                self.row_bytes = self["weight_units"] * self["WEIGHT_ALIGN"] * self.item
+                self.row_bytes: int = self["weight_units"] * self["WEIGHT_ALIGN"] * self.item
             self.vector_bytes = self.padded * self.item  # of a sorted hidden vector
         if "num_children" in self.arguments:
             self.width: Counts = self["num_children"]

@@ -14,7 +14,9 @@ from lm.output.backends.triton.tile_shapes import Tile, Tiles
 Test = Callable[..., None]
 N, H = 23, 6
 SMALL_TILE = Tile(v=16, c=16, h=16, warps=4, stages=1, step=16)
-SMALL_TILES = Tiles(SMALL_TILE, SMALL_TILE, SMALL_TILE, SMALL_TILE, chunk=48)
+SMALL_TILES = Tiles(
+    SMALL_TILE, SMALL_TILE, SMALL_TILE._replace(h=2 * SMALL_TILE.h), SMALL_TILE, chunk=48
+)
 TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 5)
 
 

@@ -55,7 +55,7 @@ def _write(
     `written_row` [I] is where each node's rows begin in d_weight and d_bias; None if these have all
     rows, of which those of nodes without visits are set to 0.
     """
-    from lm.output.backends.triton import backward_kernels as kernels
+    from lm.output.backends.triton import backward_kernels, row_kernel
 
     num_positions, shape = problem.num_positions, tiles_for(problem)
     padded_size, columns = saved.sorted_hidden.shape[1], problem.weight.shape[1]
@@ -88,15 +88,17 @@ def _write(
     if problem.hidden.dtype == torch.float16 and num_positions:
         special["scale"] = torch.linalg.vector_norm(d_nll, torch.inf)
     errors = shape.errors._replace(c=shape.forward.c)
-    launch(kernels._errors, -(-num_positions // errors.v), errors, problem, saved, **special)
+    launch(
+        backward_kernels._errors, -(-num_positions // errors.v), errors, problem, saved, **special
+    )
     tile = shape.heavy
     hidden_tiles = -(-num_positions // tile.v) if output.d_hidden is not None else 0
     num_h = -(-padded_size // tile.h)
     special["row_programs"] = min(chunk_tiles * num_h, _ROW_PROGRAMS)
     num_programs = special["row_programs"] + hidden_tiles * num_h
-    launch(kernels._heavy, num_programs, tile, problem, saved, **special)
+    launch(backward_kernels._heavy, num_programs, tile, problem, saved, **special)
     special["row_programs"] = min(row_tiles * -(-columns // tile.h), _ROW_PROGRAMS)
     num_programs = (lists.light_groups + split_tiles) * -(-columns // shape.light.h)
     num_programs += special["row_programs"] + min(-(-num_rows // tile.c), _ZEROING_PROGRAMS)
     tile = tile._replace(warps=shape.light.warps)
-    launch(kernels._rows, num_programs, tile, problem, saved, **special)
+    launch(row_kernel._rows, num_programs, tile, problem, saved, **special)

@@ -1,4 +1,4 @@
-"""The fused Triton kernels of the backward, three launches.
+"""The fused Triton kernels of the first two of three launches of the backward.
 
 Letters and equations are those of `forward_kernel`. `_errors` forms the error (4) times its
 upstream gradient once, from what was saved and without a product,
@@ -12,11 +12,7 @@ instead of 3.
 
 `_heavy` gives heavy nodes' share of (5), for a tile of positions and of columns, and the chunks of
 (6): sums over some visits of a node that has so many that one program would be the last to finish.
-`_rows` writes the gradients of all rows: (6) of other heavy nodes; light groups, whose rows one
-program reads once for both (5) and (6); chunks added up, in order; 0 for rows of nodes without
-visits. Heavy nodes are limited by what the second-level cache delivers and light ones by memory, so
-that they take less time together than one after another. Every row's gradient has one owner and is
-rounded once, and no float is added atomically.
+`row_kernel` has the rest of (5) and (6).
 """
 
 import triton
@@ -196,8 +192,9 @@ def _heavy_hidden(
 ):  # fmt: skip
     """(5) over heavy nodes: final for positions that visit no light node, partial for others.
 
-    Every other tile walks its nodes backwards: a node with visits in two tiles is then the last of
-    both, or the first.
+    The left and the right half of the columns are added up side by side and stored one after the
+    other, which takes fewer registers. Every other tile walks its nodes backwards: a node with
+    visits in two tiles is then the last of both, or the first.
     """
     weight, H, weight_stride, hidden_stride = inputs
     position, node, light_level, P, D = visits_of
@@ -206,9 +203,11 @@ def _heavy_hidden(
     d_hidden, partial_hidden = outputs
     tile_row, child = tl.arange(0, BLOCK_V), tl.arange(0, STEP)
     v = begin + tile_row
-    h = h0 + tl.arange(0, BLOCK_H)
+    left = h0 + tl.arange(0, BLOCK_H // 2)
+    right = left + BLOCK_H // 2
     num_heavy = tl.load(light_level + v, mask=v < P, other=0)
-    total = tl.zeros([BLOCK_V, BLOCK_H], ACC)
+    total_left = tl.zeros([BLOCK_V, BLOCK_H // 2], ACC)
+    total_right = tl.zeros([BLOCK_V, BLOCK_H // 2], ACC)
     for d in range(0, D):
         nodes = tl.load(node + d * P + v, mask=d < num_heavy, other=-1)
         s = _next(nodes, v, begin, BLOCK_V)
@@ -221,17 +220,27 @@ def _heavy_hidden(
                 error = _load_errors(
                     errors, begin, tile_row, nodes == n, slot, c, width, num_slots
                 )  # fmt: skip
-                w = _block(
-                    weight, first + c0, child, c < width, h, h < weight_stride, weight_stride
-                ).to(error.dtype)  # fmt: skip
-                total = tl.dot(error, w, total, input_precision=PRECISION, out_dtype=ACC)
+                rows = (weight, first + c0, child, c < width, weight_stride)
+                total_left = _add_rows(total_left, error, rows, left, ACC, PRECISION)
+                total_right = _add_rows(total_right, error, rows, right, ACC, PRECISION)
             nodes = tl.where(nodes == n, -1, nodes)
             s = _next(nodes, v, begin, BLOCK_V)
-    light = num_heavy < D
-    p = tl.load(position + v, mask=v < P, other=0)
-    _store_rows(d_hidden, p, (v < P) & (light == 0), h, H, H, _scaled(total, scale))
-    light = (v < P) & light
-    _store_block(partial_hidden, begin, light, h, hidden_stride, hidden_stride, total)
+    light = (v < P) & (num_heavy < D)
+    _store_block(partial_hidden, begin, light, left, hidden_stride, hidden_stride, total_left)
+    _store_block(partial_hidden, begin, light, right, hidden_stride, hidden_stride, total_right)
+    heavy = (v < P) & (num_heavy == D)
+    p = tl.load(position + v, mask=heavy, other=0)
+    _store_rows(d_hidden, p, heavy, left, H, H, _scaled(total_left, scale))
+    p = tl.load(position + v, mask=heavy, other=0)  # again: 64-bit rows fill registers
+    _store_rows(d_hidden, p, heavy, right, H, H, _scaled(total_right, scale))
+
+
+@triton.jit
+def _add_rows(total, error, rows, h, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    """Σ_c e'_c w_c, for some columns of the rows."""
+    weight, first, child, inside, stride = rows
+    w = _block(weight, first, child, inside, h, h < stride, stride).to(error.dtype)
+    return tl.dot(error, w, total, input_precision=PRECISION, out_dtype=ACC)
 
 
 @triton.jit
@@ -240,159 +249,3 @@ def _next(nodes, v, begin, BLOCK_V: tl.constexpr):
     last = tl.max(tl.where(nodes >= 0, v, -1), axis=0)
     first = tl.min(tl.where(nodes >= 0, v, begin + BLOCK_V), axis=0)
     return tl.where((begin // BLOCK_V) % 2 == 1, last, tl.minimum(first, last))
-
-
-@triton.jit
-def _rows(
-    scale, sorted_hidden, weight,
-    position, node, row_tiles, light_groups, split_tiles, num_entries, visited,
-    first_row, num_children, column, node_of_row, errors,
-    d_hidden, d_weight, d_bias, written_row, partial_hidden, partial_rows, partial_bias,
-    P, D, R, row_programs, max_groups, max_split_tiles, path_slots, h_units, sorted_units,
-    weight_units,
-    LIGHT: tl.constexpr, LIGHT_C: tl.constexpr, LIGHT_H: tl.constexpr, LIGHT_STAGES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """(6) for all rows, and (5) for light groups; 0 for the R rows without visits.
-
-    `written_row` [I] is where the gradients of each node's rows begin.
-    """
-    H, columns, num_slots = h_units * ALIGN, weight_units * WEIGHT_ALIGN, path_slots * 16
-    padded = sorted_units * 16
-    num_h, light_h = tl.cdiv(columns, BLOCK_H), tl.cdiv(columns, LIGHT_H)
-    written = first_row if written_row is None else written_row
-    program = tl.program_id(0) - row_programs
-    tile, h0 = program // light_h, (program % light_h) * LIGHT_H
-    if program < 0:
-        for i in range(tl.program_id(0), tl.load(num_entries + 3) * num_h, row_programs):
-            _heavy_rows(
-                row_tiles + i // num_h * 4, (i % num_h) * BLOCK_H, (sorted_hidden, padded),
-                node, P, (num_children, column), (errors, num_slots, scale),
-                outputs=(written, d_weight, d_bias, columns),
-                ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
-            )  # fmt: skip
-    elif tile < max_groups:
-        if tile < tl.load(num_entries + 2):
-            _light_group(
-                tl.load(light_groups + tile), h0, (sorted_hidden, weight, H, columns, padded),
-                (position, node, P, D), written, (first_row, num_children, column),
-                (errors, num_slots, scale), (partial_hidden, d_hidden, d_weight, d_bias),
-                LIGHT=LIGHT, STAGES=LIGHT_STAGES, ACC=ACC, PRECISION=PRECISION, BLOCK_C=LIGHT_C,
-                BLOCK_H=LIGHT_H,
-            )  # fmt: skip
-    elif tile < max_groups + max_split_tiles:
-        if tile - max_groups < tl.load(num_entries + 5):
-            _add_chunks(
-                split_tiles + (tile - max_groups) * 4, h0, node, num_children, written,
-                (partial_rows, partial_bias, padded, scale), (d_weight, d_bias, columns),
-                ACC=ACC, BLOCK_C=BLOCK_C, BLOCK_H=LIGHT_H,
-            )  # fmt: skip
-    else:
-        before = row_programs + (max_groups + max_split_tiles) * light_h
-        first, step = tl.program_id(0) - before, tl.num_programs(0) - before
-        for r0 in range(first * BLOCK_C, R, step * BLOCK_C):
-            r = r0 + tl.arange(0, BLOCK_C)
-            owner = tl.load(node_of_row + r, mask=r < R, other=0)
-            empty = tl.load(visited + owner, mask=r < R, other=1) == 0
-            if tl.sum(empty.to(tl.int32), axis=0) > 0:
-                _write_zeros(r, empty, (d_weight, d_bias, columns), BLOCK_C, LIGHT_H)
-
-
-@triton.jit
-def _light_group(
-    flat, h0, inputs, visits_of, written, tree, errors_of, outputs,
-    LIGHT: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """(5), added to the share of heavy nodes, and (6) for the visits of a light node and below."""
-    hidden, weight, H, weight_stride, hidden_stride = inputs
-    position, node, P, D = visits_of
-    first_row, num_children, column = tree
-    errors, num_slots, scale = errors_of
-    partial_hidden, d_hidden, d_weight, d_bias = outputs
-    begin, group_row, child = flat % P, tl.arange(0, LIGHT), tl.arange(0, BLOCK_C)
-    v = begin + group_row
-    h = h0 + tl.arange(0, BLOCK_H)
-    top = flat // P
-    group = tl.load(node + top * P + v, mask=v < P, other=-1) == tl.load(node + flat)
-    p = tl.load(position + v, mask=group, other=0)
-    x = _block(hidden, begin, group_row, group, h, h < hidden_stride, hidden_stride)
-    total = tl.zeros([LIGHT, BLOCK_H], ACC)
-    for d in range(top, D):
-        nodes = tl.load(node + d * P + v, mask=group, other=-1)
-        s = tl.min(tl.where(nodes >= 0, v, P), axis=0)
-        while s < P:
-            n = tl.load(node + d * P + s)
-            width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
-            slot, row = _first_slot(column, n, d), tl.load(written + n)
-            for c0 in tl.range(0, width, BLOCK_C, num_stages=STAGES):
-                c = c0 + child
-                error = _load_errors(
-                    errors, begin, group_row, nodes == n, slot, c, width, num_slots
-                )  # fmt: skip
-                if d_hidden is not None:
-                    w = _block(
-                        weight, first + c0, child, c < width, h, h < weight_stride, weight_stride
-                    ).to(error.dtype)  # fmt: skip
-                    total = tl.dot(error, w, total, input_precision=PRECISION, out_dtype=ACC)
-                if d_weight is not None:
-                    rows = tl.dot(
-                        tl.trans(error), x, input_precision=PRECISION, out_dtype=ACC
-                    )  # fmt: skip
-                    rows = _scaled(rows, scale)
-                    _store_block(
-                        d_weight, row + c0, c < width, h, weight_stride, weight_stride, rows
-                    )  # fmt: skip
-                if d_bias is not None:  # noqa: SIM102 - the compiler decides the first alone
-                    if h0 == 0:
-                        bias = tl.sum(error.to(ACC), axis=0)
-                        _store_biases(d_bias, row + c, c < width, bias, scale)
-            nodes = tl.where(nodes == n, -1, nodes)
-            s = tl.min(tl.where(nodes >= 0, v, P), axis=0)
-    if d_hidden is not None:
-        total += _block(
-            partial_hidden, begin, group_row, group, h, h < hidden_stride, hidden_stride
-        )  # fmt: skip
-        _store_rows(d_hidden, p, group, h, H, H, _scaled(total, scale))
-
-
-@triton.jit
-def _add_chunks(
-    entry, h0, node, num_children, written, partial, outputs,
-    ACC: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """The rows of a node whose visits were shared among programs."""
-    partial_rows, partial_bias, padded, scale = partial
-    d_weight, d_bias, columns = outputs
-    n, num_chunks = tl.load(node + tl.load(entry)), tl.load(entry + 1)
-    c0, partial_row = tl.load(entry + 2) * BLOCK_C, tl.load(entry + 3)
-    child = tl.arange(0, BLOCK_C)
-    width, row = tl.load(num_children + n).to(tl.int32), tl.load(written + n) + c0
-    inside = c0 + child < width
-    if d_weight is not None:
-        h = h0 + tl.arange(0, BLOCK_H)
-        total = tl.zeros([BLOCK_C, BLOCK_H], ACC)
-        for chunk in range(0, num_chunks):
-            first = partial_row + c0 + chunk * width
-            total += _block(partial_rows, first, child, inside, h, h < padded, padded)
-        _store_block(d_weight, row, inside, h, columns, columns, _scaled(total, scale))
-    if d_bias is not None:  # noqa: SIM102 - the compiler decides the first alone
-        if h0 == 0:
-            bias = tl.zeros([BLOCK_C], ACC)
-            for chunk in range(0, num_chunks):
-                place = partial_bias + partial_row + c0 + chunk * width + child
-                bias += tl.load(place, mask=inside, other=0.0)
-            _store_biases(d_bias, row + child, inside, bias, scale)
-
-
-@triton.jit
-def _write_zeros(r, empty, outputs, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
-    d_weight, d_bias, columns = outputs
-    if d_weight is not None:
-        for h0 in range(0, columns, BLOCK_H):
-            h = h0 + tl.arange(0, BLOCK_H)
-            zeros = tl.zeros([BLOCK_R, BLOCK_H], d_weight.dtype.element_ty)
-            _store_rows(d_weight, r, empty, h, columns, columns, zeros)
-    if d_bias is not None:
-        tl.store(d_bias + r, tl.zeros([BLOCK_R], d_bias.dtype.element_ty), mask=empty)

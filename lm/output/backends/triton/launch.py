@@ -158,7 +158,7 @@ def tiles_for(problem: Problem) -> Tiles:
         return _instruments.tiles
     dtype, device = problem.hidden.dtype, problem.hidden.device
     tf32 = dtype == torch.float32 and _tf32()
-    return tiles(dtype, capability(device), alignment(problem)[1], tensor_cores=tf32)
+    return tiles(dtype, capability(device), alignment(problem), tensor_cores=tf32)
 
 
 def splits_for(problem: Problem) -> int:

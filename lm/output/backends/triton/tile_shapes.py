@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
 
     forward: Tile
     errors: Tile  # its `c` is that of the forward
-    heavy: Tile  # `v` x `h` of d_hidden, and `c` x `h` of d_weight
+    heavy: Tile  # `v` x `h` of d_hidden, in two halves, and `c` x `h` of d_weight
     light: Tile  # its `v` is the most visits of a light node, its warps those of rows of heavy ones
     chunk: int = 1024  # fewest visits that a program of d_weight adds up where others take the rest
 
@@ -39,8 +39,8 @@ class Tiles(NamedTuple):
 _HALF_ERRORS, _SINGLE_ERRORS = Tile(16, 128, 0, 4, 1), Tile(16, 64, 0, 4, 1)
 _NARROW_FORWARD = Tile(128, 64, 64, 8, 3)
 _FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 128, 128, 8, 3, 64)
-"""Forward and heavy tiles for half precision on sm_90, where 8 does not divide the stride of the
-weight: addresses of columns that are loaded by twos and fours take registers.
+"""Forward and heavy tiles for half precision on sm_90, where 8 does not divide the columns of the
+weight, or 2 those of d_hidden: addresses of so few columns at a time take registers.
 """
 _TILES = {
     # Without wgmma all operands pass through registers.
@@ -74,21 +74,27 @@ _TILES = {
 """By kind of product and least architecture; the largest tried that spill no register."""
 
 
-def tiles(dtype: torch.dtype, capability: int, align: int, *, tensor_cores: bool) -> Tiles:
-    """The tile shapes for hidden vectors of a dtype, and strides that a power of two divides.
+def tiles(
+    dtype: torch.dtype, capability: int, align: tuple[int, int], *, tensor_cores: bool
+) -> Tiles:
+    """The tile shapes for hidden vectors of a dtype.
 
-    The architecture is given as compute capability x 10: 80, 90, 100.
+    `align` are powers of two that divide H and the columns of the weight. The architecture is given
+    as compute capability x 10: 80, 90, 100.
     """
+    hidden_align, weight_align = align
     kind = "half" if dtype.itemsize == 2 else "single" if tensor_cores else "exact"
     fitting = [sm for of, sm in _TILES if of == kind and sm <= max(capability, 80)]
     found = _TILES[kind, max(fitting)]
-    if kind == "half" and align < 8:
+    if kind == "half" and 90 <= capability < 100 and hidden_align == 1:
+        found = found._replace(heavy=_FEW_HEAVY)
+    if kind == "half" and weight_align < 8:
         if capability >= 100:
-            narrow = _NARROW_FORWARD._replace(h=64 if align == 4 else 32)
+            narrow = _NARROW_FORWARD._replace(h=64 if weight_align == 4 else 32)
             found = found._replace(forward=narrow)
         elif capability >= 90:
             found = found._replace(forward=_FEW_FORWARD, heavy=_FEW_HEAVY)
-        if capability >= 90 and align == 1:
+        if capability >= 90 and weight_align == 1:
             found = found._replace(light=found.light._replace(h=32))
     return found
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 SMALL, LIGHT = SMALL_TILES, SMALL_TILES.light.v
 MIXED = Tiles(
-    Tile(32, 16, 32, 4, 1), Tile(16, 16, 0, 4, 1), Tile(64, 32, 16, 4, 1, 16),
+    Tile(32, 16, 32, 4, 1), Tile(16, 16, 0, 4, 1), Tile(64, 32, 32, 4, 1, 16),
     Tile(16, 32, 64, 4, 1), chunk=20,
 )  # fmt: skip
 
