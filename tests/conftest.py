@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -150,6 +151,25 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return err.removeprefix("lm: ").removesuffix("\n")
 
     return run
+
+
+def _flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    place = len(content) // 2
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+            place = content.index(archive.read(largest))
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="session")
+def flip_bit() -> Callable[[Path], None]:
+    """`flip_bit(path)`: in the middle of the file; in the largest tensor of a checkpoint, whose
+    middle may be padding between tensors.
+    """
+    return _flip_bit
 
 
 def _contents(folder: Path) -> dict[str, str]:

@@ -209,10 +209,12 @@ def evaluated(capsys: pytest.CaptureFixture[str]) -> Iterator[Evaluated]:
 def test_validation_during_training_equals_evaluate(
     run: str, request: pytest.FixtureRequest, evaluated: Evaluated
 ) -> None:
+    """The alignment of a file's tensors in memory may decide in which order numbers are summed."""
     folder: Path = request.getfixturevalue(run)
     lines = read_metrics(folder / "metrics.csv")
     best = min(line.valid_perplexity for line in lines if line.valid_perplexity is not None)
-    assert evaluated(folder, "--split=valid")["perplexity"] == best
+    perplexity = evaluated(folder, "--split=valid")["perplexity"]
+    assert perplexity == pytest.approx(best, rel=1e-7)
 
 
 def test_json_has_every_field_and_is_saved_in_the_run(

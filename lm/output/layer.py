@@ -89,8 +89,8 @@ class HierarchicalSoftmax(nn.Module):
             raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
         self.hidden_size, self.vocab_size = hidden_size, tree.vocab_size
         self.ignore_index, self.backend, self.sparse = ignore_index, backend, sparse
-        size = row_size(hidden_size)
-        weight = torch.empty(tree.num_rows, size, device=device, dtype=dtype)
+        shape = (tree.num_rows, row_size(hidden_size))
+        weight = torch.empty(shape, device=device, dtype=dtype)
         self.weight = nn.Parameter(weight)
         self.bias = nn.Parameter(weight.new_empty(tree.num_rows)) if bias else None
         self.tree = tree if weight.is_meta else tree.to(weight.device)

@@ -50,6 +50,19 @@ def test_further_columns_change_nothing_and_have_no_gradient(
 
 
 @both_backends
+@pytest.mark.parametrize("num_positions", [0, 3])
+def test_nothing_to_predict_has_gradients_of_zero(num_positions: int) -> None:
+    *inputs, _ = with_long_rows(problem(TREE, 3))
+    hidden, parameters = inputs[0][:num_positions].detach(), inputs[1:]
+    each = nll([hidden, *parameters, torch.full((num_positions,), -100)], TREE)
+    assert torch.equal(each, torch.zeros(num_positions, dtype=torch.float64))
+    for parameter, grad in zip(
+        parameters, torch.autograd.grad(each.sum(), parameters), strict=True
+    ):
+        assert torch.equal(grad, torch.zeros_like(parameter))
+
+
+@both_backends
 def test_gradients_and_registered_ops_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     *inputs, target = with_long_rows(problem(TREE, 5))
     assert torch.autograd.gradcheck(

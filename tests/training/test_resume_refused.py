@@ -56,13 +56,11 @@ def test_a_checkpoint_of_parameters_of_another_type_is_refused(
 
 
 def test_a_damaged_checkpoint_is_refused_when_a_run_continues(
-    train: Train, tmp_path: Path, failed: Failed
+    train: Train, tmp_path: Path, failed: Failed, flip_bit: Callable[[Path], None]
 ) -> None:
     run = train(tmp_path / "run", "--train.max_steps=1")
     last = run / "checkpoints" / "last.ckpt"
-    content = bytearray(last.read_bytes())
-    content[len(content) // 2] ^= 1
-    last.write_bytes(content)
+    flip_bit(last)
     message = failed(run, "--train.max_steps=2", "--resume", "auto")
     best = last.with_name("best.ckpt")
     assert message == f"{last} is damaged, or not a checkpoint of sqrtlm"  # best.ckpt is the same

@@ -112,7 +112,8 @@ class RowAdagrad(RowOptimizer):
         s_r += ‖g_r‖² / H
         row_r -= lr · g_r / (√s_r + eps)
 
-    The state is one number per row, 1 / H of that of Adagrad.
+    The state is one number per row, 1 / H of that of Adagrad. H counts the zeros after a row of a
+    `HierarchicalSoftmax` too: 4 zeros after 300 numbers lower s_r by 1.3 %.
 
     Args:
         params: tables [R, H], and vectors [R], for which this is Adagrad.

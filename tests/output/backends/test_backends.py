@@ -47,9 +47,9 @@ def test_saved_bytes_are_those_of_what_a_forward_saves(
 ) -> None:
     if name == "triton":
         pytest.importorskip("triton")
-    hidden, weight = torch.randn(30, 8), torch.randn(tree.num_rows, 8)
+    hidden, weight = torch.randn(30, 12), torch.randn(tree.num_rows, 16)  # as of a layer
     problem = Problem.of(hidden, weight, None, torch.randint(90, (30,)), tree)
     _, saved = BACKENDS[name].forward(problem, Needs(True, True, False, row_wise))
-    sizes = {"num_positions": 30, "hidden_size": 8}
+    sizes = {"num_positions": 30, "hidden_size": 12}
     expected = saved_bytes(name, **sizes, tree=tree, dtype=torch.float32, row_wise=row_wise)
     assert sum(tensor.nbytes for tensor in flatten(saved)) == expected

@@ -130,7 +130,7 @@ def test_wrong_k_or_shapes_raise() -> None:
     for k in (0, N + 1):
         with pytest.raises(ValueError, match=f"k must be within 1 … {N} words, got {k}"):
             topk(hidden, weight, bias, tree, k)
-    with pytest.raises(ValueError, match=r"weight must be \[R, H\] = \[23, 5\], got \[22, 5\]"):
+    with pytest.raises(ValueError, match=r"R = 23 and W ≥ H = 5, got \[22, 5\]"):
         topk(hidden, weight[1:], bias, tree, 1)
     with pytest.raises(ValueError, match=r"bias must be \[R\] = \[23\], got \[22\]"):
         log_prob(hidden, weight, bias[1:], tree)
