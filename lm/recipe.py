@@ -20,6 +20,7 @@ import yaml
 
 from data_prep.corpus.split import MIN_UNITS, Sample, Unit, read_sample, write_splits
 from data_prep.errors import UserError
+from data_prep.storage import write_atomically
 from data_prep.tokenizer.tokenizer import word_separator
 from lm.config import Config, validate
 from lm.output import ClassTree
@@ -96,11 +97,7 @@ def new_recipe(
     content = render(config, named, text, sample, size, cut)
     validate(yaml.safe_load(content), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(content)
-    except FileExistsError as error:
-        raise UserError(f"{path} already exists: choose another name") from error
+    write_atomically(path, lambda file: file.write(content.encode()))
     then = f"then: lm train {path}\n      lm generate {config.run_path}"
     return f"{path}: {_about(sample, size)}\nsplit: {cut}\n{_model(config, size)}\n{then}"
 

@@ -1,8 +1,11 @@
 """`lm new` writes recipes that train at once, on texts of every size."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -103,6 +106,17 @@ def test_mistakes_are_named_and_leave_no_files(complaint: Complaint) -> None:
     assert complaint("new", "my.yaml", "--text=my.txt", "--test=no.txt") == "no.txt: no such file"
     assert "name must be a plain file name" in complaint("new", ".yaml", "--text=my.txt")
     assert complaint("new", "my.yaml").endswith("the following arguments are required: --text")
+    assert [path.name for path in Path().iterdir()] == ["my.txt"]
+
+
+def test_a_recipe_that_cannot_be_written_is_absent(
+    complaint: Complaint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("my.txt").write_text("the dog\n")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
+    message = complaint("new", "my.yaml", "--text=my.txt")
+    assert message == "my.yaml cannot be written: No space left on device"
     assert [path.name for path in Path().iterdir()] == ["my.txt"]
 
 

@@ -1,8 +1,11 @@
 """A text is cut into splits that together have every line of it, once."""
 
+import errno
 import gzip
+import os
 from itertools import chain
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -96,3 +99,35 @@ def test_existing_splits_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the cat\n")
     with pytest.raises(UserError, match="already exists"):
         write_splits(tmp_path / "text.txt", tmp_path, "lines", 20, BOTH)
+
+
+def test_a_text_with_an_error_near_its_end_leaves_no_splits(tmp_path: Path) -> None:
+    source = tmp_path / "text.txt"
+    source.write_bytes(b"the cat sat\n" * 200_000 + b"the \xff dog\n")
+    with pytest.raises(UserError, match="line 200001: invalid UTF-8 at byte 5"):
+        write_splits(source, tmp_path / "run" / "text", "lines", 20, BOTH)
+    assert list((tmp_path / "run").iterdir()) == []
+    source.write_bytes(b"the cat sat\n" * 20)
+    (tmp_path / "run" / ".text.tmp").mkdir()  # of a process that was killed
+    write_splits(source, tmp_path / "run" / "text", "lines", 20, BOTH)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["text"]
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_full_disk_leaves_no_splits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    (tmp_path / "text.txt").write_bytes(b"the cat sat\n" * 100)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, function, Mock(side_effect=full))
+    with pytest.raises(UserError, match=r"text cannot be written: No space left on device$"):
+        write_splits(tmp_path / "text.txt", tmp_path / "run" / "text", "lines", 20, BOTH)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_an_interrupt_leaves_no_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_bytes(b"the cat sat\n" * 100)
+    monkeypatch.setattr(split, "_decoded", Mock(side_effect=[*50 * ["the"], KeyboardInterrupt]))
+    with pytest.raises(KeyboardInterrupt):
+        write_splits(tmp_path / "text.txt", tmp_path / "run" / "text", "lines", 20, BOTH)
+    assert list((tmp_path / "run").iterdir()) == []
