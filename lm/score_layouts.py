@@ -21,7 +21,6 @@ from data_prep.tokenizer.tokenizer import EOS
 from lm.scoring import LineScore, Scorer
 
 Level = Literal["summary", "sentence", "word"]
-LAYOUTS = ("kenlm", "tsv", "json")
 UNITS = {"log10": math.log(10), "nats": 1.0, "bits": math.log(2)}
 """Nats per unit."""
 
