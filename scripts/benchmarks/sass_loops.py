@@ -7,8 +7,6 @@ to the loop of the source that most of its instructions are written in.
 
 import ast
 import re
-import subprocess
-import tempfile
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -16,11 +14,12 @@ from typing import NamedTuple
 
 import triton
 
+from scripts.benchmarks.sass import Instruction, disassemble, parse_line
+
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 WARPS_PER_GROUP = 4
 """That issue a wgmma together."""
 _LINE = re.compile(r'File "([^"]+)", line (\d+)( inlined at)?')
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _BRANCH = re.compile(r"\bBRA.*?`\((\.L_x_\d+)\)")
 _REGISTER = re.compile(r"\b(?:UR|R|UP|P)\d+\b")
@@ -41,9 +40,8 @@ class Loop(NamedTuple):
     innermost: bool = False  # whether no other loop is inside it
 
 
-class _Instruction(NamedTuple):
-    address: int
-    text: str
+class _Located(NamedTuple):
+    instruction: Instruction
     places: tuple[Place, ...]  # innermost function first
 
 
@@ -52,21 +50,22 @@ def loops(cubin: bytes) -> list[Loop]:
 
     Functions are those that the kernel itself calls, in the order of the calls; "" is the kernel.
     """
-    instructions, labels = _disassembled(cubin)
+    located, labels = _disassembled(cubin)
     spans = set()
-    for each in instructions:
-        branch = _BRANCH.search(each.text)
-        if branch and labels[branch[1]] < each.address:
-            spans.add((labels[branch[1]], each.address))
+    for address, text, _ in (each.instruction for each in located):
+        branch = _BRANCH.search(text)
+        if branch and labels[branch[1]] < address:
+            spans.add((labels[branch[1]], address))
     merged: dict[int, int] = {}
     for begin, end in spans:  # a `continue` jumps to the head as well
         merged[begin] = max(end, merged.get(begin, 0))
-    inside: dict[int | None, list[_Instruction]] = {begin: [] for begin in merged}
+    inside: dict[int | None, list[_Located]] = {begin: [] for begin in merged}
     inside[None] = []
-    for each in instructions:
-        around = [begin for begin, end in merged.items() if begin <= each.address <= end]
+    for each in located:
+        address = each.instruction.address
+        around = [begin for begin, end in merged.items() if begin <= address <= end]
         inside[max(around, default=None)].append(each)
-    parts: dict[tuple[int, str], list[_Instruction]] = {}
+    parts: dict[tuple[int, str], list[_Located]] = {}
     for each in inside.pop(None):
         parts.setdefault(_part(each.places), []).append(each)
     found = [
@@ -87,28 +86,29 @@ def _part(places: tuple[Place, ...]) -> tuple[int, str]:
     return places[-1][1], _function(*places[-2])
 
 
-def _loop(body: list[_Instruction], depth: int) -> Loop:
+def _loop(body: list[_Located], depth: int) -> Loop:
     # a prologue of the loops inside is written in them, but cannot be in more loops than this one
     chains = Counter(_source_loops(each.places)[:depth] for each in body)
-    flops = sum(_matrix_flops(each.text) for each in body)
+    flops = sum(_matrix_flops(each.instruction.text) for each in body)
     return Loop(chains.most_common(1)[0][0][-1], len(body), flops, _waits(body))
 
 
-def _waits(body: list[_Instruction]) -> int:
+def _waits(body: list[_Located]) -> int:
     """The longest chain of global loads whose addresses depend on one another.
 
     In the order of the code; shared memory counts as a single register.
     """
     chain: dict[str, int] = {}
-    for each in body:
-        operation, *operands = (_REGISTER.findall(part) for part in each.text.split(","))
+    for _, text, predicate in (each.instruction for each in body):
+        text = predicate + text
+        operation, *operands = (_REGISTER.findall(part) for part in text.split(","))
         target, sources = operation[:1], operation[1:] + [r for part in operands for r in part]
-        if "STS" in each.text or "LDGSTS" in each.text or " ST" in each.text:
-            target, sources = ["shared"] if "STS" in each.text else [], target + sources
-        if "LDS" in each.text and "LDGSTS" not in each.text:
+        if "STS" in text or "LDGSTS" in text or " ST" in text:
+            target, sources = ["shared"] if "STS" in text else [], target + sources
+        if "LDS" in text and "LDGSTS" not in text:
             sources.append("shared")
         depth = max((chain.get(register, 0) for register in sources), default=0)
-        depth += bool(_GLOBAL_LOAD.search(each.text))
+        depth += bool(_GLOBAL_LOAD.search(text))
         for register in target:
             chain[register] = depth
     return max(chain.values(), default=0)
@@ -122,29 +122,23 @@ def _matrix_flops(text: str) -> int:
     return 2 * m * n * k // (WARPS_PER_GROUP if "HGMMA" in text else 1)
 
 
-def _disassembled(cubin: bytes) -> tuple[list[_Instruction], dict[str, int]]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(DISASSEMBLER), "-c", "-gi", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    instructions: list[_Instruction] = []
+def _disassembled(cubin: bytes) -> tuple[list[_Located], dict[str, int]]:
+    located: list[_Located] = []
     labels: dict[str, int] = {}
     waiting: list[str] = []
     places: list[Place] = []
     complete = True
-    for line in text.splitlines():
+    for line in disassemble(cubin, DISASSEMBLER, "-c", "-gi").splitlines():
         if label := _LABEL.match(line):
             waiting.append(label[1])
         elif place := _LINE.search(line):
             places = [*([] if complete else places), (place[1], int(place[2]))]
             complete = place[3] is None
-        elif found := _INSTRUCTION.search(line):
-            address = int(found[1], 16)
-            labels |= dict.fromkeys(waiting, address)
+        elif found := parse_line(line):
+            labels |= dict.fromkeys(waiting, found.address)
             waiting = []
-            instructions.append(_Instruction(address, found[2], tuple(places)))
-    return instructions, labels
+            located.append(_Located(found, tuple(places)))
+    return located, labels
 
 
 def _source_loops(places: tuple[Place, ...]) -> tuple[str, ...]:
