@@ -8,13 +8,14 @@ to the loop of the source that most of its instructions are written in.
 import ast
 import re
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import triton
 
-from scripts.benchmarks.sass import Instruction, disassemble, parse_line
+from scripts.benchmarks.sass import Instruction, disassemble, parse_line, written
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 WARPS_PER_GROUP = 4
@@ -23,7 +24,7 @@ _LINE = re.compile(r'File "([^"]+)", line (\d+)( inlined at)?')
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _BRANCH = re.compile(r"\bBRA.*?`\((\.L_x_\d+)\)")
 _REGISTER = re.compile(r"\b(?:UR|R|UP|P)\d+\b")
-_GLOBAL_LOAD = re.compile(r"\b(LDG|LDGSTS|ATOMG|UTMALDG|LD)\b")
+_GLOBAL_LOAD = re.compile(r"(LDG|LDGSTS|ATOMG|UTMALDG|LD)\b")
 _MATRIX = re.compile(r"\bHGMMA\.(\d+)x(\d+)x(\d+)|\bHMMA\.(16)(8)(\d+)")
 
 Place = tuple[str, int]
@@ -69,8 +70,8 @@ def loops(cubin: bytes) -> list[Loop]:
     for each in inside.pop(None):
         parts.setdefault(_part(each.places), []).append(each)
     found = [
-        Loop(name, len(parts[line, name]), 0, _waits(parts[line, name]))
-        for line, name in sorted(parts)
+        Loop(name, len(body), 0, waits([each.instruction for each in body]))
+        for (_, name), body in sorted(parts.items())
     ]
     for begin in sorted(merged):
         depth = sum(first <= begin <= last for first, last in merged.items())
@@ -90,27 +91,30 @@ def _loop(body: list[_Located], depth: int) -> Loop:
     # a prologue of the loops inside is written in them, but cannot be in more loops than this one
     chains = Counter(_source_loops(each.places)[:depth] for each in body)
     flops = sum(_matrix_flops(each.instruction.text) for each in body)
-    return Loop(chains.most_common(1)[0][0][-1], len(body), flops, _waits(body))
+    name = chains.most_common(1)[0][0][-1]
+    return Loop(name, len(body), flops, waits([each.instruction for each in body]))
 
 
-def _waits(body: list[_Located]) -> int:
+def waits(body: Sequence[Instruction]) -> int:
     """The longest chain of global loads whose addresses depend on one another.
 
-    In the order of the code; shared memory counts as a single register.
+    In the order of the code; shared memory counts as a single register. What a predicate skips may
+    leave the result of an earlier load.
     """
     chain: dict[str, int] = {}
-    for _, text, predicate in (each.instruction for each in body):
-        text = predicate + text
-        operation, *operands = (_REGISTER.findall(part) for part in text.split(","))
+    for each in body:
+        operation, *operands = (_REGISTER.findall(part) for part in each.text.split(","))
         target, sources = operation[:1], operation[1:] + [r for part in operands for r in part]
-        if "STS" in text or "LDGSTS" in text or " ST" in text:
-            target, sources = ["shared"] if "STS" in text else [], target + sources
-        if "LDS" in text and "LDGSTS" not in text:
+        target += [f"R{number}" for number in written(each)]
+        if each.opcode[0].startswith("ST") or each.opcode[0] == "LDGSTS":
+            target, sources = ["shared"] if "STS" in each.text else [], target + sources
+        if each.opcode[0] in ("LDS", "LDSM"):
             sources.append("shared")
+        sources += _REGISTER.findall(each.predicate)
         depth = max((chain.get(register, 0) for register in sources), default=0)
-        depth += bool(_GLOBAL_LOAD.search(text))
+        depth += bool(_GLOBAL_LOAD.match(each.text))
         for register in target:
-            chain[register] = depth
+            chain[register] = max(depth, chain.get(register, 0) if each.predicate else 0)
     return max(chain.values(), default=0)
 
 
