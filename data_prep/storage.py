@@ -152,14 +152,16 @@ def new_folder(path: Path) -> Iterator[Path]:
     """A folder of files that is complete or absent: filled under another name, then renamed.
 
     Args:
-        path: the folder, which is absent or empty; its parents are made.
+        path: the folder; its parents are made.
 
     Yields:
         The folder to fill, which is deleted if that fails.
 
     Raises:
-        UserError: the file system refuses (full, read-only, no permission).
+        UserError: the folder exists, or the file system refuses (full, read-only, no permission).
     """
+    if path.exists():
+        raise UserError(f"{path} already exists: delete it, or choose another name")
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,11 +1,8 @@
 """A text is cut into splits that together have every line of it, once."""
 
-import errno
 import gzip
-import os
 from itertools import chain
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -23,6 +20,7 @@ def written(folder: Path) -> dict[str, list[str]]:
 def test_lines_are_held_out_at_even_distances(tmp_path: Path) -> None:
     text = [f"line {number}" for number in range(61)]
     (tmp_path / "text.txt").write_bytes("\r\n".join(text).encode())
+    (tmp_path / "new").mkdir()
     counts = write_splits(tmp_path / "text.txt", tmp_path / "new", "lines", 20, BOTH)
     assert counts == {"train": 55, "valid": 3, "test": 3}
     splits = written(tmp_path / "new")
@@ -37,6 +35,7 @@ def test_documents_are_never_divided(tmp_path: Path) -> None:
     documents = [[f"{number}: {line}" for line in "abc"[: 1 + number % 3]] for number in range(40)]
     text = "\n\n\n".join("\n".join(document) for document in documents)
     (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "new").mkdir()
     counts = write_splits(tmp_path / "text.txt", tmp_path / "new", "documents", 20, ["test"])
     assert counts == {"train": 38, "test": 2}
     splits = {
@@ -93,41 +92,3 @@ def test_bad_texts_are_refused(tmp_path: Path, content: bytes, message: str) -> 
     with pytest.raises(UserError) as error:
         read_sample(tmp_path / "text.txt")
     assert message in str(error.value)
-
-
-def test_existing_splits_are_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("the cat\n")
-    with pytest.raises(UserError, match="already exists"):
-        write_splits(tmp_path / "text.txt", tmp_path, "lines", 20, BOTH)
-
-
-def test_a_text_with_an_error_near_its_end_leaves_no_splits(tmp_path: Path) -> None:
-    source = tmp_path / "text.txt"
-    source.write_bytes(b"the cat sat\n" * 200_000 + b"the \xff dog\n")
-    with pytest.raises(UserError, match="line 200001: invalid UTF-8 at byte 5"):
-        write_splits(source, tmp_path / "run" / "text", "lines", 20, BOTH)
-    assert list((tmp_path / "run").iterdir()) == []
-    source.write_bytes(b"the cat sat\n" * 20)
-    (tmp_path / "run" / ".text.tmp").mkdir()  # of a process that was killed
-    write_splits(source, tmp_path / "run" / "text", "lines", 20, BOTH)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["text"]
-
-
-@pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_a_full_disk_leaves_no_splits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
-    (tmp_path / "text.txt").write_bytes(b"the cat sat\n" * 100)
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(os, function, Mock(side_effect=full))
-    with pytest.raises(UserError, match=r"text cannot be written: No space left on device$"):
-        write_splits(tmp_path / "text.txt", tmp_path / "run" / "text", "lines", 20, BOTH)
-    assert list((tmp_path / "run").iterdir()) == []
-
-
-def test_an_interrupt_leaves_no_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "text.txt").write_bytes(b"the cat sat\n" * 100)
-    monkeypatch.setattr(split, "_decoded", Mock(side_effect=[*50 * ["the"], KeyboardInterrupt]))
-    with pytest.raises(KeyboardInterrupt):
-        write_splits(tmp_path / "text.txt", tmp_path / "run" / "text", "lines", 20, BOTH)
-    assert list((tmp_path / "run").iterdir()) == []
