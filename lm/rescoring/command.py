@@ -34,6 +34,8 @@ def run(options: Namespace) -> Iterator[str]:
         if name is not None
     ]
     nbest = read_nbest(read_text(options.nbest), options.nbest, costs)
+    if options.first_pass_share and nbest.scores.shape[1] < 2:
+        raise UserError(f"--first-pass-share: {options.nbest} has no scores of the first pass")
     references = development = None
     if options.references is not None:
         references = _references(options.references, nbest)
@@ -67,6 +69,11 @@ def _check(options: Namespace) -> None:
         raise UserError("--mixture requires a second model: --with or --arpa")
     if options.lm_costs is not None and options.acoustic_costs is None:
         raise UserError("--lm-costs requires --acoustic-costs")
+    if options.arpa is not None and options.vocabulary_size is not None:
+        raise UserError("--vocabulary-size does not apply to the words of --arpa: leave one out")
+    names = [options.nbest, options.references, options.acoustic_costs, options.lm_costs]
+    if [*names, *(options.tune or ())].count("-") > 1:
+        raise UserError("stdin (-) can be only one of the files")
 
 
 def _has_two_models(options: Namespace) -> bool:
