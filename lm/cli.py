@@ -31,17 +31,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Lightning 2.6 calls a function that torch 2.13 has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
     try:
-        options, overrides = parse(arguments)
-        _FUNCTIONS[options.verb](options, overrides)
+        try:
+            options, overrides = parse(arguments)
+            _FUNCTIONS[options.verb](options, overrides)
+        finally:
+            _flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (UserError, OSError) as error:
         if os.environ.get("LM_TRACEBACK"):
             raise
         text = str(error)
-        if isinstance(error, OSError) and error.filename:
-            text = f"{error.filename}: {error.strerror}"
+        if isinstance(error, OSError) and error.strerror:
+            text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         print("lm: " + " ".join(text.split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -54,10 +56,26 @@ def command() -> None:
     r"""Run the command line of the process: the console script.
 
     Characters that stdout's encoding lacks are written as JSON writes them, for instance `\u00e9`.
+    Closed standard streams are empty, or discard what is written.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     codecs.register_error("json", _escape)
     sys.stdout.reconfigure(errors="json")  # type: ignore[union-attr]
     sys.exit(main())
+
+
+def _flush() -> None:
+    """Write what was printed; `UserError` if stdout does not take it, for instance a full disk."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer would fail again at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise UserError(f"stdout cannot be written: {error.strerror}") from error
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
