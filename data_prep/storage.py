@@ -1,4 +1,4 @@
-"""Files that are complete or absent, one-dimensional arrays with checksums, validated JSON, locks.
+"""Files and folders, complete or absent; arrays with checksums; validated JSON; locks.
 
 Knows nothing of what the files contain.
 """
@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,12 +139,42 @@ def write_atomically(path: Path | str, writer: Callable[[BinaryIO], Result]) -> 
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        _sync(path.parent)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return result
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder of files that is complete or absent: filled under another name, then renamed.
+
+    Args:
+        path: the folder; its parents are made.
+
+    Yields:
+        The folder to fill, which is deleted if that fails.
+
+    Raises:
+        UserError: the folder exists, or the file system refuses (full, read-only, no permission).
+    """
+    if path.exists():
+        raise UserError(f"{path} already exists: delete it, or choose another name")
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        for each in [*temporary.iterdir(), temporary]:
+            _sync(each)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_json_atomically(path: Path | str, content: Any) -> None:
@@ -220,8 +251,8 @@ def open_to_read(path: Path) -> BufferedReader:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -9,15 +9,12 @@ import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from data_prep.errors import UserError
-from lm.config import Config, load_config, load_run_config
+from lm.config import load_config, load_run_config
 from lm.config.reference import describe_keys, write_reference
 from lm.openmp import limit_spinning
 from lm.options import parse
-
-logger = logging.getLogger("lm")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,17 +31,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Lightning 2.6 calls a function that torch 2.13 has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
     try:
-        options, overrides = parse(arguments)
-        _FUNCTIONS[options.verb](options, overrides)
+        try:
+            options, overrides = parse(arguments)
+            _FUNCTIONS[options.verb](options, overrides)
+        finally:
+            _flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (UserError, OSError) as error:
         if os.environ.get("LM_TRACEBACK"):
             raise
         text = str(error)
-        if isinstance(error, OSError) and error.filename:
-            text = f"{error.filename}: {error.strerror}"
+        if isinstance(error, OSError) and error.strerror:
+            text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         print("lm: " + " ".join(text.split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -57,10 +56,26 @@ def command() -> None:
     r"""Run the command line of the process: the console script.
 
     Characters that stdout's encoding lacks are written as JSON writes them, for instance `\u00e9`.
+    Closed standard streams are empty, or discard what is written.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     codecs.register_error("json", _escape)
     sys.stdout.reconfigure(errors="json")  # type: ignore[union-attr]
     sys.exit(main())
+
+
+def _flush() -> None:
+    """Write what was printed; `UserError` if stdout does not take it, for instance a full disk."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer would fail again at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise UserError(f"stdout cannot be written: {error.strerror}") from error
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
@@ -124,120 +139,34 @@ def _set_threads(folder: Path, num_threads: int | None) -> None:
 
 
 def _generate(options: Namespace, _: list[str]) -> None:
-    from data_prep.corpus.lines import read_text
     from lm.generation.command import run
 
     _set_threads(Path(options.run_dir), options.threads)
-    if options.prompts is None:
-        prompts = [_prompt(options.prompt)]
-    elif not (prompts := list(read_text(options.prompts))):
-        raise UserError(f"{options.prompts}: no prompts")
-    try:
-        for piece in run(options, prompts):
-            print(piece, end="", flush=True)
-    except ValueError as error:
-        raise error if isinstance(error, UserError) else UserError(f"generate: {error}") from error
+    for piece in run(options):
+        print(piece, end="", flush=True)
 
 
 def _score(options: Namespace, _: list[str]) -> None:
-    from data_prep.corpus.lines import read_text
-    from lm.score_layouts import Layout, score_text
-    from lm.scoring import Scorer
+    from lm.scoring.command import run
 
-    folder, details = Path(options.run_dir), options.details
-    if details and (options.format == "kenlm" or options.level != "word"):
-        raise UserError("--details requires --level word and --format tsv or json")
-    _set_threads(folder, options.threads)
-    scorer = Scorer.load(folder, vocabulary_size=options.vocabulary_size, details=details)
-    layout = Layout(
-        level=options.level,
-        name=options.format,
-        unit=options.unit,
-        has_ids=options.ids,
-        one_rank_per_word=scorer.has_one_token_per_word,
-    )
-    rule = "one stream: all lines are one text" if options.stream else "independent sentences"
-    logger.info("%s, <eos> before the first word; log-probabilities in %s", rule, options.unit)
-    for row in score_text(scorer, read_text(options.text or "-"), layout, stream=options.stream):
+    _set_threads(Path(options.run_dir), options.threads)
+    for row in run(options):
         print(row)
 
 
 def _rescore(options: Namespace, _: list[str]) -> None:
-    from data_prep.corpus.lines import read_text
-    from lm.nbest import read_costs, read_nbest, read_references
-    from lm.rescoring import Arpa, Weights, format_values, rescore
-    from lm.scoring import Scorer
+    from lm.rescoring.command import run
 
-    given = [options.lm_weight, options.insertion_penalty, options.first_pass_share]
-    given += [options.mixture]
-    if options.tune is not None and any(value is not None for value in given):
-        raise UserError("--tune finds the weights: give none of them with it")
-    if options.tune is None and options.lm_weight is None:
-        raise UserError("give --tune LIST REFERENCES, or --lm-weight")
-    if options.second_run is None and options.arpa is None and options.mixture is not None:
-        raise UserError("--mixture requires a second model: --with or --arpa")
     _set_threads(Path(options.run_dir), options.threads)
-    costs = [
-        read_costs(read_text(name), name)
-        for name in (options.acoustic_costs, options.lm_costs)
-        if name is not None
-    ]
-    if options.lm_costs is not None and len(costs) == 1:
-        raise UserError("--lm-costs requires --acoustic-costs")
-    nbest = read_nbest(read_text(options.nbest), options.nbest, costs)
-    references = development = weights = None
-    if options.references is not None:
-        name = options.references
-        references = read_references(read_text(name), name, nbest)
-    if options.tune is not None:
-        name, references_name = options.tune
-        tuned = read_nbest(read_text(name), name, costs)
-        lines = read_text(references_name)
-        development = tuned, read_references(lines, references_name, tuned)
-    else:
-        num_models = 1 if options.second_run is None and options.arpa is None else 2
-        weights = Weights.given(*given, num_models=num_models)
-    size = options.vocabulary_size
-    models: list[Any] = [Scorer.load(Path(options.run_dir), vocabulary_size=size)]
-    if options.second_run is not None:
-        models.append(Scorer.load(Path(options.second_run), vocabulary_size=size))
-    if options.arpa is not None:
-        models.append(Arpa(Path(options.arpa)))
-    result = rescore(nbest, models, weights=weights, references=references, development=development)
-    rows = result.all() if options.all else result.best()
-    if options.json:
-        print(json.dumps(result.to_dict() | {"hypotheses": rows}, ensure_ascii=False))
-        return
-    for name, value in result.to_dict().items():
-        if value is not None:
-            logger.info("%s: %s", name, format_values(value))
-    for row in rows:
+    for row in run(options):
         print(row)
 
 
-def _prompt(given: str | None) -> str:
-    """The text to continue; `-` reads stdin."""
-    if given != "-":
-        return given or ""
-    try:
-        return sys.stdin.read().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompt -: invalid UTF-8: {error.reason}") from error
-
-
 def _classes(options: Namespace, overrides: list[str]) -> None:
-    from data_prep.classes.report import class_report
-    from lm.report import classes_json, classes_table, draw_classes
+    from lm.report import classes_json, classes_table, draw_classes, open_source, report_classes
 
-    config = _load(options.source, overrides)
-    if config.needed_classes is None:
-        raise UserError(f"output.tree: {config.output.tree} has no word classes to report on")
-    prepared = _open(options.source, config)
-    report = class_report(
-        *(prepared.counts(), prepared.word_class(), prepared.tokens("train")),
-        shortlist=prepared.shortlist,
-        num_top_words=options.words,
-    )
+    config, prepared = open_source(options.source, overrides)
+    report = report_classes(config, prepared, num_top_words=options.words)
     if options.plot:
         draw_classes(report, prepared, Path(options.plot))
     if options.json:
@@ -247,33 +176,10 @@ def _classes(options: Namespace, overrides: list[str]) -> None:
 
 
 def _info(options: Namespace, overrides: list[str]) -> None:
-    from lm.report import describe
+    from lm.report import describe, info_table, open_source
 
-    config = _load(options.source, overrides)
-    values = describe(config, _open(options.source, config))
-    if options.json:
-        print(json.dumps(values))
-        return
-    width = max(map(len, values))
-    for key, value in values.items():
-        print(f"{key:<{width}} ", f"{value:,}" if type(value) is int else value)
-
-
-def _load(source: str, overrides: list[str]) -> Config:
-    """The configuration of a run's folder or of a file."""
-    load = load_run_config if Path(source).is_dir() else load_config
-    return load(Path(source), overrides)
-
-
-def _open(source: str, config: Config) -> Any:
-    """The prepared data of a configuration, which must have been prepared with it."""
-    from data_prep.prepare import open_made_by
-    from lm.report import check_same_classes
-
-    prepared = open_made_by(*config.preparation)
-    if config.needed_classes is not None and Path(source).is_dir():
-        check_same_classes(Path(source), prepared)
-    return prepared
+    values = describe(*open_source(options.source, overrides))
+    print(json.dumps(values) if options.json else info_table(values))
 
 
 def _config(options: Namespace, _: list[str]) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,7 @@ import yaml
 
 from data_prep.corpus.split import MIN_UNITS, Sample, Unit, read_sample, write_splits
 from data_prep.errors import UserError
+from data_prep.storage import new_folder, write_atomically
 from data_prep.tokenizer.tokenizer import word_separator
 from lm.config import Config, validate
 from lm.output import ClassTree
@@ -68,9 +70,9 @@ def new_recipe(
     """
     if path.exists():
         raise UserError(f"{path} already exists: choose another name")
-    for given in filter(None, (valid, test)):
-        if not given.is_file():
-            raise UserError(f"{given}: no such file")
+    for given in filter(None, (text, valid, test)):
+        if not given.is_file():  # a pipe cannot be read twice
+            raise UserError(f"{given}: {'not a file' if given.exists() else 'no such file'}")
     sample = read_sample(text)
     files = {"train": text, "valid": valid, "test": test}
     size = measure(sample)
@@ -78,29 +80,27 @@ def new_recipe(
     config = fit(path, size, {split: str(file) for split, file in files.items() if file})
     held_out = [split for split, file in files.items() if file is None]
     unit = unit or sample.unit
-    if not held_out:
-        cut = "the given files"
-    elif sample.num_units(unit) < MIN_UNITS:
-        cut = f"none, the text has fewer than {MIN_UNITS} {unit}: no {' and no '.join(held_out)}"
-    else:
-        folder, period = config.run_path / "text", sample.period
-        counts = write_splits(text, folder, unit, period, held_out)
-        files |= {split: folder / f"{split}.txt" for split in counts}
-        each = ", ".join(f"{split} {count:,}" for split, count in counts.items())
-        cut = (
-            f"by {unit} ({each}): one of {period} for {' and one for '.join(held_out)}, in {folder}"
-        )
-    if files["valid"] is None:
-        config = replace(config, train=replace(config.train, val_every_steps=None))
-    named = {split: str(file) for split, file in files.items() if file is not None}
-    content = render(config, named, text, sample, size, cut)
-    validate(yaml.safe_load(content), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(content)
-    except FileExistsError as error:
-        raise UserError(f"{path} already exists: choose another name") from error
+    with ExitStack() as stack:  # a recipe that cannot be written leaves no splits
+        if not held_out:
+            cut = "the given files"
+        elif sample.num_units(unit) < MIN_UNITS:
+            missing = " and no ".join(held_out)
+            cut = f"none, the text has fewer than {MIN_UNITS} {unit}: no {missing}"
+        else:
+            folder, period = config.run_path / "text", sample.period
+            unfinished = stack.enter_context(new_folder(folder))
+            counts = write_splits(text, unfinished, unit, period, held_out)
+            files |= {split: folder / f"{split}.txt" for split in counts}
+            each = ", ".join(f"{split} {count:,}" for split, count in counts.items())
+            share = f"one of {period} for {' and one for '.join(held_out)}"
+            cut = f"by {unit} ({each}): {share}, in {folder}"
+        if files["valid"] is None:
+            config = replace(config, train=replace(config.train, val_every_steps=None))
+        named = {split: str(file) for split, file in files.items() if file is not None}
+        content = render(config, named, text, sample, size, cut)
+        validate(yaml.safe_load(content), str(path))
+        write_atomically(path, lambda file: file.write(content.encode()))
     then = f"then: lm train {path}\n      lm generate {config.run_path}"
     return f"{path}: {_about(sample, size)}\nsplit: {cut}\n{_model(config, size)}\n{then}"
 

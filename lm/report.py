@@ -1,6 +1,7 @@
 """What the commands print and draw: evaluations, word classes, sizes and memory of a run."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ import numpy as np
 
 from data_prep.errors import UserError
 from data_prep.prepared import Prepared
-from lm.config import Config, resolve_word_table
+from lm.config import Config, load_config, load_run_config, resolve_word_table
 
 if TYPE_CHECKING:
     from data_prep.classes.report import ClassReport
@@ -38,7 +39,23 @@ def evaluation_table(result: "Evaluation", title: str) -> str:
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
-def check_same_classes(folder: Path, prepared: Prepared) -> None:
+def open_source(source: str, overrides: Sequence[str]) -> tuple[Config, Prepared]:
+    """The configuration of a run's folder or of a file, and the data prepared with it.
+
+    Raises:
+        UserError: if the configuration is wrong, or the data were not prepared with it.
+    """
+    from data_prep.prepare import open_made_by
+
+    load = load_run_config if Path(source).is_dir() else load_config
+    config = load(Path(source), overrides)
+    prepared = open_made_by(*config.preparation)
+    if config.needed_classes is not None and Path(source).is_dir():
+        _check_same_classes(Path(source), prepared)
+    return config, prepared
+
+
+def _check_same_classes(folder: Path, prepared: Prepared) -> None:
     """Raise `UserError` unless the run in a folder has the classes of the prepared data."""
     path = folder / "classes.npy"
     try:
@@ -48,6 +65,19 @@ def check_same_classes(folder: Path, prepared: Prepared) -> None:
     if not same:
         problem = f"was prepared again: its classes are not those of {path}"
         raise UserError(f"{prepared.folder} {problem}")
+
+
+def report_classes(config: Config, prepared: Prepared, *, num_top_words: int) -> "ClassReport":
+    """Figures of the word classes; `UserError` if the tree of the configuration has none."""
+    from data_prep.classes.report import class_report
+
+    if config.needed_classes is None:
+        raise UserError(f"output.tree: {config.output.tree} has no word classes to report on")
+    return class_report(
+        *(prepared.counts(), prepared.word_class(), prepared.tokens("train")),
+        shortlist=prepared.shortlist,
+        num_top_words=num_top_words,
+    )
 
 
 def classes_table(report: "ClassReport", prepared: Prepared) -> str:
@@ -167,3 +197,12 @@ def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
         "memory_mib": round(memory.total / 2**20, 1),
         "memory_available_mib": None if available is None else round(available / 2**20, 1),
     }
+
+
+def info_table(values: Mapping[str, Any]) -> str:
+    """Format the values of `describe` as lines of text."""
+    width = max(map(len, values))
+    return "\n".join(
+        f"{key:<{width}}  {value:,}" if type(value) is int else f"{key:<{width}}  {value}"
+        for key, value in values.items()
+    )

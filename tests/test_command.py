@@ -72,6 +72,36 @@ def test_characters_that_stdout_lacks_are_escaped_as_in_json(tiny: Path, tmp_pat
     assert {"é", "😀"} <= set(words)
 
 
+@pytest.mark.parametrize(
+    ("streams", "code", "message"),
+    [
+        ("> /dev/full", 2, "lm: stdout cannot be written: No space left on device\n"),
+        ("| true", 141, ""),
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+    ],
+)
+def test_the_end_of_stdout_is_no_traceback(streams: str, code: int, message: str) -> None:
+    python = f"set -o pipefail; {sys.executable} -m lm.cli"
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
+    for arguments in ("config seed", "config --help"):
+        done = subprocess.run(
+            ["bash", "-c", f"{python} {arguments} {streams}"],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        assert (done.returncode, done.stderr) == (code, message)
+        assert bool(done.stdout) == (streams == "2>&-")
+
+
+def test_a_closed_stdin_is_empty(lstm_run: Path) -> None:
+    command = f"{sys.executable} -m lm.cli score {lstm_run} <&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == "lm: the text to score is empty"
+
+
 def test_the_end_of_a_training_run_names_its_model_and_the_next_command(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

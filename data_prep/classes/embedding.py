@@ -28,6 +28,8 @@ CONTEXT_WORDS = 10_000
 CONTEXT_SMOOTHING = 0.75
 """Exponent on context counts; below 1, rare contexts do not dominate (Levy et al. 2015, 3.2)."""
 SINGULAR_VALUE_POWER = 0.5
+OVERSAMPLING = 20
+"""Dimensions of the random subspace beyond those of the vectors."""
 KMEANS_ITERATIONS = 15
 KMEANS_TEMPERATURE = 0.03
 SEED_WORDS_PER_CLASS = 32
@@ -95,7 +97,7 @@ def _ppmi(neighbours: sparse.csr_array, contexts: IntArray) -> sparse.csr_array:
 
 
 def truncated_svd(
-    matrix: sparse.csr_array, rank: int, seed: int, *, oversampling: int = 20, iterations: int = 3
+    matrix: sparse.csr_array, rank: int, seed: int, *, iterations: int = 3
 ) -> tuple[FloatArray, FloatArray]:
     """Compute left singular vectors, [N, D], and the D largest singular values, descending.
 
@@ -105,7 +107,7 @@ def truncated_svd(
     other vectors, and so other classes than those of the published figures.
     """
     generator = np.random.default_rng(seed)
-    width = min(rank + oversampling, *matrix.shape)
+    width = min(rank + OVERSAMPLING, *matrix.shape)
     transposed = matrix.T.tocsr()
     basis = generator.standard_normal((matrix.shape[1], width)).astype(np.float32)
     for _ in range(iterations):

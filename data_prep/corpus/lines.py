@@ -46,7 +46,7 @@ def read_lines(data: DataConfig, split: str) -> Iterator[str]:
 
 
 def read_text(name: str) -> Iterator[str]:
-    r"""Yield the lines of one text file, which may be compressed, or of stdin (`-`).
+    r"""Yield the lines of one text file, which may be compressed, of a pipe, or of stdin (`-`).
 
     Raises:
         UserError: the file cannot be read, or a line is not UTF-8 or contains a NUL character.
@@ -58,9 +58,12 @@ def read_text(name: str) -> Iterator[str]:
         >>> list(read_text(str(path)))
         ['the cat', 'sat']
     """
-    if name != "-":
-        open_to_read(Path(name)).close()
-    source = _raw_text(sys.stdin.buffer) if name == "-" else raw_lines(Path(name))
+    file = sys.stdin.buffer if name == "-" else open_to_read(Path(name))
+    if name != "-" and file.seekable():
+        file.close()
+        source = raw_lines(Path(name))
+    else:
+        source = _raw_text(file)
     for number, raw in enumerate(source, start=1):
         if mistake := bad_utf8(raw) or _nul(raw):
             raise UserError(f"{name}, line {number}: {mistake}")

@@ -15,6 +15,7 @@ from data_prep.corpus.lines import bad_utf8, raw_lines
 from data_prep.corpus.loader import COMPRESSED
 from data_prep.errors import UserError
 from data_prep.settings import BYTE_ORDER_MARK
+from data_prep.storage import open_to_read
 
 Unit = Literal["lines", "documents"]
 
@@ -67,18 +68,16 @@ def read_sample(path: Path) -> Sample:
     """Read a whole text, or `SAMPLE_BYTES` of a large one: of a compressed one the beginning.
 
     Raises:
-        UserError: the file is absent, is not UTF-8, or has no word.
+        UserError: the file cannot be read, is not UTF-8, or has no word.
     """
-    try:
-        size = path.stat().st_size
-        compressed = path.suffix in COMPRESSED
-        total = size * EXPANSION if compressed else size
-        if compressed or size <= SAMPLE_BYTES:
-            blocks = [_first_lines(path)]
-        else:
-            blocks = list(_spread_blocks(path, size))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
+    open_to_read(path).close()
+    size = path.stat().st_size
+    compressed = path.suffix in COMPRESSED
+    total = size * EXPANSION if compressed else size
+    if compressed or size <= SAMPLE_BYTES:
+        blocks = [_first_lines(path)]
+    else:
+        blocks = list(_spread_blocks(path, size))
     lines = [line.removeprefix(BYTE_ORDER_MARK) for block in blocks for line in block]
     if not any(line.strip() for line in lines):
         raise UserError(f"{path}: the text has no word")
@@ -112,7 +111,7 @@ def _spread_blocks(path: Path, size: int) -> Iterator[list[str]]:
 def write_splits(
     source: Path, folder: Path, unit: Unit, period: int, held_out: list[str]
 ) -> dict[str, int]:
-    """Write `train.txt` and the splits `held_out` (of valid, test) to a new folder.
+    """Write `train.txt` and the splits `held_out` (of valid, test) to a folder.
 
     Unit i, from 0, belongs to test if i mod period is period - 1, to valid if it is period / 2 - 1
     rounded down, and else to train. The empty lines after a document belong to it.
@@ -121,14 +120,11 @@ def write_splits(
         Number of units of each split.
 
     Raises:
-        UserError: the folder exists; the text is not UTF-8 or has a NUL character.
+        UserError: the text is not UTF-8 or has a NUL character.
     """
-    if folder.exists():
-        raise UserError(f"{folder} already exists: delete it, or choose another name")
     place = {"valid": period // 2 - 1, "test": period - 1}
     split_of = {place[split]: split for split in held_out}
     num_units = dict.fromkeys(["train", *held_out], 0)
-    folder.mkdir(parents=True)
     with ExitStack() as stack:
         files = {
             split: stack.enter_context((folder / f"{split}.txt").open("wb")) for split in num_units

@@ -1,16 +1,17 @@
-"""`lm generate`: which options exclude each other, and what is printed."""
+"""`lm generate`: which options exclude each other, the prompts, and what is printed."""
 
 import json
 import logging
+import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
+from data_prep.corpus.lines import read_text
 from data_prep.errors import UserError
-from data_prep.storage import sha256_file
-from data_prep.tokenizer.files import TOKENIZER, load_tokenizer
 from data_prep.tokenizer.tokenizer import Tokenizer
+from lm.evaluation import load_with_tokenizer
 from lm.generation.text import (
     Sample,
     encode_prompt,
@@ -20,7 +21,6 @@ from lm.generation.text import (
     stream_text,
     unknown_words,
 )
-from lm.model.files import load_model
 from lm.model.language_model import LanguageModel
 from lm.output import Sampling
 
@@ -30,23 +30,44 @@ _SAMPLING = tuple(field.name for field in fields(Sampling))
 _log = logging.getLogger(__name__)
 
 
-def run(options: Namespace, prompts: list[str]) -> Iterator[str]:
+def run(options: Namespace) -> Iterator[str]:
     """What `lm generate` prints, in pieces.
 
     One sample of one prompt is printed while it is drawn, unless it is JSON or a table.
 
     Args:
         options: of the command line; None for those that are not given and have no default.
-        prompts: the texts to continue, at least one.
 
     Raises:
-        UserError: if options exclude each other, or there is no trained model.
-        ValueError: if an option is out of range.
+        UserError: if options exclude each other or are out of range, there is no prompt, or there
+            is no trained model.
     """
     _check(options)
+    try:
+        yield from _pieces(options, _prompts(options))
+    except ValueError as error:
+        raise error if isinstance(error, UserError) else UserError(f"generate: {error}") from error
+
+
+def _prompts(options: Namespace) -> list[str]:
+    """The texts to continue, at least one."""
+    if options.prompts is not None:
+        if not (prompts := list(read_text(options.prompts))):
+            raise UserError(f"{options.prompts}: no prompts")
+        return prompts
+    if options.prompt != "-":
+        return [options.prompt or ""]
+    try:
+        return [sys.stdin.read().removesuffix("\n")]
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt -: invalid UTF-8: {error.reason}") from error
+
+
+def _pieces(options: Namespace, prompts: list[str]) -> Iterator[str]:
+    """The continuations of the prompts, in pieces."""
     given = {name: getattr(options, name) for name in _SAMPLING}
     sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
-    model, tokenizer = _load(Path(options.run_dir))
+    model, _, tokenizer = load_with_tokenizer(Path(options.run_dir))
     _report_unknown_words(tokenizer, prompts)
     stop = [text.replace("\\n", "\n") for text in options.stop or ()]
     seed = 1 if options.seed is None else options.seed
@@ -87,14 +108,6 @@ def _check(options: Namespace) -> None:
             )
     if options.samples > options.beams:
         raise UserError(f"--samples {options.samples} requires as many --beams")
-
-
-def _load(folder: Path) -> tuple[LanguageModel, Tokenizer]:
-    """A model and its tokenizer."""
-    model, description = load_model(folder)
-    if sha256_file(folder / TOKENIZER) != description.tokenizer_sha256:
-        raise UserError(f"{folder}: the tokenizer is not the one that the model was trained with")
-    return model, load_tokenizer(folder)
 
 
 def _report_unknown_words(tokenizer: Tokenizer, prompts: list[str]) -> None:

@@ -26,17 +26,6 @@ def generate(
 ) -> Iterator[Tensor]:
     """Continues a prompt in several independent samples.
 
-    Example:
-        >>> from lm.model.lstm import LSTM
-        >>> from lm.output import ClassTree, HierarchicalSoftmax
-        >>> softmax = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
-        >>> _ = torch.nn.init.zeros_(softmax.weight)  # P = 1/4, 1/4, 1/2
-        >>> model = LanguageModel(LSTM(4, 4, 1), softmax, embedding_size=4).eval()
-        >>> greedy = Sampling(temperature=0)
-        >>> tokens = generate(model, [0], num_tokens=3, num_samples=2, sampling=greedy)
-        >>> torch.stack(list(tokens), dim=1).tolist()
-        [[2, 2, 2], [2, 2, 2]]
-
     Args:
         model: in evaluation mode.
         prompt: at least one token id (`<eos>` at the beginning of a text).

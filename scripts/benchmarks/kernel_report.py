@@ -130,7 +130,7 @@ def resources(launch: Launch, binary: Any, capability: int, exact: bool) -> dict
     shared, warps = binary.metadata.shared, launch.tile.warps
     found = sorted(set(TENSOR_CORES.findall(binary.asm["ptx"])))
     multiplies = "tt.dot" in binary.asm["ttir"]
-    code = sass.disassemble(binary.asm["cubin"], knobs.nvidia.cuobjdump.path)
+    code = sass.disassemble(binary.asm["cubin"], knobs.nvidia.cuobjdump.path, "-sass")
     hazards = sass.hazards(code)
     for hazard in hazards[:3]:
         print(f"{launch.kernel.__name__}: {hazard}", file=sys.stderr)

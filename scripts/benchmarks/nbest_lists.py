@@ -18,7 +18,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from lm.nbest import word_errors
+from lm.rescoring.nbest import word_errors
 from scripts.benchmarks.reporting import run
 
 SUBSTITUTE, DELETE, INSERT = 0.12, 0.03, 0.03

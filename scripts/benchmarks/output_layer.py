@@ -1,4 +1,4 @@
-"""Time, memory and distance to the floor of the output layer and its peers, forward and backward.
+"""Time and memory of the output layer and its peers, forward and backward, and their lower bound.
 
 All methods run in one process, in turn, on the same hidden vectors and targets (Zipf: P(w) ∝ 1 /
 rank, or a corpus). A figure is the median over the rounds; compare ratios, not times. The methods:
@@ -28,9 +28,9 @@ method that does not fit into the free memory is left out before it runs. Slow m
 every third round. On a GPU every step begins with an idle device and unrelated data in the L2
 cache, so launch overhead counts.
 
-The floor is the larger of bytes / bandwidth (each visited row and each hidden vector read twice,
-their gradients written once) and multiply–adds / matrix rate (three products for each position and
-child on its path); both rates are measured in the same run.
+The lower bound (column "÷ floor") is the larger of bytes / bandwidth (each visited row and each
+hidden vector read twice, their gradients written once) and multiply–adds / matrix rate (three
+products for each position and child on its path); both rates are measured in the same run.
 """
 
 import argparse

@@ -22,8 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
-PREDICATE = re.compile(r"@!?U?P\w+\s+")
+LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?(.*?)\s*;")
 REGISTER = re.compile(r"\bR(\d+)\b")
 PRODUCT = re.compile(r"HGMMA\.64x(\d+)x\d+\.(F32|F16)\S*\s+(?:R(\d+)|RZ),\s*(?:R(\d+)|gdesc)")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE\s+gsb0,\s*0x([0-9a-f]+)")
@@ -39,7 +38,7 @@ class Instruction(NamedTuple):
 
     address: int
     text: str  # without the predicate
-    predicated: bool
+    predicate: str = ""
 
     @property
     def opcode(self) -> list[str]:
@@ -67,24 +66,24 @@ class State(NamedTuple):
     fenced: bool = False
 
 
-def disassemble(cubin: bytes, cuobjdump: Path | str) -> str:
-    """The SASS of a compiled kernel."""
+def disassemble(cubin: bytes, *command: Path | str) -> str:
+    """What a disassembler, with its options, prints about a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(cuobjdump), "-sass", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        arguments = [*map(str, command), file.name]
+        return subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
+
+
+def parse_line(line: str) -> Instruction | None:
+    """The instruction in a line of a listing; None if there is none."""
+    match = LINE.match(line)
+    return match and Instruction(int(match[1], 16), match[3], match[2] or "")
 
 
 def parse(sass: str) -> list[Instruction]:
     """The instructions in a listing of `cuobjdump -sass`."""
-    found = []
-    for line in sass.splitlines():
-        if match := LINE.match(line):
-            predicate = PREDICATE.match(match[2])
-            text = match[2][predicate.end() :] if predicate else match[2]
-            found.append(Instruction(int(match[1], 16), text, predicate is not None))
-    return found
+    return [each for line in sass.splitlines() if (each := parse_line(line)) is not None]
 
 
 def written(instruction: Instruction) -> range:
@@ -149,7 +148,7 @@ def successors(code: list[Instruction]) -> list[list[int]]:
             follow += returns
         elif name in ("BRX", "JMX"):
             raise ValueError(f"unknown target: {instruction.text}")
-        conditional = instruction.predicated or len(instruction.text.split(",")) > 1
+        conditional = instruction.predicate or len(instruction.text.split(",")) > 1
         if name not in ("BRA", "CALL", "JMP", "RET", "EXIT") or conditional:
             follow.append(i + 1)
         found.append([j for j in follow if j < len(code)])

@@ -7,24 +7,24 @@ to the loop of the source that most of its instructions are written in.
 
 import ast
 import re
-import subprocess
-import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import triton
 
+from scripts.benchmarks.sass import Instruction, disassemble, parse_line, written
+
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 WARPS_PER_GROUP = 4
 """That issue a wgmma together."""
 _LINE = re.compile(r'File "([^"]+)", line (\d+)( inlined at)?')
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _BRANCH = re.compile(r"\bBRA.*?`\((\.L_x_\d+)\)")
 _REGISTER = re.compile(r"\b(?:UR|R|UP|P)\d+\b")
-_GLOBAL_LOAD = re.compile(r"\b(LDG|LDGSTS|ATOMG|UTMALDG|LD)\b")
+_GLOBAL_LOAD = re.compile(r"(LDG|LDGSTS|ATOMG|UTMALDG|LD)\b")
 _MATRIX = re.compile(r"\bHGMMA\.(\d+)x(\d+)x(\d+)|\bHMMA\.(16)(8)(\d+)")
 
 Place = tuple[str, int]
@@ -41,9 +41,8 @@ class Loop(NamedTuple):
     innermost: bool = False  # whether no other loop is inside it
 
 
-class _Instruction(NamedTuple):
-    address: int
-    text: str
+class _Located(NamedTuple):
+    instruction: Instruction
     places: tuple[Place, ...]  # innermost function first
 
 
@@ -52,26 +51,27 @@ def loops(cubin: bytes) -> list[Loop]:
 
     Functions are those that the kernel itself calls, in the order of the calls; "" is the kernel.
     """
-    instructions, labels = _disassembled(cubin)
+    located, labels = _disassembled(cubin)
     spans = set()
-    for each in instructions:
-        branch = _BRANCH.search(each.text)
-        if branch and labels[branch[1]] < each.address:
-            spans.add((labels[branch[1]], each.address))
+    for address, text, _ in (each.instruction for each in located):
+        branch = _BRANCH.search(text)
+        if branch and labels[branch[1]] < address:
+            spans.add((labels[branch[1]], address))
     merged: dict[int, int] = {}
     for begin, end in spans:  # a `continue` jumps to the head as well
         merged[begin] = max(end, merged.get(begin, 0))
-    inside: dict[int | None, list[_Instruction]] = {begin: [] for begin in merged}
+    inside: dict[int | None, list[_Located]] = {begin: [] for begin in merged}
     inside[None] = []
-    for each in instructions:
-        around = [begin for begin, end in merged.items() if begin <= each.address <= end]
+    for each in located:
+        address = each.instruction.address
+        around = [begin for begin, end in merged.items() if begin <= address <= end]
         inside[max(around, default=None)].append(each)
-    parts: dict[tuple[int, str], list[_Instruction]] = {}
+    parts: dict[tuple[int, str], list[_Located]] = {}
     for each in inside.pop(None):
         parts.setdefault(_part(each.places), []).append(each)
     found = [
-        Loop(name, len(parts[line, name]), 0, _waits(parts[line, name]))
-        for line, name in sorted(parts)
+        Loop(name, len(body), 0, waits([each.instruction for each in body]))
+        for (_, name), body in sorted(parts.items())
     ]
     for begin in sorted(merged):
         depth = sum(first <= begin <= last for first, last in merged.items())
@@ -87,30 +87,34 @@ def _part(places: tuple[Place, ...]) -> tuple[int, str]:
     return places[-1][1], _function(*places[-2])
 
 
-def _loop(body: list[_Instruction], depth: int) -> Loop:
+def _loop(body: list[_Located], depth: int) -> Loop:
     # a prologue of the loops inside is written in them, but cannot be in more loops than this one
     chains = Counter(_source_loops(each.places)[:depth] for each in body)
-    flops = sum(_matrix_flops(each.text) for each in body)
-    return Loop(chains.most_common(1)[0][0][-1], len(body), flops, _waits(body))
+    flops = sum(_matrix_flops(each.instruction.text) for each in body)
+    name = chains.most_common(1)[0][0][-1]
+    return Loop(name, len(body), flops, waits([each.instruction for each in body]))
 
 
-def _waits(body: list[_Instruction]) -> int:
+def waits(body: Sequence[Instruction]) -> int:
     """The longest chain of global loads whose addresses depend on one another.
 
-    In the order of the code; shared memory counts as a single register.
+    In the order of the code; shared memory counts as a single register. What a predicate skips may
+    leave the result of an earlier load.
     """
     chain: dict[str, int] = {}
     for each in body:
         operation, *operands = (_REGISTER.findall(part) for part in each.text.split(","))
         target, sources = operation[:1], operation[1:] + [r for part in operands for r in part]
-        if "STS" in each.text or "LDGSTS" in each.text or " ST" in each.text:
+        target += [f"R{number}" for number in written(each)]
+        if each.opcode[0].startswith("ST") or each.opcode[0] == "LDGSTS":
             target, sources = ["shared"] if "STS" in each.text else [], target + sources
-        if "LDS" in each.text and "LDGSTS" not in each.text:
+        if each.opcode[0] in ("LDS", "LDSM"):
             sources.append("shared")
+        sources += _REGISTER.findall(each.predicate)
         depth = max((chain.get(register, 0) for register in sources), default=0)
-        depth += bool(_GLOBAL_LOAD.search(each.text))
+        depth += bool(_GLOBAL_LOAD.match(each.text))
         for register in target:
-            chain[register] = depth
+            chain[register] = max(depth, chain.get(register, 0) if each.predicate else 0)
     return max(chain.values(), default=0)
 
 
@@ -122,29 +126,23 @@ def _matrix_flops(text: str) -> int:
     return 2 * m * n * k // (WARPS_PER_GROUP if "HGMMA" in text else 1)
 
 
-def _disassembled(cubin: bytes) -> tuple[list[_Instruction], dict[str, int]]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(DISASSEMBLER), "-c", "-gi", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    instructions: list[_Instruction] = []
+def _disassembled(cubin: bytes) -> tuple[list[_Located], dict[str, int]]:
+    located: list[_Located] = []
     labels: dict[str, int] = {}
     waiting: list[str] = []
     places: list[Place] = []
     complete = True
-    for line in text.splitlines():
+    for line in disassemble(cubin, DISASSEMBLER, "-c", "-gi").splitlines():
         if label := _LABEL.match(line):
             waiting.append(label[1])
         elif place := _LINE.search(line):
             places = [*([] if complete else places), (place[1], int(place[2]))]
             complete = place[3] is None
-        elif found := _INSTRUCTION.search(line):
-            address = int(found[1], 16)
-            labels |= dict.fromkeys(waiting, address)
+        elif found := parse_line(line):
+            labels |= dict.fromkeys(waiting, found.address)
             waiting = []
-            instructions.append(_Instruction(address, found[2], tuple(places)))
-    return instructions, labels
+            located.append(_Located(found, tuple(places)))
+    return located, labels
 
 
 def _source_loops(places: tuple[Place, ...]) -> tuple[str, ...]:

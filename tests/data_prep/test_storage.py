@@ -17,6 +17,7 @@ from data_prep.storage import (
     ArrayInfo,
     locked,
     map_array,
+    new_folder,
     sha256_file,
     verify_array,
     write_array,
@@ -102,6 +103,41 @@ def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
         write_atomically(tmp_path / "file", fail)
     with pytest.raises(UserError, match=r"nowhere/file cannot be written: No such file or direc"):
         write_atomically(tmp_path / "nowhere" / "file", fail)
+
+
+def test_a_new_folder_is_complete_or_absent(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "text"
+
+    def fail(error: type[BaseException]) -> None:
+        with new_folder(path) as unfinished:
+            (unfinished / "a").write_text("half")
+            raise error
+
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error):
+            fail(error)
+        assert list(path.parent.iterdir()) == []
+    (tmp_path / "run" / ".text.tmp").mkdir()
+    (tmp_path / "run" / ".text.tmp" / "b").touch()  # of a process that was killed
+    with new_folder(path) as unfinished:
+        (unfinished / "a").write_text("whole")
+        assert not path.exists()
+    assert [each.name for each in path.parent.rglob("*")] == ["text", "a"]
+    assert (path / "a").read_text() == "whole"
+    with pytest.raises(UserError, match="text already exists: delete it"), new_folder(path):
+        pass
+
+
+@pytest.mark.parametrize("function", ["mkdir", "fsync", "replace"])
+def test_a_full_disk_leaves_no_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, function, Mock(side_effect=full))
+    message = "text cannot be written: No space left on device$"
+    with pytest.raises(UserError, match=message), new_folder(tmp_path / "text") as unfinished:
+        (unfinished / "a").touch()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_json_is_exact_and_finite(tmp_path: Path) -> None:

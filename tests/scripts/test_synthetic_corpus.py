@@ -69,9 +69,9 @@ def test_the_quantile_function_inverts_the_cumulative_weights(num_types: int) ->
     assert (np.diff(rank) >= 0).all()
 
 
-def ranks_of(markov: float, num_types: int = 2_000) -> Ranks:
+def ranks_of(markov: float) -> Ranks:
     """Ranks of 400,000 words in lines of 20."""
-    model = WordModel(zipf=Zipf(num_types), markov=markov, num_successors=4, seed=3)
+    model = WordModel(zipf=Zipf(2_000), markov=markov, num_successors=4, seed=3)
     return np.concatenate(list(model.blocks(0, 400_000, 20)))
 
 

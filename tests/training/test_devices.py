@@ -41,12 +41,21 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> str:
     return message
 
 
+@pytest.mark.parametrize(
+    ("output", "stops"),
+    [
+        ([], [["--train.max_steps=4"], ["--resume", "auto"]]),
+        # The batches of a process may have no target in a cluster.
+        (["--output.tree=adaptive", "--output.cutoffs=[15,21]"], [[]]),
+    ],
+    ids=["two_level", "adaptive"],
+)
 def test_two_processes_train_as_one_and_continue_where_they_stopped(
-    two: Two, train: Callable[..., Path], tmp_path: Path
+    two: Two, train: Callable[..., Path], tmp_path: Path, output: list[str], stops: list[list[str]]
 ) -> None:
-    options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2"]
+    options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2", *output]
     one = read_metrics(train(tmp_path / "one", *options) / "metrics.csv")
-    for stop in (["--train.max_steps=4"], ["--resume", "auto"]):
+    for stop in stops:
         finish(two(*options, *stop))
     both = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [line.step for line in both] == [line.step for line in one] == [2, 4, 6, 8]
@@ -66,10 +75,6 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(two: Two, tmp_p
     assert "Traceback" not in message
     (step,) = set(re.findall(r"stopped by SIGTERM at step (\d+)", message))
     assert batches_done(run / "checkpoints" / "last.ckpt") == int(step)
-
-
-def test_adaptive_clusters_without_a_target_train_on_two_processes(two: Two) -> None:
-    finish(two("--output.tree=adaptive", "--output.cutoffs=[15,21]", "--train.max_steps=8"))
 
 
 def test_each_process_draws_different_dropout(two: Two, tmp_path: Path) -> None:

@@ -148,18 +148,15 @@ def test_the_same_seed_gives_the_same_classes_and_another_seed_others() -> None:
         assert not np.array_equal(make(1), make(2))
 
 
-def test_embedding_recovers_the_classes_that_made_the_text() -> None:
+@pytest.mark.parametrize("passes", [0, refinement.REFINEMENT_PASSES])
+def test_embedding_recovers_the_classes_that_made_the_text(
+    monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    monkeypatch.setattr(refinement, "REFINEMENT_PASSES", passes)
     tokens, truth = planted_text(6, 15, 12_000)
     word_class = embedded(counts_of(tokens, 90), tokens, 6, dimensions=10)
     common = sum(Counter(truth[word_class == c].tolist()).most_common(1)[0][1] for c in range(6))
     assert common / 90 >= 0.9
-
-
-def test_vectors_alone_recover_the_classes_that_made_the_text(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(refinement, "REFINEMENT_PASSES", 0)
-    test_embedding_recovers_the_classes_that_made_the_text()
 
 
 @pytest.mark.parametrize("max_words", [None, 15, 30, 101])

@@ -6,6 +6,7 @@ import json
 import locale
 import logging
 import lzma
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from data_prep.corpus.files import input_files
-from data_prep.corpus.lines import read_lines
+from data_prep.corpus.lines import read_lines, read_text
 from data_prep.corpus.loader import ROWS_PER_BATCH, splits
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig, Files, SplitFiles
@@ -263,3 +264,11 @@ def test_text_of_every_arrow_type_of_strings_is_text(tmp_path: Path) -> None:
     for kind in (pa.string(), pa.large_string(), pa.string_view()):
         parquet.write_table(pa.table({"text": pa.array(["a", "é"], kind)}), tmp_path / "a.parquet")
         assert read(tmp_path, "a.parquet", format="parquet") == ["a", "é"]
+
+
+def test_the_text_of_a_pipe_is_read(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.write(write_end, "the cat\r\nsat é\n".encode())
+    os.close(write_end)
+    assert list(read_text(f"/dev/fd/{read_end}")) == ["the cat", "sat é"]
+    os.close(read_end)

@@ -20,6 +20,7 @@ def written(folder: Path) -> dict[str, list[str]]:
 def test_lines_are_held_out_at_even_distances(tmp_path: Path) -> None:
     text = [f"line {number}" for number in range(61)]
     (tmp_path / "text.txt").write_bytes("\r\n".join(text).encode())
+    (tmp_path / "new").mkdir()
     counts = write_splits(tmp_path / "text.txt", tmp_path / "new", "lines", 20, BOTH)
     assert counts == {"train": 55, "valid": 3, "test": 3}
     splits = written(tmp_path / "new")
@@ -34,6 +35,7 @@ def test_documents_are_never_divided(tmp_path: Path) -> None:
     documents = [[f"{number}: {line}" for line in "abc"[: 1 + number % 3]] for number in range(40)]
     text = "\n\n\n".join("\n".join(document) for document in documents)
     (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "new").mkdir()
     counts = write_splits(tmp_path / "text.txt", tmp_path / "new", "documents", 20, ["test"])
     assert counts == {"train": 38, "test": 2}
     splits = {
@@ -90,9 +92,3 @@ def test_bad_texts_are_refused(tmp_path: Path, content: bytes, message: str) -> 
     with pytest.raises(UserError) as error:
         read_sample(tmp_path / "text.txt")
     assert message in str(error.value)
-
-
-def test_existing_splits_are_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("the cat\n")
-    with pytest.raises(UserError, match="already exists"):
-        write_splits(tmp_path / "text.txt", tmp_path, "lines", 20, BOTH)

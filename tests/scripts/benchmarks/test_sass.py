@@ -83,7 +83,7 @@ aligned = {(i,): [["tt.divisibility", 16]] for i in range(7)}
 source = ASTSource(product, types | {"n": "i32", "width": "i32"}, {}, aligned)
 options = {"num_warps": 8, "num_stages": 3, "maxnreg": 255, "enable_fp_fusion": True}
 binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-code = sass.disassemble(binary.asm["cubin"], nvidia.cuobjdump.path)
+code = sass.disassemble(binary.asm["cubin"], nvidia.cuobjdump.path, "-sass")
 print(sass.num_register_operands(code), len(sass.hazards(code)))
 '''
 """Hazardous with Triton 3.6.0, 3.7.1 and 3.8.0; clean with 3.9.0."""
@@ -134,7 +134,7 @@ def test_each_rule_that_is_broken_on_purpose_is_found(
     ],
 )  # fmt: skip
 def test_the_registers_that_an_instruction_writes_are_known(text: str, count: int) -> None:
-    assert list(written(Instruction(0, text, predicated=False))) == list(range(4, 4 + count))
+    assert list(written(Instruction(0, text))) == list(range(4, 4 + count))
 
 
 def test_code_that_is_not_understood_is_refused() -> None:

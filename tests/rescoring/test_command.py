@@ -1,21 +1,19 @@
-"""Rescoring: word errors by definition, the choice by equations (1) and (2), layouts, tuning."""
+"""`lm rescore`: the choice, layouts, tuning, a second model, mistakes."""
 
 import importlib.util
 import itertools
 import json
 import math
-import random
 import re
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lm.cli import main
-from lm.nbest import Floats, NBest, WordErrors, read_nbest, word_errors
-from lm.rescoring import Arpa, ScoredList, Weights, tune
+from lm.rescoring.nbest import read_nbest
+from lm.rescoring.weights import Arpa
 from lm.scoring import Scorer
 from scripts.benchmarks.nbest_lists import ErrorSource
 from tests.conftest import toy_sentences
@@ -37,26 +35,6 @@ ngram 2=1
 
 \\end\\
 """
-
-
-def definition(reference: Sequence[str], hypothesis: Sequence[str]) -> int:
-    """The edit distance as a recursion over the last words."""
-
-    @cache
-    def distance(i: int, j: int) -> int:
-        if i == 0 or j == 0:
-            return i + j
-        differs = reference[i - 1] != hypothesis[j - 1]
-        return min(distance(i - 1, j - 1) + differs, distance(i - 1, j) + 1, distance(i, j - 1) + 1)
-
-    return distance(len(reference), len(hypothesis))
-
-
-def test_word_errors_are_the_edit_distance() -> None:
-    rng = random.Random(1)
-    for _ in range(300):
-        first, second = (rng.choices("abcd", k=rng.randrange(8)) for _ in range(2))
-        assert word_errors(first, second) == definition(first, second)
 
 
 @pytest.fixture(scope="module")
@@ -149,65 +127,6 @@ def test_tuning_recovers_the_weights_that_the_references_were_made_with(
     assert (again, fixed["report"]) == (rows, report)
 
 
-def scored_list(scores: Floats, texts: list[str], models: list[list[list[float]]]) -> ScoredList:
-    """A list with two hypotheses per utterance and given log-probabilities of words."""
-
-    class Fixed(Arpa):
-        def __init__(self, log_prob: list[list[float]]) -> None:
-            self.log_prob = log_prob
-
-        def word_scores(self, texts: Sequence[str]) -> list[Floats]:
-            return [np.array(each) for each in self.log_prob]
-
-    ids = [f"u{k}" for k in range(len(texts) // 2)]
-    nbest = NBest(
-        name="made",
-        is_kaldi=False,
-        ids=ids,
-        first=np.arange(0, len(texts), 2),
-        keys=[id for id in ids for _ in range(2)],
-        texts=texts,
-        scores=scores,
-    )
-    return ScoredList(nbest, [Fixed(each) for each in models])
-
-
-def test_two_models_are_mixed_word_by_word() -> None:
-    first = [[-1.0, -2.0], [-3.0, -0.5, -1.5]]
-    second = [[-2.5, -0.1], [-0.2, -4.0, -1.0]]
-    scored = scored_list(np.zeros((2, 0)), ["a", "a b"], [first, second])
-    for share in (0.0, 0.3, 1.0):
-        expected = [
-            np.log(share * np.exp(x) + (1 - share) * np.exp(y)).sum()
-            for x, y in zip(first, second, strict=True)
-        ]
-        assert scored.lm_scores(share) == pytest.approx(expected, rel=1e-12)
-    totals = scored.totals(Weights(lm_weight=2.0, insertion_penalty=0.25))
-    assert totals == pytest.approx([-6.0 - 0.25, -10.0 - 0.5], rel=1e-12)
-
-
-def test_the_first_pass_shares_the_weight_of_the_language_model() -> None:
-    scores = np.array([[-1.0, -7.0], [-2.0, -3.0]])
-    scored = scored_list(scores, ["a", "b"], [[[-1.0, -1.0], [-4.0, -1.0]]])
-    totals = scored.totals(Weights(lm_weight=2.0, first_pass_share=0.25))
-    expected = [-1 + 2 * (0.75 * -2 + 0.25 * -7), -2 + 2 * (0.75 * -5 + 0.25 * -3)]
-    assert totals == pytest.approx(expected, rel=1e-12)
-
-
-def test_tuning_finds_a_separating_weight_and_is_never_worse_than_the_first_hypotheses() -> None:
-    rng = np.random.default_rng(0)
-    texts = ["a", "b"] * 60
-    lm_score = rng.normal(size=120)
-    acoustic = -3 * lm_score + rng.normal(size=120) * 0.1  # misleads below α = 3
-    errors = np.zeros(120, dtype=np.int64)
-    pairs = lm_score.reshape(-1, 2)
-    errors[2 * np.arange(60) + pairs.argmin(1)] = 1
-    scored = scored_list(acoustic[:, None], texts, [[[value, 0.0] for value in lm_score]])
-    weights = tune(scored, WordErrors(errors=errors, num_words=60))
-    assert weights.lm_weight > 3
-    assert errors[scored.choose(scored.totals(weights))].sum() == 0
-
-
 def test_a_second_run_and_an_arpa_model_take_their_share(
     lstm_run: Path, transformer_run: Path, lists: Path, rescored: Rescored, tmp_path: Path
 ) -> None:
@@ -248,7 +167,10 @@ def test_mistakes_are_single_lines(
         ([], "give --tune LIST REFERENCES, or --lm-weight"),
         (["--lm-weight=-1"], "--lm-weight must be at least 0"),
         (["--lm-weight=1", "--first-pass-share=2"], "must be within 0 … 1"),
+        (["--lm-weight=1", "--first-pass-share=0.5"], f"{path} has no scores of the first pass"),
         (["--lm-weight=1", "--mixture=0.5"], "--mixture requires a second model"),
+        (["--lm-weight=1", "--arpa=a", "--vocabulary-size=99"], "does not apply to the words of"),
+        (["--references=-", "--tune", dev, "-"], r"stdin (-) can be only one of the files"),
         (["--lm-weight=1", "--references", reference], "no reference for utterance a of"),
         (["--lm-weight=1", "--acoustic-costs", lists / "costs"], "this one has tabs"),
         (["--lm-weight=1", "--lm-costs", lists / "costs"], "requires --acoustic-costs"),

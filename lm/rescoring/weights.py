@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.errors import UserError
-from lm.nbest import Floats, Ints, NBest, WordErrors
+from lm.rescoring.nbest import Floats, Ints, NBest, WordErrors
 from lm.scoring import Scorer
 
 LM_WEIGHTS = (0.0, *(2.0 ** (k / 2) for k in range(-12, 15)))

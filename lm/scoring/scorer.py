@@ -23,6 +23,8 @@ from lm.model.language_model import LanguageModel
 
 BATCH_TOKENS = 2048
 """Largest number of positions of a batch of sentences, or of a part of one long sentence."""
+MAX_VOCABULARY_SIZE = 1 << 60
+"""Ranks are 64-bit integers."""
 MAX_LOG_PROBS = 1 << 23
 """Largest number of log-probabilities [positions, N] that ranks and entropies are computed from."""
 
@@ -91,7 +93,7 @@ class Scorer:
         details: whether to compute rank and entropy.
 
     Raises:
-        UserError: if V < N, or V is given for pieces of words.
+        UserError: if V is out of range, or given for pieces of words.
 
     Source: V: Heafield, KenLM issue 67; rank and entropy: Misra 2022, minicons.
     """
@@ -111,9 +113,10 @@ class Scorer:
             return
         if tokenizer.kind != "words":
             raise UserError("--vocabulary-size applies to models of words, not of pieces of words")
-        if vocabulary_size < model.vocab_size:
+        if not model.vocab_size <= vocabulary_size <= MAX_VOCABULARY_SIZE:
             expected = f"expected at least {model.vocab_size}, one word more than the model has"
-            raise UserError(f"--vocabulary-size is {vocabulary_size}: {expected}")
+            limit = f"and at most {MAX_VOCABULARY_SIZE}"
+            raise UserError(f"--vocabulary-size is {vocabulary_size}: {expected}, {limit}")
         self.num_unseen = vocabulary_size - (model.vocab_size - 1)
 
     @classmethod

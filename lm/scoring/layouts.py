@@ -18,10 +18,9 @@ import numpy as np
 
 from data_prep.errors import UserError
 from data_prep.tokenizer.tokenizer import EOS
-from lm.scoring import LineScore, Scorer
+from lm.scoring.scorer import LineScore, Scorer
 
 Level = Literal["summary", "sentence", "word"]
-LAYOUTS = ("kenlm", "tsv", "json")
 UNITS = {"log10": math.log(10), "nats": 1.0, "bits": math.log(2)}
 """Nats per unit."""
 

@@ -1,0 +1,8 @@
+"""Scores of text: log-probabilities, ranks and entropies of words; `layouts` prints them.
+
+`command` is `lm score`.
+"""
+
+from lm.scoring.scorer import LineScore, Scorer, TokenScores
+
+__all__ = ["LineScore", "Scorer", "TokenScores"]

@@ -1,0 +1,68 @@
+"""Totals are those of equations (1) and (2); tuning finds weights."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from lm.rescoring.nbest import Floats, NBest, WordErrors
+from lm.rescoring.weights import Arpa, ScoredList, Weights, tune
+
+
+def scored_list(scores: Floats, texts: list[str], models: list[list[list[float]]]) -> ScoredList:
+    """A list with two hypotheses per utterance and given log-probabilities of words."""
+
+    class Fixed(Arpa):
+        def __init__(self, log_prob: list[list[float]]) -> None:
+            self.log_prob = log_prob
+
+        def word_scores(self, texts: Sequence[str]) -> list[Floats]:
+            return [np.array(each) for each in self.log_prob]
+
+    ids = [f"u{k}" for k in range(len(texts) // 2)]
+    nbest = NBest(
+        name="made",
+        is_kaldi=False,
+        ids=ids,
+        first=np.arange(0, len(texts), 2),
+        keys=[id for id in ids for _ in range(2)],
+        texts=texts,
+        scores=scores,
+    )
+    return ScoredList(nbest, [Fixed(each) for each in models])
+
+
+def test_two_models_are_mixed_word_by_word() -> None:
+    first = [[-1.0, -2.0], [-3.0, -0.5, -1.5]]
+    second = [[-2.5, -0.1], [-0.2, -4.0, -1.0]]
+    scored = scored_list(np.zeros((2, 0)), ["a", "a b"], [first, second])
+    for share in (0.0, 0.3, 1.0):
+        expected = [
+            np.log(share * np.exp(x) + (1 - share) * np.exp(y)).sum()
+            for x, y in zip(first, second, strict=True)
+        ]
+        assert scored.lm_scores(share) == pytest.approx(expected, rel=1e-12)
+    totals = scored.totals(Weights(lm_weight=2.0, insertion_penalty=0.25))
+    assert totals == pytest.approx([-6.0 - 0.25, -10.0 - 0.5], rel=1e-12)
+
+
+def test_the_first_pass_shares_the_weight_of_the_language_model() -> None:
+    scores = np.array([[-1.0, -7.0], [-2.0, -3.0]])
+    scored = scored_list(scores, ["a", "b"], [[[-1.0, -1.0], [-4.0, -1.0]]])
+    totals = scored.totals(Weights(lm_weight=2.0, first_pass_share=0.25))
+    expected = [-1 + 2 * (0.75 * -2 + 0.25 * -7), -2 + 2 * (0.75 * -5 + 0.25 * -3)]
+    assert totals == pytest.approx(expected, rel=1e-12)
+
+
+def test_tuning_finds_a_separating_weight_and_is_never_worse_than_the_first_hypotheses() -> None:
+    rng = np.random.default_rng(0)
+    texts = ["a", "b"] * 60
+    lm_score = rng.normal(size=120)
+    acoustic = -3 * lm_score + rng.normal(size=120) * 0.1  # misleads below α = 3
+    errors = np.zeros(120, dtype=np.int64)
+    pairs = lm_score.reshape(-1, 2)
+    errors[2 * np.arange(60) + pairs.argmin(1)] = 1
+    scored = scored_list(acoustic[:, None], texts, [[[value, 0.0] for value in lm_score]])
+    weights = tune(scored, WordErrors(errors=errors, num_words=60))
+    assert weights.lm_weight > 3
+    assert errors[scored.choose(scored.totals(weights))].sum() == 0

@@ -1,0 +1,130 @@
+"""`lm score`: layouts whose figures agree and add up; mistakes."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lm.cli import main
+
+Printed = Callable[..., list[str]]
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Printed:
+    """`printed(run, lines, *options)`: the lines that `lm score` prints."""
+
+    def run(folder: Path, lines: list[str], *options: str) -> list[str]:
+        path = tmp_path / "text.txt"
+        path.write_text("".join(f"{line}\n" for line in lines))
+        capsys.readouterr()
+        assert main(["score", str(folder), str(path), *options]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+LINES = ["the cat sees a dog today", "zebra follows", ""]
+UNIT = re.compile(r"(\S+)=(\d+) (\d+) (-?[\d.e-]+)\t")
+
+
+@pytest.mark.parametrize(("options", "rule"), [([], "independent"), (["--stream"], "one stream")])
+def test_what_a_score_is_conditioned_on_is_reported(
+    lstm_run: Path,
+    printed: Printed,
+    caplog: pytest.LogCaptureFixture,
+    options: list[str],
+    rule: str,
+) -> None:
+    printed(lstm_run, LINES, *options)
+    assert rule in caplog.text
+
+
+def test_the_layout_is_that_of_kenlm_and_its_figures_add_up(
+    lstm_run: Path, printed: Printed
+) -> None:
+    *sentences, including, excluding, oov, tokens = printed(lstm_run, LINES, "--level=word")
+    total = oov_total = 0.0
+    for line, row in zip(LINES, sentences, strict=True):
+        units = UNIT.findall(row)
+        match = re.fullmatch(r"Total: (\S+) OOV: (\d+)", UNIT.sub("", row))
+        assert match is not None
+        assert [unit[0] for unit in units] == [*line.split(), "</s>"]
+        assert [int(unit[2]) for unit in units] == list(range(2, len(units) + 2))
+        assert int(match[2]) == line.count("zebra") == sum(unit[1] == "0" for unit in units)
+        assert float(match[1]) == pytest.approx(sum(float(unit[3]) for unit in units), rel=1e-6)
+        total += float(match[1])
+        oov_total += sum(float(unit[3]) for unit in units if unit[1] == "0")
+    values = [row.split("\t") for row in (including, excluding, oov, tokens)]
+    assert [name for name, _ in values] == [
+        "Perplexity including OOVs:",
+        "Perplexity excluding OOVs:",
+        "OOVs:",
+        "Tokens:",
+    ]
+    assert float(values[0][1]) == pytest.approx(10 ** (-total / 11), rel=1e-5)
+    assert float(values[1][1]) == pytest.approx(10 ** (-(total - oov_total) / 10), rel=1e-5)
+    assert (values[2][1], values[3][1]) == ("1", "11")
+    by_sentence = printed(lstm_run, LINES, "--level=sentence")
+    assert by_sentence == [UNIT.sub("", row) for row in sentences] + by_sentence[-4:]
+    assert printed(lstm_run, LINES, "--level=summary") == [including, excluding, oov, tokens]
+
+
+@pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
+def test_a_stream_has_the_perplexity_of_evaluate(
+    run: str,
+    request: pytest.FixtureRequest,
+    corpus: Path,
+    printed: Printed,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder: Path = request.getfixturevalue(run)
+    text = str(corpus / "test.txt")
+    capsys.readouterr()
+    assert main(["evaluate", str(folder), "--text", text, "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    lines = (corpus / "test.txt").read_text().splitlines()
+    rows = printed(folder, lines, "--stream", "--format=json", "--unit=nats")
+    summary = json.loads(rows[-1])["summary"]
+    assert summary["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-12)
+    assert summary["perplexity_excluding_oov"] == pytest.approx(
+        expected["perplexity_excluding_oov"], rel=1e-12
+    )
+    assert (summary["tokens"], summary["oov"]) == (expected["tokens"], expected["oov"])
+    assert summary["log_prob"] == pytest.approx(-expected["nll_nats"], rel=1e-12)
+
+
+def test_units_layouts_and_ids_agree(lstm_run: Path, printed: Printed) -> None:
+    with_ids = [f"utt{k}\t{line}" for k, line in enumerate(LINES)]
+    rows = printed(lstm_run, with_ids, "--ids")
+    totals = [float(row.split("Total: ")[1].split()[0]) for row in rows[:3]]
+    assert [row.split("\t")[0] for row in rows[:3]] == ["utt0", "utt1", "utt2"]
+    header, *table = printed(lstm_run, with_ids, "--ids", "--format=tsv", "--unit=bits")
+    assert header == "id\tbits\ttokens\toov"
+    for total, row in zip(totals, table, strict=True):
+        assert float(row.split("\t")[1]) == pytest.approx(total * math.log2(10), rel=1e-6)
+    options = ["--ids", "--format=json", "--unit=nats", "--level=word", "--details"]
+    *sentences, _ = map(json.loads, printed(lstm_run, with_ids, *options))
+    header, *words = printed(lstm_run, with_ids, *options, "--format=tsv")
+    assert header == "id\tword\tnats\toov\tcontext\trank\tentropy_nats"
+    flat = [(each["id"], *word.values()) for each in sentences for word in each["words"]]
+    assert [tuple(map(str, row)) for row in flat] == [tuple(row.split("\t")) for row in words]
+    for total, sentence in zip(totals, sentences, strict=True):
+        assert sentence["log_prob"] == pytest.approx(total * math.log(10), rel=1e-6)
+
+
+def test_mistakes_are_single_lines(
+    lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    text, empty = tmp_path / "text.txt", tmp_path / "empty.txt"
+    text.write_text("a\tthe cat\n\tthe dog\n")
+    empty.touch()
+    assert complaint("score", lstm_run, empty).endswith("the text to score is empty")
+    assert "--details requires" in complaint("score", lstm_run, text, "--details")
+    for size in (3, 1 << 61):
+        message = complaint("score", lstm_run, text, f"--vocabulary-size={size}")
+        assert message.startswith(f"--vocabulary-size is {size}: expected at least 2")
+    assert complaint("score", tmp_path, text).startswith(f"{tmp_path}: no trained model here")
