@@ -8,7 +8,7 @@ to the loop of the source that most of its instructions are written in.
 import ast
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -67,7 +67,7 @@ def loops(cubin: bytes) -> list[Loop]:
         around = [begin for begin, end in merged.items() if begin <= address <= end]
         inside[max(around, default=None)].append(each)
     parts: dict[tuple[int, str], list[_Located]] = {}
-    for each in inside.pop(None):
+    for each in _without_unrolled(inside.pop(None), inside):
         parts.setdefault(_part(each.places), []).append(each)
     found = [
         Loop(name, len(body), 0, waits([each.instruction for each in body]))
@@ -80,6 +80,19 @@ def loops(cubin: bytes) -> list[Loop]:
     return found
 
 
+def _without_unrolled(
+    outside: list[_Located], inside: Mapping[int | None, list[_Located]]
+) -> list[_Located]:
+    """What is outside of all loops, without whole iterations of loops that are there as well."""
+    length: Counter[str] = Counter()
+    for body in inside.values():
+        name = _name(body, 1)
+        length[name] = min(length[name] or len(body), len(body))
+    written = Counter(_source_loops(each.places)[-1] for each in outside)
+    unrolled = {name for name in length if ":" in name and written[name] >= length[name]}
+    return [each for each in outside if _source_loops(each.places)[-1] not in unrolled]
+
+
 def _part(places: tuple[Place, ...]) -> tuple[int, str]:
     """Line of the call in the kernel and function called; 0 and "" for the kernel itself."""
     if len(places) < 2 or Path(places[-1][0]).parent != Path(places[-2][0]).parent:
@@ -88,11 +101,14 @@ def _part(places: tuple[Place, ...]) -> tuple[int, str]:
 
 
 def _loop(body: list[_Located], depth: int) -> Loop:
+    flops = sum(_matrix_flops(each.instruction.text) for each in body)
+    return Loop(_name(body, depth), len(body), flops, waits([each.instruction for each in body]))
+
+
+def _name(body: list[_Located], depth: int) -> str:
     # a prologue of the loops inside is written in them, but cannot be in more loops than this one
     chains = Counter(_source_loops(each.places)[:depth] for each in body)
-    flops = sum(_matrix_flops(each.instruction.text) for each in body)
-    name = chains.most_common(1)[0][0][-1]
-    return Loop(name, len(body), flops, waits([each.instruction for each in body]))
+    return chains.most_common(1)[0][0][-1]
 
 
 def waits(body: Sequence[Instruction]) -> int:

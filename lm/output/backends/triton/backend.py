@@ -33,7 +33,7 @@ as the full softmax of a large vocabulary, need the reference backend.
 """
 
 _SORT, _MERGE, _PLAN = Tile(0, 0, 0, 8, 1), Tile(32, 0, 0, 8, 1), Tile(128, 0, 0, 4, 1)
-_COPIED_ROWS, _SEARCH_BITS = 16, 3
+_COPIED_ROWS, _MERGE_BITS, _SEARCH_BITS = 16, 2, 3
 OLDEST_WITH_FENCES = (3, 7)
 """The first version of Triton that puts a fence between asynchronous copies and the asynchronous
 products that read them, on devices of compute capability 9.0 and above.
@@ -161,13 +161,12 @@ def _route(problem: Problem, saved: Saved, special: dict[str, Any]) -> None:
         "TILE_V": shape.forward.v,
         "TILE_C": shape.heavy.c,
     }
-    steps = run.bit_length()
     launch(kernels._sort, num_runs, _SORT, problem, saved, **special)
-    programs = num_runs * run // _MERGE.v
-    launch(kernels._merge, programs, _MERGE, problem, saved, **special, STEPS=steps)
+    special |= {"BITS": _MERGE_BITS, "STEPS": -(-run.bit_length() // _MERGE_BITS)}
+    launch(kernels._merge, num_runs * run // _MERGE.v, _MERGE, problem, saved, **special)
     plans, copies = -(-positions // _PLAN.v), -(-positions // _COPIED_ROWS)
-    steps = -(-positions.bit_length() // _SEARCH_BITS)
-    special |= {"num_plans": plans, "BITS": _SEARCH_BITS, "ROWS": _COPIED_ROWS, "COLUMNS": 128}
-    launch(kernels._plan, plans + copies, _PLAN, problem, saved, **special, STEPS=steps)
+    special |= {"BITS": _SEARCH_BITS, "STEPS": -(-positions.bit_length() // _SEARCH_BITS)}
+    special |= {"num_plans": plans, "ROWS": _COPIED_ROWS, "COLUMNS": 128}
+    launch(kernels._plan, plans + copies, _PLAN, problem, saved, **special)
     if target.is_cuda and positions:
         torch._assert_async(all_valid, "a target is neither a word nor ignore_index")

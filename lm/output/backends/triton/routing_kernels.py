@@ -65,8 +65,8 @@ def _merge(
     target, row_of_word, node_of_row, row_of_node, level, first_row, num_children, keys,
     position, rank, node, child, num_missing, nll, all_valid,
     P, N, D, ignore_index, num_runs,
-    SPLITS: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr, MAX_RUNS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    SPLITS: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr,
+    MAX_RUNS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The sorted positions and their paths. `num_missing` is how many programs compute each nll."""
     key = tl.load(keys + tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V))
@@ -74,7 +74,7 @@ def _merge(
     # the threads of a warp search the same run for neighbouring keys
     size = tl.where(run < num_runs, RUN, 0)[:, None] + tl.zeros([MAX_RUNS, BLOCK_V], tl.int32)
     probe = key[None, :] + tl.zeros([MAX_RUNS, BLOCK_V], tl.int64)
-    v = tl.sum(_lower_bound(keys + run[:, None] * RUN, size, probe, STEPS, 1), axis=0)
+    v = tl.sum(_lower_bound(keys + run[:, None] * RUN, size, probe, STEPS, BITS), axis=0)
     in_batch = v < P
     p = (key & 0xFFFFFFFF).to(tl.int32)
     word = tl.load(target + p, mask=in_batch, other=0)
