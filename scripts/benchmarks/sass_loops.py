@@ -17,6 +17,7 @@ from typing import NamedTuple
 import triton
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+TOP, SOURCES = Path(__file__).resolve().parents[2], "/lm/output/"
 WARPS_PER_GROUP = 4
 """That issue a wgmma together."""
 _LINE = re.compile(r'File "([^"]+)", line (\d+)( inlined at)?')
@@ -137,7 +138,7 @@ def _disassembled(cubin: bytes) -> tuple[list[_Instruction], dict[str, int]]:
         if label := _LABEL.match(line):
             waiting.append(label[1])
         elif place := _LINE.search(line):
-            places = [*([] if complete else places), (place[1], int(place[2]))]
+            places = [*([] if complete else places), (_source(place[1]), int(place[2]))]
             complete = place[3] is None
         elif found := _INSTRUCTION.search(line):
             address = int(found[1], 16)
@@ -155,6 +156,12 @@ def _source_loops(places: tuple[Place, ...]) -> tuple[str, ...]:
         for first, last, name in _loops_of_file(file)
         if first <= line <= last
     ) or ("",)
+
+
+def _source(file: str) -> str:
+    """A file of this copy of the project; a kernel may have been compiled in another copy."""
+    _, package, rest = file.rpartition(SOURCES)
+    return str(TOP / package.strip("/") / rest) if package else file
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .access import Access, Array, Fault, gather, scatter
+from .access import Access, Array, put, take
 
 BASE = 0x7F00_0000_0000
 """Address of the first byte."""
@@ -87,69 +87,60 @@ class GlobalMemory:
 
     def load(self, access: Access) -> Array:
         """Bytes [k, width]."""
-        offset = access.address - BASE
-        access.check(offset, len(self.data))
-        element = self._elements(access, offset, "read")
-        writer = self.writer[element]
+        index, n = self._rows(access, "read")
+        writer = take(self.writer, index, n)
         if writer.min() < BEFORE:
             access.fail("read of memory that nobody wrote", (writer < BEFORE).any(1))
         if writer.max() >= 0:
-            self._check_order(access, element, writer, "read of what another {} wrote")
-        self._was_read[element] = True
-        self._read_epoch[access.program[:, None], element] = access.epoch[:, None] + 1
+            self._check_order(access, index, writer, "read of what another {} wrote")
+        put(self._was_read, index, n, np.array(True))
+        epochs = self._read_epoch.reshape(self.num_programs, -1, n)
+        epochs[access.program, index] = access.epoch[:, None] + 1
         if self.counting:
-            self._count(self.loaded, access, offset)
-        return gather(self.data, offset, access.width)
+            self._count(self.loaded, access)
+        return take(self.data, (access.address - BASE) // access.width, access.width)
 
     def store(self, access: Access, raw: Array) -> None:
         """Write bytes [k, width]."""
-        offset = access.address - BASE
-        access.check(offset, len(self.data))
-        element = self._elements(access, offset, "write")
-        writer = self.writer[element]
-        last = self._last  # writer of each place, among the threads
-        slot, order = offset // access.width, np.arange(len(offset), dtype=np.int32)
-        last[slot] = order
-        if (last[slot] != order).any():
-            access.fail("two threads write one place at once", last[slot] != order)
-        if writer.max() >= 0:
-            self._check_order(access, element, writer, "write where another {} wrote")
-        self._check_readers(access, element)
-        self.writer[element] = access.program[:, None]
-        self._write_epoch[element] = access.epoch[:, None]
-        self._write_thread[element] = access.thread[:, None]
-        self._by_atomic[element] = False
-        if self.counting:
-            self._count(self.stored, access, offset)
-        scatter(self.data, offset, raw)
+        index, n = self._rows(access, "write")
+        place, order = (access.address - BASE) // access.width, np.arange(len(index), dtype=np.int32)
+        self._last[place] = order
+        twice = self._last[place] != order
+        if twice.any():
+            access.fail("two threads write one place at once", twice)
+        self._write(access, index, n, "write where another {} wrote", by_atomic=False)
+        put(self.data, place, access.width, raw)
 
     def atomic(self, access: Access, update: Any, order: str) -> Array:
         """Replace values by `update(old, i)`, thread by thread; return the old ones [k]."""
-        offset = access.address - BASE
-        access.check(offset, len(self.data))
-        element = self._elements(access, offset, "write")
+        index, n = self._rows(access, "write")
         words = self.data.view(f"u{access.width}")
-        old = np.zeros(len(offset), words.dtype)
-        for i in range(len(offset)):
-            one = access.part(np.array([i]))
-            writer = self.writer[element[i : i + 1]]
-            if writer.min() < BEFORE:
-                access.fail("atomic on memory that nobody wrote", np.arange(len(offset)) == i)
-            if writer.max() >= 0 and not self._by_atomic[element[i]].all():
-                self._check_order(one, element[i : i + 1], writer, "atomic where another {} wrote")
-            self._check_readers(one, element[i : i + 1])
-            place = offset[i] // access.width
+        old = np.zeros(len(index), words.dtype)
+        for i, place in enumerate(((access.address - BASE) // access.width).tolist()):
+            one, where = access.part(np.array([i])), index[i : i + 1]
+            if take(self.writer, where, n).min() < BEFORE:
+                one.fail("atomic on memory that nobody wrote")
+            what = "atomic where another {} wrote"
+            self._write(one, where, n, what, by_atomic=True)
             old[i] = words[place]
             words[place] = update(old[i], i)
-            self._synchronise(int(access.program[i]), int(access.epoch[i]), int(place), order)
-        self.writer[element] = access.program[:, None]
-        self._write_epoch[element] = access.epoch[:, None]
-        self._write_thread[element] = access.thread[:, None]
-        self._by_atomic[element] = True
+            self._synchronise(int(access.program[i]), int(access.epoch[i]), place, order)
         if self.counting:
-            self._count(self.loaded, access, offset)
-            self._count(self.stored, access, offset)
+            self._count(self.loaded, access)
         return old
+
+    def _write(self, access: Access, index: Array, n: int, what: str, *, by_atomic: bool) -> None:
+        """Check and note a write to rows of elements; atomics do not race with one another."""
+        writer = take(self.writer, index, n)
+        if writer.max() >= 0 and not (by_atomic and take(self._by_atomic, index, n).all()):
+            self._check_order(access, index, writer, what)
+        self._check_readers(access, index, n)
+        put(self.writer, index, n, access.program[:, None])
+        put(self._write_epoch, index, n, access.epoch[:, None])
+        put(self._write_thread, index, n, access.thread[:, None])
+        put(self._by_atomic, index, n, np.array(by_atomic))
+        if self.counting:
+            self._count(self.stored, access)
 
     def _synchronise(self, program: int, epoch: int, place: int, order: str) -> None:
         released = self._released.get(place)
@@ -160,51 +151,57 @@ class GlobalMemory:
             mine[program] = epoch
             self._released[place] = mine if released is None else np.maximum(released, mine)
 
-    def _elements(self, access: Access, offset: Array, what: str) -> Array:
-        """Elements [k, n] that are accessed."""
+    def _rows(self, access: Access, what: str) -> tuple[Array, int]:
+        """Where the elements of an access are: indices [k] of rows, and the length of a row."""
+        offset = access.address - BASE
+        access.check(offset, len(self.data))
         tensor = self._page[offset // PAGE]
-        if tensor.min() < 0:
-            access.fail(f"{what} outside of tensors", tensor < 0)
         low = tensor.min()
+        if low < 0:
+            access.fail(f"{what} outside of tensors", tensor < 0)
         shift = self._shift[low]
         if low != tensor.max() and (self._shift[tensor] != shift).any():
-            raise Fault(f"{access.kernel}: tensors of several dtypes at #{access.by.index}")
-        first = self._first[tensor] + ((offset - self._start[tensor]) >> shift)
-        element = first[:, None] + np.arange(max(access.width >> shift, 1))
-        if self.writer[element].min() == GUARD:
-            beyond = (self.writer[element] == GUARD).any(1)
-            access.fail(f"{what} outside of tensors", beyond)
-        return np.asarray(element)
+            access.fail("tensors of several dtypes")
+        element = self._first[tensor] + ((offset - self._start[tensor]) >> shift)
+        n = max(access.width >> shift, 1)
+        index = element // n
+        writer = take(self.writer, index, n)
+        if writer.min() == GUARD:
+            access.fail(f"{what} outside of tensors", (writer == GUARD).any(1))
+        return index, n
 
-    def _check_order(self, access: Access, element: Array, writer: Array, what: str) -> None:
-        """Raise unless the writers are known to have finished."""
-        program, epoch = access.program[:, None], self._write_epoch[element]
+    def _check_order(self, access: Access, index: Array, writer: Array, what: str) -> None:
+        """Raise unless the writers [k, n] are known to have finished."""
+        n = writer.shape[1]
+        program, epoch = access.program[:, None], take(self._write_epoch, index, n)
         foreign = (writer >= 0) & (writer != program)
         if foreign.any():
             racing = foreign & (self.clock[program, np.maximum(writer, 0)] <= epoch)
             if racing.any():
                 access.fail("race: " + what.format("program"), racing.any(1))
-        now = (writer == program) & (epoch == access.epoch[:, None])
-        racing = now & (self._write_thread[element] != access.thread[:, None])
+        racing = (writer == program) & (epoch == access.epoch[:, None])
+        if racing.any():
+            racing &= take(self._write_thread, index, n) != access.thread[:, None]
         if racing.any():
             access.fail("race: " + what.format("thread") + ", no barrier between", racing.any(1))
 
-    def _check_readers(self, access: Access, element: Array) -> None:
+    def _check_readers(self, access: Access, index: Array, n: int) -> None:
         """Raise if another program, not known to have finished, has read the elements."""
-        was_read = self._was_read[element].any(1)
+        was_read = take(self._was_read, index, n).any(1)
         if not was_read.any():
             return
+        every = self._read_epoch.reshape(self.num_programs, -1, n)
         for program in np.unique(access.program[was_read]):
             mine = was_read & (access.program == program)
-            epochs = self._read_epoch[:, element[mine]].reshape(self.num_programs, -1).max(1)
+            epochs = every[:, index[mine]].max((1, 2))
             racing = (epochs > 0) & (self.clock[program] <= epochs - 1)
             racing[program] = False
             if racing.any():
                 access.fail("race: write of what another program has read", mine)
 
-    def _count(self, counter: Counter[str], access: Access, offset: Array) -> None:
+    def _count(self, counter: Counter[str], access: Access) -> None:
         """Count the bytes, each once in a program."""
-        key = np.unique(access.program * len(self.data) + offset)
+        key = np.unique(access.program * len(self.data) + (access.address - BASE))
         tensors, times = np.unique(self._page[key % len(self.data) // PAGE], return_counts=True)
         for tensor, number in zip(tensors, times, strict=True):
             counter[self.names[tensor]] += int(number) * access.width

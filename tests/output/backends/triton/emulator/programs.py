@@ -54,11 +54,12 @@ class Programs:
 
     def full(self, value: Array) -> Array:
         """A value or mask for every thread, [G * T]."""
-        return np.broadcast_to(value, self.shape).reshape(-1)
+        same = value if value.shape == self.shape else np.broadcast_to(value, self.shape)
+        return same.reshape(-1)
 
     def warps(self, value: Array) -> Array:
         """A value for every thread, [warps of all programs, 32]."""
-        return np.broadcast_to(value, self.shape).reshape(-1, 32)
+        return self.full(value).reshape(-1, 32)
 
     def set(self, slot: int, value: Array, mask: Mask) -> None:
         """Write a register where a mask is true."""
@@ -74,7 +75,7 @@ class Programs:
             if not len(chosen):
                 return None
             where = where[chosen]
-        return Access(by, self.kernel.name, where.astype(np.int64), width, self.lanes, chosen)
+        return Access(by, self.kernel.name, where, width, self.lanes, chosen)
 
     def chosen(self, mask: Mask) -> Any:
         """The lanes of a mask, as an index."""
@@ -233,6 +234,7 @@ class Scheduler:
             programs = self._programs
             rows = None if done.all() else np.flatnonzero(done)
             programs.lanes.pass_barrier(rows)
+            programs.shared.pass_barrier(np.flatnonzero(done))
             programs.memory.pass_barrier(programs.lanes.ids[done])
             self._add(self._running, at + 1, stopped & done[:, None])
             rest = stopped & ~done[:, None]
