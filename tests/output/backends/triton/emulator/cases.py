@@ -19,7 +19,7 @@ from torch import Tensor
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
-from lm.output.backends.triton.launch import instrumented
+from lm.output.backends.triton.launch import Launch, instrumented, tiles_for
 
 from ....definition import assert_errors_are_small, zipf_targets
 from .allocations import Allocations
@@ -58,6 +58,7 @@ class Case(NamedTuple):
     orders: tuple[str, ...] = ("together",)
     bias: bool = True
     target: str = "some ignored"
+    chunk: int = 64  # fewest visits of a node that one program of d_weight adds up
 
     def __str__(self) -> str:
         gradients = "row-wise" if self.row_wise else "dense"
@@ -93,21 +94,28 @@ def inputs(case: Case) -> Inputs:
     return Inputs(tensors, target, tree, torch.randn(case.positions))
 
 
-def emulated(case: Case, given: Inputs, emulator: Emulator) -> list[Tensor]:
+def emulated(
+    case: Case, given: Inputs, emulator: Emulator, run: Callable[[Launch], None] | None = None
+) -> list[Tensor]:
     """nll and gradients by the compiled kernels; row-wise gradients as dense ones."""
     hidden, weight, *rest = given.tensors
     problem = Problem.of(hidden, weight, rest[0] if rest else None, given.target, given.tree)
     needs = Needs(hidden=True, weight=True, bias=case.bias, row_wise=case.row_wise)
     backend = TritonBackend()
-    precision = "high" if case.dtype == "tf32" else "highest"
-    torch.set_float32_matmul_precision(precision)
-    with emulator.allocations, instrumented(run=emulator.run, capability=case.capability):
+    torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
+    with instrumented(capability=case.capability):
+        tiles = tiles_for(problem)._replace(chunk=case.chunk)
+    with (
+        emulator.allocations,
+        instrumented(run=run or emulator.run, capability=case.capability, tiles=tiles),
+    ):
         nll, saved = backend.forward(problem, needs)
         gradients = backend.backward(given.upstream, problem, saved, needs)
         found = [nll, *(each for each in gradients if each is not None)]
         found = [
             each.to_dense() if case.row_wise and i > 1 else each for i, each in enumerate(found)
         ]
+    torch.set_float32_matmul_precision("highest")
     missing = [emulator.allocations.unwritten_elements(each) for each in found]
     assert not any(missing), f"elements of nll and gradients that nobody wrote: {missing}"
     return found
@@ -141,7 +149,6 @@ def check(case: Case) -> Counter[str]:
         same = [torch.equal(a, b) for a, b in zip(found, first, strict=True)]
         assert all(same), f"results in order {order} equal those in {case.orders[0]}: {same}"
     assert first is not None
-    torch.set_float32_matmul_precision("highest")
     results = [first, reference(given, dtype), reference(given, torch.float64)]
     if case.bias:
         assert_errors_are_small(results, 8 * EPSILON[case.dtype])

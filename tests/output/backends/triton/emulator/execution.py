@@ -20,6 +20,7 @@ from .global_memory import BASE, GlobalMemory
 from .parser import Instruction, Kernel, Unsupported, parse
 from .programs import BITS, Programs, Scheduler
 from .shared_memory import PIECE
+from .trace import Trace
 
 BUILT_BY = (arithmetic, conversions, tensor_cores, transfers, warp)
 """Modules that define instructions."""
@@ -111,6 +112,7 @@ class Run:
         request: what was executed.
         memory: after the execution.
         ambiguous: as in `SharedMemory`.
+        num_products: multiply-adds of tensor cores.
         num_instructions: executed, by one or several programs at a time.
         reached: first instructions of the blocks that were executed.
         useful: waits and fences that found something to order.
@@ -124,14 +126,13 @@ class Run:
         seed: int = 0,
         counting: bool = False,
         limit: int = 1 << 60,
+        trace: Trace | None = None,
     ) -> None:
-        self.memory = GlobalMemory(request.num_programs)
-        self.memory.counting = counting
-        for tensor in request.tensors:
-            self.memory.add(*tensor)
-        self.memory.seal()
+        self.memory = GlobalMemory(
+            request.num_programs, request.tensors, counting=counting, trace=trace
+        )
         self.ambiguous: Counter[str] = Counter()
-        self.num_instructions = 0
+        self.num_products = self.num_instructions = 0
         self.reached: set[int] = set()
         self.useful: set[int] = set()
         self.request, self._code, self._random = request, code, np.random.default_rng(seed)
@@ -165,6 +166,7 @@ class Run:
         scheduler = Scheduler(programs, code.blocks, order, self._random, limit)
         scheduler.run()
         self.ambiguous += programs.shared.ambiguous
+        self.num_products += programs.num_products
         self.num_instructions += scheduler.num_instructions
         self.reached |= scheduler.reached
         self.useful |= programs.shared.useful

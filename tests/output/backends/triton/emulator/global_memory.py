@@ -12,74 +12,89 @@ from typing import Any
 import numpy as np
 
 from .access import Access, Array, put, take
+from .trace import Trace
 
 BASE = 0x7F00_0000_0000
 """Address of the first byte."""
 PAGE = 512
 """Bytes between tensors, and of which a multiple is reserved for each."""
+SECTOR = 32
+"""Bytes of the smallest piece that the caches move."""
 GUARD, UNWRITTEN, BEFORE = -3, -2, -1
 """Writers of elements: no tensor, nobody yet, somebody before the launch."""
 
 
 class GlobalMemory:
-    """The memory of a launch; tensors are added before it is sealed."""
+    """Copies of the tensors of a launch: name, bytes, which have values, element size.
 
-    def __init__(self, num_programs: int) -> None:
-        self.num_programs = num_programs
-        self.names: list[str] = []
-        self.start: list[int] = []
-        self.shift: list[int] = []  # log2 of the bytes of an element
-        self._contents: list[tuple[Array, Array]] = []
-        self._end = PAGE
-        self.loaded: Counter[str] = Counter()  # bytes by tensor, each once per program and load
-        self.stored: Counter[str] = Counter()
-        self.counting = False
+    What nobody has written is NaN, or -1.
 
-    def add(self, name: str, contents: Array, written: Array, item: int) -> int:
-        """Add the bytes of a tensor, and which of them have values; return its address."""
-        self.names.append(name)
-        self.start.append(self._end)
-        self.shift.append(item.bit_length() - 1)
-        self._contents.append((contents, written))
-        self._end += -(-len(contents) // PAGE) * PAGE + PAGE
-        return BASE + self.start[-1]
+    Attributes:
+        data: bytes, from `BASE` on.
+        start: of each tensor in the data.
+        loaded: bytes by tensor, each once for every program and instruction, if counting.
+        stored: the same of stores.
+        sectors: as loaded, in whole sectors.
+    """
 
-    def seal(self) -> None:
-        """Copy the tensors; what nobody has written is NaN, or -1."""
-        self.data = np.full(self._end, 0xFF, np.uint8)
-        self._page = np.full(self._end // PAGE, -1, np.int64)  # which tensor
-        self._first = np.zeros(len(self.names), np.int64)  # element of each tensor
-        writers = []
-        num_elements = 0
-        for i, (contents, written) in enumerate(self._contents):
-            begin, end = self.start[i], self.start[i] + len(contents)
-            self.data[begin:end] = np.where(written, contents, 0xFF)
-            reserved = -(-len(contents) // PAGE) * PAGE
-            self._page[begin // PAGE : (begin + reserved) // PAGE] = i
-            writer = np.full(reserved >> self.shift[i], GUARD, np.int32)
-            item = 1 << self.shift[i]
-            known: Array = np.asarray(written.reshape(-1, item).all(1))
-            writer[: len(known)] = np.where(known, BEFORE, UNWRITTEN)
-            writers.append(writer)
-            self._first[i] = num_elements
-            num_elements += len(writer)
-        self._start, self._shift = np.array(self.start), np.array(self.shift)
-        self.writer = np.concatenate(writers) if writers else np.zeros(0, np.int32)
+    def __init__(
+        self,
+        num_programs: int,
+        tensors: list[tuple[str, Array, Array, int]],
+        *,
+        counting: bool,
+        trace: Trace | None = None,
+    ) -> None:
+        self.num_programs, self._counting, self.trace = num_programs, counting, trace
+        self.names = [name for name, *_ in tensors]
+        reserved = [-(-len(contents) // PAGE) * PAGE for _, contents, _, _ in tensors]
+        begins = np.cumsum([PAGE, *(size + PAGE for size in reserved)])
+        self.start: list[int] = begins[:-1].tolist()
+        self.data = np.full(begins[-1], 0xFF, np.uint8)
+        self._page = np.full(len(self.data) // PAGE, -1, np.int64)  # which tensor
+        writers = [np.zeros(0, np.int32)]
+        for i, (_, contents, written, item) in enumerate(tensors):
+            begin = self.start[i]
+            self.data[begin : begin + len(contents)] = np.where(written, contents, 0xFF)
+            self._page[begin // PAGE : (begin + reserved[i]) // PAGE] = i
+            known: Array = written.reshape(-1, item).all(1)
+            writers.append(np.full(reserved[i] // item, GUARD, np.int32))
+            writers[-1][: len(known)] = np.where(known, BEFORE, UNWRITTEN)
+        self._start = np.array(self.start)
+        self._shift = np.array([item.bit_length() - 1 for *_, item in tensors])  # log2 of its bytes
+        self._first = np.cumsum([len(each) for each in writers])  # element of each tensor
+        self._size = [len(contents) // item for _, contents, _, item in tensors]  # in elements
+        self.writer = np.concatenate(writers)
+        num_elements = len(self.writer)
         self._write_epoch = np.zeros(num_elements, np.int32)
         self._write_thread = np.zeros(num_elements, np.int32)
         self._by_atomic = np.zeros(num_elements, np.bool_)
         self._was_read = np.zeros(num_elements, np.bool_)
-        self._read_epoch = np.zeros((self.num_programs, num_elements), np.int16)  # + 1
-        self.clock = np.zeros((self.num_programs, self.num_programs), np.int64)
+        self._read_epoch = np.zeros((num_programs, num_elements), np.int16)  # + 1
+        self.clock = np.zeros((num_programs, num_programs), np.int64)
         self._acquired = np.zeros_like(self.clock)
         self._released: dict[int, Array] = {}
-        self._last = np.zeros(self._end, np.int32)
+        self._last = np.zeros(len(self.data), np.int32)
+        self.loaded: Counter[str] = Counter()
+        self.stored: Counter[str] = Counter()
+        self.sectors: Counter[str] = Counter()
+
+    def _elements(self, state: Array, index: int) -> Array:
+        """The state of the elements of a tensor."""
+        first = self._first[index]
+        return state[first : first + self._size[index]]
 
     def written(self, index: int) -> Array:
         """Which bytes of a tensor have values."""
-        size, shift = len(self._contents[index][0]), self.shift[index]
-        first = self._first[index]
-        return np.repeat(self.writer[first : first + (size >> shift)] >= BEFORE, 1 << shift)
+        return np.repeat(self._elements(self.writer, index) >= BEFORE, 1 << self._shift[index])
+
+    def once(self) -> Counter[str]:
+        """Bytes that were read and bytes that were written, by tensor, every element once."""
+        found: Counter[str] = Counter()
+        for i, name in enumerate(self.names):
+            read, writer = self._elements(self._was_read, i), self._elements(self.writer, i)
+            found[name] = (int(read.sum()) + int((writer >= 0).sum())) << int(self._shift[i])
+        return found
 
     def pass_barrier(self, programs: Array | slice) -> None:
         """Let programs know what they have acquired."""
@@ -88,6 +103,8 @@ class GlobalMemory:
     def load(self, access: Access) -> Array:
         """Bytes [k, width]."""
         index, n = self._rows(access, "read")
+        if self.trace:
+            self.trace.add_global(access, index, n, write=False)
         writer = take(self.writer, index, n)
         if writer.min() < BEFORE:
             access.fail("read of memory that nobody wrote", (writer < BEFORE).any(1))
@@ -96,13 +113,15 @@ class GlobalMemory:
         put(self._was_read, index, n, np.array(True))
         epochs = self._read_epoch.reshape(self.num_programs, -1, n)
         epochs[access.program, index] = access.epoch[:, None] + 1
-        if self.counting:
-            self._count(self.loaded, access)
+        if self._counting:
+            self._count(access, self.loaded, self.sectors)
         return take(self.data, (access.address - BASE) // access.width, access.width)
 
     def store(self, access: Access, raw: Array) -> None:
         """Write bytes [k, width]."""
         index, n = self._rows(access, "write")
+        if self.trace:
+            self.trace.add_global(access, index, n, write=True)
         place, order = (access.address - BASE) // access.width, np.arange(len(index), dtype=np.int32)
         self._last[place] = order
         twice = self._last[place] != order
@@ -114,6 +133,8 @@ class GlobalMemory:
     def atomic(self, access: Access, update: Any, order: str) -> Array:
         """Replace values by `update(old, i)`, thread by thread; return the old ones [k]."""
         index, n = self._rows(access, "write")
+        if self.trace:
+            self.trace.add_global(access, index, n, write=True, ordered=order != "relaxed")
         words = self.data.view(f"u{access.width}")
         old = np.zeros(len(index), words.dtype)
         for i, place in enumerate(((access.address - BASE) // access.width).tolist()):
@@ -125,8 +146,8 @@ class GlobalMemory:
             old[i] = words[place]
             words[place] = update(old[i], i)
             self._synchronise(int(access.program[i]), int(access.epoch[i]), place, order)
-        if self.counting:
-            self._count(self.loaded, access)
+        if self._counting:
+            self._count(access, self.loaded, self.sectors)
         return old
 
     def _write(self, access: Access, index: Array, n: int, what: str, *, by_atomic: bool) -> None:
@@ -139,8 +160,8 @@ class GlobalMemory:
         put(self._write_epoch, index, n, access.epoch[:, None])
         put(self._write_thread, index, n, access.thread[:, None])
         put(self._by_atomic, index, n, np.array(by_atomic))
-        if self.counting:
-            self._count(self.stored, access)
+        if self._counting:
+            self._count(access, self.stored)
 
     def _synchronise(self, program: int, epoch: int, place: int, order: str) -> None:
         released = self._released.get(place)
@@ -199,9 +220,17 @@ class GlobalMemory:
             if racing.any():
                 access.fail("race: write of what another program has read", mine)
 
-    def _count(self, counter: Counter[str], access: Access) -> None:
-        """Count the bytes, each once in a program."""
-        key = np.unique(access.program * len(self.data) + (access.address - BASE))
-        tensors, times = np.unique(self._page[key % len(self.data) // PAGE], return_counts=True)
+    def _count(
+        self, access: Access, counter: Counter[str], sectors: Counter[str] | None = None
+    ) -> None:
+        """Count bytes and sectors, each once in a program."""
+        size = len(self.data)
+        place = np.unique(access.program * size + (access.address - BASE))
+        self._add(counter, place % size, access.width)
+        if sectors is not None:
+            self._add(sectors, np.unique(place // SECTOR) * SECTOR % size, SECTOR)
+
+    def _add(self, counter: Counter[str], offset: Array, width: int) -> None:
+        tensors, times = np.unique(self._page[offset // PAGE], return_counts=True)
         for tensor, number in zip(tensors, times, strict=True):
-            counter[self.names[tensor]] += int(number) * access.width
+            counter[self.names[tensor]] += int(number) * width

@@ -4,11 +4,11 @@
 that it does not see; with a number, of so many of each kind in each kernel. A fault is seen if the
 execution of a launch raises, or writes other values, or loads or stores other bytes.
 
-Not counted is what cannot be a fault there: an instruction that no launch executes, and a wait or
-fence that finds nothing to order, or is followed by one that orders as much, with nothing but
-arithmetic between. Barriers are all counted. Those that are not seen separate accesses by the same
-warps, or accesses of different places: the compiler puts one between any two accesses of a buffer
-that it does not know to be of the same warp. A predicate that is not seen is true for every thread
+Not counted is what cannot be a fault there: an instruction that no launch executes; a wait or fence
+that finds nothing to order, or is followed by one that orders as much, with nothing but arithmetic
+between; a barrier that orders nothing by the definition of a race, as `trace` finds for some
+programs of each launch: the compiler puts one between any two accesses of a buffer that it does not
+know to be of the same warp, and next to those that the source asks for. A predicate that is not seen is true for every thread
 that reaches it, or keeps threads from loading what they do not use and another thread of the
 program loads anyway.
 """
@@ -32,6 +32,7 @@ from .decoder import Decoder, instruction
 from .execution import Emulator, Run, decoded
 from .parser import Instruction, Kernel
 from .programs import Action
+from .trace import Trace
 
 KINDS: dict[str, Callable[[Instruction], bool]] = {
     "barrier": lambda by: by.fields == ("bar", "sync"),
@@ -42,8 +43,8 @@ KINDS: dict[str, Callable[[Instruction], bool]] = {
     "predicate": lambda by: by.guard is not None and by.has("global"),
 }
 """What is removed; a memory order becomes relaxed."""
-IDLE = {"wait for copies", "wait for products", "proxy fence"}
-"""Kinds of which some order nothing."""
+FOLLOWED = {"wait for copies", "wait for products", "proxy fence"}
+"""Kinds of which the next one may order as much."""
 ORDERED = {
     "ld", "st", "atom", "red", "cp", "ldmatrix", "stmatrix", "wgmma", "bar", "barrier",
     "fence", "membar", "bra", "ret", "exit",
@@ -55,9 +56,11 @@ CASES = [
     Case(tree="three levels", positions=200, size=136),
 ]
 """Problems that reach most of the kernels; a fault must be seen in one of them."""
+NUM_TRACED = 8
+"""Programs of a launch whose accesses show that a barrier orders nothing."""
 MANY = 20
 """Times as many instructions as without a fault are taken for an endless loop."""
-NOT_REACHED, IDLES, NOT_SEEN = "not reached", "idle", "not seen"
+NOT_REACHED, IDLE, NOT_SEEN = "not reached", "idle", "not seen"
 SEEN = ("fault", "values", "bytes")
 """Verdicts."""
 
@@ -94,6 +97,7 @@ class Judge:
 
     def __init__(self, cases: list[Case]) -> None:
         self._runs: dict[str, list[Run]] = {}  # without faults, by PTX
+        self._idle: dict[str, set[int]] = {}
         for case in cases:
             emulator = Emulator(case.capability, Allocations(), counting=True, history=[])
             emulated(case, inputs(case), emulator)
@@ -116,10 +120,25 @@ class Judge:
         runs = [run for run in self._runs[mutant.text] if block.start in run.reached]
         if not runs:
             return NOT_REACHED
-        if mutant.kind in IDLE and _is_idle(kernel, index, runs):
-            return IDLES
+        if mutant.kind in FOLLOWED and _is_idle(kernel, index, runs):
+            return IDLE
         verdicts = (_compared(mutant, run) for run in runs)
-        return next((verdict for verdict in verdicts if verdict != NOT_SEEN), NOT_SEEN)
+        found = next((verdict for verdict in verdicts if verdict != NOT_SEEN), NOT_SEEN)
+        barrier = found == NOT_SEEN and mutant.kind == "barrier"
+        return IDLE if barrier and index in self._idle_barriers(mutant.text) else found
+
+    def _idle_barriers(self, text: str) -> set[int]:
+        """The barriers that order nothing in any launch, by the definition of a race."""
+        if text not in self._idle:
+            traces = []
+            for run in self._runs[text]:
+                num_programs = run.request.num_programs
+                some = np.linspace(0, num_programs - 1, min(num_programs, NUM_TRACED), dtype=int)
+                traces.append(Trace(some))
+                Run(run.request, decoded(text), trace=traces[-1])
+            needed = set().union(*(trace.passed() - trace.idle() for trace in traces))
+            self._idle[text] = set().union(*(trace.passed() for trace in traces)) - needed
+        return self._idle[text]
 
 
 def _is_idle(kernel: Kernel, index: int, runs: list[Run]) -> bool:
@@ -169,7 +188,7 @@ def summary(found: Iterable[Verdict]) -> dict[str, Counter[str]]:
 
 def table(found: Iterable[Verdict]) -> str:
     """Of every kind: how many mutants are counted and seen, and in which way."""
-    columns = (NOT_REACHED, IDLES, *SEEN, NOT_SEEN)
+    columns = (NOT_REACHED, IDLE, *SEEN, NOT_SEEN)
     lines = [f"{'':18}{'all':>6}{'counted':>9}{'seen':>6}" + "".join(f"{c:>13}" for c in columns)]
     for kind, counts in summary(found).items():
         seen = sum(counts[way] for way in SEEN)

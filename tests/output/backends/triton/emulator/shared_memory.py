@@ -17,6 +17,7 @@ import numpy as np
 
 from .access import Access, Array, Lanes, put, take
 from .parser import Instruction
+from .trace import Trace
 
 BASE = 1024
 """Address of the first byte."""
@@ -43,8 +44,11 @@ class Copy(NamedTuple):
 class SharedMemory:
     """Shared memory of `num_bytes` for each program of a batch."""
 
-    def __init__(self, lanes: Lanes, num_bytes: int, element_bytes: int) -> None:
+    def __init__(
+        self, lanes: Lanes, num_bytes: int, element_bytes: int, trace: Trace | None = None
+    ) -> None:
         self.lanes, self.num_bytes, self._element_bytes = lanes, num_bytes, element_bytes
+        self._trace = trace
         self._size = -(-num_bytes // PIECE) * PIECE + PIECE
         num_programs = len(lanes.ids)
         self.data = np.full(num_programs * self._size, 0xFF, np.uint8)
@@ -93,6 +97,7 @@ class SharedMemory:
     def load(self, access: Access) -> Array:
         """Bytes [k, width]."""
         index, n = self._rows(access)
+        self._note(access, index, n, write=False)
         write = take(self._write, index, n)
         self._check_written(access, write, "read")
         since, mark = self._since[access.chosen], self._read_mark[access.chosen]
@@ -111,6 +116,7 @@ class SharedMemory:
     def store(self, access: Access, raw: Array) -> None:
         """Write bytes [k, width]."""
         index, n = self._rows(access)
+        self._note(access, index, n, write=True)
         self._check_write(access, index, n)
         width, place = access.width, self._place(access)
         put(self.data, place // width, width, raw)
@@ -131,6 +137,7 @@ class SharedMemory:
     def copy(self, access: Access, raw: Array) -> None:
         """Issue an asynchronous copy of bytes [k, width]."""
         index, n = self._rows(access)
+        self._note(access, index, n, write=True)
         self._check_write(access, index, n)
         put(self._write, index, n, np.array(IN_FLIGHT))
         self._copies.append(Copy(access, raw, self._copy_commits[access.chosen].copy()))
@@ -156,6 +163,7 @@ class SharedMemory:
     def _land(self, copy: Copy) -> None:
         access = copy.access
         index, n = self._rows(access)
+        self._note(access, index, n, write=True)
         put(self.data, self._place(access) // access.width, access.width, copy.raw)
         put(self._write, index, n, self._write_mark[access.chosen])
         self._unfenced[access.row] = True
@@ -183,6 +191,8 @@ class SharedMemory:
             self._product = [np.zeros_like(self._write) for _ in range(num_groups)]
         commit = self.product_commits[access.row, warpgroup][:, None]
         put(self._product[warpgroup], index, n, commit + 1)
+        if self._trace:
+            self._trace.add_operand(access, index, n, warpgroup, commit[:, 0])
         raw = take(self.data, self._place(access) // PIECE, PIECE)
         return raw.reshape(len(rows), *address.shape, PIECE)
 
@@ -192,6 +202,12 @@ class SharedMemory:
         if (done > self.product_waits[rows]).any():
             self.useful.add(by.index)
         self.product_waits[rows] = np.maximum(self.product_waits[rows], done)
+        if self._trace:
+            self._trace.wait_for_products(self.product_waits)
+
+    def _note(self, access: Access, index: Array, n: int, *, write: bool) -> None:
+        if self._trace:
+            self._trace.add_shared(access, index, n, write=write)
 
     def _place(self, access: Access) -> Array:
         """Offsets [k] into the data of all programs."""
@@ -241,3 +257,4 @@ class SharedMemory:
     def _fail_after_read(access: Access, racing: Array) -> None:
         what = "race: write of what another warp has read, no barrier between"
         access.fail(what, racing.any(1))
+

@@ -54,7 +54,7 @@ def _right(programs: Programs, slots: list[int | None], kind: str) -> Array:
 
 @instruction("mma")
 def _warp_product(decoder: Decoder, by: Instruction) -> Action:
-    rows, columns, _ = _sizes(by)
+    rows, columns, depth = _sizes(by)
     kind = by.fields[-3]
     if (rows, columns) != (16, 8) or by.fields[-4] != "f32" or by.fields[-1] != "f32":
         raise Unsupported(by.text)
@@ -65,6 +65,7 @@ def _warp_product(decoder: Decoder, by: Instruction) -> Action:
     def act(programs: Programs, mask: Mask) -> None:
         programs.require_whole_warps(by, mask)
         product = _left(programs, left, kind) @ _right(programs, right, kind)
+        programs.num_products += programs.count(mask) // 32 * rows * columns * depth
         parts = product.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3)  # [2, 2, warps, 8, 4]
         for i, (slot, old) in enumerate(zip(targets, before, strict=True)):
             assert slot is not None
@@ -135,6 +136,7 @@ class _GroupProduct:
         products = np.zeros((len(active), num_groups, 64, self.columns), np.float32)
         for group in range(num_groups):
             products[:, group] = self._product(programs, active, group)
+        programs.num_products += products.size * self.depth
         parts = products.reshape(len(active), -1, 2, 8, self.columns // 8, 4, 2)
         parts = parts.transpose(4, 2, 6, 0, 1, 3, 5)  # [columns / 8, 2, 2, programs, warps, 8, 4]
         keep = programs.full(programs.registers[self.keep]).reshape(programs.shape)[active]
