@@ -125,6 +125,7 @@ def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
     """Name → value of the sizes, the cost and the memory of a run; allocates no weights."""
     # Imports torch, which the other functions do not use.
     from lm.model.build import build_model, build_tree, without_weights
+    from lm.output import HierarchicalSoftmax
     from lm.training.batches import training_batches
     from lm.training.memory_estimate import available_bytes, estimate_memory
 
@@ -136,6 +137,8 @@ def describe(config: Config, prepared: Prepared) -> dict[str, Any]:
     parameters = {
         name: sum(p.numel() for p in module.parameters()) for name, module in model.named_children()
     }
+    if isinstance(model.output, HierarchicalSoftmax):  # the zeros after its rows are not trained
+        parameters["output"] -= model.output.weight[:, config.model.hidden :].numel()
     memory = estimate_memory(config, tree, vocab_size)
     available = available_bytes(config)
     batches = training_batches(config, prepared)

@@ -36,7 +36,8 @@ def test_info_counts_the_parameters_of_the_model(reported: Reported) -> None:
     assert info["output_parameters"] == (vocab_size + nodes - 1) * (hidden + 1)
     parts = ("embedding_parameters", "backbone_parameters", "output_parameters")
     assert info["parameters"] == sum(info[part] for part in parts)
-    megabytes = info["parameters"] * 4 / 2**20
+    zeros = (vocab_size + nodes - 1) * 4  # rows of 12 numbers are followed by 4 zeros
+    megabytes = (info["parameters"] + zeros) * 4 / 2**20
     sizes = [info[f"{part}_mib"] for part in ("weights", "gradients", "optimizer")]
     assert sizes == [round(times * megabytes, 1) for times in (1, 1, 2)]
     sizes += [info["batch_mib"], info["other_mib"]]

@@ -134,6 +134,8 @@ def build_model(
         for module in modules:
             for parameter in () if module is None else cast(nn.Module, module).parameters():
                 nn.init.uniform_(parameter, -config.init_range, config.init_range)
+        if isinstance(softmax, HierarchicalSoftmax):
+            softmax.zero_padding()
     return model
 
 

@@ -55,7 +55,8 @@ class LanguageModel(nn.Module):
     Args:
         backbone: maps input vectors of size E to hidden vectors of size H.
         output: the softmax over words.
-        embedding_size: E; None uses the output layer's rows as input vectors (then E = H).
+        embedding_size: E; None uses the first H numbers of the output layer's rows as input
+            vectors (then E = H).
         embedding_dtype: type of the input vectors if they are not the output layer's rows; None is
             torch's default.
         path_sum: whether the input vector of a word is the sum of the vectors on its path in the
@@ -95,6 +96,7 @@ class LanguageModel(nn.Module):
         self.dropout = Dropout(dropout, dropout_variational)
         self.path_sum = path_sum
         self.row_wise = row_wise
+        self.embedding_size = backbone.hidden_size if embedding_size is None else embedding_size
         self.word_dropout: Tensor | None
         self.register_buffer("word_dropout", word_dropout, persistent=False)
         self.embedding = None
@@ -139,6 +141,7 @@ class LanguageModel(nn.Module):
             hidden [T, B, H], each of which predicts the next word, and the state after `tokens`.
         """
         embedded = self._embed_paths(tokens) if self.path_sum else self._embed_words(tokens)
+        embedded = embedded[..., : self.embedding_size]
         with backbone_autocast(embedded.device):
             hidden, state = self.backbone(self.dropout(embedded), state)
         return self.dropout(hidden), state
@@ -160,7 +163,7 @@ class LanguageModel(nn.Module):
         return self.output.loss(hidden, targets), state
 
     def _embed_words(self, tokens: Tensor) -> Tensor:
-        """One vector per word, [T, B, E]."""
+        """One row of the input vectors per word, [T, B, W]."""
         shared = self.embedding is None
         rows = self._tree_softmax.tree.row_of_word[tokens] if shared else tokens
         embedded = self._lookup(rows)
@@ -168,7 +171,7 @@ class LanguageModel(nn.Module):
         return embedded if present is None else embedded * present.unsqueeze(-1)
 
     def _embed_paths(self, tokens: Tensor) -> Tensor:
-        """Sums of the vectors on the words' paths, [T, B, E]."""
+        """Sums of the rows on the words' paths, [T, B, W]."""
         tree = self._tree_softmax.tree
         rows = torch.cat([tree.row_of_word[tokens].unsqueeze(-1), tree.rows_above(tokens)], -1)
         used = rows >= 0
@@ -195,14 +198,14 @@ class LanguageModel(nn.Module):
         return drawn >= self.word_dropout[tokens]
 
     def _lookup(self, index: Tensor) -> Tensor:
-        """Rows of the input vectors, [..., E], in the backbone's type."""
+        """Rows of the input vectors, [..., W], in the backbone's type."""
         if self.training and self.row_wise:
             return lookup(self._vectors, index).to(self.dtype)
         return F.embedding(index, self._vectors).to(self.dtype)
 
     @property
     def _vectors(self) -> Tensor:
-        """The table of input vectors, [N or R, E]."""
+        """The table of input vectors, [N or R, W], W ≥ E."""
         return self._tree_softmax.weight if self.embedding is None else self.embedding.weight
 
     @property

@@ -38,9 +38,15 @@ def hierarchical_cross_entropy(
     a lower precision than `hidden`, under autocast also a higher one; the weight is never cast as
     a whole.
 
+    Rows may be longer than hidden vectors, which then count as followed by zeros: further columns
+    of the weight are multiplied by 0, and their gradient is 0. So rows of any H can begin at
+    multiples of 16 bytes, which fused kernels read fastest, and the weight and its gradient remain
+    contiguous.
+
     Args:
         hidden: [..., H] floating point, outputs of a backbone.
-        weight: [R, H], one row for each node but the root and for each word, numbered by `tree`.
+        weight: [R, W], W ≥ H, one row for each node but the root and for each word, numbered by
+            `tree`.
         target: [...] int64, words 0 … N - 1 or `ignore_index`.
         tree: the softmaxes; on the device of `hidden`.
         bias: [R] or None.
@@ -143,11 +149,14 @@ def check_parameters(hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: 
         raise ValueError(
             f"hidden must be [..., H] floating point, got {hidden.dtype} {list(hidden.shape)}"
         )
-    expected = [tree.num_rows, hidden.shape[-1]]
-    if list(weight.shape) != expected:
-        raise ValueError(f"weight must be [R, H] = {expected}, got {list(weight.shape)}")
-    if bias is not None and list(bias.shape) != expected[:1]:
-        raise ValueError(f"bias must be [R] = {expected[:1]}, got {list(bias.shape)}")
+    num_rows, size = tree.num_rows, hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[0] != num_rows or weight.shape[1] < size:
+        raise ValueError(
+            f"weight must be [R, W] with R = {num_rows} and W ≥ H = {size},"
+            f" got {list(weight.shape)}"
+        )
+    if bias is not None and list(bias.shape) != [num_rows]:
+        raise ValueError(f"bias must be [R] = {[num_rows]}, got {list(bias.shape)}")
     others = [weight, tree.row_of_word] if bias is None else [weight, bias, tree.row_of_word]
     if any(tensor.device != hidden.device for tensor in others):
         raise ValueError(f"weight, bias and tree must be on the device of hidden, {hidden.device}")

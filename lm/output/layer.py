@@ -1,11 +1,12 @@
 """HierarchicalSoftmax: the output layer as a module, in place of a linear layer and its loss."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lm.output.backends.base import followed_by_zeros, row_size
 from lm.output.decoding import functional as decoding
 from lm.output.decoding.candidates import candidate_log_prob
 from lm.output.decoding.options import Sampling
@@ -47,7 +48,10 @@ class HierarchicalSoftmax(nn.Module):
         1.589
 
     Attributes:
-        weight: [R, H], one row for each word and for each node but the root; see `ClassTree`.
+        weight: [R, W], one row for each word and for each node but the root; see `ClassTree`. W is
+            H up to a multiple of 8, so that rows begin at multiples of 16 bytes; columns from H on
+            are 0 and remain so, as their gradient is 0. A state dict with rows of H numbers may be
+            loaded.
         bias: [R] or None.
         tree: the tree of softmaxes.
         vocab_size: N.
@@ -85,7 +89,8 @@ class HierarchicalSoftmax(nn.Module):
             raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
         self.hidden_size, self.vocab_size = hidden_size, tree.vocab_size
         self.ignore_index, self.backend, self.sparse = ignore_index, backend, sparse
-        weight = torch.empty(tree.num_rows, hidden_size, device=device, dtype=dtype)
+        size = row_size(hidden_size)
+        weight = torch.empty(tree.num_rows, size, device=device, dtype=dtype)
         self.weight = nn.Parameter(weight)
         self.bias = nn.Parameter(weight.new_empty(tree.num_rows)) if bias else None
         self.tree = tree if weight.is_meta else tree.to(weight.device)
@@ -98,8 +103,13 @@ class HierarchicalSoftmax(nn.Module):
         """
         bound = 1 / math.sqrt(self.hidden_size)
         nn.init.uniform_(self.weight, -bound, bound)
+        self.zero_padding()
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def zero_padding(self) -> None:
+        """Sets the columns of the weight from H on to 0, after whole rows were drawn."""
+        nn.init.zeros_(self.weight.detach()[:, self.hidden_size :])
 
     def forward(self, hidden: Tensor, target: Tensor) -> Loss:
         """Log-probability of each target, and the mean loss."""
@@ -121,7 +131,7 @@ class HierarchicalSoftmax(nn.Module):
                 device-side assertion).
         """
         return hierarchical_cross_entropy(
-            hidden,
+            self._checked(hidden),
             self.weight,
             target,
             self.tree,
@@ -151,7 +161,7 @@ class HierarchicalSoftmax(nn.Module):
             IndexError: as in `loss`.
         """
         return hierarchical_nll_by_level(
-            hidden,
+            self._checked(hidden),
             self.weight,
             target,
             self.tree,
@@ -168,7 +178,7 @@ class HierarchicalSoftmax(nn.Module):
             >>> layer.log_prob(torch.zeros(4)).exp().round(decimals=3).tolist()
             [0.25, 0.25, 0.5]
         """
-        return decoding.log_prob(hidden, self.weight, self.bias, self.tree)
+        return decoding.log_prob(self._checked(hidden), self.weight, self.bias, self.tree)
 
     def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
         """Log-probabilities of some words of each position, [..., K].
@@ -190,7 +200,7 @@ class HierarchicalSoftmax(nn.Module):
         Raises:
             IndexError: if a candidate is not a word.
         """
-        return candidate_log_prob(hidden, self.weight, self.bias, self.tree, word)
+        return candidate_log_prob(self._checked(hidden), self.weight, self.bias, self.tree, word)
 
     def predict(self, hidden: Tensor) -> Tensor:
         """The most probable word of each position, [...] int64; ties go to the lowest word.
@@ -220,7 +230,7 @@ class HierarchicalSoftmax(nn.Module):
         Raises:
             ValueError: if k is out of range or a log-probability is not finite.
         """
-        return decoding.topk(hidden, self.weight, self.bias, self.tree, k)
+        return decoding.topk(self._checked(hidden), self.weight, self.bias, self.tree, k)
 
     def sample(
         self,
@@ -273,7 +283,7 @@ class HierarchicalSoftmax(nn.Module):
             repetition_penalty=repetition_penalty,
         )
         return decoding.sample(
-            hidden,
+            self._checked(hidden),
             self.weight,
             self.bias,
             self.tree,
@@ -282,6 +292,20 @@ class HierarchicalSoftmax(nn.Module):
             seeds=seeds,
             generator=generator,
         )
+
+    def _checked(self, hidden: Tensor) -> Tensor:
+        """Hidden vectors [..., H]; fewer numbers would fit the rows as well."""
+        if hidden.shape[-1:] != (self.hidden_size,):
+            raise ValueError(f"hidden must be [..., {self.hidden_size}], got {list(hidden.shape)}")
+        return hidden
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Accept a weight with rows of H numbers, as earlier versions saved."""
+        weight = state.get(f"{prefix}weight")
+        if weight is not None and weight.shape[1:] == (self.hidden_size,):
+            rows = followed_by_zeros(weight.detach(), self.weight.shape[1])
+            state[f"{prefix}weight"] = rows
+        super()._load_from_state_dict(state, prefix, *args)
 
     def extra_repr(self) -> str:
         """The settings, for `print(layer)`."""

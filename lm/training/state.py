@@ -18,7 +18,7 @@ from lm.output import ClassTree
 from lm.training.batches import Batch, Batches
 from lm.training.checkpoint import FORMAT_VERSION, LAST, load_checkpoint, what_remains
 from lm.training.metrics import Metrics
-from lm.training.optimizers import build_optimizer, learning_rate
+from lm.training.optimizers import build_optimizer, fill_rows_of_state, learning_rate
 
 MAX_NATS = 700.0
 """Loss per token from which a run counts as diverged: its perplexity has 300 digits."""
@@ -181,6 +181,7 @@ class TrainingState:
         """
         self.progress = Progress(**checkpoint["progress"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
+        fill_rows_of_state(self.optimizer.optimizer)
         self.fabric.strategy.precision.load_state_dict(checkpoint["precision"])
         saved = checkpoint["devices"][self.fabric.global_rank]
         if saved["carried"] is not None:

@@ -160,9 +160,7 @@ def _row(
     }
 
 
-def fused_rows(
-    size: tuple[int, int], problem: Problem, padded: bool = False
-) -> Iterator[dict[str, Any]]:
+def fused_rows(size: tuple[int, int], problem: Problem) -> Iterator[dict[str, Any]]:
     """The model of this project's kernels."""
     launches: list[Launch] = []
     backend, needs = TritonBackend(), Needs(hidden=True, weight=True, bias=False)
@@ -174,7 +172,7 @@ def fused_rows(
         mock.patch.dict(os.environ, TRITON_INTERPRET="1"),
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
     ):
-        done = pool.submit(count, *size, problem.num_positions, padded, CAPABILITY).result()
+        done = pool.submit(count, *size, problem.num_positions, CAPABILITY).result()
     for launch, each in zip(launches, done, strict=True):
         yield launch_row(launch, each)
 
@@ -202,14 +200,12 @@ def floor_seconds(problem: Problem) -> float:
     return max(num_bytes / HBM_RATE, 3 * 2 * columns * size / FLOP_RATE)
 
 
-def report(
-    size: tuple[int, int], num_positions: int, padded: bool = False
-) -> Iterator[dict[str, Any]]:
+def report(size: tuple[int, int], num_positions: int) -> Iterator[dict[str, Any]]:
     """Rows of every method at one size N, H; the last of each method is its total."""
     vocab_size, hidden_size = size
-    problem = make_problem(*size, num_positions, padded)
+    problem = make_problem(*size, num_positions)
     floor = 1e6 * floor_seconds(problem)
-    methods = {"fused": fused_rows(size, problem, padded)}
+    methods = {"fused": fused_rows(size, problem)}
     methods |= {name: map(operation_row, peer(problem)) for name, peer in PEERS.items()}
     for method, found in methods.items():
         rows = list(found)
@@ -218,7 +214,6 @@ def report(
         rows.append({"launch": "total", "programs": 0, "resident": 0, **total, "bound": ""})
         for row in rows:
             problem_of = {"N": vocab_size, "H": hidden_size, "positions": num_positions}
-            problem_of |= {"padded": padded}
             ratio = row["us"] / floor
             yield {**problem_of, "method": method, **row, "floor_us": floor, "ratio": ratio}
 
@@ -241,12 +236,11 @@ def main() -> None:
     add = parser.add_argument
     add("--sizes", type=problem_size, nargs="+", default=SIZES, metavar="N:H")
     add("--positions", type=int, default=16_384)
-    add("--padded", action="store_true", help="rows of the weight begin at multiples of 16")
     options = parser.parse_args()
     print(assumptions(), file=sys.stderr)
     table = Table(COLUMNS, log=options.json)
     for size in options.sizes:
-        for row in report(size, options.positions, options.padded):
+        for row in report(size, options.positions):
             table.add({**row, "model": True})
 
 

@@ -28,7 +28,7 @@ from triton import knobs
 from triton.backends.nvidia.compiler import get_ptxas
 
 from lm.output import ClassTree
-from lm.output.backends.base import Needs, Problem
+from lm.output.backends.base import Needs, Problem, row_size
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
 from scripts.benchmarks import sass
@@ -43,22 +43,22 @@ TENSOR_CORES = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)")
 VERSIONS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "triton_versions"
 
 
-def problem(hidden_size: int, dtype: torch.dtype) -> Problem:
+def problem(hidden_size: int, columns: int, dtype: torch.dtype) -> Problem:
     """16,384 positions of a tree of two levels, in uninitialised memory."""
     tree = ClassTree.two_level(torch.arange(100_000) // 317)
     target = torch.arange(16_384) % tree.vocab_size
     hidden = torch.empty(len(target), hidden_size, dtype=dtype)
-    weight = torch.empty(tree.num_rows, hidden_size, dtype=dtype)
+    weight = torch.empty(tree.num_rows, columns, dtype=dtype)
     bias = torch.empty(tree.num_rows, dtype=dtype)
     return Problem.of(hidden, weight, bias, target, tree)
 
 
-def launches(hidden_size: int, dtype: torch.dtype, capability: int) -> list[Launch]:
+def launches(hidden_size: int, columns: int, dtype: torch.dtype, capability: int) -> list[Launch]:
     """The launches of a forward and of a backward for dense, then for row-wise gradients.
 
     Nothing is executed.
     """
-    posed, backend = problem(hidden_size, dtype), TritonBackend()
+    posed, backend = problem(hidden_size, columns, dtype), TritonBackend()
     needs = Needs(hidden=True, weight=True, bias=True)
     recorded: list[Launch] = []
     with instrumented(run=recorded.append, capability=capability):
@@ -71,7 +71,7 @@ def launches(hidden_size: int, dtype: torch.dtype, capability: int) -> list[Laun
 def obstacle(capability: int) -> str | None:
     """Why the backend refuses this version of Triton on an architecture; None if it does not."""
     with instrumented(capability=capability):
-        return TritonBackend().obstacle(problem(64, torch.bfloat16), torch.device("cuda"))
+        return TritonBackend().obstacle(problem(64, 64, torch.bfloat16), torch.device("cuda"))
 
 
 def assembled(ptx: str, capability: int) -> tuple[int, int]:
@@ -101,12 +101,17 @@ def occupancy(registers: int, shared: int, warps: int, capability: int) -> int:
 def report(
     sizes: list[int], dtypes: list[str], capabilities: list[int], kernels: list[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """One row for each kernel, dtype, size and architecture; of all kernels if none are named."""
-    for capability, dtype, size in product(capabilities, dtypes, sizes):
+    """One row for each kernel, dtype, size and architecture; of all kernels if none are named.
+
+    With rows of the weight as the layer has them and, where these are longer, as long as hidden
+    vectors.
+    """
+    rows = [(size, columns) for size in sizes for columns in sorted({size, row_size(size)})]
+    for capability, dtype, (size, columns) in product(capabilities, dtypes, rows):
         seen = set()
         torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
         kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
-        for launch in launches(size, kind, capability):
+        for launch in launches(size, columns, kind, capability):
             if kernels is None or launch.kernel.__name__ in kernels:
                 binary = compiled(launch, capability)
                 if binary.hash not in seen:
@@ -115,7 +120,8 @@ def report(
                         name += ", row-wise"
                     seen |= {binary.hash, name}
                     found = resources(launch, binary, capability, dtype == "fp32")
-                    yield {"sm": capability, "kernel": name, "dtype": dtype, "H": size, **found}
+                    key = {"sm": capability, "kernel": name, "dtype": dtype}
+                    yield {**key, "H": size, "W": columns, **found}
 
 
 def resources(launch: Launch, binary: Any, capability: int, exact: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from lm.output import ClassTree
-from lm.output.backends.base import Needs, Problem
+from lm.output.backends.base import Needs, Problem, row_size
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import SLOT, Launch, execute, instrumented
 from scripts.benchmarks.methods import zipf
@@ -36,25 +36,20 @@ class Work(NamedTuple):
     memory: float = 0  # bytes from and to memory, every element once
 
 
-def make_problem(
-    vocab_size: int, hidden_size: int, num_positions: int, padded: bool = False
-) -> Problem:
-    """The problem of `tile_tuning` in bf16, without values; rows of the weight may be padded."""
+def make_problem(vocab_size: int, hidden_size: int, num_positions: int) -> Problem:
+    """The problem of `tile_tuning` in bf16, without values, with rows as the layer has them."""
     torch.manual_seed(0)
     word_class = torch.randperm(vocab_size) * round(vocab_size**0.5) // vocab_size
     tree = ClassTree.two_level(word_class)
     target, _ = zipf(vocab_size, num_positions)
     hidden = torch.empty(num_positions, hidden_size, dtype=torch.bfloat16)
-    stride = -(-hidden_size // SLOT) * SLOT if padded else hidden_size
-    weight = torch.empty(tree.num_rows, stride, dtype=torch.bfloat16)[:, :hidden_size]
+    weight = torch.empty(tree.num_rows, row_size(hidden_size), dtype=torch.bfloat16)
     return Problem.of(hidden, weight, None, target, tree)
 
 
-def count(
-    vocab_size: int, hidden_size: int, num_positions: int, padded: bool, capability: int
-) -> list[Work]:
+def count(vocab_size: int, hidden_size: int, num_positions: int, capability: int) -> list[Work]:
     """The work of each launch of a forward and backward, of which the routing is interpreted."""
-    problem = make_problem(vocab_size, hidden_size, num_positions, padded)
+    problem = make_problem(vocab_size, hidden_size, num_positions)
     backend, needs, done = TritonBackend(), Needs(hidden=True, weight=True, bias=False), []
 
     def run(launch: Launch) -> None:
@@ -78,13 +73,15 @@ class _Arguments:
 
     def __init__(self, launch: Launch) -> None:
         self.arguments, self.num_programs = launch.arguments, launch.num_programs
+        self.name: str = launch.kernel.__name__
         self.P, self.tile = self["P"], launch.tile
-        if "h_units" in self.arguments:
-            self.H: int = self["h_units"] * self["ALIGN"]
-            self.num_h = -(-self.H // max(1, launch.tile.h))
+        if "sorted_units" in self.arguments:
             self.item: int = launch.arguments["sorted_hidden"].element_size()
-            self.row_bytes = self.H * self.item  # of the weight
             self.padded: int = self["sorted_units"] * SLOT
+            if "h_units" in self.arguments:
+                self.hidden_bytes = self["h_units"] * self["ALIGN"] * self.item
+            if "weight_units" in self.arguments:
+                self.row_bytes = self["weight_units"] * self["WEIGHT_ALIGN"] * self.item
             self.vector_bytes = self.padded * self.item  # of a sorted hidden vector
         if "num_children" in self.arguments:
             self.width: Counts = self["num_children"]
@@ -100,11 +97,10 @@ class _Arguments:
         found: Counts = self[name][: self["num_entries"][place]]
         return found
 
-    def sectors(self) -> float:
-        """Bytes moved for each byte of a tile's columns of a weight row, wherever rows begin."""
-        size = min(self.tile.h, self.H) * self.item
-        stride = self["weight_units"] * self["WEIGHT_ALIGN"] * self.item
-        return (size + SECTOR - math.gcd(stride, SECTOR)) / size
+    def sectors(self, columns: int) -> float:
+        """Bytes moved for each byte of some columns of a weight row, wherever rows begin."""
+        size = min(columns * self.item, self.row_bytes)
+        return (size + SECTOR - math.gcd(self.row_bytes, SECTOR)) / size
 
     def stop(self) -> Counts:
         """Where the run of visits of the same node ends on its level, [D, P]."""
@@ -112,6 +108,13 @@ class _Arguments:
         last[:, :-1] = self.node[:, 1:] != self.node[:, :-1]
         stop = np.where(last, np.arange(self.P) + 1, self.P)
         found: Counts = np.minimum.accumulate(stop[:, ::-1], 1)[:, ::-1]
+        return found
+
+    def in_tiles(self, entry: Counts) -> Counts:
+        """Whether a position is in a tile of rows, [P]."""
+        found = np.zeros(self.P, bool)
+        for flat, end, *_ in entry.tolist():
+            found[flat % self.P : end] = True
         return found
 
     def pairs(self, unit: Counts, chosen: Counts) -> tuple[Counts, Counts, Counts]:
@@ -155,9 +158,9 @@ def _plan(a: _Arguments) -> Work:
         "_plan:h0": (1 - plans) * -(-a.padded // a["COLUMNS"]),
     }
     size = a["COLUMNS"] * a.item
-    sectors = (size + SECTOR - math.gcd(a.row_bytes, SECTOR)) / size
-    memory = a.P * (a.row_bytes + a.vector_bytes)
-    return Work({k: [v] for k, v in loops.items()}, a.P * a.row_bytes * sectors, memory)
+    sectors = (size + SECTOR - math.gcd(a.hidden_bytes, SECTOR)) / size
+    memory = a.P * (a.hidden_bytes + a.vector_bytes)
+    return Work({k: [v] for k, v in loops.items()}, a.P * a.hidden_bytes * sectors, memory)
 
 
 def _forward(a: _Arguments) -> Work:
@@ -183,12 +186,12 @@ def _forward(a: _Arguments) -> Work:
         program = (unit[:, None] * splits + split).ravel()
         inner = a.sums(program, blocks.ravel())
         ran = a.sums(program, 1)
-        inner_steps, levels = inner * (a.H // a.tile.h), ran * a["D"]
+        inner_steps, levels = inner * -(-a.padded // a.tile.h), ran * a["D"]
         counts = (ran, inner, inner_steps, levels, levels * (splits - 1))
         for name, found in zip(names, counts, strict=True):
             loops[name].append(found)
         loaded += float((num_blocks * visits).sum()) * a.vector_bytes
-        loaded += float(width.sum()) * a.row_bytes * a.sectors()
+        loaded += float(width.sum()) * a.row_bytes * a.sectors(a.tile.h)
         rows += float(a.width[np.unique(node)].sum())
         saved += float((visits * (a.slots[node] * a.item + num_blocks * SINGLE)).sum())
     memory = rows * a.row_bytes + (a.node >= 0).any(0).sum() * a.vector_bytes
@@ -206,60 +209,79 @@ def _errors(a: _Arguments) -> Work:
     return Work({name: [each] for name, each in loops.items()}, saved, 2 * saved + maxima)
 
 
-def _heavy(a: _Arguments) -> Work:
-    entry, first, num_h = a.entries("row_tiles", 3), a["row_programs"], a.num_h
-    flat, end, block, partial = entry.T
-    node, visits, c0 = a.node.ravel()[flat], end - flat % a.P, block * a.tile.c
+def _heavy_rows(
+    a: _Arguments, entry: Counts, columns: int
+) -> tuple[dict[str, Counts], float, float]:
+    """Iterations of the first programs, for tiles of rows with so many columns.
+
+    Then bytes loaded; and those of the errors, once.
+    """
+    num_h, first = -(-columns // a.tile.h), a["row_programs"]
+    flat, end, block, _ = entry.T
+    visits, c0 = end - flat % a.P, block * a.tile.c
     program = np.arange(len(entry) * num_h) % max(1, first)
-    steps = a.sums(program, np.repeat(-(-visits // a.tile.step), num_h))
-    rows = np.minimum(a.tile.c, a.width[node] - c0)
-    columns = np.minimum(a.tile.c, a.slots[node] - c0)
-    loaded = float(visits.sum()) * a.vector_bytes
-    loaded += float((visits * columns).sum()) * a.item * a.num_h
-    written = np.where(partial >= 0, a.padded * SINGLE, a.row_bytes)
-    memory = float((rows * written).sum())
+    inside = np.minimum(a.tile.c, a.slots[a.node.ravel()[flat]] - c0)
+    loops = {
+        f"{a.name}:i": a.sums(program, 1),
+        "_heavy_rows:v0": a.sums(program, np.repeat(-(-visits // a.tile.step), num_h)),
+    }
+    saved = float((visits * inside).sum()) * a.item
+    return loops, float(visits.sum()) * a.vector_bytes + saved * num_h, saved
+
+
+def _tile_rows(a: _Arguments, entry: Counts) -> float:
+    """Rows of the weight in tiles."""
+    flat, _, block, _ = entry.T
+    return float(np.minimum(a.tile.c, a.width[a.node.ravel()[flat]] - block * a.tile.c).sum())
+
+
+def _heavy(a: _Arguments) -> Work:
+    entry, first, num_h = a.entries("chunk_tiles", 4), a["row_programs"], -(-a.padded // a.tile.h)
+    loops, loaded, _ = _heavy_rows(a, entry, a.padded)
+    memory = _tile_rows(a, entry) * a.padded * SINGLE
     level = a["light_level"]
     chosen = (a.node >= 0) & (np.arange(len(a.node))[:, None] < level)
     tile, node, visits = a.pairs(np.arange(a.P) // a.tile.v, chosen)
     blocks = -(-a.width[node] // a.tile.step)
     tiles = np.arange(-(-a.P // a.tile.v))
-    loops = {
-        "_heavy:i": a.sums(program, 1),
-        "_heavy_rows:v0": steps,
+    loops |= {
         "_heavy_hidden": a.sums(tiles, 1, first=first, repeat=num_h),
         "_heavy_hidden:d": a.sums(tiles, a["D"], first=first, repeat=num_h),
         "_heavy_hidden:while": a.sums(tile, 1, first=first, repeat=num_h),
         "_heavy_hidden:c0": a.sums(tile, blocks, first=first, repeat=num_h),
     }
     saved = float((visits * a.slots[node]).sum()) * a.item
-    loaded += float(a.width[node].sum()) * a.row_bytes * a.sectors() + saved * num_h
+    loaded += float(a.width[node].sum()) * a.row_bytes * a.sectors(a.tile.h) + saved * num_h
     light = int((level < a["D"]).sum())
-    final, sums = (a.P - light) * a.row_bytes, light * a.padded * SINGLE
+    final, sums = (a.P - light) * a.hidden_bytes, light * a.padded * SINGLE
     once = float(a.width[np.unique(node)].sum()) * a.row_bytes
-    once += float(chosen.any(0).sum()) * a.vector_bytes
+    once += float(a.in_tiles(entry).sum()) * a.vector_bytes
     return Work({k: [v] for k, v in loops.items()}, loaded, memory + once + saved + final + sums)
 
 
-def _light(a: _Arguments) -> Work:
-    flat, num_h = a.entries("light_groups", 2), a.num_h
+def _rows(a: _Arguments) -> Work:
+    entry, first, columns = a.entries("row_tiles", 3), a["row_programs"], a["LIGHT_H"]
+    loops, loaded, errors = _heavy_rows(a, entry, a.row_bytes // a.item)
+    num_h = -(-a.row_bytes // (a.item * columns))
+    flat = a.entries("light_groups", 2)
     stop, top = a.stop().ravel(), flat // a.P
     group, light_level = np.full(a.P, -1), np.full(a.P, a["D"])
     for index, (begin, end) in enumerate(zip(flat % a.P, stop[flat], strict=True)):
         group[begin:end], light_level[begin:end] = index, top[index]
     light = (a.node >= 0) & (np.arange(len(a.node))[:, None] >= light_level)
     unit, node, visits = a.pairs(group, light)
-    blocks = -(-a.width[node] // a.tile.c)
-    split, before = a.entries("split_tiles", 4), a["max_groups"]
+    blocks = -(-a.width[node] // a["LIGHT_C"])
+    split, before = a.entries("split_tiles", 5), first + a["max_groups"] * num_h
     _, chunks, block, _ = split.T
-    width = a.width[a.node.ravel()[split[:, 0]]]
-    split_rows = np.minimum(a["BLOCK_R"], width - block * a["BLOCK_R"])
-    zeros, zero_rows = _zeros(a, (before + a["max_split_tiles"]) * num_h)
-    added = a.sums(np.arange(len(split)), chunks, first=before * num_h, repeat=num_h)
-    loops = {
-        "_light_group": a.sums(np.arange(len(flat)), 1, repeat=num_h),
-        "_light_group:d": a.sums(np.arange(len(flat)), a["D"] - top, repeat=num_h),
-        "_light_group:while": a.sums(unit, 1, repeat=num_h),
-        "_light_group:c0": a.sums(unit, blocks, repeat=num_h),
+    split_rows = np.minimum(a.tile.c, a.width[a.node.ravel()[split[:, 0]]] - block * a.tile.c)
+    zeros, zero_rows = _zeros(a, before + a["max_split_tiles"] * num_h, num_h)
+    added = a.sums(np.arange(len(split)), chunks, first=before, repeat=num_h)
+    groups = np.arange(len(flat))
+    loops |= {
+        "_light_group": a.sums(groups, 1, first=first, repeat=num_h),
+        "_light_group:d": a.sums(groups, a["D"] - top, first=first, repeat=num_h),
+        "_light_group:while": a.sums(unit, 1, first=first, repeat=num_h),
+        "_light_group:c0": a.sums(unit, blocks, first=first, repeat=num_h),
         "_add_chunks": np.sign(added),
         "_add_chunks:chunk": added,
         **zeros,
@@ -269,29 +291,30 @@ def _light(a: _Arguments) -> Work:
     saved = float((visits * a.slots[node]).sum()) * a.item
     sums = (float((chunks * split_rows).sum()) + positions) * a.padded * SINGLE
     once = rows * a.row_bytes + positions * a.vector_bytes
-    loaded = once + rows * a.row_bytes * (a.sectors() - 1) + saved * num_h + sums
-    written = (rows + positions + float(split_rows.sum()) + zero_rows) * a.row_bytes
+    loaded += once + rows * a.row_bytes * (a.sectors(columns) - 1) + saved * num_h + sums
+    written = (_tile_rows(a, entry) + rows + float(split_rows.sum()) + zero_rows) * a.row_bytes
     owners = a["R"] * 8.0
-    memory = once + saved + sums + written + owners
+    once += float((a.in_tiles(entry) & (group < 0)).sum()) * a.vector_bytes + errors
+    memory = once + saved + sums + written + positions * a.hidden_bytes + owners
     return Work({k: [v] for k, v in loops.items()}, loaded + owners, memory)
 
 
-def _zeros(a: _Arguments, first: int) -> tuple[dict[str, Counts], float]:
+def _zeros(a: _Arguments, first: int, num_h: int) -> tuple[dict[str, Counts], float]:
     """Iterations of the programs from `first` on that write zeros, and the rows they write."""
-    block, num_rows, num_programs = a["BLOCK_R"], a["R"], a.num_programs - first
+    block, num_rows, num_programs = a.tile.c, a["R"], a.num_programs - first
     empty = np.zeros(-(-num_rows // block) * block, bool)
     empty[:num_rows] = a["visited"][a["node_of_row"][:num_rows]] == 0
     any_empty: Counts = np.logical_or.reduce(empty.reshape(-1, block), axis=1)
     program = np.arange(len(any_empty)) % max(1, num_programs)
     loops = {
-        "_light:r0": a.sums(program, 1, first=first),
-        "_write_zeros:h0": a.sums(program, any_empty * a.num_h, first=first),
+        "_rows:r0": a.sums(program, 1, first=first),
+        "_write_zeros:h0": a.sums(program, any_empty * num_h, first=first),
     }
     return loops, float(empty.sum())
 
 
 COUNTERS: dict[str, Callable[[_Arguments], Work]] = {
     counter.__name__: counter
-    for counter in (_sort, _merge, _plan, _forward, _errors, _heavy, _light)
+    for counter in (_sort, _merge, _plan, _forward, _errors, _heavy, _rows)
 }
 """By name of the kernel."""

@@ -27,7 +27,7 @@ class Problem:
     hidden: Tensor  # [P, H]
     target: Tensor  # [P] int64
     trees: dict[str, ClassTree]  # by name, always with `random` and `tree_full`
-    weight: Tensor  # [≥ R, H] for the largest tree; a method uses as many rows as its tree has
+    rows: Tensor  # [≥ R, W] for the largest tree, as the layer has them; a method uses R
     bias: Tensor  # [≥ R]
     cutoffs: list[int]  # of the adaptive softmax
 
@@ -35,6 +35,11 @@ class Problem:
         self.num_positions, self.hidden_size = self.hidden.shape
         self.vocab_size = self.trees["tree_full"].vocab_size
         self.element_bytes = self.hidden.element_size()
+
+    @property
+    def weight(self) -> Tensor:
+        """[≥ R, H], the rows of methods that need no zeros at the end."""
+        return self.rows[:, : self.hidden_size]
 
     def gradient_bytes(self, num_rows: int) -> int:
         """Size of the gradients of `num_rows` rows with biases and of the hidden vectors."""

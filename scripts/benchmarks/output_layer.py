@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends.base import row_size
 from lm.output.functional import BackendName
 from scripts.benchmarks import measure, reporting, table
 from scripts.benchmarks.measure import Clock
@@ -88,7 +89,7 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
     tree = problem.trees[name]
 
     def build() -> Layer:
-        ((weight, bias),) = split_rows(problem.weight, problem.bias, 0, tree.num_rows)
+        ((weight, bias),) = split_rows(problem.rows, problem.bias, 0, tree.num_rows)
 
         def loss(hidden: Tensor, target: Tensor) -> Tensor:
             return hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend=backend)
@@ -133,14 +134,14 @@ def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace)
         if name in {"random", "tree_full", *options.methods}
     }
     num_rows = max(tree.num_rows for tree in trees.values())
-    weight_bytes = num_rows * (hidden_size + 1) * like["dtype"].itemsize
+    weight_bytes = num_rows * (row_size(hidden_size) + 1) * like["dtype"].itemsize
     if weight_bytes > measure.free_bytes(options.device, options.memory_limit):
         raise SystemExit(f"N = {vocab_size}: weights do not fit: {table.gigabytes(weight_bytes)}")
     return Problem(
         hidden=torch.randn(options.positions, hidden_size, **like),
         target=target.to(options.device),
         trees=trees,
-        weight=torch.randn(num_rows, hidden_size, **like).mul_(0.05),
+        rows=torch.randn(num_rows, row_size(hidden_size), **like).mul_(0.05),
         bias=torch.randn(num_rows, **like).mul_(0.05),
         cutoffs=options.cutoffs or usual_cutoffs(vocab_size),
     )

@@ -16,7 +16,7 @@ COLUMNS = (
     Column("peak MiB", "peak_bytes", ".1f", 2**20),
     Column("gradient MiB", "gradient_bytes", ".1f", 2**20),
 )
-KERNELS = ("_forward", "_errors", "_heavy", "_light")
+KERNELS = ("_forward", "_errors", "_heavy", "_rows")
 """Prefixes of the names of this project's kernels, without those of routing."""
 
 

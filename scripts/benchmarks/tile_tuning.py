@@ -1,10 +1,10 @@
 """Time tile shapes of the fused kernels on a GPU, one kernel after another.
 
-The search starts from the shapes in `lm/output/backends/triton/tile_shapes.py`. Each kernel in turn
-tries every shape that compiles and fits, the other kernels unchanged; a launch is timed by events
-on the device, the median of the rounds. A shape's score is the geometric mean over the sizes of its
-time relative to the starting shape. `--candidates FILE`
-tries only the shapes in a file of JSON, in its order, such as a model of the kernels chose:
+The search starts from the shapes in `lm/output/backends/triton/tile_shapes.py`. Each in turn tries
+every shape that compiles and fits, the others unchanged; the launches that it shapes are timed by
+events on the device, the median of the rounds. A shape's score is the geometric mean over the sizes
+of their time relative to the starting shape. `--candidates FILE` tries only the shapes in a file of
+JSON, in its order, such as a model of the kernels chose:
 
   [{"kernel": "heavy", "v": 128, "c": 128, "h": 64, "warps": 8, "stages": 3, "step": 64}, …]
 
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lm.output import ClassTree
-from lm.output.backends.base import Needs, Problem
+from lm.output.backends.base import Needs, Problem, row_size
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import (
     Launch,
@@ -44,7 +44,13 @@ from scripts.benchmarks.measure import cpu_clock, event_clock
 from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import Column, Table, append_row, benchmark_parser, problem_size
 
-KERNELS = ("forward", "errors", "heavy", "light")
+KERNELS = {
+    "forward": ("_forward",),
+    "errors": ("_errors",),
+    "heavy": ("_heavy", "_rows"),
+    "light": ("_rows",),
+}
+"""Fields of `Tiles`, and the launches that they shape."""
 SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024)]
 DRY_RUN = {"sizes": [(97, 8)], "positions": 32, "dtype": "float32", "rounds": 1}
 COLUMNS = (
@@ -63,7 +69,7 @@ def make_problem(
     tree = ClassTree.two_level(word_class).to(device)
     target = zipf(vocab_size, num_positions)[0].to(device)
     hidden = torch.randn(num_positions, hidden_size, dtype=dtype, device=device)
-    weight = torch.randn(tree.num_rows, hidden_size, dtype=dtype, device=device)
+    weight = torch.randn(tree.num_rows, row_size(hidden_size), dtype=dtype, device=device)
     return Problem.of(hidden, weight / hidden_size**0.5, None, target, tree)
 
 
@@ -75,8 +81,7 @@ def seconds_of(problem: Problem, shapes: Tiles, num_rounds: int) -> dict[str, fl
     clock = event_clock if problem.hidden.is_cuda else cpu_clock
 
     def time_launch(launch: Launch) -> None:
-        name = launch.kernel.__name__.removeprefix("_")
-        seconds[name].append(clock(lambda: execute(launch))())
+        seconds[launch.kernel.__name__].append(clock(lambda: execute(launch))())
 
     backend, needs = TritonBackend(), Needs(hidden=True, weight=True, bias=False)
     try:
@@ -141,8 +146,8 @@ def compile_candidates(problems: list[Problem], start: Tiles, tried: list[Candid
     for problem, candidate in product(problems, tried):
         architecture = capability(problem.hidden.device)
         found = launches(problem, architecture, candidate.of(start))
-        name = f"_{candidate.kernel}"
-        jobs += [(one, architecture) for one in found if one.kernel.__name__ == name]
+        names = KERNELS[candidate.kernel]
+        jobs += [(one, architecture) for one in found if one.kernel.__name__ in names]
     compile_all(jobs, os.cpu_count() or 1)
 
 
@@ -158,16 +163,16 @@ def tune(
         if time.monotonic() > deadline:
             print(f"{len(tried) - number} shapes were not tried within --seconds")
             return
-        kernel, shapes = candidate.kernel, candidate.of(start)
+        names, shapes = KERNELS[candidate.kernel], candidate.of(start)
         found = [seconds_of(problem, shapes, options.rounds) for problem in problems]
         ratios = [
-            seconds[kernel] / known[kernel]
+            sum(map(seconds.__getitem__, names)) / sum(map(known.__getitem__, names))
             for seconds, known in zip(found, base, strict=True)
             if seconds and known
         ]
         if len(ratios) == len(problems):
             score = math.exp(statistics.fmean(map(math.log, ratios)))
-            shape = {"kernel": kernel, **candidate.tile._asdict()}
+            shape = {"kernel": candidate.kernel, **candidate.tile._asdict()}
             rounded = [round(ratio, 4) for ratio in ratios]
             yield {**shape, "score": round(score, 4), "ratios": rounded}
 

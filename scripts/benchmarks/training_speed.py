@@ -22,6 +22,7 @@ from data_prep.prepare import prepare
 from lm.config import load_config
 from lm.model.build import build_tree
 from lm.model.language_model import LanguageModel, State
+from lm.output.backends.base import followed_by_zeros
 from lm.training.batches import training_batches
 from lm.training.devices import build_fabric, matmul_precision
 from lm.training.loop import train_step
@@ -34,7 +35,8 @@ FOLDERS = ("--data.", "--run_dir")
 
 def torch_loss(hidden: Tensor, targets: Tensor, output: nn.Module) -> Tensor:
     """The loss of a full softmax by PyTorch's functions."""
-    logits = F.linear(hidden, cast(Tensor, output.weight), cast(Tensor, output.bias))
+    weight, bias = cast(Tensor, output.weight), cast(Tensor, output.bias)
+    logits = F.linear(followed_by_zeros(hidden, weight.shape[1]), weight, bias)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from data_prep.errors import UserError
+from data_prep.storage import sha256_file
 from lm.config import ModelConfig, OutputConfig, WordTable, WordTableConfig
 from lm.config.renamed import RENAMED
 from lm.model.build import build_model
@@ -24,7 +26,8 @@ def saved(
     tied: bool = False,
     **settings: Any,
 ) -> LanguageModel:
-    config, output = ModelConfig(hidden=8, heads=2, **settings), OutputConfig(tree=tree)
+    config = ModelConfig(**{"hidden": 8, "heads": 2, **settings})
+    output = OutputConfig(tree=tree)
     classes, counts = torch.tensor([0, 1, 2, 0, 1, 1, 2]), torch.tensor([9, 2, 8, 3, 7, 4, 6])
     class_tree = None if tree == "adaptive" else ClassTree.two_level(classes, 1)
     model = build_model(config, output, WordTable(tied=tied), class_tree, 6, counts=counts)
@@ -37,14 +40,23 @@ def saved(
 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 @pytest.mark.parametrize(
-    ("tree", "tied", "embedding"),
-    [("two_level", False, 4), ("two_level", True, None), ("adaptive", False, None)],
+    ("tree", "tied", "hidden", "embedding"),
+    [
+        *(("two_level", False, 8, 4), ("two_level", True, 8, None), ("two_level", True, 12, None)),
+        ("adaptive", False, 8, None),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_saved_model_predicts_the_same_when_it_is_loaded(
-    backbone: str, tree: str, tied: bool, embedding: int | None, dtype: torch.dtype, tmp_path: Path
+    backbone: str,
+    tree: str,
+    tied: bool,
+    hidden: int,
+    embedding: int | None,
+    dtype: torch.dtype,
+    tmp_path: Path,
 ) -> None:
-    settings = {"backbone": backbone, "embedding": embedding, "dropout": 0.5}
+    settings = {"backbone": backbone, "hidden": hidden, "embedding": embedding, "dropout": 0.5}
     model = saved(tmp_path, tree, dtype, tied, **settings).eval()
     loaded, read = load_model(tmp_path)
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
@@ -59,6 +71,20 @@ def test_a_saved_model_predicts_the_same_when_it_is_loaded(
     torch.testing.assert_close(nll, same, rtol=near, atol=near)
     assert not loaded.training
     assert (read.step, read.valid_perplexity, read.context) == (3, 4.5, 6)
+
+
+def test_weights_with_rows_of_h_numbers_are_loaded(tmp_path: Path) -> None:
+    """As earlier versions wrote them: now 4 zeros follow the 12 numbers."""
+    model = saved(tmp_path, hidden=12, tied=True).eval()
+    state = load_file(tmp_path / "model.safetensors")
+    assert state["output.weight"].shape[1] == 16
+    state["output.weight"] = state["output.weight"][:, :12].contiguous()
+    save_file(state, tmp_path / "model.safetensors")
+    rewritten(tmp_path, weights_sha256=sha256_file(tmp_path / "model.safetensors"))
+    loaded, _ = load_model(tmp_path)
+    assert torch.equal(loaded.table[0], model.table[0])
+    tokens = torch.tensor([[1, 5], [3, 2], [6, 0]])
+    torch.testing.assert_close(loaded(tokens)[0], model(tokens)[0])
 
 
 def test_a_loaded_model_can_be_changed_and_saved_over_its_own_file(tmp_path: Path) -> None:

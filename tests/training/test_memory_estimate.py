@@ -19,7 +19,7 @@ from lm.training.memory_estimate import TOLERANCE, MemoryEstimate
 NUM_WORDS, NUM_CLASSES = 10_000, 100
 TREE = ClassTree.two_level(torch.arange(NUM_WORDS) % NUM_CLASSES)
 NUM_ROWS = NUM_WORDS + NUM_CLASSES
-TABLE = NUM_ROWS * 301
+TABLE = NUM_ROWS * (304 + 1)  # rows of 300 numbers are followed by zeros
 VECTORS = NUM_WORDS * 300
 LSTM = 4 * (2 * 300 * 300 + 2 * 300)
 ROW_WISE_ADAM = ("word_table.gradients=row_wise", "word_table.optimizer=adam")

@@ -98,6 +98,16 @@ def test_sgd_is_the_textbook_step_with_momentum() -> None:
         weight = model.weight.detach().item()
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_updates_every_number_in_half_precision(momentum: float) -> None:
+    model = nn.Linear(40, 5, bias=False).bfloat16()
+    stepper = build(Model(model), OptimConfig(optimizer="sgd", lr=0.25, momentum=momentum))
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.ones_like(model.weight)
+    stepper.step()
+    assert torch.equal(model.weight.detach(), before - 0.25)
+
+
 def test_parameters_without_a_gradient_are_left_out() -> None:
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)

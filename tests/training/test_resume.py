@@ -15,7 +15,7 @@ from lm.cli import main
 from lm.config import load_config
 from lm.model.build import build_tree
 from lm.training.batches import Batches, training_batches
-from lm.training.checkpoint import batches_done, load_checkpoint
+from lm.training.checkpoint import batches_done, load_checkpoint, save_checkpoint
 from lm.training.devices import build_fabric
 from lm.training.state import build_state
 
@@ -177,6 +177,38 @@ def test_a_named_checkpoint_is_continued(
     states = [outcome_of(run)["state"] for run in (tmp_path / "run", truth)]
     assert states[0]["progress"]["batches_done"] == 8
     torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", [[], ["--word_table.optimizer=adam"]])
+def test_a_checkpoint_with_rows_of_h_numbers_is_continued(
+    optimizer: list[str],
+    train: Train,
+    arguments: list[str],
+    tmp_path: Path,
+    assert_same: AssertSame,
+) -> None:
+    """As earlier versions wrote them, weights and moments: now 4 zeros follow 12 numbers."""
+    options = [*optimizer, "--optim.schedule=constant", "--log.every_steps=4"]
+    options += ["--word_table.tied=true", "--train.val_every_steps=4"]
+    truth = train(tmp_path / "truth", *options, "--train.max_steps=8")
+    assert main([*arguments, *options, "--train.max_steps=4"]) == 0
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    checkpoint, num_cut = load_checkpoint(last), 0
+
+    def cut(values: Any) -> None:
+        nonlocal num_cut
+        for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+            if isinstance(value, dict | list):
+                cut(value)
+            elif isinstance(value, torch.Tensor) and value.shape[1:] == (16,):
+                assert not value[:, 12:].any()
+                values[name], num_cut = value[:, :12].clone(), num_cut + 1
+
+    cut(checkpoint)
+    assert num_cut == 3  # the weight and two moments
+    save_checkpoint(checkpoint, last)
+    assert main([*arguments, *options, "--train.max_steps=8", "--resume", "auto"]) == 0
+    assert_same(tmp_path / "run", truth)
 
 
 def test_a_continuation_moves_the_carried_state_to_the_device(

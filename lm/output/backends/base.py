@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tree.class_tree import ClassTree, TreeArrays
@@ -22,7 +23,7 @@ class Problem(NamedTuple):
     """The negative log-likelihoods to compute, in the order in which the custom ops take it."""
 
     hidden: Tensor  # [P, H] floating point
-    weight: Tensor  # [R, H] floating point
+    weight: Tensor  # [R, W] floating point; W ≥ H, and `hidden` counts as followed by zeros
     bias: Tensor | None  # [R] floating point
     target: Tensor  # [P] int64, words or `ignore_index`
     tree: TreeArrays
@@ -48,9 +49,9 @@ class Problem(NamedTuple):
     def without_values(
         cls, num_positions: int, hidden_size: int, tree: ClassTree, dtype: torch.dtype
     ) -> "Problem":
-        """A problem of these sizes whose tensors have no memory, to ask what it would take."""
+        """A `HierarchicalSoftmax`'s problem without memory for tensors, to ask what it takes."""
         hidden = torch.empty(num_positions, hidden_size, dtype=dtype, device="meta")
-        weight = torch.empty(tree.num_rows, hidden_size, dtype=dtype, device="meta")
+        weight = torch.empty(tree.num_rows, row_size(hidden_size), dtype=dtype, device="meta")
         target = torch.empty(num_positions, dtype=torch.int64, device="meta")
         problem = cls.of(hidden, weight, weight[:, 0], target, tree)
         return problem._replace(tree=TreeArrays(*(array.to("meta") for array in tree.arrays)))
@@ -84,7 +85,7 @@ class Gradients(NamedTuple):
     """Gradients in the dtypes of what they belong to; None where not needed."""
 
     d_hidden: Tensor | None  # [P, H]
-    d_weight: Tensor | RowGradient | None  # [R, H]
+    d_weight: Tensor | RowGradient | None  # [R, W], 0 in columns from H on
     d_bias: Tensor | RowGradient | None  # [R]
 
 
@@ -128,6 +129,20 @@ class Backend(Protocol[Saved]):
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums are formed in: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def row_size(hidden_size: int) -> int:
+    """The numbers in a row of a `HierarchicalSoftmax`: H up to a multiple of 8.
+
+    Rows of 2-byte or wider numbers then begin at multiples of 16 bytes, as fast copies require.
+    """
+    return -(-hidden_size // 8) * 8
+
+
+def followed_by_zeros(vectors: Tensor, size: int) -> Tensor:
+    """Vectors [..., H] as [..., size], with zeros from H on; themselves if that is their size."""
+    missing = size - vectors.shape[-1]
+    return F.pad(vectors, (0, missing)) if missing else vectors
 
 
 def flatten(saved: tuple[Any, ...]) -> list[Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output.backends.base import compute_dtype
+from lm.output.backends.base import compute_dtype, followed_by_zeros
 from lm.output.tree.class_tree import ClassTree
 
 ABSENT = torch.iinfo(torch.int64).max
@@ -28,12 +28,14 @@ _LOWEST = -1e30
 
 
 def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Logits hidden Wᵀ + b [P, rows] in at least fp32, of hidden [P, H] and weight [rows, H].
+    """Logits hidden Wᵀ + b [P, rows] in at least fp32, of hidden [P, H] and weight [rows, W].
 
-    Half-precision weights are cast in chunks of one split, so that their gradient is written once.
+    Hidden vectors count as followed by zeros. Half-precision weights are cast in chunks of one
+    split, so that their gradient is written once.
     """
     dtype = compute_dtype(torch.promote_types(hidden.dtype, weight.dtype))
-    hidden, bias = hidden.to(dtype), None if bias is None else bias.to(dtype)
+    hidden = followed_by_zeros(hidden.to(dtype), weight.shape[1])
+    bias = None if bias is None else bias.to(dtype)
     if weight.dtype == dtype:
         return F.linear(hidden, weight, bias)
     chunks = torch.split(weight, max(1, _CAST_ELEMENTS // weight.shape[1]))

@@ -1,6 +1,6 @@
 """Decoding as functions: all log-probabilities, exact top-k, exact sampling.
 
-They take hidden [..., H], weight [R, H], bias [R] or None, and the tree. The methods of
+They take hidden [..., H], weight [R, W], W ≥ H, bias [R] or None, and the tree. The methods of
 `HierarchicalSoftmax` with the same names document options, results and errors.
 """
 

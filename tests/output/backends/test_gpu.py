@@ -191,7 +191,7 @@ def test_three_kernels_of_routing_one_forward_and_three_backward() -> None:
         gradients(inputs, target, tree, upstream, "triton")
     events = profile.events()
     assert events is not None
-    ours = ("_sort", "_merge", "_plan", "_forward", "_errors", "_heavy", "_light")
+    ours = ("_sort", "_merge", "_plan", "_forward", "_errors", "_heavy", "_rows")
     names = sorted(event.name for event in events if event.name.startswith(ours))
     assert [name.split("(")[0] for name in names] == sorted(ours)
 

@@ -7,15 +7,15 @@ from torch.nn import functional as F
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.rowwise import lookup
 
-N, H, P = 41, 6, 15
+N, H, W, P = 41, 6, 8, 15
 SHORTLIST = ClassTree.two_level((torch.arange(N) * 7) % 9, 4)
 Table = list[Tensor]
 
 
 def table(tree: ClassTree, dtype: torch.dtype = torch.float64) -> Table:
-    """Weight and bias, the same each time."""
+    """Weight [R, W] and bias, the same each time."""
     generator = torch.Generator().manual_seed(5)
-    weight = torch.randn(tree.num_rows, H, dtype=torch.float64, generator=generator)
+    weight = torch.randn(tree.num_rows, W, dtype=torch.float64, generator=generator)
     bias = torch.randn(tree.num_rows, dtype=torch.float64, generator=generator)
     return [part.to(dtype).requires_grad_() for part in (weight, bias)]
 
@@ -30,12 +30,12 @@ def batch(number: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def accumulate(tree: ClassTree, params: Table, number: int, rows: bool) -> None:
-    """Add the gradients of a batch whose input vectors are the output rows."""
+    """Add the gradients of a batch whose input vectors begin the output rows."""
     weight, bias = params
     hidden, words, target = batch(number)
     index = tree.row_of_word[words]
     vectors = lookup(weight, index) if rows else F.embedding(index, weight)
-    hidden = hidden + vectors.to(hidden.dtype).tanh()
+    hidden = hidden + vectors[:, :H].to(hidden.dtype).tanh()
     nll = hierarchical_cross_entropy(
         hidden, weight, target, tree, bias, reduction="none", sparse=rows
     )

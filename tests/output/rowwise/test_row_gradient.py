@@ -152,7 +152,7 @@ def test_other_operations_raise(operation: Callable[[Tensor], Tensor], message: 
 def test_the_gradient_is_not_differentiable_again() -> None:
     layer = HierarchicalSoftmax(H, SHORTLIST, sparse=True)
     hidden = torch.randn(6, H, requires_grad=True)
-    for read in (hidden, lookup(layer.weight, torch.arange(6))):
+    for read in (hidden, lookup(layer.weight, torch.arange(6))[:, :H]):
         loss = layer.loss(read, torch.arange(6))
         with pytest.raises(RuntimeError, match="differentiable once"):
             torch.autograd.grad(loss, [layer.weight], create_graph=True)

@@ -35,7 +35,7 @@ def test_the_check_for_a_gpu_runs_all_steps_without_one(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in lines]
     kernels = {row["method"]: row["launches"] for row in rows if row["backend"] == "triton"}
     assert kernels["random"]["forward"] == ["_sort", "_merge", "_plan", "_forward"]
-    assert kernels["random"]["backward"] == ["_errors", "_heavy", "_light"]
+    assert kernels["random"]["backward"] == ["_errors", "_heavy", "_rows"]
     assert "forward: 1 hierarchical kernel (_forward)" in done.stdout
 
 

@@ -32,6 +32,7 @@ SHAPES = Tiles(
 )
 LARGE = ("sorted_hidden", "weight", "errors", "exp_logits", "partial_hidden", "partial_rows")
 GRADIENTS = ("d_hidden", "d_weight")
+BACKWARD = ("_heavy", "_rows")
 
 
 class Counter:
@@ -122,26 +123,24 @@ def test_counts_equal_those_of_the_interpreter(
     nll, saved = backend.forward(problem, needs)
     backend.backward(torch.ones_like(nll), problem, saved, needs)
     found = counter.work
-    assert list(found) == ["_sort", "_merge", "_plan", "_forward", "_errors", "_heavy", "_light"]
+    assert list(found) == ["_sort", "_merge", "_plan", "_forward", "_errors", "_heavy", "_rows"]
     iterations = {
         name: sum(int(copy.sum()) for copy in copies)
         for done in found.values()
         for name, copies in done.loops.items()
     }
-    assert counter.products["_forward"] == iterations["_logits:h0"] + iterations[
-        "_forward_tile:c0"
-    ] * (size % SHAPES.forward.h > 0)
-    heavy = iterations["_heavy_rows:v0"] + iterations["_heavy_hidden:c0"]
-    assert counter.products["_heavy"] == heavy
-    assert counter.products["_light"] == 2 * iterations["_light_group:c0"]
-    loads = {"_light": (*LARGE, "node_of_row")}
-    for kernel in ("_forward", "_errors", "_heavy", "_light"):
+    assert counter.products["_forward"] == iterations["_logits:h0"]
+    chunks, rows = (int(found[name].loops["_heavy_rows:v0"][0].sum()) for name in BACKWARD)
+    assert counter.products["_heavy"] == chunks + iterations["_heavy_hidden:c0"]
+    assert counter.products["_rows"] == rows + 2 * iterations["_light_group:c0"]
+    loads = {"_rows": (*LARGE, "node_of_row")}
+    for kernel in ("_forward", "_errors", *BACKWARD):
         names = loads.get(kernel, LARGE)
         loaded = sum(counter.loaded[kernel, name] for name in names)
         assert found[kernel].loaded == loaded, kernel
     memory = {kernel: counter.once(kernel, *LARGE, *GRADIENTS, "block_max") for kernel in found}
-    memory["_light"] += tree.num_rows * 8
-    for kernel in ("_forward", "_errors", "_heavy", "_light"):
+    memory["_rows"] += tree.num_rows * 8
+    for kernel in ("_forward", "_errors", *BACKWARD):
         assert found[kernel].memory == memory[kernel], kernel
 
 
@@ -157,7 +156,7 @@ import json, sys, torch
 from scripts.benchmarks.kernel_report import compiled, launches
 from scripts.benchmarks.sass_loops import loops
 found = {}
-for launch in launches(64, torch.bfloat16, 90):
+for launch in launches(64, 64, torch.bfloat16, 90):
     if launch.kernel.__name__ in ("_forward", "_errors"):
         cubin = compiled(launch, 90).asm["cubin"]
         found[launch.kernel.__name__] = [tuple(loop) for loop in loops(cubin)]

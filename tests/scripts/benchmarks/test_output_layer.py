@@ -151,7 +151,7 @@ def test_the_floor_of_a_tiny_problem_is_the_count_by_hand() -> None:
         hidden=torch.zeros(4, 5, dtype=torch.bfloat16),
         target=torch.tensor([0, 2, 5, 5]),
         trees={"random": tree, "tree_full": ClassTree.full(6)},
-        weight=torch.zeros(9, 5),
+        rows=torch.zeros(9, 5),
         bias=torch.zeros(9),
         cutoffs=[2],
     )
@@ -220,11 +220,11 @@ def test_zipf_draws_words_by_inverse_rank() -> None:
 def test_launches_are_distinguished_by_name() -> None:
     found = {
         "forward": ["void at::native::sort", "_forward", "Memset (Device)", "void cub::scan"],
-        "backward": ["_errors", "_heavy", "_light", "void at::native::copy"],
+        "backward": ["_errors", "_heavy", "_rows", "void at::native::copy"],
     }
     assert describe_launches([{"label": "random/triton", "launches": found}], on_gpu=True) == [
         "launches of random/triton: forward: 1 hierarchical kernel (_forward) + 2 routing kernels"
-        " + 1 copies and fills; backward: 3 hierarchical kernels (_errors, _heavy, _light)"
+        " + 1 copies and fills; backward: 3 hierarchical kernels (_errors, _heavy, _rows)"
         " + 1 other kernels + 0 copies and fills"
     ]
 

@@ -6,10 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
+from lm.output.backends.base import Gradients, Needs, Problem
 from lm.output.backends.reference.forward import Saved, SavedErrors, SavedLogProb, SavedLse
 from lm.output.backends.reference.gradient_memory import zeros_except
-from lm.output.backends.reference.nodes import Node, target_columns, visited_nodes, write_logits
+from lm.output.backends.reference.nodes import (
+    Node,
+    sorted_hidden,
+    target_columns,
+    visited_nodes,
+    write_logits,
+)
 from lm.output.rowwise.blocks import Part, Product, Rows
 from lm.output.rowwise.row_gradient import RowGradient
 
@@ -19,16 +25,16 @@ class Batch(NamedTuple):
 
     problem: Problem
     saved: Saved
-    hidden: Tensor  # [P, H]
+    hidden: Tensor  # [P, W]
     d_nll: Tensor  # [P]
-    scaled: Tensor  # [P, H], d_nll_p h_p of (6)
+    scaled: Tensor  # [P, W], d_nll_p h_p of (6)
     nodes: list[Node]  # the visited ones
 
     @classmethod
     def of(cls, d_nll: Tensor, problem: Problem, saved: Saved) -> "Batch":
         """The batch of a problem, given the gradient d_nll [P] of the nll."""
-        visits, dtype = saved.visits, compute_dtype(problem.hidden.dtype)
-        hidden, d_nll = visits.sorted(problem.hidden).to(dtype), visits.sorted(d_nll.to(dtype))
+        visits, hidden = saved.visits, sorted_hidden(problem, saved.visits)
+        d_nll = visits.sorted(d_nll.to(hidden.dtype))
         nodes = list(visited_nodes(visits, problem.tree))
         return cls(problem, saved, hidden, d_nll, hidden * d_nll[:, None], nodes)
 
@@ -60,8 +66,8 @@ class Batch(NamedTuple):
         return log_q.exp().scatter_(1, child, torch.where(inside, target.expm1(), target.exp()))
 
     def d_hidden(self, unscaled: Tensor) -> Tensor:
-        """(5) in the order of the problem, given Σ W_nᵀ e_v [P, H] by sorted position."""
-        scaled = unscaled * self.d_nll[:, None]
+        """(5) in the order of the problem, given Σ W_nᵀ e_v [P, W] by sorted position."""
+        scaled = unscaled[:, : self.problem.hidden.shape[1]] * self.d_nll[:, None]
         return self.saved.visits.unsorted(scaled).to(self.problem.hidden.dtype)
 
 

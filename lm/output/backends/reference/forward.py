@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Problem, compute_dtype
-from lm.output.backends.reference.nodes import target_columns, visited_nodes, write_logits
+from lm.output.backends.reference.nodes import (
+    sorted_hidden,
+    target_columns,
+    visited_nodes,
+    write_logits,
+)
 from lm.output.backends.visits import Visits, check_targets, route
 
 SAVED_ELEMENTS = 1 << 26
@@ -36,7 +41,7 @@ class SavedErrors(NamedTuple):
 
     visits: Visits
     error: Tensor  # [P · max_path_columns], (4) of all visits, node by node; the rest undefined
-    d_hidden_unscaled: Tensor  # [P, H], Σ W_nᵀ e_v of (5), by sorted position
+    d_hidden_unscaled: Tensor  # [P, W], Σ W_nᵀ e_v of (5), by sorted position
 
 
 class SavedLse(NamedTuple):
@@ -70,7 +75,8 @@ def new_saved(problem: Problem, visits: Visits, row_wise: bool) -> Saved:
     columns = hidden.new_empty(size, dtype=dtype)
     if kind is SavedLogProb:
         return SavedLogProb(visits, columns)
-    return SavedErrors(visits, columns, hidden.new_empty(hidden.shape, dtype=dtype))
+    unscaled = hidden.new_empty(problem.num_positions, problem.weight.shape[1], dtype=dtype)
+    return SavedErrors(visits, columns, unscaled)
 
 
 def target_log_prob(problem: Problem, row_wise: bool) -> tuple[Tensor, Saved]:
@@ -90,11 +96,11 @@ def target_log_prob(problem: Problem, row_wise: bool) -> tuple[Tensor, Saved]:
 
 
 def _saving_log_prob(problem: Problem, saved: SavedLogProb) -> Tensor:
-    visits, dtype = saved.visits, saved.log_prob.dtype
-    hidden = visits.sorted(problem.hidden).to(dtype)
+    visits = saved.visits
+    hidden = sorted_hidden(problem, visits)
     for node in visited_nodes(visits, problem.tree):
         logits = hidden.new_empty(node.shape)
-        for children in node.blocks(problem.weight, dtype, whole=True):
+        for children in node.blocks(problem.weight, hidden.dtype, whole=True):
             write_logits(logits[:, children], hidden, problem, node, children)
         torch.log_softmax(logits, dim=1, out=node.columns(saved.log_prob))
     visit, column, num_columns = target_columns(visits, problem.tree)
@@ -107,7 +113,7 @@ def _saving_log_prob(problem: Problem, saved: SavedLogProb) -> Tensor:
 def _saving_errors(problem: Problem, saved: SavedErrors) -> Tensor:
     """Also adds up d_hidden while the rows are in cache."""
     visits = saved.visits
-    hidden = visits.sorted(problem.hidden).to(saved.error.dtype)
+    hidden = sorted_hidden(problem, visits)
     saved.d_hidden_unscaled.zero_()
     log_prob = hidden.new_zeros(visits.node.shape)
     for node in visited_nodes(visits, problem.tree):
@@ -130,7 +136,7 @@ def _saving_errors(problem: Problem, saved: SavedErrors) -> Tensor:
 def _saving_lse(problem: Problem, saved: SavedLse) -> Tensor:
     """One block of children after another."""
     visits, all_lse = saved.visits, saved.lse.zero_()
-    hidden = visits.sorted(problem.hidden).to(all_lse.dtype)
+    hidden = sorted_hidden(problem, visits)
     log_prob = hidden.new_zeros(visits.node.shape)
     for node in visited_nodes(visits, problem.tree):
         child = visits.child[node.level, node.visits]

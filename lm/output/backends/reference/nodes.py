@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Problem
+from lm.output.backends.base import Problem, compute_dtype, followed_by_zeros
 from lm.output.backends.visits import Visits
 from lm.output.tree.class_tree import TreeArrays
 
@@ -88,12 +88,18 @@ def target_columns(visits: Visits, tree: TreeArrays) -> tuple[Tensor, Tensor, in
     return visit, column, int(end[-1]) if visit.numel() else 0
 
 
+def sorted_hidden(problem: Problem, visits: Visits) -> Tensor:
+    """The hidden vectors [P, W] of the sorted positions, in the dtype that sums are formed in."""
+    hidden = visits.sorted(problem.hidden).to(compute_dtype(problem.hidden.dtype))
+    return followed_by_zeros(hidden, problem.weight.shape[1])
+
+
 def write_logits(
     out: Tensor, hidden: Tensor, problem: Problem, node: Node, children: slice
 ) -> Tensor:
-    """Write (1) for some children into `out` [visits, children]; return their rows [children, H].
+    """Write (1) for some children into `out` [visits, children]; return their rows [children, W].
 
-    `hidden` [P, H] is that of the sorted positions; the rows have its dtype.
+    `hidden` [P, W] is `sorted_hidden`; the rows have its dtype.
     """
     rows = problem.weight[node.rows(children)].to(hidden.dtype)
     if problem.bias is None:

@@ -68,10 +68,8 @@ class TritonBackend:
             )
         if hidden.dtype == torch.float64 and not interpreted:
             return "does not support fp64"
-        if weight.stride(1) != 1 and weight.shape[1] > 1:
-            return f"requires contiguous weight rows, got strides {tuple(weight.stride())}"
-        if weight.stride(0) < weight.shape[1] and weight.shape[0] > 1:
-            return f"requires disjoint weight rows, got strides {tuple(weight.stride())}"
+        if not weight.is_contiguous():
+            return f"requires a contiguous weight, got strides {tuple(weight.stride())}"
         num_bytes = problem.num_positions * path_slots(problem) * hidden.element_size()
         if num_bytes > MAX_SAVED_BYTES:
             return (

@@ -23,7 +23,7 @@ def gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gr
     Row-wise ones have the rows of visited nodes in contiguous memory; the host waits for their
     number.
     """
-    (num_rows, size), bias, tree = problem.weight.shape, problem.bias, problem.tree
+    (num_rows, columns), bias, tree = problem.weight.shape, problem.bias, problem.tree
     index = written_row = None
     if needs.row_wise:
         visited = saved.routing.visited.bool()
@@ -31,10 +31,9 @@ def gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gr
         written_row = width.cumsum(0) - width
         index = visited[tree.node_of_row].nonzero().squeeze(1)
         num_rows = index.numel()
-    strided = problem.weight.new_empty_strided
     output = Gradients(
         torch.empty_like(problem.hidden) if needs.hidden else None,
-        strided((num_rows, size), problem.weight.stride()) if needs.weight else None,
+        problem.weight.new_empty(num_rows, columns) if needs.weight else None,
         bias.new_empty(num_rows) if bias is not None and needs.bias else None,
     )
     _write(output, written_row, d_nll, problem, saved)
@@ -58,12 +57,13 @@ def _write(
     """
     from lm.output.backends.triton import backward_kernels as kernels
 
-    (num_positions, size), shape = problem.hidden.shape, tiles_for(problem)
-    padded_size = saved.sorted_hidden.shape[1]
+    num_positions, shape = problem.num_positions, tiles_for(problem)
+    padded_size, columns = saved.sorted_hidden.shape[1], problem.weight.shape[1]
     lists = sizes(problem, shape)
     of_rows = output.d_weight is not None or output.d_bias is not None
-    row_tiles, split_tiles = (lists.row_tiles, lists.split_tiles) if of_rows else (0, 0)
-    row_programs = min(row_tiles * -(-size // shape.heavy.h), _ROW_PROGRAMS)
+    row_tiles, chunk_tiles, split_tiles = (
+        (lists.row_tiles, lists.chunk_tiles, lists.split_tiles) if of_rows else (0, 0, 0)
+    )
     num_rows = problem.tree.node_of_row.numel() if of_rows and written_row is None else 0
     sums = saved.lse.new_empty
     special: dict[str, Any] = {
@@ -78,11 +78,12 @@ def _write(
         if output.d_weight is not None
         else None,
         "partial_bias": sums(lists.partial_rows) if output.d_bias is not None else None,
-        "row_programs": row_programs,
         "max_split_tiles": split_tiles,
         "max_groups": lists.light_groups,
         "R": num_rows,
-        "BLOCK_R": shape.heavy.c,
+        "LIGHT_C": shape.light.c,
+        "LIGHT_H": shape.light.h,
+        "LIGHT_STAGES": shape.light.stages,
     }
     if problem.hidden.dtype == torch.float16 and num_positions:
         special["scale"] = torch.linalg.vector_norm(d_nll, torch.inf)
@@ -90,9 +91,12 @@ def _write(
     launch(kernels._errors, -(-num_positions // errors.v), errors, problem, saved, **special)
     tile = shape.heavy
     hidden_tiles = -(-num_positions // tile.v) if output.d_hidden is not None else 0
-    num_programs = row_programs + hidden_tiles * -(-size // tile.h)
+    num_h = -(-padded_size // tile.h)
+    special["row_programs"] = min(chunk_tiles * num_h, _ROW_PROGRAMS)
+    num_programs = special["row_programs"] + hidden_tiles * num_h
     launch(kernels._heavy, num_programs, tile, problem, saved, **special)
-    tile = shape.light
-    num_programs = (lists.light_groups + split_tiles) * -(-size // tile.h)
-    num_programs += min(-(-num_rows // shape.heavy.c), _ZEROING_PROGRAMS)
-    launch(kernels._light, num_programs, tile, problem, saved, **special)
+    special["row_programs"] = min(row_tiles * -(-columns // tile.h), _ROW_PROGRAMS)
+    num_programs = (lists.light_groups + split_tiles) * -(-columns // shape.light.h)
+    num_programs += special["row_programs"] + min(-(-num_rows // tile.c), _ZEROING_PROGRAMS)
+    tile = tile._replace(warps=shape.light.warps)
+    launch(kernels._rows, num_programs, tile, problem, saved, **special)

@@ -10,12 +10,13 @@ memory. s is the largest |d nll| in fp16, whose range d nll would leave, and els
 2 bytes per visit and column in half precision; computing it again from rows would take 5 products
 instead of 3.
 
-`_heavy` gives heavy nodes' shares: of (5) for a tile of positions and of columns of H, and of (6)
-for a tile of children and columns of H, summed over a chunk of visits. `_light` gives both for
-light groups: one program reads their rows once and writes their gradients once. It also adds up,
-in order, the chunks of a node's visits that `_heavy` shared among programs, and sets the rows of
-nodes without visits to 0. So every row's gradient has one owner and is rounded once, and no float
-is added atomically.
+`_heavy` gives heavy nodes' share of (5), for a tile of positions and of columns, and the chunks of
+(6): sums over some visits of a node that has so many that one program would be the last to finish.
+`_rows` writes the gradients of all rows: (6) of other heavy nodes; light groups, whose rows one
+program reads once for both (5) and (6); chunks added up, in order; 0 for rows of nodes without
+visits. Heavy nodes are limited by what the second-level cache delivers and light ones by memory, so
+that they take less time together than one after another. Every row's gradient has one owner and is
+rounded once, and no float is added atomically.
 """
 
 import triton
@@ -89,34 +90,29 @@ def _load_errors(errors, first, row, visits, slot, c, width, num_slots):
 @triton.jit
 def _heavy(
     scale, sorted_hidden, weight,
-    position, node, light_level, row_tiles, num_entries,
+    position, node, light_level, chunk_tiles, num_entries,
     first_row, num_children, column, errors,
-    d_hidden, d_weight, d_bias, written_row, partial_hidden, partial_rows, partial_bias,
+    d_hidden, partial_hidden, partial_rows, partial_bias,
     P, D, row_programs, path_slots, h_units, sorted_units, weight_units,
     ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Heavy nodes' (6), then (5).
-
-    `written_row` [I] is where the gradients of each node's rows begin.
-    """
-    H, num_slots = h_units * ALIGN, path_slots * 16
-    strides = (sorted_units * 16, weight_units * WEIGHT_ALIGN)
-    readable = tl.cdiv(H, WEIGHT_ALIGN) * WEIGHT_ALIGN  # columns of weight rows
-    num_h = tl.cdiv(H, BLOCK_H)
+    """Chunks of (6), then heavy nodes' (5)."""
+    num_slots, padded = path_slots * 16, sorted_units * 16
+    num_h = tl.cdiv(padded, BLOCK_H)
     if tl.program_id(0) < row_programs:
-        for i in range(tl.program_id(0), tl.load(num_entries + 3) * num_h, row_programs):
+        for i in range(tl.program_id(0), tl.load(num_entries + 4) * num_h, row_programs):
             _heavy_rows(
-                row_tiles + i // num_h * 4, (i % num_h) * BLOCK_H, (sorted_hidden, H, strides),
-                node, P, (first_row if written_row is None else written_row),
-                (num_children, column), (errors, num_slots, scale),
-                outputs=(d_weight, d_bias, partial_rows, partial_bias),
+                chunk_tiles + i // num_h * 4, (i % num_h) * BLOCK_H, (sorted_hidden, padded),
+                node, P, (num_children, column), (errors, num_slots, None),
+                outputs=(None, partial_rows, partial_bias, padded),
                 ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
             )  # fmt: skip
     elif d_hidden is not None:
         i = tl.program_id(0) - row_programs
         _heavy_hidden(
-            i // num_h * BLOCK_V, (i % num_h) * BLOCK_H, (weight, H, readable, strides),
+            i // num_h * BLOCK_V, (i % num_h) * BLOCK_H,
+            (weight, h_units * ALIGN, weight_units * WEIGHT_ALIGN, padded),
             (position, node, light_level, P, D), (first_row, num_children, column),
             (errors, num_slots, scale), (d_hidden, partial_hidden),
             ACC=ACC, PRECISION=PRECISION, BLOCK_V=BLOCK_V, BLOCK_H=BLOCK_H, STEP=STEP,
@@ -125,24 +121,26 @@ def _heavy(
 
 @triton.jit
 def _heavy_rows(
-    entry, h0, inputs, node, P, written_row, tree, errors_of, outputs,
+    entry, h0, inputs, node, P, tree, errors_of, outputs,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Σ e' hᵀ over a chunk of the visits of a node, for a block of its children."""
-    hidden, H, strides = inputs  # Triton 3.6 and 3.7 unpack one level at a time
-    hidden_stride, weight_stride = strides
+    """Σ e' hᵀ over visits of a node, for a block of its children.
+
+    Written to the rows where those of the node begin, `written_row` [I], or that the entry names.
+    """
+    hidden, hidden_stride = inputs
     num_children, column = tree
     errors, num_slots, scale = errors_of
-    d_weight, d_bias, partial_rows, partial_bias = outputs
-    flat, end = tl.load(entry), tl.load(entry + 1)
-    c0, partial_row = tl.load(entry + 2) * BLOCK_C, tl.load(entry + 3)
+    written_row, matrix, biases, columns = outputs
+    flat, end, c0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) * BLOCK_C
     d, begin, n = flat // P, flat % P, tl.load(node + flat)
+    first = tl.load(entry + 3 if written_row is None else written_row + n) + c0
     width, slot = tl.load(num_children + n).to(tl.int32), _first_slot(column, n, d)
     h = h0 + tl.arange(0, BLOCK_H)
     c = c0 + tl.arange(0, BLOCK_C)
     row = tl.arange(0, STEP)
-    if d_weight is not None:
+    if matrix is not None:
         total = tl.zeros([BLOCK_C, BLOCK_H], ACC)
         for v0 in range(begin, end, STEP):
             v = v0 + row
@@ -151,26 +149,15 @@ def _heavy_rows(
             total = tl.dot(
                 tl.trans(error), x, total, input_precision=PRECISION, out_dtype=ACC
             )  # fmt: skip
-        if partial_row >= 0:
-            _store_block(
-                partial_rows, partial_row + c0, c < width, h, hidden_stride, hidden_stride, total
-            )  # fmt: skip
-        else:
-            total = _scaled(total, scale)
-            _store_block(
-                d_weight, tl.load(written_row + n) + c0, c < width, h, H, weight_stride, total
-            )  # fmt: skip
-    if d_bias is not None:  # noqa: SIM102 - the compiler decides the first alone
+        _store_block(matrix, first, c < width, h, columns, columns, _scaled(total, scale))
+    if biases is not None:  # noqa: SIM102 - the compiler decides the first alone
         if h0 == 0:
             bias = tl.zeros([BLOCK_C], ACC)
             for v0 in range(begin, end, STEP):
                 v = v0 + row
                 error = _load_errors(errors, v0, row, v < end, slot, c, width, num_slots)
                 bias += tl.sum(error.to(ACC), axis=0)
-            if partial_row >= 0:
-                tl.store(partial_bias + partial_row + c, bias, mask=c < width)
-            else:
-                _store_biases(d_bias, tl.load(written_row + n) + c, c < width, bias, scale)
+            _store_biases(biases, first + tl.arange(0, BLOCK_C), c < width, bias, scale)
 
 
 @triton.jit
@@ -212,8 +199,7 @@ def _heavy_hidden(
     Every other tile walks its nodes backwards: a node with visits in two tiles is then the last of
     both, or the first.
     """
-    weight, H, readable, strides = inputs
-    hidden_stride, weight_stride = strides
+    weight, H, weight_stride, hidden_stride = inputs
     position, node, light_level, P, D = visits_of
     first_row, num_children, column = tree
     errors, num_slots, scale = errors_of
@@ -235,8 +221,9 @@ def _heavy_hidden(
                 error = _load_errors(
                     errors, begin, tile_row, nodes == n, slot, c, width, num_slots
                 )  # fmt: skip
-                w = _block(weight, first + c0, child, c < width, h, h < readable, weight_stride)
-                w = w.to(error.dtype)
+                w = _block(
+                    weight, first + c0, child, c < width, h, h < weight_stride, weight_stride
+                ).to(error.dtype)  # fmt: skip
                 total = tl.dot(error, w, total, input_precision=PRECISION, out_dtype=ACC)
             nodes = tl.where(nodes == n, -1, nodes)
             s = _next(nodes, v, begin, BLOCK_V)
@@ -256,60 +243,70 @@ def _next(nodes, v, begin, BLOCK_V: tl.constexpr):
 
 
 @triton.jit
-def _light(
+def _rows(
     scale, sorted_hidden, weight,
-    position, node, light_groups, split_tiles, num_entries, visited,
+    position, node, row_tiles, light_groups, split_tiles, num_entries, visited,
     first_row, num_children, column, node_of_row, errors,
     d_hidden, d_weight, d_bias, written_row, partial_hidden, partial_rows, partial_bias,
-    P, D, R, max_groups, max_split_tiles, path_slots, h_units, sorted_units, weight_units,
-    LIGHT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
-    WEIGHT_ALIGN: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    P, D, R, row_programs, max_groups, max_split_tiles, path_slots, h_units, sorted_units,
+    weight_units,
+    LIGHT: tl.constexpr, LIGHT_C: tl.constexpr, LIGHT_H: tl.constexpr, LIGHT_STAGES: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """(5) and (6) for light groups; (6) of split nodes; 0 for the R rows without visits."""
-    H, num_slots = h_units * ALIGN, path_slots * 16
-    num_h = tl.cdiv(H, BLOCK_H)
-    tile, h0 = tl.program_id(0) // num_h, (tl.program_id(0) % num_h) * BLOCK_H
-    strides = (sorted_units * 16, weight_units * WEIGHT_ALIGN)
-    readable = tl.cdiv(H, WEIGHT_ALIGN) * WEIGHT_ALIGN  # columns of weight rows
-    outputs = (d_weight, d_bias, strides)
+    """(6) for all rows, and (5) for light groups; 0 for the R rows without visits.
+
+    `written_row` [I] is where the gradients of each node's rows begin.
+    """
+    H, columns, num_slots = h_units * ALIGN, weight_units * WEIGHT_ALIGN, path_slots * 16
+    padded = sorted_units * 16
+    num_h, light_h = tl.cdiv(columns, BLOCK_H), tl.cdiv(columns, LIGHT_H)
     written = first_row if written_row is None else written_row
-    if tile < max_groups:
+    program = tl.program_id(0) - row_programs
+    tile, h0 = program // light_h, (program % light_h) * LIGHT_H
+    if program < 0:
+        for i in range(tl.program_id(0), tl.load(num_entries + 3) * num_h, row_programs):
+            _heavy_rows(
+                row_tiles + i // num_h * 4, (i % num_h) * BLOCK_H, (sorted_hidden, padded),
+                node, P, (num_children, column), (errors, num_slots, scale),
+                outputs=(written, d_weight, d_bias, columns),
+                ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
+            )  # fmt: skip
+    elif tile < max_groups:
         if tile < tl.load(num_entries + 2):
             _light_group(
-                tl.load(light_groups + tile), h0,
-                (sorted_hidden, weight, H, readable, strides), (position, node, P, D), written,
-                (first_row, num_children, column),
+                tl.load(light_groups + tile), h0, (sorted_hidden, weight, H, columns, padded),
+                (position, node, P, D), written, (first_row, num_children, column),
                 (errors, num_slots, scale), (partial_hidden, d_hidden, d_weight, d_bias),
-                LIGHT=LIGHT, ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
+                LIGHT=LIGHT, STAGES=LIGHT_STAGES, ACC=ACC, PRECISION=PRECISION, BLOCK_C=LIGHT_C,
+                BLOCK_H=LIGHT_H,
             )  # fmt: skip
     elif tile < max_groups + max_split_tiles:
-        if tile - max_groups < tl.load(num_entries + 4):
+        if tile - max_groups < tl.load(num_entries + 5):
             _add_chunks(
                 split_tiles + (tile - max_groups) * 4, h0, node, num_children, written,
-                (partial_rows, partial_bias, H, scale), outputs,
-                ACC=ACC, BLOCK_C=BLOCK_R, BLOCK_H=BLOCK_H,
+                (partial_rows, partial_bias, padded, scale), (d_weight, d_bias, columns),
+                ACC=ACC, BLOCK_C=BLOCK_C, BLOCK_H=LIGHT_H,
             )  # fmt: skip
     else:
-        program = tl.program_id(0) - (max_groups + max_split_tiles) * num_h
-        num_programs = tl.num_programs(0) - (max_groups + max_split_tiles) * num_h
-        for r0 in range(program * BLOCK_R, R, num_programs * BLOCK_R):
-            r = r0 + tl.arange(0, BLOCK_R)
+        before = row_programs + (max_groups + max_split_tiles) * light_h
+        first, step = tl.program_id(0) - before, tl.num_programs(0) - before
+        for r0 in range(first * BLOCK_C, R, step * BLOCK_C):
+            r = r0 + tl.arange(0, BLOCK_C)
             owner = tl.load(node_of_row + r, mask=r < R, other=0)
             empty = tl.load(visited + owner, mask=r < R, other=1) == 0
             if tl.sum(empty.to(tl.int32), axis=0) > 0:
-                _write_zeros(r, empty, H, outputs, BLOCK_R, BLOCK_H)
+                _write_zeros(r, empty, (d_weight, d_bias, columns), BLOCK_C, LIGHT_H)
 
 
 @triton.jit
 def _light_group(
     flat, h0, inputs, visits_of, written, tree, errors_of, outputs,
-    LIGHT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    LIGHT: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """(5), added to the share of heavy nodes, and (6) for the visits of a light node and below."""
-    hidden, weight, H, readable, strides = inputs
-    hidden_stride, weight_stride = strides
+    hidden, weight, H, weight_stride, hidden_stride = inputs
     position, node, P, D = visits_of
     first_row, num_children, column = tree
     errors, num_slots, scale = errors_of
@@ -329,21 +326,24 @@ def _light_group(
             n = tl.load(node + d * P + s)
             width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
             slot, row = _first_slot(column, n, d), tl.load(written + n)
-            for c0 in range(0, width, BLOCK_C):
+            for c0 in tl.range(0, width, BLOCK_C, num_stages=STAGES):
                 c = c0 + child
                 error = _load_errors(
                     errors, begin, group_row, nodes == n, slot, c, width, num_slots
                 )  # fmt: skip
                 if d_hidden is not None:
-                    w = _block(weight, first + c0, child, c < width, h, h < readable, weight_stride)
-                    w = w.to(error.dtype)
+                    w = _block(
+                        weight, first + c0, child, c < width, h, h < weight_stride, weight_stride
+                    ).to(error.dtype)  # fmt: skip
                     total = tl.dot(error, w, total, input_precision=PRECISION, out_dtype=ACC)
                 if d_weight is not None:
                     rows = tl.dot(
                         tl.trans(error), x, input_precision=PRECISION, out_dtype=ACC
                     )  # fmt: skip
                     rows = _scaled(rows, scale)
-                    _store_block(d_weight, row + c0, c < width, h, H, weight_stride, rows)
+                    _store_block(
+                        d_weight, row + c0, c < width, h, weight_stride, weight_stride, rows
+                    )  # fmt: skip
                 if d_bias is not None:  # noqa: SIM102 - the compiler decides the first alone
                     if h0 == 0:
                         bias = tl.sum(error.to(ACC), axis=0)
@@ -363,9 +363,8 @@ def _add_chunks(
     ACC: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The rows of a node whose visits were shared among programs."""
-    partial_rows, partial_bias, H, scale = partial
+    partial_rows, partial_bias, padded, scale = partial
     d_weight, d_bias, columns = outputs
-    padded, weight_stride = columns
     n, num_chunks = tl.load(node + tl.load(entry)), tl.load(entry + 1)
     c0, partial_row = tl.load(entry + 2) * BLOCK_C, tl.load(entry + 3)
     child = tl.arange(0, BLOCK_C)
@@ -377,7 +376,7 @@ def _add_chunks(
         for chunk in range(0, num_chunks):
             first = partial_row + c0 + chunk * width
             total += _block(partial_rows, first, child, inside, h, h < padded, padded)
-        _store_block(d_weight, row, inside, h, H, weight_stride, _scaled(total, scale))
+        _store_block(d_weight, row, inside, h, columns, columns, _scaled(total, scale))
     if d_bias is not None:  # noqa: SIM102 - the compiler decides the first alone
         if h0 == 0:
             bias = tl.zeros([BLOCK_C], ACC)
@@ -388,13 +387,12 @@ def _add_chunks(
 
 
 @triton.jit
-def _write_zeros(r, empty, H, outputs, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+def _write_zeros(r, empty, outputs, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
     d_weight, d_bias, columns = outputs
-    _, weight_stride = columns
     if d_weight is not None:
-        for h0 in range(0, H, BLOCK_H):
+        for h0 in range(0, columns, BLOCK_H):
             h = h0 + tl.arange(0, BLOCK_H)
             zeros = tl.zeros([BLOCK_R, BLOCK_H], d_weight.dtype.element_ty)
-            _store_rows(d_weight, r, empty, h, H, weight_stride, zeros)
+            _store_rows(d_weight, r, empty, h, columns, columns, zeros)
     if d_bias is not None:
         tl.store(d_bias + r, tl.zeros([BLOCK_R], d_bias.dtype.element_ty), mask=empty)

@@ -28,9 +28,7 @@ import triton.language as tl
 def _block(matrix, first, row, row_mask, column, column_mask, stride):
     """[rows, columns] of a matrix from its row `first` on, 0 outside of the masks."""
     offset = row[:, None] * stride + column[None, :]
-    mask = row_mask[:, None]
-    if column_mask is not None:
-        mask = mask & column_mask[None, :]
+    mask = row_mask[:, None] & column_mask[None, :]
     return tl.load(matrix + tl.full((), first, tl.int64) * stride + offset, mask=mask, other=0.0)
 
 
@@ -58,15 +56,14 @@ def _forward(
     position, node, child, heavy_tiles, light_nodes, num_entries,
     first_row, num_children, column,
     exp_logits, block_max, partial_lse, target_logit, lse, num_missing, nll,
-    P, D, max_heavy, path_slots, path_blocks, h_units, sorted_units, weight_units,
+    P, D, max_heavy, path_slots, path_blocks, sorted_units, weight_units,
     SPLITS: tl.constexpr, LIGHT: tl.constexpr, SAVE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGN: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, TAIL: tl.constexpr,
+    PRECISION: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The nll [P], with lse and z[y] (`target_logit`) [D, P] of every visit."""
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
-    strides = (sorted_units * 16, weight_units * WEIGHT_ALIGN)
-    inputs = (sorted_hidden, weight, bias, h_units * ALIGN, strides)
+    inputs = (sorted_hidden, weight, bias, sorted_units * 16, weight_units * WEIGHT_ALIGN)
     tree = (first_row, num_children, column)
     saved = (exp_logits, block_max, path_slots * 16, path_blocks)
     results = (partial_lse, target_logit, lse, num_missing, nll)
@@ -75,7 +72,7 @@ def _forward(
             _forward_tile(
                 tl.load(heavy_tiles + tile), split, inputs, (position, node, child, P, D), tree,
                 saved, results, SPLITS=SPLITS, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
-                BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, TAIL=TAIL,
+                BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
             )  # fmt: skip
     else:
         if tile - max_heavy < tl.load(num_entries + 1):
@@ -83,7 +80,7 @@ def _forward(
                 tl.load(light_nodes + tile - max_heavy), split, inputs,
                 (position, node, child, P, D), tree,
                 saved, results, SPLITS=SPLITS, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
-                BLOCK_V=LIGHT, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, TAIL=TAIL,
+                BLOCK_V=LIGHT, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
             )  # fmt: skip
 
 
@@ -91,7 +88,7 @@ def _forward(
 def _forward_tile(
     flat, split, inputs, visits_of, tree, saved, results,
     SPLITS: tl.constexpr, SAVE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """(7) and (8) for up to `BLOCK_V` visits of a node from `flat` on, for a split."""
     _, _, bias, _, _ = inputs
@@ -117,7 +114,7 @@ def _forward_tile(
         inside = c < width
         z = _logits(
             inputs, flat % P, row, visits, first + c0, c_block, inside, ACC=ACC,
-            PRECISION=PRECISION, BLOCK_H=BLOCK_H, TAIL=TAIL,
+            PRECISION=PRECISION, BLOCK_H=BLOCK_H,
         )  # fmt: skip
         if bias is not None:
             z += tl.load(bias + first + c, mask=inside, other=0.0).to(ACC)[None, :]
@@ -146,24 +143,15 @@ def _forward_tile(
 @triton.jit
 def _logits(
     inputs, v, row, visits, first, child, inside,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, BLOCK_H: tl.constexpr, TAIL: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The W h of the visits v + row and the children first + child; what is left of H comes last.
-
-    Full blocks need no mask of columns, which would limit how many are loaded at once.
-    """
-    hidden, weight, _, H, strides = inputs
+    """The W h of the visits v + row and the children first + child."""
+    hidden, weight, _, hidden_stride, weight_stride = inputs
     z = tl.zeros([row.shape[0], child.shape[0]], ACC)
-    full = H // BLOCK_H * BLOCK_H
-    for h0 in range(0, full, BLOCK_H):
+    for h0 in range(0, hidden_stride, BLOCK_H):
         h = h0 + tl.arange(0, BLOCK_H)
-        x = _block(hidden, v, row, visits, h, None, strides[0])
-        w = _block(weight, first, child, inside, h, None, strides[1]).to(x.dtype)
-        z = tl.dot(x, tl.trans(w), z, input_precision=PRECISION, out_dtype=ACC)
-    if TAIL > 0:
-        h = full + tl.arange(0, TAIL)
-        x = _block(hidden, v, row, visits, h, h < strides[0], strides[0])
-        w = _block(weight, first, child, inside, h, h < H, strides[1]).to(x.dtype)
+        x = _block(hidden, v, row, visits, h, h < hidden_stride, hidden_stride)
+        w = _block(weight, first, child, inside, h, h < weight_stride, weight_stride).to(x.dtype)
         z = tl.dot(x, tl.trans(w), z, input_precision=PRECISION, out_dtype=ACC)
     return z
 

@@ -20,6 +20,10 @@ SLOT = 16
 """The children of a node begin at multiples of so many in `Saved.exp_logits`."""
 
 
+FILLING_TILES = 2048
+"""Programs from which on more of them would not make the forward faster."""
+
+
 class Saved(NamedTuple):
     """What the forward saves: the batch, and the results of (7) and (8) of `forward_kernel`.
 
@@ -105,8 +109,6 @@ def launch(
 
     hidden, routing = problem.hidden, saved.routing
     align, weight_align = alignment(problem)
-    if not _rows_are_whole(problem.weight):
-        weight_align = min(align, weight_align)
     known = {
         **problem._asdict(),
         **problem.tree._asdict(),
@@ -123,10 +125,9 @@ def launch(
         "PRECISION": "tf32" if hidden.dtype == torch.float32 and _tf32() else "ieee",
         "ALIGN": align,
         "WEIGHT_ALIGN": weight_align,
-        "TAIL": tail(hidden.shape[1], tile.h),
         "h_units": hidden.shape[1] // align,
         "sorted_units": saved.sorted_hidden.shape[1] // SLOT,
-        "weight_units": problem.weight.stride(0) // weight_align,
+        "weight_units": problem.weight.shape[1] // weight_align,
         "BLOCK_V": tile.v,
         "BLOCK_C": tile.c,
         "BLOCK_H": tile.h,
@@ -163,12 +164,15 @@ def tiles_for(problem: Problem) -> Tiles:
 def splits_for(problem: Problem) -> int:
     """Programs that share a tile of a problem in the forward.
 
-    One per block of children of a node of average width.
+    As many as fill a device, and at most one per block of children of a node of average width.
     """
     if _instruments.num_splits is not None:
         return _instruments.num_splits
-    columns = problem.depth * tiles_for(problem).forward.c
-    return max(1, min(-(-problem.max_path_columns // columns), MAX_SPLITS))
+    tile, depth = tiles_for(problem).forward, problem.depth
+    visits, num_nodes = depth * problem.num_positions, problem.tree.num_children.numel()
+    num_tiles = min(visits, num_nodes) + visits // tile.v
+    blocks = -(-problem.max_path_columns // (depth * tile.c))
+    return max(1, min(blocks, MAX_SPLITS, -(-FILLING_TILES // max(num_tiles, 1))))
 
 
 def path_slots(problem: Problem) -> int:
@@ -182,23 +186,9 @@ def path_blocks(problem: Problem) -> int:
 
 
 def alignment(problem: Problem) -> tuple[int, int]:
-    """The largest powers of two up to 16 that divide H, and the stride of weight rows.
+    """The largest powers of two up to 16 that divide H, and the number of columns of the weight.
 
     Kernels take both in units of so many elements, so that the compiler knows what divides them:
     rows of 300 halves are not multiples of 16, but of 4.
     """
-    size, stride = problem.hidden.shape[1], problem.weight.stride(0)
-    return math.gcd(size, 16), math.gcd(stride, 16)
-
-
-def _rows_are_whole(weight: Tensor) -> bool:
-    """Whether what follows the columns of every row, up to the stride, may be read as well."""
-    (num_rows, _), (stride, _) = weight.shape, weight.stride()
-    end = (weight.storage_offset() + num_rows * stride) * weight.element_size()
-    return weight.untyped_storage().nbytes() >= end
-
-
-def tail(size: int, block: int) -> int:
-    """Columns of a block that holds the rest of H after full blocks; 0 if there is no rest."""
-    rest = size % block if block else 0
-    return max(16, 1 << (rest - 1).bit_length()) if rest else 0
+    return math.gcd(problem.hidden.shape[1], 16), math.gcd(problem.weight.shape[1], 16)

@@ -22,6 +22,8 @@ NUM_LISTS = 8
 """At least the fields of `Sizes`, a power of two."""
 FILLING_PROGRAMS = 512
 """Programs from which on more of them would not make d_weight faster."""
+BYTES_PER_VISIT = 1 << 15
+"""Of rows that a device reads and writes while a program of d_weight adds up a visit."""
 
 
 class Routing(NamedTuple):
@@ -36,11 +38,12 @@ class Routing(NamedTuple):
     child: Tensor  # [D, P], which child of the node is on the target's path; 0 for none
     light_level: Tensor  # [P], first level on which a position visits a light node; D for none
     visited: Tensor  # [I] int8, whether a node has visits
-    num_entries: Tensor  # [8], the last two unused
+    num_entries: Tensor  # [8], the last one unused
     heavy_tiles: Tensor  # flat of the first visit of every tile of visits of a heavy node
     light_nodes: Tensor  # flat of the first visit of every light node
     light_groups: Tensor  # the same of those below no other light node
-    row_tiles: Tensor  # [., 4]: flat, end of visits, block of children, row of sums or -1
+    row_tiles: Tensor  # [., 4]: flat, end of visits, block of children, unused
+    chunk_tiles: Tensor  # [., 4]: flat, end of visits, block of children, row of sums
     split_tiles: Tensor  # [., 4]: flat, number of sums, block of children, row of the first
 
 
@@ -51,6 +54,7 @@ class Sizes(NamedTuple):
     light_nodes: int
     light_groups: int
     row_tiles: int
+    chunk_tiles: int
     split_tiles: int
     partial_rows: int
 
@@ -59,7 +63,7 @@ def sizes(problem: Problem, tiles: Tiles) -> Sizes:
     """The sizes of a `Routing`.
 
     With w children and v visits of a node, Σ v w over all nodes is at most positions × columns on a
-    path; a heavy node has ⌈v / chunk⌉ ⌈w / block⌉ tiles of rows.
+    path; a heavy node has ⌈v / chunk⌉ ⌈w / block⌉ tiles of rows, and is split if v > chunk.
     """
     num_nodes, num_rows = problem.tree.num_children.numel(), problem.tree.node_of_row.numel()
     positions, columns = problem.num_positions, problem.max_path_columns
@@ -71,21 +75,30 @@ def sizes(problem: Problem, tiles: Tiles) -> Sizes:
         heavy_tiles=visits // min(light + 1, tiles.forward.v // 2),
         light_nodes=min(visits, num_nodes),
         light_groups=min(positions, num_nodes),
-        row_tiles=products // block
+        row_tiles=min(num_rows, num_heavy * columns) // block + num_heavy,
+        chunk_tiles=products // block
         + visits // chunk
-        + min(num_rows, num_heavy * columns) // block
-        + num_heavy,
+        + min(num_rows, num_split * columns) // block
+        + num_split
+        if num_split
+        else 0,
         split_tiles=products // block + num_split if num_split else 0,
         partial_rows=2 * products if num_split else 0,
     )
 
 
 def chunk_size(problem: Problem, tiles: Tiles) -> int:
-    """Most visits of a node that one program of d_weight adds up."""
-    tile = tiles.heavy
-    programs = -(-problem.max_path_columns // tile.c) * -(-problem.hidden.shape[1] // tile.h)
+    """Most visits of a node that one program of d_weight adds up.
+
+    As many as keep it busy while the other programs read and write all rows, but few enough where
+    there would be too few programs.
+    """
+    tile, columns = tiles.heavy, problem.max_path_columns
+    programs = -(-columns // tile.c) * -(-problem.weight.shape[1] // tile.h)
     splits = max(1, min(FILLING_PROGRAMS // max(programs, 1), MAX_SPLITS))
-    return max(tiles.chunk, -(-problem.num_positions // splits))
+    rows = min(problem.weight.shape[0], problem.num_positions * columns)
+    num_bytes = rows * problem.weight.shape[1] * problem.weight.element_size()
+    return max(tiles.chunk, -(-problem.num_positions // splits), num_bytes // BYTES_PER_VISIT)
 
 
 def new_routing(problem: Problem, tiles: Tiles) -> Routing:
@@ -107,6 +120,7 @@ def new_routing(problem: Problem, tiles: Tiles) -> Routing:
         light_nodes=new(lists.light_nodes),
         light_groups=new(lists.light_groups),
         row_tiles=new(lists.row_tiles, 4),
+        chunk_tiles=new(lists.chunk_tiles, 4),
         split_tiles=new(lists.split_tiles, 4),
     )
 

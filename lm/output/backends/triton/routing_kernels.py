@@ -100,18 +100,18 @@ def _merge(
 
 
 @triton.jit
-def _write_entry(entries, place, mask, first, second, third, fourth):
-    tl.store(entries + place * 4, first, mask=mask)
-    tl.store(entries + place * 4 + 1, second, mask=mask)
-    tl.store(entries + place * 4 + 2, third, mask=mask)
-    tl.store(entries + place * 4 + 3, fourth, mask=mask)
+def _write_entry(place, mask, first, second, third, fourth):
+    tl.store(place, first, mask=mask)
+    tl.store(place + 1, second, mask=mask)
+    tl.store(place + 2, third, mask=mask)
+    tl.store(place + 3, fourth, mask=mask)
 
 
 @triton.jit
 def _plan(
     hidden, sorted_hidden, position, rank, node, preorder, preorder_stop, num_children,
     light_level, visited, num_entries, heavy_tiles, light_nodes, light_groups, row_tiles,
-    split_tiles,
+    chunk_tiles, split_tiles,
     P, D, chunk, num_plans, h_units, sorted_units,
     ALIGN: tl.constexpr, LIGHT: tl.constexpr, BLOCK_V: tl.constexpr, TILE_V: tl.constexpr,
     TILE_C: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr, NUM_LISTS: tl.constexpr,
@@ -121,7 +121,8 @@ def _plan(
     if tl.program_id(0) < num_plans:
         _plan_visits(
             rank, node, (preorder, preorder_stop, num_children), light_level, visited,
-            num_entries, (heavy_tiles, light_nodes, light_groups, row_tiles, split_tiles),
+            num_entries,
+            (heavy_tiles, light_nodes, light_groups, row_tiles, chunk_tiles, split_tiles),
             P=P, D=D, chunk=chunk, LIGHT=LIGHT, BLOCK_V=BLOCK_V, TILE_V=TILE_V, TILE_C=TILE_C,
             STEPS=STEPS, BITS=BITS, NUM_LISTS=NUM_LISTS,
         )  # fmt: skip
@@ -150,7 +151,7 @@ def _plan_visits(
     STEPS: tl.constexpr, BITS: tl.constexpr, NUM_LISTS: tl.constexpr,
 ):  # fmt: skip
     preorder, preorder_stop, num_children = tree
-    heavy_tiles, light_nodes, light_groups, row_tiles, split_tiles = lists
+    heavy_tiles, light_nodes, light_groups, row_tiles, chunk_tiles, split_tiles = lists
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     index = tl.arange(0, NUM_LISTS)
     top = tl.zeros([BLOCK_V], tl.int32) + D
@@ -178,27 +179,27 @@ def _plan_visits(
         numbers = tl.where(index[:, None] == 0, heavy_tile.to(tl.int32)[None, :], 0)
         numbers += tl.where(index[:, None] == 1, light_node.to(tl.int32)[None, :], 0)
         numbers += tl.where(index[:, None] == 2, light_group.to(tl.int32)[None, :], 0)
-        numbers += tl.where(index[:, None] == 3, (blocks * chunks)[None, :], 0)
-        numbers += tl.where(index[:, None] == 4, tl.where(split, blocks, 0)[None, :], 0)
-        numbers += tl.where(index[:, None] == 5, tl.where(split, chunks * width, 0)[None, :], 0)
+        numbers += tl.where(index[:, None] == 3, tl.where(split, 0, blocks)[None, :], 0)
+        numbers += tl.where(index[:, None] == 4, tl.where(split, blocks * chunks, 0)[None, :], 0)
+        numbers += tl.where(index[:, None] == 5, tl.where(split, blocks, 0)[None, :], 0)
+        numbers += tl.where(index[:, None] == 6, tl.where(split, chunks * width, 0)[None, :], 0)
         reserved = tl.atomic_add(num_entries + index, tl.sum(numbers, axis=1), sem="relaxed")
         place = reserved[:, None] + tl.cumsum(numbers, axis=1) - numbers
         tl.store(heavy_tiles + _of_list(0, place, NUM_LISTS), flat, mask=heavy_tile)
         tl.store(light_nodes + _of_list(1, place, NUM_LISTS), flat, mask=light_node)
         tl.store(light_groups + _of_list(2, place, NUM_LISTS), flat, mask=light_group)
-        row_place, split_place = _of_list(3, place, NUM_LISTS), _of_list(4, place, NUM_LISTS)
-        partial_row = _of_list(5, place, NUM_LISTS)
+        row_place = row_tiles + _of_list(3, place, NUM_LISTS) * 4
+        chunk_place = chunk_tiles + _of_list(4, place, NUM_LISTS) * 4
+        split_place = split_tiles + _of_list(5, place, NUM_LISTS) * 4
+        tile_place = tl.where(split, chunk_place, row_place)
+        partial_row = _of_list(6, place, NUM_LISTS)
         for i in range(0, tl.max(blocks * chunks, 0)):
             inside = i < blocks * chunks
             part = i // tl.maximum(blocks, 1)
-            block = i - part * blocks
-            row = tl.where(split, partial_row + part * width, -1)
+            block, row = i - part * blocks, partial_row + part * width
             part_end = tl.minimum(start + (part + 1) * chunk, stop)
+            _write_entry(tile_place + i * 4, inside, flat + part * chunk, part_end, block, row)
             _write_entry(
-                row_tiles, row_place + i, inside, flat + part * chunk, part_end, block, row
-            )  # fmt: skip
-            _write_entry(
-                split_tiles, split_place + i, inside & split & (i < blocks), flat, chunks, block,
-                row,
+                split_place + i * 4, inside & split & (i < blocks), flat, chunks, block, row
             )  # fmt: skip
     tl.store(light_level + v, top, mask=v < P)

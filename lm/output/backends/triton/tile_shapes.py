@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
     forward: Tile
     errors: Tile  # its `c` is that of the forward
     heavy: Tile  # `v` x `h` of d_hidden, and `c` x `h` of d_weight
-    light: Tile  # its `v` is the most visits of a light node
+    light: Tile  # its `v` is the most visits of a light node, its warps those of rows of heavy ones
     chunk: int = 1024  # fewest visits that a program of d_weight adds up where others take the rest
 
 
@@ -50,7 +50,7 @@ _TILES = {
     # 128 x 128 for nodes whose products are limited by what the second-level cache delivers.
     ("half", 90): Tiles(
         Tile(128, 128, 64, 8, 3), _HALF_ERRORS, Tile(128, 128, 256, 8, 3, 32),
-        Tile(64, 64, 64, 4, 3),
+        Tile(64, 64, 128, 8, 3),
     ),
     # The logits of a block pass from tensor memory through registers.
     ("half", 100): Tiles(
@@ -68,7 +68,7 @@ _TILES = {
     # others.
     ("exact", 80): Tiles(
         Tile(32, 32, 32, 8, 2), _SINGLE_ERRORS._replace(c=32), Tile(32, 32, 32, 8, 2, 32),
-        Tile(16, 32, 16, 4, 3),
+        Tile(16, 32, 16, 8, 3),
     ),
 }  # fmt: skip
 """By kind of product and least architecture; the largest tried that spill no register."""
@@ -89,7 +89,7 @@ def tiles(dtype: torch.dtype, capability: int, align: int, *, tensor_cores: bool
         elif capability >= 90:
             found = found._replace(forward=_FEW_FORWARD, heavy=_FEW_HEAVY)
         if capability >= 90 and align == 1:
-            found = found._replace(light=found.light._replace(h=32, warps=4))
+            found = found._replace(light=found.light._replace(h=32))
     return found
 
 

@@ -188,16 +188,3 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
         [sys.executable, "-c", LAST_ROWS], capture_output=True, text=True, check=False
     )
     assert done.stdout == "last rows: right\n", done.stderr[-2000:]
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_what_follows_the_columns_of_a_weight_row_is_not_used(whole: bool) -> None:
-    """Rows may begin at multiples of 16 elements; the last one may end with the storage."""
-    tree, (hidden, weight, bias, target) = two_level(90, 9), problem(two_level(90, 9), 60, 20)
-    storage = torch.full((tree.num_rows * 32 - (0 if whole else 12),), torch.nan).double()
-    padded = storage.as_strided(weight.shape, (32, 1)).copy_(weight)
-    upstream = torch.randn(60)
-    with instrumented(tiles=SMALL):
-        ours = gradients([hidden, padded, bias], target, tree, upstream, "triton")
-        truth = gradients([hidden, weight, bias], target, tree, upstream, "triton")
-    torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-14)

@@ -44,7 +44,7 @@ def test_every_visit_and_every_row_has_one_program(tree: ClassTree, num_position
     node = truth.node.flatten()
     counts = Counter(node[node >= 0].tolist())
     assert found.visited.nonzero().flatten().tolist() == sorted(counts)
-    tiles, light, groups, rows, split = found.num_entries[:5].tolist()
+    tiles, light, groups, rows, chunks, split = found.num_entries[:6].tolist()
     covered = torch.zeros_like(node)
 
     def cover(flat: int, most: int) -> None:
@@ -69,14 +69,13 @@ def test_every_visit_and_every_row_has_one_program(tree: ClassTree, num_position
         in_groups[begin : begin + counts[int(node[flat])]] += 1
         assert int(first_light[begin]) == level
     assert torch.equal(in_groups, (first_light < tree.depth).float())
-    seen = Counter(
-        (int(node[flat]), c0, stop - flat % num_positions)
-        for flat, stop, c0, _ in found.row_tiles[:rows].tolist()
-    )
     sums: Counter[tuple[int, int]] = Counter()
-    for (n, c0, size), times in seen.items():
-        assert 0 < size <= chunk
-        sums[n, c0] += size * times
+    for entries, is_split in ((found.row_tiles[:rows], False), (found.chunk_tiles[:chunks], True)):
+        for flat, stop, block, _ in entries.tolist():
+            size, n = stop - flat % num_positions, int(node[flat])
+            assert 0 < size <= chunk
+            assert is_split == (counts[n] > chunk)
+            sums[n, block * BLOCK] += size
     expected = {
         (n, c0): count
         for n, count in counts.items()
@@ -94,7 +93,7 @@ def test_lists_are_long_enough() -> None:
             with instrumented(tiles=SMALL_TILES):
                 _, found = routed(tree, num_positions)
             length = [len(entries) for entries in found[6:]]
-            used = found.num_entries[:5].tolist()
+            used = found.num_entries[:6].tolist()
             assert all(a <= b for a, b in zip(used, length, strict=True)), (used, length)
 
 

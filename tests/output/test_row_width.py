@@ -1,0 +1,177 @@
+"""Rows longer than hidden vectors: what follows the first H numbers of a row does not matter."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output.backends import OPS
+from lm.output.backends.base import Needs
+from lm.output.decoding import functional as decoding
+from lm.output.decoding.candidates import candidate_log_prob
+from lm.output.decoding.options import Sampling
+from lm.output.functional import hierarchical_nll_by_level
+from lm.output.rowwise import RowAdagrad, RowAdam, RowSGD
+
+from .definition import TWO_LEVEL, H, N, both_backends, definition, nll, problem
+
+W = 11
+TREE = ClassTree.two_level((torch.arange(N) * 7) % 5, shortlist=3)
+
+
+def with_long_rows(inputs: list[Tensor]) -> list[Tensor]:
+    """The same problem with arbitrary numbers after the H of each row of the weight."""
+    hidden, weight, *others = inputs
+    weight = torch.cat([weight, torch.randn(len(weight), W - H, dtype=weight.dtype)], 1)
+    return [hidden, weight.detach().requires_grad_(), *others]
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_further_columns_change_nothing_and_have_no_gradient(
+    dtype: torch.dtype, sparse: bool
+) -> None:
+    inputs = problem(TREE, 5, 8, dtype=dtype)
+    *long, target = with_long_rows(inputs)
+    hidden, weight, bias, _ = inputs
+    truth = definition(hidden, weight, bias, target, TREE)
+    each = nll([*long, target], TREE, sparse=sparse)
+    upstream = torch.randn_like(truth)
+    true_grads = torch.autograd.grad(truth, inputs[:-1], upstream)
+    d_hidden, d_weight, d_bias = torch.autograd.grad(each, long, upstream)
+    d_weight, d_bias = (d.to_dense() if sparse else d for d in (d_weight, d_bias))
+    assert torch.equal(d_weight[:, H:], torch.zeros(TREE.num_rows, W - H, dtype=dtype))
+    found = [each, d_hidden, d_weight[:, :H], d_bias]
+    near = 100 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, [truth, *true_grads], rtol=near, atol=near)
+
+
+@both_backends
+def test_gradients_and_registered_ops_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    *inputs, target = with_long_rows(problem(TREE, 5))
+    assert torch.autograd.gradcheck(
+        lambda *inputs: nll([*inputs, target], TREE), inputs, fast_mode=True
+    )
+    monkeypatch.setattr(Tensor, "new_empty", Tensor.new_zeros)  # as in `test_autograd`
+    needs = list(Needs(hidden=True, weight=True, bias=True))
+    sizes = (TREE.depth, TREE.max_path_columns, -100)
+    for op in OPS.values():
+        arguments = (*inputs, target, list(TREE.arrays), *sizes, needs)
+        results = torch.library.opcheck(op, arguments)  # type: ignore[arg-type]
+        assert set(results.values()) == {"SUCCESS"}
+
+
+def test_decoding_of_long_rows_is_that_of_their_first_numbers() -> None:
+    inputs = problem(TREE, 9)
+    results: list[list[Tensor]] = []
+    for hidden, weight, bias, target in (inputs, with_long_rows(inputs)):
+        layer = (hidden, weight, bias, TREE)
+        log_prob, word = decoding.topk(*layer, k=4)
+        seeds = torch.arange(9)
+        draws = [Sampling(), Sampling(top_p=0.7), Sampling(temperature=0.7, top_k=5)]
+        found = [
+            decoding.log_prob(*layer),
+            candidate_log_prob(*layer, word=word),
+            hierarchical_nll_by_level(hidden, weight, target, TREE, bias),
+            *(log_prob, word),
+            *(decoding.sample(*layer, options=options, seeds=seeds) for options in draws),
+        ]
+        d_hidden, d_weight = torch.autograd.grad(
+            found[0].square().sum() + found[1].exp().sum(), (hidden, weight)
+        )
+        assert not d_weight[:, H:].any()
+        results.append([*(each.detach() for each in found), d_hidden, d_weight[:, :H]])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_a_layer_whose_h_is_a_multiple_of_8_has_rows_of_h_numbers(size: int) -> None:
+    torch.manual_seed(1)
+    layer = HierarchicalSoftmax(size, TREE)
+    torch.manual_seed(1)
+    drawn = torch.empty(TREE.num_rows, size).uniform_(-(size**-0.5), size**-0.5)
+    assert torch.equal(layer.weight, drawn)
+
+
+@pytest.mark.parametrize("size", [1, 7, 20, 25])
+def test_rows_of_a_layer_begin_at_multiples_of_16_bytes_and_end_with_zeros(size: int) -> None:
+    layer = HierarchicalSoftmax(size, TREE, dtype=torch.bfloat16)
+    assert layer.weight.is_contiguous()
+    assert 2 * layer.weight.stride(0) % 16 == 0
+    assert 0 <= layer.weight.shape[1] - size < 8
+    assert not layer.weight[:, size:].any()
+    assert layer.weight[:, :size].count_nonzero() > 0.9 * size * TREE.num_rows
+
+
+@pytest.mark.parametrize("size", [H - 1, H + 2])
+def test_a_layer_refuses_hidden_vectors_of_another_size(size: int) -> None:
+    layer, hidden = HierarchicalSoftmax(H, TREE), torch.randn(3, size)
+    words = torch.zeros(3).long()
+    for call in (
+        lambda: layer.loss(hidden, words),
+        lambda: layer.nll_by_level(hidden, words),
+        lambda: layer.log_prob(hidden),
+        lambda: layer.candidate_log_prob(hidden, words[:, None]),
+        lambda: layer.topk(hidden, 2),
+        lambda: layer.sample(hidden),
+    ):
+        with pytest.raises(ValueError, match=rf"hidden must be \[\.\.\., 6\], got \[3, {size}\]"):
+            call()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_with_rows_of_h_numbers_is_loaded(assign: bool) -> None:
+    layer = HierarchicalSoftmax(H, TREE)
+    state = layer.state_dict()
+    state["weight"] = state["weight"][:, :H].clone()
+    before = state["weight"].clone()
+    with torch.device("meta" if assign else "cpu"):
+        again = HierarchicalSoftmax(H, TREE)
+    again.load_state_dict(state, assign=assign)
+    assert torch.equal(again.weight, layer.weight)
+    assert isinstance(again.weight, torch.nn.Parameter)
+    assert again.weight.is_leaf
+    assert torch.equal(state["weight"], before)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        again.load_state_dict(state | {"weight": before[:, : H - 1]})
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda rows: torch.optim.SGD(rows, 0.1, momentum=0.9, weight_decay=0.1),
+    "adam": lambda rows: torch.optim.Adam(rows, 0.1, weight_decay=0.1, amsgrad=True),
+    "adamw": lambda rows: torch.optim.AdamW(rows, 0.1, weight_decay=0.1, fused=True),
+    "row-wise sgd": lambda rows: RowSGD(rows, 0.1),
+    "row-wise adagrad": lambda rows: RowAdagrad(rows, 0.1),
+    "row-wise adam": lambda rows: RowAdam(rows, 0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_optimizer_changes_the_zeros_after_a_row(name: str, dtype: torch.dtype) -> None:
+    layer = HierarchicalSoftmax(H, TREE, dtype=dtype, sparse=name.startswith("row-wise"))
+    before = layer.weight.detach().clone()
+    optimizer = OPTIMIZERS[name](layer.parameters())
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = layer.loss(torch.randn(40, H), torch.randint(0, N, (40,)))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.5)
+        optimizer.step()
+    assert not layer.weight[:, H:].any()
+    assert (layer.weight[:, :H] != before[:, :H]).double().mean() > 0.9
+
+
+@both_backends
+def test_a_layer_is_compiled_with_fullgraph() -> None:
+    layer = HierarchicalSoftmax(H, TWO_LEVEL, dtype=torch.float64)
+    for positions in (5, 9):
+        hidden, _, _, target = problem(TWO_LEVEL, positions)
+        compiled = torch.compile(layer.loss, fullgraph=True, backend="aot_eager")
+        losses = [loss(hidden, target) for loss in (layer.loss, compiled)]
+        torch.testing.assert_close(*losses)
+        grads = [torch.autograd.grad(each, (hidden, layer.weight)) for each in losses]
+        torch.testing.assert_close(*grads)
