@@ -53,6 +53,7 @@ class Case(NamedTuple):
     dtype: str = "bf16"
     tree: str = "two levels"
     size: int = 64  # H
+    further: int = 0  # columns of weight rows after the first H
     positions: int = 90
     row_wise: bool = False
     orders: tuple[str, ...] = ("together",)
@@ -62,7 +63,7 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         gradients = "row-wise" if self.row_wise else "dense"
-        sizes = f"{self.positions} x {self.size}"
+        sizes = f"{self.positions} x {self.size}" + f" + {self.further}" * (self.further > 0)
         parts = (f"sm_{self.capability}", self.dtype, self.tree, sizes, gradients, *self.orders)
         return (
             ", ".join(parts)
@@ -85,7 +86,7 @@ def inputs(case: Case) -> Inputs:
     torch.manual_seed(0)
     tree, dtype = TREES[case.tree](), DTYPES[case.dtype]
     hidden = torch.randn(case.positions, case.size).to(dtype)
-    weight = (torch.randn(tree.num_rows, case.size) * 0.1).to(dtype)
+    weight = (torch.randn(tree.num_rows, case.size + case.further) * 0.1).to(dtype)
     tensors = [hidden, weight] + [torch.randn(tree.num_rows).to(dtype)] * case.bias
     target = zipf_targets(tree, case.positions)
     target[::17], target[-1:] = -100, tree.vocab_size - 1
@@ -176,7 +177,8 @@ def grid() -> Iterable[Case]:
     """Every dtype and architecture, tree, width and kind of gradient, in all orders."""
     for capability, dtype, tree, size in product((80, 90), DTYPES, TREES, (64, 33, 40, 100)):
         for positions, row_wise in ((200, False), (90, True)):
-            yield Case(capability, dtype, tree, size, positions, row_wise, ORDERS)
+            further = -size % 8 if row_wise else 0
+            yield Case(capability, dtype, tree, size, further, positions, row_wise, ORDERS)
     for capability, dtype in product((80, 90), DTYPES):
         yield Case(capability, dtype, size=300, positions=1000, tree="wide classes")
         yield Case(capability, dtype, bias=False)
