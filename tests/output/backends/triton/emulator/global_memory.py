@@ -57,7 +57,7 @@ class GlobalMemory:
             begin = self.start[i]
             self.data[begin : begin + len(contents)] = np.where(written, contents, 0xFF)
             self._page[begin // PAGE : (begin + reserved[i]) // PAGE] = i
-            known: Array = written.reshape(-1, item).all(1)
+            known = np.asarray(written.reshape(-1, item).all(1))
             writers.append(np.full(reserved[i] // item, GUARD, np.int32))
             writers[-1][: len(known)] = np.where(known, BEFORE, UNWRITTEN)
         self._start = np.array(self.start)

@@ -56,7 +56,7 @@ CASES = [
     Case(tree="three levels", positions=200, size=136),
 ]
 """Problems that reach most of the kernels; a fault must be seen in one of them."""
-NUM_TRACED = 8
+NUM_TRACED = 4
 """Programs of a launch whose accesses show that a barrier orders nothing."""
 MANY = 20
 """Times as many instructions as without a fault are taken for an endless loop."""

@@ -45,7 +45,7 @@ def shared_width(by: Instruction) -> int:
     if by.mnemonic == "cp" and len(by.operands) > 2:
         return int(by.operands[2], 0)
     if by.mnemonic in {"ld", "st"} and _space(by) == "shared":
-        return WIDTH[by.fields[-1]] * _vector(by)
+        return int(WIDTH[by.fields[-1]]) * _vector(by)
     return PIECE
 
 
