@@ -41,8 +41,8 @@ COUNTED = [
     Case(tree="three levels", size=128, positions=150, bias=False),
 ]
 """Rows are sectors of the caches, in the dtype and on the architecture of the model."""
-MUTATED = [Case(size=264, positions=200), Case(tree="three levels", size=136, positions=200)]
-NUM_MUTANTS = 3
+MUTATED = [Case(size=264, positions=120), Case(tree="three levels", size=136)]
+NUM_MUTANTS = 2
 """Of each kind in each kernel of an architecture."""
 
 Results = dict[Case, "Future[Counter[str]]"]
