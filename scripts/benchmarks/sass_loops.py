@@ -18,6 +18,7 @@ import triton
 from scripts.benchmarks.sass import Instruction, disassemble, parse_line, written
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+TOP, SOURCES = Path(__file__).resolve().parents[2], "/lm/output/"
 WARPS_PER_GROUP = 4
 """That issue a wgmma together."""
 _LINE = re.compile(r'File "([^"]+)", line (\d+)( inlined at)?')
@@ -152,7 +153,7 @@ def _disassembled(cubin: bytes) -> tuple[list[_Located], dict[str, int]]:
         if label := _LABEL.match(line):
             waiting.append(label[1])
         elif place := _LINE.search(line):
-            places = [*([] if complete else places), (place[1], int(place[2]))]
+            places = [*([] if complete else places), (_source(place[1]), int(place[2]))]
             complete = place[3] is None
         elif found := parse_line(line):
             labels |= dict.fromkeys(waiting, found.address)
@@ -169,6 +170,12 @@ def _source_loops(places: tuple[Place, ...]) -> tuple[str, ...]:
         for first, last, name in _loops_of_file(file)
         if first <= line <= last
     ) or ("",)
+
+
+def _source(file: str) -> str:
+    """A file of this copy of the project; a kernel may have been compiled in another copy."""
+    _, package, rest = file.rpartition(SOURCES)
+    return str(TOP / package.strip("/") / rest) if package else file
 
 
 @cache

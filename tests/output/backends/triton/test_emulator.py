@@ -1,5 +1,9 @@
 """What the emulator reports of small kernels written by hand."""
 
+from collections import Counter
+from itertools import combinations
+from random import Random
+
 import numpy as np
 import pytest
 
@@ -114,3 +118,67 @@ def test_unknown_instructions_are_refused_by_name(text: str) -> None:
         Unsupported, match=text.split()[0].rstrip(";") if "clock" not in text else "clock"
     ):
         run(text)
+
+
+Step = tuple[str, int, int]
+"""What a warp does to one of three rows of words of shared memory; a barrier is of both warps."""
+
+
+def text_of(step: Step) -> str:
+    """A step in PTX; %r6 to %r8 are the thread's words, %p1 and %p2 its warp."""
+    kind, warp, row = step
+    guard, word = f"@%p{warp + 1} ", f"[%r{row + 6}]"
+    return {
+        "barrier": BARRIER,
+        "load": f"{guard}ld.shared.b32 %r5, {word};",
+        "store": f"{guard}st.shared.b32 {word}, %r0;",
+        "copy": f"{guard}cp.async.ca.shared.global {word}, [%rd3+0], 0x4;cp.async.commit_group;",
+        "wait": f"cp.async.wait_group {row};",
+    }[kind]
+
+
+def race(steps: list[Step]) -> bool:
+    """Whether two warps access one row between barriers, one of them writing, or anything accesses
+    a row into which a copy has not been waited for.
+    """
+    accesses: list[tuple[int, int, int, bool]] = []  # barriers passed, warp, row, writes
+    copies: list[tuple[int, int]] = []  # warp and row; a commit for each
+    num_waited = epoch = 0
+    for kind, warp, row in steps:
+        epoch += kind == "barrier"
+        if kind == "wait":
+            landed = max(num_waited, len(copies) - row)
+            accesses += [(epoch, *copy, True) for copy in copies[num_waited:landed]]
+            num_waited = landed
+        elif kind != "barrier":
+            if row in [to for _, to in copies[num_waited:]]:
+                return True
+            accesses.append((epoch, warp, row, kind != "load"))
+            copies += [(warp, row)] * (kind == "copy")
+    return any(
+        a[0] == b[0] and a[1] != b[1] and a[2] == b[2] and (a[3] or b[3])
+        for a, b in combinations(accesses, 2)
+    )
+
+
+def test_races_in_shared_memory_are_those_of_the_definition() -> None:
+    random = Random(0)
+    found = Counter[bool]()
+    begin = "setp.lt.u32 %p1, %r0, 32; not.pred %p2, %p1; and.b32 %r2, %r2, 127; mov.b32 %r3, "
+    begin += "global_smem; add.s32 %r3, %r3, %r2;"
+    begin += "".join(
+        f"add.s32 %r{6 + row}, %r3, {128 * row}; @%p1 st.shared.b32 [%r{6 + row}], %r0;"
+        for row in range(3)
+    )
+    for _ in range(60):
+        kinds = random.choices(("barrier", "load", "store", "copy", "wait"), (4, 3, 2, 2, 3), k=7)
+        steps = [(kind, random.randrange(2), random.randrange(3)) for kind in kinds]
+        body = begin + BARRIER + "".join(map(text_of, steps))
+        expected = race(steps)
+        found[expected] += 1
+        if expected:
+            with pytest.raises(Fault):
+                run(body, num_programs=1)
+        else:
+            run(body, num_programs=1)
+    assert min(found[False], found[True]) > 10

@@ -77,10 +77,9 @@ class Access:
 
     def check(self, offset: Array, size: int) -> None:
         """Raise unless all bytes are within memory of a size, and aligned."""
-        if offset.min() < 0 or offset.max() + self.width > size:
-            outside = (offset < 0) | (offset + self.width > size)
-            self.fail("address outside of memory", outside)
-        if (offset & (self.width - 1)).any():
+        if int(offset.view(np.uint64).max()) + self.width > size:
+            self.fail("address outside of memory", (offset < 0) | (offset + self.width > size))
+        if np.bitwise_or.reduce(offset) & (self.width - 1):
             self.fail("misaligned address", offset & (self.width - 1) != 0)
 
     def fail(self, what: str, where: Any = None) -> None:
@@ -91,22 +90,13 @@ class Access:
         raise Fault(f"{self.kernel}: {what}: (program, thread) {threads} {at}")
 
 
-def gather(view: Array, offset: Array, width: int) -> Array:
-    """`width` bytes at each offset [k] of memory, as bytes [k, width]."""
-    item = min(width, 8)
-    words = view.view(UNSIGNED[item])
-    if width > item:
-        words = words.reshape(-1, width // item)
-    return np.asarray(words[offset // width].reshape(len(offset), -1).view(np.uint8))
+def take(state: Array, index: Array, n: int) -> Array:
+    """The rows [k, n] of a vector that is seen as a matrix of n columns."""
+    return state.reshape(-1, n).take(index, 0)
 
 
-def scatter(view: Array, offset: Array, raw: Array) -> None:
-    """The inverse of `gather`."""
-    width = raw.shape[1]
-    item = min(width, 8)
-    words = view.view(UNSIGNED[item])
-    values = np.ascontiguousarray(raw).view(UNSIGNED[item])
-    if width > item:
-        words.reshape(-1, width // item)[offset // width] = values
-    else:
-        words[offset // width] = values[:, 0]
+def put(state: Array, index: Array, n: int, values: Array) -> None:
+    """Set rows to values that broadcast to [k, n]."""
+    row = f"V{n * state.itemsize}"
+    full = np.ascontiguousarray(np.broadcast_to(values, (len(index), n)), state.dtype)
+    state.view(row)[index] = full.view(row)[:, 0]

@@ -110,7 +110,7 @@ def _wide(decoder: Decoder, by: Instruction) -> Action:
     )
 
 
-@instruction("div", "rem")
+@instruction("div")
 def _quotient(decoder: Decoder, by: Instruction) -> Action:
     kind = by.fields[-1]
     if kind[0] == "f":
@@ -118,13 +118,12 @@ def _quotient(decoder: Decoder, by: Instruction) -> Action:
 
     def divide(x: Array, y: Array) -> Array:
         y = np.where(y == 0, 1, y).astype(x.dtype)
-        remainder = np.fmod(x, y)
-        return remainder if by.mnemonic == "rem" else ((x - remainder) // y).astype(x.dtype)
+        return ((x - np.fmod(x, y)) // y).astype(x.dtype)
 
     return _binary(decoder, by, _typed(kind, divide))
 
 
-@instruction("min", "max", "neg", "abs")
+@instruction("min", "max", "neg")
 def _extremes(decoder: Decoder, by: Instruction) -> Action:
     kind = by.fields[-1]
     ignores_nan = kind[0] == "f" and not by.has("NaN")
@@ -132,7 +131,6 @@ def _extremes(decoder: Decoder, by: Instruction) -> Action:
         "min": np.fmin if ignores_nan else np.minimum,
         "max": np.fmax if ignores_nan else np.maximum,
         "neg": np.negative,
-        "abs": np.abs,
     }
     return _binary(decoder, by, _typed(kind, functions[by.mnemonic]))
 
@@ -143,22 +141,6 @@ def _logic(decoder: Decoder, by: Instruction) -> Action:
         "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert
     }  # fmt: skip
     return _binary(decoder, by, functions[by.mnemonic])
-
-
-@instruction("lop3")
-def _any_logic(decoder: Decoder, by: Instruction) -> Action:
-    table = int(by.operands[4], 0)
-
-    def function(x: Array, y: Array, z: Array) -> Array:
-        result = np.zeros((1, 1), np.uint32)
-        for row in range(8):
-            if table >> row & 1:
-                terms = [v if row & bit else ~v for v, bit in ((x, 4), (y, 2), (z, 1))]
-                result = result | (terms[0] & terms[1] & terms[2])
-        return result
-
-    sources = decoder.sources(by.operands[1:4], "b32")
-    return decoder.compute(by, by.operands[0], sources, function)
 
 
 @instruction("shl", "shr")
@@ -236,22 +218,14 @@ def _permute_bytes(decoder: Decoder, by: Instruction) -> Action:
     return decoder.compute(by, by.operands[0], sources, function)
 
 
-@instruction("clz", "popc", "brev")
+@instruction("popc")
 def _count_bits(decoder: Decoder, by: Instruction) -> Action:
-    def function(x: Array) -> Array:
-        bits = np.unpackbits(np.ascontiguousarray(x)[..., None].view(np.uint8), axis=-1)
-        bits = bits.reshape(*x.shape, 4, 8)[:, :, ::-1].reshape(*x.shape, 32)
-        if by.mnemonic == "popc":
-            return np.asarray(bits.sum(-1).astype(np.uint32))
-        if by.mnemonic == "clz":
-            return np.where(bits.any(-1), bits.argmax(-1), 32).astype(np.uint32)
-        return np.asarray(
-            (bits.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(-1, np.uint32)
-        )
-
     if by.fields[-1] != "b32":
         raise Unsupported(by.text)
-    return decoder.compute(by, by.operands[0], decoder.sources(by.operands[1:], "b32"), function)
+    sources = decoder.sources(by.operands[1:], "b32")
+    return decoder.compute(
+        by, by.operands[0], sources, lambda x: np.bitwise_count(x).astype(np.uint32)
+    )
 
 
 @instruction("selp")
@@ -296,15 +270,8 @@ def _compare(decoder: Decoder, by: Instruction) -> Action:
     return decoder.compute(by, by.operands[0], sources, combined)
 
 
-@instruction("ex2", "lg2", "rcp", "sqrt", "rsqrt")
-def _elementary(decoder: Decoder, by: Instruction) -> Action:
-    functions: dict[str, Function] = {
-        "ex2": np.exp2,
-        "lg2": np.log2,
-        "rcp": lambda x: 1 / x,
-        "sqrt": np.sqrt,
-        "rsqrt": lambda x: 1 / np.sqrt(x),
-    }
+@instruction("ex2")
+def _power_of_two(decoder: Decoder, by: Instruction) -> Action:
     if by.fields[-1] != "f32":
         raise Unsupported(by.text)
-    return _binary(decoder, by, _typed("f32", functions[by.mnemonic]))
+    return _binary(decoder, by, _typed("f32", np.exp2))

@@ -9,7 +9,7 @@ from .parser import Instruction
 from .programs import BITS, Action, Mask, Programs
 
 
-@instruction("mov", "cvta")
+@instruction("mov")
 def _move(decoder: Decoder, by: Instruction) -> Action:
     kind = by.fields[-1]
     target, source = by.operands

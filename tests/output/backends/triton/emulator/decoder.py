@@ -123,12 +123,13 @@ class Decoder:
 
     def actions(self) -> dict[int, tuple[list[tuple[Instruction, Action]], int]]:
         """Of every block by its first instruction: the actions, and where it ends."""
-        blocks = {}
-        for block in self.kernel.blocks():
-            chosen = [self.kernel.instructions[i] for i in block]
-            built = [(each, self._build(each)) for each in chosen if not _moves_control(each)]
-            blocks[block.start] = (built, block.stop)
-        return blocks
+        every = self.kernel.instructions
+        blocks = self.kernel.blocks()
+        return {each.start: (self.block([every[i] for i in each]), each.stop) for each in blocks}
+
+    def block(self, instructions: list[Instruction]) -> list[tuple[Instruction, Action]]:
+        """The actions of instructions, but for those that the scheduler itself executes."""
+        return [(each, self._build(each)) for each in instructions if not _moves_control(each)]
 
     def _build(self, by: Instruction) -> Action:
         if by.mnemonic not in BUILDERS:

@@ -1,7 +1,8 @@
 """Execution of launches: compiled to PTX for an architecture, and run on a CPU."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,12 +17,14 @@ from .access import Array
 from .allocations import Allocations, extent, raw_bytes
 from .decoder import Decoder
 from .global_memory import BASE, GlobalMemory
-from .parser import Kernel, Unsupported, parse
+from .parser import Instruction, Kernel, Unsupported, parse
 from .programs import BITS, Programs, Scheduler
+from .shared_memory import PIECE
+from .trace import Trace
 
 BUILT_BY = (arithmetic, conversions, tensor_cores, transfers, warp)
 """Modules that define instructions."""
-NUM_LANES = 4096
+NUM_LANES = 8192
 """Threads of the programs that run together."""
 
 
@@ -29,16 +32,20 @@ class Code:
     """A kernel that is ready to run."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
         self.kernel: Kernel = parse(text)
         self.decoder = Decoder(self.kernel)
         self.blocks = self.decoder.actions()
-        widths = [
-            transfers.WIDTH[each.fields[-1]]
-            for each in self.kernel.instructions
-            if each.mnemonic in {"ld", "st"} and "shared" in each.text.split("::")[0].split(".")[1]
-        ]
-        self.element_bytes = min([2, *widths])  # of shared memory, the least that is accessed
+        self.element_bytes = min([PIECE, *map(transfers.shared_width, self.kernel.instructions)])
+
+    def changed(self, by: Instruction) -> "Code":
+        """The same with another instruction in the place of the one with its index."""
+        other, instructions = copy(self), [*self.kernel.instructions]
+        instructions[by.index] = by
+        other.kernel = replace(self.kernel, instructions=instructions)
+        block = next(block for block in self.kernel.blocks() if by.index in block)
+        actions = self.decoder.block([instructions[i] for i in block])
+        other.blocks = self.blocks | {block.start: (actions, block.stop)}
+        return other
 
 
 @cache
@@ -102,11 +109,13 @@ class Run:
     """The execution of a request, from the values that its tensors have now; they are not changed.
 
     Attributes:
+        request: what was executed.
         memory: after the execution.
         ambiguous: as in `SharedMemory`.
+        num_products: multiply-adds of tensor cores.
         num_instructions: executed, by one or several programs at a time.
         reached: first instructions of the blocks that were executed.
-        useful: waits that found something in flight.
+        useful: waits and fences that found something to order.
     """
 
     def __init__(
@@ -117,17 +126,16 @@ class Run:
         seed: int = 0,
         counting: bool = False,
         limit: int = 1 << 60,
+        trace: Trace | None = None,
     ) -> None:
-        self.memory = GlobalMemory(request.num_programs)
-        self.memory.counting = counting
-        for tensor in request.tensors:
-            self.memory.add(*tensor)
-        self.memory.seal()
+        self.memory = GlobalMemory(
+            request.num_programs, request.tensors, counting=counting, trace=trace
+        )
         self.ambiguous: Counter[str] = Counter()
-        self.num_instructions = 0
+        self.num_products = self.num_instructions = 0
         self.reached: set[int] = set()
         self.useful: set[int] = set()
-        self._code, self._request, self._random = code, request, np.random.default_rng(seed)
+        self.request, self._code, self._random = request, code, np.random.default_rng(seed)
         ids = np.arange(request.num_programs)
         if order == "backward":
             ids = ids[::-1]
@@ -139,7 +147,7 @@ class Run:
                 self._run(ids[begin : begin + step], order, limit)
 
     def _run(self, ids: Array, order: str, limit: int) -> None:
-        code, request = self._code, self._request
+        code, request = self._code, self.request
         registers: list[Any] = list(code.decoder.initial)
         thread = np.arange(code.kernel.num_threads, dtype=np.uint32)[None]
         for name, value in {
@@ -158,13 +166,14 @@ class Run:
         scheduler = Scheduler(programs, code.blocks, order, self._random, limit)
         scheduler.run()
         self.ambiguous += programs.shared.ambiguous
+        self.num_products += programs.num_products
         self.num_instructions += scheduler.num_instructions
         self.reached |= scheduler.reached
         self.useful |= programs.shared.useful
 
     def _parameters(self) -> dict[str, Array]:
         types = self._code.kernel.parameters
-        values = self._request.values
+        values = self.request.values
         values = values + [(None, 0)] * (
             len(types) - len(values)
         )  # of scratch memory there is none
@@ -190,10 +199,8 @@ class Emulator:
         order: of the programs, as in `Scheduler`.
         seed: of the order "interleaved".
         counting: whether bytes are counted.
-        requests: if not None, every launch is added to it, with the values before it.
+        history: if not None, every run is added to it, with the values before it in its request.
         ambiguous: as in `SharedMemory`.
-        loaded: bytes by tensor of every launch, each once per program and instruction.
-        stored: the same of stores.
     """
 
     capability: int
@@ -201,24 +208,20 @@ class Emulator:
     order: str = "together"
     seed: int = 0
     counting: bool = False
-    requests: list[Request] | None = None
+    history: list[Run] | None = None
     ambiguous: Counter[str] = field(default_factory=Counter)
-    loaded: list[tuple[str, Counter[str]]] = field(default_factory=list)
-    stored: list[tuple[str, Counter[str]]] = field(default_factory=list)
 
     def run(self, launch: Launch) -> None:
         """Compile and execute a launch."""
         if not launch.num_programs:
             return
         request = requested(launch, self.capability, self.allocations)
-        if self.requests is not None:
-            self.requests.append(request.copy())
-        run = Run(request, decoded(request.text), self.order, self.seed, self.counting)
+        before = request if self.history is None else request.copy()
+        run = Run(before, decoded(request.text), self.order, self.seed, self.counting)
         for i, (_, contents, has_values, _) in enumerate(request.tensors):
             start = run.memory.start[i]
             contents[:] = run.memory.data[start : start + len(contents)]
             has_values[:] = run.memory.written(i)
         self.ambiguous += run.ambiguous
-        if self.counting:
-            self.loaded.append((request.kernel, run.memory.loaded))
-            self.stored.append((request.kernel, run.memory.stored))
+        if self.history is not None:
+            self.history.append(run)

@@ -11,75 +11,90 @@ from typing import Any
 
 import numpy as np
 
-from .access import Access, Array, Fault, gather, scatter
+from .access import Access, Array, put, take
+from .trace import Trace
 
 BASE = 0x7F00_0000_0000
 """Address of the first byte."""
 PAGE = 512
 """Bytes between tensors, and of which a multiple is reserved for each."""
+SECTOR = 32
+"""Bytes of the smallest piece that the caches move."""
 GUARD, UNWRITTEN, BEFORE = -3, -2, -1
 """Writers of elements: no tensor, nobody yet, somebody before the launch."""
 
 
 class GlobalMemory:
-    """The memory of a launch; tensors are added before it is sealed."""
+    """Copies of the tensors of a launch: name, bytes, which have values, element size.
 
-    def __init__(self, num_programs: int) -> None:
-        self.num_programs = num_programs
-        self.names: list[str] = []
-        self.start: list[int] = []
-        self.shift: list[int] = []  # log2 of the bytes of an element
-        self._contents: list[tuple[Array, Array]] = []
-        self._end = PAGE
-        self.loaded: Counter[str] = Counter()  # bytes by tensor, each once per program and load
-        self.stored: Counter[str] = Counter()
-        self.counting = False
+    What nobody has written is NaN, or -1.
 
-    def add(self, name: str, contents: Array, written: Array, item: int) -> int:
-        """Add the bytes of a tensor, and which of them have values; return its address."""
-        self.names.append(name)
-        self.start.append(self._end)
-        self.shift.append(item.bit_length() - 1)
-        self._contents.append((contents, written))
-        self._end += -(-len(contents) // PAGE) * PAGE + PAGE
-        return BASE + self.start[-1]
+    Attributes:
+        data: bytes, from `BASE` on.
+        start: of each tensor in the data.
+        loaded: bytes by tensor, each once for every program and instruction, if counting.
+        stored: the same of stores.
+        sectors: as loaded, in whole sectors.
+    """
 
-    def seal(self) -> None:
-        """Copy the tensors; what nobody has written is NaN, or -1."""
-        self.data = np.full(self._end, 0xFF, np.uint8)
-        self._page = np.full(self._end // PAGE, -1, np.int64)  # which tensor
-        self._first = np.zeros(len(self.names), np.int64)  # element of each tensor
-        writers = []
-        num_elements = 0
-        for i, (contents, written) in enumerate(self._contents):
-            begin, end = self.start[i], self.start[i] + len(contents)
-            self.data[begin:end] = np.where(written, contents, 0xFF)
-            reserved = -(-len(contents) // PAGE) * PAGE
-            self._page[begin // PAGE : (begin + reserved) // PAGE] = i
-            writer = np.full(reserved >> self.shift[i], GUARD, np.int32)
-            item = 1 << self.shift[i]
-            known: Array = np.asarray(written.reshape(-1, item).all(1))
-            writer[: len(known)] = np.where(known, BEFORE, UNWRITTEN)
-            writers.append(writer)
-            self._first[i] = num_elements
-            num_elements += len(writer)
-        self._start, self._shift = np.array(self.start), np.array(self.shift)
-        self.writer = np.concatenate(writers) if writers else np.zeros(0, np.int32)
+    def __init__(
+        self,
+        num_programs: int,
+        tensors: list[tuple[str, Array, Array, int]],
+        *,
+        counting: bool,
+        trace: Trace | None = None,
+    ) -> None:
+        self.num_programs, self._counting, self.trace = num_programs, counting, trace
+        self.names = [name for name, *_ in tensors]
+        reserved = [-(-len(contents) // PAGE) * PAGE for _, contents, _, _ in tensors]
+        begins = np.cumsum([PAGE, *(size + PAGE for size in reserved)])
+        self.start: list[int] = begins[:-1].tolist()
+        self.data = np.full(begins[-1], 0xFF, np.uint8)
+        self._page = np.full(len(self.data) // PAGE, -1, np.int64)  # which tensor
+        writers = [np.zeros(0, np.int32)]
+        for i, (_, contents, written, item) in enumerate(tensors):
+            begin = self.start[i]
+            self.data[begin : begin + len(contents)] = np.where(written, contents, 0xFF)
+            self._page[begin // PAGE : (begin + reserved[i]) // PAGE] = i
+            known = np.asarray(written.reshape(-1, item).all(1))
+            writers.append(np.full(reserved[i] // item, GUARD, np.int32))
+            writers[-1][: len(known)] = np.where(known, BEFORE, UNWRITTEN)
+        self._start = np.array(self.start)
+        self._shift = np.array([item.bit_length() - 1 for *_, item in tensors])  # log2 of its bytes
+        self._first = np.cumsum([len(each) for each in writers])  # element of each tensor
+        self._size = [len(contents) // item for _, contents, _, item in tensors]  # in elements
+        self.writer = np.concatenate(writers)
+        num_elements = len(self.writer)
         self._write_epoch = np.zeros(num_elements, np.int32)
         self._write_thread = np.zeros(num_elements, np.int32)
         self._by_atomic = np.zeros(num_elements, np.bool_)
         self._was_read = np.zeros(num_elements, np.bool_)
-        self._read_epoch = np.zeros((self.num_programs, num_elements), np.int16)  # + 1
-        self.clock = np.zeros((self.num_programs, self.num_programs), np.int64)
+        self._read_epoch = np.zeros((num_programs, num_elements), np.int16)  # + 1
+        self.clock = np.zeros((num_programs, num_programs), np.int64)
         self._acquired = np.zeros_like(self.clock)
         self._released: dict[int, Array] = {}
-        self._last = np.zeros(self._end, np.int32)
+        self._last = np.zeros(len(self.data), np.int32)
+        self.loaded: Counter[str] = Counter()
+        self.stored: Counter[str] = Counter()
+        self.sectors: Counter[str] = Counter()
+
+    def _elements(self, state: Array, index: int) -> Array:
+        """The state of the elements of a tensor."""
+        first = self._first[index]
+        return state[first : first + self._size[index]]
 
     def written(self, index: int) -> Array:
         """Which bytes of a tensor have values."""
-        size, shift = len(self._contents[index][0]), self.shift[index]
-        first = self._first[index]
-        return np.repeat(self.writer[first : first + (size >> shift)] >= BEFORE, 1 << shift)
+        return np.repeat(self._elements(self.writer, index) >= BEFORE, 1 << self._shift[index])
+
+    def once(self) -> Counter[str]:
+        """Bytes that were read and bytes that were written, by tensor, every element once."""
+        found: Counter[str] = Counter()
+        for i, name in enumerate(self.names):
+            read, writer = self._elements(self._was_read, i), self._elements(self.writer, i)
+            found[name] = (int(read.sum()) + int((writer >= 0).sum())) << int(self._shift[i])
+        return found
 
     def pass_barrier(self, programs: Array | slice) -> None:
         """Let programs know what they have acquired."""
@@ -87,69 +102,66 @@ class GlobalMemory:
 
     def load(self, access: Access) -> Array:
         """Bytes [k, width]."""
-        offset = access.address - BASE
-        access.check(offset, len(self.data))
-        element = self._elements(access, offset, "read")
-        writer = self.writer[element]
+        index, n = self._rows(access, "read")
+        if self.trace:
+            self.trace.add_global(access, index, n, write=False)
+        writer = take(self.writer, index, n)
         if writer.min() < BEFORE:
             access.fail("read of memory that nobody wrote", (writer < BEFORE).any(1))
         if writer.max() >= 0:
-            self._check_order(access, element, writer, "read of what another {} wrote")
-        self._was_read[element] = True
-        self._read_epoch[access.program[:, None], element] = access.epoch[:, None] + 1
-        if self.counting:
-            self._count(self.loaded, access, offset)
-        return gather(self.data, offset, access.width)
+            self._check_order(access, index, writer, "read of what another {} wrote")
+        put(self._was_read, index, n, np.array(True))
+        epochs = self._read_epoch.reshape(self.num_programs, -1, n)
+        epochs[access.program, index] = access.epoch[:, None] + 1
+        if self._counting:
+            self._count(access, self.loaded, self.sectors)
+        return take(self.data, (access.address - BASE) // access.width, access.width)
 
     def store(self, access: Access, raw: Array) -> None:
         """Write bytes [k, width]."""
-        offset = access.address - BASE
-        access.check(offset, len(self.data))
-        element = self._elements(access, offset, "write")
-        writer = self.writer[element]
-        last = self._last  # writer of each place, among the threads
-        slot, order = offset // access.width, np.arange(len(offset), dtype=np.int32)
-        last[slot] = order
-        if (last[slot] != order).any():
-            access.fail("two threads write one place at once", last[slot] != order)
-        if writer.max() >= 0:
-            self._check_order(access, element, writer, "write where another {} wrote")
-        self._check_readers(access, element)
-        self.writer[element] = access.program[:, None]
-        self._write_epoch[element] = access.epoch[:, None]
-        self._write_thread[element] = access.thread[:, None]
-        self._by_atomic[element] = False
-        if self.counting:
-            self._count(self.stored, access, offset)
-        scatter(self.data, offset, raw)
+        index, n = self._rows(access, "write")
+        if self.trace:
+            self.trace.add_global(access, index, n, write=True)
+        place, order = (access.address - BASE) // access.width, np.arange(len(index), dtype=np.int32)
+        self._last[place] = order
+        twice = self._last[place] != order
+        if twice.any():
+            access.fail("two threads write one place at once", twice)
+        self._write(access, index, n, "write where another {} wrote", by_atomic=False)
+        put(self.data, place, access.width, raw)
 
     def atomic(self, access: Access, update: Any, order: str) -> Array:
         """Replace values by `update(old, i)`, thread by thread; return the old ones [k]."""
-        offset = access.address - BASE
-        access.check(offset, len(self.data))
-        element = self._elements(access, offset, "write")
+        index, n = self._rows(access, "write")
+        if self.trace:
+            self.trace.add_global(access, index, n, write=True, ordered=order != "relaxed")
         words = self.data.view(f"u{access.width}")
-        old = np.zeros(len(offset), words.dtype)
-        for i in range(len(offset)):
-            one = access.part(np.array([i]))
-            writer = self.writer[element[i : i + 1]]
-            if writer.min() < BEFORE:
-                access.fail("atomic on memory that nobody wrote", np.arange(len(offset)) == i)
-            if writer.max() >= 0 and not self._by_atomic[element[i]].all():
-                self._check_order(one, element[i : i + 1], writer, "atomic where another {} wrote")
-            self._check_readers(one, element[i : i + 1])
-            place = offset[i] // access.width
+        old = np.zeros(len(index), words.dtype)
+        for i, place in enumerate(((access.address - BASE) // access.width).tolist()):
+            one, where = access.part(np.array([i])), index[i : i + 1]
+            if take(self.writer, where, n).min() < BEFORE:
+                one.fail("atomic on memory that nobody wrote")
+            what = "atomic where another {} wrote"
+            self._write(one, where, n, what, by_atomic=True)
             old[i] = words[place]
             words[place] = update(old[i], i)
-            self._synchronise(int(access.program[i]), int(access.epoch[i]), int(place), order)
-        self.writer[element] = access.program[:, None]
-        self._write_epoch[element] = access.epoch[:, None]
-        self._write_thread[element] = access.thread[:, None]
-        self._by_atomic[element] = True
-        if self.counting:
-            self._count(self.loaded, access, offset)
-            self._count(self.stored, access, offset)
+            self._synchronise(int(access.program[i]), int(access.epoch[i]), place, order)
+        if self._counting:
+            self._count(access, self.loaded, self.sectors)
         return old
+
+    def _write(self, access: Access, index: Array, n: int, what: str, *, by_atomic: bool) -> None:
+        """Check and note a write to rows of elements; atomics do not race with one another."""
+        writer = take(self.writer, index, n)
+        if writer.max() >= 0 and not (by_atomic and take(self._by_atomic, index, n).all()):
+            self._check_order(access, index, writer, what)
+        self._check_readers(access, index, n)
+        put(self.writer, index, n, access.program[:, None])
+        put(self._write_epoch, index, n, access.epoch[:, None])
+        put(self._write_thread, index, n, access.thread[:, None])
+        put(self._by_atomic, index, n, np.array(by_atomic))
+        if self._counting:
+            self._count(access, self.stored)
 
     def _synchronise(self, program: int, epoch: int, place: int, order: str) -> None:
         released = self._released.get(place)
@@ -160,51 +172,65 @@ class GlobalMemory:
             mine[program] = epoch
             self._released[place] = mine if released is None else np.maximum(released, mine)
 
-    def _elements(self, access: Access, offset: Array, what: str) -> Array:
-        """Elements [k, n] that are accessed."""
+    def _rows(self, access: Access, what: str) -> tuple[Array, int]:
+        """Where the elements of an access are: indices [k] of rows, and the length of a row."""
+        offset = access.address - BASE
+        access.check(offset, len(self.data))
         tensor = self._page[offset // PAGE]
-        if tensor.min() < 0:
-            access.fail(f"{what} outside of tensors", tensor < 0)
         low = tensor.min()
+        if low < 0:
+            access.fail(f"{what} outside of tensors", tensor < 0)
         shift = self._shift[low]
         if low != tensor.max() and (self._shift[tensor] != shift).any():
-            raise Fault(f"{access.kernel}: tensors of several dtypes at #{access.by.index}")
-        first = self._first[tensor] + ((offset - self._start[tensor]) >> shift)
-        element = first[:, None] + np.arange(max(access.width >> shift, 1))
-        if self.writer[element].min() == GUARD:
-            beyond = (self.writer[element] == GUARD).any(1)
-            access.fail(f"{what} outside of tensors", beyond)
-        return np.asarray(element)
+            access.fail("tensors of several dtypes")
+        element = self._first[tensor] + ((offset - self._start[tensor]) >> shift)
+        n = max(access.width >> shift, 1)
+        index = element // n
+        writer = take(self.writer, index, n)
+        if writer.min() == GUARD:
+            access.fail(f"{what} outside of tensors", (writer == GUARD).any(1))
+        return index, n
 
-    def _check_order(self, access: Access, element: Array, writer: Array, what: str) -> None:
-        """Raise unless the writers are known to have finished."""
-        program, epoch = access.program[:, None], self._write_epoch[element]
+    def _check_order(self, access: Access, index: Array, writer: Array, what: str) -> None:
+        """Raise unless the writers [k, n] are known to have finished."""
+        n = writer.shape[1]
+        program, epoch = access.program[:, None], take(self._write_epoch, index, n)
         foreign = (writer >= 0) & (writer != program)
         if foreign.any():
             racing = foreign & (self.clock[program, np.maximum(writer, 0)] <= epoch)
             if racing.any():
                 access.fail("race: " + what.format("program"), racing.any(1))
-        now = (writer == program) & (epoch == access.epoch[:, None])
-        racing = now & (self._write_thread[element] != access.thread[:, None])
+        racing = (writer == program) & (epoch == access.epoch[:, None])
+        if racing.any():
+            racing &= take(self._write_thread, index, n) != access.thread[:, None]
         if racing.any():
             access.fail("race: " + what.format("thread") + ", no barrier between", racing.any(1))
 
-    def _check_readers(self, access: Access, element: Array) -> None:
+    def _check_readers(self, access: Access, index: Array, n: int) -> None:
         """Raise if another program, not known to have finished, has read the elements."""
-        was_read = self._was_read[element].any(1)
+        was_read = take(self._was_read, index, n).any(1)
         if not was_read.any():
             return
+        every = self._read_epoch.reshape(self.num_programs, -1, n)
         for program in np.unique(access.program[was_read]):
             mine = was_read & (access.program == program)
-            epochs = self._read_epoch[:, element[mine]].reshape(self.num_programs, -1).max(1)
+            epochs = every[:, index[mine]].max((1, 2))
             racing = (epochs > 0) & (self.clock[program] <= epochs - 1)
             racing[program] = False
             if racing.any():
                 access.fail("race: write of what another program has read", mine)
 
-    def _count(self, counter: Counter[str], access: Access, offset: Array) -> None:
-        """Count the bytes, each once in a program."""
-        key = np.unique(access.program * len(self.data) + offset)
-        tensors, times = np.unique(self._page[key % len(self.data) // PAGE], return_counts=True)
+    def _count(
+        self, access: Access, counter: Counter[str], sectors: Counter[str] | None = None
+    ) -> None:
+        """Count bytes and sectors, each once in a program."""
+        size = len(self.data)
+        place = np.unique(access.program * size + (access.address - BASE))
+        self._add(counter, place % size, access.width)
+        if sectors is not None:
+            self._add(sectors, np.unique(place // SECTOR) * SECTOR % size, SECTOR)
+
+    def _add(self, counter: Counter[str], offset: Array, width: int) -> None:
+        tensors, times = np.unique(self._page[offset // PAGE], return_counts=True)
         for tensor, number in zip(tensors, times, strict=True):
-            counter[self.names[tensor]] += int(number) * access.width
+            counter[self.names[tensor]] += int(number) * width

@@ -1,18 +1,25 @@
 """Faults put into compiled kernels on purpose: which of them the emulator sees.
 
-`python -m tests.output.backends.triton.emulator.mutations` prints how many of each kind. A fault is
-seen if the execution of its launch raises, or writes other values, or loads or stores other bytes.
-A predicate whose removal none of these shows is true for every thread that reaches it, or keeps
-threads from repeating what another thread of the program does: the mutant is equivalent.
+`python -m tests.output.backends.triton.emulator.mutations` prints how many of each kind, and those
+that it does not see; with a number, of so many of each kind in each kernel. A fault is seen if the
+execution of a launch raises, or writes other values, or loads or stores other bytes.
+
+Not counted is what cannot be a fault there: an instruction that no launch executes; a wait or fence
+that finds nothing to order, or is followed by one that orders as much, with nothing but arithmetic
+between; a barrier that orders nothing by the definition of a race, as `trace` finds for some
+programs of each launch: the compiler puts one between any two accesses of a buffer that it does not
+know to be of the same warp, and next to those that the source asks for. A predicate that is not seen is true for every thread
+that reaches it, or keeps threads from loading what they do not use and another thread of the
+program loads anyway.
 """
 
 import random
-import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import as_completed
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -21,163 +28,191 @@ import numpy as np
 from .access import Fault
 from .allocations import Allocations
 from .cases import Case, emulated, inputs, pool
-from .execution import Code, Emulator, Request, Run, decoded
+from .decoder import Decoder, instruction
+from .execution import Emulator, Run, decoded
+from .parser import Instruction, Kernel
+from .programs import Action
+from .trace import Trace
 
-PATTERNS = {
-    "barrier": re.compile(r"\tbar\.sync\s+0;"),
-    "wait for copies": re.compile(r"\tcp\.async\.wait_group\s+\d+;"),
-    "wait for products": re.compile(r"\twgmma\.wait_group\.sync\.aligned\s+\d+;"),
-    "proxy fence": re.compile(r"\tfence\.proxy\.async[^\n]*;"),
-    "memory order": re.compile(r"\.acq_rel(?=\.)"),
-    "predicate": re.compile(r"@!?%p\d+\s+(?=(?:ld\.global|st\.global|cp\.async|atom)\b)"),
+KINDS: dict[str, Callable[[Instruction], bool]] = {
+    "barrier": lambda by: by.fields == ("bar", "sync"),
+    "wait for copies": lambda by: by.fields == ("cp", "async", "wait_group"),
+    "wait for products": lambda by: by.fields[:2] == ("wgmma", "wait_group"),
+    "proxy fence": lambda by: by.fields[:2] == ("fence", "proxy"),
+    "memory order": lambda by: by.has("acq_rel"),
+    "predicate": lambda by: by.guard is not None and by.has("global"),
 }
 """What is removed; a memory order becomes relaxed."""
+FOLLOWED = {"wait for copies", "wait for products", "proxy fence"}
+"""Kinds of which the next one may order as much."""
+ORDERED = {
+    "ld", "st", "atom", "red", "cp", "ldmatrix", "stmatrix", "wgmma", "bar", "barrier",
+    "fence", "membar", "bra", "ret", "exit",
+}  # fmt: skip
+"""What a wait may order, or ends a block."""
 CASES = [
     Case(tree="two levels", positions=200, size=264),
     Case(tree="wide classes", positions=200, size=136),
     Case(tree="three levels", positions=200, size=136),
 ]
 """Problems that reach most of the kernels; a fault must be seen in one of them."""
+NUM_TRACED = 4
+"""Programs of a launch whose accesses show that a barrier orders nothing."""
 MANY = 20
 """Times as many instructions as without a fault are taken for an endless loop."""
+NOT_REACHED, IDLE, NOT_SEEN = "not reached", "idle", "not seen"
+SEEN = ("fault", "values", "bytes")
+"""Verdicts."""
 
 
-NOT_REACHED = "not reached"
-"""Or a wait that never finds anything in flight."""
+@instruction("removed")
+def _nothing(decoder: Decoder, by: Instruction) -> Action:
+    return lambda programs, mask: None
 
 
 class Mutant(NamedTuple):
     """A kernel without one of its instructions, or with a weaker one."""
 
     kind: str
-    kernel: str
     text: str  # PTX without the fault
-    begin: int
-    end: int
+    original: Instruction
 
     @property
-    def faulty(self) -> str:
-        """The PTX with the fault."""
-        instead = ".relaxed" if self.kind == "memory order" else ""
-        return self.text[: self.begin] + instead + self.text[self.end :]
+    def changed(self) -> Instruction:
+        """The instruction in its place."""
+        if self.kind == "predicate":
+            return replace(self.original, guard=None)
+        if self.kind == "memory order":
+            fields = ["relaxed" if each == "acq_rel" else each for each in self.original.fields]
+            return replace(self.original, fields=tuple(fields))
+        return replace(self.original, fields=("removed",), operands=(), guard=None)
 
-    @property
-    def place(self) -> str:
-        """Kernel, line and instruction."""
-        before, line = self.text[: self.begin], self.text[self.begin :].lstrip()
-        return f"{self.kernel} {before.count(chr(10)) + 1}: {line.partition(chr(10))[0]}"
+    def __str__(self) -> str:
+        name = decoded(self.text).kernel.name
+        return f"{self.kind} in {name} #{self.original.index}: {self.original.text}"
 
 
 class Judge:
     """Executes mutants of the launches of some cases."""
 
     def __init__(self, cases: list[Case]) -> None:
-        self._requests: dict[str, list[Request]] = {}  # by PTX
+        self._runs: dict[str, list[Run]] = {}  # without faults, by PTX
+        self._idle: dict[str, set[int]] = {}
         for case in cases:
-            emulator = Emulator(case.capability, Allocations(), requests=[])
+            emulator = Emulator(case.capability, Allocations(), counting=True, history=[])
             emulated(case, inputs(case), emulator)
-            for request in emulator.requests or []:
-                self._requests.setdefault(request.text, []).append(request)
-        self._expected: dict[str, list[Run]] = {}
+            for run in emulator.history or []:
+                self._runs.setdefault(run.request.text, []).append(run)
 
-    def mutants(self) -> list[Mutant]:
-        """All faults of all kinds in the kernels of the launches."""
-        return [
-            Mutant(kind, requests[0].kernel, text, match.start(), match.end())
-            for text, requests in self._requests.items()
-            for kind, pattern in PATTERNS.items()
-            for match in pattern.finditer(text)
-        ]
+    def mutants(self, most: int | None = None) -> list[Mutant]:
+        """All faults in the kernels of the launches, or some of each kind in each kernel."""
+        found = []
+        for text, (kind, is_kind) in product(self._runs, KINDS.items()):
+            chosen = [by for by in decoded(text).kernel.instructions if is_kind(by)]
+            random.Random(0).shuffle(chosen)
+            found += [Mutant(kind, text, by) for by in chosen[:most]]
+        return found
 
     def verdict(self, mutant: Mutant) -> str:
-        """How a fault is seen, in the first launch that shows it: "fault", "values", "bytes"."""
-        requests, text = self._requests[mutant.text], mutant.text
-        if text not in self._expected:
-            self._expected[text] = [Run(each, decoded(text), counting=True) for each in requests]
-        instruction = _instruction_at(mutant)
-        block = next(b for b in decoded(text).kernel.blocks() if instruction in b)
-        verdict = NOT_REACHED
-        for request, expected in zip(requests, self._expected[text], strict=True):
-            if block.start in expected.reached:
-                verdict = _compared(request, mutant.faulty, expected)
-                if verdict != "not":
-                    break
-        waits = verdict == "not" and mutant.kind.startswith("wait")
-        idle = waits and not any(instruction in run.useful for run in self._expected[text])
-        return NOT_REACHED if idle else verdict
+        """How a fault is seen, in the first launch that shows it; or one of the other verdicts."""
+        kernel, index = decoded(mutant.text).kernel, mutant.original.index
+        block = next(block for block in kernel.blocks() if index in block)
+        runs = [run for run in self._runs[mutant.text] if block.start in run.reached]
+        if not runs:
+            return NOT_REACHED
+        if mutant.kind in FOLLOWED and _is_idle(kernel, index, runs):
+            return IDLE
+        verdicts = (_compared(mutant, run) for run in runs)
+        found = next((verdict for verdict in verdicts if verdict != NOT_SEEN), NOT_SEEN)
+        barrier = found == NOT_SEEN and mutant.kind == "barrier"
+        return IDLE if barrier and index in self._idle_barriers(mutant.text) else found
+
+    def _idle_barriers(self, text: str) -> set[int]:
+        """The barriers that order nothing in any launch, by the definition of a race."""
+        if text not in self._idle:
+            traces = []
+            for run in self._runs[text]:
+                num_programs = run.request.num_programs
+                some = np.linspace(0, num_programs - 1, min(num_programs, NUM_TRACED), dtype=int)
+                traces.append(Trace(some))
+                Run(run.request, decoded(text), trace=traces[-1])
+            needed = set().union(*(trace.passed() - trace.idle() for trace in traces))
+            self._idle[text] = set().union(*(trace.passed() for trace in traces)) - needed
+        return self._idle[text]
 
 
-def _instruction_at(mutant: Mutant) -> int:
-    """The index of the instruction that is changed."""
-    head = mutant.text[: mutant.begin]
-    whole = decoded(mutant.text).kernel.instructions
-    body = head[head.index("{", head.index(".entry")) :]
-    body = re.sub(r"//[^\n]*|\.reg[^;]*;|\n\s*\.(?:loc|file|pragma)[^\n]*", "", body)
-    index = body.count(";")
-    assert 0 <= index < len(whole)
-    return index
+def _is_idle(kernel: Kernel, index: int, runs: list[Run]) -> bool:
+    """Whether a wait or fence finds nothing to order, or the next one orders as much."""
+    if not any(index in run.useful for run in runs):
+        return True
+    this, *later = kernel.instructions[index:]
+    following = next((by for by in later if by.mnemonic in ORDERED), this)
+    if following.fields != this.fields or not this.operands:
+        return False
+    return following is not this and int(following.operands[0]) <= int(this.operands[0])
 
 
-def _compared(request: Request, faulty: str, expected: Run) -> str:
+def _compared(mutant: Mutant, expected: Run) -> str:
+    code = decoded(mutant.text).changed(mutant.changed)
     limit = MANY * expected.num_instructions
     try:
-        found = Run(request, Code(faulty), counting=True, limit=limit)
+        found = Run(expected.request, code, counting=True, limit=limit)
     except Fault:
         return "fault"
     one, other = found.memory, expected.memory
     if not np.array_equal(one.data, other.data):
         return "values"
-    return "not" if (one.loaded, one.stored) == (other.loaded, other.stored) else "bytes"
+    return NOT_SEEN if (one.loaded, one.stored) == (other.loaded, other.stored) else "bytes"
 
 
-def judged(capability: int, share: slice, per_kind: int | None = None) -> list[tuple[Mutant, str]]:
-    """Every mutant of a share, and how it is seen.
-
-    Given a number, only so many of each kind, at random.
-    """
-    judge = Judge([case._replace(capability=capability) for case in CASES])
-    chosen = judge.mutants()
-    if per_kind is not None:
-        random.Random(0).shuffle(chosen)
-        by_kind = [[each for each in chosen if each.kind == kind] for kind in PATTERNS]
-        chosen = [each for of_kind in by_kind for each in of_kind[:per_kind]]
-    return [(mutant, judge.verdict(mutant)) for mutant in chosen[share]]
+Verdict = tuple[str, str, str]
+"""Kind, name and verdict of a mutant."""
 
 
-def table(verdicts: Iterable[tuple[str, str]]) -> str:
-    """Of every kind: how many mutants are reached and seen, and in which way."""
-    by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in PATTERNS}
-    for kind, verdict in verdicts:
+def judged(
+    capability: int, cases: list[Case], most: int | None = None, share: slice = slice(None)
+) -> list[Verdict]:
+    """Every mutant of a share of those in the kernels of some cases, and how it is seen."""
+    judge = Judge([case._replace(capability=capability) for case in cases])
+    mutants = judge.mutants(most)[share]
+    return [(mutant.kind, str(mutant), judge.verdict(mutant)) for mutant in mutants]
+
+
+def summary(found: Iterable[Verdict]) -> dict[str, Counter[str]]:
+    """How often each verdict is, by kind."""
+    by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+    for kind, _, verdict in found:
         by_kind[kind][verdict] += 1
-    ways = ("fault", "values", "bytes", "not")
-    lines = [f"{'':18}{'all':>6}{'reached':>9}{'seen':>6}" + "".join(f"{w:>8}" for w in ways)]
-    for kind, counts in by_kind.items():
-        reached = counts.total() - counts[NOT_REACHED]
-        numbers = "".join(f"{counts[way]:8}" for way in ways)
-        seen = reached - counts["not"]
-        lines.append(f"{kind:18}{counts.total():6}{reached:9}{seen:6}{numbers}")
+    return by_kind
+
+
+def table(found: Iterable[Verdict]) -> str:
+    """Of every kind: how many mutants are counted and seen, and in which way."""
+    columns = (NOT_REACHED, IDLE, *SEEN, NOT_SEEN)
+    lines = [f"{'':18}{'all':>6}{'counted':>9}{'seen':>6}" + "".join(f"{c:>13}" for c in columns)]
+    for kind, counts in summary(found).items():
+        seen = sum(counts[way] for way in SEEN)
+        numbers = "".join(f"{counts[column]:13}" for column in columns)
+        lines.append(f"{kind:18}{counts.total():6}{seen + counts[NOT_SEEN]:9}{seen:6}{numbers}")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Print the table of two architectures, and what is not seen.
-
-    An argument is how many of each kind are taken at random; all without one.
-    """
+    """Print the table of two architectures, and what is not seen."""
     begin, num_shares = time.time(), 4
-    per_kind = int(sys.argv[1]) if len(sys.argv) > 1 else None
-    found = []
+    most = int(sys.argv[1]) if len(sys.argv) > 1 else None
+    found: list[Verdict] = []
     with pool() as executor:
         futures = [
-            executor.submit(judged, capability, slice(share, None, num_shares), per_kind)
+            executor.submit(judged, capability, CASES, most, slice(share, None, num_shares))
             for share, capability in product(range(num_shares), (80, 90))
         ]
         for future in as_completed(futures):
             found += future.result()
-            print(table((mutant.kind, verdict) for mutant, verdict in found), flush=True)
-    for mutant, verdict in found:
-        if verdict in {"not", NOT_REACHED}:
-            print(f"{verdict} seen: {mutant.kind} in {mutant.place}")
+            print(table(found), flush=True)
+    for _, name, verdict in found:
+        if verdict not in SEEN:
+            print(f"{verdict}: {name}")
     print(f"{time.time() - begin:.0f} s")
 
 

@@ -46,19 +46,25 @@ class Programs:
         self.parameters = parameters
         self.lanes = Lanes(ids, kernel.num_threads)
         self.shape = (len(ids), kernel.num_threads)
-        self.shared = SharedMemory(self.lanes, num_shared_bytes, element_bytes)
+        self.shared = SharedMemory(self.lanes, num_shared_bytes, element_bytes, memory.trace)
         self.registers = registers
+        self.num_products = 0  # multiply-adds of tensor cores
         # registers that products read or write, with the commit of each program to wait for
         self.reading: dict[str, Array] = {}
         self.writing: dict[str, Array] = {}
 
     def full(self, value: Array) -> Array:
         """A value or mask for every thread, [G * T]."""
-        return np.broadcast_to(value, self.shape).reshape(-1)
+        same = value if value.shape == self.shape else np.broadcast_to(value, self.shape)
+        return same.reshape(-1)
 
     def warps(self, value: Array) -> Array:
         """A value for every thread, [warps of all programs, 32]."""
-        return np.broadcast_to(value, self.shape).reshape(-1, 32)
+        return self.full(value).reshape(-1, 32)
+
+    def count(self, mask: Mask) -> int:
+        """The number of threads of a mask."""
+        return self.lanes.size if mask is None else int(self.full(mask).sum())
 
     def set(self, slot: int, value: Array, mask: Mask) -> None:
         """Write a register where a mask is true."""
@@ -74,7 +80,7 @@ class Programs:
             if not len(chosen):
                 return None
             where = where[chosen]
-        return Access(by, self.kernel.name, where.astype(np.int64), width, self.lanes, chosen)
+        return Access(by, self.kernel.name, where, width, self.lanes, chosen)
 
     def chosen(self, mask: Mask) -> Any:
         """The lanes of a mask, as an index."""
@@ -233,7 +239,10 @@ class Scheduler:
             programs = self._programs
             rows = None if done.all() else np.flatnonzero(done)
             programs.lanes.pass_barrier(rows)
+            programs.shared.pass_barrier(np.flatnonzero(done))
             programs.memory.pass_barrier(programs.lanes.ids[done])
+            if programs.memory.trace:
+                programs.memory.trace.pass_barrier(programs.lanes.ids[done], at)
             self._add(self._running, at + 1, stopped & done[:, None])
             rest = stopped & ~done[:, None]
             del self._at_barrier[at]

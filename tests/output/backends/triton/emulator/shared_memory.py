@@ -1,9 +1,13 @@
 """Shared memory of the programs of a batch, and what is known of each of its elements.
 
 A race is an access by two warps, of which one writes, without a barrier between. Copies in flight
-(cp.async) become visible when their thread waits for them. Operands of a running wgmma are pinned
-until it has been waited for. wgmma reads through the asynchronous proxy: what ordinary stores and
-cp.async wrote must be behind a proxy fence.
+(cp.async) become visible when their thread waits for them. What a running wgmma reads may not be
+written until it has been waited for. wgmma reads through the asynchronous proxy: what ordinary
+stores and cp.async wrote must be behind a proxy fence.
+
+A program's time advances at barriers and proxy fences. A write or read is kept as its time and
+warp in one number. Accesses are aligned to their width, so that the elements of one are a row of
+the state, if that is seen as a matrix.
 """
 
 from collections import Counter
@@ -11,13 +15,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .access import Access, Array, Lanes, gather, scatter
+from .access import Access, Array, Lanes, put, take
 from .parser import Instruction
+from .trace import Trace
 
 BASE = 1024
 """Address of the first byte."""
-UNWRITTEN, IN_FLIGHT = -2, -1
-_WARP_BITS = 6
+IN_FLIGHT, UNWRITTEN = -2, -1
+WARP_BITS = 6
+SEVERAL = (1 << WARP_BITS) - 1
+"""Takes the place of a warp, where several have read since the last barrier."""
+PIECE = 16
+"""Bytes of a row that are contiguous in all layouts of the operands of wgmma."""
 
 
 class Copy(NamedTuple):
@@ -27,67 +36,95 @@ class Copy(NamedTuple):
     raw: Array  # [k, width]
     group: Array  # [k], the number of the commit that each thread will make
 
-
-class Product(NamedTuple):
-    """The operand of an issued wgmma."""
-
-    rows: Array  # programs of the batch, [k]
-    warpgroup: int
-    element: Array  # [k, n]
-    group: Array  # [k], the number of the commit that each program's warp group will make
+    def part(self, which: Array) -> "Copy":
+        """The copies of some of the threads."""
+        return Copy(self.access.part(which), self.raw[which], self.group[which])
 
 
 class SharedMemory:
     """Shared memory of `num_bytes` for each program of a batch."""
 
-    def __init__(self, lanes: Lanes, num_bytes: int, element_bytes: int) -> None:
-        self.lanes, self.num_bytes = lanes, num_bytes
-        self._size = -(-num_bytes // 16) * 16 + 16
-        self._shift = element_bytes.bit_length() - 1
-        num_programs, num_elements = len(lanes.ids), self._size >> self._shift
-        self._num_elements = num_elements
+    def __init__(
+        self, lanes: Lanes, num_bytes: int, element_bytes: int, trace: Trace | None = None
+    ) -> None:
+        self.lanes, self.num_bytes, self._element_bytes = lanes, num_bytes, element_bytes
+        self._trace = trace
+        self._size = -(-num_bytes // PIECE) * PIECE + PIECE
+        num_programs = len(lanes.ids)
         self.data = np.full(num_programs * self._size, 0xFF, np.uint8)
-        total = num_programs * num_elements
-        self._write = np.full(total, UNWRITTEN, np.int64)  # epoch and warp
-        num_warps = -(-lanes.num_threads // 32)
-        self._read = np.full((total, num_warps), -1, np.int32)  # epoch of each warp's last read
-        self._generic = np.zeros(total, np.bool_)  # not behind a proxy fence
-        self._pins = np.zeros(total, np.int16)  # running products that read it
+        self._time = np.zeros(num_programs, np.int32)
+        self._barrier = np.zeros(num_programs, np.int32)  # time of the last one
+        self._fence = np.zeros(num_programs, np.int32)
+        self._set_marks()
+        total = self.data.size // element_bytes
+        self._write = np.full(total, UNWRITTEN, np.int32)  # time and warp
+        self._read = np.full(total, -1, np.int32)  # time of the barrier before, and warp
+        self._unfenced = np.zeros(num_programs, np.bool_)  # whether any write is
         self.ambiguous: Counter[str] = Counter()  # values of one warp's threads for one place
-        self.useful: set[int] = set()  # waits that found something in flight
+        self.useful: set[int] = set()  # waits and fences that found something to order
         self._copies: list[Copy] = []
         self._copy_commits = np.zeros(lanes.size, np.int32)
         self._copy_waits = np.zeros(lanes.size, np.int32)
-        self._products: list[Product] = []
-        num_groups = -(-num_warps // 4)
+        num_groups = -(-lanes.num_threads // 128)
+        self._product: list[Array] = []  # by warp group: 1 + the commit of the last one that reads
         self.product_commits = np.zeros((num_programs, num_groups), np.int32)
         self.product_waits = np.zeros((num_programs, num_groups), np.int32)
+        self._products_ordered = self.product_waits.copy()  # waited for before the last barrier
+
+    def _set_marks(self) -> None:
+        """What is kept of a write or read by each lane, and the least of what no barrier orders."""
+        row, warp = self.lanes.row, self.lanes.warp.astype(np.int32)
+        self._since = ((self._barrier << WARP_BITS)[row])[:, None]
+        self._read_mark = self._since + warp[:, None]
+        self._write_mark = ((self._time << WARP_BITS)[row] + warp)[:, None]
+
+    def pass_barrier(self, rows: Array) -> None:
+        """Order what the warps of some programs have done."""
+        self._time[rows] += 1
+        self._barrier[rows] = self._time[rows]
+        self._products_ordered[rows] = self.product_waits[rows]
+        self._set_marks()
+
+    def fence_proxies(self, rows: Array, by: Instruction) -> None:
+        """Make what programs wrote visible to wgmma."""
+        if self._unfenced[rows].any():
+            self.useful.add(by.index)
+        self._unfenced[rows] = False
+        self._time[rows] += 1
+        self._fence[rows] = self._time[rows]
+        self._set_marks()
 
     def load(self, access: Access) -> Array:
         """Bytes [k, width]."""
-        place = self._place(access)
-        element = self._elements(access, place)
-        self._check_written(access, element, "read")
-        warp = access.warp
-        write = self._write[element]
-        now = (access.epoch << _WARP_BITS)[:, None]
-        racing = (write >= now) & (write != now + warp[:, None])
-        if racing.any():
-            access.fail("race: read of what another warp wrote, no barrier between", racing.any(1))
-        self._read[element, warp[:, None]] = access.epoch[:, None]
-        return gather(self.data, place, access.width)
+        index, n = self._rows(access)
+        self._note(access, index, n, write=False)
+        write = take(self._write, index, n)
+        self._check_written(access, write, "read")
+        since, mark = self._since[access.chosen], self._read_mark[access.chosen]
+        self._check_writer(access, write, since, "read of what another warp wrote")
+        before = take(self._read, index, n)
+        put(self._read, index, n, mark)
+        several = take(self._read, index, n) != mark
+        if before.max() >= since.min():
+            several |= (before >= since) & (before != mark)
+        if several.any():
+            which = several.any(1)
+            marks = np.where(several, since + SEVERAL, mark)[which]
+            put(self._read, index[which], n, marks)
+        return take(self.data, self._place(access) // access.width, access.width)
 
     def store(self, access: Access, raw: Array) -> None:
         """Write bytes [k, width]."""
-        place = self._place(access)
-        element = self._elements(access, place)
-        self._check_write(access, element)
-        scatter(self.data, place, raw)
-        differs = (gather(self.data, place, access.width) != raw).any(1)
+        index, n = self._rows(access)
+        self._note(access, index, n, write=True)
+        self._check_write(access, index, n)
+        width, place = access.width, self._place(access)
+        put(self.data, place // width, width, raw)
+        differs = (take(self.data, place // width, width) != raw).any(1)
         if differs.any():
             self._check_values(access, place, differs)
-        self._write[element] = ((access.epoch << _WARP_BITS) + access.warp)[:, None]
-        self._generic[element] = True
+        put(self._write, index, n, self._write_mark[access.chosen])
+        self._unfenced[access.row] = True
 
     def _check_values(self, access: Access, place: Array, differs: Array) -> None:
         """Raise if warps write different values to one place; note it of threads of a warp."""
@@ -99,9 +136,10 @@ class SharedMemory:
 
     def copy(self, access: Access, raw: Array) -> None:
         """Issue an asynchronous copy of bytes [k, width]."""
-        element = self._elements(access, self._place(access))
-        self._check_write(access, element)
-        self._write[element] = IN_FLIGHT
+        index, n = self._rows(access)
+        self._note(access, index, n, write=True)
+        self._check_write(access, index, n)
+        put(self._write, index, n, np.array(IN_FLIGHT))
         self._copies.append(Copy(access, raw, self._copy_commits[access.chosen].copy()))
 
     def commit_copies(self, chosen: Array | slice) -> None:
@@ -117,106 +155,106 @@ class SharedMemory:
             landed = copy.group < self._copy_waits[copy.access.chosen]
             if landed.any():
                 self.useful.add(by.index)
-                where = np.flatnonzero(landed)
-                access = copy.access.part(where)
-                place = self._place(access)
-                element = self._elements(access, place)
-                scatter(self.data, place, copy.raw[where])
-                self._write[element] = ((access.epoch << _WARP_BITS) + access.warp)[:, None]
-                self._generic[element] = True
+                self._land(copy if landed.all() else copy.part(np.flatnonzero(landed)))
             if not landed.all():
-                where = np.flatnonzero(~landed)
-                rest = Copy(copy.access.part(where), copy.raw[where], copy.group[where])
-                remaining.append(rest)
+                remaining.append(copy.part(np.flatnonzero(~landed)))
         self._copies = remaining
 
-    def fence_proxies(self, rows: Array) -> None:
-        """Make what programs wrote visible to wgmma."""
-        self._generic.reshape(-1, self._num_elements)[rows] = False
+    def _land(self, copy: Copy) -> None:
+        access = copy.access
+        index, n = self._rows(access)
+        self._note(access, index, n, write=True)
+        put(self.data, self._place(access) // access.width, access.width, copy.raw)
+        put(self._write, index, n, self._write_mark[access.chosen])
+        self._unfenced[access.row] = True
 
     def operand(
-        self, by: Instruction, kernel: str, rows: Array, warpgroup: int, address: Array, item: int
+        self, by: Instruction, kernel: str, rows: Array, warpgroup: int, address: Array
     ) -> Array:
-        """A matrix that a warp group's wgmma reads, for programs: bytes [k, ..., item].
-
-        `address` [...] is the same for all of them.
-        """
-        count = address.size
-        lanes = (rows[:, None] * self.lanes.num_threads + 128 * warpgroup).repeat(count, 1).ravel()
+        """What a warp group's wgmma reads at addresses [...], for programs: [k, ..., PIECE]."""
+        thread = 128 * warpgroup
+        lanes = (rows[:, None] * self.lanes.num_threads + thread).repeat(address.size, 1).ravel()
         every = np.tile(address.ravel(), len(rows))
-        access = Access(by, kernel, every, item, self.lanes, lanes)
-        place = self._place(access)
-        element = self._elements(access, place)
-        self._check_written(access, element, "wgmma")
-        now = (access.epoch << _WARP_BITS)[:, None]
-        if (self._write[element] >= now).any():
-            racing = (self._write[element] >= now).any(1)
+        access = Access(by, kernel, every, PIECE, self.lanes, lanes)
+        index, n = self._rows(access)
+        write = take(self._write, index, n)
+        self._check_written(access, write, "wgmma")
+        latest = write.reshape(len(rows), -1).max(1) >> WARP_BITS
+        if (latest >= self._barrier[rows]).any():
+            racing = (write >= self._since[lanes]).any(1)
             access.fail("race: wgmma of what was written since the last barrier", racing)
-        if self._generic[element].any():
-            unfenced = self._generic[element].any(1)
+        if (latest >= self._fence[rows]).any():
+            unfenced = (write >> WARP_BITS >= self._fence[access.row][:, None]).any(1)
             access.fail("wgmma of what ordinary stores wrote, no proxy fence between", unfenced)
-        self._mark_read(element, warpgroup, access.epoch)
-        group = self.product_commits[rows, warpgroup].copy()
-        product = Product(rows, warpgroup, element.reshape(len(rows), -1), group)
-        np.add.at(self._pins, product.element, 1)
-        self._products.append(product)
-        raw = gather(self.data, place, item)
-        return raw.reshape(len(rows), *address.shape, item)
+        if not self._product:
+            num_groups = self.product_commits.shape[1]
+            self._product = [np.zeros_like(self._write) for _ in range(num_groups)]
+        commit = self.product_commits[access.row, warpgroup][:, None]
+        put(self._product[warpgroup], index, n, commit + 1)
+        if self._trace:
+            self._trace.add_operand(access, index, n, warpgroup, commit[:, 0])
+        raw = take(self.data, self._place(access) // PIECE, PIECE)
+        return raw.reshape(len(rows), *address.shape, PIECE)
 
-    def finish_products(self, by: Instruction) -> None:
-        """Release the operands of products that have been waited for."""
-        remaining = []
-        for product in self._products:
-            rows, warpgroup = product.rows, product.warpgroup
-            done = product.group < self.product_waits[rows, warpgroup]
-            if done.any():
-                self.useful.add(by.index)
-                np.add.at(self._pins, product.element[done], -1)
-                self._mark_read(product.element[done], warpgroup, self.lanes.epoch_of[rows[done]])
-            if not done.all():
-                left = ~done
-                part = Product(rows[left], warpgroup, product.element[left], product.group[left])
-                remaining.append(part)
-        self._products = remaining
+    def wait_for_products(self, rows: Array, num_pending: int, by: Instruction) -> None:
+        """Let the products of programs end, but for the newest groups."""
+        done = self.product_commits[rows] - num_pending
+        if (done > self.product_waits[rows]).any():
+            self.useful.add(by.index)
+        self.product_waits[rows] = np.maximum(self.product_waits[rows], done)
+        if self._trace:
+            self._trace.wait_for_products(self.product_waits)
 
-    def _mark_read(self, element: Array, warpgroup: int, epoch: Array) -> None:
-        """Elements [k, n] are read by all warps of a warp group."""
-        self._read[element, 4 * warpgroup : 4 * warpgroup + 4] = epoch[:, None, None]
+    def _note(self, access: Access, index: Array, n: int, *, write: bool) -> None:
+        if self._trace:
+            self._trace.add_shared(access, index, n, write=write)
 
     def _place(self, access: Access) -> Array:
         """Offsets [k] into the data of all programs."""
-        offset = access.address - BASE
-        access.check(offset, self.num_bytes)
-        return np.asarray(offset + access.row * self._size)
+        return np.asarray(access.address - BASE + access.row * self._size)
 
-    def _elements(self, access: Access, place: Array) -> Array:
-        """Elements [k, n]."""
-        return np.asarray(
-            (place >> self._shift)[:, None] + np.arange(max(access.width >> self._shift, 1))
-        )
+    def _rows(self, access: Access) -> tuple[Array, int]:
+        """Where the elements of an access are: indices [k] of rows, and the length of a row."""
+        access.check(access.address - BASE, self.num_bytes)
+        return self._place(access) // access.width, access.width // self._element_bytes
 
-    def _check_written(self, access: Access, element: Array, what: str) -> None:
-        write = self._write[element]
+    def _check_written(self, access: Access, write: Array, what: str) -> None:
         if write.min() < 0:
             if (write == IN_FLIGHT).any():
                 early = (write == IN_FLIGHT).any(1)
                 access.fail(f"{what} of an asynchronous copy before it was waited for", early)
             access.fail(f"{what} of shared memory that nobody wrote", (write < 0).any(1))
 
-    def _check_write(self, access: Access, element: Array) -> None:
-        """Raise if another warp has accessed elements [k, n] since the last barrier."""
-        write, warp = self._write[element], access.warp[:, None]
-        if (write == IN_FLIGHT).any():
+    def _check_writer(self, access: Access, write: Array, since: Array, what: str) -> None:
+        """Raise if another warp has written since the last barrier."""
+        if write.max() >= since.min():
+            racing = (write >= since) & (write & SEVERAL != access.warp[:, None])
+            if racing.any():
+                access.fail(f"race: {what}, no barrier between", racing.any(1))
+
+    def _check_write(self, access: Access, index: Array, n: int) -> None:
+        """Raise if a write is not ordered behind what has been done with rows of elements."""
+        write, since = take(self._write, index, n), self._since[access.chosen]
+        if write.min() == IN_FLIGHT:
             access.fail("write into an asynchronous copy", (write == IN_FLIGHT).any(1))
-        now = (access.epoch << _WARP_BITS)[:, None]
-        racing = (write >= now) & (write != now + warp)
-        if racing.any():
-            access.fail("race: write where another warp wrote, no barrier between", racing.any(1))
-        readers = self._read[element] >= access.epoch[:, None, None]
-        readers &= np.arange(self._read.shape[1]) != warp[:, :, None]
-        if readers.any():
-            racing = readers.any((1, 2))
-            access.fail("race: write of what another warp has read, no barrier between", racing)
-        if self._pins[element].any():
-            pinned = self._pins[element].any(1)
-            access.fail("write into an operand of a wgmma that is running", pinned)
+        self._check_writer(access, write, since, "write where another warp wrote")
+        read = take(self._read, index, n)
+        if read.max() >= since.min():
+            racing = (read >= since) & (read != self._read_mark[access.chosen])
+            if racing.any():
+                self._fail_after_read(access, racing)
+        for group, products in enumerate(self._product):
+            product, rows = take(products, index, n), access.row
+            running = product > self.product_waits[rows, group][:, None]
+            if running.any():
+                what = "write into an operand of a wgmma that is running"
+                access.fail(what, running.any(1))
+            racing = product > self._products_ordered[rows, group][:, None]
+            if racing.any():
+                self._fail_after_read(access, racing)
+
+    @staticmethod
+    def _fail_after_read(access: Access, racing: Array) -> None:
+        what = "race: write of what another warp has read, no barrier between"
+        access.fail(what, racing.any(1))
+

@@ -9,7 +9,7 @@ from .arithmetic import bf16_to_f32
 from .decoder import Decoder, instruction
 from .parser import Instruction, Unsupported
 from .programs import Action, Mask, Programs
-from .shared_memory import BASE
+from .shared_memory import BASE, PIECE
 
 SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
 """Bytes over which rows of a matrix in shared memory are swizzled, by code of a descriptor."""
@@ -54,7 +54,7 @@ def _right(programs: Programs, slots: list[int | None], kind: str) -> Array:
 
 @instruction("mma")
 def _warp_product(decoder: Decoder, by: Instruction) -> Action:
-    rows, columns, _ = _sizes(by)
+    rows, columns, depth = _sizes(by)
     kind = by.fields[-3]
     if (rows, columns) != (16, 8) or by.fields[-4] != "f32" or by.fields[-1] != "f32":
         raise Unsupported(by.text)
@@ -65,6 +65,7 @@ def _warp_product(decoder: Decoder, by: Instruction) -> Action:
     def act(programs: Programs, mask: Mask) -> None:
         programs.require_whole_warps(by, mask)
         product = _left(programs, left, kind) @ _right(programs, right, kind)
+        programs.num_products += programs.count(mask) // 32 * rows * columns * depth
         parts = product.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3)  # [2, 2, warps, 8, 4]
         for i, (slot, old) in enumerate(zip(targets, before, strict=True)):
             assert slot is not None
@@ -95,10 +96,8 @@ def _commit(programs: Programs, by: Instruction, mask: Mask) -> None:
 
 
 def _wait(programs: Programs, by: Instruction, mask: Mask, pending: int) -> None:
-    shared, rows = programs.shared, programs.rows(by, mask)
-    done = shared.product_commits[rows] - pending
-    shared.product_waits[rows] = np.maximum(shared.product_waits[rows], done)
-    shared.finish_products(by)
+    shared = programs.shared
+    shared.wait_for_products(programs.rows(by, mask), pending, by)
     for products in (programs.reading, programs.writing):
         for name, last in list(products.items()):
             if (last < shared.product_waits[:, 0]).all():
@@ -137,6 +136,7 @@ class _GroupProduct:
         products = np.zeros((len(active), num_groups, 64, self.columns), np.float32)
         for group in range(num_groups):
             products[:, group] = self._product(programs, active, group)
+        programs.num_products += products.size * self.depth
         parts = products.reshape(len(active), -1, 2, 8, self.columns // 8, 4, 2)
         parts = parts.transpose(4, 2, 6, 0, 1, 3, 5)  # [columns / 8, 2, 2, programs, warps, 8, 4]
         keep = programs.full(programs.registers[self.keep]).reshape(programs.shape)[active]
@@ -192,9 +192,12 @@ class _GroupProduct:
             these = np.flatnonzero(descriptors[:, 0] == descriptor)
             address = self._addresses(int(descriptor), rows, transposed)
             raw = programs.shared.operand(
-                self.by, programs.kernel.name, active[these], group, address, self._item
+                self.by, programs.kernel.name, active[these], group, address
             )
-            found[these] = self._from_bytes(raw)
+            values = self._from_bytes(raw)
+            if transposed:
+                values = values.swapaxes(2, 3)
+            found[these] = values.reshape(len(these), rows, self.depth)
         return found
 
     @property
@@ -202,21 +205,21 @@ class _GroupProduct:
         return 4 if self.kind == "tf32" else 2
 
     def _from_bytes(self, raw: Array) -> Array:
-        raw = np.ascontiguousarray(raw)
         if self.kind == "tf32":
-            return (raw.view(np.uint32)[..., 0] & TF32).view(np.float32)
+            return (raw.view(np.uint32) & TF32).view(np.float32)
         if self.kind == "bf16":
-            return bf16_to_f32(raw.view(np.uint16)[..., 0])
-        return raw.view(np.float16)[..., 0].astype(np.float32)
+            return bf16_to_f32(raw.view(np.uint16))
+        return raw.view(np.float16).astype(np.float32)
 
     def _addresses(self, descriptor: int, rows: int, transposed: bool) -> Array:
-        """Of every element [rows, depth]."""
+        """Of every piece: [rows, depth / core], or [rows / core, depth] of a transposed matrix."""
         start, leading, stride = (((descriptor >> shift) & 0x3FFF) << 4 for shift in (0, 16, 32))
         if (descriptor >> 49) & 7:
             raise Unsupported(f"base offset of a descriptor in {self.by.text}")
         item, swizzle = self._item, SWIZZLES[descriptor >> 62]
-        r, k = np.arange(rows)[:, None], np.arange(self.depth)[None, :]
-        core = 16 // item  # elements of a row of a core matrix, which has eight
+        core = PIECE // item  # elements of a row of a core matrix, which has eight
+        r = np.arange(0, rows, core if transposed else 1)[:, None]
+        k = np.arange(0, self.depth, 1 if transposed else core)[None, :]
         if transposed and swizzle > 16:
             span = swizzle // item
             place = r // span * leading + k // 8 * stride + k % 8 * swizzle + r % span * item

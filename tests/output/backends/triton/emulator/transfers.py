@@ -11,6 +11,7 @@ from .arithmetic import TYPES
 from .decoder import Decoder, instruction
 from .parser import Instruction, Unsupported
 from .programs import BITS, Action, Mask, Programs
+from .shared_memory import PIECE
 
 WIDTH = {kind: np.dtype(number).itemsize for kind, number in TYPES.items()} | {"b8": 1}
 """Bytes by type."""
@@ -37,6 +38,15 @@ def _extended(part: Array, kind: str, bits: Any) -> Array:
         part = part.view(f"i{part.dtype.itemsize}").astype(f"i{np.dtype(bits).itemsize}")
         return np.asarray(part.view(bits))
     return part.astype(bits)
+
+
+def shared_width(by: Instruction) -> int:
+    """Bytes of shared memory that a thread accesses at a time; many if it accesses none."""
+    if by.mnemonic == "cp" and len(by.operands) > 2:
+        return int(by.operands[2], 0)
+    if by.mnemonic in {"ld", "st"} and _space(by) == "shared":
+        return int(WIDTH[by.fields[-1]]) * _vector(by)
+    return PIECE
 
 
 @instruction("ld")
@@ -210,4 +220,6 @@ def _space_of_copy(by: Instruction) -> tuple[str, ...]:
 def _fence(decoder: Decoder, by: Instruction) -> Action:
     if by.fields[1] != "proxy":
         return lambda programs, mask: None  # orders nothing that a race could be excused by
-    return lambda programs, mask: programs.shared.fence_proxies(programs.rows(by, mask))
+    return lambda programs, mask: programs.shared.fence_proxies(
+        programs.rows(by, mask), by
+    )

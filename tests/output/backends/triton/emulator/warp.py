@@ -1,10 +1,11 @@
 """Instructions that a warp executes as a whole: exchange between its threads, and matrix rows."""
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 
-from .access import Array
+from .access import Access
 from .arithmetic import TYPES
 from .decoder import Decoder, instruction
 from .parser import Instruction, Unsupported
@@ -69,55 +70,11 @@ def _reduce(decoder: Decoder, by: Instruction) -> Action:
     return act
 
 
-@instruction("vote")
-def _vote(decoder: Decoder, by: Instruction) -> Action:
-    kind = by.fields[2]
-    slot, source = decoder.target(by.operands[0]), decoder.source(by.operands[1], "pred")
-    where = decoder.mask(by)
-    if kind not in {"ballot", "any", "all"}:
-        raise Unsupported(by.text)
-
-    def act(programs: Programs, mask: Mask) -> None:
-        mask = where(programs, mask)
-        programs.require_whole_warps(by, mask)
-        value = programs.warps(programs.registers[source])
-        if kind == "ballot":
-            found = (value.astype(np.uint64) << LANE.astype(np.uint64)).sum(1).astype(np.uint32)
-        else:
-            found = value.any(1) if kind == "any" else value.all(1)
-        programs.set(slot, found.repeat(32).reshape(programs.shape), mask)
-
-    return act
-
-
-@instruction("elect")
-def _elect(decoder: Decoder, by: Instruction) -> Action:
-    slot, where = decoder.target(by.operands[0].partition("|")[2]), decoder.mask(by)
-
-    def act(programs: Programs, mask: Mask) -> None:
-        first = programs.lanes.thread % 32 == 0
-        programs.set(slot, first.reshape(programs.shape), where(programs, mask))
-
-    return act
-
-
 @instruction("bar", "barrier")
 def _warp_barrier(decoder: Decoder, by: Instruction) -> Action:
     if by.fields[1] != "warp":
         raise Unsupported(by.text)
     return lambda programs, mask: programs.require_whole_warps(by, mask)
-
-
-@instruction("trap")
-def _trap(decoder: Decoder, by: Instruction) -> Action:
-    where = decoder.mask(by)
-
-    def act(programs: Programs, mask: Mask) -> None:
-        mask = where(programs, mask)
-        if mask is None or mask.any():
-            programs.fail(by, "a device-side assertion failed")
-
-    return act
 
 
 def _matrices(by: Instruction, num_registers: int) -> int:
@@ -128,22 +85,30 @@ def _matrices(by: Instruction, num_registers: int) -> int:
     return num_registers
 
 
-def _row_mask(programs: Programs, mask: Mask, count: int) -> Array:
-    """The threads whose addresses are used, of those of a mask."""
-    used = (programs.lanes.thread % 32 < 8 * count).reshape(programs.shape)
-    return used if mask is None else used & mask
+def _row_access(
+    decoder: Decoder, by: Instruction, operand: str, count: int
+) -> Callable[[Programs, Mask], Access | None]:
+    """The access of the threads whose addresses are used: of the rows of `count` matrices."""
+    address = decoder.address(operand, "b32")
+
+    def access(programs: Programs, mask: Mask) -> Access | None:
+        programs.require_whole_warps(by, mask)
+        used = (programs.lanes.thread % 32 < 8 * count).reshape(programs.shape)
+        used = used if mask is None else used & mask
+        return programs.access(by, address(programs), 16, used)
+
+    return access
 
 
 @instruction("ldmatrix")
 def _load_matrices(decoder: Decoder, by: Instruction) -> Action:
     slots = decoder.vector(by.operands[0], "b32")
     count, transposed = _matrices(by, len(slots)), by.has("trans")
-    address, where = decoder.address(by.operands[1], "b32"), decoder.mask(by)
+    access_of, where = _row_access(decoder, by, by.operands[1], count), decoder.mask(by)
 
     def act(programs: Programs, mask: Mask) -> None:
         mask = where(programs, mask)
-        programs.require_whole_warps(by, mask)
-        access = programs.access(by, address(programs), 16, _row_mask(programs, mask, count))
+        access = access_of(programs, mask)
         if access is None:
             return
         rows = np.zeros((programs.lanes.size, 8), np.uint16)
@@ -163,12 +128,10 @@ def _load_matrices(decoder: Decoder, by: Instruction) -> Action:
 def _store_matrices(decoder: Decoder, by: Instruction) -> Action:
     sources = decoder.vector(by.operands[1], "b32")
     count, transposed = _matrices(by, len(sources)), by.has("trans")
-    address, where = decoder.address(by.operands[0], "b32"), decoder.mask(by)
+    access_of, where = _row_access(decoder, by, by.operands[0], count), decoder.mask(by)
 
     def act(programs: Programs, mask: Mask) -> None:
-        mask = where(programs, mask)
-        programs.require_whole_warps(by, mask)
-        access = programs.access(by, address(programs), 16, _row_mask(programs, mask, count))
+        access = access_of(programs, where(programs, mask))
         if access is None:
             return
         matrices = np.zeros((programs.lanes.size // 32, 4, 8, 8), np.uint16)
