@@ -1,10 +1,13 @@
 """Shared fixtures: repeatable random numbers, a tiny corpus, and runs trained on it."""
 
 import hashlib
+import inspect
 import os
 import random
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +48,16 @@ def pytest_configure(config: pytest.Config) -> None:
     }
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that share a fixture of their module run in one process of pytest-xdist."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+        if any(each[-1].scope == "module" for each in fixtures.values()):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _caches_and_nan_filled_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Caches of libraries are in a folder of the session, and uninitialized memory is NaN."""
@@ -53,6 +66,32 @@ def _caches_and_nan_filled_memory(tmp_path_factory: pytest.TempPathFactory) -> N
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3).isnan().all()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _language_is_replaced_once_a_launch() -> Iterator[None]:
+    """Triton's interpreter replaces the functions of its language for a launch, and again at each
+    call of a device function, which takes a quarter of its time; here only if they are not yet.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1" or not find_spec("triton"):
+        yield
+        return
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    replace, first_builtin = interpreter._patch_builtin, dict[Any, str | None]()
+
+    def replace_once(owner: Any, *rest: Any) -> None:
+        if owner not in first_builtin:
+            members = inspect.getmembers(owner)
+            first_builtin[owner] = next((name for name, x in members if is_builtin(x)), None)
+        name = first_builtin[owner]
+        if name and is_builtin(getattr(owner, name)):
+            replace(owner, *rest)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(interpreter, "_patch_builtin", replace_once)
+        yield
 
 
 @pytest.fixture(autouse=True)
