@@ -48,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     }
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that share a fixture of their module run in one process of pytest-xdist."""
     if not config.pluginmanager.hasplugin("xdist"):
