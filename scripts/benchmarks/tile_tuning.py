@@ -78,7 +78,8 @@ def seconds_of(problem: Problem, shapes: Tiles, num_rounds: int) -> dict[str, fl
     from triton.errors import TritonError
 
     seconds: dict[str, list[float]] = defaultdict(list)
-    clock = event_clock if problem.hidden.is_cuda else cpu_clock
+    on_gpu = problem.hidden.is_cuda
+    clock, num_warm_ups = (event_clock, 2) if on_gpu else (cpu_clock, 0)
 
     def time_launch(launch: Launch) -> None:
         seconds[launch.kernel.__name__].append(clock(lambda: execute(launch))())
@@ -86,14 +87,14 @@ def seconds_of(problem: Problem, shapes: Tiles, num_rounds: int) -> dict[str, fl
     backend, needs = TritonBackend(), Needs(hidden=True, weight=True, bias=False)
     try:
         with instrumented(run=time_launch, tiles=shapes):
-            for _ in range(num_rounds + 2):  # the first two compile and warm up
+            for _ in range(num_warm_ups + num_rounds):  # the first one compiles
                 nll, saved = backend.forward(problem, needs)
                 d_nll = torch.full_like(nll, 1 / len(nll))
                 backend.backward(d_nll, problem, saved, needs)
     except (TritonError, RuntimeError) as error:
         print(f"  {shapes}: {str(error).splitlines()[0][:80]}", file=sys.stderr)
         return None
-    return {name: statistics.median(values[2:]) for name, values in seconds.items()}
+    return {name: statistics.median(values[num_warm_ups:]) for name, values in seconds.items()}
 
 
 class Candidate(NamedTuple):

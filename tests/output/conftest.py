@@ -3,24 +3,13 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from lm.output import ClassTree
 from lm.output.backends import BACKENDS
 from lm.output.backends.reference import forward, nodes
 from lm.output.backends.triton.launch import instrumented
 
-from .definition import SMALL_TILES, TWO_LEVEL, N
-
-TREES = {
-    "full": ClassTree.full(N),
-    "two levels": TWO_LEVEL,
-    "a class of one word": ClassTree.two_level((torch.arange(N) + 1) // N),
-    "shortlist": ClassTree.two_level((torch.arange(N) * 7) % 5, 4),
-    "balanced": ClassTree.balanced(N, 3),
-    "huffman": ClassTree.huffman(torch.arange(N) + 1),
-    "paths": ClassTree.from_paths([[w % 2, w % 3, 3 + w // 6] for w in range(N - 1)] + [[2]]),
-}
+from .definition import SMALL_TILES, TREES
 
 
 @pytest.fixture(params=["saved", "computed again", "triton"])
@@ -44,8 +33,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield kind
 
 
-@pytest.fixture(params=list(TREES.values()), ids=list(TREES))
+@pytest.fixture(params=TREES)
 def tree(request: pytest.FixtureRequest) -> ClassTree:
     """Trees of all shapes over 23 words."""
-    assert isinstance(request.param, ClassTree)
-    return request.param
+    return TREES[request.param]

@@ -18,12 +18,29 @@ SMALL_TILES = Tiles(
     SMALL_TILE, SMALL_TILE, SMALL_TILE._replace(h=2 * SMALL_TILE.h), SMALL_TILE, chunk=48
 )
 TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 5)
+TREES = {
+    "full": ClassTree.full(N),
+    "two levels": TWO_LEVEL,
+    "a class of one word": ClassTree.two_level((torch.arange(N) + 1) // N),
+    "shortlist": ClassTree.two_level((torch.arange(N) * 7) % 5, 4),
+    "balanced": ClassTree.balanced(N, 3),
+    "huffman": ClassTree.huffman(torch.arange(N) + 1),
+    "paths": ClassTree.from_paths([[w % 2, w % 3, 3 + w // 6] for w in range(N - 1)] + [[2]]),
+}
+"""Trees of all shapes over 23 words."""
 
 
-def both_backends(test: Test) -> Test:
-    """Decorator of tests of both backends."""
-    both = pytest.mark.parametrize("backend", ["saved", "triton"], indirect=True)
-    return pytest.mark.usefixtures("backend")(both(test))
+def on(*backends: str) -> Callable[[Test], Test]:
+    """Decorator of tests that run on the given values of the fixture `backend`."""
+
+    def decorate(test: Test) -> Test:
+        chosen = pytest.mark.parametrize("backend", backends, indirect=True)
+        return pytest.mark.usefixtures("backend")(chosen(test))
+
+    return decorate
+
+
+both_backends = on("saved", "triton")
 
 
 def two_level(num_words: int, num_classes: int) -> ClassTree:

@@ -8,18 +8,32 @@ from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import OPS
 from lm.output.backends.base import Needs
 
-from ..definition import TWO_LEVEL, N, both_backends, nll, problem
+from ..definition import TREES, TWO_LEVEL, both_backends, nll, on, problem
 
 
-def test_gradients_pass_gradcheck(tree: ClassTree, backend: str) -> None:
-    """Through the kernels only along random directions, because the interpreter is slow."""
+@on("saved", "computed again")
+def test_gradients_pass_gradcheck(tree: ClassTree) -> None:
+    *inputs, target = problem(tree, 5)
+    assert torch.autograd.gradcheck(lambda *inputs: nll([*inputs, target], tree), inputs)
+
+
+@on("triton")
+def test_gradients_through_the_kernels_pass_gradcheck() -> None:
+    """Along random directions and of one tree, because the interpreter is slow; the gradients of
+    every tree are compared with those of the definition in `test_functional.py`.
+    """
+    tree = TREES["shortlist"]
     *inputs, target = problem(tree, 5)
     assert torch.autograd.gradcheck(
-        lambda *inputs: nll([*inputs, target], tree), inputs, fast_mode=backend == "triton"
+        lambda *inputs: nll([*inputs, target], tree), inputs, fast_mode=True
     )
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [*(("reference", tree) for tree in TREES), ("triton", "shortlist")],
+    indirect=["tree"],
+)
 def test_registered_ops_pass_opcheck(
     name: str, tree: ClassTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,7 +65,7 @@ def test_any_subset_of_the_gradients_may_be_asked_for(subset: int) -> None:
 
 @both_backends
 def test_compiled_with_fullgraph_equals_eager() -> None:
-    tree = ClassTree.balanced(N, 3)
+    tree = TWO_LEVEL
     for positions in (5, 9):
         hidden, weight, bias, target = problem(tree, positions)
 

@@ -5,8 +5,8 @@ import pytest
 from lm.output.rowwise import blocks
 
 
-@pytest.fixture(params=[1 << 19, 12], ids=["whole nodes", "two rows at a time"])
+@pytest.fixture
 def portion(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of whole nodes, and of two rows."""
+    """Sets the elements of a block; `in_blocks` chooses them."""
     monkeypatch.setattr(blocks, "PRODUCT_ELEMENTS", request.param)
     monkeypatch.setattr(blocks, "ROWS_ELEMENTS", request.param)

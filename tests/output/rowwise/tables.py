@@ -1,5 +1,8 @@
 """A table of words as output rows and input vectors, and batches for it."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -10,6 +13,19 @@ from lm.output.rowwise import lookup
 N, H, W, P = 41, 6, 8, 15
 SHORTLIST = ClassTree.two_level((torch.arange(N) * 7) % 9, 4)
 Table = list[Tensor]
+Test = Callable[..., None]
+WHOLE_NODES, TWO_ROWS = 1 << 19, 12
+
+
+def in_blocks(test: Test) -> Test:
+    """Decorator of tests of all backends, whose gradients are formed in whole nodes and in blocks
+    of two rows; those of the kernels, which the interpreter computes slowly, in the latter only.
+    """
+    ways = [(way, size) for way in ("saved", "computed again") for size in (WHOLE_NODES, TWO_ROWS)]
+    chosen = pytest.mark.parametrize(
+        ("backend", "portion"), [*ways, ("triton", TWO_ROWS)], indirect=True
+    )
+    return pytest.mark.usefixtures("backend", "portion")(chosen(test))
 
 
 def table(tree: ClassTree, dtype: torch.dtype = torch.float64) -> Table:

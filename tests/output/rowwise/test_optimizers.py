@@ -18,17 +18,17 @@ from lm.output.rowwise import (
     optimizers,
 )
 
-from .tables import SHORTLIST, H, N, Table, accumulate, table
+from .tables import SHORTLIST, H, N, Table, accumulate, in_blocks, table
 
 Make = Callable[[Table], torch.optim.Optimizer]
 Kind = Callable[..., RowOptimizer]
 
 
 def trained(make: Make, rows: bool, coo: bool = False) -> Table:
-    """The table after four steps of two batches each; `coo` converts the gradients."""
+    """The table after three steps of two batches each; `coo` converts the gradients."""
     params = table(SHORTLIST)
     optimizer = make(params)
-    for step in range(4):
+    for step in range(3):
         optimizer.zero_grad()
         accumulate(SHORTLIST, params, 2 * step, rows)
         accumulate(SHORTLIST, params, 2 * step + 1, rows)
@@ -54,7 +54,7 @@ class Rowwise(torch.optim.Optimizer):
             param -= (0.3 * grad / (total.sqrt() + 1e-8)).view(param.shape)
 
 
-@pytest.mark.usefixtures("portion")
+@in_blocks
 @pytest.mark.parametrize(
     ("ours", "dense"),
     [
@@ -63,14 +63,14 @@ class Rowwise(torch.optim.Optimizer):
     ],
     ids=["sgd", "adagrad"],
 )
-def test_steps_are_those_of_the_dense_optimizer(backend: str, ours: Make, dense: Make) -> None:
+def test_steps_are_those_of_the_dense_optimizer(ours: Make, dense: Make) -> None:
     """Neither changes rows without a gradient."""
     found, expected = trained(ours, rows=True), trained(dense, rows=False)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.usefixtures("portion")
-def test_adam_is_the_sparse_adam_of_pytorch(backend: str) -> None:
+@in_blocks
+def test_adam_is_the_sparse_adam_of_pytorch() -> None:
     """Except for eps, which PyTorch adds elsewhere."""
     found = trained(lambda params: RowAdam(params, 0.05, eps=1e-30), rows=True)
     expected = trained(

@@ -11,7 +11,7 @@ from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from lm.output.backends.reference import forward, nodes
 from lm.output.rowwise import Product, RowAdagrad, RowGradient, Rows, lookup
 
-from .tables import SHORTLIST, H, N, P, Table, accumulate, batch, table
+from .tables import SHORTLIST, H, N, P, Table, accumulate, batch, in_blocks, table
 
 TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 9)
 TREES = {
@@ -42,11 +42,10 @@ def gradients(params: Table) -> list[Tensor]:
     return [grad.to_dense() for grad in found if grad is not None]
 
 
-@pytest.mark.usefixtures("portion")
-@pytest.mark.parametrize("batches", [1, 2])
+@in_blocks
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_the_gradient_is_the_dense_one(backend: str, tree: ClassTree, batches: int) -> None:
-    dense, rows = dense_and_row_wise(tree, batches)
+def test_the_gradient_is_the_dense_one(tree: ClassTree) -> None:
+    dense, rows = dense_and_row_wise(tree, batches=2)
     assert all(isinstance(param.grad, RowGradient) for param in rows)
     torch.testing.assert_close(gradients(rows), gradients(dense), rtol=1e-12, atol=1e-13)
 
@@ -105,9 +104,9 @@ def test_ignored_positions_give_no_gradient(backend: str) -> None:
     assert torch.equal(weight, before)
 
 
-@pytest.mark.usefixtures("portion")
+@in_blocks
 @pytest.mark.parametrize("most", [1e-3, 1e3])
-def test_clipping_is_that_of_the_dense_gradient(backend: str, most: float) -> None:
+def test_clipping_is_that_of_the_dense_gradient(most: float) -> None:
     dense, rows = dense_and_row_wise(SHORTLIST, batches=2)
     norms = [torch.nn.utils.clip_grad_norm_(params, most) for params in (dense, rows)]
     torch.testing.assert_close(norms[1], norms[0], rtol=1e-12, atol=0)

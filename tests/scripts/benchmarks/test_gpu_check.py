@@ -23,7 +23,7 @@ def check(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_check_for_a_gpu_runs_all_steps_without_one(tmp_path: Path) -> None:
-    done = check("--dry-run", "--out", str(tmp_path))
+    done = check("--dry-run", "--seconds", "3600", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     assert [step["step"] for step in report["steps"]] == STEPS
@@ -31,6 +31,8 @@ def test_the_check_for_a_gpu_runs_all_steps_without_one(tmp_path: Path) -> None:
     passed = [re.match(r"(\d+) passed", line) for line in report["steps"][1]["last_lines"]]
     assert sum(int(match[1]) for match in passed if match) == 3
     assert "launches for sm_90 compiled" in report["steps"][0]["last_lines"][0]
+    repeated = (tmp_path / "repeat.0.log").read_text().splitlines()
+    assert repeated[1].split()[:4] == ["97", "8", "2", "0"]  # two steps, none differs
     lines = (tmp_path / "output_layer.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     kernels = {row["method"]: row["launches"] for row in rows if row["backend"] == "triton"}

@@ -165,6 +165,7 @@ print(json.dumps(found))
 
 
 def test_loops_of_compiled_kernels_are_those_of_the_source(tmp_path: Path) -> None:
+    """In a cache of its own: kernels name the files that they were compiled from."""
     pytest.importorskip("triton.backends.nvidia")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

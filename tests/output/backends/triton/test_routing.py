@@ -89,7 +89,7 @@ def test_every_visit_and_every_row_has_one_program(tree: ClassTree, num_position
 def test_lists_are_long_enough() -> None:
     """The number of entries is not checked where they are written."""
     for tree in (two_level(200, 14), ClassTree.balanced(300, 3), ClassTree.full(100)):
-        for num_positions in (17, 18, 49, 150, 260):
+        for num_positions in (LIGHT + 1, SMALL_TILES.chunk + 1, 150):
             with instrumented(tiles=SMALL_TILES):
                 _, found = routed(tree, num_positions)
             length = [len(entries) for entries in found[6:]]

@@ -122,7 +122,10 @@ class GlobalMemory:
         index, n = self._rows(access, "write")
         if self.trace:
             self.trace.add_global(access, index, n, write=True)
-        place, order = (access.address - BASE) // access.width, np.arange(len(index), dtype=np.int32)
+        place, order = (
+            (access.address - BASE) // access.width,
+            np.arange(len(index), dtype=np.int32),
+        )
         self._last[place] = order
         twice = self._last[place] != order
         if twice.any():

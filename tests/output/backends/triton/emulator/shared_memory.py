@@ -257,4 +257,3 @@ class SharedMemory:
     def _fail_after_read(access: Access, racing: Array) -> None:
         what = "race: write of what another warp has read, no barrier between"
         access.fail(what, racing.any(1))
-

@@ -47,9 +47,7 @@ class Trace:
         """Note an access of rows of n elements of shared memory."""
         self._add(access, SHARED, index, n, access.warp, write=write)
 
-    def add_operand(
-        self, access: Access, index: Array, n: int, group: int, commit: Array
-    ) -> None:
+    def add_operand(self, access: Access, index: Array, n: int, group: int, commit: Array) -> None:
         """Note what a warp group reads, now and when the commit [k] has been waited for."""
         which = np.flatnonzero(np.isin(access.program, self._programs))
         if len(which):

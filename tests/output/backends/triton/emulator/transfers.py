@@ -220,6 +220,4 @@ def _space_of_copy(by: Instruction) -> tuple[str, ...]:
 def _fence(decoder: Decoder, by: Instruction) -> Action:
     if by.fields[1] != "proxy":
         return lambda programs, mask: None  # orders nothing that a race could be excused by
-    return lambda programs, mask: programs.shared.fence_proxies(
-        programs.rows(by, mask), by
-    )
+    return lambda programs, mask: programs.shared.fence_proxies(programs.rows(by, mask), by)
