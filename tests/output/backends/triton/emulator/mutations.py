@@ -8,9 +8,9 @@ Not counted is what cannot be a fault there: an instruction that no launch execu
 that finds nothing to order, or is followed by one that orders as much, with nothing but arithmetic
 between; a barrier that orders nothing by the definition of a race, as `trace` finds for some
 programs of each launch: the compiler puts one between any two accesses of a buffer that it does not
-know to be of the same warp, and next to those that the source asks for. A predicate that is not seen is true for every thread
-that reaches it, or keeps threads from loading what they do not use and another thread of the
-program loads anyway.
+know to be of the same warp, and next to those that the source asks for. A predicate that is not
+seen is true for every thread that reaches it, or keeps threads from loading what they do not use
+and another thread of the program loads anyway.
 """
 
 import random

@@ -1,9 +1,10 @@
 """Which barriers of a launch order nothing: who accesses what between barriers.
 
 This knows no more than the definition of a race, and is kept apart from what the emulator checks
-while it executes. For some programs of a launch, a barrier is idle if without it, between the barriers that remain, no place of
-shared memory were accessed by two warps and no place of global memory by two threads, of which one
-writes, and no atomic with an order shared that time with another access of global memory.
+while it executes. For some programs of a launch, a barrier is idle if without it, between the
+barriers that remain, no place of shared memory were accessed by two warps and no place of global
+memory by two threads, of which one writes, and no atomic with an order shared that time with
+another access of global memory.
 """
 
 import numpy as np
