@@ -46,17 +46,6 @@ def pytest_configure(config: pytest.Config) -> None:
     }
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that share a fixture of their module run in one process of pytest-xdist."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
-        if any(each[-1].scope == "module" for each in fixtures.values()):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _caches_and_nan_filled_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Caches of libraries are in a folder of the session, and uninitialized memory is NaN."""

@@ -93,7 +93,8 @@ def difference(device: torch.device, dtype: torch.dtype) -> str | None:
 def tiny_problem(dtype: torch.dtype) -> tuple[Problem, Tensor]:
     """A problem with heavy and light nodes and ignored targets, and the gradient of its nll [P].
 
-    Classes have 1 to 85 words: some fill no block of children and some more than one.
+    Classes have 1 to 85 words: some fill no block of children and some more than one. The root has
+    so many visits that they are shared among programs.
     """
     generator = torch.Generator().manual_seed(0)
     word = torch.arange(_NUM_WORDS)
@@ -101,7 +102,7 @@ def tiny_problem(dtype: torch.dtype) -> tuple[Problem, Tensor]:
     tree = ClassTree.two_level(word_class)
     place = torch.arange(_HEAVY_VISITS)
     heavy = [word[word_class == c][place % int((word_class == c).sum())] for c in (30, 69)]
-    target = torch.cat([*heavy, word[::400], torch.full((5,), -100)])
+    target = torch.cat([*heavy, word[::3], torch.full((5,), -100)])
     target = target[torch.randperm(len(target), generator=generator)]
 
     def normal(*shape: int) -> Tensor:
