@@ -1,7 +1,7 @@
 """The Triton backend: fused kernels, one launch forward and at most three backward.
 
-`forward_kernel`, `backward_kernels` and `row_kernel` define what they compute. Triton is imported at
-the first launch, so that the other backends work without it.
+`forward_kernel`, `backward_kernels` and `row_kernel` define what they compute. Triton is imported
+at the first launch, so that the other backends work without it.
 """
 
 import os
