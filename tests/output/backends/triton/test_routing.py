@@ -1,6 +1,7 @@
 """The routing of the fused kernels: that of the reference, in lists of work."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import execute, instrumented
-from lm.output.backends.triton.routing import Routing, chunk_size, run_size
+from lm.output.backends.triton.routing import Routing, chunk_size, run_size, sizes
 from lm.output.backends.visits import route
 
 from ...definition import SMALL_TILES, two_level, zipf_targets
@@ -88,13 +89,14 @@ def test_every_visit_and_every_row_has_one_program(tree: ClassTree, num_position
 
 def test_lists_are_long_enough() -> None:
     """The number of entries is not checked where they are written."""
-    for tree in (two_level(200, 14), ClassTree.balanced(300, 3), ClassTree.full(100)):
-        for num_positions in (LIGHT + 1, SMALL_TILES.chunk + 1, 150):
-            with instrumented(tiles=SMALL_TILES):
-                _, found = routed(tree, num_positions)
-            length = [len(entries) for entries in found[6:]]
-            used = found.num_entries[:6].tolist()
-            assert all(a <= b for a, b in zip(used, length, strict=True)), (used, length)
+    trees = (two_level(200, 14), ClassTree.balanced(300, 3), ClassTree.full(100))
+    problems = list(product(trees, (LIGHT + 1, SMALL_TILES.chunk + 1, 150)))
+    for tree, num_positions in [*problems, (trees[0], 260)]:
+        with instrumented(tiles=SMALL_TILES):
+            problem, found = routed(tree, num_positions)
+            most = sizes(problem, SMALL_TILES)
+        used = found.num_entries[: len(most)].tolist()
+        assert all(a <= b for a, b in zip(used, most, strict=True)), (used, most)
 
 
 def test_sorted_runs_are_few() -> None:
