@@ -19,15 +19,16 @@ Contents = Callable[[Path], dict[str, str]]
 Failed = Callable[..., str]
 
 
-def test_a_run_leaves_the_files_that_its_use_requires(lstm_run: Path) -> None:
-    files = {path.name for path in lstm_run.rglob("*") if path.is_file()}
+def test_a_run_leaves_the_files_that_its_use_requires(train: Train, tmp_path: Path) -> None:
+    run = train(tmp_path)
+    files = {path.name for path in run.rglob("*") if path.is_file()}
     assert files == {
         *(".lock", "config.yaml", "classes.npy", "env.json", "tokenizer.json", "vocab.txt"),
         *("best.ckpt", "last.ckpt", "metrics.csv", "curves.png"),
         *("model.json", "model.safetensors"),
     }
-    assert (lstm_run / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((lstm_run / "env.json").read_text())["torch"] == torch.__version__
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((run / "env.json").read_text())["torch"] == torch.__version__
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(

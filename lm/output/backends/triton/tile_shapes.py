@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
     errors: Tile  # its `c` is that of the forward
     heavy: Tile  # `v` x `h` of d_hidden, in two halves, and `c` x `h` of d_weight
     light: Tile  # its `v` is the most visits of a light node, its warps those of rows of heavy ones
-    chunk: int = 1024  # fewest visits that a program of d_weight adds up where others take the rest
+    chunk: int = 512  # fewest visits that a program of d_weight adds up where others take the rest
 
 
 _HALF_ERRORS, _SINGLE_ERRORS = Tile(16, 128, 0, 4, 1), Tile(16, 64, 0, 4, 1)

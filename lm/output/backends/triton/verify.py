@@ -102,7 +102,7 @@ def tiny_problem(dtype: torch.dtype) -> tuple[Problem, Tensor]:
     tree = ClassTree.two_level(word_class)
     place = torch.arange(_HEAVY_VISITS)
     heavy = [word[word_class == c][place % int((word_class == c).sum())] for c in (30, 69)]
-    target = torch.cat([*heavy, word[::3], torch.full((5,), -100)])
+    target = torch.cat([*heavy, word[::8], torch.full((5,), -100)])
     target = target[torch.randperm(len(target), generator=generator)]
 
     def normal(*shape: int) -> Tensor:

@@ -17,19 +17,37 @@ TREE = ClassTree.two_level(torch.arange(40) // 7)
 HALF = Problem.without_values(30, 16, TREE, torch.float16)
 
 
+def few_positions(dtype: torch.dtype) -> tuple[Problem, Tensor]:
+    """A problem that the interpreter solves faster, of which every launch has a part."""
+    hidden, weight, bias = (
+        torch.randn(90, 16),
+        torch.randn(TREE.num_rows, 16),
+        torch.zeros(TREE.num_rows),
+    )
+    target = torch.randint(40, (90,))
+    problem = Problem.of(hidden.to(dtype), weight.to(dtype), bias.to(dtype), target, TREE)
+    return problem, torch.randn(90)
+
+
 @pytest.fixture(autouse=True)
-def _verified_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _verified_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.function is not test_correct_kernels_are_taken_after_one_comparison:
+        monkeypatch.setattr(verify, "tiny_problem", few_positions)
     monkeypatch.setattr(verify, "DEVICES", frozenset({"cpu", "cuda"}))
     monkeypatch.setattr(verify, "_differences", {})
     monkeypatch.setattr(BACKENDS["triton"], "automatic_on", None)
 
 
 def test_correct_kernels_are_taken_after_one_comparison() -> None:
+    """Of a problem with all that programs work on."""
     names: list[str] = []
+    num_entries = torch.zeros(8)
 
     def run(launch: Launch) -> None:
+        nonlocal num_entries
         names.append(launch.kernel.__name__)
         execute(launch)
+        num_entries = launch.arguments.get("num_entries", num_entries)
 
     torch.manual_seed(7)
     before = torch.get_rng_state()
@@ -38,6 +56,7 @@ def test_correct_kernels_are_taken_after_one_comparison() -> None:
         count = len(names)
         assert choose_backend("auto", HALF, CPU) == "triton"
     assert len(names) == count > 0
+    assert num_entries[:7].all()
     assert torch.equal(torch.get_rng_state(), before)
 
 
