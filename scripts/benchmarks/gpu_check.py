@@ -94,17 +94,8 @@ def dry_steps(out: Path) -> list[Step]:
     tests = [*PYTEST, DRY_TESTS, "-k", DRY_CHOICE, "--shard"]
     tiny = ["--rows", "97:8", "--positions", "32"]
     log = ["--json", str(out / "output_layer.jsonl")]
-    once = [
-        *tiny,
-        "--rounds",
-        "1",
-        "--backends",
-        "triton",
-        "reference",
-        "--methods",
-        *METHODS,
-        *log,
-    ]
+    once = [*tiny, "--rounds", "1", "--backends", "triton", "reference", "--methods", *METHODS]
+    once += log
     twice = [*tiny, "--steps", "2", "--device", "cpu", "--dtype", "fp32"]
     return [
         Step("compile", [module("kernel_compilation", "--sm", "90", *tiny)], 30, 900),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends.base import row_size
 from scripts.benchmarks.kernel_compilation import random_classes
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.methods import zipf
@@ -49,7 +50,8 @@ def repeat(vocab_size: int, hidden_size: int, options: argparse.Namespace) -> Ro
     device, positions, steps = options.device, options.positions, options.steps
     tree = random_classes(vocab_size).to(device)
     target = zipf(vocab_size, positions)[0].to(device)
-    shapes = ((positions, hidden_size), (tree.num_rows, hidden_size), (tree.num_rows,))
+    rows = (tree.num_rows, row_size(hidden_size))
+    shapes = ((positions, hidden_size), rows, rows[:1])
     inputs = [
         torch.randn(shape, device=device).mul_(0.3).to(DTYPES[options.dtype]) for shape in shapes
     ]
