@@ -1,6 +1,7 @@
 """The check for a GPU runs all of its steps without one, and requires one otherwise."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,9 +18,11 @@ STEPS = ["compile", "tests", "repeat", "benchmark 97:8"]
 
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a new process."""
+    """Run the command in a new process, with this Python."""
     command = [str(TOP / "scripts" / "gpu_check"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def test_the_check_for_a_gpu_runs_all_steps_without_one(tmp_path: Path) -> None:
