@@ -46,6 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
     }
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are not part of a test's name: compressed ones may differ from process to process."""
+    return argname if isinstance(val, bytes) else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _caches_and_nan_filled_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Caches of libraries are in a folder of the session, and uninitialized memory is NaN."""

@@ -169,7 +169,7 @@ ZSTD = zstandard.compress(b"the cat sat\n" * 1000)
 @pytest.mark.parametrize(
     ("suffix", "content", "message"),
     [
-        ("gz", gzip.compress(b"a\n" * 999)[:30], " cannot be read: EOFError: "),
+        ("gz", gzip.compress(b"a\n" * 999, mtime=0)[:30], " cannot be read: EOFError: "),
         ("xz", lzma.compress(b"a\n\xc3(\n"), ", line 2: invalid UTF-8 at byte 1"),
         ("zst", ZSTD[: len(ZSTD) // 2].ljust(len(ZSTD), b"\xff"), " cannot be read: ZstdError"),
         ("zst", b"no zstandard at all", " cannot be read: ZstdError"),
