@@ -136,11 +136,14 @@ def _number(text: str, place: str) -> float:
 
 
 def read_costs(lines: Iterable[str], name: str) -> dict[str, float]:
-    """Read lines `utterance-N cost`; UserError if a line is not of this form."""
-    costs = {}
+    """Read lines `utterance-N cost`; UserError if one is not of this form or repeats a key."""
+    costs: dict[str, float] = {}
     for number, line in enumerate(lines, 1):
         key, _, cost = line.partition(" ")
-        costs[key] = _number(cost, f"{name}, line {number}")
+        place = f"{name}, line {number}"
+        if key in costs:
+            raise UserError(f"{place}: {key} has a cost already")
+        costs[key] = _number(cost, place)
     return costs
 
 
@@ -151,11 +154,13 @@ def read_references(lines: Iterable[str], name: str, nbest: NBest) -> list[list[
         The words of the reference of each utterance of a list.
 
     Raises:
-        UserError: if an utterance has no reference, or all references are empty.
+        UserError: if an utterance has no reference or two, or all references are empty.
     """
-    references = {}
-    for line in lines:
+    references: dict[str, list[str]] = {}
+    for number, line in enumerate(lines, 1):
         id, *words = line.split() or [""]
+        if id and id in references:
+            raise UserError(f"{name}, line {number}: {id} has a reference already")
         references[id] = words
     missing = [id for id in nbest.ids if id not in references]
     if missing:

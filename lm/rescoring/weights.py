@@ -145,9 +145,13 @@ class ScoredList:
         if scores.shape[1] > 1:
             lm = (1 - r) * lm + r * scores[:, 1]
         acoustic = scores[:, 0] if scores.shape[1] else 0.0
-        totals: Floats = (
-            acoustic + weights.lm_weight * lm - weights.insertion_penalty * self.num_words
-        )
+        try:
+            with np.errstate(over="raise"):
+                totals: Floats = (
+                    acoustic + weights.lm_weight * lm - weights.insertion_penalty * self.num_words
+                )
+        except FloatingPointError as error:
+            raise UserError("a weighted sum of scores overflows: choose smaller weights") from error
         return totals
 
     def choose(self, totals: Floats) -> Ints:

@@ -163,6 +163,9 @@ def test_mistakes_are_single_lines(
         path.write_text(content)
         assert error in complaint(*start, "--lm-weight=1")
     path.write_text("a\t1\tthe cat\n")
+    twice, costs = tmp_path / "twice", tmp_path / "costs"
+    twice.write_text("a the\n\na cat\n")
+    costs.write_text("a 1\na 2\n")
     for options, error in (
         ([], "give --tune LIST REFERENCES, or --lm-weight"),
         (["--lm-weight=-1"], "--lm-weight must be at least 0"),
@@ -171,7 +174,10 @@ def test_mistakes_are_single_lines(
         (["--lm-weight=1", "--mixture=0.5"], "--mixture requires a second model"),
         (["--lm-weight=1", "--arpa=a", "--vocabulary-size=99"], "does not apply to the words of"),
         (["--references=-", "--tune", dev, "-"], r"stdin (-) can be only one of the files"),
+        (["--lm-weight=1e308"], "a weighted sum of scores overflows: choose smaller weights"),
         (["--lm-weight=1", "--references", reference], "no reference for utterance a of"),
+        (["--lm-weight=1", "--references", twice], f"{twice}, line 3: a has a reference already"),
+        (["--lm-weight=1", "--acoustic-costs", costs], f"{costs}, line 2: a has a cost already"),
         (["--lm-weight=1", "--acoustic-costs", lists / "costs"], "this one has tabs"),
         (["--lm-weight=1", "--lm-costs", lists / "costs"], "requires --acoustic-costs"),
         (["--tune", dev, reference, "--lm-weight=1"], "--tune finds the weights"),
