@@ -18,7 +18,7 @@ from data_prep.meta import CLASSES, COUNTS, META, Meta, read_meta, write_meta
 from data_prep.prepared import Prepared, open_prepared
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
 from data_prep.stages import Stages
-from data_prep.storage import ArrayInfo, locked, map_array, verify_array
+from data_prep.storage import ArrayInfo, locked, make_folder, map_array, verify_array
 from data_prep.tokenizer.files import MODEL_FILE, TOKENIZER, TokenizerInfo, verify_tokenizer
 
 LOCK = ".lock"
@@ -76,10 +76,7 @@ def prepare(
     """
     folder = Path(folder)
     _check_owner(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}") from error
+    make_folder(folder)
     with locked(folder / LOCK):
         found = _read_found(folder)
         requested = requested_meta(data, tokenizer, classes, folder, found)

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
 from pathlib import Path
@@ -147,12 +147,35 @@ def write_atomically(path: Path | str, writer: Callable[[BinaryIO], Result]) -> 
     return result
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents if they do not exist; UserError if that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        file = next((each for each in (path, *path.parents) if each.is_file()), None)
+        reason = error.strerror if file is None else f"{file} is a file, not a folder"
+        raise UserError(f"{path} cannot be written: {reason}") from error
+
+
+@contextmanager
+def folder_to_fill(path: Path) -> Iterator[None]:
+    """`make_folder`, before a `with` block; after it, new folders that are empty are removed."""
+    new = [each for each in (path, *path.parents) if not each.exists()]
+    try:
+        make_folder(path)
+        yield
+    finally:
+        for each in new:
+            with suppress(OSError):  # unless it is empty
+                each.rmdir()
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder of files that is complete or absent: filled under another name, then renamed.
 
     Args:
-        path: the folder; its parents are made.
+        path: the folder; its parents are made, and removed if that fails.
 
     Yields:
         The folder to fill, which is deleted if that fails.
@@ -163,18 +186,19 @@ def new_folder(path: Path) -> Iterator[Path]:
     if path.exists():
         raise UserError(f"{path} already exists: delete it, or choose another name")
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        for each in [*temporary.iterdir(), temporary]:
-            _sync(each)
-        os.replace(temporary, path)
-        _sync(path.parent)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with folder_to_fill(path.parent):
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            yield temporary
+            for each in [*temporary.iterdir(), temporary]:
+                _sync(each)
+            os.replace(temporary, path)
+            _sync(path.parent)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_json_atomically(path: Path | str, content: Any) -> None:

@@ -21,7 +21,7 @@ import yaml
 
 from data_prep.corpus.split import MIN_UNITS, Sample, Unit, read_sample, write_splits
 from data_prep.errors import UserError
-from data_prep.storage import new_folder, write_atomically
+from data_prep.storage import folder_to_fill, new_folder, write_atomically
 from data_prep.tokenizer.tokenizer import word_separator
 from lm.config import Config, validate
 from lm.output import ClassTree
@@ -80,8 +80,8 @@ def new_recipe(
     config = fit(path, size, {split: str(file) for split, file in files.items() if file})
     held_out = [split for split, file in files.items() if file is None]
     unit = unit or sample.unit
-    path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:  # a recipe that cannot be written leaves no splits
+        stack.enter_context(folder_to_fill(path.parent))
         if not held_out:
             cut = "the given files"
         elif sample.num_units(unit) < MIN_UNITS:

@@ -107,14 +107,16 @@ def test_mistakes_are_named_and_leave_no_files(complaint: Complaint) -> None:
     assert complaint("new", "my.yaml", "--text=my.txt", "--test=no.txt") == "no.txt: no such file"
     assert "name must be a plain file name" in complaint("new", ".yaml", "--text=my.txt")
     assert complaint("new", "my.yaml").endswith("the following arguments are required: --text")
+    message = complaint("new", "my.txt/a.yaml", "--text=my.txt")
+    assert message == "my.txt cannot be written: my.txt is a file, not a folder"
     assert [path.name for path in Path().iterdir()] == ["my.txt"]
 
 
 def test_a_text_with_an_error_near_its_end_leaves_no_files(complaint: Complaint) -> None:
     Path("my.txt").write_bytes(b"the cat sat\n" * 500_000 + b"the \xff dog\n" + b"it\n" * 100_000)
-    message = complaint("new", "my.yaml", "--text=my.txt")
+    message = complaint("new", "a/b/my.yaml", "--text=my.txt")
     assert message.startswith("my.txt, line 500001: invalid UTF-8 at byte 5")
-    assert not [path for path in Path().rglob("*") if path.is_file() and path.name != "my.txt"]
+    assert list(Path().iterdir()) == [Path("my.txt")]
 
 
 @pytest.mark.parametrize("num_lines", [1, 40], ids=["without splits", "with splits"])
@@ -126,7 +128,7 @@ def test_a_recipe_that_cannot_be_written_leaves_no_files(
     monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
     message = complaint("new", "my.yaml", "--text=my.txt")
     assert message == "my.yaml cannot be written: No space left on device"
-    assert not [path for path in Path().rglob("*") if path.is_file() and path.name != "my.txt"]
+    assert list(Path().iterdir()) == [Path("my.txt")]
 
 
 def test_names_of_files_with_special_characters_are_quoted() -> None:

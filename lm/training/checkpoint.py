@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from data_prep.errors import UserError
-from data_prep.storage import write_atomically
+from data_prep.storage import make_folder, write_atomically
 
 FORMAT_VERSION = 2
 LAST, BEST = "last.ckpt", "best.ckpt"
@@ -26,7 +26,7 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     Raises:
         UserError: if the disk is full.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     try:
         write_atomically(path, lambda file: torch.save(checkpoint, file))
     except RuntimeError as error:

@@ -8,7 +8,13 @@ import numpy as np
 
 from data_prep.errors import UserError
 from data_prep.prepared import Prepared, copy_tokenizer
-from data_prep.storage import locked, sha256_file, write_atomically, write_json_atomically
+from data_prep.storage import (
+    locked,
+    make_folder,
+    sha256_file,
+    write_atomically,
+    write_json_atomically,
+)
 from data_prep.tokenizer.files import TOKENIZER
 from lm.config import Config, differences, load_config, to_yaml
 from lm.training.checkpoint import BEST, LAST
@@ -89,7 +95,7 @@ def run_lock(config: Config, resume: str | None, checkpoint: Path | None) -> Ite
         UserError: if another process trains the run, or has since `checkpoint` was found.
     """
     folder = config.run_path
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     busy = f"{folder}: another process trains this run"
     with locked(folder / LOCK, busy=busy):
         if check_folder(config, resume) != checkpoint:

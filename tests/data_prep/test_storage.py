@@ -16,6 +16,7 @@ from data_prep.errors import UserError
 from data_prep.storage import (
     ArrayInfo,
     locked,
+    make_folder,
     map_array,
     new_folder,
     sha256_file,
@@ -116,8 +117,8 @@ def test_a_new_folder_is_complete_or_absent(tmp_path: Path) -> None:
     for error in (RuntimeError, KeyboardInterrupt):
         with pytest.raises(error):
             fail(error)
-        assert list(path.parent.iterdir()) == []
-    (tmp_path / "run" / ".text.tmp").mkdir()
+        assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run" / ".text.tmp").mkdir(parents=True)
     (tmp_path / "run" / ".text.tmp" / "b").touch()  # of a process that was killed
     with new_folder(path) as unfinished:
         (unfinished / "a").write_text("whole")
@@ -126,6 +127,9 @@ def test_a_new_folder_is_complete_or_absent(tmp_path: Path) -> None:
     assert (path / "a").read_text() == "whole"
     with pytest.raises(UserError, match="text already exists: delete it"), new_folder(path):
         pass
+    message = "a/b/c cannot be written: .*text/a is a file, not a folder"
+    with pytest.raises(UserError, match=message):
+        make_folder(path / "a" / "b" / "c")
 
 
 @pytest.mark.parametrize("function", ["mkdir", "fsync", "replace"])
