@@ -22,6 +22,10 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
         UserError: if an argument is missing, unknown or out of range.
     """
     options, overrides = _build_parser().parse_known_args(arguments)
+    # Options before TEXT make argparse take it for absent, and then for unknown (CPython #59317).
+    lacks_text = options.verb == "score" and options.text is None and overrides
+    if lacks_text and (overrides[0] == "-" or not overrides[0].startswith("-")):
+        options.text = overrides.pop(0)
     if overrides and options.verb not in _TAKES_OVERRIDES:
         raise UserError(f"unknown option {overrides[0]}")
     return options, overrides

@@ -124,6 +124,8 @@ def test_mistakes_are_single_lines(
     empty.touch()
     assert complaint("score", lstm_run, empty).endswith("the text to score is empty")
     assert "--details requires" in complaint("score", lstm_run, text, "--details")
+    assert "--details requires" in complaint("score", lstm_run, "--details", text)
+    assert complaint("score", lstm_run, "--ids", text, "more") == "unknown option more"
     for size in (3, 1 << 61):
         message = complaint("score", lstm_run, text, f"--vocabulary-size={size}")
         assert message.startswith(f"--vocabulary-size is {size}: expected at least 2")
