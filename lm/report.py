@@ -58,11 +58,13 @@ def open_source(source: str, overrides: Sequence[str]) -> tuple[Config, Prepared
 def _check_same_classes(folder: Path, prepared: Prepared) -> None:
     """Raise `UserError` unless the run in a folder has the classes of the prepared data."""
     path = folder / "classes.npy"
+    if not path.exists():
+        return
     try:
-        same = not path.exists() or np.array_equal(np.load(path), prepared.word_class())
+        word_class = np.load(path)
     except (ValueError, EOFError) as error:
-        raise UserError(f"{path} is damaged: {error}") from error
-    if not same:
+        raise UserError(f"{path} is damaged, or not an array of numbers") from error
+    if not np.array_equal(word_class, prepared.word_class()):
         problem = f"was prepared again: its classes are not those of {path}"
         raise UserError(f"{prepared.folder} {problem}")
 

@@ -321,7 +321,11 @@ def test_data_prepared_with_other_classes_are_an_error(
         f"{data} was prepared again: its classes are not those of {copied_run}/classes.npy"
     )
     (copied_run / "classes.npy").write_bytes(b"not an array")
-    assert untouched(verb, copied_run).startswith(f"{copied_run}/classes.npy is damaged: ")
+    message = "classes.npy is damaged, or not an array of numbers"
+    assert untouched(verb, copied_run) == f"{copied_run}/{message}"
+    (copied_run / "classes.npy").unlink()
+    (data / "classes.npy").write_bytes(b"short")
+    assert untouched(verb, copied_run).startswith(f"{data}/classes.npy is damaged: 5 bytes")
 
 
 def test_a_terminal_shows_progress_bars_unless_they_are_switched_off(
