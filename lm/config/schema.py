@@ -176,7 +176,7 @@ class TrainConfig:
     checkpoint_every_steps: Positive | None = None
     """Number of steps between writes of last.ckpt. Default: write it after each validation only."""
     threads: Annotated[int, Field(gt=0, le=MAX_THREADS)] | None = None
-    """Number of CPU threads, for training and by default for `lm evaluate` and `lm generate`.
+    """Number of CPU threads, for training and by default for the commands that use the model.
     Default: PyTorch's choice."""
 
 
