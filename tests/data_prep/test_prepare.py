@@ -194,7 +194,7 @@ def test_a_corpus_in_the_prepared_folder_is_refused(corpus: Corpus, pattern: str
 
 def test_a_folder_that_cannot_be_made_is_refused(corpus: Corpus) -> None:
     corpus.write("prepared", "a file in the way")
-    with pytest.raises(UserError, match=r"prepared cannot be written: File exists$"):
+    with pytest.raises(UserError, match=r"prepared is a file, not a folder$"):
         corpus.prepare()
 
 
