@@ -67,7 +67,8 @@ def read_nbest(lines: Iterable[str], name: str, costs: Sequence[dict[str, float]
         costs: scores of Kaldi's layout, by `read_costs`: acoustic, first pass.
 
     Raises:
-        UserError: if a line does not have the layout of the first one, or a score is missing.
+        UserError: if a line does not have the layout of the first one, a score is missing, or
+            a key of Kaldi's layout is repeated.
     """
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
@@ -77,11 +78,15 @@ def read_nbest(lines: Iterable[str], name: str, costs: Sequence[dict[str, float]
         raise UserError(f"{name}: files of costs belong to Kaldi's layout; this one has tabs")
     num_scores = numbered[0][1].count("\t") - 1
     rows: dict[str, list[tuple[str, str, list[float]]]] = {}
+    kaldi_keys: set[str] = set()
     for number, line in numbered:
         place = f"{name}, line {number}"
         if is_kaldi:
             key, _, text = line.partition(" ")
             id, scores = _utterance(key, place), [-_cost(each, key, place) for each in costs]
+            if key in kaldi_keys:
+                raise UserError(f"{place}: {key} is in the list already")
+            kaldi_keys.add(key)
         else:
             key, *columns = line.split("\t")
             id, text = key, columns.pop() if columns else ""
