@@ -56,7 +56,10 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
         "config": "--markdown",
     }.items(),
 )
-def test_every_command_has_help(capsys: pytest.CaptureFixture[str], verb: str, option: str) -> None:
+def test_every_command_has_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str, option: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")  # a narrower page divides words
     with pytest.raises(SystemExit) as end:
         main([verb, "--help"])
     assert end.value.code == 0
