@@ -123,7 +123,7 @@ def test_what_cannot_be_trained_is_named_before_the_run_begins(
 ) -> None:
     (tmp_path / "tree.txt").write_text("the 0 0\ncat 0 1\n")
     folders = [f"--data.prepared_dir={prepared_dir}", f"--run_dir={tmp_path / 'run'}"]
-    options = option.replace("FOLDER", str(tmp_path)).split()
+    options = [part.replace("FOLDER", str(tmp_path)) for part in option.split()]
     expected = message.replace("FOLDER", str(tmp_path)).replace("TINY", str(tiny))
     assert re.fullmatch(expected, untouched("train", tiny, *folders, *options))
 
