@@ -5,7 +5,9 @@ import os
 import random
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -33,17 +35,37 @@ def main(arguments: list[str]) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Disable network access and output of libraries; interpret kernels unless on a GPU only."""
+    """Disable network access and output of libraries, and give them caches of this process alone.
+
+    Kernels are interpreted unless on a GPU only. Generated examples are the same each time, and may
+    take any time. All this is read when the libraries are imported, by the files of tests.
+    """
     limit_spinning()  # of the processes that tests start
     if config.getoption("markexpr") != "gpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+        os.environ["TRITON_INTERPRET"] = "1"
+    cache = TemporaryDirectory(prefix="cache-")
+    config.add_cleanup(cache.cleanup)
     os.environ |= {
+        "HF_HOME": f"{cache.name}/hf",
+        "WANDB_CACHE_DIR": f"{cache.name}/wandb",
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "WANDB_SILENT": "true",
         "WANDB_ERROR_REPORTING": "false",
     }
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        # Two processes that write the index of numba's cache at once can mix up compiled functions.
+        folder = config.rootpath / ".pytest_cache" / f"numba-{worker}"
+        os.environ["NUMBA_CACHE_DIR"] = str(folder)
+    if find_spec("hypothesis"):  # which GPU tests do without
+        from hypothesis import HealthCheck, settings
+
+        slow = [HealthCheck.too_slow]
+        settings.register_profile(
+            "tests", deadline=None, derandomize=True, suppress_health_check=slow
+        )
+        settings.load_profile("tests")
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
@@ -52,10 +74,8 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _caches_and_nan_filled_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Caches of libraries are in a folder of the session, and uninitialized memory is NaN."""
-    cache = tmp_path_factory.mktemp("cache")
-    os.environ |= {"HF_HOME": str(cache / "hf"), "WANDB_CACHE_DIR": str(cache / "wandb")}
+def _nan_filled_memory() -> None:
+    """Uninitialized memory is NaN."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3).isnan().all()

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -47,8 +48,10 @@ def test_a_command_imports_only_the_libraries_that_it_uses(
         "import sys\nfrom lm.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
-    given = arguments.replace("RUN", str(lstm_run)).replace("TEXT", str(corpus / "test.txt"))
-    command = [sys.executable, "-c", code, *given.split()]
+    command = [sys.executable, "-c", code]
+    for argument in arguments.split():
+        given = argument.replace("RUN", str(lstm_run))
+        command.append(given.replace("TEXT", str(corpus / "test.txt")))
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     *printed, imported = done.stdout.splitlines()
     assert set(ast.literal_eval(imported)) == needed
@@ -82,7 +85,7 @@ def test_characters_that_stdout_lacks_are_escaped_as_in_json(tiny: Path, tmp_pat
     ],
 )
 def test_the_end_of_stdout_is_no_traceback(streams: str, code: int, message: str) -> None:
-    python = f"set -o pipefail; {sys.executable} -m lm.cli"
+    python = f"set -o pipefail; {quote(sys.executable)} -m lm.cli"
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
     for arguments in ("config seed", "config --help"):
         done = subprocess.run(
@@ -96,7 +99,7 @@ def test_the_end_of_stdout_is_no_traceback(streams: str, code: int, message: str
 
 
 def test_a_closed_stdin_is_empty(lstm_run: Path) -> None:
-    command = f"{sys.executable} -m lm.cli score {lstm_run} <&-"
+    command = f"{quote(sys.executable)} -m lm.cli score {quote(str(lstm_run))} <&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == "lm: the text to score is empty"

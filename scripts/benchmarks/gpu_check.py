@@ -30,7 +30,7 @@ import torch
 
 from scripts.benchmarks.reporting import TOP, environment
 
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider"]
 PYTEST += ["-o", "filterwarnings=default", "-p", "scripts.benchmarks.pytest_shard"]
 GPU_TESTS = "tests/output/backends/test_gpu.py"
 SANITIZED = "repeat_bit_for_bit and (17 or 700)"

@@ -33,7 +33,7 @@ def array(tmp_path: Path) -> tuple[Path, ArrayInfo]:
     return path, write_array(path, [np.arange(5), np.arange(0), np.arange(5, 300)], "uint16")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=5), max_size=5))
 def test_chunks_come_back_as_one_array_that_numpy_reads(
     tmp_path_factory: pytest.TempPathFactory, chunks: list[list[int]]

@@ -24,6 +24,16 @@ FATAL = {signal.SIGTERM: 143, signal.SIGKILL: -9, signal.SIGHUP: 129, signal.SIG
 NUM_STEPS = 300
 LONG = [f"--train.max_steps={NUM_STEPS}", "--train.checkpoint_every_steps=3"]
 LONG += ["--train.val_every_steps=50"]
+SLOW = """
+import time
+from lm import cli
+from lm.training.batches import Batches
+
+read = Batches.__getitem__
+Batches.__getitem__ = lambda batches, number: time.sleep(0.02) or read(batches, number)
+cli.command()
+"""
+"""The command, at less than 50 steps a second: it does not end before it is stopped."""
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +88,7 @@ def test_killed_from_outside_again_and_again_equals_uninterrupted(
     for number, code in FATAL.items():
         written = last.stat().st_mtime_ns if step else 0
         with subprocess.Popen(
-            [sys.executable, "-m", "lm.cli", *command],
+            [sys.executable, "-c", SLOW, *command],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -52,9 +52,7 @@ def test_lines_end_at_newlines_only(tmp_path: Path, content: bytes, lines: list[
     assert read(tmp_path, "corpus.txt") == lines
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\n\r\ufeff")))
 )

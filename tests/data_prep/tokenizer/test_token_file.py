@@ -46,9 +46,7 @@ def test_more_than_65536_words_take_four_bytes(tmp_path: Path) -> None:
         assert info.dtype == dtype
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.text("thecaé \u00a0\u2028", max_size=12), min_size=1, max_size=12))
 def test_the_batch_size_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]

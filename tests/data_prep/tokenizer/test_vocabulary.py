@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from data_prep.errors import UserError
@@ -44,7 +43,6 @@ def test_excluded_words_count_as_unknown_with_the_literal_ones() -> None:
     assert counted(lines, TokenizerConfig(vocab_size=3)) == [("<unk>", 6), ("<eos>", 3), ("a", 3)]
 
 
-@hypothesis_settings(deadline=None)  # the first call compiles
 @given(
     st.lists(st.text("ab<unk>é ", max_size=12), min_size=1, max_size=20),
     st.integers(1, 3),
@@ -63,7 +61,6 @@ def test_counts_add_up_to_the_tokens_and_agree_with_a_plain_count(
     assert counts.tolist() == sorted(counts.tolist(), reverse=True)
 
 
-@hypothesis_settings(deadline=None)  # the first call compiles
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
 def test_special_words_are_ordered_by_their_counts(unk: int, eos: int, lines: int) -> None:
     words = ["a", "a", "a", "b", "b", "~", "~", "~", *["<unk>"] * unk, *["<eos>"] * eos]

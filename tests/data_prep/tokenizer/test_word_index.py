@@ -7,7 +7,7 @@ from typing import Any
 
 import numba
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep.compiled import compiled
@@ -38,7 +38,6 @@ def test_whitespace_is_that_of_split() -> None:
     assert count_words_in(others) == len(expected)
 
 
-@settings(deadline=None)  # the first call compiles
 @given(st.lists(st.text("abé\u2003\u00a0漢😀 \n\x1c\ud800"), max_size=6))
 def test_counts_are_those_of_a_dictionary(texts: list[str]) -> None:
     expected = Counter(word for text in texts for word in text.split())
@@ -65,7 +64,6 @@ def test_ids_are_positions_and_newlines_may_have_one() -> None:
     assert index.ids("", 9, line_end=3).tolist() == []
 
 
-@settings(deadline=None)
 @given(st.text("ab \n\u2003\x1c\ud800"), st.sampled_from([-1, 3]))
 def test_a_dictionary_finds_what_the_index_finds(text: str, line_end: int) -> None:
     words = ["a", "b", "ab", "<unk>", "<eos>"]

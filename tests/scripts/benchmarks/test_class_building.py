@@ -47,5 +47,5 @@ def test_measuring_classes_leaves_those_of_a_run_unchanged(
     data = f"--data.prepared_dir={tmp_path / 'data'}"
     assert main(["prepare", str(tiny), data]) == 0
     before = contents(tmp_path)
-    assert run_benchmark("class_building", tiny, "--methods", "random", data).returncode == 0
+    assert run_benchmark("class_building", tiny, data, "--methods", "random").returncode == 0
     assert contents(tmp_path) == before

@@ -22,7 +22,7 @@ def test_training_steps_are_timed_side_by_side(
     rows = tmp_path / "rows"
     options = ["--rounds", "1", "--steps", "2", "--json", str(rows)]
     options += ["--trees", "two_level,classes.shortlist=3", "torch", "none", "full"]
-    done = run_benchmark("training_speed", tiny, *options, f"--run_dir={tmp_path / 'run'}")
+    done = run_benchmark("training_speed", tiny, f"--run_dir={tmp_path / 'run'}", *options)
     assert done.returncode == 0, done.stderr
     two_level, *peers, full = (json.loads(line) for line in rows.read_text().splitlines())
     assert (two_level["tree"], full["tree"]) == ("two_level,classes.shortlist=3", "full")

@@ -140,15 +140,17 @@ def _saving_lse(problem: Problem, saved: SavedLse) -> Tensor:
     log_prob = hidden.new_zeros(visits.node.shape)
     for node in visited_nodes(visits, problem.tree):
         child = visits.child[node.level, node.visits]
-        lse = hidden.new_full(child.shape, -torch.inf)
-        target_logit = torch.empty_like(lse)
+        largest = hidden.new_full(child.shape, torch.finfo(hidden.dtype).min)
+        total, target_logit = torch.zeros_like(largest), torch.empty_like(largest)
         for children in node.blocks(problem.weight, hidden.dtype, whole=False):
             logits = hidden.new_empty(len(child), children.stop - children.start)
             write_logits(logits, hidden, problem, node, children)
-            lse = torch.logaddexp(lse, logits.logsumexp(1))
+            before, largest = largest, torch.maximum(largest, logits.amax(1))
+            total *= (before - largest).exp_()  # sums are rounded relative to 1, not to the lse
+            total += (logits - largest[:, None]).exp_().sum(1)
             inside = (child >= children.start) & (child < children.stop)
             visit = inside.nonzero().squeeze(1)
             target_logit[visit] = logits[visit, child[visit] - children.start]
-        all_lse[node.level, node.visits] = lse
-        log_prob[node.level, node.visits] = target_logit - lse
+        all_lse[node.level, node.visits] = largest + total.log()
+        log_prob[node.level, node.visits] = target_logit - largest - total.log()
     return log_prob

@@ -162,15 +162,9 @@ def check(case: Case) -> Counter[str]:
 
 def pool() -> ProcessPoolExecutor:
     """Processes in which kernels are compiled, not interpreted."""
-    interpreted = os.environ.pop("TRITON_INTERPRET", None)
-    try:
-        executor = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
-        for _ in range(os.cpu_count() or 1):
-            executor.submit(int)
-        return executor
-    finally:
-        if interpreted is not None:
-            os.environ["TRITON_INTERPRET"] = interpreted
+    compiled = "import os; os.environ.pop('TRITON_INTERPRET', None)"  # before kernels are imported
+    spawn = get_context("spawn")
+    return ProcessPoolExecutor(os.cpu_count(), spawn, initializer=exec, initargs=(compiled,))
 
 
 def grid() -> Iterable[Case]:
