@@ -9,7 +9,7 @@ light one are light. Shapes depend on sizes alone and the host reads nothing bac
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, sym_max, sym_min
 
 from lm.output.backends.base import Problem
 from lm.output.backends.triton.tile_shapes import Tiles
@@ -69,21 +69,18 @@ def sizes(problem: Problem, tiles: Tiles) -> Sizes:
     positions, columns = problem.num_positions, problem.max_path_columns
     visits, light, block = problem.depth * positions, tiles.light.v, tiles.heavy.c
     chunk = chunk_size(problem, tiles)
-    num_heavy, num_split = min(visits // (light + 1), num_nodes), visits // (chunk + 1)
-    products = positions * columns // chunk
+    num_heavy, num_split = sym_min(visits // (light + 1), num_nodes), visits // (chunk + 1)
+    products, any_split = positions * columns // chunk, sym_min(num_split, 1)
+    rows_of_split = sym_min(num_rows, num_split * columns)
     return Sizes(
         heavy_tiles=visits // min(light + 1, tiles.forward.v // 2),
-        light_nodes=min(visits, num_nodes),
-        light_groups=min(positions, num_nodes),
-        row_tiles=min(num_rows, num_heavy * columns) // block + num_heavy,
-        chunk_tiles=products // block
-        + visits // chunk
-        + min(num_rows, num_split * columns) // block
-        + num_split
-        if num_split
-        else 0,
-        split_tiles=products // block + num_split if num_split else 0,
-        partial_rows=2 * products if num_split else 0,
+        light_nodes=sym_min(visits, num_nodes),
+        light_groups=sym_min(positions, num_nodes),
+        row_tiles=sym_min(num_rows, num_heavy * columns) // block + num_heavy,
+        chunk_tiles=any_split
+        * (products // block + visits // chunk + rows_of_split // block + num_split),
+        split_tiles=any_split * (products // block + num_split),
+        partial_rows=any_split * 2 * products,
     )
 
 
@@ -96,9 +93,11 @@ def chunk_size(problem: Problem, tiles: Tiles) -> int:
     tile, columns = tiles.heavy, problem.max_path_columns
     programs = -(-columns // tile.c) * -(-problem.weight.shape[1] // tile.h)
     splits = max(1, min(FILLING_PROGRAMS // max(programs, 1), MAX_SPLITS))
-    rows = min(problem.weight.shape[0], problem.num_positions * columns)
+    rows = sym_min(problem.weight.shape[0], problem.num_positions * columns)
     num_bytes = rows * problem.weight.shape[1] * problem.weight.element_size()
-    return max(tiles.chunk, -(-problem.num_positions // splits), num_bytes // BYTES_PER_VISIT)
+    shared = sym_max(tiles.chunk, -(-problem.num_positions // splits))
+    chunk: int = sym_max(shared, num_bytes // BYTES_PER_VISIT)
+    return chunk
 
 
 def new_routing(problem: Problem, tiles: Tiles) -> Routing:

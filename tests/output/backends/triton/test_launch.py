@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS
@@ -87,6 +88,21 @@ def test_the_host_reads_nothing_back() -> None:
     assert found == [meta.hidden.shape, meta.weight.shape, None]
     assert launches[3].num_programs >= 2000 // 32 + 317
     assert len(launches) == 7
+
+
+def test_batches_of_many_sizes_share_one_compilation() -> None:
+    """The memory of lists is the least of several bounds; which of them is no reason to compile."""
+    tree, counter = two_level(10_000, 100), CompileCounter()
+    weight = torch.zeros(tree.num_rows, 8)
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        return hierarchical_cross_entropy(hidden, weight, target, tree, backend="triton")
+
+    with instrumented(run=lambda _: None):
+        for num_positions in (1000, 700, 200, 3000, 8193, 33_000):
+            loss(torch.zeros(num_positions, 8), torch.zeros(num_positions).long())
+    assert counter.frame_count == 2  # one of them for the first size alone
 
 
 def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made() -> None:
