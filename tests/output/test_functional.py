@@ -228,6 +228,9 @@ def test_results_repeat_bit_for_bit() -> None:
     [
         ({"hidden": torch.zeros(5, H)}, ValueError, "hidden must be .* got .5, 6. and .6."),
         ({"hidden": torch.zeros(6, H).long()}, ValueError, "floating point, got torch.int64"),
+        ({"hidden": torch.zeros(6, 0)}, ValueError, r"H ≥ 1, .* got torch.float32 \[6, 0\]"),
+        ({"weight": torch.zeros(28, H).long()}, ValueError, "floating point, got torch.int64"),
+        ({"bias": torch.zeros(28).int()}, ValueError, "floating point, got .* torch.int32"),
         ({"weight": torch.zeros(3, H)}, ValueError, r"weight must be .* got \[3, 6\]"),
         ({"bias": torch.zeros(3)}, ValueError, r"bias must be .* got \[3\]"),
         ({"weight": torch.zeros(28, H).double()}, ValueError, "precision outside of autocast"),
