@@ -37,7 +37,10 @@ def differentiable_nll(backend: Backend[Any], op: Op, problem: Problem, needs: N
 
 def _has_tangent(tensor: Tensor | None) -> bool:
     """Whether the tensor is a dual number, whose tangent an op would silently drop."""
-    return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+    if tensor is None:
+        return False
+    dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return dual.tangent is not None
 
 
 def register_op(backend: Backend[Any]) -> Op:

@@ -9,7 +9,7 @@ light one are light. Shapes depend on sizes alone and the host reads nothing bac
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, sym_max, sym_min
+from torch import Tensor
 
 from lm.output.backends.base import Problem
 from lm.output.backends.triton.tile_shapes import Tiles
@@ -69,14 +69,14 @@ def sizes(problem: Problem, tiles: Tiles) -> Sizes:
     positions, columns = problem.num_positions, problem.max_path_columns
     visits, light, block = problem.depth * positions, tiles.light.v, tiles.heavy.c
     chunk = chunk_size(problem, tiles)
-    num_heavy, num_split = sym_min(visits // (light + 1), num_nodes), visits // (chunk + 1)
-    products, any_split = positions * columns // chunk, sym_min(num_split, 1)
-    rows_of_split = sym_min(num_rows, num_split * columns)
+    num_heavy, num_split = _least(visits // (light + 1), num_nodes), visits // (chunk + 1)
+    products, any_split = positions * columns // chunk, _least(num_split, 1)
+    rows_of_split = _least(num_rows, num_split * columns)
     return Sizes(
         heavy_tiles=visits // min(light + 1, tiles.forward.v // 2),
-        light_nodes=sym_min(visits, num_nodes),
-        light_groups=sym_min(positions, num_nodes),
-        row_tiles=sym_min(num_rows, num_heavy * columns) // block + num_heavy,
+        light_nodes=_least(visits, num_nodes),
+        light_groups=_least(positions, num_nodes),
+        row_tiles=_least(num_rows, num_heavy * columns) // block + num_heavy,
         chunk_tiles=any_split
         * (products // block + visits // chunk + rows_of_split // block + num_split),
         split_tiles=any_split * (products // block + num_split),
@@ -93,11 +93,22 @@ def chunk_size(problem: Problem, tiles: Tiles) -> int:
     tile, columns = tiles.heavy, problem.max_path_columns
     programs = -(-columns // tile.c) * -(-problem.weight.shape[1] // tile.h)
     splits = max(1, min(FILLING_PROGRAMS // max(programs, 1), MAX_SPLITS))
-    rows = sym_min(problem.weight.shape[0], problem.num_positions * columns)
+    rows = _least(problem.weight.shape[0], problem.num_positions * columns)
     num_bytes = rows * problem.weight.shape[1] * problem.weight.element_size()
-    shared = sym_max(tiles.chunk, -(-problem.num_positions // splits))
-    chunk: int = sym_max(shared, num_bytes // BYTES_PER_VISIT)
-    return chunk
+    shared = _most(tiles.chunk, -(-problem.num_positions // splits))
+    return _most(shared, num_bytes // BYTES_PER_VISIT)
+
+
+def _least(one: int, other: int) -> int:
+    """`min`; of symbolic sizes within `torch.compile`, without a guard on which of them it is."""
+    least: int = torch.sym_min(one, other)  # type: ignore[no-untyped-call]
+    return least
+
+
+def _most(one: int, other: int) -> int:
+    """`max`, likewise."""
+    most: int = torch.sym_max(one, other)  # type: ignore[no-untyped-call]
+    return most
 
 
 def new_routing(problem: Problem, tiles: Tiles) -> Routing:

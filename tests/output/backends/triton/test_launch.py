@@ -14,7 +14,7 @@ from lm.output.backends.triton import backend as triton_backend
 from lm.output.backends.triton.launch import Launch, execute, instrumented, path_slots
 from lm.output.backends.triton.tile_shapes import Tiles, tiles
 
-from ...definition import SMALL_TILE, problem, two_level
+from ...definition import SMALL_TILE, nll, problem, two_level
 
 pytest.importorskip("triton")
 
@@ -74,6 +74,25 @@ def test_instruments_nest_and_are_undone(launches: list[Launch]) -> None:
     default = tiles(torch.float32, 90, (16, 16), tensor_cores=False).forward
     assert [launch.tile for launch in forwards] == [narrow.forward, wide.forward, default]
     assert [launch.arguments["SPLITS"] for launch in forwards] == [3, 1, 1]
+
+
+@pytest.mark.parametrize("precisions", [("high", "highest"), ("highest", "high")])
+@pytest.mark.parametrize("num_words", [60, 3000])
+def test_another_precision_in_the_backward_is_refused(
+    precisions: tuple[str, str], num_words: int
+) -> None:
+    """Its tiles would read what was saved at other places."""
+    tree = two_level(num_words, num_words // 10)
+    inputs = problem(tree, 40, size=16, dtype=torch.float32)
+    forward, backward = precisions
+    try:
+        torch.set_float32_matmul_precision(forward)
+        loss = nll(inputs, tree, backend="triton", reduction="mean")
+        torch.set_float32_matmul_precision(backward)
+        with pytest.raises(RuntimeError, match="must be the same in the forward and the backward"):
+            torch.autograd.backward(loss)
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_the_host_reads_nothing_back() -> None:
