@@ -56,7 +56,8 @@ def _check_tiles(problem: Problem, saved: Saved) -> None:
     lengths = (saved.routing.heavy_tiles.numel(), saved.block_max.shape[1])
     if lengths != (sizes(problem, tiles_for(problem)).heavy_tiles, path_blocks(problem)):
         raise RuntimeError(
-            "torch.get_float32_matmul_precision() must be the same in the forward and the backward"
+            "the precision of fp32 products (torch.set_float32_matmul_precision) must be the same"
+            " in the forward and the backward"
         )
 
 

@@ -89,8 +89,22 @@ def test_another_precision_in_the_backward_is_refused(
         torch.set_float32_matmul_precision(forward)
         loss = nll(inputs, tree, backend="triton", reduction="mean")
         torch.set_float32_matmul_precision(backward)
-        with pytest.raises(RuntimeError, match="must be the same in the forward and the backward"):
+        with pytest.raises(RuntimeError, match="must be the same in the forward and the back"):
             torch.autograd.backward(loss)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_tf32_may_be_allowed_for_one_backend_of_torch(launches: list[Launch]) -> None:
+    tree = two_level(60, 8)
+    hidden, weight, _, target = problem(tree, 20, size=16, dtype=torch.float32)
+    try:
+        for precision in ("tf32", "ieee"):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            hierarchical_cross_entropy(hidden, weight, target, tree, backend="triton")
+            assert launches[-1].arguments["PRECISION"] == precision
+            expected = tiles(torch.float32, 90, (16, 16), tensor_cores=precision == "tf32")
+            assert launches[-1].tile == expected.forward
     finally:
         torch.set_float32_matmul_precision("highest")
 
