@@ -100,7 +100,8 @@ def _write(
         "LIGHT_STAGES": shape.light.stages,
     }
     if problem.hidden.dtype == torch.float16 and num_positions:
-        special["scale"] = torch.linalg.vector_norm(d_nll, torch.inf)
+        ignored = problem.target == problem.ignore_index  # their d_nll is not read otherwise
+        special["scale"] = torch.linalg.vector_norm(d_nll.masked_fill(ignored, 0), torch.inf)
     errors = shape.errors._replace(c=shape.forward.c)
     launch(
         backward_kernels._errors, -(-num_positions // errors.v), errors, problem, saved, **special
