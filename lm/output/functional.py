@@ -67,6 +67,7 @@ def hierarchical_cross_entropy(
         ValueError: if shapes, dtypes, devices or options do not match.
         IndexError: if a target is neither a word nor `ignore_index`; with "triton" on CUDA this is
             a device-side assertion.
+        RuntimeError: if it is differentiated twice, or in forward mode.
 
     Example:
         >>> tree = ClassTree.two_level([0, 0, 1, 1])
@@ -145,9 +146,10 @@ def _check(
 
 def check_parameters(hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTree) -> None:
     """Raise a ValueError unless hidden [..., H], the parameters and the tree fit together."""
-    if hidden.dim() < 1 or not hidden.is_floating_point():
+    if hidden.dim() < 1 or hidden.shape[-1] < 1 or not hidden.is_floating_point():
         raise ValueError(
-            f"hidden must be [..., H] floating point, got {hidden.dtype} {list(hidden.shape)}"
+            "hidden must be [..., H], H ≥ 1, floating point,"
+            f" got {hidden.dtype} {list(hidden.shape)}"
         )
     num_rows, size = tree.num_rows, hidden.shape[-1]
     if weight.dim() != 2 or weight.shape[0] != num_rows or weight.shape[1] < size:
@@ -157,6 +159,9 @@ def check_parameters(hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: 
         )
     if bias is not None and list(bias.shape) != [num_rows]:
         raise ValueError(f"bias must be [R] = {[num_rows]}, got {list(bias.shape)}")
-    others = [weight, tree.row_of_word] if bias is None else [weight, bias, tree.row_of_word]
-    if any(tensor.device != hidden.device for tensor in others):
+    parameters = [weight] if bias is None else [weight, bias]
+    if not all(tensor.is_floating_point() for tensor in parameters):
+        dtypes = ", ".join(str(tensor.dtype) for tensor in parameters)
+        raise ValueError(f"weight and bias must be floating point, got {dtypes}")
+    if any(tensor.device != hidden.device for tensor in (*parameters, tree.row_of_word)):
         raise ValueError(f"weight, bias and tree must be on the device of hidden, {hidden.device}")

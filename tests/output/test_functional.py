@@ -226,6 +226,23 @@ def test_strides_of_the_inputs_do_not_matter() -> None:
     torch.testing.assert_close(strided, plain, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of lanes that store nothing
+@both_backends
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_gradient_of_an_ignored_position_is_not_used(dtype: torch.dtype) -> None:
+    *inputs, target = problem(TWO_LEVEL, 9, dtype=dtype)
+    upstream = torch.randn(9).to(torch.promote_types(dtype, torch.float32))
+    grads = []
+    for value in (0.0, torch.inf, torch.nan):
+        upstream[1] = value
+        each = nll([*inputs, target], TWO_LEVEL)
+        grads.append(torch.autograd.grad(each, inputs, upstream))
+    assert target[1] == -100
+    assert all(
+        torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other, strict=True)
+    )
+
+
 @both_backends
 def test_results_repeat_bit_for_bit() -> None:
     tree = ClassTree.balanced(N, 3)
@@ -242,6 +259,9 @@ def test_results_repeat_bit_for_bit() -> None:
     [
         ({"hidden": torch.zeros(5, H)}, ValueError, "hidden must be .* got .5, 6. and .6."),
         ({"hidden": torch.zeros(6, H).long()}, ValueError, "floating point, got torch.int64"),
+        ({"hidden": torch.zeros(6, 0)}, ValueError, r"H ≥ 1, .* got torch.float32 \[6, 0\]"),
+        ({"weight": torch.zeros(28, H).long()}, ValueError, "floating point, got torch.int64"),
+        ({"bias": torch.zeros(28).int()}, ValueError, "floating point, got .* torch.int32"),
         ({"weight": torch.zeros(3, H)}, ValueError, r"weight must be .* got \[3, 6\]"),
         ({"bias": torch.zeros(3)}, ValueError, r"bias must be .* got \[3\]"),
         ({"weight": torch.zeros(28, H).double()}, ValueError, "precision outside of autocast"),

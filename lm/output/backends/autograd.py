@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lm.output.backends.base import Backend, Needs, Problem, compute_dtype, flatten, unflatten
 from lm.output.rowwise.eager import differentiable_once, not_compiled
@@ -27,8 +28,19 @@ def differentiable_nll(backend: Backend[Any], op: Op, problem: Problem, needs: N
     """The nll [P] of a backend, by its registered op or, for row-wise gradients, a function."""
     if needs.row_wise:
         return _row_wise_nll(backend, problem, needs)
+    floats = (problem.hidden, problem.weight, problem.bias)
+    if not torch.compiler.is_compiling() and any(map(_has_tangent, floats)):
+        raise RuntimeError("the nll of a tree does not support forward-mode differentiation")
     nll: Tensor = op(*problem, needs)[0]
     return nll
+
+
+def _has_tangent(tensor: Tensor | None) -> bool:
+    """Whether the tensor is a dual number, whose tangent an op would silently drop."""
+    if tensor is None:
+        return False
+    dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return dual.tangent is not None
 
 
 def register_op(backend: Backend[Any]) -> Op:

@@ -36,7 +36,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
     """
 
     def __init__(self, params: Iterable[Tensor], defaults: dict[str, Any]) -> None:
-        if defaults["lr"] <= 0:
+        if not defaults["lr"] > 0:
             raise ValueError(f"lr must be positive, got {defaults['lr']}")
         super().__init__(params, defaults)
 

@@ -94,6 +94,33 @@ def test_autocast_takes_half_precision_hidden_with_full_precision_weights() -> N
     torch.testing.assert_close(grads[1:], true_grads[1:])
 
 
+@on("saved", "computed again")
+@pytest.mark.parametrize(
+    ("tree", "sparse"), [("two levels", False), ("full", True)], indirect=["tree"]
+)
+def test_a_backward_within_autocast_has_the_precision_of_the_forward(
+    tree: ClassTree, sparse: bool
+) -> None:
+    *inputs, target = problem(tree, 30, dtype=torch.float32)
+    inputs[1:] = [tensor.detach().bfloat16().requires_grad_() for tensor in inputs[1:]]
+    grads = []
+    for autocast in (False, True):
+        loss = nll([*inputs, target], tree, reduction="mean", sparse=sparse)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = torch.autograd.grad(loss, inputs)
+        grads.append([grad.to_dense() for grad in found])
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own rules use it
+@both_backends
+def test_forward_mode_is_refused() -> None:
+    """A registered op has no rule for it: the derivative would be 0."""
+    hidden, *rest = (tensor.detach() for tensor in problem(TWO_LEVEL, 5))
+    with pytest.raises(RuntimeError, match="does not support forward-mode differentiation"):
+        torch.func.jvp(lambda hidden: nll([hidden, *rest], TWO_LEVEL), (hidden,), (hidden,))
+
+
 @both_backends
 def test_checkpointed_activations_give_the_same_gradient() -> None:
     from torch.utils.checkpoint import checkpoint

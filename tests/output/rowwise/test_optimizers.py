@@ -1,6 +1,7 @@
 """Optimizers of rows: equal to the dense ones, and without effect on rows without a gradient."""
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -183,5 +184,6 @@ def test_rows_in_fp16_are_updated_in_fp32_and_rounded_once(kind: Kind) -> None:
 
 
 def test_a_learning_rate_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="lr must be positive, got 0"):
-        RowSGD(table(SHORTLIST), lr=0.0)
+    for lr in (0.0, math.nan):
+        with pytest.raises(ValueError, match=f"lr must be positive, got {lr}"):
+            RowSGD(table(SHORTLIST), lr=lr)

@@ -48,7 +48,9 @@ class ReferenceBackend:
     def backward(self, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
         """See `Backend.backward`."""
         batch = Batch.of(d_nll, problem, saved)
-        return row_wise_gradients(batch, needs) if needs.row_wise else dense_gradients(batch, needs)
+        gradients = row_wise_gradients if needs.row_wise else dense_gradients
+        with torch.autocast(d_nll.device.type, enabled=False):
+            return gradients(batch, needs)
 
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""

@@ -34,6 +34,7 @@ class Batch(NamedTuple):
     def of(cls, d_nll: Tensor, problem: Problem, saved: Saved) -> "Batch":
         """The batch of a problem, given the gradient d_nll [P] of the nll."""
         visits, hidden = saved.visits, sorted_hidden(problem, saved.visits)
+        d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
         d_nll = visits.sorted(d_nll.to(hidden.dtype))
         nodes = list(visited_nodes(visits, problem.tree))
         return cls(problem, saved, hidden, d_nll, hidden * d_nll[:, None], nodes)

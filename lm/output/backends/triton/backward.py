@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem
-from lm.output.backends.triton.launch import Saved, launch, tiles_for
+from lm.output.backends.triton.launch import Saved, launch, path_blocks, tiles_for
 from lm.output.backends.triton.routing import sizes
 from lm.output.rowwise.blocks import Rows
 from lm.output.rowwise.row_gradient import RowGradient
@@ -22,7 +22,11 @@ def gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gr
 
     Row-wise ones have the rows of visited nodes in contiguous memory; the host waits for their
     number.
+
+    Raises:
+        RuntimeError: if the tile shapes are others than in the forward.
     """
+    _check_tiles(problem, saved)
     (num_rows, columns), bias, tree = problem.weight.shape, problem.bias, problem.tree
     index = written_row = None
     if needs.row_wise:
@@ -45,6 +49,16 @@ def gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gr
     if bias is not None and d_bias is not None:
         d_bias = RowGradient(bias, [Rows(index, d_bias[:, None])])
     return Gradients(d_hidden, d_weight, d_bias)
+
+
+def _check_tiles(problem: Problem, saved: Saved) -> None:
+    """What was saved is laid out by tile shapes, which depend on the precision of fp32 products."""
+    lengths = (saved.routing.heavy_tiles.numel(), saved.block_max.shape[1])
+    if lengths != (sizes(problem, tiles_for(problem)).heavy_tiles, path_blocks(problem)):
+        raise RuntimeError(
+            "the precision of fp32 products (torch.set_float32_matmul_precision) must be the same"
+            " in the forward and the backward"
+        )
 
 
 def _write(
@@ -86,7 +100,8 @@ def _write(
         "LIGHT_STAGES": shape.light.stages,
     }
     if problem.hidden.dtype == torch.float16 and num_positions:
-        special["scale"] = torch.linalg.vector_norm(d_nll, torch.inf)
+        ignored = problem.target == problem.ignore_index  # their d_nll is not read otherwise
+        special["scale"] = torch.linalg.vector_norm(d_nll.masked_fill(ignored, 0), torch.inf)
     errors = shape.errors._replace(c=shape.forward.c)
     launch(
         backward_kernels._errors, -(-num_positions // errors.v), errors, problem, saved, **special

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lm.output.backends.base import Problem
 from lm.output.backends.triton.routing import MAX_SPLITS, Routing
-from lm.output.backends.triton.tile_shapes import Tile, Tiles, compiler_options, tiles
+from lm.output.backends.triton.tile_shapes import Tile, Tiles, compiler_options, tf32, tiles
 
 SLOT = 16
 """The children of a node begin at multiples of so many in `Saved.exp_logits`."""
@@ -122,7 +122,7 @@ def launch(
         "path_blocks": saved.block_max.shape[1],
         "LIGHT": tiles_for(problem).light.v,
         "ACC": tl.float64 if hidden.dtype == torch.float64 else tl.float32,
-        "PRECISION": "tf32" if hidden.dtype == torch.float32 and _tf32() else "ieee",
+        "PRECISION": "tf32" if hidden.dtype == torch.float32 and tf32() else "ieee",
         "ALIGN": align,
         "WEIGHT_ALIGN": weight_align,
         "h_units": hidden.shape[1] // align,
@@ -136,10 +136,6 @@ def launch(
     }
     arguments = {name: known[name] for name in kernel.arg_names}
     (_instruments.run or execute)(Launch(kernel, num_programs, tile, arguments))
-
-
-def _tf32() -> bool:
-    return torch.get_float32_matmul_precision() != "highest"
 
 
 def capability(device: torch.device) -> int:
@@ -157,8 +153,8 @@ def tiles_for(problem: Problem) -> Tiles:
     if _instruments.tiles is not None:
         return _instruments.tiles
     dtype, device = problem.hidden.dtype, problem.hidden.device
-    tf32 = dtype == torch.float32 and _tf32()
-    return tiles(dtype, capability(device), alignment(problem), tensor_cores=tf32)
+    tensor_cores = dtype == torch.float32 and tf32()
+    return tiles(dtype, capability(device), alignment(problem), tensor_cores=tensor_cores)
 
 
 def splits_for(problem: Problem) -> int:

@@ -69,21 +69,18 @@ def sizes(problem: Problem, tiles: Tiles) -> Sizes:
     positions, columns = problem.num_positions, problem.max_path_columns
     visits, light, block = problem.depth * positions, tiles.light.v, tiles.heavy.c
     chunk = chunk_size(problem, tiles)
-    num_heavy, num_split = min(visits // (light + 1), num_nodes), visits // (chunk + 1)
-    products = positions * columns // chunk
+    num_heavy, num_split = _least(visits // (light + 1), num_nodes), visits // (chunk + 1)
+    products, any_split = positions * columns // chunk, _least(num_split, 1)
+    rows_of_split = _least(num_rows, num_split * columns)
     return Sizes(
         heavy_tiles=visits // min(light + 1, tiles.forward.v // 2),
-        light_nodes=min(visits, num_nodes),
-        light_groups=min(positions, num_nodes),
-        row_tiles=min(num_rows, num_heavy * columns) // block + num_heavy,
-        chunk_tiles=products // block
-        + visits // chunk
-        + min(num_rows, num_split * columns) // block
-        + num_split
-        if num_split
-        else 0,
-        split_tiles=products // block + num_split if num_split else 0,
-        partial_rows=2 * products if num_split else 0,
+        light_nodes=_least(visits, num_nodes),
+        light_groups=_least(positions, num_nodes),
+        row_tiles=_least(num_rows, num_heavy * columns) // block + num_heavy,
+        chunk_tiles=any_split
+        * (products // block + visits // chunk + rows_of_split // block + num_split),
+        split_tiles=any_split * (products // block + num_split),
+        partial_rows=any_split * 2 * products,
     )
 
 
@@ -96,9 +93,22 @@ def chunk_size(problem: Problem, tiles: Tiles) -> int:
     tile, columns = tiles.heavy, problem.max_path_columns
     programs = -(-columns // tile.c) * -(-problem.weight.shape[1] // tile.h)
     splits = max(1, min(FILLING_PROGRAMS // max(programs, 1), MAX_SPLITS))
-    rows = min(problem.weight.shape[0], problem.num_positions * columns)
+    rows = _least(problem.weight.shape[0], problem.num_positions * columns)
     num_bytes = rows * problem.weight.shape[1] * problem.weight.element_size()
-    return max(tiles.chunk, -(-problem.num_positions // splits), num_bytes // BYTES_PER_VISIT)
+    shared = _most(tiles.chunk, -(-problem.num_positions // splits))
+    return _most(shared, num_bytes // BYTES_PER_VISIT)
+
+
+def _least(one: int, other: int) -> int:
+    """`min`; of symbolic sizes within `torch.compile`, without a guard on which of them it is."""
+    least: int = torch.sym_min(one, other)  # type: ignore[no-untyped-call]
+    return least
+
+
+def _most(one: int, other: int) -> int:
+    """`max`, likewise."""
+    most: int = torch.sym_max(one, other)  # type: ignore[no-untyped-call]
+    return most
 
 
 def new_routing(problem: Problem, tiles: Tiles) -> Routing:

@@ -99,6 +99,15 @@ def tiles(
     return found
 
 
+def tf32() -> bool:
+    """Whether products of fp32 numbers may round them to tf32, as those of torch on CUDA.
+
+    `torch.get_float32_matmul_precision` raises where the precision was set for a single backend.
+    """
+    precision: str = torch.backends.cuda.matmul.fp32_precision
+    return precision == "tf32"
+
+
 @constant_when_compiled
 def triton_version() -> tuple[int, int] | None:
     """Major and minor version of the installed Triton; None if there is none."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lm.output.backends.base import Backend, Needs, Problem, Saved
 from lm.output.backends.reference.backend import ReferenceBackend
+from lm.output.backends.triton.tile_shapes import tf32
 from lm.output.rowwise.eager import constant_when_compiled
 from lm.output.tree.class_tree import ClassTree
 
@@ -21,7 +22,7 @@ DEVICES = frozenset({"cuda"})
 _NUM_WORDS, _NUM_CLASSES, _HIDDEN_SIZE = 3000, 70, 80
 _HEAVY_VISITS = 131  # of a class that the kernels of heavy nodes work on, in two tiles
 _NAMES = ("nll", "d_hidden", "d_weight", "d_bias")
-_differences: dict[tuple[torch.device, torch.dtype, str], str | None] = {}
+_differences: dict[tuple[torch.device, torch.dtype, bool], str | None] = {}
 
 
 @constant_when_compiled
@@ -44,7 +45,7 @@ def verified(device: torch.device, dtype: torch.dtype) -> bool:
             return True  # the caller asks what would be chosen on another machine
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-    key = (device, dtype, torch.get_float32_matmul_precision())
+    key = (device, dtype, tf32())
     if key not in _differences:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -80,8 +81,7 @@ def difference(device: torch.device, dtype: torch.dtype) -> str | None:
         actual = _results(TritonBackend(), *on_device)
     except TritonError as failure:
         return f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
-    fast = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    rounding = 2.0**-10 if fast else torch.finfo(dtype).eps
+    rounding = 2.0**-10 if dtype == torch.float32 and tf32() else torch.finfo(dtype).eps
     found = []
     for name, true, plain, ours in zip(_NAMES, truth, baseline, actual, strict=True):
         error, usual = (float((x.cpu().double() - true).abs().max()) for x in (ours, plain))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS
@@ -13,7 +14,7 @@ from lm.output.backends.triton import backend as triton_backend
 from lm.output.backends.triton.launch import Launch, execute, instrumented, path_slots
 from lm.output.backends.triton.tile_shapes import Tiles, tiles
 
-from ...definition import SMALL_TILE, problem, two_level
+from ...definition import SMALL_TILE, nll, problem, two_level
 
 pytest.importorskip("triton")
 
@@ -75,6 +76,39 @@ def test_instruments_nest_and_are_undone(launches: list[Launch]) -> None:
     assert [launch.arguments["SPLITS"] for launch in forwards] == [3, 1, 1]
 
 
+@pytest.mark.parametrize("precisions", [("high", "highest"), ("highest", "high")])
+@pytest.mark.parametrize("num_words", [60, 3000])
+def test_another_precision_in_the_backward_is_refused(
+    precisions: tuple[str, str], num_words: int
+) -> None:
+    """Its tiles would read what was saved at other places."""
+    tree = two_level(num_words, num_words // 10)
+    inputs = problem(tree, 40, size=16, dtype=torch.float32)
+    forward, backward = precisions
+    try:
+        torch.set_float32_matmul_precision(forward)
+        loss = nll(inputs, tree, backend="triton", reduction="mean")
+        torch.set_float32_matmul_precision(backward)
+        with pytest.raises(RuntimeError, match="must be the same in the forward and the back"):
+            torch.autograd.backward(loss)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_tf32_may_be_allowed_for_one_backend_of_torch(launches: list[Launch]) -> None:
+    tree = two_level(60, 8)
+    hidden, weight, _, target = problem(tree, 20, size=16, dtype=torch.float32)
+    try:
+        for precision in ("tf32", "ieee"):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            hierarchical_cross_entropy(hidden, weight, target, tree, backend="triton")
+            assert launches[-1].arguments["PRECISION"] == precision
+            expected = tiles(torch.float32, 90, (16, 16), tensor_cores=precision == "tf32")
+            assert launches[-1].tile == expected.forward
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_the_host_reads_nothing_back() -> None:
     """On tensors without values every decision of the host must follow from sizes alone."""
     tree, launches = two_level(100_000, 316), list[Launch]()
@@ -87,6 +121,21 @@ def test_the_host_reads_nothing_back() -> None:
     assert found == [meta.hidden.shape, meta.weight.shape, None]
     assert launches[3].num_programs >= 2000 // 32 + 317
     assert len(launches) == 7
+
+
+def test_batches_of_many_sizes_share_one_compilation() -> None:
+    """The memory of lists is the least of several bounds; which of them is no reason to compile."""
+    tree, counter = two_level(10_000, 100), CompileCounter()
+    weight = torch.zeros(tree.num_rows, 8)
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        return hierarchical_cross_entropy(hidden, weight, target, tree, backend="triton")
+
+    with instrumented(run=lambda _: None):
+        for num_positions in (1000, 700, 200, 3000, 8193, 33_000):
+            loss(torch.zeros(num_positions, 8), torch.zeros(num_positions).long())
+    assert counter.frame_count == 2  # one of them for the first size alone
 
 
 def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made() -> None:
