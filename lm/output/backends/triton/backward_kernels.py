@@ -228,10 +228,11 @@ def _heavy_hidden(
     light = (v < P) & (num_heavy < D)
     _store_block(partial_hidden, begin, light, left, hidden_stride, hidden_stride, total_left)
     _store_block(partial_hidden, begin, light, right, hidden_stride, hidden_stride, total_right)
-    heavy = (v < P) & (num_heavy == D)
+    # loaded again: what is kept during the loops, and 64-bit rows, fill registers
+    heavy = (v < P) & (tl.load(light_level + v, mask=v < P, other=0) == D)
     p = tl.load(position + v, mask=heavy, other=0)
     _store_rows(d_hidden, p, heavy, left, H, H, _scaled(total_left, scale))
-    p = tl.load(position + v, mask=heavy, other=0)  # again: 64-bit rows fill registers
+    p = tl.load(position + v, mask=heavy, other=0)
     _store_rows(d_hidden, p, heavy, right, H, H, _scaled(total_right, scale))
 
 

@@ -94,8 +94,8 @@ def tiles(
             found = found._replace(forward=narrow)
         elif capability >= 90:
             found = found._replace(forward=_FEW_FORWARD, heavy=_FEW_HEAVY)
-        if capability >= 90 and weight_align == 1:
-            found = found._replace(light=found.light._replace(h=32))
+        if capability >= 90 and weight_align <= 2:
+            found = found._replace(light=found.light._replace(h=32 * weight_align))
     return found
 
 
