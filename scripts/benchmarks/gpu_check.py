@@ -7,7 +7,8 @@
   sanitizer    compute-sanitizer, where it is installed: memory and race checks of a few tests
   benchmark    scripts.benchmarks.output_layer, from the smallest vocabulary to the largest:
                floors, launches, memory, every peer that is installed
-  tuning       only with --candidates: tile shapes, scripts.benchmarks.tile_tuning
+  tuning       on compute capability 9.0: the tile shapes that the performance model finds best,
+               scripts.benchmarks.tile_tuning
 
 Requires torch, triton, numpy and pytest, nothing else. OUT/gpu_check.json, a log of each step and
 the JSON lines of the benchmarks are written as soon as a step ends. A step ends at its own limit,
@@ -39,6 +40,8 @@ DRY_CHOICE = "empty_batch or nan_in_the_weight"
 METHODS = ["random", "graph", "full", "chunked", "cce", "liger", "adaptive", "grouped"]
 SIZES = {"33278:650": 25, "267735:1024": 30, "800000:1024": 35, "10000000:300": 75}
 """Expected seconds of the benchmark by N:H."""
+CANDIDATES = TOP / "scripts/results/tile_model.jsonl"
+"""Written by `python -m scripts.benchmarks.tile_tuning --model`."""
 MIN_SECONDS = 5
 """A step is not begun with less time."""
 
@@ -58,7 +61,7 @@ def module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"scripts.benchmarks.{name}", *arguments]
 
 
-def steps(out: Path, capability: int, candidates: Path | None) -> list[Step]:
+def steps(out: Path, capability: int) -> list[Step]:
     """The steps on a GPU."""
     logs = {n: ["--json", str(out / f"{n}.jsonl")] for n in ("output_layer", "repeat", "tuning")}
     num_parts = max(1, min(12, (os.cpu_count() or 1) - 2))
@@ -79,13 +82,13 @@ def steps(out: Path, capability: int, candidates: Path | None) -> list[Step]:
             [sanitizer, "--tool", t, "--error-exitcode", "7"] for t in ("memcheck", "racecheck")
         ]
         chosen.append(Step("sanitizer", [[*check, *some] for check in checks], 60, 75))
-    if candidates:
-        tuning = ["--candidates", str(candidates), "--seconds", "60", *logs["tuning"]]
-        chosen.append(Step("tuning", [module("tile_tuning", *tuning)], 100, 120))
     for size, expected in SIZES.items():
         options = ["--device", "cuda", "--rows", size, "--methods", *METHODS, *logs["output_layer"]]
         command = module("output_layer", *options)
         chosen.append(Step(f"benchmark {size}", [command], expected, 2 * expected))
+    if capability == 90:
+        tuning = ["--candidates", str(CANDIDATES), "--seconds", "60", *logs["tuning"]]
+        chosen.append(Step("tuning", [module("tile_tuning", *tuning)], 100, 120))
     return chosen
 
 
@@ -176,7 +179,6 @@ def main() -> None:
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/gpu_check"), metavar="DIR")
     add("--seconds", type=float, default=570, help="for all steps; default: %(default)s")
-    add("--candidates", type=Path, metavar="FILE", help="tile shapes to time")
     add("--dry-run", action="store_true", help="without a GPU, tiny, interpreted")
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
@@ -187,7 +189,7 @@ def main() -> None:
     if not options.dry_run:
         major, minor = torch.cuda.get_device_capability()
         capability = 10 * major + minor
-    chosen = steps(out, capability, options.candidates)
+    chosen = steps(out, capability)
     print_plan(chosen)
     if options.dry_run:
         chosen = dry_steps(out)

@@ -21,20 +21,21 @@ import multiprocessing
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import starmap
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 
-from lm.output.backends.base import Needs, Problem
-from lm.output.backends.triton.backend import TritonBackend
-from lm.output.backends.triton.launch import Launch, instrumented
+from lm.output.backends.base import Problem
+from lm.output.backends.triton.launch import Launch
+from lm.output.backends.triton.tile_shapes import Tiles
 from scripts.benchmarks.kernel_compilation import compiled
-from scripts.benchmarks.kernel_report import assembled, occupancy
-from scripts.benchmarks.kernel_work import Counts, Work, count, make_problem
+from scripts.benchmarks.kernel_report import resources
+from scripts.benchmarks.kernel_work import Counts, Work, count, make_problem, moved, run_launches
 from scripts.benchmarks.peer_work import PEERS, Operation
 from scripts.benchmarks.reporting import Column, Table, benchmark_parser, problem_size
 from scripts.benchmarks.sass_loops import Loop, loops
@@ -76,14 +77,15 @@ class Compiled(NamedTuple):
     resident: int  # programs that fit on a processor
     warps: int
     stages: int
+    good: bool  # see `kernel_report`
 
 
 def analysed(launch: Launch) -> Compiled:
     """Compile and disassemble a launch's kernel."""
     binary, tile = compiled(launch, CAPABILITY), launch.tile
-    registers, _ = assembled(binary.asm["ptx"], CAPABILITY)
-    resident = occupancy(registers, binary.metadata.shared, tile.warps, CAPABILITY)
-    return Compiled(loops(binary.asm["cubin"]), resident, tile.warps, tile.stages)
+    found = resources(launch, binary, CAPABILITY, exact=False)
+    resident, good = max(1, found["programs"]), found["good"]
+    return Compiled(loops(binary.asm["cubin"]), resident, tile.warps, tile.stages, good)
 
 
 def launch_row(launch: Launch, done: Work) -> dict[str, Any]:
@@ -100,7 +102,8 @@ def launch_row(launch: Launch, done: Work) -> dict[str, Any]:
         "l2": done.loaded / L2_RATE,
         "hbm": done.memory / HBM_RATE,
     }
-    return _row(launch.kernel.__name__, seconds, 1, programs, resident)
+    row = _row(launch.kernel.__name__, seconds, 1, programs, resident)
+    return {**row, "good": kernel.good}
 
 
 def _per_program(kernel: Compiled, done: Work, programs: int) -> tuple[Counts, Counts, float]:
@@ -160,21 +163,25 @@ def _row(
     }
 
 
-def fused_rows(size: tuple[int, int], problem: Problem) -> Iterator[dict[str, Any]]:
-    """The model of this project's kernels."""
-    launches: list[Launch] = []
-    backend, needs = TritonBackend(), Needs(hidden=True, weight=True, bias=False)
-    with instrumented(run=launches.append, capability=CAPABILITY):
-        nll, saved = backend.forward(problem, needs)
-        backend.backward(nll, problem, saved, needs)
+def fused_work(
+    problem_size: tuple[int, int, int], shapes: Sequence[Tiles | None] = (None,)
+) -> list[list[tuple[Launch, Work]]]:
+    """Launches of this project's kernels and what they do, for each choice of tile shapes.
+
+    Sizes are those of `make_problem`; shapes of None are the backend's.
+    """
     # the lists of what programs work on need kernels that run, which are not compiled
     with (
         mock.patch.dict(os.environ, TRITON_INTERPRET="1"),
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
     ):
-        done = pool.submit(count, *size, problem.num_positions, CAPABILITY).result()
-    for launch, each in zip(launches, done, strict=True):
-        yield launch_row(launch, each)
+        works = pool.submit(count, problem_size, CAPABILITY, shapes).result()
+    problem, found = moved(make_problem(*problem_size), "meta"), []
+    for tiles, done in zip(shapes, works, strict=True):
+        launches: list[Launch] = []
+        run_launches(problem, launches.append, CAPABILITY, tiles)
+        found.append(list(zip(launches, done, strict=True)))
+    return found
 
 
 def operation_row(each: Operation) -> dict[str, Any]:
@@ -205,7 +212,8 @@ def report(size: tuple[int, int], num_positions: int) -> Iterator[dict[str, Any]
     vocab_size, hidden_size = size
     problem = make_problem(*size, num_positions)
     floor = 1e6 * floor_seconds(problem)
-    methods = {"fused": fused_rows(size, problem)}
+    (fused,) = fused_work((*size, num_positions))
+    methods: dict[str, Iterable[dict[str, Any]]] = {"fused": starmap(launch_row, fused)}
     methods |= {name: map(operation_row, peer(problem)) for name, peer in PEERS.items()}
     for method, found in methods.items():
         rows = list(found)

@@ -6,7 +6,7 @@ the counts with Triton's interpreter.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,8 @@ from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem, row_size
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import SLOT, Launch, execute, instrumented
+from lm.output.backends.triton.tile_shapes import Tiles
+from lm.output.tree.class_tree import TreeArrays
 from scripts.benchmarks.methods import zipf
 
 Counts = NDArray[Any]
@@ -47,20 +49,54 @@ def make_problem(vocab_size: int, hidden_size: int, num_positions: int) -> Probl
     return Problem.of(hidden, weight, None, target, tree)
 
 
-def count(vocab_size: int, hidden_size: int, num_positions: int, capability: int) -> list[Work]:
-    """The work of each launch of a forward and backward, of which the routing is interpreted."""
-    problem = make_problem(vocab_size, hidden_size, num_positions)
-    backend, needs, done = TritonBackend(), Needs(hidden=True, weight=True, bias=False), []
+def moved(problem: Problem, device: str) -> Problem:
+    """A problem without a bias, on another device."""
+    hidden, weight, target = (
+        x.to(device) for x in (problem.hidden, problem.weight, problem.target)
+    )
+    tree = TreeArrays(*(array.to(device) for array in problem.tree))
+    return problem._replace(hidden=hidden, weight=weight, target=target, tree=tree)
+
+
+def run_launches(
+    problem: Problem, run: Callable[[Launch], None], capability: int, tiles: Tiles | None = None
+) -> None:
+    """Hand over the launches of a forward and its backward, for dense gradients without a bias."""
+    backend, needs = TritonBackend(), Needs(hidden=True, weight=True, bias=False)
+    with instrumented(run=run, capability=capability, tiles=tiles):
+        nll, saved = backend.forward(problem, needs)
+        backend.backward(nll, problem, saved, needs)
+
+
+def count(
+    problem_size: tuple[int, int, int], capability: int, shapes: Sequence[Tiles | None] = (None,)
+) -> list[list[Work]]:
+    """The work of each launch of a forward and backward, for each choice of tile shapes.
+
+    The routing is interpreted, once for all shapes of which it depends on the same numbers. Sizes
+    are those of `make_problem`.
+    """
+    problem, routed = make_problem(*problem_size), {}
+    found: list[list[Work]] = []
 
     def run(launch: Launch) -> None:
         if launch.kernel.__name__ in ROUTING:
-            execute(launch)
-        done.append(work(launch))
+            tensors = {k: v for k, v in launch.arguments.items() if torch.is_tensor(v)}
+            written = {k: v for k, v in tensors.items() if not v.is_floating_point()}
+            numbers = {k: v for k, v in launch.arguments.items() if k not in tensors}
+            sizes = {k: v.shape for k, v in written.items()}
+            key = f"{launch.kernel.__name__} {numbers} {sizes}"
+            if key not in routed:
+                execute(launch)
+                routed[key] = {name: value.clone() for name, value in written.items()}
+            for name, value in routed[key].items():
+                written[name].copy_(value)
+        found[-1].append(work(launch))
 
-    with instrumented(run=run, capability=capability):
-        nll, saved = backend.forward(problem, needs)
-        backend.backward(nll, problem, saved, needs)
-    return done
+    for tiles in shapes:
+        found.append([])
+        run_launches(problem, run, capability, tiles)
+    return found
 
 
 def work(launch: Launch) -> Work:

@@ -3,17 +3,19 @@
 The search starts from the shapes in `lm/output/backends/triton/tile_shapes.py`. Each in turn tries
 every shape that compiles and fits, the others unchanged; the launches that it shapes are timed by
 events on the device, the median of the rounds. A shape's score is the geometric mean over the sizes
-of their time relative to the starting shape. `--candidates FILE` tries only the shapes in a file of
-JSON, in its order, such as a model of the kernels chose:
+of their time relative to the starting shape.
 
-  [{"kernel": "heavy", "v": 128, "c": 128, "h": 64, "warps": 8, "stages": 3, "step": 64}, …]
+`--model` takes the times of `scripts.benchmarks.kernel_model` instead, on any computer, and leaves
+out shapes that spill registers or have hazards. Its log, or that of a GPU, is what
+`--candidates FILE` reads: only its best shapes of each kernel are tried, the best first. Lines are
+
+  {"kernel": "heavy", "v": 128, "c": 128, "h": 64, "warps": 8, "stages": 3, "step": 64, "score": 1}
 
 Kernels are compiled in parallel before anything is timed. Results are logged as they are found, and
 no shape is begun after `--seconds`. `--dry-run` does the same without a GPU: two shapes each, tiny,
 in the interpreter.
 """
 
-import argparse
 import json
 import math
 import os
@@ -21,15 +23,15 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product, starmap, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from lm.output import ClassTree
-from lm.output.backends.base import Needs, Problem, row_size
+from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import (
     Launch,
@@ -40,10 +42,12 @@ from lm.output.backends.triton.launch import (
 )
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 from scripts.benchmarks.kernel_compilation import compile_all, launches
+from scripts.benchmarks.kernel_work import make_problem, moved
 from scripts.benchmarks.measure import cpu_clock, event_clock
-from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import Column, Table, append_row, benchmark_parser, problem_size
 
+Seconds = dict[str, float]
+"""By name of the launch."""
 KERNELS = {
     "forward": ("_forward",),
     "errors": ("_errors",),
@@ -60,20 +64,15 @@ COLUMNS = (
 )
 
 
-def make_problem(
-    vocab_size: int, hidden_size: int, num_positions: int, dtype: torch.dtype, device: str
-) -> Problem:
-    """Inverse-rank targets in a tree of two levels, words assigned to √N classes at random."""
-    torch.manual_seed(0)
-    word_class = torch.randperm(vocab_size) * round(vocab_size**0.5) // vocab_size
-    tree = ClassTree.two_level(word_class).to(device)
-    target = zipf(vocab_size, num_positions)[0].to(device)
-    hidden = torch.randn(num_positions, hidden_size, dtype=dtype, device=device)
-    weight = torch.randn(tree.num_rows, row_size(hidden_size), dtype=dtype, device=device)
-    return Problem.of(hidden, weight / hidden_size**0.5, None, target, tree)
+def problem_on(device: str, dtype: torch.dtype, size: tuple[int, int, int]) -> Problem:
+    """The problem of `scripts.benchmarks.kernel_work`, with values."""
+    problem = moved(make_problem(*size), device)
+    hidden = torch.randn(problem.hidden.shape, dtype=dtype, device=device)
+    weight = torch.randn(problem.weight.shape, dtype=dtype, device=device) / size[1] ** 0.5
+    return problem._replace(hidden=hidden, weight=weight)
 
 
-def seconds_of(problem: Problem, shapes: Tiles, num_rounds: int) -> dict[str, float] | None:
+def seconds_of(problem: Problem, num_rounds: int, shapes: Tiles) -> Seconds | None:
     """Median seconds of each kernel; None if one does not compile or fit."""
     from triton.errors import TritonError
 
@@ -110,35 +109,40 @@ class Candidate(NamedTuple):
 
 def candidates(start: Tiles, *, dry: bool) -> list[Candidate]:
     """All shapes that are tried without a file, around those that the search starts from."""
-    found = []
+    found: list[Candidate] = []
     for kernel in KERNELS:
         tile: Tile = getattr(start, kernel)
         if dry:
             shapes = [tile._replace(v=16, c=c, stages=1) for c in (16, 32)]
         elif kernel == "errors":
             shapes = [tile._replace(v=v, warps=warps) for v in (8, 16, 32) for warps in (4, 8)]
+        elif kernel == "heavy":  # 4 warps have too few registers for the columns
+            grid = product((64, 128), (64, 128), (64, 128, 256), (8,), (2, 3), (32, 64))
+            shapes = list(starmap(Tile, grid))
         else:
             positions = (tile.v,) if kernel == "light" else (64, 128)
-            columns, steps = (32, 64, 128), (32, 64) if kernel == "heavy" else (tile.step,)
-            grid = product(positions, (64, 128), columns, (4, 8), (2, 3, 4), steps)
-            shapes = [Tile(*shape) for shape in grid]
+            shapes = list(
+                starmap(Tile, product(positions, (64, 128), (32, 64, 128), (4, 8), (2, 3, 4)))
+            )
         found += [Candidate(kernel, shape) for shape in shapes]
     return found
 
 
-def candidates_in(path: Path) -> list[Candidate]:
-    """The shapes in a file; raises SystemExit if it is not as described."""
+def candidates_in(path: Path, best: int) -> list[Candidate]:
+    """The best shapes of each kernel in a log; raises SystemExit if it is not as described."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows.sort(key=lambda row: float(row["score"]))
         found = [
             Candidate(row["kernel"], Tile(*(row[name] for name in Tile._fields))) for row in rows
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f"tile_tuning: {path}: expected a list of shapes: {error!r}")
+        sys.exit(f"tile_tuning: {path}: expected a log of shapes: {error!r}")
     unknown = {one.kernel for one in found} - set(KERNELS)
     if unknown:
         sys.exit(f"tile_tuning: {path}: no kernel {min(unknown)}, only {', '.join(KERNELS)}")
-    return found
+    kept = [[one for one in found if one.kernel == kernel][:best] for kernel in KERNELS]
+    return [one for rank in zip_longest(*kept) for one in rank if one]
 
 
 def compile_candidates(problems: list[Problem], start: Tiles, tried: list[Candidate]) -> None:
@@ -146,18 +150,45 @@ def compile_candidates(problems: list[Problem], start: Tiles, tried: list[Candid
     jobs = []
     for problem, candidate in product(problems, tried):
         architecture = capability(problem.hidden.device)
-        found = launches(problem, architecture, candidate.of(start))
+        found = launches(moved(problem, "meta"), architecture, candidate.of(start))
         names = KERNELS[candidate.kernel]
         jobs += [(one, architecture) for one in found if one.kernel.__name__ in names]
     compile_all(jobs, os.cpu_count() or 1)
 
 
+def modelled(
+    sizes: list[tuple[int, int, int]], start: Tiles, tried: list[Candidate]
+) -> list[Callable[[Tiles], Seconds | None]]:
+    """`seconds_of` by the model, for each size: of the launches that a candidate shapes."""
+    from triton.errors import TritonError
+
+    from scripts.benchmarks.kernel_model import fused_work, launch_row
+
+    shapes = {one.of(start): set(KERNELS[one.kernel]) for one in tried}
+    shapes |= {start: {name for names in KERNELS.values() for name in names}}
+
+    def seconds(work: dict[Tiles, list[tuple[Launch, Any]]], tiles: Tiles) -> Seconds | None:
+        pairs = [pair for pair in work[tiles] if pair[0].kernel.__name__ in shapes[tiles]]
+        try:
+            rows = [launch_row(*pair) for pair in pairs]
+        except (TritonError, RuntimeError):
+            return None
+        good = tiles == start or all(row["good"] for row in rows)
+        return {row["launch"]: row["us"] * 1e-6 for row in rows} if good else None
+
+    works = [dict(zip(shapes, fused_work(size, list(shapes)), strict=True)) for size in sizes]
+    return [partial(seconds, work) for work in works]
+
+
 def tune(
-    problems: list[Problem], start: Tiles, tried: list[Candidate], options: argparse.Namespace
+    clocks: list[Callable[[Tiles], Seconds | None]],
+    start: Tiles,
+    tried: list[Candidate],
+    seconds: float,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each shape that runs; the starting shapes must."""
-    deadline = time.monotonic() + options.seconds
-    base = [seconds_of(problem, start, options.rounds) for problem in problems]
+    """A row for each shape that runs; the starting shapes must. A clock for each problem."""
+    deadline = time.monotonic() + seconds
+    base = [clock(start) for clock in clocks]
     if None in base:
         sys.exit("tile_tuning: the starting shapes do not run")
     for number, candidate in enumerate(tried):
@@ -165,13 +196,13 @@ def tune(
             print(f"{len(tried) - number} shapes were not tried within --seconds")
             return
         names, shapes = KERNELS[candidate.kernel], candidate.of(start)
-        found = [seconds_of(problem, shapes, options.rounds) for problem in problems]
+        found = [clock(shapes) for clock in clocks]
         ratios = [
-            sum(map(seconds.__getitem__, names)) / sum(map(known.__getitem__, names))
-            for seconds, known in zip(found, base, strict=True)
-            if seconds and known
+            sum(map(times.__getitem__, names)) / sum(map(known.__getitem__, names))
+            for times, known in zip(found, base, strict=True)
+            if times and known
         ]
-        if len(ratios) == len(problems):
+        if len(ratios) == len(clocks):
             score = math.exp(statistics.fmean(map(math.log, ratios)))
             shape = {"kernel": candidate.kernel, **candidate.tile._asdict()}
             rounded = [round(ratio, 4) for ratio in ratios]
@@ -186,26 +217,38 @@ def main() -> None:
     add("--positions", type=int, default=16_384)
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--rounds", type=int, default=10)
-    add("--candidates", type=Path, metavar="FILE", help="JSON of the shapes to try; default: many")
+    add("--candidates", type=Path, metavar="FILE", help="log of shapes to try; default: many")
+    add("--best", type=int, default=8, help="shapes of each kernel in it; default: %(default)s")
+    add("--model", action="store_true", help="model an H200 instead of timing")
     add("--seconds", type=float, default=math.inf, help="begin no shape after them")
     add("--dry-run", action="store_true", help="without a GPU, tiny, interpreted")
     options = parser.parse_args()
-    device = "cpu" if options.dry_run else "cuda"
+    device = "cpu" if options.dry_run or options.model else "cuda"
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
         vars(options).update(DRY_RUN)
-    elif not torch.cuda.is_available():
-        sys.exit("tile_tuning: no CUDA device; --dry-run runs without one")
+    elif device == "cuda" and not torch.cuda.is_available():
+        sys.exit("tile_tuning: no CUDA device; --dry-run and --model run without one")
+    elif options.model and options.dtype != "bfloat16":
+        sys.exit("tile_tuning: the model knows bfloat16 only")
+    sizes = [(*size, options.positions) for size in options.sizes]
     dtype = getattr(torch, options.dtype)
-    problems = [make_problem(n, h, options.positions, dtype, device) for n, h in options.sizes]
+    problems = [
+        make_problem(*size) if options.model else problem_on(device, dtype, size) for size in sizes
+    ]
     start = tiles_for(problems[0])
     tried = candidates(start, dry=options.dry_run)
     if options.candidates:
-        tried = candidates_in(options.candidates)
+        tried = candidates_in(options.candidates, options.best)
     if not options.dry_run:
         compile_candidates(problems, start, tried)
+    clocks: list[Callable[[Tiles], Seconds | None]]
+    if options.model:
+        clocks = modelled(sizes, start, tried)
+    else:
+        clocks = [partial(seconds_of, problem, options.rounds) for problem in problems]
     rows = []
-    for row in tune(problems, start, tried, options):
+    for row in tune(clocks, start, tried, options.seconds):
         append_row(options.json, row, device)
         rows.append(row)
     rows.sort(key=lambda row: (row["kernel"], row["score"]))

@@ -52,7 +52,7 @@ def test_the_check_for_a_gpu_fails_without_one() -> None:
 
 
 def test_the_expected_seconds_of_all_steps_are_at_most_nine_minutes(tmp_path: Path) -> None:
-    planned = gpu_check.steps(tmp_path, 90, tmp_path / "candidates.json")
+    planned = gpu_check.steps(tmp_path, 90)
     assert sum(step.expected for step in planned) + SANITIZER_SECONDS <= 540
     assert all(step.expected < step.limit for step in planned)
 
