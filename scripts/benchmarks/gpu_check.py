@@ -40,7 +40,7 @@ DRY_CHOICE = "empty_batch or nan_in_the_weight"
 METHODS = ["random", "graph", "full", "chunked", "cce", "liger", "adaptive", "grouped"]
 SIZES = {"33278:650": 25, "267735:1024": 30, "800000:1024": 35, "10000000:300": 75}
 """Expected seconds of the benchmark by N:H."""
-CANDIDATES = TOP / "scripts/results/tile_model.jsonl"
+CANDIDATES = TOP / "scripts/results/tile_tuning.jsonl"
 """Written by `python -m scripts.benchmarks.tile_tuning --model`."""
 MIN_SECONDS = 5
 """A step is not begun with less time."""
