@@ -185,7 +185,7 @@ def test_errors_are_within_twice_those_of_plain_torch(
 ) -> None:
     if backend == "triton" and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies bf16 wrongly")
-    compare_with_plain_torch(tree, dtype)
+    assert_as_accurate_as_plain_torch(tree, dtype)
 
 
 @on("computed again")
@@ -193,10 +193,10 @@ def test_errors_do_not_grow_with_the_number_of_blocks() -> None:
     """Each block is one child of the node."""
     for seed in range(20):
         torch.manual_seed(seed)
-        compare_with_plain_torch(TREES["full"], torch.float32)
+        assert_as_accurate_as_plain_torch(TREES["full"], torch.float32)
 
 
-def compare_with_plain_torch(tree: ClassTree, dtype: torch.dtype) -> None:
+def assert_as_accurate_as_plain_torch(tree: ClassTree, dtype: torch.dtype) -> None:
     *inputs, target = problem(tree, 40)
     inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
