@@ -1,30 +1,54 @@
 """The command `lm`: verbs → functions. Results on stdout, progress on stderr."""
 
+import argparse
 import codecs
 import json
 import logging
 import os
 import sys
 import warnings
-from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
 
 from data_prep.errors import UserError
-from lm.config import load_config, load_run_config
-from lm.config.reference import describe_keys, write_reference
-from lm.openmp import limit_spinning
-from lm.options import parse
+from lm import __version__
+from lm.commands import (
+    classes,
+    config,
+    evaluate,
+    generate,
+    info,
+    new,
+    prepare,
+    rescore,
+    score,
+    train,
+)
+from lm.commands.arguments import OVERRIDES
+from lm.config.reference import describe_keys
+
+_VERBS: dict[str, ModuleType] = {
+    "new": new,
+    "prepare": prepare,
+    "train": train,
+    "evaluate": evaluate,
+    "generate": generate,
+    "score": score,
+    "rescore": rescore,
+    "classes": classes,
+    "info": info,
+    "config": config,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, by default that of the process.
+    """Run one verb, by default that of the process's command line.
 
     Returns:
         The exit code: 0; 2 after a user's mistake, which is one line on stderr; 130 after Ctrl-C;
         141 if the reader of stdout has closed it.
     """
-    limit_spinning()  # before torch is imported
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     for package, level in (("lm", "INFO"), ("data_prep", "INFO"), ("matplotlib", "ERROR")):
         logging.getLogger(package).setLevel(level)
@@ -32,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
     try:
         try:
-            options, overrides = parse(arguments)
-            _FUNCTIONS[options.verb](options, overrides)
+            options = _parse(arguments)
+            _VERBS[options.verb].run(options)
         finally:
             _flush()
     except BrokenPipeError:
@@ -52,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def command() -> None:
-    r"""Run the command line of the process: the console script.
+def run_process() -> int:
+    r"""Run the command line of the process; returns the exit code.
 
     Characters that stdout's encoding lacks are written as JSON writes them, for instance `\u00e9`.
     Closed standard streams are empty, or discard what is written.
@@ -63,7 +87,49 @@ def command() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     codecs.register_error("json", _escape)
     sys.stdout.reconfigure(errors="json")  # type: ignore[union-attr]
-    sys.exit(main())
+    return main()
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises `UserError` for wrong arguments; help on training ends with all keys."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+    def format_help(self) -> str:
+        lists_keys = self.prog in ("lm prepare", "lm train")
+        return super().format_help() + (f"\n{describe_keys()}\n" if lists_keys else "")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a verb; `verb` is its name, `overrides` those of the configuration, if any.
+
+    Raises:
+        UserError: if an argument is missing, unknown or out of range.
+    """
+    parser = _Parser(
+        prog="lm",
+        description="Language models with very large vocabularies: train, evaluate and generate.",
+        epilog=OVERRIDES,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"sqrtlm {__version__}")
+    verbs = parser.add_subparsers(required=True, dest="verb", metavar="COMMAND")
+    for name, module in _VERBS.items():
+        description = f"{module.HELP.capitalize()}."
+        module.add_options(
+            verbs.add_parser(name, help=module.HELP, description=description, allow_abbrev=False)
+        )
+    options, rest = parser.parse_known_args(arguments)
+    # Options before TEXT make argparse take it for absent, and then for unknown (CPython #59317).
+    lacks_text = options.verb == "score" and options.text is None and rest
+    if lacks_text and (rest[0] == "-" or not rest[0].startswith("-")):
+        options.text = rest.pop(0)
+    if hasattr(options, "overrides"):
+        options.overrides = rest
+    elif rest:
+        raise UserError(f"unknown option {rest[0]}")
+    return options
 
 
 def _flush() -> None:
@@ -81,126 +147,3 @@ def _flush() -> None:
 def _escape(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
-
-
-def _new(options: Namespace, _: list[str]) -> None:
-    from lm.recipe import new_recipe
-
-    valid, test = (Path(name) if name else None for name in (options.valid, options.test))
-    unit = options.split_by
-    print(new_recipe(Path(options.config), Path(options.text), valid=valid, test=test, unit=unit))
-
-
-def _prepare(options: Namespace, overrides: list[str]) -> None:
-    from data_prep.prepare import prepare
-
-    config = load_config(options.config, overrides)
-    prepare(*config.preparation, progress=not options.no_progress)
-
-
-def _train(options: Namespace, overrides: list[str]) -> None:
-    config = load_config(options.config, overrides)
-    # Imported after the configuration is known to be valid: torch takes seconds.
-    from data_prep.prepare import prepare
-    from lm.training.loggers import check_wandb
-    from lm.training.loop import train
-    from lm.training.run_folder import check_folder
-
-    check_wandb(config)
-    checkpoint = check_folder(config, options.resume)
-    progress = not options.no_progress
-    prepare(*config.preparation, keep=checkpoint is not None, progress=progress)
-    print(train(config, resume=options.resume, progress=progress))
-
-
-def _evaluate(options: Namespace, _: list[str]) -> None:
-    from data_prep.corpus.lines import read_text
-    from lm.evaluation import evaluate_run, evaluate_text
-    from lm.report import evaluation_table
-
-    folder, progress = Path(options.run_dir), not options.no_progress
-    _set_threads(folder, options.threads)
-    if options.text is None:
-        result = evaluate_run(folder, options.split, progress=progress)
-    else:
-        result = evaluate_text(folder, read_text(options.text), progress=progress)
-    title = options.text or options.split
-    print(json.dumps(result.to_dict()) if options.json else evaluation_table(result, title))
-
-
-def _set_threads(folder: Path, num_threads: int | None) -> None:
-    """Set torch's CPU threads: as given, or as the run in `folder` was trained with."""
-    import torch
-
-    if num_threads is None and (folder / "config.yaml").exists():
-        num_threads = load_run_config(folder).train.threads
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-
-
-def _generate(options: Namespace, _: list[str]) -> None:
-    from lm.generation.command import run
-
-    _set_threads(Path(options.run_dir), options.threads)
-    for piece in run(options):
-        print(piece, end="", flush=True)
-
-
-def _score(options: Namespace, _: list[str]) -> None:
-    from lm.scoring.command import run
-
-    _set_threads(Path(options.run_dir), options.threads)
-    for row in run(options):
-        print(row)
-
-
-def _rescore(options: Namespace, _: list[str]) -> None:
-    from lm.rescoring.command import run
-
-    _set_threads(Path(options.run_dir), options.threads)
-    for row in run(options):
-        print(row)
-
-
-def _classes(options: Namespace, overrides: list[str]) -> None:
-    from lm.report import classes_json, classes_table, draw_classes, open_source, report_classes
-
-    config, prepared = open_source(options.source, overrides)
-    report = report_classes(config, prepared, num_top_words=options.words)
-    if options.plot:
-        draw_classes(report, prepared, Path(options.plot))
-    if options.json:
-        print(json.dumps(classes_json(report, prepared), ensure_ascii=False))
-    else:
-        print(classes_table(report, prepared))
-
-
-def _info(options: Namespace, overrides: list[str]) -> None:
-    from lm.report import describe, info_table, open_source
-
-    values = describe(*open_source(options.source, overrides))
-    print(json.dumps(values) if options.json else info_table(values))
-
-
-def _config(options: Namespace, _: list[str]) -> None:
-    if options.markdown:
-        write_reference(Path(options.markdown))
-    else:
-        print(describe_keys(options.key))
-
-
-_FUNCTIONS = {
-    "new": _new,
-    "prepare": _prepare,
-    "train": _train,
-    "evaluate": _evaluate,
-    "generate": _generate,
-    "score": _score,
-    "rescore": _rescore,
-    "classes": _classes,
-    "info": _info,
-    "config": _config,
-}
-
-if __name__ == "__main__":
-    command()

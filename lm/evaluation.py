@@ -23,14 +23,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data_prep.errors import UserError
-from data_prep.prepared import open_prepared
-from data_prep.storage import sha256_file, write_json_atomically
-from data_prep.tokenizer.files import TOKENIZER, load_tokenizer
 from data_prep.tokenizer.token_file import SplitInfo, log_literals
 from data_prep.tokenizer.tokenizer import Tokenizer
-from lm.config import load_run_config
-from lm.model.files import Description, load_model
+from lm.model.files import Description
 from lm.model.language_model import LanguageModel
+from lm.run import Run
 
 CHUNK_TOKENS = 512
 """Number of positions that are computed at once; no figure depends on it."""
@@ -225,66 +222,32 @@ def _column(ids: NDArray[np.int64], model: LanguageModel) -> Tensor:
     return torch.from_numpy(ids).to(model.device)[:, None]
 
 
-def evaluate_run(folder: Path, split: str, *, progress: bool = True) -> Evaluation:
-    """Evaluate the best model of a run on a split of its corpus.
-
-    Args:
-        folder: folder of the run, in which `evaluate-<split>.json` is written.
-        split: `train`, `valid` or `test`.
-        progress: whether to show a progress bar in a terminal.
-
-    Raises:
-        UserError: if the run has no model, its prepared data are absent, or they were prepared
-            again with another tokenizer.
-    """
-    model, description = load_model(folder)
-    config = load_run_config(folder)
-    prepared = open_prepared(config.prepared_path)
-    if prepared.tokenizer_sha256 != description.tokenizer_sha256:
-        raise UserError(
-            f"{prepared.folder} was prepared again, with another tokenizer than that of {folder}"
-        )
+def evaluate_split(run: Run, split: str, *, progress: bool = True) -> Evaluation:
+    """Evaluate a trained model on a split of its corpus."""
+    prepared = run.prepared
     result = evaluate(
-        model,
+        run.model,
         prepared.tokens(split),
         TextCounts.of(prepared.splits[split]),
-        eos_id=description.eos_id,
-        unk_id=description.unk_id,
-        context=description.context,
+        eos_id=run.description.eos_id,
+        unk_id=run.description.unk_id,
+        context=run.description.context,
         progress=f"evaluate {split}" if progress else None,
     )
-    if not config.data.keep_empty_lines:
+    if not run.config.data.keep_empty_lines:
         result = replace(result, eos_rule=WITHOUT_EMPTY_LINES)
-    write_json_atomically(folder / f"evaluate-{split}.json", result.to_dict())
     return result
 
 
-def load_with_tokenizer(folder: Path) -> tuple[LanguageModel, Description, Tokenizer]:
-    """Load the model of a run or an export, its description, and its tokenizer.
-
-    Raises:
-        UserError: if there is no model, or its tokenizer is not the one it was trained with.
-    """
-    model, description = load_model(folder)
-    if sha256_file(folder / TOKENIZER) != description.tokenizer_sha256:
-        raise UserError(f"{folder}: the tokenizer is not the one that the model was trained with")
-    return model, description, load_tokenizer(folder)
+def load_with_tokenizer(folder: Path):
+    """X."""
+    run = Run.open(folder, device="cpu")
+    return run.model, run.description, run.tokenizer
 
 
-def evaluate_text(folder: Path, lines: Iterable[str], *, progress: bool = True) -> Evaluation:
-    """Evaluate the best model of a run, or an export, on lines of text.
-
-    Args:
-        folder: folder of the model and its tokenizer.
-        lines: the text, without line ends.
-        progress: whether to show a progress bar in a terminal.
-
-    Raises:
-        UserError: if there is no model, its tokenizer is not the one it was trained with, or the
-            text is empty.
-    """
-    model, description, tokenizer = load_with_tokenizer(folder)
-    return evaluate_lines(model, description, tokenizer, lines, progress=progress)
+def evaluate_text(run: Run, lines: Iterable[str], *, progress: bool = True) -> Evaluation:
+    """X."""
+    return evaluate_lines(run.model, run.description, run.tokenizer, lines, progress=progress)
 
 
 def evaluate_lines(

@@ -36,7 +36,7 @@ def untouched(tmp_path: Path, complaint: Complaint, contents: Contents) -> Compl
 
 
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lm.cli", "train", str(tmp_path / "absent.yaml")]
+    command = [sys.executable, "-m", "lm", "train", str(tmp_path / "absent.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (

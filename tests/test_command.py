@@ -64,7 +64,7 @@ def test_characters_that_stdout_lacks_are_escaped_as_in_json(tiny: Path, tmp_pat
     assert main(["prepare", *options]) == 0
     for option in ([], ["--json"]):
         done = subprocess.run(
-            [sys.executable, "-m", "lm.cli", "classes", *options, *option],
+            [sys.executable, "-m", "lm", "classes", *options, *option],
             capture_output=True,
             check=True,
             env=os.environ | {"PYTHONIOENCODING": "ascii"},
@@ -85,7 +85,7 @@ def test_characters_that_stdout_lacks_are_escaped_as_in_json(tiny: Path, tmp_pat
     ],
 )
 def test_the_end_of_stdout_is_no_traceback(streams: str, code: int, message: str) -> None:
-    python = f"set -o pipefail; {quote(sys.executable)} -m lm.cli"
+    python = f"set -o pipefail; {quote(sys.executable)} -m lm"
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
     for arguments in ("config seed", "config --help"):
         done = subprocess.run(
@@ -99,7 +99,7 @@ def test_the_end_of_stdout_is_no_traceback(streams: str, code: int, message: str
 
 
 def test_a_closed_stdin_is_empty(lstm_run: Path) -> None:
-    command = f"{quote(sys.executable)} -m lm.cli score {quote(str(lstm_run))} <&-"
+    command = f"{quote(sys.executable)} -m lm score {quote(str(lstm_run))} <&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == "lm: the text to score is empty"

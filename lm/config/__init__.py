@@ -1,7 +1,6 @@
 """The typed configuration of a run."""
 
 from lm.config.load import differences, load_config, load_run_config, to_dict, to_yaml, validate
-from lm.config.renamed import translate_description
 from lm.config.schema import (
     Config,
     ModelConfig,
@@ -26,6 +25,5 @@ __all__ = [
     "resolve_word_table",
     "to_dict",
     "to_yaml",
-    "translate_description",
     "validate",
 ]

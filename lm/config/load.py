@@ -14,7 +14,6 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from data_prep.errors import UserError
-from lm.config.renamed import RENAMED, find_renamed, translate_description
 from lm.config.rules import first_problem
 from lm.config.schema import Config
 
@@ -27,7 +26,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         UserError: if the file cannot be read or is not YAML, if a key is unknown (the message names
-            the nearest valid one), renamed or given twice, if a value has the wrong type or is out
+            the nearest valid one) or given twice, if a value has the wrong type or is out
             of range, or if keys are in conflict. The message names the file and the key.
     """
     values = _read(path)
@@ -37,12 +36,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
-    """`load_config` of a run of this or an earlier version; its folder becomes `run_dir`."""
-    path = folder / "config.yaml"
-    values = translate_description(_read(path))
-    for override in overrides:
-        _apply(values, override)
-    return replace(validate(values, str(path)), run_dir=str(folder))
+    """`load_config` of the run in a folder, which becomes `run_dir`."""
+    return replace(load_config(folder / "config.yaml", overrides), run_dir=str(folder))
 
 
 def validate(values: dict[str, Any], source: str) -> Config:
@@ -50,11 +45,6 @@ def validate(values: dict[str, Any], source: str) -> Config:
 
     Errors are those of `load_config`; `source` names the file in their messages.
     """
-    for old in find_renamed(values):
-        section, key = old.split(".")
-        new = RENAMED[old]
-        value = json.dumps(new.value(values[section][key]), default=str).strip('"')
-        raise UserError(f"{source}: {old} was renamed: write {new.key}: {value}")
     try:
         config = _ADAPTER.validate_json(json.dumps(values))
     except ValidationError as error:

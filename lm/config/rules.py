@@ -15,10 +15,11 @@ def first_problem(config: Config) -> str | None:
     has_files, has_limit = config.data.files != SplitFiles(), train.max_epochs or train.max_steps
     is_file_name = config.name and "/" not in config.name and not config.name.startswith(".")
     pieces = config.tokenizer.kind == "sentencepiece"
+    heads = model.heads or 1
     head_sizes = f"model.hidden = {model.hidden} must be a multiple of 2 × model.heads"
     problems = {
         "train.max_epochs or train.max_steps is required": not has_limit,
-        f"{head_sizes} = {2 * model.heads}": transformer and model.hidden % (2 * model.heads),
+        f"{head_sizes} = {2 * heads}": transformer and model.hidden % (2 * heads),
         "model.input_embedding: path_sum cannot be combined with output.tree: adaptive": (
             adaptive and model.input_embedding == "path_sum"
         ),

@@ -55,8 +55,9 @@ class ModelConfig:
     2)."""
     dropout_variational: bool = False
     """lstm: use one dropout mask for all time steps of a sequence (Gal & Ghahramani 2016)."""
-    heads: Positive = 8
-    """transformer: number of attention heads; H / heads must be an even integer."""
+    heads: Positive | None = None
+    """transformer: number of attention heads; H / heads must be an even integer. Default: the
+    largest number up to 8 for which it is."""
     feedforward: Size | None = None
     """transformer: inner size of SwiGLU. Default: 8/3 H, rounded up to a multiple of 32."""
     init_range: Annotated[float, Field(gt=0, le=1000)] | None = None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from data_prep.errors import UserError
 from lm.config.schema import Config
 
 ROW_WISE_ELEMENTS = 1 << 24
@@ -20,16 +21,24 @@ class WordTable:
     lr: float = 1e-3
 
 
-def resolve_word_table(config: Config, num_rows: int) -> WordTable:
+def resolve_word_table(config: Config, num_rows: int, num_devices: int) -> WordTable:
     """Resolve the defaults of the section `word_table` for an output layer of `num_rows` rows.
+
+    Raises:
+        UserError: if row-wise gradients are asked for, and there are several devices.
 
     Example:
         >>> from lm.config import Config, WordTableConfig
         >>> config = Config(name="run", word_table=WordTableConfig(optimizer="adagrad", lr=0.05))
-        >>> resolve_word_table(config, num_rows=10_000_000)
+        >>> resolve_word_table(config, num_rows=10_000_000, num_devices=1)
         WordTable(tied=False, dtype='fp32', row_wise=True, optimizer='adagrad', lr=0.05)
     """
-    table, row_wise = config.word_table, _row_wise(config, num_rows)
+    table, row_wise = config.word_table, _row_wise(config, num_rows, num_devices)
+    if row_wise and num_devices > 1:
+        raise UserError(
+            "row-wise gradients of word_table cannot be combined with train.devices:"
+            f" {config.train.devices}, which are {num_devices} here"
+        )
     return WordTable(
         tied=table.tied,
         dtype=table.dtype,
@@ -39,14 +48,14 @@ def resolve_word_table(config: Config, num_rows: int) -> WordTable:
     )
 
 
-def _row_wise(config: Config, num_rows: int) -> bool:
+def _row_wise(config: Config, num_rows: int, num_devices: int) -> bool:
     """Whether the gradients of the table hold visited rows only."""
     table = config.word_table
     if table.gradients != "auto" or table.dtype == "bf16":
         return table.gradients != "dense"
     if config.output.tree == "full":  # every row is visited
         return False
-    large = num_rows * config.model.hidden >= ROW_WISE_ELEMENTS
+    large = num_devices == 1 and num_rows * config.model.hidden >= ROW_WISE_ELEMENTS
     return large and skips_unvisited_rows(config) and conflict_with_row_wise(config) is None
 
 
@@ -61,7 +70,7 @@ def conflict_with_row_wise(config: Config) -> str | None:
     """The setting that rules out row-wise gradients."""
     train = config.train
     conflicts = {
-        f"train.devices: {train.devices}": train.devices != 1,
+        f"train.devices: {train.devices}": train.devices not in (1, "auto"),
         f"train.strategy: {train.strategy}": train.strategy != "auto",
         "train.precision: 16-mixed": train.precision == "16-mixed",
         "output.tree: adaptive": config.output.tree == "adaptive",

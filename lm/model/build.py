@@ -150,8 +150,7 @@ def restore_model(
 
     Args:
         config, output, word_table, context: as for `build_model`.
-        state: the model's `state_dict()`, also of earlier versions; its tensors become the
-            parameters.
+        state: the model's `state_dict()`; its tensors become the parameters.
 
     Returns:
         The model, in training mode.
@@ -162,7 +161,7 @@ def restore_model(
     """
     vocab_size, tree = None, None
     if output.tree == "adaptive":
-        index = state.get("output.index_of_word", state.get(f"{_TREE}row_of_word"))
+        index = state.get("output.index_of_word")
         vocab_size = None if index is None else len(index)
     else:
         arrays = {k.removeprefix(_TREE): v for k, v in state.items() if k.startswith(_TREE)}
@@ -217,12 +216,17 @@ def _build_backbone(config: ModelConfig, context: int) -> Backbone:
             embedding_size,
             config.hidden,
             config.layers,
-            heads=config.heads,
+            heads=config.heads or _default_heads(config.hidden),
             feedforward=config.feedforward,
             dropout=config.dropout,
             context=context,
         )
     return cast(Backbone, backbone)
+
+
+def _default_heads(hidden_size: int) -> int:
+    """The largest number of heads up to 8 whose size H / heads is an even integer."""
+    return max(heads for heads in range(1, 9) if heads == 1 or hidden_size % (2 * heads) == 0)
 
 
 def _build_adaptive(hidden_size: int, output: OutputConfig, counts: Tensor) -> AdaptiveSoftmax:

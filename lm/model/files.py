@@ -19,12 +19,11 @@ from torch import Tensor
 from data_prep.errors import UserError
 from data_prep.settings import STRICT, NonNegative
 from data_prep.storage import sha256_file, write_atomically, write_json_atomically
-from lm.config import ModelConfig, OutputConfig, WordTable, WordTableConfig, translate_description
+from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.model.build import restore_model
 from lm.model.language_model import LanguageModel
 
-FORMAT_VERSION = 2
-"""Version 1 has the old names of some keys; it is translated when it is read."""
+FORMAT_VERSION = 3
 WEIGHTS = "model.safetensors"
 DESCRIPTION = "model.json"
 
@@ -37,7 +36,7 @@ class Description:
         format_version: version of the file's format.
         model: the section `model` of the configuration.
         output: the section `output`.
-        word_table: the section `word_table`.
+        word_table: the section `word_table`, resolved.
         context: T that the model was trained with.
         eos_id: word id of `<eos>`.
         unk_id: word id of `<unk>`; None if the tokenizer has none.
@@ -53,7 +52,7 @@ class Description:
     format_version: int = FORMAT_VERSION
     model: ModelConfig
     output: OutputConfig
-    word_table: WordTableConfig
+    word_table: WordTable
     context: int
     eos_id: NonNegative
     unk_id: NonNegative | None
@@ -67,33 +66,41 @@ _ADAPTER = TypeAdapter(Description)
 
 
 def save_model(folder: Path, model: LanguageModel, description: Description) -> None:
-    """Write `model.safetensors` and `model.json`."""
+    """Write `model.safetensors` and `model.json`.
+
+    Raises:
+        UserError: if the disk is full; files that were there before are unchanged.
+    """
     tensors = {
         name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
     }
-    sha256 = write_atomically(folder / WEIGHTS, lambda file: _write_tensors(tensors, file))
+    try:
+        sha256 = write_atomically(folder / WEIGHTS, lambda file: _write_tensors(tensors, file))
+    except SafetensorError as error:
+        if "os error 28" not in str(error):
+            raise
+        raise UserError(f"{folder / WEIGHTS}: the disk is full") from error
     write_json_atomically(folder / DESCRIPTION, asdict(description) | {"weights_sha256": sha256})
 
 
 def load_model(folder: Path) -> tuple[LanguageModel, Description]:
-    """Load the model of a run or an export.
+    """Load the model of a run or an exported one.
 
     Args:
         folder: folder of the two files.
 
     Returns:
         The model, in evaluation mode, on the CPU, its parameters of the dtype that they were
-        trained in; and its description.
+        trained in, with dense gradients; and its description.
 
     Raises:
         UserError: if a file is absent or damaged, or the two do not belong together.
     """
-    description = read_description(folder)
-    weights = folder / WEIGHTS
+    description, weights = read_description(folder), folder / WEIGHTS
     if sha256_file(weights) != description.weights_sha256:
         raise UserError(f"{weights} is damaged, or not described by {DESCRIPTION}")
     output = replace(description.output, backend="auto")  # of this device, not of the training
-    table = WordTable(tied=description.word_table.tied, dtype=description.word_table.dtype)
+    table = replace(description.word_table, row_wise=False)
     try:
         state = load_file(weights)
         model = restore_model(description.model, output, table, description.context, state)
@@ -109,19 +116,17 @@ def load_model(folder: Path) -> tuple[LanguageModel, Description]:
 
 
 def read_description(folder: Path) -> Description:
-    """Read `model.json` of a run or an export, also of earlier versions.
+    """Read `model.json` of a run or an exported model.
 
     Raises:
-        UserError: if it is absent, damaged or of a later version.
+        UserError: if it is absent, damaged or of another version.
     """
     path = folder / DESCRIPTION
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         version = values.get("format_version")
-        if version == 1:
-            values = translate_description(values) | {"format_version": FORMAT_VERSION}
-        elif version != FORMAT_VERSION:
-            raise UserError(f"{path}: format version {version}, expected 1 or {FORMAT_VERSION}")
+        if version != FORMAT_VERSION:
+            raise UserError(f"{path}: format version {version}, expected {FORMAT_VERSION}")
         description: Description = _ADAPTER.validate_json(json.dumps(values))
         return description
     except NotADirectoryError as error:

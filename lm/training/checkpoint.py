@@ -6,7 +6,9 @@ verified in one pass, then the tensors are mapped privately, so that a page take
 used and a change never reaches the file. A mapping of a file that is replaced later remains valid.
 """
 
+import os
 import pickle
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,18 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
         if "unexpected pos" not in str(error):
             raise
         raise UserError(f"{path}: the disk is full; {what_remains(path)}") from error
+
+
+def copy_checkpoint(source: Path, target: Path) -> None:
+    """Make `target` the same checkpoint as `source`: another name of one file where possible."""
+    link = target.with_name(f".{target.name}.tmp")
+    link.unlink(missing_ok=True)
+    try:
+        os.link(source, link)
+        os.replace(link, target)
+    except OSError:  # for instance a file system without hard links
+        with open(source, "rb") as file:
+            write_atomically(target, lambda copy: shutil.copyfileobj(file, copy, 1 << 20))
 
 
 def what_remains(path: Path) -> str:

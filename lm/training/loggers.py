@@ -10,6 +10,7 @@ import logging
 import time
 import uuid
 from dataclasses import asdict, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +113,22 @@ def check_wandb(config: Config) -> None:
 class ProgressBar(Logger):
     """Steps, remaining time and figures on stderr.
 
-    In a terminal this is a progress bar. Elsewhere it is a line of text for each validation, for
-    the last step, and for lines of `metrics.csv` that are at least `SECONDS_BETWEEN_LINES` apart.
+    In a terminal this is a progress bar of at most 80 columns. Elsewhere it is a line of text for
+    each validation, for the last step, and for lines of `metrics.csv` that are at least
+    `SECONDS_BETWEEN_LINES` apart.
     """
 
     def __init__(self, step: int, total_steps: int) -> None:
-        self.bar = tqdm(total=total_steps, initial=step, desc="train", unit="step", disable=None)
-        self._figures: dict[str, str] = {}
-        self._next_line = time.monotonic()
+        self.bar = tqdm(
+            total=total_steps,
+            initial=step,
+            desc="train",
+            bar_format="{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
+            disable=None,
+        )
+        self.total_steps, self._first_step, self._started = total_steps, step, time.monotonic()
+        self._next_line = self._started
+        self._valid = ""
 
     def step(self, step: int) -> None:
         """Show the step."""
@@ -127,19 +136,24 @@ class ProgressBar(Logger):
 
     def log(self, metrics: Metrics) -> None:
         """Show the figures."""
-        self._figures |= {
-            "epoch": f"{metrics.epoch:.2f}",
-            "ppl": _short(metrics.train_perplexity, 1),
-            "tokens/s": f"{metrics.tokens_per_second:.0f}",
-        }
-        if metrics.valid_perplexity is not None:
-            self._figures["valid ppl"] = _short(metrics.valid_perplexity, 2)
-        self.bar.set_postfix(self._figures, refresh=False)
-        is_milestone = metrics.valid_perplexity is not None or metrics.step == self.bar.total
+        valid = metrics.valid_perplexity
+        if valid is not None:
+            self._valid = f"valid ppl {_short(valid, 2)}, "
+        figures = f"ppl {_short(metrics.train_perplexity, 1)}"
+        figures += f", {metrics.tokens_per_second:.0f} tokens/s"
+        self.bar.set_postfix_str(self._valid + figures, refresh=False)
+        is_milestone = valid is not None or metrics.step == self.total_steps
         if self.bar.disable and (is_milestone or time.monotonic() >= self._next_line):
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-            figures = ", ".join(f"{name} {value}" for name, value in self._figures.items())
-            _log.info("step %d of %d: %s", metrics.step, self.bar.total, figures)
+            text = f"step {metrics.step} of {self.total_steps}: epoch {metrics.epoch:.2f}, "
+            text += (self._valid if valid is not None else "") + figures
+            _log.info("%s%s", text, self._remaining(metrics.step))
+
+    def _remaining(self, step: int) -> str:
+        """The time left, from the speed so far."""
+        seconds = (time.monotonic() - self._started) / (step - self._first_step)
+        left = round(seconds * (self.total_steps - step))
+        return f", {timedelta(seconds=left)} left" if left else ""
 
     def close(self) -> None:
         """Leave the bar as it is."""

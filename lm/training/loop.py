@@ -7,29 +7,24 @@ logging, saving, stopping on a signal.
 
 import logging
 import math
-import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from data_prep.errors import UserError
-from data_prep.prepare import open_made_by
-from data_prep.prepared import Prepared
-from lm.config import Config
-from lm.evaluation import Evaluation, TextCounts, evaluate
-from lm.model.build import build_tree
-from lm.model.files import Description, read_description, save_model
-from lm.model.language_model import LanguageModel
+from lm.device import set_num_threads
+from lm.evaluation import TextCounts, evaluate
+from lm.model.files import DESCRIPTION, Description, read_description, save_model
+from lm.run import Run
 from lm.training.batches import num_steps, training_batches
-from lm.training.checkpoint import batches_done, save_checkpoint
+from lm.training.checkpoint import BEST, LAST, batches_done, copy_checkpoint, save_checkpoint
 from lm.training.curves import draw_curves
 from lm.training.devices import build_fabric, matmul_precision
-from lm.training.loggers import Logger, open_loggers
+from lm.training.loggers import Logger, check_wandb, open_loggers
 from lm.training.memory_estimate import check_memory
 from lm.training.run_folder import check_folder, check_tokenizer, run_lock, write_run_metadata
 from lm.training.signals import Interrupted, StopSignals
@@ -39,24 +34,24 @@ _log = logging.getLogger(__name__)
 
 
 def train(
-    config: Config,
+    run: Run,
     *,
     resume: str | None = None,
     progress: bool = True,
     stop_after_validation: bool = False,
-) -> Path:
-    """Train the run of a configuration on its prepared data.
+) -> bool:
+    """Train a run; its data are prepared first if necessary.
 
     Args:
-        config: configuration of the run.
+        run: the run, opened by its configuration.
         resume: `auto` continues the run's last checkpoint, or starts a new run if there is none;
             a path continues that checkpoint; None starts a new run in an empty folder.
-        progress: whether to show a progress bar on stderr.
+        progress: whether to show progress on stderr.
         stop_after_validation: whether to end the run after its first validation, whose figures are
             then the last line of `metrics.csv`; without a validation split it has no effect.
 
     Returns:
-        The folder of the run.
+        Whether this process is the first of the run, which writes its files.
 
     Raises:
         UserError: if the folder already contains a run, the checkpoint does not fit the
@@ -64,33 +59,30 @@ def train(
         Interrupted: if SIGTERM, SIGHUP or SIGINT ended the run, after its checkpoint was written.
     """
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    folder = config.run_path
-    prepared = open_made_by(
-        config.data, config.tokenizer, config.needed_classes, config.prepared_path
-    )
+    config, folder = run.config, run.folder
+    check_wandb(config)
     fabric = build_fabric(config)
     is_main = fabric.is_global_zero
     checkpoint = check_folder(config, resume) if is_main or resume else None
-    tree = build_tree(config, prepared)
-    check_memory(config, tree, prepared.vocab_size)
+    run.prepare(keep=checkpoint is not None, progress=progress and is_main)
+    check_memory(config, run.tree, run.prepared.vocab_size)
     process = {"rank": fabric.global_rank, "world_size": fabric.world_size}
-    batches = training_batches(config, prepared, **process)
+    batches = training_batches(config, run.prepared, **process)
     total_steps = num_steps(config.train, batches)
     if checkpoint is None or batches_done(checkpoint) < total_steps * config.train.accumulate:
         if checkpoint is not None:
             _log.info("continuing from %s", checkpoint)
-            check_tokenizer(folder, prepared)
+            check_tokenizer(folder, run.prepared)
         lock = run_lock(config, resume, checkpoint) if is_main else nullcontext()
         with lock, StopSignals() as signals, matmul_precision(config.train.matmul_precision):
             fabric.launch()
-            if config.train.threads:
-                torch.set_num_threads(config.train.threads)
-            state = build_state(fabric, config, prepared, tree, batches, total_steps, checkpoint)
+            set_num_threads(config.train.threads)
+            state = build_state(fabric, run, batches, total_steps, checkpoint)
             if is_main:
-                write_run_metadata(config, prepared)
+                write_run_metadata(run)
             loggers = open_loggers(config, state, progress=progress) if is_main else []
             try:
-                _fit(state, prepared, loggers, signals, stop_after_validation)
+                _fit(state, run, loggers, signals, stop_after_validation)
             finally:
                 for logger in loggers:
                     logger.close()
@@ -100,24 +92,23 @@ def train(
         raise UserError(f"{checkpoint}: training is already complete")
     if is_main:
         draw_curves(folder, config.name)
-        _log_model(folder, prepared)
-    return folder
+        _log_model(run)
+    return is_main
 
 
-def _log_model(folder: Path, prepared: Prepared) -> None:
+def _log_model(run: Run) -> None:
     """Log which model a finished run has, and the command that evaluates it."""
-    description = read_description(folder)
-    split = next(name for name in ("test", "valid", "train") if name in prepared.splits)
-    figure = "no validation split"
+    split = next(name for name in ("test", "valid", "train") if name in run.prepared.splits)
+    figure, description = "no validation split", read_description(run.folder)
     if description.valid_perplexity is not None:
         figure = f"validation perplexity {description.valid_perplexity:.2f}"
-    _log.info("%s has the model of step %d: %s", folder, description.step, figure)
-    _log.info("next: lm evaluate %s --split %s", folder, split)
+    _log.info("%s has the model of step %d: %s", run.folder, description.step, figure)
+    _log.info("next: lm evaluate %s --split %s", run.folder, split)
 
 
 def _fit(
     state: TrainingState,
-    prepared: Prepared,
+    run: Run,
     loggers: Sequence[Logger],
     signals: StopSignals,
     stop_after_validation: bool,
@@ -125,26 +116,32 @@ def _fit(
     """Train from the current state to the last step."""
     config, progress = state.config, state.progress
     save_every = config.train.checkpoint_every_steps
-    validation = _validation(config, prepared)
+    validates_at_all = "valid" in run.prepared.splits
+    kept = _perplexity_of_model(run.folder)
     started = time.perf_counter()
     while not state.is_finished:
         learning_rate = train_step(state)
         signal_number = signals.agreed()
-        validates = validation is not None and state.is_validation_due
+        validates = validates_at_all and state.is_validation_due
         logs = validates or state.is_finished or state.step % config.log.every_steps == 0
         saves = validates or state.is_finished or signal_number is not None
         saves = saves or (save_every is not None and state.step % save_every == 0)
         if logs or saves:
             state.gather_losses()
             progress.seconds += time.perf_counter() - started
-        perplexity = _validate(state, validation) if validation and validates else None
-        improved = perplexity is not None and progress.record_validation(perplexity)
+        perplexity = _validate(state, run) if validates else None
+        if perplexity is None:
+            is_best = state.is_finished and not validates_at_all
+        else:
+            # A continuation in a new folder has no model yet, whatever the best one was before.
+            is_best = progress.record_validation(perplexity) or perplexity < kept
+            kept = min(perplexity, kept)
         if logs:
             metrics = state.take_metrics(learning_rate, perplexity)
             for logger in loggers:
                 logger.log(metrics)
         if saves:
-            _save(state, prepared, is_best=improved or (not validation and state.is_finished))
+            _save(state, run, perplexity, is_best=is_best)
         if logs or saves:
             started = time.perf_counter()  # validation and saving are not training time
         for logger in loggers:
@@ -155,6 +152,14 @@ def _fit(
             raise Interrupted(signal_number)
         if validates and stop_after_validation:
             return
+
+
+def _perplexity_of_model(folder: Path) -> float:
+    """Validation perplexity of the model in the folder of a run; infinity if there is none."""
+    if not (folder / DESCRIPTION).exists():
+        return math.inf
+    perplexity = read_description(folder).valid_perplexity
+    return math.inf if perplexity is None else perplexity
 
 
 def train_step(state: TrainingState) -> float:
@@ -179,58 +184,48 @@ def train_step(state: TrainingState) -> float:
     return learning_rate
 
 
-def _validate(state: TrainingState, validation: Callable[[LanguageModel], Evaluation]) -> float:
+def _validate(state: TrainingState, run: Run) -> float:
     """The validation perplexity; UserError before this step is written if it diverged."""
-    result = validation(state.model)
+    prepared = run.prepared
+    result = evaluate(
+        state.model,
+        prepared.tokens("valid"),
+        TextCounts.of(prepared.splits["valid"]),
+        eos_id=prepared.eos_id,
+        unk_id=prepared.unk_id,
+        context=state.config.train.seq_len,
+    )
     if not math.isfinite(result.perplexity):
-        raise diverged(result.nll_nats / result.tokens, state.step, state.config.run_path)
+        raise diverged(result.nll_nats / result.tokens, state.step, run.folder)
     return result.perplexity
 
 
-def _save(state: TrainingState, prepared: Prepared, *, is_best: bool) -> None:
+def _save(state: TrainingState, run: Run, perplexity: float | None, *, is_best: bool) -> None:
     """Write the checkpoint, and the model if it is the best so far.
 
     `last.ckpt` is written last: a run that continues from the previous one repeats the rest.
     """
-    folder, is_main = state.config.run_path, state.fabric.is_global_zero
+    folder, is_main = run.folder, state.fabric.is_global_zero
     checkpoint = state.to_checkpoint()
     if is_main and is_best:
-        best, link = folder / "checkpoints" / "best.ckpt", folder / "checkpoints" / "last.ckpt.tmp"
-        save_model(folder, state.model, _description(state, prepared))
-        save_checkpoint(checkpoint, best)
-        link.unlink(missing_ok=True)
-        os.link(best, link)
-        os.replace(link, best.with_name("last.ckpt"))
+        save_model(folder, state.model, _description(state, run, perplexity))
+        save_checkpoint(checkpoint, folder / "checkpoints" / BEST)
+        copy_checkpoint(folder / "checkpoints" / BEST, folder / "checkpoints" / LAST)
     elif is_main:
-        save_checkpoint(checkpoint, folder / "checkpoints" / "last.ckpt")
+        save_checkpoint(checkpoint, folder / "checkpoints" / LAST)
     state.fabric.barrier()  # no process may exit while the first one writes
 
 
-def _description(state: TrainingState, prepared: Prepared) -> Description:
+def _description(state: TrainingState, run: Run, perplexity: float | None) -> Description:
     """What `model.json` says about the current weights."""
-    config = state.config
     return Description(
-        model=config.model,
-        output=config.output,
-        word_table=config.word_table,
-        context=config.train.seq_len,
-        eos_id=prepared.eos_id,
-        unk_id=prepared.unk_id,
-        tokenizer_sha256=prepared.tokenizer_sha256,
+        model=run.config.model,
+        output=run.config.output,
+        word_table=run.word_table,
+        context=run.config.train.seq_len,
+        eos_id=run.prepared.eos_id,
+        unk_id=run.prepared.unk_id,
+        tokenizer_sha256=run.prepared.tokenizer_sha256,
         step=state.step,
-        valid_perplexity=state.progress.best_perplexity if "valid" in prepared.splits else None,
-    )
-
-
-def _validation(config: Config, prepared: Prepared) -> Callable[[LanguageModel], Evaluation] | None:
-    """The evaluation of a model on the validation split; None if there is no such split."""
-    if "valid" not in prepared.splits:
-        return None
-    return partial(
-        evaluate,
-        tokens=prepared.tokens("valid"),
-        counts=TextCounts.of(prepared.splits["valid"]),
-        eos_id=prepared.eos_id,
-        unk_id=prepared.unk_id,
-        context=config.train.seq_len,
+        valid_perplexity=perplexity,
     )

@@ -1,14 +1,13 @@
 """The memory that a training run needs and what is available, before any is allocated."""
 
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_prep.errors import UserError
 from lm.config import Config, WordTable, resolve_word_table, to_dict, validate
+from lm.device import available_bytes, is_on_gpu, num_devices
 from lm.model.build import build_model, without_weights
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
@@ -20,12 +19,6 @@ TOLERANCE = 0.1
 """A run is refused if its estimate exceeds the available memory by more than this fraction: less is
 within the accuracy of the estimate, and within what other programs take and return.
 """
-PROC = Path("/proc")
-CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Of cgroups 2 and 1: files of limit and usage, and which usage is released on demand."""
 _LIGHTER: tuple[dict[str, Any], ...] = (
     {"word_table.optimizer": "adagrad"},
     {"word_table.tied": True},
@@ -52,7 +45,9 @@ class MemoryEstimate:
 
 def estimate_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> MemoryEstimate:
     """Estimate the memory that a training run needs."""
-    word_table = resolve_word_table(config, vocab_size if tree is None else tree.num_rows)
+    word_table = resolve_word_table(
+        config, vocab_size if tree is None else tree.num_rows, num_devices(config)
+    )
     model = _build(config, word_table, tree, vocab_size, num_layers=1)
     element = {"bf16-true": 2, "64-true": 8}.get(config.train.precision, 4)
     table_element = 2 if word_table.dtype == "bf16" else element
@@ -69,17 +64,17 @@ def estimate_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> 
         "adagrad": sum(len(parameter) for parameter in model.table) * max(element, 4),
         "adam": 2 * table * max(element, 4),
     }[word_table.optimizer]
-    num_devices = _num_devices(config)
+    devices = num_devices(config)
     gradients = others * element + (0 if word_table.row_wise else table * table_element)
     tree_bytes = 0 if tree is None else sum(buffer.nbytes for buffer in tree.buffers())
     parts = {
         "weights": table * table_element + others * element,
-        "gradients": gradients if num_devices == 1 else 2 * gradients,  # a copy is summed
+        "gradients": gradients if devices == 1 else 2 * gradients,  # a copy is summed
         "optimizer": num_moments * others * element + table_state,
         "batch": _batch_bytes(config, word_table, tree, vocab_size),
         "other": LIBRARY_BYTES + tree_bytes + 12 * vocab_size,
     }
-    num_processes = 1 if _is_on_gpu(config) else num_devices
+    num_processes = 1 if is_on_gpu(config) else devices
     return MemoryEstimate(**{name: num_processes * size for name, size in parts.items()})
 
 
@@ -89,7 +84,7 @@ def check_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> Non
     Raises:
         UserError: with the estimate, the available memory, and the settings that would fit.
     """
-    estimate, available = estimate_memory(config, tree, vocab_size), available_bytes(config)
+    estimate, available = estimate_memory(config, tree, vocab_size), available_to(config)
     if available is None or _fits(estimate, available):
         return
     raise UserError(
@@ -101,26 +96,9 @@ def check_memory(config: Config, tree: ClassTree | None, vocab_size: int) -> Non
     )
 
 
-def available_bytes(config: Config) -> int | None:
-    """Memory that the run can have on its device; None where it is unknown.
-
-    On a GPU it is the free memory. On a CPU it is what Linux can provide without swapping, within
-    the limit of the cgroup, and what this process has already, which the estimate includes.
-    """
-    if _is_on_gpu(config):
-        return torch.cuda.mem_get_info(0)[0]
-    if not (PROC / "meminfo").exists():
-        return None
-    resident = int((PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    free = _read_fields(PROC / "meminfo")["MemAvailable:"] * 1024
-    for limit_file, usage_file, reclaimable in CGROUPS:
-        path = Path(limit_file)
-        limit = path.read_text().strip() if path.exists() else "max"
-        if limit.isdigit():
-            usage = int(path.with_name(usage_file).read_text())
-            usage -= _read_fields(path.with_name("memory.stat")).get(reclaimable, 0)
-            free = min(free, int(limit) - usage)
-    return max(free, 0) + resident
+def available_to(config: Config) -> int | None:
+    """Memory that a run can have on its device; None where it is unknown."""
+    return available_bytes(torch.device("cuda:0" if is_on_gpu(config) else "cpu"))
 
 
 def _build(
@@ -130,24 +108,8 @@ def _build(
     model = replace(config.model, layers=num_layers)
     with without_weights():
         return build_model(
-            *(model, config.output, word_table, tree, config.train.seq_len), vocab_size=vocab_size
+            model, config.output, word_table, tree, config.train.seq_len, vocab_size=vocab_size
         )
-
-
-def _read_fields(path: Path) -> dict[str, int]:
-    """The numbers of a file of lines `name number …`."""
-    lines = [line.split() for line in path.read_text().splitlines()]
-    return {line[0]: int(line[1]) for line in lines}
-
-
-def _is_on_gpu(config: Config) -> bool:
-    return config.train.accelerator != "cpu" and torch.cuda.is_available()
-
-
-def _num_devices(config: Config) -> int:
-    if config.train.devices != "auto":
-        return config.train.devices
-    return torch.cuda.device_count() if _is_on_gpu(config) else 1
 
 
 def _batch_bytes(
@@ -155,7 +117,7 @@ def _batch_bytes(
 ) -> int:
     """Hidden vectors of all layers and the output layer's saved state, with their gradients."""
     model, precision = config.model, config.train.precision
-    num_positions = config.train.batch_size // _num_devices(config) * config.train.seq_len
+    num_positions = config.train.batch_size // num_devices(config) * config.train.seq_len
     per_position = 12 if model.backbone == "lstm" else 24
     element = 8 if precision == "64-true" else 4
     vectors = element * num_positions * model.hidden * (per_position * model.layers + 4)
@@ -166,7 +128,7 @@ def _batch_bytes(
     batch = {"num_positions": num_positions, "hidden_size": model.hidden}
     backend: str = config.output.backend
     if backend == "auto":
-        device = torch.device("cuda" if _is_on_gpu(config) else "cpu")
+        device = torch.device("cuda" if is_on_gpu(config) else "cpu")
         backend = expected_backend(device, **batch, tree=tree, dtype=dtype)
     row_wise = word_table.row_wise
     return vectors + 2 * saved_bytes(backend, **batch, tree=tree, dtype=dtype, row_wise=row_wise)

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lm.config import OptimConfig, WordTable
 from lm.model.language_model import LanguageModel
-from lm.output.backends.base import followed_by_zeros
 from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD
 
 
@@ -39,18 +38,6 @@ class CombinedOptimizer(torch.optim.Optimizer):
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         self.param_groups = [group for each in self.optimizers for group in each.param_groups]
-
-
-def fill_rows_of_state(optimizer: torch.optim.Optimizer) -> None:
-    """Follow rows of moments by zeros, as those of their parameters are.
-
-    Earlier versions had neither; see `HierarchicalSoftmax.weight`.
-    """
-    for each in optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
-        for parameter, state in each.state.items():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() == parameter.dim() > 1:
-                    state[name] = followed_by_zeros(value, parameter.shape[-1])
 
 
 def build_optimizer(

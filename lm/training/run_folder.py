@@ -17,6 +17,7 @@ from data_prep.storage import (
 )
 from data_prep.tokenizer.files import TOKENIZER
 from lm.config import Config, differences, load_config, to_yaml
+from lm.run import Run
 from lm.training.checkpoint import BEST, LAST
 from lm.training.environment import describe_environment
 
@@ -69,7 +70,8 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
         ]
         if changes:
             raise UserError(
-                f"{written.parent} was started with another configuration ({', '.join(changes)})"
+                f"{written.parent} was started with another configuration ({', '.join(changes)}):"
+                " set these back to continue it, or choose another --name for a new run"
             )
     return checkpoint
 
@@ -103,11 +105,12 @@ def run_lock(config: Config, resume: str | None, checkpoint: Path | None) -> Ite
         yield
 
 
-def write_run_metadata(config: Config, prepared: Prepared) -> None:
+def write_run_metadata(run: Run) -> None:
     """Write what is known before the first step: configuration, tokenizer, classes, environment."""
-    folder = config.run_path
-    write_atomically(folder / "config.yaml", lambda file: file.write(to_yaml(config).encode()))
-    copy_tokenizer(prepared, folder)
-    if config.needed_classes is not None:
-        write_atomically(folder / "classes.npy", lambda file: np.save(file, prepared.word_class()))
+    folder, text = run.folder, to_yaml(run.config).encode()
+    write_atomically(folder / "config.yaml", lambda file: file.write(text))
+    copy_tokenizer(run.prepared, folder)
+    if run.config.needed_classes is not None:
+        word_class = run.prepared.word_class()
+        write_atomically(folder / "classes.npy", lambda file: np.save(file, word_class))
     write_json_atomically(folder / "env.json", describe_environment())

@@ -10,15 +10,14 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from data_prep.errors import UserError
-from data_prep.prepared import Prepared
-from lm.config import Config, resolve_word_table
+from lm.config import Config
 from lm.model.build import build_model, without_weights
 from lm.model.language_model import LanguageModel, State
-from lm.output import ClassTree
+from lm.run import Run
 from lm.training.batches import Batch, Batches
 from lm.training.checkpoint import FORMAT_VERSION, LAST, load_checkpoint, what_remains
 from lm.training.metrics import Metrics
-from lm.training.optimizers import build_optimizer, fill_rows_of_state, learning_rate
+from lm.training.optimizers import build_optimizer, learning_rate
 
 MAX_NATS = 700.0
 """Loss per token from which a run counts as diverged: its perplexity has 300 digits."""
@@ -181,7 +180,6 @@ class TrainingState:
         """
         self.progress = Progress(**checkpoint["progress"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
-        fill_rows_of_state(self.optimizer.optimizer)
         self.fabric.strategy.precision.load_state_dict(checkpoint["precision"])
         saved = checkpoint["devices"][self.fabric.global_rank]
         if saved["carried"] is not None:
@@ -193,13 +191,7 @@ class TrainingState:
 
 
 def build_state(
-    fabric: Fabric,
-    config: Config,
-    prepared: Prepared,
-    tree: ClassTree | None,
-    batches: Batches,
-    total_steps: int,
-    checkpoint: Path | None,
+    fabric: Fabric, run: Run, batches: Batches, total_steps: int, checkpoint: Path | None
 ) -> TrainingState:
     """Restore the state of a run from a checkpoint, or initialize a new one by `seed`.
 
@@ -207,18 +199,22 @@ def build_state(
         UserError: if the checkpoint is damaged or does not fit.
     """
     saved = None if checkpoint is None else load_checkpoint(checkpoint)
-    counts = torch.tensor(prepared.counts())
-    num_rows = prepared.vocab_size if tree is None else tree.num_rows
-    word_table = resolve_word_table(config, num_rows)
+    config, tree, word_table = run.config, run.tree, run.word_table
+    counts = torch.tensor(run.prepared.counts())
     torch.manual_seed(config.seed)
     device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
     with fabric.strategy.precision.module_init_context(), device:
         model = build_model(
-            config.model, config.output, word_table, tree, config.train.seq_len, counts=counts
+            config.model,
+            config.output,
+            word_table,
+            tree,
+            config.train.seq_len,
+            counts=counts,
         )
     if fabric.global_rank:  # the same weights on every device, but different dropout
         torch.manual_seed(config.seed + fabric.global_rank)
-    text_sha256 = prepared.splits["train"].sha256
+    text_sha256 = run.prepared.splits["train"].sha256
     if saved is not None:
         _check_fits(saved, fabric.world_size, text_sha256)
         _load_weights(model, saved["model"], config.train.precision)

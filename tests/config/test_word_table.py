@@ -4,15 +4,16 @@ from typing import Any
 
 import pytest
 
+from data_prep.errors import UserError
 from lm.config import WordTable, resolve_word_table, validate
 
 SGD = {"optimizer": "sgd"}
 
 
-def resolved(num_rows: int = 1 << 16, **sections: Any) -> WordTable:
+def resolved(num_rows: int = 1 << 16, *, num_devices: int = 1, **sections: Any) -> WordTable:
     """The table of `num_rows` rows of 256 elements."""
     minimal = {"name": "run", "train": {"max_steps": 5}, "model": {"hidden": 256}}
-    return resolve_word_table(validate(minimal | sections, "c"), num_rows)
+    return resolve_word_table(validate(minimal | sections, "c"), num_rows, num_devices)
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,13 @@ def test_optimizer_and_rate_of_the_table_default_to_those_of_the_model() -> None
     assert (plain.row_wise, plain.optimizer, plain.lr) == (True, "sgd", 20)
     table = {"optimizer": "adagrad", "lr": 0.05, "tied": True, "gradients": "dense"}
     assert resolved(word_table=table) == WordTable(tied=True, optimizer="adagrad", lr=0.05)
+
+
+def test_all_devices_of_a_machine_with_one_have_row_wise_gradients() -> None:
+    train = {"max_steps": 5, "devices": "auto"}
+    explicit: dict[str, Any] = {"word_table": {"optimizer": "adam", "dtype": "bf16"}}
+    assert resolved(optim=SGD, train=train).row_wise
+    assert resolved(train=train, **explicit).row_wise
+    assert not resolved(optim=SGD, train=train, num_devices=2).row_wise
+    with pytest.raises(UserError, match=r"train.devices: auto, which are 2 here"):
+        resolved(train=train, **explicit, num_devices=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data_prep.errors import UserError
-from lm.config import ModelConfig, OutputConfig, WordTable
+from lm.config import ModelConfig, OutputConfig, WordTable, validate
 from lm.model.build import build_model, restore_model
 from lm.output import ClassTree
 
@@ -59,21 +59,24 @@ def test_a_model_without_tree_and_counts_requires_the_size_of_the_vocabulary() -
 
 
 @pytest.mark.parametrize("tree", ["two_level", "adaptive"])
-@pytest.mark.parametrize("saved_by", ["this version", "an earlier version"])
-def test_a_restored_model_computes_the_same(tree: str, saved_by: str) -> None:
+def test_a_restored_model_computes_the_same(tree: str) -> None:
     config, output, table = ModelConfig(hidden=H), OutputConfig(tree=tree), WordTable()
-    rank = COUNTS.argsort(descending=True).argsort()
-    old_adaptive = ClassTree.two_level((rank >= 10).long(), 3, COUNTS)
     word_class = ClassTree.two_level(torch.arange(N) % 4)
     class_tree = None if tree == "adaptive" else word_class
     model = build_model(config, output, table, class_tree, T, counts=COUNTS).eval()
     state = model.state_dict()
-    if tree == "adaptive" and saved_by == "an earlier version":
-        del state["output.index_of_word"]
-        arrays = old_adaptive.state_dict()
-        state |= {f"output.tree.{name}": value for name, value in arrays.items()}
     restored = restore_model(config, output, table, T, state).eval()
     tokens = torch.arange(N).view(5, 6)
     hidden, _ = restored(tokens)
     assert torch.equal(hidden, model(tokens)[0])
     assert torch.equal(restored.output.log_prob(hidden), model.output.log_prob(hidden))
+
+
+@pytest.mark.parametrize(("hidden", "heads"), [(200, 5), (300, 6), (256, 8), (650, 5), (6, 3)])
+def test_the_default_number_of_heads_fits_the_hidden_size(hidden: int, heads: int) -> None:
+    """A bare configuration (H = 200) and what `lm new` writes (200, 300) had 8 heads: an error."""
+    config = ModelConfig(backbone="transformer", hidden=hidden, layers=1)
+    model = build_model(config, OutputConfig(), WordTable(), ClassTree.full(5), 4)
+    assert [block.attention.heads for block in model.backbone.blocks] == [heads]  # type: ignore[attr-defined]
+    values = {"name": "a", "model": {"backbone": "transformer", "hidden": hidden}}
+    assert validate(values | {"train": {"max_steps": 1}}, "a").model.heads is None

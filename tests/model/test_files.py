@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from data_prep.errors import UserError
 from data_prep.storage import sha256_file
-from lm.config import ModelConfig, OutputConfig, WordTable, WordTableConfig
-from lm.config.renamed import RENAMED
+from lm.config import ModelConfig, OutputConfig, WordTable
+from lm.model import files
 from lm.model.build import build_model
 from lm.model.files import Description, load_model, read_description, save_model
 from lm.model.language_model import LanguageModel
@@ -32,7 +33,7 @@ def saved(
     class_tree = None if tree == "adaptive" else ClassTree.two_level(classes, 1)
     model = build_model(config, output, WordTable(tied=tied), class_tree, 6, counts=counts)
     figures: Any = {"context": 6, "eos_id": 1, "unk_id": 0, "step": 3, "valid_perplexity": 4.5}
-    sections: Any = {"model": config, "output": output, "word_table": WordTableConfig(tied=tied)}
+    sections: Any = {"model": config, "output": output, "word_table": WordTable(tied=tied)}
     description = Description(**sections, tokenizer_sha256="t", **figures)
     save_model(folder, model.to(dtype), description)
     return model
@@ -135,12 +136,12 @@ def test_a_description_of_another_shape_than_the_weights_is_refused_in_a_single_
     assert str(caught.value).startswith(f"{tmp_path}/model.safetensors does not fit model.json: ")
 
 
-def test_a_damaged_description_or_one_of_a_later_version_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_description_or_one_of_another_version_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
-    path = rewritten(tmp_path, format_version=3)
-    with pytest.raises(UserError, match=f"^{path}: format version 3, expected 1 or 2$"):
+    path = rewritten(tmp_path, format_version=2)
+    with pytest.raises(UserError, match=f"^{path}: format version 2, expected 3$"):
         read_description(tmp_path)
-    rewritten(tmp_path, format_version=2, step="3")
+    rewritten(tmp_path, format_version=3, step="3")
     with pytest.raises(UserError, match=f"^{path} is damaged: "):
         read_description(tmp_path)
     for text in ("[]", "{", ""):
@@ -176,21 +177,18 @@ def test_a_model_trained_by_the_triton_backend_is_used_without_it(
     assert loss.isfinite()
 
 
-def test_a_model_of_format_version_1_is_loaded(tmp_path: Path) -> None:
-    model = saved(tmp_path, tied=True).eval()
-    values = json.loads((tmp_path / "model.json").read_text())
-    values["format_version"] = 1
-    del values["word_table"]
-    for old, new in RENAMED.items():
-        section, key = new.key.split(".")
-        if section == "model":
-            values["model"][old.removeprefix("model.")] = values["model"].pop(key)
-    values["model"]["tied"] = True
-    values["output"] |= {"dtype": "fp32", "sparse": None}
-    (tmp_path / "model.json").write_text(json.dumps(values))
-    loaded, read = load_model(tmp_path)
-    tokens = torch.tensor([[1, 5], [3, 2], [6, 0]])
-    torch.testing.assert_close(loaded(tokens)[0], model(tokens)[0], rtol=1e-6, atol=1e-6)
-    assert read.word_table == WordTableConfig(tied=True)
-    save_model(tmp_path, loaded, read)
-    assert load_model(tmp_path)[1].format_version == 2
+def test_a_disk_that_is_full_is_a_single_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Safetensors reports it by an exception that is no `OSError`."""
+    saved(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    text = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+    def full(*_: object) -> None:
+        raise SafetensorError(text)
+
+    monkeypatch.setattr(files, "save_file", full)
+    with pytest.raises(UserError, match=r"model.safetensors: the disk is full"):
+        saved(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before

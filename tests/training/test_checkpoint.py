@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from data_prep.errors import UserError
-from lm.training.checkpoint import FORMAT_VERSION, batches_done, load_checkpoint, save_checkpoint
+from lm.training.checkpoint import (
+    FORMAT_VERSION,
+    batches_done,
+    copy_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 Contents = Callable[[Path], dict[str, str]]
 CHECKPOINT: dict[str, Any] = {
@@ -27,6 +33,25 @@ def test_a_checkpoint_reads_back_what_was_written(tmp_path: Path) -> None:
     assert torch.equal(read["state"]["weight"], torch.arange(1000.0))
     assert batches_done(path) == 7
     assert [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_a_checkpoint_is_copied_where_the_file_system_has_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    best, last = tmp_path / "best.ckpt", tmp_path / "last.ckpt"
+    save_checkpoint(CHECKPOINT, best)
+    for has_links in (True, False):
+        if not has_links:
+            monkeypatch.setattr(os, "link", refuse)
+        last.unlink(missing_ok=True)
+        last.write_bytes(b"older")
+        copy_checkpoint(best, last)
+        assert batches_done(last) == 7
+        assert last.samefile(best) == has_links
+        assert {entry.name for entry in tmp_path.iterdir()} == {"best.ckpt", "last.ckpt"}
 
 
 def test_a_loaded_checkpoint_and_its_file_do_not_change_each_other(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from lm.config import ModelConfig, OutputConfig, WordTable, WordTableConfig, load_config
+from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.evaluation import TextCounts, evaluate
 from lm.model.build import build_model
 from lm.model.files import Description, load_model, save_model
 from lm.output import ClassTree
+from lm.run import Run
 from lm.training.batches import Batches
 from lm.training.checkpoint import save_checkpoint
 from lm.training.loop import train as train_run
@@ -38,7 +39,7 @@ DEEP_BYTES = LAYERS * 8 * 1000**2 * 4 * 2
 def save_table(folder: Path) -> None:
     """Save a model that consists almost only of one large table."""
     config, output = ModelConfig(hidden=HIDDEN, layers=1), OutputConfig(bias=False)
-    sections: Any = {"model": config, "output": output, "word_table": WordTableConfig(tied=True)}
+    sections: Any = {"model": config, "output": output, "word_table": WordTable(tied=True)}
     figures: Any = {"context": 8, "eos_id": 1, "unk_id": 0, "step": 1, "valid_perplexity": None}
     description = Description(**sections, tokenizer_sha256="", **figures)
     tree = ClassTree.two_level(torch.arange(VOCAB_SIZE) // 500)
@@ -84,9 +85,9 @@ def continue_run(run: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(Batches, "__getitem__", reach)
-        config = load_config(run / "config.yaml", ["--train.max_steps=2"])
+        opened = Run.read(run / "config.yaml", ["--train.max_steps=2"])
         with pytest.raises(Reached):
-            train_run(config, resume="auto", progress=False)
+            train_run(opened, resume="auto", progress=False)
 
 
 @pytest.fixture

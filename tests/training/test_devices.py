@@ -25,7 +25,7 @@ def two(arguments: list[str]) -> Two:
     """
 
     def begin(*options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "lm.cli", *arguments, *options]
+        command = [sys.executable, "-m", "lm", *arguments, *options]
         command += ["--train.devices=2", "--train.accelerator=cpu"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)

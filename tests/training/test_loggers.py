@@ -1,7 +1,9 @@
 """What is logged: `metrics.csv`, the curves and wandb."""
 
 import math
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +15,7 @@ from lm.cli import main
 from lm.model.language_model import LanguageModel
 from lm.training import loop
 from lm.training.batches import Batches
-from lm.training.loggers import MetricsFile
+from lm.training.loggers import MetricsFile, ProgressBar
 from lm.training.metrics import Metrics, read_metrics
 
 Train = Callable[..., Path]
@@ -131,3 +133,47 @@ def test_the_curves_of_a_complete_run_are_drawn_again(train: Train, tmp_path: Pa
     (run / "curves.png").unlink()
     train(tmp_path, "--train.max_steps=2", "--resume", "auto")
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def figures(step: int, valid: float | None) -> Metrics:
+    return Metrics(
+        step=step,
+        epoch=12.5,
+        tokens=9,
+        learning_rate=1.0,
+        train_perplexity=123.45,
+        valid_perplexity=valid,
+        seconds=1.0,
+        tokens_per_second=13061.0,
+    )
+
+
+def test_a_terminal_of_80_columns_shows_the_validation_perplexity(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    bar = ProgressBar(10_000, 10_790)
+    bar.log(figures(10_500, 109.77))
+    bar.step(10_500)
+    bar.log(figures(10_600, None))
+    bar.close()
+    last = re.split(r"[\r\n]", capsys.readouterr().err.rstrip())[-1]
+    assert len(last) <= 80
+    for part in ("train 10500/10790", "valid ppl 109.77", "ppl 123.5", "13061 tokens/s"):
+        assert part in last
+
+
+def test_lines_without_a_terminal_have_the_time_left_and_a_validation_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = iter([0.0, 100.0, 100.0, 140.0, 140.0, 140.0])
+    monkeypatch.setattr("lm.training.loggers.time.monotonic", lambda: next(seconds))
+    caplog.set_level("INFO")
+    bar = ProgressBar(50, 150)
+    bar.log(figures(75, 88.5))
+    bar.log(figures(85, None))
+    assert caplog.messages == [
+        "step 75 of 150: epoch 12.50, valid ppl 88.50, ppl 123.5, 13061 tokens/s, 0:05:00 left",
+        "step 85 of 150: epoch 12.50, ppl 123.5, 13061 tokens/s, 0:04:20 left",
+    ]

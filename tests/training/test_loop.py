@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from data_prep.prepared import open_prepared
-from lm.config import load_config
 from lm.evaluation import evaluate
 from lm.model.language_model import LanguageModel
 from lm.output.rowwise import RowGradient
+from lm.run import Run
 from lm.training.checkpoint import batches_done, load_checkpoint
 from lm.training.loop import train as train_run
 from lm.training.metrics import read_metrics
@@ -225,8 +225,8 @@ def test_a_run_may_stop_after_its_first_validation(
     tiny: Path, prepared_dir: Path, tmp_path: Path, lstm_run: Path
 ) -> None:
     folders = [f"--run_dir={tmp_path}", f"--data.prepared_dir={prepared_dir}"]
-    config = load_config(tiny, [*folders, "--train.val_every_steps=7"])
-    assert train_run(config, progress=False, stop_after_validation=True) == tmp_path
+    run = Run.read(tiny, [*folders, "--train.val_every_steps=7"])
+    assert train_run(run, progress=False, stop_after_validation=True)
     lines = read_metrics(tmp_path / "metrics.csv")
     assert [line.step for line in lines] == [5, 7]
     assert lines[0].train_perplexity == read_metrics(lstm_run / "metrics.csv")[0].train_perplexity

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from data_prep.errors import UserError
+from lm import device
 from lm.config import Config, load_config, resolve_word_table
 from lm.model.build import build_model, without_weights
 from lm.output import ClassTree
@@ -16,6 +17,7 @@ from lm.output.backends import saved_bytes
 from lm.training import memory_estimate as module
 from lm.training.memory_estimate import TOLERANCE, MemoryEstimate
 
+CPU = torch.device("cpu")
 NUM_WORDS, NUM_CLASSES = 10_000, 100
 TREE = ClassTree.two_level(torch.arange(NUM_WORDS) % NUM_CLASSES)
 NUM_ROWS = NUM_WORDS + NUM_CLASSES
@@ -54,7 +56,7 @@ def config(tmp_path: Path) -> Configured:
 @pytest.fixture
 def available(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`available(num_bytes)`: this much memory is available from now on."""
-    return lambda num: monkeypatch.setattr(module, "available_bytes", lambda _: num)
+    return lambda num: monkeypatch.setattr(module, "available_to", lambda _: num)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_layers_add_up_without_being_built(config: Configured, backbone: str) ->
         settings = [f"model.backbone={backbone}", "model.heads=2", f"model.layers={num_layers}"]
         tested = config(*settings, "model.embedding=8")
         with without_weights():
-            table = resolve_word_table(tested, NUM_ROWS)
+            table = resolve_word_table(tested, NUM_ROWS, num_devices=1)
             model = build_model(tested.model, tested.output, table, TREE, 35)
         size = sum(parameter.nbytes for parameter in model.parameters())
         assert estimate(tested).weights == size
@@ -155,32 +157,32 @@ def test_settings_that_need_more_are_not_a_hint(
 def test_unknown_memory_refuses_nothing(
     config: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PROC", tmp_path / "none")
-    assert module.available_bytes(config()) is None
+    monkeypatch.setattr(device, "PROC", tmp_path / "none")
+    assert device.available_bytes(CPU) is None
     check_memory(config())
 
 
 def test_available_memory_is_what_is_free_within_the_cgroup_and_what_the_process_has(
     config: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PROC", tmp_path)
+    monkeypatch.setattr(device, "PROC", tmp_path)
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(module, "CGROUPS", ((limit, "memory.current", "inactive_file"),))
+    monkeypatch.setattr(device, "CGROUPS", ((limit, "memory.current", "inactive_file"),))
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "statm").write_text("900 10 3 1 0 5 0\n")
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
     resident = 10 * os.sysconf("SC_PAGE_SIZE")
-    assert module.available_bytes(config()) == 5000 * 1024 + resident
+    assert device.available_bytes(CPU) == 5000 * 1024 + resident
     limit.write_text("max\n")
-    assert module.available_bytes(config()) == 5000 * 1024 + resident
+    assert device.available_bytes(CPU) == 5000 * 1024 + resident
     limit.write_text("3000000\n")
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 700000\ninactive_file 100000\n")
-    assert module.available_bytes(config()) == 3000000 - 900000 + 100000 + resident
+    assert device.available_bytes(CPU) == 3000000 - 900000 + 100000 + resident
 
 
 def test_available_memory_of_this_computer_is_less_than_all_of_it(config: Configured) -> None:
-    available = module.available_bytes(config())
+    available = device.available_bytes(CPU)
     if available is not None:
         assert 0 < available < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

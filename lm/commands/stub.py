@@ -1,34 +1,9 @@
-"""The options of every command."""
+"""x."""
 
 import argparse
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from data_prep.errors import UserError
-from lm import __version__
-from lm.config.reference import describe_keys
 from lm.config.schema import MAX_THREADS
-
-_OVERRIDES = (
-    "Every key of the configuration can be overridden by --section.key=value, for instance"
-    " --model.hidden=650. `lm config` lists the keys."
-)
-
-
-def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """The options of a command, whose name is `verb`, and the overrides of the configuration.
-
-    Raises:
-        UserError: if an argument is missing, unknown or out of range.
-    """
-    options, overrides = _build_parser().parse_known_args(arguments)
-    # Options before TEXT make argparse take it for absent, and then for unknown (CPython #59317).
-    lacks_text = options.verb == "score" and options.text is None and overrides
-    if lacks_text and (overrides[0] == "-" or not overrides[0].startswith("-")):
-        options.text = overrides.pop(0)
-    if overrides and options.verb not in _TAKES_OVERRIDES:
-        raise UserError(f"unknown option {overrides[0]}")
-    return options, overrides
 
 
 def _at_least_one(text: str) -> int:
@@ -171,36 +146,8 @@ _VERBS = {
 _TAKES_OVERRIDES = ("prepare", "train", "classes", "info")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises `UserError` for wrong arguments; help on training ends with all keys."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-    def format_help(self) -> str:
-        lists_keys = self.prog in ("lm prepare", "lm train")
-        return super().format_help() + (f"\n{describe_keys()}\n" if lists_keys else "")
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="lm",
-        description="Language models with very large vocabularies: train, evaluate and generate.",
-        epilog=_OVERRIDES,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"sqrtlm {__version__}")
-    verbs = parser.add_subparsers(required=True, dest="verb", metavar="COMMAND")
-    for name, (text, options) in _VERBS.items():
-        verb = verbs.add_parser(
-            name,
-            help=text,
-            description=f"{text.capitalize()}.",
-            epilog=_OVERRIDES if name in _TAKES_OVERRIDES else None,
-            allow_abbrev=False,
-        )
-        for group in options.split():
-            target = verb.add_mutually_exclusive_group() if "|" in group else verb
-            for option in group.split("|"):
-                target.add_argument(option, **_OPTIONS.get(f"{name} {option}") or _OPTIONS[option])
-    return parser
+def add(verb, name):
+    for group in _VERBS[name][1].split():
+        target = verb.add_mutually_exclusive_group() if "|" in group else verb
+        for option in group.split("|"):
+            target.add_argument(option, **(_OPTIONS.get(f"{name} {option}") or _OPTIONS[option]))

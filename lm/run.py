@@ -1,0 +1,175 @@
+"""A run, opened: each of its parts is read, verified and built once, when it is first used.
+
+Every verb and `lm.load` receive a `Run`. This module imports torch only where a part requires it.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from data_prep.errors import UserError
+from lm.config import Config, load_config, load_run_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from data_prep.prepared import Prepared
+    from data_prep.tokenizer.tokenizer import Tokenizer
+    from lm.config import WordTable
+    from lm.model.files import Description
+    from lm.model.language_model import LanguageModel
+    from lm.output import ClassTree
+
+
+class Run:
+    """The configuration of a run, and lazily what it leads to.
+
+    `Run.read` opens a configuration, to prepare its data and to train; `Run.open` opens the folder
+    of a trained model, to use it. A part that cannot be had raises a `UserError` that names the
+    file.
+
+    Attributes:
+        folder: folder of the run, or of an exported model.
+        config: the configuration.
+        prepared: the prepared data; of a trained model, with the tokenizer that it has.
+        tree: the tree of softmaxes over the words of the prepared data; None for `adaptive`.
+        word_table: the section `word_table`, resolved for this tree and the devices.
+        description: the content of `model.json`.
+        tokenizer: the tokenizer of the trained model.
+        model: the trained model in evaluation mode, on `device`.
+        device: where the model computes.
+    """
+
+    def __init__(self, folder: Path, config: Config | None = None, *, device: str = "auto") -> None:
+        self.folder = folder
+        self._device_name = device
+        self._is_trained = config is None
+        if config is not None:
+            self.config = config
+
+    @classmethod
+    def read(cls, source: str | Path, overrides: Sequence[str] = ()) -> "Run":
+        """Open a configuration: a YAML file, or the folder of a run, with overrides."""
+        is_folder = Path(source).is_dir()
+        config = (load_run_config if is_folder else load_config)(Path(source), overrides)
+        return cls(config.run_path, config)
+
+    @classmethod
+    def open(cls, folder: str | Path, *, device: str = "auto", threads: int | None = None) -> "Run":
+        """Open the folder of a trained model.
+
+        Args:
+            folder: folder of the run, or of an exported model.
+            device: `auto`, `cpu` or `cuda[:N]`; auto is the GPU if there is one where the model
+                fits, else the CPU.
+            threads: number of CPU threads, of the whole process; None: as the run was trained with.
+
+        Raises:
+            UserError: if there is no trained model, or no such device.
+        """
+        from lm.device import set_num_threads
+
+        run = cls(Path(folder), device=device)
+        if threads is None and (run.folder / "config.yaml").exists():
+            threads = run.config.train.threads
+        set_num_threads(threads)
+        return run
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration; that of a trained model if none was given."""
+        return load_run_config(self.folder)
+
+    def prepare(self, *, keep: bool = False, progress: bool = True) -> None:
+        """Prepare the data, which are then open; arguments are those of `data_prep.prepare`."""
+        from data_prep.prepare import prepare
+
+        self.prepared = prepare(*self.config.preparation, keep=keep, progress=progress)
+
+    @cached_property
+    def prepared(self) -> "Prepared":
+        """The prepared data."""
+        from data_prep.prepare import open_made_by
+        from data_prep.prepared import open_prepared
+
+        if not self._is_trained:
+            return open_made_by(*self.config.preparation)
+        prepared = open_prepared(self.config.prepared_path)
+        if prepared.tokenizer_sha256 != self.description.tokenizer_sha256:
+            raise UserError(
+                f"{prepared.folder} was prepared again, with another tokenizer than that of"
+                f" {self.folder}"
+            )
+        return prepared
+
+    def check_classes(self) -> None:
+        """Check that the folder of the run has the classes of the prepared data, if it has any.
+
+        Raises:
+            UserError: if the classes were made again, or their file is damaged.
+        """
+        path = self.folder / "classes.npy"
+        if self.config.needed_classes is None or not path.exists():
+            return
+        try:
+            word_class = np.load(path)
+        except (ValueError, EOFError) as error:
+            raise UserError(f"{path} is damaged, or not an array of numbers") from error
+        if not np.array_equal(word_class, self.prepared.word_class()):
+            problem = f"was prepared again: its classes are not those of {path}"
+            raise UserError(f"{self.prepared.folder} {problem}")
+
+    @cached_property
+    def tree(self) -> "ClassTree | None":
+        """The tree of softmaxes over the words of the prepared data."""
+        from lm.model.build import build_tree
+
+        return build_tree(self.config, self.prepared)
+
+    @cached_property
+    def word_table(self) -> "WordTable":
+        """How the table of words is stored and updated while training."""
+        from lm.config import resolve_word_table
+        from lm.device import num_devices
+
+        num_rows = self.prepared.vocab_size if self.tree is None else self.tree.num_rows
+        return resolve_word_table(self.config, num_rows, num_devices(self.config))
+
+    @cached_property
+    def description(self) -> "Description":
+        """What `model.json` says."""
+        return self._loaded[1]
+
+    @cached_property
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer that the model was trained with."""
+        from data_prep.storage import sha256_file
+        from data_prep.tokenizer.files import TOKENIZER, load_tokenizer
+
+        if sha256_file(self.folder / TOKENIZER) != self.description.tokenizer_sha256:
+            raise UserError(
+                f"{self.folder}: the tokenizer is not the one that the model was trained with"
+            )
+        return load_tokenizer(self.folder)
+
+    @cached_property
+    def model(self) -> "LanguageModel":
+        """The trained model, in evaluation mode."""
+        return self._loaded[0].to(self.device)
+
+    @cached_property
+    def _loaded(self) -> "tuple[LanguageModel, Description]":
+        from lm.model.files import load_model
+
+        return load_model(self.folder)
+
+    @cached_property
+    def device(self) -> "torch.device":
+        """Where the model computes."""
+        from lm.device import choose_device
+        from lm.model.files import WEIGHTS
+
+        return choose_device(self._device_name, (self.folder / WEIGHTS).stat().st_size)

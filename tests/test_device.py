@@ -1,0 +1,82 @@
+"""Where a model computes, with how many threads, and what is refused."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm import device as module
+from lm.cli import main
+from lm.run import Run
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`gpus(free, …)`: from now on there are GPUs with this much free memory."""
+
+    def pretend(*free: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 0))
+
+    return pretend
+
+
+def test_auto_is_the_gpu_with_the_most_free_memory_if_the_model_fits(
+    gpus: Callable[..., None],
+) -> None:
+    assert module.choose_device("auto", 1) == torch.device("cpu")
+    gpus(100, 1000)
+    assert module.choose_device("auto", 800) == torch.device("cuda", 1)
+    assert module.choose_device("auto", 801) == torch.device("cpu")
+    assert module.choose_device("cpu", 1) == torch.device("cpu")
+    assert module.choose_device("cuda:0", 10**9) == torch.device("cuda:0")
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "generate", "score", "rescore"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cuda", "device: cuda does not exist, there are 0 CUDA devices"),
+        ("cuda:3", "device: cuda:3 does not exist, there are 0 CUDA devices"),
+        ("gpu", "device: expected auto, cpu or cuda[:N], got 'gpu'"),
+    ],
+)
+def test_a_device_that_does_not_exist_is_refused_by_every_verb_that_computes(
+    verb: str,
+    name: str,
+    message: str,
+    lstm_run: Path,
+    tmp_path: Path,
+    complaint: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = tmp_path / "text.txt"
+    text.write_text("u1\t1.0\tthe cat\n")
+    more = {"score": [text], "rescore": [text, "--lm-weight=1"]}.get(verb, [])
+    assert complaint(verb, lstm_run, *more, "--device", name) == message
+
+
+def test_a_run_on_a_gpu_moves_the_model_there(
+    lstm_run: Path, gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(10**9)
+    moved = list[object]()
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, to: moved.append(to) or self)
+    assert Run.open(lstm_run).model.training is False
+    assert moved == [torch.device("cuda", 0)]
+
+
+def test_there_are_at_most_as_many_threads_as_processors(
+    lstm_run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More of them spin for each other: 1,024 threads on two processors did not end."""
+    counts = list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert main(["evaluate", str(lstm_run), "--threads=1024"]) == 0
+    assert counts == [2]
+    assert "1024 threads on 2 processors: using 2" in caplog.messages
