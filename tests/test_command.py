@@ -98,6 +98,20 @@ def test_the_end_of_stdout_is_no_traceback(streams: str, code: int, message: str
         assert bool(done.stdout) == (streams == "2>&-")
 
 
+def test_an_interruption_while_libraries_are_imported_is_no_traceback() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(name, *_):\n"
+        "        if name == 'yaml': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting)\n"
+        "from lm.__main__ import command\n"
+        "command()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "lm: interrupted\n")
+
+
 def test_a_closed_stdin_is_empty(lstm_run: Path) -> None:
     command = f"{quote(sys.executable)} -m lm score {quote(str(lstm_run))} <&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)

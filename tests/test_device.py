@@ -56,16 +56,21 @@ def test_a_device_that_does_not_exist_is_refused_by_every_verb_that_computes(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     text = tmp_path / "text.txt"
     text.write_text("u1\t1.0\tthe cat\n")
-    more = {"score": [text], "rescore": [text, "--lm-weight=1"]}.get(verb, [])
-    assert complaint(verb, lstm_run, *more, "--device", name) == message
+    more: dict[str, list[object]] = {"score": [text], "rescore": [text, "--lm-weight=1"]}
+    assert complaint(verb, lstm_run, *more.get(verb, []), "--device", name) == message
 
 
 def test_a_run_on_a_gpu_moves_the_model_there(
     lstm_run: Path, gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus(10**9)
-    moved = list[object]()
-    monkeypatch.setattr(torch.nn.Module, "to", lambda self, to: moved.append(to) or self)
+    moved = list[torch.device]()
+
+    def move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+        moved.append(device)
+        return model
+
+    monkeypatch.setattr(torch.nn.Module, "to", move)
     assert Run.open(lstm_run).model.training is False
     assert moved == [torch.device("cuda", 0)]
 

@@ -130,9 +130,8 @@ def _fit(
             state.gather_losses()
             progress.seconds += time.perf_counter() - started
         perplexity = _validate(state, run) if validates else None
-        if perplexity is None:
-            is_best = state.is_finished and not validates_at_all
-        else:
+        is_best: bool = not validates_at_all and state.is_finished
+        if perplexity is not None:
             # A continuation in a new folder has no model yet, whatever the best one was before.
             is_best = progress.record_validation(perplexity) or perplexity < kept
             kept = min(perplexity, kept)

@@ -28,21 +28,22 @@ def two(arguments: list[str]) -> Two:
         command = [sys.executable, "-m", "lm", *arguments, *options]
         command += ["--train.devices=2", "--train.accelerator=cpu"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
 
     return begin
 
 
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    """Wait until the command ends with this exit code; returns what it printed on stderr."""
+def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    """Wait until the command ends with this exit code; returns its stdout and stderr."""
     with process:
         try:
-            _, message = process.communicate(timeout=900)  # far more than on a busy computer
+            printed, message = process.communicate(timeout=900)  # far more than on a busy computer
         except subprocess.TimeoutExpired:
             process.kill()
             raise
     assert process.returncode == code, message
-    return message
+    return printed, message
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
     options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2", *output]
     one = read_metrics(train(tmp_path / "one", *options) / "metrics.csv")
     for stop in stops:
-        finish(two(*options, *stop))
+        assert finish(two(*options, *stop))[0] == f"{tmp_path / 'run'}\n"  # once
     both = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [line.step for line in both] == [line.step for line in one] == [2, 4, 6, 8]
     for ours, truth in zip(both, one, strict=True):
@@ -75,7 +76,7 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(two: Two, tmp_p
     while not read_metrics(run / "metrics.csv") and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    message = finish(process, 143)
+    _, message = finish(process, 143)
     assert "Traceback" not in message
     (step,) = set(re.findall(r"stopped by SIGTERM at step (\d+)", message))
     assert batches_done(run / "checkpoints" / "last.ckpt") == int(step)

@@ -26,12 +26,12 @@ LONG = [f"--train.max_steps={NUM_STEPS}", "--train.checkpoint_every_steps=3"]
 LONG += ["--train.val_every_steps=50"]
 SLOW = """
 import time
-from lm import cli
+from lm.__main__ import command
 from lm.training.batches import Batches
 
 read = Batches.__getitem__
 Batches.__getitem__ = lambda batches, number: time.sleep(0.02) or read(batches, number)
-cli.command()
+command()
 """
 """The command, at less than 50 steps a second: it does not end before it is stopped."""
 
