@@ -25,6 +25,7 @@ from data_prep.storage import folder_to_fill, new_folder, write_atomically
 from data_prep.tokenizer.tokenizer import word_separator
 from lm.config import Config, validate
 from lm.output import ClassTree
+from lm.run import Run
 from lm.training.memory_estimate import available_to, estimate_memory
 
 MAX_WORDS = 200_000
@@ -287,4 +288,6 @@ def _estimated_bytes(config: Config, num_words: int) -> int:
     num_words = max(1, num_words)
     word_class = torch.arange(num_words) * math.isqrt(num_words) // num_words
     tree = ClassTree.two_level(word_class, min(config.classes.shortlist, num_words))
-    return estimate_memory(config, tree, num_words).total
+    run = Run(config.run_path, config)
+    run.tree = tree
+    return estimate_memory(run).total

@@ -139,6 +139,25 @@ class Run:
         return resolve_word_table(self.config, num_rows, num_devices(self.config))
 
     @cached_property
+    def model_without_weights(self) -> "LanguageModel":
+        """The model to be trained, with meta tensors as parameters: for its sizes."""
+        from lm.model.build import build_model, without_weights
+
+        config, word_table, tree = self.config, self.word_table, self.tree
+        vocab_size = self.prepared.vocab_size if tree is None else tree.vocab_size
+        sections = config.model, config.output, word_table, tree, config.train.seq_len
+        with without_weights():
+            return build_model(*sections, vocab_size=vocab_size)
+
+    def changed(self, config: Config) -> "Run":
+        """A run of the same data and tree by another configuration."""
+        run = Run(self.folder, config)
+        run.tree = self.tree
+        if "prepared" in vars(self):
+            run.prepared = self.prepared
+        return run
+
+    @cached_property
     def description(self) -> "Description":
         """What `model.json` says."""
         return self._loaded[1]

@@ -32,27 +32,18 @@ def run(options: argparse.Namespace) -> None:
 
 def describe(run: Run) -> dict[str, Any]:
     """Name → value of the sizes, the cost and the memory of a run; allocates no weights."""
-    from lm.model.build import build_model, without_weights
     from lm.output import HierarchicalSoftmax
     from lm.training.batches import training_batches
     from lm.training.memory_estimate import available_to, estimate_memory
 
     config, tree, vocab_size = run.config, run.tree, run.prepared.vocab_size
-    with without_weights():
-        model = build_model(
-            config.model,
-            config.output,
-            run.word_table,
-            tree,
-            config.train.seq_len,
-            vocab_size=vocab_size,
-        )
+    model = run.model_without_weights
     parameters = {
         name: sum(p.numel() for p in module.parameters()) for name, module in model.named_children()
     }
     if isinstance(model.output, HierarchicalSoftmax):  # the zeros after its rows are not trained
         parameters["output"] -= model.output.weight[:, config.model.hidden :].numel()
-    memory, available = estimate_memory(config, tree, vocab_size), available_to(config)
+    memory, available = estimate_memory(run), available_to(config)
     tree_figures = {}
     if tree is not None:
         tree_figures = {

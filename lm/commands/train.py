@@ -21,9 +21,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Train; print the folder of the run."""
-    run = Run.read(options.config, options.overrides)
+    run, progress = Run.read(options.config, options.overrides), not options.no_progress
     # Imported after the configuration is known to be valid: torch takes seconds.
+    from lm.training.devices import check_devices
+    from lm.training.loggers import check_wandb
     from lm.training.loop import train
+    from lm.training.run_folder import check_folder
 
-    if train(run, resume=options.resume, progress=not options.no_progress):
+    # Before the preparation, which can take hours.
+    check_wandb(run.config)
+    check_devices(run.config)
+    checkpoint = check_folder(run.config, options.resume)
+    run.prepare(keep=checkpoint is not None, progress=progress)
+    if train(run, resume=options.resume, progress=progress):
         print(run.folder)

@@ -18,7 +18,6 @@ def build_fabric(config: Config) -> Fabric:
     Raises:
         UserError: if the devices do not exist, or do not support the settings.
     """
-    _check_devices(config)
     devices = num_devices(config)
     strategy: str | DDPStrategy = "auto"
     if config.train.strategy == "ddp" or devices > 1:
@@ -45,8 +44,12 @@ def matmul_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(previous)
 
 
-def _check_devices(config: Config) -> None:
-    """Check that the devices exist and support the settings."""
+def check_devices(config: Config) -> None:
+    """Check that the devices exist and support the settings.
+
+    Raises:
+        UserError: if they do not.
+    """
     train, num_gpus = config.train, torch.cuda.device_count()
     if is_on_gpu(config) or train.accelerator == "gpu":
         if not 0 < num_devices(config) <= num_gpus:

@@ -24,7 +24,7 @@ from lm.training.batches import num_steps, training_batches
 from lm.training.checkpoint import BEST, LAST, batches_done, copy_checkpoint, save_checkpoint
 from lm.training.curves import draw_curves
 from lm.training.devices import build_fabric, matmul_precision
-from lm.training.loggers import Logger, check_wandb, open_loggers
+from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
 from lm.training.run_folder import check_folder, check_tokenizer, run_lock, write_run_metadata
 from lm.training.signals import Interrupted, StopSignals
@@ -40,13 +40,13 @@ def train(
     progress: bool = True,
     stop_after_validation: bool = False,
 ) -> bool:
-    """Train a run; its data are prepared first if necessary.
+    """Train a run on its prepared data.
 
     Args:
         run: the run, opened by its configuration.
         resume: `auto` continues the run's last checkpoint, or starts a new run if there is none;
             a path continues that checkpoint; None starts a new run in an empty folder.
-        progress: whether to show progress on stderr.
+        progress: whether to show a progress bar on stderr.
         stop_after_validation: whether to end the run after its first validation, whose figures are
             then the last line of `metrics.csv`; without a validation split it has no effect.
 
@@ -60,12 +60,10 @@ def train(
     """
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     config, folder = run.config, run.folder
-    check_wandb(config)
     fabric = build_fabric(config)
     is_main = fabric.is_global_zero
     checkpoint = check_folder(config, resume) if is_main or resume else None
-    run.prepare(keep=checkpoint is not None, progress=progress and is_main)
-    check_memory(config, run.tree, run.prepared.vocab_size)
+    check_memory(run)
     process = {"rank": fabric.global_rank, "world_size": fabric.world_size}
     batches = training_batches(config, run.prepared, **process)
     total_steps = num_steps(config.train, batches)

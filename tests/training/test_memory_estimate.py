@@ -4,16 +4,18 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from data_prep.errors import UserError
 from lm import device
-from lm.config import Config, load_config, resolve_word_table
-from lm.model.build import build_model, without_weights
+from lm.config import Config, load_config
 from lm.output import ClassTree
 from lm.output.backends import saved_bytes
+from lm.run import Run
 from lm.training import memory_estimate as module
 from lm.training.memory_estimate import TOLERANCE, MemoryEstimate
 
@@ -30,8 +32,14 @@ BF16 = ("word_table.tied=true", "word_table.dtype=bf16", "train.precision=bf16-m
 Configured = Callable[..., Config]
 
 
+def run_of(config: Config, tree: ClassTree | None = TREE) -> Run:
+    run = Run(config.run_path, config)
+    run.tree = tree
+    return run
+
+
 def estimate(config: Config) -> MemoryEstimate:
-    return module.estimate_memory(config, TREE, NUM_WORDS)
+    return module.estimate_memory(run_of(config))
 
 
 def enough(need: MemoryEstimate) -> int:
@@ -40,7 +48,7 @@ def enough(need: MemoryEstimate) -> int:
 
 
 def check_memory(config: Config) -> None:
-    module.check_memory(config, TREE, NUM_WORDS)
+    module.check_memory(run_of(config))
 
 
 @pytest.fixture
@@ -123,26 +131,13 @@ def test_settings_that_would_be_refused_are_not_proposed(
     config: Configured, available: Callable[[int], None]
 ) -> None:
     available(1000)
+    adaptive = run_of(config("output.tree=adaptive"), None)
+    adaptive.prepared = cast(Any, SimpleNamespace(vocab_size=NUM_WORDS))
     with pytest.raises(UserError, match=r": even --word_table\.optimizer=adagrad would need"):
-        module.check_memory(config("output.tree=adaptive"), None, NUM_WORDS)
+        module.check_memory(adaptive)
     other_size = config("model.embedding=8", "word_table.optimizer=adagrad", "train.devices=2")
     with pytest.raises(UserError, match=r"0\.0 GB are available: use fewer words or a smaller"):
         check_memory(other_size)
-
-
-@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
-def test_layers_add_up_without_being_built(config: Configured, backbone: str) -> None:
-    def weights(num_layers: int) -> int:
-        settings = [f"model.backbone={backbone}", "model.heads=2", f"model.layers={num_layers}"]
-        tested = config(*settings, "model.embedding=8")
-        with without_weights():
-            table = resolve_word_table(tested, NUM_ROWS, num_devices=1)
-            model = build_model(tested.model, tested.output, table, TREE, 35)
-        size = sum(parameter.nbytes for parameter in model.parameters())
-        assert estimate(tested).weights == size
-        return size
-
-    assert weights(5) - weights(4) == weights(2) - weights(1)
 
 
 def test_settings_that_need_more_are_not_a_hint(
