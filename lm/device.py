@@ -1,4 +1,4 @@
-"""Where a run and a model compute: devices, CPU threads, and the memory available there."""
+"""Where a model computes: devices, CPU threads, and the memory available there."""
 
 import logging
 import os
@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from data_prep.errors import UserError
-from lm.config import Config
 
 PROC = Path("/proc")
 CGROUPS = (
@@ -18,21 +17,6 @@ CGROUPS = (
 GPU_SHARE = 0.8
 """Part of a GPU's free memory that the weights of a model may take; states and batches follow."""
 _log = logging.getLogger(__name__)
-
-
-def is_on_gpu(config: Config) -> bool:
-    """Whether a configuration trains on GPUs here.
-
-    Apple's accelerator is never used: it lacks the fp64 that losses are summed in.
-    """
-    return config.train.accelerator != "cpu" and torch.cuda.is_available()
-
-
-def num_devices(config: Config) -> int:
-    """The number of devices that a configuration trains on here."""
-    if config.train.devices != "auto":
-        return config.train.devices
-    return torch.cuda.device_count() if is_on_gpu(config) else 1
 
 
 def choose_device(name: str, num_bytes: int) -> torch.device:

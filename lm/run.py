@@ -133,10 +133,37 @@ class Run:
     def word_table(self) -> "WordTable":
         """How the table of words is stored and updated while training."""
         from lm.config import resolve_word_table
-        from lm.device import num_devices
 
         num_rows = self.prepared.vocab_size if self.tree is None else self.tree.num_rows
-        return resolve_word_table(self.config, num_rows, num_devices(self.config))
+        return resolve_word_table(self.config, num_rows, self.num_devices)
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        """Whether it trains on GPUs here.
+
+        Apple's accelerator is never used: it lacks the fp64 that losses are summed in.
+        """
+        import torch
+
+        return self.config.train.accelerator != "cpu" and torch.cuda.is_available()
+
+    @cached_property
+    def num_devices(self) -> int:
+        """The number of devices that it trains on here."""
+        import torch
+
+        if self.config.train.devices != "auto":
+            return self.config.train.devices
+        return torch.cuda.device_count() if self.on_gpu else 1
+
+    @cached_property
+    def available_bytes(self) -> int | None:
+        """Memory that it can have on a device that it trains on; None where it is unknown."""
+        import torch
+
+        from lm.device import available_bytes
+
+        return available_bytes(torch.device("cuda:0" if self.on_gpu else "cpu"))
 
     @cached_property
     def model_without_weights(self) -> "LanguageModel":

@@ -34,7 +34,7 @@ def describe(run: Run) -> dict[str, Any]:
     """Name → value of the sizes, the cost and the memory of a run; allocates no weights."""
     from lm.output import HierarchicalSoftmax
     from lm.training.batches import training_batches
-    from lm.training.memory_estimate import available_to, estimate_memory
+    from lm.training.memory_estimate import estimate_memory
 
     config, tree, vocab_size = run.config, run.tree, run.prepared.vocab_size
     model = run.model_without_weights
@@ -43,7 +43,7 @@ def describe(run: Run) -> dict[str, Any]:
     }
     if isinstance(model.output, HierarchicalSoftmax):  # the zeros after its rows are not trained
         parameters["output"] -= model.output.weight[:, config.model.hidden :].numel()
-    memory, available = estimate_memory(run), available_to(config)
+    memory, available = estimate_memory(run), run.available_bytes
     tree_figures = {}
     if tree is not None:
         tree_figures = {

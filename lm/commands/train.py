@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> None:
 
     # Before the preparation, which can take hours.
     check_wandb(run.config)
-    check_devices(run.config)
+    check_devices(run)
     checkpoint = check_folder(run.config, options.resume)
     run.prepare(keep=checkpoint is not None, progress=progress)
     if train(run, resume=options.resume, progress=progress):

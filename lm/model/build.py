@@ -216,17 +216,12 @@ def _build_backbone(config: ModelConfig, context: int) -> Backbone:
             embedding_size,
             config.hidden,
             config.layers,
-            heads=config.heads or _default_heads(config.hidden),
+            heads=config.heads,
             feedforward=config.feedforward,
             dropout=config.dropout,
             context=context,
         )
     return cast(Backbone, backbone)
-
-
-def _default_heads(hidden_size: int) -> int:
-    """The largest number of heads up to 8 whose size H / heads is an even integer."""
-    return max(heads for heads in range(1, 9) if heads == 1 or hidden_size % (2 * heads) == 0)
 
 
 def _build_adaptive(hidden_size: int, output: OutputConfig, counts: Tensor) -> AdaptiveSoftmax:

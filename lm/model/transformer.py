@@ -29,7 +29,8 @@ class Transformer(nn.Module):
         input_size: E, size of the input embeddings; projected to `hidden_size` if it differs.
         hidden_size: H, size of the residual stream and of the output.
         layers: number of blocks.
-        heads: number of attention heads; their size D = H / heads must be even.
+        heads: number of attention heads, whose size D = H / heads must be even; None: the largest
+            number up to 8 for which it is.
         feedforward: inner size of SwiGLU; None: 8/3 H rounded up to a multiple of 32, about as many
             parameters as the usual 4 H without a gate.
         dropout: probability of zeroing an element of a sublayer's output (residual dropout).
@@ -53,12 +54,15 @@ class Transformer(nn.Module):
         hidden_size: int,
         layers: int,
         *,
-        heads: int,
+        heads: int | None = None,
         feedforward: int | None = None,
         dropout: float = 0.0,
         context: int,
     ) -> None:
         super().__init__()
+        if heads is None:
+            fitting = (number for number in range(2, 9) if hidden_size % (2 * number) == 0)
+            heads = max(fitting, default=1)
         inner = -(-hidden_size // 12) * 32 if feedforward is None else feedforward
         sizes = {"input_size": input_size, "hidden_size": hidden_size, "layers": layers}
         _check_sizes(sizes | {"heads": heads, "feedforward": inner, "context": context})

@@ -74,6 +74,24 @@ class Batches:
         windows_per_epoch = (num_tokens - 1) // seq_len // batch_size
         self.per_epoch = windows_per_epoch if self.shuffle else -(-self.stream_len // seq_len)
 
+    def num_steps(self, config: TrainConfig) -> int:
+        """The optimizer steps of a run, at least 1: `max_epochs` or `max_steps`, the lesser one.
+
+        Raises:
+            UserError: if `max_epochs` has fewer batches than a step accumulates.
+        """
+        limits = []
+        if config.max_epochs is not None:
+            limits.append(config.max_epochs * self.per_epoch // config.accumulate)
+        if config.max_steps is not None:
+            limits.append(config.max_steps)
+        if min(limits) == 0:
+            raise UserError(
+                f"train.max_epochs = {config.max_epochs} has fewer batches than"
+                f" train.accumulate = {config.accumulate}"
+            )
+        return min(limits)
+
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, counted from the start of the first epoch."""
         epoch, index = divmod(number, self.per_epoch)
@@ -116,22 +134,3 @@ def training_batches(
         rank=rank,
         world_size=world_size,
     )
-
-
-def num_steps(config: TrainConfig, batches: Batches) -> int:
-    """The optimizer steps of a run, at least 1: `max_epochs` or `max_steps`, whichever is less.
-
-    Raises:
-        UserError: if `max_epochs` has fewer batches than a step accumulates.
-    """
-    limits = []
-    if config.max_epochs is not None:
-        limits.append(config.max_epochs * batches.per_epoch // config.accumulate)
-    if config.max_steps is not None:
-        limits.append(config.max_steps)
-    if min(limits) == 0:
-        raise UserError(
-            f"train.max_epochs = {config.max_epochs} has fewer batches than"
-            f" train.accumulate = {config.accumulate}"
-        )
-    return min(limits)

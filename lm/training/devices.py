@@ -8,26 +8,21 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies.ddp import DDPStrategy
 
 from data_prep.errors import UserError
-from lm.config import Config
-from lm.device import is_on_gpu, num_devices
+from lm.run import Run
 
 
-def build_fabric(config: Config) -> Fabric:
-    """Fabric with the accelerator, devices, strategy and precision of the section `train`.
-
-    Raises:
-        UserError: if the devices do not exist, or do not support the settings.
-    """
-    devices = num_devices(config)
+def build_fabric(run: Run) -> Fabric:
+    """Fabric with the accelerator, devices, strategy and precision of the section `train`."""
+    config = run.config
     strategy: str | DDPStrategy = "auto"
-    if config.train.strategy == "ddp" or devices > 1:
+    if config.train.strategy == "ddp" or run.num_devices > 1:
         strategy = DDPStrategy(
             broadcast_buffers=False,  # the class tree is constant
             find_unused_parameters=config.output.tree == "adaptive",  # clusters without a target
         )
     return Fabric(
-        accelerator="cuda" if is_on_gpu(config) else "cpu",
-        devices=devices,
+        accelerator="cuda" if run.on_gpu else "cpu",
+        devices=run.num_devices,
         strategy=strategy,
         precision=config.train.precision,
     )
@@ -44,15 +39,15 @@ def matmul_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(previous)
 
 
-def check_devices(config: Config) -> None:
+def check_devices(run: Run) -> None:
     """Check that the devices exist and support the settings.
 
     Raises:
         UserError: if they do not.
     """
-    train, num_gpus = config.train, torch.cuda.device_count()
-    if is_on_gpu(config) or train.accelerator == "gpu":
-        if not 0 < num_devices(config) <= num_gpus:
+    train, num_gpus = run.config.train, torch.cuda.device_count()
+    if run.on_gpu or train.accelerator == "gpu":
+        if not 0 < run.num_devices <= num_gpus:
             raise UserError(
                 f"train.accelerator: {train.accelerator}, train.devices: {train.devices}: expected"
                 f" at most {num_gpus} CUDA devices, which is how many there are"
@@ -60,5 +55,5 @@ def check_devices(config: Config) -> None:
         return
     if train.precision == "16-mixed":
         raise UserError("train.precision: 16-mixed requires a GPU; use bf16-mixed on a CPU")
-    if config.output.backend == "triton":
+    if run.config.output.backend == "triton":
         raise UserError("output.backend: triton requires a GPU")

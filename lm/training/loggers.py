@@ -166,9 +166,9 @@ def _short(perplexity: float, num_decimals: int) -> str:
 
 def open_loggers(config: Config, state: TrainingState, *, progress: bool) -> list[Logger]:
     """The loggers of a run that starts, or continues from `state`."""
-    loggers: list[Logger] = [MetricsFile(config.run_path / "metrics.csv", state.step)]
+    loggers: list[Logger] = []
     if progress:
         loggers.append(ProgressBar(state.step, state.total_steps))
     if config.log.wandb != "disabled":
         loggers.append(WandbLogger(config))
-    return loggers
+    return [MetricsFile(config.run_path / "metrics.csv", state.step), *loggers]

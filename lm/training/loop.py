@@ -20,7 +20,7 @@ from lm.device import set_num_threads
 from lm.evaluation import TextCounts, evaluate
 from lm.model.files import DESCRIPTION, Description, read_description, save_model
 from lm.run import Run
-from lm.training.batches import num_steps, training_batches
+from lm.training.batches import training_batches
 from lm.training.checkpoint import BEST, LAST, batches_done, copy_checkpoint, save_checkpoint
 from lm.training.curves import draw_curves
 from lm.training.devices import build_fabric, matmul_precision
@@ -60,13 +60,13 @@ def train(
     """
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     config, folder = run.config, run.folder
-    fabric = build_fabric(config)
+    fabric = build_fabric(run)
     is_main = fabric.is_global_zero
     checkpoint = check_folder(config, resume) if is_main or resume else None
     check_memory(run)
     process = {"rank": fabric.global_rank, "world_size": fabric.world_size}
     batches = training_batches(config, run.prepared, **process)
-    total_steps = num_steps(config.train, batches)
+    total_steps = batches.num_steps(config.train)
     if checkpoint is None or batches_done(checkpoint) < total_steps * config.train.accumulate:
         if checkpoint is not None:
             _log.info("continuing from %s", checkpoint)

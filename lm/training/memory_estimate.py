@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from data_prep.errors import UserError
-from lm.config import Config, to_dict, validate
-from lm.device import available_bytes, is_on_gpu, num_devices
+from lm.config import to_dict, validate
 from lm.output.backends import expected_backend, saved_bytes
 from lm.run import Run
 
@@ -57,15 +56,14 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     }[word_table.optimizer]
     gradients = others * element + (0 if word_table.row_wise else table * table_element)
     tree_bytes = 0 if run.tree is None else sum(buffer.nbytes for buffer in run.tree.buffers())
-    on_gpu, devices = is_on_gpu(config), num_devices(config)
     parts = {
         "weights": table * table_element + others * element,
-        "gradients": gradients if devices == 1 else 2 * gradients,  # a copy is summed
+        "gradients": gradients if run.num_devices == 1 else 2 * gradients,  # a copy is summed
         "optimizer": num_moments * others * element + table_state,
-        "batch": _batch_bytes(run, config.train.batch_size // devices, on_gpu),
+        "batch": _batch_bytes(run),
         "other": LIBRARY_BYTES + tree_bytes + 12 * model.vocab_size,
     }
-    num_processes = 1 if on_gpu else devices
+    num_processes = 1 if run.on_gpu else run.num_devices
     return MemoryEstimate(**{name: num_processes * size for name, size in parts.items()})
 
 
@@ -75,7 +73,7 @@ def check_memory(run: Run) -> None:
     Raises:
         UserError: with the estimate, the available memory, and the settings that would fit.
     """
-    estimate, available = estimate_memory(run), available_to(run.config)
+    estimate, available = estimate_memory(run), run.available_bytes
     if available is None or _fits(estimate, available):
         return
     raise UserError(
@@ -87,15 +85,11 @@ def check_memory(run: Run) -> None:
     )
 
 
-def available_to(config: Config) -> int | None:
-    """Memory that a run can have on its device; None where it is unknown."""
-    return available_bytes(torch.device("cuda:0" if is_on_gpu(config) else "cpu"))
-
-
-def _batch_bytes(run: Run, batch_size: int, on_gpu: bool) -> int:
+def _batch_bytes(run: Run) -> int:
     """Hidden vectors of all layers and the output layer's saved state, with their gradients."""
     model, precision = run.config.model, run.config.train.precision
-    num_positions = batch_size * run.config.train.seq_len
+    train = run.config.train
+    num_positions = train.batch_size // run.num_devices * train.seq_len
     per_position = 12 if model.backbone == "lstm" else 24
     element = 8 if precision == "64-true" else 4
     vectors = element * num_positions * model.hidden * (per_position * model.layers + 4)
@@ -108,7 +102,7 @@ def _batch_bytes(run: Run, batch_size: int, on_gpu: bool) -> int:
     batch |= {"tree": run.tree, "dtype": dtype}
     backend: str = output.backend
     if backend == "auto":
-        backend = expected_backend(torch.device("cuda" if on_gpu else "cpu"), **batch)
+        backend = expected_backend(torch.device("cuda" if run.on_gpu else "cpu"), **batch)
     return vectors + 2 * saved_bytes(backend, **batch, row_wise=run.word_table.row_wise)
 
 

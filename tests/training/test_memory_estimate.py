@@ -64,7 +64,7 @@ def config(tmp_path: Path) -> Configured:
 @pytest.fixture
 def available(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`available(num_bytes)`: this much memory is available from now on."""
-    return lambda num: monkeypatch.setattr(module, "available_to", lambda _: num)
+    return lambda num: monkeypatch.setattr(Run, "available_bytes", num)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_a_continuation_moves_the_carried_state_to_the_device(
 ) -> None:
     """The device is meta in place of a GPU."""
     run, path = Run.read(lstm_run), lstm_run / "checkpoints" / "last.ckpt"
-    fabric, batches = build_fabric(run.config), training_batches(run.config, run.prepared)
+    fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
     state = build_state(fabric, run, batches, 24, path)
     carried = state.carried_loss.carried
     assert carried is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from data_prep.storage import locked
-from lm.training import memory_estimate
+from lm.run import Run
 from lm.training.checkpoint import batches_done, load_checkpoint
 from lm.training.metrics import read_metrics
 
@@ -98,7 +98,7 @@ def test_weights_whose_validation_perplexity_is_not_finite_are_not_saved(
 def test_a_run_that_does_not_fit_in_memory_is_refused_before_it_has_a_folder(
     tmp_path: Path, failed: Failed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_estimate, "available_to", lambda _: 1000)
+    monkeypatch.setattr(Run, "available_bytes", 1000)
     run = tmp_path / "run"
     need = r"training tiny needs 0\.\d GB of memory .*, 0\.0 GB are available: use"
     assert re.match(need, failed(run))
