@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_prep.errors import UserError
-from lm.config import load_config, load_run_config
+from data_prep.storage import write_json_atomically
+from lm.commands import generate, rescore, score
+from lm.config import load_config
 from lm.config.reference import describe_keys, write_reference
 from lm.openmp import limit_spinning
 from lm.options import parse
+
+_log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,51 +119,23 @@ def _train(options: Namespace, overrides: list[str]) -> None:
 
 def _evaluate(options: Namespace, _: list[str]) -> None:
     from data_prep.corpus.lines import read_text
-    from lm.evaluation import evaluate_run, evaluate_text
-    from lm.report import evaluation_table
+    from lm.evaluation import evaluate_split, evaluate_text
+    from lm.run import Run
 
-    folder, progress = Path(options.run_dir), not options.no_progress
-    _set_threads(folder, options.threads)
+    run = Run.open(options.run_dir, threads=options.threads)
+    progress = not options.no_progress
     if options.text is None:
-        result = evaluate_run(folder, options.split, progress=progress)
+        result = evaluate_split(run, options.split, progress=progress)
     else:
-        result = evaluate_text(folder, read_text(options.text), progress=progress)
-    title = options.text or options.split
-    print(json.dumps(result.to_dict()) if options.json else evaluation_table(result, title))
-
-
-def _set_threads(folder: Path, num_threads: int | None) -> None:
-    """Set torch's CPU threads: as given, or as the run in `folder` was trained with."""
-    import torch
-
-    if num_threads is None and (folder / "config.yaml").exists():
-        num_threads = load_run_config(folder).train.threads
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-
-
-def _generate(options: Namespace, _: list[str]) -> None:
-    from lm.generation.command import run
-
-    _set_threads(Path(options.run_dir), options.threads)
-    for piece in run(options):
-        print(piece, end="", flush=True)
-
-
-def _score(options: Namespace, _: list[str]) -> None:
-    from lm.scoring.command import run
-
-    _set_threads(Path(options.run_dir), options.threads)
-    for row in run(options):
-        print(row)
-
-
-def _rescore(options: Namespace, _: list[str]) -> None:
-    from lm.rescoring.command import run
-
-    _set_threads(Path(options.run_dir), options.threads)
-    for row in run(options):
-        print(row)
+        result = evaluate_text(run, read_text(options.text), progress=progress)
+    values = result.to_dict()
+    print(json.dumps(values) if options.json else result.table(options.text or options.split))
+    if options.text is None:
+        path = run.folder / f"evaluate-{options.split}.json"
+        try:
+            write_json_atomically(path, values)
+        except UserError as error:
+            _log.warning("the figures are printed only: %s", error)
 
 
 def _classes(options: Namespace, overrides: list[str]) -> None:
@@ -194,9 +170,9 @@ _FUNCTIONS = {
     "prepare": _prepare,
     "train": _train,
     "evaluate": _evaluate,
-    "generate": _generate,
-    "score": _score,
-    "rescore": _rescore,
+    "generate": lambda options, _: generate.run(options),
+    "score": lambda options, _: score.run(options),
+    "rescore": lambda options, _: rescore.run(options),
     "classes": _classes,
     "info": _info,
     "config": _config,

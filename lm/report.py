@@ -14,29 +14,8 @@ from lm.config import Config, load_config, load_run_config, resolve_word_table
 
 if TYPE_CHECKING:
     from data_prep.classes.report import ClassReport
-    from lm.evaluation import Evaluation
 
 LABELLED_CLASSES = 25  # in the picture: those with the most tokens
-
-
-def evaluation_table(result: "Evaluation", title: str) -> str:
-    """Format the figures of an evaluation as lines of text below a title."""
-    within = result.within_class_perplexity
-    rows = [
-        ("tokens predicted", f"{result.tokens:,}"),
-        ("words, without <eos>", f"{result.words:,}"),
-        ("out of vocabulary", f"{result.oov:,}"),
-        ("negative log-likelihood", f"{result.nll_nats:.1f} nats"),
-        ("perplexity", f"{result.perplexity:.2f}"),
-        ("  excluding out of vocabulary", f"{result.perplexity_excluding_oov:.2f}"),
-        ("  class × within class", f"{result.class_perplexity:.2f} × {within:.2f}"),
-        ("word perplexity", f"{result.word_perplexity:.2f}"),
-        ("bits per byte", f"{result.bits_per_byte:.4f}"),
-        ("context", result.context),
-        ("line ends", result.eos_rule),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
 def open_source(source: str, overrides: Sequence[str]) -> tuple[Config, Prepared]:

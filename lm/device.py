@@ -1,0 +1,99 @@
+"""Where a run and a model compute: devices, CPU threads, and the memory available there."""
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from data_prep.errors import UserError
+from lm.config import Config
+
+PROC = Path("/proc")
+CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of cgroups 2 and 1: files of limit and usage, and which usage is released on demand."""
+GPU_SHARE = 0.8
+"""Part of a GPU's free memory that the weights of a model may take; states and batches follow."""
+_log = logging.getLogger(__name__)
+
+
+def is_on_gpu(config: Config) -> bool:
+    """Whether a configuration trains on GPUs here.
+
+    Apple's accelerator is never used: it lacks the fp64 that losses are summed in.
+    """
+    return config.train.accelerator != "cpu" and torch.cuda.is_available()
+
+
+def num_devices(config: Config) -> int:
+    """The number of devices that a configuration trains on here."""
+    if config.train.devices != "auto":
+        return config.train.devices
+    return torch.cuda.device_count() if is_on_gpu(config) else 1
+
+
+def choose_device(name: str, num_bytes: int) -> torch.device:
+    """The device for a model whose weights have `num_bytes`.
+
+    Args:
+        name: `auto`, `cpu` or `cuda[:N]`; auto is the GPU with the most free memory if the model
+            fits there, else the CPU.
+        num_bytes: of the weights.
+
+    Raises:
+        UserError: if there is no such device.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)]
+        if not free or num_bytes > GPU_SHARE * max(free):
+            return torch.device("cpu")
+        return torch.device("cuda", free.index(max(free)))
+    kind, _, index = name.partition(":")
+    if name != "cpu" and not (kind == "cuda" and (index.isdecimal() or name == "cuda")):
+        raise UserError(f"device: expected auto, cpu or cuda[:N], got {name!r}")
+    if kind == "cuda" and int(index or 0) >= num_gpus:
+        raise UserError(f"device: {name} does not exist, there are {num_gpus} CUDA devices")
+    return torch.device(name)
+
+
+def set_num_threads(num_threads: int | None) -> None:
+    """Set torch's CPU threads, at most one for each processor; None leaves torch's choice."""
+    if num_threads is None:
+        return
+    has_affinity = hasattr(os, "sched_getaffinity")
+    processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    if num_threads > processors:
+        _log.warning("%d threads on %d processors: using %d", num_threads, processors, processors)
+    torch.set_num_threads(min(num_threads, processors))
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that this process can have on a device; None where it is unknown.
+
+    On a GPU it is the free memory. On a CPU it is what Linux can provide without swapping, within
+    the limit of the cgroup, and what this process has already.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if not (PROC / "meminfo").exists():
+        return None
+    resident = int((PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    free = _read_fields(PROC / "meminfo")["MemAvailable:"] * 1024
+    for limit_file, usage_file, reclaimable in CGROUPS:
+        path = Path(limit_file)
+        limit = path.read_text().strip() if path.exists() else "max"
+        if limit.isdigit():
+            usage = int(path.with_name(usage_file).read_text())
+            usage -= _read_fields(path.with_name("memory.stat")).get(reclaimable, 0)
+            free = min(free, int(limit) - usage)
+    return max(free, 0) + resident
+
+
+def _read_fields(path: Path) -> dict[str, int]:
+    """The numbers of a file of lines `name number …`."""
+    lines = [line.split() for line in path.read_text().splitlines()]
+    return {line[0]: int(line[1]) for line in lines}
