@@ -1,25 +1,38 @@
 """Train, evaluate and generate with language models of very large vocabularies."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lm.loaded import LoadedModel
+    from lm.loaded import LoadedModel, State, Step
+    from lm.scoring import LineScore
 
+__all__ = ["LineScore", "LoadedModel", "State", "Step", "load"]
 __version__ = "0.2.0"
 
 
-def load(path: str | Path, *, device: str = "cpu") -> "LoadedModel":
+def load(path: str | Path, *, device: str = "auto") -> "LoadedModel":
     """Load a trained model, to score text with it, to continue text, or to search.
 
     Args:
-        path: run folder or exported model.
-        device: where the model computes.
+        path: folder of the run.
+        device: where the model computes: `auto`, `cpu` or `cuda[:N]`; auto is the GPU if there is
+            one where the model fits, else the CPU.
 
     Raises:
-        UserError: if there is no model, a file is damaged, or the tokenizer is not the one that the
-            model was trained with.
+        UserError: if there is no model, a file is damaged, the tokenizer is not the one that the
+            model was trained with, or there is no such device.
     """
-    from lm.loaded import LoadedModel  # torch takes seconds
+    from lm.loaded import LoadedModel
+    from lm.run import Run
 
-    return LoadedModel(Path(path), device=device)
+    return LoadedModel(Run(Path(path), device=device))
+
+
+def __getattr__(name: str) -> Any:
+    """The classes of `lm.loaded`, imported when they are first used: torch takes seconds."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lm import loaded
+
+    return getattr(loaded, name)

@@ -1,36 +1,26 @@
 """Perplexity: one evaluation serves the validation of a training run and `lm evaluate`.
 
 Every token of a text is predicted once, the first one from `<eos>`. All figures are sums over
-tokens divided by counts and do not depend on a batch size. The context of a token depends on the
-backbone:
-
-- A backbone that carries a state (LSTM) reads the text as one stream: all tokens before.
-- Any other (Transformer) reads overlapping windows of `context` tokens, half a window apart, and
-  counts the second half of each (and the first half of the first one): between context / 2 and
-  context tokens before, fewer only at the start of the text.
+tokens divided by counts and do not depend on a batch size. `lm.model.reader.read_text` determines
+the context of a token.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from tqdm import tqdm
 
 from data_prep.errors import UserError
 from data_prep.tokenizer.token_file import SplitInfo, log_literals
-from data_prep.tokenizer.tokenizer import Tokenizer
-from lm.model.files import Description
 from lm.model.language_model import LanguageModel
+from lm.model.reader import read_text
 from lm.run import Run
 
-CHUNK_TOKENS = 512
-"""Number of positions that are computed at once; no figure depends on it."""
 EOS_RULE = "one <eos> after every line, empty lines too; the first token is predicted from <eos>"
 WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out")
 
@@ -66,7 +56,7 @@ class Evaluation:
         class_perplexity: perplexity of the choice at the root of the tree.
         within_class_perplexity: perplexity of the choices below; the product of the two is
             `perplexity`.
-        context: from what each token is predicted.
+        context: how many tokens each token is predicted from, as a sentence.
         eos_rule: what is counted at line ends.
     """
 
@@ -90,6 +80,25 @@ class Evaluation:
             for name, value in asdict(self).items()
         }
 
+    def table(self, title: str) -> str:
+        """The figures as lines of text below a title."""
+        classes = f"{self.class_perplexity:.2f} × {self.within_class_perplexity:.2f}"
+        rows = {
+            "tokens predicted": f"{self.tokens:,}",
+            "words, without <eos>": f"{self.words:,}",
+            "out of vocabulary": f"{self.oov:,}",
+            "negative log-likelihood": f"{self.nll_nats:.1f} nats",
+            "perplexity": f"{self.perplexity:.2f}",
+            "  excluding out of vocabulary": f"{self.perplexity_excluding_oov:.2f}",
+            "  class × within class": classes,
+            "word perplexity": f"{self.word_perplexity:.2f}",
+            "bits per byte": f"{self.bits_per_byte:.4f}",
+            "context": self.context,
+            "line ends": self.eos_rule,
+        }
+        width = max(map(len, rows))
+        return "\n".join([title, *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
+
 
 @torch.no_grad()
 def evaluate(
@@ -107,10 +116,10 @@ def evaluate(
     Args:
         model: evaluated in evaluation mode; its mode is restored.
         tokens: [n] word ids, n ≥ 1.
-        counts: of the original text.
+        counts: what the original text contains.
         eos_id: word id from which the first token is predicted.
         unk_id: word id of tokens out of vocabulary; None if there are none.
-        context: T, length of the windows of a backbone that carries no state.
+        context: T, the length of the windows of a backbone that carries no state.
         progress: title of a progress bar on stderr, shown in a terminal; None for no bar.
 
     Returns:
@@ -129,7 +138,7 @@ def evaluate(
     with tqdm(
         total=len(tokens), desc=progress, unit="token", unit_scale=True, disable=disable
     ) as bar:
-        for hidden, targets in hidden_chunks(model, tokens, eos_id, context):
+        for hidden, targets, _ in read_text(model, tokens, eos_id, context):
             by_level = model.output.nll_by_level(hidden, targets).double()
             each = by_level.sum(0)
             nll += float(each.sum())
@@ -140,7 +149,6 @@ def evaluate(
                 oov_nll += float(each[is_oov].sum())
             bar.update(targets.numel())
     model.train(was_training)
-    window = f"windows of {context} tokens, at least {context // 2} before each token where there"
     known = len(tokens) - oov
     return Evaluation(
         tokens=len(tokens),
@@ -153,9 +161,17 @@ def evaluate(
         bits_per_byte=nll / math.log(2) / counts.utf8_bytes,
         class_perplexity=_exp(class_nll / len(tokens)),
         within_class_perplexity=_exp((nll - class_nll) / len(tokens)),
-        context="one stream, all tokens before"
-        if model.backbone.carries_state
-        else f"{window} are as many",
+        context=_describe_context(model, context),
+    )
+
+
+def _describe_context(model: LanguageModel, context: int) -> str:
+    if model.backbone.carries_state:
+        return "each token is predicted from all tokens before it"
+    fewest = context - max(1, context // 2) + 1
+    return (
+        f"each token is predicted from {fewest} to {context} tokens before it, and from fewer at"
+        " the start of the text"
     )
 
 
@@ -164,110 +180,50 @@ def _exp(nats: float) -> float:
     return math.inf if nats >= 700 else math.exp(nats)
 
 
-def hidden_chunks(
-    model: LanguageModel, tokens: NDArray[Any], eos_id: int, context: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Hidden vectors [..., H] and targets [...] of the tokens [n] of a text, each token once.
-
-    Targets are in the order of the text: [t], or [t, B] with the columns one after another.
-    """
-    if model.backbone.carries_state:
-        return _stream(model, tokens, eos_id)
-    return _windows(model, tokens, eos_id, context)
-
-
-def _stream(
-    model: LanguageModel, tokens: NDArray[Any], eos_id: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Hidden vectors [T, 1, H] and targets [T, 1] of one chunk after another."""
-    state, last = model.init_state(1), eos_id
-    for begin in range(0, len(tokens), CHUNK_TOKENS):
-        targets = tokens[begin : begin + CHUNK_TOKENS].astype(np.int64)
-        inputs = np.concatenate([[last], targets[:-1]])
-        last = targets[-1]
-        hidden, new_state = model(_column(inputs, model), state)
-        assert new_state is not None
-        state = new_state
-        yield hidden, _column(targets, model)
-
-
-def _windows(
-    model: LanguageModel, tokens: NDArray[Any], eos_id: int, context: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Hidden vectors and targets of the counted positions, several windows of one length at once.
-
-    In full windows the first `context - stride` positions are context only, except in the first.
-    """
-    stride = max(1, context // 2)
-    inputs = np.concatenate([[eos_id], tokens[:-1]]).astype(np.int64)
-    num_full = max(0, (len(tokens) - context) // stride + 1)
-    covered = context + (num_full - 1) * stride if num_full else 0
-    at_once = max(1, CHUNK_TOKENS // context)
-    offsets = np.arange(context)[:, None]
-    for first in range(0, num_full, at_once):
-        places = np.arange(first, min(first + at_once, num_full))[None, :] * stride + offsets
-        hidden, _ = model(torch.from_numpy(inputs[places]).to(model.device))
-        targets = torch.from_numpy(tokens[places].astype(np.int64)).to(model.device)
-        if first == 0:
-            yield hidden[: context - stride, 0], targets[: context - stride, 0]
-        yield hidden[context - stride :], targets[context - stride :]
-    if covered < len(tokens):
-        begin = max(0, len(tokens) - context) if num_full else 0
-        hidden, _ = model(_column(inputs[begin:], model))
-        targets = _column(tokens[covered:].astype(np.int64), model)
-        yield hidden[covered - begin :], targets
-
-
-def _column(ids: NDArray[np.int64], model: LanguageModel) -> Tensor:
-    return torch.from_numpy(ids).to(model.device)[:, None]
-
-
 def evaluate_split(run: Run, split: str, *, progress: bool = True) -> Evaluation:
-    """Evaluate a trained model on a split of its corpus."""
-    prepared = run.prepared
+    """Evaluate the model of a run on a split of its corpus: `train`, `valid` or `test`.
+
+    Args:
+        run: the run, opened.
+        split: name of the split.
+        progress: whether to show a progress bar in a terminal.
+
+    Raises:
+        UserError: if there is no model, its prepared data are absent, or they were prepared again
+            with another tokenizer.
+    """
+    model, description, prepared = run.model, run.description, run.prepared
     result = evaluate(
-        run.model,
+        model,
         prepared.tokens(split),
         TextCounts.of(prepared.splits[split]),
-        eos_id=run.description.eos_id,
-        unk_id=run.description.unk_id,
-        context=run.description.context,
+        eos_id=description.eos_id,
+        unk_id=description.unk_id,
+        context=description.context,
         progress=f"evaluate {split}" if progress else None,
     )
-    if not run.config.data.keep_empty_lines:
-        result = replace(result, eos_rule=WITHOUT_EMPTY_LINES)
-    return result
-
-
-def load_with_tokenizer(folder: Path):
-    """X."""
-    run = Run.open(folder, device="cpu")
-    return run.model, run.description, run.tokenizer
+    if run.config.data.keep_empty_lines:
+        return result
+    return replace(result, eos_rule=WITHOUT_EMPTY_LINES)
 
 
 def evaluate_text(run: Run, lines: Iterable[str], *, progress: bool = True) -> Evaluation:
-    """X."""
-    return evaluate_lines(run.model, run.description, run.tokenizer, lines, progress=progress)
+    """Evaluate the model of a run on lines of text, given without line ends.
 
-
-def evaluate_lines(
-    model: LanguageModel,
-    description: Description,
-    tokenizer: Tokenizer,
-    lines: Iterable[str],
-    *,
-    progress: bool = True,
-) -> Evaluation:
-    """`evaluate_text` with a model that is loaded already.
+    Args:
+        run: the run, opened.
+        lines: the text.
+        progress: whether to show a progress bar in a terminal.
 
     Raises:
-        UserError: if the text is empty.
+        UserError: if there is no model, its tokenizer is not the one that it was trained with, or
+            the text is empty.
     """
+    model, description, tokenizer = run.model, run.description, run.tokenizer
     text = list(lines)
     if not text:
         raise UserError("the text to evaluate is empty")
     log_literals("text", {w: sum(line.count(w) for line in text) for w in tokenizer.literals})
-    ids = [[*line, description.eos_id] for line in tokenizer.encode_lines(text)]
     counts = TextCounts(
         words=sum(tokenizer.num_words(line) for line in text),
         lines=len(text),
@@ -275,7 +231,7 @@ def evaluate_lines(
     )
     return evaluate(
         model,
-        np.concatenate(ids),
+        np.concatenate([[*ids, tokenizer.eos_id] for ids in tokenizer.encode_lines(text)]),
         counts,
         eos_id=description.eos_id,
         unk_id=description.unk_id,

@@ -3,22 +3,23 @@
 Words are strings, or token ids of the model's tokenizer. A word that the vocabulary lacks is
 `<unk>`: `LoadedModel.unknown_words` lists such words of a text, and `State.num_unknown` counts them
 on the way to a state. A word that the tokenizer splits has the probability of its tokens one after
-another: with SentencePiece, that of the word or of any longer word that begins with it.
+another: with SentencePiece, this is the probability of all words that begin with it.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lm.evaluation import Evaluation, evaluate_lines, load_with_tokenizer
-from lm.generation.sampling import read
-from lm.generation.text import Sample, encode_prompt, generate_text, search_text, unknown_words
-from lm.output import Sampling
+from lm.evaluation import Evaluation, evaluate_text
+from lm.generation import Sample, Sampling, generate_text, search_text
+from lm.generation.text import checked_text, encode_prompt, unknown_words
+from lm.model.reader import read_prefix
+from lm.run import Run
 from lm.scoring import LineScore, Scorer
 
 Word = str | int
@@ -32,12 +33,20 @@ class State:
     context - 1 tokens, 2 layers · context · H numbers (4 layers of H = 256, context 128, fp32: 1
     MB), and a step writes a new copy of them. The states of one call of `step_many` share
     memory, which is released with the last of them.
+
+    Attributes:
+        hidden: [H], from which the next word is predicted.
+        backbone: the state of the backbone, of one sequence.
+        num_tokens: number of tokens read since the start.
+        num_unknown: how many of them are `<unk>`.
+        model_sha256: checksum of the model's weights: other models do not accept the state.
     """
 
-    hidden: Tensor  # [H], from which the next word is predicted
-    backbone: tuple[Tensor, ...]  # `lm.model.language_model.State` of one sequence
-    num_tokens: int  # read since the start
-    num_unknown: int  # of these, `<unk>`
+    hidden: Tensor = field(repr=False)
+    backbone: tuple[Tensor, ...] = field(repr=False)
+    num_tokens: int
+    num_unknown: int
+    model_sha256: str = field(repr=False)
 
 
 Prefix = str | Sequence[int] | State
@@ -47,30 +56,36 @@ Prefix = str | Sequence[int] | State
 class Step(NamedTuple):
     """A word and what follows from it."""
 
-    log_prob: float  # of the word in the state before, in nats
-    state: State  # after the word
+    log_prob: float  # log-probability of the word in nats
+    state: State  # the state after the word
 
 
 class LoadedModel:
     """A trained model, made by `lm.load`. Log-probabilities are in nats, in at least fp32.
 
-    The first word of a text is predicted from `<eos>`.
+    The first word of a text is predicted from `<eos>`. Arguments of a wrong type or out of range
+    raise a ValueError. A fork of a process that has computed with several threads hangs, as always
+    with torch: load the model in each process instead.
 
     Attributes:
         model: the network, in evaluation mode; its parameters may be moved or converted.
         description: the content of `model.json`.
-        tokenizer: from text to token ids and back.
+        tokenizer: converts text to token ids and back.
         vocab_size: N.
         eos_id: token id of the end of a line.
         unk_id: token id of unknown words; None if the tokenizer has none.
     """
 
-    def __init__(self, folder: Path, *, device: str = "cpu") -> None:
-        model, self.description, self.tokenizer = load_with_tokenizer(folder)
-        self.model = model.to(device)
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.model, self.description, self.tokenizer = run.model, run.description, run.tokenizer
         self._scorer = Scorer(self.model, self.tokenizer, context=self.description.context)
         self.vocab_size = self.model.vocab_size
         self.eos_id, self.unk_id = self.description.eos_id, self.description.unk_id
+
+    def __repr__(self) -> str:
+        backbone = self.description.model.backbone
+        return f"LoadedModel({str(self._run.folder)!r}, {backbone}, {self.vocab_size:,} words)"
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, `<eos>` between its lines (after the last one if it ends in LF)."""
@@ -80,18 +95,17 @@ class LoadedModel:
         """The distinct words of a text that contain something unknown, in their order."""
         return unknown_words(self.tokenizer, [text])
 
-    @torch.no_grad()
     def start(self, prefix: str | Sequence[int] = "") -> State:
         """The state after a text or token ids; by default that before the first word."""
-        ids = self.encode(prefix) if isinstance(prefix, str) else list(map(self._checked, prefix))
+        ids = self.encode(prefix) if isinstance(prefix, str) else self._ids(prefix)
         tokens = torch.tensor([self.eos_id, *ids], device=self.model.device)[:, None]
-        for hidden, state in read(self.model, tokens, self.model.init_state(1)):
-            last, backbone = hidden[-1, 0], state
+        hidden, backbone = read_prefix(self.model, tokens, self.model.init_state(1))
         return State(
-            hidden=last,
+            hidden=hidden[0],
             backbone=backbone,
             num_tokens=len(ids),
             num_unknown=sum(token == self.unk_id for token in ids),
+            model_sha256=self.description.weights_sha256,
         )
 
     def step(self, state: State, word: Word) -> Step:
@@ -103,22 +117,22 @@ class LoadedModel:
         return self.step_many([state], [word])[0]
 
     def step_many(self, states: Sequence[State], words: Sequence[Word]) -> list[Step]:
-        """`step` of many pairs at once: those that a Transformer's cache fits, equally far on.
+        """`step` of many pairs at once; a Transformer batches states with equal `num_tokens`.
 
         Args:
             states: states, which may repeat.
             words: one word for each state.
 
         Returns:
-            One step for each pair, equal to that of `step` to rounding.
+            One step for each pair, equal to that of `step` up to rounding.
 
         Raises:
             ValueError: as `step`, or if the numbers of states and words differ.
         """
+        tokens = self._tokens_of_all(words)
         if len(states) != len(words):
             raise ValueError(f"expected a word for each state, got {len(states)} and {len(words)}")
-        tokens = [self._tokens(word) for word in words]
-        steps = [Step(0.0, state) for state in states]
+        steps = [Step(0.0, self._own(state)) for state in states]
         for place in range(max(map(len, tokens), default=0)):
             groups = defaultdict(list)
             for i, word_tokens in enumerate(tokens):
@@ -141,15 +155,16 @@ class LoadedModel:
         backbone = self.model.backbone
         joined = backbone.join_states([state.backbone for state in states])
         hidden, joined = self.model(token[None, :], joined)
-        index = torch.arange(len(states), device=token.device)
+        place = torch.arange(len(states), device=token.device)
         return [
             Step(
                 log_prob,
                 State(
                     hidden=hidden[0, i],
-                    backbone=backbone.select_state(joined, index[i : i + 1]),
+                    backbone=backbone.select_state(joined, place[i : i + 1]),
                     num_tokens=state.num_tokens + 1,
                     num_unknown=state.num_unknown + (tokens[i] == self.unk_id),
+                    model_sha256=state.model_sha256,
                 ),
             )
             for i, (log_prob, state) in enumerate(zip(log_probs, states, strict=True))
@@ -169,7 +184,7 @@ class LoadedModel:
         Raises:
             ValueError: if a word has no token, or an id is not one.
         """
-        state, tokens = self._state(prefix), [self._tokens(word) for word in words]
+        state, tokens = self._state(prefix), self._tokens_of_all(words)
         if any(len(word_tokens) > 1 for word_tokens in tokens):
             steps = self.step_many([state] * len(words), words)
             return state.hidden.new_tensor([step.log_prob for step in steps])
@@ -177,12 +192,14 @@ class LoadedModel:
         return self.model.output.candidate_log_prob(state.hidden, word.flatten())
 
     def score(self, sentences: Iterable[str]) -> list[LineScore]:
-        """Scores of independent sentences, as `lm score`; `log_prob.sum()` is that of a sentence.
+        """Scores of independent sentences, as `lm score`; `log_prob.sum()` scores the sentence.
 
         `<eos>` is predicted at the end of each. Sentences are computed in batches of similar
         length.
         """
-        return list(self._scorer.sentences(sentences))
+        if isinstance(sentences, str):
+            raise ValueError(f"expected a list of sentences, got the text {sentences[:40]!r}")
+        return list(self._scorer.sentences(map(checked_text, sentences)))
 
     def evaluate(self, text: str) -> Evaluation:
         """Every figure of `lm evaluate --text` for a text of one or more lines.
@@ -190,8 +207,8 @@ class LoadedModel:
         Raises:
             UserError: if the text is empty.
         """
-        lines = text.removesuffix("\n").split("\n") if text else []
-        return evaluate_lines(self.model, self.description, self.tokenizer, lines, progress=False)
+        lines = text.removesuffix("\n").split("\n") if checked_text(text) else []
+        return evaluate_text(self._run, lines, progress=False)
 
     def perplexity(self, text: str) -> float:
         """Perplexity of a text as one stream, `<eos>` of every line included; see `evaluate`."""
@@ -211,10 +228,7 @@ class LoadedModel:
 
         Args:
             prompt: text; empty for the beginning of a text.
-            num_tokens: largest number of tokens.
-            num_samples: number of continuations.
-            stop: a continuation ends before the first occurrence of one of these strings.
-            seed: of the random numbers.
+            num_tokens, num_samples, stop, seed: as in `lm.generation.generate_text`.
             sampling: fields of `lm.output.Sampling`: temperature, top_k, top_p, min_p,
                 repetition_penalty.
 
@@ -222,7 +236,9 @@ class LoadedModel:
             ValueError: if an option is out of range.
         """
         (samples,) = generate_text(
-            *(self.model, self.tokenizer, [prompt]),
+            self.model,
+            self.tokenizer,
+            [prompt],
             num_tokens=num_tokens,
             num_samples=num_samples,
             sampling=Sampling(**sampling),
@@ -244,23 +260,40 @@ class LoadedModel:
         Arguments and errors are those of `lm.generation.search_text`.
         """
         return search_text(
-            *(self.model, self.tokenizer, prompt),
+            self.model,
+            self.tokenizer,
+            prompt,
             num_tokens=num_tokens,
             num_beams=num_beams,
             length_penalty=length_penalty,
         )
 
     def _state(self, prefix: Prefix) -> State:
-        return prefix if isinstance(prefix, State) else self.start(prefix)
+        return self._own(prefix) if isinstance(prefix, State) else self.start(prefix)
 
-    def _tokens(self, word: Word) -> list[int]:
-        """The token ids of a word, at least one."""
-        tokens = self.encode(word) if isinstance(word, str) else [self._checked(word)]
-        if not tokens:
-            raise ValueError(f"{word!r} has no token")
-        return tokens
+    def _own(self, state: State) -> State:
+        """A state, if it is one of this model."""
+        if not isinstance(state, State) or state.model_sha256 != self.description.weights_sha256:
+            raise ValueError(f"expected a state of this model, got {state!r}")
+        return state
 
-    def _checked(self, token: int) -> int:
-        if not 0 <= token < self.vocab_size:
-            raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
-        return token
+    def _tokens_of_all(self, words: Sequence[Word]) -> list[list[int]]:
+        """The token ids of each word, at least one."""
+        if isinstance(words, str):
+            raise ValueError(f"expected a list of words, got the text {words[:40]!r}")
+        encoded = [self.encode(word) if isinstance(word, str) else [word] for word in words]
+        for word, tokens in zip(words, encoded, strict=True):
+            if not tokens:
+                raise ValueError(f"{word!r} has no token")
+        return list(map(self._ids, encoded))
+
+    def _ids(self, tokens: Iterable[int]) -> list[int]:
+        """Token ids, checked."""
+        try:
+            ids = [index(token) for token in tokens]
+        except TypeError as error:
+            raise ValueError(f"expected text or token ids, got {tokens!r}") from error
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
+        return ids

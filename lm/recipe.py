@@ -26,7 +26,7 @@ from data_prep.tokenizer.tokenizer import word_separator
 from lm.config import Config, validate
 from lm.output import ClassTree
 from lm.run import Run
-from lm.training.memory_estimate import available_to, estimate_memory
+from lm.training.memory_estimate import estimate_memory
 
 MAX_WORDS = 200_000
 """Vocabulary of the largest texts."""
@@ -152,7 +152,7 @@ def fit(path: Path, size: TextSize, files: dict[str, str]) -> Config:
         config = validate(values, str(path))
         if (config.run_path / "config.yaml").exists():
             raise UserError(f"{config.run_path} already contains a run: choose another name")
-        available = available_to(config)
+        available = Run(config.run_path, config).available_bytes
         num_words = min(size.words, config.tokenizer.vocab_size or size.words)
         if available is None or _estimated_bytes(config, num_words) < MEMORY_SHARE * available:
             return config
@@ -274,7 +274,7 @@ def _about(sample: Sample, size: TextSize) -> str:
 
 
 def _model(config: Config, size: TextSize) -> str:
-    available = available_to(config)
+    available = Run(config.run_path, config).available_bytes
     used = _estimated_bytes(config, min(size.words, config.tokenizer.vocab_size or size.words))
     of = "" if available is None else f" of {available / 1e9:.1f}"
     return (

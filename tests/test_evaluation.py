@@ -15,15 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import lm.evaluation
-from data_prep.prepared import open_prepared
 from lm.cli import main
-from lm.config import ModelConfig, OutputConfig, WordTable, load_run_config
+from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.evaluation import Evaluation, TextCounts, evaluate
+from lm.model import reader
 from lm.model.build import build_model
-from lm.model.files import load_model
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
+from lm.run import Run
 from lm.training.metrics import read_metrics
 
 N, EOS, UNK = 9, 0, 1
@@ -101,7 +100,7 @@ def test_no_figure_depends_on_the_size_of_the_chunks(
     model, tokens = make(backbone), text(n)
     expected = measured(model, tokens)
     for chunk in (1, 7, 12, 24, 50):
-        monkeypatch.setattr(lm.evaluation, "CHUNK_TOKENS", chunk)
+        monkeypatch.setattr(reader, "CHUNK_TOKENS", chunk)
         result = measured(model, tokens)
         for name in FIELDS.split():
             value, truth = getattr(result, name), getattr(expected, name)
@@ -241,11 +240,11 @@ def test_the_test_text_is_the_test_split(
 
 
 def test_a_loop_over_the_tokens_of_a_run_gives_its_perplexity(lstm_run: Path) -> None:
-    model, description = load_model(lstm_run)
-    tokens = open_prepared(load_run_config(lstm_run).prepared_path).tokens("test")
+    run = Run(lstm_run, device="cpu")
+    tokens, description = run.prepared.tokens("test"), run.description
     ids: Any = {"eos_id": description.eos_id, "context": description.context}
-    expected = by_hand(model.double(), tokens, **ids)
-    result = evaluate(model, tokens, COUNTS, unk_id=description.unk_id, **ids)
+    expected = by_hand(run.model.double(), tokens, **ids)
+    result = evaluate(run.model, tokens, COUNTS, unk_id=description.unk_id, **ids)
     assert result.nll_nats == pytest.approx(sum(expected), rel=1e-11)
 
 

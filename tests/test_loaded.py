@@ -14,6 +14,7 @@ import lm
 from data_prep.errors import UserError
 from lm.evaluation import evaluate_text
 from lm.loaded import LoadedModel, Word
+from lm.run import Run
 from tests.conftest import main
 
 SENTENCE = "the old cat sees a zebra today\na dog finds the horse again"  # zebra is unknown
@@ -97,7 +98,8 @@ def test_steps_of_a_sentence_sum_to_its_perplexity(run: Path) -> None:
 
 def test_perplexity_is_that_of_evaluate(run: Path, corpus: Path) -> None:
     text = (corpus / "test.txt").read_text()
-    expected = evaluate_text(run, text.removesuffix("\n").split("\n"), progress=False)
+    opened = Run(run, device="cpu")
+    expected = evaluate_text(opened, text.removesuffix("\n").split("\n"), progress=False)
     assert lm.load(run).evaluate(text) == expected
     assert lm.load(run).perplexity(text) == expected.perplexity
 

@@ -98,7 +98,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yield pieces of text as soon as they are final, at a constant cost per id."""
+        """Yield the text that each id makes final, which may be empty, and at the end the rest."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids; `<eos>` is a newline."""
@@ -286,7 +286,7 @@ class SentencePieceTokenizer(Tokenizer):
         return piece
 
     def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yield the text of the pieces; incomplete UTF-8 is held back until it is complete."""
+        """Yield the text of each piece; incomplete UTF-8 is held back until it is complete."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         at_start, after_space = True, False
         for id in ids:
@@ -298,8 +298,7 @@ class SentencePieceTokenizer(Tokenizer):
             after_space = text.endswith(" ") if text else after_space
             visible = text.removeprefix(" ") if at_start else text
             at_start = id == self.eos_id or (at_start and not text)
-            if visible:
-                yield visible
+            yield visible
         if incomplete := decoder.decode(b"", final=True):
             yield incomplete
 

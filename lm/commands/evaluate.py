@@ -3,14 +3,10 @@
 import argparse
 import json
 import logging
-from typing import TYPE_CHECKING
 
 from data_prep.errors import UserError
 from lm.commands.arguments import add_computing, add_json, add_no_progress, add_run
 from lm.run import Run
-
-if TYPE_CHECKING:
-    from lm.evaluation import Evaluation
 
 HELP = "perplexity of a trained model on a text"
 _log = logging.getLogger(__name__)
@@ -44,30 +40,10 @@ def run(options: argparse.Namespace) -> None:
     else:
         result = evaluate_text(run, read_text(options.text), progress=progress)
     values = result.to_dict()
-    print(json.dumps(values) if options.json else _table(result, options.text or options.split))
+    print(json.dumps(values) if options.json else result.table(options.text or options.split))
     if options.text is None:
         path = run.folder / f"evaluate-{options.split}.json"
         try:
             write_json_atomically(path, values)
         except (OSError, UserError) as error:
             _log.warning("the figures are printed only: %s", error)
-
-
-def _table(result: "Evaluation", title: str) -> str:
-    """Format the figures of an evaluation as lines of text below a title."""
-    within = result.within_class_perplexity
-    rows = [
-        ("tokens predicted", f"{result.tokens:,}"),
-        ("words, without <eos>", f"{result.words:,}"),
-        ("out of vocabulary", f"{result.oov:,}"),
-        ("negative log-likelihood", f"{result.nll_nats:.1f} nats"),
-        ("perplexity", f"{result.perplexity:.2f}"),
-        ("  excluding out of vocabulary", f"{result.perplexity_excluding_oov:.2f}"),
-        ("  class × within class", f"{result.class_perplexity:.2f} × {within:.2f}"),
-        ("word perplexity", f"{result.word_perplexity:.2f}"),
-        ("bits per byte", f"{result.bits_per_byte:.4f}"),
-        ("context", result.context),
-        ("line ends", result.eos_rule),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])

@@ -15,8 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm.generation.sampling import read
+from data_prep.tokenizer.tokenizer import Tokenizer
+from lm.generation.text import Continuation, Sample, check_memory, encode_prompt, state_bytes
 from lm.model.language_model import LanguageModel
+from lm.model.reader import read_prefix
 from lm.output.decoding.search import TopK
 
 MAX_LENGTH_PENALTY = 10.0
@@ -83,9 +85,8 @@ def beam_search(
     live = _Beams(tokens[0, :1] * 0, tokens[:0].T, torch.zeros_like(tokens[0], dtype=torch.float64))
     results: list[Hypothesis] = []
     for length in range(1, num_tokens + 1):
-        for hidden, new_state in read(model, tokens, state):
-            last, state = hidden[-1], new_state
-        beams = _extend(live, model.output.topk(last, min(num_beams + 1, model.vocab_size)))
+        hidden, state = read_prefix(model, tokens, state)
+        beams = _extend(live, model.output.topk(hidden, min(num_beams + 1, model.vocab_size)))
         ended = beams.tokens[:, -1] == (-1 if eos_id is None else eos_id)
         live = beams.select((~ended).nonzero().squeeze(1)[:num_beams])
         if length < num_tokens:
@@ -101,6 +102,43 @@ def beam_search(
         state = model.backbone.select_state(state, live.parent)
         tokens = live.tokens[:, -1:].T
     return results
+
+
+def search_text(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    num_tokens: int,
+    num_beams: int,
+    length_penalty: float = 1.0,
+) -> list[Sample]:
+    """The continuations of a prompt that beam search finds, the best first.
+
+    They end at the end of the line, or have `num_tokens` tokens; see `beam_search`.
+
+    Raises:
+        UserError: if the beams would not fit into memory.
+        ValueError: as for `beam_search`, or if the prompt is not text.
+    """
+    ids = encode_prompt(tokenizer, prompt)
+    beam_bytes = state_bytes(model, len(ids) + num_tokens) + 32 * min(num_beams, model.vocab_size)
+    check_memory(num_beams * beam_bytes, "the beams", model.device)
+    found = beam_search(
+        model,
+        ids,
+        num_tokens=num_tokens,
+        num_beams=num_beams,
+        length_penalty=length_penalty,
+        eos_id=tokenizer.eos_id,
+    )
+    samples = []
+    for tokens, log_prob, _ in found:
+        continuation = Continuation(tokenizer, ids, num_tokens=len(tokens))
+        for token in tokens:
+            continuation.append(token)
+        samples.append(Sample(continuation.text.removesuffix("\n"), tokens, log_prob))
+    return samples
 
 
 class _Beams(NamedTuple):

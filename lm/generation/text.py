@@ -1,24 +1,27 @@
-"""Text: prompts to token ids, continuations to text, and where it stops.
+"""Text: continuations of prompts that are drawn at random, token by token.
 
-Prompts with equal numbers of tokens are continued together, with all samples of each in one batch
-as far as their states fit into `STATE_BYTES`. The text of a sample does not depend on that: see
-`Sampler`.
+Sample i of a prompt draws token t with random numbers that the seed, i and t determine, from the
+state after the prompt and the tokens drawn. Its text depends neither on the number of samples nor
+on the other prompts, except that the last bits of matrix products can depend on the size of a
+batch. Prompts with equal numbers of tokens are continued together, with all samples of each in one
+batch as far as their states fit into `STATE_BYTES`.
 """
 
-import os
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, count
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from data_prep.errors import UserError
 from data_prep.tokenizer.tokenizer import UNK, Tokenizer
-from lm.generation.beam_search import beam_search
-from lm.generation.sampling import PLAIN, Sampler, read
+from lm.device import available_bytes
 from lm.model.language_model import LanguageModel
+from lm.model.reader import read_lines, read_prefix
 from lm.output import Sampling
+from lm.output.decoding.uniforms import derive_seeds
 
 STATE_BYTES = 1 << 28
 """Memory of the states of the sequences in a batch."""
@@ -27,20 +30,36 @@ PROMPT_TOKENS = 1 << 15
 PROMPTS_AT_ONCE = 1 << 10
 """Prompts that are sorted by length; their texts are available once all of them are complete."""
 BYTES_PER_TOKEN = 64
-"""Memory of a generated token until the text is printed, about."""
+"""Approximate memory of a generated token until its text is printed."""
+PLAIN = Sampling()
 
 
 class Sample(NamedTuple):
     """A continuation of a prompt."""
 
     text: str  # without the prompt
-    tokens: list[int]  # ids, with those of a stop string
+    tokens: list[int]  # ids, including those of a stop string
     log_prob: float | None = None  # nats, of a continuation that was searched for
 
 
+def checked_text(text: object) -> str:
+    """A text of a user's program; ValueError if it is not a string or not valid Unicode."""
+    if not isinstance(text, str):
+        raise ValueError(f"expected text, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text {text[:40]!r} is not valid Unicode") from error
+    return text
+
+
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a prompt: `<eos>`, which precedes every text, and its lines, `<eos>` between."""
-    lines = tokenizer.encode_lines(prompt.split("\n")) if prompt else []
+    """The ids of a prompt: `<eos>`, which precedes every text, and its lines, `<eos>` between.
+
+    Raises:
+        ValueError: if the prompt is not valid text.
+    """
+    lines = tokenizer.encode_lines(prompt.split("\n")) if checked_text(prompt) else []
     return list(chain.from_iterable([tokenizer.eos_id, *ids] for ids in lines or [[]]))
 
 
@@ -55,6 +74,144 @@ def unknown_words(tokenizer: Tokenizer, texts: Iterable[str]) -> list[str]:
     return [word for word, ids in pairs if tokenizer.unk_id in ids and UNK not in word]
 
 
+class Continuation:
+    r"""A continuation of a prompt that grows token by token, up to a stop string.
+
+    Args:
+        tokenizer: decodes the tokens.
+        prompt: ids, from `encode_prompt`.
+        num_tokens: largest number of tokens.
+        stop: the text ends before the first occurrence of one of these strings.
+
+    Attributes:
+        tokens: the ids so far, including those of a stop string.
+        text: what they spell, as far as it is final.
+        is_complete: whether it has all its tokens or a stop string was found.
+
+    Raises:
+        ValueError: if `num_tokens` < 1 or a stop string is empty.
+
+    Example:
+        >>> from data_prep.tokenizer.tokenizer import WordTokenizer
+        >>> tokenizer = WordTokenizer(["<eos>", "<unk>", "a", "cat", "ran", "sat"])
+        >>> continuation = Continuation(tokenizer, [0, 2], num_tokens=9, stop=["cat sat", "\n"])
+        >>> [continuation.append(token) for token in (3, 4, 3, 5)], continuation.is_complete
+        ([' ', 'cat ran', ' ', ''], True)
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: list[int], *, num_tokens: int, stop: Sequence[str] = ()
+    ) -> None:
+        if num_tokens < 1:
+            raise ValueError(f"the number of tokens must be at least 1, got {num_tokens}")
+        if isinstance(stop, str):
+            raise ValueError(f"stop must be a list of strings, got {stop!r}")
+        if "" in stop:
+            raise ValueError("a stop string must not be empty")
+        self.tokens: list[int] = []
+        self.is_complete = False
+        self._final: list[str] = []
+        self._num_tokens, self._stop = num_tokens, stop
+        self._withheld = ""
+        self._pieces = tokenizer.stream_decode(self._ids(prompt))
+        for _ in prompt[1:]:
+            next(self._pieces)
+
+    @property
+    def text(self) -> str:
+        """The final text."""
+        return "".join(self._final)
+
+    def _ids(self, prompt: list[int]) -> Iterator[int]:
+        """What is decoded, in step with `append`."""
+        yield from prompt[1:]
+        while not self.is_complete:
+            yield self.tokens[-1]
+
+    def append(self, token: int) -> str:
+        """Add a token; returns the further text that no stop string can begin in any more."""
+        self.tokens.append(token)
+        text = self._until_stop(next(self._pieces))
+        if not self.is_complete and len(self.tokens) == self._num_tokens:
+            self.is_complete = True
+            text += self._until_stop(next(self._pieces, "")) + self._withheld
+        self._final.append(text)
+        return text
+
+    def _until_stop(self, piece: str) -> str:
+        """Text before the first stop string; what may be the beginning of one is withheld."""
+        text = self._withheld + piece
+        found = [place for place in map(text.find, self._stop) if place >= 0]
+        if found:
+            self.is_complete, self._withheld = True, ""
+            return text[: min(found)]
+        lengths = range(1, max(map(len, self._stop), default=0))
+        openings = (n for n in lengths if text.endswith(tuple(s[:n] for s in self._stop)))
+        begin = len(text) - max(openings, default=0)
+        self._withheld = text[begin:]
+        return text[:begin]
+
+
+@torch.no_grad()
+def _draw(
+    model: LanguageModel,
+    prompts: Tensor,
+    growing: list[Continuation],
+    *,
+    first_sample: int = 0,
+    sampling: Sampling,
+    seed: int,
+    eos_id: int,
+) -> Iterator[list[str]]:
+    """Continue P prompts [T, P] by S samples each until all continuations are complete.
+
+    Args:
+        model: in evaluation mode.
+        prompts: [T, P] int64 on the device of the model.
+        growing: [P · S] empty continuations; those of one prompt are adjacent.
+        first_sample: number of the first sample of each prompt.
+        sampling: the distribution to draw from.
+        seed: within -2^63 … 2^64 - 1; s and s + 2^64 are the same.
+        eos_id: token that the repetition penalty does not apply to.
+
+    Yields:
+        The text that a draw adds to each continuation that was not complete before it.
+    """
+    if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"seed must be within -2^63 … 2^64 - 1, got {seed}")
+    backbone, num_prompts = model.backbone, prompts.shape[1]
+    num_samples = len(growing) // num_prompts
+    root = torch.tensor(seed - (1 << 64) if seed >= 1 << 63 else seed, device=model.device)
+    sample = torch.arange(first_sample, first_sample + num_samples, device=model.device)
+    seeds = derive_seeds(root, sample).repeat(num_prompts)
+    hidden, state = read_prefix(model, prompts, model.init_state(num_prompts))
+    owner = torch.arange(num_prompts, device=model.device).repeat_interleave(num_samples)
+    hidden, state = hidden[owner], backbone.select_state(state, owner)
+    previous = _without(eos_id, prompts.T)[owner] if sampling.repetition_penalty > 1 else None
+    for number in count():
+        token = model.output.sample(
+            hidden, **vars(sampling), previous=previous, seeds=derive_seeds(seeds, number)
+        )
+        yield [each.append(id) for each, id in zip(growing, token.tolist(), strict=True)]
+        live = [place for place, each in enumerate(growing) if not each.is_complete]
+        if not live:
+            return
+        if previous is not None:
+            previous = torch.cat([previous, _without(eos_id, token[:, None])], dim=1)
+        if len(live) < len(growing):
+            growing = [growing[place] for place in live]
+            index = torch.tensor(live, device=model.device)
+            token, seeds = token[index], seeds[index]
+            previous = None if previous is None else previous[index]
+            state = backbone.select_state(state, index)
+        hidden, state = read_prefix(model, token[None], state)
+
+
+def _without(eos_id: int, tokens: Tensor) -> Tensor:
+    """The tokens that the repetition penalty applies to; -1 instead of `<eos>`."""
+    return tokens.masked_fill(tokens == eos_id, -1)
+
+
 def stream_text(
     model: LanguageModel,
     tokenizer: Tokenizer,
@@ -67,15 +224,10 @@ def stream_text(
 ) -> Iterator[str]:
     """The first sample of `generate_text` in pieces, each available as soon as it is drawn."""
     ids = encode_prompt(tokenizer, prompt)
-    sampler = Sampler(
-        *(model, torch.tensor(ids)[:, None]),
-        num_samples=1,
-        sampling=sampling,
-        seed=seed,
-        eos_id=tokenizer.eos_id,
-    )
-    drawn = (int(sampler.draw()) for _ in range(num_tokens))
-    return until(stop, _continuation(tokenizer, ids, drawn))
+    growing = [Continuation(tokenizer, ids, num_tokens=num_tokens, stop=stop)]
+    prompts = torch.tensor(ids, device=model.device)[:, None]
+    draws = _draw(model, prompts, growing, sampling=sampling, seed=seed, eos_id=tokenizer.eos_id)
+    return chain.from_iterable(draws)
 
 
 def generate_text(
@@ -93,178 +245,60 @@ def generate_text(
 
     Args:
         model: in evaluation mode.
-        tokenizer: that of the model.
+        tokenizer: the model's.
         prompts: texts to continue, each empty for the beginning of a text; lines are separated by
             `<eos>`.
         num_tokens: largest number of tokens of a continuation.
         num_samples: number of continuations of each prompt.
-        sampling: the distribution to draw from. The repetition penalty does not apply to `<eos>`.
+        sampling: the distribution to draw from. The repetition penalty applies to the words of the
+            prompt and those drawn, but not to `<eos>`.
         stop: a continuation ends before the first occurrence of one of these strings.
-        seed: of the random numbers. Sample i of a prompt depends on the prompt, the options, the
-            seed and i, not on other prompts and samples (but see `Sampler` on rounding).
+        seed: the seed of the random numbers, within -2^63 … 2^64 - 1; s and s + 2^64 are the same.
 
     Yields:
         The samples of each prompt, in order.
 
     Raises:
         UserError: if the results would not fit into memory.
-        ValueError: if the seed is out of range or a stop string is empty.
+        ValueError: if a number or the seed is out of range, or a stop string is empty.
     """
-    check_memory(BYTES_PER_TOKEN * len(prompts) * num_samples * num_tokens, "the texts")
+    if num_samples < 1:
+        raise ValueError(f"the number of samples must be at least 1, got {num_samples}")
+    num_bytes = BYTES_PER_TOKEN * len(prompts) * num_samples * num_tokens
+    check_memory(num_bytes, "the texts", torch.device("cpu"))
     for first in range(0, len(prompts), PROMPTS_AT_ONCE):
         encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts[first:][:PROMPTS_AT_ONCE]]
         results: list[list[Sample]] = [[] for _ in encoded]
         for group, samples in _batches(model, list(map(len, encoded)), num_samples, num_tokens):
-            sampler = Sampler(
-                *(model, torch.tensor([encoded[index] for index in group]).T),
-                num_samples=len(samples),
+            owners = [index for index in group for _ in samples]
+            growing = [
+                Continuation(tokenizer, encoded[index], num_tokens=num_tokens, stop=stop)
+                for index in owners
+            ]
+            prompt_ids = torch.tensor([encoded[index] for index in group], device=model.device).T
+            draws = _draw(
+                model,
+                prompt_ids,
+                growing,
                 first_sample=samples.start,
                 sampling=sampling,
                 seed=seed,
                 eos_id=tokenizer.eos_id,
             )
-            owners = [index for index in group for _ in samples]
-            batch = _Batch(sampler, len(owners), num_tokens)
-            texts = [
-                until(stop, _continuation(tokenizer, encoded[index], batch.stream(number)))
-                for number, index in enumerate(owners)
-            ]
-            for index, sample in zip(owners, batch.complete(texts), strict=True):
-                results[index].append(sample)
+            for _ in draws:
+                pass
+            for index, each in zip(owners, growing, strict=True):
+                results[index].append(Sample(each.text, each.tokens))
         yield from results
-
-
-def search_text(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    num_tokens: int,
-    num_beams: int,
-    length_penalty: float = 1.0,
-) -> list[Sample]:
-    """The continuations of a prompt that beam search finds, the best first.
-
-    They end at the end of the line, or have `num_tokens` tokens; see `beam_search`.
-
-    Raises:
-        UserError: if the beams would not fit into memory.
-        ValueError: as for `beam_search`.
-    """
-    ids = encode_prompt(tokenizer, prompt)
-    beam_bytes = state_bytes(model, len(ids) + num_tokens) + 32 * min(num_beams, model.vocab_size)
-    check_memory(num_beams * beam_bytes, "the beams")
-    found = beam_search(
-        *(model, ids),
-        num_tokens=num_tokens,
-        num_beams=num_beams,
-        length_penalty=length_penalty,
-        eos_id=tokenizer.eos_id,
-    )
-    return [
-        Sample("".join(_continuation(tokenizer, ids, tokens)).removesuffix("\n"), tokens, log_prob)
-        for tokens, log_prob, _ in found
-    ]
-
-
-@torch.no_grad()
-def level_probs(model: LanguageModel, prompt: list[int], tokens: list[int]) -> list[list[float]]:
-    """Probability of each choice on the path of each token after a prompt, T rows of D levels.
-
-    They are those of the model: without temperature, penalty and restrictions. The product of a
-    row is the probability of the token; below the end of a path they are 1.
-    """
-    ids = torch.tensor([*prompt, *tokens], device=model.device)[:, None]
-    rows, num_read = [], 1
-    for hidden, _ in read(model, ids[:-1], model.init_state(1)):
-        targets = ids[num_read : num_read + len(hidden)]
-        num_read += len(hidden)
-        rows.append(model.output.nll_by_level(hidden, targets)[:, :, 0].T)
-    probs: list[list[float]] = torch.cat(rows)[len(prompt) - 1 :].neg().exp().tolist()
-    return probs
-
-
-def until(stop: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
-    r"""The pieces of a text up to the first occurrence of a stop string.
-
-    Text that may be the beginning of one is withheld until that is decided.
-
-    Example:
-        >>> list(until(["end", "\n"], [" the", " en", "tire ", "end", "less"]))
-        [' th', 'e ', 'entire ', '']
-    """
-    if "" in stop:
-        raise ValueError("a stop string must not be empty")
-    withheld = ""
-    for piece in pieces:
-        text = withheld + piece
-        found = [place for place in map(text.find, stop) if place >= 0]
-        if found:
-            yield text[: min(found)]
-            return
-        lengths = range(1, max(map(len, stop), default=0))
-        num_open = max((n for n in lengths if text.endswith(tuple(s[:n] for s in stop))), default=0)
-        withheld = text[len(text) - num_open :]
-        yield text[: len(text) - num_open]
-    yield withheld
-
-
-class _Batch:
-    """The token ids of sequences that are drawn together as soon as one of them is read on."""
-
-    def __init__(self, sampler: Sampler, num_sequences: int, num_tokens: int) -> None:
-        self._sampler, self._num_tokens = sampler, num_tokens
-        self._drawn: list[deque[int]] = [deque() for _ in range(num_sequences)]
-        self._read: list[list[int]] = [[] for _ in range(num_sequences)]
-        self._sequences = list(range(num_sequences))  # those in the sampler
-        self._complete: set[int] = set()
-
-    def stream(self, sequence: int) -> Iterator[int]:
-        """The ids of a sequence."""
-        for _ in range(self._num_tokens):
-            if not self._drawn[sequence]:
-                self._draw()
-            self._read[sequence].append(self._drawn[sequence].popleft())
-            yield self._read[sequence][-1]
-
-    def _draw(self) -> None:
-        """Draw a token of each sequence but the complete ones."""
-        kept = [k for k, s in enumerate(self._sequences) if s not in self._complete]
-        if len(kept) < len(self._sequences):
-            self._sequences = [self._sequences[k] for k in kept]
-            self._sampler.select(torch.tensor(kept, device=self._sampler.device))
-        for sequence, token in zip(self._sequences, self._sampler.draw().tolist(), strict=True):
-            self._drawn[sequence].append(token)
-
-    def complete(self, texts: list[Iterator[str]]) -> Iterator[Sample]:
-        """The samples, once the texts of all sequences have been read, in turns."""
-        pieces: list[list[str]] = [[] for _ in texts]
-        while len(self._complete) < len(texts):
-            for sequence, text in enumerate(texts):
-                if sequence not in self._complete:
-                    piece = next(text, None)
-                    if piece is None:
-                        self._complete.add(sequence)
-                    else:
-                        pieces[sequence].append(piece)
-        yield from map(Sample, map("".join, pieces), self._read)
-
-
-def _continuation(tokenizer: Tokenizer, prompt: list[int], ids: Iterable[int]) -> Iterator[str]:
-    """The decoded ids in pieces, without the prompt that precedes them."""
-    skip = len(tokenizer.decode(prompt[1:]))
-    for piece in tokenizer.stream_decode(chain(prompt[1:], ids)):
-        yield piece[skip:]
-        skip = max(0, skip - len(piece))
 
 
 def _batches(
     model: LanguageModel, lengths: list[int], num_samples: int, num_tokens: int
 ) -> Iterator[tuple[list[int], range]]:
     """Indices of prompts of equal length, and the samples of each that are drawn in one batch."""
-    by_length: dict[int, list[int]] = {}
+    by_length = defaultdict(list)
     for index, length in enumerate(lengths):
-        by_length.setdefault(length, []).append(index)
+        by_length[length].append(index)
     for length, group in by_length.items():
         at_once = max(1, STATE_BYTES // state_bytes(model, length + num_tokens))
         num_prompts = max(1, min(at_once // num_samples, PROMPT_TOKENS // length))
@@ -277,18 +311,30 @@ def _batches(
 @torch.no_grad()
 def state_bytes(model: LanguageModel, num_tokens: int) -> int:
     """Memory of the state of one sequence after some tokens, at most."""
-    state = model.init_state(1)
-    _, longer = model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), state)
-    assert longer is not None
-    before, after = (sum(tensor.nbytes for tensor in each) for each in (state, longer))
+    empty = model.init_state(1)
+    _, longer = read_prefix(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), empty)
+    before, after = (sum(tensor.nbytes for tensor in state) for state in (empty, longer))
     return before + num_tokens * (after - before)
 
 
-def check_memory(num_bytes: int, what: str) -> None:
-    """Raise a UserError if something needs more memory than this computer has."""
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if num_bytes > available:
+def check_memory(num_bytes: int, what: str, device: torch.device) -> None:
+    """Raise a UserError if something needs more memory than a device has available."""
+    available = available_bytes(device)
+    if available is not None and num_bytes > available:
         raise UserError(
             f"{what} need {num_bytes / 1e9:,.0f} GB of memory, {available / 1e9:,.0f} GB are"
             " available: fewer samples, beams or tokens need less"
         )
+
+
+def level_probs(model: LanguageModel, prompt: list[int], tokens: list[int]) -> list[list[float]]:
+    """Probability of each choice on the path of each token after a prompt, T rows of D levels.
+
+    They are those of the model: without temperature, penalty and restrictions. The product of a
+    row is the probability of the token; below the end of a path they are 1.
+    """
+    eos_id, *rest = prompt
+    chunks = read_lines(model, [[*rest, *tokens]], eos_id)
+    nll = torch.cat([model.output.nll_by_level(hidden, target) for hidden, target, _ in chunks], 1)
+    probs: list[list[float]] = nll[:, len(rest) :].T.neg().exp().tolist()
+    return probs

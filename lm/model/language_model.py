@@ -24,6 +24,10 @@ class Backbone(Protocol):
     carries_state: bool
     """Whether, while training, the state after one batch is the initial state of the next."""
 
+    @property
+    def receptive_field(self) -> int | None:
+        """Number of tokens that a hidden vector depends on, at most; None if it is not limited."""
+
     def init_state(
         self,
         batch_size: int,

@@ -69,6 +69,7 @@ class LSTM(nn.Module):
 
     carries_state = True
     """The state after one window is the start of the next one."""
+    receptive_field = None
 
     def __init__(
         self,

@@ -80,6 +80,11 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(hidden_size, NORM_EPS)
         self.reset_parameters()
 
+    @property
+    def receptive_field(self) -> int:
+        """Number of tokens that a hidden vector depends on: each block adds `context` − 1."""
+        return 1 + len(self.blocks) * (self.context - 1)
+
     def reset_parameters(self) -> None:
         """Draws matrices from N(0, 0.02²), residual projections from N(0, 0.02² / (2 · layers))."""
         for name, weight in self.named_parameters():

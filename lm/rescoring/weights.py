@@ -41,6 +41,9 @@ class Weights:
         insertion_penalty: p, subtracted for each word.
         first_pass_share: r in [0, 1].
         mixture: λ in [0, 1].
+
+    Raises:
+        UserError: if a weight is out of range.
     """
 
     lm_weight: float
@@ -48,33 +51,11 @@ class Weights:
     first_pass_share: float = 0.0
     mixture: float = 1.0
 
-    @classmethod
-    def given(
-        cls,
-        lm_weight: float,
-        insertion_penalty: float | None,
-        first_pass_share: float | None,
-        mixture: float | None,
-        *,
-        num_models: int,
-    ) -> "Weights":
-        """Weights with defaults: no penalty, no first pass, equal shares of two models.
-
-        Raises:
-            UserError: if a weight is out of range.
-        """
-        default = 1.0 if num_models == 1 else 0.5
-        weights = cls(
-            lm_weight=lm_weight,
-            insertion_penalty=insertion_penalty or 0.0,
-            first_pass_share=first_pass_share or 0.0,
-            mixture=default if mixture is None else mixture,
-        )
-        if not (0 <= lm_weight < np.inf and np.isfinite(weights.insertion_penalty)):
+    def __post_init__(self) -> None:
+        if not (0 <= self.lm_weight < np.inf and np.isfinite(self.insertion_penalty)):
             raise UserError("--lm-weight must be at least 0, and --insertion-penalty finite")
-        if not (0 <= weights.first_pass_share <= 1 and 0 <= weights.mixture <= 1):
+        if not (0 <= self.first_pass_share <= 1 and 0 <= self.mixture <= 1):
             raise UserError("--first-pass-share and --mixture must be within 0 … 1")
-        return weights
 
 
 class Arpa:

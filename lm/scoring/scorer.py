@@ -9,7 +9,6 @@ separated by whitespace, whatever the tokens, and the score of a unit is the sum
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,11 +17,9 @@ from torch import Tensor
 
 from data_prep.errors import UserError
 from data_prep.tokenizer.tokenizer import AlignedLine, Tokenizer, WordTokenizer, line_batches
-from lm.evaluation import hidden_chunks, load_with_tokenizer
 from lm.model.language_model import LanguageModel
+from lm.model.reader import read_lines, read_text
 
-BATCH_TOKENS = 2048
-"""Largest number of positions of a batch of sentences, or of a part of one long sentence."""
 MAX_VOCABULARY_SIZE = 1 << 60
 """Ranks are 64-bit integers."""
 MAX_LOG_PROBS = 1 << 23
@@ -119,15 +116,6 @@ class Scorer:
             raise UserError(f"--vocabulary-size is {vocabulary_size}: {expected}, {limit}")
         self.num_unseen = vocabulary_size - (model.vocab_size - 1)
 
-    @classmethod
-    def load(
-        cls, folder: Path, *, vocabulary_size: int | None = None, details: bool = False
-    ) -> "Scorer":
-        """The scorer of a run or an export; UserError as `load_with_tokenizer` and `Scorer`."""
-        model, description, tokenizer = load_with_tokenizer(folder)
-        context, size = description.context, vocabulary_size
-        return cls(model, tokenizer, context=context, vocabulary_size=size, details=details)
-
     @property
     def has_one_token_per_word(self) -> bool:
         """Whether every word is one token."""
@@ -139,88 +127,31 @@ class Scorer:
         Batches have lines of similar length. The figures of a line do not depend on the others but
         for the rounding of the model's dtype.
         """
+        eos_id, reach = self.tokenizer.eos_id, self.model.backbone.receptive_field
         for batch in line_batches(lines):
             aligned = [self.tokenizer.align(line) for line in batch]
-            for line, tokens in zip(aligned, self._independent(aligned), strict=True):
-                before = np.arange(1, len(line.ids) + 2)
-                if not self.model.backbone.carries_state:
-                    before = np.minimum(before, self.context)
-                yield self._line_score(line, tokens, before)
+            ids = [[*line.ids, eos_id] for line in aligned]
+            figures, index_of_line = [], []
+            for hidden, targets, index in read_lines(self.model, ids, eos_id):
+                figures.append(self._figures(hidden, targets))
+                index_of_line.append(index)
+            by_line = np.concatenate(index_of_line).argsort(kind="stable")
+            before = np.concatenate([np.arange(1, len(each) + 1) for each in ids])
+            before = before if reach is None else np.minimum(before, reach)
+            yield from self._line_scores(aligned, _concatenate(figures).select(by_line), before)
 
     def stream(self, lines: Iterable[str]) -> Iterator[LineScore]:
         """Score lines as one text, each token from the text before it, as `lm evaluate`."""
-        aligned = [self.tokenizer.align(line) for line in lines]
+        aligned, eos_id = [self.tokenizer.align(line) for line in lines], self.tokenizer.eos_id
         if not aligned:
             return
-        ids = np.concatenate([[*line.ids, self.tokenizer.eos_id] for line in aligned])
-        tokens = self._stream_figures(ids)
-        before = self._stream_context(len(ids))
-        begin = 0
-        for line in aligned:
-            part = slice(begin, begin + len(line.ids) + 1)
-            begin = part.stop
-            yield self._line_score(line, tokens.select(part), before[part])
-
-    @torch.no_grad()
-    def _stream_figures(self, ids: Ints) -> TokenScores:
-        """The figures of the tokens of a text."""
-        chunks = hidden_chunks(self.model, ids, self.tokenizer.eos_id, self.context)
-        return _concatenate([self._figures(*_in_text_order(*chunk)) for chunk in chunks])
-
-    def _stream_context(self, num_tokens: int) -> Ints:
-        """Number of tokens [n] that each token of a stream is predicted from."""
-        place = np.arange(num_tokens)
-        if self.model.backbone.carries_state or num_tokens <= self.context:
-            return place + 1
-        stride = max(1, self.context // 2)
-        begin = -(-(place + 1 - self.context) // stride) * stride
-        return place + 1 - np.clip(begin, 0, num_tokens - self.context)
-
-    def _independent(self, lines: Sequence[AlignedLine]) -> list[TokenScores]:
-        """The figures of each line's tokens and `<eos>`, in the order of the lines."""
-        result: dict[int, TokenScores] = {}
-        order = sorted(range(len(lines)), key=lambda place: len(lines[place].ids))
-        batch: list[int] = []
-        for place in order:
-            if batch and (len(lines[place].ids) + 1) * (len(batch) + 1) > BATCH_TOKENS:
-                result |= zip(batch, self._batch([lines[k].ids for k in batch]), strict=True)
-                batch = []
-            batch.append(place)
-        result |= zip(batch, self._batch([lines[k].ids for k in batch]), strict=True)
-        return [result[place] for place in range(len(lines))]
-
-    def _batch(self, sentences: Sequence[Sequence[int]]) -> Iterator[TokenScores]:
-        """The figures of each of B sentences, padded after their ends."""
-        eos_id, device = self.tokenizer.eos_id, self.model.device
-        lengths = np.array([len(ids) + 1 for ids in sentences])
-        tokens = np.full((lengths.max() + 1, len(sentences)), eos_id)
-        for column, ids in enumerate(sentences):
-            tokens[1 : len(ids) + 1, column] = ids
-        inputs = torch.from_numpy(tokens[:-1]).to(device)
-        targets = torch.from_numpy(tokens[1:]).to(device)
-        is_token = torch.from_numpy(np.arange(lengths.max())[:, None] < lengths).to(device)
-        chunks, begin = [], 0
-        for hidden in self._hidden(inputs):
-            part = slice(begin, begin + len(hidden))
-            begin = part.stop
-            chunks.append(self._figures(hidden[is_token[part]], targets[part][is_token[part]]))
-        figures = _concatenate(chunks)
-        in_order = is_token.nonzero()[:, 1].argsort(stable=True).cpu().numpy()
-        begin = 0
-        for length in lengths.tolist():
-            yield figures.select(in_order[begin : begin + length])
-            begin += length
-
-    @torch.no_grad()
-    def _hidden(self, tokens: Tensor) -> Iterator[Tensor]:
-        """Hidden vectors [t, B, H] after tokens [T, B], in chunks of up to `BATCH_TOKENS` steps."""
-        if len(tokens) <= BATCH_TOKENS:
-            yield self.model(tokens)[0]
-            return
-        state = self.model.init_state(tokens.shape[1])
-        for chunk in torch.split(tokens, BATCH_TOKENS):
-            hidden, state = self.model(chunk, state)
-            yield hidden
+        ids = np.concatenate([[*line.ids, eos_id] for line in aligned])
+        figures, before = [], []
+        for hidden, targets, num_before in read_text(self.model, ids, eos_id, self.context):
+            hidden = hidden.transpose(0, 1).flatten(0, 1)  # in the order of the text
+            figures.append(self._figures(hidden, targets.T.flatten()))
+            before.append(num_before.T.flatten())
+        yield from self._line_scores(aligned, _concatenate(figures), np.concatenate(before))
 
     @torch.no_grad()
     def _figures(self, hidden: Tensor, targets: Tensor) -> TokenScores:
@@ -247,6 +178,16 @@ class Scorer:
         rank = 1 + higher.sum(1) + (self.num_unseen - 1) * higher[:, unk_id]
         return rank, entropy + unk * log_unseen
 
+    def _line_scores(
+        self, lines: Iterable[AlignedLine], tokens: TokenScores, before: Ints
+    ) -> Iterator[LineScore]:
+        """The scores of lines, whose tokens follow one another."""
+        begin = 0
+        for line in lines:
+            part = slice(begin, begin + len(line.ids) + 1)
+            begin = part.stop
+            yield self._line_score(line, tokens.select(part), before[part])
+
     def _line_score(self, line: AlignedLine, tokens: TokenScores, before: Ints) -> LineScore:
         unit, num_units = np.array([*line.word_of_id, len(line.words)]), len(line.words) + 1
         ids = np.array([*line.ids, self.tokenizer.eos_id])
@@ -261,13 +202,6 @@ class Scorer:
             unit_of_token=unit,
             tokens=tokens,
         )
-
-
-def _in_text_order(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden vectors [P, H] and targets [P] of `hidden_chunks`, flattened by columns."""
-    if targets.dim() == 1:
-        return hidden, targets
-    return hidden.transpose(0, 1).flatten(0, 1), targets.T.flatten()
 
 
 def _concatenate(parts: Sequence[TokenScores]) -> TokenScores:

@@ -9,7 +9,8 @@ from data_prep.errors import UserError
 from data_prep.prepare import prepare
 from data_prep.storage import write_json_atomically
 from lm.config import load_config
-from lm.evaluation import evaluate_run
+from lm.evaluation import evaluate_split
+from lm.run import Run as TrainedRun
 from lm.training.loop import train
 from lm.training.metrics import read_metrics
 from lm.training.run_folder import check_folder
@@ -21,7 +22,7 @@ def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
     """Train or resume a run in a folder of `runs`, evaluate it and write its log."""
     folder = runs / run.table / run.name
     _train(run, data_dir, folder, progress=progress)
-    test = evaluate_run(folder, "test", progress=progress).to_dict()
+    test = evaluate_split(TrainedRun.open(folder), "test", progress=progress).to_dict()
     last = read_metrics(folder / "metrics.csv")[-1]
     run.log_path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / "metrics.csv", run.curve_path)

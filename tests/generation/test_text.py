@@ -1,16 +1,47 @@
-"""Text: where it stops, how prompts are batched, and which words are unknown."""
+"""Text: what a sample depends on, its distribution, where it stops, and how prompts are read."""
 
 import random
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
+from scipy.stats import chi2
 
-from data_prep.tokenizer.files import load_tokenizer
-from data_prep.tokenizer.tokenizer import WordTokenizer
-from lm.generation import generate_text, sampling, stream_text, text
-from lm.generation.text import encode_prompt, level_probs, unknown_words, until
-from lm.model.files import load_model
+from data_prep.errors import UserError
+from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
+from lm.generation import Sampling, generate_text, stream_text, text
+from lm.generation.text import Continuation, encode_prompt, level_probs, unknown_words
+from lm.model import reader
+from lm.output import HierarchicalSoftmax
+from lm.run import Run
+
+from .models import random_model
+
+TOKENIZER = WordTokenizer(["<eos>", "<unk>", "a", "b"])
+
+
+class Pieces:
+    """Decodes id k as piece k."""
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        self.pieces = pieces
+
+    def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
+        yield from (self.pieces[id] for id in ids)
+
+
+def appended(pieces: Sequence[str], stop: Sequence[str]) -> list[str]:
+    """What each piece adds to a text until it is complete."""
+    tokenizer = cast(Tokenizer, Pieces(pieces))
+    grows = Continuation(tokenizer, [0], num_tokens=len(pieces), stop=stop)
+    added: list[str] = []
+    while not grows.is_complete:
+        added.append(grows.append(len(added)))
+    assert grows.text == "".join(added)
+    return added
 
 
 def test_text_before_the_first_stop_string_is_kept_however_it_is_cut_into_pieces() -> None:
@@ -21,76 +52,166 @@ def test_text_before_the_first_stop_string_is_kept_however_it_is_cut_into_pieces
         cuts = sorted(rng.choices(range(len(whole) + 1), k=4))
         pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
         ends = [whole.find(each) for each in stop if each in whole]
-        assert "".join(until(stop, pieces)) == whole[: min(ends, default=len(whole))]
+        assert "".join(appended(pieces, stop)) == whole[: min(ends, default=len(whole))]
 
 
 def test_text_is_withheld_only_while_it_can_begin_a_stop_string() -> None:
-    pieces = until(["cat sat"], iter(["a cat", " ran", " cat s", "at", " down"]))
-    assert list(pieces) == ["a ", "cat ran", " ", ""]
+    pieces = ["a cat", " ran", " cat s", "at", " down"]
+    assert appended(pieces, ["cat sat"]) == ["a ", "cat ran", " ", ""]
+
+
+def drawn(num_samples: int, seed: int = 1, **options: Any) -> list[list[int]]:
+    """Samples of eight tokens after the prompts `b` and `a`, by a random model."""
+    torch.manual_seed(0)
+    results = generate_text(
+        random_model("two_level"),
+        TOKENIZER,
+        ["b", "a"],
+        num_tokens=8,
+        num_samples=num_samples,
+        seed=seed,
+        **options,
+    )
+    return [sample.tokens for sample in list(results)[1]]
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.5), Sampling(repetition_penalty=2.0)], ids=str
+)
+def test_a_sample_depends_on_its_number_and_not_on_the_others(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = drawn(50, sampling=sampling)
+    assert drawn(7, sampling=sampling) == many[:7]
+    assert drawn(50, 2, sampling=sampling) != many
+    ended = drawn(50, sampling=sampling, stop=["\n"])
+    ends = [sample.index(0) + 1 if 0 in sample else 8 for sample in many]
+    assert len(set(ends)) > 3
+    assert ended == [sample[:end] for sample, end in zip(many, ends, strict=True)]
+    monkeypatch.setattr(text, "STATE_BYTES", 20 * text.state_bytes(random_model("two_level"), 0))
+    assert drawn(50, sampling=sampling) == many
+
+
+@pytest.mark.parametrize("penalty", [1.0, 2.5])
+def test_frequencies_of_continuations_match_the_product_of_stated_distributions(
+    penalty: float,
+) -> None:
+    """The penalty applies to the words of the prompt and those drawn, but not to `<eos>`, 3."""
+    model, tokenizer = random_model("huffman"), WordTokenizer(["<unk>", "a", "b", "<eos>"])
+    (samples,) = generate_text(
+        model,
+        tokenizer,
+        ["a"],
+        num_tokens=3,
+        num_samples=20_000,
+        sampling=Sampling(repetition_penalty=penalty),
+    )
+    tokens = torch.tensor([sample.tokens for sample in samples]) @ torch.tensor([16, 4, 1])
+    probs, prompt = [], [3, 1]
+    for words in product(range(4), repeat=3):
+        with torch.no_grad():
+            hidden, _ = model(torch.tensor([*prompt, *words[:-1]])[:, None])
+            log_prob = model.output.log_prob(hidden[1:, 0])
+        total = 0.0
+        for step, word in enumerate(words):
+            known = sorted({*prompt, *words[:step]} - {3})
+            log_prob[step, known] *= penalty
+            total += float(log_prob[step].log_softmax(0)[word])
+        probs.append(total)
+    expected = 20_000 * torch.tensor(probs, dtype=torch.float64).exp()
+    assert float(expected.sum()) == pytest.approx(20_000)
+    counts = torch.bincount(tokens, minlength=64)
+    often = expected > 5
+    statistic = float(((counts - expected) ** 2 / expected)[often].sum())
+    assert chi2.sf(statistic, int(often.sum()) - 1) > 1e-4
 
 
 def test_texts_do_not_depend_on_how_they_are_batched(
     lstm_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = load_model(lstm_run)
-    tokenizer = load_tokenizer(lstm_run)
+    run = Run(lstm_run, device="cpu")
     prompts = ["the cat", "a", "", "the dog", "a man sees the", "a dog"]
     options: dict[str, Any] = {"num_tokens": 15, "stop": ["\n", "sees"], "seed": 5}
 
     def texts() -> list[list[str]]:
-        results = generate_text(model, tokenizer, prompts, num_samples=3, **options)
+        results = generate_text(run.model, run.tokenizer, prompts, num_samples=3, **options)
         return [[sample.text for sample in samples] for samples in results]
 
     expected = texts()
     for prompt, samples in zip(prompts, expected, strict=True):
-        assert "".join(stream_text(model, tokenizer, prompt, **options)) == samples[0]
+        assert "".join(stream_text(run.model, run.tokenizer, prompt, **options)) == samples[0]
     monkeypatch.setattr(text, "PROMPTS_AT_ONCE", 4)
     assert texts() == expected
-    monkeypatch.setattr(text, "STATE_BYTES", 2 * text.state_bytes(model, 0))
-    assert texts() == expected
 
 
-def test_stopped_samples_are_drawn_no_further(
+def test_samples_leave_the_batch_when_they_are_complete(
     lstm_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = load_model(lstm_run)
-    tokenizer = load_tokenizer(lstm_run)
-    sizes: list[int] = []
-    draw = sampling.Sampler.draw
+    run, sizes = Run(lstm_run, device="cpu"), list[int]()
+    sample = HierarchicalSoftmax.sample
 
-    def recorded(self: sampling.Sampler) -> object:
-        tokens = draw(self)
-        sizes.append(len(tokens))
-        return tokens
+    def recorded(
+        self: HierarchicalSoftmax, hidden: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
+        sizes.append(len(hidden))
+        return sample(self, hidden, *args, **options)
 
-    monkeypatch.setattr(sampling.Sampler, "draw", recorded)
+    monkeypatch.setattr(HierarchicalSoftmax, "sample", recorded)
     (samples,) = generate_text(
-        model, tokenizer, ["the cat"], num_tokens=40, num_samples=8, stop=["\n"]
+        run.model, run.tokenizer, ["the cat"], num_tokens=40, num_samples=8, stop=["\n"]
     )
     lengths = [len(sample.tokens) for sample in samples]
     assert len(set(lengths)) > 1
-    assert sizes == sorted(sizes, reverse=True)
-    assert sum(lengths) <= sum(sizes) <= sum(lengths) + 8  # at most one more of each
+    assert sizes == [sum(length > step for length in lengths) for step in range(max(lengths))]
     assert all(
-        sample.tokens[-1] == tokenizer.eos_id or len(sample.tokens) == 40 for sample in samples
+        each.tokens[-1] == run.tokenizer.eos_id or len(each.tokens) == 40 for each in samples
     )
 
 
 def test_prompt_ids_and_unknown_words() -> None:
-    tokenizer = WordTokenizer(["<eos>", "<unk>", "the", "cat"])
-    assert encode_prompt(tokenizer, "") == [0]
-    assert encode_prompt(tokenizer, "the cat\n\nthe") == [0, 2, 3, 0, 0, 2]
-    assert unknown_words(tokenizer, ["the dog", "<unk> dog\ncat bird"]) == ["dog", "bird"]
+    assert encode_prompt(TOKENIZER, "") == [0]
+    assert encode_prompt(TOKENIZER, "a b\n\na") == [0, 2, 3, 0, 0, 2]
+    assert unknown_words(TOKENIZER, ["a dog", "<unk> dog\nb bird"]) == ["dog", "bird"]
 
 
 def test_probabilities_of_levels_are_those_of_one_pass_over_chunks(
     lstm_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = load_model(lstm_run)
-    tokens = [3, 5, 2, 0, 7, 4]
+    model, tokens = Run(lstm_run, device="cpu").model, [3, 5, 2, 0, 7, 4]
     whole = level_probs(model, [0, 4], tokens)
-    monkeypatch.setattr(sampling, "PROMPT_CHUNK_TOKENS", 3)
+    monkeypatch.setattr(reader, "BATCH_TOKENS", 3)
     chunked = level_probs(model, [0, 4], tokens)
     assert len(whole) == len(tokens)
     for first, second in zip(whole, chunked, strict=True):
         assert first == pytest.approx(second, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        (
+            "a",
+            {"seed": 1 << 64},
+            r"seed must be within -2\^63 … 2\^64 - 1, got 18446744073709551616",
+        ),
+        ("a", {"seed": -(1 << 63) - 1}, "seed must be within .*, got -9223372036854775809"),
+        ("a", {"seed": None}, "seed must be within .*, got None"),
+        ("a", {"num_tokens": 0}, "the number of tokens must be at least 1, got 0"),
+        ("a", {"num_samples": 0}, "the number of samples must be at least 1, got 0"),
+        ("a", {"stop": "a b"}, "stop must be a list of strings, got 'a b'"),
+        (None, {}, "expected text, got None"),
+        ("a \udcff", {}, r"the text 'a \\udcff' is not valid Unicode"),
+    ],
+)
+def test_wrong_arguments_raise(prompt: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        list(
+            generate_text(random_model("full"), TOKENIZER, [prompt], **{"num_tokens": 3} | options)
+        )
+
+
+def test_texts_must_fit_into_the_memory_that_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "available_bytes", lambda device: 2_000_000_000)
+    message = r"^the texts need 3 GB of memory, 2 GB are available: fewer samples, beams or tokens"
+    with pytest.raises(UserError, match=message):
+        drawn(3_000_000)

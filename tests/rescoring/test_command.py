@@ -14,6 +14,7 @@ import pytest
 from lm.cli import main
 from lm.rescoring.nbest import read_nbest
 from lm.rescoring.weights import Arpa
+from lm.run import Run
 from lm.scoring import Scorer
 from scripts.benchmarks.nbest_lists import ErrorSource
 from tests.conftest import toy_sentences
@@ -79,7 +80,8 @@ def test_the_chosen_hypothesis_has_the_highest_sum(
 ) -> None:
     rows, _ = rescored(lstm_run, lists / "test.nbest", "--lm-weight=3", "--insertion-penalty=-1.5")
     nbest = read_nbest((lists / "test.nbest").read_text().splitlines(), "test")
-    scorer = Scorer.load(lstm_run)
+    run = Run(lstm_run, device="cpu")
+    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
     best: dict[str, tuple[float, str]] = {}
     for key, text, (acoustic,) in zip(nbest.keys, nbest.texts, nbest.scores, strict=True):
         lm_score = sum(next(scorer.sentences([text])).log_prob)

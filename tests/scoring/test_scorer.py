@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-import lm.scoring.scorer
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
 from data_prep.tokenizer.vocabulary import train_sentencepiece
 from lm.config import ModelConfig, OutputConfig, WordTable
+from lm.model import reader
 from lm.model.build import build_model
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 from lm.scoring import LineScore, Scorer
+from lm.scoring import scorer as scorer_module
 from tests.conftest import toy_sentences
 
 WORDS = ["<eos>", "<unk>", "a", "b", "c", "d", "e"]
@@ -85,8 +86,8 @@ def test_scores_depend_on_batches_by_rounding_only(
     scorer.model.to(dtype)
     expected = all_figures([next(scorer.sentences([line])) for line in TEXT])
     for size in (1, 4, 11, 1000):
-        monkeypatch.setattr(lm.scoring.scorer, "BATCH_TOKENS", size)
-        monkeypatch.setattr(lm.scoring.scorer, "MAX_LOG_PROBS", 3 * size)
+        monkeypatch.setattr(reader, "BATCH_TOKENS", size)
+        monkeypatch.setattr(scorer_module, "MAX_LOG_PROBS", 3 * size)
         for order in (range(6), [5, 2, 0, 1, 4, 3]):
             scores = dict(zip(order, scorer.sentences([TEXT[k] for k in order]), strict=True))
             found = all_figures([scores[k] for k in range(6)])

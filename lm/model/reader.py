@@ -1,0 +1,142 @@
+"""How a model reads text: hidden vectors from which tokens are predicted, chunk by chunk.
+
+- `read` continues sequences from a state, `read_prefix` to the end of a prefix.
+- `read_text` reads one long text, as evaluation does.
+- `read_lines` reads independent lines.
+
+No probability depends on the size of a chunk or of a batch, except for rounding.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lm.model.language_model import LanguageModel, State
+
+CHUNK_TOKENS = 512
+"""Positions of a text or of a prefix that are computed at once."""
+BATCH_TOKENS = 2048
+"""Largest number of positions of a batch of lines, and of a part of one long line."""
+
+Ints = NDArray[np.int64]
+
+
+@torch.no_grad()
+def read(
+    model: LanguageModel, tokens: Tensor, state: State | None, at_once: int
+) -> Iterator[tuple[Tensor, State | None]]:
+    """Hidden vectors [T', B, H] of tokens [T, B] and the state after them, `at_once` steps each."""
+    for chunk in torch.split(tokens, at_once):
+        hidden, state = model(chunk, state)
+        yield hidden, state
+
+
+def read_prefix(model: LanguageModel, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+    """Hidden vectors [B, H] and state after the last of the tokens [T, B], T ≥ 1."""
+    for hidden, new_state in read(model, tokens, state, CHUNK_TOKENS):
+        assert new_state is not None
+        last, state = hidden[-1], new_state
+    return last, state
+
+
+@torch.no_grad()
+def read_text(
+    model: LanguageModel, tokens: NDArray[Any], eos_id: int, context: int
+) -> Iterator[tuple[Tensor, Tensor, Ints]]:
+    """Read a text of which each token is predicted once, the first one from `<eos>`.
+
+    A backbone that carries a state (LSTM) reads the text as one stream: each token is predicted
+    from all before it. Any other (Transformer) reads overlapping windows of `context` tokens, half
+    a window apart, and predicts from the second half of each, and from the first half of the first.
+
+    Args:
+        model: in evaluation mode.
+        tokens: [n] word ids.
+        eos_id: id of `<eos>`.
+        context: T, the length of a window.
+
+    Yields:
+        Hidden vectors [T', B, H]; targets [T', B] int64, in the order of the text column by column;
+        and the number of tokens [T', B] that each is predicted from, `<eos>` included.
+    """
+    carries_state = model.backbone.carries_state
+    state = model.init_state(1) if carries_state else None
+    plan = _chunks(len(tokens)) if carries_state else _windows(len(tokens), context)
+    for place, num_skipped in plan:
+        inputs = tokens[np.maximum(place - 1, 0)].astype(np.int64)
+        inputs[place == 0] = eos_id
+        hidden, state = model(torch.from_numpy(inputs).to(model.device), state)
+        targets = torch.from_numpy(tokens[place].astype(np.int64)).to(model.device)
+        num_before = place + 1 - (0 if carries_state else place[0])
+        if num_skipped and place[0, 0] == 0:
+            yield hidden[:num_skipped, :1], targets[:num_skipped, :1], num_before[:num_skipped, :1]
+        yield hidden[num_skipped:], targets[num_skipped:], num_before[num_skipped:]
+
+
+def _chunks(num_tokens: int) -> Iterator[tuple[Ints, int]]:
+    """The places [T', 1] of consecutive tokens, none of which is skipped."""
+    for begin in range(0, num_tokens, CHUNK_TOKENS):
+        yield np.arange(begin, min(begin + CHUNK_TOKENS, num_tokens))[:, None], 0
+
+
+def _windows(num_tokens: int, context: int) -> Iterator[tuple[Ints, int]]:
+    """The places [T', B] of the tokens of windows, and how many at their beginning are skipped."""
+    stride = max(1, context // 2)
+    num_full = max(0, (num_tokens - context) // stride + 1)
+    at_once = max(1, CHUNK_TOKENS // context)
+    for first in range(0, num_full, at_once):
+        begin = np.arange(first, min(first + at_once, num_full)) * stride
+        yield begin + np.arange(context)[:, None], context - stride
+    num_predicted = context + (num_full - 1) * stride if num_full else 0
+    if num_predicted < num_tokens:
+        begin_last = max(0, num_tokens - context)
+        yield np.arange(begin_last, num_tokens)[:, None], num_predicted - begin_last
+
+
+@torch.no_grad()
+def read_lines(
+    model: LanguageModel, lines: Sequence[Sequence[int]], eos_id: int
+) -> Iterator[tuple[Tensor, Tensor, Ints]]:
+    """Read independent lines, each from `<eos>`, in batches of similar length.
+
+    Args:
+        model: in evaluation mode.
+        lines: the token ids of each line, at least one; all of them are predicted.
+        eos_id: id of `<eos>`.
+
+    Yields:
+        Hidden vectors [P, H], targets [P] int64, and the index [P] of the line of each. The tokens
+        of a line are in their order, among those of other lines.
+    """
+    for batch in _batches(lines):
+        lengths = np.array([len(lines[index]) for index in batch])
+        ids = np.full((lengths.max() + 1, len(batch)), eos_id)
+        for column, index in enumerate(batch):
+            ids[1 : lengths[column] + 1, column] = lines[index]
+        tokens = torch.from_numpy(ids).to(model.device)
+        is_token = torch.from_numpy(np.arange(lengths.max())[:, None] < lengths).to(model.device)
+        state = None if len(is_token) <= BATCH_TOKENS else model.init_state(len(batch))
+        begin = 0
+        for hidden, _ in read(model, tokens[:-1], state, BATCH_TOKENS):
+            end = begin + len(hidden)
+            present = is_token[begin:end]
+            targets = tokens[1:][begin:end][present]
+            columns = present.nonzero()[:, 1].cpu().numpy()
+            yield hidden[present], targets, np.array(batch)[columns]
+            begin = end
+
+
+def _batches(lines: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """The indices of lines of similar length, up to `BATCH_TOKENS` positions together."""
+    batch: list[int] = []
+    for index in sorted(range(len(lines)), key=lambda index: len(lines[index])):
+        if batch and len(lines[index]) * (len(batch) + 1) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
