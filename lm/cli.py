@@ -12,7 +12,7 @@ from pathlib import Path
 
 from data_prep.errors import UserError
 from lm.config import load_config, load_run_config
-from lm.config.reference import describe_keys, write_reference
+from lm.config.reference import describe_keys
 from lm.openmp import limit_spinning
 from lm.options import parse
 
@@ -183,10 +183,7 @@ def _info(options: Namespace, overrides: list[str]) -> None:
 
 
 def _config(options: Namespace, _: list[str]) -> None:
-    if options.markdown:
-        write_reference(Path(options.markdown))
-    else:
-        print(describe_keys(options.key))
+    print(describe_keys(options.key))
 
 
 _FUNCTIONS = {

@@ -134,7 +134,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--all": _FLAG | {"help": "print all hypotheses with their scores, best first"},
     "--words": _COUNT | {"default": 8, "help": "number of words to show per class (default 8)"},
     "--plot": {"metavar": "FILE", "help": "also draw the classes, as .png, .svg or .pdf"},
-    "--markdown": {"metavar": "PAGE", "help": "rewrite the tables of configs/README.md"},
     "--threads": {"type": _num_threads, "help": "number of CPU threads (default: as in training)"},
     "--no-progress": _FLAG | {"help": "hide progress bars (which only a terminal shows)"},
     "--json": _FLAG | {"help": "print one JSON object"},
@@ -165,7 +164,7 @@ _VERBS = {
     ),
     "classes": ("report on the word classes", "source --words --plot --json"),
     "info": ("sizes, cost and memory of a run", "source --json"),
-    "config": ("type, default and meaning of the configuration's keys", "key --markdown"),
+    "config": ("type, default and meaning of the configuration's keys", "key"),
 }
 """Verb → what it does, and its options; those joined by a bar exclude each other."""
 _TAKES_OVERRIDES = ("prepare", "train", "classes", "info")
