@@ -1,6 +1,7 @@
 """The figures of pages, drawn from logs."""
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -30,12 +31,12 @@ def draw_vocabularies(results: Path, path: Path) -> None:
         for row in rows:
             # Weights take as much memory as their gradients.
             row["memory"] = row["gradient_bytes"] + row["peak_bytes"]
-        _line(left, rows, "seconds_median", fmt="o-", color=color, label=label)
-        _line(right, rows, "memory", unit=1e9, fmt="o-", color=color, label=label)
+        _line(left, rows, "seconds_median", color=color, label=label)
+        _line(right, rows, "memory", 1e9, color=color, label=label)
     steps = read_log(results, "scale", {"method": "layer", "outcome": "done"})
     label = "ours, with update"
-    _line(left, steps, "cpu_seconds", fmt="o--", color="C0", mfc="white", label=label)
-    _line(right, steps, "peak_bytes", unit=1e9, fmt="o--", color="C0", mfc="white", label=label)
+    _line(left, steps, "cpu_seconds", color="C0", ls="--", mfc="white", label=label)
+    _line(right, steps, "peak_bytes", 1e9, color="C0", ls="--", mfc="white", label=label)
     for axes, title in ((left, "seconds per step"), (right, "memory, GB")):
         axes.set(xscale="log", yscale="log", title=title, xlabel="words in the vocabulary, N")
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -65,6 +66,6 @@ def draw_curves(name: str, results: Path, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _line(axes: Axes, rows: list[Row], field: str, *, unit: float = 1, **style: str) -> None:
+def _line(axes: Axes, rows: list[Row], field: str, unit: float = 1, **style: Any) -> None:
     sizes = [row["vocab_size"] for row in rows]
-    axes.plot(sizes, [row[field] / unit for row in rows], style.pop("fmt"), **style)
+    axes.plot(sizes, [row[field] / unit for row in rows], marker="o", **style)
