@@ -27,7 +27,7 @@ from lm.training.batches import training_batches
 from lm.training.devices import build_fabric, matmul_precision
 from lm.training.loop import train_step
 from lm.training.state import CarriedLoss, TrainingState, build_state
-from scripts.benchmarks.reporting import Column, Table, benchmark_parser, require_positive, run
+from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive, run
 
 FOLDERS = ("--data.", "--run_dir")
 """Options that contain folders; the log leaves them out."""
@@ -118,16 +118,17 @@ def main() -> None:
             if turn:  # the first round warms up
                 rates[layer].append(rate)
     reference = options.trees[-1]
-    columns = (
-        Column("tree", "tree", width=max(map(len, rates))),
-        Column("tokens/s", "tokens_per_second_median", ".0f", width=10),
-        Column(f"× {reference}", "ratio", ".2f"),
-    )
+    columns = {
+        "tree": "{tree}",
+        "tokens/s": "{tokens_per_second_median:,.0f}",
+        f"÷ {reference}": "{ratio:.2f}",
+    }
     table = Table(columns, options.json, states[reference].fabric.device.type)
     for layer, values in rates.items():
         table.add(
             {
                 "config": Path(options.config).name,
+                "precision": states[layer].config.train.precision,
                 "tree": layer,
                 "tokens_per_second_median": statistics.median(values),
                 "ratio": statistics.median(values) / statistics.median(rates[reference]),
