@@ -53,7 +53,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
         "generate": "--top-p",
         "classes": "--plot",
         "info": "RUN|CONFIG",
-        "config": "--markdown",
+        "config": "KEY|SECTION",
     }.items(),
 )
 def test_every_command_has_help(
@@ -68,21 +68,12 @@ def test_every_command_has_help(
     assert ("--section.key=value" in help_text) == (verb in {"prepare", "train", "classes", "info"})
 
 
-def test_version_and_keys_are_printed_and_a_page_is_rewritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"sqrtlm {__version__}\n"
     assert main(["config", "word_table"]) == 0
     assert capsys.readouterr().out == describe_keys("word_table") + "\n"
-    page = tmp_path / "README.md"
-    page.write_text("before\n<!-- table: keys -->\nold\n<!-- end -->\nafter\n")
-    assert main(["config", "--markdown", str(page)]) == 0
-    text = page.read_text()
-    assert text.startswith("before\n<!-- table: keys -->\nEverything that determines")
-    assert text.endswith("|\n<!-- end -->\nafter\n")
-    assert "old" not in text.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """`lm config`: the reference of the configuration."""
 
 import argparse
-from pathlib import Path
 
-from lm.config.reference import describe_keys, write_reference
+from lm.config.reference import describe_keys
 
 HELP = "type, default and meaning of the configuration's keys"
 
@@ -11,14 +10,8 @@ HELP = "type, default and meaning of the configuration's keys"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the verb."""
     parser.add_argument("key", metavar="KEY|SECTION", nargs="?", help="default: all keys")
-    parser.add_argument(
-        "--markdown", metavar="PAGE", type=Path, help="rewrite the tables of configs/README.md"
-    )
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the reference, or rewrite the page."""
-    if options.markdown:
-        write_reference(options.markdown)
-    else:
-        print(describe_keys(options.key))
+    """Print the reference of a section or key, by default of everything."""
+    print(describe_keys(options.key))

@@ -1,23 +1,18 @@
-"""The reference of all keys and of the shipped recipes, generated from their documentation."""
+"""The reference of all configuration keys, generated from their documentation."""
 
 import ast
 import inspect
 import json
-import re
 import textwrap
-from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import pairwise
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from data_prep.errors import UserError
-from data_prep.storage import write_atomically
 from lm.config.load import nearest
 from lm.config.schema import Config
 
-RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")  # of every recipe's header comment
 _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 _WIDTH = 100
 
@@ -52,21 +47,6 @@ def describe_keys(name: str | None = None) -> str:
         known = [key.name for _, keys in sections().values() for key in keys]
         raise UserError(f"unknown key {name}" + nearest(str(name), [*known, *sections()]))
     return "\n\n".join(blocks) if name is None else "\n".join(blocks)
-
-
-def write_reference(page: Path) -> None:
-    """Rewrite the tables `recipes` and `keys` of a Markdown page in the folder of the recipes.
-
-    A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`.
-    """
-    tables = {"recipes": _recipe_table(sorted(page.parent.glob("*.yaml"))), "keys": _key_tables()}
-    text = re.sub(
-        r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
-        lambda match: f"{match[1]}{tables[match[2]]}\n{match[3]}",
-        page.read_text(encoding="utf-8"),
-        flags=re.DOTALL,
-    )
-    write_atomically(page, lambda file: file.write(text.encode()))
 
 
 def _keys(prefix: str, section: Any, *, nested: bool = True) -> list[Key]:
@@ -120,36 +100,3 @@ def _text(key: Key) -> str:
     default = f" = {key.default}" if key.default else " (required)"
     meaning = textwrap.fill(key.meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
     return f"{key.name}: {key.type}{default}\n{meaning}"
-
-
-def _key_tables() -> str:
-    parts = []
-    for section, (meaning, keys) in sections().items():
-        rows = [
-            (f"`{key.name}`", key.type, f"`{key.default}`" if key.default else "", key.meaning)
-            for key in keys
-        ]
-        title = f"### {section}\n\n" if section else ""
-        parts.append(f"{title}{meaning}\n\n{_table(('key', 'type', 'default', 'meaning'), rows)}")
-    return "\n\n".join(parts)
-
-
-def _recipe_table(recipes: Sequence[Path]) -> str:
-    rows = []
-    for path in recipes:
-        header = path.read_text(encoding="utf-8").split("\nname:")[0]
-        text = " ".join(line.removeprefix("#").strip() for line in header.splitlines())
-        found = re.split(r"(?:^| )(Purpose|Hardware|Minutes|Expected|Corpus): ", text)
-        labels = dict(zip(found[1::2], found[2::2], strict=True))
-        if missing := [label for label in RECIPE_LABELS if label not in labels]:
-            raise UserError(f"{path}: the header has no {missing[0]}:")
-        cells = (labels[label].rstrip(".") for label in RECIPE_LABELS)
-        rows.append((f"[{path.stem}]({path.name})", *cells))
-    return _table(("recipe", *map(str.lower, RECIPE_LABELS)), rows)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
-    )

@@ -37,7 +37,7 @@ from scripts.benchmarks.kernel_compilation import compiled
 from scripts.benchmarks.kernel_report import resources
 from scripts.benchmarks.kernel_work import Counts, Work, count, make_problem, moved, run_launches
 from scripts.benchmarks.peer_work import PEERS, Operation
-from scripts.benchmarks.reporting import Column, Table, benchmark_parser, problem_size
+from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size
 from scripts.benchmarks.sass_loops import Loop, loops
 
 SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024), (10_000_000, 300)]
@@ -55,19 +55,19 @@ LAUNCH, SMALL_OPERATION = 1.5e-6, 2.25e-6
 operation on a few numbers a position, work included.
 """
 BOUNDS = ("issue", "latency", "tensor", "l2", "hbm")
-COLUMNS = (
-    Column("N", "N", "d", width=8),
-    Column("H", "H", "d", width=4),
-    Column("method", "method", width=8),
-    Column("launch", "launch", width=26),
-    Column("programs", "programs", "d"),
-    Column("a processor", "resident", "d"),
-    *(Column(f"{name} µs", f"{name}_us", ".1f") for name in BOUNDS),
-    Column("launches", "launches", "d"),
-    Column("time µs", "us", ".1f"),
-    Column("÷ floor", "ratio", ".2f"),
-    Column("bound by", "bound", width=8),
-)
+COLUMNS = {
+    "N": "{N}",
+    "H": "{H}",
+    "method": "{method}",
+    "launch": "{launch}",
+    "programs": "{programs}",
+    "a processor": "{resident}",
+    **{f"{name} µs": f"{{{name}_us:.1f}}" for name in BOUNDS},
+    "launches": "{launches}",
+    "time µs": "{us:.1f}",
+    "÷ floor": "{ratio:.2f}",
+    "bound by": "{bound}",
+}
 
 
 class Compiled(NamedTuple):

@@ -1,9 +1,12 @@
 """What the benchmarks measure: seconds, memory, launches, the rates of the device and the floor."""
 
 import ctypes
+import errno
 import math
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,13 +83,40 @@ def ceilings(clock: Clock, device: torch.device, dtype: torch.dtype) -> Ceilings
     return Ceilings(2 * 4 * size / fastest_copy, 2 * side**3 / fastest_product)
 
 
-def free_bytes(device: torch.device, limit: float) -> float:
-    """Free memory, at most `limit`; infinity where neither is known."""
+@contextmanager
+def memory_limit(num_bytes: float, device: torch.device) -> Iterator[None]:
+    """Let allocations beyond `num_bytes` fail, in this process and on its GPU.
+
+    RLIMIT_DATA counts private writable memory only. RLIMIT_AS would also count mapped libraries and
+    the address space that CUDA reserves.
+    """
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return min(limit, torch.cuda.mem_get_info()[0] + unused)
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = before if num_bytes == math.inf else int(num_bytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+
+
+def available_bytes() -> float:
+    """Memory that this process holds or may still get; infinity where it is not known."""
     meminfo = Path("/proc/meminfo")
-    return min(limit, proc_bytes(meminfo, "MemAvailable") if meminfo.exists() else math.inf)
+    if not meminfo.exists():
+        return math.inf
+    return proc_bytes(PROCESS / "status", "VmData") + proc_bytes(meminfo, "MemAvailable")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, as reported by torch, numpy or the operating system."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(words in str(error) for words in ("allocate memory", "bad_alloc"))
 
 
 def peak_bytes(method: Method) -> int | None:
@@ -135,10 +165,8 @@ def least_work(problem: Problem, tree: ClassTree) -> Floor:
     node = node[node >= 0]
     rows = int(tree.num_children[torch.unique(node)].sum())
     columns = int(tree.num_children[node].sum())
-    vectors = rows + problem.num_positions
-    return Floor(
-        3 * vectors * problem.hidden_size * problem.element_bytes, 6 * columns * problem.hidden_size
-    )
+    vectors, size = rows + problem.num_positions, problem.hidden_size
+    return Floor(3 * vectors * size * problem.hidden.element_size(), 6 * columns * size)
 
 
 def launches(method: Method) -> dict[str, list[str]]:

@@ -34,31 +34,20 @@ class Problem:
     def __post_init__(self) -> None:
         self.num_positions, self.hidden_size = self.hidden.shape
         self.vocab_size = self.trees["tree_full"].vocab_size
-        self.element_bytes = self.hidden.element_size()
 
     @property
     def weight(self) -> Tensor:
         """[≥ R, H], the rows of methods that need no zeros at the end."""
         return self.rows[:, : self.hidden_size]
 
-    def gradient_bytes(self, num_rows: int) -> int:
-        """Size of the gradients of `num_rows` rows with biases and of the hidden vectors."""
-        elements = num_rows * (self.hidden_size + 1) + self.hidden.numel()
-        return elements * self.element_bytes
-
 
 @dataclass(eq=False)
 class Method:
-    """One way to compute the loss; all methods of a tree have the same loss.
-
-    `needed_bytes` is an estimate of the memory that it needs in addition to the problem: gradients,
-    temporaries, and weights that are not the problem's.
-    """
+    """One way to compute the loss; all methods of a tree have the same loss."""
 
     name: str  # in `--methods`
     problem: Problem
     build: Callable[[], Layer]
-    needed_bytes: int
     _: KW_ONLY
     tree: ClassTree | None = None  # whose probabilities it computes
     backend: str = "torch"  # of this project's layer; "torch" for peers

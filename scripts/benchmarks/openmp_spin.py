@@ -1,131 +1,124 @@
-"""Tokens per second of a small LSTM for several OpenMP settings, on a quiet and on a busy computer.
+"""Tokens per second of `lm train` for several OpenMP settings, on a quiet and on a busy computer.
 
-Each figure comes from a new process that trains an LSTM of 2 × 200 with a two-level softmax
-of 10,000 words on random tokens. The settings take turns; a figure is the median over the rounds.
-The loads are: none; one busy loop for each processor and one more; as many copies of the training
-itself with libgomp's default settings. Read the ratios, not the absolute figures.
+Each figure comes from the command as a user starts it, in a new process, with a setting in its
+environment: an LSTM with a class-based softmax on synthetic text, which is prepared once. The
+settings take turns. A figure is the median over the rounds of the second half of the steps. The
+loads are: nothing; busy loops, one more than there are processors; as many programs that multiply
+matrices with libgomp's default setting. Overrides of the configuration: --section.key=value.
 """
 
 import os
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from scripts.benchmarks.reporting import Column, Row, Table, benchmark_parser, require_positive
+from lm.training.metrics import read_metrics
+from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive
 
 SETTINGS: dict[str, dict[str, str]] = {
+    "default": {},
     "one thread": {"OMP_NUM_THREADS": "1"},
     "libgomp's default": {"GOMP_SPINCOUNT": "300000"},
     "spin count 10,000": {"GOMP_SPINCOUNT": "10000"},
     "spin count 1,000": {"GOMP_SPINCOUNT": "1000"},
+    "spin count 0": {"GOMP_SPINCOUNT": "0"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
-    "by load": {},
 }
-LOADS = ("none", "busy loops", "OpenMP programs")
-COLUMNS = (
-    Column("load", "load", width=16),
-    Column("setting", "setting", width=18),
-    Column("tokens/s", "tokens_per_second", ","),
-    Column("÷ one thread", "ratio_to_one_thread", ".2f"),
-    Column("÷ default", "ratio_to_default", ".2f"),
-)
-BATCH_SIZE, SEQ_LEN, HIDDEN, VOCAB_SIZE = 32, 35, 200, 10_000
+"""Environment variables; without any of them `lm` chooses."""
+LOADS = {
+    "none": "",
+    "busy loops": "while True: pass",
+    "OpenMP programs": "import torch; a = torch.randn(300, 300)\nwhile True: a @ a",
+}
+"""Programs that run in the background."""
+COLUMNS = {
+    "load": "{load}",
+    "setting": "{setting}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "÷ default": "{ratio_to_default:.2f}",
+}
+CORPUS = ["--types", "20000", "--tokens", "300000", "--held-out-tokens", "1", "--no-progress"]
+CONFIG = """\
+name: spin
+data: {files: {train: train.txt}}
+tokenizer: {vocab_size: 10000}
+classes: {method: random}
+model: {hidden: 200, layers: 2}
+optim: {optimizer: sgd, lr: 1, clip: 0.25}
+train: {batch_size: 32, seq_len: 35}
+"""
 
 
-def train(seconds: float) -> float:
-    """Train for a while in this process; returns tokens per second, warm-up left out."""
-    import torch
-
-    from lm.output import ClassTree, HierarchicalSoftmax
-
-    torch.manual_seed(0)
-    embedding = torch.nn.Embedding(VOCAB_SIZE, HIDDEN)
-    lstm = torch.nn.LSTM(HIDDEN, HIDDEN, num_layers=2)
-    tree = ClassTree.two_level(torch.arange(VOCAB_SIZE) // 100)
-    softmax = HierarchicalSoftmax(HIDDEN, tree)
-    model = torch.nn.ModuleList([embedding, lstm, softmax])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    tokens = torch.randint(VOCAB_SIZE, (SEQ_LEN + 1, BATCH_SIZE))
-    num_steps, start = 0, 0.0
-    while num_steps < 3 or time.perf_counter() - start < seconds:
-        if num_steps == 2:
-            start = time.perf_counter()
-        optimizer.zero_grad()
-        hidden, _ = lstm(embedding(tokens[:-1]))
-        torch.autograd.backward(softmax.loss(hidden, tokens[1:]))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        optimizer.step()
-        num_steps += 1
-    return (num_steps - 2) * SEQ_LEN * BATCH_SIZE / (time.perf_counter() - start)
+def command(folder: Path, verb: str, overrides: list[str]) -> list[str]:
+    """An `lm` command on the text and the prepared data in `folder`."""
+    folders = [f"--data.dir={folder}", f"--data.prepared_dir={folder / 'data'}"]
+    config = str(folder / "config.yaml")
+    return [sys.executable, "-m", "lm.cli", verb, config, "--no-progress", *folders, *overrides]
 
 
-def child(seconds: float, setting: dict[str, str]) -> subprocess.Popen[str]:
-    """A process that trains under a setting and prints its tokens per second."""
-    code = f"from scripts.benchmarks.openmp_spin import train; print(train({seconds}))"
+def environment(setting: dict[str, str]) -> dict[str, str]:
+    """The environment of a command: this process's with the variables of one setting alone."""
     names = {name for values in SETTINGS.values() for name in values}
-    environment = {name: value for name, value in os.environ.items() if name not in names}
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment | setting
-    )
+    return {name: value for name, value in os.environ.items() if name not in names} | setting
+
+
+def tokens_per_second(folder: Path, setting: dict[str, str], overrides: list[str]) -> float:
+    """Train a new model in `folder`; the speed of the last line of its metrics."""
+    with TemporaryDirectory(dir=folder) as run:
+        arguments = command(folder, "train", [*overrides, f"--run_dir={run}/run"])
+        subprocess.run(arguments, env=environment(setting), check=True, capture_output=True)
+        return read_metrics(Path(run, "run", "metrics.csv"))[-1].tokens_per_second
 
 
 @contextmanager
-def loaded(load: str) -> Iterator[None]:
-    """Run other programs in the background."""
-    count = 0 if load == "none" else (os.cpu_count() or 1) + 1
-    if load == "busy loops":
-        command = [sys.executable, "-c", "while True: pass"]
-        others = [subprocess.Popen(command, text=True) for _ in range(count)]
-    else:
-        others = [child(600, SETTINGS["libgomp's default"]) for _ in range(count)]
-        time.sleep(5 if count else 0)  # until they train
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-
-
-def measure(settings: Sequence[str], seconds: float, rounds: int) -> list[Row]:
-    """A row for each load and setting."""
-    rates: dict[tuple[str, str], list[float]] = {pair: [] for pair in product(LOADS, settings)}
-    for _, load in product(range(rounds), LOADS):
-        with loaded(load):
-            for setting in settings:
-                printed, _ = child(seconds, SETTINGS[setting]).communicate()
-                rates[load, setting].append(float(printed))
-    medians = {pair: statistics.median(values) for pair, values in rates.items()}
-    return [
-        {
-            "load": load,
-            "setting": setting,
-            "tokens_per_second": round(rate),
-            "ratio_to_one_thread": round(rate / medians[load, "one thread"], 3),
-            "ratio_to_default": round(rate / medians[load, "libgomp's default"], 3),
-            "cpus": os.cpu_count(),
-            "rounds": rounds,
-        }
-        for (load, setting), rate in medians.items()
-    ]
+def loaded(load: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Run the programs of a load in the background."""
+    with ExitStack() as stack:
+        programs = []
+        for _ in range((os.cpu_count() or 1) + 1 if LOADS[load] else 0):
+            program = subprocess.Popen([sys.executable, "-c", LOADS[load]], env=environment({}))
+            stack.callback(program.wait)
+            stack.callback(program.kill)
+            programs.append(program)
+        yield programs
 
 
 def main() -> None:
     """Print a table, and write a log if asked."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each training process")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--steps", type=int, default=200, help="of each training run")
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    require_positive(parser, options, ["seconds", "rounds"])
-    settings = dict.fromkeys(["one thread", "libgomp's default", *options.settings])
+    options, overrides = parser.parse_known_args()
+    require_positive(parser, options, ["steps", "rounds"])
+    overrides += [f"--train.max_steps={options.steps}"]
+    overrides += [f"--log.every_steps={max(1, options.steps // 2)}"]
+    settings = dict.fromkeys(["default", *options.settings])
+    rates: dict[tuple[str, str], list[float]] = {p: [] for p in product(options.loads, settings)}
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.yaml").write_text(CONFIG)
+        corpus = [sys.executable, "-m", "scripts.synthetic_corpus", *CORPUS, "--out", name]
+        subprocess.run(corpus, check=True)
+        subprocess.run(command(folder, "prepare", overrides), check=True, capture_output=True)
+        for _, load in product(range(options.rounds), options.loads):
+            with loaded(load):
+                for setting in settings:
+                    rate = tokens_per_second(folder, SETTINGS[setting], overrides)
+                    rates[load, setting].append(rate)
+    medians = {pair: statistics.median(values) for pair, values in rates.items()}
     table = Table(COLUMNS, options.json)
-    for row in measure(list(settings), options.seconds, options.rounds):
-        table.add(row)
+    for (load, setting), rate in medians.items():
+        ratio = rate / medians[load, "default"]
+        figures = {"tokens_per_second": round(rate), "ratio_to_default": round(ratio, 3)}
+        run = {"cpus": os.cpu_count(), "rounds": options.rounds, "steps": options.steps}
+        table.add({"load": load, "setting": setting, **figures, **run})
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ rank, or a corpus). A figure is the median over the rounds; compare ratios, not 
              scaled
 
 Methods that compute the same probabilities must have the same loss, otherwise nothing is timed. A
-method that does not fit into the free memory is left out before it runs. Slow methods are timed in
-every third round. On a GPU every step begins with an idle device and unrelated data in the L2
-cache, so launch overhead counts.
+method that does not fit into the free memory is refused. Slow methods are timed in every third
+round. On a GPU every step begins with an idle device and unrelated data in the L2 cache, so launch
+overhead counts.
 
 The lower bound (column "÷ floor") is the larger of bytes / bandwidth (each visited row and each
 hidden vector read twice, their gradients written once) and multiply–adds / matrix rate (three
@@ -35,6 +35,7 @@ products for each position and child on its path); both rates are measured in th
 
 import argparse
 import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ from torch import Tensor
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.base import row_size
 from lm.output.functional import BackendName
-from scripts.benchmarks import measure, reporting, table
-from scripts.benchmarks.measure import Clock
+from scripts.benchmarks import measure, reporting
+from scripts.benchmarks.measure import Ceilings, Clock
 from scripts.benchmarks.methods import GraphMethod, Layer, Method, Problem, split_rows, zipf
 from scripts.benchmarks.peers import PEERS, usual_cutoffs
 from scripts.benchmarks.reporting import Row, Table
@@ -75,6 +76,20 @@ TREES: dict[str, Callable[[int, Tensor], ClassTree]] = {
     "tree_full": lambda n, counts: ClassTree.full(n),
 }
 """Trees of the methods that are ours, given N and the counts [N] of the words."""
+COLUMNS = {
+    "method": "{label}",
+    "milliseconds": "{seconds_median:.3f/1e-3}",
+    "÷ ours": "{ratio_to_ours:.2f}",
+    "÷ floor": "{ratio_to_floor:.2f}",
+    "floor GB": "{floor_bytes:.3f/1e9}",
+    "floor GFLOP": "{floor_flops:.2f/1e9}",
+    "peak MiB": "{peak_bytes:.1f/1048576}",
+    "gradient MiB": "{gradient_bytes:.1f/1048576}",
+    "positions timed": "{timed_positions:,}",
+    "refused": "{refused}",
+}
+KERNELS = ("_forward", "_errors", "_heavy", "_rows")
+"""Prefixes of the names of this project's kernels, without those of routing."""
 
 
 def rank_blocks(vocab_size: int, num_shortlist: int = 0) -> ClassTree:
@@ -96,13 +111,9 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
 
         return loss, [weight, bias]
 
-    columns = problem.num_positions * tree.max_path_columns
-    saved_bytes = min(8 * columns, 1 << (31 if backend == "triton" else 29))
-    temporary_bytes = 16 * problem.hidden.numel() + saved_bytes + 8 * min(columns, 1 << 23)
-    needed = problem.gradient_bytes(tree.num_rows) + temporary_bytes
     slow = name == "tree_full" or (backend == "reference" and problem.hidden.is_cuda)
     label = "graph" if kind is GraphMethod else name
-    return kind(label, problem, build, needed, tree=tree, backend=backend, slow=slow)
+    return kind(label, problem, build, tree=tree, backend=backend, slow=slow)
 
 
 def corpus(path: Path, vocab_size: int, num_positions: int) -> tuple[Tensor, Tensor]:
@@ -123,7 +134,7 @@ def corpus(path: Path, vocab_size: int, num_positions: int) -> tuple[Tensor, Ten
 
 
 def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace) -> Problem:
-    """Hidden vectors, targets, trees and weights; raises SystemExit if the weights do not fit."""
+    """Hidden vectors, targets, trees and weights."""
     torch.manual_seed(options.seed)
     like: dict[str, Any] = {"device": options.device, "dtype": measure.DTYPES[options.dtype]}
     size = vocab_size, options.positions
@@ -134,9 +145,6 @@ def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace)
         if name in {"random", "tree_full", *options.methods}
     }
     num_rows = max(tree.num_rows for tree in trees.values())
-    weight_bytes = num_rows * (row_size(hidden_size) + 1) * like["dtype"].itemsize
-    if weight_bytes > measure.free_bytes(options.device, options.memory_limit):
-        raise SystemExit(f"N = {vocab_size}: weights do not fit: {table.gigabytes(weight_bytes)}")
     return Problem(
         hidden=torch.randn(options.positions, hidden_size, **like),
         target=target.to(options.device),
@@ -160,34 +168,24 @@ def make_methods(problem: Problem, options: argparse.Namespace) -> list[Method]:
     return methods + [make(problem) for name, make in PEERS.items() if name in options.methods]
 
 
-def attempt(method: Method, action: Callable[[Method], None], free: float) -> None:
-    """Run an action, or refuse the method if memory does not suffice or it cannot run.
+def attempt(method: Method, action: Callable[[Method], None]) -> None:
+    """Run an action unless the method is refused; refuse it if memory does not suffice or it fails.
 
     An error of this project's layer is raised, unless triton does not support the tree.
     """
-    reason = None
+    expected: tuple[type[Exception], ...] = ()
+    if method.backend in ("torch", "triton"):
+        expected = (RuntimeError if method.backend == "torch" else ValueError,)
     try:
-        action(method)
-    except torch.OutOfMemoryError:
-        reason = f"does not fit: more than {table.gigabytes(free)}"
-    except ValueError as error:
-        if method.backend != "triton":
+        if not method.refused:
+            action(method)
+    except (RuntimeError, MemoryError, OSError, ValueError) as error:
+        if measure.is_out_of_memory(error):
+            method.refuse("does not fit into memory")
+        elif isinstance(error, expected):
+            method.refuse(f"failed: {str(error).splitlines()[0]}")
+        else:
             raise
-        reason = str(error)
-    except RuntimeError as error:
-        if method.backend != "torch":
-            raise
-        reason = f"failed: {str(error).splitlines()[0]}"
-    if reason:
-        method.refuse(reason)
-
-
-def admit(method: Method, free: float) -> None:
-    """Warm a method up, or refuse it if it needs more than `free` bytes."""
-    if method.needed_bytes > free:
-        method.refuse(f"does not fit: {table.gigabytes(method.needed_bytes)}")
-    else:
-        attempt(method, warm_up, free)
 
 
 def warm_up(method: Method) -> None:
@@ -234,7 +232,7 @@ def _loss_of(method: Method, other: Method) -> float:
         return float(method.loss(other.hidden, other.target))
 
 
-def time_rounds(methods: list[Method], num_rounds: int, clock: Clock, free: float) -> None:
+def time_rounds(methods: list[Method], num_rounds: int, clock: Clock) -> None:
     """Time one step of each method in turn, the slow ones in every third round."""
 
     def time_step(method: Method) -> None:
@@ -243,35 +241,85 @@ def time_rounds(methods: list[Method], num_rounds: int, clock: Clock, free: floa
 
     for turn in range(num_rounds):
         for method in methods:
-            if not (method.refused or (method.slow and turn % 3)):
-                attempt(method, time_step, free)
+            if not (method.slow and turn % 3):
+                attempt(method, time_step)
 
 
 def compare(
-    size: tuple[int, int], peak: measure.Ceilings, clock: Clock, options: argparse.Namespace
+    size: tuple[int, int], peak: Ceilings, clock: Clock, options: argparse.Namespace
 ) -> list[Row]:
     """A row for each method on one problem of `size` (N, H); the results are also printed."""
-    problem = make_problem(*size, options)
-    methods = make_methods(problem, options)
-    for method in methods:
-        if not method.refused:
-            admit(method, measure.free_bytes(options.device, options.memory_limit))
-    agreements = check_losses(methods)
-    free = measure.free_bytes(options.device, options.memory_limit)
-    time_rounds(methods, options.rounds, clock, free)
-    rows = table.make_rows(methods, peak)
-    for method, row in zip(methods, rows, strict=True):
-        if method.backend == "triton" and not (method.refused or isinstance(method, GraphMethod)):
-            row["launches"] = measure.launches(method)
+    available = math.inf if options.device.type == "cuda" else measure.available_bytes()
+    with measure.memory_limit(min(options.memory_limit, available), options.device):
+        problem = make_problem(*size, options)
+        methods = make_methods(problem, options)
+        for method in methods:
+            attempt(method, warm_up)
+        agreements = check_losses(methods)
+        time_rounds(methods, options.rounds, clock)
     shared = {"dtype": options.dtype, "seed": options.seed}
     shared["targets"] = options.tokens.name if options.tokens else "zipf"
     print(f"\nN = {size[0]:,}, H = {size[1]}, {options.positions:,} positions")
-    printed = Table(table.COLUMNS, options.json, options.device.type)
-    for row in rows:
-        printed.add(row | shared, table.note(row))
-    for line in [*agreements, *table.describe_launches(rows, options.device.type == "cuda")]:
-        print(line)
+    printed = Table(COLUMNS, options.json, options.device.type)
+    for method, row in zip(methods, make_rows(methods, peak), strict=True):
+        if method.backend == "triton" and not (method.refused or isinstance(method, GraphMethod)):
+            row["launches"] = measure.launches(method)
+            agreements.append(describe_launches(row))
+        printed.add(row | shared)
+    print(*agreements, sep="\n")
     return printed.rows
+
+
+def make_rows(methods: list[Method], peak: Ceilings) -> list[Row]:
+    """The figures of each method, as the log has them."""
+    floors = {m.tree: measure.least_work(m.problem, m.tree) for m in methods if m.tree is not None}
+    base = next((m for m in methods if m.backend != "torch" and not m.refused), None)
+    base_seconds = base and statistics.median(base.seconds())
+    rows = []
+    for method in methods:
+        seconds = method.seconds()
+        floor = None if method.tree is None else floors[method.tree]
+        median = statistics.median(seconds) if seconds else None
+        floor_seconds = floor and max(floor.bytes / peak.bytes, floor.flops / peak.flops)
+        rows.append(
+            {
+                "vocab_size": method.problem.vocab_size,
+                "hidden": method.problem.hidden_size,
+                "positions": method.problem.num_positions,
+                "method": method.name,
+                "backend": method.backend,
+                "label": method.label,
+                "refused": method.refused,
+                "seconds_median": median,
+                "seconds_min": min(seconds, default=None),
+                "rounds": len(seconds),
+                "timed_positions": method.num_positions,
+                "ours": base and base.label,
+                "ratio_to_ours": median / base_seconds if median and base_seconds else None,
+                "ratio_to_floor": median / floor_seconds if median and floor_seconds else None,
+                "loss": None if method.refused else float(method.last_loss),
+                "peak_bytes": method.peak_bytes,
+                "gradient_bytes": None if method.refused else method.gradient_bytes,
+                "floor_bytes": floor and floor.bytes,
+                "floor_flops": floor and floor.flops,
+                "bytes_per_second": peak.bytes,
+                "flops_per_second": peak.flops,
+                "cutoffs": method.problem.cutoffs if method.name == "adaptive" else None,
+            }
+        )
+    return rows
+
+
+def describe_launches(row: Row) -> str:
+    """This project's kernels by name and, on a GPU, the number of other launches."""
+    halves = []
+    for half, names in row["launches"].items():
+        fused = [name for name in names if name.startswith(KERNELS)]
+        moves = sum(name.startswith(("Memcpy", "Memset")) for name in names)
+        kernels = f"{len(fused)} hierarchical kernel{'s' * (len(fused) != 1)} ({', '.join(fused)})"
+        others = len(names) - len(fused) - moves
+        halves.append(f"{half}: {kernels} + {others} other kernels + {moves} copies and fills")
+    return f"launches of {row['label']}: {'; '.join(halves)}"
 
 
 def parse_options() -> argparse.Namespace:

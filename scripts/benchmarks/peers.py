@@ -1,4 +1,4 @@
-"""The peers that `output_layer` compares with this project's layer, with the memory they need.
+"""The peers that `output_layer` compares with this project's layer.
 
 A peer is written as its users write it, with one exception for fairness: where autograd would fill
 a full gradient with zeros for every slice of a parameter, each slice is a parameter. All peers have
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm.output import ClassTree
 from scripts.benchmarks import methods
 from scripts.benchmarks.methods import Layer, Method, Problem
 
@@ -44,36 +43,33 @@ def full_softmax(
     problem: Problem,
     name: str,
     load: Callable[[], CrossEntropy],
-    temporary_bytes: int,
     refused: str | None = None,
     exact: bool = True,
 ) -> Method:
-    """A full softmax by the function that `load` returns; temporaries come with the gradients."""
-    vocab_size = problem.vocab_size
+    """A full softmax by the function that `load` returns."""
 
     def build() -> Layer:
-        ((weight, bias),) = methods.split_rows(problem.weight, problem.bias, 0, vocab_size)
+        table = problem.weight, problem.bias
+        ((weight, bias),) = methods.split_rows(*table, 0, problem.vocab_size)
         cross_entropy = load()
         return lambda hidden, target: cross_entropy(hidden, weight, bias, target), [weight, bias]
 
-    tree, needed = problem.trees["tree_full"], problem.gradient_bytes(vocab_size) + temporary_bytes
-    return Method(name, problem, build, needed, tree=tree, exact=exact, slow=True, refused=refused)
+    tree = problem.trees["tree_full"]
+    return Method(name, problem, build, tree=tree, exact=exact, slow=True, refused=refused)
 
 
 def full(problem: Problem) -> Method:
     """Linear + cross_entropy of torch: holds logits, log-probabilities and their gradient."""
-    logits = problem.num_positions * problem.vocab_size * problem.element_bytes
-    return full_softmax(problem, "full", lambda: methods.full_loss, 3 * logits)
+    return full_softmax(problem, "full", lambda: methods.full_loss)
 
 
 def chunked(problem: Problem) -> Method:
     """linear_cross_entropy of torch; its chunks, or `CHUNK_BYTES` where those are too small."""
-    num_rows, size = problem.vocab_size, problem.hidden_size
-    per_chunk = -(-problem.num_positions * size // num_rows)
+    per_chunk = -(-problem.num_positions * problem.hidden_size // problem.vocab_size)
     explicit = None
     if per_chunk < CHUNK_POSITIONS:
-        fitting = max(1, CHUNK_BYTES // (num_rows * problem.element_bytes))
-        per_chunk = explicit = min(problem.num_positions, fitting)
+        fitting = CHUNK_BYTES // (problem.vocab_size * problem.hidden.element_size())
+        explicit = min(problem.num_positions, max(1, fitting))
 
     def load() -> CrossEntropy:
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=explicit)
@@ -81,12 +77,10 @@ def chunked(problem: Problem) -> Method:
             hidden, weight, target, linear_bias=bias, options=options
         )
 
-    half = problem.hidden.dtype != torch.float32
-    copies = 8 if half and not problem.hidden.is_cuda else 1  # of the weight in fp32, as measured
-    temporary_bytes = 4 * num_rows * (2 * per_chunk + copies * size)
     missing = not hasattr(nn, "LinearCrossEntropyOptions")
     refused = f"not in torch {torch.__version__}" if missing else None
-    return full_softmax(problem, "chunked", load, temporary_bytes, refused, exact=not half)
+    exact = problem.hidden.dtype == torch.float32
+    return full_softmax(problem, "chunked", load, refused, exact=exact)
 
 
 def cce(problem: Problem) -> Method:
@@ -96,8 +90,7 @@ def cce(problem: Problem) -> Method:
         function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
         return lambda hidden, weight, bias, target: function(hidden, weight, target, bias=bias)
 
-    missing = _obstacle(problem, "cut_cross_entropy")
-    return full_softmax(problem, "cce", load, 16 * problem.num_positions, missing)
+    return full_softmax(problem, "cce", load, _obstacle(problem, "cut_cross_entropy"))
 
 
 def liger(problem: Problem) -> Method:
@@ -108,12 +101,7 @@ def liger(problem: Problem) -> Method:
         layer = package.LigerFusedLinearCrossEntropyLoss()
         return lambda hidden, weight, bias, target: layer(weight, hidden, target, bias)
 
-    num_rows, size = problem.vocab_size, problem.hidden_size
-    per_chunk = 2 * -(-problem.num_positions * size // num_rows)
-    chunk_bytes = 3 * per_chunk * num_rows * problem.element_bytes
-    product_bytes = num_rows * size * (4 + problem.element_bytes)
-    missing = _obstacle(problem, "liger_kernel")
-    return full_softmax(problem, "liger", load, chunk_bytes + product_bytes, missing)
+    return full_softmax(problem, "liger", load, _obstacle(problem, "liger_kernel"))
 
 
 def _obstacle(problem: Problem, package: str) -> str | None:
@@ -137,24 +125,14 @@ def adaptive(problem: Problem) -> Method:
         layer = nn.AdaptiveLogSoftmaxWithLoss(size, problem.vocab_size, cutoffs, divisor, **like)
         return lambda hidden, target: layer(hidden, target).loss, list(layer.parameters())
 
-    head = cutoffs[0] + len(cutoffs)
-    weights, logits = head * size, problem.num_positions * head
-    for cluster, (first, stop) in enumerate(pairwise([*cutoffs, problem.vocab_size]), 1):
-        inside = (problem.target >= first) & (problem.target < stop)
-        weights += size // divisor**cluster * (size + stop - first)
-        logits += int(inside.sum()) * (stop - first)
-    needed = 2 * weights + problem.hidden.numel() + 3 * logits
-    return Method("adaptive", problem, build, needed * problem.element_bytes)
+    return Method("adaptive", problem, build)
 
 
 def gather(problem: Problem) -> Method:
     """Two levels with the rows of each position's class copied."""
     tree = problem.trees["random"]
-    row_bytes = 2 * problem.hidden_size * problem.element_bytes + 3 * 8  # with their indices
-    copy_bytes = problem.num_positions * widest_class(tree) * row_bytes
-    needed = problem.gradient_bytes(tree.num_rows) + copy_bytes
     build = partial(methods.gather, tree, problem.weight, problem.bias)
-    return Method("gather", problem, build, needed, tree=tree, slow=True)
+    return Method("gather", problem, build, tree=tree, slow=True)
 
 
 def grouped(problem: Problem) -> Method:
@@ -162,9 +140,9 @@ def grouped(problem: Problem) -> Method:
 
     Positions are sorted by class, classes padded to one size and to 16 bytes, logits in memory.
     """
-    tree, unit = problem.trees["random"], 16 // problem.element_bytes
-    width, size = (-(-n // unit) * unit for n in (widest_class(tree), problem.hidden_size))
-    num_classes = int(tree.num_children[0])
+    tree, unit = problem.trees["random"], 16 // problem.hidden.element_size()
+    num_classes, widest = int(tree.num_children[0]), int(tree.num_children[1:].max())
+    width, size = (-(-n // unit) * unit for n in (widest, problem.hidden_size))
 
     def build() -> Layer:
         (root,) = methods.split_rows(problem.weight, problem.bias, 0, num_classes)
@@ -190,13 +168,9 @@ def grouped(problem: Problem) -> Method:
 
         return loss, [*root, *matrices, bias]
 
-    weights = num_classes * width * (size + 1)
-    temporaries = problem.num_positions * (3 * size + 5 * width + 3 * num_classes)
-    needed = (2 * weights + temporaries) * problem.element_bytes
-    needed += problem.gradient_bytes(num_classes)
     needs_bf16 = problem.hidden.is_cuda and problem.hidden.dtype != torch.bfloat16
     refused = "grouped_mm requires bf16 on CUDA" if needs_bf16 else None
-    return Method("grouped", problem, build, needed, tree=tree, refused=refused)
+    return Method("grouped", problem, build, tree=tree, refused=refused)
 
 
 def _grouped_products(hidden: Tensor, matrices: list[Tensor], ends: Tensor) -> Tensor:
@@ -221,15 +195,8 @@ def _grouped_products(hidden: Tensor, matrices: list[Tensor], ends: Tensor) -> T
 def loop(problem: Problem) -> Method:
     """Two levels, one position after the other; each class is a separate parameter."""
     tree, num_run = problem.trees["random"], min(LOOP_POSITIONS, problem.num_positions)
-    logits = 4 * num_run * (int(tree.num_children[0]) + widest_class(tree))
-    needed = problem.gradient_bytes(tree.num_rows) + logits * problem.element_bytes
     build = partial(methods.loop, tree, problem.weight, problem.bias)
-    return Method("loop", problem, build, needed, tree=tree, slow=True, num_positions=num_run)
-
-
-def widest_class(tree: ClassTree) -> int:
-    """Words of the largest class in a tree of two levels."""
-    return int(tree.num_children[1:].max())
+    return Method("loop", problem, build, tree=tree, slow=True, num_positions=num_run)
 
 
 PEERS: dict[str, Callable[[Problem], Method]] = {

@@ -18,7 +18,6 @@ from scripts.benchmarks.kernel_compilation import random_classes
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import (
-    Column,
     Row,
     Table,
     benchmark_parser,
@@ -26,13 +25,13 @@ from scripts.benchmarks.reporting import (
     require_positive,
 )
 
-COLUMNS = (
-    Column("N", "vocab_size", ",d", width=10),
-    Column("H", "hidden_size", "d", width=5),
-    Column("steps", "steps", "d"),
-    Column("steps that differ", "differing", "d"),
-    Column("seconds", "seconds", ".1f"),
-)
+COLUMNS = {
+    "N": "{vocab_size:,}",
+    "H": "{hidden_size}",
+    "steps": "{steps}",
+    "steps that differ": "{differing}",
+    "seconds": "{seconds:.1f}",
+}
 
 
 def step(inputs: list[Tensor], target: Tensor, tree: ClassTree, upstream: Tensor) -> list[Tensor]:

@@ -16,12 +16,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from data_prep.errors import UserError
 from lm.training.environment import processor_name
+from scripts import markdown
 
 TOP = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
@@ -29,46 +29,30 @@ FOLDER = re.compile(r"(^|=)/(?:[^/]+/)*")
 """An absolute folder in an argument; a log has DIR instead."""
 
 
-class Column(NamedTuple):
-    """A column of a printed table."""
-
-    title: str
-    field: str  # of the row
-    format: str = ""  # specification; empty for text, which is left-aligned
-    unit: float = 1  # that the values are divided by
-    width: int = 0  # in characters, if the title is not wider
-
-    def align(self, text: str) -> str:
-        """Pad a cell to the width of the column."""
-        width = max(self.width, len(self.title))
-        return text.rjust(width) if self.format else text.ljust(width)
-
-    def cell(self, row: Row) -> str:
-        """The row's value as it is printed; a dash for None."""
-        value = row[self.field]
-        if value is None:
-            return self.align("–")
-        return self.align(format(value if self.unit == 1 else value / self.unit, self.format))
-
-
 class Table:
-    """A table that is printed and logged row by row; by default with all fields of the first."""
+    """A Markdown table that is printed and logged row by row.
+
+    Args:
+        columns: Title of each column → template of its cells; by default the fields of a row.
+        log: File of JSON lines that rows are appended to.
+        device: `cpu` or `cuda`, where the rows were measured.
+    """
 
     def __init__(
-        self, columns: Sequence[Column] = (), log: Path | None = None, device: str = "cpu"
+        self, columns: markdown.Columns | None = None, log: Path | None = None, device: str = "cpu"
     ) -> None:
         self.columns, self.log, self.device = columns, log, device
         self.rows: list[Row] = []
 
-    def add(self, row: Row, note: str = "") -> None:
-        """Print and log a row; only the columns before the first missing field are printed."""
-        self.columns = self.columns or [
-            Column(name, name, width=15 if isinstance(row[name], str) else 8) for name in row
-        ]
+    def add(self, row: Row) -> None:
+        """Print and log a row."""
+        columns = self.columns or {name: f"{{{name}}}" for name in row}
+        widths = [max(10, len(title)) for title in columns]
+        lines = [[markdown.cell(template, row) for template in columns.values()]]
         if not self.rows:
-            print("  ".join(column.align(column.title) for column in self.columns).rstrip())
-        known = takewhile(lambda column: column.field in row, self.columns)
-        print("  ".join([*(column.cell(row) for column in known), note]).rstrip(), flush=True)
+            lines = [list(columns), ["-" * width for width in widths], *lines]
+        for cells in lines:
+            print(markdown.line(map(str.ljust, cells, widths)), flush=True)
         self.rows.append(row)
         append_row(self.log, row, self.device)
 
@@ -159,4 +143,5 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _program() -> str:
-    return f"python -m scripts.benchmarks.{Path(sys.argv[0]).stem}"
+    path = Path(sys.argv[0])
+    return f"python -m scripts.{path.parent.name}.{path.stem}"

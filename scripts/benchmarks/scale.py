@@ -17,7 +17,8 @@ the rows that a batch visits, not of all N rows. The methods:
 
 Words are drawn by inverse rank (Zipf) for each step, outside the timed region; √N classes have
 equal sums of √count. Every measurement is a process whose memory the operating system limits, so a
-method that does not fit fails alone; it is not tried at larger N. Methods over classes must agree
+method that does not fit fails alone; it is not tried at larger N. The outcome is `done`, `memory`
+(more than --memory-limit-gb) or `time` (more than --time-limit). Methods over classes must agree
 in their loss on the same words and weights, otherwise the run stops.
 
 A figure is the median over the steps after the first. On a shared machine CPU seconds are steadier
@@ -28,9 +29,7 @@ cache between the parts. Linux only.
 """
 
 import argparse
-import errno
 import os
-import resource
 import signal
 import sys
 from contextlib import suppress
@@ -41,47 +40,27 @@ from multiprocessing.connection import Connection
 import torch
 
 from scripts.benchmarks import reporting
-from scripts.benchmarks.measure import DTYPES, TOLERANCE
-from scripts.benchmarks.reporting import Column, Row, Table
-from scripts.benchmarks.scale_measure import measure
-from scripts.benchmarks.scale_methods import METHODS, NUM_SEQUENCES
+from scripts.benchmarks.measure import DTYPES, TOLERANCE, is_out_of_memory, memory_limit
+from scripts.benchmarks.reporting import Row, Table
+from scripts.benchmarks.steps import METHODS, NUM_SEQUENCES, measure
 
 AGREEING = ("layer", "dense", "gather", "host", "loop")
 """Methods that have the same loss."""
-COLUMNS = (
-    Column("N", "vocab_size", ",", width=10),
-    Column("method", "method"),
-    Column("dtype", "dtype"),
-    Column("s/step", "seconds", ".4f", width=8),
-    Column("CPU s", "cpu_seconds", ".4f", width=8),
-    Column("µs/position", "microseconds_per_position", ".1f"),
-    Column("rows visited", "rows_visited", ",.0f"),
-    Column("kB/position", "bytes_per_position", ",.1f", 1e3),
-    Column("peak GB", "peak_bytes", ".2f", 1e9),
-    Column("table GB", "table_bytes", ".3f", 1e9),
-    Column("steps/min", "steps_per_minute", ",.1f"),
-)
-
-
-def limit_memory(num_bytes: int, device: torch.device) -> None:
-    """Let allocations beyond `num_bytes` fail, in this process and on its GPU.
-
-    RLIMIT_DATA counts private writable memory only. RLIMIT_AS would also count mapped libraries and
-    the address space that CUDA reserves.
-    """
-    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, as reported by torch, numpy or the operating system."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return any(words in str(error) for words in ("allocate memory", "bad_alloc"))
+COLUMNS = {
+    "N": "{vocab_size:,}",
+    "method": "{method}",
+    "dtype": "{dtype}",
+    "outcome": "{outcome}",
+    "s/step": "{seconds:.4f}",
+    "CPU s": "{cpu_seconds:.4f}",
+    "µs/position": "{microseconds_per_position:.1f}",
+    "positions run": "{run_positions:,}",
+    "rows visited": "{rows_visited:,.0f}",
+    "kB/position": "{bytes_per_position:,.1f/1e3}",
+    "peak GB": "{peak_bytes:.2f/1e9}",
+    "table GB": "{table_bytes:.3f/1e9}",
+    "steps/min": "{steps_per_minute:,.1f}",
+}
 
 
 def measure_limited(
@@ -89,9 +68,9 @@ def measure_limited(
 ) -> None:
     """Send the figures of one method, measured in this process with limited memory."""
     torch.set_num_threads(options.threads)
-    limit_memory(int(options.memory_limit_gb * 1e9), options.device)
     try:
-        row = measure(name, vocab_size, dtype, options)
+        with memory_limit(options.memory_limit_gb * 1e9, options.device):
+            row = measure(name, vocab_size, dtype, options)
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
@@ -137,29 +116,11 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
         for name in options.methods:
             if (name, dtype) not in broken:
                 row = measure_alone(name, vocab_size, dtype, options)
-                table.add(row, note(row))
+                table.add(row)
                 if row["outcome"] != "done":
                     broken.add((name, dtype))
         check_losses(table.rows[num_rows:])
     return table.rows
-
-
-def note(row: Row) -> str:
-    """What is printed after the figures of a row."""
-    scaled = row.get("run_positions", row["positions"]) < row["positions"]
-    notes = [f"run on {row['run_positions']} positions and scaled"] if scaled else []
-    notes += [explained(row)] if row["outcome"] != "done" else []
-    return "; ".join(notes)
-
-
-def explained(row: Row) -> str:
-    """Why a measurement failed."""
-    reasons = {
-        "memory": f"memory: more than {row['memory_limit_gb']:g} GB",
-        "time": f"time: more than {row['time_limit_seconds']:g} s a step",
-    }
-    outcome: str = row["outcome"]
-    return reasons.get(outcome, outcome)
 
 
 def check_losses(rows: list[Row]) -> None:
@@ -172,19 +133,6 @@ def check_losses(rows: list[Row]) -> None:
                 f"scale: N = {row['vocab_size']:,}: loss of {row['method']} is"
                 f" {row['loss']}, of {first['method']} {first['loss']}"
             )
-
-
-def largest_vocabularies(rows: list[Row]) -> list[str]:
-    """A line for each method: its largest N, and why it failed at the next."""
-    lines = []
-    for name, dtype in dict.fromkeys((row["method"], row["dtype"]) for row in rows):
-        tried = [row for row in rows if (row["method"], row["dtype"]) == (name, dtype)]
-        done = [row["vocab_size"] for row in tried if row["outcome"] == "done"]
-        line = f"{name:<6}  {dtype}  " + (f"N = {max(done):,}" if done else "none")
-        if tried[-1]["outcome"] != "done":
-            line += f" (at {tried[-1]['vocab_size']:,} {explained(tried[-1])})"
-        lines.append(line)
-    return lines
 
 
 def parse_options() -> argparse.Namespace:
@@ -215,10 +163,8 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print a table and the largest N of each method; exit code 1 if a method failed otherwise."""
-    options = parse_options()
-    rows = measure_all(options)
-    print("\nThe largest N of each method:", *largest_vocabularies(rows), sep="\n")
+    """Print a table; exit code 1 if a method failed for another reason than memory and time."""
+    rows = measure_all(parse_options())
     if any(row["outcome"].startswith("failed") for row in rows):
         sys.exit(1)
 

@@ -44,7 +44,7 @@ from lm.output.backends.triton.tile_shapes import Tile, Tiles
 from scripts.benchmarks.kernel_compilation import compile_all, launches
 from scripts.benchmarks.kernel_work import make_problem, moved
 from scripts.benchmarks.measure import cpu_clock, event_clock
-from scripts.benchmarks.reporting import Column, Table, append_row, benchmark_parser, problem_size
+from scripts.benchmarks.reporting import Table, append_row, benchmark_parser, problem_size
 
 Seconds = dict[str, float]
 """By name of the launch."""
@@ -57,11 +57,11 @@ KERNELS = {
 """Fields of `Tiles`, and the launches that they shape."""
 SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024)]
 DRY_RUN = {"sizes": [(97, 8)], "positions": 32, "dtype": "float32", "rounds": 1}
-COLUMNS = (
-    Column("kernel", "kernel", width=9),
-    *(Column(name, name, "d", width=4) for name in Tile._fields),
-    Column("time ÷ the table's", "score", ".3f"),
-)
+COLUMNS = {
+    "kernel": "{kernel}",
+    **{name: f"{{{name}}}" for name in Tile._fields},
+    "time ÷ the table's": "{score:.3f}",
+}
 
 
 def problem_on(device: str, dtype: torch.dtype, size: tuple[int, int, int]) -> Problem:

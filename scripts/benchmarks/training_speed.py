@@ -18,16 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data_prep.prepare import prepare
-from lm.config import load_config
-from lm.model.build import build_tree
 from lm.model.language_model import LanguageModel, State
 from lm.output.backends.base import followed_by_zeros
+from lm.run import Run
 from lm.training.batches import training_batches
 from lm.training.devices import build_fabric, matmul_precision
 from lm.training.loop import train_step
 from lm.training.state import CarriedLoss, TrainingState, build_state
-from scripts.benchmarks.reporting import Column, Table, benchmark_parser, require_positive, run
+from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive, run
 
 FOLDERS = ("--data.", "--run_dir")
 """Options that contain folders; the log leaves them out."""
@@ -72,15 +70,13 @@ def start_training(
     name, *others = layer.split(",")
     chosen = [f"output.tree={'full' if name in LOSSES else name}"]
     chosen += ["word_table.gradients=dense"] if name == "torch" else []
-    config = load_config(config_file, [*overrides, *(f"--{o}" for o in [*chosen, *others])])
-    data, tokenizer, classes = config.data, config.tokenizer, config.needed_classes
-    prepared = prepare(data, tokenizer, classes, config.prepared_path, progress=True)
-    batches = training_batches(config, prepared)
-    fabric, tree = build_fabric(config), build_tree(config, prepared)
-    state = build_state(fabric, config, prepared, tree, batches, num_steps, None)
+    run = Run.read(config_file, [*overrides, *(f"--{o}" for o in [*chosen, *others])])
+    run.prepare()
+    fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
+    state = build_state(fabric, run, batches, num_steps, None)
     if name in LOSSES:
         model = cast(LanguageModel, OtherLoss(state.model, LOSSES[name]))
-        state.loss = fabric.setup_module(CarriedLoss(model, config.train.accumulate))
+        state.loss = fabric.setup_module(CarriedLoss(model, run.config.train.accumulate))
     return state
 
 
@@ -118,16 +114,17 @@ def main() -> None:
             if turn:  # the first round warms up
                 rates[layer].append(rate)
     reference = options.trees[-1]
-    columns = (
-        Column("tree", "tree", width=max(map(len, rates))),
-        Column("tokens/s", "tokens_per_second_median", ".0f", width=10),
-        Column(f"× {reference}", "ratio", ".2f"),
-    )
+    columns = {
+        "tree": "{tree}",
+        "tokens/s": "{tokens_per_second_median:,.0f}",
+        f"÷ {reference}": "{ratio:.2f}",
+    }
     table = Table(columns, options.json, states[reference].fabric.device.type)
     for layer, values in rates.items():
         table.add(
             {
                 "config": Path(options.config).name,
+                "precision": states[layer].config.train.precision,
                 "tree": layer,
                 "tokens_per_second_median": statistics.median(values),
                 "ratio": statistics.median(values) / statistics.median(rates[reference]),

@@ -6,7 +6,7 @@
                                                   validation and compares the perplexity: equal
                                                   in every digit on the same kind of machine, up
                                                   to some percent different elsewhere
-  scripts/reproduce pages                         generates the tables of all pages from the logs
+  scripts/reproduce pages                         generates the tables and figures of all pages
 
 A row is trained once for each seed. An interrupted run resumes.
 """
@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_prep.errors import UserError
-from scripts.reproduction.curves import SUFFIXES, draw_curves
 from scripts.reproduction.pages import write_pages
 from scripts.reproduction.runs import RESULTS, TABLES, read_tables
-from scripts.reproduction.training_tables import table_of_runs
+from scripts.reproduction.tables import table_of_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -32,8 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tables = read_tables(options.tables)
     if options.table not in tables:
         raise UserError(f"no table {options.table!r}; there are {', '.join(tables)}")
-    if options.plot and not (options.plot.parent.is_dir() and options.plot.suffix in SUFFIXES):
-        raise UserError(f"--plot {options.plot}: expected a {', '.join(SUFFIXES)} file in a folder")
     table = tables[options.table]
     runs = table.runs(options.results, options.rows, options.seeds)
     missing = [] if options.show else [run for run in runs if not run.done]
@@ -53,8 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{where}: {run.row}, seed {run.seed}", file=sys.stderr)
         train_run(run, options.data_dir, options.runs, progress=progress)
     print(table_of_runs(table, runs))
-    if options.plot:
-        draw_curves(table.title, runs, options.plot)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--results", type=Path, default=RESULTS, help="folder of the logs")
     add("--show", action="store_true", help="train nothing, print the table")
     add("--check", action="store_true", help="train up to the first validation and compare")
-    add("--plot", type=Path, metavar="FILE", help="draw validation perplexity against minutes")
     add("--no-progress", action="store_true", help="no progress bars")
     return parser
 

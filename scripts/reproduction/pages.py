@@ -1,4 +1,4 @@
-"""Generated tables in Markdown pages.
+"""The generated tables and figures of Markdown pages.
 
 A page holds a table between the lines `<!-- table: NAME -->` and `<!-- end -->`.
 `scripts/reproduce pages` writes all of them.
@@ -9,33 +9,51 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from data_prep.errors import UserError
-from scripts.reproduction import benchmark_tables, training_tables
-from scripts.reproduction.runs import RESULTS, TOP, read_tables
+from lm.config.reference import sections
+from scripts import markdown
+from scripts.reproduction.figures import draw_curves, draw_vocabularies
+from scripts.reproduction.runs import RESULTS, TOP
+from scripts.reproduction.tables import generate_tables
 
-NAMES = ("README.md", "scripts/results/README.md", "lm/output/README.md", "data_prep/README.md")
-PAGES = [TOP / name for name in NAMES]
-"""The pages that may hold tables."""
+PAGES = ("README.md", "*/README.md", "lm/output/README.md", "scripts/*/README.md")
+RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")
+"""What the header comment of every recipe states."""
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def generate_tables(results: Path = RESULTS) -> dict[str, str]:
-    """All tables that a page may hold, by name, from the logs in `results`."""
-    tables = read_tables()
-    generated = {
-        name: training_tables.table_of_runs(table, table.runs(results))
-        for name, table in tables.items()
-    }
-    for combine in (training_tables.overview, training_tables.summary):
-        generated[combine.__name__] = combine(tables.values(), results)
-    for recipe in benchmark_tables.SPEEDS:
-        name = f"training_speed_{Path(recipe).stem}"
-        generated[name] = benchmark_tables.training_speed(results, recipe)
-    for pivot in (benchmark_tables.output_layer, benchmark_tables.scale):
-        generated[pivot.__name__] = pivot(results)
-    generated["ten_million"] = benchmark_tables.ten_million(results)
-    for name in benchmark_tables.LOGS:
-        generated[name] = benchmark_tables.table_of_log(results, name)
-    return generated
+def all_tables() -> dict[str, str]:
+    """All tables that a page may hold, by name."""
+    tables = {"configs": recipe_table(TOP / "configs"), "keys": key_tables()}
+    return tables | generate_tables(RESULTS)
+
+
+def recipe_table(folder: Path) -> str:
+    """The recipes of a folder, described by their header comments."""
+    rows = []
+    for path in sorted(folder.glob("*.yaml")):
+        header = path.read_text(encoding="utf-8").split("\nname:")[0]
+        text = " ".join(line.removeprefix("#").strip() for line in header.splitlines())
+        found = re.split(r"(?:^| )(Purpose|Hardware|Minutes|Expected|Corpus): ", text)
+        labels = dict(zip(found[1::2], found[2::2], strict=True))
+        if missing := [label for label in RECIPE_LABELS if label not in labels]:
+            raise UserError(f"{path}: the header has no {missing[0]}:")
+        cells = (labels[label].rstrip(".") for label in RECIPE_LABELS)
+        rows.append((f"[{path.stem}]({path.name})", *cells))
+    return markdown.table(("recipe", *map(str.lower, RECIPE_LABELS)), rows)
+
+
+def key_tables() -> str:
+    """A table of the configuration's keys for each section."""
+    parts = []
+    for section, (meaning, keys) in sections().items():
+        rows = [
+            (f"`{key.name}`", key.type, f"`{key.default}`" if key.default else "", key.meaning)
+            for key in keys
+        ]
+        title = f"### {section}\n\n" if section else ""
+        table = markdown.table(("key", "type", "default", "meaning"), rows)
+        parts.append(f"{title}{meaning}\n\n{table}")
+    return "\n\n".join(parts)
 
 
 def update(text: str, tables: Mapping[str, str]) -> str:
@@ -56,8 +74,15 @@ def update(text: str, tables: Mapping[str, str]) -> str:
     return _TABLE.sub(lambda match: f"{match[1]}{tables[match[2]]}\n{match[3]}", text)
 
 
+def pages() -> list[Path]:
+    """The pages that may hold tables."""
+    return [page for pattern in PAGES for page in TOP.glob(pattern)]
+
+
 def write_pages() -> None:
-    """Write every page with its tables generated again; raises UserError as `update`."""
-    tables = generate_tables()
-    for page in filter(Path.exists, PAGES):
+    """Write every page with its tables and figures made again; raises UserError as `update`."""
+    tables = all_tables()
+    for page in pages():
         page.write_text(update(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    draw_vocabularies(RESULTS, RESULTS / "vocabularies.png")
+    draw_curves("ptb_time", RESULTS, RESULTS / "ptb_time" / "perplexity_over_time.png")

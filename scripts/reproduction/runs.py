@@ -2,8 +2,7 @@
 
 A run is `lm train` with a recipe and overrides, then `lm evaluate` on the test split. Its log is
 TABLE/ROW-SEED.json in the folder of results: the command, the commit, the environment and the test
-figures; TABLE/ROW-SEED.csv is its metrics.csv. A log of an older version names configuration keys
-that have since been renamed: commands are compared after translation.
+figures; TABLE/ROW-SEED.csv is its metrics.csv.
 """
 
 import json
@@ -16,7 +15,6 @@ from typing import Any
 import yaml
 
 from data_prep.errors import UserError
-from lm.config.renamed import translate_override
 from lm.training.metrics import Metrics, read_metrics
 
 TOP = Path(__file__).resolve().parents[2]
@@ -61,7 +59,7 @@ class Run:
         if not (self.log_path.exists() and self.curve_path.exists()):
             return False
         log = self.read_log()
-        return "test" in log and translate_command(log["command"]) == self.command
+        return "test" in log and log["command"] == self.command
 
     def read_log(self) -> dict[str, Any]:
         """The contents of the log."""
@@ -75,7 +73,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class RunTable:
     """A table of training runs, as described at the top of tables.yaml."""
 
     name: str
@@ -86,6 +84,7 @@ class Table:
     published: str = "–"
     summary: dict[str, str | None] = field(default_factory=dict)
     overview: list[str] = field(default_factory=list)
+    vocabulary: dict[str, Any] = field(default_factory=dict)
 
     def runs(self, results: Path, rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[Run]:
         """The runs of the table, or of some of its rows or with other seeds."""
@@ -100,7 +99,7 @@ class Table:
         ]
 
 
-def read_tables(path: Path = TABLES) -> dict[str, Table]:
+def read_tables(path: Path = TABLES) -> dict[str, RunTable]:
     """The tables of a file, by name."""
     tables = yaml.safe_load(path.read_text(encoding="utf-8"))
     return {name: _table(name, **fields) for name, fields in tables.items()}
@@ -108,17 +107,12 @@ def read_tables(path: Path = TABLES) -> dict[str, Table]:
 
 def _table(
     name: str, *, rows: dict[str, Any], config: str = "", shared: Sequence[str] = (), **others: Any
-) -> Table:
+) -> RunTable:
     resolved = {}
     for row, options in rows.items():
         own = options if isinstance(options, dict) else {"config": config, "overrides": options}
         resolved[row] = (own["config"], (*shared, *own["overrides"]))
-    return Table(name=name, rows=resolved, **others)
-
-
-def translate_command(command: str) -> str:
-    """A logged command with the configuration keys of today."""
-    return " ".join(map(translate_override, command.split(" ")))
+    return RunTable(name=name, rows=resolved, **others)
 
 
 def validations(path: Path) -> list[Metrics]:

@@ -6,11 +6,9 @@ import tempfile
 from pathlib import Path
 
 from data_prep.errors import UserError
-from data_prep.prepare import prepare
 from data_prep.storage import write_json_atomically
-from lm.config import load_config
 from lm.evaluation import evaluate_split
-from lm.run import Run as TrainedRun
+from lm.run import Run as OpenedRun
 from lm.training.loop import train
 from lm.training.metrics import read_metrics
 from lm.training.run_folder import check_folder
@@ -22,7 +20,7 @@ def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
     """Train or resume a run in a folder of `runs`, evaluate it and write its log."""
     folder = runs / run.table / run.name
     _train(run, data_dir, folder, progress=progress)
-    test = evaluate_split(TrainedRun.open(folder), "test", progress=progress).to_dict()
+    test = evaluate_split(OpenedRun.open(folder), "test", progress=progress).to_dict()
     last = read_metrics(folder / "metrics.csv")[-1]
     run.log_path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / "metrics.csv", run.curve_path)
@@ -65,8 +63,7 @@ def _train(
 ) -> None:
     """Prepare the corpus if necessary, then train or resume."""
     folders = [f"--data.dir={data_dir}", f"--run_dir={folder}"]
-    config = load_config(TOP / run.config, [*run.options, *folders])
-    resumes = check_folder(config, "auto") is not None
-    data, tokenizer, classes = config.data, config.tokenizer, config.needed_classes
-    prepare(data, tokenizer, classes, config.prepared_path, keep=resumes, progress=progress)
-    train(config, resume="auto", progress=progress, stop_after_validation=stop_after_validation)
+    opened = OpenedRun.read(TOP / run.config, [*run.options, *folders])
+    resumes = check_folder(opened.config, "auto") is not None
+    opened.prepare(keep=resumes, progress=progress)
+    train(opened, resume="auto", progress=progress, stop_after_validation=stop_after_validation)

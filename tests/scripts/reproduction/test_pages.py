@@ -1,25 +1,30 @@
-"""The tables of all pages are generated from the logs."""
+"""The tables and figures of all pages are generated, from logs and recipes."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from data_prep.errors import UserError
-from scripts.reproduction.benchmark_tables import SPEEDS, relative_speed, training_speed
-from scripts.reproduction.pages import PAGES, generate_tables, update
+from scripts.reproduction.figures import draw_curves, draw_vocabularies
+from scripts.reproduction.pages import all_tables, pages, recipe_table, update
+from scripts.reproduction.runs import RESULTS, TOP
+from scripts.reproduction.tables import table_of_log
 
-SMALL = "ptb_lstm_small.yaml"
+
+def cells(table: str) -> list[list[str]]:
+    """The cells of a table without its header."""
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 
 
 def test_the_tables_of_all_pages_are_current() -> None:
-    tables = generate_tables()
-    pages = [page for page in PAGES if page.exists()]
-    assert pages
-    for page in pages:
+    tables = all_tables()
+    assert len(pages()) >= 5
+    for page in pages():
         text = page.read_text(encoding="utf-8")
         assert update(text, tables) == text, f"{page}: run `scripts/reproduce pages`"
+    recipes = sorted(path.stem for path in (TOP / "configs").glob("*.yaml"))
+    assert [row[0] for row in cells(tables["configs"])] == [f"[{r}]({r}.yaml)" for r in recipes]
 
 
 def test_a_page_with_an_unknown_or_open_table_is_an_error() -> None:
@@ -29,51 +34,51 @@ def test_a_page_with_an_unknown_or_open_table_is_an_error() -> None:
         update("<!-- table: elm -->\n| 1 |\n", {"elm": ""})
 
 
-def speed(layer: str, tokens_per_second: float, precision: str, device: str) -> dict[str, Any]:
-    """A row of the log of training speed."""
-    return {
-        "config": SMALL,
-        "tree": layer,
-        "tokens_per_second_median": tokens_per_second,
-        "overrides": [f"--train.precision={precision}"],
-        "device": device,
-    }
+def test_a_recipe_without_a_label_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("# Purpose: a test.\n# Hardware: any.\nname: a\n")
+    with pytest.raises(UserError, match=r"a.yaml: the header has no Minutes:$"):
+        recipe_table(tmp_path)
 
 
-def test_speeds_are_relative_to_a_layer_measured_last_on_the_same_processor(
-    tmp_path: Path,
-) -> None:
-    path_sum = "two_level,model.input_embedding=path_sum,model.count_word_dropout=5"
-    assert path_sum in SPEEDS[SMALL]
-    rows = [
-        speed("full", 100, "bf16-mixed", "A"),
-        speed("two_level", 500, "bf16-mixed", "A"),
-        speed("full", 200, "bf16-mixed", "B"),
-        speed("two_level,model.input=path,model.count_word_dropout=5", 300, "bf16-mixed", "B"),
-        speed("two_level,model.input=path,model.count_word_dropout=5", 600, "bf16-mixed", "B"),
-        speed("full", 50, "32-true", "B"),
-    ]
-    (tmp_path / "training_speed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert relative_speed(tmp_path, SMALL, path_sum, "full") == "3.00"
-    assert relative_speed(tmp_path, SMALL, "two_level", "full") == "5.00"
-    assert relative_speed(tmp_path, SMALL, "adaptive", "full") == "–"
-    assert relative_speed(tmp_path, SMALL, None, "full") == "–"
+def test_the_last_row_of_a_log_with_the_same_names_counts(tmp_path: Path) -> None:
+    rows = [("a", 1, 0.5), ("b", 1, 2.5), ("a", 2, 1.5), ("a", 1, 3.5), ("c", 9, 1), ("b", 2, None)]
+    log = [{"method": m, "size": n, "ratio": r, "why": "memory"} for m, n, r in rows]
+    (tmp_path / "oak.jsonl").write_text("\n".join(map(json.dumps, log)))
+    table = table_of_log(
+        tmp_path,
+        log="oak",
+        row="{method}",
+        row_titles={"b": "B", "z": "Z", "a": "A"},
+        column="N = {size}",
+        cell="{ratio:.2f}",
+        otherwise="{why}",
+    )
+    assert table.splitlines()[0] == "|  | N = 1 | N = 2 | N = 9 |"
+    assert cells(table) == [["B", "2.50", "memory", "–"], ["A", "3.50", "1.50", "–"]]
+    columns = {"method": "{method}", "ratio": "{ratio:.1f}"}
+    where = {"size": 1}
+    table = table_of_log(tmp_path, log="oak", where=where, key=["method"], columns=columns)
+    assert cells(table) == [["a", "3.5"], ["b", "2.5"]]
 
 
-def test_the_first_row_of_a_table_of_speeds_is_1(tmp_path: Path) -> None:
-    layers = list(SPEEDS[SMALL])
-    rows = [speed(layer, 10.0 * (i + 1), "bf16-mixed", "A, x") for i, layer in enumerate(layers)]
-    rows.append(speed(layers[0], 7, "32-true", "A, x"))  # incomplete: not a column
-    (tmp_path / "training_speed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    header, _, first, second, *_ = training_speed(tmp_path, SMALL).splitlines()
-    assert header == "| output layer | A, bf16-mixed |"
-    assert first.endswith("| 1.00 (10 tokens/s) |")
-    assert second.endswith("| 2.00 |")
+def test_a_table_without_a_log_has_no_rows(tmp_path: Path) -> None:
+    table = table_of_log(tmp_path, log="none", key=["N"], columns={"N": "{N}"})
+    assert table == "| N |\n|---|"
 
 
-def test_a_relative_speed_is_printed_with_its_full_softmax_at_1() -> None:
-    lines = generate_tables()["overview"].splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines]
-    corpora = [row for row in rows[2:] if len(row) == 4]
-    assert len(corpora) == 2
-    assert all(row[1] == "full softmax" and row[3] == "1.00" for row in corpora)
+def test_speeds_are_relative_to_the_full_softmax_of_the_corpus() -> None:
+    tables = all_tables()
+    for row in cells(tables["summary"]) + cells(tables["overview"]):
+        *_, layer, _, ratio = row
+        assert ratio == "1.00" or not layer.startswith("full softmax")
+    sizes = cells(tables["vocabularies"])
+    assert [row[0] for row in sizes] == ["10,000", "33,278", "203,887", "10,000,000"]
+    for row in sizes[:3]:
+        full, ours, speedup = (float(text.replace(",", "")) for text in row[2:5])
+        assert speedup == pytest.approx(ours / full, rel=0.05)
+
+
+def test_figures_are_drawn_from_the_logs(tmp_path: Path) -> None:
+    draw_vocabularies(RESULTS, tmp_path / "vocabularies.png")
+    draw_curves("ptb_time", RESULTS, tmp_path / "curves.png")
+    assert min(path.stat().st_size for path in tmp_path.iterdir()) > 10_000

@@ -1,7 +1,10 @@
-"""What `scale` compares: one task, and the ways to make its training step."""
+"""What `scale` compares: one task, the ways to make its training step, their work and time."""
 
 import argparse
 import math
+import signal
+import statistics
+import time
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -11,8 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends.visits import route
 from lm.output.rowwise import RowAdagrad
 from scripts.benchmarks import methods
+from scripts.benchmarks.measure import DTYPES, PROCESS, proc_bytes
 from scripts.benchmarks.methods import parameter, zipf
 
 if TYPE_CHECKING:  # `step` alone needs more than torch
@@ -26,6 +31,8 @@ INIT_RANGE = 0.05
 """Weights are initialised uniformly in ±INIT_RANGE."""
 ROWS_AT_ONCE = 1 << 16
 """Rows initialised at a time."""
+LOOP_POSITIONS = 16
+"""Positions that `loop` is run on; its time is proportional to their number."""
 
 
 class Task:
@@ -75,20 +82,24 @@ def rank_classes(counts: Tensor) -> Tensor:
 
 def layer(task: Task) -> Method:
     """This project's layer alone, with row-wise gradients."""
-    return _layer(task, RowAdagrad, sparse=True)
+    return _layer(task, RowAdagrad, row_wise=True)
 
 
 def dense(task: Task) -> Method:
     """This project's layer alone, with dense gradients."""
-    return _layer(task, torch.optim.SGD, sparse=False)
+    return _layer(task, torch.optim.SGD, row_wise=False)
 
 
-def _layer(task: Task, optimizer: Callable[..., torch.optim.Optimizer], *, sparse: bool) -> Method:
+def _layer(
+    task: Task, optimizer: Callable[..., torch.optim.Optimizer], *, row_wise: bool
+) -> Method:
     weight, bias = map(parameter, task.table)
 
     def loss(words: Tensor) -> Tensor:
         hidden = task.hidden[: words.shape[1]]
-        return hierarchical_cross_entropy(hidden, weight, words[1], task.tree, bias, sparse=sparse)
+        return hierarchical_cross_entropy(
+            hidden, weight, words[1], task.tree, bias, sparse=row_wise
+        )
 
     return Method(loss, _update(optimizer([weight, bias], LEARNING_RATE)))
 
@@ -245,3 +256,81 @@ METHODS = {
     # rows read twice, gradient made (1) and added (3), at each position; rows updated (3)
     "loop": Kind(loop, lambda w: (6 * w.columns + 3 * w.visited) * w.hidden),
 }
+
+
+def work(task: Task, words: Tensor, *, reads_inputs: bool) -> Work:
+    """The work of one step with `words` [2, P]."""
+    tree = task.tree
+    inputs, targets = words.to(task.table_device)
+    node = route(targets, tree.arrays, tree.depth, ignore_index=-100).node
+    width = torch.where(node >= 0, tree.num_children[node], 0)
+    nodes = torch.unique(node[node >= 0])
+    visited = int(tree.num_children[nodes].sum())
+    if reads_inputs:
+        row = torch.unique(tree.row_of_word[inputs])
+        visited += int((~torch.isin(tree.node_of_row[row], nodes)).sum())
+    return Work(
+        visited=visited,
+        rows=tree.num_rows,
+        columns=int(width.sum()),
+        copied=int(width[-1].max()) * len(targets),
+        positions=len(targets),
+        hidden=task.hidden.shape[1],
+    )
+
+
+class Timing(NamedTuple):
+    """Wall-clock seconds and CPU seconds of one step, and its loss."""
+
+    wall: float
+    cpu: float
+    loss: float
+
+
+def timed(task: Task, method: Method, words: Tensor, limit: float) -> Timing:
+    """Make a step; the operating system ends the process after `limit` seconds."""
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    task.hidden.grad = None
+    start = time.perf_counter(), time.process_time()
+    loss = method.loss(words)
+    torch.autograd.backward(loss)
+    method.update()
+    value = float(loss.detach())
+    if task.hidden.is_cuda:
+        torch.cuda.synchronize()
+    stop = time.perf_counter(), time.process_time()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return Timing(stop[0] - start[0], stop[1] - start[1], value)
+
+
+def measure(name: str, vocab_size: int, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one method, measured in this process."""
+    kind, num_positions = METHODS[name], options.positions
+    task = Task(name, vocab_size, DTYPES[dtype], options)
+    method = kind.build(task)
+    num_run = min(LOOP_POSITIONS, num_positions) if name == "loop" else num_positions
+    with torch.no_grad():
+        first_loss = None if num_run == num_positions else float(method.loss(task.words[0]))
+    times = [timed(task, method, words[:, :num_run], options.time_limit) for words in task.words]
+    scale = num_positions / num_run
+    seconds = scale * statistics.median(timing.wall for timing in times[1:])
+    loads = [work(task, words, reads_inputs=name == "step") for words in task.words[1:]]
+    peak = torch.cuda.max_memory_allocated() if task.hidden.is_cuda else None
+    itemsize = DTYPES[dtype].itemsize
+    return {
+        "outcome": "time" if seconds > options.time_limit else "done",
+        "seconds": seconds,
+        "cpu_seconds": scale * statistics.median(timing.cpu for timing in times[1:]),
+        "run_positions": num_run,
+        "microseconds_per_position": 1e6 * seconds / num_positions,
+        "steps_per_minute": 60 / seconds,
+        "rows_visited": statistics.median(w.rows if kind.every_row else w.visited for w in loads),
+        "bytes_per_position": statistics.median(
+            itemsize * kind.moved(w) / num_positions for w in loads
+        ),
+        "peak_bytes": proc_bytes(PROCESS / "status", "VmHWM"),
+        "device_peak_bytes": peak,
+        "table_bytes": task.tree.num_rows * options.hidden * itemsize,
+        "num_rows": task.tree.num_rows,
+        "loss": times[0].loss if first_loss is None else first_loss,
+    }

@@ -1,0 +1,167 @@
+"""The tables of results: those of logs of benchmarks, and those of training runs."""
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scripts import markdown
+from scripts.reproduction.runs import Run, RunTable, read_tables
+
+Row = dict[str, Any]
+LOG_TABLES = Path(__file__).with_name("log_tables.yaml")
+SUMMARY = {
+    "corpus, model": "{corpus}",
+    "published": "{published}",
+    "output layer": "{row}",
+    "training tokens": "{tokens:.1f/1e6}M",
+    "test perplexity": "{perplexity:.2f}",
+    "relative tokens/s": "{ratio:.2f}",
+}
+OVERVIEW = {
+    name: SUMMARY[name] for name in ("output layer", "test perplexity", "relative tokens/s")
+}
+VOCABULARIES = {
+    "N": "{words:,}",
+    "corpus, model": "{corpus}",
+    "full softmax, tokens/s": "{full_tokens_per_second:,.0f}",
+    "class-based, tokens/s": "{tokens_per_second:,.0f}",
+    "ratio": "{ratio:.2g}",
+    "full softmax, test perplexity": "{full_perplexity:.2f}",
+    "class-based, test perplexity": "{perplexity:.2f}",
+}
+"""Title of a column → template of its cells."""
+
+
+def generate_tables(results: Path) -> dict[str, str]:
+    """All tables of results by name, from the logs in the folder `results`."""
+    tables = read_tables()
+    generated = {name: table_of_runs(each, each.runs(results)) for name, each in tables.items()}
+    for name, layout in yaml.safe_load(LOG_TABLES.read_text(encoding="utf-8")).items():
+        generated[name] = table_of_log(results, **{"log": name, **layout})
+    summary = [row for each in tables.values() for row in compare(each, each.summary, results)]
+    overview = [row for each in tables.values() for row in compare(each, each.overview, results)]
+    generated["summary"] = markdown.table_of_rows(SUMMARY, summary)
+    generated["overview"] = markdown.table_of_rows(OVERVIEW, overview)
+    generated["vocabularies"] = markdown.table_of_rows(VOCABULARIES, vocabularies(results))
+    return generated
+
+
+def read_log(results: Path, name: str, where: Mapping[str, Any] | None = None) -> list[Row]:
+    """The rows of a log with the values of `where`; none if there is no log."""
+    path = results / f"{name}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [row for row in map(json.loads, lines) if (where or {}).items() <= row.items()]
+
+
+def table_of_log(
+    results: Path, *, log: str, where: Mapping[str, Any] | None = None, **layout: Any
+) -> str:
+    """A table as log_tables.yaml describes it."""
+    rows = read_log(results, log, where)
+    if "columns" not in layout:
+        return pivot(rows, **layout)
+    last = {tuple(row[name] for name in layout["key"]): row for row in rows}
+    return markdown.table_of_rows(layout["columns"], last.values())
+
+
+def pivot(
+    rows: Iterable[Row],
+    *,
+    row: str,
+    column: str,
+    cell: str,
+    row_titles: Mapping[str, str] | None = None,
+    column_titles: Mapping[str, str] | None = None,
+    otherwise: str = "",
+    corner: str = "",
+) -> str:
+    """A table with a cell for each pair of names, as log_tables.yaml describes it."""
+    cells: dict[tuple[str, str], str] = {}
+    for each in rows:
+        text = markdown.cell(cell, each)
+        names = markdown.cell(row, each), markdown.cell(column, each)
+        cells[names] = markdown.cell(otherwise, each) if otherwise and "–" in text else text
+    lines = _titles(row_titles, [name for name, _ in cells])
+    columns = _titles(column_titles, [name for _, name in cells])
+    body = ([title, *(cells.get((r, c), "–") for c in columns)] for r, title in lines.items())
+    return markdown.table([corner, *columns.values()], body)
+
+
+def _titles(titles: Mapping[str, str] | None, found: Sequence[str]) -> dict[str, str]:
+    """The names that were found → their titles."""
+    known = titles or {name: name for name in found}
+    return {name: title for name, title in known.items() if name in found}
+
+
+def table_of_runs(table: RunTable, runs: Sequence[Run]) -> str:
+    """The rows that have logs: means over seeds, and the first figure for each seed."""
+    titles = [name.replace("_", " ").replace("oov", "OOV") for name in table.figures]
+    rows = []
+    for row in table.rows:
+        logs = [run.read_log() for run in runs if run.row == row and run.done]
+        figures = [[_figure(log, name) for log in logs] for name in table.figures]
+        if logs:
+            first = zip((log["seed"] for log in logs), map(short, figures[0]), strict=True)
+            by_seed = ", ".join(f"{seed}: {figure}" for seed, figure in first)
+            rows.append([row, *(short(statistics.fmean(each)) for each in figures), by_seed])
+    return markdown.table(["model", *titles, f"{titles[0]} by seed"], rows)
+
+
+def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
+    """Training tokens, word perplexity and the speed of the output layer, of rows with logs."""
+    found: list[Row] = []
+    for row in rows:
+        if logs := [run.read_log() for run in table.runs(results, [row]) if run.done]:
+            where = {"config": Path(table.rows[row][0]).name, "tree": table.summary[row]}
+            speeds = read_log(results, "training_speed", where | {"precision": "bf16-mixed"})
+            speed = speeds[-1] if speeds else {"ratio": None, "tokens_per_second_median": None}
+            found.append(
+                {
+                    "corpus": "" if found else table.title,
+                    "published": "" if found else table.published,
+                    "row": row,
+                    "tokens": logs[0]["tokens"],
+                    "perplexity": statistics.fmean(log["test"]["word_perplexity"] for log in logs),
+                    "ratio": speed["ratio"],
+                    "tokens_per_second": speed["tokens_per_second_median"],
+                }
+            )
+    return found
+
+
+def vocabularies(results: Path) -> list[Row]:
+    """The full softmax and classes of one corpus for each size of the vocabulary."""
+    found: list[Row] = []
+    for table in read_tables().values():
+        if table.vocabulary:
+            chosen = [
+                table.vocabulary[name] for name in ("ours", "full") if name in table.vocabulary
+            ]
+            ours, *full = compare(table, chosen, results)
+            ours |= {"words": table.vocabulary["words"], "corpus": table.title}
+            ours["full_tokens_per_second"] = ours["tokens_per_second"] / ours["ratio"]
+            found.append(ours | {"full_perplexity": full[0]["perplexity"] if full else None})
+    (large,) = read_log(results, "ten_million", {"what": "steps 1 to 100", "table": "fp32"})
+    speed = {"tokens_per_second": large["tokens_per_second"]}
+    return [*found, {"words": 10_000_000, "corpus": "synthetic text, LSTM 300, tied", **speed}]
+
+
+def short(value: float) -> str:
+    """A number with about four digits.
+
+    Example:
+        >>> [short(x) for x in (6890.67, 109.374, 2.9531, 1.0)]
+        ['6,891', '109.37', '2.953', '1']
+    """
+    if value >= 1000 or value == round(value):
+        return f"{value:,.0f}"
+    return f"{value:.2f}" if value >= 10 else f"{value:.4g}"
+
+
+def _figure(log: Row, name: str) -> float:
+    """A figure of the test split, or the minutes of training."""
+    return float(log["seconds"] / 60 if name == "minutes" else log["test"][name])
