@@ -32,7 +32,7 @@ class Run:
     file.
 
     Attributes:
-        folder: folder of the run, or of an exported model.
+        folder: folder of the run.
         config: the configuration.
         prepared: the prepared data; of a trained model, with the tokenizer that it has.
         tree: the tree of softmaxes over the words of the prepared data; None for `adaptive`.
@@ -62,7 +62,7 @@ class Run:
         """Open the folder of a trained model.
 
         Args:
-            folder: folder of the run, or of an exported model.
+            folder: folder of the run.
             device: `auto`, `cpu` or `cuda[:N]`; auto is the GPU if there is one where the model
                 fits, else the CPU.
             threads: number of CPU threads, of the whole process; None: as the run was trained with.

@@ -84,7 +84,7 @@ def save_model(folder: Path, model: LanguageModel, description: Description) -> 
 
 
 def load_model(folder: Path) -> tuple[LanguageModel, Description]:
-    """Load the model of a run or an exported one.
+    """Load the model of a run.
 
     Args:
         folder: folder of the two files.
@@ -116,7 +116,7 @@ def load_model(folder: Path) -> tuple[LanguageModel, Description]:
 
 
 def read_description(folder: Path) -> Description:
-    """Read `model.json` of a run or an exported model.
+    """Read `model.json` of a run.
 
     Raises:
         UserError: if it is absent, damaged or of another version.
