@@ -118,12 +118,16 @@ def sha256_file(path: Path | str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_atomically(path: Path | str, writer: Callable[[BinaryIO], Result]) -> Result:
+def write_atomically(
+    path: Path | str, writer: Callable[[BinaryIO], Result], *, shared: bool = False
+) -> Result:
     """Write a file that is complete or absent; a previous version stays until the new one is whole.
 
     Args:
         path: the file; its folder exists.
         writer: called with a seekable binary file in the same folder, open for writing.
+        shared: whether several processes may write the file at once. The temporary file of a
+            process that is killed is then not overwritten by the next one.
 
     Returns:
         What `writer` returns.
@@ -132,7 +136,7 @@ def write_atomically(path: Path | str, writer: Callable[[BinaryIO], Result]) -> 
         UserError: the file system refuses (full, read-only, no permission).
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}{f'.{os.getpid()}' if shared else ''}.tmp")
     try:
         with open(temporary, "wb") as file:
             result = writer(file)
@@ -204,7 +208,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 def write_json_atomically(path: Path | str, content: Any) -> None:
     """Write indented UTF-8 JSON with `write_atomically`; ValueError for NaN and infinities."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+    write_atomically(path, lambda file: file.write(text.encode()), shared=True)
 
 
 def read_json(

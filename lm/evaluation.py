@@ -149,18 +149,17 @@ def evaluate(
                 oov_nll += float(each[is_oov].sum())
             bar.update(targets.numel())
     model.train(was_training)
-    known = len(tokens) - oov
     return Evaluation(
         tokens=len(tokens),
         words=counts.words,
         oov=oov,
         nll_nats=nll,
-        perplexity=_exp(nll / len(tokens)),
-        perplexity_excluding_oov=_exp((nll - oov_nll) / known) if known else math.nan,
-        word_perplexity=_exp(nll / (counts.words + counts.lines)),
+        perplexity=perplexity(nll, len(tokens)),
+        perplexity_excluding_oov=perplexity(nll - oov_nll, len(tokens) - oov),
+        word_perplexity=perplexity(nll, counts.words + counts.lines),
         bits_per_byte=nll / math.log(2) / counts.utf8_bytes,
-        class_perplexity=_exp(class_nll / len(tokens)),
-        within_class_perplexity=_exp((nll - class_nll) / len(tokens)),
+        class_perplexity=perplexity(class_nll, len(tokens)),
+        within_class_perplexity=perplexity(nll - class_nll, len(tokens)),
         context=_describe_context(model, context),
     )
 
@@ -175,9 +174,11 @@ def _describe_context(model: LanguageModel, context: int) -> str:
     )
 
 
-def _exp(nats: float) -> float:
-    """Perplexity of an average; infinity if it exceeds a float, NaN for NaN."""
-    return math.inf if nats >= 700 else math.exp(nats)
+def perplexity(nll: float, count: int) -> float:
+    """exp(nll / count); infinity if it exceeds a float, NaN if nothing is counted."""
+    if count == 0:
+        return math.nan
+    return math.inf if nll / count >= 700 else math.exp(nll / count)
 
 
 def evaluate_split(run: Run, split: str, *, progress: bool = True) -> Evaluation:

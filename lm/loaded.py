@@ -33,20 +33,13 @@ class State:
     context - 1 tokens, 2 layers · context · H numbers (4 layers of H = 256, context 128, fp32: 1
     MB), and a step writes a new copy of them. The states of one call of `step_many` share
     memory, which is released with the last of them.
-
-    Attributes:
-        hidden: [H], from which the next word is predicted.
-        backbone: the state of the backbone, of one sequence.
-        num_tokens: number of tokens read since the start.
-        num_unknown: how many of them are `<unk>`.
-        model_sha256: checksum of the model's weights: other models do not accept the state.
     """
 
-    hidden: Tensor = field(repr=False)
-    backbone: tuple[Tensor, ...] = field(repr=False)
-    num_tokens: int
-    num_unknown: int
-    model_sha256: str = field(repr=False)
+    num_tokens: int  # read since the start
+    num_unknown: int  # how many of them are `<unk>`
+    hidden: Tensor = field(repr=False)  # [H], from which the next word is predicted
+    backbone: tuple[Tensor, ...] = field(repr=False)  # the state of the backbone, of one sequence
+    model_sha256: str = field(repr=False)  # other models do not accept the state
 
 
 Prefix = str | Sequence[int] | State
@@ -64,8 +57,8 @@ class LoadedModel:
     """A trained model, made by `lm.load`. Log-probabilities are in nats, in at least fp32.
 
     The first word of a text is predicted from `<eos>`. Arguments of a wrong type or out of range
-    raise a ValueError. A fork of a process that has computed with several threads hangs, as always
-    with torch: load the model in each process instead.
+    raise a ValueError, as do words without a token. A fork of a process that has computed with
+    several threads hangs, as always with torch: load the model in each process instead.
 
     Attributes:
         model: the network, in evaluation mode; its parameters may be moved or converted.
@@ -109,25 +102,13 @@ class LoadedModel:
         )
 
     def step(self, state: State, word: Word) -> Step:
-        """The log-probability of a word, and the state after it; `state` remains valid.
-
-        Raises:
-            ValueError: if the word has no token, or the id is not one.
-        """
+        """The log-probability of a word, and the state after it; `state` remains valid."""
         return self.step_many([state], [word])[0]
 
     def step_many(self, states: Sequence[State], words: Sequence[Word]) -> list[Step]:
-        """`step` of many pairs at once; a Transformer batches states with equal `num_tokens`.
+        """`step` of many pairs of a state and a word at once, equal to single ones up to rounding.
 
-        Args:
-            states: states, which may repeat.
-            words: one word for each state.
-
-        Returns:
-            One step for each pair, equal to that of `step` up to rounding.
-
-        Raises:
-            ValueError: as `step`, or if the numbers of states and words differ.
+        States may repeat. A Transformer computes those with equal `num_tokens` together.
         """
         tokens = self._tokens_of_all(words)
         if len(states) != len(words):
@@ -179,10 +160,7 @@ class LoadedModel:
     def candidate_log_prob(self, prefix: Prefix, words: Sequence[Word]) -> Tensor:
         """Log-probabilities [K] of some next words, at the cost of their paths in the tree.
 
-        Words of several tokens cost a step for each token but the last as well.
-
-        Raises:
-            ValueError: if a word has no token, or an id is not one.
+        Words of several tokens cost a step for each token as well.
         """
         state, tokens = self._state(prefix), self._tokens_of_all(words)
         if any(len(word_tokens) > 1 for word_tokens in tokens):
@@ -192,11 +170,7 @@ class LoadedModel:
         return self.model.output.candidate_log_prob(state.hidden, word.flatten())
 
     def score(self, sentences: Iterable[str]) -> list[LineScore]:
-        """Scores of independent sentences, as `lm score`; `log_prob.sum()` scores the sentence.
-
-        `<eos>` is predicted at the end of each. Sentences are computed in batches of similar
-        length.
-        """
+        """Scores of independent sentences and of the `<eos>` after each, as `lm score`."""
         if isinstance(sentences, str):
             raise ValueError(f"expected a list of sentences, got the text {sentences[:40]!r}")
         return list(self._scorer.sentences(map(checked_text, sentences)))
@@ -226,14 +200,8 @@ class LoadedModel:
     ) -> list[str]:
         """Random continuations of a prompt, without it, as `lm generate`.
 
-        Args:
-            prompt: text; empty for the beginning of a text.
-            num_tokens, num_samples, stop, seed: as in `lm.generation.generate_text`.
-            sampling: fields of `lm.output.Sampling`: temperature, top_k, top_p, min_p,
-                repetition_penalty.
-
-        Raises:
-            ValueError: if an option is out of range.
+        Arguments are those of `lm.generation.generate_text`, and the fields of `Sampling`:
+        temperature, top_k, top_p, min_p, repetition_penalty.
         """
         (samples,) = generate_text(
             self.model,
@@ -289,6 +257,8 @@ class LoadedModel:
 
     def _ids(self, tokens: Iterable[int]) -> list[int]:
         """Token ids, checked."""
+        if isinstance(tokens, bytes):
+            raise ValueError(f"expected text or token ids, got {tokens!r}")
         try:
             ids = [index(token) for token in tokens]
         except TypeError as error:

@@ -239,6 +239,31 @@ def test_the_test_text_is_the_test_split(
     assert evaluated(folder, "--text", corpus / "test.txt") == split
 
 
+def test_figures_that_cannot_be_written_are_printed(
+    lstm_run: Path, tmp_path: Path, evaluated: Evaluated, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = shutil.copytree(lstm_run, tmp_path / "run")
+    (run / "evaluate-test.json" / "a folder").mkdir(parents=True)
+    expected = evaluated(lstm_run)
+    assert main(["evaluate", str(run)]) == 0
+    path = run / "evaluate-test.json"
+    assert caplog.messages[-1].endswith(f"{path} cannot be written: Is a directory")
+    shutil.rmtree(path)
+    assert evaluated(run) == expected
+
+
+@pytest.mark.parametrize("context", [5, 6])
+def test_the_stated_context_is_that_of_the_windows(context: int) -> None:
+    model, tokens, few = make("transformer", context), text(40), context - context // 2 + 1
+    assert measured(model, tokens, context).context == (
+        f"each token is predicted from {few} to {context} tokens before it, and from fewer at the"
+        " start of the text"
+    )
+    first, *rest = [before for _, _, before in reader.read_text(model, tokens, EOS, context)]
+    assert first.flatten().tolist() == list(range(1, few))
+    assert {*np.concatenate(rest, axis=None).tolist()} == {*range(few, context + 1)}
+
+
 def test_a_loop_over_the_tokens_of_a_run_gives_its_perplexity(lstm_run: Path) -> None:
     run = Run(lstm_run, device="cpu")
     tokens, description = run.prepared.tokens("test"), run.description

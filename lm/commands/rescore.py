@@ -3,8 +3,11 @@
 import argparse
 import json
 import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data_prep.errors import UserError
 from lm.commands.arguments import add_computing, add_json, add_run
@@ -12,8 +15,8 @@ from lm.commands.score import add_vocabulary_size
 from lm.run import Run
 
 if TYPE_CHECKING:
-    from lm.rescoring.weights import Arpa, Weights
-    from lm.scoring import Scorer
+    from lm.rescoring.nbest import Floats, NBest, WordErrors
+    from lm.rescoring.weights import Weights, WordScores
 
 HELP = "choose from n-best lists of a speech recogniser"
 _WEIGHTS = {
@@ -70,8 +73,8 @@ def run(options: argparse.Namespace) -> None:
     """
     _check(options)
     from data_prep.corpus.lines import read_text
-    from lm.rescoring.nbest import read_costs, read_nbest, read_references
-    from lm.rescoring.weights import format_values, rescore
+    from lm.rescoring.nbest import read_costs, read_nbest
+    from lm.rescoring.weights import ScoredList, check_separate, tune
 
     weights = None if options.tune else _given_weights(options)
     costs = [
@@ -82,28 +85,29 @@ def run(options: argparse.Namespace) -> None:
     nbest = read_nbest(read_text(options.nbest), options.nbest, costs)
     if options.first_pass_share and nbest.scores.shape[1] < 2:
         raise UserError(f"--first-pass-share: {options.nbest} has no scores of the first pass")
-    references = development = None
-    if options.references is not None:
-        references = read_references(read_text(options.references), options.references, nbest)
-    if options.tune is not None:
-        name, references_name = options.tune
-        tuned = read_nbest(read_text(name), name, costs)
-        development = tuned, read_references(read_text(references_name), references_name, tuned)
-    result = rescore(
-        nbest,
-        _open_models(options),
-        weights=weights,
-        references=references,
-        development=development,
-    )
-    rows = result.all() if options.all else result.best()
+    errors = _read_errors(options.references, nbest) if options.references else None
+    if options.tune:
+        tuned = read_nbest(read_text(options.tune[0]), options.tune[0], costs)
+        tuned_errors = _read_errors(options.tune[1], tuned)
+        check_separate(tuned, nbest)
+    models = _open_models(options)
+    development = None
+    if weights is None:
+        scored = ScoredList(tuned, models)
+        weights = tune(scored, tuned_errors)
+        development = tuned_errors.report(tuned, scored.choose(scored.totals(weights)))
+    scored = ScoredList(nbest, models)
+    chosen = scored.choose(scored.totals(weights))
+    report = None if errors is None else errors.report(nbest, chosen)
+    figures = {"weights": asdict(weights), "development": development, "report": report}
+    lines = scored.all_lines(weights) if options.all else scored.best_lines(weights)
     if options.json:
-        print(json.dumps(result.to_dict() | {"hypotheses": rows}, ensure_ascii=False))
+        print(json.dumps(figures | {"hypotheses": lines}, ensure_ascii=False))
         return
-    for name, value in result.to_dict().items():
-        if value is not None:
-            _log.info("%s: %s", name, format_values(value))
-    print("\n".join(rows))
+    for name, values in figures.items():
+        if values is not None:
+            _log.info("%s: %s", name, _format(values))
+    print("\n".join(lines))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -127,29 +131,50 @@ def _given_weights(options: argparse.Namespace) -> "Weights":
     """The weights that were given; two models have equal shares unless --mixture is."""
     from lm.rescoring.weights import Weights
 
-    default = 0.5 if options.second_run or options.arpa else 1.0
+    mixture = 0.5 if options.second_run or options.arpa else 1.0
     given = {name: getattr(options, name) for name in _WEIGHTS}
-    weights = {name: value for name, value in given.items() if value is not None}
-    return Weights(**{"mixture": default} | weights)
+    given = {name: value for name, value in given.items() if value is not None}
+    return Weights(**{"mixture": mixture} | given)
 
 
-def _open_models(options: argparse.Namespace) -> "list[Scorer | Arpa]":
+def _read_errors(name: str, nbest: "NBest") -> "WordErrors":
+    """The word errors of an n-best list with regard to references."""
+    from data_prep.corpus.lines import read_text
+    from lm.rescoring.nbest import WordErrors, read_references
+
+    return WordErrors.of(nbest, read_references(read_text(name), name, nbest))
+
+
+def _open_models(options: argparse.Namespace) -> "list[WordScores]":
     """The run's model, and the second one if there is one."""
     from lm.rescoring.weights import Arpa
-    from lm.scoring import Scorer
 
     runs = [Run.open(options.run_dir, device=options.device, threads=options.threads)]
     if options.second_run is not None:
         runs.append(Run(Path(options.second_run), device=options.device))
-    models: list[Scorer | Arpa] = [
-        Scorer(
-            run.model,
-            run.tokenizer,
-            context=run.description.context,
-            vocabulary_size=options.vocabulary_size,
-        )
-        for run in runs
-    ]
+    models: list[WordScores] = [partial(_score, run, options.vocabulary_size) for run in runs]
     if options.arpa is not None:
-        models.append(Arpa(Path(options.arpa)))
+        models.append(Arpa(Path(options.arpa)).word_scores)
     return models
+
+
+def _score(run: Run, vocabulary_size: int | None, texts: Sequence[str]) -> "list[Floats]":
+    """Log-probabilities of words by a run; how many are out of its vocabulary is logged."""
+    from lm.scoring import Scorer
+
+    context = run.description.context
+    scorer = Scorer(run.model, run.tokenizer, context=context, vocabulary_size=vocabulary_size)
+    scores = list(scorer.sentences(texts))
+    num_words, num_oov = (sum(len(s.words) for s in scores), sum(s.is_oov.sum() for s in scores))
+    if num_oov:
+        _log.info("%s: %d of %d words are out of vocabulary", run.folder, num_oov, num_words)
+    return [score.log_prob for score in scores]
+
+
+def _format(figures: dict[str, Any]) -> str:
+    """One line of weights or word error rates."""
+    return ", ".join(
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
+        for name, value in figures.items()
+        if value is not None
+    )

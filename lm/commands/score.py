@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("--details requires --level word and --format tsv or json")
     from data_prep.corpus.lines import read_text
     from lm.scoring import Scorer
-    from lm.scoring.layouts import Layout, score_text
+    from lm.scoring.layouts import Layout
 
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
     scorer = Scorer(
@@ -91,15 +91,15 @@ def run(options: argparse.Namespace) -> None:
         details=options.details,
     )
     layout = Layout(
+        scorer=scorer,
         level=options.level,
         name=options.format,
         unit=options.unit,
         has_ids=options.ids,
-        one_rank_per_word=scorer.has_one_token_per_word,
     )
     rule = "one stream: all lines are one text" if options.stream else "independent sentences"
-    rows = score_text(scorer, read_text(options.text or "-"), layout, stream=options.stream)
-    for number, row in enumerate(rows):
+    lines = read_text(options.text or "-")
+    for number, row in enumerate(layout.rows(lines, stream=options.stream)):
         if number == 0:  # the text can be read
             _log.info(
                 "%s, <eos> before the first word; log-probabilities in %s", rule, options.unit

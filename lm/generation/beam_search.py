@@ -119,7 +119,7 @@ def search_text(
 
     Raises:
         UserError: if the beams would not fit into memory.
-        ValueError: as for `beam_search`, or if the prompt is not text.
+        ValueError: as for `beam_search`.
     """
     ids = encode_prompt(tokenizer, prompt)
     beam_bytes = state_bytes(model, len(ids) + num_tokens) + 32 * min(num_beams, model.vocab_size)
@@ -137,7 +137,8 @@ def search_text(
         continuation = Continuation(tokenizer, ids, num_tokens=len(tokens))
         for token in tokens:
             continuation.append(token)
-        samples.append(Sample(continuation.text.removesuffix("\n"), tokens, log_prob))
+        text = "".join(continuation.pieces).removesuffix("\n")
+        samples.append(Sample(text, tokens, log_prob))
     return samples
 
 

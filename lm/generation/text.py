@@ -54,11 +54,7 @@ def checked_text(text: object) -> str:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a prompt: `<eos>`, which precedes every text, and its lines, `<eos>` between.
-
-    Raises:
-        ValueError: if the prompt is not valid text.
-    """
+    """The ids of a prompt: `<eos>`, which precedes every text, and its lines, `<eos>` between."""
     lines = tokenizer.encode_lines(prompt.split("\n")) if checked_text(prompt) else []
     return list(chain.from_iterable([tokenizer.eos_id, *ids] for ids in lines or [[]]))
 
@@ -85,7 +81,7 @@ class Continuation:
 
     Attributes:
         tokens: the ids so far, including those of a stop string.
-        text: what they spell, as far as it is final.
+        pieces: the text that each of them adds; what may begin a stop string is withheld.
         is_complete: whether it has all its tokens or a stop string was found.
 
     Raises:
@@ -95,7 +91,9 @@ class Continuation:
         >>> from data_prep.tokenizer.tokenizer import WordTokenizer
         >>> tokenizer = WordTokenizer(["<eos>", "<unk>", "a", "cat", "ran", "sat"])
         >>> continuation = Continuation(tokenizer, [0, 2], num_tokens=9, stop=["cat sat", "\n"])
-        >>> [continuation.append(token) for token in (3, 4, 3, 5)], continuation.is_complete
+        >>> for token in (3, 4, 3, 5):
+        ...     continuation.append(token)
+        >>> continuation.pieces, continuation.is_complete
         ([' ', 'cat ran', ' ', ''], True)
     """
 
@@ -109,18 +107,12 @@ class Continuation:
         if "" in stop:
             raise ValueError("a stop string must not be empty")
         self.tokens: list[int] = []
+        self.pieces: list[str] = []
         self.is_complete = False
-        self._final: list[str] = []
-        self._num_tokens, self._stop = num_tokens, stop
-        self._withheld = ""
-        self._pieces = tokenizer.stream_decode(self._ids(prompt))
+        self._num_tokens, self._stop, self._withheld = num_tokens, stop, ""
+        self._decoded = tokenizer.stream_decode(self._ids(prompt))
         for _ in prompt[1:]:
-            next(self._pieces)
-
-    @property
-    def text(self) -> str:
-        """The final text."""
-        return "".join(self._final)
+            next(self._decoded)
 
     def _ids(self, prompt: list[int]) -> Iterator[int]:
         """What is decoded, in step with `append`."""
@@ -128,19 +120,18 @@ class Continuation:
         while not self.is_complete:
             yield self.tokens[-1]
 
-    def append(self, token: int) -> str:
-        """Add a token; returns the further text that no stop string can begin in any more."""
+    def append(self, token: int) -> None:
+        """Add a token."""
         self.tokens.append(token)
-        text = self._until_stop(next(self._pieces))
+        text = self._until_stop(next(self._decoded))
         if not self.is_complete and len(self.tokens) == self._num_tokens:
             self.is_complete = True
-            text += self._until_stop(next(self._pieces, "")) + self._withheld
-        self._final.append(text)
-        return text
+            text += self._until_stop(next(self._decoded, "")) + self._withheld
+        self.pieces.append(text)
 
-    def _until_stop(self, piece: str) -> str:
-        """Text before the first stop string; what may be the beginning of one is withheld."""
-        text = self._withheld + piece
+    def _until_stop(self, text: str) -> str:
+        """The text up to the first stop string, without what may be the beginning of one."""
+        text = self._withheld + text
         found = [place for place in map(text.find, self._stop) if place >= 0]
         if found:
             self.is_complete, self._withheld = True, ""
@@ -155,55 +146,57 @@ class Continuation:
 @torch.no_grad()
 def _draw(
     model: LanguageModel,
-    prompts: Tensor,
-    growing: list[Continuation],
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    samples: range,
     *,
-    first_sample: int = 0,
+    num_tokens: int,
     sampling: Sampling,
+    stop: Sequence[str],
     seed: int,
-    eos_id: int,
-) -> Iterator[list[str]]:
-    """Continue P prompts [T, P] by S samples each until all continuations are complete.
+) -> Iterator[list[Continuation]]:
+    """Draw samples of prompts of equal length together, token by token, until all are complete.
 
     Args:
-        model: in evaluation mode.
-        prompts: [T, P] int64 on the device of the model.
-        growing: [P · S] empty continuations; those of one prompt are adjacent.
-        first_sample: number of the first sample of each prompt.
-        sampling: the distribution to draw from.
-        seed: within -2^63 … 2^64 - 1; s and s + 2^64 are the same.
-        eos_id: token that the repetition penalty does not apply to.
+        prompts: the ids of P prompts.
+        samples: numbers of the samples of each prompt.
+        model, tokenizer, num_tokens, sampling, stop, seed: as in `generate_text`.
 
     Yields:
-        The text that a draw adds to each continuation that was not complete before it.
+        The continuations to which a token was added: at first all, those of a prompt adjacent.
     """
     if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
         raise ValueError(f"seed must be within -2^63 … 2^64 - 1, got {seed}")
-    backbone, num_prompts = model.backbone, prompts.shape[1]
-    num_samples = len(growing) // num_prompts
-    root = torch.tensor(seed - (1 << 64) if seed >= 1 << 63 else seed, device=model.device)
-    sample = torch.arange(first_sample, first_sample + num_samples, device=model.device)
-    seeds = derive_seeds(root, sample).repeat(num_prompts)
-    hidden, state = read_prefix(model, prompts, model.init_state(num_prompts))
-    owner = torch.arange(num_prompts, device=model.device).repeat_interleave(num_samples)
-    hidden, state = hidden[owner], backbone.select_state(state, owner)
-    previous = _without(eos_id, prompts.T)[owner] if sampling.repetition_penalty > 1 else None
+    live = [
+        Continuation(tokenizer, prompt, num_tokens=num_tokens, stop=stop)
+        for prompt in prompts
+        for _ in samples
+    ]
+    backbone, device, eos_id = model.backbone, model.device, tokenizer.eos_id
+    root = torch.tensor(seed - (1 << 64) if seed >= 1 << 63 else seed, device=device)
+    seeds = derive_seeds(root, torch.tensor(samples, device=device)).repeat(len(prompts))
+    ids = torch.tensor(prompts, device=device).T
+    hidden, state = read_prefix(model, ids, model.init_state(len(prompts)))
+    prompt_of = torch.arange(len(prompts), device=device).repeat_interleave(len(samples))
+    hidden, state = hidden[prompt_of], backbone.select_state(state, prompt_of)
+    previous = _without(eos_id, ids.T)[prompt_of] if sampling.repetition_penalty > 1 else None
     for number in count():
         token = model.output.sample(
             hidden, **vars(sampling), previous=previous, seeds=derive_seeds(seeds, number)
         )
-        yield [each.append(id) for each, id in zip(growing, token.tolist(), strict=True)]
-        live = [place for place, each in enumerate(growing) if not each.is_complete]
-        if not live:
+        for continuation, id in zip(live, token.tolist(), strict=True):
+            continuation.append(id)
+        yield live
+        places = [place for place, each in enumerate(live) if not each.is_complete]
+        if not places:
             return
         if previous is not None:
             previous = torch.cat([previous, _without(eos_id, token[:, None])], dim=1)
-        if len(live) < len(growing):
-            growing = [growing[place] for place in live]
-            index = torch.tensor(live, device=model.device)
-            token, seeds = token[index], seeds[index]
+        if len(places) < len(live):
+            live = [live[place] for place in places]
+            index = torch.tensor(places, device=device)
+            token, seeds, state = token[index], seeds[index], backbone.select_state(state, index)
             previous = None if previous is None else previous[index]
-            state = backbone.select_state(state, index)
         hidden, state = read_prefix(model, token[None], state)
 
 
@@ -223,11 +216,17 @@ def stream_text(
     seed: int = 1,
 ) -> Iterator[str]:
     """The first sample of `generate_text` in pieces, each available as soon as it is drawn."""
-    ids = encode_prompt(tokenizer, prompt)
-    growing = [Continuation(tokenizer, ids, num_tokens=num_tokens, stop=stop)]
-    prompts = torch.tensor(ids, device=model.device)[:, None]
-    draws = _draw(model, prompts, growing, sampling=sampling, seed=seed, eos_id=tokenizer.eos_id)
-    return chain.from_iterable(draws)
+    draws = _draw(
+        model,
+        tokenizer,
+        [encode_prompt(tokenizer, prompt)],
+        range(1),
+        num_tokens=num_tokens,
+        sampling=sampling,
+        stop=stop,
+        seed=seed,
+    )
+    return (continuation.pieces[-1] for (continuation,) in draws)
 
 
 def generate_text(
@@ -270,25 +269,22 @@ def generate_text(
         encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts[first:][:PROMPTS_AT_ONCE]]
         results: list[list[Sample]] = [[] for _ in encoded]
         for group, samples in _batches(model, list(map(len, encoded)), num_samples, num_tokens):
-            owners = [index for index in group for _ in samples]
-            growing = [
-                Continuation(tokenizer, encoded[index], num_tokens=num_tokens, stop=stop)
-                for index in owners
-            ]
-            prompt_ids = torch.tensor([encoded[index] for index in group], device=model.device).T
             draws = _draw(
                 model,
-                prompt_ids,
-                growing,
-                first_sample=samples.start,
+                tokenizer,
+                [encoded[index] for index in group],
+                samples,
+                num_tokens=num_tokens,
                 sampling=sampling,
+                stop=stop,
                 seed=seed,
-                eos_id=tokenizer.eos_id,
             )
+            continuations = next(draws)
             for _ in draws:
                 pass
-            for index, each in zip(owners, growing, strict=True):
-                results[index].append(Sample(each.text, each.tokens))
+            for place, each in enumerate(continuations):
+                sample = Sample("".join(each.pieces), each.tokens)
+                results[group[place // len(samples)]].append(sample)
         yield from results
 
 
@@ -308,7 +304,6 @@ def _batches(
                 yield group[begin : begin + num_prompts], samples
 
 
-@torch.no_grad()
 def state_bytes(model: LanguageModel, num_tokens: int) -> int:
     """Memory of the state of one sequence after some tokens, at most."""
     empty = model.init_state(1)

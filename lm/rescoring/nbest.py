@@ -31,19 +31,17 @@ class NBest:
 
     Attributes:
         name: of the file.
-        is_kaldi: whether the layout is Kaldi's.
+        separator: a tab, or the space of Kaldi's layout.
         ids: [U].
         first: [U], index of each utterance's first hypothesis.
-        keys: [M], the first column of each hypothesis.
         texts: [M], the hypotheses.
         scores: [M, S] natural log-probabilities: acoustic, language model of the first pass.
     """
 
     name: str
-    is_kaldi: bool
+    separator: str
     ids: list[str]
     first: Ints
-    keys: list[str]
     texts: list[str]
     scores: Floats
 
@@ -51,11 +49,6 @@ class NBest:
     def num_hypotheses(self) -> Ints:
         """Number of hypotheses of each utterance [U]."""
         return np.diff(self.first, append=len(self.texts))
-
-    @property
-    def separator(self) -> str:
-        """Between the columns of the layout."""
-        return " " if self.is_kaldi else "\t"
 
 
 def read_nbest(lines: Iterable[str], name: str, costs: Sequence[dict[str, float]] = ()) -> NBest:
@@ -77,57 +70,44 @@ def read_nbest(lines: Iterable[str], name: str, costs: Sequence[dict[str, float]
     if costs and not is_kaldi:
         raise UserError(f"{name}: files of costs belong to Kaldi's layout; this one has tabs")
     num_scores = numbered[0][1].count("\t") - 1
-    rows: dict[str, list[tuple[str, str, list[float]]]] = {}
+    rows: dict[str, list[tuple[str, list[float]]]] = {}
     kaldi_keys: set[str] = set()
     for number, line in numbered:
         place = f"{name}, line {number}"
         if is_kaldi:
             key, _, text = line.partition(" ")
-            id, scores = _utterance(key, place), [-_cost(each, key, place) for each in costs]
+            id, _, rank = key.rpartition("-")
+            if not id or not rank.isdecimal():
+                raise UserError(f"{place}: expected a tab, or a key utterance-N, got {key!r}")
             if key in kaldi_keys:
                 raise UserError(f"{place}: {key} is in the list already")
+            if not all(key in each for each in costs):
+                raise UserError(f"{place}: {key} has no cost in the file of costs")
             kaldi_keys.add(key)
+            scores = [-each[key] for each in costs]
         else:
-            key, *columns = line.split("\t")
-            id, text = key, columns.pop() if columns else ""
-            scores = _scores(columns, num_scores, place)
+            id, *columns = line.split("\t")
+            text = columns.pop() if columns else ""
+            if not len(columns) == num_scores <= MAX_SCORES:
+                expected = min(max(num_scores, 0), MAX_SCORES)
+                raise UserError(
+                    f"{place}: expected an id, {expected} scores and a hypothesis, got"
+                    f" {len(columns)} scores"
+                )
+            scores = [_number(column, place) for column in columns]
         if "\t" in text or not id:
-            expected = "no tab" if is_kaldi else "an id before the first tab"
-            raise UserError(f"{place}: expected {expected}")
-        rows.setdefault(id, []).append((key, text, scores))
+            missing = "no tab" if is_kaldi else "an id before the first tab"
+            raise UserError(f"{place}: expected {missing}")
+        rows.setdefault(id, []).append((text, scores))
     flat = [row for group in rows.values() for row in group]
-    sizes = [len(group) for group in rows.values()]
     return NBest(
         name=name,
-        is_kaldi=is_kaldi,
+        separator=" " if is_kaldi else "\t",
         ids=list(rows),
-        first=np.cumsum([0, *sizes[:-1]]),
-        keys=[key for key, _, _ in flat],
-        texts=[text for _, text, _ in flat],
-        scores=np.array([scores for _, _, scores in flat], dtype=np.float64),
+        first=np.cumsum([0, *map(len, rows.values())])[:-1],
+        texts=[text for text, _ in flat],
+        scores=np.array([scores for _, scores in flat], dtype=np.float64),
     )
-
-
-def _utterance(key: str, place: str) -> str:
-    id, _, number = key.rpartition("-")
-    if not id or not number.isdecimal():
-        raise UserError(f"{place}: expected a tab, or a key utterance-N, got {key!r}")
-    return id
-
-
-def _cost(costs: dict[str, float], key: str, place: str) -> float:
-    if key not in costs:
-        raise UserError(f"{place}: {key} has no cost in the file of costs")
-    return costs[key]
-
-
-def _scores(columns: list[str], expected: int, place: str) -> list[float]:
-    if not len(columns) == expected <= MAX_SCORES:
-        raise UserError(
-            f"{place}: expected an id, {min(max(expected, 0), MAX_SCORES)} scores and a hypothesis,"
-            f" got {len(columns)} scores"
-        )
-    return [_number(column, place) for column in columns]
 
 
 def _number(text: str, place: str) -> float:
@@ -141,14 +121,22 @@ def _number(text: str, place: str) -> float:
 
 
 def read_costs(lines: Iterable[str], name: str) -> dict[str, float]:
-    """Read lines `utterance-N cost`; UserError if one is not of this form or repeats a key."""
+    """Read lines `utterance-N cost`, with a tab or spaces between; empty lines are skipped.
+
+    Raises:
+        UserError: if a line does not have this form or repeats a key.
+    """
     costs: dict[str, float] = {}
     for number, line in enumerate(lines, 1):
-        key, _, cost = line.partition(" ")
         place = f"{name}, line {number}"
+        key, *columns = line.split() or [""]
+        if not key:
+            continue
+        if len(columns) != 1:
+            raise UserError(f"{place}: expected utterance-N and a cost, got {line!r}")
         if key in costs:
             raise UserError(f"{place}: {key} has a cost already")
-        costs[key] = _number(cost, place)
+        costs[key] = _number(columns[0], place)
     return costs
 
 

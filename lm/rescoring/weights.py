@@ -9,17 +9,18 @@ tuned: those with the fewest word errors on a development list, which must not b
 rescored.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data_prep.errors import UserError
 from lm.rescoring.nbest import Floats, Ints, NBest, WordErrors
-from lm.scoring import Scorer
+
+WordScores = Callable[[Sequence[str]], list[Floats]]
+"""A model: log-probabilities in nats of the words of each text and of its end, [words + 1] each."""
 
 LM_WEIGHTS = (0.0, *(2.0 ** (k / 2) for k in range(-12, 15)))
 """α of the first grid."""
@@ -78,16 +79,9 @@ class Arpa:
             raise UserError(f"{path} is not a model that kenlm can read") from error
 
     def word_scores(self, texts: Sequence[str]) -> list[Floats]:
-        """Log-probability in nats of each word and of the end of each text."""
+        """Log-probabilities in nats of the words of each text and of its end."""
         scores = (self.model.full_scores(" ".join(text.split())) for text in texts)
         return [NATS_PER_LOG10 * np.array([score[0] for score in each]) for each in scores]
-
-
-def word_scores(model: Scorer | Arpa, texts: Sequence[str]) -> list[Floats]:
-    """Log-probability in nats of each word of each text and of its end, [words + 1] each."""
-    if isinstance(model, Arpa):
-        return model.word_scores(texts)
-    return [score.log_prob for score in model.sentences(texts)]
 
 
 class ScoredList:
@@ -98,9 +92,9 @@ class ScoredList:
         models: one or two models.
     """
 
-    def __init__(self, nbest: NBest, models: Sequence[Scorer | Arpa]) -> None:
+    def __init__(self, nbest: NBest, models: Sequence[WordScores]) -> None:
         self.nbest = nbest
-        by_model = [word_scores(model, nbest.texts) for model in models]
+        by_model = [model(nbest.texts) for model in models]
         lengths = np.array([len(scores) for scores in by_model[0]])
         self.num_words = lengths - 1
         self._first_word = np.cumsum(lengths) - lengths
@@ -140,6 +134,25 @@ class ScoredList:
         padded = np.where(self._is_absent, -np.inf, totals[self._place])
         chosen: Ints = self.nbest.first + padded.argmax(1)
         return chosen
+
+    def best_lines(self, weights: Weights) -> list[str]:
+        """Lines with the best hypothesis of each utterance, in the layout of the list."""
+        nbest, chosen = self.nbest, self.choose(self.totals(weights))
+        pairs = zip(nbest.ids, chosen, strict=True)
+        return [f"{id}{nbest.separator}{nbest.texts[place]}" for id, place in pairs]
+
+    def all_lines(self, weights: Weights) -> list[str]:
+        """Lines with all hypotheses, best first, each with its acoustic and language-model score.
+
+        They are an n-best list in the layout with tabs.
+        """
+        nbest, lm_scores = self.nbest, self.lm_scores(weights.mixture)
+        utterance = np.repeat(np.arange(len(nbest.ids)), nbest.num_hypotheses)
+        acoustic = nbest.scores[:, 0] if nbest.scores.shape[1] else np.zeros(len(nbest.texts))
+        return [
+            f"{nbest.ids[utterance[k]]}\t{acoustic[k]:.6g}\t{lm_scores[k]:.6g}\t{nbest.texts[k]}"
+            for k in np.lexsort((-self.totals(weights), utterance))
+        ]
 
 
 def tune(scored: ScoredList, errors: WordErrors) -> Weights:
@@ -199,7 +212,17 @@ def _best(
 
 
 def check_separate(tuned: NBest, reported: NBest) -> None:
-    """Raise UserError if an utterance is in both lists with the same hypotheses."""
+    """Check that weights that are tuned on one list can be applied to another.
+
+    Raises:
+        UserError: if the lists have different numbers of scores, or an utterance is in both with
+            the same hypotheses.
+    """
+    if tuned.scores.shape[1] != reported.scores.shape[1]:
+        raise UserError(
+            f"{tuned.name} has {tuned.scores.shape[1]} scores per hypothesis and {reported.name}"
+            f" has {reported.scores.shape[1]}"
+        )
     texts = [
         {
             id: sorted(nbest.texts[first : first + size])
@@ -213,99 +236,3 @@ def check_separate(tuned: NBest, reported: NBest) -> None:
                 f"utterance {id} is in {tuned.name} and in {reported.name}:"
                 " weights must be tuned on other utterances than those that they are applied to"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rescored:
-    """A rescored list.
-
-    Attributes:
-        scored: the list with its language-model scores.
-        weights: that it was rescored with.
-        chosen: [U], the best hypothesis of each utterance.
-        development: report on the list that the weights were tuned on; None if they were given.
-        report: report on the list; None without references.
-    """
-
-    scored: ScoredList
-    weights: Weights
-    chosen: Ints
-    development: dict[str, Any] | None
-    report: dict[str, Any] | None
-
-    def best(self) -> list[str]:
-        """Lines with the best hypothesis of each utterance, in the layout of the list."""
-        nbest = self.scored.nbest
-        return [
-            f"{id}{nbest.separator}{nbest.texts[place]}"
-            for id, place in zip(nbest.ids, self.chosen, strict=True)
-        ]
-
-    def all(self) -> list[str]:
-        """Lines with all hypotheses, best first, each with its acoustic and language-model score.
-
-        They are an n-best list in the layout with tabs.
-        """
-        nbest, totals = self.scored.nbest, self.scored.totals(self.weights)
-        utterance = np.repeat(np.arange(len(nbest.ids)), nbest.num_hypotheses)
-        acoustic = nbest.scores[:, 0] if nbest.scores.shape[1] else np.zeros(len(nbest.texts))
-        lm_scores = self.scored.lm_scores(self.weights.mixture)
-        return [
-            f"{nbest.ids[utterance[k]]}\t{acoustic[k]:.6g}\t{lm_scores[k]:.6g}\t{nbest.texts[k]}"
-            for k in np.lexsort((-totals, utterance))
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Weights and reports, for JSON."""
-        reports = {"development": self.development, "report": self.report}
-        return {"weights": asdict(self.weights), **reports}
-
-
-def format_values(values: dict[str, Any]) -> str:
-    """One line of text of weights or figures."""
-    return ", ".join(
-        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
-        for name, value in values.items()
-        if value is not None
-    )
-
-
-def rescore(
-    nbest: NBest,
-    models: Sequence[Scorer | Arpa],
-    *,
-    weights: Weights | None,
-    references: Sequence[Sequence[str]] | None = None,
-    development: tuple[NBest, Sequence[Sequence[str]]] | None = None,
-) -> Rescored:
-    """Choose the best hypothesis of each utterance.
-
-    Args:
-        nbest: the list.
-        models: one model, or two that are interpolated.
-        weights: None if they are tuned.
-        references: of `nbest`, for a report.
-        development: list and references that the weights are tuned on.
-
-    Raises:
-        UserError: if the development list has other scores than `nbest`, or shares an utterance.
-    """
-    tuned_on = None
-    if development is not None:
-        tuned, tuned_references = development
-        check_separate(tuned, nbest)
-        if tuned.scores.shape[1] != nbest.scores.shape[1]:
-            raise UserError(
-                f"{tuned.name} has {tuned.scores.shape[1]} scores per hypothesis and {nbest.name}"
-                f" has {nbest.scores.shape[1]}"
-            )
-        scored, errors = ScoredList(tuned, models), WordErrors.of(tuned, tuned_references)
-        weights = tune(scored, errors)
-        tuned_on = errors.report(tuned, scored.choose(scored.totals(weights)))
-    assert weights is not None
-    scored = ScoredList(nbest, models)
-    chosen = scored.choose(scored.totals(weights))
-    report = None if references is None else WordErrors.of(nbest, references).report(nbest, chosen)
-    return Rescored(
-        scored=scored, weights=weights, chosen=chosen, development=tuned_on, report=report
-    )

@@ -7,8 +7,9 @@ separated by whitespace, whatever the tokens, and the score of a unit is the sum
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,28 +30,12 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenScores:
-    """Figures of n tokens.
+class TokenScores(NamedTuple):
+    """Figures of n tokens; rank and entropy are None unless asked for."""
 
-    Attributes:
-        log_prob: [n] nats.
-        rank: [n], 1 + the number of more probable words; None unless asked for.
-        entropy: [n] nats, of the distribution over all words; None unless asked for.
-    """
-
-    log_prob: Floats
-    rank: Ints | None
-    entropy: Floats | None
-
-    def select(self, index: slice | Ints) -> "TokenScores":
-        """The figures of some of the tokens."""
-        rank, entropy = self.rank, self.entropy
-        return TokenScores(
-            log_prob=self.log_prob[index],
-            rank=None if rank is None else rank[index],
-            entropy=None if entropy is None else entropy[index],
-        )
+    log_prob: Floats  # [n] nats
+    rank: Ints | None = None  # [n], 1 + the number of more probable words
+    entropy: Floats | None = None  # [n] nats, of the distribution over all words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +109,10 @@ class Scorer:
     def sentences(self, lines: Iterable[str]) -> Iterator[LineScore]:
         """Score independent lines in their order.
 
-        Batches have lines of similar length. The figures of a line do not depend on the others but
-        for the rounding of the model's dtype.
+        They are computed in batches of similar length. The figures of a line do not depend on the
+        others, except for rounding.
         """
-        eos_id, reach = self.tokenizer.eos_id, self.model.backbone.receptive_field
+        eos_id, limit = self.tokenizer.eos_id, self.model.backbone.receptive_field
         for batch in line_batches(lines):
             aligned = [self.tokenizer.align(line) for line in batch]
             ids = [[*line.ids, eos_id] for line in aligned]
@@ -136,9 +121,10 @@ class Scorer:
                 figures.append(self._figures(hidden, targets))
                 index_of_line.append(index)
             by_line = np.concatenate(index_of_line).argsort(kind="stable")
-            before = np.concatenate([np.arange(1, len(each) + 1) for each in ids])
-            before = before if reach is None else np.minimum(before, reach)
-            yield from self._line_scores(aligned, _concatenate(figures).select(by_line), before)
+            columns = [np.concatenate(column)[by_line] for column in zip(*figures, strict=True)]
+            context = np.concatenate([np.arange(1, len(each) + 1) for each in ids])
+            context = context if limit is None else np.minimum(context, limit)
+            yield from self._line_scores(aligned, columns, context)
 
     def stream(self, lines: Iterable[str]) -> Iterator[LineScore]:
         """Score lines as one text, each token from the text before it, as `lm evaluate`."""
@@ -146,26 +132,25 @@ class Scorer:
         if not aligned:
             return
         ids = np.concatenate([[*line.ids, eos_id] for line in aligned])
-        figures, before = [], []
+        figures, context = [], []
         for hidden, targets, num_before in read_text(self.model, ids, eos_id, self.context):
             hidden = hidden.transpose(0, 1).flatten(0, 1)  # in the order of the text
             figures.append(self._figures(hidden, targets.T.flatten()))
-            before.append(num_before.T.flatten())
-        yield from self._line_scores(aligned, _concatenate(figures), np.concatenate(before))
+            context.append(num_before.T.flatten())
+        columns = [np.concatenate(column) for column in zip(*figures, strict=True)]
+        yield from self._line_scores(aligned, columns, np.concatenate(context))
 
     @torch.no_grad()
-    def _figures(self, hidden: Tensor, targets: Tensor) -> TokenScores:
-        """The figures of P positions, from hidden [P, H] and targets [P]."""
+    def _figures(self, hidden: Tensor, targets: Tensor) -> list[NDArray[Any]]:
+        """The columns of `TokenScores` of P positions, from hidden [P, H] and targets [P]."""
         log_prob = -self.model.output.nll_by_level(hidden, targets).double().sum(0)
         is_unk = targets == self.tokenizer.unk_id
-        log_prob = log_prob - is_unk.double() * math.log(self.num_unseen)
-        rank = entropy = None
+        columns = [log_prob - is_unk.double() * math.log(self.num_unseen)]
         if self.details:
             at_once = max(1, MAX_LOG_PROBS // self.model.vocab_size)
             parts = map(self._details, torch.split(hidden, at_once), torch.split(targets, at_once))
-            ranks, entropies = zip(*parts, strict=True)
-            rank, entropy = torch.cat(ranks).cpu().numpy(), torch.cat(entropies).cpu().numpy()
-        return TokenScores(log_prob=log_prob.cpu().numpy(), rank=rank, entropy=entropy)
+            columns += map(torch.cat, zip(*parts, strict=True))
+        return [column.cpu().numpy() for column in columns]
 
     def _details(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Rank and entropy [P]; the words that share P(<unk>) count as single words."""
@@ -179,36 +164,23 @@ class Scorer:
         return rank, entropy + unk * log_unseen
 
     def _line_scores(
-        self, lines: Iterable[AlignedLine], tokens: TokenScores, before: Ints
+        self, lines: Iterable[AlignedLine], columns: list[NDArray[Any]], context: Ints
     ) -> Iterator[LineScore]:
-        """The scores of lines, whose tokens follow one another."""
-        begin = 0
+        """The scores of lines, from figures of their tokens one line after another."""
+        begin, eos_id, unk_id = 0, self.tokenizer.eos_id, self.tokenizer.unk_id
         for line in lines:
-            part = slice(begin, begin + len(line.ids) + 1)
+            ids, num_units = np.array([*line.ids, eos_id]), len(line.words) + 1
+            part = slice(begin, begin + len(ids))
             begin = part.stop
-            yield self._line_score(line, tokens.select(part), before[part])
-
-    def _line_score(self, line: AlignedLine, tokens: TokenScores, before: Ints) -> LineScore:
-        unit, num_units = np.array([*line.word_of_id, len(line.words)]), len(line.words) + 1
-        ids = np.array([*line.ids, self.tokenizer.eos_id])
-        is_unk = ids == self.tokenizer.unk_id
-        first = np.searchsorted(unit, np.arange(num_units))
-        return LineScore(
-            words=line.words,
-            log_prob=np.bincount(unit, tokens.log_prob, num_units).astype(np.float64),
-            is_oov=np.bincount(unit, is_unk, num_units) > 0,
-            context=before[first],
-            word_id=np.where(unit[first] == np.arange(num_units), ids[first], -1),
-            unit_of_token=unit,
-            tokens=tokens,
-        )
-
-
-def _concatenate(parts: Sequence[TokenScores]) -> TokenScores:
-    ranks = [part.rank for part in parts if part.rank is not None]
-    entropies = [part.entropy for part in parts if part.entropy is not None]
-    return TokenScores(
-        log_prob=np.concatenate([part.log_prob for part in parts]),
-        rank=np.concatenate(ranks) if ranks else None,
-        entropy=np.concatenate(entropies) if entropies else None,
-    )
+            tokens = TokenScores(*(column[part] for column in columns))
+            unit = np.array([*line.word_of_id, len(line.words)])
+            first = np.searchsorted(unit, np.arange(num_units))
+            yield LineScore(
+                words=line.words,
+                log_prob=np.bincount(unit, tokens.log_prob, num_units).astype(np.float64),
+                is_oov=np.bincount(unit, ids == unk_id, num_units) > 0,
+                context=context[part][first],
+                word_id=np.where(unit[first] == np.arange(num_units), ids[first], -1),
+                unit_of_token=unit,
+                tokens=tokens,
+            )

@@ -3,6 +3,8 @@
 import errno
 import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest.mock import Mock
@@ -208,3 +210,20 @@ def test_content_is_synced_before_the_rename_and_the_folder_after_it(
     monkeypatch.setattr(os, "replace", recorded_replace)
     write_atomically(tmp_path / "x", lambda file: file.write(b"abc"))
     assert events == ["fsync .x.tmp", "3 bytes", "rename .x.tmp x", "fsync folder", ""]
+
+
+def test_two_processes_write_one_file_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fsync = tmp_path / "x.json", os.fsync
+    code = "import sys; from data_prep.storage import *; write_json_atomically(sys.argv[1], [1])"
+
+    def another_process_writes(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+        assert path.read_text() == "[\n  1\n]\n"
+
+    monkeypatch.setattr(os, "fsync", another_process_writes)
+    write_json_atomically(path, [2])
+    assert path.read_text() == "[\n  2\n]\n"
+    assert list(tmp_path.iterdir()) == [path]

@@ -37,11 +37,9 @@ def appended(pieces: Sequence[str], stop: Sequence[str]) -> list[str]:
     """What each piece adds to a text until it is complete."""
     tokenizer = cast(Tokenizer, Pieces(pieces))
     grows = Continuation(tokenizer, [0], num_tokens=len(pieces), stop=stop)
-    added: list[str] = []
     while not grows.is_complete:
-        added.append(grows.append(len(added)))
-    assert grows.text == "".join(added)
-    return added
+        grows.append(len(grows.tokens))
+    return grows.pieces
 
 
 def test_text_before_the_first_stop_string_is_kept_however_it_is_cut_into_pieces() -> None:

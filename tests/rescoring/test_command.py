@@ -83,7 +83,8 @@ def test_the_chosen_hypothesis_has_the_highest_sum(
     run = Run(lstm_run, device="cpu")
     scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
     best: dict[str, tuple[float, str]] = {}
-    for key, text, (acoustic,) in zip(nbest.keys, nbest.texts, nbest.scores, strict=True):
+    ids = np.repeat(nbest.ids, nbest.num_hypotheses)
+    for key, text, (acoustic,) in zip(ids, nbest.texts, nbest.scores, strict=True):
         lm_score = sum(next(scorer.sentences([text])).log_prob)
         total = acoustic + 3 * lm_score + 1.5 * len(text.split())
         best[key] = max(best.get(key, (-math.inf, "")), (total, text))

@@ -1,35 +1,26 @@
 """Totals are those of equations (1) and (2); tuning finds weights."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
 from lm.rescoring.nbest import Floats, NBest, WordErrors
-from lm.rescoring.weights import Arpa, ScoredList, Weights, tune
+from lm.rescoring.weights import ScoredList, Weights, tune
 
 
 def scored_list(scores: Floats, texts: list[str], models: list[list[list[float]]]) -> ScoredList:
     """A list with two hypotheses per utterance and given log-probabilities of words."""
 
-    class Fixed(Arpa):
-        def __init__(self, log_prob: list[list[float]]) -> None:
-            self.log_prob = log_prob
-
-        def word_scores(self, texts: Sequence[str]) -> list[Floats]:
-            return [np.array(each) for each in self.log_prob]
-
     ids = [f"u{k}" for k in range(len(texts) // 2)]
     nbest = NBest(
         name="made",
-        is_kaldi=False,
+        separator="\t",
         ids=ids,
         first=np.arange(0, len(texts), 2),
-        keys=[id for id in ids for _ in range(2)],
         texts=texts,
         scores=scores,
     )
-    return ScoredList(nbest, [Fixed(each) for each in models])
+    arrays = [list(map(np.array, each)) for each in models]
+    return ScoredList(nbest, [lambda texts, each=each: each for each in arrays])  # type: ignore[misc]
 
 
 def test_two_models_are_mixed_word_by_word() -> None:

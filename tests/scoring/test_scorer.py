@@ -18,6 +18,7 @@ from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 from lm.scoring import LineScore, Scorer
 from lm.scoring import scorer as scorer_module
+from lm.scoring.layouts import Layout
 from tests.conftest import toy_sentences
 
 WORDS = ["<eos>", "<unk>", "a", "b", "c", "d", "e"]
@@ -26,10 +27,14 @@ BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 
 
 def make(
-    backbone: str, tokenizer: Tokenizer | None = None, context: int = 6, **options: Any
+    backbone: str,
+    tokenizer: Tokenizer | None = None,
+    context: int = 6,
+    layers: int = 1,
+    **options: Any,
 ) -> Scorer:
     tokenizer = tokenizer or WordTokenizer(WORDS)
-    config = ModelConfig(backbone=cast(Any, backbone), hidden=8, heads=2, layers=1)
+    config = ModelConfig(backbone=cast(Any, backbone), hidden=8, heads=2, layers=layers)
     tree = ClassTree.two_level(torch.arange(tokenizer.vocab_size) % 3)
     model = build_model(config, OutputConfig(), WordTable(), tree, context).double().eval()
     with torch.no_grad():
@@ -108,6 +113,19 @@ def test_a_stream_predicts_each_token_from_the_lines_before(backbone: str) -> No
     ]
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_the_stated_context_of_a_sentence_is_what_its_figures_depend_on(layers: int) -> None:
+    scorer, words = make("transformer", context=3, layers=layers), list("abcdeedcbaabcde")
+    (score,) = scorer.sentences([" ".join(words)])
+    for changed in range(len(words)):
+        other = [*words[:changed], "zebra", *words[changed + 1 :]]
+        (after,) = scorer.sentences([" ".join(other)])
+        for unit in range(changed + 1, len(words) + 1):
+            is_seen = changed >= unit - score.context[unit]
+            difference = abs(after.log_prob[unit] - score.log_prob[unit])
+            assert (difference > 1e-13) == is_seen
+
+
 @pytest.mark.parametrize("context", [2, 5, 6])
 @pytest.mark.parametrize("num_lines", [1, 3, 6])
 def test_the_context_of_a_stream_in_windows_is_stated(context: int, num_lines: int) -> None:
@@ -143,6 +161,14 @@ def test_unseen_words_share_the_mass_of_unk() -> None:
         rank = 1 + (whole > target + 1e-12).sum(1)
         assert after.tokens.rank is not None
         assert after.tokens.rank.tolist() == rank.tolist()
+
+
+def test_a_word_without_a_token_of_its_own_has_no_id(pieces: SentencePieceTokenizer) -> None:
+    layout = Layout(
+        scorer=make("lstm", pieces), level="word", name="kenlm", unit="nats", has_ids=False
+    )
+    row = next(layout.rows(["\u2603\t\u2603 the"], stream=False))
+    assert [unit.split()[0] for unit in row.split("\t")[:2]] == ["\u2603=0", "\u2603=0"]
 
 
 def test_a_word_of_pieces_has_the_sum_of_its_pieces(pieces: SentencePieceTokenizer) -> None:
