@@ -54,25 +54,25 @@ train: {batch_size: 32, seq_len: 35}
 """
 
 
-def command(folder: Path, verb: str, overrides: list[str]) -> list[str]:
-    """An `lm` command on the text and the prepared data in `folder`."""
+def run(folder: Path, verb: str, setting: dict[str, str], overrides: list[str]) -> None:
+    """Run `lm` on the text and the prepared data in `folder`, under one setting alone."""
     folders = [f"--data.dir={folder}", f"--data.prepared_dir={folder / 'data'}"]
-    config = str(folder / "config.yaml")
-    return [sys.executable, "-m", "lm.cli", verb, config, "--no-progress", *folders, *overrides]
+    command = [sys.executable, "-m", "lm.cli", verb, str(folder / "config.yaml"), *folders]
+    command += ["--no-progress", *overrides]
+    subprocess.run(command, env=environment(setting), check=True, capture_output=True)
 
 
 def environment(setting: dict[str, str]) -> dict[str, str]:
-    """The environment of a command: this process's with the variables of one setting alone."""
+    """This process's environment with the variables of one setting alone."""
     names = {name for values in SETTINGS.values() for name in values}
     return {name: value for name, value in os.environ.items() if name not in names} | setting
 
 
 def tokens_per_second(folder: Path, setting: dict[str, str], overrides: list[str]) -> float:
-    """Train a new model in `folder`; the speed of the last line of its metrics."""
-    with TemporaryDirectory(dir=folder) as run:
-        arguments = command(folder, "train", [*overrides, f"--run_dir={run}/run"])
-        subprocess.run(arguments, env=environment(setting), check=True, capture_output=True)
-        return read_metrics(Path(run, "run", "metrics.csv"))[-1].tokens_per_second
+    """The speed of a new training run in the last line of its metrics."""
+    with TemporaryDirectory(dir=folder) as name:
+        run(folder, "train", setting, [*overrides, f"--run_dir={name}/run"])
+        return read_metrics(Path(name, "run", "metrics.csv"))[-1].tokens_per_second
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def main() -> None:
         (folder / "config.yaml").write_text(CONFIG)
         corpus = [sys.executable, "-m", "scripts.synthetic_corpus", *CORPUS, "--out", name]
         subprocess.run(corpus, check=True)
-        subprocess.run(command(folder, "prepare", overrides), check=True, capture_output=True)
+        run(folder, "prepare", {}, overrides)
         for _, load in product(range(options.rounds), options.loads):
             with loaded(load):
                 for setting in settings:
@@ -115,10 +115,9 @@ def main() -> None:
     medians = {pair: statistics.median(values) for pair, values in rates.items()}
     table = Table(COLUMNS, options.json)
     for (load, setting), rate in medians.items():
-        ratio = rate / medians[load, "default"]
-        figures = {"tokens_per_second": round(rate), "ratio_to_default": round(ratio, 3)}
-        run = {"cpus": os.cpu_count(), "rounds": options.rounds, "steps": options.steps}
-        table.add({"load": load, "setting": setting, **figures, **run})
+        row = {"load": load, "setting": setting, "tokens_per_second": round(rate)}
+        row["ratio_to_default"] = round(rate / medians[load, "default"], 3)
+        table.add(row | {"cpus": os.cpu_count(), "rounds": options.rounds, "steps": options.steps})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time and memory of the output layer and its peers, forward and backward, and their lower bound.
 
 All methods run in one process, in turn, on the same hidden vectors and targets (Zipf: P(w) ∝ 1 /
-rank, or a corpus). A figure is the median over the rounds; compare ratios, not times. The methods:
+rank). A figure is the median over the rounds; compare ratios, not times. The methods:
 
   random     ours, two levels, √N classes of √N words assigned at random: nearly every class is
              visited, as with classes by meaning. "÷ ours" is relative to the first line: to this
@@ -37,10 +37,8 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,29 +114,11 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
     return kind(label, problem, build, tree=tree, backend=backend, slow=slow)
 
 
-def corpus(path: Path, vocab_size: int, num_positions: int) -> tuple[Tensor, Tensor]:
-    """The first words [P] of a token file, and the counts [N] of the whole file."""
-    tokens = np.load(path, mmap_mode="r")
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < num_positions:
-        raise SystemExit(
-            f"{path}: expected a one-dimensional array of at least {num_positions} integers,"
-            f" got {tokens.dtype} {list(tokens.shape)}"
-        )
-    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
-        raise SystemExit(
-            f"{path}: expected ids 0 … {vocab_size - 1} for N = {vocab_size},"
-            f" got {int(tokens.min())} … {int(tokens.max())}"
-        )
-    counts = torch.from_numpy(np.bincount(tokens, minlength=vocab_size))
-    return torch.from_numpy(tokens[:num_positions].astype(np.int64)), counts
-
-
 def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace) -> Problem:
     """Hidden vectors, targets, trees and weights."""
     torch.manual_seed(options.seed)
     like: dict[str, Any] = {"device": options.device, "dtype": measure.DTYPES[options.dtype]}
-    size = vocab_size, options.positions
-    target, counts = corpus(options.tokens, *size) if options.tokens else zipf(*size)
+    target, counts = zipf(vocab_size, options.positions)
     trees = {
         name: make(vocab_size, counts).to(options.device)
         for name, make in TREES.items()
@@ -173,16 +153,14 @@ def attempt(method: Method, action: Callable[[Method], None]) -> None:
 
     An error of this project's layer is raised, unless triton does not support the tree.
     """
-    expected: tuple[type[Exception], ...] = ()
-    if method.backend in ("torch", "triton"):
-        expected = (RuntimeError if method.backend == "torch" else ValueError,)
     try:
         if not method.refused:
             action(method)
     except (RuntimeError, MemoryError, OSError, ValueError) as error:
+        refusable = {"torch": RuntimeError, "triton": ValueError}.get(method.backend)
         if measure.is_out_of_memory(error):
             method.refuse("does not fit into memory")
-        elif isinstance(error, expected):
+        elif refusable and isinstance(error, refusable):
             method.refuse(f"failed: {str(error).splitlines()[0]}")
         else:
             raise
@@ -198,30 +176,15 @@ def warm_up(method: Method) -> None:
     method.free()
 
 
-def check_losses(methods: list[Method]) -> list[str]:
-    """Which methods agree, a line for each tree; raises SystemExit if two methods differ."""
-    by_tree: dict[ClassTree, list[Method]] = {}
+def check_losses(methods: list[Method]) -> None:
+    """Compare the losses of methods with the same tree; raises SystemExit if two differ."""
+    firsts: dict[ClassTree, Method] = {}
     for method in methods:
-        if method.tree is not None and not method.refused:
-            by_tree.setdefault(method.tree, []).append(method)
-    lines = []
-    for first, *others in by_tree.values():
-        equal = {first.label: 0.0}
-        for other in others:
-            truth, value = _loss_of(first, other), float(other.last_loss)
-            difference = abs(value - truth) / abs(truth)
-            if not other.exact:
-                lines.append(
-                    f"loss of {other.label}, summed in half precision: {difference:.1e} off"
-                )
-            elif difference <= measure.TOLERANCE[first.hidden.dtype]:
-                equal[other.label] = difference
-            else:
-                raise SystemExit(f"loss of {other.label} is {value}, of {first.label} {truth}")
-        if len(equal) > 1:
-            worst = max(equal.values())
-            lines.append(f"losses agree: {' = '.join(equal)} (within {worst:.1e} of the first)")
-    return lines
+        if method.tree is not None and method.exact and not method.refused:
+            first = firsts.setdefault(method.tree, method)
+            truth, value = _loss_of(first, method), float(method.last_loss)
+            if not abs(value - truth) <= measure.TOLERANCE[first.hidden.dtype] * abs(truth):
+                raise SystemExit(f"loss of {method.label} is {value}, of {first.label} {truth}")
 
 
 def _loss_of(method: Method, other: Method) -> float:
@@ -255,18 +218,18 @@ def compare(
         methods = make_methods(problem, options)
         for method in methods:
             attempt(method, warm_up)
-        agreements = check_losses(methods)
+        check_losses(methods)
         time_rounds(methods, options.rounds, clock)
     shared = {"dtype": options.dtype, "seed": options.seed}
-    shared["targets"] = options.tokens.name if options.tokens else "zipf"
     print(f"\nN = {size[0]:,}, H = {size[1]}, {options.positions:,} positions")
     printed = Table(COLUMNS, options.json, options.device.type)
     for method, row in zip(methods, make_rows(methods, peak), strict=True):
         if method.backend == "triton" and not (method.refused or isinstance(method, GraphMethod)):
             row["launches"] = measure.launches(method)
-            agreements.append(describe_launches(row))
         printed.add(row | shared)
-    print(*agreements, sep="\n")
+    for row in printed.rows:
+        if "launches" in row:
+            print(describe_launches(row))
     return printed.rows
 
 
@@ -333,7 +296,6 @@ def parse_options() -> argparse.Namespace:
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     add("--backends", nargs="+", choices=["reference", "triton"], help="of our methods")
-    add("--tokens", type=Path, metavar="FILE.npy", help="targets: ids by falling frequency")
     add("--cutoffs", type=int, nargs="+", help="of the adaptive softmax")
     add("--memory-limit", type=float, default=math.inf, metavar="BYTES", help="use no more")
     add("--rounds", type=int, default=9)

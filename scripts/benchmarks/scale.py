@@ -23,9 +23,8 @@ in their loss on the same words and weights, otherwise the run stops.
 
 A figure is the median over the steps after the first. On a shared machine CPU seconds are steadier
 than wall-clock seconds. The peak is that of the whole process, including about 0.4 GB of libraries.
-Rows visited are those whose weights a step reads: all rows if its update reads all. Bytes per
-position are counted, not measured: numbers read and written by each part of a step, without any
-cache between the parts. Linux only.
+Rows visited are those of the targets' classes and of the root; `step` also reads input vectors.
+Linux only.
 """
 
 import argparse
@@ -56,7 +55,6 @@ COLUMNS = {
     "µs/position": "{microseconds_per_position:.1f}",
     "positions run": "{run_positions:,}",
     "rows visited": "{rows_visited:,.0f}",
-    "kB/position": "{bytes_per_position:,.1f/1e3}",
     "peak GB": "{peak_bytes:.2f/1e9}",
     "table GB": "{table_bytes:.3f/1e9}",
     "steps/min": "{steps_per_minute:,.1f}",

@@ -1,4 +1,4 @@
-"""What `scale` compares: one task, the ways to make its training step, their work and time."""
+"""What `scale` compares: one task, the ways to make its training step, and their time."""
 
 import argparse
 import math
@@ -222,61 +222,20 @@ def _update(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     return update
 
 
-class Work(NamedTuple):
-    """What a step has to do."""
-
-    visited: int  # distinct rows of the visited nodes, and the rows read as input vectors
-    rows: int  # R, rows of the table
-    columns: int  # children on the paths of all positions, together
-    copied: int  # positions × words of the widest visited class
-    positions: int  # P
-    hidden: int  # H
+METHODS = {make.__name__: make for make in (layer, step, dense, full, gather, host, loop)}
 
 
-class Kind(NamedTuple):
-    """A method, the numbers that its step must read or write, and whether it reads every row."""
-
-    build: Callable[[Task], Method]
-    moved: Callable[[Work], int]
-    every_row: bool = False
-
-
-METHODS = {
-    # rows read once for the loss and d_hidden, then read and written by the update
-    "layer": Kind(layer, lambda w: 3 * w.visited * w.hidden),
-    "step": Kind(step, lambda w: 3 * w.visited * w.hidden),
-    # rows read twice; the whole gradient written and read, all rows read and written
-    "dense": Kind(dense, lambda w: (2 * w.visited + 4 * w.rows) * w.hidden, every_row=True),
-    # the same for all rows; logits, log-probabilities and their gradients written and read
-    "full": Kind(full, lambda w: 6 * w.rows * w.hidden + 9 * w.positions * w.rows, every_row=True),
-    # copies made (2), read twice, their gradient made (1), read and added up (3); the rest as dense
-    "gather": Kind(gather, lambda w: (8 * w.copied + 4 * w.rows) * w.hidden, every_row=True),
-    # copied to the device (2), read twice, gradient made (1), copied back (2), subtracted (3)
-    "host": Kind(host, lambda w: 10 * w.visited * w.hidden),
-    # rows read twice, gradient made (1) and added (3), at each position; rows updated (3)
-    "loop": Kind(loop, lambda w: (6 * w.columns + 3 * w.visited) * w.hidden),
-}
-
-
-def work(task: Task, words: Tensor, *, reads_inputs: bool) -> Work:
-    """The work of one step with `words` [2, P]."""
+def visited_rows(task: Task, words: Tensor, *, reads_inputs: bool) -> int:
+    """Distinct rows of the nodes on paths of targets, and rows read as input vectors."""
     tree = task.tree
     inputs, targets = words.to(task.table_device)
     node = route(targets, tree.arrays, tree.depth, ignore_index=-100).node
-    width = torch.where(node >= 0, tree.num_children[node], 0)
     nodes = torch.unique(node[node >= 0])
     visited = int(tree.num_children[nodes].sum())
     if reads_inputs:
         row = torch.unique(tree.row_of_word[inputs])
         visited += int((~torch.isin(tree.node_of_row[row], nodes)).sum())
-    return Work(
-        visited=visited,
-        rows=tree.num_rows,
-        columns=int(width.sum()),
-        copied=int(width[-1].max()) * len(targets),
-        positions=len(targets),
-        hidden=task.hidden.shape[1],
-    )
+    return visited
 
 
 class Timing(NamedTuple):
@@ -305,18 +264,18 @@ def timed(task: Task, method: Method, words: Tensor, limit: float) -> Timing:
 
 def measure(name: str, vocab_size: int, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
     """The figures of one method, measured in this process."""
-    kind, num_positions = METHODS[name], options.positions
+    num_positions = options.positions
     task = Task(name, vocab_size, DTYPES[dtype], options)
-    method = kind.build(task)
+    method = METHODS[name](task)
     num_run = min(LOOP_POSITIONS, num_positions) if name == "loop" else num_positions
     with torch.no_grad():
         first_loss = None if num_run == num_positions else float(method.loss(task.words[0]))
     times = [timed(task, method, words[:, :num_run], options.time_limit) for words in task.words]
     scale = num_positions / num_run
     seconds = scale * statistics.median(timing.wall for timing in times[1:])
-    loads = [work(task, words, reads_inputs=name == "step") for words in task.words[1:]]
+    reads_inputs = name == "step"
+    visited = [visited_rows(task, words, reads_inputs=reads_inputs) for words in task.words[1:]]
     peak = torch.cuda.max_memory_allocated() if task.hidden.is_cuda else None
-    itemsize = DTYPES[dtype].itemsize
     return {
         "outcome": "time" if seconds > options.time_limit else "done",
         "seconds": seconds,
@@ -324,13 +283,10 @@ def measure(name: str, vocab_size: int, dtype: str, options: argparse.Namespace)
         "run_positions": num_run,
         "microseconds_per_position": 1e6 * seconds / num_positions,
         "steps_per_minute": 60 / seconds,
-        "rows_visited": statistics.median(w.rows if kind.every_row else w.visited for w in loads),
-        "bytes_per_position": statistics.median(
-            itemsize * kind.moved(w) / num_positions for w in loads
-        ),
+        "rows_visited": statistics.median(visited),
         "peak_bytes": proc_bytes(PROCESS / "status", "VmHWM"),
         "device_peak_bytes": peak,
-        "table_bytes": task.tree.num_rows * options.hidden * itemsize,
+        "table_bytes": task.tree.num_rows * options.hidden * DTYPES[dtype].itemsize,
         "num_rows": task.tree.num_rows,
         "loss": times[0].loss if first_loss is None else first_loss,
     }

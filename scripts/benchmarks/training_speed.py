@@ -27,9 +27,6 @@ from lm.training.loop import train_step
 from lm.training.state import CarriedLoss, TrainingState, build_state
 from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive, run
 
-FOLDERS = ("--data.", "--run_dir")
-"""Options that contain folders; the log leaves them out."""
-
 
 def torch_loss(hidden: Tensor, targets: Tensor, output: nn.Module) -> Tensor:
     """The loss of a full softmax by PyTorch's functions."""
@@ -130,7 +127,6 @@ def main() -> None:
                 "ratio": statistics.median(values) / statistics.median(rates[reference]),
                 "ratio_to": reference,
                 "rounds": options.rounds,
-                "overrides": [each for each in overrides if not each.startswith(FOLDERS)],
             }
         )
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -61,8 +60,6 @@ def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(
     done = run_benchmark("output_layer", *problems, "--json", str(tmp_path / "rows"))
     assert done.returncode == 0, done.stderr
     table = done.stdout
-    assert table.count("losses agree: random/reference = gather = grouped = loop") == 2
-    assert table.count("losses agree: tree_full/reference = full = chunked") == 2
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row["method"] for row in rows] == [*OURS, *PEERS] * 2
     assert [row["vocab_size"] for row in rows] == [97] * 14 + [131] * 14
@@ -123,7 +120,7 @@ def test_classes_beyond_one_grouped_product_are_multiplied_by_the_next(
 
 
 def test_a_method_with_another_loss_stops_the_run(stepped: list[Method]) -> None:
-    assert len(output_layer.check_losses(stepped)) == 2
+    output_layer.check_losses(stepped)
     by_name(stepped)["gather"].last_loss += 0.001
     with pytest.raises(SystemExit, match=r"loss of gather is .*, of random/reference"):
         output_layer.check_losses(stepped)
@@ -137,8 +134,7 @@ def test_the_loop_is_compared_on_the_positions_it_runs_and_scaled_to_all(
     methods = output_layer.make_methods(output_layer.make_problem(97, 8, options), options)
     for method in methods:
         attempt(method, warm_up)
-    (line,) = output_layer.check_losses(methods)
-    assert line.startswith("losses agree: random/reference = loop")
+    output_layer.check_losses(methods)
     assert float(methods[0].last_loss) != pytest.approx(float(methods[1].last_loss), rel=1e-3)
     methods[1].timings.append(lambda: 0.5)
     assert methods[1].seconds() == [2.0]
@@ -193,18 +189,6 @@ def test_running_out_of_memory_and_a_peer_that_fails_are_reported(stepped: list[
         attempt(methods["blocks"], fail)
 
 
-def test_targets_of_a_corpus_are_its_first_tokens_and_ids_must_be_words(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.npy"
-    np.save(path, np.array([3, 0, 0, 11, 1], dtype=np.uint16))
-    target, counts = output_layer.corpus(path, 12, 4)
-    assert target.tolist() == [3, 0, 0, 11]
-    assert counts.tolist() == [2, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1]
-    with pytest.raises(SystemExit, match=r"expected ids 0 … 10 for N = 11, got 0 … 11"):
-        output_layer.corpus(path, 11, 4)
-    with pytest.raises(SystemExit, match="at least 6 integers"):
-        output_layer.corpus(path, 12, 6)
-
-
 def test_zipf_draws_words_by_inverse_rank() -> None:
     target: Tensor
     target, counts = zipf(10, 20_000)
@@ -235,16 +219,6 @@ def test_a_problem_is_written_as_words_and_hidden_size(
         with pytest.raises(SystemExit, match="2"):
             parse("--rows", wrong)
         assert complaint in capsys.readouterr().err
-
-
-def test_losses_summed_in_half_precision_are_reported_not_refused(parse: Parse) -> None:
-    options = parse("--dtype", "bf16", "--methods", "random", "grouped", "tree_full", "chunked")
-    methods = output_layer.make_methods(output_layer.make_problem(97, 8, options), options)
-    for method in methods:
-        attempt(method, warm_up)
-    agreement, rounding = output_layer.check_losses(methods)
-    assert agreement.startswith("losses agree: random/reference = grouped (within ")
-    assert rounding.startswith("loss of chunked, summed in half precision: ")
 
 
 @pytest.mark.gpu

@@ -15,24 +15,13 @@ from lm.config import load_config
 from lm.evaluation import Evaluation
 from lm.training.metrics import read_metrics
 from scripts.reproduction.__main__ import main
-from scripts.reproduction.runs import (
-    RESULTS,
-    TOP,
-    read_tables,
-    validations,
-)
+from scripts.reproduction.runs import RESULTS, TOP, read_tables, validations
 
 TABLES = read_tables()
 
 
 class Toy:
-    """A table of two rows on the tiny corpus.
-
-    Args:
-        config: Recipe of its rows.
-        corpus: Folder of the corpus.
-        folder: Folder of tables.yaml, logs and runs.
-    """
+    """A table of two rows on the tiny corpus; tables.yaml, logs and runs are in `folder`."""
 
     def __init__(self, config: Path, corpus: Path, folder: Path) -> None:
         self.tables, self.results, self.corpus = folder / "tables.yaml", folder / "logs", corpus
