@@ -25,7 +25,7 @@ def hierarchical_cross_entropy(
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     backend: BackendName = "auto",
-    sparse: bool = False,
+    row_wise: bool = False,
 ) -> Tensor:
     """Negative log-likelihood of words under a tree of softmaxes, for all positions at once.
 
@@ -56,7 +56,7 @@ def hierarchical_cross_entropy(
             "auto" takes "triton" on CUDA, except for fp64 and for trees with paths so wide that
             the kernels would save more than `backends.triton.backend.MAX_SAVED_BYTES`, such as a
             full softmax of many words.
-        sparse: whether the gradients of `weight` and `bias` are `RowGradient`s, of the rows of
+        row_wise: whether the gradients of `weight` and `bias` are `RowGradient`s, of the rows of
             visited nodes alone, for the optimizers of `lm.output.rowwise`. Not within
             `torch.compile`; on CUDA the host waits for the number of these rows.
 
@@ -86,7 +86,7 @@ def hierarchical_cross_entropy(
         hidden=enabled and hidden.requires_grad,
         weight=enabled and weight.requires_grad,
         bias=enabled and bias is not None and bias.requires_grad,
-        row_wise=enabled and sparse,
+        row_wise=enabled and row_wise,
     )
     nll = differentiable_nll(BACKENDS[name], OPS[name], problem, needs)
     if reduction == "none":

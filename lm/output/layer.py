@@ -62,7 +62,7 @@ class HierarchicalSoftmax(nn.Module):
         bias: whether rows have biases.
         ignore_index: target of positions that are excluded from the loss.
         backend: as in `hierarchical_cross_entropy`.
-        sparse: as in `hierarchical_cross_entropy`.
+        row_wise: as in `hierarchical_cross_entropy`.
         device: device of the parameters and the tree.
         dtype: dtype of the parameters.
 
@@ -80,7 +80,7 @@ class HierarchicalSoftmax(nn.Module):
         bias: bool = True,
         ignore_index: int = -100,
         backend: BackendName = "auto",
-        sparse: bool = False,
+        row_wise: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class HierarchicalSoftmax(nn.Module):
         if hidden_size < 1:
             raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
         self.hidden_size, self.vocab_size = hidden_size, tree.vocab_size
-        self.ignore_index, self.backend, self.sparse = ignore_index, backend, sparse
+        self.ignore_index, self.backend, self.row_wise = ignore_index, backend, row_wise
         shape = (tree.num_rows, row_size(hidden_size))
         weight = torch.empty(shape, device=device, dtype=dtype)
         self.weight = nn.Parameter(weight)
@@ -139,7 +139,7 @@ class HierarchicalSoftmax(nn.Module):
             reduction=reduction,
             ignore_index=self.ignore_index,
             backend=self.backend,
-            sparse=self.sparse,
+            row_wise=self.row_wise,
         )
 
     def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class HierarchicalSoftmax(nn.Module):
         Equal to `log_prob` at these words. Differentiable; evaluates the softmaxes on the
         candidates' paths only, each once for a position, also if several candidates share it. In a
         tree of two levels this costs at most C + K N / C columns for a position, in the full
-        softmax N. Gradients of the parameters are dense, also for `sparse` layers.
+        softmax N. Gradients of the parameters are dense, also for row-wise layers.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
@@ -311,5 +311,5 @@ class HierarchicalSoftmax(nn.Module):
         """The settings, for `print(layer)`."""
         return (
             f"hidden_size={self.hidden_size}, bias={self.bias is not None}, backend={self.backend},"
-            f" sparse={self.sparse}"
+            f" row_wise={self.row_wise}"
         )

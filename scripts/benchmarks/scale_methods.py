@@ -75,20 +75,24 @@ def rank_classes(counts: Tensor) -> Tensor:
 
 def layer(task: Task) -> Method:
     """This project's layer alone, with row-wise gradients."""
-    return _layer(task, RowAdagrad, sparse=True)
+    return _layer(task, RowAdagrad, row_wise=True)
 
 
 def dense(task: Task) -> Method:
     """This project's layer alone, with dense gradients."""
-    return _layer(task, torch.optim.SGD, sparse=False)
+    return _layer(task, torch.optim.SGD, row_wise=False)
 
 
-def _layer(task: Task, optimizer: Callable[..., torch.optim.Optimizer], *, sparse: bool) -> Method:
+def _layer(
+    task: Task, optimizer: Callable[..., torch.optim.Optimizer], *, row_wise: bool
+) -> Method:
     weight, bias = map(parameter, task.table)
 
     def loss(words: Tensor) -> Tensor:
         hidden = task.hidden[: words.shape[1]]
-        return hierarchical_cross_entropy(hidden, weight, words[1], task.tree, bias, sparse=sparse)
+        return hierarchical_cross_entropy(
+            hidden, weight, words[1], task.tree, bias, row_wise=row_wise
+        )
 
     return Method(loss, _update(optimizer([weight, bias], LEARNING_RATE)))
 

@@ -29,20 +29,20 @@ def with_long_rows(inputs: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("row_wise", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_further_columns_change_nothing_and_have_no_gradient(
-    dtype: torch.dtype, sparse: bool
+    dtype: torch.dtype, row_wise: bool
 ) -> None:
     inputs = problem(TREE, 5, 8, dtype=dtype)
     *long, target = with_long_rows(inputs)
     hidden, weight, bias, _ = inputs
     truth = definition(hidden, weight, bias, target, TREE)
-    each = nll([*long, target], TREE, sparse=sparse)
+    each = nll([*long, target], TREE, row_wise=row_wise)
     upstream = torch.randn_like(truth)
     true_grads = torch.autograd.grad(truth, inputs[:-1], upstream)
     d_hidden, d_weight, d_bias = torch.autograd.grad(each, long, upstream)
-    d_weight, d_bias = (d.to_dense() if sparse else d for d in (d_weight, d_bias))
+    d_weight, d_bias = (d.to_dense() if row_wise else d for d in (d_weight, d_bias))
     assert torch.equal(d_weight[:, H:], torch.zeros(TREE.num_rows, W - H, dtype=dtype))
     found = [each, d_hidden, d_weight[:, :H], d_bias]
     near = 100 * torch.finfo(dtype).eps
@@ -165,7 +165,7 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_optimizer_changes_the_zeros_after_a_row(name: str, dtype: torch.dtype) -> None:
-    layer = HierarchicalSoftmax(H, TREE, dtype=dtype, sparse=name.startswith("row-wise"))
+    layer = HierarchicalSoftmax(H, TREE, dtype=dtype, row_wise=name.startswith("row-wise"))
     before = layer.weight.detach().clone()
     optimizer = OPTIMIZERS[name](layer.parameters())
     for _ in range(4):

@@ -96,16 +96,16 @@ def test_autocast_takes_half_precision_hidden_with_full_precision_weights() -> N
 
 @on("saved", "computed again")
 @pytest.mark.parametrize(
-    ("tree", "sparse"), [("two levels", False), ("full", True)], indirect=["tree"]
+    ("tree", "row_wise"), [("two levels", False), ("full", True)], indirect=["tree"]
 )
 def test_a_backward_within_autocast_has_the_precision_of_the_forward(
-    tree: ClassTree, sparse: bool
+    tree: ClassTree, row_wise: bool
 ) -> None:
     *inputs, target = problem(tree, 30, dtype=torch.float32)
     inputs[1:] = [tensor.detach().bfloat16().requires_grad_() for tensor in inputs[1:]]
     grads = []
     for autocast in (False, True):
-        loss = nll([*inputs, target], tree, reduction="mean", sparse=sparse)
+        loss = nll([*inputs, target], tree, reduction="mean", row_wise=row_wise)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             found = torch.autograd.grad(loss, inputs)
         grads.append([grad.to_dense() for grad in found])

@@ -57,7 +57,7 @@ def test_hidden_has_the_same_gradient(backend: str) -> None:
     for rows in (False, True):
         hidden, _, target = batch(0)
         hidden.requires_grad_()
-        hierarchical_cross_entropy(hidden, weight, target, tree, bias, sparse=rows).backward()  # type: ignore[no-untyped-call]
+        hierarchical_cross_entropy(hidden, weight, target, tree, bias, row_wise=rows).backward()  # type: ignore[no-untyped-call]
         grads.append(hidden.grad)
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)
 
@@ -80,12 +80,12 @@ def test_gradients_that_are_not_required_are_none(backend: str) -> None:
     hidden, _, target = batch(0)
     hidden.requires_grad_()
     frozen = weight.detach()
-    hierarchical_cross_entropy(hidden, frozen, target, tree, bias, sparse=True).backward()  # type: ignore[no-untyped-call]
+    hierarchical_cross_entropy(hidden, frozen, target, tree, bias, row_wise=True).backward()  # type: ignore[no-untyped-call]
     assert frozen.grad is None
     assert hidden.grad is not None
     assert isinstance(bias.grad, RowGradient)
     with torch.no_grad():
-        nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, sparse=True)
+        nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, row_wise=True)
     assert not nll.requires_grad
 
 
@@ -94,7 +94,7 @@ def test_ignored_positions_give_no_gradient(backend: str) -> None:
     weight, bias = table(tree)
     hidden = torch.zeros(4, H, dtype=torch.float64)
     target = torch.full((4,), -100)
-    hierarchical_cross_entropy(hidden, weight, target, tree, bias, sparse=True).backward()  # type: ignore[no-untyped-call]
+    hierarchical_cross_entropy(hidden, weight, target, tree, bias, row_wise=True).backward()  # type: ignore[no-untyped-call]
     assert isinstance(weight.grad, RowGradient)
     assert list(weight.grad.blocks()) == []
     assert weight.grad.to_dense().abs().sum() == 0
@@ -149,7 +149,7 @@ def test_other_operations_raise(operation: Callable[[Tensor], Tensor], message: 
 
 @pytest.mark.usefixtures("backend")
 def test_the_gradient_is_not_differentiable_again() -> None:
-    layer = HierarchicalSoftmax(H, SHORTLIST, sparse=True)
+    layer = HierarchicalSoftmax(H, SHORTLIST, row_wise=True)
     hidden = torch.randn(6, H, requires_grad=True)
     for read in (hidden, lookup(layer.weight, torch.arange(6))[:, :H]):
         loss = layer.loss(read, torch.arange(6))
@@ -179,7 +179,7 @@ def test_rows_in_lower_precision_are_not_rounded_again(backend: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler accesses all of them
 def test_the_rest_of_a_model_compiles_around_a_layer_with_row_wise_gradients() -> None:
-    layer = HierarchicalSoftmax(H, SHORTLIST, sparse=True).double()
+    layer = HierarchicalSoftmax(H, SHORTLIST, row_wise=True).double()
     hidden, _, target = batch(0)
 
     def loss(hidden: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def test_casting_bf16_rows_a_few_at_a_time_changes_nothing(
         monkeypatch.setattr(nodes, "CAST_ELEMENTS", most)
         weight, bias = table(tree, torch.bfloat16)
         leaf = hidden.clone().requires_grad_()
-        nll = hierarchical_cross_entropy(leaf, weight, target, tree, bias, sparse=rows)
+        nll = hierarchical_cross_entropy(leaf, weight, target, tree, bias, row_wise=rows)
         nll.backward()  # type: ignore[no-untyped-call]
         grads = [part.grad for part in (leaf, weight, bias) if part.grad is not None]
         results.append([nll.detach(), *(grad.to_dense().float() for grad in grads)])
@@ -224,7 +224,7 @@ def test_gradients_of_classes_are_always_products(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(forward, "SAVED_ELEMENTS", 0)
     weight, bias = table(TWO_LEVEL)
     hidden, target = torch.randn(P, H, dtype=torch.float64), torch.randint(0, N, (P,))
-    nll = hierarchical_cross_entropy(hidden, weight, target, TWO_LEVEL, bias, sparse=True)
+    nll = hierarchical_cross_entropy(hidden, weight, target, TWO_LEVEL, bias, row_wise=True)
     (d_weight,) = torch.autograd.grad(nll, weight)
     assert isinstance(d_weight, RowGradient)
     assert all(isinstance(part, Product) for part in d_weight.parts)
