@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
-from lm.output.backends.reference import forward, nodes
+from lm.output.backends import nodes
+from lm.output.backends.reference import backend as reference
 from lm.output.rowwise import Product, RowAdagrad, RowGradient, Rows, lookup
 
 from .tables import SHORTLIST, H, N, P, Table, accumulate, batch, in_blocks, table
@@ -221,7 +222,7 @@ def test_casting_bf16_rows_a_few_at_a_time_changes_nothing(
 
 def test_gradients_of_classes_are_always_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """As rows they would be larger than the visited rows, for any number of columns."""
-    monkeypatch.setattr(forward, "SAVED_ELEMENTS", 0)
+    monkeypatch.setattr(reference, "SAVED_ELEMENTS", 0)
     weight, bias = table(TWO_LEVEL)
     hidden, target = torch.randn(P, H, dtype=torch.float64), torch.randint(0, N, (P,))
     nll = hierarchical_cross_entropy(hidden, weight, target, TWO_LEVEL, bias, row_wise=True)
