@@ -28,7 +28,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield kind
         return
     pytest.importorskip("triton")
-    monkeypatch.setattr(BACKENDS["triton"], "automatic_on", None)
+    monkeypatch.setattr(BACKENDS["triton"], "automatic_on", frozenset({"cpu"}))
     with instrumented(tiles=SMALL_TILES):
         yield kind
 

@@ -13,11 +13,8 @@ from lm.output.backends.reference.backend import ReferenceBackend
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.tree.class_tree import ClassTree
 
-BACKENDS: dict[str, Backend] = {
-    "triton": TritonBackend(),
-    "reference": ReferenceBackend(),
-}
-"""By name; "auto" chooses the first that can solve a problem."""
+BACKENDS: dict[str, Backend] = {"triton": TritonBackend(), "reference": ReferenceBackend()}
+"""By name; "auto" chooses the first that is made for a device and can solve a problem there."""
 OPS: dict[str, Op] = {name: register_op(backend) for name, backend in BACKENDS.items()}
 """The custom op `sqrtlm::<name>_nll` of each backend."""
 
@@ -43,21 +40,17 @@ def choose_backend(requested: str, problem: Problem, device: torch.device) -> st
         if obstacle is not None:
             raise ValueError(f"backend {requested} {obstacle}")
         return requested
-    suitable = (
-        name
-        for name, backend in BACKENDS.items()
-        if backend.automatic_on is None or device.type in backend.automatic_on
-    )
-    for name in suitable:
-        obstacle = BACKENDS[name].obstacle(problem, device)
-        if obstacle is None and BACKENDS[name].verified(device, problem.hidden.dtype):
-            return name
-        if obstacle is not None:
-            warnings.warn(
-                f"the output layer computes slowly on {device}: backend {name} {obstacle}",
-                stacklevel=3,
-            )
-    raise AssertionError("the reference solves every problem")
+    for name, backend in BACKENDS.items():
+        if device.type in backend.automatic_on:
+            obstacle = backend.obstacle(problem, device)
+            if obstacle is None and backend.verified(device, problem.hidden.dtype):
+                return name
+            if obstacle is not None:
+                warnings.warn(
+                    f"the output layer computes slowly on {device}: backend {name} {obstacle}",
+                    stacklevel=3,
+                )
+    return "reference"
 
 
 def expected_backend(

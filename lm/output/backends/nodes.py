@@ -1,6 +1,5 @@
 """Nodes of the tree that a batch visits, and the softmax of one node over its children."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ class Node(NamedTuple):
         num_children = self.rows.stop - self.rows.start
         return flat[self.offset : self.offset + num_visits * num_children].view(num_visits, -1)
 
-    def blocks(self, weight: Tensor, dtype: torch.dtype, *, whole: bool) -> Iterator[slice]:
+    def blocks(self, weight: Tensor, dtype: torch.dtype, *, whole: bool) -> list[slice]:
         """The children in blocks.
 
         If there is memory for the logits of all children (`whole`), a block is limited only by its
@@ -44,8 +43,8 @@ class Node(NamedTuple):
         if weight.dtype != dtype:
             step = min(step, CAST_ELEMENTS // weight.shape[1])
         step = max(1, step)
-        for begin in range(0, num_children, step):
-            yield slice(begin, min(begin + step, num_children))
+        begins = range(0, num_children, step)
+        return [slice(begin, min(begin + step, num_children)) for begin in begins]
 
 
 def visited_nodes(node: Tensor, tree: TreeArrays | ClassTree) -> list[Node]:

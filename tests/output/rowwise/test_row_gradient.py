@@ -158,9 +158,13 @@ def test_the_gradient_is_not_differentiable_again() -> None:
             torch.autograd.grad(loss, [layer.weight], create_graph=True)
 
 
-def test_lookup_of_repeated_rows_adds_their_gradients_up() -> None:
+def test_lookup_of_repeated_rows_adds_their_gradients_up_and_of_none_has_no_gradient() -> None:
     weight = torch.randn(9, H, dtype=torch.float64, requires_grad=True)
     index = torch.tensor([[2, 2, 7], [0, 2, 7]])
+    vectors = lookup(weight, torch.tensor([3, -1]))
+    assert torch.equal(vectors, torch.stack([weight[3], torch.zeros_like(weight[3])]))
+    (grad,) = torch.autograd.grad(vectors.sum(), weight)
+    assert grad.to_sparse().indices().tolist() == [[3]]
     grads = []
     for look in (lookup, lambda rows, index: F.embedding(index, rows)):
         (grad,) = torch.autograd.grad(look(weight, index).square().sum(), weight)

@@ -36,7 +36,7 @@ from lm.output.backends.nodes import (
     visited_nodes,
 )
 from lm.output.backends.reference.gradient_memory import zeros_except
-from lm.output.backends.visits import Visits, check_targets, route
+from lm.output.backends.visits import check_targets, route
 from lm.output.rowwise.blocks import Part, Product, Rows
 from lm.output.rowwise.row_gradient import RowGradient
 
@@ -47,7 +47,7 @@ SAVED_ELEMENTS_OF_ONE_NODE = 1 << 20
 
 
 class Saved(NamedTuple):
-    """What the forward saves; values by sorted position, empty if they are not needed."""
+    """What the forward saves, by sorted position; without elements if it is not needed."""
 
     position: Tensor  # [P], node and child [D, P]: see `Visits`
     node: Tensor
@@ -61,7 +61,7 @@ class ReferenceBackend:
     """`Backend` for any device and dtype."""
 
     name = "reference"
-    automatic_on: frozenset[str] | None = None
+    automatic_on: frozenset[str] = frozenset()
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """None: it solves every problem."""
@@ -73,21 +73,16 @@ class ReferenceBackend:
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.forward`."""
-        log_prob, saved = target_log_prob(problem, needs)
-        total = log_prob.new_zeros(problem.num_positions)
+        log_prob, saved = self._target_log_prob(problem, needs)
+        total = log_prob.new_zeros(len(problem.hidden))
         for level in log_prob:
             total += level
-        return _unsorted(total.neg_(), saved.position), list(saved)
+        return torch.empty_like(total).index_copy_(0, saved.position, total.neg_()), list(saved)
 
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""
-        log_prob, saved = target_log_prob(problem, Needs(False, False, False))
-        return _unsorted(0 - log_prob, saved.position, dim=1)
-
-    def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
-        """See `Backend.new_saved`."""
-        visits = Visits.empty(problem.target, problem.depth)
-        return list(Saved(*visits, *_new_results(problem, needs)))
+        log_prob, saved = self._target_log_prob(problem, Needs(False, False, False))
+        return torch.empty_like(log_prob).index_copy_(1, saved.position, 0 - log_prob)
 
     def backward(
         self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
@@ -96,72 +91,63 @@ class ReferenceBackend:
         with torch.autocast(d_nll.device.type, enabled=False):
             return _gradients(d_nll, problem, Saved(*saved), needs)
 
+    def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
+        """See `Backend.new_saved`."""
+        hidden, dtype, depth = problem.hidden, compute_dtype(problem.hidden.dtype), problem.depth
+        num_positions, width = hidden.shape[0], problem.weight.shape[1]
+        num_columns = num_positions * problem.max_path_columns
+        errors = _saves_errors(depth, num_columns, needs.row_wise)
+        return [
+            problem.target.new_empty(num_positions),
+            *(problem.target.new_empty(depth, num_positions) for _ in range(2)),
+            hidden.new_empty(num_columns if needs.any and errors else 0, dtype=dtype),
+            hidden.new_empty(num_positions if needs.hidden and errors else 0, width, dtype=dtype),
+            hidden.new_empty(depth if needs.any and not errors else 0, num_positions, dtype=dtype),
+        ]
 
-def saves_errors(problem: Problem, row_wise: bool) -> bool:
-    """Whether the forward saves the errors of all visits, by sizes alone."""
-    limit = SAVED_ELEMENTS_OF_ONE_NODE if problem.depth == 1 else SAVED_ELEMENTS
-    few = problem.num_positions * problem.max_path_columns <= limit
-    return few or (row_wise and problem.depth > 1)
-
-
-def _new_results(problem: Problem, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised memory for `error`, `d_hidden_unscaled` and `lse`, of size 0 if not needed."""
-    (num_positions, _), errors = problem.hidden.shape, saves_errors(problem, needs.row_wise)
-    num_columns = num_positions * problem.max_path_columns if needs.any and errors else 0
-    dtype = compute_dtype(problem.hidden.dtype)
-    return (
-        problem.hidden.new_empty(num_columns, dtype=dtype),
-        problem.hidden.new_empty(
-            num_positions if needs.hidden and errors else 0, problem.weight.shape[1], dtype=dtype
-        ),
-        problem.hidden.new_empty(
-            problem.depth if needs.any and not errors else 0, num_positions, dtype=dtype
-        ),
-    )
-
-
-def _unsorted(values: Tensor, position: Tensor, dim: int = 0) -> Tensor:
-    """Values of the sorted positions, which run over `dim`, in the order of the batch."""
-    return torch.empty_like(values).index_copy_(dim, position, values)
-
-
-def target_log_prob(problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
-    """The log q [D, P] of every visit's target by sorted position, 0 for none; and what is saved.
-
-    Raises:
-        IndexError: if a target is neither a word nor `ignore_index`.
-    """
-    check_targets(problem.target, problem.vocab_size, problem.ignore_index)
-    visits = route(problem.target, problem.tree, problem.depth, problem.ignore_index)
-    saved = Saved(*visits, *_new_results(problem, needs))
-    saved.d_hidden_unscaled.zero_()
-    saved.lse.zero_()
-    weight, hidden = problem.weight, sorted_hidden(problem, saved.position)
-    log_prob = hidden.new_zeros(saved.node.shape)
-    errors = saves_errors(problem, needs.row_wise)
-    with torch.autocast(hidden.device.type, enabled=False):
-        for node in visited_nodes(saved.node, problem.tree):
-            place = (node.level, node.visits)
-            child, node_hidden = saved.child[place], hidden[node.visits]
-            bias = None if problem.bias is None else problem.bias[node.rows]
-            blocks = list(node.blocks(weight, hidden.dtype, whole=errors))
-            rows = weight[node.rows]
-            if not errors:
-                lse, log_prob[place] = _streamed(node_hidden, rows, bias, child, blocks)
+    def _target_log_prob(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
+        """The log q [D, P] of every visit's target, 0 for none, and what is saved."""
+        check_targets(problem.target, problem.tree.row_of_word.numel(), problem.ignore_index)
+        visits = route(problem.target, problem.tree, problem.depth, problem.ignore_index)
+        saved = Saved(*visits, *self.new_saved(problem, needs)[len(visits) :])
+        saved.d_hidden_unscaled.zero_()
+        saved.lse.zero_()
+        weight, hidden = problem.weight, sorted_hidden(problem, saved.position)
+        log_prob = hidden.new_zeros(saved.node.shape)
+        num_columns = hidden.shape[0] * problem.max_path_columns
+        errors = _saves_errors(problem.depth, num_columns, needs.row_wise)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for node in visited_nodes(saved.node, problem.tree):
+                place = (node.level, node.visits)
+                child, node_hidden, rows = (
+                    saved.child[place],
+                    hidden[node.visits],
+                    weight[node.rows],
+                )
+                bias = None if problem.bias is None else problem.bias[node.rows]
+                blocks = node.blocks(weight, hidden.dtype, whole=errors)
+                if not errors:
+                    lse, log_prob[place] = _streamed(node_hidden, rows, bias, child, blocks)
+                    if needs.any:
+                        saved.lse[place] = lse
+                    continue
+                rows = rows.to(hidden.dtype) if len(blocks) == 1 else rows  # for both products
+                columns = node.columns(saved.error) if needs.any else None
+                error = node_log_softmax(node_hidden, rows, bias, columns)  # so far log q
+                target_log_q = error.gather(1, child[:, None])
+                log_prob[place] = target_log_q.squeeze(1)
                 if needs.any:
-                    saved.lse[place] = lse
-                continue
-            rows = rows.to(hidden.dtype) if len(blocks) == 1 else rows  # for both products
-            columns = node.columns(saved.error) if needs.any else None
-            error = node_log_softmax(node_hidden, rows, bias, columns)  # so far log q
-            target_log_q = error.gather(1, child[:, None])
-            log_prob[place] = target_log_q.squeeze(1)
-            if needs.any:
-                error.exp_().scatter_(1, child[:, None], target_log_q.expm1())
-            for children in reversed(blocks) if needs.hidden else ():
-                block = rows[children].to(hidden.dtype)
-                saved.d_hidden_unscaled[node.visits].addmm_(error[:, children], block)
-    return log_prob, saved
+                    error.exp_().scatter_(1, child[:, None], target_log_q.expm1())
+                for children in reversed(blocks) if needs.hidden else ():
+                    block = rows[children].to(hidden.dtype)
+                    saved.d_hidden_unscaled[node.visits].addmm_(error[:, children], block)
+        return log_prob, saved
+
+
+def _saves_errors(depth: int, num_columns: int, row_wise: bool) -> bool:
+    """Whether the forward saves the errors of all visits."""
+    few = num_columns <= (SAVED_ELEMENTS if depth > 1 else SAVED_ELEMENTS_OF_ONE_NODE)
+    return few or (row_wise and depth > 1)
 
 
 def _streamed(
@@ -187,8 +173,11 @@ def _gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> G
     d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
     d_nll = d_nll.to(hidden.dtype).index_select(0, saved.position)
     scaled = hidden * d_nll[:, None]  # d_nll_p h_p of (6)
-    errors, nodes = saves_errors(problem, needs.row_wise), visited_nodes(saved.node, problem.tree)
-    unscaled = saved.d_hidden_unscaled if errors else torch.zeros_like(hidden)
+    num_columns = hidden.shape[0] * problem.max_path_columns
+    errors = _saves_errors(problem.depth, num_columns, needs.row_wise)
+    nodes, unscaled = visited_nodes(saved.node, problem.tree), saved.d_hidden_unscaled
+    if not errors:
+        unscaled = torch.zeros_like(hidden)
 
     def gradient(table: Tensor | None, needed: bool) -> _Dense | _RowWise | None:
         if table is None or not needed:
@@ -202,11 +191,12 @@ def _gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> G
             if errors:
                 error = node.columns(saved.error)[:, children]
             else:
-                block = weight[rows].to(hidden.dtype)
-                logits = node_logits(
-                    hidden[node.visits], block, None if bias is None else bias[rows]
+                block, row_bias = (
+                    weight[rows].to(hidden.dtype),
+                    None if bias is None else bias[rows],
                 )
                 lse, child = (x[node.level, node.visits, None] for x in (saved.lse, saved.child))
+                logits = node_logits(hidden[node.visits], block, row_bias)
                 error = _error(logits.sub_(lse), child - children.start)
                 if needs.hidden:
                     unscaled[node.visits].addmm_(error, block)
@@ -216,8 +206,9 @@ def _gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> G
                 d_bias.add(rows, error, d_nll[node.visits])
     d_hidden = None
     if needs.hidden:
-        size, dtype = problem.hidden.shape[1], problem.hidden.dtype
-        d_hidden = _unsorted(unscaled[:, :size] * d_nll[:, None], saved.position).to(dtype)
+        d_hidden = unscaled[:, : problem.hidden.shape[1]] * d_nll[:, None]
+        d_hidden = torch.empty_like(d_hidden).index_copy_(0, saved.position, d_hidden)
+        d_hidden = d_hidden.to(problem.hidden.dtype)
     d_table = (None if each is None else each.value() for each in (d_weight, d_bias))
     return Gradients(d_hidden, *d_table)
 

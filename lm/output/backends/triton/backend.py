@@ -54,7 +54,7 @@ class TritonBackend:
     """
 
     name = "triton"
-    automatic_on: frozenset[str] | None = frozenset({"cuda"})
+    automatic_on: frozenset[str] = frozenset({"cuda"})
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""

@@ -35,7 +35,7 @@ def _verified_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
         monkeypatch.setattr(verify, "tiny_problem", few_positions)
     monkeypatch.setattr(verify, "DEVICES", frozenset({"cpu", "cuda"}))
     monkeypatch.setattr(verify, "_differences", {})
-    monkeypatch.setattr(BACKENDS["triton"], "automatic_on", None)
+    monkeypatch.setattr(BACKENDS["triton"], "automatic_on", verify.DEVICES)
 
 
 def test_correct_kernels_are_taken_after_one_comparison() -> None:
