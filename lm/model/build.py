@@ -115,7 +115,7 @@ def build_model(
             tree,
             bias=output.bias,
             backend=output.backend,
-            sparse=word_table.row_wise,
+            row_wise=word_table.row_wise,
             dtype=dtype,
         )
     model = LanguageModel(

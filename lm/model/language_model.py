@@ -170,9 +170,7 @@ class LanguageModel(nn.Module):
         """One row of the input vectors per word, [T, B, W]."""
         shared = self.embedding is None
         rows = self._tree_softmax.tree.row_of_word[tokens] if shared else tokens
-        embedded = self._lookup(rows)
-        present = self._draw_present(tokens)
-        return embedded if present is None else embedded * present.unsqueeze(-1)
+        return self._lookup(rows, self._draw_present(tokens))
 
     def _embed_paths(self, tokens: Tensor) -> Tensor:
         """Sums of the rows on the words' paths, [T, B, W]."""
@@ -184,7 +182,7 @@ class LanguageModel(nn.Module):
             used[..., 0] &= present
         rows = rows.clamp(min=0)
         if (self.training and self.row_wise) or self._vectors.dtype != self.dtype:
-            return (self._lookup(rows) * used.unsqueeze(-1)).sum(-2)
+            return self._lookup(rows, used).sum(-2)
         summed = F.embedding_bag(
             rows.flatten(0, -2),
             self._vectors,
@@ -201,11 +199,13 @@ class LanguageModel(nn.Module):
         drawn = torch.rand(tokens.shape, dtype=torch.float32, device=tokens.device)
         return drawn >= self.word_dropout[tokens]
 
-    def _lookup(self, index: Tensor) -> Tensor:
-        """Rows of the input vectors, [..., W], in the backbone's type."""
+    def _lookup(self, index: Tensor, used: Tensor | None) -> Tensor:
+        """Rows of the input vectors, [..., W], in the backbone's type; zeros where not `used`."""
         if self.training and self.row_wise:
-            return lookup(self._vectors, index).to(self.dtype)
-        return F.embedding(index, self._vectors).to(self.dtype)
+            read = index if used is None else index.masked_fill(~used, -1)
+            return lookup(self._vectors, read).to(self.dtype)
+        vectors = F.embedding(index, self._vectors).to(self.dtype)
+        return vectors if used is None else vectors * used.unsqueeze(-1)
 
     @property
     def _vectors(self) -> Tensor:

@@ -5,7 +5,7 @@ function, `ClassTree` the shape of the tree. The loss costs a word's path, about
 classes, instead of N. Sampling and its restrictions are exact.
 """
 
-from lm.output.decoding.options import Sampling
+from lm.output.decoding.draws import Sampling
 from lm.output.functional import hierarchical_cross_entropy
 from lm.output.layer import HierarchicalSoftmax
 from lm.output.tree.class_tree import ClassTree

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from lm.output.backends import BACKENDS, OPS, choose_backend
-from lm.output.backends.autograd import differentiable_nll
+from lm.output.backends.autograd import refuse_transforms, row_wise_nll
 from lm.output.backends.base import Needs, Problem
+from lm.output.backends.nodes import node_logits, rows_of, sorted_hidden, visited_nodes
+from lm.output.backends.visits import check_targets, route
 from lm.output.rowwise.eager import not_compiled
 from lm.output.tree.class_tree import ClassTree
 
@@ -25,7 +27,7 @@ def hierarchical_cross_entropy(
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     backend: BackendName = "auto",
-    sparse: bool = False,
+    row_wise: bool = False,
 ) -> Tensor:
     """Negative log-likelihood of words under a tree of softmaxes, for all positions at once.
 
@@ -56,7 +58,7 @@ def hierarchical_cross_entropy(
             "auto" takes "triton" on CUDA, except for fp64 and for trees with paths so wide that
             the kernels would save more than `backends.triton.backend.MAX_SAVED_BYTES`, such as a
             full softmax of many words.
-        sparse: whether the gradients of `weight` and `bias` are `RowGradient`s, of the rows of
+        row_wise: whether the gradients of `weight` and `bias` are `RowGradient`s, of the rows of
             visited nodes alone, for the optimizers of `lm.output.rowwise`. Not within
             `torch.compile`; on CUDA the host waits for the number of these rows.
 
@@ -67,7 +69,8 @@ def hierarchical_cross_entropy(
         ValueError: if shapes, dtypes, devices or options do not match.
         IndexError: if a target is neither a word nor `ignore_index`; with "triton" on CUDA this is
             a device-side assertion.
-        RuntimeError: if it is differentiated twice, or in forward mode.
+        RuntimeError: if it is differentiated twice, in forward mode, or by transforms of
+            `torch.func`.
 
     Example:
         >>> tree = ClassTree.two_level([0, 0, 1, 1])
@@ -76,19 +79,22 @@ def hierarchical_cross_entropy(
         >>> print(f"{loss:.4f}")  # log 2 for the class and log 2 for the word
         1.3863
     """
-    _check(hidden, weight, target, tree, bias)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
-    problem = Problem.of(hidden, weight, bias, target, tree, ignore_index)
+    refuse_transforms(hidden, weight, bias)
+    problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
     name = choose_backend(backend, problem, hidden.device)
     enabled = torch.is_grad_enabled()
     needs = Needs(
         hidden=enabled and hidden.requires_grad,
         weight=enabled and weight.requires_grad,
         bias=enabled and bias is not None and bias.requires_grad,
-        row_wise=enabled and sparse,
+        row_wise=enabled and row_wise,
     )
-    nll = differentiable_nll(BACKENDS[name], OPS[name], problem, needs)
+    if needs.row_wise:
+        nll = row_wise_nll(BACKENDS[name], problem, needs)
+    else:
+        nll = OPS[name](*problem, needs)[0]
     if reduction == "none":
         return nll.view(target.shape)
     if reduction == "sum":
@@ -115,53 +121,34 @@ def hierarchical_nll_by_level(
     It is 0 for ignored positions and below the end of a path; the sum over levels is
     `hierarchical_cross_entropy` with reduction "none", whose arguments and errors these are.
     """
-    _check(hidden, weight, target, tree, bias)
-    problem = Problem.of(hidden, weight, bias, target, tree, ignore_index)
+    problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
     name = choose_backend(backend, problem, hidden.device)
     return BACKENDS[name].nll_by_level(problem).view(tree.depth, *target.shape)
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, target: Tensor, tree: ClassTree, bias: Tensor | None
-) -> None:
-    if hidden.dim() < 1 or hidden.shape[:-1] != target.shape:
-        raise ValueError(
-            "hidden must be [..., H] and target [...],"
-            f" got {list(hidden.shape)} and {list(target.shape)}"
-        )
-    if target.dtype != torch.int64:
-        raise ValueError(f"target must be int64, got {target.dtype}")
-    check_parameters(hidden, weight, bias, tree)
-    others = [weight] if bias is None else [weight, bias]
-    higher = [t for t in others if torch.promote_types(t.dtype, hidden.dtype) != hidden.dtype]
-    if higher and not torch.is_autocast_enabled(hidden.device.type):
-        dtypes = ", ".join(str(tensor.dtype) for tensor in (hidden, *others))
-        raise ValueError(
-            "weight and bias must have the dtype of hidden or a lower precision outside of"
-            f" autocast, got hidden, weight, bias: {dtypes}"
-        )
-    if target.device != hidden.device:
-        raise ValueError(f"target must be on the device of hidden, {hidden.device}")
+@not_compiled
+def hierarchical_lse_by_level(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    tree: ClassTree,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Log-sum-exp [D, ...] of each softmax on the words' paths; see `HierarchicalSoftmax`.
 
-
-def check_parameters(hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTree) -> None:
-    """Raise a ValueError unless hidden [..., H], the parameters and the tree fit together."""
-    if hidden.dim() < 1 or hidden.shape[-1] < 1 or not hidden.is_floating_point():
-        raise ValueError(
-            "hidden must be [..., H], H ≥ 1, floating point,"
-            f" got {hidden.dtype} {list(hidden.shape)}"
-        )
-    num_rows, size = tree.num_rows, hidden.shape[-1]
-    if weight.dim() != 2 or weight.shape[0] != num_rows or weight.shape[1] < size:
-        raise ValueError(
-            f"weight must be [R, W] with R = {num_rows} and W ≥ H = {size},"
-            f" got {list(weight.shape)}"
-        )
-    if bias is not None and list(bias.shape) != [num_rows]:
-        raise ValueError(f"bias must be [R] = {[num_rows]}, got {list(bias.shape)}")
-    parameters = [weight] if bias is None else [weight, bias]
-    if not all(tensor.is_floating_point() for tensor in parameters):
-        dtypes = ", ".join(str(tensor.dtype) for tensor in parameters)
-        raise ValueError(f"weight and bias must be floating point, got {dtypes}")
-    if any(tensor.device != hidden.device for tensor in (*parameters, tree.row_of_word)):
-        raise ValueError(f"weight, bias and tree must be on the device of hidden, {hidden.device}")
+    Differentiable any number of times, by plain operations of PyTorch on every device.
+    """
+    problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
+    check_targets(problem.target, tree.vocab_size, ignore_index)
+    position, node, _ = route(problem.target, problem.tree, tree.depth, ignore_index)
+    nodes, flat = visited_nodes(node, problem.tree), sorted_hidden(problem, position)
+    biases = [None] * len(nodes) if bias is None else rows_of(nodes, bias)
+    rows = zip(nodes, rows_of(nodes, weight), biases, strict=True)
+    with torch.autocast(hidden.device.type, enabled=False):
+        lse = [node_logits(flat[each.visits], w, b).logsumexp(1) for each, w, b in rows]
+    visit = (node.flatten() >= 0).nonzero().squeeze(1)
+    by_level = flat.new_zeros(node.numel())
+    by_level = by_level.index_copy(0, visit, torch.cat([by_level[:0], *lse])).view(node.shape)
+    return by_level.index_copy(1, position, by_level).view(tree.depth, *target.shape)

@@ -1,20 +1,23 @@
 """HierarchicalSoftmax: the output layer as a module, in place of a linear layer and its loss."""
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lm.output.backends.base import followed_by_zeros, row_size
-from lm.output.decoding import functional as decoding
+from lm.output.backends import check_backend
+from lm.output.backends.base import row_size
+from lm.output.decoding import distribution
 from lm.output.decoding.candidates import candidate_log_prob
-from lm.output.decoding.options import Sampling
+from lm.output.decoding.draws import Sampling
 from lm.output.decoding.search import TopK
 from lm.output.functional import (
     BackendName,
     Reduction,
     hierarchical_cross_entropy,
+    hierarchical_lse_by_level,
     hierarchical_nll_by_level,
 )
 from lm.output.tree.class_tree import ClassTree
@@ -50,24 +53,23 @@ class HierarchicalSoftmax(nn.Module):
     Attributes:
         weight: [R, W], one row for each word and for each node but the root; see `ClassTree`. W is
             H up to a multiple of 8, so that rows begin at multiples of 16 bytes; columns from H on
-            are 0 and remain so, as their gradient is 0. A state dict with rows of H numbers may be
-            loaded.
+            are 0 and remain so, as their gradient is 0.
         bias: [R] or None.
-        tree: the tree of softmaxes.
+        tree: the tree of softmaxes, a copy that shares its memory with the argument's.
         vocab_size: N.
 
     Args:
         hidden_size: H.
-        tree: the tree of softmaxes; becomes part of the layer and of its state.
+        tree: the tree of softmaxes.
         bias: whether rows have biases.
         ignore_index: target of positions that are excluded from the loss.
         backend: as in `hierarchical_cross_entropy`.
-        sparse: as in `hierarchical_cross_entropy`.
+        row_wise: as in `hierarchical_cross_entropy`.
         device: device of the parameters and the tree.
         dtype: dtype of the parameters.
 
     Raises:
-        ValueError: if `hidden_size` < 1.
+        ValueError: if `hidden_size` is not an integer ≥ 1, or there is no such backend.
 
     Source: Morin & Bengio 2005; of two levels: Goodman 2001.
     """
@@ -80,20 +82,21 @@ class HierarchicalSoftmax(nn.Module):
         bias: bool = True,
         ignore_index: int = -100,
         backend: BackendName = "auto",
-        sparse: bool = False,
+        row_wise: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if hidden_size < 1:
-            raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
+        if not isinstance(hidden_size, int) or hidden_size < 1:
+            raise ValueError(f"hidden_size must be an integer ≥ 1, got {hidden_size!r}")
+        check_backend(backend)
         self.hidden_size, self.vocab_size = hidden_size, tree.vocab_size
-        self.ignore_index, self.backend, self.sparse = ignore_index, backend, sparse
+        self.ignore_index, self.backend, self.row_wise = ignore_index, backend, row_wise
         shape = (tree.num_rows, row_size(hidden_size))
         weight = torch.empty(shape, device=device, dtype=dtype)
         self.weight = nn.Parameter(weight)
         self.bias = nn.Parameter(weight.new_empty(tree.num_rows)) if bias else None
-        self.tree = tree if weight.is_meta else tree.to(weight.device)
+        self.tree = tree.copy().to(weight.device)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -139,7 +142,7 @@ class HierarchicalSoftmax(nn.Module):
             reduction=reduction,
             ignore_index=self.ignore_index,
             backend=self.backend,
-            sparse=self.sparse,
+            row_wise=self.row_wise,
         )
 
     def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
@@ -170,6 +173,36 @@ class HierarchicalSoftmax(nn.Module):
             backend=self.backend,
         )
 
+    def lse_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """The log-sum-exp of each softmax on the targets' paths, to regularise it ("z-loss").
+
+        lse[d] = log Σ exp(W_n h + b_n), n the node on level d of the path
+
+        Differentiable; the loss does not determine it, as a constant may be added to all logits of
+        a node. It computes the logits again, node by node, and gradients of the parameters are
+        dense, also for row-wise layers.
+
+        Example:
+            >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1, 1, 1]))
+            >>> hidden, target = torch.zeros(2, 4), torch.tensor([0, 2])
+            >>> lse = layer.lse_by_level(hidden, target)
+            >>> lse.exp().round(decimals=3).tolist()
+            [[2.0, 2.0], [2.0, 3.0]]
+            >>> loss = layer.loss(hidden, target) + 1e-4 * lse.square().sum(0).mean()
+
+        Returns:
+            [depth, ...], 0 where ignored, below the end of a path and for nodes of one child.
+
+        Raises:
+            IndexError: as in `loss`.
+
+        Source: z-loss: Chowdhery et al. 2022, section 5.
+        """
+        hidden, index = self._checked(hidden), self.ignore_index
+        return hierarchical_lse_by_level(
+            hidden, self.weight, target, self.tree, self.bias, ignore_index=index
+        )
+
     def log_prob(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of all words, [..., N]. Differentiable; evaluates all R rows.
 
@@ -178,7 +211,7 @@ class HierarchicalSoftmax(nn.Module):
             >>> layer.log_prob(torch.zeros(4)).exp().round(decimals=3).tolist()
             [0.25, 0.25, 0.5]
         """
-        return decoding.log_prob(self._checked(hidden), self.weight, self.bias, self.tree)
+        return distribution.log_prob(self._checked(hidden), self.weight, self.tree, self.bias)
 
     def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
         """Log-probabilities of some words of each position, [..., K].
@@ -186,7 +219,7 @@ class HierarchicalSoftmax(nn.Module):
         Equal to `log_prob` at these words. Differentiable; evaluates the softmaxes on the
         candidates' paths only, each once for a position, also if several candidates share it. In a
         tree of two levels this costs at most C + K N / C columns for a position, in the full
-        softmax N. Gradients of the parameters are dense, also for `sparse` layers.
+        softmax N. Gradients of the parameters are dense, also for row-wise layers.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
@@ -200,7 +233,7 @@ class HierarchicalSoftmax(nn.Module):
         Raises:
             IndexError: if a candidate is not a word.
         """
-        return candidate_log_prob(self._checked(hidden), self.weight, self.bias, self.tree, word)
+        return candidate_log_prob(self._checked(hidden), self.weight, word, self.tree, self.bias)
 
     def predict(self, hidden: Tensor) -> Tensor:
         """The most probable word of each position, [...] int64; ties go to the lowest word.
@@ -230,64 +263,51 @@ class HierarchicalSoftmax(nn.Module):
         Raises:
             ValueError: if k is out of range or a log-probability is not finite.
         """
-        return decoding.topk(self._checked(hidden), self.weight, self.bias, self.tree, k)
+        return distribution.topk(self._checked(hidden), self.weight, self.tree, self.bias, k=k)
 
     def sample(
         self,
         hidden: Tensor,
+        sampling: Sampling | None = None,
         *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
         previous: Tensor | None = None,
         seeds: Tensor | None = None,
         generator: torch.Generator | None = None,
+        **options: Any,
     ) -> Tensor:
         """One word per position, [...] int64, drawn exactly from the full distribution.
 
-        Word w has weight P(w)^(θ/T) if it is among the previous words, P(w)^(1/T) otherwise, with
-        temperature T and repetition penalty θ. `top_k` restricts the draw to the words of largest
-        weight, `top_p` to the smallest set of such words among these that has this share of their
-        weight, `min_p` to those of at least this fraction of the largest weight. Unrestricted draws
-        evaluate the class that is drawn (and, unless T = θ = 1, those of rejected trials);
-        restricted ones search as `topk` does. A position's word depends on its hidden vector, its
-        previous words and its seed, not on the other positions.
+        Unrestricted draws evaluate the class that is drawn (and, with a temperature or a penalty,
+        those of rejected trials); restricted ones search as `topk` does. A position's word depends
+        on its hidden vector, its previous words and its seed, not on the other positions.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
             >>> layer.sample(torch.zeros(3, 4), generator=torch.Generator().manual_seed(2)).tolist()
             [0, 1, 1]
             >>> hidden, previous = torch.zeros(2, 4), torch.tensor([[2, -1], [0, 0]])
-            >>> options = {"temperature": 0, "repetition_penalty": 3}
-            >>> layer.sample(hidden, previous=previous, **options)  # P of word 2: 1/8 and 1/2
+            >>> greedy = Sampling(temperature=0, repetition_penalty=3)
+            >>> layer.sample(hidden, greedy, previous=previous)  # P of word 2: 1/8 and 1/2
             tensor([0, 2])
 
         Args:
-            temperature, top_k, top_p, min_p, repetition_penalty: as in `Sampling`.
+            sampling: the distribution to draw from; by default P itself.
             previous: [..., L] int64, the words that the repetition penalty applies to, in any
                 order; each counts once, -1 is skipped.
             seeds: [...] int64, one for each position; None draws them from `generator`.
             generator: source of the seeds, on any device; None is torch's default.
+            options: fields of `Sampling`, which replace those of `sampling`.
 
         Raises:
             ValueError: if an option is out of range, a log-probability is not finite, or there is a
                 repetition penalty without `previous`.
         """
-        options = Sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-        )
-        return decoding.sample(
+        return distribution.sample(
             self._checked(hidden),
             self.weight,
-            self.bias,
             self.tree,
-            options,
+            self.bias,
+            sampling=replace(sampling or Sampling(), **options),
             previous=previous,
             seeds=seeds,
             generator=generator,
@@ -299,17 +319,9 @@ class HierarchicalSoftmax(nn.Module):
             raise ValueError(f"hidden must be [..., {self.hidden_size}], got {list(hidden.shape)}")
         return hidden
 
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept a weight with rows of H numbers, as earlier versions saved."""
-        weight = state.get(f"{prefix}weight")
-        if weight is not None and weight.shape[1:] == (self.hidden_size,):
-            rows = followed_by_zeros(weight.detach(), self.weight.shape[1])
-            state[f"{prefix}weight"] = rows
-        super()._load_from_state_dict(state, prefix, *args)
-
     def extra_repr(self) -> str:
         """The settings, for `print(layer)`."""
         return (
             f"hidden_size={self.hidden_size}, bias={self.bias is not None}, backend={self.backend},"
-            f" sparse={self.sparse}"
+            f" row_wise={self.row_wise}"
         )

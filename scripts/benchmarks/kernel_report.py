@@ -50,7 +50,7 @@ def problem(hidden_size: int, columns: int, dtype: torch.dtype) -> Problem:
     hidden = torch.empty(len(target), hidden_size, dtype=dtype)
     weight = torch.empty(tree.num_rows, columns, dtype=dtype)
     bias = torch.empty(tree.num_rows, dtype=dtype)
-    return Problem.of(hidden, weight, bias, target, tree)
+    return Problem.of(hidden, weight, target, tree, bias)
 
 
 def launches(hidden_size: int, columns: int, dtype: torch.dtype, capability: int) -> list[Launch]:

@@ -46,7 +46,7 @@ def make_problem(vocab_size: int, hidden_size: int, num_positions: int) -> Probl
     target, _ = zipf(vocab_size, num_positions)
     hidden = torch.empty(num_positions, hidden_size, dtype=torch.bfloat16)
     weight = torch.empty(tree.num_rows, row_size(hidden_size), dtype=torch.bfloat16)
-    return Problem.of(hidden, weight, None, target, tree)
+    return Problem.of(hidden, weight, target, tree)
 
 
 def moved(problem: Problem, device: str) -> Problem:

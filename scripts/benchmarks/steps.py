@@ -98,7 +98,7 @@ def _layer(
     def loss(words: Tensor) -> Tensor:
         hidden = task.hidden[: words.shape[1]]
         return hierarchical_cross_entropy(
-            hidden, weight, words[1], task.tree, bias, sparse=row_wise
+            hidden, weight, words[1], task.tree, bias, row_wise=row_wise
         )
 
     return Method(loss, _update(optimizer([weight, bias], LEARNING_RATE)))

@@ -21,7 +21,7 @@ def test_the_output_layer_is_that_of_the_configuration(backend: Any, bias: bool)
     built: Any = build_model(
         ModelConfig(hidden=H), output, WordTable(row_wise=True), ClassTree.full(N), T
     ).output
-    assert (built.backend, built.bias is not None, built.sparse) == (backend, bias, True)
+    assert (built.backend, built.bias is not None, built.row_wise) == (backend, bias, True)
 
 
 def test_the_lstm_has_the_dropouts_of_the_configuration() -> None:

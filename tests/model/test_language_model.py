@@ -14,6 +14,7 @@ from lm.model.build import build_model
 from lm.model.language_model import LanguageModel
 from lm.model.lstm import LSTM
 from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output.rowwise import RowAdam
 
 N, H, T, B = 11, 12, 5, 3  # rows of the output layer are 12 numbers and 4 zeros
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
@@ -175,6 +176,29 @@ def test_a_word_loses_its_vector_with_the_probability_of_its_count(
     assert not share[never].any()
     model.eval()(words[:, None])
     torch.testing.assert_close(read[1][:, 0], whole)
+
+
+@pytest.mark.parametrize("embedding", ["word", "path_sum"])
+def test_moments_and_row_of_a_dropped_word_do_not_change(embedding: Any) -> None:
+    config = ModelConfig(hidden=H, input_embedding=embedding, count_word_dropout=2.0)
+    tree = ClassTree.two_level(torch.arange(N) % 3)
+    table = WordTable(row_wise=True)
+    model = build_model(config, OutputConfig(), table, tree, T, counts=COUNTS).train()
+    assert model.embedding is not None
+    weight, (tokens, targets) = model.embedding.weight, text()
+    word = int(tokens[0, 0])
+    row = word if embedding == "word" else int(tree.row_of_word[word])
+    optimizer, results = RowAdam([weight], lr=0.1), []
+    for probability in (0.0, 1.0):
+        model.word_dropout = torch.zeros(N)
+        model.word_dropout[word] = probability
+        optimizer.zero_grad()
+        model.loss(tokens, targets)[0].backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        mean, square = (optimizer.state[weight][name] for name in ("mean", "square"))
+        results.append([each.detach()[row].clone() for each in (weight, mean, square)])
+    assert all(value.any() for value in results[0])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @BACKBONES

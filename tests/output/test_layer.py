@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +46,7 @@ def test_nll_by_level_splits_the_loss(layer: HierarchicalSoftmax) -> None:
     torch.testing.assert_close(levels.sum(0), layer.loss(hidden, target, "none").detach())
 
 
-def test_tree_is_saved_and_moved_with_the_weights() -> None:
+def test_tree_is_saved_with_the_weights() -> None:
     layer = HierarchicalSoftmax(H, ClassTree.two_level(range(N)))
     state = layer.state_dict()
     tree = {k.removeprefix("tree."): v for k, v in state.items() if k.startswith("tree.")}
@@ -52,29 +54,58 @@ def test_tree_is_saved_and_moved_with_the_weights() -> None:
     again.load_state_dict(state)
     hidden, target = torch.randn(7, H), torch.randint(0, N, (7,))
     assert torch.equal(again.loss(hidden, target), layer.loss(hidden, target))
-    assert layer.to("meta").tree.row_of_word.device.type == "meta"
-    assert layer.tree.row_of_word.dtype == torch.int64
 
 
-def test_tree_moves_to_the_device_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[torch.device] = []
-    tree = ClassTree.full(5)
-
-    def to(device: torch.device) -> ClassTree:
-        moved.append(device)
-        return tree
-
-    monkeypatch.setattr(tree, "to", to)
-    assert HierarchicalSoftmax(3, tree, device="cpu").tree is tree
-    assert moved == [torch.device("cpu")]
-    on_meta = HierarchicalSoftmax(3, tree, device="meta")  # for weights assigned later
-    assert on_meta.tree.row_of_word.tolist() == [0, 1, 2, 3, 4]
-    assert len(moved) == 1
+def on_meta() -> HierarchicalSoftmax:
+    with torch.device("meta"):
+        return HierarchicalSoftmax(H, TREE)
 
 
-def test_hidden_size_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="hidden_size must be at least 1, got 0"):
-        HierarchicalSoftmax(0, ClassTree.full(3))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: on_meta().to_empty(device="cpu"),
+        lambda: torch.nn.utils.skip_init(HierarchicalSoftmax, H, TREE),  # type: ignore[no-untyped-call]
+        lambda: HierarchicalSoftmax(H, TREE).to("meta").to_empty(device="cpu"),
+        lambda: HierarchicalSoftmax(H, TREE).to_empty(device="cpu"),
+        on_meta,
+    ],
+)
+def test_weights_are_loaded_into_a_layer_without_any(
+    layer: HierarchicalSoftmax, make: Callable[[], HierarchicalSoftmax]
+) -> None:
+    other = make()
+    other.load_state_dict(layer.state_dict(), assign=other.weight.is_meta)
+    hidden, target = torch.randn(7, H), torch.randint(0, N, (7,))
+    assert torch.equal(other.loss(hidden, target), layer.loss(hidden, target))
+    assert torch.equal(other.log_prob(hidden), layer.log_prob(hidden))
+
+
+def test_layers_of_one_tree_move_independently(layer: HierarchicalSoftmax) -> None:
+    before, other = layer.state_dict(), HierarchicalSoftmax(H, TREE)
+    other.tree.row_of_word.data = torch.zeros(N).long()  # as FSDP moves buffers
+    assert torch.equal(layer.tree.row_of_word, TREE.row_of_word)
+    assert torch.equal(before["tree.row_of_word"], TREE.row_of_word)
+    assert len({id(tree) for tree in (TREE, layer.tree, other.tree)}) == 3
+
+
+def test_a_layer_on_the_meta_device_computes_shapes() -> None:
+    layer = on_meta()
+    loss = layer.loss(torch.empty(2, 3, H, device="meta"), torch.empty(2, 3, device="meta").long())
+    assert (loss.device.type, loss.shape) == ("meta", ())
+
+
+@pytest.mark.parametrize("hidden_size", [0, -3, 3.5, "8"])
+def test_hidden_size_must_be_a_positive_integer(hidden_size: Any) -> None:
+    with pytest.raises(
+        ValueError, match=f"hidden_size must be an integer ≥ 1, got {hidden_size!r}"
+    ):
+        HierarchicalSoftmax(hidden_size, TREE)
+
+
+def test_a_wrong_backend_is_refused_at_construction() -> None:
+    with pytest.raises(ValueError, match="must be auto or one of reference, triton, got 'cuda'"):
+        HierarchicalSoftmax(H, TREE, backend="cuda")  # type: ignore[arg-type]
 
 
 def test_layer_imports_no_library_but_torch() -> None:

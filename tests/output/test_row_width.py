@@ -9,9 +9,9 @@ from torch import Tensor
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends import OPS
 from lm.output.backends.base import Needs
-from lm.output.decoding import functional as decoding
+from lm.output.decoding import distribution
 from lm.output.decoding.candidates import candidate_log_prob
-from lm.output.decoding.options import Sampling
+from lm.output.decoding.draws import Sampling
 from lm.output.functional import hierarchical_nll_by_level
 from lm.output.rowwise import RowAdagrad, RowAdam, RowSGD
 
@@ -29,20 +29,20 @@ def with_long_rows(inputs: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("row_wise", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_further_columns_change_nothing_and_have_no_gradient(
-    dtype: torch.dtype, sparse: bool
+    dtype: torch.dtype, row_wise: bool
 ) -> None:
     inputs = problem(TREE, 5, 8, dtype=dtype)
     *long, target = with_long_rows(inputs)
     hidden, weight, bias, _ = inputs
     truth = definition(hidden, weight, bias, target, TREE)
-    each = nll([*long, target], TREE, sparse=sparse)
+    each = nll([*long, target], TREE, row_wise=row_wise)
     upstream = torch.randn_like(truth)
     true_grads = torch.autograd.grad(truth, inputs[:-1], upstream)
     d_hidden, d_weight, d_bias = torch.autograd.grad(each, long, upstream)
-    d_weight, d_bias = (d.to_dense() if sparse else d for d in (d_weight, d_bias))
+    d_weight, d_bias = (d.to_dense() if row_wise else d for d in (d_weight, d_bias))
     assert torch.equal(d_weight[:, H:], torch.zeros(TREE.num_rows, W - H, dtype=dtype))
     found = [each, d_hidden, d_weight[:, :H], d_bias]
     near = 100 * torch.finfo(dtype).eps
@@ -64,7 +64,8 @@ def test_nothing_to_predict_has_gradients_of_zero(num_positions: int) -> None:
 
 @both_backends
 def test_gradients_and_registered_ops_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    *inputs, target = with_long_rows(problem(TREE, 5))
+    hidden, weight, bias, target = with_long_rows(problem(TREE, 5))
+    inputs = (hidden, weight, bias)
     assert torch.autograd.gradcheck(
         lambda *inputs: nll([*inputs, target], TREE), inputs, fast_mode=True
     )
@@ -72,7 +73,7 @@ def test_gradients_and_registered_ops_are_right(monkeypatch: pytest.MonkeyPatch)
     needs = list(Needs(hidden=True, weight=True, bias=True))
     sizes = (TREE.depth, TREE.max_path_columns, -100)
     for op in OPS.values():
-        arguments = (*inputs, target, list(TREE.arrays), *sizes, needs)
+        arguments = (hidden, weight, target, list(TREE.arrays), bias, *sizes, needs)
         results = torch.library.opcheck(op, arguments)  # type: ignore[arg-type]
         assert set(results.values()) == {"SUCCESS"}
 
@@ -81,16 +82,16 @@ def test_decoding_of_long_rows_is_that_of_their_first_numbers() -> None:
     inputs = problem(TREE, 9)
     results: list[list[Tensor]] = []
     for hidden, weight, bias, target in (inputs, with_long_rows(inputs)):
-        layer = (hidden, weight, bias, TREE)
-        log_prob, word = decoding.topk(*layer, k=4)
+        layer = (hidden, weight, TREE, bias)
+        log_prob, word = distribution.topk(*layer, k=4)
         seeds = torch.arange(9)
         draws = [Sampling(), Sampling(top_p=0.7), Sampling(temperature=0.7, top_k=5)]
         found = [
-            decoding.log_prob(*layer),
-            candidate_log_prob(*layer, word=word),
+            distribution.log_prob(*layer),
+            candidate_log_prob(hidden, weight, word, TREE, bias),
             hierarchical_nll_by_level(hidden, weight, target, TREE, bias),
             *(log_prob, word),
-            *(decoding.sample(*layer, options=options, seeds=seeds) for options in draws),
+            *(distribution.sample(*layer, sampling=each, seeds=seeds) for each in draws),
         ]
         d_hidden, d_weight = torch.autograd.grad(
             found[0].square().sum() + found[1].exp().sum(), (hidden, weight)
@@ -135,23 +136,6 @@ def test_a_layer_refuses_hidden_vectors_of_another_size(size: int) -> None:
             call()
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_state_with_rows_of_h_numbers_is_loaded(assign: bool) -> None:
-    layer = HierarchicalSoftmax(H, TREE)
-    state = layer.state_dict()
-    state["weight"] = state["weight"][:, :H].clone()
-    before = state["weight"].clone()
-    with torch.device("meta" if assign else "cpu"):
-        again = HierarchicalSoftmax(H, TREE)
-    again.load_state_dict(state, assign=assign)
-    assert torch.equal(again.weight, layer.weight)
-    assert isinstance(again.weight, torch.nn.Parameter)
-    assert again.weight.is_leaf
-    assert torch.equal(state["weight"], before)
-    with pytest.raises(RuntimeError, match="size mismatch for weight"):
-        again.load_state_dict(state | {"weight": before[:, : H - 1]})
-
-
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda rows: torch.optim.SGD(rows, 0.1, momentum=0.9, weight_decay=0.1),
     "adam": lambda rows: torch.optim.Adam(rows, 0.1, weight_decay=0.1, amsgrad=True),
@@ -165,7 +149,7 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_optimizer_changes_the_zeros_after_a_row(name: str, dtype: torch.dtype) -> None:
-    layer = HierarchicalSoftmax(H, TREE, dtype=dtype, sparse=name.startswith("row-wise"))
+    layer = HierarchicalSoftmax(H, TREE, dtype=dtype, row_wise=name.startswith("row-wise"))
     before = layer.weight.detach().clone()
     optimizer = OPTIMIZERS[name](layer.parameters())
     for _ in range(4):

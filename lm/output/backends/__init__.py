@@ -3,46 +3,54 @@
 A new backend is an entry of `BACKENDS`.
 """
 
-from typing import Any
+import warnings
 
 import torch
 
 from lm.output.backends.autograd import Op, register_op
-from lm.output.backends.base import Backend, Needs, Problem, flatten
+from lm.output.backends.base import Backend, Needs, Problem
 from lm.output.backends.reference.backend import ReferenceBackend
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.tree.class_tree import ClassTree
 
-BACKENDS: dict[str, Backend[Any]] = {
-    "triton": TritonBackend(),
-    "reference": ReferenceBackend(),
-}
-"""By name; "auto" chooses the first that can solve a problem."""
+BACKENDS: dict[str, Backend] = {"triton": TritonBackend(), "reference": ReferenceBackend()}
+"""By name; "auto" chooses the first that is made for a device and can solve a problem there."""
 OPS: dict[str, Op] = {name: register_op(backend) for name, backend in BACKENDS.items()}
 """The custom op `sqrtlm::<name>_nll` of each backend."""
+
+
+def check_backend(requested: str) -> None:
+    """Raise a ValueError unless it is "auto" or the name of a backend."""
+    if requested != "auto" and requested not in BACKENDS:
+        names = ", ".join(sorted(BACKENDS))
+        raise ValueError(f"backend must be auto or one of {names}, got {requested!r}")
 
 
 def choose_backend(requested: str, problem: Problem, device: torch.device) -> str:
     """The name of the backend that solves a problem, by its sizes, dtypes and strides, on a device.
 
+    A warning says why "auto" cannot choose a backend that is made for the device.
+
     Raises:
         ValueError: if the requested backend cannot solve the problem, or there is no such backend.
     """
-    if requested == "auto":
-        return next(
-            name
-            for name, backend in BACKENDS.items()
-            if (backend.automatic_on is None or device.type in backend.automatic_on)
-            and backend.obstacle(problem, device) is None
-            and backend.verified(device, problem.hidden.dtype)
-        )
-    if requested not in BACKENDS:
-        names = ", ".join(sorted(BACKENDS))
-        raise ValueError(f"backend must be auto or one of {names}, got {requested!r}")
-    obstacle = BACKENDS[requested].obstacle(problem, device)
-    if obstacle is not None:
-        raise ValueError(f"backend {requested} {obstacle}")
-    return requested
+    check_backend(requested)
+    if requested != "auto":
+        obstacle = BACKENDS[requested].obstacle(problem, device)
+        if obstacle is not None:
+            raise ValueError(f"backend {requested} {obstacle}")
+        return requested
+    for name, backend in BACKENDS.items():
+        if device.type in backend.automatic_on:
+            obstacle = backend.obstacle(problem, device)
+            if obstacle is None and backend.verified(device, problem.hidden.dtype):
+                return name
+            if obstacle is not None:
+                warnings.warn(
+                    f"the output layer computes slowly on {device}: backend {name} {obstacle}",
+                    stacklevel=3,
+                )
+    return "reference"
 
 
 def expected_backend(
@@ -70,5 +78,4 @@ def saved_bytes(
     """Memory that a backend's forward saves for its backward, in bytes; from sizes alone."""
     problem = Problem.without_values(num_positions, hidden_size, tree, dtype)
     needs = Needs(hidden=True, weight=True, bias=True, row_wise=row_wise)
-    saved = BACKENDS[backend_name].new_saved(problem, needs)
-    return sum(tensor.nbytes for tensor in flatten(saved))
+    return sum(tensor.nbytes for tensor in BACKENDS[backend_name].new_saved(problem, needs))

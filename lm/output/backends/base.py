@@ -1,12 +1,10 @@
 """What every backend takes and returns: the problem, the gradients asked for, and the protocol.
 
 A backend computes the negative log-likelihood of every position and, backwards, the gradients. It
-does not check its inputs, reduce over positions or know about autograd: `lm.output.functional` and
-`lm.output.backends.autograd` do.
+does not check its inputs, which `Problem.of` does, reduce over positions or know about autograd.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,18 +13,15 @@ from torch.nn import functional as F
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tree.class_tree import ClassTree, TreeArrays
 
-Saved = TypeVar("Saved", bound=tuple[Any, ...])
-"""What a backend saves for its backward: a `NamedTuple` of tensors and of such `NamedTuple`s."""
-
 
 class Problem(NamedTuple):
     """The negative log-likelihoods to compute, in the order in which the custom ops take it."""
 
     hidden: Tensor  # [P, H] floating point
     weight: Tensor  # [R, W] floating point; W ≥ H, and `hidden` counts as followed by zeros
-    bias: Tensor | None  # [R] floating point
     target: Tensor  # [P] int64, words or `ignore_index`
     tree: TreeArrays
+    bias: Tensor | None  # [R] floating point
     depth: int  # D
     max_path_columns: int
     ignore_index: int  # value of the targets that are ignored
@@ -36,14 +31,39 @@ class Problem(NamedTuple):
         cls,
         hidden: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
         target: Tensor,
         tree: ClassTree,
+        bias: Tensor | None = None,
         ignore_index: int = -100,
     ) -> "Problem":
-        """The problem of all positions of `hidden` [..., H] and `target` [...]."""
-        flat, sizes = hidden.reshape(-1, hidden.shape[-1]), (tree.depth, tree.max_path_columns)
-        return cls(flat, weight, bias, target.reshape(-1), tree.arrays, *sizes, ignore_index)
+        """The problem of all positions of `hidden` [..., H] and `target` [...].
+
+        Raises:
+            ValueError: if shapes, dtypes or devices do not match.
+        """
+        if hidden.dim() < 1 or hidden.shape[:-1] != target.shape:
+            raise ValueError(
+                "hidden must be [..., H] and target [...],"
+                f" got {list(hidden.shape)} and {list(target.shape)}"
+            )
+        if target.dtype != torch.int64:
+            raise ValueError(f"target must be int64, got {target.dtype}")
+        check_parameters(hidden, weight, tree, bias)
+        others = [weight] if bias is None else [weight, bias]
+        higher = [t for t in others if torch.promote_types(t.dtype, hidden.dtype) != hidden.dtype]
+        if higher and not torch.is_autocast_enabled(hidden.device.type):
+            dtypes = ", ".join(str(tensor.dtype) for tensor in (hidden, *others))
+            raise ValueError(
+                "weight and bias must have the dtype of hidden or a lower precision outside of"
+                f" autocast, got hidden, weight, bias: {dtypes}"
+            )
+        if target.device != hidden.device:
+            raise ValueError(f"target must be on the device of hidden, {hidden.device}")
+        arrays, flat = tree.arrays, hidden.reshape(-1, hidden.shape[-1])
+        if hidden.is_meta:
+            arrays = TreeArrays(*(array.to("meta") for array in arrays))
+        sizes = (tree.depth, tree.max_path_columns, ignore_index)
+        return cls(flat, weight, target.reshape(-1), arrays, bias, *sizes)
 
     @classmethod
     def without_values(
@@ -53,8 +73,7 @@ class Problem(NamedTuple):
         hidden = torch.empty(num_positions, hidden_size, dtype=dtype, device="meta")
         weight = torch.empty(tree.num_rows, row_size(hidden_size), dtype=dtype, device="meta")
         target = torch.empty(num_positions, dtype=torch.int64, device="meta")
-        problem = cls.of(hidden, weight, weight[:, 0], target, tree)
-        return problem._replace(tree=TreeArrays(*(array.to("meta") for array in tree.arrays)))
+        return cls.of(hidden, weight, target, tree, weight[:, 0])
 
     @property
     def num_positions(self) -> int:
@@ -89,11 +108,14 @@ class Gradients(NamedTuple):
     d_bias: Tensor | RowGradient | None  # [R]
 
 
-class Backend(Protocol[Saved]):
-    """One way to compute the loss and its gradients."""
+class Backend(Protocol):
+    """One way to compute the loss and its gradients.
+
+    What the forward saves for the backward is a list of tensors that only the backend interprets.
+    """
 
     name: str  # as in the argument `backend` of the public functions
-    automatic_on: frozenset[str] | None  # types of devices where "auto" may choose it; None: all
+    automatic_on: frozenset[str]  # types of devices where "auto" prefers it to the reference
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""
@@ -101,7 +123,7 @@ class Backend(Protocol[Saved]):
     def verified(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether "auto" may rely on the results for a dtype of hidden on a device."""
 
-    def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
+    def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
         """The nll [P] in `compute_dtype`, and what the backward needs if `needs.any`.
 
         Raises:
@@ -109,7 +131,9 @@ class Backend(Protocol[Saved]):
                 where the backend does not wait for the device.
         """
 
-    def backward(self, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
+    def backward(
+        self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
+    ) -> Gradients:
         """The gradients that are needed, given the gradient d_nll [P] of the nll.
 
         `problem` and `saved` are those of the forward; `needs` has the same `row_wise` and asks for
@@ -119,11 +143,32 @@ class Backend(Protocol[Saved]):
     def nll_by_level(self, problem: Problem) -> Tensor:
         """The nll of every position at each level of the tree, [D, P], without gradient."""
 
-    def saved_type(self, problem: Problem, needs: Needs) -> type[Saved]:
-        """The type of what the forward saves."""
-
-    def new_saved(self, problem: Problem, needs: Needs) -> Saved:
+    def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """What the forward saves, in uninitialised memory; from sizes alone."""
+
+
+def check_parameters(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None) -> None:
+    """Raise a ValueError unless hidden [..., H], the parameters and the tree fit together."""
+    if hidden.dim() < 1 or hidden.shape[-1] < 1 or not hidden.is_floating_point():
+        raise ValueError(
+            "hidden must be [..., H], H ≥ 1, floating point,"
+            f" got {hidden.dtype} {list(hidden.shape)}"
+        )
+    num_rows, size = tree.num_rows, hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[0] != num_rows or weight.shape[1] < size:
+        raise ValueError(
+            f"weight must be [R, W] with R = {num_rows} and W ≥ H = {size},"
+            f" got {list(weight.shape)}"
+        )
+    if bias is not None and list(bias.shape) != [num_rows]:
+        raise ValueError(f"bias must be [R] = {[num_rows]}, got {list(bias.shape)}")
+    parameters = [weight] if bias is None else [weight, bias]
+    if not all(tensor.is_floating_point() for tensor in parameters):
+        dtypes = ", ".join(str(tensor.dtype) for tensor in parameters)
+        raise ValueError(f"weight and bias must be floating point, got {dtypes}")
+    others = parameters if hidden.is_meta else [*parameters, tree.row_of_word]
+    if any(tensor.device != hidden.device for tensor in others):
+        raise ValueError(f"weight, bias and tree must be on the device of hidden, {hidden.device}")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -143,17 +188,3 @@ def followed_by_zeros(vectors: Tensor, size: int) -> Tensor:
     """Vectors [..., H] as [..., size], with zeros from H on; themselves if that is their size."""
     missing = size - vectors.shape[-1]
     return F.pad(vectors, (0, missing)) if missing else vectors
-
-
-def flatten(saved: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors of what a backend saved, in the order of its fields."""
-    tensors: list[Tensor] = []
-    for value in saved:
-        tensors += flatten(value) if isinstance(value, tuple) else [value]
-    return tensors
-
-
-def unflatten(kind: type[Saved], tensors: Iterator[Tensor]) -> Saved:
-    """The inverse of `flatten`."""
-    fields = kind.__annotations__.values()
-    return kind(*(next(tensors) if of is Tensor else unflatten(of, tensors) for of in fields))

@@ -23,20 +23,6 @@ class Visits(NamedTuple):
     node: Tensor  # [D, P], that a sorted position visits on each level, root first; -1 for none
     child: Tensor  # [D, P], which child of the node is on the target's path; 0 for none
 
-    @classmethod
-    def empty(cls, target: Tensor, depth: int) -> "Visits":
-        """Uninitialised memory for the visits of targets [P] in a tree of that depth."""
-        flat, by_level = target.shape, (depth, *target.shape)
-        return cls(*(target.new_empty(shape) for shape in (flat, by_level, by_level)))
-
-    def sorted(self, values: Tensor) -> Tensor:
-        """Values [P, ...] of the positions in sorted order."""
-        return values.index_select(0, self.position)
-
-    def unsorted(self, values: Tensor, dim: int = 0) -> Tensor:
-        """Values of the sorted positions, which run over `dim`, in the order of the batch."""
-        return torch.empty_like(values).index_copy_(dim, self.position, values)
-
 
 def route(target: Tensor, tree: TreeArrays, depth: int, ignore_index: int) -> Visits:
     """The visits of all targets [P].

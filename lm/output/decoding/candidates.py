@@ -9,13 +9,13 @@ position.
 import torch
 from torch import Tensor
 
-from lm.output.decoding.expansion import logits
-from lm.output.functional import check_parameters
+from lm.output.backends.nodes import node_log_softmax, rows_of, visited_nodes
+from lm.output.decoding.expansion import checked_hidden
 from lm.output.tree.class_tree import ClassTree
 
 
 def candidate_log_prob(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTree, word: Tensor
+    hidden: Tensor, weight: Tensor, word: Tensor, tree: ClassTree, bias: Tensor | None = None
 ) -> Tensor:
     """Log-probabilities [..., K] of candidate words [..., K], as `log_prob` has them.
 
@@ -23,9 +23,8 @@ def candidate_log_prob(
         ValueError: if shapes, dtypes or devices do not match.
         IndexError: if a candidate is not a word.
     """
-    check_parameters(hidden, weight, bias, tree)
+    flat = checked_hidden(hidden, weight, tree, bias)
     _check_words(hidden, word, tree.vocab_size)
-    flat = hidden.reshape(-1, hidden.shape[-1])
     words = word.reshape(len(flat), word.shape[-1])
     rows = torch.cat([tree.row_of_word[words].unsqueeze(-1), tree.rows_above(words)], -1)
     term = (rows >= 0).flatten().nonzero().squeeze(1)  # of [P, K, D]: nodes on a path
@@ -33,55 +32,18 @@ def candidate_log_prob(
     position, node = term // max(1, words.shape[1] * tree.depth), tree.node_of_row[row]
     order = (node * len(flat) + position).argsort()
     term, row, position, node = (values[order] for values in (term, row, position, node))
-    log_q = _log_softmax_terms(flat, weight, bias, tree, row, position, node)
-    by_level = log_q.new_zeros(rows.numel()).index_copy(0, term, log_q)
-    return by_level.view(*word.shape, tree.depth).sum(-1)
-
-
-def _log_softmax_terms(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tree: ClassTree,
-    row: Tensor,
-    position: Tensor,
-    node: Tensor,
-) -> Tensor:
-    """Terms [M] of the sum: log softmax(W_n h_p + b_n)[row - first row of n].
-
-    They are sorted by node and then by position.
-    """
-    nodes, num_terms = torch.unique_consecutive(node, return_counts=True)
-    child = row - tree.first_row[node]
-    sizes = num_terms.tolist()
+    nodes = visited_nodes(node[None], tree)
+    biases = [None] * len(nodes) if bias is None else rows_of(nodes, bias)
+    by_level = flat.new_zeros(rows.numel())
     log_q = []
     with torch.autocast(hidden.device.type, enabled=False):
-        parts = zip(
-            _node_rows(weight, nodes, tree),
-            [None] * len(sizes) if bias is None else _node_rows(bias, nodes, tree),
-            torch.split(position, sizes),
-            torch.split(child, sizes),
-            strict=True,
-        )
-        for node_weight, node_bias, positions, children in parts:
-            visited, visit = torch.unique_consecutive(positions, return_inverse=True)
-            node_log_q = logits(hidden[visited], node_weight, node_bias).log_softmax(1)
-            log_q.append(node_log_q[visit, children])
-        empty = logits(hidden[:0], weight[:1], None).flatten()
-    return torch.cat(log_q) if log_q else empty
-
-
-def _node_rows(table: Tensor, nodes: Tensor, tree: ClassTree) -> list[Tensor]:
-    """The rows of each node [V] in ascending order, as views of one split.
-
-    One split writes the gradient of the table once; slices would write it once per node.
-    """
-    firsts, widths = tree.first_row[nodes].tolist(), tree.num_children[nodes].tolist()
-    sizes, end = [], 0
-    for first, width in zip(firsts, widths, strict=True):
-        sizes += [first - end, width]
-        end = first + width
-    return list(torch.split(table, [*sizes, len(table) - end]))[1::2]
+        for each, node_rows, node_bias in zip(nodes, rows_of(nodes, weight), biases, strict=True):
+            visited, visit = torch.unique_consecutive(position[each.visits], return_inverse=True)
+            node_log_q = node_log_softmax(flat[visited], node_rows, node_bias)
+            log_q.append(node_log_q[visit, row[each.visits] - each.rows.start])
+    if log_q:
+        by_level = by_level.index_copy(0, term, torch.cat(log_q))
+    return by_level.view(*word.shape, tree.depth).sum(-1)
 
 
 def _check_words(hidden: Tensor, word: Tensor, vocab_size: int) -> None:

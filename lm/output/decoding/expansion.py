@@ -3,7 +3,7 @@
 A penalty θ ≥ 1 multiplies the log-probabilities of some words of a position. Bounds remain valid:
 no word below a node is more probable than the node.
 
-`search` and `sampling` decide which nodes are expanded.
+`search` and `draws` decide which nodes are expanded.
 
 A child is an *item*: word w is item w, node n is item ~n = -1 - n.
 """
@@ -16,31 +16,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output.backends.base import compute_dtype, followed_by_zeros
+from lm.output.backends.base import check_parameters, compute_dtype, followed_by_zeros
+from lm.output.backends.nodes import node_log_softmax, visited_nodes
 from lm.output.tree.class_tree import ClassTree
 
 ABSENT = torch.iinfo(torch.int64).max
 """Item that pads shorter rows, with log-probability -∞; sorts after every word."""
-_CAST_ELEMENTS = 1 << 23
-"""Largest number of half-precision weights cast to fp32 at once."""
 _LOWEST = -1e30
 """Least log-probability with a penalty; finite, so that every word can still be found."""
 
 
-def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Logits hidden Wᵀ + b [P, rows] in at least fp32, of hidden [P, H] and weight [rows, W].
+def checked_hidden(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None) -> Tensor:
+    """The hidden vectors [..., H] as [P, W], followed by zeros, in at least fp32.
 
-    Hidden vectors count as followed by zeros. Half-precision weights are cast in chunks of one
-    split, so that their gradient is written once.
+    Raises:
+        ValueError: if they do not fit the parameters and the tree.
     """
+    check_parameters(hidden, weight, tree, bias)
     dtype = compute_dtype(torch.promote_types(hidden.dtype, weight.dtype))
-    hidden = followed_by_zeros(hidden.to(dtype), weight.shape[1])
-    bias = None if bias is None else bias.to(dtype)
-    if weight.dtype == dtype:
-        return F.linear(hidden, weight, bias)
-    chunks = torch.split(weight, max(1, _CAST_ELEMENTS // weight.shape[1]))
-    product = torch.cat([hidden @ rows.to(dtype).T for rows in chunks], dim=1)
-    return product if bias is None else product + bias
+    flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+    return followed_by_zeros(flat, weight.shape[1])
 
 
 class _Lookup(NamedTuple):
@@ -83,7 +78,7 @@ class Penalty(NamedTuple):
 
 
 class Expander:
-    """Expands nodes of a layer's tree for a batch of P positions.
+    """Expands nodes of a layer's tree for P positions, whose `hidden` is [P, W].
 
     `first_position` is the index of the first one in the caller's batch, a block of which this is.
     """
@@ -92,15 +87,13 @@ class Expander:
         self,
         hidden: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
         tree: ClassTree,
+        bias: Tensor | None = None,
         first_position: int = 0,
-        penalty: Penalty | None = None,
     ) -> None:
-        self.hidden, self._weight, self._bias, self.tree = hidden, weight, bias, tree
-        self.dtype = compute_dtype(torch.promote_types(hidden.dtype, weight.dtype))
+        self.hidden, self._weight, self.tree, self._bias = hidden, weight, tree, bias
         self.first_position, self.num_positions = first_position, hidden.shape[0]
-        self.penalty = penalty
+        self.penalty: Penalty | None = None
         self.num_expanded = 0  # (position, node) pairs so far
         self._item_of_row = _lookup(tree).item_of_row
 
@@ -120,14 +113,10 @@ class Expander:
         A log-probability that is not finite raises a ValueError.
         """
         order = node.argsort(stable=True)
-        nodes, num_visits = torch.unique_consecutive(node[order], return_counts=True)
-        firsts, widths = self.tree.first_row[nodes].tolist(), self.tree.num_children[nodes].tolist()
-        groups = torch.split(order, num_visits.tolist())
-        for visit, first, width in zip(groups, firsts, widths, strict=True):
-            rows = slice(first, first + width)
+        for each in visited_nodes(node[order][None], self.tree):
+            visit, rows = order[each.visits], each.rows
             bias = None if self._bias is None else self._bias[rows]
-            hidden = self.hidden[position[visit]]
-            log_q = torch.log_softmax(logits(hidden, self._weight[rows], bias), dim=1)
+            log_q = node_log_softmax(self.hidden[position[visit]], self._weight[rows], bias)
             finite = log_q.isfinite().all(dim=1)
             if not bool(finite.all()):
                 wrong = self.first_position + int(position[visit][~finite][0])
@@ -135,7 +124,8 @@ class Expander:
             self.num_expanded += visit.numel()
             children = log_prob[visit, None] + log_q
             if self.penalty is not None:
-                _penalise(children, self.penalty.row[position[visit]] - first, self.penalty.factor)
+                column = self.penalty.row[position[visit]] - rows.start
+                _penalise(children, column, self.penalty.factor)
             yield Expansion(visit, children, self._item_of_row[rows])
 
 

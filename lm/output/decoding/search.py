@@ -38,7 +38,7 @@ class _Frontier:
         device, num_positions = expander.hidden.device, expander.num_positions
         self._expander = expander
         self.position = torch.arange(num_positions, device=device)
-        self.log_prob = torch.zeros(num_positions, 1, dtype=expander.dtype, device=device)
+        self.log_prob = torch.zeros(num_positions, 1, dtype=expander.hidden.dtype, device=device)
         self.node = torch.zeros(num_positions, 1, dtype=torch.int64, device=device)
 
     def select(self, rows: Tensor) -> None:

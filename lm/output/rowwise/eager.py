@@ -10,6 +10,7 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+ONCE = "the loss of a tree is differentiable once: its gradient has no derivative (create_graph)"
 
 
 def not_compiled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
@@ -39,9 +40,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def refusing(ctx: Any, *upstream: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "row-wise gradients are differentiable once: create_graph is not supported"
-            )
+            raise RuntimeError(ONCE)
         return backward(ctx, *upstream)
 
     return refusing

@@ -178,7 +178,7 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
         ctx.table_like = table.detach()
         ctx.save_for_backward(index)
-        return table[index]
+        return table[index].masked_fill_(index.unsqueeze(-1) < 0, 0)
 
     @staticmethod
     @differentiable_once
@@ -186,7 +186,9 @@ class _Lookup(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         table = ctx.table_like
         values = d_rows[0].reshape(index.numel(), table.shape[1])
-        return RowGradient(table, [Rows(index.flatten(), values)]), None
+        row = index.flatten()
+        read = row >= 0
+        return RowGradient(table, [Rows(row[read], values[read])]), None
 
 
 @not_compiled
@@ -195,10 +197,10 @@ def lookup(table: Tensor, index: Tensor) -> Tensor:
 
     Args:
         table: [R, H].
-        index: [...] int64, rows.
+        index: [...] int64, rows; -1 reads none.
 
     Returns:
-        [..., H].
+        [..., H]; zeros for -1.
 
     Example:
         >>> table = torch.eye(3, requires_grad=True)

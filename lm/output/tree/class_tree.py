@@ -11,6 +11,7 @@ Three flat arrays therefore define a tree of any depth: `num_children` [I], `row
 for the root) and `row_of_word` [N].
 """
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -43,8 +44,9 @@ class ClassTree(nn.Module):
     """A tree of softmaxes over N words.
 
     It is a module whose arrays are buffers, so that they move with the layer that uses the tree and
-    are saved with it. Build one with `full`, `two_level`, `balanced`, `huffman`, `from_paths` or
-    `from_file`.
+    are saved with it. They never change: neither the meta device nor `to_empty` takes their values,
+    and only the state of the same tree can be loaded. Build one with `full`, `two_level`,
+    `balanced`, `huffman`, `from_paths` or `from_file`.
 
     Example:
         >>> tree = ClassTree.two_level([0, 1, 0, 1, 1])
@@ -128,9 +130,11 @@ class ClassTree(nn.Module):
     @classmethod
     def two_level(
         cls,
-        word_class: Tensor | Sequence[int],
+        word_class: Tensor | Sequence[int] | None = None,
         shortlist: int = 0,
         counts: Tensor | Sequence[int] | None = None,
+        *,
+        num_words: int | None = None,
     ) -> "ClassTree":
         """The class-based softmax: the root's children are classes, a class's children its words.
 
@@ -140,22 +144,25 @@ class ClassTree(nn.Module):
             >>> tree = ClassTree.two_level([0, 1, 0, 1, 1], shortlist=1)
             >>> tree.num_children.tolist()  # word 0 and two classes, then the words of each class
             [3, 1, 3]
+            >>> ClassTree.two_level(num_words=10_000)
+            ClassTree(vocab_size=10000, num_nodes=101, depth=2, max_path_columns=200)
 
         Args:
             word_class: [N] integers ≥ 0, the class of each word. Numbers of empty classes are
-                skipped.
+                skipped. `data_prep.word_classes` makes classes that suit a text.
             shortlist: number of words that are children of the root, before the classes; their
                 class is ignored.
             counts: [N] integers ≥ 0; the shortlist holds the words with the largest counts. None:
                 words 0 … shortlist - 1, the right choice if ids are sorted by falling frequency.
+            num_words: N, in place of `word_class`: √N classes of neighbouring words, of equal size.
 
         Raises:
-            ValueError: if `word_class` or `counts` is not N integers ≥ 0, or `shortlist` is not
-                within 0 … N.
+            ValueError: if `word_class` or `counts` is not N integers ≥ 0, `shortlist` is not within
+                0 … N, or not exactly one of `word_class` and `num_words` is given.
 
         Source: Goodman 2001; shortlist: Grave et al. 2017, section 4.
         """
-        return cls._from_shape(shapes.two_level, word_class, shortlist, counts)
+        return cls._from_shape(shapes.two_level, word_class, shortlist, counts, num_words)
 
     @classmethod
     def balanced(cls, vocab_size: int, branching: int) -> "ClassTree":
@@ -250,6 +257,18 @@ class ClassTree(nn.Module):
         if missing:
             raise ValueError(f"not a saved tree: {', '.join(missing)} missing")
         return cls(*(state[name] for name in _SAVED))
+
+    def copy(self) -> "ClassTree":
+        """The same tree as another module, which moves by itself. The arrays share their memory."""
+        return copy.deepcopy(self, {id(array): array.detach() for array in self.arrays})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ClassTree":
+        """Moves the arrays to the device that `fn` takes tensors to; see the class."""
+        device = fn(self.num_children[:0]).device
+        if device.type != "meta":
+            for name in TreeArrays._fields:
+                setattr(self, name, getattr(self, name).to(device))
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Refuses another tree's weights, whose rows would silently belong to other words."""

@@ -25,9 +25,17 @@ class Shape(NamedTuple):
 
 
 def two_level(
-    word_class: Tensor | Sequence[int], shortlist: int, counts: Tensor | Sequence[int] | None
+    word_class: Tensor | Sequence[int] | None,
+    shortlist: int,
+    counts: Tensor | Sequence[int] | None,
+    num_words: int | None,
 ) -> Shape:
     """The shape of `ClassTree.two_level`."""
+    if word_class is None and num_words is not None:
+        check_size("num_words", num_words, 1)
+        word_class = torch.arange(num_words) * round(num_words**0.5) // num_words
+    elif word_class is None or num_words is not None:
+        raise ValueError("two_level requires either word_class or num_words")
     word_class = _integers("word_class", word_class)
     num_words = word_class.numel()
     if not 0 <= shortlist <= num_words:

@@ -1,5 +1,7 @@
 """The backends as differentiable functions: gradients, registered ops, compilation."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,7 +43,8 @@ def test_registered_ops_pass_opcheck(
     monkeypatch.setattr(Tensor, "new_empty", Tensor.new_zeros)
     sizes = (tree.depth, tree.max_path_columns, -100)
     needs = list(Needs(hidden=True, weight=True, bias=True))
-    arguments = (*problem(tree, 5), list(tree.arrays), *sizes, needs)
+    hidden, weight, bias, target = problem(tree, 5)
+    arguments = (hidden, weight, target, list(tree.arrays), bias, *sizes, needs)
     results = torch.library.opcheck(OPS[name], arguments)  # type: ignore[arg-type]
     assert set(results.values()) == {"SUCCESS"}
 
@@ -96,16 +99,16 @@ def test_autocast_takes_half_precision_hidden_with_full_precision_weights() -> N
 
 @on("saved", "computed again")
 @pytest.mark.parametrize(
-    ("tree", "sparse"), [("two levels", False), ("full", True)], indirect=["tree"]
+    ("tree", "row_wise"), [("two levels", False), ("full", True)], indirect=["tree"]
 )
 def test_a_backward_within_autocast_has_the_precision_of_the_forward(
-    tree: ClassTree, sparse: bool
+    tree: ClassTree, row_wise: bool
 ) -> None:
     *inputs, target = problem(tree, 30, dtype=torch.float32)
     inputs[1:] = [tensor.detach().bfloat16().requires_grad_() for tensor in inputs[1:]]
     grads = []
     for autocast in (False, True):
-        loss = nll([*inputs, target], tree, reduction="mean", sparse=sparse)
+        loss = nll([*inputs, target], tree, reduction="mean", row_wise=row_wise)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             found = torch.autograd.grad(loss, inputs)
         grads.append([grad.to_dense() for grad in found])
@@ -114,11 +117,28 @@ def test_a_backward_within_autocast_has_the_precision_of_the_forward(
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own rules use it
 @both_backends
-def test_forward_mode_is_refused() -> None:
-    """A registered op has no rule for it: the derivative would be 0."""
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda loss, hidden: torch.func.jvp(loss, (hidden,), (hidden,)),
+        lambda loss, hidden: torch.func.grad(loss)(hidden),
+        lambda loss, hidden: torch.func.vmap(loss)(hidden.expand(3, -1, -1)),
+    ],
+)
+def test_transforms_are_refused(transform: Callable[..., object]) -> None:
+    """A registered op has no rule for them: a forward-mode derivative would be 0."""
     hidden, *rest = (tensor.detach() for tensor in problem(TWO_LEVEL, 5))
-    with pytest.raises(RuntimeError, match="does not support forward-mode differentiation"):
-        torch.func.jvp(lambda hidden: nll([hidden, *rest], TWO_LEVEL), (hidden,), (hidden,))
+    with pytest.raises(RuntimeError, match=r"does not support .* torch\.func"):
+        transform(lambda hidden: nll([hidden, *rest], TWO_LEVEL).sum(), hidden)
+
+
+@both_backends
+@pytest.mark.parametrize("row_wise", [False, True])
+def test_a_second_derivative_is_refused(row_wise: bool) -> None:
+    *inputs, target = problem(TWO_LEVEL, 5)
+    loss = nll([*inputs, target], TWO_LEVEL, reduction="sum", row_wise=row_wise)
+    with pytest.raises(RuntimeError, match="the loss of a tree is differentiable once"):
+        torch.autograd.grad(loss, inputs[0], create_graph=True)[0].square().sum().backward()  # type: ignore[no-untyped-call]
 
 
 @both_backends

@@ -155,7 +155,7 @@ def test_row_wise_gradients_are_bit_for_bit_the_dense_ones(
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     hidden, weight, bias = leaves
     nll = hierarchical_cross_entropy(
-        hidden, weight, target, tree, bias, reduction="none", backend="triton", sparse=True
+        hidden, weight, target, tree, bias, reduction="none", backend="triton", row_wise=True
     )
     torch.autograd.backward(nll, upstream.to(nll.dtype))
     for leaf, expected in zip(leaves, dense, strict=True):
@@ -172,7 +172,7 @@ def test_rows_are_updated_on_the_device_as_on_the_host(dtype: torch.dtype) -> No
         table = [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
         optimizer = RowAdagrad(table, lr=0.1)
         loss = hierarchical_cross_entropy(
-            hidden, table[0], target.to(device), tree.to(device), table[1], sparse=True
+            hidden, table[0], target.to(device), tree.to(device), table[1], row_wise=True
         )
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(table, 0.1)

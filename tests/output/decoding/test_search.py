@@ -7,8 +7,8 @@ import torch
 
 from lm.output import ClassTree
 from lm.output.decoding import search
+from lm.output.decoding.distribution import topk
 from lm.output.decoding.expansion import Expander
-from lm.output.decoding.functional import topk
 
 from .truth import H, N, P, all_shapes, node_log_prob, random_layer, restricted, word_log_prob
 
@@ -19,7 +19,7 @@ def test_topk_is_the_start_of_the_sorted_distribution(shape: str, num_words: int
     layer = random_layer(shape, num_words)
     expected = word_log_prob(*layer).sort(dim=1, descending=True, stable=True)
     for k in {1, min(5, num_words), num_words}:
-        best = topk(*layer, k)
+        best = topk(*layer, k=k)
         assert torch.equal(best.word, expected.indices[:, :k])
         torch.testing.assert_close(best.log_prob, expected.values[:, :k], rtol=0, atol=1e-12)
 
@@ -36,12 +36,12 @@ def test_topk_is_the_start_of_the_sorted_distribution(shape: str, num_words: int
 @pytest.mark.parametrize("k", [1, 5, 12])
 def test_ties_go_to_the_lowest_word(tree: ClassTree, k: int) -> None:
     hidden, weight = torch.randn(2, H), torch.zeros(tree.num_rows, H)
-    assert topk(hidden, weight, None, tree, k).word.tolist() == [list(range(k))] * 2
+    assert topk(hidden, weight, tree, k=k).word.tolist() == [list(range(k))] * 2
 
 
 def test_nodes_as_probable_as_the_last_word_are_expanded_for_lower_words() -> None:
     tree = ClassTree.from_paths([[1, 0], [0]])
-    best = topk(torch.zeros(1, H), torch.zeros(tree.num_rows, H), None, tree, 1)
+    best = topk(torch.zeros(1, H), torch.zeros(tree.num_rows, H), tree, k=1)
     assert best.word.tolist() == [[0]]
 
 
@@ -59,14 +59,14 @@ def test_peaked_distribution_expands_one_class_and_flat_one_all() -> None:
     tree = ClassTree.two_level(torch.arange(400) % 20)
     hidden, weight = torch.zeros(3, H), torch.zeros(tree.num_rows, H)
     bias = torch.zeros(tree.num_rows)
-    flat = Expander(hidden, weight, bias, tree)
+    flat = Expander(hidden, weight, tree, bias)
     search.topk(flat, 1)
     assert flat.num_expanded == 3 * (1 + 20)
     bias[7] = 20.0
-    peaked = Expander(hidden, weight, bias, tree)
+    peaked = Expander(hidden, weight, tree, bias)
     assert search.topk(peaked, 5).word.tolist() == [[7, 27, 47, 67, 87]] * 3
     assert peaked.num_expanded == 3 * 2
-    peaked = Expander(hidden, weight, bias, tree)
+    peaked = Expander(hidden, weight, tree, bias)
     ((position, nucleus),) = search.nuclei(peaked, 1.0, 0.925)
     assert position.tolist() == [0, 1, 2]
     assert nucleus.word.tolist() == [[7 + 20 * i for i in range(19)]] * 3
@@ -95,7 +95,7 @@ def test_nucleus_is_the_smallest_set_that_reaches_top_p(
 def test_log_bound_holds_at_every_node_and_is_tight_for_equal_words(shape: str) -> None:
     layer = random_layer(shape)
     log_prob, nodes_log_prob = word_log_prob(*layer), node_log_prob(*layer)
-    expander, tree = Expander(*layer), layer[3]
+    expander, tree = Expander(*layer), layer[2]
     for node in range(tree.num_nodes):
         words = [word for word in range(N) if node in dict(tree.path(word))]
         log_q = log_prob[:, words] - nodes_log_prob[:, node, None]

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, Sampling
-from lm.output.decoding import functional
+from lm.output.decoding import distribution
 
 N, H, P = 23, 5, 6
 
-Layer = tuple[Tensor, Tensor, Tensor, ClassTree]
-"""hidden [P, H], weight [R, H], bias [R] and the tree, as decoding takes them."""
+Layer = tuple[Tensor, Tensor, ClassTree, Tensor]
+"""hidden [P, H], weight [R, H], the tree and bias [R], as decoding takes them."""
 Options = dict[str, Any]
 OPTIONS: list[Options] = [
     {}, {"temperature": 1.5}, {"temperature": 0.6}, {"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1},
@@ -67,15 +67,15 @@ def random_layer(
     hidden, weight, bias = (
         torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes
     )
-    return hidden, weight * scale, bias * scale, tree
+    return hidden, weight * scale, tree, bias * scale
 
 
 def converted(layer: Layer, dtype: torch.dtype) -> Layer:
-    hidden, weight, bias, tree = layer
-    return hidden.to(dtype), weight.to(dtype), bias.to(dtype), tree
+    hidden, weight, tree, bias = layer
+    return hidden.to(dtype), weight.to(dtype), tree, bias.to(dtype)
 
 
-def word_log_prob(hidden: Tensor, weight: Tensor, bias: Tensor, tree: ClassTree) -> Tensor:
+def word_log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor) -> Tensor:
     """Log-probabilities [P, N]: for each word the sum over its path, as defined."""
     columns = []
     for word in range(tree.vocab_size):
@@ -88,9 +88,9 @@ def word_log_prob(hidden: Tensor, weight: Tensor, bias: Tensor, tree: ClassTree)
     return torch.stack(columns, dim=1)
 
 
-def node_log_prob(hidden: Tensor, weight: Tensor, bias: Tensor, tree: ClassTree) -> Tensor:
+def node_log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor) -> Tensor:
     """Log-probabilities of the nodes [P, I], summed over the words below them."""
-    log_prob = word_log_prob(hidden, weight, bias, tree)
+    log_prob = word_log_prob(hidden, weight, tree, bias)
     paths = [dict(tree.path(word)) for word in range(tree.vocab_size)]
     below = [[w for w, path in enumerate(paths) if n in path] for n in range(tree.num_nodes)]
     return torch.stack([log_prob[:, words].logsumexp(1) for words in below], dim=1)
@@ -125,17 +125,21 @@ def restricted(
 def sample(
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor,
     tree: ClassTree,
+    bias: Tensor,
     *,
     previous: Tensor | None = None,
     seeds: Tensor | None = None,
     generator: torch.Generator | None = None,
     **options: Any,
 ) -> Tensor:
-    """`decoding.sample` with the fields of `Sampling` as options."""
-    return functional.sample(
-        *(hidden, weight, bias, tree, Sampling(**options)),
+    """`distribution.sample` with the fields of `Sampling` as options."""
+    return distribution.sample(
+        hidden,
+        weight,
+        tree,
+        bias,
+        sampling=Sampling(**options),
         previous=previous,
         seeds=seeds,
         generator=generator,
@@ -146,8 +150,8 @@ def draw_many(
     layer: Layer, num_draws: int, *, previous: Sequence[int] = (), **options: Any
 ) -> Tensor:
     """Draws [P, num_draws], in one call."""
-    hidden, weight, bias, tree = layer
+    hidden, weight, tree, bias = layer
     generator = torch.Generator().manual_seed(1)
     repeated = hidden[:, None].expand(-1, num_draws, -1)
     words = torch.tensor(previous, dtype=torch.int64).expand(*repeated.shape[:-1], -1)
-    return sample(repeated, weight, bias, tree, previous=words, generator=generator, **options)
+    return sample(repeated, weight, tree, bias, previous=words, generator=generator, **options)

@@ -53,6 +53,6 @@ def accumulate(tree: ClassTree, params: Table, number: int, rows: bool) -> None:
     vectors = lookup(weight, index) if rows else F.embedding(index, weight)
     hidden = hidden + vectors[:, :H].to(hidden.dtype).tanh()
     nll = hierarchical_cross_entropy(
-        hidden, weight, target, tree, bias, reduction="none", sparse=rows
+        hidden, weight, target, tree, bias, reduction="none", row_wise=rows
     )
     (nll * torch.linspace(-1, 2, P, dtype=nll.dtype)).sum().backward()  # type: ignore[no-untyped-call]

@@ -174,8 +174,8 @@ def test_rounding_goes_to_both_neighbours_in_proportion(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, RowAdam])
 def test_rows_in_fp16_are_updated_in_fp32_and_rounded_once(kind: Kind) -> None:
     hidden, target = torch.randn(6, H).half(), torch.arange(6)
-    layer = HierarchicalSoftmax(H, SHORTLIST, sparse=True, dtype=torch.float16)
-    truth = HierarchicalSoftmax(H, SHORTLIST, sparse=True)
+    layer = HierarchicalSoftmax(H, SHORTLIST, row_wise=True, dtype=torch.float16)
+    truth = HierarchicalSoftmax(H, SHORTLIST, row_wise=True)
     truth.load_state_dict(layer.state_dict())
     for each, inputs in ((layer, hidden), (truth, hidden.float())):
         torch.autograd.backward(each.loss(inputs, target))

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
-from lm.output.backends.reference import forward, nodes
+from lm.output.backends import nodes
+from lm.output.backends.reference import backend as reference
 from lm.output.rowwise import Product, RowAdagrad, RowGradient, Rows, lookup
 
 from .tables import SHORTLIST, H, N, P, Table, accumulate, batch, in_blocks, table
@@ -57,7 +58,7 @@ def test_hidden_has_the_same_gradient(backend: str) -> None:
     for rows in (False, True):
         hidden, _, target = batch(0)
         hidden.requires_grad_()
-        hierarchical_cross_entropy(hidden, weight, target, tree, bias, sparse=rows).backward()  # type: ignore[no-untyped-call]
+        hierarchical_cross_entropy(hidden, weight, target, tree, bias, row_wise=rows).backward()  # type: ignore[no-untyped-call]
         grads.append(hidden.grad)
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)
 
@@ -80,12 +81,12 @@ def test_gradients_that_are_not_required_are_none(backend: str) -> None:
     hidden, _, target = batch(0)
     hidden.requires_grad_()
     frozen = weight.detach()
-    hierarchical_cross_entropy(hidden, frozen, target, tree, bias, sparse=True).backward()  # type: ignore[no-untyped-call]
+    hierarchical_cross_entropy(hidden, frozen, target, tree, bias, row_wise=True).backward()  # type: ignore[no-untyped-call]
     assert frozen.grad is None
     assert hidden.grad is not None
     assert isinstance(bias.grad, RowGradient)
     with torch.no_grad():
-        nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, sparse=True)
+        nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, row_wise=True)
     assert not nll.requires_grad
 
 
@@ -94,7 +95,7 @@ def test_ignored_positions_give_no_gradient(backend: str) -> None:
     weight, bias = table(tree)
     hidden = torch.zeros(4, H, dtype=torch.float64)
     target = torch.full((4,), -100)
-    hierarchical_cross_entropy(hidden, weight, target, tree, bias, sparse=True).backward()  # type: ignore[no-untyped-call]
+    hierarchical_cross_entropy(hidden, weight, target, tree, bias, row_wise=True).backward()  # type: ignore[no-untyped-call]
     assert isinstance(weight.grad, RowGradient)
     assert list(weight.grad.blocks()) == []
     assert weight.grad.to_dense().abs().sum() == 0
@@ -149,7 +150,7 @@ def test_other_operations_raise(operation: Callable[[Tensor], Tensor], message: 
 
 @pytest.mark.usefixtures("backend")
 def test_the_gradient_is_not_differentiable_again() -> None:
-    layer = HierarchicalSoftmax(H, SHORTLIST, sparse=True)
+    layer = HierarchicalSoftmax(H, SHORTLIST, row_wise=True)
     hidden = torch.randn(6, H, requires_grad=True)
     for read in (hidden, lookup(layer.weight, torch.arange(6))[:, :H]):
         loss = layer.loss(read, torch.arange(6))
@@ -157,9 +158,13 @@ def test_the_gradient_is_not_differentiable_again() -> None:
             torch.autograd.grad(loss, [layer.weight], create_graph=True)
 
 
-def test_lookup_of_repeated_rows_adds_their_gradients_up() -> None:
+def test_lookup_of_repeated_rows_adds_their_gradients_up_and_of_none_has_no_gradient() -> None:
     weight = torch.randn(9, H, dtype=torch.float64, requires_grad=True)
     index = torch.tensor([[2, 2, 7], [0, 2, 7]])
+    vectors = lookup(weight, torch.tensor([3, -1]))
+    assert torch.equal(vectors, torch.stack([weight[3], torch.zeros_like(weight[3])]))
+    (grad,) = torch.autograd.grad(vectors.sum(), weight)
+    assert grad.to_sparse().indices().tolist() == [[3]]
     grads = []
     for look in (lookup, lambda rows, index: F.embedding(index, rows)):
         (grad,) = torch.autograd.grad(look(weight, index).square().sum(), weight)
@@ -179,7 +184,7 @@ def test_rows_in_lower_precision_are_not_rounded_again(backend: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler accesses all of them
 def test_the_rest_of_a_model_compiles_around_a_layer_with_row_wise_gradients() -> None:
-    layer = HierarchicalSoftmax(H, SHORTLIST, sparse=True).double()
+    layer = HierarchicalSoftmax(H, SHORTLIST, row_wise=True).double()
     hidden, _, target = batch(0)
 
     def loss(hidden: Tensor) -> Tensor:
@@ -211,7 +216,7 @@ def test_casting_bf16_rows_a_few_at_a_time_changes_nothing(
         monkeypatch.setattr(nodes, "CAST_ELEMENTS", most)
         weight, bias = table(tree, torch.bfloat16)
         leaf = hidden.clone().requires_grad_()
-        nll = hierarchical_cross_entropy(leaf, weight, target, tree, bias, sparse=rows)
+        nll = hierarchical_cross_entropy(leaf, weight, target, tree, bias, row_wise=rows)
         nll.backward()  # type: ignore[no-untyped-call]
         grads = [part.grad for part in (leaf, weight, bias) if part.grad is not None]
         results.append([nll.detach(), *(grad.to_dense().float() for grad in grads)])
@@ -221,10 +226,10 @@ def test_casting_bf16_rows_a_few_at_a_time_changes_nothing(
 
 def test_gradients_of_classes_are_always_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """As rows they would be larger than the visited rows, for any number of columns."""
-    monkeypatch.setattr(forward, "SAVED_ELEMENTS", 0)
+    monkeypatch.setattr(reference, "SAVED_ELEMENTS", 0)
     weight, bias = table(TWO_LEVEL)
     hidden, target = torch.randn(P, H, dtype=torch.float64), torch.randint(0, N, (P,))
-    nll = hierarchical_cross_entropy(hidden, weight, target, TWO_LEVEL, bias, sparse=True)
+    nll = hierarchical_cross_entropy(hidden, weight, target, TWO_LEVEL, bias, row_wise=True)
     (d_weight,) = torch.autograd.grad(nll, weight)
     assert isinstance(d_weight, RowGradient)
     assert all(isinstance(part, Product) for part in d_weight.parts)

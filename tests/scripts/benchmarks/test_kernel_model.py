@@ -118,7 +118,7 @@ def test_counts_equal_those_of_the_interpreter(
 ) -> None:
     hidden, weight = torch.randn(positions, size), torch.randn(tree.num_rows, size)
     target, _ = zipf(tree.vocab_size, positions)
-    problem = Problem.of(hidden, weight, None, target, tree)
+    problem = Problem.of(hidden, weight, target, tree)
     backend, needs = TritonBackend(), Needs(hidden=True, weight=True, bias=False)
     nll, saved = backend.forward(problem, needs)
     backend.backward(torch.ones_like(nll), problem, saved, needs)

@@ -12,22 +12,56 @@ child on the target's path:
 
 Each node is one small matrix product, so a position costs O(H · columns on its path). No weight is
 copied, and each row's gradient is complete when it is written, once.
+
+Where the columns of all visits are few, as with classes, the forward saves their errors (4), and
+sums up (5) while the rows are in cache. Where they are many, as with the full softmax, it saves
+log-sum-exps, and the backward computes the errors again, one block of children after another: every
+position then needs every row, and multiplying again what is in cache costs less than reading
+positions × N numbers from memory. For row-wise gradients of classes the errors are saved, however
+many: as factors of these gradients they have fewer elements than the visited rows, which would
+replace them.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Gradients, Needs, Problem
-from lm.output.backends.reference.backward import Batch, dense_gradients, row_wise_gradients
-from lm.output.backends.reference.forward import Saved, new_saved, saved_type, target_log_prob
-from lm.output.backends.visits import Visits
+from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
+from lm.output.backends.nodes import (
+    Node,
+    node_log_softmax,
+    node_logits,
+    sorted_hidden,
+    visited_nodes,
+)
+from lm.output.backends.reference.gradient_memory import zeros_except
+from lm.output.backends.visits import check_targets, route
+from lm.output.rowwise.blocks import Part, Product, Rows
+from lm.output.rowwise.row_gradient import RowGradient
+
+SAVED_ELEMENTS = 1 << 26
+"""Most errors saved: 256 MB in fp32."""
+SAVED_ELEMENTS_OF_ONE_NODE = 1 << 20
+"""The same for a tree of one node, the full softmax."""
+
+
+class Saved(NamedTuple):
+    """What the forward saves, by sorted position; without elements if it is not needed."""
+
+    position: Tensor  # [P], node and child [D, P]: see `Visits`
+    node: Tensor
+    child: Tensor
+    error: Tensor  # [P · max_path_columns], (4) of all visits, node by node; the rest undefined
+    d_hidden_unscaled: Tensor  # [P, W], Σ W_nᵀ e_v of (5)
+    lse: Tensor  # [D, P], (2) of each visit; 0 where there is none
 
 
 class ReferenceBackend:
     """`Backend` for any device and dtype."""
 
     name = "reference"
-    automatic_on: frozenset[str] | None = None
+    automatic_on: frozenset[str] = frozenset()
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """None: it solves every problem."""
@@ -37,31 +71,188 @@ class ReferenceBackend:
         """Always: the reference is the definition."""
         return True
 
-    def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
+    def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.forward`."""
-        log_prob, saved = target_log_prob(problem, needs.row_wise)
-        total = log_prob.new_zeros(problem.num_positions)
+        log_prob, saved = self._target_log_prob(problem, needs)
+        total = log_prob.new_zeros(len(problem.hidden))
         for level in log_prob:
             total += level
-        return saved.visits.unsorted(total.neg_()), saved
-
-    def backward(self, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
-        """See `Backend.backward`."""
-        batch = Batch.of(d_nll, problem, saved)
-        gradients = row_wise_gradients if needs.row_wise else dense_gradients
-        with torch.autocast(d_nll.device.type, enabled=False):
-            return gradients(batch, needs)
+        return torch.empty_like(total).index_copy_(0, saved.position, total.neg_()), list(saved)
 
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""
-        log_prob, saved = target_log_prob(problem, row_wise=False)
-        return saved.visits.unsorted(0 - log_prob, dim=1)
+        log_prob, saved = self._target_log_prob(problem, Needs(False, False, False))
+        return torch.empty_like(log_prob).index_copy_(1, saved.position, 0 - log_prob)
 
-    def saved_type(self, problem: Problem, needs: Needs) -> type[Saved]:
-        """See `Backend.saved_type`."""
-        return saved_type(problem, needs.row_wise)
+    def backward(
+        self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
+    ) -> Gradients:
+        """See `Backend.backward`."""
+        with torch.autocast(d_nll.device.type, enabled=False):
+            return _gradients(d_nll, problem, Saved(*saved), needs)
 
-    def new_saved(self, problem: Problem, needs: Needs) -> Saved:
+    def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """See `Backend.new_saved`."""
-        visits = Visits.empty(problem.target, problem.depth)
-        return new_saved(problem, visits, needs.row_wise)
+        hidden, dtype, depth = problem.hidden, compute_dtype(problem.hidden.dtype), problem.depth
+        num_positions, width = hidden.shape[0], problem.weight.shape[1]
+        num_columns = num_positions * problem.max_path_columns
+        errors = _saves_errors(depth, num_columns, needs.row_wise)
+        return [
+            problem.target.new_empty(num_positions),
+            *(problem.target.new_empty(depth, num_positions) for _ in range(2)),
+            hidden.new_empty(num_columns if needs.any and errors else 0, dtype=dtype),
+            hidden.new_empty(num_positions if needs.hidden and errors else 0, width, dtype=dtype),
+            hidden.new_empty(depth if needs.any and not errors else 0, num_positions, dtype=dtype),
+        ]
+
+    def _target_log_prob(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
+        """The log q [D, P] of every visit's target, 0 for none, and what is saved."""
+        check_targets(problem.target, problem.tree.row_of_word.numel(), problem.ignore_index)
+        visits = route(problem.target, problem.tree, problem.depth, problem.ignore_index)
+        saved = Saved(*visits, *self.new_saved(problem, needs)[len(visits) :])
+        saved.d_hidden_unscaled.zero_()
+        saved.lse.zero_()
+        weight, hidden = problem.weight, sorted_hidden(problem, saved.position)
+        log_prob = hidden.new_zeros(saved.node.shape)
+        num_columns = hidden.shape[0] * problem.max_path_columns
+        errors = _saves_errors(problem.depth, num_columns, needs.row_wise)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for node in visited_nodes(saved.node, problem.tree):
+                place = (node.level, node.visits)
+                child, node_hidden, rows = (
+                    saved.child[place],
+                    hidden[node.visits],
+                    weight[node.rows],
+                )
+                bias = None if problem.bias is None else problem.bias[node.rows]
+                blocks = node.blocks(weight, hidden.dtype, whole=errors)
+                if not errors:
+                    lse, log_prob[place] = _streamed(node_hidden, rows, bias, child, blocks)
+                    if needs.any:
+                        saved.lse[place] = lse
+                    continue
+                rows = rows.to(hidden.dtype) if len(blocks) == 1 else rows  # for both products
+                columns = node.columns(saved.error) if needs.any else None
+                error = node_log_softmax(node_hidden, rows, bias, columns)  # so far log q
+                target_log_q = error.gather(1, child[:, None])
+                log_prob[place] = target_log_q.squeeze(1)
+                if needs.any:
+                    error.exp_().scatter_(1, child[:, None], target_log_q.expm1())
+                for children in reversed(blocks) if needs.hidden else ():
+                    block = rows[children].to(hidden.dtype)
+                    saved.d_hidden_unscaled[node.visits].addmm_(error[:, children], block)
+        return log_prob, saved
+
+
+def _saves_errors(depth: int, num_columns: int, row_wise: bool) -> bool:
+    """Whether the forward saves the errors of all visits."""
+    few = num_columns <= (SAVED_ELEMENTS if depth > 1 else SAVED_ELEMENTS_OF_ONE_NODE)
+    return few or (row_wise and depth > 1)
+
+
+def _streamed(
+    hidden: Tensor, rows: Tensor, bias: Tensor | None, child: Tensor, blocks: list[slice]
+) -> tuple[Tensor, Tensor]:
+    """The lse of a node's visits and the log q of their targets, one block after another."""
+    largest = hidden.new_full(child.shape, torch.finfo(hidden.dtype).min)
+    total, target_logit = torch.zeros_like(largest), torch.empty_like(largest)
+    for children in blocks:
+        logits = node_logits(hidden, rows[children], None if bias is None else bias[children])
+        before, largest = largest, torch.maximum(largest, logits.amax(1))
+        total *= (before - largest).exp_()  # sums are rounded relative to 1, not to the lse
+        total += (logits - largest[:, None]).exp_().sum(1)
+        inside = (child >= children.start) & (child < children.stop)
+        visit = inside.nonzero().squeeze(1)
+        target_logit[visit] = logits[visit, child[visit] - children.start]
+    return largest + total.log(), target_logit - largest - total.log()
+
+
+def _gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
+    """The gradients that are needed."""
+    weight, bias, hidden = problem.weight, problem.bias, sorted_hidden(problem, saved.position)
+    d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
+    d_nll = d_nll.to(hidden.dtype).index_select(0, saved.position)
+    scaled = hidden * d_nll[:, None]  # d_nll_p h_p of (6)
+    num_columns = hidden.shape[0] * problem.max_path_columns
+    errors = _saves_errors(problem.depth, num_columns, needs.row_wise)
+    nodes, unscaled = visited_nodes(saved.node, problem.tree), saved.d_hidden_unscaled
+    if not errors:
+        unscaled = torch.zeros_like(hidden)
+
+    def gradient(table: Tensor | None, needed: bool) -> _Dense | _RowWise | None:
+        if table is None or not needed:
+            return None
+        return _RowWise(table, errors) if needs.row_wise else _Dense(table, nodes)
+
+    d_weight, d_bias = gradient(weight, needs.weight), gradient(bias, needs.bias)
+    for node in nodes:
+        for children in node.blocks(weight, hidden.dtype, whole=errors):
+            rows = slice(node.rows.start + children.start, node.rows.start + children.stop)
+            if errors:
+                error = node.columns(saved.error)[:, children]
+            else:
+                block, row_bias = (
+                    weight[rows].to(hidden.dtype),
+                    None if bias is None else bias[rows],
+                )
+                lse, child = (x[node.level, node.visits, None] for x in (saved.lse, saved.child))
+                logits = node_logits(hidden[node.visits], block, row_bias)
+                error = _error(logits.sub_(lse), child - children.start)
+                if needs.hidden:
+                    unscaled[node.visits].addmm_(error, block)
+            if d_weight is not None:
+                d_weight.add(rows, error, scaled[node.visits])
+            if d_bias is not None:
+                d_bias.add(rows, error, d_nll[node.visits])
+    d_hidden = None
+    if needs.hidden:
+        d_hidden = unscaled[:, : problem.hidden.shape[1]] * d_nll[:, None]
+        d_hidden = torch.empty_like(d_hidden).index_copy_(0, saved.position, d_hidden)
+        d_hidden = d_hidden.to(problem.hidden.dtype)
+    d_table = (None if each is None else each.value() for each in (d_weight, d_bias))
+    return Gradients(d_hidden, *d_table)
+
+
+def _error(log_q: Tensor, child: Tensor) -> Tensor:
+    """(4) in place of some columns of log q, given those of the targets [V, 1], inside or not."""
+    inside = (child >= 0) & (child < log_q.shape[1])
+    child = child.clamp(0, log_q.shape[1] - 1)
+    target = log_q.gather(1, child)
+    return log_q.exp_().scatter_(1, child, torch.where(inside, target.expm1(), target.exp()))
+
+
+class _Dense:
+    """The gradient of a table as an ordinary tensor, each row of which is written once."""
+
+    def __init__(self, table: Tensor, nodes: list[Node]) -> None:
+        self._value = zeros_except([(node.rows.start, node.rows.stop) for node in nodes], table)
+
+    def add(self, rows: slice, error: Tensor, factor: Tensor) -> None:
+        """Write errorᵀ factor, a matrix or a vector, rounded once."""
+        multiply, out = torch.mm if factor.dim() == 2 else torch.mv, self._value[rows]
+        if out.dtype == error.dtype:
+            multiply(error.T, factor, out=out)  # `torch.matmul` would write a copy first
+        else:
+            out.copy_(multiply(error.T, factor))
+
+    def value(self) -> Tensor:
+        return self._value
+
+
+class _RowWise:
+    """The gradient of a table as products if their factors were saved, else as rows."""
+
+    def __init__(self, table: Tensor, products: bool) -> None:
+        self._table, self._products, self._parts = table, products, list[Part]()
+
+    def add(self, rows: slice, error: Tensor, factor: Tensor) -> None:
+        """Add errorᵀ factor."""
+        factor = factor.view(len(factor), -1)
+        if self._products:
+            self._parts.append(Product(rows.start, error, factor))
+        else:
+            index = torch.arange(rows.start, rows.stop, device=error.device)
+            self._parts.append(Rows(index, error.T @ factor))
+
+    def value(self) -> RowGradient:
+        return RowGradient(self._table, self._parts)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
-from lm.output.backends.triton import verify
 from lm.output.backends.triton.backward import gradients
 from lm.output.backends.triton.launch import (
     SLOT,
@@ -23,9 +22,17 @@ from lm.output.backends.triton.launch import (
     splits_for,
     tiles_for,
 )
-from lm.output.backends.triton.routing import NUM_LISTS, chunk_size, new_routing, run_size
+from lm.output.backends.triton.routing import (
+    NUM_LISTS,
+    Routing,
+    chunk_size,
+    new_routing,
+    run_size,
+)
 from lm.output.backends.triton.tile_shapes import Tile, triton_version
+from lm.output.backends.triton.verify import verified
 from lm.output.backends.visits import check_targets
+from lm.output.rowwise.eager import constant_when_compiled
 
 MAX_SAVED_BYTES = 1 << 31
 """Most memory for `Saved.exp_logits`, positions × columns on a path. Trees with wider paths, such
@@ -47,7 +54,7 @@ class TritonBackend:
     """
 
     name = "triton"
-    automatic_on: frozenset[str] | None = frozenset({"cuda"})
+    automatic_on: frozenset[str] = frozenset({"cuda"})
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""
@@ -78,18 +85,19 @@ class TritonBackend:
             )
         return None
 
+    @constant_when_compiled
     def verified(self, device: torch.device, dtype: torch.dtype) -> bool:
         """See `lm.output.backends.triton.verify`."""
-        return verify.verified(device, dtype)
+        return verified(self, device, dtype)
 
-    def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
+    def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.forward`."""
         from lm.output.backends.triton import forward_kernel
 
         if problem.target.device.type == "cpu":
             check_targets(problem.target, problem.vocab_size, problem.ignore_index)
         problem = _contiguous(problem)
-        saved = self.new_saved(problem, needs)
+        saved = _new_saved(problem, needs)
         tile, splits = tiles_for(problem).forward, splits_for(problem)
         nll = torch.empty_like(saved.lse[0])
         special = {
@@ -103,36 +111,50 @@ class TritonBackend:
         _route(problem, saved, special)
         num_tiles = saved.routing.heavy_tiles.numel() + saved.routing.light_nodes.numel()
         launch(forward_kernel._forward, num_tiles * splits, tile, problem, saved, **special)
-        return nll, saved
+        return nll, _flat(saved)
 
-    def backward(self, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
+    def backward(
+        self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
+    ) -> Gradients:
         """See `Backend.backward`."""
-        return gradients(d_nll, _contiguous(problem), saved, needs)
+        return gradients(d_nll, _contiguous(problem), unflatten(saved), needs)
 
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""
-        _, saved = self.forward(problem, Needs(hidden=False, weight=False, bias=False))
+        _, tensors = self.forward(problem, Needs(hidden=False, weight=False, bias=False))
+        saved = unflatten(tensors)
         routing = saved.routing
         nll = torch.where(routing.node >= 0, saved.lse - saved.target_logit, 0)
         return torch.empty_like(nll).index_copy_(1, routing.position.long(), nll)
 
-    def saved_type(self, problem: Problem, needs: Needs) -> type[Saved]:
-        """See `Backend.saved_type`."""
-        return Saved
-
-    def new_saved(self, problem: Problem, needs: Needs) -> Saved:
+    def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """See `Backend.new_saved`."""
-        hidden, dtype = problem.hidden, compute_dtype(problem.hidden.dtype)
-        positions, by_level = problem.num_positions, (problem.depth, problem.num_positions)
-        slots, blocks = (path_slots(problem), path_blocks(problem)) if needs.any else (0, 0)
-        return Saved(
-            new_routing(problem, tiles_for(problem)),
-            exp_logits=hidden.new_empty(positions, slots),
-            block_max=hidden.new_empty(positions, blocks, dtype=dtype),
-            lse=hidden.new_empty(by_level, dtype=dtype),
-            target_logit=hidden.new_empty(by_level, dtype=dtype),
-            sorted_hidden=hidden.new_empty(positions, -(-hidden.shape[1] // SLOT) * SLOT),
-        )
+        return _flat(_new_saved(problem, needs))
+
+
+def unflatten(tensors: list[Tensor]) -> Saved:
+    """What a forward saved, given its tensors."""
+    num_lists = len(Routing._fields)
+    return Saved(Routing(*tensors[:num_lists]), *tensors[num_lists:])
+
+
+def _flat(saved: Saved) -> list[Tensor]:
+    return [*saved.routing, *saved[1:]]
+
+
+def _new_saved(problem: Problem, needs: Needs) -> Saved:
+    """Uninitialised memory for what the forward saves."""
+    hidden, dtype = problem.hidden, compute_dtype(problem.hidden.dtype)
+    positions, by_level = problem.num_positions, (problem.depth, problem.num_positions)
+    slots, blocks = (path_slots(problem), path_blocks(problem)) if needs.any else (0, 0)
+    return Saved(
+        new_routing(problem, tiles_for(problem)),
+        exp_logits=hidden.new_empty(positions, slots),
+        block_max=hidden.new_empty(positions, blocks, dtype=dtype),
+        lse=hidden.new_empty(by_level, dtype=dtype),
+        target_logit=hidden.new_empty(by_level, dtype=dtype),
+        sorted_hidden=hidden.new_empty(positions, -(-hidden.shape[1] // SLOT) * SLOT),
+    )
 
 
 def _contiguous(problem: Problem) -> Problem:

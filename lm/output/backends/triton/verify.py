@@ -7,14 +7,14 @@ takes about a second, and some more if the kernels are not in Triton's cache yet
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from subprocess import CalledProcessError
 
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Backend, Needs, Problem, Saved
+from lm.output.backends.base import Backend, Needs, Problem
 from lm.output.backends.reference.backend import ReferenceBackend
 from lm.output.backends.triton.tile_shapes import tf32
-from lm.output.rowwise.eager import constant_when_compiled
 from lm.output.tree.class_tree import ClassTree
 
 DEVICES = frozenset({"cuda"})
@@ -25,9 +25,8 @@ _NAMES = ("nll", "d_hidden", "d_weight", "d_bias")
 _differences: dict[tuple[torch.device, torch.dtype, bool], str | None] = {}
 
 
-@constant_when_compiled
-def verified(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels agree with the reference; the first call warns if they do not.
+def verified(backend: Backend, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels' backend agrees with the reference; the first call warns if it does not.
 
     True for devices that are not verified.
 
@@ -53,34 +52,35 @@ def verified(device: torch.device, dtype: torch.dtype) -> bool:
                 " a CUDA graph: run a step before the capture"
             )
         with ThreadPoolExecutor(1) as thread:
-            _differences[key] = thread.submit(difference, device, dtype).result()
+            _differences[key] = thread.submit(difference, backend, device, dtype).result()
         if _differences[key] is not None:
             warnings.warn(
-                f"the fused kernels are wrong on {device} in {dtype}, and the reference backend is"
-                f" used: {_differences[key]}",
+                f"the fused kernels cannot be used on {device} in {dtype}, and the layer computes"
+                f" slowly with the reference backend: {_differences[key]}",
                 stacklevel=2,
             )
     return _differences[key] is None
 
 
-def difference(device: torch.device, dtype: torch.dtype) -> str | None:
-    """How the kernels differ from the reference; None if they agree.
+def difference(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
+    """How a backend differs from the reference, or why it does not compile; None if they agree.
 
     Allowed is twice the error of the reference in the same dtype, both measured from fp64, and 8
     roundings of the largest value.
     """
     from triton.errors import TritonError
 
-    from lm.output.backends.triton.backend import TritonBackend
-
     problem, d_nll = tiny_problem(dtype)
     truth = _results(ReferenceBackend(), *_converted(problem, d_nll, "cpu", torch.float64))
     on_device = _converted(problem, d_nll, device, dtype)
     baseline = _results(ReferenceBackend(), *on_device)
     try:
-        actual = _results(TritonBackend(), *on_device)
-    except TritonError as failure:
-        return f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
+        actual = _results(backend, *on_device)
+    except torch.OutOfMemoryError:
+        raise
+    except (TritonError, RuntimeError, OSError, CalledProcessError) as failure:
+        # without a C compiler or an assembler, among others
+        return f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
     rounding = 2.0**-10 if dtype == torch.float32 and tf32() else torch.finfo(dtype).eps
     found = []
     for name, true, plain, ours in zip(_NAMES, truth, baseline, actual, strict=True):
@@ -111,7 +111,7 @@ def tiny_problem(dtype: torch.dtype) -> tuple[Problem, Tensor]:
     hidden = normal(len(target), _HIDDEN_SIZE).to(dtype)
     weight = (0.2 * normal(tree.num_rows, _HIDDEN_SIZE)).to(dtype)
     bias = normal(tree.num_rows).to(dtype)
-    return Problem.of(hidden, weight, bias, target, tree), normal(len(target))
+    return Problem.of(hidden, weight, target, tree, bias), normal(len(target))
 
 
 def _converted(
@@ -127,7 +127,7 @@ def _converted(
     return moved, d_nll.to(device, torch.promote_types(dtype, torch.float32))
 
 
-def _results(backend: Backend[Saved], problem: Problem, d_nll: Tensor) -> list[Tensor]:
+def _results(backend: Backend, problem: Problem, d_nll: Tensor) -> list[Tensor]:
     """The nll and the dense gradients."""
     needs = Needs(hidden=True, weight=True, bias=True)
     nll, saved = backend.forward(problem, needs)

@@ -171,7 +171,7 @@ rows = slice(tree.num_rows - LAST, tree.num_rows)
 torch.manual_seed(0)
 weight[:ROOT], weight[rows] = torch.randn(ROOT, H) / 16, torch.randn(LAST, H) / 16
 hidden, target = torch.randn(2, H).half(), torch.tensor([N - 1, N - LAST])
-problem = Problem.of(hidden, weight, None, target, tree)
+problem = Problem.of(hidden, weight, target, tree)
 needs = Needs(hidden=True, weight=True, bias=False)
 
 

@@ -149,7 +149,7 @@ def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made() -> None:
     events = profile.events()
     assert events is not None
     sizes = sorted(event.self_cpu_memory_usage for event in events)
-    saved_bytes = path_slots(Problem.of(hidden, weight, None, target, tree)) * 64 * 4
+    saved_bytes = path_slots(Problem.of(hidden, weight, target, tree)) * 64 * 4
     assert sizes[-1] >= d_weight.numel() * 4
     assert 0 < sizes[-2] <= saved_bytes
     assert sum(size > saved_bytes for size in sizes) == 1

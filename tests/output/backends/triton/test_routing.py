@@ -8,7 +8,7 @@ import torch
 
 from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem
-from lm.output.backends.triton.backend import TritonBackend
+from lm.output.backends.triton.backend import TritonBackend, unflatten
 from lm.output.backends.triton.launch import execute, instrumented
 from lm.output.backends.triton.routing import Routing, chunk_size, run_size, sizes
 from lm.output.backends.visits import route
@@ -24,10 +24,10 @@ def routed(tree: ClassTree, num_positions: int) -> tuple[Problem, Routing]:
     """A problem of no columns of H, and its routing."""
     target = zipf_targets(tree, num_positions)
     hidden, weight = torch.zeros(num_positions, 1), torch.zeros(tree.num_rows, 1)
-    problem = Problem.of(hidden, weight, None, target, tree)
+    problem = Problem.of(hidden, weight, target, tree)
     with instrumented(run=lambda each: execute(each) if each.kernel.__name__ in ROUTING else None):
         _, saved = TritonBackend().forward(problem, Needs(True, True, False))
-    return problem, saved.routing
+    return problem, unflatten(saved).routing
 
 
 @pytest.mark.parametrize("num_positions", [1, 17, 300])

@@ -25,7 +25,7 @@ def few_positions(dtype: torch.dtype) -> tuple[Problem, Tensor]:
         torch.zeros(TREE.num_rows),
     )
     target = torch.randint(40, (90,))
-    problem = Problem.of(hidden.to(dtype), weight.to(dtype), bias.to(dtype), target, TREE)
+    problem = Problem.of(hidden.to(dtype), weight.to(dtype), target, TREE, bias.to(dtype))
     return problem, torch.randn(90)
 
 
@@ -35,7 +35,7 @@ def _verified_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
         monkeypatch.setattr(verify, "tiny_problem", few_positions)
     monkeypatch.setattr(verify, "DEVICES", frozenset({"cpu", "cuda"}))
     monkeypatch.setattr(verify, "_differences", {})
-    monkeypatch.setattr(BACKENDS["triton"], "automatic_on", None)
+    monkeypatch.setattr(BACKENDS["triton"], "automatic_on", verify.DEVICES)
 
 
 def test_correct_kernels_are_taken_after_one_comparison() -> None:
@@ -120,7 +120,7 @@ def test_a_cuda_graph_cannot_capture_the_comparison(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run a step before the capture"):
-        verify.verified(torch.device("cuda", 0), torch.float16)
+        BACKENDS["triton"].verified(torch.device("cuda", 0), torch.float16)
     key = torch.device("cuda", 0), torch.float16, False
     verify._differences[key] = None
-    assert verify.verified(torch.device("cuda", 0), torch.float16)
+    assert BACKENDS["triton"].verified(torch.device("cuda", 0), torch.float16)

@@ -100,7 +100,7 @@ def emulated(
 ) -> list[Tensor]:
     """nll and gradients by the compiled kernels; row-wise gradients as dense ones."""
     hidden, weight, *rest = given.tensors
-    problem = Problem.of(hidden, weight, rest[0] if rest else None, given.target, given.tree)
+    problem = Problem.of(hidden, weight, given.target, given.tree, rest[0] if rest else None)
     needs = Needs(hidden=True, weight=True, bias=case.bias, row_wise=case.row_wise)
     backend = TritonBackend()
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")

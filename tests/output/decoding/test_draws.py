@@ -6,9 +6,9 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from lm.output import ClassTree
+from lm.output.decoding.distribution import log_prob
+from lm.output.decoding.draws import RejectionSampler
 from lm.output.decoding.expansion import Expander, Penalty
-from lm.output.decoding.functional import log_prob
-from lm.output.decoding.sampling import RejectionSampler
 from lm.output.decoding.uniforms import Uniforms, derive_seeds
 
 from .truth import (
@@ -109,7 +109,7 @@ def test_temperature_one_expands_only_the_path_of_the_word(shape: str) -> None:
     expander = Expander(*layer)
     uniforms = Uniforms(torch.arange(P))
     words = RejectionSampler(expander, uniforms, 1.0).sample()
-    assert expander.num_expanded == sum(len(layer[3].path(word)) for word in words.tolist())
+    assert expander.num_expanded == sum(len(layer[2].path(word)) for word in words.tolist())
 
 
 def test_nodes_of_rejected_trials_become_less_likely() -> None:
@@ -118,12 +118,12 @@ def test_nodes_of_rejected_trials_become_less_likely() -> None:
     hidden, weight = torch.zeros(2000, H), torch.zeros(tree.num_rows, H)
     bias = torch.zeros(tree.num_rows)
     bias[0] = 2.0
-    expander = Expander(hidden, weight, bias, tree)
+    expander = Expander(hidden, weight, tree, bias)
     uniforms = Uniforms(torch.arange(2000))
     words = RejectionSampler(expander, uniforms, 4.0).sample()
     # The root, class 0 at most once without success, the class of the word.
     assert expander.num_expanded < 2000 * 3.1
-    probs = restricted(log_prob(hidden[:1], weight, bias, tree)[0].double(), 0.25)
+    probs = restricted(log_prob(hidden[:1], weight, tree, bias)[0].double(), 0.25)
     assert_distributed(words, probs)
 
 
@@ -145,13 +145,13 @@ def test_penalty_of_all_words_of_a_sure_class_is_exact_and_ends() -> None:
     hidden, weight = torch.zeros(3000, H), torch.zeros(tree.num_rows, H)
     bias = torch.zeros(tree.num_rows)
     bias[0] = 30.0
-    expander = Expander(hidden, weight, bias, tree)
+    expander = Expander(hidden, weight, tree, bias)
     rows = tree.row_of_word[:20].expand(3000, -1)
     expander.penalty = Penalty(50.0, rows)
     words = RejectionSampler(expander, Uniforms(torch.arange(3000)), 1.0).sample()
     # The root, class 0 at most once without success, class 1.
     assert expander.num_expanded <= 3000 * 3
-    full = log_prob(hidden[:1], weight, bias, tree)[0].double()
+    full = log_prob(hidden[:1], weight, tree, bias)[0].double()
     assert_distributed(words, restricted(full, repetition_penalty=50.0, previous=range(20)))
 
 
@@ -160,7 +160,7 @@ def test_penalty_expands_no_node_for_the_previous_words() -> None:
     tree = ClassTree.two_level(torch.arange(400) // 20)
     bias = torch.zeros(tree.num_rows)
     bias[0] = 40.0
-    expander = Expander(torch.zeros(50, H), torch.zeros(tree.num_rows, H), bias, tree)
+    expander = Expander(torch.zeros(50, H), torch.zeros(tree.num_rows, H), tree, bias)
     expander.penalty = Penalty(2.0, tree.row_of_word[20:].expand(50, -1))
     RejectionSampler(expander, Uniforms(torch.arange(50)), 1.0).sample()
     assert expander.num_expanded == 50 * 2
@@ -191,23 +191,23 @@ def with_previous(options: Options, num_positions: int) -> Options:
 def test_word_of_a_position_depends_on_its_seed_and_not_on_other_positions(
     options: Options,
 ) -> None:
-    hidden, weight, bias, tree = random_layer("huffman 3", num_positions=40)
+    hidden, weight, tree, bias = random_layer("huffman 3", num_positions=40)
     others, seeds, order = hidden.clone(), torch.arange(40), torch.randperm(40)[:25]
     others[::2] = torch.randn(20, H, dtype=torch.float64) * 3
     some, options = with_previous(options, 25), with_previous(options, 40)
     first, second = (
-        sample(h, weight, bias, tree, generator=torch.Generator().manual_seed(3), **options)
+        sample(h, weight, tree, bias, generator=torch.Generator().manual_seed(3), **options)
         for h in (hidden, others)
     )
     assert torch.equal(first[1::2], second[1::2])
-    seeded = sample(hidden, weight, bias, tree, seeds=seeds, **options)
-    again = sample(hidden[order], weight, bias, tree, seeds=seeds[order], **some)
+    seeded = sample(hidden, weight, tree, bias, seeds=seeds, **options)
+    again = sample(hidden[order], weight, tree, bias, seeds=seeds[order], **some)
     assert torch.equal(again, seeded[order])
 
 
 def test_frequencies_match_with_seeds_that_are_consecutive_or_derived() -> None:
-    hidden, weight, bias, tree = random_layer("two_level", num_positions=1)
-    (full,) = word_log_prob(hidden, weight, bias, tree)
+    hidden, weight, tree, bias = random_layer("two_level", num_positions=1)
+    (full,) = word_log_prob(hidden, weight, tree, bias)
     hidden = hidden.expand(9000, -1)
     consecutive = torch.arange(9000)
     derived = derive_seeds(
@@ -215,7 +215,7 @@ def test_frequencies_match_with_seeds_that_are_consecutive_or_derived() -> None:
     )
     for seeds in (consecutive, derived.flatten()):
         for temperature in (1.0, 1.7):
-            words = sample(hidden, weight, bias, tree, seeds=seeds, temperature=temperature)
+            words = sample(hidden, weight, tree, bias, seeds=seeds, temperature=temperature)
             assert_distributed(words, restricted(full, temperature))
 
 
@@ -253,8 +253,8 @@ def test_options_out_of_range_raise(options: Options, message: str) -> None:
 def test_log_probabilities_that_are_not_finite_raise_with_their_position(
     value: float, options: Options
 ) -> None:
-    hidden, weight, bias, tree = random_layer("two_level")
+    hidden, weight, tree, bias = random_layer("two_level")
     weight[:, 0] = 1.0
     hidden[4, 0] = value
     with pytest.raises(ValueError, match="log-probabilities of position 4 are not finite"):
-        sample(hidden, weight, bias, tree, **with_previous(options, P))
+        sample(hidden, weight, tree, bias, **with_previous(options, P))

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lm.output import hierarchical_cross_entropy
-from lm.output.decoding import expansion, functional
-from lm.output.decoding.functional import log_prob, topk
+from lm.output.backends import nodes
+from lm.output.decoding import distribution
+from lm.output.decoding.distribution import log_prob, topk
 
 from .truth import (
     OPTIONS,
@@ -32,31 +33,31 @@ def test_log_prob_is_the_sum_over_the_path_and_sums_to_one(shape: str, num_words
 
 @all_shapes
 def test_log_prob_is_the_negative_loss(shape: str) -> None:
-    hidden, weight, bias, tree = random_layer(shape)
+    hidden, weight, tree, bias = random_layer(shape)
     target = torch.arange(P) * 4
     nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, reduction="none")
-    log_probs = log_prob(hidden, weight, bias, tree)
+    log_probs = log_prob(hidden, weight, tree, bias)
     torch.testing.assert_close(-log_probs[range(P), target], nll, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", ["full", "shortlist", "paths"])
 def test_gradients_of_log_prob_match_finite_differences(shape: str) -> None:
-    hidden, weight, bias, tree = random_layer(shape, 7, num_positions=2)
+    hidden, weight, tree, bias = random_layer(shape, 7, num_positions=2)
     inputs = tuple(tensor.requires_grad_() for tensor in (hidden, weight, bias))
-    assert torch.autograd.gradcheck(lambda h, w, b: log_prob(h, w, b, tree), inputs)
-    assert torch.autograd.gradcheck(lambda h, w: log_prob(h, w, None, tree), inputs[:2])
+    assert torch.autograd.gradcheck(lambda h, w, b: log_prob(h, w, tree, b), inputs)
+    assert torch.autograd.gradcheck(lambda h, w: log_prob(h, w, tree), inputs[:2])
 
 
 def test_half_precision_log_prob_equals_fp32_with_rounded_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(expansion, "_CAST_ELEMENTS", 4 * H)  # chunks of four rows
+    monkeypatch.setattr(nodes, "CAST_ELEMENTS", 4 * H)  # chunks of four rows
     half = converted(random_layer("two_level"), torch.bfloat16)
     single = converted(half, torch.float32)
     upstream = torch.randn(P, N, generator=torch.Generator().manual_seed(2))
     grads = []
     for layer in (half, single):
-        leaves = [leaf.requires_grad_() for leaf in layer[:3]]
+        leaves = [leaf.requires_grad_() for leaf in (layer[0], layer[1], layer[3])]
         grads.append(torch.autograd.grad(log_prob(*layer), leaves, upstream))
     torch.testing.assert_close(log_prob(*half), log_prob(*single), rtol=0, atol=1e-5)
     for rounded, exact in zip(*grads, strict=True):
@@ -67,7 +68,7 @@ def test_half_precision_log_prob_equals_fp32_with_rounded_weights(
 def test_half_precision_inputs_are_summed_in_fp32(dtype: torch.dtype) -> None:
     rounded = converted(random_layer("shortlist", scale=0.5), dtype)
     expected = word_log_prob(*converted(rounded, torch.float64)).topk(5)
-    best = topk(*rounded, 5)
+    best = topk(*rounded, k=5)
     assert best.log_prob.dtype == torch.float32
     assert torch.equal(best.word, expected.indices)
     torch.testing.assert_close(best.log_prob.double(), expected.values, rtol=0, atol=1e-5)
@@ -77,62 +78,62 @@ def test_half_precision_inputs_are_summed_in_fp32(dtype: torch.dtype) -> None:
 
 def test_autocast_changes_nothing() -> None:
     layer = converted(random_layer("two_level"), torch.float32)
-    outside = (log_prob(*layer), *topk(*layer, 4))
+    outside = (log_prob(*layer), *topk(*layer, k=4))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = (log_prob(*layer), *topk(*layer, 4))
+        inside = (log_prob(*layer), *topk(*layer, k=4))
     for a, b in zip(outside, inside, strict=True):
         assert torch.equal(a, b)
 
 
 def test_any_leading_shape_and_strides_give_the_same_words() -> None:
-    hidden, weight, bias, tree = random_layer("balanced", num_positions=12)
+    hidden, weight, tree, bias = random_layer("balanced", num_positions=12)
     block = hidden.view(3, 4, H).transpose(0, 1)
     weight = weight.T.contiguous().T
     assert not block.is_contiguous()
     assert not weight.is_contiguous()
-    one_by_one = word_log_prob(hidden, weight, bias, tree).view(3, 4, N).transpose(0, 1)
-    actual = log_prob(block, weight, bias, tree)
+    one_by_one = word_log_prob(hidden, weight, tree, bias).view(3, 4, N).transpose(0, 1)
+    actual = log_prob(block, weight, tree, bias)
     torch.testing.assert_close(actual, one_by_one, rtol=0, atol=1e-12)
-    best = topk(block, weight, bias, tree, 3)
+    best = topk(block, weight, tree, bias, k=3)
     assert torch.equal(best.word, one_by_one.topk(3).indices)
-    assert torch.equal(sample(block, weight, bias, tree, temperature=0), best.word[..., 0])
-    assert torch.equal(topk(hidden[5], weight, bias, tree, 3).word, best.word[1, 1])
-    assert sample(hidden[5], weight, bias, tree, top_k=1) == best.word[1, 1, 0]
+    assert torch.equal(sample(block, weight, tree, bias, temperature=0), best.word[..., 0])
+    assert torch.equal(topk(hidden[5], weight, tree, bias, k=3).word, best.word[1, 1])
+    assert sample(hidden[5], weight, tree, bias, top_k=1) == best.word[1, 1, 0]
 
 
 def test_blocks_of_positions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = random_layer("two_level", num_positions=7)
-    whole = topk(*layer, 4)
+    whole = topk(*layer, k=4)
     drawn = [draw_many(layer, 9, **options) for options in OPTIONS]
-    monkeypatch.setattr(functional, "_BLOCK_ELEMENTS", 3 * layer[3].max_path_columns)
-    in_blocks = topk(*layer, 4)
+    monkeypatch.setattr(distribution, "_BLOCK_ELEMENTS", 3 * layer[2].max_path_columns)
+    in_blocks = topk(*layer, k=4)
     assert torch.equal(in_blocks.word, whole.word)
     torch.testing.assert_close(in_blocks.log_prob, whole.log_prob, rtol=0, atol=1e-13)
     for options, expected in zip(OPTIONS, drawn, strict=True):
         assert torch.equal(draw_many(layer, 9, **options), expected)
     layer[0][5] = torch.nan
     with pytest.raises(ValueError, match="of position 5 are not finite"):
-        topk(*layer, 4)
+        topk(*layer, k=4)
 
 
 def test_empty_batch_gives_no_words() -> None:
-    _, weight, bias, tree = random_layer("two_level")
+    _, weight, tree, bias = random_layer("two_level")
     hidden = torch.zeros(2, 0, H, dtype=torch.float64)
-    assert log_prob(hidden, weight, bias, tree).tolist() == [[], []]
-    assert topk(hidden, weight, bias, tree, 3).word.tolist() == [[], []]
-    layer = (torch.zeros(2, H, dtype=torch.float64), weight, bias, tree)
+    assert log_prob(hidden, weight, tree, bias).tolist() == [[], []]
+    assert topk(hidden, weight, tree, bias, k=3).word.tolist() == [[], []]
+    layer = (torch.zeros(2, H, dtype=torch.float64), weight, tree, bias)
     for options in [*OPTIONS, {"temperature": 0}]:
         assert draw_many(layer, 0, **options).tolist() == [[], []]
 
 
 def test_wrong_k_or_shapes_raise() -> None:
-    hidden, weight, bias, tree = random_layer("full")
+    hidden, weight, tree, bias = random_layer("full")
     for k in (0, N + 1):
         with pytest.raises(ValueError, match=f"k must be within 1 … {N} words, got {k}"):
-            topk(hidden, weight, bias, tree, k)
+            topk(hidden, weight, tree, bias, k=k)
     with pytest.raises(ValueError, match=r"R = 23 and W ≥ H = 5, got \[22, 5\]"):
-        topk(hidden, weight[1:], bias, tree, 1)
+        topk(hidden, weight[1:], tree, bias, k=1)
     with pytest.raises(ValueError, match=r"bias must be \[R\] = \[23\], got \[22\]"):
-        log_prob(hidden, weight, bias[1:], tree)
+        log_prob(hidden, weight, tree, bias[1:])
     with pytest.raises(ValueError, match=r"hidden must be .* floating point, got torch.int64"):
-        sample(hidden.long(), weight, bias, tree)
+        sample(hidden.long(), weight, tree, bias)

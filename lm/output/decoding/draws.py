@@ -26,6 +26,7 @@ A repetition penalty θ gives words that occurred before the weight P^(βθ) ins
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -33,9 +34,59 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output.decoding.expansion import Children, Expander, pack
-from lm.output.decoding.options import Sampling
 from lm.output.decoding.search import TopK, nuclei, topk, within_ratio
 from lm.output.decoding.uniforms import Uniforms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The distribution that words are drawn from, made of P(w) in this order.
+
+    1. The repetition penalty θ replaces P(w) by P(w)^θ for words w that occurred before (each
+       counts once), and renormalises.
+    2. The temperature T replaces P(w) by P(w)^(1/T) and renormalises.
+    3. `top_k` restricts the draw to the k most probable words.
+    4. `top_p` restricts it to the smallest set of most probable words, among those left, with this
+       share of their probability.
+    5. `min_p` restricts it to words with P(w) ≥ min_p · max P.
+
+    Example:
+        >>> Sampling(temperature=0.8, min_p=0.05).top_k is None
+        True
+
+    Attributes:
+        temperature: T ≥ 0; 0 gives the most probable word of step 1.
+        top_k: at least 1; N or more, or None, restricts nothing.
+        top_p: within (0, 1]; 1 or None restricts nothing.
+        min_p: within [0, 1]; 0 or None restricts nothing.
+        repetition_penalty: θ ≥ 1; 1 changes nothing.
+
+    Raises:
+        ValueError: if an option is out of range.
+
+    Source: repetition penalty: Keskar et al. 2019, section 4.1, with log-probabilities as scores;
+    top-k: Fan, Lewis & Dauphin 2018; top-p: Holtzman et al. 2020; min-p: Nguyen et al. 2024.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be within (0, 1], got {self.top_p}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be within [0, 1], got {self.min_p}")
+        if not 1 <= self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty must be finite and at least 1, got {self.repetition_penalty}"
+            )
 
 
 def draw(log_weight: Tensor, uniform: Tensor) -> Tensor:
@@ -49,17 +100,17 @@ def draw(log_weight: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, point, right=True).squeeze(1)
 
 
-def sample_restricted(expander: Expander, uniforms: Uniforms, options: Sampling) -> Tensor:
+def sample_restricted(expander: Expander, uniforms: Uniforms, sampling: Sampling) -> Tensor:
     """A word [P] within `top_k`, `top_p` and `min_p`, at least one of which is given."""
-    power = 1 / options.temperature
+    power = 1 / sampling.temperature
     word = torch.empty(expander.num_positions, dtype=torch.int64, device=expander.hidden.device)
-    for position, words in _candidates(expander, power, options):
+    for position, words in _candidates(expander, power, sampling):
         log_weight = power * words.log_prob.double()
-        if options.top_k is not None and options.top_p is not None:
+        if sampling.top_k is not None and sampling.top_p is not None:
             before = F.pad(log_weight.softmax(dim=1).cumsum(dim=1)[:, :-1], (1, 0))
-            log_weight = log_weight.masked_fill(before >= options.top_p, -torch.inf)
-        if options.min_p:
-            cut = log_weight[:, :1] + math.log(options.min_p)
+            log_weight = log_weight.masked_fill(before >= sampling.top_p, -torch.inf)
+        if sampling.min_p:
+            cut = log_weight[:, :1] + math.log(sampling.min_p)
             log_weight = log_weight.masked_fill(log_weight < cut, -torch.inf)
         column = draw(log_weight, uniforms.draw(position))
         word[position] = words.word.gather(1, column[:, None]).squeeze(1)
@@ -67,17 +118,17 @@ def sample_restricted(expander: Expander, uniforms: Uniforms, options: Sampling)
 
 
 def _candidates(
-    expander: Expander, power: float, options: Sampling
+    expander: Expander, power: float, sampling: Sampling
 ) -> Iterator[tuple[Tensor, TopK]]:
     """Positions and their words in descending order, the first ones of which are admissible."""
-    if options.top_k is not None:
+    if sampling.top_k is not None:
         position = torch.arange(expander.num_positions, device=expander.hidden.device)
-        yield position, topk(expander, options.top_k)
-    elif options.top_p is not None:
-        yield from nuclei(expander, power, options.top_p)
+        yield position, topk(expander, sampling.top_k)
+    elif sampling.top_p is not None:
+        yield from nuclei(expander, power, sampling.top_p)
     else:
-        assert options.min_p
-        yield from within_ratio(expander, power, options.min_p)
+        assert sampling.min_p
+        yield from within_ratio(expander, power, sampling.min_p)
 
 
 class _Trial(NamedTuple):
@@ -107,7 +158,7 @@ class RejectionSampler:
         self._log_bound = expander.log_bound(power)
         self._exact = power == 1 and expander.penalty is None
         position = torch.arange(expander.num_positions, device=expander.hidden.device)
-        root_log_prob = position.new_zeros(position.shape, dtype=expander.dtype)
+        root_log_prob = position.new_zeros(position.shape, dtype=expander.hidden.dtype)
         (root,) = expander.expand(position, torch.zeros_like(position), root_log_prob)
         self._log_prob = root.log_prob
         self._item = root.item.expand(expander.num_positions, -1)

@@ -1,6 +1,6 @@
 """Decoding as functions: all log-probabilities, exact top-k, exact sampling.
 
-They take hidden [..., H], weight [R, W], W ≥ H, bias [R] or None, and the tree. The methods of
+They take hidden [..., H], weight [R, W], W ≥ H, the tree, and bias [R] or None. The methods of
 `HierarchicalSoftmax` with the same names document options, results and errors.
 """
 
@@ -9,12 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lm.output.backends.nodes import node_log_softmax
 from lm.output.decoding import search
-from lm.output.decoding.expansion import Expander, Penalty, logits
-from lm.output.decoding.options import Sampling
-from lm.output.decoding.sampling import RejectionSampler, sample_restricted
+from lm.output.decoding.draws import RejectionSampler, Sampling, sample_restricted
+from lm.output.decoding.expansion import Expander, Penalty, checked_hidden
 from lm.output.decoding.uniforms import Uniforms
-from lm.output.functional import check_parameters
 from lm.output.tree.class_tree import ClassTree
 
 _BLOCK_ELEMENTS = 1 << 23
@@ -23,14 +22,15 @@ _MIN_TEMPERATURE = 1e-200
 """Lower temperatures count as 0: log-probabilities divided by them would overflow fp64."""
 
 
-def log_prob(hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTree) -> Tensor:
+def log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None = None) -> Tensor:
     """Log-probabilities of all words [..., N]: log-softmaxes summed over their paths."""
-    check_parameters(hidden, weight, bias, tree)
+    flat, widths = checked_hidden(hidden, weight, tree, bias), tree.num_children.tolist()
+    weights = torch.split(weight, widths)
+    biases = [None] * len(widths) if bias is None else torch.split(bias, widths)
     with torch.autocast(hidden.device.type, enabled=False):
-        row_logits = logits(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
-    node_logits = torch.split(row_logits, tree.num_children.tolist(), dim=1)
-    zero = row_logits.new_zeros(row_logits.shape[0], 1)  # row -1 is the root, which adds 0
-    log_q = torch.cat([*(node.log_softmax(dim=1) for node in node_logits), zero], dim=1)
+        nodes = [node_log_softmax(flat, *rows) for rows in zip(weights, biases, strict=True)]
+    zero = flat.new_zeros(len(flat), 1)  # row -1 is the root, which adds 0
+    log_q = torch.cat([*nodes, zero], dim=1)
     parent_row = torch.cat([tree.row_of_node[tree.node_of_row], tree.row_of_node[:1]])
     row = tree.row_of_word
     total = log_q[:, row]
@@ -42,15 +42,15 @@ def log_prob(hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTre
 
 @torch.no_grad()
 def topk(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTree, k: int
+    hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None = None, *, k: int
 ) -> search.TopK:
     """The k most probable words of each position, log_prob and word [..., k]."""
-    check_parameters(hidden, weight, bias, tree)
+    expanders = _expanders(hidden, weight, tree, bias)
     if not 1 <= k <= tree.vocab_size:
         raise ValueError(f"k must be within 1 … {tree.vocab_size} words, got {k}")
     shape = (*hidden.shape[:-1], k)
     with torch.autocast(hidden.device.type, enabled=False):
-        blocks = [search.topk(expander, k) for expander in _expanders(hidden, weight, bias, tree)]
+        blocks = [search.topk(expander, k) for expander in expanders]
     log_prob, word = (torch.cat(tensors).view(shape) for tensors in zip(*blocks, strict=True))
     return search.TopK(log_prob, word)
 
@@ -59,18 +59,18 @@ def topk(
 def sample(
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     tree: ClassTree,
-    options: Sampling,
+    bias: Tensor | None = None,
     *,
+    sampling: Sampling,
     previous: Tensor | None = None,
     seeds: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One word per position [...], drawn exactly from the distribution that the options define."""
-    check_parameters(hidden, weight, bias, tree)
+    """One word per position [...], drawn exactly from the distribution that `sampling` defines."""
+    expanders = _expanders(hidden, weight, tree, bias)
     shape, device = hidden.shape[:-1], hidden.device
-    rows = _penalised_rows(previous, hidden, tree) if options.repetition_penalty > 1 else None
+    rows = _penalised_rows(previous, hidden, tree) if sampling.repetition_penalty > 1 else None
     if seeds is None:
         source = device if generator is None else generator.device
         seeds = torch.empty(shape, dtype=torch.int64, device=source).random_(generator=generator)
@@ -80,25 +80,25 @@ def sample(
         )
     words, seeds = [seeds.new_empty(0, device=device)], seeds.to(device).flatten()
     with torch.autocast(device.type, enabled=False):
-        for expander in _expanders(hidden, weight, bias, tree):
+        for expander in expanders:
             block = slice(expander.first_position, expander.first_position + expander.num_positions)
             if rows is not None:
-                expander.penalty = Penalty(options.repetition_penalty, rows[block])
+                expander.penalty = Penalty(sampling.repetition_penalty, rows[block])
             if expander.num_positions:
-                words.append(_sample_block(expander, Uniforms(seeds[block]), options))
+                words.append(_sample_block(expander, Uniforms(seeds[block]), sampling))
     return torch.cat(words).view(shape)
 
 
-def _sample_block(expander: Expander, uniforms: Uniforms, options: Sampling) -> Tensor:
+def _sample_block(expander: Expander, uniforms: Uniforms, sampling: Sampling) -> Tensor:
     """A word for each position [P]."""
-    top_k, top_p = options.top_k, options.top_p
+    top_k, top_p = sampling.top_k, sampling.top_p
     top_k = None if top_k is not None and top_k >= expander.tree.vocab_size else top_k
-    options = replace(options, top_k=top_k, top_p=None if top_p == 1 else top_p)
-    if options.temperature < _MIN_TEMPERATURE:
+    sampling = replace(sampling, top_k=top_k, top_p=None if top_p == 1 else top_p)
+    if sampling.temperature < _MIN_TEMPERATURE:
         return search.topk(expander, 1).word.squeeze(1)
-    if options.top_k is not None or options.top_p is not None or options.min_p:
-        return sample_restricted(expander, uniforms, options)
-    return RejectionSampler(expander, uniforms, 1 / options.temperature).sample()
+    if sampling.top_k is not None or sampling.top_p is not None or sampling.min_p:
+        return sample_restricted(expander, uniforms, sampling)
+    return RejectionSampler(expander, uniforms, 1 / sampling.temperature).sample()
 
 
 def _penalised_rows(previous: Tensor | None, hidden: Tensor, tree: ClassTree) -> Tensor:
@@ -117,9 +117,9 @@ def _penalised_rows(previous: Tensor | None, hidden: Tensor, tree: ClassTree) ->
 
 
 def _expanders(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, tree: ClassTree
+    hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None
 ) -> list[Expander]:
     """Blocks of positions, at least one, small enough for the logits of a whole path."""
     step = max(1, _BLOCK_ELEMENTS // tree.max_path_columns)
-    blocks = torch.split(hidden.reshape(-1, hidden.shape[-1]), step)
-    return [Expander(block, weight, bias, tree, i * step) for i, block in enumerate(blocks)]
+    blocks = torch.split(checked_hidden(hidden, weight, tree, bias), step)
+    return [Expander(block, weight, tree, bias, i * step) for i, block in enumerate(blocks)]

@@ -1,0 +1,106 @@
+"""Nodes of the tree that a batch visits, and the softmax of one node over its children."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lm.output.backends.base import Problem, compute_dtype, followed_by_zeros
+from lm.output.tree.class_tree import ClassTree, TreeArrays
+
+BLOCK_ELEMENTS = 1 << 20
+"""Most logits in memory at once where they are not saved: 4 MB in fp32, for a CPU's cache."""
+CUDA_BLOCK_ELEMENTS = 1 << 25
+"""The same on CUDA, where the number of launches counts."""
+CAST_ELEMENTS = 1 << 23
+"""Most elements of rows in a lower precision cast at once: 32 MB in fp32."""
+
+
+class Node(NamedTuple):
+    """A visited node; its visits are an interval of the sorted positions."""
+
+    level: int
+    visits: slice
+    rows: slice  # of its children
+    offset: int  # of its columns among those of all visits
+
+    def columns(self, flat: Tensor) -> Tensor:
+        """The node's columns [visits, children] in the flat columns of all visits, a view."""
+        num_visits = self.visits.stop - self.visits.start
+        num_children = self.rows.stop - self.rows.start
+        return flat[self.offset : self.offset + num_visits * num_children].view(num_visits, -1)
+
+    def blocks(self, weight: Tensor, dtype: torch.dtype, *, whole: bool) -> list[slice]:
+        """The children in blocks.
+
+        If there is memory for the logits of all children (`whole`), a block is limited only by its
+        rows, where the weight must be cast to `dtype`.
+        """
+        num_children = self.rows.stop - self.rows.start
+        limit = CUDA_BLOCK_ELEMENTS if weight.is_cuda else BLOCK_ELEMENTS
+        step = num_children if whole else limit // (self.visits.stop - self.visits.start)
+        if weight.dtype != dtype:
+            step = min(step, CAST_ELEMENTS // weight.shape[1])
+        step = max(1, step)
+        begins = range(0, num_children, step)
+        return [slice(begin, min(begin + step, num_children)) for begin in begins]
+
+
+def visited_nodes(node: Tensor, tree: TreeArrays | ClassTree) -> list[Node]:
+    """The nodes that sorted positions visit on each level, `node` [D, P]; -1 is none.
+
+    They are in the order of their rows.
+    """
+    nodes, offset = [], 0
+    for level, node_of_position in enumerate(node):
+        index, count = torch.unique_consecutive(node_of_position, return_counts=True)
+        stop = count.cumsum(0)
+        visited = index >= 0
+        index, count, stop = index[visited], count[visited], stop[visited]
+        first, width = tree.first_row[index], tree.num_children[index]
+        arrays = (array.tolist() for array in (stop - count, stop, first, first + width))
+        for start, end, row, end_row in zip(*arrays, strict=True):
+            nodes.append(Node(level, slice(start, end), slice(row, end_row), offset))
+            offset += (end - start) * (end_row - row)
+    return nodes
+
+
+def rows_of(nodes: list[Node], table: Tensor) -> list[Tensor]:
+    """The rows of each node, as views of one split of the table.
+
+    One split writes the gradient of the table once; slices would write it once per node.
+    """
+    sizes, end = [], 0
+    for node in nodes:
+        sizes += [node.rows.start - end, node.rows.stop - node.rows.start]
+        end = node.rows.stop
+    return list(torch.split(table, [*sizes, len(table) - end]))[1::2]
+
+
+def sorted_hidden(problem: Problem, position: Tensor) -> Tensor:
+    """The hidden vectors [P, W] of the sorted positions, in the dtype that sums are formed in."""
+    hidden = problem.hidden.index_select(0, position).to(compute_dtype(problem.hidden.dtype))
+    return followed_by_zeros(hidden, problem.weight.shape[1])
+
+
+def node_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The logits W h + b [V, children] of a node, in the dtype of hidden [V, W].
+
+    Rows [children, W] in another dtype are cast a few at a time, in one split.
+    """
+    dtype, step = hidden.dtype, max(1, CAST_ELEMENTS // weight.shape[1])
+    bias = None if bias is None else bias.to(dtype)
+    if weight.dtype == dtype or len(weight) <= step:
+        return F.linear(hidden, weight.to(dtype), bias)
+    rows = torch.split(weight, step)
+    biases = [None] * len(rows) if bias is None else torch.split(bias, step)
+    blocks = zip(rows, biases, strict=True)
+    return torch.cat([F.linear(hidden, r.to(dtype), b) for r, b in blocks], dim=1)
+
+
+def node_log_softmax(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """The log-probabilities [V, children] of a node's children; arguments as of `node_logits`."""
+    return torch.log_softmax(node_logits(hidden, weight, bias), dim=1, out=out)
