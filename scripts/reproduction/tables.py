@@ -26,12 +26,12 @@ OVERVIEW = {
 }
 VOCABULARIES = {
     "N": "{words:,}",
-    "corpus, model": "{corpus}",
+    "text": "{text}",
     "full softmax, tokens/s": "{full_tokens_per_second:,.0f}",
-    "class-based, tokens/s": "{tokens_per_second:,.0f}",
-    "ratio": "{ratio:.2g}",
-    "full softmax, test perplexity": "{full_perplexity:.2f}",
-    "class-based, test perplexity": "{perplexity:.2f}",
+    "classes, tokens/s": "{tokens_per_second:,.0f}",
+    "speed-up": "{ratio:.1f}",
+    "full softmax, perplexity": "{full_perplexity:.1f}",
+    "classes, perplexity": "{perplexity:.1f}",
 }
 """Title of a column → template of its cells."""
 
@@ -142,12 +142,12 @@ def vocabularies(results: Path) -> list[Row]:
                 table.vocabulary[name] for name in ("ours", "full") if name in table.vocabulary
             ]
             ours, *full = compare(table, chosen, results)
-            ours |= {"words": table.vocabulary["words"], "corpus": table.title}
+            ours |= {"words": table.vocabulary["words"], "text": table.title.split(",")[0]}
             ours["full_tokens_per_second"] = ours["tokens_per_second"] / ours["ratio"]
             found.append(ours | {"full_perplexity": full[0]["perplexity"] if full else None})
     (large,) = read_log(results, "ten_million", {"what": "steps 1 to 100", "table": "fp32"})
     speed = {"tokens_per_second": large["tokens_per_second"]}
-    return [*found, {"words": 10_000_000, "corpus": "synthetic text, LSTM 300, tied", **speed}]
+    return [*found, {"words": 10_000_000, "text": "synthetic", **speed}]
 
 
 def short(value: float) -> str:
