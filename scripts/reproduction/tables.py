@@ -1,4 +1,4 @@
-"""The tables of results: those of logs of benchmarks, and those of training runs."""
+"""The tables of results, made from logs of benchmarks and of training runs."""
 
 import json
 import statistics
