@@ -1,4 +1,4 @@
-"""Markdown tables: those that benchmarks print, and those of pages."""
+"""Markdown tables, which benchmarks print and pages contain."""
 
 import string
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ class _Templates(string.Formatter):
 
 
 def cell(template: str, row: Row) -> str:
-    """As `template.format(**row)`, with units to divide by, and a dash for None or no value.
+    """Format a template as `str.format` does, with units to divide by; None or no value is a dash.
 
     Example:
         >>> cell("{size:.1f/1e9} GB, {seconds:.0f} s", {"size": 12.86e9})

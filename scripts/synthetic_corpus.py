@@ -63,8 +63,8 @@ class WordModel:
 
     zipf: Zipf  # distribution of independent words and of successors
     markov: float  # probability that a word is a successor of the previous one
-    num_successors: int  # of a word, equally likely
-    seed: int  # of successors and draws
+    num_successors: int  # each word has as many, equally likely
+    seed: int  # determines successors and draws
 
     def successor(self, words: IntArray, which: IntArray) -> IntArray:
         """Successor number `which` of each word, from 0 to `num_successors` - 1; all are ranks."""
@@ -159,7 +159,7 @@ def main() -> None:
     held_out = "words in valid.txt and in test.txt, default 200,000"
     add("--held-out-tokens", type=int, default=200_000, metavar="T", help=held_out)
     add("--markov", type=float, default=0.5, metavar="P", help="default 0.5")
-    add("--successors", type=int, default=4, metavar="K", help="of a word, default 4")
+    add("--successors", type=int, default=4, metavar="K", help="successors of a word, default 4")
     add("--no-progress", action="store_true", help="no progress bar")
     options = parser.parse_args()
     _check(options)

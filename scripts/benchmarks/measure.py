@@ -1,4 +1,4 @@
-"""What the benchmarks measure: seconds, memory, launches, the rates of the device and the floor."""
+"""Instruments of the benchmarks: clocks, memory, launches, the rates of a device and the floor."""
 
 import ctypes
 import errno
@@ -103,7 +103,7 @@ def memory_limit(num_bytes: float, device: torch.device) -> Iterator[None]:
 
 
 def available_bytes() -> float:
-    """Memory that this process holds or may still get; infinity where it is not known."""
+    """Memory that this process has or can still get; infinity where it is not known."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return math.inf

@@ -15,21 +15,21 @@ from torch.nn import functional as F
 from lm.output import ClassTree
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""From hidden [P, H] and target [P] to their mean loss."""
+"""Computes the mean loss of hidden [P, H] and target [P]."""
 Layer = tuple[Loss, list[Tensor]]
 """A loss and its parameters."""
 
 
 @dataclass(kw_only=True)
 class Problem:
-    """What all methods are given."""
+    """The input of all methods."""
 
     hidden: Tensor  # [P, H]
     target: Tensor  # [P] int64
-    trees: dict[str, ClassTree]  # by name, always with `random` and `tree_full`
+    trees: dict[str, ClassTree]  # name → tree; `random` and `tree_full` are always there
     rows: Tensor  # [≥ R, W] for the largest tree, as the layer has them; a method uses R
     bias: Tensor  # [≥ R]
-    cutoffs: list[int]  # of the adaptive softmax
+    cutoffs: list[int]  # where the clusters of the adaptive softmax begin
 
     def __post_init__(self) -> None:
         self.num_positions, self.hidden_size = self.hidden.shape
@@ -45,19 +45,19 @@ class Problem:
 class Method:
     """One way to compute the loss; all methods of a tree have the same loss."""
 
-    name: str  # in `--methods`
+    name: str  # its name in `--methods`
     problem: Problem
     build: Callable[[], Layer]
     _: KW_ONLY
-    tree: ClassTree | None = None  # whose probabilities it computes
-    backend: str = "torch"  # of this project's layer; "torch" for peers
+    tree: ClassTree | None = None  # the tree whose probabilities it computes
+    backend: str = "torch"  # this project's backend; "torch" for peers
     exact: bool = True  # whether its loss equals that of its tree, not rounded in half precision
     slow: bool = False  # timed in every third round only
-    num_positions: int = 0  # of the problem that it is timed on; 0 for all
+    num_positions: int = 0  # it is timed on the first of them; 0 means all
     refused: str | None = None  # why there is no figure
     last_loss: float | Tensor = float("nan")
     timings: list[Callable[[], float]] = field(default_factory=list)  # called after the last round
-    peak_bytes: int | None = None  # of one step, in addition to what was held before it
+    peak_bytes: int | None = None  # what one step holds in addition to what was held before
 
     def __post_init__(self) -> None:
         self.num_positions = self.num_positions or self.problem.num_positions

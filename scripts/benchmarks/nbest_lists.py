@@ -83,8 +83,12 @@ def main() -> None:
     parser.add_argument("train", type=Path, help="text of which the word frequencies are taken")
     parser.add_argument("text", type=Path, help="text whose sentences are the references")
     parser.add_argument("folder", type=Path, help="folder of the four files, which is made")
-    parser.add_argument("--utterances", type=int, default=1000, help="in both lists together")
-    parser.add_argument("--hypotheses", type=int, default=20, help="of each utterance, at most")
+    parser.add_argument(
+        "--utterances", type=int, default=1000, help="their number in both lists together"
+    )
+    parser.add_argument(
+        "--hypotheses", type=int, default=20, help="most hypotheses of an utterance"
+    )
     parser.add_argument("--noise", type=float, default=16.0, help="NOISE")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

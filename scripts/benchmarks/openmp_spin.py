@@ -93,7 +93,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--steps", type=int, default=200, help="of each training run")
+    parser.add_argument("--steps", type=int, default=200, help="steps of a training run")
     parser.add_argument("--rounds", type=int, default=3)
     options, overrides = parser.parse_known_args()
     require_positive(parser, options, ["steps", "rounds"])

@@ -87,7 +87,7 @@ COLUMNS = {
     "refused": "{refused}",
 }
 KERNELS = ("_forward", "_errors", "_heavy", "_rows")
-"""Prefixes of the names of this project's kernels, without those of routing."""
+"""Prefixes of the names of this project's kernels, except routing kernels."""
 
 
 def rank_blocks(vocab_size: int, num_shortlist: int = 0) -> ClassTree:
@@ -295,8 +295,8 @@ def parse_options() -> argparse.Namespace:
     add("--dtype", choices=measure.DTYPES, help="fp32 on a CPU, bf16 on a GPU")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
-    add("--backends", nargs="+", choices=["reference", "triton"], help="of our methods")
-    add("--cutoffs", type=int, nargs="+", help="of the adaptive softmax")
+    add("--backends", nargs="+", choices=["reference", "triton"], help="backends of our methods")
+    add("--cutoffs", type=int, nargs="+", help="where clusters of the adaptive softmax begin")
     add("--memory-limit", type=float, default=math.inf, metavar="BYTES", help="use no more")
     add("--rounds", type=int, default=9)
     add("--threads", type=int, help="CPU threads")

@@ -36,7 +36,7 @@ CUTOFFS = {
 """Cutoffs of `adaptive`: published (WikiText-103, One Billion Word), and similar elsewhere."""
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""From hidden [P, H], weight [N, H], bias [N] and target [P] to the mean loss."""
+"""Computes the mean loss of hidden [P, H], weight [N, H], bias [N] and target [P]."""
 
 
 def full_softmax(

@@ -107,7 +107,7 @@ def problem_size(text: str) -> tuple[int, int]:
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """What figures depend on and come from: device, processor, versions, commit and command."""
+    """The origin of figures: device, processor, versions, commit and command."""
     import torch  # not needed by every benchmark without a log
 
     has_triton = importlib.util.find_spec("triton") is not None

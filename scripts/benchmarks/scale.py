@@ -23,8 +23,8 @@ in their loss on the same words and weights, otherwise the run stops.
 
 A figure is the median over the steps after the first. On a shared machine CPU seconds are steadier
 than wall-clock seconds. The peak is that of the whole process, including about 0.4 GB of libraries.
-Rows visited are those of the targets' classes and of the root; `step` also reads input vectors.
-Linux only.
+The rows visited belong to the root and the targets' classes; `step` also visits the rows that it
+reads as input vectors. The benchmark runs on Linux only.
 """
 
 import argparse
@@ -142,10 +142,10 @@ def parse_options() -> argparse.Namespace:
     add("--positions", type=int, default=2048, help=f"of a batch, a multiple of {NUM_SEQUENCES}")
     add("--hidden", type=int, default=300, metavar="H")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
-    add("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help="of the table")
+    add("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help="dtype of the table")
     add("--steps", type=int, default=5, help="timed, after one to warm up")
-    add("--memory-limit-gb", type=float, default=18.0, metavar="GB", help="of a process")
-    add("--time-limit", type=float, default=60.0, metavar="SECONDS", help="of a step")
+    add("--memory-limit-gb", type=float, default=18.0, metavar="GB", help="limit of a process")
+    add("--time-limit", type=float, default=60.0, metavar="SECONDS", help="limit of a step")
     add("--threads", type=int, default=1, help="CPU threads")
     add("--seed", type=int, default=1)
     add("--device", choices=["cpu", "cuda"], default="cpu")

@@ -1,4 +1,4 @@
-"""What `scale` compares: one task, the ways to make its training step, and their time."""
+"""The task that `scale` poses, the ways to make its training step, and their time."""
 
 import argparse
 import math
@@ -36,7 +36,7 @@ LOOP_POSITIONS = 16
 
 
 class Task:
-    """What the method `name` is given."""
+    """The input of the method `name`."""
 
     def __init__(
         self, name: str, vocab_size: int, dtype: torch.dtype, options: argparse.Namespace
@@ -46,7 +46,7 @@ class Task:
         words, counts = zipf(vocab_size, num_steps * 2 * num_positions)
         full = name == "full"
         tree = ClassTree.full(vocab_size) if full else ClassTree.two_level(rank_classes(counts))
-        self.dtype = dtype  # of the table
+        self.dtype = dtype  # the table's
         self.table_device = torch.device("cpu") if name == "host" else options.device
         self.tree = tree.to(self.table_device)
         # [steps, 2, P]: input words and target words of each step

@@ -41,7 +41,7 @@ def no_loss(hidden: Tensor, targets: Tensor, output: nn.Module) -> Tensor:
 
 
 Loss = Callable[[Tensor, Tensor, nn.Module], Tensor]
-"""From hidden [T, B, H], targets [T, B] and the output layer to a scalar."""
+"""Computes a scalar from hidden [T, B, H], targets [T, B] and the output layer."""
 LOSSES: dict[str, Loss] = {"torch": torch_loss, "none": no_loss}
 
 
@@ -55,7 +55,7 @@ class OtherLoss(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, state: State | None
     ) -> tuple[Tensor, State | None]:
-        """As `LanguageModel.loss`."""
+        """The same as `LanguageModel.loss`."""
         hidden, state = self.model(tokens, state)
         return self.compute(hidden, targets, cast(nn.Module, self.model.output)), state
 

@@ -17,7 +17,7 @@ from scripts.reproduction.tables import generate_tables
 
 PAGES = ("README.md", "*/README.md", "lm/output/README.md", "scripts/*/README.md")
 RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")
-"""What the header comment of every recipe states."""
+"""Labels in the header comment of every recipe."""
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""The tables of results: those of logs of benchmarks, and those of training runs."""
+"""The tables of results, made from logs of benchmarks and of training runs."""
 
 import json
 import statistics
@@ -26,12 +26,12 @@ OVERVIEW = {
 }
 VOCABULARIES = {
     "N": "{words:,}",
-    "corpus, model": "{corpus}",
+    "text": "{text}",
     "full softmax, tokens/s": "{full_tokens_per_second:,.0f}",
-    "class-based, tokens/s": "{tokens_per_second:,.0f}",
-    "ratio": "{ratio:.2g}",
-    "full softmax, test perplexity": "{full_perplexity:.2f}",
-    "class-based, test perplexity": "{perplexity:.2f}",
+    "classes, tokens/s": "{tokens_per_second_median:,.0f}",
+    "speed-up": "{ratio:.1f}",
+    "full softmax, perplexity": "{full_perplexity:.1f}",
+    "classes, perplexity": "{perplexity:.1f}",
 }
 """Title of a column → template of its cells."""
 
@@ -118,18 +118,14 @@ def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
         if logs := [run.read_log() for run in table.runs(results, [row]) if run.done]:
             where = {"config": Path(table.rows[row][0]).name, "tree": table.summary[row]}
             speeds = read_log(results, "training_speed", where | {"precision": "bf16-mixed"})
-            speed = speeds[-1] if speeds else {"ratio": None, "tokens_per_second_median": None}
-            found.append(
-                {
-                    "corpus": "" if found else table.title,
-                    "published": "" if found else table.published,
-                    "row": row,
-                    "tokens": logs[0]["tokens"],
-                    "perplexity": statistics.fmean(log["test"]["word_perplexity"] for log in logs),
-                    "ratio": speed["ratio"],
-                    "tokens_per_second": speed["tokens_per_second_median"],
-                }
-            )
+            figures = {
+                "corpus": "" if found else table.title,
+                "published": "" if found else table.published,
+                "row": row,
+                "tokens": logs[0]["tokens"],
+                "perplexity": statistics.fmean(log["test"]["word_perplexity"] for log in logs),
+            }
+            found.append((speeds or [{}])[-1] | figures)
     return found
 
 
@@ -137,17 +133,16 @@ def vocabularies(results: Path) -> list[Row]:
     """The full softmax and classes of one corpus for each size of the vocabulary."""
     found: list[Row] = []
     for table in read_tables().values():
-        if table.vocabulary:
-            chosen = [
-                table.vocabulary[name] for name in ("ours", "full") if name in table.vocabulary
-            ]
-            ours, *full = compare(table, chosen, results)
-            ours |= {"words": table.vocabulary["words"], "corpus": table.title}
-            ours["full_tokens_per_second"] = ours["tokens_per_second"] / ours["ratio"]
-            found.append(ours | {"full_perplexity": full[0]["perplexity"] if full else None})
+        if chosen := table.vocabulary:
+            names = [chosen[name] for name in ("ours", "full") if name in chosen]
+            ours, *full = compare(table, names, results)
+            ours["text"], ours["words"] = table.title.split(",")[0], chosen["words"]
+            ours["full_tokens_per_second"] = ours["tokens_per_second_median"] / ours["ratio"]
+            ours["full_perplexity"] = full[0]["perplexity"] if full else None
+            found.append(ours)
     (large,) = read_log(results, "ten_million", {"what": "steps 1 to 100", "table": "fp32"})
-    speed = {"tokens_per_second": large["tokens_per_second"]}
-    return [*found, {"words": 10_000_000, "corpus": "synthetic text, LSTM 300, tied", **speed}]
+    speed = {"tokens_per_second_median": large["tokens_per_second"]}
+    return [*found, {"words": 10_000_000, "text": "synthetic", **speed}]
 
 
 def short(value: float) -> str:
