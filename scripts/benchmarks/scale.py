@@ -57,7 +57,6 @@ COLUMNS = {
     "rows visited": "{rows_visited:,.0f}",
     "peak GB": "{peak_bytes:.2f/1e9}",
     "table GB": "{table_bytes:.3f/1e9}",
-    "steps/min": "{steps_per_minute:,.1f}",
 }
 
 
@@ -101,13 +100,7 @@ def measure_alone(name: str, vocab_size: int, dtype: str, options: argparse.Name
 
 def measure_all(options: argparse.Namespace) -> list[Row]:
     """The rows of all measurements; a method that failed is not tried at larger N."""
-    device = options.device.type
-    print(
-        f"{reporting.environment(device)['device']}, {options.threads} threads of {os.cpu_count()}"
-        f" processors, torch {torch.__version__}: {options.positions:,} positions,"
-        f" H = {options.hidden}"
-    )
-    table = Table(COLUMNS, options.json, device)
+    table = Table(COLUMNS, options.json, options.device.type)
     broken: set[tuple[str, str]] = set()
     for vocab_size, dtype in product(sorted(options.sizes), options.dtype):
         num_rows = len(table.rows)

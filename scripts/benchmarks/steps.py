@@ -282,7 +282,6 @@ def measure(name: str, vocab_size: int, dtype: str, options: argparse.Namespace)
         "cpu_seconds": scale * statistics.median(timing.cpu for timing in times[1:]),
         "run_positions": num_run,
         "microseconds_per_position": 1e6 * seconds / num_positions,
-        "steps_per_minute": 60 / seconds,
         "rows_visited": statistics.median(visited),
         "peak_bytes": proc_bytes(PROCESS / "status", "VmHWM"),
         "device_peak_bytes": peak,
