@@ -57,7 +57,7 @@ train: {batch_size: 32, seq_len: 35}
 def run(folder: Path, verb: str, setting: dict[str, str], overrides: list[str]) -> None:
     """Run `lm` on the text and the prepared data in `folder`, under one setting alone."""
     folders = [f"--data.dir={folder}", f"--data.prepared_dir={folder / 'data'}"]
-    command = [sys.executable, "-m", "lm.cli", verb, str(folder / "config.yaml"), *folders]
+    command = [sys.executable, "-m", "lm", verb, str(folder / "config.yaml"), *folders]
     command += ["--no-progress", *overrides]
     subprocess.run(command, env=environment(setting), check=True, capture_output=True)
 
