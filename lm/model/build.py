@@ -150,8 +150,7 @@ def restore_model(
 
     Args:
         config, output, word_table, context: as for `build_model`.
-        state: the model's `state_dict()`, also of earlier versions; its tensors become the
-            parameters.
+        state: the model's `state_dict()`; its tensors become the parameters.
 
     Returns:
         The model, in training mode.
@@ -162,7 +161,7 @@ def restore_model(
     """
     vocab_size, tree = None, None
     if output.tree == "adaptive":
-        index = state.get("output.index_of_word", state.get(f"{_TREE}row_of_word"))
+        index = state.get("output.index_of_word")
         vocab_size = None if index is None else len(index)
     else:
         arrays = {k.removeprefix(_TREE): v for k, v in state.items() if k.startswith(_TREE)}
