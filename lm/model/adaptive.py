@@ -6,7 +6,7 @@ fewer dimensions. It trains and evaluates like any other output layer, but does 
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,11 @@ IGNORE_INDEX = -100
 
 
 class AdaptiveSoftmax(nn.Module):
-    """`nn.AdaptiveLogSoftmaxWithLoss` as an `OutputLayer`. Under autocast it computes in fp32.
+    """`nn.AdaptiveLogSoftmaxWithLoss` as an `OutputLayer`; computes in fp32 under autocast.
 
     Args:
         hidden_size: H.
-        counts: [N] occurrences of each word, which give its frequency rank; ties are ranked by
-            word.
+        counts: [N] occurrences of each word, which give its frequency rank; ties go by word.
         cutoffs: frequency ranks at which the clusters begin: increasing, at least one, within
             1 … N - 1. The first is the size of the shortlist.
         bias: whether the shortlist has biases (the clusters have none).
@@ -73,22 +72,12 @@ class AdaptiveSoftmax(nn.Module):
         return by_index[:, self.index_of_word].view(*hidden.shape[:-1], -1)
 
     def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
-        """Log-probabilities of candidate words [..., K], as so many positions; [..., K]."""
+        """Log-probabilities [..., K] of candidate words, each computed as a position of its own."""
         expanded = hidden.unsqueeze(-2).expand(*word.shape, hidden.shape[-1])
         return -self.loss(expanded, word, "none")
 
     def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Negative log-likelihood of words.
-
-        Args:
-            hidden: [..., H].
-            target: [...] int64; positions with -100 are ignored.
-            reduction: "mean" over the positions that are not ignored (0 if all are), "sum" or
-                "none".
-
-        Returns:
-            Nats: a scalar, or [...] with "none", where ignored positions are 0.
-        """
+        """Negative log-likelihood of words, "mean" over the positions that are not ignored."""
         valid = target != IGNORE_INDEX
         index = self.index_of_word[target.where(valid, 0).flatten()]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -100,19 +89,9 @@ class AdaptiveSoftmax(nn.Module):
 
     @torch.no_grad()
     def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """Negative log-likelihood in nats at each level, without a gradient.
-
-        Args:
-            hidden: [..., H].
-            target: [...] int64; positions with -100 are ignored.
-
-        Returns:
-            [2, ...]: the choice of the shortlist's word or the cluster, and of the word in the
-            cluster. Ignored positions are 0.
-        """
-        flat, target_flat = self._flat(hidden), target.flatten()
-        valid = target_flat != IGNORE_INDEX
-        index = self.index_of_word[target_flat.where(valid, 0)]
+        """[2, ...]: the choice of the shortlist's word or the cluster, and of a word within it."""
+        flat, valid = self._flat(hidden), target.flatten() != IGNORE_INDEX
+        index = self.index_of_word[target.flatten().where(valid, 0)]
         cutoffs = self.softmax.cutoffs
         cluster = torch.bucketize(index, index.new_tensor(cutoffs[:-1]), right=True)
         nll = flat.new_zeros(2, len(flat))
@@ -126,32 +105,12 @@ class AdaptiveSoftmax(nn.Module):
         return nll.where(valid, 0.0).view(2, *target.shape)
 
     def sample(self, *arguments: object, **options: object) -> NoReturn:
-        """Not supported.
-
-        Raises:
-            ValueError: always.
-        """
+        """Not supported: raises a ValueError."""
         raise ValueError("output.tree: adaptive does not support sampling")
 
     def topk(self, hidden: Tensor, k: int) -> NoReturn:
-        """Not supported.
-
-        Raises:
-            ValueError: always.
-        """
+        """Not supported: raises a ValueError."""
         raise ValueError("output.tree: adaptive does not support search for the best words")
-
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept the tree of shortlist and clusters that earlier versions saved."""
-        if f"{prefix}tree.row_of_word" in state:
-            row = state.pop(f"{prefix}tree.row_of_word")
-            num_children = state.pop(f"{prefix}tree.num_children")
-            state.pop(f"{prefix}tree.row_of_node")
-            num_clusters = len(num_children) - 1
-            # Rows: the shortlist's words, the clusters, the clusters' words.
-            in_shortlist = row < num_children[0] - num_clusters
-            state[f"{prefix}index_of_word"] = row.where(in_shortlist, row - num_clusters)
-        super()._load_from_state_dict(state, prefix, *args)
 
     def _flat(self, hidden: Tensor) -> Tensor:
         """[M, H] in the type of the weights."""

@@ -1,11 +1,12 @@
 """OutputLayer: what a language model requires of its softmax over words."""
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from lm.output import Sampling
 from lm.output.decoding.search import TopK
 from lm.output.functional import Reduction
 
@@ -28,11 +29,9 @@ class OutputLayer(Protocol):
         """Negative log-likelihood in nats: a scalar, or [...] with `reduction="none"`."""
 
     def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """Negative log-likelihood in nats at each level of the tree, without a gradient.
+        """The terms of the loss at each level of the tree, [D, ...], without a gradient.
 
-        Returns:
-            [D, ...]; row 0 is the class part, the sum over rows is the loss of each position;
-            ignored positions are 0.
+        Row 0 is the class part; the sum over rows is the loss of each position.
         """
 
     def log_prob(self, hidden: Tensor) -> Tensor:
@@ -44,15 +43,12 @@ class OutputLayer(Protocol):
     def sample(
         self,
         hidden: Tensor,
+        sampling: Sampling | None = None,
         *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
         previous: Tensor | None = None,
         seeds: Tensor | None = None,
         generator: torch.Generator | None = None,
+        **options: Any,
     ) -> Tensor:
         """Draw a word for each position, [...] int64; see `HierarchicalSoftmax.sample`."""
 

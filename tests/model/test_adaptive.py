@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.model.adaptive import AdaptiveSoftmax
-from lm.output import ClassTree
 
 N, H = 30, 16
 COUNTS = torch.randperm(N, generator=torch.Generator().manual_seed(3)) + 1
@@ -98,17 +97,6 @@ def test_the_index_is_saved_and_generation_is_an_error() -> None:
         adaptive.sample(vectors)
     with pytest.raises(ValueError, match="does not support search for the best words"):
         adaptive.topk(vectors, 1)
-
-
-def test_a_state_with_a_tree_instead_of_the_index_is_loaded() -> None:
-    adaptive, other = layer(), AdaptiveSoftmax(H, torch.arange(N), [5, 15]).double()
-    rank = torch.empty(N, dtype=torch.int64)
-    rank[COUNTS.argsort(descending=True)] = torch.arange(N)
-    tree = ClassTree.two_level((rank >= 15).long(), 5, COUNTS)
-    state = adaptive.state_dict()
-    del state["index_of_word"]
-    other.load_state_dict(state | {f"tree.{k}": v for k, v in tree.state_dict().items()})
-    assert torch.equal(other.index_of_word, adaptive.index_of_word)
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,7 @@ def test_a_restored_model_computes_the_same(tree: str) -> None:
     word_class = ClassTree.two_level(torch.arange(N) % 4)
     class_tree = None if tree == "adaptive" else word_class
     model = build_model(config, output, table, class_tree, T, counts=COUNTS).eval()
-    state = model.state_dict()
-    restored = restore_model(config, output, table, T, state).eval()
+    restored = restore_model(config, output, table, T, model.state_dict()).eval()
     tokens = torch.arange(N).view(5, 6)
     hidden, _ = restored(tokens)
     assert torch.equal(hidden, model(tokens)[0])

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from data_prep.errors import UserError
-from data_prep.storage import sha256_file
 from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.model import files
 from lm.model.build import build_model
@@ -72,20 +70,6 @@ def test_a_saved_model_predicts_the_same_when_it_is_loaded(
     torch.testing.assert_close(nll, same, rtol=near, atol=near)
     assert not loaded.training
     assert (read.step, read.valid_perplexity, read.context) == (3, 4.5, 6)
-
-
-def test_weights_with_rows_of_h_numbers_are_loaded(tmp_path: Path) -> None:
-    """As earlier versions wrote them: now 4 zeros follow the 12 numbers."""
-    model = saved(tmp_path, hidden=12, tied=True).eval()
-    state = load_file(tmp_path / "model.safetensors")
-    assert state["output.weight"].shape[1] == 16
-    state["output.weight"] = state["output.weight"][:, :12].contiguous()
-    save_file(state, tmp_path / "model.safetensors")
-    rewritten(tmp_path, weights_sha256=sha256_file(tmp_path / "model.safetensors"))
-    loaded, _ = load_model(tmp_path)
-    assert torch.equal(loaded.table[0], model.table[0])
-    tokens = torch.tensor([[1, 5], [3, 2], [6, 0]])
-    torch.testing.assert_close(loaded(tokens)[0], model(tokens)[0])
 
 
 def test_a_loaded_model_can_be_changed_and_saved_over_its_own_file(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """hierarchical_cross_entropy: its definition in fp64, and the laws that a softmax obeys."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output import ClassTree, hierarchical_cross_entropy
-from lm.output.functional import hierarchical_nll_by_level
+from lm.output.functional import hierarchical_lse_by_level, hierarchical_nll_by_level
 
 from .definition import (
     TREES,
@@ -75,6 +77,29 @@ def test_the_nll_by_level_of_no_positions_is_empty() -> None:
     assert empty.shape == (2, 0)
     with pytest.raises(IndexError, match="target 23 is out of bounds for 23 words"):
         hierarchical_nll_by_level(hidden, weight, torch.full((3,), N), TWO_LEVEL, bias)
+
+
+def test_the_lse_by_level_is_that_of_each_softmax_and_differentiable_twice(tree: ClassTree) -> None:
+    *inputs, target = problem(tree, 3, 2)
+
+    def lse_by_level(*inputs: Tensor) -> Tensor:
+        hidden, weight, bias = inputs
+        return hierarchical_lse_by_level(hidden, weight, target, tree, bias)
+
+    found = lse_by_level(*inputs)
+    hidden, weight, bias = inputs
+    expected = torch.zeros_like(found)
+    for place, word in zip(product(range(3), range(2)), target.flatten().tolist(), strict=True):
+        for level, (node, _) in enumerate(tree.path(word) if word != -100 else []):
+            rows = tree.node_of_row == node
+            if rows.sum() > 1:
+                logits = weight[rows] @ hidden[place] + bias[rows]
+                expected[level, *place] = logits.logsumexp(0)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lse_by_level, inputs)
+    assert torch.autograd.gradgradcheck(lse_by_level, inputs, fast_mode=True)
+    empty = hierarchical_lse_by_level(hidden[:0], weight, target[:0], tree)
+    assert empty.shape == (tree.depth, 0, 2)
 
 
 @both_backends

@@ -11,6 +11,7 @@ from lm.output.backends.autograd import Op, register_op
 from lm.output.backends.base import Backend, Needs, Problem
 from lm.output.backends.reference.backend import ReferenceBackend
 from lm.output.backends.triton.backend import TritonBackend
+from lm.output.rowwise.eager import constant_when_compiled
 from lm.output.tree.class_tree import ClassTree
 
 BACKENDS: dict[str, Backend] = {"triton": TritonBackend(), "reference": ReferenceBackend()}
@@ -46,11 +47,13 @@ def choose_backend(requested: str, problem: Problem, device: torch.device) -> st
             if obstacle is None and backend.verified(device, problem.hidden.dtype):
                 return name
             if obstacle is not None:
-                warnings.warn(
-                    f"the output layer computes slowly on {device}: backend {name} {obstacle}",
-                    stacklevel=3,
-                )
+                _warn(f"the output layer computes slowly on {device}: backend {name} {obstacle}")
     return "reference"
+
+
+@constant_when_compiled
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
 
 
 def expected_backend(

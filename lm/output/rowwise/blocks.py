@@ -9,7 +9,7 @@ clipping, and in the optimizer's step. Rows that are read as input vectors have 
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -107,11 +107,13 @@ def blocks_of(parts: Sequence[Part]) -> Iterator[Block]:
     for part in parts:
         if isinstance(part, Product):
             products[part.first_row].append(part)
-    single = _coalesced([part for part in parts if isinstance(part, Rows)])
     nodes = [_joined(products[first]) for first in sorted(products)]
-    of_nodes, rest = _split_by_node(single, nodes)
+    of_nodes: list[Rows | None] = [None] * len(nodes)
+    single = [part for part in parts if isinstance(part, Rows)]
+    if single:
+        of_nodes, rest = _split_by_node(_coalesced(single), nodes)
     yield from chain.from_iterable(map(_portions, nodes, of_nodes))
-    if rest is not None and rest.row.numel():
+    if single:
         step = max(1, ROWS_ELEMENTS // rest.values.shape[1])
         for begin in range(0, rest.row.numel(), step):
             yield Block(rest.row[begin : begin + step], rest.values[begin : begin + step])
@@ -133,10 +135,8 @@ def _joined(products: Sequence[Product]) -> Product:
     return Product(products[0].first_row, coefficients, vectors)
 
 
-def _coalesced(parts: Sequence[Rows]) -> Rows | None:
+def _coalesced(parts: Sequence[Rows]) -> Rows:
     """The sum of the parts, each row once and in ascending order."""
-    if not parts:
-        return None
     row, values = parts[0]
     if len(parts) > 1:
         row = torch.cat([part.row for part in parts])
@@ -146,28 +146,19 @@ def _coalesced(parts: Sequence[Rows]) -> Rows | None:
     return Rows(rows, summed.index_add_(0, place, values))
 
 
-def _split_by_node(
-    single: Rows | None, nodes: Sequence[Product]
-) -> tuple[list[Rows | None], Rows | None]:
+def _split_by_node(single: Rows, nodes: Sequence[Product]) -> tuple[list[Rows | None], Rows]:
     """Single rows by the node whose children they are, and those of nodes without a product.
 
     Both arguments are in the order of their rows.
     """
-    if single is None or not nodes:
-        return [None] * len(nodes), single
-    first = torch.tensor([node.first_row for node in nodes])
-    stop = first + torch.tensor([node.coefficients.shape[1] for node in nodes])
-    index = single.row.to(first.device)
-    begin = torch.searchsorted(index, first).tolist()
-    end = torch.searchsorted(index, stop).tolist()
-    of_nodes = [
-        Rows(single.row[a:b], single.values[a:b]) if a < b else None
-        for a, b in zip(begin, end, strict=True)
-    ]
-    owner = torch.searchsorted(first, index, right=True) - 1
-    outside = (owner < 0) | (index >= stop[owner.clamp(min=0)])
-    outside = outside.to(single.row.device)
-    return of_nodes, Rows(single.row[outside], single.values[outside])
+    bounds = [(node.first_row, node.first_row + node.coefficients.shape[1]) for node in nodes]
+    flat = single.row.new_tensor(bounds).flatten()
+    cuts = [0, *torch.searchsorted(single.row, flat).tolist(), len(single.row)]
+    sizes = [stop - begin for begin, stop in pairwise(cuts)]
+    rows, values = torch.split(single.row, sizes), torch.split(single.values, sizes)
+    inside = zip(rows[1::2], values[1::2], strict=True)
+    of_nodes = [Rows(row, value) if row.numel() else None for row, value in inside]
+    return of_nodes, Rows(torch.cat(rows[::2]), torch.cat(values[::2]))
 
 
 def _portions(node: Product, rows: Rows | None) -> Iterator[Block]:

@@ -12,7 +12,7 @@ for the root) and `row_of_word` [N].
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,9 +130,9 @@ class ClassTree(nn.Module):
     @classmethod
     def two_level(
         cls,
-        word_class: Tensor | Sequence[int] | None = None,
+        word_class: Tensor | Collection[int] | None = None,
         shortlist: int = 0,
-        counts: Tensor | Sequence[int] | None = None,
+        counts: Tensor | Collection[int] | None = None,
         *,
         num_words: int | None = None,
     ) -> "ClassTree":
@@ -180,7 +180,7 @@ class ClassTree(nn.Module):
         return cls._from_shape(shapes.balanced, vocab_size, branching)
 
     @classmethod
-    def huffman(cls, counts: Tensor | Sequence[int], arity: int = 2) -> "ClassTree":
+    def huffman(cls, counts: Tensor | Collection[int], arity: int = 2) -> "ClassTree":
         """The tree with the least expected depth: frequent words have short paths.
 
         Minimises Σ_w counts[w] · depth(w).

@@ -6,7 +6,7 @@
 import heapq
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -25,9 +25,9 @@ class Shape(NamedTuple):
 
 
 def two_level(
-    word_class: Tensor | Sequence[int] | None,
+    word_class: Tensor | Collection[int] | None,
     shortlist: int,
-    counts: Tensor | Sequence[int] | None,
+    counts: Tensor | Collection[int] | None,
     num_words: int | None,
 ) -> Shape:
     """The shape of `ClassTree.two_level`."""
@@ -70,7 +70,7 @@ def balanced(vocab_size: int, branching: int) -> Shape:
     return Shape(parent, torch.arange(parent.numel()), vocab_size)
 
 
-def huffman(counts: Tensor | Sequence[int], arity: int) -> Shape:
+def huffman(counts: Tensor | Collection[int], arity: int) -> Shape:
     """The shape of `ClassTree.huffman`."""
     counts = _integers("counts", counts)
     check_size("arity", arity, 2)
@@ -172,7 +172,7 @@ def check_size(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def _integers(name: str, array: Tensor | Sequence[int]) -> Tensor:
+def _integers(name: str, array: Tensor | Collection[int]) -> Tensor:
     """Non-negative integers, checked, as int64 on the CPU."""
     tensor = torch.as_tensor(array)
     inexact = tensor.is_floating_point() or tensor.is_complex()

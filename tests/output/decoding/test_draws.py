@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lm.output import ClassTree
 from lm.output.decoding.distribution import log_prob
-from lm.output.decoding.draws import RejectionSampler
+from lm.output.decoding.draws import RejectionSampler, draw
 from lm.output.decoding.expansion import Expander, Penalty
 from lm.output.decoding.uniforms import Uniforms, derive_seeds
 
@@ -83,6 +83,12 @@ def test_frequencies_match_at_extreme_temperatures(temperature: float) -> None:
         layer = random_layer(shape, num_positions=1)
         (drawn,) = draw_many(layer, 20000, temperature=temperature)
         assert_distributed(drawn, restricted(word_log_prob(*layer)[0], temperature))
+
+
+def test_columns_of_weight_zero_are_never_drawn() -> None:
+    log_weight = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]).double()
+    uniform = torch.tensor([0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
+    assert draw(log_weight.expand(4, -1), uniform).tolist() == [1, 1, 3, 3]
 
 
 @all_shapes

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,34 +32,28 @@ _free: list[mmap.mmap] = []
 
 
 def zeros_except(written: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
-    """A gradient like `like` [R, H] that is zero outside of the rows that the caller fills in.
+    """A gradient like `like` [R, …] that is zero outside of the rows that the caller fills in.
 
     `written` are the first row and end of these intervals, ascending and disjoint.
     """
-    num_bytes = like.numel() * like.element_size()
+    num_bytes, dtype = like.numel() * like.element_size(), like.dtype
     if like.device.type != "cpu" or num_bytes < LARGE_BYTES:
-        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        return _zero_between(out, written)
+        return _zero_between(torch.empty(like.shape, dtype=dtype, device=like.device), written)
     share = sum(end - first for first, end in written) / like.shape[0]
     if share < REUSED_SHARE or num_bytes > REUSED_BYTES:
-        return torch.frombuffer(mmap.mmap(-1, num_bytes, **_MAPPING), dtype=like.dtype).view(
-            like.shape
-        )
-    used = _take(num_bytes)
-    memory = used or mmap.mmap(-1, num_bytes, **_MAPPING)
-    lease = (ctypes.c_char * num_bytes).from_buffer(memory)
-    weakref.finalize(lease, _give_back, memory).atexit = False
-    out = torch.frombuffer(lease, dtype=like.dtype).view(like.shape)
-    return _zero_between(out, written) if used else out
-
-
-def _take(num_bytes: int) -> mmap.mmap | None:
-    """The free memory if it has that size; it is then no longer free."""
+        fresh = mmap.mmap(-1, num_bytes, **_MAPPING)
+        return torch.frombuffer(fresh, dtype=dtype).view(like.shape)
     try:
         memory = _free.pop()
     except IndexError:
-        return None
-    return memory if len(memory) == num_bytes else None
+        memory = None
+    is_used = memory is not None and len(memory) == num_bytes
+    if memory is None or not is_used:
+        memory = mmap.mmap(-1, num_bytes, **_MAPPING)
+    lease = (ctypes.c_char * num_bytes).from_buffer(memory)
+    weakref.finalize(lease, _give_back, memory).atexit = False
+    out = torch.frombuffer(lease, dtype=dtype).view(like.shape)
+    return _zero_between(out, written) if is_used else out
 
 
 def _give_back(memory: mmap.mmap) -> None:
@@ -66,9 +61,6 @@ def _give_back(memory: mmap.mmap) -> None:
 
 
 def _zero_between(out: Tensor, written: Sequence[tuple[int, int]]) -> Tensor:
-    end = 0
-    for first, stop in written:
+    for (_, end), (first, _) in pairwise([(0, 0), *written, (len(out), 0)]):
         out[end:first] = 0
-        end = stop
-    out[end:] = 0
     return out

@@ -80,8 +80,8 @@ class TritonBackend:
         num_bytes = problem.num_positions * path_slots(problem) * hidden.element_size()
         if num_bytes > MAX_SAVED_BYTES:
             return (
-                f"would save {num_bytes} bytes, for {problem.num_positions} positions with up to"
-                f" {problem.max_path_columns} columns each; the limit is {MAX_SAVED_BYTES}"
+                f"would save more than {MAX_SAVED_BYTES} bytes, with up to"
+                f" {problem.max_path_columns} columns for each position"
             )
         return None
 

@@ -1,5 +1,7 @@
 """Backend "auto" compares the kernels with the reference first; here in the interpreter."""
 
+from subprocess import CalledProcessError
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,10 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS, choose_backend
 from lm.output.backends.base import Problem
-from lm.output.backends.triton import verify
+from lm.output.backends.triton import backend, verify
 from lm.output.backends.triton.launch import Launch, execute, instrumented
 
 pytest.importorskip("triton")
+from triton.compiler.errors import CompilationError
+
 CPU = torch.device("cpu")
 TREE = ClassTree.two_level(torch.arange(40) // 7)
 HALF = Problem.without_values(30, 16, TREE, torch.float16)
@@ -78,6 +82,52 @@ def test_without_any_one_launch_auto_warns_and_takes_the_reference() -> None:
         assert choose_backend("auto", HALF, CPU) == "reference"
         assert choose_backend("triton", HALF, CPU) == "triton"
         num_launches, faulty = len(names) - 1, faulty + 1
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+        CalledProcessError(1, ["gcc", "main.c"]),
+        FileNotFoundError(2, "No such file or directory", "ptxas"),
+        CompilationError("", None, "unsupported"),
+    ],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_kernels_that_do_not_compile_are_replaced_with_one_warning(failure: Exception) -> None:
+    def run(launch: Launch) -> None:
+        raise failure
+
+    with instrumented(run=run), pytest.warns(UserWarning, match=type(failure).__name__) as seen:
+        assert choose_backend("auto", HALF, CPU) == "reference"
+    assert str(failure).splitlines()[0] in str(seen[0].message)
+    assert choose_backend("auto", HALF, CPU) == "reference"  # warnings are errors
+
+
+def test_a_lack_of_memory_does_not_condemn_the_kernels() -> None:
+    def run(launch: Launch) -> None:
+        raise torch.OutOfMemoryError
+
+    with instrumented(run=run), pytest.raises(torch.OutOfMemoryError):
+        choose_backend("auto", HALF, CPU)
+    assert choose_backend("auto", HALF, CPU) == "triton"
+
+
+def test_a_model_is_traced_with_a_warning_where_the_kernels_would_save_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backend, "MAX_SAVED_BYTES", 100)
+    hidden, weight = torch.randn(9, 16).half(), torch.randn(TREE.num_rows, 16).half()
+
+    def loss(hidden: Tensor) -> Tensor:
+        return hierarchical_cross_entropy(hidden, weight, torch.arange(9), TREE)
+
+    with pytest.warns(UserWarning, match="slowly on cpu: .* save more than 100 bytes"):
+        expected = loss(hidden)
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="eager")
+    with pytest.warns(UserWarning, match="slowly on cpu"):
+        torch.testing.assert_close(compiled(hidden), expected)
 
 
 @pytest.mark.parametrize("faulty", [False, True])
