@@ -184,11 +184,6 @@ def perplexity(nll: float, count: int) -> float:
 def evaluate_split(run: Run, split: str, *, progress: bool = True) -> Evaluation:
     """Evaluate the model of a run on a split of its corpus: `train`, `valid` or `test`.
 
-    Args:
-        run: the run, opened.
-        split: name of the split.
-        progress: whether to show a progress bar in a terminal.
-
     Raises:
         UserError: if there is no model, its prepared data are absent, or they were prepared again
             with another tokenizer.
@@ -209,12 +204,7 @@ def evaluate_split(run: Run, split: str, *, progress: bool = True) -> Evaluation
 
 
 def evaluate_text(run: Run, lines: Iterable[str], *, progress: bool = True) -> Evaluation:
-    """Evaluate the model of a run on lines of text, given without line ends.
-
-    Args:
-        run: the run, opened.
-        lines: the text.
-        progress: whether to show a progress bar in a terminal.
+    """Evaluate the model of a run on the lines of a text, given without line ends.
 
     Raises:
         UserError: if there is no model, its tokenizer is not the one that it was trained with, or

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lm.cli import main
 from lm.config import ModelConfig, OutputConfig, WordTable
@@ -22,7 +21,6 @@ from lm.model import reader
 from lm.model.build import build_model
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
-from lm.run import Run
 from lm.training.metrics import read_metrics
 
 N, EOS, UNK = 9, 0, 1
@@ -140,31 +138,6 @@ def test_the_class_perplexity_is_that_of_summed_word_probabilities() -> None:
     assert measured(model, tokens).class_perplexity == pytest.approx(expected, rel=1e-11)
 
 
-@BACKBONES
-def test_the_output_layer_computes_each_chunk_once(
-    backbone: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, tokens = make(backbone), text(50)
-    by_level, num_positions = model.output.nll_by_level, list[int]()
-
-    def noted(hidden: Tensor, target: Tensor) -> Tensor:
-        num_positions.append(target.numel())
-        return by_level(hidden, target)
-
-    monkeypatch.setattr(model.output, "nll_by_level", noted)
-    monkeypatch.setattr(model.output, "loss", None)
-    measured(model, tokens)
-    assert sum(num_positions) == 50
-
-
-def test_the_first_token_is_predicted_from_eos() -> None:
-    model = make("lstm")
-    for word in range(2, N):
-        expected = nll_after(model, np.array([EOS]), word)
-        result = measured(model, np.array([word], dtype=np.uint16))
-        assert result.nll_nats == pytest.approx(expected, rel=1e-12)
-
-
 def test_without_unknown_words_nothing_is_excluded_and_with_only_them_the_rest_is_nan() -> None:
     model = make("lstm")
     known = measured(model, np.array([2, 3, 4], dtype=np.uint16))
@@ -264,23 +237,6 @@ def test_the_stated_context_is_that_of_the_windows(context: int) -> None:
     assert {*np.concatenate(rest, axis=None).tolist()} == {*range(few, context + 1)}
 
 
-def test_a_loop_over_the_tokens_of_a_run_gives_its_perplexity(lstm_run: Path) -> None:
-    run = Run(lstm_run, device="cpu")
-    tokens, description = run.prepared.tokens("test"), run.description
-    ids: Any = {"eos_id": description.eos_id, "context": description.context}
-    expected = by_hand(run.model.double(), tokens, **ids)
-    result = evaluate(run.model, tokens, COUNTS, unk_id=description.unk_id, **ids)
-    assert result.nll_nats == pytest.approx(sum(expected), rel=1e-11)
-
-
-def test_a_compressed_text_is_its_content(
-    lstm_run: Path, corpus: Path, tmp_path: Path, evaluated: Evaluated
-) -> None:
-    path = tmp_path / "test.txt.gz"
-    path.write_bytes(gzip.compress((corpus / "test.txt").read_bytes()))
-    assert evaluated(lstm_run, "--text", path) == evaluated(lstm_run, "--text", corpus / "test.txt")
-
-
 def test_special_words_in_a_text_are_reported(
     lstm_run: Path, tmp_path: Path, evaluated: Evaluated, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -300,11 +256,11 @@ def test_a_text_of_words_never_seen_is_all_unknown(
     assert (values["tokens"], values["words"], values["oov"]) == (5, 3, 3)
 
 
-def test_byte_order_marks_are_not_words(
+def test_a_compressed_text_is_its_content_without_a_byte_order_mark(
     lstm_run: Path, corpus: Path, tmp_path: Path, evaluated: Evaluated
 ) -> None:
-    path, plain = tmp_path / "text.txt", (corpus / "test.txt").read_text()
-    path.write_text(plain, encoding="utf-8-sig")
+    path, plain = tmp_path / "text.txt.gz", (corpus / "test.txt").read_text()
+    path.write_bytes(gzip.compress(plain.encode("utf-8-sig")))
     assert evaluated(lstm_run, "--text", path) == evaluated(lstm_run, "--text", corpus / "test.txt")
 
 

@@ -1,6 +1,5 @@
 """A loaded model has the probabilities of the network, in every form in which it gives them."""
 
-import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -82,17 +81,6 @@ def test_many_steps_equal_single_ones(loaded: LoadedModel) -> None:
         assert step.state.num_tokens == single.state.num_tokens
         assert step.state.num_unknown == single.state.num_unknown
     assert loaded.step_many([], []) == []
-
-
-def test_steps_of_a_sentence_sum_to_its_perplexity(run: Path) -> None:
-    loaded, text = lm.load(run), "a dog"
-    loaded.model.double()
-    state, total = loaded.start(), 0.0
-    words: list[Word] = [*text.split(), loaded.eos_id]
-    for word in words:
-        log_prob, state = loaded.step(state, word)
-        total += log_prob
-    assert math.exp(-total / 3) == pytest.approx(loaded.perplexity(text), rel=1e-12)
 
 
 def test_perplexity_is_that_of_evaluate(run: Path, corpus: Path) -> None:

@@ -4,7 +4,8 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from data_prep.errors import UserError
@@ -71,9 +72,9 @@ def run(options: argparse.Namespace) -> None:
             is no trained model.
     """
     _check(options)
+    prompts = _prompts(options)
     try:
-        for piece in _pieces(options, _prompts(options)):
-            print(piece, end="", flush=True)
+        _generate(options, prompts)
     except ValueError as error:
         raise error if isinstance(error, UserError) else UserError(f"generate: {error}") from error
 
@@ -110,42 +111,50 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         raise UserError(f"--prompt -: invalid UTF-8: {error.reason}") from error
 
 
-def _pieces(options: argparse.Namespace, prompts: list[str]) -> Iterator[str]:
-    """What is printed, in pieces."""
-    from lm.generation import Sampling, generate_text, search_text, stream_text
+def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
+    """Print the continuations of the prompts."""
+    from lm.generation import Sampling, generate_text, search_text
 
     given = {name: getattr(options, name) for name in _SAMPLING}
     sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
-    model, tokenizer = run.model, run.tokenizer
+    model, tokenizer, num_tokens = run.model, run.tokenizer, options.tokens
     _report_unknown_words(tokenizer, prompts)
+    is_text = not (options.json or options.show_classes)
+    streams = is_text and options.beams is None and options.samples == len(prompts) == 1
     results: Iterable[list[Sample]]
     if options.beams is None:
-        stop = [text.replace("\\n", "\n") for text in options.stop or ()]
-        seed = 1 if options.seed is None else options.seed
-        drawn = {"num_tokens": options.tokens, "sampling": sampling, "stop": stop, "seed": seed}
-        is_formatted = options.json or options.show_classes
-        if options.samples == len(prompts) == 1 and not is_formatted:
-            yield prompts[0]
-            yield from stream_text(model, tokenizer, prompts[0], **drawn)
-            yield "\n"
-            return
-        results = generate_text(model, tokenizer, prompts, num_samples=options.samples, **drawn)
-    else:
-        penalty = 1.0 if options.length_penalty is None else options.length_penalty
-        searched = {"num_beams": options.beams, "length_penalty": penalty}
-        results = (
-            search_text(model, tokenizer, each, num_tokens=options.tokens, **searched)
-            for each in prompts
+        results = generate_text(
+            model,
+            tokenizer,
+            prompts,
+            num_tokens=num_tokens,
+            num_samples=options.samples,
+            sampling=sampling,
+            stop=[text.replace("\\n", "\n") for text in options.stop or ()],
+            seed=1 if options.seed is None else options.seed,
+            on_piece=partial(print, end="", flush=True) if streams else None,
         )
+    else:
+        searched = {"num_tokens": num_tokens, "num_beams": options.beams}
+        penalty = 1.0 if options.length_penalty is None else options.length_penalty
+        results = (
+            search_text(model, tokenizer, prompt, **searched, length_penalty=penalty)
+            for prompt in prompts
+        )
+    if streams:
+        print(prompts[0], end="", flush=True)
     for number, (prompt, found) in enumerate(zip(prompts, results, strict=True), 1):
         samples = found[: options.samples]
-        if options.json:
-            yield json.dumps(_values(options, run, prompt, samples), ensure_ascii=False) + "\n"
+        if streams:
+            print()
+        elif options.json:
+            values = _values(options, run, prompt, samples)
+            print(json.dumps(values, ensure_ascii=False), flush=True)
         elif options.show_classes:
-            yield from _table(run, number, prompt, samples)
+            _print_table(run, number, prompt, samples)
         else:
-            yield from (f"{prompt}{sample.text}\n" for sample in samples)
+            print(*(prompt + sample.text for sample in samples), sep="\n", flush=True)
 
 
 def _report_unknown_words(tokenizer: "Tokenizer", prompts: list[str]) -> None:
@@ -175,14 +184,14 @@ def _values(
     return values
 
 
-def _table(run: Run, number: int, prompt: str, samples: "list[Sample]") -> Iterator[str]:
-    """Lines with tabs, one for each word: prompt, sample, the probability at each level, word."""
+def _print_table(run: Run, number: int, prompt: str, samples: "list[Sample]") -> None:
+    """Print lines with tabs: numbers of prompt and sample, the probability at each level, word."""
     for index, sample in enumerate(samples, 1):
         steps = _steps(run, prompt, sample)
         if number == index == 1:
-            yield "\t".join(["prompt", "sample", *_level_names(len(steps[0][1])), "word"]) + "\n"
+            print("prompt", "sample", *_level_names(len(steps[0][1])), "word", sep="\t")
         for word, probs in steps:
-            yield "\t".join(map(str, (number, index, *(f"{p:.6f}" for p in probs), word))) + "\n"
+            print(number, index, *(f"{p:.6f}" for p in probs), word, sep="\t")
 
 
 def _level_names(depth: int) -> list[str]:

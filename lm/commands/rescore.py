@@ -35,9 +35,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "nbest", metavar="NBEST", help="id TAB scores TAB hypothesis, or Kaldi's layout"
     )
     parser.add_argument(
-        "--references", metavar="FILE", help="id and words of each utterance, for word error rates"
-    )
-    parser.add_argument(
         "--tune",
         nargs=2,
         metavar=("LIST", "REFERENCES"),
@@ -45,17 +42,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     for name, text in _WEIGHTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, help=text)
+    for name, text in (
+        ("references", "id and words of each utterance, for word error rates"),
+        ("acoustic-costs", "lines `utterance-N cost` of all Kaldi hypotheses"),
+        ("lm-costs", "likewise, of the first pass's language model"),
+    ):
+        parser.add_argument(f"--{name}", metavar="FILE", help=text)
     second = parser.add_mutually_exclusive_group()
     second.add_argument(
         "--with", dest="second_run", metavar="RUN", help="second run to interpolate with"
     )
     second.add_argument("--arpa", metavar="FILE", help="ARPA or KenLM model to interpolate with")
-    parser.add_argument(
-        "--acoustic-costs", metavar="FILE", help="lines `utterance-N cost` of all Kaldi hypotheses"
-    )
-    parser.add_argument(
-        "--lm-costs", metavar="FILE", help="likewise, of the first pass's language model"
-    )
     add_vocabulary_size(parser)
     parser.add_argument(
         "--all", action="store_true", help="print all hypotheses with their scores, best first"

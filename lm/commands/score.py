@@ -18,33 +18,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "text", metavar="FILE|-", nargs="?", help="one sentence per line (default: stdin)"
     )
-    parser.add_argument(
-        "--level",
-        default="sentence",
-        choices=("summary", "sentence", "word"),
-        help="what to print (default: sentence)",
-    )
-    parser.add_argument(
-        "--stream", action="store_true", help="all lines are one text (default: independent)"
-    )
-    parser.add_argument(
-        "--format",
-        default="kenlm",
-        choices=("kenlm", "tsv", "json"),
-        help="layout of KenLM's query, tab-separated, or JSON lines (default: kenlm)",
-    )
-    parser.add_argument(
-        "--unit",
-        default="log10",
-        choices=("log10", "nats", "bits"),
-        help="unit of log-probabilities (default: log10)",
-    )
-    parser.add_argument(
-        "--details", action="store_true", help="rank of each word, entropy of its distribution"
-    )
-    parser.add_argument(
-        "--ids", action="store_true", help="each line begins with an id and a tab or space"
-    )
+    for name, default, choices, text in (
+        ("level", "sentence", ("summary", "sentence", "word"), "what to print"),
+        ("format", "kenlm", ("kenlm", "tsv", "json"), "layout of KenLM's query, TSV or JSON lines"),
+        ("unit", "log10", ("log10", "nats", "bits"), "unit of log-probabilities"),
+    ):
+        text = f"{text} (default: {default})"
+        parser.add_argument(f"--{name}", default=default, choices=choices, help=text)
+    for name, text in (
+        ("stream", "all lines are one text (default: independent sentences)"),
+        ("details", "rank of each word, entropy of its distribution"),
+        ("ids", "each line begins with an id and a tab or space"),
+    ):
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     add_vocabulary_size(parser)
     add_computing(parser)
 

@@ -4,7 +4,7 @@
 """
 
 from lm.generation.beam_search import Hypothesis, beam_search, search_text
-from lm.generation.text import Sample, generate_text, stream_text
+from lm.generation.text import Sample, generate_text
 from lm.output import Sampling
 
 __all__ = [
@@ -14,5 +14,4 @@ __all__ = [
     "beam_search",
     "generate_text",
     "search_text",
-    "stream_text",
 ]

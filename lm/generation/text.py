@@ -8,7 +8,7 @@ batch as far as their states fit into `STATE_BYTES`.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count
 from typing import NamedTuple
 
@@ -205,30 +205,6 @@ def _without(eos_id: int, tokens: Tensor) -> Tensor:
     return tokens.masked_fill(tokens == eos_id, -1)
 
 
-def stream_text(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    num_tokens: int,
-    sampling: Sampling = PLAIN,
-    stop: Sequence[str] = (),
-    seed: int = 1,
-) -> Iterator[str]:
-    """The first sample of `generate_text` in pieces, each available as soon as it is drawn."""
-    draws = _draw(
-        model,
-        tokenizer,
-        [encode_prompt(tokenizer, prompt)],
-        range(1),
-        num_tokens=num_tokens,
-        sampling=sampling,
-        stop=stop,
-        seed=seed,
-    )
-    return (continuation.pieces[-1] for (continuation,) in draws)
-
-
 def generate_text(
     model: LanguageModel,
     tokenizer: Tokenizer,
@@ -239,6 +215,7 @@ def generate_text(
     sampling: Sampling = PLAIN,
     stop: Sequence[str] = (),
     seed: int = 1,
+    on_piece: Callable[[str], object] | None = None,
 ) -> Iterator[list[Sample]]:
     """Continues prompts with random samples.
 
@@ -253,6 +230,8 @@ def generate_text(
             prompt and those drawn, but not to `<eos>`.
         stop: a continuation ends before the first occurrence of one of these strings.
         seed: the seed of the random numbers, within -2^63 … 2^64 - 1; s and s + 2^64 are the same.
+        on_piece: for a single sample of one prompt: called with each piece of its text as soon as
+            it is drawn.
 
     Yields:
         The samples of each prompt, in order.
@@ -279,9 +258,11 @@ def generate_text(
                 stop=stop,
                 seed=seed,
             )
-            continuations = next(draws)
-            for _ in draws:
-                pass
+            continuations: list[Continuation] = []
+            for live in draws:
+                continuations = continuations or live
+                if on_piece is not None:
+                    on_piece(live[0].pieces[-1])
             for place, each in enumerate(continuations):
                 sample = Sample("".join(each.pieces), each.tokens)
                 results[group[place // len(samples)]].append(sample)

@@ -1,1 +1,1 @@
-"""Rescoring of n-best lists: `nbest` reads them, `weights` chooses, `command` is `lm rescore`."""
+"""Rescoring of n-best lists: `nbest` reads them, `weights` chooses from them."""

@@ -1,7 +1,4 @@
-"""Scores of text: log-probabilities, ranks and entropies of words; `layouts` prints them.
-
-`command` is `lm score`.
-"""
+"""Scores of text: log-probabilities, ranks and entropies of words; `layouts` prints them."""
 
 from lm.scoring.scorer import LineScore, Scorer, TokenScores
 

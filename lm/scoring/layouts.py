@@ -25,30 +25,6 @@ UNITS = {"log10": math.log(10), "nats": 1.0, "bits": math.log(2)}
 """Nats per unit."""
 
 
-@dataclass(kw_only=True)
-class Totals:
-    """Sums over lines. A unit is a word or the `<eos>` of a line."""
-
-    lines: int = 0
-    units: int = 0
-    oov: int = 0
-    log_prob: float = 0.0
-    oov_log_prob: float = 0.0
-
-    def add(self, score: LineScore) -> None:
-        """Count a line."""
-        self.lines += 1
-        self.units += len(score.log_prob)
-        self.oov += int(score.is_oov.sum())
-        self.log_prob += float(score.log_prob.sum())
-        self.oov_log_prob += float(score.log_prob[score.is_oov].sum())
-
-    def perplexities(self) -> tuple[float, float]:
-        """Perplexity of all units, and of those in the vocabulary."""
-        known = perplexity(self.oov_log_prob - self.log_prob, self.units - self.oov)
-        return perplexity(-self.log_prob, self.units), known
-
-
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """What is printed of scores.
@@ -83,17 +59,38 @@ class Layout:
         sentences = self._sentences(lines, ids)
         scores = self.scorer.stream(sentences) if stream else self.scorer.sentences(sentences)
         rows = {"kenlm": self._kenlm, "tsv": self._tsv, "json": self._json}[self.name]
-        totals = Totals()
+        num_lines, num_units, oov, log_prob, oov_log_prob = 0, 0, 0, 0.0, 0.0
         for score in scores:
-            if self.name == "tsv" and self.level != "summary" and not totals.lines:
+            if self.name == "tsv" and self.level != "summary" and not num_lines:
                 yield "\t".join(self._header())
-            totals.add(score)
+            num_lines += 1
+            num_units += len(score.log_prob)
+            oov += int(score.is_oov.sum())
+            log_prob += float(score.log_prob.sum())
+            oov_log_prob += float(score.log_prob[score.is_oov].sum())
             id = ids.popleft()
             if self.level != "summary":
                 yield from rows(id, score)
-        if not totals.lines:
+        if not num_lines:
             raise UserError("the text to score is empty")
-        yield from self._summary(totals)
+        including = perplexity(-log_prob, num_units)
+        excluding = perplexity(oov_log_prob - log_prob, num_units - oov)
+        if self.name == "json":
+            summary = {
+                "sentences": num_lines,
+                "tokens": num_units,
+                "oov": oov,
+                "log_prob": _finite(log_prob / UNITS[self.unit]),
+                "perplexity": _finite(including),
+                "perplexity_excluding_oov": _finite(excluding),
+                "unit": self.unit,
+            }
+            yield json.dumps({"summary": summary}, ensure_ascii=False)
+        elif self.name == "kenlm" or self.level == "summary":
+            yield f"Perplexity including OOVs:\t{including}"
+            yield f"Perplexity excluding OOVs:\t{excluding}"
+            yield f"OOVs:\t{oov}"
+            yield f"Tokens:\t{num_units}"
 
     def _sentences(self, lines: Iterable[str], ids: deque[str]) -> Iterator[str]:
         """The lines without their ids, which are appended to `ids`."""
@@ -169,25 +166,6 @@ class Layout:
                 if self.scorer.has_one_token_per_word:
                     values |= {"rank": values["rank"][0], "entropy": values["entropy"][0]}
             yield values
-
-    def _summary(self, totals: Totals) -> Iterator[str]:
-        including, excluding = totals.perplexities()
-        if self.name == "json":
-            values = {
-                "sentences": totals.lines,
-                "tokens": totals.units,
-                "oov": totals.oov,
-                "log_prob": _finite(totals.log_prob / UNITS[self.unit]),
-                "perplexity": _finite(including),
-                "perplexity_excluding_oov": _finite(excluding),
-                "unit": self.unit,
-            }
-            yield json.dumps({"summary": values}, ensure_ascii=False)
-        elif self.name == "kenlm" or self.level == "summary":
-            yield f"Perplexity including OOVs:\t{including}"
-            yield f"Perplexity excluding OOVs:\t{excluding}"
-            yield f"OOVs:\t{totals.oov}"
-            yield f"Tokens:\t{totals.units}"
 
     def _number(self, nats: float) -> str:
         """A figure in the unit, as the shortest text that reads as the same fp32 number."""

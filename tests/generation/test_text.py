@@ -12,7 +12,7 @@ from scipy.stats import chi2
 
 from data_prep.errors import UserError
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
-from lm.generation import Sampling, generate_text, stream_text, text
+from lm.generation import Sampling, generate_text, text
 from lm.generation.text import Continuation, encode_prompt, level_probs, unknown_words
 from lm.model import reader
 from lm.output import HierarchicalSoftmax
@@ -33,15 +33,6 @@ class Pieces:
         yield from (self.pieces[id] for id in ids)
 
 
-def appended(pieces: Sequence[str], stop: Sequence[str]) -> list[str]:
-    """What each piece adds to a text until it is complete."""
-    tokenizer = cast(Tokenizer, Pieces(pieces))
-    grows = Continuation(tokenizer, [0], num_tokens=len(pieces), stop=stop)
-    while not grows.is_complete:
-        grows.append(len(grows.tokens))
-    return grows.pieces
-
-
 def test_text_before_the_first_stop_string_is_kept_however_it_is_cut_into_pieces() -> None:
     rng = random.Random(0)
     for _ in range(500):
@@ -50,12 +41,12 @@ def test_text_before_the_first_stop_string_is_kept_however_it_is_cut_into_pieces
         cuts = sorted(rng.choices(range(len(whole) + 1), k=4))
         pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
         ends = [whole.find(each) for each in stop if each in whole]
-        assert "".join(appended(pieces, stop)) == whole[: min(ends, default=len(whole))]
-
-
-def test_text_is_withheld_only_while_it_can_begin_a_stop_string() -> None:
-    pieces = ["a cat", " ran", " cat s", "at", " down"]
-    assert appended(pieces, ["cat sat"]) == ["a ", "cat ran", " ", ""]
+        grows = Continuation(
+            cast(Tokenizer, Pieces(pieces)), [0], num_tokens=len(pieces), stop=stop
+        )
+        while not grows.is_complete:
+            grows.append(len(grows.tokens))
+        assert "".join(grows.pieces) == whole[: min(ends, default=len(whole))]
 
 
 def drawn(num_samples: int, seed: int = 1, **options: Any) -> list[list[int]]:
@@ -137,7 +128,9 @@ def test_texts_do_not_depend_on_how_they_are_batched(
 
     expected = texts()
     for prompt, samples in zip(prompts, expected, strict=True):
-        assert "".join(stream_text(run.model, run.tokenizer, prompt, **options)) == samples[0]
+        pieces: list[str] = []
+        alone = generate_text(run.model, run.tokenizer, [prompt], on_piece=pieces.append, **options)
+        assert [sample.text for (sample,) in alone] == ["".join(pieces)] == samples[:1]
     monkeypatch.setattr(text, "PROMPTS_AT_ONCE", 4)
     assert texts() == expected
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from lm.cli import main
 from lm.rescoring.nbest import read_nbest
@@ -97,7 +98,8 @@ def test_both_layouts_and_the_printed_list_give_the_same_choice(
     weights = ["--lm-weight=2", "--insertion-penalty=0.5"]
     references = ["--references", lists / "test.ref"]
     rows, values = rescored(lstm_run, lists / "test.nbest", *weights, *references)
-    costs = ["--acoustic-costs", lists / "costs"]
+    costs = ["--acoustic-costs", tmp_path / "costs"]
+    (tmp_path / "costs").write_text((lists / "costs").read_text().replace(" ", "\t") + "\n")
     kaldi, kaldi_values = rescored(lstm_run, lists / "test.kaldi", *costs, *weights, *references)
     assert [row.replace("\t", " ") for row in rows] == kaldi
     assert values == kaldi_values
@@ -207,3 +209,26 @@ def test_error_rates_and_weights_are_reported_next_to_the_chosen_texts(
         assert re.match(rf"{name}: utterances \d+, .*wer_before .*wer_after .*wer_oracle ", line)
     references = (lists / "test.ref").read_text().splitlines()
     assert len(capsys.readouterr().out.splitlines()) == len(references)
+
+
+def test_words_out_of_vocabulary_are_counted(
+    lstm_run: Path, rescored: Rescored, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "list"
+    path.write_text("a\tthe zebra\na\tthe cat\n")
+    assert rescored(lstm_run, path, "--lm-weight=1")[0] == ["a\tthe cat"]
+    assert f"{lstm_run}: 1 of 4 words are out of vocabulary" in caplog.messages
+
+
+def test_threads_are_those_of_the_run_unless_given(
+    lstm_run: Path, transformer_run: Path, lists: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    for verb in (
+        ["score", str(lstm_run), str(lists / "test.ref")],
+        ["rescore", str(lstm_run), str(lists / "test.nbest"), "--lm-weight=1"],
+    ):
+        assert main(verb) == 0
+        assert main([*verb, "--threads=2"]) == 0
+    assert counts == [1, 2, 1, 2]
