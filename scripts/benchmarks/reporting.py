@@ -159,4 +159,5 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _program() -> str:
-    return f"python -m scripts.benchmarks.{Path(sys.argv[0]).stem}"
+    path = Path(sys.argv[0])
+    return f"python -m scripts.{path.parent.name}.{path.stem}"
