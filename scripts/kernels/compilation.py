@@ -98,7 +98,7 @@ def compiled_launch(launch: Launch, capability: int) -> Any:
     return compiled(launch.kernel, capability, **launch.arguments, **options)
 
 
-def compile_all(jobs: Sequence[tuple[Launch, int]], num_processes: int) -> None:
+def compile_all(jobs: Sequence[tuple[Launch, int]]) -> None:
     """Compile launches for their architectures in parallel, for Triton's cache on disk.
 
     Errors of the compiler are ignored: the process that needs such a kernel meets them again.
@@ -107,7 +107,7 @@ def compile_all(jobs: Sequence[tuple[Launch, int]], num_processes: int) -> None:
 
     global _jobs
     _jobs = list(jobs)
-    with ProcessPoolExecutor(num_processes, mp_context=get_context("fork")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
         for future in [pool.submit(_compile, i) for i in range(len(_jobs))]:
             error = future.exception()
             if error is not None and not isinstance(error, (TritonError, RuntimeError)):
@@ -126,7 +126,6 @@ def main() -> None:
     add("--positions", type=int, default=16_384)
     add("--dtype", choices=DTYPES, default="bf16")
     add("--sm", type=int, default=90, help="compute capability x 10")
-    add("--jobs", type=int, default=os.cpu_count(), help="processes; default: all processors")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("compilation: TRITON_INTERPRET must not be 1")
@@ -135,7 +134,7 @@ def main() -> None:
         problem = make_problem(n, h, options.positions, DTYPES[options.dtype], bias=True)
         found = launches(moved(problem, "meta"), options.sm)
         jobs += [(launch, options.sm) for launch in found]
-    compile_all(jobs, options.jobs)
+    compile_all(jobs)
     seconds = time.monotonic() - begin
     print(f"{len(jobs)} launches for sm_{options.sm} compiled in {seconds:.1f} s")
 

@@ -61,9 +61,14 @@ def module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"scripts.{name}", *arguments]
 
 
+def benchmark(out: Path, *options: str) -> list[str]:
+    """The command of the benchmark of the layer and its peers."""
+    log = ["--json", str(out / "output_layer.jsonl")]
+    return module("benchmarks.output_layer", *options, "--methods", *METHODS, *log)
+
+
 def steps(out: Path, capability: int) -> list[Step]:
     """The steps on a GPU."""
-    logs = {n: ["--json", str(out / f"{n}.jsonl")] for n in ("output_layer", "tuning")}
     num_parts = max(1, min(12, (os.cpu_count() or 1) - 2))
     tests = [*PYTEST, "-m", "gpu", "tests/output", "--shard"]
     compilation = module("kernels.compilation", "--sm", str(capability), "--rows", *SIZES)
@@ -72,18 +77,17 @@ def steps(out: Path, capability: int) -> list[Step]:
         Step("tests", [[*tests, f"{i}/{num_parts}"] for i in range(num_parts)], 155, 260),
     ]
     if sanitizer := shutil.which("compute-sanitizer"):
+        check = [sanitizer, "--error-exitcode", "7", "--tool"]
         some = [*PYTEST, "-m", "gpu", GPU_TESTS, "-k", SANITIZED]
-        checks = [
-            [sanitizer, "--tool", t, "--error-exitcode", "7"] for t in ("memcheck", "racecheck")
-        ]
-        chosen.append(Step("sanitizer", [[*check, *some] for check in checks], 60, 75))
+        commands = [[*check, tool, *some] for tool in ("memcheck", "racecheck")]
+        chosen.append(Step("sanitizer", commands, 60, 75))
     for size, expected in SIZES.items():
-        options = ["--device", "cuda", "--rows", size, "--methods", *METHODS, *logs["output_layer"]]
-        command = module("benchmarks.output_layer", *options)
+        command = benchmark(out, "--device", "cuda", "--rows", size)
         chosen.append(Step(f"benchmark {size}", [command], expected, 2 * expected))
     if capability == 90:
-        tuning = ["--candidates", str(CANDIDATES), "--seconds", "60", *logs["tuning"]]
-        chosen.append(Step("tuning", [module("kernels.tile_tuning", *tuning)], 100, 120))
+        tuning = ["--candidates", str(CANDIDATES), "--seconds", "60"]
+        log = ["--json", str(out / "tuning.jsonl")]
+        chosen.append(Step("tuning", [module("kernels.tile_tuning", *tuning, *log)], 100, 120))
     return chosen
 
 
@@ -91,18 +95,11 @@ def dry_steps(out: Path) -> list[Step]:
     """The steps without a GPU."""
     tests = [*PYTEST, DRY_TESTS, "-k", DRY_CHOICE, "--shard", "0/1"]
     tiny = ["--rows", "97:8", "--positions", "32"]
-    log = ["--json", str(out / "output_layer.jsonl")]
-    once = ["--rounds", "1", "--backends", "triton", "reference", "--methods", *METHODS]
+    command = benchmark(out, *tiny, "--rounds", "1", "--backends", "triton", "reference")
     return [
         Step("compile", [module("kernels.compilation", "--sm", "90", *tiny)], 30, 900),
         Step("tests", [tests], 45, 900, interpreted=True),
-        Step(
-            "benchmark 97:8",
-            [module("benchmarks.output_layer", *tiny, *once, *log)],
-            25,
-            900,
-            interpreted=True,
-        ),
+        Step("benchmark 97:8", [command], 25, 900, interpreted=True),
     ]
 
 

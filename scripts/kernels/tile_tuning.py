@@ -141,7 +141,7 @@ def compile_candidates(problems: list[Problem], start: Tiles, tried: list[Candid
         found = launches(moved(problem, "meta"), architecture, candidate.of(start))
         names = KERNELS[candidate.kernel]
         jobs += [(one, architecture) for one in found if one.kernel.__name__ in names]
-    compile_all(jobs, os.cpu_count() or 1)
+    compile_all(jobs)
 
 
 def modelled(

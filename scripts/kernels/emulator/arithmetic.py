@@ -1,13 +1,13 @@
-"""Arithmetic, comparisons and bits."""
+"""Arithmetic, comparisons, bits, moves and conversions."""
 
 from typing import Any
 
 import numpy as np
 
 from .access import Array
-from .decoder import Decoder, Function, instruction
+from .decoder import Decoder, Function, elements, instruction
 from .parser import Instruction, Unsupported
-from .programs import BITS, Action
+from .programs import BITS, Action, Mask, Programs
 
 TYPES: dict[str, Any] = {
     "s16": np.int16, "u16": np.uint16, "b16": np.uint16, "f16": np.float16,
@@ -15,6 +15,8 @@ TYPES: dict[str, Any] = {
     "s64": np.int64, "u64": np.uint64, "b64": np.uint64, "f64": np.float64,
     "s8": np.int8, "u8": np.uint8, "pred": np.bool_,
 }  # fmt: skip
+ROUNDING = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+"""To whole numbers."""
 WIDE = {np.int32: np.int64, np.uint32: np.uint64, np.int16: np.int32, np.uint16: np.uint32}
 
 
@@ -41,22 +43,25 @@ def _fma32(x: Array, y: Array, z: Array) -> Array:
     return (x.astype(np.float64) * y + z).astype(np.float32)
 
 
+def from_halves(bits: Array, kind: str) -> Array:
+    """fp32 numbers of the halves in registers or bytes."""
+    halves = np.ascontiguousarray(bits).view(np.uint16)
+    return bf16_to_f32(halves) if kind[0] == "b" else halves.view(np.float16).astype(np.float32)
+
+
+def to_halves(values: Array, kind: str) -> Array:
+    """The bits of fp32 numbers as halves."""
+    return f32_to_bf16(values) if kind[0] == "b" else values.astype(np.float16).view(np.uint16)
+
+
 def _pairs(kind: str, function: Function) -> Function:
     """A function of two halves in a register of 32 bits."""
 
-    def of_bf16(*values: Array) -> Array:
-        wide = [bf16_to_f32(_halves(each)) for each in values]
-        return f32_to_bf16(function(*wide).astype(np.float32)).view(np.uint32)
+    def of_pairs(*values: Array) -> Array:
+        found = function(*[from_halves(each, kind) for each in values]).astype(np.float32)
+        return to_halves(found, kind).view(np.uint32)
 
-    def of_f16(*values: Array) -> Array:
-        wide = [_halves(each).view(np.float16).astype(np.float32) for each in values]
-        return np.asarray(function(*wide).astype(np.float16).view(np.uint32))
-
-    return of_bf16 if kind == "bf16x2" else of_f16
-
-
-def _halves(value: Array) -> Array:
-    return np.ascontiguousarray(value).view(np.uint16)
+    return of_pairs
 
 
 FUNCTIONS: dict[str, Function] = {
@@ -96,27 +101,20 @@ def _quotient(x: Array, y: Array) -> Array:
 
 
 def _wide(decoder: Decoder, by: Instruction) -> Action:
-    """Products of twice as many bits: all of them, or the upper half."""
-    kind = by.fields[-1]
-    number, wide = TYPES[kind], WIDE[TYPES[kind]]
-    bits = np.dtype(f"u{np.dtype(wide).itemsize}")
+    """Products of twice as many bits: all of them, or the upper half; perhaps added to a number."""
+    kind, upper = by.fields[-1], by.has("hi")
+    number, wide = np.dtype(TYPES[kind]), WIDE[TYPES[kind]]
 
-    def product(x: Array, y: Array) -> Array:
-        return np.asarray(x.view(number).astype(wide) * y.view(number))
+    def function(x: Array, y: Array, *addend: Array) -> Array:
+        found = np.asarray(x.view(number).astype(wide) * y.view(number))
+        if upper:
+            found = (found >> wide(8 * number.itemsize)).astype(number)
+        bits = found.view(f"u{found.itemsize}")
+        return np.asarray(bits + addend[0] if addend else bits)
 
-    def upper(x: Array, y: Array) -> Array:
-        return np.asarray((product(x, y) >> wide(32)).astype(number).view(BITS[kind]))
-
-    sources = decoder.sources(by.operands[1:3], kind)
-    if by.mnemonic == "mul":
-        function = upper if by.has("hi") else lambda x, y: product(x, y).view(bits)
-        return decoder.compute(by, by.operands[0], sources, function)
-    if by.has("hi"):
-        raise Unsupported(by.text)
-    sources.append(decoder.source(by.operands[3], "b64"))
-    return decoder.compute(
-        by, by.operands[0], sources, lambda x, y, z: product(x, y).view(bits) + z
-    )
+    added = f"b{8 * number.itemsize * (1 if upper else 2)}"
+    sources = decoder.sources(by.operands[1:3], kind) + decoder.sources(by.operands[3:], added)
+    return decoder.compute(by, by.operands[0], sources, function)
 
 
 @instruction("shl", "shr")
@@ -222,7 +220,7 @@ def _neither_nan(x: Array, y: Array) -> Array:
 COMPARISONS: dict[str, Function] = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
-    "eq": np.equal, "ne": np.not_equal,
+    "eq": np.equal, "ne": np.not_equal, "one": lambda x, y: (x != y) & _neither_nan(x, y),
     "ltu": lambda x, y: ~(x >= y), "leu": lambda x, y: ~(x > y),
     "gtu": lambda x, y: ~(x <= y), "geu": lambda x, y: ~(x < y),
     "equ": lambda x, y: (x == y) | ~_neither_nan(x, y), "neu": np.not_equal,
@@ -232,15 +230,92 @@ COMPARISONS: dict[str, Function] = {
 
 @instruction("setp")
 def _compare(decoder: Decoder, by: Instruction) -> Action:
+    kind, name = by.fields[-1], by.fields[1]
+    number, compare = TYPES[kind], COMPARISONS["one" if kind[0] == "f" and name == "ne" else name]
+    sources = [*decoder.sources(by.operands[1:3], kind), *decoder.sources(by.operands[3:], "pred")]
+
+    def function(x: Array, y: Array, *others: Array) -> Array:
+        found: Array = compare(x.view(number), y.view(number))
+        return FUNCTIONS[by.fields[2]](found, *others) if others else found
+
+    return decoder.compute(by, by.operands[0], sources, function)
+
+
+@instruction("mov")
+def _move(decoder: Decoder, by: Instruction) -> Action:
     kind = by.fields[-1]
-    number, compare = TYPES[kind], COMPARISONS[by.fields[1]]
-    if kind[0] == "f" and by.fields[1] == "ne":
-        compare = lambda x, y: (x != y) & _neither_nan(x, y)  # noqa: E731
-    sources = decoder.sources(by.operands[1:3], kind)
-    if len(by.operands) == 3:
-        function = lambda x, y: compare(x.view(number), y.view(number))  # noqa: E731
-        return decoder.compute(by, by.operands[0], sources, function)
-    logic = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[by.fields[2]]
-    sources.append(decoder.source(by.operands[3], "pred"))
-    combined = lambda x, y, z: logic(compare(x.view(number), y.view(number)), z)  # noqa: E731
-    return decoder.compute(by, by.operands[0], sources, combined)
+    target, source = by.operands
+    if target.startswith("{"):
+        return _unpack(decoder, by)
+    if source.startswith("{"):
+        return _pack(decoder, by)
+    return decoder.compute(by, target, [decoder.source(source, kind)], lambda x: x)
+
+
+def _unpack(decoder: Decoder, by: Instruction) -> Action:
+    names, where = elements(by.operands[0]), decoder.mask(by)
+    source = decoder.source(by.operands[1], by.fields[-1])
+    part = np.dtype(f"u{np.dtype(BITS[by.fields[-1]]).itemsize // len(names)}")
+    targets = [(i, decoder.target(name)) for i, name in enumerate(names) if name != "_"]
+
+    def act(programs: Programs, mask: Mask) -> None:
+        value = np.ascontiguousarray(programs.registers[source])
+        parts = value[..., None].view(part)
+        for i, slot in targets:
+            programs.set(slot, np.ascontiguousarray(parts[..., i]), where(programs, mask))
+
+    return act
+
+
+def _pack(decoder: Decoder, by: Instruction) -> Action:
+    whole = BITS[by.fields[-1]]
+    names = elements(by.operands[1])
+    size = np.dtype(whole).itemsize // len(names)
+    sources = decoder.sources(names, f"b{8 * size}")
+
+    def function(*values: Array) -> Array:
+        same = np.broadcast_arrays(*values)
+        return np.ascontiguousarray(np.stack(same, -1)).view(whole)[..., 0]
+
+    return decoder.compute(by, by.operands[0], sources, function)
+
+
+@instruction("cvt")
+def _convert(decoder: Decoder, by: Instruction) -> Action:
+    to, source = by.fields[-2], by.fields[-1]
+    if to in {"bf16x2", "f16x2"}:
+        sources = decoder.sources(by.operands[1:3], "f32")
+        return decoder.compute(by, by.operands[0], sources, _pack_halves(to))
+    kept = source if source in BITS else "b16"
+    sources = decoder.sources(by.operands[1:2], kept)
+    return decoder.compute(by, by.operands[0], sources, _conversion(decoder, by))
+
+
+def _conversion(decoder: Decoder, by: Instruction) -> Function:
+    to, source = by.fields[-2], by.fields[-1]
+    if source == "bf16" and to == "f32":
+        return lambda x: bf16_to_f32(x).view(np.uint32)
+    if to == "bf16" and source == "f32":
+        return lambda x: f32_to_bf16(x.view(np.float32))
+    if to == "tf32":
+        return lambda x: (x + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+    number, result, bits = TYPES[source], TYPES[to], decoder.bits_of(by.operands[0])
+    rounding = next((function for name, function in ROUNDING.items() if by.has(name)), None)
+
+    def function(x: Array) -> Array:
+        value = x.astype(f"u{np.dtype(number).itemsize}", copy=False).view(number)
+        if rounding is not None:
+            value = rounding(value)
+        value = value.astype(result)
+        if value.dtype.kind == "f":
+            return np.asarray(value.view(bits))
+        return np.asarray(value.astype(f"{value.dtype.kind}{np.dtype(bits).itemsize}").view(bits))
+
+    return function
+
+
+def _pack_halves(kind: str) -> Function:
+    def bits(x: Array) -> Array:
+        return to_halves(x.view(np.float32), kind).astype(np.uint32)
+
+    return lambda high, low: (bits(high) << np.uint32(16)) | bits(low)

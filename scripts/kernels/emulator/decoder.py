@@ -1,7 +1,7 @@
 """Instructions into actions: operands are resolved once, before the kernel runs."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ Builder = Callable[["Decoder", Instruction], Action]
 Function = Callable[..., Array]
 BUILDERS: dict[str, Builder] = {}
 """By mnemonic."""
+REFUSED = {"sat", "relu", "xorsign"}
+"""Forms of known instructions."""
 SPECIAL = {"%tid.x", "%ntid.x", "%laneid"} | {
     f"%{n}ctaid.{axis}" for n in ("", "n") for axis in "xyz"
 }
@@ -68,14 +70,13 @@ class Decoder:
             self.initial.append(np.full((1, 1), kept, bits))
         return self._constants[value, kind]
 
-    def sources(self, texts: tuple[str, ...], kind: str) -> list[int]:
+    def sources(self, texts: Sequence[str], kind: str) -> list[int]:
         """Slots of several operands of one type."""
         return [self.source(text, kind) for text in texts]
 
-    def vector(self, text: str, kind: str) -> list[int | None]:
-        """Slots of `{a, b}` or of one operand; None for `_`."""
-        names = [name.strip() for name in text.strip("{}").split(",")]
-        return [None if name == "_" else self.source(name, kind) for name in names]
+    def vector(self, text: str, kind: str) -> list[int]:
+        """Slots of `{a, b}` or of one operand."""
+        return self.sources(elements(text), kind)
 
     def address(self, text: str, kind: str) -> Callable[[Programs], Array]:
         """The address `[register + offset]`."""
@@ -111,17 +112,17 @@ class Decoder:
 
         A local register needs no mask of programs: those that are elsewhere do not read it.
         """
-        slot, where = self.target(target), self.mask(by)
-        if target in self.local and by.guard is None:
-            return _unmasked(slot, sources, function)
-        local = target in self.local
+        slot, where, local = self.target(target), self.mask(by), target in self.local
+
+        def unmasked(programs: Programs, mask: Mask) -> None:
+            registers = programs.registers
+            registers[slot] = function(*[registers[each] for each in sources])
 
         def act(programs: Programs, mask: Mask) -> None:
-            registers = programs.registers
-            value = function(*[registers[each] for each in sources])
+            value = function(*[programs.registers[each] for each in sources])
             programs.set(slot, value, where(programs, None if local else mask))
 
-        return act
+        return unmasked if local and by.guard is None else act
 
     def actions(self) -> dict[int, tuple[list[tuple[Instruction, Action]], int]]:
         """Of every block by its first instruction: the actions, and where it ends."""
@@ -134,7 +135,7 @@ class Decoder:
         return [(each, self._build(each)) for each in instructions if not _moves_control(each)]
 
     def _build(self, by: Instruction) -> Action:
-        if by.mnemonic not in BUILDERS:
+        if by.mnemonic not in BUILDERS or REFUSED & set(by.fields):
             raise Unsupported(f"instruction {by.text!r} of {self.kernel.name}")
         try:
             return BUILDERS[by.mnemonic](self, by)
@@ -142,22 +143,9 @@ class Decoder:
             raise Unsupported(f"instruction {by.text!r} of {self.kernel.name}") from error
 
 
-def _unmasked(slot: int, sources: list[int], function: Function) -> Action:
-    """Write a function of one, two or three registers."""
-
-    def one(programs: Programs, mask: Mask) -> None:
-        registers = programs.registers
-        registers[slot] = function(registers[sources[0]])
-
-    def two(programs: Programs, mask: Mask) -> None:
-        registers = programs.registers
-        registers[slot] = function(registers[sources[0]], registers[sources[1]])
-
-    def many(programs: Programs, mask: Mask) -> None:
-        registers = programs.registers
-        registers[slot] = function(*[registers[each] for each in sources])
-
-    return {1: one, 2: two}.get(len(sources), many)
+def elements(text: str) -> list[str]:
+    """The operands in `{a, b}`, or one operand."""
+    return [name.strip() for name in text.strip("{}").split(",")]
 
 
 def _moves_control(by: Instruction) -> bool:

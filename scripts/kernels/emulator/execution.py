@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 from torch import Tensor
 
-from . import arithmetic, conversions, tensor_cores, transfers, warp
+from . import arithmetic, tensor_cores, transfers, warp
 from .access import Array
 from .allocations import Allocations, extent, raw_bytes
 from .compiler import compiled
@@ -25,7 +25,7 @@ from .programs import BITS, Programs, Scheduler
 from .shared_memory import PIECE
 from .trace import Trace
 
-BUILT_BY = (arithmetic, conversions, tensor_cores, transfers, warp)
+BUILT_BY = (arithmetic, tensor_cores, transfers, warp)
 """Modules that define instructions."""
 NUM_LANES = 8192
 """Threads of the programs that run together."""

@@ -11,8 +11,7 @@ use and another thread of the program loads anyway.
 """
 
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -146,24 +145,3 @@ def _compared(mutant: Mutant, expected: Run) -> str:
     if not np.array_equal(one.data, other.data):
         return "values"
     return NOT_SEEN if (one.loaded, one.stored) == (other.loaded, other.stored) else "bytes"
-
-
-Verdict = tuple[str, str, str]
-"""Kind, name and verdict of a mutant."""
-
-
-def judged(
-    history: list[Run], most: int | None = None, share: slice = slice(None)
-) -> list[Verdict]:
-    """Every mutant of a share of those in the kernels of launches, and how it is seen."""
-    judge = Judge(history)
-    mutants = judge.mutants(most)[share]
-    return [(mutant.kind, str(mutant), judge.verdict(mutant)) for mutant in mutants]
-
-
-def summary(found: Iterable[Verdict]) -> dict[str, Counter[str]]:
-    """How often each verdict is, by kind."""
-    by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
-    for kind, _, verdict in found:
-        by_kind[kind][verdict] += 1
-    return by_kind

@@ -73,14 +73,11 @@ class Programs:
 
     def access(self, by: Instruction, address: Array, width: int, mask: Mask) -> Access | None:
         """The access of the threads of a mask; None if there are none."""
-        where = self.full(address)
-        chosen: Any = slice(None)
-        if mask is not None:
-            chosen = np.flatnonzero(self.full(mask))
-            if not len(chosen):
-                return None
-            where = where[chosen]
-        return Access(by, self.kernel.name, where, width, self.lanes, chosen)
+        chosen = self.chosen(mask)
+        where = self.full(address)[chosen]
+        return (
+            Access(by, self.kernel.name, where, width, self.lanes, chosen) if len(where) else None
+        )
 
     def chosen(self, mask: Mask) -> Any:
         """The lanes of a mask, as an index."""
@@ -108,7 +105,7 @@ class Programs:
 
     def check_products(self, by: Instruction, mask: Mask) -> None:
         """Raise if an instruction uses registers of a wgmma that is running."""
-        active = np.ones(self.shape[0], np.bool_) if mask is None else self._any(mask)
+        active = np.broadcast_to(True if mask is None else mask, self.shape).any(1)
         waits = self.shared.product_waits[:, 0]
         for name in by.writes:
             if name in self.reading and ((self.reading[name] >= waits) & active).any():
@@ -118,9 +115,6 @@ class Programs:
         for name in by.writes | by.reads:
             if name in self.writing and ((self.writing[name] >= waits) & active).any():
                 self.fail(by, f"{name} is used before the wgmma that computes it was waited for")
-
-    def _any(self, mask: Array) -> Array:
-        return np.asarray(np.broadcast_to(mask, self.shape).any(1))
 
 
 class Scheduler:
@@ -166,19 +160,32 @@ class Scheduler:
             self._run_block(at, mask)
 
     def _run_block(self, at: int, threads: Array) -> None:
-        mask = _smallest(threads)
-        programs = self._programs
+        kernel = self._programs.kernel
         self.reached.add(at)
-        if at == len(programs.kernel.instructions):
+        if at == len(kernel.instructions):
             self._end(threads)
             return
-        first = programs.kernel.instructions[at]
+        first = kernel.instructions[at]
         if first.mnemonic in {"atom", "red"} and self._order != "together":
             self._add(self._held, at, threads)
             return
         if first.mnemonic in {"bar", "barrier"} and first.fields[1] == "sync":
             self._arrive(first, threads)
             return
+        after = self._execute(at, _smallest(threads))
+        last = kernel.instructions[after - 1]
+        if last.mnemonic in {"bra", "ret", "exit"}:
+            leaving = threads & self._condition(last)
+            threads = threads & ~leaving
+            if last.mnemonic == "bra":
+                self._add(self._running, kernel.labels[last.operands[0]], leaving)
+            else:
+                self._end(leaving)
+        self._add(self._running, after, threads)
+
+    def _execute(self, at: int, mask: Mask) -> int:
+        """Execute the actions of a block; return where it ends."""
+        programs = self._programs
         actions, after = self._blocks[at]
         self.num_instructions += len(actions) + 1
         if self.num_instructions > self._limit:
@@ -187,15 +194,7 @@ class Scheduler:
             if programs.reading or programs.writing:
                 programs.check_products(each, mask)
             act(programs, mask)
-        last = programs.kernel.instructions[after - 1]
-        if last.mnemonic == "bra":
-            self._branch(last, mask, threads, after)
-        elif last.mnemonic in {"ret", "exit"}:
-            leaving = threads & self._condition(last)
-            self._end(leaving)
-            self._add(self._running, after, threads & ~leaving)
-        else:
-            self._add(self._running, after, threads)
+        return after
 
     def _condition(self, by: Instruction) -> Array:
         """Where the guard of an instruction is true."""
@@ -203,15 +202,6 @@ class Scheduler:
             return np.ones((1, 1), np.bool_)
         value = np.asarray(self._programs.registers[self._programs.slots[by.guard]])
         return ~value if by.guard_is_negated else value
-
-    def _branch(self, by: Instruction, mask: Mask, threads: Array, after: int) -> None:
-        target = self._programs.kernel.labels[by.operands[0]]
-        if by.guard is None:
-            self._add(self._running, target, threads)
-            return
-        taken = threads & self._condition(by)
-        self._add(self._running, target, taken)
-        self._add(self._running, after, threads & ~taken)
 
     @staticmethod
     def _add(where: dict[int, Array], at: int, threads: Array) -> None:
@@ -253,23 +243,16 @@ class Scheduler:
         candidates = {
             int(row) for mask in self._held.values() for row in np.flatnonzero(mask.any(1))
         }
-        ids = self._programs.lanes.ids
-        ordered = sorted(candidates, key=lambda row: int(ids[row]))
+        ordered = sorted(candidates, key=lambda row: int(self._programs.lanes.ids[row]))
+        row = ordered[0 if self._order == "forward" else -1]
         if self._order == "interleaved":
             row = ordered[int(self._random.integers(len(ordered)))]
-        else:
-            row = ordered[0 if self._order == "forward" else -1]
         at = min(i for i, mask in self._held.items() if mask[row].any())
         held = self._held.pop(at)
         chosen = np.zeros_like(held)
         chosen[row] = held[row]
         self._add(self._held, at, held & ~chosen)
-        actions, after = self._blocks[at]
-        for each, act in actions:
-            if self._programs.reading or self._programs.writing:
-                self._programs.check_products(each, chosen)
-            act(self._programs, chosen)
-        self._add(self._running, after, chosen)
+        self._add(self._running, self._execute(at, chosen), chosen)
 
 
 def _smallest(threads: Array) -> Mask:

@@ -5,7 +5,7 @@ import re
 import numpy as np
 
 from .access import Array
-from .arithmetic import bf16_to_f32
+from .arithmetic import from_halves
 from .decoder import Decoder, instruction
 from .parser import Instruction, Unsupported
 from .programs import Action, Mask, Programs
@@ -18,13 +18,10 @@ TF32 = np.uint32(0xFFFFE000)
 
 
 def _numbers(bits: Array, kind: str) -> Array:
-    """Registers [..., 32] as fp32 [..., 32, elements of a register]."""
+    """Words or bytes [..., n] as fp32 [..., elements in them]."""
     if kind == "tf32":
-        return (bits & TF32).view(np.float32)[..., None]
-    halves = np.ascontiguousarray(bits).view(np.uint16).reshape(*bits.shape, 2)
-    if kind == "bf16":
-        return bf16_to_f32(halves)
-    return halves.view(np.float16).astype(np.float32)
+        return (bits.view(np.uint32) & TF32).view(np.float32)
+    return from_halves(bits, kind)
 
 
 def _sizes(by: Instruction) -> tuple[int, int, int]:
@@ -34,19 +31,23 @@ def _sizes(by: Instruction) -> tuple[int, int, int]:
     return int(found[1]), int(found[2]), int(found[3])
 
 
-def _left(programs: Programs, slots: list[int | None], kind: str) -> Array:
+def _registers(programs: Programs, slots: list[int], kind: str) -> Array:
+    """[warps, registers, 32, elements of a register]."""
+    words = [programs.warps(programs.registers[slot])[..., None] for slot in slots]
+    return _numbers(np.stack(words, 1), kind)
+
+
+def _left(programs: Programs, slots: list[int], kind: str) -> Array:
     """[warps, 16, K]: register i has rows 8 (i % 2) …, columns from the half or quarter i // 2."""
-    values = [_numbers(programs.warps(programs.registers[s]), kind) for s in slots]  # type: ignore[index]
-    stacked = np.stack(values, 1)  # [warps, registers, 32, elements]
+    stacked = _registers(programs, slots, kind)
     warps, count, _, elements = stacked.shape
     split = stacked.reshape(warps, count // 2, 2, 8, 4, elements)
     return split.transpose(0, 2, 3, 1, 4, 5).reshape(warps, 16, -1)
 
 
-def _right(programs: Programs, slots: list[int | None], kind: str) -> Array:
+def _right(programs: Programs, slots: list[int], kind: str) -> Array:
     """[warps, K, 8]."""
-    values = [_numbers(programs.warps(programs.registers[s]), kind) for s in slots]  # type: ignore[index]
-    stacked = np.stack(values, 1)
+    stacked = _registers(programs, slots, kind)
     warps, count, _, elements = stacked.shape
     split = stacked.reshape(warps, count, 8, 4, elements)
     return split.transpose(0, 1, 3, 4, 2).reshape(warps, -1, 8)
@@ -68,8 +69,6 @@ def _warp_product(decoder: Decoder, by: Instruction) -> Action:
         programs.num_products += programs.count(mask) // 32 * rows * columns * depth
         parts = product.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3)  # [2, 2, warps, 8, 4]
         for i, (slot, old) in enumerate(zip(targets, before, strict=True)):
-            assert slot is not None
-            assert old is not None
             part = parts[i // 2, i % 2].reshape(programs.shape)
             total = part + programs.registers[old].view(np.float32)
             programs.set(slot, total.view(np.uint32), mask)
@@ -115,7 +114,8 @@ class _GroupProduct:
         self.by, self.kind = by, by.fields[-1]
         self.rows, self.columns, self.depth = _sizes(by)
         targets, left, right, keep, *flags = by.operands
-        if self.kind not in {"bf16", "f16", "tf32"} or flags[:2] != ["1", "1"] or by.guard:
+        known = self.kind in {"bf16", "f16", "tf32"} and by.has("f32")
+        if not known or flags[:2] != ["1", "1"] or by.guard:
             raise Unsupported(by.text)
         self.from_registers = left.startswith("{")
         self.targets = decoder.vector(targets, "b32")
@@ -141,7 +141,6 @@ class _GroupProduct:
         parts = parts.transpose(4, 2, 6, 0, 1, 3, 5)  # [columns / 8, 2, 2, programs, warps, 8, 4]
         keep = programs.full(programs.registers[self.keep]).reshape(programs.shape)[active]
         for i, slot in enumerate(self.targets):
-            assert slot is not None
             part = parts[i // 4, i % 4 // 2, i % 2].reshape(len(active), -1)
             held = programs.registers[slot]
             old = np.broadcast_to(np.uint32(0) if held is None else held, programs.shape)
@@ -167,20 +166,13 @@ class _GroupProduct:
         )
         if not self.from_registers:
             (slot,) = self.left
-            assert slot is not None
             left = self._shared(programs, active, group, slot, 64, self.left_transposed)
             return left @ right.swapaxes(1, 2)
         warps = _left(programs, self.left, self.kind).reshape(programs.shape[0], -1, 64, self.depth)
         return np.asarray(warps[active, group] @ right.swapaxes(1, 2))
 
     def _shared(
-        self,
-        programs: Programs,
-        active: Array,
-        group: int,
-        slot: int,
-        rows: int,
-        transposed: bool,
+        self, programs: Programs, active: Array, group: int, slot: int, rows: int, transposed: bool
     ) -> Array:
         """A matrix [programs, rows, depth] in shared memory, where a descriptor says it is."""
         every = programs.full(programs.registers[slot]).reshape(programs.shape)
@@ -194,29 +186,18 @@ class _GroupProduct:
             raw = programs.shared.operand(
                 self.by, programs.kernel.name, active[these], group, address
             )
-            values = self._from_bytes(raw)
+            values = _numbers(raw, self.kind)
             if transposed:
                 values = values.swapaxes(2, 3)
             found[these] = values.reshape(len(these), rows, self.depth)
         return found
-
-    @property
-    def _item(self) -> int:
-        return 4 if self.kind == "tf32" else 2
-
-    def _from_bytes(self, raw: Array) -> Array:
-        if self.kind == "tf32":
-            return (raw.view(np.uint32) & TF32).view(np.float32)
-        if self.kind == "bf16":
-            return bf16_to_f32(raw.view(np.uint16))
-        return raw.view(np.float16).astype(np.float32)
 
     def _addresses(self, descriptor: int, rows: int, transposed: bool) -> Array:
         """Of every piece: [rows, depth / core], or [rows / core, depth] of a transposed matrix."""
         start, leading, stride = (((descriptor >> shift) & 0x3FFF) << 4 for shift in (0, 16, 32))
         if (descriptor >> 49) & 7:
             raise Unsupported(f"base offset of a descriptor in {self.by.text}")
-        item, swizzle = self._item, SWIZZLES[descriptor >> 62]
+        item, swizzle = 4 if self.kind == "tf32" else 2, SWIZZLES[descriptor >> 62]
         core = PIECE // item  # elements of a row of a core matrix, which has eight
         r = np.arange(0, rows, core if transposed else 1)[:, None]
         k = np.arange(0, self.depth, 1 if transposed else core)[None, :]

@@ -9,7 +9,7 @@ import numpy as np
 
 from .access import UNSIGNED, Array
 from .arithmetic import TYPES
-from .decoder import Decoder, instruction
+from .decoder import Decoder, elements, instruction
 from .parser import Instruction, Unsupported
 from .programs import BITS, Action, Mask, Programs
 from .shared_memory import PIECE
@@ -55,25 +55,27 @@ def _load(decoder: Decoder, by: Instruction) -> Action:
     space, kind = _space(by), by.fields[-1]
     if space == "param":
         return _load_parameter(decoder, by)
-    slots, where = decoder.vector(by.operands[0], kind), decoder.mask(by)
-    if len(slots) != _vector(by):
+    names, where = elements(by.operands[0]), decoder.mask(by)
+    if len(names) != _vector(by):
         raise Unsupported(by.text)
-    names = [name.strip() for name in by.operands[0].strip("{}").split(",")]
-    kept = [None if name == "_" else decoder.bits_of(name) for name in names]
+    targets = [
+        (i, decoder.target(name), decoder.bits_of(name))
+        for i, name in enumerate(names)
+        if name != "_"
+    ]
     address = decoder.address(by.operands[1], "b64" if space == "global" else "b32")
     size = WIDTH[kind]
 
     def act(programs: Programs, mask: Mask) -> None:
         mask = where(programs, mask)
-        access = programs.access(by, address(programs), size * len(slots), mask)
+        access = programs.access(by, address(programs), size * len(names), mask)
         if access is None:
             return
         memory = programs.memory if space == "global" else programs.shared
         items = memory.load(access).view(UNSIGNED[size])
-        for i, slot in enumerate(slots):
-            if slot is not None:
-                value = _extended(np.ascontiguousarray(items[:, i]), kind, kept[i])
-                _set_lanes(programs, slot, value, access.chosen, mask)
+        for i, slot, bits in targets:
+            value = _extended(np.ascontiguousarray(items[:, i]), kind, bits)
+            _set_lanes(programs, slot, value, access.chosen, mask)
 
     return act
 
@@ -119,7 +121,6 @@ def _store(decoder: Decoder, by: Instruction) -> Action:
             return
         raw = np.empty((len(access.address), len(sources)), UNSIGNED[size])
         for i, slot in enumerate(sources):
-            assert slot is not None
             raw[:, i] = programs.full(programs.registers[slot])[access.chosen]
         memory = programs.memory if space == "global" else programs.shared
         memory.store(access, raw.view(np.uint8))
@@ -180,7 +181,8 @@ def _copy(decoder: Decoder, by: Instruction) -> Action:
         return lambda programs, mask: programs.shared.wait_for_copies(
             programs.chosen(mask), pending, by
         )
-    if by.fields[2] not in {"ca", "cg"} or _space_of_copy(by) != ("shared", "global"):
+    spaces = [field.split("::")[0] for field in by.fields[3:5]]
+    if by.fields[2] not in {"ca", "cg"} or spaces != ["shared", "global"]:
         raise Unsupported(by.text)
     target, source = decoder.address(by.operands[0], "b32"), decoder.address(by.operands[1], "b64")
     size = int(by.operands[2], 0)
@@ -202,10 +204,6 @@ def _copy(decoder: Decoder, by: Instruction) -> Action:
         programs.shared.copy(access, raw[access.chosen])
 
     return act
-
-
-def _space_of_copy(by: Instruction) -> tuple[str, ...]:
-    return tuple(field.split("::")[0] for field in by.fields[3:5])
 
 
 @instruction("fence", "membar")

@@ -118,7 +118,6 @@ def _load_matrices(decoder: Decoder, by: Instruction) -> Action:
             matrix = matrices[:, i].swapaxes(1, 2) if transposed else matrices[:, i]
             low = matrix[:, ROW, PAIR].astype(np.uint32)
             high = matrix[:, ROW, PAIR + 1].astype(np.uint32)
-            assert slot is not None
             programs.set(slot, (low | (high << np.uint32(16))).reshape(programs.shape), mask)
 
     return act
@@ -136,7 +135,6 @@ def _store_matrices(decoder: Decoder, by: Instruction) -> Action:
             return
         matrices = np.zeros((programs.lanes.size // 32, 4, 8, 8), np.uint16)
         for i, slot in enumerate(sources):
-            assert slot is not None
             value = programs.warps(programs.registers[slot])
             matrix = matrices[:, i].swapaxes(1, 2) if transposed else matrices[:, i]
             matrix[:, ROW, PAIR] = value & np.uint32(0xFFFF)

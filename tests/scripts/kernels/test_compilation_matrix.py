@@ -74,16 +74,8 @@ instruments.__enter__()
     assert "1 kernels compiled, 1 of them not as they should be" in printed
 
 
-@pytest.mark.parametrize(
-    ("version", "expected"),
-    [
-        ("3.6.0", "sm_90: left out, the backend requires Triton 3.7 on devices of compute cap"),
-        ("3.8.0", "Triton 3.8.0: 1 kernels compiled, 0 of them not as they should be, 0 hazards"),
-    ],
-)
-def test_versions_that_are_not_known_to_be_right_are_refused_or_guarded(
-    version: str, expected: str
-) -> None:
-    other = f"compilation_matrix.triton.__version__ = {version!r}"
-    _, printed = compile_kernels(other, 90, 64, ["bf16"], "--kernels", "_heavy")
-    assert expected in printed
+def test_a_version_of_triton_that_lacks_fences_is_refused() -> None:
+    other = "compilation_matrix.triton.__version__ = '3.6.0'"
+    code, printed = compile_kernels(other, 90, 64, ["bf16"])
+    assert code == 0, printed
+    assert "sm_90: left out, the backend requires Triton 3.7 on devices of compute cap" in printed

@@ -107,6 +107,7 @@ def test_words_are_exchanged_through_shared_memory() -> None:
         ("lg2.approx.f32", np.log2),
         ("sin.approx.f32", np.sin),
         ("neg.f32", np.negative),
+        ("sqrt.approx.f32 %r6, %r6; cvt.rmi.f32.f32", lambda x: np.floor(np.sqrt(x))),
     ],
 )
 def test_functions_of_single_precision(text: str, function: Callable[[Any], Any]) -> None:
@@ -155,7 +156,15 @@ def test_what_a_program_wrote_is_read_after_an_acquire_alone() -> None:
         run(body.format("relaxed"), "forward")
 
 
-@pytest.mark.parametrize("text", ["tcgen05.mma %r0;", "bar.sync 1, 32;", "add.s32 %r1, %clock, 1;"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tcgen05.mma %r0;",
+        "bar.sync 1, 32;",
+        "add.sat.f32 %r5, %r5, %r5;",
+        "add.s32 %r1, %clock, 1;",
+    ],
+)
 def test_unknown_instructions_are_refused_by_name(text: str) -> None:
     with pytest.raises(
         Unsupported, match=text.split()[0].rstrip(";") if "clock" not in text else "clock"

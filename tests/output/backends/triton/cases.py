@@ -13,18 +13,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, execute, instrumented, tiles_for
 from scripts.benchmarks import measure
 from scripts.kernels.compilation import compiled_launch
 from scripts.kernels.emulator import Emulator
-from scripts.kernels.emulator.mutations import Verdict, judged
+from scripts.kernels.emulator.mutations import Judge
 from scripts.kernels.performance_model import per_program
 from scripts.kernels.work import work
 
-from ...definition import assert_errors_are_small, zipf_targets
+from ...definition import assert_errors_are_small, gradients, zipf_targets
 
 DTYPES = {n: measure.DTYPES.get(n, torch.float32) for n in ("bf16", "fp16", "tf32", "fp32")}
 EPSILON = {name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()} | {"tf32": 2**-10}
@@ -64,23 +64,15 @@ class Case(NamedTuple):
     chunk: int = 64  # fewest visits of a node that one program of d_weight adds up
 
     def __str__(self) -> str:
-        gradients = "row-wise" if self.row_wise else "dense"
         sizes = f"{self.positions} x {self.size}" + f" + {self.further}" * (self.further > 0)
-        parts = (f"sm_{self.capability}", self.dtype, self.tree, sizes, gradients, *self.orders)
-        return (
-            ", ".join(parts)
-            + ("" if self.bias else ", no bias")
-            + ("" if self.target == "some ignored" else f", {self.target}")
-        )
+        parts = [f"sm_{self.capability}", self.dtype, self.tree, sizes]
+        parts += ["row-wise" if self.row_wise else "dense", *self.orders]
+        parts += ["no bias"] * (not self.bias) + [self.target] * (self.target != "some ignored")
+        return ", ".join(parts)
 
 
-class Inputs(NamedTuple):
-    """The tensors of a problem."""
-
-    tensors: list[Tensor]  # hidden, weight and perhaps bias
-    target: Tensor
-    tree: ClassTree
-    upstream: Tensor  # gradient of the nll of every position
+Inputs = tuple[list[Tensor], Tensor, ClassTree, Tensor]
+"""hidden, weight and perhaps bias; target; tree; gradient of the nll of every position."""
 
 
 def inputs(case: Case) -> Inputs:
@@ -94,15 +86,15 @@ def inputs(case: Case) -> Inputs:
     target[::17], target[-1:] = -100, tree.vocab_size - 1
     if case.target == "all ignored":
         target.fill_(-100)
-    return Inputs(tensors, target, tree, torch.randn(case.positions))
+    return tensors, target, tree, torch.randn(case.positions)
 
 
 def emulated(
     case: Case, given: Inputs, emulator: Emulator, run: Callable[[Launch], None] | None = None
 ) -> list[Tensor]:
     """nll and gradients by the compiled kernels; row-wise gradients as dense ones."""
-    hidden, weight, *rest = given.tensors
-    problem = Problem.of(hidden, weight, rest[0] if rest else None, given.target, given.tree)
+    (hidden, weight, *bias), target, tree, upstream = given
+    problem = Problem.of(hidden, weight, bias[0] if bias else None, target, tree)
     needs = Needs(hidden=True, weight=True, bias=case.bias, row_wise=case.row_wise)
     backend = TritonBackend()
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
@@ -110,26 +102,14 @@ def emulated(
         tiles = tiles_for(problem)._replace(chunk=case.chunk)
     with emulator, instrumented(run=run, capability=case.capability, tiles=tiles):
         nll, saved = backend.forward(problem, needs)
-        gradients = backend.backward(given.upstream, problem, saved, needs)
-        found = [nll, *(each for each in gradients if each is not None)]
-        found = [
-            each.to_dense() if case.row_wise and i > 1 else each for i, each in enumerate(found)
-        ]
+        d_hidden, *rows = backend.backward(upstream, problem, saved, needs)
+        assert d_hidden is not None
+        dense = [each.to_dense() if case.row_wise else each for each in rows if each is not None]
+    found = [nll, d_hidden, *dense]
     torch.set_float32_matmul_precision("highest")
     missing = [emulator.allocations.unwritten_elements(each) for each in found]
     assert not any(missing), f"elements of nll and gradients that nobody wrote: {missing}"
     return found
-
-
-def reference(given: Inputs, dtype: torch.dtype) -> list[Tensor]:
-    """nll and gradients by the reference backend."""
-    leaves = [each.to(dtype).requires_grad_() for each in given.tensors]
-    hidden, weight, *bias = leaves
-    nll = hierarchical_cross_entropy(
-        hidden, weight, given.target, given.tree, *bias, reduction="none", backend="reference"
-    )
-    gradients = torch.autograd.grad(nll, leaves, given.upstream.to(nll.dtype))
-    return [nll.detach(), *gradients]
 
 
 def check(case: Case) -> Counter[str]:
@@ -139,7 +119,7 @@ def check(case: Case) -> Counter[str]:
         Stores to shared memory in which threads of a warp wrote different values to one place.
     """
     torch.set_num_threads(1)
-    given, dtype = inputs(case), DTYPES[case.dtype]
+    tensors, target, tree, upstream = given = inputs(case)
     first, ambiguous = None, Counter[str]()
     for order in case.orders:
         emulator = Emulator(case.capability, order)
@@ -149,13 +129,11 @@ def check(case: Case) -> Counter[str]:
         same = [torch.equal(a, b) for a, b in zip(found, first, strict=True)]
         assert all(same), f"results in order {order} equal those in {case.orders[0]}: {same}"
     assert first is not None
-    results = [first, reference(given, dtype), reference(given, torch.float64)]
-    if case.bias:
-        assert_errors_are_small(results, 8 * EPSILON[case.dtype])
-    else:
-        assert_errors_are_small(
-            [[*each, torch.zeros(1)] for each in results], 8 * EPSILON[case.dtype]
-        )
+    baseline, truth = (
+        gradients([each.to(kind) for each in tensors], target, tree, upstream, "reference")
+        for kind in (DTYPES[case.dtype], torch.float64)
+    )
+    assert_errors_are_small([first, baseline, truth], 8 * EPSILON[case.dtype])
     return ambiguous
 
 
@@ -187,14 +165,17 @@ def check_counts(case: Case) -> None:
     assert sum(each.num_products > 0 for each in emulator.history) >= 2
 
 
-def faults(capability: int, cases: list[Case], most: int | None, share: slice) -> list[Verdict]:
-    """How faults put into the kernels of some cases are seen."""
+def faults(
+    capability: int, cases: list[Case], most: int | None, share: slice
+) -> list[tuple[str, str, str]]:
+    """Kind and name of a share of the faults put into the kernels, and how they are seen."""
     history = []
     for case in cases:
         emulator = Emulator(capability, counting=True, recording=True)
         emulated(case._replace(capability=capability), inputs(case), emulator)
         history += emulator.history
-    return judged(history, most, share)
+    judge = Judge(history)
+    return [(one.kind, str(one), judge.verdict(one)) for one in judge.mutants(most)[share]]
 
 
 def pool() -> ProcessPoolExecutor:
