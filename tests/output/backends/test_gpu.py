@@ -88,6 +88,10 @@ def test_tf32_is_used_when_torch_allows_it() -> None:
     assert 0 < difference < 0.02
 
 
+def test_gpu_tests_run_without_deterministic_algorithms() -> None:
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.mark.parametrize("positions", [1, 16, 17, 700, 5000])
 def test_results_repeat_bit_for_bit(positions: int) -> None:
     inputs, target, tree, upstream = problem(TREES["two_level"](), positions, 300, torch.bfloat16)
@@ -95,6 +99,27 @@ def test_results_repeat_bit_for_bit(positions: int) -> None:
     for _ in range(5):
         again = gradients(inputs, target, tree, upstream, "triton")
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("size", [300, 650])
+def test_a_thousand_steps_give_the_same_results(size: int) -> None:
+    """Kernels that read a register or shared memory too early are right or wrong by timing, which
+    copies on another stream vary.
+    """
+    tree = ClassTree.two_level(torch.randperm(33_278) % 182)
+    inputs, target, tree, upstream = problem(tree, 16_384, size, torch.bfloat16)
+    inputs[1] = torch.nn.functional.pad(inputs[1], (0, -size % 8))  # as in the layer
+    first = gradients(inputs, target, tree, upstream, "triton")
+    num_different = torch.zeros((), dtype=torch.int64, device="cuda")
+    side, unrelated = torch.cuda.Stream(), torch.zeros(1 << 24, device="cuda")  # type: ignore[no-untyped-call]
+    for turn in range(1000):
+        if turn % 2:
+            with torch.cuda.stream(side):
+                unrelated.add_(1)
+        again = gradients(inputs, target, tree, upstream, "triton")
+        equal = [(a == b).all() for a, b in zip(first, again, strict=True)]
+        num_different += ~torch.stack(equal).all()
+    assert int(num_different) == 0
 
 
 def test_the_device_is_never_waited_for() -> None:

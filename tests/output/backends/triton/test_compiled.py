@@ -11,10 +11,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from ....scripts.benchmarks.test_kernel_model import GRADIENTS, LARGE
-from .emulator.cases import DTYPES, ORDERS, Case, check, pool
-from .emulator.counts import counts
-from .emulator.mutations import KINDS, NOT_SEEN, SEEN, judged, summary
+from scripts.kernels.emulator.mutations import KINDS, NOT_SEEN, SEEN
+
+from .cases import DTYPES, ORDERS, TREES, Case, check, check_counts, faults, pool
 
 KINDS_OF_CODE = list(product((80, 90), DTYPES))
 SIZES = (136, 33, 136, 136, 33, 264, 136, 33)
@@ -33,15 +32,35 @@ CASES = [
     Case(90, "bf16", size=128, bias=False),
 ]
 """Every dtype and architecture with two levels, in all orders of programs, and with one other tree,
-so that each tree is with both architectures; widths and kinds of gradients in turn. The longer grid
-is `python -m tests.output.backends.triton.emulator.cases`.
+so that each tree is with both architectures; widths and kinds of gradients in turn.
 """
+GRID = [
+    Case(*kind, tree, size, -size % 8 * row_wise, 90 if row_wise else 200, row_wise, ORDERS)
+    for kind, tree, size, row_wise in product(
+        KINDS_OF_CODE, TREES, (64, 33, 40, 100), (False, True)
+    )
+]
+for kind in KINDS_OF_CODE:
+    GRID += [
+        Case(*kind, size=300, positions=1000, tree="wide classes"),
+        Case(*kind, bias=False),
+        Case(*kind, target="all ignored"),
+        Case(*kind, positions=1),
+    ]
+"""Every dtype and architecture, tree, width and kind of gradient, in all orders."""
 COUNTED = [
     Case(tree="two levels", size=128, bias=False),
     Case(tree="three levels", size=128, positions=150, bias=False),
+    Case(tree="root only", size=128, positions=130, bias=False),
+    Case(tree="wide classes", size=128, positions=200, bias=False),
 ]
 """Rows are sectors of the caches, in the dtype and on the architecture of the model."""
 MUTATED = [Case(size=264, positions=120), Case(tree="three levels", size=136)]
+ALL_MUTATED = [
+    Case(tree=tree, positions=200, size=size)
+    for tree, size in (("two levels", 264), ("wide classes", 136), ("three levels", 136))
+]
+"""Problems that reach most of the kernels; a fault must be seen in one of them."""
 NUM_MUTANTS = 2
 """Of each kind in each kernel of an architecture."""
 
@@ -65,37 +84,35 @@ def results(request: pytest.FixtureRequest, executor: ProcessPoolExecutor) -> Re
     return {case: executor.submit(check, case) for case in cases if isinstance(case, Case)}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in GRID)], ids=str
+)
 def test_compiled_kernels_are_right(case: Case, results: Results) -> None:
     assert not results[case].result(), "threads of a warp wrote different values to one place"
 
 
-@pytest.mark.parametrize("case", COUNTED, ids=str)
+@pytest.mark.parametrize("counted", COUNTED, ids=str)
 def test_counts_of_the_model_are_those_of_the_compiled_kernels(
-    case: Case, executor: ProcessPoolExecutor
+    counted: Case, executor: ProcessPoolExecutor
 ) -> None:
-    """Of `node_of_row`, the compiler loads what it needs in two layouts twice."""
-    found = executor.submit(counts, case).result()
-    assert sum(each.products > 0 for each in found) >= 3
-    for each in found:
-        assert each.products == pytest.approx(each.model_products, rel=1e-9), each.kernel
-        if not each.model.memory:
-            continue
-        names = (*LARGE, "hidden")
-        loaded = sum(each.loaded[name] for name in names) + each.once["node_of_row"]
-        assert loaded == each.model.loaded, each.kernel
-        once = sum(each.once[name] for name in (*names, *GRADIENTS, "block_max", "node_of_row"))
-        assert once == each.model.memory, each.kernel
-        for name in ("sorted_hidden", "weight", "errors", "exp_logits", "hidden"):
-            assert each.sectors[name] == each.loaded[name], f"{each.kernel}: {name}"
+    executor.submit(check_counts, counted).result()
 
 
-def test_faults_put_into_the_kernels_are_seen(executor: ProcessPoolExecutor) -> None:
-    """Some predicates have no effect: see `emulator.mutations`."""
-    futures = [executor.submit(judged, sm, MUTATED, NUM_MUTANTS) for sm in (80, 90)]
+@pytest.mark.parametrize(
+    ("cases", "most", "shares"),
+    [(MUTATED, NUM_MUTANTS, 1), pytest.param(ALL_MUTATED, None, 4, marks=pytest.mark.long)],
+)
+def test_faults_put_into_the_kernels_are_seen(
+    cases: list[Case], most: int | None, shares: int, executor: ProcessPoolExecutor
+) -> None:
+    """Some predicates have no effect: see `scripts.kernels.emulator.mutations`."""
+    futures = [
+        executor.submit(faults, capability, cases, most, slice(share, None, shares))
+        for share, capability in product(range(shares), (80, 90))
+    ]
     found = [each for future in futures for each in future.result()]
     missed = [name for kind, name, verdict in found if verdict == NOT_SEEN and kind != "predicate"]
     assert not [name for name in missed if not name.startswith("barrier")]
-    seen = {kind: sum(counts[each] for each in SEEN) for kind, counts in summary(found).items()}
+    seen = Counter(kind for kind, _, verdict in found if verdict in SEEN)
     assert all(seen[kind] for kind in KINDS)
     assert seen["barrier"] >= 0.9 * (seen["barrier"] + len(missed))

@@ -111,19 +111,6 @@ def test_an_empty_batch_has_gradients_of_zero(dtype: torch.dtype) -> None:
     assert not d_bias.any()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3)])
-def test_the_default_tile_shapes_equal_the_reference(dtype: torch.dtype, tolerance: float) -> None:
-    tree = two_level(700, 26)
-    *inputs, target = problem(tree, 150, 100, dtype)
-    inputs[1] *= 0.1
-    upstream = torch.randn(150)
-    ours = gradients(inputs, target, tree, upstream, "triton")
-    truth = gradients([x.double() for x in inputs], target, tree, upstream, "reference")
-    for actual, true in zip(ours, truth, strict=True):
-        error = (actual.double() - true).abs().max() / true.abs().max()
-        assert error < tolerance
-
-
 def test_gradients_of_a_small_loss_survive_half_precision() -> None:
     """d nll = 1e-8 times an error is 0 in fp16, unless it is divided by its maximum."""
     tree = two_level(60, 8)

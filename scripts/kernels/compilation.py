@@ -1,0 +1,143 @@
+"""The launches of the fused kernels, and their compilation without a GPU.
+
+Triton specialises a kernel by its constants, the dtypes of its tensors, and which numbers are 1 or
+divisible by 16. What is compiled here has the same key in Triton's cache as on a GPU of that
+architecture, so that
+
+  python -m scripts.kernels.compilation --rows 33278:650 --sm 90
+
+fills the cache in parallel for a process that would otherwise compile one kernel after another.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from lm.output import ClassTree
+from lm.output.backends.base import Needs, Problem, row_size
+from lm.output.backends.triton.backend import TritonBackend
+from lm.output.backends.triton.launch import Launch, instrumented
+from lm.output.backends.triton.tile_shapes import Tiles, compiler_options
+from lm.output.tree.class_tree import TreeArrays
+from scripts.benchmarks.measure import DTYPES
+from scripts.benchmarks.methods import zipf
+from scripts.benchmarks.reporting import benchmark_parser, problem_size
+from scripts.kernels.emulator.compiler import compiled
+
+_jobs: list[tuple[Launch, int]] = []  # of the worker processes, which inherit it
+
+
+def make_problem(
+    vocab_size: int,
+    hidden_size: int,
+    num_positions: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    columns: int | None = None,
+    bias: bool = False,
+) -> Problem:
+    """Inverse-rank targets in a tree of √N random classes of one size; other tensors are empty.
+
+    Rows of the weight have as many columns as the layer gives them by default.
+    """
+    torch.manual_seed(0)
+    word_class = torch.randperm(vocab_size) * round(vocab_size**0.5) // vocab_size
+    tree = ClassTree.two_level(word_class)
+    target, _ = zipf(vocab_size, num_positions)
+    hidden = torch.empty(num_positions, hidden_size, dtype=dtype)
+    weight = torch.empty(tree.num_rows, columns or row_size(hidden_size), dtype=dtype)
+    biases = torch.empty(tree.num_rows, dtype=dtype) if bias else None
+    return Problem.of(hidden, weight, target, tree, biases)
+
+
+def moved(problem: Problem, device: str) -> Problem:
+    """A problem on another device."""
+    hidden, weight, target = (
+        x.to(device) for x in (problem.hidden, problem.weight, problem.target)
+    )
+    bias = None if problem.bias is None else problem.bias.to(device)
+    tree = TreeArrays(*(array.to(device) for array in problem.tree))
+    return problem._replace(hidden=hidden, weight=weight, bias=bias, target=target, tree=tree)
+
+
+def launches(
+    problem: Problem,
+    capability: int | None = None,
+    tiles: Tiles | None = None,
+    *,
+    run: Callable[[Launch], object] = lambda launch: None,
+    row_wise: Sequence[bool] = (False,),
+) -> list[Launch]:
+    """The launches of a forward, and of a backward for each kind of gradients, as handed to `run`.
+
+    By default nothing is executed. Without a capability and tiles, those of the problem's device.
+    """
+    found: list[Launch] = []
+
+    def handle(launch: Launch) -> None:
+        found.append(launch)
+        run(launch)
+
+    needs = Needs(hidden=True, weight=True, bias=problem.bias is not None)
+    with instrumented(run=handle, capability=capability, tiles=tiles):
+        nll, saved = TritonBackend().forward(problem, needs)
+        for kind in row_wise:
+            TritonBackend().backward(nll, problem, saved, needs._replace(row_wise=kind))
+    return found
+
+
+def compiled_launch(launch: Launch, capability: int) -> Any:
+    """The compiled kernel of a launch, as `scripts.kernels.emulator.compiler.compiled`."""
+    options = compiler_options(launch.tile)
+    return compiled(launch.kernel, capability, **launch.arguments, **options)
+
+
+def compile_all(jobs: Sequence[tuple[Launch, int]]) -> None:
+    """Compile launches for their architectures in parallel, for Triton's cache on disk.
+
+    Errors of the compiler are ignored: the process that needs such a kernel meets them again.
+    """
+    from triton.errors import TritonError
+
+    global _jobs
+    _jobs = list(jobs)
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
+        for future in [pool.submit(_compile, i) for i in range(len(_jobs))]:
+            error = future.exception()
+            if error is not None and not isinstance(error, (TritonError, RuntimeError)):
+                raise error
+
+
+def _compile(i: int) -> None:
+    compiled_launch(*_jobs[i])
+
+
+def main() -> None:
+    """Compile the kernels of the benchmark's problems."""
+    parser = benchmark_parser(__doc__)
+    add = parser.add_argument
+    add("--rows", type=problem_size, nargs="+", required=True, metavar="N:H")
+    add("--positions", type=int, default=16_384)
+    add("--dtype", choices=DTYPES, default="bf16")
+    add("--sm", type=int, default=90, help="compute capability x 10")
+    options = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("compilation: TRITON_INTERPRET must not be 1")
+    begin, jobs = time.monotonic(), []
+    for n, h in options.rows:
+        problem = make_problem(n, h, options.positions, DTYPES[options.dtype], bias=True)
+        found = launches(moved(problem, "meta"), options.sm)
+        jobs += [(launch, options.sm) for launch in found]
+    compile_all(jobs)
+    seconds = time.monotonic() - begin
+    print(f"{len(jobs)} launches for sm_{options.sm} compiled in {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""Compiled Triton kernels on a CPU, with checks for races and memory errors: see ../README.md."""
+
+from .access import Fault
+from .execution import Emulator
+from .parser import Unsupported
+
+__all__ = ["Emulator", "Fault", "Unsupported"]

@@ -1,0 +1,263 @@
+"""Execution of launches: compiled to PTX for an architecture, and run on a CPU."""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+from torch import Tensor
+
+from . import arithmetic, tensor_cores, transfers, warp
+from .access import Array
+from .allocations import Allocations, extent, raw_bytes
+from .compiler import compiled
+from .decoder import Decoder
+from .global_memory import BASE, GlobalMemory
+from .parser import Instruction, Kernel, Unsupported, parse
+from .programs import BITS, Programs, Scheduler
+from .shared_memory import PIECE
+from .trace import Trace
+
+BUILT_BY = (arithmetic, tensor_cores, transfers, warp)
+"""Modules that define instructions."""
+NUM_LANES = 8192
+"""Threads of the programs that run together."""
+
+
+class Code:
+    """A kernel that is ready to run."""
+
+    def __init__(self, text: str) -> None:
+        self.kernel: Kernel = parse(text)
+        self.decoder = Decoder(self.kernel)
+        self.blocks = self.decoder.actions()
+        self.element_bytes = min([PIECE, *map(transfers.shared_width, self.kernel.instructions)])
+
+    def changed(self, by: Instruction) -> "Code":
+        """The same with another instruction in the place of the one with its index."""
+        other, instructions = copy(self), [*self.kernel.instructions]
+        instructions[by.index] = by
+        other.kernel = replace(self.kernel, instructions=instructions)
+        block = next(block for block in self.kernel.blocks() if by.index in block)
+        actions = self.decoder.block([instructions[i] for i in block])
+        other.blocks = self.blocks | {block.start: (actions, block.stop)}
+        return other
+
+
+@cache
+def decoded(text: str) -> Code:
+    """The code of a PTX file, decoded once."""
+    return Code(text)
+
+
+class Request(NamedTuple):
+    """A launch of a compiled kernel."""
+
+    kernel: str
+    text: str  # PTX
+    grid: tuple[int, int, int]
+    num_shared_bytes: int
+    tensors: list[tuple[str, Array, Array, int]]  # name, bytes, which have values, element size
+    values: list[tuple[int | None, Any]]  # of the parameters: offset into a tensor, or a number
+
+    def copy(self) -> "Request":
+        """The same, with the values that the tensors have now."""
+        copied = [(name, raw.copy(), has.copy(), item) for name, raw, has, item in self.tensors]
+        return self._replace(tensors=copied)
+
+
+def requested(
+    binary: Any, arguments: dict[str, Any], grid: tuple[int, int, int], allocations: Allocations
+) -> Request:
+    """The launch of a compiled kernel with arguments by name, in the order of its parameters.
+
+    A tensor within another one is a part of it.
+    """
+    if binary.metadata.global_scratch_size:
+        raise Unsupported(f"scratch memory of {binary.name}")
+    given = [(n, each) for n, each in arguments.items() if isinstance(each, Tensor)]
+    given.sort(key=lambda pair: (extent(pair[1])[0], -extent(pair[1])[1]))
+    places: dict[str, tuple[int | None, Any]] = {}
+    tensors: list[tuple[str, Array, Array, int]] = []
+    begin, end = 0, 0
+    for argument, tensor in given:
+        first, last = extent(tensor)
+        if first == last:
+            places[argument] = (None, BASE)
+            continue
+        if first >= end:
+            begin, end = first, last
+            has_values = allocations.written(tensor)
+            tensors.append((argument, raw_bytes(tensor), has_values, tensor.element_size()))
+        elif last > end:
+            raise Unsupported(f"{argument}: a tensor that overlaps another one")
+        places[argument] = (len(tensors) - 1, first - begin)
+    signature = binary.src.signature
+    values = [places.get(n, (None, x)) for n, x in arguments.items() if signature[n] != "constexpr"]
+    return Request(binary.name, binary.asm["ptx"], grid, binary.metadata.shared, tensors, values)
+
+
+class Run:
+    """The execution of a request, from the values that its tensors have now; they are not changed.
+
+    Attributes:
+        request: what was executed.
+        memory: after the execution.
+        ambiguous: as in `SharedMemory`.
+        num_products: multiply-adds of tensor cores.
+        num_instructions: executed, by one or several programs at a time.
+        reached: first instructions of the blocks that were executed.
+        useful: waits and fences that found something to order.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        code: Code,
+        order: str = "together",
+        seed: int = 0,
+        counting: bool = False,
+        limit: int = 1 << 60,
+        trace: Trace | None = None,
+    ) -> None:
+        num_programs = math.prod(request.grid)
+        self.memory = GlobalMemory(num_programs, request.tensors, counting=counting, trace=trace)
+        self.ambiguous: Counter[str] = Counter()
+        self.num_products = self.num_instructions = 0
+        self.reached: set[int] = set()
+        self.useful: set[int] = set()
+        self.request, self._code, self._random = request, code, np.random.default_rng(seed)
+        ids = np.arange(num_programs)
+        if order == "backward":
+            ids = ids[::-1]
+        elif order == "interleaved":
+            self._random.shuffle(ids)
+        step = max(1, NUM_LANES // code.kernel.num_threads)
+        with np.errstate(all="ignore"):
+            for begin in range(0, len(ids), step):
+                self._run(ids[begin : begin + step], order, limit)
+
+    def _run(self, ids: Array, order: str, limit: int) -> None:
+        code, grid = self._code, self.request.grid
+        registers: list[Any] = list(code.decoder.initial)
+        thread = np.arange(code.kernel.num_threads, dtype=np.uint32)[None]
+        special = {
+            "%tid.x": thread,
+            "%laneid": thread % np.uint32(32),
+            "%ntid.x": np.full((1, 1), code.kernel.num_threads, np.uint32),
+        }
+        rest = ids[:, None].astype(np.uint32)
+        for axis, size in zip("xyz", grid, strict=True):
+            special[f"%nctaid.{axis}"] = np.full((1, 1), size, np.uint32)
+            special[f"%ctaid.{axis}"], rest = rest % np.uint32(size), rest // np.uint32(size)
+        for name, value in special.items():
+            registers[code.decoder.slots[name]] = value
+        programs = Programs(
+            kernel=code.kernel, ids=ids, memory=self.memory, registers=registers,
+            num_shared_bytes=self.request.num_shared_bytes, element_bytes=code.element_bytes,
+            slots=code.decoder.slots, parameters=self._parameters(),
+        )  # fmt: skip
+        scheduler = Scheduler(programs, code.blocks, order, self._random, limit)
+        scheduler.run()
+        self.ambiguous += programs.shared.ambiguous
+        self.num_products += programs.num_products
+        self.num_instructions += scheduler.num_instructions
+        self.reached |= scheduler.reached
+        self.useful |= programs.shared.useful
+
+    def _parameters(self) -> dict[str, Array]:
+        types = self._code.kernel.parameters
+        # there is no scratch memory
+        values = [*self.request.values, *[(None, 0)] * (len(types) - len(self.request.values))]
+        parameters: dict[str, Array] = {}
+        for (name, kind), (tensor, value) in zip(types.items(), values, strict=True):
+            bits = BITS[kind]
+            if tensor is not None:
+                value += BASE + self.memory.start[tensor]
+            if isinstance(value, float):
+                value = int(np.array(value, arithmetic.TYPES[kind]).view(bits))
+            size = 8 * np.dtype(bits).itemsize
+            parameters[name] = np.full((1, 1), value & ((1 << size) - 1), bits)
+        return parameters
+
+
+@dataclass
+class Emulator:
+    """While active, as a context manager, executes all launches of Triton kernels on a CPU.
+
+    Tensors are those of a CPU. What torch allocates meanwhile is followed, so that reads of memory
+    without values are found; memory that was allocated before counts as written.
+
+    Attributes:
+        capability: compute capability x 10 for which kernels are compiled: 80 or 90.
+        order: of the programs, as in `Scheduler`: together, forward, backward, interleaved.
+        seed: of the order "interleaved".
+        counting: whether bytes are counted.
+        recording: whether every run is added to the history, with the values before it.
+        history: the recorded runs.
+        allocations: what tensors have values.
+        ambiguous: as in `SharedMemory`.
+    """
+
+    capability: int = 90
+    order: str = "together"
+    seed: int = 0
+    counting: bool = False
+    recording: bool = False
+    history: list[Run] = field(default_factory=list)
+    allocations: Allocations = field(default_factory=Allocations)
+    ambiguous: Counter[str] = field(default_factory=Counter)
+    _active: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> "Emulator":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            raise RuntimeError("kernels are interpreted, not compiled: TRITON_INTERPRET is 1")
+        from triton.runtime.jit import JITFunction
+
+        compile_or_run = JITFunction.run
+
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            if warmup:
+                return compile_or_run(kernel, *args, grid=grid, warmup=True, **kwargs)
+            return self._launch(kernel, grid, *args, **kwargs)
+
+        self._active.enter_context(mock.patch.object(JITFunction, "run", run))
+        self._active.enter_context(self.allocations)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._active.close()
+
+    def _launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Compile a kernel and execute it."""
+        named = {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+        bound = kernel.signature.bind(*args, **named)
+        bound.apply_defaults()
+        sizes = grid(bound.arguments) if callable(grid) else grid
+        x, y, z = (*sizes, 1, 1)[:3]
+        if not x * y * z:
+            return
+        binary = compiled(kernel, self.capability, *args, **kwargs)
+        request = requested(binary, bound.arguments, (x, y, z), self.allocations)
+        before = request.copy() if self.recording else request
+        run = Run(before, decoded(request.text), self.order, self.seed, self.counting)
+        for i, (_, contents, has_values, _) in enumerate(request.tensors):
+            start = run.memory.start[i]
+            contents[:] = run.memory.data[start : start + len(contents)]
+            has_values[:] = run.memory.written(i)
+        self.ambiguous += run.ambiguous
+        if self.recording:
+            self.history.append(run)

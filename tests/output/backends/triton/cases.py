@@ -1,0 +1,185 @@
+"""Problems whose forward and backward the emulator executes, and what must be true of the results.
+
+The functions run in processes of `pool`, where kernels are compiled, not interpreted.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lm.output import ClassTree
+from lm.output.backends.base import Needs, Problem
+from lm.output.backends.triton.backend import TritonBackend
+from lm.output.backends.triton.launch import Launch, execute, instrumented, tiles_for
+from scripts.benchmarks import measure
+from scripts.kernels.compilation import compiled_launch
+from scripts.kernels.emulator import Emulator
+from scripts.kernels.emulator.mutations import Judge
+from scripts.kernels.performance_model import per_program
+from scripts.kernels.work import work
+
+from ...definition import assert_errors_are_small, gradients, zipf_targets
+
+DTYPES = {n: measure.DTYPES.get(n, torch.float32) for n in ("bf16", "fp16", "tf32", "fp32")}
+EPSILON = {name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()} | {"tf32": 2**-10}
+TREES: dict[str, Callable[[], ClassTree]] = {
+    "two levels": lambda: ClassTree.two_level(torch.arange(300) * 17 // 300),
+    "root only": lambda: ClassTree.full(100),
+    "three levels": lambda: ClassTree.balanced(300, 7),
+    "binary": lambda: ClassTree.balanced(40, 2),
+    "classes of one word": lambda: ClassTree.two_level(
+        (torch.arange(62) - 12).clamp(min=-1) // 10 + 1
+    ),
+    "shortlist": lambda: ClassTree.two_level(torch.arange(300) % 15, 40),
+    "wide classes": lambda: ClassTree.two_level(torch.arange(900) % 6),
+}
+ORDERS = ("forward", "backward", "interleaved")
+LOADED = ("sorted_hidden", "weight", "errors", "exp_logits", "partial_hidden", "partial_rows")
+SECTORS = ("sorted_hidden", "weight", "errors", "exp_logits", "hidden")
+ONCE = (*LOADED, "hidden", "d_hidden", "d_weight", "block_max", "node_of_row")
+"""Tensors whose bytes `scripts.kernels.work` counts: loads, loads of whole sectors, and every
+element once.
+"""
+
+
+class Case(NamedTuple):
+    """A problem, and how it is executed."""
+
+    capability: int = 90
+    dtype: str = "bf16"
+    tree: str = "two levels"
+    size: int = 64  # H
+    further: int = 0  # columns of weight rows after the first H
+    positions: int = 90
+    row_wise: bool = False
+    orders: tuple[str, ...] = ("together",)
+    bias: bool = True
+    target: str = "some ignored"
+    chunk: int = 64  # fewest visits of a node that one program of d_weight adds up
+
+    def __str__(self) -> str:
+        sizes = f"{self.positions} x {self.size}" + f" + {self.further}" * (self.further > 0)
+        parts = [f"sm_{self.capability}", self.dtype, self.tree, sizes]
+        parts += ["row-wise" if self.row_wise else "dense", *self.orders]
+        parts += ["no bias"] * (not self.bias) + [self.target] * (self.target != "some ignored")
+        return ", ".join(parts)
+
+
+Inputs = tuple[list[Tensor], Tensor, ClassTree, Tensor]
+"""hidden, weight and perhaps bias; target; tree; gradient of the nll of every position."""
+
+
+def inputs(case: Case) -> Inputs:
+    """Random numbers, the same for every case of these sizes."""
+    torch.manual_seed(0)
+    tree, dtype = TREES[case.tree](), DTYPES[case.dtype]
+    hidden = torch.randn(case.positions, case.size).to(dtype)
+    weight = (torch.randn(tree.num_rows, case.size + case.further) * 0.1).to(dtype)
+    tensors = [hidden, weight] + [torch.randn(tree.num_rows).to(dtype)] * case.bias
+    target = zipf_targets(tree, case.positions)
+    target[::17], target[-1:] = -100, tree.vocab_size - 1
+    if case.target == "all ignored":
+        target.fill_(-100)
+    return tensors, target, tree, torch.randn(case.positions)
+
+
+def emulated(
+    case: Case, given: Inputs, emulator: Emulator, run: Callable[[Launch], None] | None = None
+) -> list[Tensor]:
+    """nll and gradients by the compiled kernels; row-wise gradients as dense ones."""
+    (hidden, weight, *bias), target, tree, upstream = given
+    problem = Problem.of(hidden, weight, target, tree, bias[0] if bias else None)
+    needs = Needs(hidden=True, weight=True, bias=case.bias, row_wise=case.row_wise)
+    backend = TritonBackend()
+    torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
+    with instrumented(capability=case.capability):
+        tiles = tiles_for(problem)._replace(chunk=case.chunk)
+    with emulator, instrumented(run=run, capability=case.capability, tiles=tiles):
+        nll, saved = backend.forward(problem, needs)
+        d_hidden, *rows = backend.backward(upstream, problem, saved, needs)
+        assert d_hidden is not None
+        dense = [each.to_dense() if case.row_wise else each for each in rows if each is not None]
+    found = [nll, d_hidden, *dense]
+    torch.set_float32_matmul_precision("highest")
+    missing = [emulator.allocations.unwritten_elements(each) for each in found]
+    assert not any(missing), f"elements of nll and gradients that nobody wrote: {missing}"
+    return found
+
+
+def check(case: Case) -> Counter[str]:
+    """Execute a case and raise unless the results are right, and the same in all orders.
+
+    Returns:
+        Stores to shared memory in which threads of a warp wrote different values to one place.
+    """
+    torch.set_num_threads(1)
+    tensors, target, tree, upstream = given = inputs(case)
+    first, ambiguous = None, Counter[str]()
+    for order in case.orders:
+        emulator = Emulator(case.capability, order)
+        found = emulated(case, given, emulator)
+        ambiguous += emulator.ambiguous
+        first = first or found
+        same = [torch.equal(a, b) for a, b in zip(found, first, strict=True)]
+        assert all(same), f"results in order {order} equal those in {case.orders[0]}: {same}"
+    assert first is not None
+    baseline, truth = (
+        gradients([each.to(kind) for each in tensors], target, tree, upstream, "reference")
+        for kind in (DTYPES[case.dtype], torch.float64)
+    )
+    assert_errors_are_small([first, baseline, truth], 8 * EPSILON[case.dtype])
+    return ambiguous
+
+
+def check_counts(case: Case) -> None:
+    """Execute a case and raise unless the launches do what `scripts.kernels.work` counts.
+
+    Of `node_of_row`, the compiler loads what it needs in two layouts twice. In a tree of one level
+    it merges two loops, which the model then counts as one.
+    """
+    emulator = Emulator(case.capability, counting=True, recording=True)
+
+    def run(launch: Launch) -> None:
+        execute(launch)
+        found, model, kernel = emulator.history[-1], work(launch), launch.kernel.__name__
+        memory, once = found.memory, found.memory.once()
+        if model.memory and case.tree != "root only":
+            binary = compiled_launch(launch, case.capability)
+            *_, flops = per_program(launch, binary, model)
+            assert 2 * found.num_products == flops, f"{kernel}: {flops} operations"
+        if model.memory:
+            loaded = sum(memory.loaded[name] for name in (*LOADED, "hidden")) + once["node_of_row"]
+            assert loaded == model.loaded, f"{kernel}: {loaded} bytes loaded, not {model.loaded}"
+            total = sum(once[name] for name in ONCE)
+            assert total == model.memory, f"{kernel}: {total} bytes once, not {model.memory}"
+            sectors = [memory.sectors[name] - memory.loaded[name] for name in SECTORS]
+            assert not any(sectors), f"{kernel}: {sectors} more bytes in whole sectors"
+
+    emulated(case, inputs(case), emulator, run)
+    assert sum(each.num_products > 0 for each in emulator.history) >= 2
+
+
+def faults(
+    capability: int, cases: list[Case], most: int | None, share: slice
+) -> list[tuple[str, str, str]]:
+    """Kind and name of a share of the faults put into the kernels, and how they are seen."""
+    history = []
+    for case in cases:
+        emulator = Emulator(capability, counting=True, recording=True)
+        emulated(case._replace(capability=capability), inputs(case), emulator)
+        history += emulator.history
+    judge = Judge(history)
+    return [(one.kind, str(one), judge.verdict(one)) for one in judge.mutants(most)[share]]
+
+
+def pool() -> ProcessPoolExecutor:
+    """Processes in which kernels are compiled, not interpreted."""
+    compiled = "import os; os.environ.pop('TRITON_INTERPRET', None)"  # before kernels are imported
+    spawn = get_context("spawn")
+    return ProcessPoolExecutor(os.cpu_count(), spawn, initializer=exec, initargs=(compiled,))

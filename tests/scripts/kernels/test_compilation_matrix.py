@@ -1,0 +1,81 @@
+"""The kernels compile for every architecture; a kernel that spills or has a hazard is reported.
+
+One width per architecture, and where compiled kernels multiply asynchronously (sm_90) both kinds of
+products. All widths, dtypes and versions of Triton: `python -m scripts.kernels.compilation_matrix`.
+What the kernels of sm_80 and sm_90 compute in every dtype: `tests/output/backends/triton`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MATRIX_KERNELS = {"_forward", "_heavy", "_rows"}
+TOP = Path(__file__).resolve().parents[3]
+pytest.importorskip("triton.backends.nvidia")
+
+
+def compile_kernels(
+    before: str, sm: int, size: int, dtypes: list[str], *options: str
+) -> tuple[int, str]:
+    """Exit code and output of the report in a new process, where kernels are compiled instead of
+    interpreted, after some preparation; those that Triton's cache has are not compiled again.
+    """
+    code = f"from scripts.kernels import compilation_matrix\n{before}\ncompilation_matrix.main()"
+    arguments = ["--sm", str(sm), "--sizes", str(size), "--dtypes", *dtypes, *options]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=TOP,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )
+    return done.returncode, done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "dtypes"),
+    [
+        (80, 64, ["bf16", "tf32"]),
+        (90, 650, ["bf16"]),
+        (90, 64, ["tf32"]),
+        (100, 64, ["bf16", "tf32"]),
+    ],
+)
+def test_every_kernel_compiles_without_spills_and_with_tensor_cores(
+    capability: int, size: int, dtypes: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "report.jsonl"
+    code, printed = compile_kernels("", capability, size, dtypes, "--json", str(out))
+    assert code == 0, printed
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    for dtype in dtypes:
+        names = {row["kernel"] for row in rows if row["dtype"] == dtype}
+        assert names >= MATRIX_KERNELS | {"_sort", "_merge", "_plan", "_errors", "_rows, row-wise"}
+    for row in rows:
+        assert row["spilled_bytes"] == row["hazards"] == 0
+        assert row["programs"] >= 1
+        assert (row["tensor_cores"] != "none") == (row["kernel"].split(",")[0] in MATRIX_KERNELS)
+
+
+def test_a_kernel_that_spills_is_reported() -> None:
+    """With tiles that exceed the register file."""
+    huge = """
+from lm.output.backends.triton.launch import instrumented
+from lm.output.backends.triton.tile_shapes import Tile, Tiles
+instruments = instrumented(tiles=Tiles(*[Tile(128, 64, 32, 2, 2, 32)] * 4))
+instruments.__enter__()
+"""
+    code, printed = compile_kernels(huge, 80, 64, ["bf16"], "--kernels", "_forward")
+    assert code == 1, printed
+    assert "1 kernels compiled, 1 of them not as they should be" in printed
+
+
+def test_a_version_of_triton_that_lacks_fences_is_refused() -> None:
+    other = "compilation_matrix.triton.__version__ = '3.6.0'"
+    code, printed = compile_kernels(other, 90, 64, ["bf16"])
+    assert code == 0, printed
+    assert "sm_90: left out, the backend requires Triton 3.7 on devices of compute cap" in printed
