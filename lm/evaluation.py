@@ -25,7 +25,7 @@ from tqdm import tqdm
 from data_prep.errors import UserError
 from data_prep.prepared import open_prepared
 from data_prep.storage import sha256_file, write_json_atomically
-from data_prep.tokenizer.files import TOKENIZER, load_tokenizer
+from data_prep.tokenizer.serialization import TOKENIZER, load_tokenizer
 from data_prep.tokenizer.token_file import SplitInfo, log_literals
 from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.config import load_run_config

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_prep.tokenizer.files import load_tokenizer
+from data_prep.tokenizer.serialization import load_tokenizer
 from lm.cli import main
 from lm.generation import Sampling, generate, sampling
 from lm.generation.text import encode_prompt

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.tokenizer.files import load_tokenizer
+from data_prep.tokenizer.serialization import load_tokenizer
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.generation import generate_text, sampling, stream_text, text
 from lm.generation.text import encode_prompt, level_probs, unknown_words, until

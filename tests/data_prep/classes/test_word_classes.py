@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import sparse
 
+import data_prep
 from data_prep.classes import bigrams as bigrams_module
 from data_prep.classes import refinement
 from data_prep.classes.bigrams import IntArray, count_bigrams
@@ -312,6 +313,25 @@ def test_the_default_number_of_classes_is_the_square_root_and_never_exceeds_the_
     tokens = zipf_tokens(83, 700)
     settings = ClassesConfig(method=method, num_word_classes=asked, dimensions=5)
     assert_partition(built(counts_of(tokens, 83), tokens, settings), 83, expected)
+
+
+@pytest.mark.parametrize("method", ["exchange", "embedding", "frequency", "uniform", "random"])
+def test_a_line_makes_the_classes_of_a_configuration(method: Any) -> None:
+    tokens, _ = planted_text(6, 15, 3_000)
+    settings = ClassesConfig(method=method, num_word_classes=6, shortlist=4, seed=2)
+    options = {"method": method, "shortlist": 4, "seed": 2}
+    expected = built(counts_of(tokens, 90), tokens, settings)
+    for text in (tokens, tokens.tolist()):
+        assert np.array_equal(data_prep.word_classes(text, 90, 6, **options), expected)
+
+
+def test_classes_of_what_is_no_text_of_the_vocabulary_are_refused() -> None:
+    for tokens in ([0, 4], [-1], [[0, 1]], [0.5]):
+        with pytest.raises(ValueError, match=r"tokens: expected \[T\] integers in \[0, 4\)"):
+            data_prep.word_classes(tokens, 4)
+    with pytest.raises(ValueError, match=r"shortlist = 5 is more than 4 words"):
+        data_prep.word_classes([0, 1], 4, shortlist=5)
+    assert sorted(data_prep.word_classes(np.empty(0, int), 4).tolist()) == [0, 0, 1, 1]
 
 
 def test_progress_is_shown_on_a_terminal_when_requested(
