@@ -9,8 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from data_prep.corpus.files import SPLITS, hub_folder, input_files
 from data_prep.corpus.loader import splits
+from data_prep.corpus.paths import SPLITS, hub_folder, input_files
 from data_prep.errors import UserError
 from data_prep.meta import InputFile, Meta
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig

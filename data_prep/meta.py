@@ -1,7 +1,7 @@
 """The record of a prepared folder, `meta.json`: how the folder was made and which stages are done.
 
 `meta.json` describes finished stages only and is replaced after each of them. File names are fixed
-here and in `tokenizer.files`; none is ever taken from the content of a file.
+here and in `tokenizer.serialization`; none is ever taken from the content of a file.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -11,12 +11,12 @@ from typing import Any, Literal
 from data_prep.errors import UserError
 from data_prep.settings import STRICT, NonNegative, Positive
 from data_prep.storage import ArrayInfo, read_json, write_json_atomically
-from data_prep.tokenizer.files import TokenizerInfo
+from data_prep.tokenizer.serialization import TokenizerInfo
 from data_prep.tokenizer.token_file import SplitInfo
 
-FORMAT_VERSION = 1
-"""Of `meta.json`."""
 META = "meta.json"
+FORMAT_VERSION = 1
+"""The format of `meta.json`."""
 COUNTS = "counts.npy"
 CLASSES = "classes.npy"
 
@@ -43,7 +43,7 @@ class ClassesInfo:
 
     method: str
     num_word_classes: Positive
-    shortlist: NonNegative = 0
+    shortlist: NonNegative
     """Number of most frequent words that are in no class."""
     array: ArrayInfo
 
@@ -72,23 +72,17 @@ def read_meta(folder: Path) -> Meta | None:
     path = folder / META
     if not path.exists():
         return None
-    meta: Meta = read_json(path, Meta, FORMAT_VERSION, upgrade=_rename_head)
+    meta: Meta = read_json(path, Meta, FORMAT_VERSION)
     has_tokens = None not in (meta.tokenizer, meta.counts, meta.splits.get("train"))
     has_needed_classes = ("classes" in meta.settings) == (meta.classes is not None)
     if meta.complete and not (has_tokens and has_needed_classes):
         raise UserError(f"{path} is damaged: it is marked complete, but a stage is missing")
+    for array in (meta.counts, meta.classes and meta.classes.array):
+        if array and meta.tokenizer and array.length != meta.tokenizer.vocab_size:
+            raise UserError(f"{path} is damaged: an array has not one value for each word")
     return meta
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
     """Replace `meta.json` of a prepared folder, atomically."""
     write_json_atomically(folder / META, asdict(meta))
-
-
-def _rename_head(record: dict[str, Any]) -> None:
-    """Accept the key `head`, the name of `shortlist` in early records of this format version."""
-    sections = record.get("settings")
-    settings = sections.get("classes") if isinstance(sections, dict) else None
-    for section in (settings, record.get("classes")):
-        if isinstance(section, dict) and "head" in section:
-            section.setdefault("shortlist", section.pop("head"))

@@ -5,21 +5,32 @@ it stopped; a file that does not match its record is made again.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 from data_prep.changes import find_changes, requested_meta, requested_settings, setting_changes
-from data_prep.corpus.files import SPLITS
+from data_prep.corpus.lines import read_lines
+from data_prep.corpus.paths import SPLITS
 from data_prep.errors import UserError
-from data_prep.meta import CLASSES, COUNTS, META, Meta, read_meta, write_meta
+from data_prep.meta import CLASSES, COUNTS, META, ClassesInfo, Meta, Split, read_meta, write_meta
 from data_prep.prepared import Prepared, open_prepared
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
-from data_prep.stages import Stages
-from data_prep.storage import ArrayInfo, locked, make_folder, map_array, verify_array
-from data_prep.tokenizer.files import MODEL_FILE, TOKENIZER, TokenizerInfo, verify_tokenizer
+from data_prep.storage import ArrayInfo, locked, make_folder, map_array, write_array
+from data_prep.tokenizer.serialization import (
+    MODEL_FILE,
+    TOKENIZER,
+    TokenizerInfo,
+    load_tokenizer,
+    save_tokenizer,
+    verify_tokenizer,
+)
+from data_prep.tokenizer.token_file import encode_split
+from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
+from data_prep.tokenizer.vocabulary import count_words, train_sentencepiece
 
 LOCK = ".lock"
 FILES = (META, TOKENIZER, *MODEL_FILE.values(), COUNTS, CLASSES, *map("{}.npy".format, SPLITS))
@@ -89,14 +100,14 @@ def prepare(
             )
         for difference in differences:
             logger.info("%s", difference)
-        valid = _valid_stages(folder, found, requested, changed)
-        if valid.complete and valid == found:
+        meta = _valid_stages(folder, found, requested, changed.keys())
+        if meta.complete and meta == found:
             logger.info("%s is up to date", folder)
         else:
-            _remove_stale(folder, found, valid)
-            write_meta(folder, valid)
-            Stages(data, tokenizer, classes, folder, progress).run(valid)
-        return open_prepared(folder)
+            _remove_stale(folder, found, meta)
+            meta = _Stages(data, tokenizer, classes, folder, progress).run(meta)
+    # Every file was verified or has just been written, except classes that are not needed.
+    return Prepared(folder, meta, verified=set(FILES) - ({CLASSES} if classes is None else set()))
 
 
 def open_made_by(
@@ -145,20 +156,19 @@ def _read_found(folder: Path) -> Meta | None:
         return None
 
 
-def _valid_stages(
-    folder: Path, found: Meta | None, requested: Meta, changed: Mapping[str, list[str]]
-) -> Meta:
+def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Set[str]) -> Meta:
     """The requested record with the finished stages that are still valid."""
-    if found is None or found.tokenizer is None or changed.keys() & {"data", "tokenizer", "train"}:
+    if found is None or found.tokenizer is None or changed & {"data", "tokenizer", "train"}:
         return requested
     if not _is_intact(folder / TOKENIZER, found.tokenizer):
         return requested
+    below = found.tokenizer.vocab_size
     splits = {
         split: info
         for split, info in found.splits.items()
         if split in requested.inputs
         and split not in changed
-        and _is_intact(folder / f"{split}.npy", info.array)
+        and _is_intact(folder / f"{split}.npy", info.array, below)
     }
     if found.counts is None or not _is_intact(folder / COUNTS, found.counts):
         splits.pop("train", None)
@@ -170,9 +180,7 @@ def _valid_stages(
     return replace(valid, complete=has_classes and set(splits) == valid.inputs.keys() - {"classes"})
 
 
-def _with_valid_classes(
-    valid: Meta, folder: Path, found: Meta, changed: Mapping[str, list[str]]
-) -> Meta:
+def _with_valid_classes(valid: Meta, folder: Path, found: Meta, changed: Set[str]) -> Meta:
     """Add the classes of the present record if they are valid, or if no classes are needed."""
     if found.classes is None:
         return valid
@@ -180,16 +188,17 @@ def _with_valid_classes(
         settings = valid.settings | {"classes": found.settings["classes"]}
         inputs = valid.inputs | {n: f for n, f in found.inputs.items() if n == "classes"}
         return replace(valid, settings=settings, inputs=inputs, classes=found.classes)
-    if "classes" in changed or not _is_intact(folder / CLASSES, found.classes.array):
+    array, below = found.classes.array, found.classes.num_word_classes
+    if "classes" in changed or not _is_intact(folder / CLASSES, array, below):
         return valid
     return replace(valid, classes=found.classes)
 
 
-def _is_intact(path: Path, info: ArrayInfo | TokenizerInfo) -> bool:
+def _is_intact(path: Path, info: ArrayInfo | TokenizerInfo, below: int | None = None) -> bool:
     """Whether an array or the tokenizer's files match the record; otherwise log why."""
     try:
         if isinstance(info, ArrayInfo):
-            verify_array(path, map_array(path, info), info)
+            map_array(path, info, verify=True, below=below)
         else:
             verify_tokenizer(path.parent, info.sha256)
     except UserError as error:
@@ -207,3 +216,81 @@ def _remove_stale(folder: Path, found: Meta | None, valid: Meta) -> None:
         (folder / f"{split}.npy").unlink(missing_ok=True)
     if found.classes and not valid.classes:
         (folder / CLASSES).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The stages of a preparation, with the arguments of `prepare`."""
+
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    classes: ClassesConfig | None
+    folder: Path
+    progress: bool
+
+    def run(self, meta: Meta) -> Meta:
+        """Do the stages that are missing from a record; return the complete record."""
+        write_meta(self.folder, meta)
+        tokenizer = None
+        if meta.tokenizer is None:
+            logger.info("building the vocabulary from the training split")
+            tokenizer, info = self._build_tokenizer()
+            meta = replace(meta, tokenizer=info)
+            write_meta(self.folder, meta)
+        for split in SPLITS:
+            if split in meta.inputs.keys() - meta.splits.keys():
+                tokenizer = tokenizer or load_tokenizer(self.folder, verify=False)
+                meta = self._encode(meta, cast(Split, split), tokenizer)
+                write_meta(self.folder, meta)
+        del tokenizer  # large, and most methods of making classes do not need it
+        if self.classes is not None and meta.classes is None:
+            meta = replace(meta, classes=self._build_classes(meta, self.classes))
+        meta = replace(meta, complete=True)
+        write_meta(self.folder, meta)
+        return meta
+
+    def _build_tokenizer(self) -> tuple[Tokenizer, TokenizerInfo]:
+        settings, lines = self.tokenizer, read_lines(self.data, "train")
+        tokenizer: Tokenizer
+        counts = None
+        if settings.kind == "sentencepiece":
+            tokenizer = SentencePieceTokenizer(train_sentencepiece(lines, settings))
+        else:
+            words, counts = count_words(lines, settings)
+            tokenizer = WordTokenizer(
+                words, lowercase=settings.lowercase, split_punctuation=settings.split_punctuation
+            )
+        return tokenizer, save_tokenizer(self.folder, tokenizer, counts)
+
+    def _encode(self, meta: Meta, split: Split, tokenizer: Tokenizer) -> Meta:
+        lines, path = read_lines(self.data, split), self.folder / f"{split}.npy"
+        info, occurrences = encode_split(lines, tokenizer, path, progress=self.progress)
+        logger.info("%s: %d lines, %d tokens, %d unknown", split, info.lines, info.tokens, info.oov)
+        meta = replace(meta, splits={**meta.splits, split: info})
+        if split != "train":
+            return meta
+        return replace(meta, counts=write_array(self.folder / COUNTS, [occurrences], "int64"))
+
+    def _build_classes(self, meta: Meta, settings: ClassesConfig) -> ClassesInfo:
+        from data_prep.classes.word_classes import build_word_classes  # imports scipy
+
+        assert meta.counts is not None
+        logger.info("building word classes by %s", settings.method)
+        word_class = build_word_classes(
+            map_array(self.folder / COUNTS, meta.counts),
+            settings,
+            tokens=map_array(self.folder / "train.npy", meta.splits["train"].array),
+            words=self._words,
+            folder=Path(self.data.dir),
+            progress=self.progress,
+        )
+        return ClassesInfo(
+            method=settings.method,
+            num_word_classes=int(word_class.max()) + 1,
+            shortlist=settings.shortlist,
+            array=write_array(self.folder / CLASSES, [word_class], "int32"),
+        )
+
+    def _words(self) -> list[str]:
+        tokenizer = load_tokenizer(self.folder, verify=False)
+        return [tokenizer.token(id) for id in range(tokenizer.vocab_size)]

@@ -6,6 +6,7 @@ were needed, `classes.npy`. Every file is complete or absent.
 """
 
 import shutil
+from collections.abc import Iterable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,21 @@ from numpy.typing import NDArray
 
 from data_prep.errors import UserError
 from data_prep.meta import CLASSES, COUNTS, META, ClassesInfo, Meta, read_meta
-from data_prep.storage import ArrayInfo, map_array, open_to_read, verify_array, write_atomically
-from data_prep.tokenizer.files import MODEL_FILE, TOKENIZER, load_tokenizer, verify_tokenizer
+from data_prep.storage import ArrayInfo, map_array, open_to_read, write_atomically
+from data_prep.tokenizer.serialization import (
+    MODEL_FILE,
+    TOKENIZER,
+    load_tokenizer,
+    verify_tokenizer,
+)
 from data_prep.tokenizer.token_file import SplitInfo
 from data_prep.tokenizer.tokenizer import Tokenizer
 
 
 class Prepared:
-    """A complete prepared folder, opened by `open_prepared`.
+    """A complete prepared folder, opened by `prepare` or `open_prepared`.
+
+    Each file is compared with its SHA-256 on first use, unless `prepare` verified or wrote it.
 
     Attributes:
         folder: the folder.
@@ -35,7 +43,7 @@ class Prepared:
         tokenizer_sha256: checksum of `tokenizer.json`.
     """
 
-    def __init__(self, folder: Path, meta: Meta, *, verify: bool = True) -> None:
+    def __init__(self, folder: Path, meta: Meta, *, verified: Iterable[str] = ()) -> None:
         if meta.tokenizer is None or meta.counts is None:
             raise ValueError(f"{folder}: the preparation is not complete")
         self.folder = folder
@@ -47,8 +55,7 @@ class Prepared:
         self.tokenizer_kind = meta.tokenizer.kind
         self.tokenizer_sha256 = meta.tokenizer.sha256
         self._counts = meta.counts
-        self._verify = verify
-        self._verified: set[str] = set()
+        self._verified = set(verified)
 
     @property
     def num_word_classes(self) -> int:
@@ -79,7 +86,7 @@ class Prepared:
 
     def counts(self) -> NDArray[np.int64]:
         """Return the occurrences of every id in the training split, int64 [N]."""
-        return self._array(COUNTS, self._counts, length=self.vocab_size)
+        return self._array(COUNTS, self._counts)
 
     def word_class(self) -> NDArray[np.int32]:
         """Return the class of every id.
@@ -92,7 +99,7 @@ class Prepared:
             UserError: the folder was prepared without classes; the file is absent or damaged.
         """
         info = self._classes
-        return self._array(CLASSES, info.array, length=self.vocab_size, below=info.num_word_classes)
+        return self._array(CLASSES, info.array, below=info.num_word_classes)
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer that the token files were written with."""
@@ -100,8 +107,18 @@ class Prepared:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        verify_tokenizer(self.folder, self.tokenizer_sha256)
-        return load_tokenizer(self.folder)
+        self.verify_tokenizer()
+        return load_tokenizer(self.folder, verify=False)
+
+    def verify_tokenizer(self) -> None:
+        """Compare the tokenizer's files with the record, unless that was done before.
+
+        Raises:
+            UserError: a file is absent, damaged or belongs to another tokenizer.
+        """
+        if TOKENIZER not in self._verified:
+            verify_tokenizer(self.folder, self.tokenizer_sha256)
+            self._verified.add(TOKENIZER)
 
     @property
     def _classes(self) -> ClassesInfo:
@@ -112,27 +129,15 @@ class Prepared:
             )
         return self.meta.classes
 
-    def _array(
-        self, name: str, info: ArrayInfo, *, length: int | None = None, below: int | None = None
-    ) -> NDArray[Any]:
-        path = self.folder / name
-        if length is not None and info.length != length:
-            raise UserError(
-                f"{path} holds {info.length} values: expected {length}, one for each word"
-            )
-        array = map_array(path, info)
-        if self._verify and name not in self._verified:
-            verify_array(path, array, info, below=below)
-            self._verified.add(name)
+    def _array(self, name: str, info: ArrayInfo, *, below: int | None = None) -> NDArray[Any]:
+        verify = name not in self._verified
+        array = map_array(self.folder / name, info, verify=verify, below=below)
+        self._verified.add(name)
         return array
 
 
-def open_prepared(folder: Path | str, *, verify: bool = True) -> Prepared:
+def open_prepared(folder: Path | str) -> Prepared:
     """Open a folder that `prepare` has completed.
-
-    Args:
-        folder: the prepared folder.
-        verify: whether each array is compared with its SHA-256 on first use (about 1 GB/s).
 
     Raises:
         UserError: the folder is absent, incomplete, damaged or has another format version.
@@ -145,7 +150,7 @@ def open_prepared(folder: Path | str, *, verify: bool = True) -> Prepared:
         )
     if not meta.complete:
         raise UserError(f"{folder} is half prepared: run `lm prepare` again to finish it")
-    return Prepared(folder, meta, verify=verify)
+    return Prepared(folder, meta)
 
 
 def copy_tokenizer(prepared: Prepared, folder: Path | str) -> None:
@@ -154,7 +159,7 @@ def copy_tokenizer(prepared: Prepared, folder: Path | str) -> None:
     Raises:
         UserError: a file is absent, damaged or belongs to another tokenizer.
     """
-    verify_tokenizer(prepared.folder, prepared.tokenizer_sha256)
+    prepared.verify_tokenizer()
     for name in (MODEL_FILE[prepared.tokenizer_kind], TOKENIZER):
         with open_to_read(prepared.folder / name) as file:
             write_atomically(Path(folder) / name, partial(shutil.copyfileobj, file))

@@ -44,7 +44,7 @@ class ArrayInfo:
 def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) -> ArrayInfo:
     """Write chunks, one in memory at a time, as one little-endian `.npy` array, atomically.
 
-    Returns the record that `map_array` and `verify_array` check the file against.
+    Returns the record that `map_array` checks the file against.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "numbers.npy"
@@ -69,8 +69,20 @@ def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) ->
     return write_atomically(path, write)
 
 
-def map_array(path: Path, info: ArrayInfo) -> NDArray[Any]:
-    """Map a `.npy` file read-only into memory; UserError if its size or header is not `info`'s."""
+def map_array(
+    path: Path, info: ArrayInfo, *, verify: bool = False, below: int | None = None
+) -> NDArray[Any]:
+    """Map a `.npy` file read-only into memory.
+
+    Args:
+        path: the file.
+        info: its record.
+        verify: whether the values are compared with their checksum (about 1 GB/s).
+        below: if they are verified, the values must be in [0, below).
+
+    Raises:
+        UserError: the size, the header or a verified value is not as recorded.
+    """
     dtype = np.dtype(info.dtype).newbyteorder("<")
     header = _npy_header(dtype, info.length)
     expected_bytes = len(header) + info.length * dtype.itemsize
@@ -85,26 +97,20 @@ def map_array(path: Path, info: ArrayInfo) -> NDArray[Any]:
             raise UserError(
                 f"{path} is damaged: its header is not that of {info.length} × {info.dtype}"
             )
+        if verify:
+            _verify_values(file, path, info, below)
         if info.length == 0:
             return np.empty(0, dtype)
         return np.memmap(file, dtype, mode="r", offset=len(header), shape=(info.length,))
 
 
-def verify_array(
-    path: Path, array: NDArray[Any], info: ArrayInfo, *, below: int | None = None
-) -> None:
-    """Raise UserError if the checksum of a mapped array differs or a value is not in [0, below).
-
-    The file is read instead of the map, because mapped pages count as memory of the process.
-    """
+def _verify_values(file: BufferedReader, path: Path, info: ArrayInfo, below: int | None) -> None:
+    """Read the values from the file, because mapped pages count as memory of the process."""
     digest, lowest, highest = hashlib.sha256(), 0, -1
-    step = CHUNK_BYTES // array.itemsize
-    with open_to_read(path) as file:
-        file.seek(-array.nbytes, os.SEEK_END)
-        for _ in range(0, array.size, step):
-            chunk = np.fromfile(file, array.dtype, step)
-            digest.update(chunk.view(np.uint8).data)
-            lowest, highest = min(lowest, int(chunk.min())), max(highest, int(chunk.max()))
+    while raw := file.read(CHUNK_BYTES):
+        digest.update(raw)
+        chunk = np.frombuffer(raw, np.dtype(info.dtype).newbyteorder("<"))
+        lowest, highest = min(lowest, int(chunk.min())), max(highest, int(chunk.max()))
     if digest.hexdigest() != info.sha256:
         raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one")
     if below is not None and not 0 <= lowest <= highest < below:
@@ -115,7 +121,7 @@ def verify_array(
 def sha256_file(path: Path | str) -> str:
     """Return the SHA-256 of a file's bytes in hexadecimal; UserError if it cannot be read."""
     with open_to_read(Path(path)) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, hashlib.sha256).hexdigest()
 
 
 def write_atomically(
@@ -205,22 +211,30 @@ def new_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write_json_atomically(path: Path | str, content: Any) -> None:
-    """Write indented UTF-8 JSON with `write_atomically`; ValueError for NaN and infinities."""
+def write_hashed(path: Path | str, chunks: Iterable[bytes], *, shared: bool = False) -> str:
+    """Write chunks with `write_atomically`, and return their SHA-256 in hexadecimal."""
+    digest = hashlib.sha256()
+
+    def write(file: BinaryIO) -> None:
+        for chunk in chunks:
+            digest.update(chunk)
+            file.write(chunk)
+
+    write_atomically(path, write, shared=shared)
+    return digest.hexdigest()
+
+
+def write_json_atomically(path: Path | str, content: Any) -> str:
+    """Write indented UTF-8 JSON with `write_hashed`; ValueError for NaN and infinities."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()), shared=True)
+    return write_hashed(path, [text.encode()], shared=True)
 
 
-def read_json(
-    path: Path,
-    kind: type[Any],
-    format_version: int,
-    upgrade: Callable[[dict[str, Any]], None] | None = None,
-) -> Any:
+def read_json(path: Path, kind: type[Any], format_version: int) -> Any:
     """Read a JSON object with a format version as an instance of the dataclass `kind`.
 
-    `upgrade` changes the parsed object in place before it is validated. UserError if the file is
-    absent, has unknown, missing or wrong keys, or has another format version.
+    UserError if the file is absent, has unknown, missing or wrong keys, or has another format
+    version.
     """
     with open_to_read(path) as file:
         content = file.read()
@@ -228,9 +242,6 @@ def read_json(
         record = TypeAdapter(dict[str, Any]).validate_json(content)
         if (found := record.get("format_version")) != format_version:
             raise UserError(f"{path} has format version {found}: expected {format_version}")
-        if upgrade is not None:
-            upgrade(record)
-            content = json.dumps(record).encode()
         return TypeAdapter(kind).validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]

@@ -1,55 +1,77 @@
 """`lm new`: a recipe for a text of the user's, with sizes that fit the text and the computer.
 
-A sample of the text gives the numbers of tokens and words; these choose one of three classes of
-settings, each taken from a recipe in `configs/` that was measured, and the memory estimate of a
-training run makes the model smaller where it does not fit. Nothing is tuned on the text.
+The settings are those of measured recipes in `configs/`, chosen by the number of tokens. A sample
+of the text gives that number and the tokenizer. The memory estimate of a training run makes the
+model smaller where it does not fit. Nothing is tuned on the text.
 """
 
 import json
 import math
-import os
 import re
+import shlex
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from string import Template
 
 import torch
 import yaml
 
-from data_prep.corpus.split import MIN_UNITS, Sample, Unit, read_sample, write_splits
+from data_prep.corpus.split import MIN_UNITS, Sample, Unit, read_sample, split_text
 from data_prep.errors import UserError
-from data_prep.storage import folder_to_fill, new_folder, write_atomically
-from data_prep.tokenizer.tokenizer import word_separator
+from data_prep.storage import folder_to_fill, new_folder, write_hashed
+from data_prep.tokenizer.tokenizer import separate_words
 from lm.config import Config, validate
 from lm.output import ClassTree
 from lm.run import Run
 from lm.training.memory_estimate import estimate_memory
 
-MAX_WORDS = 200_000
-"""Vocabulary of the largest texts."""
-CLUSTERED_WORDS = 20_000
-"""Most frequent words that get optimized classes: 90 s for 40 million tokens."""
+RECIPE = """\
+# Every key can be changed here or on the command line; lm config explains them.
+name: $name
+# Empty lines are left out.
+data: {files: {$files}, keep_empty_lines: false}
+# Words that are rarer than min_count are <unk>; pieces are for text without spaces.
+tokenizer: {$tokenizer}
+# The words are divided into about √N classes, found in the text.
+classes: {method: exchange, shortlist: $shortlist, clustered_words: 20000}
+# P(word) = P(class) · P(word | class)
+output: {tree: two_level}
+# A word's output row is its input vector too.
+word_table: {tied: true}
+# Found on other texts of this size. Larger hidden and layers: better with more text, and slower. A
+# lower lr if the loss is not finite. The best model on the validation text is kept, else the last.
+"""
+SETTINGS = {
+    20_000: """\
+model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden}
+optim: {optimizer: adamw, lr: 0.005, schedule: cosine}
+train: {max_steps: 300, batch_size: $batch, seq_len: 16, val_every_steps: 50, threads: $threads}
+""",
+    5_000_000: """\
+model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: 0.4,
+  count_word_dropout: 5, init_range: 0.1}
+optim: {optimizer: sgd, lr: 20, clip: 0.25, schedule: plateau, decay: 0.25}
+train: {max_epochs: 12, batch_size: 20, seq_len: 35, threads: $threads}
+""",
+    math.inf: """\
+model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: 0.1,
+  count_word_dropout: 5, init_range: 0.1}
+optim: {optimizer: sgd, lr: 20, clip: 0.25, schedule: cosine}
+train: {max_epochs: $epochs, batch_size: 64, seq_len: 64, threads: $threads, val_every_steps: 500}
+""",
+}
+"""For texts of fewer tokens: as configs/wikitext2_lstm.yaml and configs/eltec_hun_lstm.yaml."""
+HIDDEN_SIZES = {20_000: (64,), 5_000_000: (200, 128, 64), math.inf: (300, 200, 128, 64)}
+"""Sizes of the model for texts of fewer tokens; the first one that fits is taken."""
 MEMORY_SHARE = 0.7
 """Part of the available memory that a recipe's training may take."""
-CHARACTERS_PER_WORD = 20
-"""Texts with longer words on average do not separate words by spaces."""
-TINY_TOKENS, LARGE_TOKENS = 20_000, 5_000_000
+MAX_WORDS = 200_000
 PIECES, PIECES_BYTES = 8_000, 1_000_000
-"""SentencePiece units of a text without spaces, if it has so many bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextSize:
-    """What the settings depend on; `tokens` and `words` are estimated from the sample."""
-
-    tokens: int  # `<eos>` included
-    words: int  # that a vocabulary of them would have
-    split_punctuation: bool  # punctuation marks are attached to words
-    has_spaces: bool  # words are separated by spaces
-    min_count: int
+"""SentencePiece units of a text without spaces, if it has so many bytes; else characters."""
+CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+NO_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+"""Letters of Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
 
 
 def new_recipe(
@@ -67,227 +89,113 @@ def new_recipe(
         What was written, for the user.
 
     Raises:
-        UserError: if the recipe or the folder of the splits exists, or a text cannot be read.
+        UserError: if the recipe, the run or its text exists, or a text cannot be read.
     """
-    if path.exists():
-        raise UserError(f"{path} already exists: choose another name")
-    for given in filter(None, (text, valid, test)):
-        if not given.is_file():  # a pipe cannot be read twice
-            raise UserError(f"{given}: {'not a file' if given.exists() else 'no such file'}")
-    sample = read_sample(text)
-    files = {"train": text, "valid": valid, "test": test}
-    size = measure(sample)
+    files = {"train": text} | ({"valid": valid} if valid else {}) | ({"test": test} if test else {})
+    run = Config(name=path.stem).run_path
+    for each in (path, run / "config.yaml"):
+        if each.exists():
+            raise UserError(f"{each} already exists: choose another name")
+    for each in (path, *files.values()):
+        if CONTROL_CHARACTERS.search(str(each)):
+            raise UserError(f"{str(each)!a}: a name must not have control characters")
+    sample, *_ = map(read_sample, files.values())
+    num_tokens, num_words, tokenizer = measure(sample)
+    held_out = [split for split in ("valid", "test") if split not in files]
+    cut = "the given files"
+    if held_out and sample.num_units(unit or "lines") < MIN_UNITS:
+        cut = f"none, the text has fewer than {MIN_UNITS} {unit or 'lines'}: no "
+        cut, held_out = cut + " and no ".join(held_out), []
+    files |= {split: run / f"text/{split}.txt" for split in ("train", *held_out) if held_out}
     # Before anything is written, so that a mistake leaves no files.
-    config = fit(path, size, {split: str(file) for split, file in files.items() if file})
-    held_out = [split for split, file in files.items() if file is None]
-    unit = unit or sample.unit
+    content, model = fit(path, files, num_tokens, num_words, tokenizer)
     with ExitStack() as stack:  # a recipe that cannot be written leaves no splits
         stack.enter_context(folder_to_fill(path.parent))
-        if not held_out:
-            cut = "the given files"
-        elif sample.num_units(unit) < MIN_UNITS:
-            missing = " and no ".join(held_out)
-            cut = f"none, the text has fewer than {MIN_UNITS} {unit}: no {missing}"
-        else:
-            folder, period = config.run_path / "text", sample.period
-            unfinished = stack.enter_context(new_folder(folder))
-            counts = write_splits(text, unfinished, unit, period, held_out)
-            files |= {split: folder / f"{split}.txt" for split in counts}
-            each = ", ".join(f"{split} {count:,}" for split, count in counts.items())
-            share = f"one of {period} for {' and one for '.join(held_out)}"
-            cut = f"by {unit} ({each}): {share}, in {folder}"
-        if files["valid"] is None:
-            config = replace(config, train=replace(config.train, val_every_steps=None))
-        named = {split: str(file) for split, file in files.items() if file is not None}
-        content = render(config, named, text, sample, size, cut)
-        validate(yaml.safe_load(content), str(path))
-        write_atomically(path, lambda file: file.write(content.encode()))
-    then = f"then: lm train {path}\n      lm generate {config.run_path}"
-    return f"{path}: {_about(sample, size)}\nsplit: {cut}\n{_model(config, size)}\n{then}"
+        if held_out:
+            unfinished = stack.enter_context(new_folder(run / "text"))
+            unit, sizes = split_text(text, unfinished, sample, held_out, unit)
+            parts = ", ".join(
+                f"{split} {units:,} (about {num_tokens * size // sample.num_bytes:,} tokens)"
+                for split, (units, size) in sizes.items()
+            )
+            shares = f"one of {sample.period} for {' and one for '.join(held_out)}"
+            cut = f"by {unit}, {parts}: {shares}, in {run / 'text'}"
+        about = (
+            f"{path}: for {text}, {sample.num_bytes:,} bytes, about {num_tokens:,} tokens and a"
+            f" vocabulary of about {num_words:,}\nsplit: {cut}\nmodel: {model}\n"
+        )
+        header = "".join(f"# {line}" for line in about.splitlines(keepends=True))
+        write_hashed(path, [header.encode(), content.encode()])
+    recipe, run_dir = shlex.quote(str(path)), shlex.quote(str(run))
+    return f"{about}then: lm train {recipe}\n      lm generate {run_dir}"
 
 
-def measure(sample: Sample) -> TextSize:
-    """Estimate the size of a text from a sample, the vocabulary by Heaps' law.
+def measure(sample: Sample) -> tuple[int, int, str]:
+    """Estimate the tokens of a text and its vocabulary, and choose the tokenizer, from a sample.
 
-    Words of an n times larger text: V n^β, with β from the first half and the whole of the sample.
+    Words of an n times larger text: V n^β (Heaps' law), with β from the first half and the whole of
+    the sample.
     """
     words = [word for line in sample.lines for word in line.split()]
-    if sum(map(len, words)) > CHARACTERS_PER_WORD * len(words) and sample.num_bytes >= PIECES_BYTES:
-        num_characters = sum(map(len, sample.lines))
-        tokens = math.ceil(num_characters / 1.5 / sample.share)
-        return TextSize(
-            tokens=tokens, words=PIECES, split_punctuation=False, has_spaces=False, min_count=1
-        )
+    characters = "".join(words)
+    has_no_spaces = 2 * len(NO_SPACES.findall(characters)) > len(characters)
+    if len(characters) > (6 if has_no_spaces else 20) * len(words):
+        num_tokens = math.ceil((len(characters) + len(sample.lines)) / sample.share)
+        tokenizer = f"kind: sentencepiece, vocab_size: {PIECES}, byte_fallback: true"
+        if sample.num_bytes >= PIECES_BYTES:
+            return 2 * num_tokens // 3, PIECES, tokenizer
+        num_pieces = 259 + len(set(characters))  # <unk>, <eos>, the space and 256 bytes
+        return num_tokens, min(PIECES, num_pieces), f"{tokenizer}, model_type: char"
     marks = tuple(".,;:!?")
     attached = sum(len(word) > 1 and word.endswith(marks) for word in words)
     split_punctuation = attached > sum(word in marks for word in words)
     if split_punctuation:
-        words = word_separator(False, True)(sample.lines).split()
-    tokens = math.ceil((len(words) + sample.num_units("lines")) / sample.share)
-    min_count = 1 if tokens < TINY_TOKENS else 2
-    num_words, num_half = (
-        2 + sum(count >= min_count for count in Counter(islice(words, end)).values())
-        for end in (len(words), len(words) // 2)
+        words = separate_words(sample.lines, lowercase=False, split_punctuation=True).split()
+    num_tokens = math.ceil((len(words) + sample.num_units("lines")) / sample.share)
+    min_count = 1 if num_tokens < min(SETTINGS) else 2
+    num_half, num_words = (
+        2 + sum(count >= min_count for count in Counter(words[:end]).values())
+        for end in (len(words) // 2, len(words))
     )
     exponent = min(1.0, max(0.0, math.log2(num_words / num_half)))
-    return TextSize(
-        tokens=tokens,
-        words=min(MAX_WORDS, round(num_words * (1 / sample.share) ** exponent)),
-        split_punctuation=split_punctuation,
-        has_spaces=True,
-        min_count=min_count,
-    )
+    num_words = min(MAX_WORDS, round(num_words * (1 / sample.share) ** exponent))
+    tokenizer = f"kind: words, min_count: {min_count}, vocab_size: {MAX_WORDS}"
+    return num_tokens, num_words, f"{tokenizer}, split_punctuation: {json.dumps(split_punctuation)}"
 
 
-def fit(path: Path, size: TextSize, files: dict[str, str]) -> Config:
-    """The settings for a text, with a model that fits into the available memory.
+def fit(
+    path: Path, files: dict[str, Path], num_tokens: int, num_words: int, tokenizer: str
+) -> tuple[str, str]:
+    """Choose the settings for a text, with the largest model that fits into the available memory.
+
+    Returns:
+        The YAML of the configuration, and a line about the model.
 
     Raises:
-        UserError: if the path is no name for a run, there is such a run, or not even the smallest
-            model fits.
+        UserError: if the path is no name for a run, or not even the smallest model fits.
     """
-    values = settings(size)
-    values |= {"name": path.stem, "data": {"files": files, "keep_empty_lines": False}}
-    while True:
-        config = validate(values, str(path))
-        if (config.run_path / "config.yaml").exists():
-            raise UserError(f"{config.run_path} already contains a run: choose another name")
-        available = Run(config.run_path, config).available_bytes
-        num_words = min(size.words, config.tokenizer.vocab_size or size.words)
-        if available is None or _estimated_bytes(config, num_words) < MEMORY_SHARE * available:
-            return config
-        if values["model"]["hidden"] > 64:
-            values["model"]["hidden"] //= 2
-        elif size.has_spaces and num_words > 1000:
-            values["tokenizer"]["vocab_size"] = num_words // 2
-        else:
-            raise UserError(f"{available / 1e9:.1f} GB of memory are too few for any model")
-
-
-def settings(size: TextSize) -> dict[str, Any]:
-    """The sections that depend on the text, as plain values."""
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    model = {"backbone": "lstm", "layers": 1, "input_embedding": "path_sum"}
-    train: dict[str, Any]
-    if size.tokens < TINY_TOKENS:
-        model |= {"hidden": 64}
-        optim = {"optimizer": "adamw", "lr": 5e-3, "schedule": "cosine"}
-        batch_size = min(8, max(1, size.tokens // 200))
-        train = {"max_steps": 300, "batch_size": batch_size, "seq_len": 16, "val_every_steps": 50}
-    elif size.tokens < LARGE_TOKENS:  # as configs/wikitext2_lstm.yaml
-        model |= {"hidden": 200, "count_word_dropout": 5, "dropout": 0.4, "init_range": 0.1}
-        optim = {"optimizer": "sgd", "lr": 20, "clip": 0.25, "schedule": "plateau", "decay": 0.25}
-        train = {"max_epochs": 12, "batch_size": 20, "seq_len": 35}
-    else:  # as configs/eltec_hun_lstm.yaml
-        model |= {"hidden": 300, "count_word_dropout": 5, "dropout": 0.1, "init_range": 0.1}
-        optim = {"optimizer": "sgd", "lr": 20, "clip": 0.25, "schedule": "cosine"}
-        train = {"max_epochs": 2 if size.tokens < 4 * LARGE_TOKENS else 1, "batch_size": 64}
-        train |= {"seq_len": 64, "val_every_steps": 500}
-    tokenizer: dict[str, Any] = {"kind": "sentencepiece", "vocab_size": PIECES}
-    tokenizer |= {"byte_fallback": True}
-    if size.has_spaces:
-        tokenizer = {"kind": "words", "min_count": size.min_count}
-        tokenizer |= {"split_punctuation": size.split_punctuation}
-        if size.words >= MAX_WORDS:
-            tokenizer["vocab_size"] = MAX_WORDS
-    classes: dict[str, Any] = {"method": "exchange", "shortlist": min(1000, size.words // 33)}
-    if size.words > CLUSTERED_WORDS:
-        classes["clustered_words"] = CLUSTERED_WORDS
-    return {
-        "tokenizer": tokenizer,
-        "classes": classes,
-        "model": model,
-        "output": {"tree": "two_level"},
-        "word_table": {"tied": True},
-        "optim": optim,
-        "train": train | {"threads": min(8, threads or 1)},
-    }
-
-
-_COMMENTS = {
-    "data": "empty lines are left out",
-    "tokenizer": "words are separated by spaces; rarer ones than min_count are <unk>",
-    "classes": "the words are divided into about √N classes, found in the text",
-    "model": "larger hidden and layers: better with more text, and slower",
-    "output": "P(word) = P(class) · P(word | class)",
-    "word_table": "a word's output row is its input vector too",
-    "optim": "found on other texts of this size; a lower lr if the loss is not finite",
-    "train": "the best model on the validation text is kept",
-}
-
-
-def render(
-    config: Config,
-    files: dict[str, str],
-    text: Path,
-    sample: Sample,
-    size: TextSize,
-    cut: str,
-) -> str:
-    """The text of the YAML file: every setting that is not a default, with its reason."""
-    values = settings(size)
-    values["model"]["hidden"] = config.model.hidden
-    if config.tokenizer.vocab_size is not None:
-        values["tokenizer"]["vocab_size"] = config.tokenizer.vocab_size
-    if config.train.val_every_steps is None:
-        values["train"].pop("val_every_steps", None)
-    values = {"data": {"files": files, "keep_empty_lines": False}, **values}
-    comments = dict(_COMMENTS)
-    if "valid" not in files:
-        comments["train"] = "without a validation text the last model is kept"
-    if not size.has_spaces:
-        comments["tokenizer"] = (
-            "few spaces in this text: units of a few characters instead of words"
+    limit = next(limit for limit in SETTINGS if num_tokens < limit)
+    shortlist, threads = min(1000, num_words // 33), min(8, torch.get_num_threads())
+    tree = ClassTree.balanced(num_words, math.isqrt(num_words) + 1)  # of about the same size
+    recipe = RECIPE + SETTINGS[limit]
+    if "valid" not in files:  # plateau would never lower the rate
+        recipe = recipe.replace("plateau", "cosine")
+    names = {split: json.dumps(str(file), ensure_ascii=False) for split, file in files.items()}
+    for hidden in HIDDEN_SIZES[limit]:
+        content = Template(recipe).substitute(
+            name=json.dumps(path.stem, ensure_ascii=False),
+            files=", ".join(map(": ".join, names.items())),
+            tokenizer=tokenizer,
+            shortlist=shortlist,
+            hidden=hidden,
+            batch=min(8, max(1, num_tokens // 200)),
+            epochs=2 if num_tokens < 20_000_000 else 1,
+            threads=threads,
         )
-    lines = [
-        f"# Purpose: a language model of {text}, written by lm new.",
-        f"# Text: {_about(sample, size)}.",
-        f"# Split: {cut}.",
-        f"# Hardware: {_model(config, size)}.",
-        "# Every key can be changed here or on the command line; lm config explains them.",
-        f"name: {_flow(config.name)}",
-    ]
-    for section, keys in values.items():
-        lines += [f"# {section}: {comments[section]}", f"{section}: {_flow(keys)}"]
-    return "\n".join(lines) + "\n"
-
-
-def _flow(value: object) -> str:
-    """A value on one line of YAML; JSON, which is YAML, where quotes are required."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./-]*", value):
-        return value if yaml.safe_load(value) == value else json.dumps(value)
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _about(sample: Sample, size: TextSize) -> str:
-    exact = sample.share == 1
-    source = "" if exact else f", estimated from {100 * sample.share:.2g} % of the text"
-    kind = "words" if size.has_spaces else "units of SentencePiece"
-    large = sample.num_bytes >= 100_000
-    num_bytes = f"{sample.num_bytes / 1e6:,.1f} MB" if large else f"{sample.num_bytes:,} bytes"
-    return (
-        f"{num_bytes}, about {size.tokens:,} tokens and a vocabulary of about"
-        f" {size.words:,} {kind}{source}"
-    )
-
-
-def _model(config: Config, size: TextSize) -> str:
-    available = Run(config.run_path, config).available_bytes
-    used = _estimated_bytes(config, min(size.words, config.tokenizer.vocab_size or size.words))
-    of = "" if available is None else f" of {available / 1e9:.1f}"
-    return (
-        f"LSTM {config.model.layers} × {config.model.hidden}, {config.train.threads} CPU threads,"
-        f" {used / 1e9:.1f}{of} GB of memory"
-    )
-
-
-def _estimated_bytes(config: Config, num_words: int) -> int:
-    """Memory of the training run, with classes of equal size."""
-    num_words = max(1, num_words)
-    word_class = torch.arange(num_words) * math.isqrt(num_words) // num_words
-    tree = ClassTree.two_level(word_class, min(config.classes.shortlist, num_words))
-    run = Run(config.run_path, config)
-    run.tree = tree
-    return estimate_memory(run).total
+        config = validate(yaml.safe_load(content), str(path))
+        run = Run(config.run_path, config)
+        run.tree = tree
+        used, available = estimate_memory(run).total, run.available_bytes
+        if available is None or used < MEMORY_SHARE * available:
+            return content, f"LSTM 1 × {hidden}, {threads} threads, {used / 1e9:.1f} GB of memory"
+    raise UserError(f"even the smallest model needs {used / 1e9:.1f} GB of memory: too much here")

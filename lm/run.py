@@ -193,7 +193,7 @@ class Run:
     def tokenizer(self) -> "Tokenizer":
         """The tokenizer that the model was trained with."""
         from data_prep.storage import sha256_file
-        from data_prep.tokenizer.files import TOKENIZER, load_tokenizer
+        from data_prep.tokenizer.serialization import TOKENIZER, load_tokenizer
 
         if sha256_file(self.folder / TOKENIZER) != self.description.tokenizer_sha256:
             raise UserError(

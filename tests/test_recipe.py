@@ -1,20 +1,24 @@
 """`lm new` writes recipes that train at once, on texts of every size."""
 
 import errno
+import gzip
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import yaml
 
 from data_prep.corpus.split import Sample
+from data_prep.errors import UserError
 from data_prep.prepared import open_prepared
-from lm import recipe
 from lm.cli import main
-from lm.config import Config, load_config
-from lm.recipe import MAX_WORDS, TextSize, fit, measure
+from lm.config import Config, load_config, validate
+from lm.recipe import MAX_WORDS, fit, measure
+from lm.run import Run
 from tests.conftest import toy_sentences
 
 Complaint = Callable[..., str]
@@ -52,9 +56,14 @@ def test_a_recipe_with_splits_trains_and_is_better_than_the_unigram_model(
 ) -> None:
     config = new("\n".join(toy_sentences(1, 400)) + "\n")
     out = capsys.readouterr().out
-    assert "by lines (train 360, valid 20, test 20): one of 20 for valid and one for test" in out
+    assert re.search(
+        r"by lines, train 360 \(about 2,[67]\d\d tokens\), valid 20 \(about 1\d\d tokens\), "
+        r"test 20 \(about 1\d\d tokens\): one of 20 for valid and one for test, in runs/my/text\n",
+        out,
+    )
     assert out.endswith("then: lm train my.yaml\n      lm generate runs/my\n")
-    assert f"# Split: {out.splitlines()[1].removeprefix('split: ')}." in Path("my.yaml").read_text()
+    header = "".join(f"# {line}\n" for line in out.splitlines()[:3])
+    assert Path("my.yaml").read_text().startswith(header)
     assert config.train.val_every_steps == 50
     assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=100"]) == 0
     prepared = open_prepared(config.prepared_path)
@@ -80,11 +89,20 @@ def test_given_splits_are_used_as_they_are() -> None:
 
 
 def test_documents_are_found_or_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    new("one two\nthree\n\n" * 40)
-    assert "by documents (train 36, valid 2, test 2)" in capsys.readouterr().out
+    new(("one two\n" * 700 + "three\n\n") * 40)
+    assert "by documents, train 36 (about" in capsys.readouterr().out
     Path("my.yaml").rename("other.yaml")
     assert main(["new", "lines.yaml", "--text=my.txt", "--split-by=lines"]) == 0
-    assert "by lines (train 72, valid 4, test 4)" in capsys.readouterr().out
+    assert "by lines, train 25,236 (about" in capsys.readouterr().out
+
+
+def test_documents_that_are_too_short_to_hold_out_are_cut_into_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    new("one two\nthree\n\n" * 40)
+    assert "by lines, train 72 (about" in capsys.readouterr().out
+    assert main(["new", "other.yaml", "--text=my.txt", "--split-by=documents"]) == 0
+    assert "by documents, train 36 (about" in capsys.readouterr().out
 
 
 def test_nothing_is_overwritten(complaint: Complaint) -> None:
@@ -98,6 +116,9 @@ def test_nothing_is_overwritten(complaint: Complaint) -> None:
     message = complaint("new", "my.yaml", "--text=my.txt")
     assert message.startswith("runs/my/text already exists")
     assert not Path("my.yaml").exists()
+    Path("runs/my/config.yaml").touch()
+    message = complaint("new", "my.yaml", "--text=my.txt")
+    assert message == "runs/my/config.yaml already exists: choose another name"
 
 
 def test_mistakes_are_named_and_leave_no_files(complaint: Complaint) -> None:
@@ -105,6 +126,17 @@ def test_mistakes_are_named_and_leave_no_files(complaint: Complaint) -> None:
     assert complaint("new", "my.yaml", "--text=.") == ".: not a file"
     Path("my.txt").write_text("the dog\n" * 40)
     assert complaint("new", "my.yaml", "--text=my.txt", "--test=no.txt") == "no.txt: no such file"
+    for content, mistake in (
+        (b"\n", ": the text has no word"),
+        (b"\xff", ", line 1: invalid UTF-8"),
+    ):
+        Path("bad.txt").write_bytes(content)
+        message = complaint("new", "my.yaml", "--text=my.txt", "--valid=bad.txt")
+        assert message.startswith(f"bad.txt{mistake}")
+    Path("bad.txt").unlink()
+    for name in ("a\nb.yaml", "a\u2028b.yaml", "a\x1b.yaml", "a\udcff.yaml"):
+        message = complaint("new", name, "--text=my.txt")
+        assert message == f"{name!a}: a name must not have control characters"
     assert "name must be a plain file name" in complaint("new", ".yaml", "--text=my.txt")
     assert complaint("new", "my.yaml").endswith("the following arguments are required: --text")
     message = complaint("new", "my.txt/a.yaml", "--text=my.txt")
@@ -131,56 +163,93 @@ def test_a_recipe_that_cannot_be_written_leaves_no_files(
     assert list(Path().iterdir()) == [Path("my.txt")]
 
 
-def test_names_of_files_with_special_characters_are_quoted() -> None:
-    name = "a: {b} # 'c', \"d\" é.txt"
+def test_names_of_files_with_special_characters_are_quoted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "a: {b} # 'c', \"d\" $e é.txt"
     Path(name).write_text("the dog\n")
-    assert main(["new", "my.yaml", "--text", name]) == 0
-    assert load_config("my.yaml").data.files.train == name
+    assert main(["new", "my dog.yaml", "--text", name]) == 0
+    assert load_config("my dog.yaml").data.files.train == name
+    then = "then: lm train 'my dog.yaml'\n      lm generate 'runs/my dog'\n"
+    assert capsys.readouterr().out.endswith(then)
 
 
-def size_of(tokens: int, words: int) -> TextSize:
-    return TextSize(
-        tokens=tokens, words=words, split_punctuation=False, has_spaces=True, min_count=2
-    )
+def test_the_size_of_a_compressed_text_is_that_of_its_content(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("my.txt.gz").write_bytes(gzip.compress(b"the dog sat on the mat\n" * 250_000))
+    assert main(["new", "my.yaml", "--text=my.txt.gz"]) == 0
+    assert "5,750,000 bytes, about 1,750,00" in capsys.readouterr().out
+    assert load_config("my.yaml").train.max_epochs == 12
+
+
+def test_the_learning_rate_of_a_text_in_one_line_decays() -> None:
+    config = new("the dog sat on the mat " * 10_000)
+    assert (config.data.files.valid, config.model.hidden) == (None, 200)
+    assert config.optim.schedule == "cosine"
+    Path("my.yaml").unlink()
+    assert new("the dog sat on the mat\n" * 10_000).optim.schedule == "plateau"
+
+
+def fitted(num_tokens: int, num_words: int) -> Config:
+    content, _ = fit(Path("my.yaml"), {"train": Path("a")}, num_tokens, num_words, "kind: words")
+    return validate(yaml.safe_load(content), "")
 
 
 @pytest.mark.parametrize("tokens", [1, 300, 20_000, 200_000, 5_000_000, 40_000_000, 10**10])
 def test_every_size_has_valid_settings(tokens: int) -> None:
     words = min(MAX_WORDS, 1 + tokens // 4)
-    config = fit(Path("my.yaml"), size_of(tokens, words), {"train": "my.txt"})
+    config = fitted(tokens, words)
     # Streams of an LSTM require a token for each sequence.
     assert config.train.batch_size <= tokens
     assert config.classes.shortlist < words
 
 
 def test_the_model_fits_into_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = size_of(40_000_000, 150_000)
-    monkeypatch.setattr(recipe, "available_bytes", lambda config: 8 << 30)
-    assert fit(Path("my.yaml"), size, {"train": "my.txt"}).model.hidden == 300
-    monkeypatch.setattr(recipe, "available_bytes", lambda config: 1150 << 20)
-    assert 64 <= fit(Path("my.yaml"), size, {"train": "my.txt"}).model.hidden < 300
+    sizes = []
+    for available in (8 << 30, 1200 << 20, 1100 << 20):
+        monkeypatch.setattr(Run, "available_bytes", available)
+        sizes.append(fitted(40_000_000, 150_000).model.hidden)
+    assert sizes[0] == 300 > sizes[1] > sizes[2] >= 64
+    monkeypatch.setattr(Run, "available_bytes", 300 << 20)
+    with pytest.raises(UserError, match=r"even the smallest model needs 0\.\d GB of mem"):
+        fitted(40_000_000, 150_000)
 
 
 def test_attached_punctuation_becomes_words_of_its_own() -> None:
     raw = ["The cat sat, and the dog ran.", "It was late."]
-    assert measure(Sample(raw, 1.0, 43)).split_punctuation
+    assert "split_punctuation: true" in measure(Sample(raw, 1.0, 43))[2]
     tokenized = ["The cat sat , and the dog ran .", "It was late ."]
-    assert not measure(Sample(tokenized, 1.0, 46)).split_punctuation
+    assert "split_punctuation: false" in measure(Sample(tokenized, 1.0, 46))[2]
 
 
 def test_the_vocabulary_of_a_sample_is_extrapolated() -> None:
     lines = [f"word{number} word{number}" for number in range(5_000)]
-    size = measure(Sample(lines, 0.1, 10**6))
-    assert size.tokens == 150_000
-    assert size.words == pytest.approx(50_000, rel=0.01)  # every line has a new word
-    same = measure(Sample(["the same words the same words"] * 5_000, 0.1, 10**6))
-    assert same.words == 5  # with <unk> and <eos>
+    num_tokens, num_words, _ = measure(Sample(lines, 0.1, 10**6))
+    assert num_tokens == 150_000
+    assert num_words == pytest.approx(50_000, rel=0.01)  # every line has a new word
+    same = ["the same words the same words"] * 5_000
+    assert measure(Sample(same, 0.1, 10**6))[1] == 5  # with <unk> and <eos>
 
 
-def test_text_without_spaces_is_cut_into_pieces() -> None:
-    size = measure(
-        Sample(["ある日の暮方の事である一人の下人が羅生門の下で雨やみを待っていた"] * 9, 0.1, 10**7)
-    )
-    assert not size.has_spaces
-    config = fit(Path("my.yaml"), size, {"train": "my.txt"})
-    assert (config.tokenizer.kind, config.tokenizer.vocab_size) == ("sentencepiece", 8_000)
+JAPANESE = "ある日の暮方の事である一人の下人が羅生門の下で雨やみを待っていた"
+
+
+@pytest.mark.parametrize("length", [30, 9], ids=["sentences", "short lines"])
+def test_text_without_spaces_is_cut_into_pieces_or_characters(length: int) -> None:
+    sample = [JAPANESE[:length]] * 9
+    pieces = "kind: sentencepiece, vocab_size: 8000, byte_fallback: true"
+    assert measure(Sample(sample, 0.1, 10**7))[1:] == (8_000, pieces)
+    num_tokens, num_words, tokenizer = measure(Sample(sample, 1.0, 999))
+    assert (num_tokens, tokenizer) == (9 * (length + 1), f"{pieces}, model_type: char")
+    assert num_words == len(set(JAPANESE[:length])) + 259
+    words = [" ".join(JAPANESE)] * 9
+    assert measure(Sample(words, 1.0, 999))[2].startswith("kind: words")
+
+
+def test_a_short_text_without_spaces_trains_on_characters() -> None:
+    new("".join(f"{JAPANESE[i % 20 :]}{chr(0x4E00 + i)}\n" for i in range(60)))
+    assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=2"]) == 0
+    splits = open_prepared(Path("runs/my/data")).splits
+    assert {split: info.oov for split, info in splits.items()} == dict.fromkeys(splits, 0)
+    assert splits["train"].tokens > 1000

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from data_prep.classes.bigrams import IntArray, Tokens, count_bigrams
+from data_prep.classes.class_file import read_word_classes
 from data_prep.classes.embedding import embedding_classes
-from data_prep.classes.files import read_word_classes
 from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
 

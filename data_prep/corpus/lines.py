@@ -1,20 +1,27 @@
-"""The lines of a corpus: text between LF, CR or CRLF, without byte order mark and NUL, in UTF-8."""
+"""The lines of a corpus: text between LF, CR or CRLF, without byte order mark and NUL, in UTF-8.
+
+Plain text is read here, other formats by `loader`.
+"""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, BinaryIO
 
-from data_prep.corpus.files import input_files, split_files, split_key
-from data_prep.corpus.loader import READING_ERRORS, columns, is_text, one_line
+from data_prep.corpus.loader import READING_ERRORS, check_zstandard, columns, one_line
+from data_prep.corpus.paths import input_files, split_files, split_key
 from data_prep.errors import UserError
 from data_prep.settings import BYTE_ORDER_MARK, DataConfig
 from data_prep.storage import open_to_read
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray
+
+GZIP = b"\x1f\x8b"
+"""The first bytes of a gzip file."""
 
 
 def read_lines(data: DataConfig, split: str) -> Iterator[str]:
@@ -33,20 +40,37 @@ def read_lines(data: DataConfig, split: str) -> Iterator[str]:
         >>> list(read_lines(data, "train"))
         ['the cat', 'sat']
     """
-    batches = _batches(data, split)
+    lines: Iterator[str]
+    if data.hub is None and data.format == "text":
+        lines = chain.from_iterable(map(text_lines, input_files(data, split)))
+    else:
+        lines = chain.from_iterable(_batches(data, split))
     if not data.keep_empty_lines:
-        batches = (list(filter(str.strip, batch)) for batch in batches)
-    batches = filter(None, batches)
-    first = next(batches, None)
+        lines = filter(str.strip, lines)
+    first = next(lines, None)
     if first is None:
         raise UserError(
             f"{split_key(data, split)}: the corpus has no line{split_files(data, split)}"
         )
-    yield from chain(first, chain.from_iterable(batches))
+    yield first
+    yield from lines
 
 
 def read_text(name: str) -> Iterator[str]:
-    r"""Yield the lines of one text file, which may be compressed, of a pipe, or of stdin (`-`).
+    """Yield the lines of one text file, which may be compressed, of a pipe, or of stdin (`-`).
+
+    Raises:
+        UserError: the file cannot be read, or a line is not UTF-8 or contains a NUL character.
+    """
+    file = sys.stdin.buffer if name == "-" else open_to_read(Path(name))
+    if name == "-" or not file.seekable():
+        return _decoded(file, name)
+    file.close()
+    return text_lines(Path(name))
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    r"""Yield the lines of a text file, which may be compressed.
 
     Raises:
         UserError: the file cannot be read, or a line is not UTF-8 or contains a NUL character.
@@ -55,22 +79,50 @@ def read_text(name: str) -> Iterator[str]:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp(), "a.txt")
         >>> _ = path.write_text("the cat\nsat\n")
-        >>> list(read_text(str(path)))
+        >>> list(text_lines(path))
         ['the cat', 'sat']
     """
-    file = sys.stdin.buffer if name == "-" else open_to_read(Path(name))
-    if name != "-" and file.seekable():
-        file.close()
-        source = raw_lines(Path(name))
-    else:
-        source = _raw_text(file)
-    for number, raw in enumerate(source, start=1):
-        if mistake := bad_utf8(raw) or _nul(raw):
-            raise UserError(f"{name}, line {number}: {mistake}")
-        yield raw.decode().removeprefix(BYTE_ORDER_MARK)
+    with open_decompressed(path) as file:
+        yield from _decoded(file, str(path))
+
+
+@contextmanager
+def open_decompressed(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, which may be compressed; UserError if reading it fails in the `with` block."""
+    import fsspec
+
+    try:
+        if path.suffix == ".zst":
+            check_zstandard(path)
+        with fsspec.open(str(path), "rb", compression="infer") as file:
+            yield file
+    except UserError:
+        raise
+    except READING_ERRORS as error:
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+def _decoded(file: BinaryIO, name: str) -> Iterator[str]:
+    """Yield the lines of an open file; UserError names the file and the first wrong line."""
+    # In Latin-1 every byte is a character: a wrong byte is found in its line.
+    with TextIOWrapper(file, "latin-1") as text:
+        for number, line in enumerate(text, start=1):
+            raw = line.removesuffix("\n").encode("latin-1")
+            try:
+                decoded = raw.decode()
+            except UnicodeDecodeError as error:
+                place, byte = error.start, raw[error.start]
+                mistake = f"invalid UTF-8 at byte {place + 1} of the line (0x{byte:02x})"
+                if number == 1 and raw.startswith(GZIP):
+                    mistake = "compressed by gzip: decompress it, or add .gz to its name"
+                raise UserError(f"{name}, line {number}: {mistake}") from error
+            if "\0" in decoded:
+                raise UserError(f"{name}, line {number}: a NUL character")
+            yield decoded.removeprefix(BYTE_ORDER_MARK)
 
 
 def _batches(data: DataConfig, split: str) -> Iterator[list[str]]:
+    """Yield the lines of a corpus with columns, some rows at a time."""
     num_rows = 0
     try:
         for column in columns(data, split):
@@ -79,8 +131,6 @@ def _batches(data: DataConfig, split: str) -> Iterator[list[str]]:
     except UserError:
         raise
     except READING_ERRORS as error:
-        if is_text(data):
-            _raise_first(bad_utf8, data, split)
         raise UserError(
             f"{split_key(data, split)}{split_files(data, split)}: cannot be read after"
             f" {num_rows} rows: {one_line(error)}"
@@ -88,7 +138,7 @@ def _batches(data: DataConfig, split: str) -> Iterator[list[str]]:
 
 
 def _clean(column: "ChunkedArray", data: DataConfig, split: str, first_row: int) -> list[str]:
-    """Check the rows and return them as lines; rows with several lines are split."""
+    """Check the rows and return their lines."""
     from pyarrow import compute, types
 
     if types.is_string_view(column.type):
@@ -98,68 +148,16 @@ def _clean(column: "ChunkedArray", data: DataConfig, split: str, first_row: int)
             f"data.text_field is {data.text_field!r}: that column of {split_key(data, split)} holds"
             f" {column.type}, not text"
         )
-    if column.null_count:
-        row = first_row + column.is_null().index(True).as_py() + 1
-        raise UserError(f"{split_key(data, split)}: row {row} has no text in {data.text_field!r}")
-    if compute.any(compute.match_substring(column, "\0")).as_py():
-        _raise_nul(column, data, split, first_row)
-    rows = column.to_pylist()
-    lines = rows if is_text(data) else chain.from_iterable(map(_lines_of, rows))
+    for wrong, mistake in (
+        (column.is_null(), f"no text in {data.text_field!r}"),
+        (compute.match_substring(column, "\0"), "a NUL character"),
+    ):
+        if (row := wrong.index(True).as_py()) >= 0:
+            raise UserError(f"{split_key(data, split)}: row {first_row + row + 1} has {mistake}")
+    lines = chain.from_iterable(map(_lines_of, column.to_pylist()))
     return [line.removeprefix(BYTE_ORDER_MARK) for line in lines]
 
 
 def _lines_of(row: str) -> list[str]:
     """Split at LF, CR and CRLF; one at the end of the row starts no further line."""
     return row.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
-
-
-def _raise_nul(column: "ChunkedArray", data: DataConfig, split: str, first_row: int) -> NoReturn:
-    from pyarrow import compute
-
-    if is_text(data):
-        _raise_first(_nul, data, split)
-    row = first_row + compute.match_substring(column, "\0").index(True).as_py() + 1
-    raise UserError(f"{split_key(data, split)}: row {row} has a NUL character")
-
-
-def bad_utf8(raw: bytes) -> str | None:
-    """Where a line is not UTF-8; None if it is."""
-    try:
-        raw.decode()
-    except UnicodeDecodeError as error:
-        return f"invalid UTF-8 at byte {error.start + 1} of the line (0x{raw[error.start]:02x})"
-    return None
-
-
-def _nul(raw: bytes) -> str | None:
-    return "a NUL character" if b"\0" in raw else None
-
-
-def _raise_first(find: Callable[[bytes], str | None], data: DataConfig, split: str) -> None:
-    """Read the files again as bytes; raise a UserError that names the first bad file and line."""
-    for path in input_files(data, split):
-        for number, line in enumerate(raw_lines(path), start=1):
-            if mistake := find(line):
-                raise UserError(f"{path}, line {number}: {mistake}")
-
-
-def raw_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, compressed or not, without their ends LF, CR or CRLF.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    import fsspec
-
-    try:
-        with fsspec.open(str(path), "rb", compression="infer") as file:
-            yield from _raw_text(file)
-    except READING_ERRORS as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
-
-
-def _raw_text(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of an open file, which end as they do for `datasets`; Latin-1 has every byte."""
-    with TextIOWrapper(file, "latin-1") as text:
-        for line in text:
-            yield line.removesuffix("\n").encode("latin-1")

@@ -1,4 +1,4 @@
-"""The text column of a corpus as Arrow tables, loaded through `datasets` as a stream.
+"""The text column of a corpus that is not plain text, loaded through `datasets` as a stream.
 
 Nothing is copied into a cache, and only one batch of rows is in memory at a time.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import zstandard
 
-from data_prep.corpus.files import SPLITS, hub_folder, input_files, split_key
+from data_prep.corpus.paths import SPLITS, hub_folder, input_files, split_key
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig
 from data_prep.storage import CHUNK_BYTES, open_to_read
@@ -63,7 +63,6 @@ def columns(data: DataConfig, split: str) -> Iterator["ChunkedArray"]:
     """
     on_hub = data.hub is not None
     dataset = _hub_with(data, split)[HUB_SPLITS[split]] if on_hub else _load_files(data, split)
-    field = "text" if is_text(data) else data.text_field
     tables = iter(dataset.with_format("arrow").iter(batch_size=ROWS_PER_BATCH))
     while True:
         with _silent_datasets():
@@ -71,7 +70,7 @@ def columns(data: DataConfig, split: str) -> Iterator["ChunkedArray"]:
         if table is None:
             return
         _check_field(table.column_names, data, split)
-        yield table.column(field)
+        yield table.column(data.text_field)
 
 
 def load_hub(data: DataConfig) -> dict[str, "IterableDataset"]:
@@ -85,11 +84,6 @@ def load_hub(data: DataConfig) -> dict[str, "IterableDataset"]:
             return dict(load_dataset(name, data.hub_config, streaming=True))
     except READING_ERRORS as error:
         raise UserError(f"data.hub {data.hub} cannot be opened: {one_line(error)}") from error
-
-
-def is_text(data: DataConfig) -> bool:
-    """Tell whether the corpus consists of local files of plain lines."""
-    return data.hub is None and data.format == "text"
 
 
 def one_line(error: Exception) -> str:
@@ -107,7 +101,7 @@ def _hub_with(data: DataConfig, split: str) -> dict[str, "IterableDataset"]:
 
 
 def _check_field(names: Iterable[str], data: DataConfig, split: str) -> None:
-    if not is_text(data) and data.text_field not in names:
+    if data.text_field not in names:
         raise UserError(
             f"data.text_field is {data.text_field!r}: {split_key(data, split)} has only the columns"
             f" {', '.join(names)}"
@@ -118,14 +112,14 @@ def _load_files(data: DataConfig, split: str) -> "IterableDataset":
     from datasets import load_dataset
 
     paths = input_files(data, split)
-    _check_locale(data.format, paths)
     for path in paths:
         if path.suffix == ".zst":
-            _check_zstandard(path)
+            check_zstandard(path)
     # `datasets` interprets names as globs and silently finds nothing for a name with brackets.
     names = [glob.escape(str(path.absolute())) for path in paths]
     options: dict[str, Any] = {}
     if data.format == "csv":
+        _check_locale(paths)
         # By default "NA", "null" and the like become missing values, digits become numbers, and
         # columns that are not read must have one type.
         for path in paths:
@@ -147,7 +141,7 @@ def _csv_columns(path: Path) -> list[str]:
         return next(csv.reader(file), [])
 
 
-def _check_zstandard(path: Path) -> None:
+def check_zstandard(path: Path) -> None:
     """Decompress the whole file: `datasets` reads a truncated one without an error."""
     frame = None
     with open_to_read(path) as file:
@@ -161,13 +155,13 @@ def _check_zstandard(path: Path) -> None:
         raise EOFError(f"{path.name} ends before its end-of-stream marker")
 
 
-def _check_locale(format: str, paths: list[Path]) -> None:
-    """Require UTF-8: `datasets` always decodes compressed text by the encoding of the locale."""
+def _check_locale(paths: list[Path]) -> None:
+    """Require UTF-8: `datasets` always decodes compressed CSV by the encoding of the locale."""
     encoding = codecs.lookup(locale.getpreferredencoding(False)).name
-    for path in paths if format in {"text", "csv"} and encoding != "utf-8" else ():
+    for path in paths if encoding != "utf-8" else ():
         if path.suffix in COMPRESSED:
             raise UserError(
-                f"{path}: compressed text is decoded by the locale's encoding, {encoding}: expected"
+                f"{path}: compressed CSV is decoded by the locale's encoding, {encoding}: expected"
                 " UTF-8 (set PYTHONUTF8=1)"
             )
 

@@ -5,29 +5,34 @@ units one is validation and one is test text, spread evenly over the file. A sam
 large file is like; the file is read once, to write the splits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from data_prep.corpus.lines import bad_utf8, raw_lines
+from tqdm import tqdm
+
+from data_prep.corpus.lines import open_decompressed, text_lines
 from data_prep.corpus.loader import COMPRESSED
 from data_prep.errors import UserError
 from data_prep.settings import BYTE_ORDER_MARK
-from data_prep.storage import open_to_read
+from data_prep.storage import CHUNK_BYTES
 
 Unit = Literal["lines", "documents"]
 
 SAMPLE_BYTES = 1 << 22
 SAMPLE_BLOCKS = 16
 """Places of a large file, evenly spaced, at which the sample is read."""
-EXPANSION = 4
-"""Compressed text is assumed to be this many times as large."""
 MIN_UNITS = 20
-"""Texts of fewer units are not cut; documents are preferred to lines from here on."""
+"""Texts of fewer units are not cut."""
 HELD_OUT_BYTES = 1_000_000
 """Size of the validation and of the test split of large texts: 200,000 words."""
+MIN_HELD_OUT_BYTES = 10_000
+"""Size of the smallest validation and test split of whole documents: 2,000 words."""
+MAX_HELD_OUT_SHARE = 0.25
+"""Size of the largest validation and test split of whole documents, relative to the training."""
 
 
 @dataclass(frozen=True)
@@ -37,31 +42,31 @@ class Sample:
     Attributes:
         lines: whole lines of the text.
         share: size of the sample relative to the text; 1 if it is the whole text.
-        num_bytes: size of the text, estimated if it is compressed.
+        num_bytes: size of the text, decompressed.
     """
 
     lines: list[str]
     share: float
     num_bytes: int
 
-    @property
-    def unit(self) -> Unit:
-        """What the text is best cut into."""
-        return "documents" if self.num_units("documents") >= MIN_UNITS else "lines"
-
     def num_units(self, unit: Unit) -> int:
         """Number of lines or documents in the sample that are not empty."""
-        filled = [bool(line.strip()) for line in self.lines]
+        filled = [False, *(bool(line.strip()) for line in self.lines)]
         if unit == "lines":
             return sum(filled)
-        return sum(
-            now and not before for before, now in zip([False, *filled], filled, strict=False)
-        )
+        return sum(now and not before for before, now in pairwise(filled))
 
     @property
     def period(self) -> int:
-        """One of so many units is validation and one is test text."""
+        """P: of P units, one is validation and one is test text."""
         return max(MIN_UNITS, self.num_bytes // HELD_OUT_BYTES)
+
+
+class SplitSize(NamedTuple):
+    """The size of a split: its lines or documents that are not empty, and its bytes."""
+
+    num_units: int
+    num_bytes: int
 
 
 def read_sample(path: Path) -> Sample:
@@ -70,54 +75,75 @@ def read_sample(path: Path) -> Sample:
     Raises:
         UserError: the file cannot be read, is not UTF-8, or has no word.
     """
-    open_to_read(path).close()
-    size = path.stat().st_size
+    if not path.is_file():  # a pipe cannot be read twice
+        raise UserError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
+    num_bytes, lines, num_read = path.stat().st_size, list[str](), 0
     compressed = path.suffix in COMPRESSED
-    total = size * EXPANSION if compressed else size
-    if compressed or size <= SAMPLE_BYTES:
-        blocks = [_first_lines(path)]
+    if compressed or num_bytes <= SAMPLE_BYTES:
+        for line in text_lines(path):
+            lines.append(line)
+            num_read += len(line.encode()) + 1
+            if compressed and num_read >= SAMPLE_BYTES:
+                num_bytes = _decompressed_bytes(path)
+                break
+        else:
+            num_bytes = num_read
     else:
-        blocks = list(_spread_blocks(path, size))
-    lines = [line.removeprefix(BYTE_ORDER_MARK) for block in blocks for line in block]
+        lines = [line.removeprefix(BYTE_ORDER_MARK) for line in _spread_lines(path, num_bytes)]
+        num_read = sum(len(line.encode()) + 1 for line in lines)
     if not any(line.strip() for line in lines):
         raise UserError(f"{path}: the text has no word")
-    num_read = sum(len(line.encode()) + 1 for line in lines)
-    whole = num_read < SAMPLE_BYTES if compressed else size <= SAMPLE_BYTES
-    return Sample(lines, 1.0 if whole else num_read / total, num_read if whole else total)
+    return Sample(lines, min(1.0, num_read / num_bytes), num_bytes)
 
 
-def _first_lines(path: Path) -> list[str]:
-    lines, num_bytes = [], 0
-    for number, raw in enumerate(raw_lines(path), start=1):
-        lines.append(_decoded(raw, path, number))
-        num_bytes += len(raw) + 1
-        if num_bytes >= SAMPLE_BYTES:
-            break
-    return lines
+def _decompressed_bytes(path: Path) -> int:
+    with open_decompressed(path) as file:
+        return sum(map(len, iter(lambda: file.read(CHUNK_BYTES), b"")))
 
 
-def _spread_blocks(path: Path, size: int) -> Iterator[list[str]]:
+def _spread_lines(path: Path, num_bytes: int) -> Iterator[str]:
     """The whole lines within each block; a block within one line is that part of the line."""
     block_bytes = SAMPLE_BYTES // SAMPLE_BLOCKS
     with path.open("rb") as file:
         for i in range(SAMPLE_BLOCKS):
-            file.seek((size - block_bytes) * i // (SAMPLE_BLOCKS - 1))
+            file.seek((num_bytes - block_bytes) * i // (SAMPLE_BLOCKS - 1))
             # The ends may cut a character; the splits are checked byte by byte when written.
             text = file.read(block_bytes).decode(errors="ignore").replace("\r\n", "\n")
             lines = text.replace("\r", "\n").split("\n")
-            yield lines[1:-1] or lines
+            yield from lines[1:-1] or lines
+
+
+def split_text(
+    source: Path, folder: Path, sample: Sample, held_out: Sequence[str], unit: Unit | None = None
+) -> tuple[Unit, dict[str, SplitSize]]:
+    """Write `train.txt` and the splits `held_out` (of valid, test) to a folder.
+
+    Without a `unit`, documents are cut apart if there are enough of them for splits of a useful
+    size, and otherwise lines.
+
+    Returns:
+        What was cut apart, and the size of each split.
+
+    Raises:
+        UserError: the text is not UTF-8 or has a NUL character.
+    """
+    chosen: Unit = unit or ("documents" if sample.num_units("documents") >= MIN_UNITS else "lines")
+    sizes = write_splits(source, folder, chosen, sample.period, held_out)
+    if unit is None and chosen == "documents":
+        largest = MAX_HELD_OUT_SHARE * sizes["train"].num_bytes
+        if not all(MIN_HELD_OUT_BYTES <= sizes[split].num_bytes <= largest for split in held_out):
+            chosen = "lines"
+            sizes = write_splits(source, folder, chosen, sample.period, held_out)
+    return chosen, sizes
 
 
 def write_splits(
-    source: Path, folder: Path, unit: Unit, period: int, held_out: list[str]
-) -> dict[str, int]:
+    source: Path, folder: Path, unit: Unit, period: int, held_out: Sequence[str]
+) -> dict[str, SplitSize]:
     """Write `train.txt` and the splits `held_out` (of valid, test) to a folder.
 
     Unit i, from 0, belongs to test if i mod period is period - 1, to valid if it is period / 2 - 1
     rounded down, and else to train. The empty lines after a document belong to it.
-
-    Returns:
-        Number of units of each split.
 
     Raises:
         UserError: the text is not UTF-8 or has a NUL character.
@@ -130,20 +156,12 @@ def write_splits(
             split: stack.enter_context((folder / f"{split}.txt").open("wb")) for split in num_units
         }
         index, split, after_empty = -1, "train", True
-        for number, raw in enumerate(raw_lines(source), start=1):
-            _decoded(raw, source, number)
-            empty = not raw.strip()
+        for line in tqdm(text_lines(source), desc="splitting", unit=" lines", disable=None):
+            empty = not line.strip()
             if not empty and (unit == "lines" or after_empty):
                 index += 1
                 split = split_of.get(index % period, "train")
                 num_units[split] += 1
             after_empty = empty
-            files[split].write(raw + b"\n")
-    return num_units
-
-
-def _decoded(raw: bytes, path: Path, number: int) -> str:
-    mistake = "a NUL character" if b"\0" in raw else bad_utf8(raw)
-    if mistake:
-        raise UserError(f"{path}, line {number}: {mistake}")
-    return raw.decode()
+            files[split].write(line.encode() + b"\n")
+        return {split: SplitSize(num_units[split], file.tell()) for split, file in files.items()}

@@ -6,7 +6,7 @@ needs over three times the memory, and pyarrow builds its table again for every 
 Legend: a *word* is a range of bytes, from `begin` to `end`; a *slot* holds the id of a word.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,8 +148,8 @@ def find_word(text: Bytes, table: Table) -> int:
 
 
 @compiled
-def fill(table: Table, num_words: int) -> int:
-    """Enter `num_words` words into empty slots up to the first repeated one; its id, or EMPTY."""
+def fill(table: Table, num_words: int) -> None:
+    """Enter `num_words` distinct words into empty slots."""
     words, starts, slots = table
     hashes, fetched = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     for first in range(0, num_words, BLOCK):
@@ -157,15 +157,17 @@ def fill(table: Table, num_words: int) -> int:
         begins, ends = starts[first : first + num], starts[first + 1 : first + num + 1]
         _prefetch(words, begins, ends, num, table, hashes, fetched)
         for i in range(num):
-            slot = _slot(words, begins[i], ends[i], hashes[i], table)
-            if slots[slot] != EMPTY:
-                return first + i
-            slots[slot] = first + i
-    return EMPTY
+            slots[_slot(words, begins[i], ends[i], hashes[i], table)] = first + i
+
+
+def find_words(text: Bytes, table: Table, unknown: int, line_end: int) -> Ids:
+    """Look up all words of a text, and its newlines unless `line_end` (their id) is EMPTY."""
+    ids = np.empty(len(text), np.int32)
+    return ids[: _find(text, table, unknown, line_end, ids)]
 
 
 @compiled
-def find(text: Bytes, table: Table, unknown: int, line_end: int, ids: Ids) -> int:
+def _find(text: Bytes, table: Table, unknown: int, line_end: int, ids: Ids) -> int:
     """Write the ids of words, and of newlines unless `line_end` is EMPTY; return their number."""
     begins, ends = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     hashes, fetched = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
@@ -183,7 +185,7 @@ def find(text: Bytes, table: Table, unknown: int, line_end: int, ids: Ids) -> in
 
 
 @compiled
-def count(
+def _count(
     text: Bytes, place: int, table: Table, counts: IntArray, num_words: int
 ) -> tuple[int, int]:
     """Count words from a place on and enter new ones, until half of the slots are in use.
@@ -211,3 +213,51 @@ def count(
                 num_words += 1
             counts[slots[slot]] += 1
     return place, num_words
+
+
+class WordCounter:
+    """Distinct words in order of first occurrence, with their counts."""
+
+    def __init__(self) -> None:
+        self.num_words = 0
+        slots = empty_slots(0)
+        starts = np.zeros(len(slots) // 2 + 1, np.int64)
+        self._table = Table(np.empty(0, np.uint8), starts, slots)
+        self._counts: IntArray = np.zeros(len(slots) // 2, np.int64)
+
+    def add(self, text: str) -> None:
+        """Count the words of a text."""
+        raw, place = as_bytes(text), 0
+        enlarged = _enlarged(self._table.text, self._num_bytes, self._num_bytes + len(raw))
+        self._table = self._table._replace(text=enlarged)
+        while place < len(raw):
+            place, self.num_words = _count(raw, place, self._table, self._counts, self.num_words)
+            if place < len(raw):
+                self._double()
+
+    def result(self) -> tuple[Bytes, IntArray, IntArray]:
+        """Return `text` and `starts` [n + 1], as in `Table`, and the counts [n]."""
+        n = self.num_words
+        return self._table.text[: self._num_bytes], self._table.starts[: n + 1], self._counts[:n]
+
+    @property
+    def _num_bytes(self) -> int:
+        return int(self._table.starts[self.num_words])
+
+    def _double(self) -> None:
+        """Double the capacity."""
+        capacity, n = len(self._table.slots), self.num_words
+        text, starts = self._table.text, _enlarged(self._table.starts, n + 1, capacity + 1)
+        self._counts = _enlarged(self._counts, n, capacity)
+        del self._table  # its slots are freed before the new ones are allocated
+        self._table = Table(text, starts, empty_slots(capacity))
+        fill(self._table, n)
+
+
+def _enlarged(array: NDArray[Any], num_used: int, num_needed: int) -> NDArray[Any]:
+    """The array, or a longer copy of the part in use if it is too short."""
+    if num_needed <= len(array):
+        return array
+    longer = np.empty(max(num_needed, len(array) + len(array) // 2), array.dtype)
+    longer[:num_used] = array[:num_used]
+    return longer

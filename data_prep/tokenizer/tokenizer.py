@@ -10,18 +10,15 @@ import sys
 import unicodedata
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain, islice
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.tokenizer.word_dict import MAX_TEXT_CHARACTERS, WordDict
-
-if TYPE_CHECKING:
-    from data_prep.tokenizer.word_index import WordIndex
+from data_prep.tokenizer.word_index import MAX_DICT_TEXT, WordIndex
 
 UNK = "<unk>"
 EOS = "<eos>"
@@ -138,12 +135,12 @@ class WordTokenizer(Tokenizer):
 
     def __init__(
         self,
-        words: "WordIndex | WordDict | Iterable[str]",
+        words: WordIndex | Iterable[str],
         *,
         lowercase: bool = False,
         split_punctuation: bool = False,
     ) -> None:
-        self.words = words if isinstance(words, WordDict) else _word_index(words)
+        self.words = words if isinstance(words, WordIndex) else WordIndex.of(words)
         self.lowercase = lowercase
         self.split_punctuation = split_punctuation
         self.vocab_size = len(self.words)
@@ -151,7 +148,6 @@ class WordTokenizer(Tokenizer):
         for special, id in ((UNK, self.unk_id), (EOS, self.eos_id)):
             if id < 0:
                 raise ValueError(f"the vocabulary of {self.vocab_size} words lacks {special}")
-        self._separate = word_separator(lowercase, split_punctuation)
 
     def align(self, line: str) -> AlignedLine:
         """Encode one line; a word has several ids if punctuation is split."""
@@ -161,6 +157,9 @@ class WordTokenizer(Tokenizer):
         num_ids = [len(self._separate([word]).split()) for word in words]
         word_of_id = [place for place, number in enumerate(num_ids) for _ in range(number)]
         return AlignedLine(words, self.encode(line), word_of_id)
+
+    def _separate(self, lines: Sequence[str]) -> str:
+        return separate_words(lines, self.lowercase, self.split_punctuation)
 
     def encode_lines(self, lines: Sequence[str]) -> list[list[int]]:
         """Encode several lines, without `<eos>`."""
@@ -172,11 +171,11 @@ class WordTokenizer(Tokenizer):
 
     def num_words(self, line: str) -> int:
         """Count the whitespace-separated words of a line."""
-        if len(line) <= MAX_TEXT_CHARACTERS:
+        if len(line) <= MAX_DICT_TEXT:
             return super().num_words(line)
-        from data_prep.tokenizer.word_index import count_words_in  # imports numba
+        from data_prep.tokenizer import hash_table  # imports numba
 
-        return count_words_in(line)
+        return int(hash_table.count_words_in(hash_table.as_bytes(line)))
 
     def token(self, id: int) -> str:
         """Return the word with an id; ValueError if the id is out of range."""
@@ -192,12 +191,6 @@ class WordTokenizer(Tokenizer):
                 yield "\n"
             else:
                 yield spacing.before(word) + word
-
-
-def _word_index(words: "WordIndex | Iterable[str]") -> "WordIndex":
-    from data_prep.tokenizer.word_index import WordIndex  # imports numba
-
-    return words if isinstance(words, WordIndex) else WordIndex.of(words)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -310,7 +303,6 @@ class SentencePieceTokenizer(Tokenizer):
         return piece.replace(SENTENCEPIECE_SPACE, " ")
 
 
-@cache
 def _combining_marks() -> str:
     r"""Regular-expression ranges of combining marks and two joiners, which `\w` does not match."""
     ranges: list[list[int]] = [[0x200C, 0x200D]]
@@ -323,26 +315,21 @@ def _combining_marks() -> str:
     return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in ranges)
 
 
-def word_separator(lowercase: bool, split_punctuation: bool) -> Callable[[Sequence[str]], str]:
-    """Return a function from lines to a text of separated words with one newline per line."""
-    find = _punctuation_splitter() if split_punctuation else None
-
-    def separate(lines: Sequence[str]) -> str:
-        text = "\n".join(lines) + "\n"
-        text = text.lower() if lowercase else text
-        if find is None:
-            return text
-        return "".join(f"{' '.join(find(line))}\n" for line in text[:-1].split("\n"))
-
-    return separate
+def separate_words(lines: Sequence[str], lowercase: bool, split_punctuation: bool) -> str:
+    """Return the lines as a text whose words are separated by whitespace, a newline after each."""
+    text = "\n".join(lines) + "\n"
+    text = text.lower() if lowercase else text
+    if not split_punctuation:
+        return text
+    find = _punctuation_pattern().findall
+    return "".join(f"{' '.join(find(line))}\n" for line in text[:-1].split("\n"))
 
 
 @cache
-def _punctuation_splitter() -> Callable[[str], list[str]]:
+def _punctuation_pattern() -> re.Pattern[str]:
+    """Match a word, a number or a punctuation mark."""
     letter = f"[\\w{_combining_marks()}]"
-    return re.compile(
-        rf"{UNK}|{EOS}|\d+(?:[.,]\d+)+|{letter}+(?:['\u2019]{letter}+)*|[^\s]"
-    ).findall
+    return re.compile(rf"{UNK}|{EOS}|\d+(?:[.,]\d+)+|{letter}+(?:['\u2019]{letter}+)*|[^\s]")
 
 
 class _Spacing:

@@ -2,7 +2,6 @@
 
 import io
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from random import Random
@@ -13,19 +12,11 @@ from numpy.typing import NDArray
 
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
-from data_prep.tokenizer.tokenizer import (
-    EOS,
-    UNK,
-    SentencePieceTokenizer,
-    line_batches,
-    split_at_unk,
-    word_separator,
-)
+from data_prep.tokenizer.tokenizer import EOS, UNK, line_batches, separate_words, split_at_unk
+from data_prep.tokenizer.word_index import WordIndex
 
 if TYPE_CHECKING:
     import pyarrow
-
-    from data_prep.tokenizer.word_index import WordIndex
 
 MAX_SENTENCE_CHARACTERS = 4_096
 """Longest text that sentencepiece learns from at once; its time grows faster than the length."""
@@ -33,7 +24,7 @@ MAX_SENTENCE_CHARACTERS = 4_096
 
 def count_words(
     lines: Iterable[str], settings: TokenizerConfig
-) -> tuple["WordIndex", NDArray[np.int64]]:
+) -> tuple[WordIndex, NDArray[np.int64]]:
     """Count the words of a corpus, most frequent first, equal counts in code point order.
 
     `<eos>` is counted once per line; `<unk>` counts its literal occurrences and those of every word
@@ -49,15 +40,16 @@ def count_words(
             f"tokenizer.vocab_size is {settings.vocab_size}:"
             f" expected at least 3, {UNK} and {EOS} included"
         )
-    from data_prep.tokenizer.word_index import WordCounter, WordIndex  # imports numba
+    from pyarrow import compute
+
+    from data_prep.tokenizer.hash_table import WordCounter  # imports numba
 
     counter = WordCounter()
     counter.add(f"{UNK} {EOS}")  # ids 0 and 1
-    separate = word_separator(settings.lowercase, settings.split_punctuation)
     num_lines = 0
     for batch in line_batches(lines):
         num_lines += len(batch)
-        counter.add(separate(batch))
+        counter.add(separate_words(batch, settings.lowercase, settings.split_punctuation))
     text, starts, counts = counter.result()
     del counter  # frees its hash table
     counts[:2] -= 1
@@ -66,7 +58,10 @@ def count_words(
     counts[0] += num_cut
     counts[1] += num_lines
     for id, word in enumerate((UNK, EOS)):
-        order = np.insert(order, _place(word, int(counts[id]), words, counts, order), id)
+        is_tied = counts[order] == counts[id]
+        before = compute.less(words.take(order[is_tied]), word)
+        place = (counts[order] > counts[id]).sum() + before.to_numpy(zero_copy_only=False).sum()
+        order = np.insert(order, place, id)
     return WordIndex(*_as_numpy(words.take(order))), counts[order]
 
 
@@ -93,9 +88,6 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
         )
     except RuntimeError as error:
         raise UserError(_training_mistake(str(error), settings.vocab_size)) from error
-    num_pieces = SentencePieceTokenizer(model.getvalue()).vocab_size
-    if num_pieces < settings.vocab_size:
-        raise UserError(_too_large(settings.vocab_size, num_pieces))
     return model.getvalue()
 
 
@@ -114,20 +106,6 @@ def _cut_order(
     if settings.vocab_size is not None:
         num_included = min(num_included, settings.vocab_size - 2)
     return order[:num_included], int(counts[order[num_included:]].sum())
-
-
-def _place(
-    word: str,
-    count: int,
-    words: "pyarrow.LargeStringArray",
-    counts: NDArray[np.int64],
-    order: NDArray[np.int64],
-) -> int:
-    """Position at which a further word belongs in the order."""
-    descending = -counts[order]
-    first, last = (int(np.searchsorted(descending, -count, side)) for side in ("left", "right"))
-    equals = range(first, last)
-    return first + bisect_left(equals, word, key=lambda rank: words[order[rank]].as_py())
 
 
 def _as_arrow(text: NDArray[np.uint8], starts: NDArray[np.int64]) -> "pyarrow.LargeStringArray":
@@ -193,17 +171,13 @@ def _training_mistake(message: str, vocab_size: int) -> str:
     if "sentences_.empty()" in message:
         return "the training split has no text that a sentencepiece model could be built from"
     if too_high := re.search(r"value <= (\d+)", message):
-        return _too_large(vocab_size, int(too_high[1]))
+        return (
+            f"tokenizer.vocab_size is {vocab_size}:"
+            f" expected at most {too_high[1]}, all that the training split provides"
+        )
     if too_low := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return (
             f"tokenizer.vocab_size is {vocab_size}: expected at least {too_low[1]}, a piece for"
             " every character of the training split (or lower tokenizer.character_coverage)"
         )
     return f"sentencepiece could not build a model of the training split: {message}"
-
-
-def _too_large(vocab_size: int, maximum: int) -> str:
-    return (
-        f"tokenizer.vocab_size is {vocab_size}:"
-        f" expected at most {maximum}, all that the training split provides"
-    )

@@ -15,7 +15,7 @@ from data_prep.storage import (
     write_atomically,
     write_json_atomically,
 )
-from data_prep.tokenizer.files import TOKENIZER
+from data_prep.tokenizer.serialization import TOKENIZER
 from lm.config import Config, differences, load_config, to_yaml
 from lm.run import Run
 from lm.training.checkpoint import BEST, LAST

@@ -97,31 +97,6 @@ def test_a_change_is_named_and_redoes_what_depends_on_it_unless_a_run_continues(
     assert ("valid.npy" in corpus.written()) == ("valid" in prepared.splits)
 
 
-def test_a_folder_of_before_a_setting_existed_is_up_to_date(corpus: Corpus) -> None:
-    corpus.prepare()
-    record = (corpus.prepared / "meta.json").read_text()
-    assert record.count('"clustered_words": null,') == 1
-    corpus.write("prepared/meta.json", record.replace('"clustered_words": null,', ""))
-    assert corpus.rewritten() == set()
-    corpus.classes = ClassesConfig(method="frequency", clustered_words=3)
-    assert corpus.rewritten() == {"classes.npy"}
-
-
-def test_a_record_with_the_key_head_is_read_as_shortlist(corpus: Corpus) -> None:
-    shortlist_of_two(corpus)
-    classes = corpus.prepare().word_class().tolist()
-    record = (corpus.prepared / "meta.json").read_text()
-    assert record.count('"shortlist": 2') == 2
-    corpus.write("prepared/meta.json", record.replace('"shortlist": 2', '"head": 2'))
-    before = corpus.written()
-    prepared = corpus.prepare(keep=True)
-    assert corpus.written() == before
-    assert (prepared.shortlist, prepared.word_class().tolist()) == (2, classes)
-    two_classes(corpus)
-    with pytest.raises(UserError, match=r"num_word_classes: None → 2; classes\.shortlist: 2"):
-        corpus.prepare(keep=True)
-
-
 def test_a_changed_class_file_changes_the_classes_alone(
     corpus: Corpus, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,24 +1,27 @@
-"""Preparation does only what is necessary and replaces nothing that it did not write."""
+"""Preparation does only what is necessary, and continues where it was interrupted."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from datasets import IterableDataset
 
 from data_prep import prepare as prepare_module
 from data_prep import prepared as prepared_module
-from data_prep import stages
 from data_prep.classes import word_classes
 from data_prep.errors import UserError
 from data_prep.prepare import open_made_by
 from data_prep.prepared import copy_tokenizer, open_prepared
 from data_prep.settings import ClassesConfig, DataConfig, SplitFiles, TokenizerConfig
+from data_prep.tokenizer.serialization import MODEL_FILE, save_tokenizer
+from data_prep.tokenizer.tokenizer import WordTokenizer
 
 if TYPE_CHECKING:
     from tests.data_prep.conftest import Corpus
@@ -53,11 +56,61 @@ def test_the_same_again_writes_nothing(corpus: Corpus, caplog: pytest.LogCapture
     assert caplog.messages == [f"{corpus.folder / 'prepared'} is up to date"]
 
 
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The content of everything that is hashed."""
+    contents: list[bytes] = []
+    real = hashlib.sha256
+
+    class Recorded:
+        name = "sha256"
+
+        def __init__(self, content: bytes = b"") -> None:
+            self._digest, self._place = real(content), len(contents)
+            contents.append(bytes(content))
+
+        def update(self, content: bytes) -> None:
+            self._digest.update(content)
+            contents[self._place] += bytes(content)
+
+        def digest(self) -> bytes:
+            return self._digest.digest()
+
+        def hexdigest(self) -> str:
+            return self._digest.hexdigest()
+
+    monkeypatch.setattr(hashlib, "sha256", Recorded)
+    return contents
+
+
+@pytest.mark.parametrize("kind", ["words", "sentencepiece"])
+@pytest.mark.parametrize("present", [False, True], ids=["new", "up to date"])
+def test_every_file_is_hashed_once(
+    corpus: Corpus, hashed: list[bytes], kind: Literal["words", "sentencepiece"], present: bool
+) -> None:
+    corpus.tokenizer = TokenizerConfig(
+        kind=kind, vocab_size=15 if kind == "sentencepiece" else None
+    )
+    if present:
+        corpus.prepare()
+        hashed.clear()
+    prepared = corpus.prepare()
+    for _ in range(2):
+        tokens = [prepared.tokens(split).tobytes() for split in ("train", "valid")]
+        others = [prepared.counts().tobytes(), prepared.word_class().tobytes()]
+        prepared.tokenizer().encode("the cat")
+        copy_tokenizer(prepared, corpus.folder)
+    model = corpus.folder / MODEL_FILE[kind]
+    files = [corpus.folder / name for name in ("train.txt", "valid.txt", "tokenizer.json")]
+    contents = [path.read_bytes() for path in (*files, model)] + tokens + others
+    assert [hashed.count(content) for content in contents] == [1] * 8
+
+
 def test_an_up_to_date_folder_is_checked_and_copied_without_loading_the_vocabulary(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus.prepare()
-    for module in (stages, prepared_module):
+    for module in (prepare_module, prepared_module):
         monkeypatch.setattr(module, "load_tokenizer", None)
     copy_tokenizer(corpus.prepare(), corpus.folder)
     copied = (corpus.folder / "vocab.txt").read_bytes()
@@ -214,3 +267,81 @@ def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(
     corpus.data = replace(corpus.data, hub_config="large")
     assert corpus.rewritten() == FILES
     load.assert_called_with(corpus.data)
+
+
+@pytest.mark.parametrize(
+    ("name", "redone"),
+    [
+        ("train.npy", {"train.npy", "counts.npy", "classes.npy"}),
+        ("valid.npy", {"valid.npy"}),
+        ("counts.npy", {"train.npy", "counts.npy", "classes.npy"}),
+        ("classes.npy", {"classes.npy"}),
+        ("vocab.txt", FILES),
+        ("tokenizer.json", FILES),
+        ("meta.json", FILES),
+    ],
+)
+def test_a_damaged_or_missing_file_is_made_again(
+    corpus: Corpus, name: str, redone: set[str]
+) -> None:
+    prepared = corpus.prepare()
+    tokens, classes = prepared.tokens("train").tolist(), prepared.word_class().tolist()
+    path = corpus.prepared / name
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"\x07")
+    assert corpus.rewritten() == redone
+    path.unlink()
+    assert corpus.rewritten() == redone
+    assert corpus.prepare().tokens("train").tolist() == tokens
+    assert corpus.prepare().word_class().tolist() == classes
+
+
+def test_an_intact_tokenizer_of_another_text_is_made_again(corpus: Corpus) -> None:
+    tokens = corpus.prepare().tokens("train").tolist()
+    other = WordTokenizer(["<eos>", "<unk>", "the"])
+    save_tokenizer(corpus.prepared, other, np.array([1, 1, 1], dtype=np.int64))
+    assert corpus.rewritten() == FILES
+    assert corpus.prepare().tokens("train").tolist() == tokens
+
+
+@pytest.mark.parametrize("stage", ["save_tokenizer", "encode_split", "build_word_classes"])
+def test_an_interrupted_preparation_continues_and_cannot_be_opened_before(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    corpus.prepare()
+    corpus.write("train.txt", "another text\n")
+
+    with monkeypatch.context() as patched:
+        module = word_classes if stage == "build_word_classes" else prepare_module
+        patched.setattr(module, stage, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            corpus.prepare()
+    with pytest.raises(UserError, match="is half prepared"):
+        open_prepared(corpus.prepared)
+    done = {"save_tokenizer": set(), "encode_split": {"vocab.txt", "tokenizer.json"}}
+    expected = FILES - done.get(stage, FILES - {"classes.npy"})
+    assert corpus.rewritten() == expected
+    assert corpus.prepare().tokens("train").tolist() == [1, 2, 0]
+
+
+def test_absent_or_incomplete_files_are_made_for_a_run_that_continues(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = corpus.prepare(keep=True).tokens("train").tolist()
+    (corpus.prepared / "train.npy").unlink()
+    assert corpus.prepare(keep=True).tokens("train").tolist() == tokens
+    corpus.write("train.txt", "another text\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare_module, "encode_split", None)
+        with pytest.raises(TypeError):
+            corpus.prepare()
+    corpus.write("train.txt", "a text\n")
+    corpus.prepare(keep=True)
+    assert corpus.text() == "a text\n"
+
+
+def test_a_mistake_in_the_corpus_leaves_no_token_file(corpus: Corpus) -> None:
+    corpus.write("valid.txt", "nul \0\n")
+    with pytest.raises(UserError, match=r"valid\.txt, line 1: a NUL character$"):
+        corpus.prepare()
+    assert set(corpus.written()) == FILES - {"valid.npy", "classes.npy"} | {".lock", "meta.json"}

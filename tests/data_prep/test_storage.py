@@ -22,7 +22,6 @@ from data_prep.storage import (
     map_array,
     new_folder,
     sha256_file,
-    verify_array,
     write_array,
     write_atomically,
     write_json_atomically,
@@ -45,7 +44,7 @@ def test_chunks_come_back_as_one_array_that_numpy_reads(
     flat = [value for chunk in chunks for value in chunk]
     assert np.load(path).tolist() == map_array(path, info).tolist() == flat
     assert info.sha256 == hashlib.sha256(np.array(flat, "<u4").tobytes()).hexdigest()
-    verify_array(path, map_array(path, info), info)
+    map_array(path, info, verify=True)
 
 
 def test_a_map_is_read_only(array: tuple[Path, ArrayInfo]) -> None:
@@ -76,14 +75,14 @@ def test_every_flipped_byte_is_detected(array: tuple[Path, ArrayInfo]) -> None:
     for place in range(128, len(content), 41):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         with pytest.raises(UserError, match=r"x\.npy is damaged: its SHA-256 is not the recorded"):
-            verify_array(path, map_array(path, info), info)
+            map_array(path, info, verify=True)
 
 
 def test_values_out_of_range_are_refused(array: tuple[Path, ArrayInfo]) -> None:
     path, info = array
-    verify_array(path, map_array(path, info), info, below=300)
+    map_array(path, info, verify=True, below=300)
     with pytest.raises(UserError, match=r"x\.npy holds the value 299: expected 0 to 298$"):
-        verify_array(path, map_array(path, info), info, below=299)
+        map_array(path, info, verify=True, below=299)
 
 
 def test_a_failed_write_leaves_the_previous_file_and_nothing_else(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import sparse
 
-from data_prep import word_classes
+import data_prep
 from data_prep.classes import bigrams as bigrams_module
 from data_prep.classes import refinement
 from data_prep.classes.bigrams import IntArray, count_bigrams
@@ -28,7 +28,6 @@ from data_prep.classes.word_classes import (
 )
 from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
-from lm.output import ClassTree
 
 SIZES = [(1, 1), (2, 1), (7, 7), (13, 4), (101, 10), (101, 1), (101, 101), (60, 59)]
 """N, C: a single word, one class, as many classes as words, N prime, nearly as many."""
@@ -60,16 +59,6 @@ def built(
     return build_word_classes(
         counts, settings, tokens=tokens, words=list, folder=Path(), progress=progress
     )
-
-
-def test_classes_of_a_text_take_one_line() -> None:
-    tokens, _ = planted_text(4, 5, 3000)
-    found = word_classes(tokens, 20)
-    assert np.array_equal(found, built(counts_of(tokens, 20), tokens, ClassesConfig()))
-    assert ClassTree.two_level(word_classes(tokens.tolist(), 20, num_word_classes=4)).num_nodes == 5
-    for wrong in ([0, 20], [-1], [[0]]):
-        with pytest.raises(ValueError, match="tokens must be one-dimensional, within 0 … 19"):
-            word_classes(wrong, 20)
 
 
 def planted_text(
@@ -324,6 +313,25 @@ def test_the_default_number_of_classes_is_the_square_root_and_never_exceeds_the_
     tokens = zipf_tokens(83, 700)
     settings = ClassesConfig(method=method, num_word_classes=asked, dimensions=5)
     assert_partition(built(counts_of(tokens, 83), tokens, settings), 83, expected)
+
+
+@pytest.mark.parametrize("method", ["exchange", "embedding", "frequency", "uniform", "random"])
+def test_a_line_makes_the_classes_of_a_configuration(method: Any) -> None:
+    tokens, _ = planted_text(6, 15, 3_000)
+    settings = ClassesConfig(method=method, num_word_classes=6, shortlist=4, seed=2)
+    options = {"method": method, "shortlist": 4, "seed": 2}
+    expected = built(counts_of(tokens, 90), tokens, settings)
+    for text in (tokens, tokens.tolist()):
+        assert np.array_equal(data_prep.word_classes(text, 90, 6, **options), expected)
+
+
+def test_classes_of_what_is_no_text_of_the_vocabulary_are_refused() -> None:
+    for tokens in ([0, 4], [-1], [[0, 1]], [0.5]):
+        with pytest.raises(ValueError, match=r"tokens: expected \[T\] integers in \[0, 4\)"):
+            data_prep.word_classes(tokens, 4)
+    with pytest.raises(ValueError, match=r"shortlist = 5 is more than 4 words"):
+        data_prep.word_classes([0, 1], 4, shortlist=5)
+    assert sorted(data_prep.word_classes(np.empty(0, int), 4).tolist()) == [0, 0, 1, 1]
 
 
 def test_progress_is_shown_on_a_terminal_when_requested(

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data_prep.corpus.files import input_files
 from data_prep.corpus.lines import read_lines, read_text
 from data_prep.corpus.loader import ROWS_PER_BATCH, splits
+from data_prep.corpus.paths import input_files
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig, Files, SplitFiles
 
@@ -150,6 +150,7 @@ def test_a_folder_in_the_layout_of_the_hub_has_its_visible_files_as_splits(tmp_p
         (b"", r"^data\.files\.train: the corpus has no line \(.*corpus\.txt\)$"),
         (b"a\nb\xff\n", r"corpus\.txt, line 2: invalid UTF-8 at byte 2 of the line \(0xff\)$"),
         (b"a\n\nb \0\n", r"corpus\.txt, line 3: a NUL character$"),
+        (gzip.compress(b"a\n"), r"corpus\.txt, line 1: compressed by gzip: decompress it, or add"),
     ],
 )
 def test_bad_text_is_refused_with_file_and_line(
@@ -213,12 +214,13 @@ def test_a_file_of_another_format_is_refused_without_log_lines(
 def test_compressed_text_is_never_decoded_in_another_encoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path, gzip.compress("é\n".encode()), "corpus.txt.gz")
-    write(tmp_path, "é\n".encode())
+    write(tmp_path, gzip.compress("text\né\n".encode()), "corpus.txt.gz")
+    write(tmp_path, "text\né\n".encode())
     monkeypatch.setattr(locale, "getpreferredencoding", lambda _: "ISO-8859-1")
-    assert read(tmp_path, "corpus.txt") == ["é"]
-    with pytest.raises(UserError, match=r"txt\.gz: compressed text is decoded .* iso8859-1: expec"):
-        read(tmp_path, "corpus.txt.gz")
+    assert read(tmp_path, "corpus.txt", format="csv") == ["é"]
+    assert read(tmp_path, "corpus.txt.gz") == ["text", "é"]
+    with pytest.raises(UserError, match=r"txt\.gz: compressed CSV is decoded .* iso8859-1: expect"):
+        read(tmp_path, "corpus.txt.gz", format="csv")
 
 
 def test_missing_files_are_named_with_their_key(tmp_path: Path) -> None:
@@ -242,9 +244,9 @@ def test_a_truncated_zstandard_file_is_refused(tmp_path: Path, share: float) -> 
     text = "".join(f"line {i * i}\n" for i in range(50_000)).encode()
     whole = zstandard.ZstdCompressor().compress(text)
     write(tmp_path, whole[: int(len(whole) * share)], "corpus.txt.zst")
-    message = r"data\.files\.train \(.*corpus\.txt\.zst\): cannot be read after 0 rows: EOFError"
-    with pytest.raises(UserError, match=message):
-        read(tmp_path, "corpus.txt.zst")
+    for format, message in (("text", "cannot be read"), ("csv", "cannot be read after 0 rows")):
+        with pytest.raises(UserError, match=rf"corpus\.txt\.zst\)?:? {message}: EOFError"):
+            read(tmp_path, "corpus.txt.zst", format=format)
     write(tmp_path, whole + zstandard.ZstdCompressor().compress(b"end\n"), "corpus.txt.zst")
     assert read(tmp_path, "corpus.txt.zst")[-2:] == [f"line {49_999**2}", "end"]
 

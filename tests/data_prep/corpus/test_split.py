@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.corpus import split
-from data_prep.corpus.split import Sample, read_sample, write_splits
+from data_prep.corpus import split as split_module
+from data_prep.corpus.split import Sample, read_sample, split_text, write_splits
 from data_prep.errors import UserError
 
 BOTH = ["valid", "test"]
@@ -21,8 +21,8 @@ def test_lines_are_held_out_at_even_distances(tmp_path: Path) -> None:
     text = [f"line {number}" for number in range(61)]
     (tmp_path / "text.txt").write_bytes("\r\n".join(text).encode())
     (tmp_path / "new").mkdir()
-    counts = write_splits(tmp_path / "text.txt", tmp_path / "new", "lines", 20, BOTH)
-    assert counts == {"train": 55, "valid": 3, "test": 3}
+    sizes = write_splits(tmp_path / "text.txt", tmp_path / "new", "lines", 20, BOTH)
+    assert sizes == {"train": (55, 431), "valid": (3, 23), "test": (3, 24)}
     splits = written(tmp_path / "new")
     assert splits["valid"] == ["line 9", "line 29", "line 49"]
     assert splits["test"] == ["line 19", "line 39", "line 59"]
@@ -36,8 +36,8 @@ def test_documents_are_never_divided(tmp_path: Path) -> None:
     text = "\n\n\n".join("\n".join(document) for document in documents)
     (tmp_path / "text.txt").write_text(text)
     (tmp_path / "new").mkdir()
-    counts = write_splits(tmp_path / "text.txt", tmp_path / "new", "documents", 20, ["test"])
-    assert counts == {"train": 38, "test": 2}
+    sizes = write_splits(tmp_path / "text.txt", tmp_path / "new", "documents", 20, ["test"])
+    assert {split: size.num_units for split, size in sizes.items()} == {"train": 38, "test": 2}
     splits = {
         name: [line for line in lines if line] for name, lines in written(tmp_path / "new").items()
     }
@@ -45,11 +45,29 @@ def test_documents_are_never_divided(tmp_path: Path) -> None:
     assert splits["train"] == list(chain(*documents[:19], *documents[20:39]))
 
 
-def test_a_text_with_many_documents_is_cut_into_documents() -> None:
-    lines = ["a b", "c", ""] * 19 + ["a"]
-    assert Sample(lines, 1.0, 100).unit == "documents"
-    assert Sample(lines[:-1], 1.0, 100).unit == "lines"
-    assert Sample(lines, 1.0, 100).num_units("lines") == 39
+def split(folder: Path, documents: list[list[str]]) -> tuple[str, dict[str, int]]:
+    """Split a text of documents as `split_text` chooses; return what was cut and the units."""
+    path = folder / "text.txt"
+    path.write_text("\n\n".join("\n".join(document) for document in documents) + "\n")
+    (folder / "new").mkdir(exist_ok=True)
+    unit, sizes = split_text(path, folder / "new", read_sample(path), BOTH)
+    return unit, {name: size.num_units for name, size in sizes.items()}
+
+
+def test_documents_are_cut_apart_if_those_held_out_are_neither_short_nor_long(
+    tmp_path: Path,
+) -> None:
+    page = ["a line of eight words, that is this"] * 300
+    assert split(tmp_path, [page] * 20) == ("documents", {"train": 18, "valid": 1, "test": 1})
+    assert split(tmp_path, [page] * 19)[0] == "lines"
+    assert split(tmp_path, [page[:250]] * 20) == (
+        "lines",
+        {"train": 4500, "valid": 250, "test": 250},
+    )
+    short = [["one line"]] * 30
+    for long in (0, 9):  # in the training and in the validation split
+        documents = [*short[:long], page * 100, *short[long:]]
+        assert split(tmp_path, documents)[0] == "lines"
 
 
 def test_small_texts_are_read_whole_also_compressed(tmp_path: Path) -> None:
@@ -62,7 +80,7 @@ def test_small_texts_are_read_whole_also_compressed(tmp_path: Path) -> None:
 def test_large_texts_are_sampled_from_beginning_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(split, "SAMPLE_BYTES", 1600)
+    monkeypatch.setattr(split_module, "SAMPLE_BYTES", 1600)
     text = [f"line {number:06}" for number in range(10_000)]
     (tmp_path / "text.txt").write_text("\n".join(text) + "\n")
     sample = read_sample(tmp_path / "text.txt")
@@ -71,6 +89,18 @@ def test_large_texts_are_sampled_from_beginning_to_end(
     assert int(sample.lines[-1].split()[1]) > 9980
     assert 0.008 < sample.share < 1600 / 120_000
     assert sample.num_bytes == 120_000
+
+
+def test_the_size_of_a_large_compressed_text_is_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_module, "SAMPLE_BYTES", 1600)
+    path = tmp_path / "text.txt.gz"
+    path.write_bytes(gzip.compress(b"the same line\n" * 10_000))
+    assert path.stat().st_size < 1600
+    sample = read_sample(path)
+    assert (sample.num_bytes, len(sample.lines)) == (140_000, 115)
+    assert sample.share == 115 / 10_000
 
 
 def test_large_texts_hold_out_a_size_not_a_share() -> None:

@@ -1,5 +1,7 @@
 """Words and pieces: round trips, special tokens, streaming."""
 
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from data_prep.tokenizer.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     WordTokenizer,
-    word_separator,
+    separate_words,
 )
 from data_prep.tokenizer.vocabulary import train_sentencepiece
 
@@ -82,7 +84,8 @@ def test_punctuation_is_split_but_not_inside_words_and_numbers(line: str, words:
 
 def test_decoding_attaches_punctuation_to_its_neighbours() -> None:
     line = 'The cat (a "big" one) didn\'t sit, at 3.5: well-known.'
-    words = list(dict.fromkeys(word_separator(False, True)([line]).split()))
+    separated = separate_words([line], lowercase=False, split_punctuation=True)
+    words = list(dict.fromkeys(separated.split()))
     tokenizer = WordTokenizer(["<eos>", "<unk>", *words], split_punctuation=True)
     assert tokenizer.decode(tokenizer.encode(line)) == line
 
@@ -137,6 +140,11 @@ def test_stream_and_sentencepiece_agree_on_text(byte_pieces: SentencePieceTokeni
     for line in (*TEXT, "naïve 漢字 😀 x"):
         ids = byte_pieces.encode(line)
         assert byte_pieces.decode(ids) == byte_pieces._processor.decode(ids).removeprefix(" ")
+
+
+def test_a_tokenizer_can_be_pickled(tokenizer: Tokenizer) -> None:
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encode("the cat sat") == tokenizer.encode("the cat sat")
 
 
 def test_ids_outside_the_vocabulary_are_refused(tokenizer: Tokenizer) -> None:

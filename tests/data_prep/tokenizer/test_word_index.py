@@ -11,9 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep.compiled import compiled
-from data_prep.tokenizer import hash_table
-from data_prep.tokenizer.word_dict import MAX_VOCABULARY_BYTES, WordDict
-from data_prep.tokenizer.word_index import RepeatedWord, WordCounter, WordIndex, count_words_in
+from data_prep.tokenizer import hash_table, word_index
+from data_prep.tokenizer.hash_table import WordCounter, as_bytes, count_words_in
+from data_prep.tokenizer.word_index import WordIndex
+
+
+@pytest.fixture(params=["dict", "hash table"])
+def _lookup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look words up in a dict, as for a small vocabulary, or in a compiled hash table."""
+    if request.param == "hash table":
+        monkeypatch.setattr(word_index, "MAX_DICT_BYTES", -1)
 
 
 def counted(texts: list[str]) -> dict[str, int]:
@@ -26,6 +33,7 @@ def counted(texts: list[str]) -> dict[str, int]:
     return dict(zip(decoded, counts.tolist(), strict=True))
 
 
+@pytest.mark.usefixtures("_lookup")
 def test_whitespace_is_that_of_split() -> None:
     index = WordIndex.of(["a"])
     for point in range(sys.maxunicode + 1):
@@ -35,7 +43,7 @@ def test_whitespace_is_that_of_split() -> None:
     others = "".join(map(chr, range(sys.maxunicode + 1)))
     expected = [0 if word == "a" else 7 for word in others.split()]
     assert index.ids(others, 7).tolist() == expected
-    assert count_words_in(others) == len(expected)
+    assert count_words_in(as_bytes(others)) == len(expected)
 
 
 @given(st.lists(st.text("abé\u2003\u00a0漢😀 \n\x1c\ud800"), max_size=6))
@@ -51,6 +59,7 @@ def test_the_hash_table_of_a_counter_grows_with_the_words() -> None:
     assert counted([" ".join(distinct), "0"]) == {**dict.fromkeys(distinct, 1), "0": 2}
 
 
+@pytest.mark.usefixtures("_lookup")
 def test_ids_are_positions_and_newlines_may_have_one() -> None:
     words = [f"{i:x}" for i in range(5_000)]
     index = WordIndex.of(words)
@@ -64,30 +73,24 @@ def test_ids_are_positions_and_newlines_may_have_one() -> None:
     assert index.ids("", 9, line_end=3).tolist() == []
 
 
-@given(st.text("ab \n\u2003\x1c\ud800"), st.sampled_from([-1, 3]))
-def test_a_dictionary_finds_what_the_index_finds(text: str, line_end: int) -> None:
-    words = ["a", "b", "ab", "<unk>", "<eos>"]
-    small, index = WordDict(words), WordIndex.of(words)
-    assert small.ids(text, 9, line_end).tolist() == index.ids(text, 9, line_end).tolist()
-    assert (len(small), list(small), small[1], small.id("c")) == (5, words, "b", -1)
+@given(st.text("ab \n\u2003\x1c\ud800"))
+def test_the_dict_finds_what_the_hash_table_finds(text: str) -> None:
+    index = WordIndex.of(["a", "b", "ab", "<unk>", "<eos>"])
+    compiled_ids = hash_table.find_words(as_bytes(text), index._table, 9, hash_table.EMPTY)
+    assert index.ids(text, 9).tolist() == compiled_ids.tolist()
 
 
-def test_a_vocabulary_that_is_large_or_wrong_is_not_read_as_a_dictionary() -> None:
-    right = b"<eos>\t1\n<unk>\t2\nthe\t3\n"
-    assert list(WordDict.parse(right) or ()) == ["<eos>", "<unk>", "the"]
-    large = right + b"".join(b"%07d\t1\n" % i for i in range(MAX_VOCABULARY_BYTES // 10))
-    for wrong in (b"", b"the\t3\n", right + b"the\t3\n", right + b"a\n", right + b"\t1\n"):
-        assert WordDict.parse(wrong) is None
-    for wrong in (right + b"\xff\t1\n", right + "a\t²\n".encode(), large):
-        assert WordDict.parse(wrong) is None
+def test_a_vocabulary_file_has_a_word_and_a_count_on_each_line() -> None:
+    words = WordIndex.parse("<eos>\t5\né\u2028\t12\n<unk>\t0\n".encode())
+    assert list(words) == ["<eos>", "é\u2028", "<unk>"]
+    for wrong in (b"", b"a\t1\nb", b"a\t1\nb 2\n", b"a\t1\n\t2\n", b"a\t1\t1\nb\n", b"a\n\t1"):
+        with pytest.raises(ValueError, match="expected lines word TAB count"):
+            WordIndex.parse(wrong)
 
 
-def test_a_repeated_word_is_refused_with_both_ids() -> None:
-    words = [str(i) for i in range(1_000)]
-    words[700] = "31"
-    with pytest.raises(RepeatedWord, match="the word '31' has the ids 31 and 700") as caught:
-        WordIndex.of(words)
-    assert (caught.value.word, caught.value.id, caught.value.first_id) == ("31", 700, 31)
+def test_a_repeated_word_is_refused() -> None:
+    with pytest.raises(ValueError, match="a word occurs twice in the vocabulary"):
+        WordIndex.of(["a", "b", "a"])
 
 
 def test_loops_are_compiled_if_the_cache_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.classes.files import read_word_classes
+from data_prep.classes.class_file import read_word_classes
 from data_prep.classes.word_classes import WordClass, build_word_classes
 from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig

@@ -8,7 +8,7 @@ import pytest
 
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
-from data_prep.tokenizer.files import load_tokenizer, save_tokenizer
+from data_prep.tokenizer.serialization import load_tokenizer, save_tokenizer
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, WordTokenizer
 from data_prep.tokenizer.vocabulary import train_sentencepiece
 
@@ -18,6 +18,11 @@ def test_settings_of_a_word_tokenizer_are_saved_with_the_vocabulary(tmp_path: Pa
     save_tokenizer(tmp_path, words, np.array([2, 0, 1, 1], dtype=np.int64))
     assert (tmp_path / "vocab.txt").read_text() == "<eos>\t2\n<unk>\t0\na\t1\n.\t1\n"
     assert load_tokenizer(tmp_path).encode("A.") == [2, 3]
+    (tmp_path / "vocab.txt").write_text("<eos>\t2\na\t1\n")
+    with pytest.raises(UserError, match=r"vocab\.txt is damaged: its SHA-256 differs"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=r"vocab\.txt: the vocabulary of 2 words lacks <unk>"):
+        load_tokenizer(tmp_path, verify=False)
 
 
 def test_a_sentencepiece_model_is_saved_byte_for_byte(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ No file name is ever taken from the content of a file.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -18,16 +19,17 @@ from data_prep.storage import (
     open_to_read,
     read_json,
     sha256_file,
-    write_atomically,
+    write_hashed,
     write_json_atomically,
 )
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
-from data_prep.tokenizer.word_dict import WordDict
+from data_prep.tokenizer.word_index import WORDS_PER_CHUNK, WordIndex
 
-FORMAT_VERSION = 1
-"""Of `tokenizer.json`."""
 TOKENIZER = "tokenizer.json"
+FORMAT_VERSION = 1
+"""The format of `tokenizer.json`."""
 MODEL_FILE = {"words": "vocab.txt", "sentencepiece": "tokenizer.model"}
+"""The other file of each kind of tokenizer. A line of `vocab.txt` is `word TAB count`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +68,9 @@ def save_tokenizer(
     content: Iterable[bytes]
     settings = {}
     if isinstance(tokenizer, WordTokenizer):
-        from data_prep.tokenizer.vocabulary_file import format_vocabulary  # imports numba
-
         if counts is None or len(counts) != tokenizer.vocab_size:
             raise ValueError(f"expected counts of {tokenizer.vocab_size} words for {path}")
-        content = format_vocabulary(tokenizer.words, counts)
+        content = _format_vocabulary(tokenizer.words, counts)
         settings = {
             "lowercase": tokenizer.lowercase,
             "split_punctuation": tokenizer.split_punctuation,
@@ -78,20 +78,22 @@ def save_tokenizer(
     else:
         assert isinstance(tokenizer, SentencePieceTokenizer)
         content = [tokenizer.model]
-    write_atomically(path, lambda file: file.writelines(content))
-    description = TokenizerFile(kind=tokenizer.kind, sha256=sha256_file(path), **settings)
-    write_json_atomically(folder / TOKENIZER, asdict(description))
+    description = TokenizerFile(kind=tokenizer.kind, sha256=write_hashed(path, content), **settings)
     return TokenizerInfo(
         kind=tokenizer.kind,
-        sha256=sha256_file(folder / TOKENIZER),
+        sha256=write_json_atomically(folder / TOKENIZER, asdict(description)),
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
         unk_id=tokenizer.unk_id,
     )
 
 
-def load_tokenizer(folder: Path | str) -> Tokenizer:
+def load_tokenizer(folder: Path | str, *, verify: bool = True) -> Tokenizer:
     """Load the tokenizer of a prepared folder, a run or an exported model.
+
+    Args:
+        folder: the folder.
+        verify: whether the vocabulary or model is compared with its SHA-256.
 
     Raises:
         UserError: a file is absent, damaged or does not match the other.
@@ -107,23 +109,18 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     path = Path(folder) / MODEL_FILE[description.kind]
     with open_to_read(path) as file:
         content = file.read()
-    if hashlib.sha256(content).hexdigest() != description.sha256:
+    if verify and hashlib.sha256(content).hexdigest() != description.sha256:
         raise UserError(_damaged(path))
-    if description.kind == "sentencepiece":
-        try:
+    try:
+        if description.kind == "sentencepiece":
             return SentencePieceTokenizer(content)
-        except ValueError as error:
-            raise UserError(f"{path}: {error}") from error
-    settings = {
-        "lowercase": description.lowercase,
-        "split_punctuation": description.split_punctuation,
-    }
-    words = WordDict.parse(content)
-    if words is None:
-        from data_prep.tokenizer.vocabulary_file import parse_vocabulary  # imports numba
-
-        return WordTokenizer(parse_vocabulary(content, path)[0], **settings)
-    return WordTokenizer(words, **settings)
+        return WordTokenizer(
+            WordIndex.parse(content),
+            lowercase=description.lowercase,
+            split_punctuation=description.split_punctuation,
+        )
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def verify_tokenizer(folder: Path, sha256: str) -> None:
@@ -144,3 +141,10 @@ def _read_description(folder: Path) -> TokenizerFile:
 
 def _damaged(path: Path) -> str:
     return f"{path} is damaged: its SHA-256 differs from the one in {TOKENIZER}"
+
+
+def _format_vocabulary(words: Iterable[str], counts: NDArray[np.int64]) -> Iterator[bytes]:
+    """Yield the content of a `vocab.txt` in chunks."""
+    lines = map("{}\t{}\n".format, words, map(int, counts))
+    while chunk := "".join(islice(lines, WORDS_PER_CHUNK)):
+        yield chunk.encode()
