@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HELP = "choose from n-best lists of a speech recogniser"
 _WEIGHTS = {
     "lm_weight": "weight of the language model's log-probability",
-    "insertion_penalty": "subtracted for each word (default 0)",
+    "insertion_penalty": "penalty subtracted for each word (default 0)",
     "first_pass_share": "share of the first pass's model (default 0)",
     "mixture": "share of RUN in each word's probability (default 0.5)",
 }

@@ -26,7 +26,7 @@ from lm.output.decoding.uniforms import derive_seeds
 STATE_BYTES = 1 << 28
 """Memory of the states of the sequences in a batch."""
 PROMPT_TOKENS = 1 << 15
-"""Tokens of prompts in a batch, at most; a single prompt may have more."""
+"""Largest number of prompt tokens in a batch; a single prompt may have more."""
 PROMPTS_AT_ONCE = 1 << 10
 """Prompts that are sorted by length; their texts are available once all of them are complete."""
 BYTES_PER_TOKEN = 64
@@ -201,7 +201,7 @@ def _draw(
 
 
 def _without(eos_id: int, tokens: Tensor) -> Tensor:
-    """The tokens that the repetition penalty applies to; -1 instead of `<eos>`."""
+    """The tokens with -1 in place of `<eos>`, to which no repetition penalty applies."""
     return tokens.masked_fill(tokens == eos_id, -1)
 
 

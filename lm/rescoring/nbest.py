@@ -1,11 +1,11 @@
 """N-best lists: their layouts, references, word errors, and the choice of one hypothesis each.
 
-Two layouts, told apart by tabs:
+There are two layouts; only the first has tabs:
 
 - `id TAB hypothesis`, with up to two columns of scores between them: the acoustic
   log-probability, and the log-probability of the language model of the first pass, both natural.
-- Kaldi's: `utterance-N hypothesis` for the N-th hypothesis, without scores. These are in files of
-  their own, `utterance-N cost`, where a cost is a negative natural log-probability.
+- `utterance-N hypothesis` for the N-th hypothesis, Kaldi's layout. The scores are in separate files
+  of lines `utterance-N cost`, where a cost is a negative natural log-probability.
 
 An utterance's hypotheses are in the order of the file; the first is that of the first pass.
 """
@@ -30,9 +30,9 @@ class NBest:
     """The hypotheses of U utterances, one utterance after another.
 
     Attributes:
-        name: of the file.
+        name: name of the file.
         separator: a tab, or the space of Kaldi's layout.
-        ids: [U].
+        ids: [U], names of the utterances.
         first: [U], index of each utterance's first hypothesis.
         texts: [M], the hypotheses.
         scores: [M, S] natural log-probabilities: acoustic, language model of the first pass.
@@ -55,9 +55,9 @@ def read_nbest(lines: Iterable[str], name: str, costs: Sequence[dict[str, float]
     """Read an n-best list; empty lines are skipped.
 
     Args:
-        lines: without line ends.
-        name: of the file, for errors.
-        costs: scores of Kaldi's layout, by `read_costs`: acoustic, first pass.
+        lines: the lines, without their ends.
+        name: name of the file, for errors.
+        costs: scores of Kaldi's layout, from `read_costs`: acoustic, first pass.
 
     Raises:
         UserError: if a line does not have the layout of the first one, a score is missing, or
@@ -215,9 +215,9 @@ class WordErrors:
             chosen: [U], the hypothesis of each utterance after rescoring.
 
         Returns:
-            `wer_before` of the first hypotheses, `wer_after` of those chosen, `wer_oracle` of the
-            best ones, and the share of the errors between before and oracle that is `recovered`;
-            None if there are none.
+            `wer_before` is that of the first hypotheses, `wer_after` that of the chosen ones,
+            `wer_oracle` that of the best ones, and `recovered` the share of the errors between
+            before and oracle that rescoring avoids, None if there are none.
         """
         before = int(self.errors[nbest.first].sum())
         after = int(self.errors[chosen].sum())

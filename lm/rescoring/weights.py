@@ -181,7 +181,7 @@ def tune(scored: ScoredList, errors: WordErrors) -> Weights:
 
 def _weights(point: Sequence[float]) -> Weights:
     """Weights from α, p / α, r, λ."""
-    alpha, penalty, share, mixture = map(float, point)
+    alpha, penalty, share, mixture = point
     return Weights(
         lm_weight=alpha,
         insertion_penalty=alpha * penalty,
@@ -196,16 +196,10 @@ def _best(
     """The point of a grid of α, p / α, r, λ with the fewest errors."""
     lm_scores = {mixture: scored.lm_scores(mixture) for mixture in grids[3]}
     points = list(product(*grids))
-    num_errors = np.array(
-        [
-            errors.errors[scored.choose(scored.totals(_weights(point), lm_scores[point[3]]))].sum()
-            for point in points
-        ]
-    )
+    totals = (scored.totals(_weights(point), lm_scores[point[3]]) for point in points)
+    num_errors = np.array([errors.errors[scored.choose(each)].sum() for each in totals])
     tied = np.flatnonzero(num_errors == num_errors.min())
-    place = np.stack(
-        [np.searchsorted(grid, [points[k][axis] for k in tied]) for axis, grid in enumerate(grids)]
-    )
+    place = np.stack(np.unravel_index(tied, [len(grid) for grid in grids]))
     distance = np.square(place - place.mean(1, keepdims=True)).sum(0)
     best: tuple[float, ...] = points[tied[distance.argmin()]]
     return best
