@@ -12,7 +12,6 @@ import pytest
 from numpy.typing import NDArray
 from scipy import sparse
 
-from data_prep import word_classes
 from data_prep.classes import bigrams as bigrams_module
 from data_prep.classes import refinement
 from data_prep.classes.bigrams import IntArray, count_bigrams
@@ -28,7 +27,6 @@ from data_prep.classes.word_classes import (
 )
 from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
-from lm.output import ClassTree
 
 SIZES = [(1, 1), (2, 1), (7, 7), (13, 4), (101, 10), (101, 1), (101, 101), (60, 59)]
 """N, C: a single word, one class, as many classes as words, N prime, nearly as many."""
@@ -60,16 +58,6 @@ def built(
     return build_word_classes(
         counts, settings, tokens=tokens, words=list, folder=Path(), progress=progress
     )
-
-
-def test_classes_of_a_text_take_one_line() -> None:
-    tokens, _ = planted_text(4, 5, 3000)
-    found = word_classes(tokens, 20)
-    assert np.array_equal(found, built(counts_of(tokens, 20), tokens, ClassesConfig()))
-    assert ClassTree.two_level(word_classes(tokens.tolist(), 20, num_word_classes=4)).num_nodes == 5
-    for wrong in ([0, 20], [-1], [[0]]):
-        with pytest.raises(ValueError, match="tokens must be one-dimensional, within 0 … 19"):
-            word_classes(wrong, 20)
 
 
 def planted_text(
