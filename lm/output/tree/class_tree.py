@@ -13,12 +13,14 @@ for the root) and `row_of_word` [N].
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lm.output.tree import shapes
 
@@ -268,6 +270,8 @@ class ClassTree(nn.Module):
         if device.type != "meta":
             for name in TreeArrays._fields:
                 setattr(self, name, getattr(self, name).to(device))
+            for name in ("item_of_row", "num_words_below"):
+                vars(self).pop(name, None)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -282,6 +286,21 @@ class ClassTree(nn.Module):
     def arrays(self) -> TreeArrays:
         """The buffers, as backends take them."""
         return TreeArrays(*(getattr(self, name) for name in TreeArrays._fields))
+
+    @cached_property
+    def item_of_row(self) -> Tensor:
+        """The word w, or ~n for a node n, that owns each row, [R]."""
+        item = torch.empty_like(self.node_of_row)
+        item[self.row_of_word] = torch.arange(self.vocab_size, device=item.device)
+        item[self.row_of_node[1:]] = ~torch.arange(1, self.num_nodes, device=item.device)
+        return item
+
+    @cached_property
+    def num_words_below(self) -> Tensor:
+        """The number of words below each node, [I]."""
+        num_words = torch.bincount(self.node_of_row[self.row_of_word], minlength=self.num_nodes)
+        before = F.pad(num_words[self.preorder.argsort()].cumsum(0), (1, 0))
+        return before[self.preorder_stop] - before[self.preorder]
 
     def extra_repr(self) -> str:
         """The sizes, for `print(tree)`."""
