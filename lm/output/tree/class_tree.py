@@ -48,7 +48,8 @@ class ClassTree(nn.Module):
     It is a module whose arrays are buffers, so that they move with the layer that uses the tree and
     are saved with it. They never change: neither the meta device nor `to_empty` takes their values,
     and only the state of the same tree can be loaded. Build one with `full`, `two_level`,
-    `balanced`, `huffman`, `from_paths` or `from_file`.
+    `balanced`, `huffman`, `from_paths` or `from_file`; sizes and arrays that make no tree raise a
+    ValueError.
 
     Example:
         >>> tree = ClassTree.two_level([0, 1, 0, 1, 1])
@@ -77,12 +78,7 @@ class ClassTree(nn.Module):
     column: Tensor
 
     def __init__(self, num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> None:
-        """Builds a tree from the three arrays that define it, see `TreeArrays`.
-
-        Raises:
-            ValueError: if the arrays do not describe a tree in which every row has exactly one
-                owner and nodes are numbered breadth first.
-        """
+        """Builds a tree from the three arrays that define it, see `TreeArrays`."""
         super().__init__()
         with torch.device("cpu"):  # under any default device
             num_children = torch.as_tensor(num_children).to(torch.int64)
@@ -121,9 +117,6 @@ class ClassTree(nn.Module):
         Example:
             >>> ClassTree.full(5).num_children.tolist()
             [5]
-
-        Raises:
-            ValueError: if `vocab_size` < 1.
         """
         shapes.check_size("vocab_size", vocab_size, 1)
         with torch.device("cpu"):
@@ -158,10 +151,6 @@ class ClassTree(nn.Module):
                 words 0 … shortlist - 1, the right choice if ids are sorted by falling frequency.
             num_words: N, in place of `word_class`: √N classes of neighbouring words, of equal size.
 
-        Raises:
-            ValueError: if `word_class` or `counts` is not N integers ≥ 0, `shortlist` is not within
-                0 … N, or not exactly one of `word_class` and `num_words` is given.
-
         Source: Goodman 2001; shortlist: Grave et al. 2017, section 4.
         """
         return cls._from_shape(shapes.two_level, word_class, shortlist, counts, num_words)
@@ -175,9 +164,6 @@ class ClassTree(nn.Module):
         Example:
             >>> ClassTree.balanced(8, branching=2).depth
             3
-
-        Raises:
-            ValueError: if `vocab_size` < 1 or `branching` < 2.
         """
         return cls._from_shape(shapes.balanced, vocab_size, branching)
 
@@ -196,9 +182,6 @@ class ClassTree(nn.Module):
             counts: [N] integers ≥ 0, number of occurrences of each word.
             arity: number of children of every node but one, which may have fewer.
 
-        Raises:
-            ValueError: if `counts` is not one-dimensional integers ≥ 0, or `arity` < 2.
-
         Source: Huffman 1952; as an output layer: Mikolov et al. 2013.
         """
         return cls._from_shape(shapes.huffman, counts, arity)
@@ -213,11 +196,8 @@ class ClassTree(nn.Module):
 
         Args:
             paths: for each word in the order of ids its child numbers (integers ≥ 0), from the root
-                down. Children of a node are sorted by number; numbers may have gaps.
-
-        Raises:
-            ValueError: if a path is empty or negative, or equals or begins another path.
-            TypeError: if a child number is not an integer.
+                down. Children of a node are sorted by number; numbers may have gaps. No path equals
+                or begins another one.
         """
         return cls._from_shape(shapes.from_paths, paths)
 
@@ -235,11 +215,7 @@ class ClassTree(nn.Module):
 
         Args:
             path: UTF-8 text; word and child numbers separated by white space, lines in any order.
-            words: the N words in the order of ids.
-
-        Raises:
-            ValueError: if a line does not parse, or the file's words are not exactly `words`; names
-                the line or the word.
+            words: the N words in the order of ids, exactly those of the file.
         """
         return cls.from_paths(shapes.read_paths(path, words))
 
@@ -250,11 +226,7 @@ class ClassTree(nn.Module):
 
     @classmethod
     def from_state(cls, state: dict[str, Tensor]) -> "ClassTree":
-        """The tree whose `state_dict()` is `state`.
-
-        Raises:
-            ValueError: if an array is missing or the arrays do not describe a tree.
-        """
+        """The tree whose `state_dict()` is `state`."""
         missing = [name for name in _SAVED if name not in state]
         if missing:
             raise ValueError(f"not a saved tree: {', '.join(missing)} missing")
