@@ -37,27 +37,20 @@ def hierarchical_cross_entropy(
     With `ClassTree.full(N)` it is `torch.nn.functional.cross_entropy(hidden @ weight.T + bias,
     target)`. Differentiable once, in `hidden`, `weight` and `bias`. Sums are formed in fp32 (fp64
     for fp64) for inputs of any dtype, and the result has that dtype. `weight` and `bias` may have
-    a lower precision than `hidden`, under autocast also a higher one; the weight is never cast as
-    a whole.
-
-    Rows may be longer than hidden vectors, which then count as followed by zeros: further columns
-    of the weight are multiplied by 0, and their gradient is 0. So rows of any H can begin at
-    multiples of 16 bytes, which fused kernels read fastest, and the weight and its gradient remain
-    contiguous.
+    a lower precision than `hidden`, under autocast also a higher one.
 
     Args:
         hidden: [..., H] floating point, outputs of a backbone.
         weight: [R, W], W ≥ H, one row for each node but the root and for each word, numbered by
-            `tree`.
+            `tree`. Hidden vectors count as followed by zeros; the gradient is 0 from column H on.
         target: [...] int64, words 0 … N - 1 or `ignore_index`.
         tree: the softmaxes; on the device of `hidden`.
         bias: [R] or None.
         reduction: "mean" over the positions that are not ignored (0 if all are), "sum", or "none".
         ignore_index: positions with this target cost nothing and get no gradient.
         backend: "reference" runs node by node, on any device; "triton" in fused kernels, on CUDA;
-            "auto" takes "triton" on CUDA, except for fp64 and for trees with paths so wide that
-            the kernels would save more than `backends.triton.backend.MAX_SAVED_BYTES`, such as a
-            full softmax of many words.
+            "auto" takes "triton" on CUDA where it can, and else "reference", with a warning that
+            says why: in fp64, for example, or for a full softmax of many words.
         row_wise: whether the gradients of `weight` and `bias` are `RowGradient`s, of the rows of
             visited nodes alone, for the optimizers of `lm.output.rowwise`. Not within
             `torch.compile`; on CUDA the host waits for the number of these rows.
@@ -116,10 +109,8 @@ def hierarchical_nll_by_level(
 ) -> Tensor:
     """Negative log-likelihood [D, ...] of each softmax on the words' paths, without gradient.
 
-    nll[d] = - log softmax(W_n h + b_n)[child on the path], n the node on level d of the path
-
-    It is 0 for ignored positions and below the end of a path; the sum over levels is
-    `hierarchical_cross_entropy` with reduction "none", whose arguments and errors these are.
+    The sum over levels is `hierarchical_cross_entropy` with reduction "none", whose arguments and
+    errors these are; see `HierarchicalSoftmax.nll_by_level`.
     """
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
     name = choose_backend(backend, problem, hidden.device)
@@ -136,9 +127,9 @@ def hierarchical_lse_by_level(
     *,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Log-sum-exp [D, ...] of each softmax on the words' paths; see `HierarchicalSoftmax`.
+    """Log-sum-exp [D, ...] of each softmax on the words' paths, by plain operations of PyTorch.
 
-    Differentiable any number of times, by plain operations of PyTorch on every device.
+    Differentiable any number of times; see `HierarchicalSoftmax.lse_by_level`.
     """
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
     check_targets(problem.target, tree.vocab_size, ignore_index)

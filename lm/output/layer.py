@@ -37,8 +37,9 @@ class HierarchicalSoftmax(nn.Module):
 
     The interface follows `nn.AdaptiveLogSoftmaxWithLoss`. In all methods, hidden is [..., H]
     floating point and target [...] int64, words 0 … N - 1 or `ignore_index`; losses and
-    log-probabilities are in nats, in at least fp32; shapes, dtypes or devices that do not fit
-    together raise a ValueError.
+    log-probabilities are in nats, in at least fp32. Shapes, dtypes or devices that do not fit
+    together raise a ValueError; other words raise an IndexError (on CUDA with Triton, the device
+    reports an assertion).
 
     Example:
         >>> import torch
@@ -52,21 +53,17 @@ class HierarchicalSoftmax(nn.Module):
 
     Attributes:
         weight: [R, W], one row for each word and for each node but the root; see `ClassTree`. W is
-            H up to a multiple of 8, so that rows begin at multiples of 16 bytes; columns from H on
-            are 0 and remain so, as their gradient is 0.
+            H up to a multiple of 8; columns from H on are 0 and remain so, as their gradient is 0.
         bias: [R] or None.
-        tree: the tree of softmaxes, a copy that shares its memory with the argument's.
+        tree: the tree of softmaxes.
         vocab_size: N.
 
     Args:
         hidden_size: H.
-        tree: the tree of softmaxes.
+        tree: the tree of softmaxes; the layer has a copy, which shares its memory.
         bias: whether rows have biases.
-        ignore_index: target of positions that are excluded from the loss.
-        backend: as in `hierarchical_cross_entropy`.
-        row_wise: as in `hierarchical_cross_entropy`.
-        device: device of the parameters and the tree.
-        dtype: dtype of the parameters.
+        ignore_index, backend, row_wise: as in `hierarchical_cross_entropy`.
+        device, dtype: of the parameters, as in `nn.Linear`; the tree is on the same device.
 
     Raises:
         ValueError: if `hidden_size` is not an integer ≥ 1, or there is no such backend.
@@ -92,8 +89,7 @@ class HierarchicalSoftmax(nn.Module):
         check_backend(backend)
         self.hidden_size, self.vocab_size = hidden_size, tree.vocab_size
         self.ignore_index, self.backend, self.row_wise = ignore_index, backend, row_wise
-        shape = (tree.num_rows, row_size(hidden_size))
-        weight = torch.empty(shape, device=device, dtype=dtype)
+        weight = torch.empty(tree.num_rows, row_size(hidden_size), device=device, dtype=dtype)
         self.weight = nn.Parameter(weight)
         self.bias = nn.Parameter(weight.new_empty(tree.num_rows)) if bias else None
         self.tree = tree.copy().to(weight.device)
@@ -121,18 +117,7 @@ class HierarchicalSoftmax(nn.Module):
         return Loss(-nll, nll.sum() / num_targets)
 
     def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Negative log-likelihood of the targets, by `hierarchical_cross_entropy`.
-
-        Args:
-            reduction: "mean" over the positions that are not ignored, "sum" or "none".
-
-        Returns:
-            A scalar, or [...] for "none", 0 where ignored.
-
-        Raises:
-            IndexError: if a target is neither a word nor `ignore_index` (on CUDA with Triton: a
-                device-side assertion).
-        """
+        """Negative log-likelihood of the targets, as `hierarchical_cross_entropy` defines it."""
         return hierarchical_cross_entropy(
             self._checked(hidden),
             self.weight,
@@ -146,9 +131,7 @@ class HierarchicalSoftmax(nn.Module):
         )
 
     def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """The terms of the loss at each level of the tree, without gradient.
-
-        Level 0 is the softmax at the root: over the classes, in a tree of two levels.
+        """The terms of the loss at each level of the tree, root first, without gradient.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1, 1, 1]))
@@ -159,9 +142,6 @@ class HierarchicalSoftmax(nn.Module):
         Returns:
             [depth, ...], 0 where ignored and below the end of a path; the sum over dimension 0 is
             `loss(hidden, target, "none")`.
-
-        Raises:
-            IndexError: as in `loss`.
         """
         return hierarchical_nll_by_level(
             self._checked(hidden),
@@ -174,13 +154,11 @@ class HierarchicalSoftmax(nn.Module):
         )
 
     def lse_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """The log-sum-exp of each softmax on the targets' paths, to regularise it ("z-loss").
+        """The log-sum-exp of each softmax on the targets' paths, log Σ exp(W_n h + b_n).
 
-        lse[d] = log Σ exp(W_n h + b_n), n the node on level d of the path
-
-        Differentiable; the loss does not determine it, as a constant may be added to all logits of
-        a node. It computes the logits again, node by node, and gradients of the parameters are
-        dense, also for row-wise layers.
+        Differentiable. It computes the logits again, node by node, and gradients of the parameters
+        are dense, also for row-wise layers. The z-loss, z · mean over positions of Σ_d lse[d]²,
+        keeps it near 0, which the loss alone does not determine.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1, 1, 1]))
@@ -193,14 +171,15 @@ class HierarchicalSoftmax(nn.Module):
         Returns:
             [depth, ...], 0 where ignored, below the end of a path and for nodes of one child.
 
-        Raises:
-            IndexError: as in `loss`.
-
         Source: z-loss: Chowdhery et al. 2022, section 5.
         """
-        hidden, index = self._checked(hidden), self.ignore_index
         return hierarchical_lse_by_level(
-            hidden, self.weight, target, self.tree, self.bias, ignore_index=index
+            self._checked(hidden),
+            self.weight,
+            target,
+            self.tree,
+            self.bias,
+            ignore_index=self.ignore_index,
         )
 
     def log_prob(self, hidden: Tensor) -> Tensor:
@@ -217,9 +196,8 @@ class HierarchicalSoftmax(nn.Module):
         """Log-probabilities of some words of each position, [..., K].
 
         Equal to `log_prob` at these words. Differentiable; evaluates the softmaxes on the
-        candidates' paths only, each once for a position, also if several candidates share it. In a
-        tree of two levels this costs at most C + K N / C columns for a position, in the full
-        softmax N. Gradients of the parameters are dense, also for row-wise layers.
+        candidates' paths only, each once for a position: in a tree of two levels at most
+        C + K N / C columns. Gradients of the parameters are dense, also for row-wise layers.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
@@ -229,9 +207,6 @@ class HierarchicalSoftmax(nn.Module):
 
         Args:
             word: [..., K] int64, words 0 … N - 1; K may be 0 and words may repeat.
-
-        Raises:
-            IndexError: if a candidate is not a word.
         """
         return candidate_log_prob(self._checked(hidden), self.weight, word, self.tree, self.bias)
 
@@ -242,9 +217,6 @@ class HierarchicalSoftmax(nn.Module):
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
             >>> layer.predict(torch.zeros(2, 4))
             tensor([2, 2])
-
-        Raises:
-            ValueError: if a log-probability is not finite.
         """
         return self.topk(hidden, 1).word.squeeze(-1)
 

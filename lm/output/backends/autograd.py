@@ -33,9 +33,8 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
     if torch.compiler.is_compiling():
         return
     duals = (forward_ad.unpack_dual(t) for t in tensors if t is not None)  # type: ignore[no-untyped-call]
-    if torch._C._functorch.maybe_current_level() is not None or any(
-        dual.tangent is not None for dual in duals
-    ):
+    transformed = torch._C._functorch.maybe_current_level() is not None
+    if transformed or any(dual.tangent is not None for dual in duals):
         raise RuntimeError(
             "the loss of a tree does not support forward-mode differentiation or the transforms of"
             " torch.func (grad, vmap, …): use backward() or torch.autograd.grad"
@@ -69,15 +68,13 @@ def register_op(backend: Backend) -> Op:
     def gradients(ctx: Any, d_nll: Tensor | None, _: Any) -> tuple[Any, ...]:
         of_hidden, of_weight, _, tree, of_bias, *rest = ctx.needs_input_grad
         needs = Needs(of_hidden, of_weight, of_bias)
-        found: list[Tensor | None] = [None, None, None]
+        d_hidden = d_weight = d_bias = None
         if d_nll is not None:
             hidden, weight, target, bias, *others = ctx.saved_tensors
             arrays, saved = others[:_NUM_ARRAYS], others[_NUM_ARRAYS:]
-            problem = (hidden, weight, target, arrays, bias, *ctx.sizes)
-            found = backward(d_nll, saved, *problem, needs)
-        d_hidden, d_weight, d_bias = (
-            d if need else None for d, need in zip(found, needs, strict=False)
-        )
+            found = backward(d_nll, saved, hidden, weight, target, arrays, bias, *ctx.sizes, needs)
+            found = (d if need else None for d, need in zip(found, needs, strict=False))
+            d_hidden, d_weight, d_bias = found
         return d_hidden, d_weight, None, [None for _ in tree], d_bias, *(None for _ in rest)
 
     forward.register_autograd(gradients, setup_context=setup_context)

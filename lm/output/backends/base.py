@@ -126,9 +126,8 @@ class Backend(Protocol):
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
         """The nll [P] in `compute_dtype`, and what the backward needs if `needs.any`.
 
-        Raises:
-            IndexError: if a target is neither a word nor `ignore_index`; a device-side assertion
-                where the backend does not wait for the device.
+        A target that is neither a word nor `ignore_index` raises an IndexError, or fails a
+        device-side assertion where the backend does not wait for the device.
         """
 
     def backward(

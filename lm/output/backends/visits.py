@@ -32,7 +32,10 @@ def route(target: Tensor, tree: TreeArrays, depth: int, ignore_index: int) -> Vi
     valid = target != ignore_index
     row = tree.row_of_word[torch.where(valid, target, 0)]
     rank = torch.where(valid, tree.preorder[tree.node_of_row[row]], tree.preorder.numel())
-    position = torch.sort(_narrowed(rank, tree.preorder.numel()), stable=True).indices
+    for dtype in (torch.int32, torch.int16):  # a radix sort passes over bytes
+        if tree.preorder.numel() <= torch.iinfo(dtype).max:
+            rank = rank.to(dtype)
+    position = torch.sort(rank, stable=True).indices
     row, valid = row[position], valid[position]
     rows = [row]
     for _ in range(depth - 1):
@@ -51,11 +54,3 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int) -> None:
     wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
     if bool(wrong.any()):
         raise IndexError(f"target {int(target[wrong][0])} is out of bounds for {vocab_size} words")
-
-
-def _narrowed(rank: Tensor, largest: int) -> Tensor:
-    """The same in the smallest dtype that holds `largest`: a radix sort passes over bytes."""
-    for dtype in (torch.int16, torch.int32):
-        if largest <= torch.iinfo(dtype).max:
-            return rank.to(dtype)
-    return rank

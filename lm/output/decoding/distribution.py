@@ -4,22 +4,18 @@ They take hidden [..., H], weight [R, W], W ≥ H, the tree, and bias [R] or Non
 `HierarchicalSoftmax` with the same names document options, results and errors.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from lm.output.backends.nodes import node_log_softmax
 from lm.output.decoding import search
-from lm.output.decoding.draws import RejectionSampler, Sampling, sample_restricted
+from lm.output.decoding.draws import Sampling, sample_words
 from lm.output.decoding.expansion import Expander, Penalty, checked_hidden
 from lm.output.decoding.uniforms import Uniforms
 from lm.output.tree.class_tree import ClassTree
 
 _BLOCK_ELEMENTS = 1 << 23
 """Largest number of logits on one path of the tree, summed over the positions of a block."""
-_MIN_TEMPERATURE = 1e-200
-"""Lower temperatures count as 0: log-probabilities divided by them would overflow fp64."""
 
 
 def log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None = None) -> Tensor:
@@ -85,20 +81,8 @@ def sample(
             if rows is not None:
                 expander.penalty = Penalty(sampling.repetition_penalty, rows[block])
             if expander.num_positions:
-                words.append(_sample_block(expander, Uniforms(seeds[block]), sampling))
+                words.append(sample_words(expander, Uniforms(seeds[block]), sampling))
     return torch.cat(words).view(shape)
-
-
-def _sample_block(expander: Expander, uniforms: Uniforms, sampling: Sampling) -> Tensor:
-    """A word for each position [P]."""
-    top_k, top_p = sampling.top_k, sampling.top_p
-    top_k = None if top_k is not None and top_k >= expander.tree.vocab_size else top_k
-    sampling = replace(sampling, top_k=top_k, top_p=None if top_p == 1 else top_p)
-    if sampling.temperature < _MIN_TEMPERATURE:
-        return search.topk(expander, 1).word.squeeze(1)
-    if sampling.top_k is not None or sampling.top_p is not None or sampling.min_p:
-        return sample_restricted(expander, uniforms, sampling)
-    return RejectionSampler(expander, uniforms, 1 / sampling.temperature).sample()
 
 
 def _penalised_rows(previous: Tensor | None, hidden: Tensor, tree: ClassTree) -> Tensor:

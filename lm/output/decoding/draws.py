@@ -25,7 +25,6 @@ A repetition penalty θ gives words that occurred before the weight P^(βθ) ins
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,8 +33,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output.decoding.expansion import Children, Expander, pack
-from lm.output.decoding.search import TopK, nuclei, topk, within_ratio
+from lm.output.decoding.search import nuclei, topk, within_ratio
 from lm.output.decoding.uniforms import Uniforms
+
+_MIN_TEMPERATURE = 1e-200
+"""Lower temperatures count as 0: log-probabilities divided by them would overflow fp64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,35 +102,33 @@ def draw(log_weight: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, point, right=True).squeeze(1)
 
 
-def sample_restricted(expander: Expander, uniforms: Uniforms, sampling: Sampling) -> Tensor:
-    """A word [P] within `top_k`, `top_p` and `min_p`, at least one of which is given."""
+def sample_words(expander: Expander, uniforms: Uniforms, sampling: Sampling) -> Tensor:
+    """A word for each position [P]."""
+    top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
+    if sampling.temperature < _MIN_TEMPERATURE:
+        return topk(expander, 1).word.squeeze(1)
     power = 1 / sampling.temperature
+    if top_k is not None and top_k < expander.tree.vocab_size:
+        everywhere = torch.arange(expander.num_positions, device=expander.hidden.device)
+        sets = iter([(everywhere, topk(expander, top_k))])
+    elif top_p is not None and top_p < 1:
+        sets, top_p = nuclei(expander, power, top_p), None
+    elif min_p:
+        sets = within_ratio(expander, power, min_p)
+    else:
+        return RejectionSampler(expander, uniforms, power).sample()
     word = torch.empty(expander.num_positions, dtype=torch.int64, device=expander.hidden.device)
-    for position, words in _candidates(expander, power, sampling):
+    for position, words in sets:
         log_weight = power * words.log_prob.double()
-        if sampling.top_k is not None and sampling.top_p is not None:
+        if top_p is not None and top_p < 1:
             before = F.pad(log_weight.softmax(dim=1).cumsum(dim=1)[:, :-1], (1, 0))
-            log_weight = log_weight.masked_fill(before >= sampling.top_p, -torch.inf)
-        if sampling.min_p:
-            cut = log_weight[:, :1] + math.log(sampling.min_p)
+            log_weight = log_weight.masked_fill(before >= top_p, -torch.inf)
+        if min_p:
+            cut = log_weight[:, :1] + math.log(min_p)
             log_weight = log_weight.masked_fill(log_weight < cut, -torch.inf)
         column = draw(log_weight, uniforms.draw(position))
         word[position] = words.word.gather(1, column[:, None]).squeeze(1)
     return word
-
-
-def _candidates(
-    expander: Expander, power: float, sampling: Sampling
-) -> Iterator[tuple[Tensor, TopK]]:
-    """Positions and their words in descending order, the first ones of which are admissible."""
-    if sampling.top_k is not None:
-        position = torch.arange(expander.num_positions, device=expander.hidden.device)
-        yield position, topk(expander, sampling.top_k)
-    elif sampling.top_p is not None:
-        yield from nuclei(expander, power, sampling.top_p)
-    else:
-        assert sampling.min_p
-        yield from within_ratio(expander, power, sampling.min_p)
 
 
 class _Trial(NamedTuple):
@@ -203,7 +203,7 @@ class RejectionSampler:
                 accepted[visit], point = self._accept(parent, log_weight, point)
                 if bool((item < 0).any()):
                     self._log_weight[parent.position, parent.column] = -torch.inf
-                    new_items.append(Children(parent.position, log_prob, item.expand_as(log_prob)))
+                    new_items.append(Children(parent.position, log_prob, item))
             child = draw(log_weight, point)
             below.item[visit] = item[child]
             below.log_prob[visit] = log_prob.gather(1, child[:, None]).squeeze(1)

@@ -10,11 +10,9 @@ A child is an *item*: word w is item w, node n is item ~n = -1 - n.
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lm.output.backends.base import check_parameters, compute_dtype, followed_by_zeros
 from lm.output.backends.nodes import node_log_softmax, visited_nodes
@@ -38,36 +36,12 @@ def checked_hidden(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor
     return followed_by_zeros(flat, weight.shape[1])
 
 
-class _Lookup(NamedTuple):
-    """Computed once per tree: the item of each row [R], and the words below each node [I]."""
+class Children(NamedTuple):
+    """Children of one node, for some of its visits or to be added to rows of a batch."""
 
-    item_of_row: Tensor
-    num_words_below: Tensor
-
-
-_lookups: WeakKeyDictionary[ClassTree, _Lookup] = WeakKeyDictionary()
-
-
-def _lookup(tree: ClassTree) -> _Lookup:
-    """The cached lookup of a tree, recomputed once the tree has moved to another device."""
-    lookup = _lookups.get(tree)
-    if lookup is None or lookup.item_of_row.device != tree.row_of_word.device:
-        item = torch.empty_like(tree.node_of_row)
-        item[tree.row_of_word] = torch.arange(tree.vocab_size, device=item.device)
-        item[tree.row_of_node[1:]] = ~torch.arange(1, tree.num_nodes, device=item.device)
-        num_words = torch.bincount(tree.node_of_row[tree.row_of_word], minlength=tree.num_nodes)
-        before = F.pad(num_words[tree.preorder.argsort()].cumsum(0), (1, 0))
-        lookup = _Lookup(item, before[tree.preorder_stop] - before[tree.preorder])
-        _lookups[tree] = lookup
-    return lookup
-
-
-class Expansion(NamedTuple):
-    """The children of one node, for the V' visits of that node."""
-
-    visit: Tensor  # [V'] int64, index among all visits of the call
-    log_prob: Tensor  # [V', children], log-probability of each child
-    item: Tensor  # [children] int64
+    row: Tensor  # [V'] int64, index of the visit or of the row
+    log_prob: Tensor  # [V', M]
+    item: Tensor  # [M] or [V', M] int64
 
 
 class Penalty(NamedTuple):
@@ -95,7 +69,6 @@ class Expander:
         self.first_position, self.num_positions = first_position, hidden.shape[0]
         self.penalty: Penalty | None = None
         self.num_expanded = 0  # (position, node) pairs so far
-        self._item_of_row = _lookup(tree).item_of_row
 
     def log_bound(self, power: float) -> Tensor:
         """Upper bound [I] fp64 of log Σ q^power over the words below each node.
@@ -104,11 +77,10 @@ class Expander:
         for power < 1 the sum is largest for equal q (Jensen's inequality): (number of
         words)^(1 - power).
         """
-        num_words = _lookup(self.tree).num_words_below.double()
-        return max(0.0, 1 - power) * num_words.log()
+        return max(0.0, 1 - power) * self.tree.num_words_below.double().log()
 
-    def expand(self, position: Tensor, node: Tensor, log_prob: Tensor) -> Iterator[Expansion]:
-        """Expands node [V] of log_prob [V] at position [V], one matrix product per distinct node.
+    def expand(self, position: Tensor, node: Tensor, log_prob: Tensor) -> Iterator[Children]:
+        """Expands node [V] of log_prob [V] at position [V]: the children of each distinct node.
 
         A log-probability that is not finite raises a ValueError.
         """
@@ -126,7 +98,7 @@ class Expander:
             if self.penalty is not None:
                 column = self.penalty.row[position[visit]] - rows.start
                 _penalise(children, column, self.penalty.factor)
-            yield Expansion(visit, children, self._item_of_row[rows])
+            yield Children(visit, children, self.tree.item_of_row[rows])
 
 
 def _penalise(log_prob: Tensor, column: Tensor, factor: float) -> None:
@@ -134,14 +106,6 @@ def _penalise(log_prob: Tensor, column: Tensor, factor: float) -> None:
     visit, which = ((column >= 0) & (column < log_prob.shape[1])).nonzero(as_tuple=True)
     index = (visit, column[visit, which])
     log_prob[index] = (factor * log_prob[index]).clamp(min=_LOWEST)
-
-
-class Children(NamedTuple):
-    """Children of one node to be added to rows of a batch."""
-
-    row: Tensor  # [V'] int64
-    log_prob: Tensor  # [V', M]
-    item: Tensor  # [V', M] int64
 
 
 def pack(children: Sequence[Children], num_rows: int, like: Tensor) -> tuple[Tensor, Tensor]:

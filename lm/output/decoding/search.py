@@ -73,20 +73,16 @@ class _Frontier:
 
 def topk(expander: Expander, k: int) -> TopK:
     """The k most probable words of each position, log_prob and word [P, k]."""
-    frontier = _Frontier(expander)
-    shape = (expander.num_positions, k)
-    log_prob = frontier.log_prob.new_full(shape, -torch.inf)
-    best = TopK(log_prob, frontier.node.new_full(shape, ABSENT))
-    while True:
-        chosen = _needed_for_topk(frontier.log_prob, best.log_prob[frontier.position], k)
-        active = chosen.any(dim=1)
-        if not bool(active.any()):
-            return best
-        frontier.select(active)
-        words = frontier.expand(chosen[active], max_words=k)
-        position = frontier.position
-        merged = _best(_concat(best.select(position), words), k)
-        best.log_prob[position], best.word[position] = merged
+
+    def needed(frontier: _Frontier, log_prob: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = _needed_for_topk(frontier.log_prob, log_prob, k)
+        return chosen, torch.full_like(frontier.position, k)
+
+    best_log_prob = expander.hidden.new_empty(expander.num_positions, k)
+    best_word = torch.empty_like(best_log_prob, dtype=torch.int64)
+    for position, words in _sets(expander, needed, max_words=k):
+        best_log_prob[position], best_word[position] = words
+    return TopK(best_log_prob, best_word)
 
 
 def _needed_for_topk(node_log_prob: Tensor, best_log_prob: Tensor, k: int) -> Tensor:
@@ -105,17 +101,43 @@ def _needed_for_topk(node_log_prob: Tensor, best_log_prob: Tensor, k: int) -> Te
 
 
 def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Tensor, TopK]]:
-    """The smallest sets of most probable words whose share of Σ P^power reaches `top_p`.
+    """The smallest sets of most probable words whose share of Z = Σ P^power reaches `top_p`.
 
     Yields positions [A] and their words [A, size]; smaller sets are padded with log_prob -∞.
+
+    Z lies between `low`, the mass of the words found, and `high`, which adds the upper bounds of
+    the nodes (which may be exact). Let j + 1 be the smallest number of words, most probable first,
+    that reach top_p · high. These contain every word of the nucleus found so far; they are the
+    nucleus if no node can hold a word as probable as the last of them and j words do not reach
+    top_p · low. Otherwise, the nodes to expand are:
+
+    - if the words found do not reach top_p · high: those without which they never will;
+    - else those that can hold a word as probable as the last of the j + 1;
+    - if there are none: the heaviest ones, with at least half of high - low.
     """
     log_bound, exact = expander.log_bound(power), power == 1 and expander.penalty is None
 
     def needed(frontier: _Frontier, log_prob: Tensor) -> tuple[Tensor, Tensor]:
         node_log_weight = power * frontier.log_prob.double() + log_bound[frontier.node]
-        return _needed_for_nucleus(
-            frontier.log_prob, node_log_weight, log_prob, power, top_p, exact
-        )
+        sorted_log_prob = log_prob.sort(dim=1, descending=True).values
+        sorted_log_prob = F.pad(sorted_log_prob, (0, 1), value=-torch.inf)
+        log_weight = power * sorted_log_prob.double()
+        largest = torch.cat([log_weight[:, :1], node_log_weight], dim=1).amax(dim=1, keepdim=True)
+        words_mass = (log_weight[:, :-1] - largest).exp().cumsum(dim=1)
+        mass = F.pad(words_mass, (1, 0))  # [A, M + 1], of the first 0 … M words
+        node_mass = (node_log_weight - largest).exp()
+        gap = node_mass.sum(dim=1, keepdim=True)
+        high = mass[:, -1:] + gap
+        low = high if exact else mass[:, -1:]
+
+        j = (mass[:, 1:] < top_p * high).sum(dim=1, keepdim=True)
+        reached = j < log_prob.shape[1]
+        can_hold_word = reached & (frontier.log_prob >= sorted_log_prob.gather(1, j))
+        settled = reached & ~can_hold_word.any(dim=1, keepdim=True)
+        uncertain = settled & (mass.gather(1, j) >= top_p * low)
+        max_rest = torch.where(reached, gap / 2, (1 - top_p) * high)
+        chosen = can_hold_word | ((~reached | uncertain) & _heaviest(node_mass, max_rest))
+        return chosen & (frontier.log_prob > -torch.inf), j.squeeze(1) + 1
 
     return _sets(expander, needed)
 
@@ -136,65 +158,30 @@ def within_ratio(expander: Expander, power: float, min_p: float) -> Iterator[tup
 
 
 def _sets(
-    expander: Expander, needed: Callable[[_Frontier, Tensor], tuple[Tensor, Tensor]]
+    expander: Expander,
+    needed: Callable[[_Frontier, Tensor], tuple[Tensor, Tensor]],
+    max_words: int | None = None,
 ) -> Iterator[tuple[Tensor, TopK]]:
-    """Sets of most probable words.
+    """Sets of most probable words, of at most `max_words`.
 
     `needed` returns, for the log-probabilities [A, M] of the words found, the nodes to expand
     [A, F] bool, and where there are none, the size of the set [A].
     """
     frontier = _Frontier(expander)
-    words = frontier.expand(torch.ones_like(frontier.log_prob, dtype=torch.bool))
+    words = frontier.expand(torch.ones_like(frontier.log_prob, dtype=torch.bool), max_words)
     while frontier.position.numel():
+        words = words if max_words is None else _best(words, max_words)
         chosen, size = needed(frontier, words.log_prob)
         active = chosen.any(dim=1)
         done = ~active
         if bool(done.any()):
-            yield frontier.position[done], _first(words.select(done), size[done])
+            largest = int(size[done].max())
+            log_prob, word = (each[:, :largest] for each in _sorted(words.select(done)))
+            beyond = torch.arange(largest, device=size.device) >= size[done, None]
+            yield frontier.position[done], TopK(log_prob.masked_fill(beyond, -torch.inf), word)
         frontier.select(active)
         if frontier.position.numel():
-            words = _concat(words.select(active), frontier.expand(chosen[active]))
-
-
-def _needed_for_nucleus(
-    node_log_prob: Tensor,
-    node_log_weight: Tensor,
-    word_log_prob: Tensor,
-    power: float,
-    top_p: float,
-    exact: bool,
-) -> tuple[Tensor, Tensor]:
-    """Nodes to expand [A, F] bool; where there are none, the size of the nucleus [A].
-
-    Z = Σ P^power lies between `low`, the mass of the words found, and `high`, which adds the upper
-    bounds of the nodes (which may be exact). Let j + 1 be the smallest number of words, most
-    probable first, that reach top_p · high. These contain every word of the nucleus found so far;
-    they are the nucleus if no node can hold a word as probable as the last of them and j words do
-    not reach top_p · low. Otherwise, the nodes to expand are:
-
-    - if the words found do not reach top_p · high: those without which they never will;
-    - else those that can hold a word as probable as the last of the j + 1;
-    - if there are none: the heaviest ones, with at least half of high - low.
-    """
-    sorted_log_prob = word_log_prob.sort(dim=1, descending=True).values
-    sorted_log_prob = F.pad(sorted_log_prob, (0, 1), value=-torch.inf)
-    log_weight = power * sorted_log_prob.double()
-    largest = torch.cat([log_weight[:, :1], node_log_weight], dim=1).amax(dim=1, keepdim=True)
-    words_mass = (log_weight[:, :-1] - largest).exp().cumsum(dim=1)
-    mass = F.pad(words_mass, (1, 0))  # [A, M + 1], of the first 0 … M words
-    node_mass = (node_log_weight - largest).exp()
-    gap = node_mass.sum(dim=1, keepdim=True)
-    high = mass[:, -1:] + gap
-    low = high if exact else mass[:, -1:]
-
-    j = (mass[:, 1:] < top_p * high).sum(dim=1, keepdim=True)
-    reached = j < word_log_prob.shape[1]
-    can_hold_word = reached & (node_log_prob >= sorted_log_prob.gather(1, j))
-    settled = reached & ~can_hold_word.any(dim=1, keepdim=True)
-    uncertain = settled & (mass.gather(1, j) >= top_p * low)
-    max_rest = torch.where(reached, gap / 2, (1 - top_p) * high)
-    chosen = can_hold_word | ((~reached | uncertain) & _heaviest(node_mass, max_rest))
-    return chosen & (node_log_prob > -torch.inf), j.squeeze(1) + 1
+            words = _concat(words.select(active), frontier.expand(chosen[active], max_words))
 
 
 def _heaviest(mass: Tensor, max_rest: Tensor) -> Tensor:
@@ -213,20 +200,16 @@ def _best(words: TopK, k: int) -> TopK:
         if not bool(((last == values[:, k - 1]) & (last > -torch.inf)).any()):
             column = column[:, :k]
             words = TopK(words.log_prob.gather(1, column), words.word.gather(1, column))
-    return _first(words, k)
+    log_prob, word = _sorted(words)
+    return TopK(log_prob[:, :k], word[:, :k])
 
 
-def _first(words: TopK, size: int | Tensor) -> TopK:
-    """The first `size` words in order, for one size or a size [A] for each row."""
+def _sorted(words: TopK) -> TopK:
+    """The words [A, M] in order."""
     word, order = words.word.sort(dim=1)
     log_prob = words.log_prob.gather(1, order)
     log_prob, order = log_prob.sort(dim=1, descending=True, stable=True)
-    word = word.gather(1, order)
-    if isinstance(size, int):
-        return TopK(log_prob[:, :size], word[:, :size])
-    largest = int(size.max())
-    beyond = torch.arange(largest, device=size.device) >= size[:, None]
-    return TopK(log_prob[:, :largest].masked_fill(beyond, -torch.inf), word[:, :largest])
+    return TopK(log_prob, word.gather(1, order))
 
 
 def _concat(first: TopK, second: TopK) -> TopK:

@@ -26,7 +26,7 @@ def not_compiled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
 
 def constant_when_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compiler.assume_constant_result`, which imports the compiler, without importing it.
+    """`torch.compiler.assume_constant_result` without importing the compiler.
 
     The function runs while its caller is traced; arguments and result are Python constants.
     """

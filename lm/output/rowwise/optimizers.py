@@ -30,9 +30,8 @@ _UPPER_HALF = 1 if sys.byteorder == "little" else 0
 class RowOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer that works block by block; a subclass defines the update of a block.
 
-    Args:
-        params: tables [R, H] and vectors [R], whose gradients are `RowGradient` or ordinary.
-        defaults: its settings, `lr` among them.
+    Its `params` are tables [R, H] and vectors [R], whose gradients are `RowGradient` or ordinary;
+    `defaults` are its settings, `lr` among them, the step size.
     """
 
     def __init__(self, params: Iterable[Tensor], defaults: dict[str, Any]) -> None:
@@ -92,12 +91,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
 
 
 class RowSGD(RowOptimizer):
-    """Gradient descent, row -= lr · gradient: `torch.optim.SGD` without momentum and decay.
-
-    Args:
-        params: tables [R, H] and vectors [R].
-        lr: step size.
-    """
+    """Gradient descent, row -= lr · gradient: `torch.optim.SGD` without momentum and decay."""
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -113,12 +107,8 @@ class RowAdagrad(RowOptimizer):
         row_r -= lr · g_r / (√s_r + eps)
 
     The state is one number per row, 1 / H of that of Adagrad. H counts the zeros after a row of a
-    `HierarchicalSoftmax` too: 4 zeros after 300 numbers lower s_r by 1.3 %.
-
-    Args:
-        params: tables [R, H], and vectors [R], for which this is Adagrad.
-        lr: step size.
-        eps: added to the root.
+    `HierarchicalSoftmax` too: 4 zeros after 300 numbers lower s_r by 1.3 %. For vectors, this is
+    Adagrad.
 
     Source: Duchi et al. 2011; row-wise: Mudigere et al. 2022, section 4.1.4.
     """
@@ -142,12 +132,7 @@ class RowAdam(RowOptimizer):
     """Adam whose moments change only where there is a gradient, as `torch.optim.SparseAdam`.
 
     The state is two numbers per number of the table, so it is for tables that are not so large.
-
-    Args:
-        params: tables [R, H] and vectors [R].
-        lr: step size.
-        betas: decay rates of the two moments.
-        eps: added to the root.
+    `betas` are the decay rates of the two moments; `eps` is added to the root of the second.
 
     Source: Kingma & Ba 2015.
     """

@@ -13,12 +13,14 @@ for the root) and `row_of_word` [N].
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lm.output.tree import shapes
 
@@ -46,7 +48,8 @@ class ClassTree(nn.Module):
     It is a module whose arrays are buffers, so that they move with the layer that uses the tree and
     are saved with it. They never change: neither the meta device nor `to_empty` takes their values,
     and only the state of the same tree can be loaded. Build one with `full`, `two_level`,
-    `balanced`, `huffman`, `from_paths` or `from_file`.
+    `balanced`, `huffman`, `from_paths` or `from_file`; sizes and arrays that make no tree raise a
+    ValueError.
 
     Example:
         >>> tree = ClassTree.two_level([0, 1, 0, 1, 1])
@@ -75,12 +78,7 @@ class ClassTree(nn.Module):
     column: Tensor
 
     def __init__(self, num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> None:
-        """Builds a tree from the three arrays that define it, see `TreeArrays`.
-
-        Raises:
-            ValueError: if the arrays do not describe a tree in which every row has exactly one
-                owner and nodes are numbered breadth first.
-        """
+        """Builds a tree from the three arrays that define it, see `TreeArrays`."""
         super().__init__()
         with torch.device("cpu"):  # under any default device
             num_children = torch.as_tensor(num_children).to(torch.int64)
@@ -119,9 +117,6 @@ class ClassTree(nn.Module):
         Example:
             >>> ClassTree.full(5).num_children.tolist()
             [5]
-
-        Raises:
-            ValueError: if `vocab_size` < 1.
         """
         shapes.check_size("vocab_size", vocab_size, 1)
         with torch.device("cpu"):
@@ -156,10 +151,6 @@ class ClassTree(nn.Module):
                 words 0 … shortlist - 1, the right choice if ids are sorted by falling frequency.
             num_words: N, in place of `word_class`: √N classes of neighbouring words, of equal size.
 
-        Raises:
-            ValueError: if `word_class` or `counts` is not N integers ≥ 0, `shortlist` is not within
-                0 … N, or not exactly one of `word_class` and `num_words` is given.
-
         Source: Goodman 2001; shortlist: Grave et al. 2017, section 4.
         """
         return cls._from_shape(shapes.two_level, word_class, shortlist, counts, num_words)
@@ -173,9 +164,6 @@ class ClassTree(nn.Module):
         Example:
             >>> ClassTree.balanced(8, branching=2).depth
             3
-
-        Raises:
-            ValueError: if `vocab_size` < 1 or `branching` < 2.
         """
         return cls._from_shape(shapes.balanced, vocab_size, branching)
 
@@ -194,9 +182,6 @@ class ClassTree(nn.Module):
             counts: [N] integers ≥ 0, number of occurrences of each word.
             arity: number of children of every node but one, which may have fewer.
 
-        Raises:
-            ValueError: if `counts` is not one-dimensional integers ≥ 0, or `arity` < 2.
-
         Source: Huffman 1952; as an output layer: Mikolov et al. 2013.
         """
         return cls._from_shape(shapes.huffman, counts, arity)
@@ -211,11 +196,8 @@ class ClassTree(nn.Module):
 
         Args:
             paths: for each word in the order of ids its child numbers (integers ≥ 0), from the root
-                down. Children of a node are sorted by number; numbers may have gaps.
-
-        Raises:
-            ValueError: if a path is empty or negative, or equals or begins another path.
-            TypeError: if a child number is not an integer.
+                down. Children of a node are sorted by number; numbers may have gaps. No path equals
+                or begins another one.
         """
         return cls._from_shape(shapes.from_paths, paths)
 
@@ -233,11 +215,7 @@ class ClassTree(nn.Module):
 
         Args:
             path: UTF-8 text; word and child numbers separated by white space, lines in any order.
-            words: the N words in the order of ids.
-
-        Raises:
-            ValueError: if a line does not parse, or the file's words are not exactly `words`; names
-                the line or the word.
+            words: the N words in the order of ids, exactly those of the file.
         """
         return cls.from_paths(shapes.read_paths(path, words))
 
@@ -248,11 +226,7 @@ class ClassTree(nn.Module):
 
     @classmethod
     def from_state(cls, state: dict[str, Tensor]) -> "ClassTree":
-        """The tree whose `state_dict()` is `state`.
-
-        Raises:
-            ValueError: if an array is missing or the arrays do not describe a tree.
-        """
+        """The tree whose `state_dict()` is `state`."""
         missing = [name for name in _SAVED if name not in state]
         if missing:
             raise ValueError(f"not a saved tree: {', '.join(missing)} missing")
@@ -268,6 +242,8 @@ class ClassTree(nn.Module):
         if device.type != "meta":
             for name in TreeArrays._fields:
                 setattr(self, name, getattr(self, name).to(device))
+            for name in ("item_of_row", "num_words_below"):
+                vars(self).pop(name, None)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -282,6 +258,21 @@ class ClassTree(nn.Module):
     def arrays(self) -> TreeArrays:
         """The buffers, as backends take them."""
         return TreeArrays(*(getattr(self, name) for name in TreeArrays._fields))
+
+    @cached_property
+    def item_of_row(self) -> Tensor:
+        """The word w, or ~n for a node n, that owns each row, [R]."""
+        item = torch.empty_like(self.node_of_row)
+        item[self.row_of_word] = torch.arange(self.vocab_size, device=item.device)
+        item[self.row_of_node[1:]] = ~torch.arange(1, self.num_nodes, device=item.device)
+        return item
+
+    @cached_property
+    def num_words_below(self) -> Tensor:
+        """The number of words below each node, [I]."""
+        num_words = torch.bincount(self.node_of_row[self.row_of_word], minlength=self.num_nodes)
+        before = F.pad(num_words[self.preorder.argsort()].cumsum(0), (1, 0))
+        return before[self.preorder_stop] - before[self.preorder]
 
     def extra_repr(self) -> str:
         """The sizes, for `print(tree)`."""
