@@ -7,8 +7,8 @@ code is 1 if a kernel spills, has a hazard, exceeds the shared memory of its arc
 not multiply with tensor cores where it should. Architectures on which the backend refuses the
 version of Triton are left out, with its sentence.
 
-`--triton 3.7.1 3.9.0` reports other versions of Triton than the installed one: they are downloaded
-by pip and unpacked side by side under `--versions`, and each runs in its own process.
+`--triton 3.7.1 3.9.0` reports other versions of Triton than the installed one: pip puts them side
+by side into `--versions`, and each runs in its own process.
 """
 
 import os
@@ -16,7 +16,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -128,18 +127,10 @@ def resources(launch: Launch, binary: Any, capability: int, exact: bool) -> dict
 
 def unpacked(version: str, folder: Path) -> Path:
     """The folder of a version of Triton for this Python; downloaded if it is not there yet."""
-    package = folder / version
-    if not (package / "triton").is_dir():
-        with tempfile.TemporaryDirectory() as download:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-            subprocess.run([*command, "--dest", download, f"triton=={version}"], check=True)
-            (wheel,) = Path(download).glob("*.whl")
-            package.mkdir(parents=True, exist_ok=True)
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(package)
-        for program in package.glob("triton/backends/nvidia/bin/*"):
-            program.chmod(0o755)  # zipfile drops the permissions
-    return package
+    if not (folder / version).is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        subprocess.run([*command, str(folder / version), f"triton=={version}"], check=True)
+    return folder / version
 
 
 def main() -> None:

@@ -36,14 +36,14 @@ from lm.output.backends.triton.tile_shapes import Tiles
 from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size
 from scripts.kernels.compilation import compiled_launch, launches, make_problem, moved
 from scripts.kernels.compilation_matrix import resources
-from scripts.kernels.peer_work import PEERS, Operation
+from scripts.kernels.peer_work import PEERS, PROCESSORS, Operation
 from scripts.kernels.sass_loops import Loop, loops
 from scripts.kernels.work import Counts, Work, count
 
 SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024), (10_000_000, 300)]
 CAPABILITY = 90
-PROCESSORS, SCHEDULERS, CLOCK = 132, 4, 1.75e9
-"""Of an H200: schedulers of a processor issue one instruction a clock each."""
+SCHEDULERS, CLOCK = 4, 1.75e9
+"""Schedulers of a processor of an H200 issue one instruction a clock each."""
 CLOCKS_PER_INSTRUCTION = 2
 """Of one warp: independent instructions of other warps fill the rest."""
 LATENCY = 600 / CLOCK

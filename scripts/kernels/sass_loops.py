@@ -42,7 +42,9 @@ class Loop(NamedTuple):
     innermost: bool = False  # whether no other loop is inside it
 
 
-class _Located(NamedTuple):
+class Located(NamedTuple):
+    """An instruction, and where in the source it comes from."""
+
     instruction: Instruction
     places: tuple[Place, ...]  # innermost function first
 
@@ -53,37 +55,34 @@ def loops(cubin: bytes) -> list[Loop]:
     Functions are those that the kernel itself calls, in the order of the calls; "" is the kernel.
     """
     located, labels = _disassembled(cubin)
-    spans = set()
+    merged: dict[int, int] = {}  # first address to last
     for address, text, _ in (each.instruction for each in located):
         branch = _BRANCH.search(text)
-        if branch and labels[branch[1]] < address:
-            spans.add((labels[branch[1]], address))
-    merged: dict[int, int] = {}
-    for begin, end in spans:  # a `continue` jumps to the head as well
-        merged[begin] = max(end, merged.get(begin, 0))
-    inside: dict[int | None, list[_Located]] = {begin: [] for begin in merged}
+        begin = labels[branch[1]] if branch else address
+        if begin < address:  # a `continue` jumps to the head as well
+            merged[begin] = max(address, merged.get(begin, 0))
+    inside: dict[int | None, list[Located]] = {begin: [] for begin in merged}
     inside[None] = []
     for each in located:
         address = each.instruction.address
         around = [begin for begin, end in merged.items() if begin <= address <= end]
         inside[max(around, default=None)].append(each)
-    parts: dict[tuple[int, str], list[_Located]] = {}
+    parts: dict[tuple[int, str], list[Located]] = {}
     for each in _without_unrolled(inside.pop(None), inside):
         parts.setdefault(_part(each.places), []).append(each)
-    found = [
-        Loop(name, len(body), 0, waits([each.instruction for each in body]))
-        for (_, name), body in sorted(parts.items())
-    ]
+    found = [Loop(name, len(body), 0, waits(body)) for (_, name), body in sorted(parts.items())]
     for begin in sorted(merged):
+        body = inside[begin]
         depth = sum(first <= begin <= last for first, last in merged.items())
         innermost = not any(begin < other <= merged[begin] for other in merged)
-        found.append(_loop(inside[begin], depth)._replace(innermost=innermost))
+        flops = sum(_matrix_flops(each.instruction.text) for each in body)
+        found.append(Loop(_name(body, depth), len(body), flops, waits(body), innermost))
     return found
 
 
 def _without_unrolled(
-    outside: list[_Located], inside: Mapping[int | None, list[_Located]]
-) -> list[_Located]:
+    outside: list[Located], inside: Mapping[int | None, list[Located]]
+) -> list[Located]:
     """What is outside of all loops, without whole iterations of loops that are there as well."""
     length: Counter[str] = Counter()
     for body in inside.values():
@@ -101,25 +100,20 @@ def _part(places: tuple[Place, ...]) -> tuple[int, str]:
     return places[-1][1], _function(*places[-2])
 
 
-def _loop(body: list[_Located], depth: int) -> Loop:
-    flops = sum(_matrix_flops(each.instruction.text) for each in body)
-    return Loop(_name(body, depth), len(body), flops, waits([each.instruction for each in body]))
-
-
-def _name(body: list[_Located], depth: int) -> str:
+def _name(body: list[Located], depth: int) -> str:
     # a prologue of the loops inside is written in them, but cannot be in more loops than this one
     chains = Counter(_source_loops(each.places)[:depth] for each in body)
     return chains.most_common(1)[0][0][-1]
 
 
-def waits(body: Sequence[Instruction]) -> int:
+def waits(body: Sequence[Located]) -> int:
     """The longest chain of global loads whose addresses depend on one another.
 
     In the order of the code; shared memory counts as a single register. What a predicate skips may
     leave the result of an earlier load.
     """
     chain: dict[str, int] = {}
-    for each in body:
+    for each in (located.instruction for located in body):
         operation, *operands = (_REGISTER.findall(part) for part in each.text.split(","))
         target, sources = operation[:1], operation[1:] + [r for part in operands for r in part]
         target += [f"R{number}" for number in written(each)]
@@ -143,8 +137,8 @@ def _matrix_flops(text: str) -> int:
     return 2 * m * n * k // (WARPS_PER_GROUP if "HGMMA" in text else 1)
 
 
-def _disassembled(cubin: bytes) -> tuple[list[_Located], dict[str, int]]:
-    located: list[_Located] = []
+def _disassembled(cubin: bytes) -> tuple[list[Located], dict[str, int]]:
+    located: list[Located] = []
     labels: dict[str, int] = {}
     waiting: list[str] = []
     places: list[Place] = []
@@ -158,7 +152,7 @@ def _disassembled(cubin: bytes) -> tuple[list[_Located], dict[str, int]]:
         elif found := parse_line(line):
             labels |= dict.fromkeys(waiting, found.address)
             waiting = []
-            located.append(_Located(found, tuple(places)))
+            located.append(Located(found, tuple(places)))
     return located, labels
 
 

@@ -40,6 +40,8 @@ from scripts.kernels.compilation import compile_all, launches, make_problem, mov
 
 Seconds = dict[str, float]
 """By name of the launch."""
+Clock = Callable[[Tiles], Seconds | None]
+"""The seconds of one problem with some tile shapes; None if they do not compile or fit."""
 KERNELS = {
     "forward": ("_forward",),
     "errors": ("_errors",),
@@ -65,7 +67,7 @@ def problem_on(device: str, dtype: torch.dtype, size: tuple[int, int, int]) -> P
 
 
 def seconds_of(problem: Problem, num_rounds: int, shapes: Tiles) -> Seconds | None:
-    """Median seconds of each kernel; None if one does not compile or fit."""
+    """Median seconds of each launch, as a `Clock`."""
     from triton.errors import TritonError
 
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -108,10 +110,9 @@ def candidates(start: Tiles, *, dry: bool) -> list[Candidate]:
             grid = product((64, 128), (64, 128), (64, 128, 256), (8,), (2, 3), (32, 64))
             shapes = list(starmap(Tile, grid))
         else:
-            positions = (tile.v,) if kernel == "light" else (64, 128)
-            shapes = list(
-                starmap(Tile, product(positions, (64, 128), (32, 64, 128), (4, 8), (2, 3, 4)))
-            )
+            visits = (tile.v,) if kernel == "light" else (64, 128)
+            grid = product(visits, (64, 128), (32, 64, 128), (4, 8), (2, 3, 4), (0,))
+            shapes = list(starmap(Tile, grid))
         found += [Candidate(kernel, shape) for shape in shapes]
     return found
 
@@ -146,8 +147,8 @@ def compile_candidates(problems: list[Problem], start: Tiles, tried: list[Candid
 
 def modelled(
     sizes: list[tuple[int, int, int]], start: Tiles, tried: list[Candidate]
-) -> list[Callable[[Tiles], Seconds | None]]:
-    """`seconds_of` by the model, for each size: of the launches that a candidate shapes."""
+) -> list[Clock]:
+    """A clock by the model for each size: of the launches that a candidate shapes."""
     from triton.errors import TritonError
 
     from scripts.kernels.performance_model import fused_work, launch_row
@@ -169,10 +170,7 @@ def modelled(
 
 
 def tune(
-    clocks: list[Callable[[Tiles], Seconds | None]],
-    start: Tiles,
-    tried: list[Candidate],
-    seconds: float,
+    clocks: list[Clock], start: Tiles, tried: list[Candidate], seconds: float
 ) -> Iterator[dict[str, Any]]:
     """A row for each shape that runs; the starting shapes must. A clock for each problem."""
     deadline = time.monotonic() + seconds
@@ -228,19 +226,18 @@ def main() -> None:
         tried = candidates_in(options.candidates, options.best)
     if not options.dry_run:
         compile_candidates(problems, start, tried)
-    clocks: list[Callable[[Tiles], Seconds | None]]
-    clocks = [partial(seconds_of, problem, options.rounds) for problem in problems]
+    clocks: list[Clock] = [partial(seconds_of, problem, options.rounds) for problem in problems]
     if options.model:
         clocks = modelled(sizes, start, tried)
     rows = []
     for row in tune(clocks, start, tried, options.seconds):
         append_row(options.json, row, device)
         rows.append(row)
-    rows.sort(key=lambda row: (row["kernel"], row["score"]))
     print(f"the table's: {start}")
     table = Table(COLUMNS)
     for kernel in KERNELS:
-        for row in [row for row in rows if row["kernel"] == kernel][:5]:
+        of_kernel = [row for row in rows if row["kernel"] == kernel]
+        for row in sorted(of_kernel, key=lambda row: row["score"])[:5]:
             table.add(row)
 
 

@@ -19,8 +19,8 @@ class Fault(Exception):
 class Lanes:
     """The threads of programs that run together, as they are numbered: program by program."""
 
-    def __init__(self, ids: Array, num_threads: int) -> None:
-        self.ids, self.num_threads = ids, num_threads
+    def __init__(self, kernel: str, ids: Array, num_threads: int) -> None:
+        self.kernel, self.ids, self.num_threads = kernel, ids, num_threads
         self.size = len(ids) * num_threads
         self.row = np.repeat(np.arange(len(ids)), num_threads)  # among the programs of the batch
         self.program = ids[self.row]  # in the grid
@@ -39,9 +39,9 @@ class Access:
     """Addresses [k] of those threads that execute a load or store, each of `width` bytes."""
 
     def __init__(
-        self, by: Instruction, kernel: str, address: Array, width: int, lanes: Lanes, chosen: Any
+        self, by: Instruction, address: Array, width: int, lanes: Lanes, chosen: Any
     ) -> None:
-        self.by, self.kernel, self.address, self.width = by, kernel, address, width
+        self.by, self.address, self.width = by, address, width
         self.lanes, self.chosen = lanes, chosen  # the lanes [k], or a slice of all
 
     @property
@@ -72,8 +72,7 @@ class Access:
     def part(self, part: Array) -> "Access":
         """The access of some of the threads, given as indices."""
         lanes = np.arange(self.lanes.size)[self.chosen][part]
-        address = self.address[part]
-        return Access(self.by, self.kernel, address, self.width, self.lanes, lanes)
+        return Access(self.by, self.address[part], self.width, self.lanes, lanes)
 
     def check(self, offset: Array, size: int) -> None:
         """Raise unless all bytes are within memory of a size, and aligned."""
@@ -86,7 +85,7 @@ class Access:
         """Raise a fault that names the instruction and the first threads."""
         which = np.arange(len(self.address)) if where is None else np.flatnonzero(where)
         threads = [(int(self.program[i]), int(self.thread[i])) for i in which[:4]]
-        raise Fault(f"{self.kernel}: {what}: (program, thread) {threads} at {self.by}")
+        raise Fault(f"{self.lanes.kernel}: {what}: (program, thread) {threads} at {self.by}")
 
 
 def take(state: Array, index: Array, n: int) -> Array:

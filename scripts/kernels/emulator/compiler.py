@@ -1,29 +1,9 @@
 """Triton kernels compiled for an architecture of NVIDIA GPUs, without a GPU."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-
-
-class _Device:
-    """The part of a driver of Triton that compiling needs: a device without hardware."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> Any:
-        """The architecture to compile for."""
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        """A number; kernels are kept by it."""
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        """A stream that nothing is launched on."""
-        return 0
 
 
 def compiled(kernel: Any, capability: int, *args: Any, **kwargs: Any) -> Any:
@@ -36,12 +16,18 @@ def compiled(kernel: Any, capability: int, *args: Any, **kwargs: Any) -> Any:
             to 16 bytes.
         kwargs: further arguments, and options of the compiler.
     """
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import MockTensor
 
     def mocked(value: Any) -> Any:
         return MockTensor(value.dtype) if isinstance(value, torch.Tensor) else value
 
-    driver.set_active(_Device(capability))
+    device = SimpleNamespace(  # the part of a driver of Triton that compiling needs
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: capability,  # a number by which kernels are kept
+        get_current_stream=lambda device: 0,
+    )
+    driver.set_active(device)
     named = {name: mocked(value) for name, value in kwargs.items()}
     return kernel.warmup(*map(mocked, args), grid=(1,), **named)

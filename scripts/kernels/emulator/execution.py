@@ -60,7 +60,6 @@ def decoded(text: str) -> Code:
 class Request(NamedTuple):
     """A launch of a compiled kernel."""
 
-    kernel: str
     text: str  # PTX
     grid: tuple[int, int, int]
     num_shared_bytes: int
@@ -101,7 +100,7 @@ def requested(
         places[argument] = (len(tensors) - 1, first - begin)
     signature = binary.src.signature
     values = [places.get(n, (None, x)) for n, x in arguments.items() if signature[n] != "constexpr"]
-    return Request(binary.name, binary.asm["ptx"], grid, binary.metadata.shared, tensors, values)
+    return Request(binary.asm["ptx"], grid, binary.metadata.shared, tensors, values)
 
 
 class Run:

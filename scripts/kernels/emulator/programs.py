@@ -44,7 +44,7 @@ class Programs:
     ) -> None:
         self.kernel, self.memory, self.slots = kernel, memory, slots
         self.parameters = parameters
-        self.lanes = Lanes(ids, kernel.num_threads)
+        self.lanes = Lanes(kernel.name, ids, kernel.num_threads)
         self.shape = (len(ids), kernel.num_threads)
         self.shared = SharedMemory(self.lanes, num_shared_bytes, element_bytes, memory.trace)
         self.registers = registers
@@ -75,9 +75,7 @@ class Programs:
         """The access of the threads of a mask; None if there are none."""
         chosen = self.chosen(mask)
         where = self.full(address)[chosen]
-        return (
-            Access(by, self.kernel.name, where, width, self.lanes, chosen) if len(where) else None
-        )
+        return Access(by, where, width, self.lanes, chosen) if len(where) else None
 
     def chosen(self, mask: Mask) -> Any:
         """The lanes of a mask, as an index."""

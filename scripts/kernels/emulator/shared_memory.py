@@ -168,14 +168,12 @@ class SharedMemory:
         put(self._write, index, n, self._write_mark[access.chosen])
         self._unfenced[access.row] = True
 
-    def operand(
-        self, by: Instruction, kernel: str, rows: Array, warpgroup: int, address: Array
-    ) -> Array:
+    def operand(self, by: Instruction, rows: Array, warpgroup: int, address: Array) -> Array:
         """What a warp group's wgmma reads at addresses [...], for programs: [k, ..., PIECE]."""
         thread = 128 * warpgroup
         lanes = (rows[:, None] * self.lanes.num_threads + thread).repeat(address.size, 1).ravel()
         every = np.tile(address.ravel(), len(rows))
-        access = Access(by, kernel, every, PIECE, self.lanes, lanes)
+        access = Access(by, every, PIECE, self.lanes, lanes)
         index, n = self._rows(access)
         write = take(self._write, index, n)
         self._check_written(access, write, "wgmma")

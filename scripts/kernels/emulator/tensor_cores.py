@@ -183,9 +183,7 @@ class _GroupProduct:
         for descriptor in np.unique(descriptors[:, 0]):
             these = np.flatnonzero(descriptors[:, 0] == descriptor)
             address = self._addresses(int(descriptor), rows, transposed)
-            raw = programs.shared.operand(
-                self.by, programs.kernel.name, active[these], group, address
-            )
+            raw = programs.shared.operand(self.by, active[these], group, address)
             values = _numbers(raw, self.kind)
             if transposed:
                 values = values.swapaxes(2, 3)

@@ -6,33 +6,23 @@ What the kernels of sm_80 and sm_90 compute in every dtype: `tests/output/backen
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from .processes import run_python
+
 MATRIX_KERNELS = {"_forward", "_heavy", "_rows"}
-TOP = Path(__file__).resolve().parents[3]
 pytest.importorskip("triton.backends.nvidia")
 
 
 def compile_kernels(
     before: str, sm: int, size: int, dtypes: list[str], *options: str
 ) -> tuple[int, str]:
-    """Exit code and output of the report in a new process, where kernels are compiled instead of
-    interpreted, after some preparation; those that Triton's cache has are not compiled again.
-    """
+    """Exit code and output of the report, after some preparation in the same process."""
     code = f"from scripts.kernels import compilation_matrix\n{before}\ncompilation_matrix.main()"
     arguments = ["--sm", str(sm), "--sizes", str(size), "--dtypes", *dtypes, *options]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=TOP,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-    )
+    done = run_python("-W", "error", "-c", code, *arguments)
     return done.returncode, done.stdout + done.stderr[-2000:]
 
 

@@ -1,9 +1,6 @@
 """What the emulator reports of small kernels written by hand, and the example of its page."""
 
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import combinations
@@ -20,7 +17,8 @@ from scripts.kernels.emulator import Fault, Unsupported
 from scripts.kernels.emulator.execution import Code, Request, Run
 from scripts.kernels.emulator.global_memory import GlobalMemory
 
-TOP = Path(__file__).resolve().parents[3]
+from .processes import TOP, run_python
+
 KERNEL = """
 .extern .shared .align 16 .b8 global_smem[];
 .visible .entry small(.param .u64 .ptr .global .align 1 p0, .param .u64 .ptr .global .align 1 p1
@@ -76,7 +74,7 @@ def run(body: str, order: str = "together", grid: tuple[int, int, int] = (2, 1, 
         ("numbers", numbers, np.ones(256, np.bool_), 4),
         ("results", numbers.copy(), np.zeros(256, np.bool_), 4),
     ]
-    request = Request("small", text, grid, 512, tensors, [(0, 0), (1, 0)])
+    request = Request(text, grid, 512, tensors, [(0, 0), (1, 0)])
     return Run(request, Code(text), order, counting=True, limit=1000)
 
 
@@ -243,13 +241,6 @@ def test_the_example_of_the_page_prints_what_the_page_says(tmp_path: Path) -> No
         r"^```(?:python|text)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE
     )
     (tmp_path / "softmax.py").write_text(example)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "softmax.py"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(TOP)},
-    )
+    done = run_python("softmax.py", cwd=tmp_path)
     instruction = re.compile(r"at #.* \(")
     assert instruction.sub("(", done.stdout) == instruction.sub("(", expected), done.stderr[-2000:]

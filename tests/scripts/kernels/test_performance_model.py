@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from scripts.kernels.performance_model import PROCESSORS, makespan
+from scripts.kernels.peer_work import PROCESSORS
+from scripts.kernels.performance_model import makespan
 
 
 def test_programs_take_the_first_free_place() -> None:

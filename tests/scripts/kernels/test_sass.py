@@ -1,15 +1,12 @@
 """Hazards of asynchronous products are found in machine code, and only where there are some."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.kernels.sass import Instruction, hazards, num_register_operands, parse, written
 
-TOP = Path(__file__).resolve().parents[3]
+from .processes import run_python
 
 OVERWRITTEN = """
   /*0a70*/  DEPBAR.LE SB0, 0x3 ;
@@ -144,9 +141,5 @@ def test_the_installed_version_compiles_the_kernel_without_hazard(tmp_path: Path
     pytest.importorskip("triton.backends.nvidia")
     path = tmp_path / "kernel.py"  # Triton reads the source of a kernel from its file
     path.write_text(KERNEL)
-    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    variables |= {"PYTHONPATH": str(TOP)}
-    done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, env=variables
-    )
+    done = run_python(path)
     assert done.stdout == "4 0\n", done.stderr[-2000:]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scripts.kernels.sass import parse
-from scripts.kernels.sass_loops import _Located, _without_unrolled, waits
+from scripts.kernels.sass_loops import Located, _without_unrolled, waits
 
 LOAD = "LDG.E.64 R4, desc[UR6][R2.64]"
 
@@ -30,7 +30,7 @@ LOAD = "LDG.E.64 R4, desc[UR6][R2.64]"
 )
 def test_waits_are_the_longest_chain_of_dependent_loads(code: list[str], expected: int) -> None:
     listing = "\n".join(f"/*{16 * i:04x}*/ {line} ;" for i, line in enumerate(code))
-    assert waits(parse(listing)) == expected
+    assert waits([Located(each, ()) for each in parse(listing)]) == expected
 
 
 @pytest.mark.parametrize(("copies", "kept"), [(1, 2), (2, 1), (5, 1)])
@@ -41,6 +41,6 @@ def test_whole_iterations_outside_of_their_loop_are_unrolled_ones(
     source = tmp_path / "kernel.py"
     source.write_text("def f(n):\n    for i in range(n):\n        work(i)\n    store()\n")
     (instruction,) = parse(f"/*0000*/ {LOAD} ;")
-    at = {line: _Located(instruction, ((str(source), line),)) for line in (3, 4)}
+    at = {line: Located(instruction, ((str(source), line),)) for line in (3, 4)}
     outside = [at[3]] * copies + [at[4]]
     assert len(_without_unrolled(outside, {0: [at[3], at[3]]})) == kept

@@ -1,9 +1,7 @@
 """Tile shapes are tried in the interpreter as on a GPU."""
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import torch
 
 from lm.output.backends.triton.tile_shapes import tiles
 
-TOP = Path(__file__).resolve().parents[3]
+from .processes import run_python
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -59,13 +57,7 @@ def test_the_model_leaves_out_shapes_that_do_not_fit(tmp_path: Path) -> None:
     file, out = tmp_path / "candidates.jsonl", tmp_path / "tiles.jsonl"
     file.write_text("\n".join(map(json.dumps, shapes)))
     options = ["--sizes=97:16", "--positions=64", f"--candidates={file}", f"--json={out}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.kernels.tile_tuning", "--model", *options],
-        capture_output=True,
-        text=True,
-        cwd=TOP,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-    )
+    done = run_python("-m", "scripts.kernels.tile_tuning", "--model", *options)
     assert done.returncode == 0, done.stderr[-2000:]
     two, three = (json.loads(line) for line in out.read_text().splitlines())
     assert (two["stages"], three["stages"]) == (2, 3)

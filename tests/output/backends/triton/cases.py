@@ -61,7 +61,6 @@ class Case(NamedTuple):
     orders: tuple[str, ...] = ("together",)
     bias: bool = True
     target: str = "some ignored"
-    chunk: int = 64  # fewest visits of a node that one program of d_weight adds up
 
     def __str__(self) -> str:
         sizes = f"{self.positions} x {self.size}" + f" + {self.further}" * (self.further > 0)
@@ -99,7 +98,7 @@ def emulated(
     backend = TritonBackend()
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
     with instrumented(capability=case.capability):
-        tiles = tiles_for(problem)._replace(chunk=case.chunk)
+        tiles = tiles_for(problem)._replace(chunk=64)
     with emulator, instrumented(run=run, capability=case.capability, tiles=tiles):
         nll, saved = backend.forward(problem, needs)
         d_hidden, *rows = backend.backward(upstream, problem, saved, needs)

@@ -13,6 +13,8 @@ from lm.output.backends.base import Problem
 from lm.output.backends.triton import backend, verify
 from lm.output.backends.triton.launch import Launch, execute, instrumented
 
+from ...definition import problem
+
 pytest.importorskip("triton")
 from triton.compiler.errors import CompilationError
 
@@ -23,14 +25,9 @@ HALF = Problem.without_values(30, 16, TREE, torch.float16)
 
 def few_positions(dtype: torch.dtype) -> tuple[Problem, Tensor]:
     """A problem that the interpreter solves faster, of which every launch has a part."""
-    hidden, weight, bias = (
-        torch.randn(90, 16),
-        torch.randn(TREE.num_rows, 16),
-        torch.zeros(TREE.num_rows),
-    )
-    target = torch.randint(40, (90,))
-    problem = Problem.of(hidden.to(dtype), weight.to(dtype), target, TREE, bias.to(dtype))
-    return problem, torch.randn(90)
+    *floats, target = problem(TREE, 90, size=16, dtype=torch.float32)
+    hidden, weight, bias = (x.detach().to(dtype) for x in floats)
+    return Problem.of(hidden, weight, target, TREE, bias), torch.randn(90)
 
 
 @pytest.fixture(autouse=True)
