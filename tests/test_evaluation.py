@@ -247,15 +247,6 @@ def test_special_words_in_a_text_are_reported(
     assert message in caplog.messages
 
 
-def test_a_text_of_words_never_seen_is_all_unknown(
-    lstm_run: Path, tmp_path: Path, evaluated: Evaluated
-) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("xyzzy plugh\nxyzzy\n")
-    values = evaluated(lstm_run, "--text", path)
-    assert (values["tokens"], values["words"], values["oov"]) == (5, 3, 3)
-
-
 def test_a_compressed_text_is_its_content_without_a_byte_order_mark(
     lstm_run: Path, corpus: Path, tmp_path: Path, evaluated: Evaluated
 ) -> None:
