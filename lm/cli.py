@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("LM_TRACEBACK"):
             raise
         text = str(error)
-        if isinstance(error, OSError) and error.strerror:
-            text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        if isinstance(error, OSError) and error.strerror:  # without a file it is stdout
+            text = f"{error.filename or 'stdout cannot be written'}: {error.strerror}"
         print("lm: " + " ".join(text.split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -121,10 +121,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             verbs.add_parser(name, help=module.HELP, description=description, allow_abbrev=False)
         )
     options, rest = parser.parse_known_args(arguments)
-    # Options before TEXT make argparse take it for absent, and then for unknown (CPython #59317).
-    lacks_text = options.verb == "score" and options.text is None and rest
-    if lacks_text and (rest[0] == "-" or not rest[0].startswith("-")):
-        options.text = rest.pop(0)
     if hasattr(options, "overrides"):
         options.overrides = rest
     elif rest:

@@ -202,14 +202,14 @@ def _save(state: TrainingState, run: Run, perplexity: float | None, *, is_best: 
 
     `last.ckpt` is written last: a run that continues from the previous one repeats the rest.
     """
-    folder, is_main = run.folder, state.fabric.is_global_zero
+    folder, description = run.folder / "checkpoints", _description(state, run, perplexity)
     checkpoint = state.to_checkpoint()
-    if is_main and is_best:
-        save_model(folder, state.model, _description(state, run, perplexity))
-        save_checkpoint(checkpoint, folder / "checkpoints" / BEST)
-        copy_checkpoint(folder / "checkpoints" / BEST, folder / "checkpoints" / LAST)
-    elif is_main:
-        save_checkpoint(checkpoint, folder / "checkpoints" / LAST)
+    if state.fabric.is_global_zero:
+        if is_best:
+            save_model(run.folder, state.model, description)
+        save_checkpoint(checkpoint, folder / (BEST if is_best else LAST))
+        if is_best:
+            copy_checkpoint(folder / BEST, folder / LAST)
     state.fabric.barrier()  # no process may exit while the first one writes
 
 
