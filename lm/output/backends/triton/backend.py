@@ -41,7 +41,7 @@ as the full softmax of a large vocabulary, need the reference backend.
 
 _SORT, _MERGE, _PLAN = Tile(0, 0, 0, 8, 1), Tile(32, 0, 0, 8, 1), Tile(128, 0, 0, 4, 1)
 _COPIED_ROWS, _MERGE_BITS, _SEARCH_BITS = 16, 2, 3
-OLDEST_WITH_FENCES = (3, 7)
+OLDEST_WITH_FENCES = (3, 7, 1)
 """The first version of Triton that puts a fence between asynchronous copies and the asynchronous
 products that read them, on devices of compute capability 9.0 and above.
 """
@@ -69,9 +69,9 @@ class TritonBackend:
             return "requires the package triton"
         if version < OLDEST_WITH_FENCES and capability(device) >= 90 and not interpreted:
             return (
-                f"requires Triton {OLDEST_WITH_FENCES[0]}.{OLDEST_WITH_FENCES[1]} on devices of"
-                f" compute capability 9.0 and above, got {version[0]}.{version[1]}: its matrix"
-                " products may read shared memory before copies to it are visible"
+                f"requires Triton {'.'.join(map(str, OLDEST_WITH_FENCES))} on devices of compute"
+                f" capability 9.0 and above, got {'.'.join(map(str, version))}: its matrix products"
+                " may read shared memory before copies to it are visible"
             )
         if hidden.dtype == torch.float64 and not interpreted:
             return "does not support fp64"

@@ -5,6 +5,7 @@ Chosen by what the compiler reports for sm_80, sm_90 and sm_100; not yet timed o
 
 import importlib
 import importlib.util
+import re
 from typing import NamedTuple
 
 import torch
@@ -109,12 +110,13 @@ def tf32() -> bool:
 
 
 @constant_when_compiled
-def triton_version() -> tuple[int, int] | None:
-    """Major and minor version of the installed Triton; None if there is none."""
+def triton_version() -> tuple[int, int, int] | None:
+    """Version of the installed Triton, without a suffix; None if there is none."""
     if importlib.util.find_spec("triton") is None:
         return None
-    major, minor, *_ = importlib.import_module("triton").__version__.split(".")
-    return int(major), int(minor)
+    version = re.match(r"(\d+)\.(\d+)\.(\d+)", importlib.import_module("triton").__version__)
+    assert version is not None
+    return int(version[1]), int(version[2]), int(version[3])
 
 
 def compiler_options(tile: Tile) -> dict[str, int]:
