@@ -2,7 +2,7 @@
 
 A counter mirrors its kernel: how often each program runs each loop, and the bytes that all programs
 load and store of tensors that grow with rows, positions × H or positions × columns. Tests compare
-the counts with Triton's interpreter.
+the counts with those of the emulator.
 """
 
 import math
