@@ -1,7 +1,6 @@
 """Decoding as functions: all log-probabilities, exact top-k, exact sampling.
 
-They take hidden [..., H], weight [R, W], W ≥ H, the tree, and bias [R] or None. The methods of
-`HierarchicalSoftmax` with the same names document options, results and errors.
+The methods of `HierarchicalSoftmax` with the same names document arguments, results and errors.
 """
 
 import torch
@@ -27,11 +26,9 @@ def log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | Non
         nodes = [node_log_softmax(flat, *rows) for rows in zip(weights, biases, strict=True)]
     zero = flat.new_zeros(len(flat), 1)  # row -1 is the root, which adds 0
     log_q = torch.cat([*nodes, zero], dim=1)
-    parent_row = torch.cat([tree.row_of_node[tree.node_of_row], tree.row_of_node[:1]])
-    row = tree.row_of_word
+    row, *above = tree.rows_on_path(torch.arange(tree.vocab_size, device=hidden.device)).T
     total = log_q[:, row]
-    for _ in range(tree.depth - 1):
-        row = parent_row[row]
+    for row in above:
         total = total + log_q[:, row]
     return total.view(*hidden.shape[:-1], tree.vocab_size)
 

@@ -15,10 +15,9 @@ totals and bounds cancel, so a trial yields
 
     word w with probability P(w)^β / Σ b,                                                  (2)
 
-whatever has been expanded before. Trials repeated until one succeeds thus sample P^β / Z exactly,
-although each trial uses what the rejected ones have expanded: t replaces b_n, so rejections become
-rarer. For T = 1 bounds and totals agree (u_n = 1 = S_n): no trial is rejected, and only the nodes
-on the path of the word are expanded.
+whatever has been expanded before. So trials repeated until one succeeds sample P^β / Z exactly, and
+each uses what the rejected ones have expanded: t replaces b_n. For T = 1 no trial is rejected
+(u_n = 1 = S_n), and only the nodes on the path of the word are expanded.
 
 A repetition penalty θ gives words that occurred before the weight P^(βθ) instead of P^β. Since
 θ ≥ 1 the bounds (1) remain valid, and nothing else changes; at T = 1 trials may then be rejected.

@@ -25,11 +25,7 @@ _LOWEST = -1e30
 
 
 def checked_hidden(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None) -> Tensor:
-    """The hidden vectors [..., H] as [P, W], followed by zeros, in at least fp32.
-
-    Raises:
-        ValueError: if they do not fit the parameters and the tree.
-    """
+    """The hidden vectors [..., H] as [P, W], followed by zeros, in at least fp32."""
     check_parameters(hidden, weight, tree, bias)
     dtype = compute_dtype(torch.promote_types(hidden.dtype, weight.dtype))
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)

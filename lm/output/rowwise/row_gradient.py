@@ -97,12 +97,11 @@ def _cast(part: Part, dtype: torch.dtype) -> Part:
     return Rows(part.row, part.values.to(dtype))
 
 
-def _map(gradient: RowGradient, change: Callable[[Tensor], Tensor]) -> list[Part]:
-    """The parts with a linear `change` applied to one factor of each."""
+def _scaled(gradient: RowGradient, number: Tensor | float) -> list[Part]:
     return [
-        part._replace(vectors=change(part.vectors))
+        part._replace(vectors=part.vectors * number)
         if isinstance(part, Product)
-        else part._replace(values=change(part.values))
+        else part._replace(values=part.values * number)
         for part in gradient.parts
     ]
 
@@ -111,7 +110,7 @@ def _add(one: Tensor, other: Tensor, alpha: float = 1) -> Tensor:
     if not isinstance(one, RowGradient) or not isinstance(other, RowGradient):
         one, other = (t.to_dense() if isinstance(t, RowGradient) else t for t in (one, other))
         return one.add(other, alpha=alpha)
-    more = other.parts if alpha == 1 else _map(other, lambda factor: factor * alpha)
+    more = other.parts if alpha == 1 else _scaled(other, alpha)
     return RowGradient(one, [*one.parts, *more])
 
 
@@ -124,17 +123,15 @@ def _add_(one: Tensor, other: Tensor, alpha: float = 1) -> Tensor:
     return one.add_(other.to_dense(), alpha=alpha)
 
 
-def _mul(one: Tensor, number: Tensor | float) -> Tensor:
-    if not isinstance(one, RowGradient):
-        one, number = number, one  # type: ignore[assignment]
-    assert isinstance(one, RowGradient)
+def _mul(one: Any, number: Any) -> RowGradient:
+    one, number = (one, number) if isinstance(one, RowGradient) else (number, one)
     if isinstance(number, Tensor) and number.dim():
         raise NotImplementedError("a RowGradient can be multiplied by numbers only")
-    return RowGradient(one, _map(one, lambda factor: factor * number))
+    return RowGradient(one, _scaled(one, number))
 
 
 def _mul_(one: RowGradient, number: Tensor | float) -> Tensor:
-    one.parts = _mul(one, number).parts  # type: ignore[attr-defined]
+    one.parts = _mul(one, number).parts
     return one
 
 
