@@ -1,7 +1,4 @@
-"""The backends of the output layer: their registry, and the choice among them.
-
-A new backend is an entry of `BACKENDS`.
-"""
+"""The backends of the output layer: their registry, and the choice among them."""
 
 import warnings
 

@@ -68,9 +68,8 @@ def sample(
         source = device if generator is None else generator.device
         seeds = torch.empty(shape, dtype=torch.int64, device=source).random_(generator=generator)
     elif seeds.shape != shape or seeds.dtype != torch.int64:
-        raise ValueError(
-            f"seeds must be {list(shape)} int64, got {list(seeds.shape)} {seeds.dtype}"
-        )
+        found = f"{list(seeds.shape)} {seeds.dtype}"
+        raise ValueError(f"seeds must be {list(shape)} int64, got {found}")
     words, seeds = [seeds.new_empty(0, device=device)], seeds.to(device).flatten()
     with torch.autocast(device.type, enabled=False):
         for expander in expanders:
@@ -87,10 +86,8 @@ def _penalised_rows(previous: Tensor | None, hidden: Tensor, tree: ClassTree) ->
     if previous is None:
         raise ValueError("repetition_penalty requires the previous words")
     if previous.shape[:-1] != hidden.shape[:-1] or previous.dtype != torch.int64:
-        raise ValueError(
-            f"previous must be {[*hidden.shape[:-1], 'L']} int64,"
-            f" got {list(previous.shape)} {previous.dtype}"
-        )
+        found = f"{list(previous.shape)} {previous.dtype}"
+        raise ValueError(f"previous must be {[*hidden.shape[:-1], 'L']} int64, got {found}")
     if previous.numel() and not -1 <= int(previous.min()) <= int(previous.max()) < tree.vocab_size:
         raise ValueError(f"previous must be words 0 … {tree.vocab_size - 1}, or -1")
     previous = previous.reshape(hidden.shape[:-1].numel(), previous.shape[-1]).to(hidden.device)

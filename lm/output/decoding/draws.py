@@ -210,7 +210,10 @@ class RejectionSampler:
             # A position expands one node at a time: its new items start at the first new column.
             below.column[visit] = child + self._log_weight.shape[1]
         if new_items:
-            self._add(new_items)
+            log_prob, item = pack(new_items, self._expander.num_positions, like=self._log_prob)
+            self._log_weight = torch.cat([self._log_weight, self._weigh(log_prob, item)], dim=1)
+            self._log_prob = torch.cat([self._log_prob, log_prob], dim=1)
+            self._item = torch.cat([self._item, item], dim=1)
         return below, accepted
 
     def _accept(self, parent: _Trial, log_weight: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,13 +227,6 @@ class RejectionSampler:
         accept = (log_total - parent.log_weight).exp().clamp(max=1)
         accepted = uniform < accept
         return accepted, torch.where(accepted, uniform / accept, 0)
-
-    def _add(self, new_items: list[Children]) -> None:
-        """Adds children to the known items."""
-        log_prob, item = pack(new_items, self._expander.num_positions, like=self._log_prob)
-        self._log_weight = torch.cat([self._log_weight, self._weigh(log_prob, item)], dim=1)
-        self._log_prob = torch.cat([self._log_prob, log_prob], dim=1)
-        self._item = torch.cat([self._item, item], dim=1)
 
     def _weigh(self, log_prob: Tensor, item: Tensor) -> Tensor:
         """Logarithm of (1), fp64."""

@@ -1,11 +1,8 @@
 """Expanding nodes: evaluating the softmax of a node gives the log-probabilities of its children.
 
-A penalty θ ≥ 1 multiplies the log-probabilities of some words of a position. Bounds remain valid:
-no word below a node is more probable than the node.
-
-`search` and `draws` decide which nodes are expanded.
-
-A child is an *item*: word w is item w, node n is item ~n = -1 - n.
+`search` and `draws` decide which nodes are expanded. A child is an *item*: word w is item w, node n
+is item ~n = -1 - n. A penalty θ ≥ 1 multiplies the log-probabilities of some words of a position;
+still, no word below a node is more probable than the node.
 """
 
 from collections.abc import Iterator, Sequence

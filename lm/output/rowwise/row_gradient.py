@@ -73,13 +73,7 @@ class RowGradient(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler = _HANDLERS.get(func)
         if handler is None:
             raise NotImplementedError(
@@ -135,9 +129,7 @@ def _mul_(one: RowGradient, number: Tensor | float) -> Tensor:
     return one
 
 
-def _norm(
-    one: RowGradient, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Tensor:
+def _norm(one: RowGradient, ord: float = 2, dim: Any = None, *_: Any, **__: Any) -> Tensor:
     if ord != 2 or dim is not None:
         raise NotImplementedError("a RowGradient supports only the 2-norm over all elements")
     return one.square_norm().sqrt()
@@ -190,14 +182,9 @@ class _Lookup(torch.autograd.Function):
 
 @not_compiled
 def lookup(table: Tensor, index: Tensor) -> Tensor:
-    """`torch.nn.functional.embedding` with a `RowGradient`.
+    """Rows [..., H] of a table [R, H], `torch.nn.functional.embedding` with a `RowGradient`.
 
-    Args:
-        table: [R, H].
-        index: [...] int64, rows; -1 reads none.
-
-    Returns:
-        [..., H]; zeros for -1.
+    Where the index [...] int64 is -1, there are zeros, and no row has a gradient.
 
     Example:
         >>> table = torch.eye(3, requires_grad=True)
