@@ -175,7 +175,7 @@ class LanguageModel(nn.Module):
     def _embed_paths(self, tokens: Tensor) -> Tensor:
         """Sums of the rows on the words' paths, [T, B, W]."""
         tree = self._tree_softmax.tree
-        rows = torch.cat([tree.row_of_word[tokens].unsqueeze(-1), tree.rows_above(tokens)], -1)
+        rows = tree.rows_on_path(tokens)
         used = rows >= 0
         present = self._draw_present(tokens)
         if present is not None:

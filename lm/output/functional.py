@@ -9,7 +9,7 @@ from lm.output.backends import BACKENDS, OPS, choose_backend
 from lm.output.backends.autograd import refuse_transforms, row_wise_nll
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.nodes import node_logits, rows_of, sorted_hidden, visited_nodes
-from lm.output.backends.visits import check_targets, route
+from lm.output.backends.visits import check_words, route
 from lm.output.rowwise.eager import not_compiled
 from lm.output.tree.class_tree import ClassTree
 
@@ -132,7 +132,7 @@ def hierarchical_lse_by_level(
     Differentiable any number of times; see `HierarchicalSoftmax.lse_by_level`.
     """
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
-    check_targets(problem.target, tree.vocab_size, ignore_index)
+    check_words("target", problem.target, tree.vocab_size, ignore_index)
     position, node, _ = route(problem.target, problem.tree, tree.depth, ignore_index)
     nodes, flat = visited_nodes(node, problem.tree), sorted_hidden(problem, position)
     biases = [None] * len(nodes) if bias is None else rows_of(nodes, bias)

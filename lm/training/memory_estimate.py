@@ -7,7 +7,8 @@ import torch
 
 from data_prep.errors import UserError
 from lm.config import to_dict, validate
-from lm.output.backends import expected_backend, saved_bytes
+from lm.output.backends import choose_backend, saved_bytes
+from lm.output.backends.base import Problem
 from lm.run import Run
 
 LIBRARY_BYTES = 600 << 20
@@ -98,12 +99,11 @@ def _batch_bytes(run: Run) -> int:
         shortlist = (output.cutoffs or [run.prepared.vocab_size // 10])[0]
         return vectors + 2 * element * num_positions * shortlist
     dtype = {"64-true": torch.float64, "32-true": torch.float32}.get(precision, torch.bfloat16)
-    batch: Any = {"num_positions": num_positions, "hidden_size": model.hidden}
-    batch |= {"tree": run.tree, "dtype": dtype}
+    problem = Problem.without_values(num_positions, model.hidden, run.tree, dtype)
     backend: str = output.backend
     if backend == "auto":
-        backend = expected_backend(torch.device("cuda" if run.on_gpu else "cpu"), **batch)
-    return vectors + 2 * saved_bytes(backend, **batch, row_wise=run.word_table.row_wise)
+        backend = choose_backend(backend, problem, torch.device("cuda" if run.on_gpu else "cpu"))
+    return vectors + 2 * saved_bytes(backend, problem, row_wise=run.word_table.row_wise)
 
 
 def _fits(estimate: MemoryEstimate, available: int) -> bool:

@@ -15,6 +15,7 @@ from lm import device
 from lm.config import Config, load_config
 from lm.output import ClassTree
 from lm.output.backends import saved_bytes
+from lm.output.backends.base import Problem
 from lm.run import Run
 from lm.training import memory_estimate as module
 from lm.training.memory_estimate import TOLERANCE, MemoryEstimate
@@ -211,8 +212,8 @@ def test_a_batch_counts_what_the_backend_saves_with_its_gradient(
         )
     )
     num_positions, row_wise = sequences * 1024, gradients == "row_wise"
-    sizes = {"num_positions": num_positions, "hidden_size": 300}
-    saved = saved_bytes(backend, **sizes, tree=TREE, dtype=torch.float32, row_wise=row_wise)
+    problem = Problem.without_values(num_positions, 300, TREE, torch.float32)
+    saved = saved_bytes(backend, problem, row_wise=row_wise)
     assert need.batch == 4 * num_positions * 300 * (12 + 4) + 2 * saved
     if backend == "reference" and row_wise:  # the columns of all paths, however many they are
         assert saved >= 4 * num_positions * TREE.max_path_columns

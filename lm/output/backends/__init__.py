@@ -1,7 +1,4 @@
-"""The backends of the output layer: their registry, and the choice among them.
-
-A new backend is an entry of `BACKENDS`.
-"""
+"""The backends of the output layer: their registry, and the choice among them."""
 
 import warnings
 
@@ -12,7 +9,6 @@ from lm.output.backends.base import Backend, Needs, Problem
 from lm.output.backends.reference.backend import ReferenceBackend
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.rowwise.eager import constant_when_compiled
-from lm.output.tree.class_tree import ClassTree
 
 BACKENDS: dict[str, Backend] = {"triton": TritonBackend(), "reference": ReferenceBackend()}
 """By name; "auto" chooses the first that is made for a device and can solve a problem there."""
@@ -56,29 +52,7 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def expected_backend(
-    device: torch.device,
-    *,
-    num_positions: int,
-    hidden_size: int,
-    tree: ClassTree,
-    dtype: torch.dtype,
-) -> str:
-    """The name of the backend that "auto" will choose, before any tensor exists."""
-    problem = Problem.without_values(num_positions, hidden_size, tree, dtype)
-    return choose_backend("auto", problem, device)
-
-
-def saved_bytes(
-    backend_name: str,
-    *,
-    num_positions: int,
-    hidden_size: int,
-    tree: ClassTree,
-    dtype: torch.dtype,
-    row_wise: bool,
-) -> int:
+def saved_bytes(backend_name: str, problem: Problem, *, row_wise: bool) -> int:
     """Memory that a backend's forward saves for its backward, in bytes; from sizes alone."""
-    problem = Problem.without_values(num_positions, hidden_size, tree, dtype)
     needs = Needs(hidden=True, weight=True, bias=True, row_wise=row_wise)
     return sum(tensor.nbytes for tensor in BACKENDS[backend_name].new_saved(problem, needs))

@@ -32,11 +32,7 @@ class Node(NamedTuple):
         return flat[self.offset : self.offset + num_visits * num_children].view(num_visits, -1)
 
     def blocks(self, weight: Tensor, dtype: torch.dtype, *, whole: bool) -> list[slice]:
-        """The children in blocks.
-
-        If there is memory for the logits of all children (`whole`), a block is limited only by its
-        rows, where the weight must be cast to `dtype`.
-        """
+        """The children in blocks, whose logits (if not `whole`) and cast rows fit in memory."""
         num_children = self.rows.stop - self.rows.start
         limit = CUDA_BLOCK_ELEMENTS if weight.is_cuda else BLOCK_ELEMENTS
         step = num_children if whole else limit // (self.visits.stop - self.visits.start)
@@ -48,10 +44,7 @@ class Node(NamedTuple):
 
 
 def visited_nodes(node: Tensor, tree: TreeArrays | ClassTree) -> list[Node]:
-    """The nodes that sorted positions visit on each level, `node` [D, P]; -1 is none.
-
-    They are in the order of their rows.
-    """
+    """The nodes `node` [D, P] that sorted positions visit on each level, -1 for none, by row."""
     nodes, offset = [], 0
     for level, node_of_position in enumerate(node):
         index, count = torch.unique_consecutive(node_of_position, return_counts=True)

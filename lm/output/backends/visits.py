@@ -49,8 +49,8 @@ def route(target: Tensor, tree: TreeArrays, depth: int, ignore_index: int) -> Vi
     return Visits(position, torch.where(visited, node, -1), child)
 
 
-def check_targets(target: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Wait for the device; raise an IndexError if a target is no word and not `ignore_index`."""
-    wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
+def check_words(name: str, word: Tensor, vocab_size: int, ignore_index: int = 0) -> None:
+    """Wait for the device; raise an IndexError if one is neither a word nor `ignore_index`."""
+    wrong = ((word < 0) | (word >= vocab_size)) & (word != ignore_index)
     if bool(wrong.any()):
-        raise IndexError(f"target {int(target[wrong][0])} is out of bounds for {vocab_size} words")
+        raise IndexError(f"{name} {int(word[wrong][0])} is out of bounds for {vocab_size} words")

@@ -1,15 +1,14 @@
 """Log-probabilities of given words, from the softmaxes on their paths alone.
 
 K candidates of one position often share nodes, at least the root. Each distinct (position, node)
-pair is evaluated once, in one matrix product per distinct node: at most the columns of the K
-paths for each position, and never more than R. The loss, in contrast, has one target for each
-position.
+pair is evaluated once, in one matrix product per distinct node.
 """
 
 import torch
 from torch import Tensor
 
 from lm.output.backends.nodes import node_log_softmax, rows_of, visited_nodes
+from lm.output.backends.visits import check_words
 from lm.output.decoding.expansion import checked_hidden
 from lm.output.tree.class_tree import ClassTree
 
@@ -17,16 +16,20 @@ from lm.output.tree.class_tree import ClassTree
 def candidate_log_prob(
     hidden: Tensor, weight: Tensor, word: Tensor, tree: ClassTree, bias: Tensor | None = None
 ) -> Tensor:
-    """Log-probabilities [..., K] of candidate words [..., K], as `log_prob` has them.
-
-    Raises:
-        ValueError: if shapes, dtypes or devices do not match.
-        IndexError: if a candidate is not a word.
-    """
+    """Log-probabilities [..., K] of candidate words [..., K], as `log_prob` has them."""
     flat = checked_hidden(hidden, weight, tree, bias)
-    _check_words(hidden, word, tree.vocab_size)
+    if word.dim() < 1 or word.shape[:-1] != hidden.shape[:-1]:
+        raise ValueError(
+            "hidden must be [..., H] and candidates [..., K],"
+            f" got {list(hidden.shape)} and {list(word.shape)}"
+        )
+    if word.dtype != torch.int64 or word.device != hidden.device:
+        raise ValueError(
+            f"candidates must be int64 on {hidden.device}, got {word.dtype} on {word.device}"
+        )
+    check_words("candidate", word, tree.vocab_size)
     words = word.reshape(len(flat), word.shape[-1])
-    rows = torch.cat([tree.row_of_word[words].unsqueeze(-1), tree.rows_above(words)], -1)
+    rows = tree.rows_on_path(words)
     term = (rows >= 0).flatten().nonzero().squeeze(1)  # of [P, K, D]: nodes on a path
     row = rows.flatten()[term]
     position, node = term // max(1, words.shape[1] * tree.depth), tree.node_of_row[row]
@@ -44,18 +47,3 @@ def candidate_log_prob(
     if log_q:
         by_level = by_level.index_copy(0, term, torch.cat(log_q))
     return by_level.view(*word.shape, tree.depth).sum(-1)
-
-
-def _check_words(hidden: Tensor, word: Tensor, vocab_size: int) -> None:
-    if word.dim() < 1 or word.shape[:-1] != hidden.shape[:-1]:
-        raise ValueError(
-            "hidden must be [..., H] and candidates [..., K],"
-            f" got {list(hidden.shape)} and {list(word.shape)}"
-        )
-    if word.dtype != torch.int64 or word.device != hidden.device:
-        raise ValueError(
-            f"candidates must be int64 on {hidden.device}, got {word.dtype} on {word.device}"
-        )
-    wrong = (word < 0) | (word >= vocab_size)
-    if bool(wrong.any()):
-        raise IndexError(f"candidate {int(word[wrong][0])} is out of bounds for {vocab_size} words")

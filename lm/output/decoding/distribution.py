@@ -1,7 +1,6 @@
 """Decoding as functions: all log-probabilities, exact top-k, exact sampling.
 
-They take hidden [..., H], weight [R, W], W ≥ H, the tree, and bias [R] or None. The methods of
-`HierarchicalSoftmax` with the same names document options, results and errors.
+The methods of `HierarchicalSoftmax` with the same names document arguments, results and errors.
 """
 
 import torch
@@ -27,11 +26,9 @@ def log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | Non
         nodes = [node_log_softmax(flat, *rows) for rows in zip(weights, biases, strict=True)]
     zero = flat.new_zeros(len(flat), 1)  # row -1 is the root, which adds 0
     log_q = torch.cat([*nodes, zero], dim=1)
-    parent_row = torch.cat([tree.row_of_node[tree.node_of_row], tree.row_of_node[:1]])
-    row = tree.row_of_word
+    row, *above = tree.rows_on_path(torch.arange(tree.vocab_size, device=hidden.device)).T
     total = log_q[:, row]
-    for _ in range(tree.depth - 1):
-        row = parent_row[row]
+    for row in above:
         total = total + log_q[:, row]
     return total.view(*hidden.shape[:-1], tree.vocab_size)
 
@@ -71,9 +68,8 @@ def sample(
         source = device if generator is None else generator.device
         seeds = torch.empty(shape, dtype=torch.int64, device=source).random_(generator=generator)
     elif seeds.shape != shape or seeds.dtype != torch.int64:
-        raise ValueError(
-            f"seeds must be {list(shape)} int64, got {list(seeds.shape)} {seeds.dtype}"
-        )
+        found = f"{list(seeds.shape)} {seeds.dtype}"
+        raise ValueError(f"seeds must be {list(shape)} int64, got {found}")
     words, seeds = [seeds.new_empty(0, device=device)], seeds.to(device).flatten()
     with torch.autocast(device.type, enabled=False):
         for expander in expanders:
@@ -90,10 +86,8 @@ def _penalised_rows(previous: Tensor | None, hidden: Tensor, tree: ClassTree) ->
     if previous is None:
         raise ValueError("repetition_penalty requires the previous words")
     if previous.shape[:-1] != hidden.shape[:-1] or previous.dtype != torch.int64:
-        raise ValueError(
-            f"previous must be {[*hidden.shape[:-1], 'L']} int64,"
-            f" got {list(previous.shape)} {previous.dtype}"
-        )
+        found = f"{list(previous.shape)} {previous.dtype}"
+        raise ValueError(f"previous must be {[*hidden.shape[:-1], 'L']} int64, got {found}")
     if previous.numel() and not -1 <= int(previous.min()) <= int(previous.max()) < tree.vocab_size:
         raise ValueError(f"previous must be words 0 … {tree.vocab_size - 1}, or -1")
     previous = previous.reshape(hidden.shape[:-1].numel(), previous.shape[-1]).to(hidden.device)

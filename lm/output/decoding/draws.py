@@ -15,10 +15,9 @@ totals and bounds cancel, so a trial yields
 
     word w with probability P(w)^β / Σ b,                                                  (2)
 
-whatever has been expanded before. Trials repeated until one succeeds thus sample P^β / Z exactly,
-although each trial uses what the rejected ones have expanded: t replaces b_n, so rejections become
-rarer. For T = 1 bounds and totals agree (u_n = 1 = S_n): no trial is rejected, and only the nodes
-on the path of the word are expanded.
+whatever has been expanded before. So trials repeated until one succeeds sample P^β / Z exactly, and
+each uses what the rejected ones have expanded: t replaces b_n. For T = 1 no trial is rejected
+(u_n = 1 = S_n), and only the nodes on the path of the word are expanded.
 
 A repetition penalty θ gives words that occurred before the weight P^(βθ) instead of P^β. Since
 θ ≥ 1 the bounds (1) remain valid, and nothing else changes; at T = 1 trials may then be rejected.
@@ -211,7 +210,10 @@ class RejectionSampler:
             # A position expands one node at a time: its new items start at the first new column.
             below.column[visit] = child + self._log_weight.shape[1]
         if new_items:
-            self._add(new_items)
+            log_prob, item = pack(new_items, self._expander.num_positions, like=self._log_prob)
+            self._log_weight = torch.cat([self._log_weight, self._weigh(log_prob, item)], dim=1)
+            self._log_prob = torch.cat([self._log_prob, log_prob], dim=1)
+            self._item = torch.cat([self._item, item], dim=1)
         return below, accepted
 
     def _accept(self, parent: _Trial, log_weight: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,13 +227,6 @@ class RejectionSampler:
         accept = (log_total - parent.log_weight).exp().clamp(max=1)
         accepted = uniform < accept
         return accepted, torch.where(accepted, uniform / accept, 0)
-
-    def _add(self, new_items: list[Children]) -> None:
-        """Adds children to the known items."""
-        log_prob, item = pack(new_items, self._expander.num_positions, like=self._log_prob)
-        self._log_weight = torch.cat([self._log_weight, self._weigh(log_prob, item)], dim=1)
-        self._log_prob = torch.cat([self._log_prob, log_prob], dim=1)
-        self._item = torch.cat([self._item, item], dim=1)
 
     def _weigh(self, log_prob: Tensor, item: Tensor) -> Tensor:
         """Logarithm of (1), fp64."""

@@ -1,11 +1,8 @@
 """Expanding nodes: evaluating the softmax of a node gives the log-probabilities of its children.
 
-A penalty θ ≥ 1 multiplies the log-probabilities of some words of a position. Bounds remain valid:
-no word below a node is more probable than the node.
-
-`search` and `draws` decide which nodes are expanded.
-
-A child is an *item*: word w is item w, node n is item ~n = -1 - n.
+`search` and `draws` decide which nodes are expanded. A child is an *item*: word w is item w, node n
+is item ~n = -1 - n. A penalty θ ≥ 1 multiplies the log-probabilities of some words of a position;
+still, no word below a node is more probable than the node.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,11 +22,7 @@ _LOWEST = -1e30
 
 
 def checked_hidden(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None) -> Tensor:
-    """The hidden vectors [..., H] as [P, W], followed by zeros, in at least fp32.
-
-    Raises:
-        ValueError: if they do not fit the parameters and the tree.
-    """
+    """The hidden vectors [..., H] as [P, W], followed by zeros, in at least fp32."""
     check_parameters(hidden, weight, tree, bias)
     dtype = compute_dtype(torch.promote_types(hidden.dtype, weight.dtype))
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)

@@ -1,9 +1,8 @@
 """Best-first search over a tree of softmaxes, for top-k, top-p and min-p.
 
 No word below a node is more probable than the node itself. A node therefore needs to be expanded
-only while it is at least as probable as the least probable word of the result. How many that are
-depends on the distribution: if most of the probability lies in a few classes, only those are
-expanded; if it is flat, as in an untrained layer, nearly all are.
+only while it is at least as probable as the least probable word of the result: few nodes if most of
+the probability lies in a few classes, nearly all if it is flat, as in an untrained layer.
 """
 
 import math

@@ -1,10 +1,10 @@
 """What a row-wise gradient consists of: parts, whose sum it is, and blocks, in which it is used.
 
 The gradient of a visited node's rows is Σ_{v of n} e_v (d nll_p h_p)ᵀ: a product of [children,
-visits] and [visits, H], of rank 1 where the node has one visit. The backward has the factors
-anyway; the product would be as large as the visited rows, gigabytes where a table has ten million.
-So the product is formed in portions that fit in a cache, when the gradient is used: for the norm of
-clipping, and in the optimizer's step. Rows that are read as input vectors have a gradient each.
+visits] and [visits, H]. The backward has the factors anyway; the product would be as large as the
+visited rows. So it is formed in portions that fit in a cache, when the gradient is used: for the
+norm of clipping, and in the optimizer's step. Rows that are read as input vectors have a gradient
+each.
 """
 
 from collections import defaultdict

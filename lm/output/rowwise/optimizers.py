@@ -1,13 +1,11 @@
 """Optimizers of tables of rows, whose step touches only the rows with a gradient.
 
-A block of a `RowGradient` is formed, its rows are updated, and it is discarded, so that no gradient
-of the size of the table or of the visited rows exists. Rows with a gradient are updated as by the
-dense optimizer; rows without one retain their values and their state. There is no weight decay,
-which would touch every row.
+A block of a `RowGradient` is formed, its rows are updated, and it is discarded. Rows with a
+gradient are updated as by the dense optimizer; rows without one retain their values and their
+state. There is no weight decay, which would touch every row.
 
-Rows in bf16 are rounded up or down at random in proportion to the distance: an update smaller than
-half the last place is not lost, but applied now and then, correctly on average
-(Gupta et al. 2015). State is in fp32.
+Rows in bf16 are rounded up or down at random in proportion to the distance, so that updates smaller
+than half the last place are applied correctly on average (Gupta et al. 2015). State is in fp32.
 """
 
 import sys

@@ -73,13 +73,7 @@ class RowGradient(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler = _HANDLERS.get(func)
         if handler is None:
             raise NotImplementedError(
@@ -97,12 +91,11 @@ def _cast(part: Part, dtype: torch.dtype) -> Part:
     return Rows(part.row, part.values.to(dtype))
 
 
-def _map(gradient: RowGradient, change: Callable[[Tensor], Tensor]) -> list[Part]:
-    """The parts with a linear `change` applied to one factor of each."""
+def _scaled(gradient: RowGradient, number: Tensor | float) -> list[Part]:
     return [
-        part._replace(vectors=change(part.vectors))
+        part._replace(vectors=part.vectors * number)
         if isinstance(part, Product)
-        else part._replace(values=change(part.values))
+        else part._replace(values=part.values * number)
         for part in gradient.parts
     ]
 
@@ -111,7 +104,7 @@ def _add(one: Tensor, other: Tensor, alpha: float = 1) -> Tensor:
     if not isinstance(one, RowGradient) or not isinstance(other, RowGradient):
         one, other = (t.to_dense() if isinstance(t, RowGradient) else t for t in (one, other))
         return one.add(other, alpha=alpha)
-    more = other.parts if alpha == 1 else _map(other, lambda factor: factor * alpha)
+    more = other.parts if alpha == 1 else _scaled(other, alpha)
     return RowGradient(one, [*one.parts, *more])
 
 
@@ -124,23 +117,19 @@ def _add_(one: Tensor, other: Tensor, alpha: float = 1) -> Tensor:
     return one.add_(other.to_dense(), alpha=alpha)
 
 
-def _mul(one: Tensor, number: Tensor | float) -> Tensor:
-    if not isinstance(one, RowGradient):
-        one, number = number, one  # type: ignore[assignment]
-    assert isinstance(one, RowGradient)
+def _mul(one: Any, number: Any) -> RowGradient:
+    one, number = (one, number) if isinstance(one, RowGradient) else (number, one)
     if isinstance(number, Tensor) and number.dim():
         raise NotImplementedError("a RowGradient can be multiplied by numbers only")
-    return RowGradient(one, _map(one, lambda factor: factor * number))
+    return RowGradient(one, _scaled(one, number))
 
 
 def _mul_(one: RowGradient, number: Tensor | float) -> Tensor:
-    one.parts = _mul(one, number).parts  # type: ignore[attr-defined]
+    one.parts = _mul(one, number).parts
     return one
 
 
-def _norm(
-    one: RowGradient, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Tensor:
+def _norm(one: RowGradient, ord: float = 2, dim: Any = None, *_: Any, **__: Any) -> Tensor:
     if ord != 2 or dim is not None:
         raise NotImplementedError("a RowGradient supports only the 2-norm over all elements")
     return one.square_norm().sqrt()
@@ -193,14 +182,9 @@ class _Lookup(torch.autograd.Function):
 
 @not_compiled
 def lookup(table: Tensor, index: Tensor) -> Tensor:
-    """`torch.nn.functional.embedding` with a `RowGradient`.
+    """Rows [..., H] of a table [R, H], `torch.nn.functional.embedding` with a `RowGradient`.
 
-    Args:
-        table: [R, H].
-        index: [...] int64, rows; -1 reads none.
-
-    Returns:
-        [..., H]; zeros for -1.
+    Where the index [...] int64 is -1, there are zeros, and no row has a gradient.
 
     Example:
         >>> table = torch.eye(3, requires_grad=True)

@@ -81,9 +81,8 @@ class ClassTree(nn.Module):
         """Builds a tree from the three arrays that define it, see `TreeArrays`."""
         super().__init__()
         with torch.device("cpu"):  # under any default device
-            num_children = torch.as_tensor(num_children).to(torch.int64)
-            row_of_node = torch.as_tensor(row_of_node).to(torch.int64)
-            row_of_word = torch.as_tensor(row_of_word).to(torch.int64)
+            given = (num_children, row_of_node, row_of_word)
+            num_children, row_of_node, row_of_word = (array.to(torch.int64) for array in given)
             _check(num_children, row_of_node, row_of_word)
             self.vocab_size = row_of_word.numel()
             self.num_nodes = num_children.numel()
@@ -203,15 +202,7 @@ class ClassTree(nn.Module):
 
     @classmethod
     def from_file(cls, path: str | Path, words: Sequence[str]) -> "ClassTree":
-        r"""The tree described by a text file: on each line a word and its path, see `from_paths`.
-
-        Example:
-            >>> from tempfile import TemporaryDirectory
-            >>> with TemporaryDirectory() as folder:
-            ...     _ = Path(folder, "tree.txt").write_text("cat 1 0\nthe 0\ndog 1 1\n")
-            ...     tree = ClassTree.from_file(Path(folder, "tree.txt"), ["the", "cat", "dog"])
-            >>> tree.path(1)
-            [(0, 1), (1, 2)]
+        """The tree described by a text file: on each line a word and its path, see `from_paths`.
 
         Args:
             path: UTF-8 text; word and child numbers separated by white space, lines in any order.
@@ -281,26 +272,20 @@ class ClassTree(nn.Module):
             f"max_path_columns={self.max_path_columns}"
         )
 
-    def rows_above(self, word: Tensor) -> Tensor:
-        """Rows of the nodes on each word's path, from the word's parent up.
+    def rows_on_path(self, word: Tensor) -> Tensor:
+        """Rows [..., depth] on the paths of words [...]: a word's own, its parent's and so on.
 
-        Args:
-            word: [...] int64.
-
-        Returns:
-            [..., depth - 1] int64; -1 from the root on, which has no row.
+        They are -1 from the root on, which has no row.
         """
-        row, rows = self.row_of_word[word], []
+        rows = [self.row_of_word[word]]
         for _ in range(self.depth - 1):
-            parent_row = self.row_of_node[self.node_of_row[row.clamp(min=0)]]
-            row = torch.where(row >= 0, parent_row, row)
-            rows.append(row)
-        return torch.stack(rows, -1) if rows else row.new_empty(*word.shape, 0)
+            parent_row = self.row_of_node[self.node_of_row[rows[-1].clamp(min=0)]]
+            rows.append(torch.where(rows[-1] >= 0, parent_row, -1))
+        return torch.stack(rows, -1)
 
     def path(self, word: int) -> list[tuple[int, int]]:
         """The (node, row) pairs on a word's path, from the root down."""
-        above = self.rows_above(self.row_of_word.new_tensor(word)).tolist()
-        rows = [int(self.row_of_word[word]), *above]
+        rows = self.rows_on_path(self.row_of_word.new_tensor(word)).tolist()
         return [(int(self.node_of_row[row]), row) for row in reversed(rows) if row >= 0]
 
 

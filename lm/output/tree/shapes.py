@@ -177,10 +177,8 @@ def _integers(name: str, array: Tensor | Collection[int]) -> Tensor:
     tensor = torch.as_tensor(array)
     inexact = tensor.is_floating_point() or tensor.is_complex()
     if tensor.dim() != 1 or tensor.numel() == 0 or inexact:
-        raise ValueError(
-            f"{name} must be a non-empty one-dimensional array of integers,"
-            f" got {tensor.dtype} {list(tensor.shape)}"
-        )
+        found = f"{tensor.dtype} {list(tensor.shape)}"
+        raise ValueError(f"{name} must be integers, one-dimensional and non-empty, got {found}")
     tensor = tensor.to("cpu", torch.int64)
     if bool((tensor < 0).any()):
         raise ValueError(f"{name} must be ≥ 0, got {int(tensor.min())}")

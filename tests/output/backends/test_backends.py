@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lm.output import ClassTree
-from lm.output.backends import BACKENDS, choose_backend, expected_backend, saved_bytes
+from lm.output.backends import BACKENDS, choose_backend, saved_bytes
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.launch import instrumented
 
@@ -32,11 +32,7 @@ def test_auto_chooses_the_kernels_on_cuda_where_they_can_solve_the_problem(
 @pytest.mark.parametrize(
     ("tree", "dtype", "reason"),
     [
-        (
-            ClassTree.full(200_000),
-            torch.float32,
-            "would save more than 2147483648 bytes",
-        ),
+        (ClassTree.full(200_000), torch.float32, "would save more than 2147483648 bytes"),
         (TREE, torch.float64, "does not support fp64"),
     ],
 )
@@ -44,10 +40,9 @@ def test_a_warning_says_why_auto_takes_the_reference_on_cuda(
     tree: ClassTree, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
-    sizes = {"num_positions": 8000, "hidden_size": 8}
+    problem = Problem.without_values(8000, 8, tree, dtype)
     with instrumented(capability=90), pytest.warns(UserWarning, match=f"slowly on cuda.*{reason}"):
-        found = expected_backend(torch.device("cuda"), **sizes, tree=tree, dtype=dtype)
-    assert found == "reference"
+        assert choose_backend("auto", problem, torch.device("cuda")) == "reference"
 
 
 @pytest.mark.parametrize("row_wise", [False, True])
@@ -61,6 +56,5 @@ def test_saved_bytes_are_those_of_what_a_forward_saves(
     hidden, weight = torch.randn(30, 12), torch.randn(tree.num_rows, 16)  # as of a layer
     problem = Problem.of(hidden, weight, torch.randint(90, (30,)), tree)
     _, saved = BACKENDS[name].forward(problem, Needs(True, True, False, row_wise))
-    sizes = {"num_positions": 30, "hidden_size": 12}
-    expected = saved_bytes(name, **sizes, tree=tree, dtype=torch.float32, row_wise=row_wise)
-    assert sum(tensor.nbytes for tensor in saved) == expected
+    planned = Problem.without_values(30, 12, tree, torch.float32)
+    assert sum(each.nbytes for each in saved) == saved_bytes(name, planned, row_wise=row_wise)

@@ -84,14 +84,13 @@ def test_paths_of_a_tree_rebuild_it(tree: ClassTree, tmp_path: Path) -> None:
             assert torch.equal(value, other.get_buffer(name)), name
 
 
-def test_rows_above_follow_the_path_from_the_parent_up(tree: ClassTree) -> None:
+def test_rows_on_a_path_lead_from_the_word_up(tree: ClassTree) -> None:
     words = torch.arange(tree.vocab_size)
-    above = tree.rows_above(words)
-    assert above.shape == (tree.vocab_size, tree.depth - 1)
+    found = tree.rows_on_path(words)
     for word in words.tolist():
-        rows = [row for _, row in reversed(tree.path(word))][1:]
-        assert above[word].tolist() == rows + [-1] * (tree.depth - 1 - len(rows))
-    assert torch.equal(tree.rows_above(words.view(1, -1)), above[None])
+        rows = [row for _, row in reversed(tree.path(word))]
+        assert found[word].tolist() == rows + [-1] * (tree.depth - len(rows))
+    assert torch.equal(tree.rows_on_path(words.view(1, -1)), found[None])
 
 
 def test_two_level_rows_are_the_shortlist_then_classes_then_words_of_each_class() -> None:

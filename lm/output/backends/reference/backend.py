@@ -15,11 +15,9 @@ copied, and each row's gradient is complete when it is written, once.
 
 Where the columns of all visits are few, as with classes, the forward saves their errors (4), and
 sums up (5) while the rows are in cache. Where they are many, as with the full softmax, it saves
-log-sum-exps, and the backward computes the errors again, one block of children after another: every
-position then needs every row, and multiplying again what is in cache costs less than reading
-positions × N numbers from memory. For row-wise gradients of classes the errors are saved, however
-many: as factors of these gradients they have fewer elements than the visited rows, which would
-replace them.
+log-sum-exps, and the backward computes the errors again, one block of children after another, which
+costs less than reading positions × N numbers from memory. For row-wise gradients of classes the
+errors are saved, however many: they are factors of these gradients.
 """
 
 from typing import NamedTuple
@@ -36,7 +34,7 @@ from lm.output.backends.nodes import (
     visited_nodes,
 )
 from lm.output.backends.reference.gradient_memory import zeros_except
-from lm.output.backends.visits import check_targets, route
+from lm.output.backends.visits import check_words, route
 from lm.output.rowwise.blocks import Part, Product, Rows
 from lm.output.rowwise.row_gradient import RowGradient
 
@@ -107,7 +105,8 @@ class ReferenceBackend:
 
     def _target_log_prob(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
         """The log q [D, P] of every visit's target, 0 for none, and what is saved."""
-        check_targets(problem.target, problem.tree.row_of_word.numel(), problem.ignore_index)
+        vocab_size = problem.tree.row_of_word.numel()
+        check_words("target", problem.target, vocab_size, problem.ignore_index)
         visits = route(problem.target, problem.tree, problem.depth, problem.ignore_index)
         saved = Saved(*visits, *self.new_saved(problem, needs)[len(visits) :])
         saved.d_hidden_unscaled.zero_()

@@ -31,7 +31,7 @@ from lm.output.backends.triton.routing import (
 )
 from lm.output.backends.triton.tile_shapes import Tile, triton_version
 from lm.output.backends.triton.verify import verified
-from lm.output.backends.visits import check_targets
+from lm.output.backends.visits import check_words
 from lm.output.rowwise.eager import constant_when_compiled
 
 MAX_SAVED_BYTES = 1 << 31
@@ -95,7 +95,7 @@ class TritonBackend:
         from lm.output.backends.triton import forward_kernel
 
         if problem.target.device.type == "cpu":
-            check_targets(problem.target, problem.vocab_size, problem.ignore_index)
+            check_words("target", problem.target, problem.vocab_size, problem.ignore_index)
         problem = _contiguous(problem)
         saved = _new_saved(problem, needs)
         tile, splits = tiles_for(problem).forward, splits_for(problem)
