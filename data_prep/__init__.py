@@ -27,8 +27,8 @@ def word_classes(
         vocab_size: N.
         num_word_classes: C; default √N, rounded.
         method: as `ClassesConfig.method`.
-        shortlist: number of most frequent words that are children of the root, next to the classes;
-            the other words are clustered for that tree, and the values of these have no meaning.
+        shortlist: number of most frequent words that are children of the root, next to the classes:
+            their classes have no meaning.
         seed: seed of `random`, `embedding` and `exchange`.
         progress: whether progress bars are shown on stderr.
 
@@ -36,7 +36,7 @@ def word_classes(
         int32 [N], the class of each word, 0 to C - 1; no class is empty.
 
     Raises:
-        ValueError: `tokens` are not [T] word ids, or there are too few words for the shortlist.
+        ValueError: `tokens` are not [T] word ids, or a number is out of range.
 
     Example:
         >>> word_classes([0, 2, 1, 3, 0, 3, 1, 2, 0], vocab_size=4).tolist()
@@ -51,8 +51,10 @@ def word_classes(
 
     ids = np.asarray(tokens)
     is_valid = ids.ndim == 1 and ids.dtype.kind in "iu"
-    if not is_valid or (ids.size and not 0 <= ids.min() <= ids.max() < vocab_size):
+    if not is_valid or (len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size):
         raise ValueError(f"tokens: expected [T] integers in [0, {vocab_size})")
+    if num_word_classes is not None and num_word_classes < 1:
+        raise ValueError(f"num_word_classes: expected at least 1, got {num_word_classes}")
     settings = ClassesConfig(
         method=method, num_word_classes=num_word_classes, shortlist=shortlist, seed=seed
     )

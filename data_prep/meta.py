@@ -1,16 +1,28 @@
 """The record of a prepared folder, `meta.json`: how the folder was made and which stages are done.
 
-`meta.json` describes finished stages only and is replaced after each of them. File names are fixed
+`meta.json` describes finished stages only and is replaced after each of them. What differs between
+it and the settings and files of a request decides which stages are done again. File names are fixed
 here and in `tokenizer.serialization`; none is ever taken from the content of a file.
 """
 
+import logging
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from data_prep.corpus.loader import SPLITS, hub_folder, input_files, splits
 from data_prep.errors import UserError
-from data_prep.settings import STRICT, NonNegative, Positive
-from data_prep.storage import ArrayInfo, read_json, write_json_atomically
+from data_prep.settings import (
+    ClassesConfig,
+    DataConfig,
+    NonNegative,
+    Positive,
+    Strict,
+    TokenizerConfig,
+)
+from data_prep.storage import ArrayInfo, read_json, sha256_file, write_json_atomically
 from data_prep.tokenizer.serialization import TokenizerInfo
 from data_prep.tokenizer.token_file import SplitInfo
 
@@ -20,14 +32,23 @@ FORMAT_VERSION = 1
 COUNTS = "counts.npy"
 CLASSES = "classes.npy"
 
+TEXT_SETTINGS = ("format", "hub", "hub_config", "text_field", "keep_empty_lines")
+"""Settings of `data` that change the text; the others locate files, whose content is hashed."""
+TOKENIZER_SETTINGS = {
+    "words": ("min_count", "lowercase", "split_punctuation"),
+    "sentencepiece": ("model_type", "byte_fallback", "character_coverage", "max_sentences"),
+}
+
+
 Split = Literal["train", "valid", "test"]
+Settings = dict[str, dict[str, Any]]
+
+logger = logging.getLogger("data_prep")
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputFile:
+class InputFile(Strict):
     """A file of the corpus as it was when it was read."""
-
-    __pydantic_config__ = STRICT
 
     name: str
     """Without the folder, so that a corpus can be moved."""
@@ -36,10 +57,8 @@ class InputFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassesInfo:
+class ClassesInfo(Strict):
     """What is recorded about the word classes."""
-
-    __pydantic_config__ = STRICT
 
     method: str
     num_word_classes: Positive
@@ -49,13 +68,11 @@ class ClassesInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meta:
+class Meta(Strict):
     """The content of `meta.json`."""
 
-    __pydantic_config__ = STRICT
-
     format_version: int = FORMAT_VERSION
-    settings: dict[str, dict[str, Any]]
+    settings: Settings
     """Sections `data`, `tokenizer` and, if needed, `classes`: the keys that affect the files."""
     inputs: dict[str, list[InputFile]]
     """The corpus files of each split in reading order; under `classes`, the word → class file."""
@@ -86,3 +103,99 @@ def read_meta(folder: Path) -> Meta | None:
 def write_meta(folder: Path, meta: Meta) -> None:
     """Replace `meta.json` of a prepared folder, atomically."""
     write_json_atomically(folder / META, asdict(meta))
+
+
+def requested_settings(
+    data: DataConfig, tokenizer: TokenizerConfig, classes: ClassesConfig | None
+) -> Settings:
+    """Collect the settings that affect the prepared files, by section of the configuration."""
+    tokenizer_settings = ("kind", "vocab_size", *TOKENIZER_SETTINGS[tokenizer.kind])
+    settings = {
+        "data": {name: getattr(data, name) for name in TEXT_SETTINGS},
+        "tokenizer": {name: getattr(tokenizer, name) for name in tokenizer_settings},
+    }
+    return settings if classes is None else settings | {"classes": asdict(classes)}
+
+
+def requested_meta(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    classes: ClassesConfig | None,
+    folder: Path,
+    found: Meta | None,
+) -> Meta:
+    """Make the record of a preparation in which every stage is still to be done; hashes all files.
+
+    `found` is the present record of the folder. UserError if a file is missing or in the folder.
+    """
+    settings = requested_settings(data, tokenizer, classes)
+    paths = {split: input_files(data, split) for split in _splits(data, settings, found)}
+    if classes is not None and classes.method == "file" and classes.file is not None:
+        paths["classes"] = [Path(data.dir, classes.file)]
+    for path in chain.from_iterable(paths.values()):
+        if path.resolve().parent == folder.resolve():
+            raise UserError(f"{path} is in the prepared folder: the corpus must be elsewhere")
+    described = cache(_described)  # every split of a hub folder has the same files
+    inputs = {name: described(tuple(files)) for name, files in paths.items()}
+    _warn_of_overlap(inputs, data)
+    return Meta(settings=settings, inputs=inputs)
+
+
+def find_changes(found: Meta, requested: Meta) -> dict[str, list[str]]:
+    """Describe the differences by section or split, except classes that only one record has."""
+    changed = setting_changes(found.settings, requested.settings)
+    names = {**found.inputs, **requested.inputs}
+    if not found.settings.keys() & requested.settings.keys() & {"classes"}:
+        names.pop("classes", None)
+    for name in names:
+        before, after = found.inputs.get(name, []), requested.inputs.get(name, [])
+        if before != after:
+            changed.setdefault(name, []).extend(_file_differences(name, before, after))
+    return changed
+
+
+def setting_changes(before: Settings, after: Settings) -> dict[str, list[str]]:
+    """Describe the settings that differ by section, except classes that only one side has."""
+    changed = {}
+    for section, new in after.items():
+        old = before.get(section, new if section == "classes" else {})
+        keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+        if keys:
+            changed[section] = [f"{section}.{key}: {old.get(key)} → {new.get(key)}" for key in keys]
+    return changed
+
+
+def _splits(data: DataConfig, settings: Settings, found: Meta | None) -> list[str]:
+    """List the splits of the corpus; a dataset on the hub is assumed not to change."""
+    on_hub = data.hub is not None and hub_folder(data) is None
+    if on_hub and found and found.complete:
+        before = {"data": found.settings.get("data", {})}
+        if not setting_changes(before, {"data": settings["data"]}):
+            return [split for split in SPLITS if split in found.splits]
+    return splits(data)
+
+
+def _described(paths: tuple[Path, ...]) -> list[InputFile]:
+    return [
+        InputFile(name=path.name, sha256=sha256_file(path), num_bytes=path.stat().st_size)
+        for path in paths
+    ]
+
+
+def _warn_of_overlap(inputs: dict[str, list[InputFile]], data: DataConfig) -> None:
+    """Warn about files of two splits, except of hub folders, whose splits list the same files."""
+    training = {file.sha256 for file in inputs["train"]}
+    for split in ("valid", "test") if data.hub is None else ():
+        for file in inputs.get(split, []):
+            if file.sha256 in training:
+                logger.warning("%s: %s is in the training split as well", split, file.name)
+
+
+def _file_differences(split: str, before: list[InputFile], after: list[InputFile]) -> list[str]:
+    """What happened to the input files of a split, in words."""
+    old, new = (dict.fromkeys(file.name for file in files) for files in (before, after))
+    changed = {file.name for file in {*before} ^ {*after}}
+    differences = [f"{split}: {name} removed" for name in old if name not in new]
+    differences += [f"{split}: {name} added" for name in new if name not in old]
+    differences += [f"{split}: {name} changed" for name in new if name in old and name in changed]
+    return differences or [f"{split}: order of the files changed"]

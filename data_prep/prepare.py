@@ -12,11 +12,23 @@ from itertools import chain
 from pathlib import Path
 from typing import cast
 
-from data_prep.changes import find_changes, requested_meta, requested_settings, setting_changes
 from data_prep.corpus.lines import read_lines
-from data_prep.corpus.paths import SPLITS
+from data_prep.corpus.loader import SPLITS
 from data_prep.errors import UserError
-from data_prep.meta import CLASSES, COUNTS, META, ClassesInfo, Meta, Split, read_meta, write_meta
+from data_prep.meta import (
+    CLASSES,
+    COUNTS,
+    META,
+    ClassesInfo,
+    Meta,
+    Split,
+    find_changes,
+    read_meta,
+    requested_meta,
+    requested_settings,
+    setting_changes,
+    write_meta,
+)
 from data_prep.prepared import Prepared, open_prepared
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
 from data_prep.storage import ArrayInfo, locked, make_folder, map_array, write_array
@@ -96,7 +108,7 @@ def prepare(
         if keep and found and found.complete and differences:
             raise UserError(
                 f"{folder} was prepared from something else ({'; '.join(differences)}), and a"
-                " run continues with the data it started with"
+                " run continues with the data it started with: undo that, or start another run"
             )
         for difference in differences:
             logger.info("%s", difference)
@@ -104,7 +116,9 @@ def prepare(
         if meta.complete and meta == found:
             logger.info("%s is up to date", folder)
         else:
-            _remove_stale(folder, found, meta)
+            write_meta(folder, meta)
+            if found:
+                _remove_stale(folder, found, meta)
             meta = _Stages(data, tokenizer, classes, folder, progress).run(meta)
     # Every file was verified or has just been written, except classes that are not needed.
     return Prepared(folder, meta, verified=set(FILES) - ({CLASSES} if classes is None else set()))
@@ -113,9 +127,7 @@ def prepare(
 def open_made_by(
     data: DataConfig, tokenizer: TokenizerConfig, classes: ClassesConfig | None, folder: Path | str
 ) -> Prepared:
-    """Open a prepared folder if these settings made it; the corpus is not read.
-
-    Arguments are those of `prepare`.
+    """Open a prepared folder if these settings, as in `prepare`, made it; the corpus is not read.
 
     Raises:
         UserError: other settings made it, it lacks classes that are needed, or any error of
@@ -123,12 +135,10 @@ def open_made_by(
     """
     prepared = open_prepared(folder)
     requested = requested_settings(data, tokenizer, classes)
-    changes = [
-        f"{name} = {before}, not {after}"
-        for name, (before, after) in setting_changes(prepared.meta.settings, requested)
-    ]
-    if changes:
-        raise UserError(f"{folder} was prepared with {'; '.join(changes)}: run `lm prepare` first")
+    if changed := setting_changes(prepared.meta.settings, requested):
+        changes = "; ".join(chain.from_iterable(changed.values()))
+        mistake = f"{folder} was prepared with other settings ({changes})"
+        raise UserError(f"{mistake}: run `lm prepare` first")
     if classes is not None and prepared.meta.classes is None:
         raise UserError(f"{folder} was prepared without word classes: run `lm prepare` first")
     return prepared
@@ -207,11 +217,8 @@ def _is_intact(path: Path, info: ArrayInfo | TokenizerInfo, below: int | None = 
     return True
 
 
-def _remove_stale(folder: Path, found: Meta | None, valid: Meta) -> None:
-    """Delete `meta.json` first, so that it never describes files that are missing."""
-    (folder / META).unlink(missing_ok=True)
-    if found is None:
-        return
+def _remove_stale(folder: Path, found: Meta, valid: Meta) -> None:
+    """Delete the files that are no longer valid, after `meta.json` has ceased to describe them."""
     for split in found.splits.keys() - valid.splits.keys():
         (folder / f"{split}.npy").unlink(missing_ok=True)
     if found.classes and not valid.classes:
@@ -230,7 +237,6 @@ class _Stages:
 
     def run(self, meta: Meta) -> Meta:
         """Do the stages that are missing from a record; return the complete record."""
-        write_meta(self.folder, meta)
         tokenizer = None
         if meta.tokenizer is None:
             logger.info("building the vocabulary from the training split")

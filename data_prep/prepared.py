@@ -44,8 +44,8 @@ class Prepared:
     """
 
     def __init__(self, folder: Path, meta: Meta, *, verified: Iterable[str] = ()) -> None:
-        if meta.tokenizer is None or meta.counts is None:
-            raise ValueError(f"{folder}: the preparation is not complete")
+        assert meta.tokenizer is not None
+        assert meta.counts is not None
         self.folder = folder
         self.meta = meta
         self.splits: dict[str, SplitInfo] = {split: meta.splits[split] for split in meta.splits}
@@ -111,11 +111,7 @@ class Prepared:
         return load_tokenizer(self.folder, verify=False)
 
     def verify_tokenizer(self) -> None:
-        """Compare the tokenizer's files with the record, unless that was done before.
-
-        Raises:
-            UserError: a file is absent, damaged or belongs to another tokenizer.
-        """
+        """Compare the tokenizer's files with the record, unless that was done before."""
         if TOKENIZER not in self._verified:
             verify_tokenizer(self.folder, self.tokenizer_sha256)
             self._verified.add(TOKENIZER)

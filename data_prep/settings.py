@@ -20,14 +20,18 @@ BYTE_ORDER_MARK = "\ufeff"
 """First character of some text files; not part of the text."""
 
 
+class Strict:
+    """Base of dataclasses that pydantic validates without coercion; unknown keys are errors."""
+
+    __pydantic_config__ = STRICT
+
+
 @dataclass(frozen=True, kw_only=True)
-class SplitFiles:
+class SplitFiles(Strict):
     """The files of each split: a path, a glob, a folder, or a list of these.
 
     Relative paths start at `data.dir`.
     """
-
-    __pydantic_config__ = STRICT
 
     train: Files = None
     """Files of the training split."""
@@ -38,10 +42,8 @@ class SplitFiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Strict):
     """Where the text comes from and where the prepared files are written."""
-
-    __pydantic_config__ = STRICT
 
     dir: str = "."
     """Folder at which relative paths in `files` start."""
@@ -66,16 +68,14 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
+class TokenizerConfig(Strict):
     """How a line becomes token ids; the vocabulary is built from the training split alone."""
-
-    __pydantic_config__ = STRICT
 
     kind: Literal["words", "sentencepiece"] = "words"
     """`words`: whitespace-separated words, vocab.txt; `sentencepiece`: pieces, tokenizer.model."""
     vocab_size: Positive | None = None
     """words: maximum number of word types, `<unk>` and `<eos>` included (None: all); sentencepiece:
-    number of pieces (required).
+    number of pieces (required), with `model_type: char` the maximum.
     """
     min_count: Positive = 1
     """words: words that occur less often become `<unk>`."""
@@ -96,10 +96,8 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassesConfig:
+class ClassesConfig(Strict):
     """How words are assigned to classes for `output.tree: two_level`."""
-
-    __pydantic_config__ = STRICT
 
     method: Literal["embedding", "exchange", "frequency", "uniform", "random", "file"] = "exchange"
     """exchange: start from embedding, then move each word to the class that makes the text most

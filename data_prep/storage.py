@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from data_prep.errors import UserError
-from data_prep.settings import STRICT, NonNegative
+from data_prep.settings import NonNegative, Strict
 
 CHUNK_BYTES = 1 << 24
 
@@ -30,10 +30,8 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArrayInfo:
+class ArrayInfo(Strict):
     """What is recorded about a one-dimensional `.npy` file."""
-
-    __pydantic_config__ = STRICT
 
     dtype: ArrayType
     length: NonNegative
@@ -253,10 +251,7 @@ def read_json(path: Path, kind: type[Any], format_version: int) -> Any:
 
 @contextmanager
 def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
-    """Hold a lock that one process has at a time.
-
-    `filelock` wraps the same `flock`, but polls while it waits and, where `flock` is missing, uses
-    files that remain when a process is killed.
+    """Hold a lock that one process has at a time, and which ends with the process.
 
     Args:
         path: the lock file, created if necessary and never deleted; its folder exists.

@@ -68,7 +68,7 @@ MEMORY_SHARE = 0.7
 """Part of the available memory that a recipe's training may take."""
 MAX_WORDS = 200_000
 PIECES, PIECES_BYTES = 8_000, 1_000_000
-"""SentencePiece units of a text without spaces, if it has so many bytes; else characters."""
+"""Texts without spaces have SentencePiece units from this size on, and else characters."""
 CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 NO_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 """Letters of Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
@@ -79,14 +79,13 @@ def new_recipe(
 ) -> str:
     """Write a recipe and, unless both are given, the validation and test split of its text.
 
+    Returns a summary for the user.
+
     Args:
         path: the recipe to write; its name is that of the run.
         text: the training text, from which missing splits are taken.
         valid, test: text of these splits.
         unit: what the text is cut into; None: documents if there are enough, else lines.
-
-    Returns:
-        What was written, for the user.
 
     Raises:
         UserError: if the recipe, the run or its text exists, or a text cannot be read.
@@ -100,6 +99,7 @@ def new_recipe(
         if CONTROL_CHARACTERS.search(str(each)):
             raise UserError(f"{str(each)!a}: a name must not have control characters")
     sample, *_ = map(read_sample, files.values())
+    last_change = text.stat().st_mtime_ns
     num_tokens, num_words, tokenizer = measure(sample)
     held_out = [split for split in ("valid", "test") if split not in files]
     cut = "the given files"
@@ -120,6 +120,8 @@ def new_recipe(
             )
             shares = f"one of {sample.period} for {' and one for '.join(held_out)}"
             cut = f"by {unit}, {parts}: {shares}, in {run / 'text'}"
+        if text.stat().st_mtime_ns != last_change:
+            raise UserError(f"{text} changed while it was read: try again")
         about = (
             f"{path}: for {text}, {sample.num_bytes:,} bytes, about {num_tokens:,} tokens and a"
             f" vocabulary of about {num_words:,}\nsplit: {cut}\nmodel: {model}\n"

@@ -306,7 +306,7 @@ def test_data_prepared_with_other_classes_are_an_error(
     data = copied_run / "data"
     for source in ([tiny, f"--run_dir={copied_run}"], [copied_run]):
         assert untouched(verb, *source, "--classes.method=random") == (
-            f"{data} was prepared with classes.method = exchange, not random:"
+            f"{data} was prepared with other settings (classes.method: exchange → random):"
             " run `lm prepare` first"
         )
     classes = np.load(copied_run / "classes.npy")

@@ -163,6 +163,21 @@ def test_a_recipe_that_cannot_be_written_leaves_no_files(
     assert list(Path().iterdir()) == [Path("my.txt")]
 
 
+def test_a_text_that_changes_meanwhile_is_refused(
+    complaint: Complaint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("my.txt").write_text("the dog\n" * 40)
+
+    def grow(*_: object) -> tuple[str, dict[str, tuple[int, int]]]:
+        os.utime("my.txt", (1, 1))
+        return "lines", {}
+
+    monkeypatch.setattr(recipe, "split_text", grow)
+    message = complaint("new", "my.yaml", "--text=my.txt")
+    assert message == "my.txt changed while it was read: try again"
+    assert list(Path().iterdir()) == [Path("my.txt")]
+
+
 def test_names_of_files_with_special_characters_are_quoted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

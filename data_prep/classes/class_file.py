@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.corpus.lines import text_lines
 from data_prep.errors import UserError
 
 FileFormat = Literal["mkcls", "brown", "srilm"]
@@ -54,16 +55,10 @@ def read_word_classes(
 
 def _read_pairs(path: Path, file_format: FileFormat) -> Iterator[tuple[str, str, str]]:
     """Yield place in the file, name of the class and word of every line that is not blank."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
-            for number, line in enumerate(file, start=1):
-                place, text = f"{path}, line {number}", line.rstrip("\r\n")
-                if text.strip():
-                    yield (place, *_parse_line(text, file_format, place))
-    except OSError as error:
-        raise UserError(f"classes.file: cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not valid UTF-8 ({error.reason})") from error
+    for number, line in enumerate(text_lines(path), start=1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            yield (place, *_parse_line(line, file_format, place))
 
 
 def _parse_line(text: str, file_format: FileFormat, place: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ the third is λ times the number of columns that the words' level of the softmax
 tokens.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,7 +80,7 @@ def exchange(
     num_word_classes: int,
     capacity: int,
     *,
-    separate: IntArray | None = None,
+    separate: IntArray | Sequence[int] = (),
     passes: int = 8,
     column_cost: float = 0.0,
     progress: bool = False,
@@ -92,7 +93,7 @@ def exchange(
     `column_cost` is λ, in nats. Objective: Brown et al. 1992, equation 10; algorithm: Martin,
     Liermann & Ney 1998, section 3.
     """
-    separate = np.empty(0, np.int64) if separate is None else separate
+    separate = np.array(separate, np.int64)
     num_all = num_word_classes + len(separate)
     in_class = word_class.astype(np.int64)
     in_class[separate] = np.arange(num_word_classes, num_all)
@@ -107,7 +108,13 @@ def exchange(
     mass = np.bincount(in_class, weights=counts, minlength=num_all).astype(np.int64)
     size = np.bincount(in_class, minlength=num_all)
     classes = Classes(in_class, follows, followed, mass, size)
-    text = _text(bigrams, counts)
+    others = (bigrams - sparse.diags_array(bigrams.diagonal(), dtype=bigrams.dtype)).tocsr()
+    others.eliminate_zeros()
+    right, left = (
+        Neighbours(*(array.astype(np.int64) for array in (side.indptr, side.indices, side.data)))
+        for side in (others, others.T.tocsr())
+    )
+    text = Text(right, left, bigrams.diagonal().astype(np.int64), counts)
     small = np.arange(TABLE_SIZE, dtype=np.float64)
     table = small * np.log(np.maximum(small, 1))
     seen = np.flatnonzero((counts > 0) & (in_class < num_word_classes))
@@ -117,16 +124,6 @@ def exchange(
             break
     in_class[separate] = word_class[separate]
     return in_class
-
-
-def _text(bigrams: sparse.csr_array, counts: IntArray) -> Text:
-    others = (bigrams - sparse.diags_array(bigrams.diagonal(), dtype=bigrams.dtype)).tocsr()
-    others.eliminate_zeros()
-    right, left = (
-        Neighbours(*(array.astype(np.int64) for array in (side.indptr, side.indices, side.data)))
-        for side in (others, others.T.tocsr())
-    )
-    return Text(right, left, bigrams.diagonal().astype(np.int64), counts)
 
 
 @compiled

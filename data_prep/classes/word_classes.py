@@ -205,7 +205,6 @@ def frequency_classes(counts: IntArray, num_word_classes: int) -> WordClass:
     >>> frequency_classes(np.array([1, 9, 4, 1, 1]), 2).tolist()
     [1, 0, 1, 1, 1]
     """
-    _check_num_word_classes(num_word_classes, len(counts))
     order = np.argsort(-counts, kind="stable")
     mass = np.sqrt(counts[order].astype(np.float64))
     middle = np.cumsum(mass) - mass / 2
@@ -220,14 +219,12 @@ def frequency_classes(counts: IntArray, num_word_classes: int) -> WordClass:
 
 def uniform_classes(counts: IntArray, num_word_classes: int) -> WordClass:
     """Divide words by descending count into classes of equal numbers of words, ± 1."""
-    _check_num_word_classes(num_word_classes, len(counts))
     order = np.argsort(-counts, kind="stable")
     return _by_rank(order, np.arange(len(counts)) * num_word_classes // len(counts))
 
 
 def random_classes(vocab_size: int, num_word_classes: int, seed: int) -> WordClass:
     """Divide words at random into classes of equal numbers of words, ± 1."""
-    _check_num_word_classes(num_word_classes, vocab_size)
     order = np.random.default_rng(seed).permutation(vocab_size)
     return _by_rank(order, np.arange(vocab_size) * num_word_classes // vocab_size)
 
@@ -237,10 +234,3 @@ def _by_rank(order: IntArray, class_of_rank: IntArray) -> WordClass:
     word_class = np.empty(len(order), dtype=np.int32)
     word_class[order] = class_of_rank
     return word_class
-
-
-def _check_num_word_classes(num_word_classes: int, vocab_size: int) -> None:
-    if not 1 <= num_word_classes <= vocab_size:
-        raise ValueError(
-            f"num_word_classes: expected 1 to {vocab_size} (the vocabulary), got {num_word_classes}"
-        )

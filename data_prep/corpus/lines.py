@@ -11,17 +11,21 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from data_prep.corpus.loader import READING_ERRORS, check_zstandard, columns, one_line
-from data_prep.corpus.paths import input_files, split_files, split_key
+from data_prep.corpus.loader import (
+    READING_ERRORS,
+    check_zstandard,
+    columns,
+    input_files,
+    one_line,
+    split_files,
+    split_key,
+)
 from data_prep.errors import UserError
 from data_prep.settings import BYTE_ORDER_MARK, DataConfig
 from data_prep.storage import open_to_read
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray
-
-GZIP = b"\x1f\x8b"
-"""The first bytes of a gzip file."""
 
 
 def read_lines(data: DataConfig, split: str) -> Iterator[str]:
@@ -70,18 +74,7 @@ def read_text(name: str) -> Iterator[str]:
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    r"""Yield the lines of a text file, which may be compressed.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not UTF-8 or contains a NUL character.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp(), "a.txt")
-        >>> _ = path.write_text("the cat\nsat\n")
-        >>> list(text_lines(path))
-        ['the cat', 'sat']
-    """
+    """Yield the lines of a text file, which may be compressed; raises what `read_text` raises."""
     with open_decompressed(path) as file:
         yield from _decoded(file, str(path))
 
@@ -113,7 +106,7 @@ def _decoded(file: BinaryIO, name: str) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 place, byte = error.start, raw[error.start]
                 mistake = f"invalid UTF-8 at byte {place + 1} of the line (0x{byte:02x})"
-                if number == 1 and raw.startswith(GZIP):
+                if number == 1 and raw.startswith(b"\x1f\x8b"):
                     mistake = "compressed by gzip: decompress it, or add .gz to its name"
                 raise UserError(f"{name}, line {number}: {mistake}") from error
             if "\0" in decoded:

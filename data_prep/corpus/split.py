@@ -8,9 +8,10 @@ large file is like; the file is read once, to write the splits.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tqdm import tqdm
 
@@ -28,11 +29,9 @@ SAMPLE_BLOCKS = 16
 MIN_UNITS = 20
 """Texts of fewer units are not cut."""
 HELD_OUT_BYTES = 1_000_000
-"""Size of the validation and of the test split of large texts: 200,000 words."""
+"""The validation and the test split of a large text have this size: 200,000 words."""
 MIN_HELD_OUT_BYTES = 10_000
-"""Size of the smallest validation and test split of whole documents: 2,000 words."""
-MAX_HELD_OUT_SHARE = 0.25
-"""Size of the largest validation and test split of whole documents, relative to the training."""
+"""Smaller validation and test splits are not made of whole documents: 2,000 words."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,8 @@ class Sample:
         return max(MIN_UNITS, self.num_bytes // HELD_OUT_BYTES)
 
 
-class SplitSize(NamedTuple):
-    """The size of a split: its lines or documents that are not empty, and its bytes."""
-
-    num_units: int
-    num_bytes: int
+Sizes = dict[str, tuple[int, int]]
+"""The numbers of units (lines or documents that are not empty) and bytes of each split."""
 
 
 def read_sample(path: Path) -> Sample:
@@ -84,7 +80,8 @@ def read_sample(path: Path) -> Sample:
             lines.append(line)
             num_read += len(line.encode()) + 1
             if compressed and num_read >= SAMPLE_BYTES:
-                num_bytes = _decompressed_bytes(path)
+                with open_decompressed(path) as file:
+                    num_bytes = sum(map(len, iter(partial(file.read, CHUNK_BYTES), b"")))
                 break
         else:
             num_bytes = num_read
@@ -94,11 +91,6 @@ def read_sample(path: Path) -> Sample:
     if not any(line.strip() for line in lines):
         raise UserError(f"{path}: the text has no word")
     return Sample(lines, min(1.0, num_read / num_bytes), num_bytes)
-
-
-def _decompressed_bytes(path: Path) -> int:
-    with open_decompressed(path) as file:
-        return sum(map(len, iter(lambda: file.read(CHUNK_BYTES), b"")))
 
 
 def _spread_lines(path: Path, num_bytes: int) -> Iterator[str]:
@@ -115,7 +107,7 @@ def _spread_lines(path: Path, num_bytes: int) -> Iterator[str]:
 
 def split_text(
     source: Path, folder: Path, sample: Sample, held_out: Sequence[str], unit: Unit | None = None
-) -> tuple[Unit, dict[str, SplitSize]]:
+) -> tuple[Unit, Sizes]:
     """Write `train.txt` and the splits `held_out` (of valid, test) to a folder.
 
     Without a `unit`, documents are cut apart if there are enough of them for splits of a useful
@@ -130,8 +122,8 @@ def split_text(
     chosen: Unit = unit or ("documents" if sample.num_units("documents") >= MIN_UNITS else "lines")
     sizes = write_splits(source, folder, chosen, sample.period, held_out)
     if unit is None and chosen == "documents":
-        largest = MAX_HELD_OUT_SHARE * sizes["train"].num_bytes
-        if not all(MIN_HELD_OUT_BYTES <= sizes[split].num_bytes <= largest for split in held_out):
+        largest = sizes["train"][1] // 4
+        if not all(MIN_HELD_OUT_BYTES <= sizes[split][1] <= largest for split in held_out):
             chosen = "lines"
             sizes = write_splits(source, folder, chosen, sample.period, held_out)
     return chosen, sizes
@@ -139,7 +131,7 @@ def split_text(
 
 def write_splits(
     source: Path, folder: Path, unit: Unit, period: int, held_out: Sequence[str]
-) -> dict[str, SplitSize]:
+) -> Sizes:
     """Write `train.txt` and the splits `held_out` (of valid, test) to a folder.
 
     Unit i, from 0, belongs to test if i mod period is period - 1, to valid if it is period / 2 - 1
@@ -164,4 +156,4 @@ def write_splits(
                 num_units[split] += 1
             after_empty = empty
             files[split].write(line.encode() + b"\n")
-        return {split: SplitSize(num_units[split], file.tell()) for split, file in files.items()}
+        return {split: (num_units[split], file.tell()) for split, file in files.items()}

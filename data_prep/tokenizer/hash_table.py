@@ -72,17 +72,6 @@ def _word_end(text: Bytes, begin: int) -> int:
 
 
 @compiled
-def count_words_in(text: Bytes) -> int:
-    """Count the words of a text."""
-    found = place = 0
-    while place < len(text):
-        end = _word_end(text, place)
-        found += end > place
-        place = end if end > place else place + _space(text, place)
-    return found
-
-
-@compiled
 def _hash(text: Bytes, begin: int, end: int) -> np.int64:
     """Non-negative hash of text[begin:end] (FNV-1a; Fowler, Noll & Vo 1991)."""
     bits = np.uint64(0xCBF29CE484222325)
@@ -139,12 +128,6 @@ def _slot(text: Bytes, begin: int, end: int, hash: int, table: Table) -> int:
             break
         slot = (slot + 1) & (len(slots) - 1)
     return slot
-
-
-@compiled
-def find_word(text: Bytes, table: Table) -> int:
-    """Look up one word; -1 if the table does not contain it."""
-    return table.slots[_slot(text, 0, len(text), _hash(text, 0, len(text)), table)]  # type: ignore[no-any-return]
 
 
 @compiled

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
-from data_prep.settings import STRICT, NonNegative, Positive
+from data_prep.settings import NonNegative, Positive, Strict
 from data_prep.storage import (
     open_to_read,
     read_json,
@@ -33,10 +33,8 @@ MODEL_FILE = {"words": "vocab.txt", "sentencepiece": "tokenizer.model"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerInfo:
+class TokenizerInfo(Strict):
     """What is recorded about the tokenizer that the token files were written with."""
-
-    __pydantic_config__ = STRICT
 
     kind: Literal["words", "sentencepiece"]
     sha256: str
@@ -47,10 +45,8 @@ class TokenizerInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerFile:
+class TokenizerFile(Strict):
     """The content of `tokenizer.json`."""
-
-    __pydantic_config__ = STRICT
 
     format_version: int = FORMAT_VERSION
     kind: Literal["words", "sentencepiece"]
@@ -105,12 +101,7 @@ def load_tokenizer(folder: Path | str, *, verify: bool = True) -> Tokenizer:
         >>> load_tokenizer(folder).encode("cat dog")
         [2, 1]
     """
-    description = _read_description(Path(folder))
-    path = Path(folder) / MODEL_FILE[description.kind]
-    with open_to_read(path) as file:
-        content = file.read()
-    if verify and hashlib.sha256(content).hexdigest() != description.sha256:
-        raise UserError(_damaged(path))
+    description, content = _read(Path(folder), verify)
     try:
         if description.kind == "sentencepiece":
             return SentencePieceTokenizer(content)
@@ -120,7 +111,7 @@ def load_tokenizer(folder: Path | str, *, verify: bool = True) -> Tokenizer:
             split_punctuation=description.split_punctuation,
         )
     except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{Path(folder, MODEL_FILE[description.kind])}: {error}") from error
 
 
 def verify_tokenizer(folder: Path, sha256: str) -> None:
@@ -128,19 +119,18 @@ def verify_tokenizer(folder: Path, sha256: str) -> None:
     path = folder / TOKENIZER
     if sha256_file(path) != sha256:
         raise UserError(f"{path} is not the tokenizer that the token files were written with")
-    description = _read_description(folder)
-    model = folder / MODEL_FILE[description.kind]
-    if sha256_file(model) != description.sha256:
-        raise UserError(_damaged(model))
+    _read(folder, verify=True)
 
 
-def _read_description(folder: Path) -> TokenizerFile:
+def _read(folder: Path, verify: bool) -> tuple[TokenizerFile, bytes]:
+    """The description of a tokenizer, and the content of its other file."""
     description: TokenizerFile = read_json(folder / TOKENIZER, TokenizerFile, FORMAT_VERSION)
-    return description
-
-
-def _damaged(path: Path) -> str:
-    return f"{path} is damaged: its SHA-256 differs from the one in {TOKENIZER}"
+    path = folder / MODEL_FILE[description.kind]
+    with open_to_read(path) as file:
+        content = file.read()
+    if verify and hashlib.sha256(content).hexdigest() != description.sha256:
+        raise UserError(f"{path} is damaged: its SHA-256 differs from the one in {TOKENIZER}")
+    return description, content
 
 
 def _format_vocabulary(words: Iterable[str], counts: NDArray[np.int64]) -> Iterator[bytes]:

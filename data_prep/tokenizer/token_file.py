@@ -10,18 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data_prep.settings import STRICT, NonNegative, Positive
+from data_prep.settings import NonNegative, Positive, Strict
 from data_prep.storage import ArrayInfo, write_array
-from data_prep.tokenizer.tokenizer import Tokenizer, line_batches
+from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer, line_batches
 
 logger = logging.getLogger("data_prep")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitInfo:
+class SplitInfo(Strict):
     """What is recorded about a token file."""
-
-    __pydantic_config__ = STRICT
 
     dtype: Literal["uint16", "uint32"]
     tokens: Positive
@@ -42,16 +40,11 @@ class SplitInfo:
         return ArrayInfo(dtype=self.dtype, length=self.tokens, sha256=self.sha256)
 
 
-def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """Return the smallest type of a token file that holds every id."""
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
-
-
 def log_literals(name: str, counts: Mapping[str, int]) -> None:
     """Log how often a text contains each of `Tokenizer.literals`, if it does."""
     if found := [f"{word} ({count:,})" for word, count in counts.items() if count]:
-        found_words = " and ".join(found)
-        logger.info("%s: the text contains %s, counted as special words", name, found_words)
+        words = " and ".join(found)
+        logger.info("%s: the text contains %s, counted as special words", name, words)
 
 
 def encode_split(
@@ -61,18 +54,19 @@ def encode_split(
     literals = dict.fromkeys(tokenizer.literals, 0)
     totals = {"lines": 0, "words": 0, "utf8_bytes": 0}
     occurrences = np.zeros(tokenizer.vocab_size, np.int64)
-    dtype = token_dtype(tokenizer.vocab_size)
+    dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    is_one_id = isinstance(tokenizer, WordTokenizer) and not tokenizer.split_punctuation
 
     def encoded(bar: "tqdm[Any]") -> Iterator[NDArray[np.integer]]:
         for batch in line_batches(lines):
             # A newline separates words, so the joined batch has the words of its lines.
             text = "\n".join(batch)
+            ids = tokenizer.encode_stream(batch)
             totals["lines"] += len(batch)
-            totals["words"] += tokenizer.num_words(text)
+            totals["words"] += len(ids) - len(batch) if is_one_id else tokenizer.num_words(text)
             totals["utf8_bytes"] += len(text.encode()) + 1
             for word in literals:
                 literals[word] += text.count(word)
-            ids = tokenizer.encode_stream(batch)
             np.add.at(occurrences, ids, 1)
             bar.update(len(batch))
             yield ids

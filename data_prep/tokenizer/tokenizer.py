@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.tokenizer.word_index import MAX_DICT_TEXT, WordIndex
+from data_prep.tokenizer.word_index import WordIndex
 
 UNK = "<unk>"
 EOS = "<eos>"
@@ -169,14 +169,6 @@ class WordTokenizer(Tokenizer):
         """Return the ids of all lines in one array [tokens], faster than `encode_lines`."""
         return self.words.ids(self._separate(lines), self.unk_id, line_end=self.eos_id)
 
-    def num_words(self, line: str) -> int:
-        """Count the whitespace-separated words of a line."""
-        if len(line) <= MAX_DICT_TEXT:
-            return super().num_words(line)
-        from data_prep.tokenizer import hash_table  # imports numba
-
-        return int(hash_table.count_words_in(hash_table.as_bytes(line)))
-
     def token(self, id: int) -> str:
         """Return the word with an id; ValueError if the id is out of range."""
         return self.words[self._check(id)]
@@ -230,14 +222,12 @@ class SentencePieceTokenizer(Tokenizer):
         """Encode several lines without `<eos>`."""
         texts = list(map(split_at_unk, lines))
         encoded = iter(self._processor.encode(list(chain.from_iterable(texts)), out_type=int))
-        return [self._joined(islice(encoded, len(text))) for text in texts]
-
-    def _joined(self, encoded: Iterator[list[int]]) -> list[int]:
-        """Join the ids between the `<unk>`s of a line."""
-        ids = next(encoded)
-        for further in encoded:
-            ids += [self.unk_id, *further]
-        return ids
+        joined = []
+        for text in texts:
+            joined.append(next(encoded))
+            for ids in islice(encoded, len(text) - 1):
+                joined[-1] += [self.unk_id, *ids]
+        return joined
 
     def align(self, line: str) -> AlignedLine:
         """Encode one line; a piece belongs to the word of its last character, spaces to the next.

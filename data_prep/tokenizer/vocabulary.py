@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,6 @@ from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.tokenizer import EOS, UNK, line_batches, separate_words, split_at_unk
 from data_prep.tokenizer.word_index import WordIndex
-
-if TYPE_CHECKING:
-    import pyarrow
 
 MAX_SENTENCE_CHARACTERS = 4_096
 """Longest text that sentencepiece learns from at once; its time grows faster than the length."""
@@ -40,6 +37,7 @@ def count_words(
             f"tokenizer.vocab_size is {settings.vocab_size}:"
             f" expected at least 3, {UNK} and {EOS} included"
         )
+    import pyarrow
     from pyarrow import compute
 
     from data_prep.tokenizer.hash_table import WordCounter  # imports numba
@@ -53,16 +51,27 @@ def count_words(
     text, starts, counts = counter.result()
     del counter  # frees its hash table
     counts[:2] -= 1
-    words = _as_arrow(text, starts)
-    order, num_cut = _cut_order(words, counts, settings)
-    counts[0] += num_cut
+    words = pyarrow.LargeStringArray.from_buffers(
+        len(counts), *map(pyarrow.py_buffer, (starts, text))
+    )
+    table = pyarrow.table({"word": words, "count": counts})
+    keys = [("count", "descending"), ("word", "ascending")]
+    order = compute.sort_indices(table, sort_keys=keys).to_numpy().view(np.int64)
+    order = order[order > 1]
+    num_included = int((counts[2:] >= settings.min_count).sum())
+    if settings.vocab_size is not None:
+        num_included = min(num_included, settings.vocab_size - 2)
+    counts[0] += counts[order[num_included:]].sum()
     counts[1] += num_lines
+    order = order[:num_included]
     for id, word in enumerate((UNK, EOS)):
         is_tied = counts[order] == counts[id]
         before = compute.less(words.take(order[is_tied]), word)
         place = (counts[order] > counts[id]).sum() + before.to_numpy(zero_copy_only=False).sum()
         order = np.insert(order, place, id)
-    return WordIndex(*_as_numpy(words.take(order))), counts[order]
+    _, starts, text = words.take(order).buffers()
+    starts = np.frombuffer(starts, np.int64)[: len(order) + 1]
+    return WordIndex(np.frombuffer(text, np.uint8), starts), counts[order]
 
 
 def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: int = 1) -> bytes:
@@ -89,36 +98,6 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
     except RuntimeError as error:
         raise UserError(_training_mistake(str(error), settings.vocab_size)) from error
     return model.getvalue()
-
-
-def _cut_order(
-    words: "pyarrow.LargeStringArray", counts: NDArray[np.int64], settings: TokenizerConfig
-) -> tuple[NDArray[np.int64], int]:
-    """Ids > 1 of the vocabulary's words by count and code points, and the count of all others."""
-    import pyarrow
-    from pyarrow import compute
-
-    keys = [("count", "descending"), ("word", "ascending")]
-    table = pyarrow.table({"word": words, "count": counts})
-    order = compute.sort_indices(table, sort_keys=keys).to_numpy().view(np.int64)
-    order = order[order > 1]
-    num_included = int((counts[2:] >= settings.min_count).sum())
-    if settings.vocab_size is not None:
-        num_included = min(num_included, settings.vocab_size - 2)
-    return order[:num_included], int(counts[order[num_included:]].sum())
-
-
-def _as_arrow(text: NDArray[np.uint8], starts: NDArray[np.int64]) -> "pyarrow.LargeStringArray":
-    """The words of `text` that begin at `starts`; nothing is copied."""
-    import pyarrow
-
-    buffers = map(pyarrow.py_buffer, (starts, text))
-    return pyarrow.LargeStringArray.from_buffers(len(starts) - 1, *buffers)
-
-
-def _as_numpy(words: "pyarrow.LargeStringArray") -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    _, starts, text = words.buffers()
-    return np.frombuffer(text, np.uint8), np.frombuffer(starts, np.int64)[: len(words) + 1]
 
 
 def reservoir_sample(sentences: Iterable[str], size: int, random: Random) -> list[str]:

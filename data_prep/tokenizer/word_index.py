@@ -86,18 +86,15 @@ class WordIndex:
 
     def id(self, word: str) -> int:
         """Return the id of a word, -1 if it is not in the index."""
-        if len(self.text) <= MAX_DICT_BYTES:
-            return self._dict.get(word, -1)
-        from data_prep.tokenizer import hash_table  # imports numba
-
-        return int(hash_table.find_word(hash_table.as_bytes(word), self._table))
+        ids = self.ids(word, unknown=-1)
+        return int(ids[0]) if len(ids) == 1 else -1
 
     def ids(self, text: str, unknown: int, line_end: int = -1) -> NDArray[np.int32]:
         """Look up all words of a text, and its newlines unless `line_end` (their id) is -1."""
         is_short = len(text) <= MAX_DICT_TEXT and len(self.text) <= MAX_DICT_BYTES
         if is_short and line_end < 0:
             return np.array([self._dict.get(word, unknown) for word in text.split()], np.int32)
-        from data_prep.tokenizer import hash_table
+        from data_prep.tokenizer import hash_table  # imports numba
 
         return hash_table.find_words(hash_table.as_bytes(text), self._table, unknown, line_end)
 

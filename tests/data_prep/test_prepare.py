@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -56,44 +56,21 @@ def test_the_same_again_writes_nothing(corpus: Corpus, caplog: pytest.LogCapture
     assert caplog.messages == [f"{corpus.folder / 'prepared'} is up to date"]
 
 
-@pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The content of everything that is hashed."""
-    contents: list[bytes] = []
-    real = hashlib.sha256
-
-    class Recorded:
-        name = "sha256"
-
-        def __init__(self, content: bytes = b"") -> None:
-            self._digest, self._place = real(content), len(contents)
-            contents.append(bytes(content))
-
-        def update(self, content: bytes) -> None:
-            self._digest.update(content)
-            contents[self._place] += bytes(content)
-
-        def digest(self) -> bytes:
-            return self._digest.digest()
-
-        def hexdigest(self) -> str:
-            return self._digest.hexdigest()
-
-    monkeypatch.setattr(hashlib, "sha256", Recorded)
-    return contents
-
-
 @pytest.mark.parametrize("kind", ["words", "sentencepiece"])
 @pytest.mark.parametrize("present", [False, True], ids=["new", "up to date"])
 def test_every_file_is_hashed_once(
-    corpus: Corpus, hashed: list[bytes], kind: Literal["words", "sentencepiece"], present: bool
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, kind: Any, present: bool
 ) -> None:
-    corpus.tokenizer = TokenizerConfig(
-        kind=kind, vocab_size=15 if kind == "sentencepiece" else None
-    )
+    digests: list[Mock] = []
+
+    def recorded(content: bytes = b"", real: Callable[[bytes], Any] = hashlib.sha256) -> Mock:
+        digests.append(Mock(wraps=real(content), content=content))
+        return digests[-1]
+
+    corpus.tokenizer = TokenizerConfig(kind=kind, vocab_size=15 if kind != "words" else None)
     if present:
         corpus.prepare()
-        hashed.clear()
+    monkeypatch.setattr(hashlib, "sha256", recorded)
     prepared = corpus.prepare()
     for _ in range(2):
         tokens = [prepared.tokens(split).tobytes() for split in ("train", "valid")]
@@ -103,6 +80,10 @@ def test_every_file_is_hashed_once(
     model = corpus.folder / MODEL_FILE[kind]
     files = [corpus.folder / name for name in ("train.txt", "valid.txt", "tokenizer.json")]
     contents = [path.read_bytes() for path in (*files, model)] + tokens + others
+    hashed = [
+        digest.content + b"".join(bytes(call.args[0]) for call in digest.update.call_args_list)
+        for digest in digests
+    ]
     assert [hashed.count(content) for content in contents] == [1] * 8
 
 
@@ -138,8 +119,8 @@ def test_only_the_settings_that_made_a_folder_open_it(corpus: Corpus) -> None:
     with pytest.raises(UserError) as refused:
         open_made_by(corpus.data, corpus.tokenizer, corpus.classes, folder)
     assert str(refused.value) == (
-        f"{folder} was prepared with tokenizer.lowercase = False, not True;"
-        " classes.num_word_classes = None, not 2: run `lm prepare` first"
+        f"{folder} was prepared with other settings (tokenizer.lowercase: False → True;"
+        " classes.num_word_classes: None → 2): run `lm prepare` first"
     )
 
 

@@ -127,7 +127,7 @@ def test_another_corpus_is_refused_when_a_run_continues(
     before = contents(run)
     assert complaint(*command, "--train.max_steps=4") == (
         f"{run}/data was prepared from something else (train: text.txt changed), and a run"
-        " continues with the data it started with"
+        " continues with the data it started with: undo that, or start another run"
     )
     assert contents(run) == before
     assert main(["evaluate", str(run), "--split=train"]) == 0

@@ -172,6 +172,14 @@ def test_words_that_never_occur_stay_and_the_same_start_gives_the_same_end() -> 
     assert np.array_equal(start, np.arange(30) % 5)
 
 
+def test_nothing_moves_after_the_last_pass() -> None:
+    for seed in range(30):
+        tokens, counts = text(20, 300, seed)
+        bigrams = count_bigrams(tokens, 20)
+        found = exchange(bigrams, counts, np.arange(20) % 4, 4, 12, passes=50)
+        assert np.array_equal(exchange(bigrams, counts, found, 4, 12, passes=1), found), seed
+
+
 def test_a_column_cost_makes_classes_of_frequent_words_smaller() -> None:
     tokens, counts = text(60, 5000, seed=2)
     columns = []

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from data_prep.corpus.lines import read_lines, read_text
-from data_prep.corpus.loader import ROWS_PER_BATCH, splits
-from data_prep.corpus.paths import input_files
+from data_prep.corpus.loader import ROWS_PER_BATCH, input_files, splits
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig, Files, SplitFiles
 

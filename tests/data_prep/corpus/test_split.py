@@ -37,7 +37,7 @@ def test_documents_are_never_divided(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(text)
     (tmp_path / "new").mkdir()
     sizes = write_splits(tmp_path / "text.txt", tmp_path / "new", "documents", 20, ["test"])
-    assert {split: size.num_units for split, size in sizes.items()} == {"train": 38, "test": 2}
+    assert {split: num_units for split, (num_units, _) in sizes.items()} == {"train": 38, "test": 2}
     splits = {
         name: [line for line in lines if line] for name, lines in written(tmp_path / "new").items()
     }
@@ -51,19 +51,15 @@ def split(folder: Path, documents: list[list[str]]) -> tuple[str, dict[str, int]
     path.write_text("\n\n".join("\n".join(document) for document in documents) + "\n")
     (folder / "new").mkdir(exist_ok=True)
     unit, sizes = split_text(path, folder / "new", read_sample(path), BOTH)
-    return unit, {name: size.num_units for name, size in sizes.items()}
+    return unit, {name: num_units for name, (num_units, _) in sizes.items()}
 
 
-def test_documents_are_cut_apart_if_those_held_out_are_neither_short_nor_long(
-    tmp_path: Path,
-) -> None:
+def test_documents_stay_whole_if_the_splits_have_useful_sizes(tmp_path: Path) -> None:
     page = ["a line of eight words, that is this"] * 300
     assert split(tmp_path, [page] * 20) == ("documents", {"train": 18, "valid": 1, "test": 1})
     assert split(tmp_path, [page] * 19)[0] == "lines"
-    assert split(tmp_path, [page[:250]] * 20) == (
-        "lines",
-        {"train": 4500, "valid": 250, "test": 250},
-    )
+    cut = {"train": 4500, "valid": 250, "test": 250}
+    assert split(tmp_path, [page[:250]] * 20) == ("lines", cut)
     short = [["one line"]] * 30
     for long in (0, 9):  # in the training and in the validation split
         documents = [*short[:long], page * 100, *short[long:]]

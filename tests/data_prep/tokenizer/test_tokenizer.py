@@ -156,5 +156,7 @@ def test_ids_outside_the_vocabulary_are_refused(tokenizer: Tokenizer) -> None:
 def test_invalid_vocabularies_and_models_are_refused() -> None:
     with pytest.raises(ValueError, match="the vocabulary of 2 words lacks <eos>"):
         WordTokenizer(["<unk>", "the"])
+    with pytest.raises(ValueError, match="a word occurs twice in the vocabulary"):
+        WordTokenizer(["<unk>", "<eos>", "<unk>"])
     with pytest.raises(ValueError, match="4 bytes that are not a sentencepiece model"):
         SentencePieceTokenizer(b"\xff\xff\xff\xff")

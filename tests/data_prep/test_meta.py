@@ -10,10 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from data_prep import changes
-from data_prep.changes import find_changes, requested_meta, requested_settings, setting_changes
+from data_prep import meta as meta_module
 from data_prep.errors import UserError
-from data_prep.meta import Meta
+from data_prep.meta import Meta, find_changes, requested_meta, requested_settings, setting_changes
 from data_prep.settings import ClassesConfig, DataConfig, Files, SplitFiles, TokenizerConfig
 from data_prep.storage import sha256_file
 
@@ -84,7 +83,7 @@ def test_a_change_is_named_and_redoes_what_depends_on_it_unless_a_run_continues(
         corpus.prepare(keep=True)
     assert str(refused.value) == (
         f"{corpus.prepared} was prepared from something else ({message}), and a run"
-        " continues with the data it started with"
+        " continues with the data it started with: undo that, or start another run"
     )
     assert corpus.written() == before
     caplog.clear()
@@ -142,7 +141,7 @@ def test_files_of_one_name_are_distinguished(corpus: Corpus) -> None:
     assert find_changes(first, second) == {"train": ["train: t.txt changed"]}
     corpus.data = replace(corpus.data, files=SplitFiles(train=["n2/t.txt", "n1/t.txt"]))
     assert find_changes(second, requested(corpus)) == {
-        "train": ["train: t.txt changed", "train: t.txt (2) changed"]
+        "train": ["train: order of the files changed"]
     }
 
 
@@ -154,7 +153,7 @@ def test_a_file_of_several_splits_is_read_once_for_its_hash(
     for split in ("train", "validation", "test"):
         (hub / f"{split}.txt").write_text("the cat\n")
     corpus.data = DataConfig(dir=str(corpus.folder), hub="hub")
-    monkeypatch.setattr(changes, "sha256_file", hashed := Mock(wraps=sha256_file))
+    monkeypatch.setattr(meta_module, "sha256_file", hashed := Mock(wraps=sha256_file))
     requested(corpus)
     names = sorted(call.args[0].name for call in hashed.call_args_list)
     assert names == ["test.txt", "train.txt", "validation.txt"]
@@ -190,5 +189,5 @@ def test_every_setting_of_a_tokenizer_is_recorded(kind: Any, options: dict[str, 
     before, after = (
         requested_settings(data, settings, classes) for settings in (base, replace(base, **options))
     )
-    changed = [name for name, _ in setting_changes(before, after)]
-    assert changed == [f"tokenizer.{key}" for key in options]
+    expected = [f"tokenizer.{key}: {getattr(base, key)} → {options[key]}" for key in options]
+    assert setting_changes(before, after) == {"tokenizer": expected}
