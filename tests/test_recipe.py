@@ -15,6 +15,7 @@ import yaml
 from data_prep.corpus.split import Sample
 from data_prep.errors import UserError
 from data_prep.prepared import open_prepared
+from lm import recipe
 from lm.cli import main
 from lm.config import Config, load_config, validate
 from lm.recipe import MAX_WORDS, fit, measure
