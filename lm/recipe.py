@@ -61,7 +61,7 @@ optim: {optimizer: sgd, lr: 20, clip: 0.25, schedule: cosine}
 train: {max_epochs: $epochs, batch_size: 64, seq_len: 64, threads: $threads, val_every_steps: 500}
 """,
 }
-"""For texts of fewer tokens: as configs/wikitext2_lstm.yaml and configs/eltec_hun_lstm.yaml."""
+"""Texts of fewer tokens have these, as configs/wikitext2_lstm.yaml and eltec_hun_lstm.yaml have."""
 HIDDEN_SIZES = {20_000: (64,), 5_000_000: (200, 128, 64), math.inf: (300, 200, 128, 64)}
 """Sizes of the model for texts of fewer tokens; the first one that fits is taken."""
 MEMORY_SHARE = 0.7
