@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
-from lm.output.functional import hierarchical_nll_by_level
+from lm.output.functional import hierarchical_lse_by_level, hierarchical_nll_by_level
 
 N, H = 23, 6
 TREE = ClassTree.two_level((torch.arange(N) * 7) % 5, shortlist=3)
@@ -30,30 +30,13 @@ def test_forward_gives_log_probabilities_and_the_mean_loss(layer: HierarchicalSo
     torch.testing.assert_close(output, -nll)
     torch.testing.assert_close(loss, nll.sum() / 19)
     torch.testing.assert_close(loss, layer.loss(hidden, target))
+    assert torch.equal(layer.nll_by_level(hidden, target), hierarchical_nll_by_level(*args))
+    assert torch.equal(layer.lse_by_level(hidden, target), hierarchical_lse_by_level(*args))
 
 
 def test_predict_is_the_argmax_of_log_prob(layer: HierarchicalSoftmax) -> None:
     hidden = torch.randn(50, H)
     assert torch.equal(layer.predict(hidden), layer.log_prob(hidden).argmax(1))
-
-
-def test_nll_by_level_splits_the_loss(layer: HierarchicalSoftmax) -> None:
-    hidden, target = torch.randn(3, 3, H), torch.randint(0, N, (3, 3))
-    target[0, 2] = -100
-    levels = layer.nll_by_level(hidden, target)
-    args = (hidden, layer.weight, target, layer.tree, layer.bias)
-    assert torch.equal(levels, hierarchical_nll_by_level(*args))
-    torch.testing.assert_close(levels.sum(0), layer.loss(hidden, target, "none").detach())
-
-
-def test_tree_is_saved_with_the_weights() -> None:
-    layer = HierarchicalSoftmax(H, ClassTree.two_level(range(N)))
-    state = layer.state_dict()
-    tree = {k.removeprefix("tree."): v for k, v in state.items() if k.startswith("tree.")}
-    again = HierarchicalSoftmax(H, ClassTree.from_state(tree))
-    again.load_state_dict(state)
-    hidden, target = torch.randn(7, H), torch.randint(0, N, (7,))
-    assert torch.equal(again.loss(hidden, target), layer.loss(hidden, target))
 
 
 def on_meta() -> HierarchicalSoftmax:

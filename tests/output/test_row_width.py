@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.output.backends import OPS
-from lm.output.backends.base import Needs
 from lm.output.decoding import distribution
 from lm.output.decoding.candidates import candidate_log_prob
 from lm.output.decoding.draws import Sampling
@@ -47,35 +45,6 @@ def test_further_columns_change_nothing_and_have_no_gradient(
     found = [each, d_hidden, d_weight[:, :H], d_bias]
     near = 100 * torch.finfo(dtype).eps
     torch.testing.assert_close(found, [truth, *true_grads], rtol=near, atol=near)
-
-
-@both_backends
-@pytest.mark.parametrize("num_positions", [0, 3])
-def test_nothing_to_predict_has_gradients_of_zero(num_positions: int) -> None:
-    *inputs, _ = with_long_rows(problem(TREE, 3))
-    hidden, parameters = inputs[0][:num_positions].detach(), inputs[1:]
-    each = nll([hidden, *parameters, torch.full((num_positions,), -100)], TREE)
-    assert torch.equal(each, torch.zeros(num_positions, dtype=torch.float64))
-    for parameter, grad in zip(
-        parameters, torch.autograd.grad(each.sum(), parameters), strict=True
-    ):
-        assert torch.equal(grad, torch.zeros_like(parameter))
-
-
-@both_backends
-def test_gradients_and_registered_ops_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, bias, target = with_long_rows(problem(TREE, 5))
-    inputs = (hidden, weight, bias)
-    assert torch.autograd.gradcheck(
-        lambda *inputs: nll([*inputs, target], TREE), inputs, fast_mode=True
-    )
-    monkeypatch.setattr(Tensor, "new_empty", Tensor.new_zeros)  # as in `test_autograd`
-    needs = list(Needs(hidden=True, weight=True, bias=True))
-    sizes = (TREE.depth, TREE.max_path_columns, -100)
-    for op in OPS.values():
-        arguments = (hidden, weight, target, list(TREE.arrays), bias, *sizes, needs)
-        results = torch.library.opcheck(op, arguments)  # type: ignore[arg-type]
-        assert set(results.values()) == {"SUCCESS"}
 
 
 def test_decoding_of_long_rows_is_that_of_their_first_numbers() -> None:

@@ -175,9 +175,8 @@ class _Lookup(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         table = ctx.table_like
         values = d_rows[0].reshape(index.numel(), table.shape[1])
-        row = index.flatten()
-        read = row >= 0
-        return RowGradient(table, [Rows(row[read], values[read])]), None
+        read = index.flatten() >= 0
+        return RowGradient(table, [Rows(index.flatten()[read], values[read])]), None
 
 
 @not_compiled

@@ -42,17 +42,6 @@ def test_gradients_are_those_of_the_full_distribution(tree: ClassTree) -> None:
     torch.testing.assert_close(actual, torch.autograd.grad(log_prob, inputs, upstream))
 
 
-def test_gradcheck(tree: ClassTree) -> None:
-    word = torch.tensor([[3, 3, 9], [0, 22, 17]])
-
-    def log_prob(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return candidates.candidate_log_prob(hidden, weight, word, tree, bias)
-
-    shapes = ((2, H), (tree.num_rows, H), (tree.num_rows,))
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    assert torch.autograd.gradcheck(log_prob, inputs)
-
-
 def test_each_node_is_evaluated_once_for_a_position(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluated: list[tuple[int, int]] = []
     log_softmax = nodes.node_log_softmax

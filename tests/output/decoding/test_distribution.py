@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lm.output import hierarchical_cross_entropy
 from lm.output.backends import nodes
 from lm.output.decoding import distribution
 from lm.output.decoding.distribution import log_prob, topk
@@ -29,15 +28,6 @@ def test_log_prob_is_the_sum_over_the_path_and_sums_to_one(shape: str, num_words
     actual = log_prob(*layer)
     torch.testing.assert_close(actual, word_log_prob(*layer), rtol=0, atol=1e-12)
     torch.testing.assert_close(actual.exp().sum(1), torch.ones(P).double(), rtol=0, atol=1e-12)
-
-
-@all_shapes
-def test_log_prob_is_the_negative_loss(shape: str) -> None:
-    hidden, weight, tree, bias = random_layer(shape)
-    target = torch.arange(P) * 4
-    nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, reduction="none")
-    log_probs = log_prob(hidden, weight, tree, bias)
-    torch.testing.assert_close(-log_probs[range(P), target], nll, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", ["full", "shortlist", "paths"])

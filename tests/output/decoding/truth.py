@@ -122,28 +122,10 @@ def restricted(
     return torch.zeros_like(probs).scatter(0, order, probs / probs.sum())
 
 
-def sample(
-    hidden: Tensor,
-    weight: Tensor,
-    tree: ClassTree,
-    bias: Tensor,
-    *,
-    previous: Tensor | None = None,
-    seeds: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    **options: Any,
-) -> Tensor:
+def sample(*layer: Any, seeds: Any = None, generator: Any = None, **options: Any) -> Tensor:
     """`distribution.sample` with the fields of `Sampling` as options."""
-    return distribution.sample(
-        hidden,
-        weight,
-        tree,
-        bias,
-        sampling=Sampling(**options),
-        previous=previous,
-        seeds=seeds,
-        generator=generator,
-    )
+    given = {"previous": options.pop("previous", None), "seeds": seeds, "generator": generator}
+    return distribution.sample(*layer, sampling=Sampling(**options), **given)
 
 
 def draw_many(

@@ -51,18 +51,6 @@ def test_the_gradient_is_the_dense_one(tree: ClassTree) -> None:
     torch.testing.assert_close(gradients(rows), gradients(dense), rtol=1e-12, atol=1e-13)
 
 
-def test_hidden_has_the_same_gradient(backend: str) -> None:
-    tree = SHORTLIST
-    weight, bias = table(tree)
-    grads = []
-    for rows in (False, True):
-        hidden, _, target = batch(0)
-        hidden.requires_grad_()
-        hierarchical_cross_entropy(hidden, weight, target, tree, bias, row_wise=rows).backward()  # type: ignore[no-untyped-call]
-        grads.append(hidden.grad)
-    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)
-
-
 def test_only_children_of_visited_nodes_and_input_words_have_values(backend: str) -> None:
     _, words, target = batch(0)
     visited = TWO_LEVEL.node_of_row[TWO_LEVEL.row_of_word[target[target >= 0]]]
