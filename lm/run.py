@@ -168,13 +168,15 @@ class Run:
     @cached_property
     def model_without_weights(self) -> "LanguageModel":
         """The model to be trained, with meta tensors as parameters: for its sizes."""
+        import torch
+
         from lm.model.build import build_model, without_weights
 
-        config, word_table, tree = self.config, self.word_table, self.tree
-        vocab_size = self.prepared.vocab_size if tree is None else tree.vocab_size
-        sections = config.model, config.output, word_table, tree, config.train.seq_len
+        config, tree = self.config, self.tree
+        sections = config.model, config.output, self.word_table, tree, config.train.seq_len
+        counts = torch.tensor(self.prepared.counts()) if tree is None else None
         with without_weights():
-            return build_model(*sections, vocab_size=vocab_size)
+            return build_model(*sections, counts=counts)
 
     def changed(self, config: Config) -> "Run":
         """A run of the same data and tree by another configuration."""
@@ -187,7 +189,9 @@ class Run:
     @cached_property
     def description(self) -> "Description":
         """What `model.json` says."""
-        return self._loaded[1]
+        from lm.model.files import read_description
+
+        return read_description(self.folder)
 
     @cached_property
     def tokenizer(self) -> "Tokenizer":
@@ -204,13 +208,9 @@ class Run:
     @cached_property
     def model(self) -> "LanguageModel":
         """The trained model, in evaluation mode."""
-        return self._loaded[0].to(self.device)
-
-    @cached_property
-    def _loaded(self) -> "tuple[LanguageModel, Description]":
         from lm.model.files import load_model
 
-        return load_model(self.folder)
+        return load_model(self.folder, self.description)[0].to(self.device)
 
     @cached_property
     def device(self) -> "torch.device":

@@ -26,7 +26,7 @@ class AdaptiveSoftmax(nn.Module):
         hidden_size: H.
         counts: [N] occurrences of each word, which give its frequency rank; ties go by word.
         cutoffs: frequency ranks at which the clusters begin: increasing, at least one, within
-            1 … N - 1. The first is the size of the shortlist.
+            1 … N - 1. The first is the size of the shortlist. None: N / 10 and N / 3.
         bias: whether the shortlist has biases (the clusters have none).
 
     Attributes:
@@ -46,10 +46,17 @@ class AdaptiveSoftmax(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, counts: Tensor, cutoffs: Sequence[int], *, bias: bool = True
+        self,
+        hidden_size: int,
+        counts: Tensor,
+        cutoffs: Sequence[int] | None = None,
+        *,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.vocab_size = len(counts)
+        if cutoffs is None:
+            cutoffs = [max(1, self.vocab_size // 10), self.vocab_size // 3]
         limits = [0, *cutoffs, self.vocab_size]
         if not cutoffs or not all(low < high for low, high in pairwise(limits)):
             raise ValueError(

@@ -70,7 +70,6 @@ def build_model(
     context: int,
     *,
     counts: Tensor | None = None,
-    vocab_size: int | None = None,
 ) -> LanguageModel:
     """Build the model that a configuration describes, initialized from torch's random generator.
 
@@ -81,16 +80,15 @@ def build_model(
         tree: the result of `build_tree`.
         context: T, number of positions that a Transformer attends to.
         counts: [N] occurrences of each word in the training split, for `count_word_dropout`
-            (without them there is none) and for the frequency ranks of `output.tree: adaptive`.
-        vocab_size: N, in place of `counts` where there is neither a tree nor a need for ranks: to
-            measure a model, or to load its state.
+            (without them there is none) and for the frequency ranks of `output.tree: adaptive`,
+            which requires them.
 
     Returns:
         The model, in training mode, on the default device.
 
     Raises:
         UserError: if `output.cutoffs` do not fit the vocabulary.
-        ValueError: if tree, counts and vocab_size are all None.
+        ValueError: if tree and counts are None.
 
     Example:
         >>> tree = ClassTree.balanced(vocab_size=100, branching=10)
@@ -99,16 +97,17 @@ def build_model(
         >>> hidden.shape
         torch.Size([5, 3, 8])
     """
-    backbone = _build_backbone(config, context)
     dtype = torch.bfloat16 if word_table.dtype == "bf16" else None
-    if tree is None and counts is None:
-        if vocab_size is None:
-            raise ValueError("one of tree, counts and vocab_size is required")
-        counts = torch.zeros(vocab_size, dtype=torch.int64, device="cpu")
+    word_dropout = _word_dropout(config, tree, counts)
+    backbone = _build_backbone(config, context)
     softmax: OutputLayer
     if tree is None:
-        assert counts is not None
-        softmax = _build_adaptive(config.hidden, output, counts)
+        if counts is None:
+            raise ValueError("one of tree and counts is required")
+        try:
+            softmax = AdaptiveSoftmax(config.hidden, counts, output.cutoffs, bias=output.bias)
+        except ValueError as error:
+            raise UserError(f"output.cutoffs: {error}") from error
     else:
         softmax = HierarchicalSoftmax(
             config.hidden,
@@ -125,7 +124,7 @@ def build_model(
         embedding_dtype=dtype,
         path_sum=config.input_embedding == "path_sum",
         row_wise=word_table.row_wise,
-        word_dropout=_word_dropout(config, tree, counts),
+        word_dropout=word_dropout,
         dropout=config.dropout,
         dropout_variational=config.dropout_variational,
     )
@@ -159,15 +158,14 @@ def restore_model(
         ValueError: if the state's tree is not a tree.
         RuntimeError: if the state does not fit the configuration.
     """
-    vocab_size, tree = None, None
+    counts, tree = None, None
     if output.tree == "adaptive":
-        index = state.get("output.index_of_word")
-        vocab_size = None if index is None else len(index)
+        counts = state.get("output.index_of_word")  # for their number: the ranks are in the state
     else:
         arrays = {k.removeprefix(_TREE): v for k, v in state.items() if k.startswith(_TREE)}
         tree = ClassTree.from_state(arrays)
     with without_weights():
-        model = build_model(config, output, word_table, tree, context, vocab_size=vocab_size)
+        model = build_model(config, output, word_table, tree, context, counts=counts)
     model.load_state_dict(state, assign=True)
     return model
 
@@ -201,9 +199,8 @@ class _WithoutInitialization(TorchFunctionMode):
 
 def _build_backbone(config: ModelConfig, context: int) -> Backbone:
     embedding_size = config.embedding or config.hidden
-    backbone: nn.Module
     if config.backbone == "lstm":
-        backbone = LSTM(
+        return LSTM(
             embedding_size,
             config.hidden,
             config.layers,
@@ -211,26 +208,15 @@ def _build_backbone(config: ModelConfig, context: int) -> Backbone:
             dropout_weight=config.dropout_weight,
             dropout_variational=config.dropout_variational,
         )
-    else:
-        backbone = Transformer(
-            embedding_size,
-            config.hidden,
-            config.layers,
-            heads=config.heads,
-            feedforward=config.feedforward,
-            dropout=config.dropout,
-            context=context,
-        )
-    return cast(Backbone, backbone)
-
-
-def _build_adaptive(hidden_size: int, output: OutputConfig, counts: Tensor) -> AdaptiveSoftmax:
-    vocab_size = len(counts)
-    cutoffs = output.cutoffs or [max(1, vocab_size // 10), vocab_size // 3]
-    try:
-        return AdaptiveSoftmax(hidden_size, counts, cutoffs, bias=output.bias)
-    except ValueError as error:
-        raise UserError(f"output.cutoffs: {error}") from error
+    return Transformer(
+        embedding_size,
+        config.hidden,
+        config.layers,
+        heads=config.heads,
+        feedforward=config.feedforward,
+        dropout=config.dropout,
+        context=context,
+    )
 
 
 def _word_dropout(

@@ -83,11 +83,14 @@ def save_model(folder: Path, model: LanguageModel, description: Description) -> 
     write_json_atomically(folder / DESCRIPTION, asdict(description) | {"weights_sha256": sha256})
 
 
-def load_model(folder: Path) -> tuple[LanguageModel, Description]:
+def load_model(
+    folder: Path, description: Description | None = None
+) -> tuple[LanguageModel, Description]:
     """Load the model of a run.
 
     Args:
         folder: folder of the two files.
+        description: the content of `model.json`; None reads it.
 
     Returns:
         The model, in evaluation mode, on the CPU, its parameters of the dtype that they were
@@ -96,7 +99,7 @@ def load_model(folder: Path) -> tuple[LanguageModel, Description]:
     Raises:
         UserError: if a file is absent or damaged, or the two do not belong together.
     """
-    description, weights = read_description(folder), folder / WEIGHTS
+    description, weights = description or read_description(folder), folder / WEIGHTS
     if sha256_file(weights) != description.weights_sha256:
         raise UserError(f"{weights} is damaged, or not described by {DESCRIPTION}")
     output = replace(description.output, backend="auto")  # of this device, not of the training

@@ -28,21 +28,11 @@ class Backbone(Protocol):
     def receptive_field(self) -> int | None:
         """Number of tokens that a hidden vector depends on, at most; None if it is not limited."""
 
-    def init_state(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> State:
+    def init_state(self, batch_size: int) -> State:
         """The state before the first token."""
 
     def __call__(self, embedded: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
         """Hidden vectors [T, B, H] of input vectors [T, B, E], and the state after them."""
-
-    @staticmethod
-    def detach_state(state: State) -> State:
-        """The state, detached from the graph."""
 
     @staticmethod
     def select_state(state: State, index: Tensor) -> State:
@@ -132,7 +122,7 @@ class LanguageModel(nn.Module):
 
     def init_state(self, batch_size: int) -> State:
         """The state before the first token of `batch_size` sequences."""
-        return self.backbone.init_state(batch_size, device=self.device, dtype=self.dtype)
+        return self.backbone.init_state(batch_size)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
         """Compute hidden vectors.

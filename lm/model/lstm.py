@@ -90,24 +90,17 @@ class LSTM(nn.Module):
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.dropout_weight = _probability("dropout_weight", dropout_weight)
-        self.dropout = Dropout(_probability("dropout", dropout), dropout_variational)
+        self.dropout = Dropout(dropout, dropout_variational)
         sizes = [input_size] + [hidden_size] * (layers - 1)
         self.layers = nn.ModuleList(nn.LSTM(size, hidden_size) for size in sizes)
 
-    def init_state(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, ...]:
+    def init_state(self, batch_size: int) -> tuple[Tensor, ...]:
         """The state before the first token: h and c of zeros, each [layers, B, H].
 
         A plain tuple, so that `torch.load(weights_only=True)` reads it back.
         """
-        zeros = torch.zeros(
-            len(self.layers), batch_size, self.hidden_size, device=device, dtype=dtype
-        )
+        weight = next(self.parameters())
+        zeros = weight.new_zeros(len(self.layers), batch_size, self.hidden_size)
         return zeros, zeros.clone()
 
     def forward(
@@ -134,11 +127,6 @@ class LSTM(nn.Module):
             if k + 1 < len(self.layers):
                 outputs = self.dropout(outputs)
         return outputs, (torch.cat([h for h, _ in ends]), torch.cat([c for _, c in ends]))
-
-    @staticmethod
-    def detach_state(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Cuts the state from the graph that made it: truncated back-propagation through time."""
-        return tuple(part.detach() for part in state)
 
     @staticmethod
     def select_state(state: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:

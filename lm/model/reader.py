@@ -64,7 +64,7 @@ def read_text(
         and the number of tokens [T', B] that each is predicted from, `<eos>` included.
     """
     carries_state = model.backbone.carries_state
-    state = model.init_state(1) if carries_state else None
+    state = None
     plan = _chunks(len(tokens)) if carries_state else _windows(len(tokens), context)
     for place, num_skipped in plan:
         inputs = tokens[np.maximum(place - 1, 0)].astype(np.int64)

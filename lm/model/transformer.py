@@ -93,21 +93,14 @@ class Transformer(nn.Module):
                 scale = (2 * len(self.blocks)) ** -0.5 if residual else 1.0
                 nn.init.normal_(weight, std=INIT_STD * scale)
 
-    def init_state(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, ...]:
+    def init_state(self, batch_size: int) -> tuple[Tensor, ...]:
         """An empty cache: keys and values [layers, B, heads, S = 0, D], next position [] int64.
 
         A plain tuple, which `torch.load(weights_only=True)` can read.
         """
-        head_size = self.hidden_size // self.heads
-        shape = (len(self.blocks), batch_size, self.heads, 0, head_size)
-        empty = torch.empty(shape, device=device, dtype=dtype)
-        return empty, empty.clone(), torch.zeros((), device=device, dtype=torch.int64)
+        shape = len(self.blocks), batch_size, self.heads, 0, self.hidden_size // self.heads
+        empty = self.norm.weight.new_empty(shape)
+        return empty, empty.clone(), empty.new_zeros((), dtype=torch.int64)
 
     def forward(
         self, embedded: Tensor, state: tuple[Tensor, ...] | None = None
@@ -143,11 +136,6 @@ class Transformer(nn.Module):
         if state is None:
             return hidden, None
         return hidden, (torch.stack(keys), torch.stack(values), state[2] + len(embedded))
-
-    @staticmethod
-    def detach_state(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The cache, detached from the autograd graph."""
-        return tuple(tensor.detach() for tensor in state)
 
     @staticmethod
     def select_state(state: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:

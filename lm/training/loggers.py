@@ -168,7 +168,7 @@ def open_loggers(config: Config, state: TrainingState, *, progress: bool) -> lis
     """The loggers of a run that starts, or continues from `state`."""
     loggers: list[Logger] = []
     if progress:
-        loggers.append(ProgressBar(state.step, state.total_steps))
+        loggers.append(ProgressBar(state.step, state.batches.num_steps))
     if config.log.wandb != "disabled":
         loggers.append(WandbLogger(config))
     return [MetricsFile(config.run_path / "metrics.csv", state.step), *loggers]

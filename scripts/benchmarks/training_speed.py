@@ -22,7 +22,7 @@ from lm.model.language_model import LanguageModel, State
 from lm.output.backends.base import followed_by_zeros
 from lm.run import Run
 from lm.training.batches import training_batches
-from lm.training.devices import build_fabric, matmul_precision
+from lm.training.devices import build_fabric
 from lm.training.loop import train_step
 from lm.training.state import CarriedLoss, TrainingState, build_state
 from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive, run
@@ -70,7 +70,8 @@ def start_training(
     run = Run.read(config_file, [*overrides, *(f"--{o}" for o in [*chosen, *others])])
     run.prepare()
     fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
-    state = build_state(fabric, run, batches, num_steps, None)
+    batches.num_steps = num_steps
+    state = build_state(fabric, run, batches, None)
     if name in LOSSES:
         model = cast(LanguageModel, OtherLoss(state.model, LOSSES[name]))
         state.loss = fabric.setup_module(CarriedLoss(model, run.config.train.accumulate))
@@ -80,9 +81,9 @@ def start_training(
 def time_steps(state: TrainingState, num_steps: int) -> float:
     """Tokens per second of a few steps."""
     before, start = state.progress.tokens_done, time.perf_counter()
-    with matmul_precision(state.config.train.matmul_precision):
-        for _ in range(num_steps):
-            train_step(state)
+    torch.set_float32_matmul_precision(state.config.train.matmul_precision)
+    for _ in range(num_steps):
+        train_step(state)
     if state.fabric.device.type == "cuda":
         torch.cuda.synchronize()
     return (state.progress.tokens_done - before) / (time.perf_counter() - start)

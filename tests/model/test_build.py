@@ -50,11 +50,11 @@ def test_the_default_cutoffs_are_a_tenth_and_a_third_of_the_vocabulary() -> None
 def test_cutoffs_outside_the_vocabulary_are_the_users_mistake() -> None:
     output = OutputConfig(tree="adaptive", cutoffs=[99])
     with pytest.raises(UserError, match=r"^output.cutoffs: cutoffs must increase within 1 … 29"):
-        build_model(ModelConfig(hidden=H), output, WordTable(), None, T, vocab_size=N)
+        build_model(ModelConfig(hidden=H), output, WordTable(), None, T, counts=COUNTS)
 
 
-def test_a_model_without_tree_and_counts_requires_the_size_of_the_vocabulary() -> None:
-    with pytest.raises(ValueError, match="one of tree, counts and vocab_size"):
+def test_a_model_without_a_tree_requires_counts() -> None:
+    with pytest.raises(ValueError, match="one of tree and counts is required"):
         build_model(ModelConfig(hidden=H), OutputConfig(tree="adaptive"), WordTable(), None, T)
 
 
