@@ -34,13 +34,6 @@ class Run:
     Attributes:
         folder: folder of the run.
         config: the configuration.
-        prepared: the prepared data; of a trained model, with the tokenizer that it has.
-        tree: the tree of softmaxes over the words of the prepared data; None for `adaptive`.
-        word_table: the section `word_table`, resolved for this tree and the devices.
-        description: the content of `model.json`.
-        tokenizer: the tokenizer of the trained model.
-        model: the trained model in evaluation mode, on `device`.
-        device: where the model computes.
     """
 
     def __init__(self, folder: Path, config: Config | None = None, *, device: str = "auto") -> None:
@@ -91,7 +84,7 @@ class Run:
 
     @cached_property
     def prepared(self) -> "Prepared":
-        """The prepared data."""
+        """The prepared data; of a trained model, with the tokenizer that it has."""
         from data_prep.prepare import open_made_by
         from data_prep.prepared import open_prepared
 
@@ -124,14 +117,14 @@ class Run:
 
     @cached_property
     def tree(self) -> "ClassTree | None":
-        """The tree of softmaxes over the words of the prepared data."""
+        """The tree of softmaxes over the words of the prepared data; None for `adaptive`."""
         from lm.model.build import build_tree
 
         return build_tree(self.config, self.prepared)
 
     @cached_property
     def word_table(self) -> "WordTable":
-        """How the table of words is stored and updated while training."""
+        """The section `word_table`, resolved for this tree and the devices."""
         from lm.config import resolve_word_table
 
         num_rows = self.prepared.vocab_size if self.tree is None else self.tree.num_rows
@@ -188,7 +181,7 @@ class Run:
 
     @cached_property
     def description(self) -> "Description":
-        """What `model.json` says."""
+        """The content of `model.json`."""
         from lm.model.files import read_description
 
         return read_description(self.folder)
@@ -207,7 +200,7 @@ class Run:
 
     @cached_property
     def model(self) -> "LanguageModel":
-        """The trained model, in evaluation mode."""
+        """The trained model, in evaluation mode, on `device`."""
         from lm.model.files import load_model
 
         return load_model(self.folder, self.description)[0].to(self.device)

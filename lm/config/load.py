@@ -29,7 +29,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             the nearest valid one) or given twice, if a value has the wrong type or is out
             of range, or if keys are in conflict. The message names the file and the key.
     """
-    values = _read(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or _single_line(str(error))
+        raise UserError(f"{path}: cannot read the configuration: {reason}") from error
+    values = _parse(text, str(path))
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected sections with keys, got {type(values).__name__}")
     for override in overrides:
         _apply(values, override)
     return validate(values, str(path))
@@ -129,18 +136,6 @@ _ADAPTER = TypeAdapter(Config)
 _UNION_BRANCHES = {"str", "list[str]", "int", "float", "constrained-int", "constrained-float"} | {
     "literal['auto']"
 }
-
-
-def _read(path: str | Path) -> dict[str, Any]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or _single_line(str(error))
-        raise UserError(f"{path}: cannot read the configuration: {reason}") from error
-    values = _parse(text, str(path))
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: expected sections with keys, got {type(values).__name__}")
-    return values
 
 
 def _parse(text: str, source: str) -> Any:

@@ -28,10 +28,12 @@ class Key(NamedTuple):
 
 def sections() -> dict[str, tuple[str, list[Key]]]:
     """Section → (its meaning, its keys); the keys outside all sections have the name ""."""
-    found = {"": (str(Config.__doc__), _keys("", Config, nested=False))}
+    keys = _keys("", Config)
+    found = {"": (str(Config.__doc__), [key for key in keys if "." not in key.name])}
     for section in fields(Config):
         if is_dataclass(section.type):
-            found[section.name] = (str(section.type.__doc__), _keys(section.name, section.type))
+            inside = [key for key in keys if key.name.startswith(f"{section.name}.")]
+            found[section.name] = (str(section.type.__doc__), inside)
     return found
 
 
@@ -49,7 +51,7 @@ def describe_keys(name: str | None = None) -> str:
     return "\n\n".join(blocks) if name is None else "\n".join(blocks)
 
 
-def _keys(prefix: str, section: Any, *, nested: bool = True) -> list[Key]:
+def _keys(prefix: str, section: Any) -> list[Key]:
     found: list[Key] = []
     meanings = _meanings(section)
     for field in fields(section):
@@ -58,7 +60,7 @@ def _keys(prefix: str, section: Any, *, nested: bool = True) -> list[Key]:
             required = field.default is MISSING
             default = "" if required else json.dumps(field.default).strip('"')
             found.append(Key(name, _type(field.type), default, meanings[field.name]))
-        elif nested:
+        else:
             found += _keys(name, field.type)
     return found
 

@@ -1,7 +1,7 @@
 """Which tree and which model a configuration describes."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -18,9 +18,6 @@ from lm.model.lstm import LSTM
 from lm.model.output_layer import OutputLayer
 from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
-
-_TREE = "output.tree."
-"""Prefix of the tree's arrays in a model's state."""
 
 
 def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
@@ -98,7 +95,11 @@ def build_model(
         torch.Size([5, 3, 8])
     """
     dtype = torch.bfloat16 if word_table.dtype == "bf16" else None
-    word_dropout = _word_dropout(config, tree, counts)
+    word_dropout = None
+    if config.count_word_dropout and counts is not None:
+        word_dropout = config.count_word_dropout / (config.count_word_dropout + counts)
+        if config.input_embedding == "path_sum" and tree is not None:  # no path loses all vectors
+            word_dropout = word_dropout * (tree.node_of_row[tree.row_of_word] > 0)
     backbone = _build_backbone(config, context)
     softmax: OutputLayer
     if tree is None:
@@ -138,38 +139,6 @@ def build_model(
     return model
 
 
-def restore_model(
-    config: ModelConfig,
-    output: OutputConfig,
-    word_table: WordTable,
-    context: int,
-    state: Mapping[str, Tensor],
-) -> LanguageModel:
-    """Build a model around a saved state, without initializing or copying weights.
-
-    Args:
-        config, output, word_table, context: as for `build_model`.
-        state: the model's `state_dict()`; its tensors become the parameters.
-
-    Returns:
-        The model, in training mode.
-
-    Raises:
-        ValueError: if the state's tree is not a tree.
-        RuntimeError: if the state does not fit the configuration.
-    """
-    counts, tree = None, None
-    if output.tree == "adaptive":
-        counts = state.get("output.index_of_word")  # for their number: the ranks are in the state
-    else:
-        arrays = {k.removeprefix(_TREE): v for k, v in state.items() if k.startswith(_TREE)}
-        tree = ClassTree.from_state(arrays)
-    with without_weights():
-        model = build_model(config, output, word_table, tree, context, counts=counts)
-    model.load_state_dict(state, assign=True)
-    return model
-
-
 @contextmanager
 def without_weights() -> Iterator[None]:
     """Modules that are built inside the `with` block have meta tensors as parameters.
@@ -185,11 +154,7 @@ class _WithoutInitialization(TorchFunctionMode):
     """Skips the functions of `torch.nn.init`."""
 
     def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(function, "__module__", None) == "torch.nn.init":
@@ -217,16 +182,3 @@ def _build_backbone(config: ModelConfig, context: int) -> Backbone:
         dropout=config.dropout,
         context=context,
     )
-
-
-def _word_dropout(
-    config: ModelConfig, tree: ClassTree | None, counts: Tensor | None
-) -> Tensor | None:
-    """Probability [N] that a word loses its vector; 0 where its path sum would become empty."""
-    amount = config.count_word_dropout
-    if not amount or counts is None:
-        return None
-    probability = amount / (amount + counts)
-    if config.input_embedding == "path_sum" and tree is not None:
-        probability = probability * (tree.node_of_row[tree.row_of_word] > 0)
-    return probability

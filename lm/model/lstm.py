@@ -106,23 +106,16 @@ class LSTM(nn.Module):
     def forward(
         self, embedded: Tensor, state: tuple[Tensor, ...] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Runs the layers over a window.
-
-        Args:
-            embedded: input vectors [T, B, E], T ≥ 1.
-            state: h and c to start from, each [layers, B, H]; None starts from zeros.
-
-        Returns:
-            The last layer's h [T, B, H], and the state after step T.
-
-        Raises:
-            ValueError: if a shape does not fit.
-        """
+        """Runs the layers over a window, as every `Backbone`."""
         self._check_shapes(embedded, state)
         outputs, ends = embedded, []
         for k, layer in enumerate(self.layers):
             start = None if state is None else (state[0][k : k + 1], state[1][k : k + 1])
-            outputs, end = self._run(layer, outputs, start)
+            if self.training and self.dropout_weight:
+                dropped = F.dropout(layer.get_parameter("weight_hh_l0"), self.dropout_weight)
+                outputs, end = functional_call(layer, {"weight_hh_l0": dropped}, (outputs, start))
+            else:
+                outputs, end = layer(outputs, start)
             ends.append(end)
             if k + 1 < len(self.layers):
                 outputs = self.dropout(outputs)
@@ -137,15 +130,6 @@ class LSTM(nn.Module):
     def join_states(states: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The state of a batch of the sequences of several states, in their order."""
         return tuple(torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
-
-    def _run(
-        self, layer: nn.Module, inputs: Tensor, start: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Runs one layer, with a dropped copy of its recurrent weights while training."""
-        if not self.training or self.dropout_weight == 0:
-            return layer(inputs, start)  # type: ignore[no-any-return]
-        dropped = F.dropout(layer.get_parameter("weight_hh_l0"), self.dropout_weight)
-        return functional_call(layer, {"weight_hh_l0": dropped}, (inputs, start))  # type: ignore[no-any-return]
 
     def _check_shapes(self, embedded: Tensor, state: tuple[Tensor, ...] | None) -> None:
         if embedded.dim() != 3 or embedded.shape[2] != self.input_size or embedded.shape[0] < 1:

@@ -40,10 +40,6 @@ class Batches:
         UserError: if the text is too short for B sequences, B is not a multiple of the devices, or
             `max_epochs` has fewer batches than a step accumulates.
 
-    Attributes:
-        per_epoch: batches of an epoch.
-        num_steps: optimizer steps of the run, the lesser of `max_epochs` and `max_steps`.
-
     Example:
         >>> tokens = np.arange(1, 10, dtype=np.uint16)
         >>> batches = Batches(tokens, eos_id=0, batch_size=2, seq_len=3, shuffle=False, seed=1)
@@ -89,7 +85,7 @@ class Batches:
                 f"train.max_epochs = {self.max_epochs} has fewer batches than"
                 f" train.accumulate = {self.accumulate}"
             )
-        self.num_steps = min(limits, default=0)
+        self.num_steps = min(limits, default=0)  # of the run, by the optimizer
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, counted from the start of the first epoch."""

@@ -147,13 +147,9 @@ class ProgressBar(Logger):
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
             text = f"step {metrics.step} of {self.total_steps}: epoch {metrics.epoch:.2f}, "
             text += (self._valid if valid is not None else "") + figures
-            _log.info("%s%s", text, self._remaining(metrics.step))
-
-    def _remaining(self, step: int) -> str:
-        """The time left, from the speed so far."""
-        seconds = (time.monotonic() - self._started) / (step - self._first_step)
-        left = round(seconds * (self.total_steps - step))
-        return f", {timedelta(seconds=left)} left" if left else ""
+            seconds = (time.monotonic() - self._started) / (metrics.step - self._first_step)
+            left = round(seconds * (self.total_steps - metrics.step))
+            _log.info("%s%s", text, f", {timedelta(seconds=left)} left" if left else "")
 
     def close(self) -> None:
         """Leave the bar as it is."""

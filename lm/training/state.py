@@ -248,6 +248,13 @@ def build_state(
     Raises:
         UserError: if the checkpoint does not fit.
     """
+    if saved is not None and len(saved["devices"]) != fabric.world_size:
+        raise UserError(
+            f"the checkpoint was written by {len(saved['devices'])} devices,"
+            f" this continuation has {fabric.world_size} (train.devices)"
+        )
+    if saved is not None and saved["text_sha256"] != run.prepared.splits["train"].sha256:
+        raise UserError("the training split was prepared again, from another text")
     config, tree, word_table = run.config, run.tree, run.word_table
     counts = torch.tensor(run.prepared.counts())
     torch.manual_seed(config.seed)
@@ -264,7 +271,6 @@ def build_state(
     if fabric.global_rank:  # the same weights on every device, but different dropout
         torch.manual_seed(config.seed + fabric.global_rank)
     if saved is not None:
-        _check_fits(saved, fabric.world_size, run.prepared.splits["train"].sha256)
         _load_weights(model, saved["model"], config.train.precision)
     carried_loss = CarriedLoss(model, config.train.accumulate)
     loss = fabric.setup_module(carried_loss)
@@ -284,17 +290,6 @@ def build_state(
     if saved is not None:
         state.restore(saved)
     return state
-
-
-def _check_fits(checkpoint: dict[str, Any], num_devices: int, text_sha256: str) -> None:
-    """Check that devices and training split are those of the checkpoint."""
-    if len(checkpoint["devices"]) != num_devices:
-        raise UserError(
-            f"the checkpoint was written by {len(checkpoint['devices'])} devices,"
-            f" this continuation has {num_devices} (train.devices)"
-        )
-    if checkpoint["text_sha256"] != text_sha256:
-        raise UserError("the training split was prepared again, from another text")
 
 
 def _load_weights(model: LanguageModel, weights: dict[str, Tensor], precision: str) -> None:
