@@ -43,8 +43,11 @@ def describe_keys(name: str | None = None) -> str:
     for section, (meaning, keys) in sections().items():
         if section and name in (None, section):
             blocks.append(textwrap.fill(f"[{section}] {meaning}", _WIDTH))
-        matching = (key for key in keys if f"{key.name}.".startswith(f"{name}.") or name is None)
-        blocks += map(_text, matching)
+        for key in keys:
+            if name is None or f"{key.name}.".startswith(f"{name}."):
+                default = f" = {key.default}" if key.default else " (required)"
+                meaning = textwrap.indent(textwrap.fill(key.meaning, _WIDTH - 4), "    ")
+                blocks.append(f"{key.name}: {key.type}{default}\n{meaning}")
     if not blocks:
         known = [key.name for _, keys in sections().values() for key in keys]
         raise UserError(f"unknown key {name}" + nearest(str(name), [*known, *sections()]))
@@ -96,9 +99,3 @@ def _type(annotation: Any) -> str:
     if origin in (list, tuple):
         return f"{origin.__name__} of {_type(parts[0])}"
     return "null" if annotation is NoneType else str(annotation.__name__)
-
-
-def _text(key: Key) -> str:
-    default = f" = {key.default}" if key.default else " (required)"
-    meaning = textwrap.fill(key.meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
-    return f"{key.name}: {key.type}{default}\n{meaning}"

@@ -23,12 +23,7 @@ from lm.output import ClassTree, HierarchicalSoftmax
 def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
     """Build the tree of softmaxes that `output.tree` names, over the words of the prepared data.
 
-    Args:
-        config: a valid configuration.
-        prepared: its prepared data.
-
-    Returns:
-        The tree; None for `adaptive`, which has cutoffs instead.
+    Returns None for `adaptive`, which has cutoffs instead.
 
     Raises:
         UserError: if the tree's file is absent or does not fit the vocabulary.

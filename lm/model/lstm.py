@@ -107,7 +107,16 @@ class LSTM(nn.Module):
         self, embedded: Tensor, state: tuple[Tensor, ...] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Runs the layers over a window, as every `Backbone`."""
-        self._check_shapes(embedded, state)
+        if embedded.dim() != 3 or embedded.shape[2] != self.input_size or embedded.shape[0] < 1:
+            raise ValueError(
+                f"LSTM: embedded must be [T ≥ 1, B, {self.input_size}], got {list(embedded.shape)}"
+            )
+        expected = (len(self.layers), embedded.shape[1], self.hidden_size)
+        for name, part in zip("hc", state or (), strict=False):
+            if part.shape != expected:
+                raise ValueError(
+                    f"LSTM: state {name} must be {list(expected)}, got {list(part.shape)}"
+                )
         outputs, ends = embedded, []
         for k, layer in enumerate(self.layers):
             start = None if state is None else (state[0][k : k + 1], state[1][k : k + 1])
@@ -130,18 +139,6 @@ class LSTM(nn.Module):
     def join_states(states: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The state of a batch of the sequences of several states, in their order."""
         return tuple(torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
-
-    def _check_shapes(self, embedded: Tensor, state: tuple[Tensor, ...] | None) -> None:
-        if embedded.dim() != 3 or embedded.shape[2] != self.input_size or embedded.shape[0] < 1:
-            raise ValueError(
-                f"LSTM: embedded must be [T ≥ 1, B, {self.input_size}], got {list(embedded.shape)}"
-            )
-        expected = (len(self.layers), embedded.shape[1], self.hidden_size)
-        for name, part in zip("hc", state or (), strict=False):
-            if part.shape != expected:
-                raise ValueError(
-                    f"LSTM: state {name} must be {list(expected)}, got {list(part.shape)}"
-                )
 
 
 def _probability(name: str, value: float) -> float:

@@ -26,7 +26,7 @@ from lm.training.memory_estimate import check_memory
 from lm.training.metrics import draw_curves
 from lm.training.run_folder import LOCK, check_folder, check_tokenizer, write_run_metadata
 from lm.training.signals import Interrupted, StopSignals
-from lm.training.state import TrainingState, build_state
+from lm.training.state import TrainingState
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def train(
             if checkpoint is not None:
                 _log.info("continuing from %s", checkpoint)
             with StopSignals() as signals, launched(fabric, config.train):
-                state = build_state(fabric, run, batches, saved)
+                state = TrainingState(fabric, run, batches, saved)
                 if is_main:
                     write_run_metadata(run)
                 loggers = open_loggers(config, state, progress=progress) if is_main else []

@@ -82,23 +82,23 @@ def check_memory(run: Run) -> None:
         f" {_gb(estimate.weights)}, gradients {_gb(estimate.gradients)}, optimizer"
         f" {_gb(estimate.optimizer)}, a batch {_gb(estimate.batch)}, other"
         f" {_gb(estimate.other)}), {_gb(available)} are available:"
-        f" {_what_fits(run, available)}"
+        f" {_what_fits(run, estimate.total, available)}"
     )
 
 
 def _batch_bytes(run: Run) -> int:
     """Hidden vectors of all layers and the output layer's saved state, with their gradients."""
-    model, precision = run.config.model, run.config.train.precision
-    train = run.config.train
+    model, train, output = run.config.model, run.config.train, run.config.output
     num_positions = train.batch_size // run.num_devices * train.seq_len
     per_position = 12 if model.backbone == "lstm" else 24
-    element = 8 if precision == "64-true" else 4
+    element = 8 if train.precision == "64-true" else 4
     vectors = element * num_positions * model.hidden * (per_position * model.layers + 4)
-    output = run.config.output
     if run.tree is None:  # the adaptive softmax, without its clusters, which few positions visit
         shortlist = (output.cutoffs or [run.prepared.vocab_size // 10])[0]
         return vectors + 2 * element * num_positions * shortlist
-    dtype = {"64-true": torch.float64, "32-true": torch.float32}.get(precision, torch.bfloat16)
+    dtype = {"64-true": torch.float64, "32-true": torch.float32}.get(
+        train.precision, torch.bfloat16
+    )
     problem = Problem.without_values(num_positions, model.hidden, run.tree, dtype)
     backend: str = output.backend
     if backend == "auto":
@@ -110,9 +110,9 @@ def _fits(estimate: MemoryEstimate, available: int) -> bool:
     return estimate.total <= (1 + TOLERANCE) * available
 
 
-def _what_fits(run: Run, available: int) -> str:
+def _what_fits(run: Run, need: int, available: int) -> str:
     """The first of the lighter settings, each with those before it, that fits."""
-    changes, even, need = "", "", estimate_memory(run).total
+    changes, even = "", ""
     for settings in _LIGHTER:
         values = to_dict(run.config)
         for key, value in settings.items():

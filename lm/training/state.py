@@ -1,7 +1,7 @@
 """The state of a training run: everything that a continuation needs, and how it is restored."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -9,7 +9,6 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from data_prep.errors import UserError
-from lm.config import Config
 from lm.evaluation import TextCounts, evaluate
 from lm.model.build import build_model, without_weights
 from lm.model.files import Description, save_model
@@ -70,19 +69,47 @@ class CarriedLoss(nn.Module):
         return loss / self.num_batches
 
 
-@dataclass(kw_only=True)
 class TrainingState:
-    """Model, optimizer, carried state, random numbers and progress of a run, of one process."""
+    """Model, optimizer, carried state, random numbers and progress of a run, of one process.
 
-    fabric: Fabric  # launched
-    run: Run
-    config: Config  # of the run
-    batches: Batches  # of this process
-    model: LanguageModel  # on the device
-    carried_loss: CarriedLoss
-    loss: Any  # the same as Fabric set it up, to be called
-    optimizer: Any  # as Fabric set it up
-    progress: Progress = field(default_factory=Progress)
+    It continues from a checkpoint, or without one initializes a new run by `seed`. Fabric is
+    launched; the batches are those of this process.
+
+    Raises:
+        UserError: if the checkpoint does not fit.
+    """
+
+    def __init__(
+        self, fabric: Fabric, run: Run, batches: Batches, saved: dict[str, Any] | None
+    ) -> None:
+        if saved is not None and len(saved["devices"]) != fabric.world_size:
+            raise UserError(
+                f"the checkpoint was written by {len(saved['devices'])} devices,"
+                f" this continuation has {fabric.world_size} (train.devices)"
+            )
+        if saved is not None and saved["text_sha256"] != run.prepared.splits["train"].sha256:
+            raise UserError("the training split was prepared again, from another text")
+        self.fabric, self.run, self.batches = fabric, run, batches
+        self.config = config = run.config
+        self.progress = Progress()
+        tree, context, counts = run.tree, config.train.seq_len, torch.tensor(run.prepared.counts())
+        sections = config.model, config.output, run.word_table
+        torch.manual_seed(config.seed)
+        device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
+        with fabric.strategy.precision.module_init_context(), device:
+            self.model = build_model(*sections, tree, context, counts=counts)
+        if fabric.global_rank:  # the same weights on every device, but different dropout
+            torch.manual_seed(config.seed + fabric.global_rank)
+        if saved is not None:
+            _load_weights(self.model, saved["model"], config.train.precision)
+        self.carried_loss = CarriedLoss(self.model, config.train.accumulate)
+        self.loss: Any = fabric.setup_module(self.carried_loss)
+        # With fp16, a fused optimizer would unscale gradients after they have been clipped.
+        fused = config.train.precision != "16-mixed"
+        optimizer = build_optimizer(self.model, config.optim, run.word_table, fused=fused)
+        self.optimizer: Any = fabric.setup_optimizers(optimizer)
+        if saved is not None:
+            self.restore(saved)
 
     @property
     def step(self) -> int:
@@ -238,58 +265,6 @@ class TrainingState:
         torch.set_rng_state(saved["cpu"])
         if saved["cuda"] is not None:
             torch.cuda.set_rng_state(saved["cuda"], self.fabric.device)
-
-
-def build_state(
-    fabric: Fabric, run: Run, batches: Batches, saved: dict[str, Any] | None
-) -> TrainingState:
-    """Restore the state of a run from a checkpoint, or initialize a new one by `seed`.
-
-    Raises:
-        UserError: if the checkpoint does not fit.
-    """
-    if saved is not None and len(saved["devices"]) != fabric.world_size:
-        raise UserError(
-            f"the checkpoint was written by {len(saved['devices'])} devices,"
-            f" this continuation has {fabric.world_size} (train.devices)"
-        )
-    if saved is not None and saved["text_sha256"] != run.prepared.splits["train"].sha256:
-        raise UserError("the training split was prepared again, from another text")
-    config, tree, word_table = run.config, run.tree, run.word_table
-    counts = torch.tensor(run.prepared.counts())
-    torch.manual_seed(config.seed)
-    device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
-    with fabric.strategy.precision.module_init_context(), device:
-        model = build_model(
-            config.model,
-            config.output,
-            word_table,
-            tree,
-            config.train.seq_len,
-            counts=counts,
-        )
-    if fabric.global_rank:  # the same weights on every device, but different dropout
-        torch.manual_seed(config.seed + fabric.global_rank)
-    if saved is not None:
-        _load_weights(model, saved["model"], config.train.precision)
-    carried_loss = CarriedLoss(model, config.train.accumulate)
-    loss = fabric.setup_module(carried_loss)
-    # With fp16, a fused optimizer would unscale gradients after they have been clipped.
-    fused = config.train.precision != "16-mixed"
-    optimizer = build_optimizer(model, config.optim, word_table, fused=fused)
-    state = TrainingState(
-        fabric=fabric,
-        run=run,
-        config=config,
-        batches=batches,
-        model=model,
-        carried_loss=carried_loss,
-        loss=loss,
-        optimizer=fabric.setup_optimizers(optimizer),
-    )
-    if saved is not None:
-        state.restore(saved)
-    return state
 
 
 def _load_weights(model: LanguageModel, weights: dict[str, Tensor], precision: str) -> None:

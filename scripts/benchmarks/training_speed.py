@@ -24,7 +24,7 @@ from lm.run import Run
 from lm.training.batches import training_batches
 from lm.training.devices import build_fabric
 from lm.training.loop import train_step
-from lm.training.state import CarriedLoss, TrainingState, build_state
+from lm.training.state import CarriedLoss, TrainingState
 from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive, run
 
 
@@ -71,7 +71,7 @@ def start_training(
     run.prepare()
     fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
     batches.num_steps = num_steps
-    state = build_state(fabric, run, batches, None)
+    state = TrainingState(fabric, run, batches, None)
     if name in LOSSES:
         model = cast(LanguageModel, OtherLoss(state.model, LOSSES[name]))
         state.loss = fabric.setup_module(CarriedLoss(model, run.config.train.accumulate))

@@ -17,7 +17,7 @@ from lm.run import Run
 from lm.training.batches import Batches, training_batches
 from lm.training.checkpoint import load_checkpoint, save_checkpoint
 from lm.training.devices import build_fabric
-from lm.training.state import build_state
+from lm.training.state import TrainingState
 
 Train = Callable[..., Path]
 Contents = Callable[[Path], dict[str, str]]
@@ -203,7 +203,7 @@ def test_a_continuation_moves_the_carried_state_to_the_device(
     """The device is meta in place of a GPU."""
     run, path = Run.read(lstm_run), lstm_run / "checkpoints" / "last.ckpt"
     fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
-    state = build_state(fabric, run, batches, load_checkpoint(path))
+    state = TrainingState(fabric, run, batches, load_checkpoint(path))
     carried = state.carried_loss.carried
     assert carried is not None
     assert [tensor.device.type for tensor in carried] == ["cpu"] * len(carried)
