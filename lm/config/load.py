@@ -32,7 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or _single_line(str(error))
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"{path}: cannot read the configuration: {reason}") from error
     values = _parse(text, str(path))
     if not isinstance(values, dict):
@@ -142,7 +142,8 @@ def _parse(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise UserError(f"{source}: not valid YAML: {_single_line(str(error))}") from error
+        problem = " ".join(str(error).split())
+        raise UserError(f"{source}: not valid YAML: {problem}") from error
     except RecursionError as error:
         raise UserError(f"{source}: not valid YAML: values are nested too deeply") from error
 
@@ -171,7 +172,8 @@ def _describe(error: ValidationError) -> str:
         return f"unknown key {key}" + nearest(key, sorted({*_flatten(blank), *blank}))
     if problem["type"] in ("missing", "missing_argument"):
         return f"{key} is missing"
-    return f"{key}: {_single_line(problem['msg'])}, got {reprlib.repr(problem['input'])}"
+    message = " ".join(problem["msg"].split())
+    return f"{key}: {message}, got {reprlib.repr(problem['input'])}"
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -182,7 +184,3 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def _single_line(text: str) -> str:
-    return " ".join(text.split())

@@ -40,8 +40,7 @@ def resolve_word_table(config: Config, num_rows: int, num_devices: int) -> WordT
         row_wise = False
     else:
         large = num_devices == 1 and num_rows * config.model.hidden >= ROW_WISE_ELEMENTS
-        possible = skips_unvisited_rows(config) and conflict_with_row_wise(config) is None
-        row_wise = large and possible
+        row_wise = large and skips_unvisited_rows(config) and conflict_with_row_wise(config) is None
     if row_wise and num_devices > 1:
         raise UserError(
             "row-wise gradients of word_table cannot be combined with train.devices:"

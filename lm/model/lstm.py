@@ -99,8 +99,7 @@ class LSTM(nn.Module):
 
         A plain tuple, so that `torch.load(weights_only=True)` reads it back.
         """
-        weight = next(self.parameters())
-        zeros = weight.new_zeros(len(self.layers), batch_size, self.hidden_size)
+        zeros = next(self.parameters()).new_zeros(len(self.layers), batch_size, self.hidden_size)
         return zeros, zeros.clone()
 
     def forward(

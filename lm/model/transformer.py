@@ -114,7 +114,16 @@ class Transformer(nn.Module):
         The new state is the cache extended by these positions, and cut to the `context` − 1 that
         the next position attends to.
         """
-        self._check_shapes(embedded, state)
+        if embedded.dim() != 3 or embedded.shape[2] != self.input_size or embedded.shape[0] < 1:
+            raise ValueError(
+                f"Transformer: embedded must be [T ≥ 1, B, {self.input_size}], "
+                f"got {list(embedded.shape)}"
+            )
+        if state is not None and state[0].shape[1] != embedded.shape[1]:
+            raise ValueError(
+                f"Transformer: the state has {state[0].shape[1]} sequences, "
+                f"embedded has {embedded.shape[1]}"
+            )
         num_past = 0 if state is None else state[0].shape[3]
         rotary = self._rotary(embedded, state)
         mask = self._mask(embedded, num_past)
@@ -164,18 +173,6 @@ class Transformer(nn.Module):
         key = torch.arange(num_past + num_new, device=embedded.device)
         query = key[num_past:, None]
         return (key <= query) & (key > query - self.context)
-
-    def _check_shapes(self, embedded: Tensor, state: tuple[Tensor, ...] | None) -> None:
-        if embedded.dim() != 3 or embedded.shape[2] != self.input_size or embedded.shape[0] < 1:
-            raise ValueError(
-                f"Transformer: embedded must be [T ≥ 1, B, {self.input_size}], "
-                f"got {list(embedded.shape)}"
-            )
-        if state is not None and state[0].shape[1] != embedded.shape[1]:
-            raise ValueError(
-                f"Transformer: the state has {state[0].shape[1]} sequences, "
-                f"embedded has {embedded.shape[1]}"
-            )
 
 
 class _Block(nn.Module):

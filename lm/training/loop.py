@@ -66,10 +66,10 @@ def train(
         make_folder(folder)
     busy = f"{folder}: another process trains this run"
     with locked(folder / LOCK, busy=busy) if is_main else nullcontext():
-        checkpoint = check_folder(config, resume) if is_main or resume else None
-        if checkpoint is not None:
+        saved = None
+        if checkpoint := check_folder(config, resume) if is_main or resume else None:
             check_tokenizer(folder, run.prepared)
-        saved = None if checkpoint is None else load_checkpoint(checkpoint)
+            saved = load_checkpoint(checkpoint)
         num_batches = batches.num_steps * config.train.accumulate
         if checkpoint is None or saved is None or saved["progress"]["batches_done"] < num_batches:
             if checkpoint is not None:

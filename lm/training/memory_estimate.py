@@ -75,14 +75,14 @@ def check_memory(run: Run) -> None:
         UserError: with the estimate, the available memory, and the settings that would fit.
     """
     estimate, available = estimate_memory(run), run.available_bytes
-    if available is None or _fits(estimate, available):
+    if available is None or estimate.total <= (limit := (1 + TOLERANCE) * available):
         return
     raise UserError(
         f"training {run.config.name} needs {_gb(estimate.total)} of memory (weights"
         f" {_gb(estimate.weights)}, gradients {_gb(estimate.gradients)}, optimizer"
         f" {_gb(estimate.optimizer)}, a batch {_gb(estimate.batch)}, other"
         f" {_gb(estimate.other)}), {_gb(available)} are available:"
-        f" {_what_fits(run, estimate.total, available)}"
+        f" {_what_fits(run, estimate.total, limit)}"
     )
 
 
@@ -96,9 +96,8 @@ def _batch_bytes(run: Run) -> int:
     if run.tree is None:  # the adaptive softmax, without its clusters, which few positions visit
         shortlist = (output.cutoffs or [run.prepared.vocab_size // 10])[0]
         return vectors + 2 * element * num_positions * shortlist
-    dtype = {"64-true": torch.float64, "32-true": torch.float32}.get(
-        train.precision, torch.bfloat16
-    )
+    dtypes = {"64-true": torch.float64, "32-true": torch.float32}
+    dtype = dtypes.get(train.precision, torch.bfloat16)
     problem = Problem.without_values(num_positions, model.hidden, run.tree, dtype)
     backend: str = output.backend
     if backend == "auto":
@@ -106,11 +105,7 @@ def _batch_bytes(run: Run) -> int:
     return vectors + 2 * saved_bytes(backend, problem, row_wise=run.word_table.row_wise)
 
 
-def _fits(estimate: MemoryEstimate, available: int) -> bool:
-    return estimate.total <= (1 + TOLERANCE) * available
-
-
-def _what_fits(run: Run, need: int, available: int) -> str:
+def _what_fits(run: Run, need: int, limit: float) -> str:
     """The first of the lighter settings, each with those before it, that fits."""
     changes, even = "", ""
     for settings in _LIGHTER:
@@ -127,7 +122,7 @@ def _what_fits(run: Run, need: int, available: int) -> str:
         run = run.changed(lighter)
         changes += "".join(f"--{key}={str(value).lower()} " for key, value in settings.items())
         estimate = estimate_memory(run)
-        if _fits(estimate, available):
+        if estimate.total <= limit:
             return f"{changes}would fit, with {_gb(estimate.total)}"
         if estimate.total < 0.99 * need:
             even = f"even {changes}would need {_gb(estimate.total)}; "
