@@ -33,11 +33,6 @@ class TextCounts:
     lines: int  # each with one `<eos>`
     utf8_bytes: int  # line ends included
 
-    @classmethod
-    def of(cls, split: SplitInfo) -> "TextCounts":
-        """The counts of a prepared split."""
-        return cls(words=split.words, lines=split.lines, utf8_bytes=split.utf8_bytes)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
@@ -46,6 +41,7 @@ class Evaluation:
     Attributes:
         tokens: predicted tokens, including an `<eos>` for each line.
         words: words of the original text, without `<eos>`.
+        lines: its lines, each with one `<eos>`.
         oov: tokens that are `<unk>`.
         nll_nats: negative log-likelihood of all tokens.
         perplexity: exp(nll / tokens).
@@ -62,6 +58,7 @@ class Evaluation:
 
     tokens: int
     words: int
+    lines: int
     oov: int
     nll_nats: float
     perplexity: float
@@ -83,6 +80,7 @@ class Evaluation:
     def table(self, title: str) -> str:
         """The figures as lines of text below a title."""
         classes = f"{self.class_perplexity:.2f} × {self.within_class_perplexity:.2f}"
+        num_units = f"{self.words:,} words + {self.lines:,} line ends"
         rows = {
             "tokens predicted": f"{self.tokens:,}",
             "words, without <eos>": f"{self.words:,}",
@@ -91,7 +89,7 @@ class Evaluation:
             "perplexity": f"{self.perplexity:.2f}",
             "  excluding out of vocabulary": f"{self.perplexity_excluding_oov:.2f}",
             "  class × within class": classes,
-            "word perplexity": f"{self.word_perplexity:.2f}",
+            "word perplexity": f"{self.word_perplexity:.2f}, of {num_units}",
             "bits per byte": f"{self.bits_per_byte:.4f}",
             "context": self.context,
             "line ends": self.eos_rule,
@@ -104,7 +102,7 @@ class Evaluation:
 def evaluate(
     model: LanguageModel,
     tokens: NDArray[Any],
-    counts: TextCounts,
+    counts: TextCounts | SplitInfo,
     *,
     eos_id: int,
     unk_id: int | None,
@@ -152,6 +150,7 @@ def evaluate(
     return Evaluation(
         tokens=len(tokens),
         words=counts.words,
+        lines=counts.lines,
         oov=oov,
         nll_nats=nll,
         perplexity=perplexity(nll, len(tokens)),
@@ -192,7 +191,7 @@ def evaluate_split(run: Run, split: str, *, progress: bool = True) -> Evaluation
     result = evaluate(
         model,
         prepared.tokens(split),
-        TextCounts.of(prepared.splits[split]),
+        prepared.splits[split],
         eos_id=description.eos_id,
         unk_id=description.unk_id,
         context=description.context,
