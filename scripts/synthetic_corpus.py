@@ -11,7 +11,6 @@ million types, including the space. Memory does not grow with the corpus.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from tqdm import tqdm
 
 from data_prep.errors import UserError
 from data_prep.storage import write_atomically
+from scripts.benchmarks.reporting import run
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -182,7 +182,4 @@ def _check(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"make_corpus: {error}")
+    run(main, "make_corpus")

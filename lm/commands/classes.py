@@ -31,8 +31,7 @@ def run(options: argparse.Namespace) -> None:
 
     run = Run.read(options.source, options.overrides)
     if run.config.needed_classes is None:
-        tree = run.config.output.tree
-        raise UserError(f"output.tree: {tree} has no word classes to report on")
+        raise UserError(f"output.tree: {run.config.output.tree} has no word classes to report on")
     run.check_classes()
     prepared = run.prepared
     report = class_report(

@@ -66,12 +66,7 @@ def arpa_scores(path: Path) -> WordScores:
 
 
 class ScoredList:
-    """An n-best list with the language-model scores of its words.
-
-    Args:
-        nbest: the list.
-        models: one or two models.
-    """
+    """An n-best list with the language-model scores of its words, by one or two models."""
 
     def __init__(self, nbest: NBest, models: Sequence[WordScores]) -> None:
         self.nbest = nbest

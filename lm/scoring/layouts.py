@@ -42,11 +42,7 @@ class Layout:
     has_ids: bool  # whether lines begin with an id and a tab or space; else an id is their number
 
     def rows(self, lines: Iterable[str], *, stream: bool) -> Iterator[str]:
-        """Score lines; yields what is printed, without line ends.
-
-        Args:
-            lines: the text.
-            stream: whether the lines are one text instead of independent sentences.
+        """Score lines, as one text or as independent sentences; yields what is printed.
 
         Raises:
             UserError: if there is no line, or a line has no id where it must have one.

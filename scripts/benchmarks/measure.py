@@ -62,14 +62,14 @@ class CudaClock:
         return event_clock(step)
 
 
-class Ceilings(NamedTuple):
-    """Best rates of the device, per second: bytes read or written, multiply–adds × 2."""
+class Work(NamedTuple):
+    """Bytes read or written, and multiply–adds × 2, of a step or per second."""
 
     bytes: float
     flops: float
 
 
-def ceilings(clock: Clock, device: torch.device, dtype: torch.dtype) -> Ceilings:
+def best_rates(clock: Clock, device: torch.device, dtype: torch.dtype) -> Work:
     """The best of several large copies (bytes read and written) and of several matrix products."""
     size, side = ((1 << 29), 8192) if device.type == "cuda" else ((1 << 26), 2048)
     source, copy = torch.ones(2, size, device=device).unbind()
@@ -80,7 +80,7 @@ def ceilings(clock: Clock, device: torch.device, dtype: torch.dtype) -> Ceilings
         copies.append(clock(lambda: copy.copy_(source)))
         products.append(clock(lambda: torch.mm(factor, factor, out=product)))
     fastest_copy, fastest_product = (min(t() for t in times[1:]) for times in (copies, products))
-    return Ceilings(2 * 4 * size / fastest_copy, 2 * side**3 / fastest_product)
+    return Work(2 * 4 * size / fastest_copy, 2 * side**3 / fastest_product)
 
 
 @contextmanager
@@ -148,15 +148,8 @@ def proc_bytes(file: Path, field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-class Floor(NamedTuple):
-    """Least work of forward and backward: bytes read or written, multiply–adds × 2."""
-
-    bytes: int
-    flops: int
-
-
-def least_work(problem: Problem, tree: ClassTree) -> Floor:
-    """Least bytes and operations with which a tree predicts the targets and trains.
+def least_work(problem: Problem, tree: ClassTree) -> Work:
+    """Least work with which a tree predicts the targets and trains.
 
     Each hidden vector, and each row of a node on a target's path, is read once in the forward and
     once in the backward pass, and its gradient is written once.
@@ -166,7 +159,7 @@ def least_work(problem: Problem, tree: ClassTree) -> Floor:
     rows = int(tree.num_children[torch.unique(node)].sum())
     columns = int(tree.num_children[node].sum())
     vectors, size = rows + problem.num_positions, problem.hidden_size
-    return Floor(3 * vectors * size * problem.hidden.element_size(), 6 * columns * size)
+    return Work(3 * vectors * size * problem.hidden.element_size(), 6 * columns * size)
 
 
 def launches(method: Method) -> dict[str, list[str]]:

@@ -134,12 +134,12 @@ def commit() -> str | None:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
-def run(main: Callable[[], None]) -> None:
-    """Run the `main` of a benchmark; a user's mistake is a single-line error and exit code 1."""
+def run(main: Callable[[], None], name: str = "") -> None:
+    """Run the `main` of a script; a user's mistake is a single-line error and exit code 1."""
     try:
         main()
     except UserError as error:
-        sys.exit(f"{Path(sys.argv[0]).stem}: {error}")
+        sys.exit(f"{name or Path(sys.argv[0]).stem}: {error}")
 
 
 def _program() -> str:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_prep.errors import UserError
+from scripts.benchmarks.reporting import run
 from scripts.reproduction.pages import write_pages
 from scripts.reproduction.runs import RESULTS, TABLES, read_tables
 from scripts.reproduction.tables import table_of_runs
@@ -73,7 +74,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"reproduce: {error}")
+    run(main, "reproduce")
