@@ -124,7 +124,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _overrides(rest: list[str]) -> list[str]:
-    """The overrides of the configuration; `UserError` for `--key value` and options elsewhere."""
+    """The overrides of the configuration; `UserError` for `--key value` and for other options."""
     for option, after in pairwise([*rest, "VALUE"]):
         name, _, value = option.partition("=")
         key = {"--device": "--train.accelerator", "--threads": "--train.threads"}.get(name, name)

@@ -10,7 +10,10 @@ from lm.run import Run
 HELP = "log-probabilities of sentences and words"
 _CHOICES = {
     "--level": (("sentence", "summary", "word"), "what to print"),
-    "--format": (("kenlm", "tsv", "json"), "layout of KenLM's query, TSV or JSON lines"),
+    "--format": (
+        ("kenlm", "tsv", "json"),
+        "layout of KenLM's query, TSV quoted as CSV (pandas: keep_default_na=False), or JSON lines",
+    ),
     "--unit": (("log10", "nats", "bits"), "unit of log-probabilities"),
 }
 OPTIONS: Options = (

@@ -25,7 +25,8 @@ from data_prep.prepare import prepare
 from data_prep.prepared import open_prepared
 from data_prep.settings import ClassesConfig
 from lm.config import load_config
-from scripts.benchmarks.reporting import Table, benchmark_parser, run
+from scripts import run
+from scripts.benchmarks.reporting import Table, benchmark_parser
 
 Result = TypeVar("Result")
 METHODS = ("random", "uniform", "frequency", "embedding", "exchange")

@@ -49,17 +49,16 @@ def event_clock(step: Callable[[], object]) -> Callable[[], float]:
     return seconds
 
 
-class CudaClock:
+def cold_clock() -> Clock:
     """An `event_clock` whose GPU begins idle and with unrelated data in its L2 cache."""
+    unrelated = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
-    def __init__(self) -> None:
-        self.unrelated = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-
-    def __call__(self, step: Callable[[], object]) -> Callable[[], float]:
-        """Run the step; the result waits for the device and returns the seconds."""
+    def clock(step: Callable[[], object]) -> Callable[[], float]:
         torch.cuda.synchronize()
-        self.unrelated.zero_()
+        unrelated.zero_()
         return event_clock(step)
+
+    return clock
 
 
 class Work(NamedTuple):
@@ -100,14 +99,6 @@ def memory_limit(num_bytes: float, device: torch.device) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
-
-
-def available_bytes() -> float:
-    """Memory that this process has or can still get; infinity where it is not known."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return math.inf
-    return proc_bytes(PROCESS / "status", "VmData") + proc_bytes(meminfo, "MemAvailable")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

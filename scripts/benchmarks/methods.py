@@ -163,8 +163,8 @@ def full_loss(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> T
 
 def full(tree: ClassTree, weight: Tensor, bias: Tensor) -> Layer:
     """The full softmax, one level, by `full_loss`."""
-    parameters = [parameter(weight), parameter(bias)]
-    return lambda hidden, target: full_loss(hidden, *parameters, target), parameters
+    weight, bias = parameter(weight), parameter(bias)
+    return lambda hidden, target: full_loss(hidden, weight, bias, target), [weight, bias]
 
 
 def loop(tree: ClassTree, weight: Tensor, bias: Tensor) -> Layer:

@@ -20,7 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from lm.rescoring.nbest import word_errors
-from scripts.benchmarks.reporting import run
+from scripts import run
 
 SUBSTITUTE, DELETE, INSERT = 0.12, 0.03, 0.03
 NEAR = 50
@@ -28,13 +28,7 @@ GAP = 4.0
 
 
 class ErrorSource:
-    """Draws erroneous copies of sentences.
-
-    Args:
-        text: lines from which frequencies are counted.
-        noise: NOISE, standard deviation of the acoustic scores.
-        seed: of the random numbers.
-    """
+    """Draws erroneous copies of sentences, with words as frequent as in the lines `text`."""
 
     def __init__(self, text: list[str], noise: float, seed: int) -> None:
         self.noise = noise

@@ -25,7 +25,8 @@ from lm.training.batches import training_batches
 from lm.training.devices import build_fabric, matmul_precision
 from lm.training.loop import train_step
 from lm.training.state import CarriedLoss, TrainingState, build_state
-from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive, run
+from scripts import run
+from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive
 
 
 def torch_loss(hidden: Tensor, targets: Tensor, output: nn.Module) -> Tensor:
