@@ -43,11 +43,7 @@ OPTIONS: Options = (
         "--references": FILE | {"help": "id and words of each utterance, for word error rates"},
         "--acoustic-costs": FILE | {"help": "lines `utterance-N cost` of all Kaldi hypotheses"},
         "--lm-costs": FILE | {"help": "likewise, of the first pass's language model"},
-        "--with": {
-            "dest": "second_run",
-            "metavar": "RUN",
-            "help": "second run to interpolate with",
-        },
+        "--with": {"dest": "second_run", "metavar": "RUN", "help": "other run to interpolate with"},
         "--arpa": FILE | {"type": Path, "help": "ARPA or KenLM model to interpolate with"},
     }
     | VOCABULARY_SIZE

@@ -18,13 +18,7 @@ _CHOICES = {
 }
 OPTIONS: Options = (
     RUN
-    | {
-        "file": {
-            "metavar": "FILE|-",
-            "nargs": "?",
-            "help": "one sentence per line (default: stdin)",
-        }
-    }
+    | {"file": {"metavar": "FILE|-", "nargs": "?", "help": "one sentence per line (default stdin)"}}
     | {
         name: {"choices": choices, "default": choices[0], "help": f"{text} (default: {choices[0]})"}
         for name, (choices, text) in _CHOICES.items()
