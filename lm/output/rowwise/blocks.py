@@ -111,7 +111,7 @@ def blocks_of(parts: Sequence[Part]) -> Iterator[Block]:
     of_nodes: list[Rows | None] = [None] * len(nodes)
     single = [part for part in parts if isinstance(part, Rows)]
     if single:
-        of_nodes, rest = _split_by_node(_coalesced(single), nodes)
+        of_nodes, rest = _split_by_node(single, nodes)
     yield from chain.from_iterable(map(_portions, nodes, of_nodes))
     if single:
         step = max(1, ROWS_ELEMENTS // rest.values.shape[1])
@@ -135,30 +135,22 @@ def _joined(products: Sequence[Product]) -> Product:
     return Product(products[0].first_row, coefficients, vectors)
 
 
-def _coalesced(parts: Sequence[Rows]) -> Rows:
-    """The sum of the parts, each row once and in ascending order."""
-    row, values = parts[0]
-    if len(parts) > 1:
-        row = torch.cat([part.row for part in parts])
-        values = torch.cat([part.values for part in parts])
-    rows, place = torch.unique(row, return_inverse=True)
-    summed = values.new_zeros(rows.numel(), values.shape[1])
-    return Rows(rows, summed.index_add_(0, place, values))
+def _split_by_node(
+    single: Sequence[Rows], nodes: Sequence[Product]
+) -> tuple[list[Rows | None], Rows]:
+    """Sums of single rows by the node whose children they are, and those of other nodes.
 
-
-def _split_by_node(single: Rows, nodes: Sequence[Product]) -> tuple[list[Rows | None], Rows]:
-    """Single rows by the node whose children they are, and those of nodes without a product.
-
-    Both arguments are in the order of their rows.
+    Each row is in them once; `nodes` and the results are in the order of their rows.
     """
+    row, place = torch.unique(torch.cat([part.row for part in single]), return_inverse=True)
+    values = torch.cat([part.values for part in single])
+    values = values.new_zeros(row.numel(), values.shape[1]).index_add_(0, place, values)
     bounds = [(node.first_row, node.first_row + node.coefficients.shape[1]) for node in nodes]
-    flat = single.row.new_tensor(bounds).flatten()
-    cuts = [0, *torch.searchsorted(single.row, flat).tolist(), len(single.row)]
-    sizes = [stop - begin for begin, stop in pairwise(cuts)]
-    rows, values = torch.split(single.row, sizes), torch.split(single.values, sizes)
-    inside = zip(rows[1::2], values[1::2], strict=True)
-    of_nodes = [Rows(row, value) if row.numel() else None for row, value in inside]
-    return of_nodes, Rows(torch.cat(rows[::2]), torch.cat(values[::2]))
+    cuts = torch.searchsorted(row, row.new_tensor(bounds).flatten()).tolist()
+    sizes = [stop - begin for begin, stop in pairwise([0, *cuts, len(row)])]
+    rows = list(map(Rows, torch.split(row, sizes), torch.split(values, sizes)))
+    row, values = (torch.cat(tensors) for tensors in zip(*rows[::2], strict=True))
+    return [each if each.row.numel() else None for each in rows[1::2]], Rows(row, values)
 
 
 def _portions(node: Product, rows: Rows | None) -> Iterator[Block]:
