@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
 Arrays = tuple[Tensor, Tensor, Tensor]
 """The `num_children` [I], `row_of_node` [I] and `row_of_word` [N] of a `ClassTree`."""
 
@@ -141,7 +140,7 @@ def read_paths(path: str | Path, words: Sequence[str]) -> list[list[int]]:
 
 
 def _number_breadth_first(parent: Tensor, rank: Tensor, num_words: int) -> Arrays:
-    """The tree of nodes 1 … I - 1, in any order, and then words 0 … N - 1, given the parent of each.
+    """The tree, given the parent of nodes 1 … I - 1, in any order, and then of words 0 … N - 1.
 
     The children of a node (0 is the root) are sorted by `rank`, equal ranks by item.
     """
