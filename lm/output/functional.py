@@ -75,9 +75,12 @@ def hierarchical_cross_entropy(
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
     name = choose_backend(backend, problem, hidden.device)
     enabled = torch.is_grad_enabled()
-    tensors = (hidden, weight, bias)
-    needed = (enabled and tensor is not None and tensor.requires_grad for tensor in tensors)
-    needs = Needs(*needed, row_wise=enabled and row_wise)
+    needs = Needs(
+        hidden=enabled and hidden.requires_grad,
+        weight=enabled and weight.requires_grad,
+        bias=enabled and bias is not None and bias.requires_grad,
+        row_wise=enabled and row_wise,
+    )
     if needs.row_wise:
         nll = row_wise_nll(BACKENDS[name], problem, needs)
     else:

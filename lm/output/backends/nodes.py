@@ -1,5 +1,6 @@
 """Nodes of the tree that a batch visits, and the softmax of one node over its children."""
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -30,9 +31,8 @@ class Node(NamedTuple):
 
     def columns(self, flat: Tensor) -> Tensor:
         """The node's columns [visits, children] in the flat columns of all visits, a view."""
-        num_visits = self.visits.stop - self.visits.start
-        num_children = self.rows.stop - self.rows.start
-        return flat[self.offset : self.offset + num_visits * num_children].view(num_visits, -1)
+        shape = (self.visits.stop - self.visits.start, self.rows.stop - self.rows.start)
+        return flat[self.offset :][: math.prod(shape)].view(shape)
 
     def blocks(self, weight: Tensor, dtype: torch.dtype, *, whole: bool) -> list[slice]:
         """The children in blocks, whose logits (if not `whole`) and cast rows fit in memory."""
@@ -41,9 +41,8 @@ class Node(NamedTuple):
         step = num_children if whole else limit // (self.visits.stop - self.visits.start)
         if weight.dtype != dtype:
             step = min(step, CAST_ELEMENTS // weight.shape[1])
-        step = max(1, step)
-        begins = range(0, num_children, step)
-        return [slice(begin, min(begin + step, num_children)) for begin in begins]
+        begins = range(0, num_children, max(1, step))
+        return [slice(begin, min(begin + begins.step, num_children)) for begin in begins]
 
 
 def visited_nodes(node: Tensor, tree: TreeArrays | ClassTree) -> list[Node]:

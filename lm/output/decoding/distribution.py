@@ -79,11 +79,10 @@ def topk(
     expanders = _expanders(hidden, weight, tree, bias)
     if not 1 <= k <= tree.vocab_size:
         raise ValueError(f"k must be within 1 … {tree.vocab_size} words, got {k}")
-    shape = (*hidden.shape[:-1], k)
     with torch.autocast(hidden.device.type, enabled=False):
         blocks = [search.topk(expander, k) for expander in expanders]
-    log_prob, word = (torch.cat(tensors).view(shape) for tensors in zip(*blocks, strict=True))
-    return search.TopK(log_prob, word)
+    found = (torch.cat(tensors) for tensors in zip(*blocks, strict=True))
+    return search.TopK(*(tensor.view(*hidden.shape[:-1], k) for tensor in found))
 
 
 @torch.no_grad()
@@ -101,7 +100,16 @@ def sample(
     expanders = _expanders(hidden, weight, tree, bias)
     shape, device = hidden.shape[:-1], hidden.device
     if sampling.repetition_penalty > 1:
-        rows = _penalised_rows(previous, hidden, tree)
+        if previous is None:
+            raise ValueError("repetition_penalty requires the previous words")
+        if previous.shape[:-1] != shape or previous.dtype != torch.int64:
+            found = f"{list(previous.shape)} {previous.dtype}"
+            raise ValueError(f"previous must be {[*shape, 'L']} int64, got {found}")
+        highest = tree.vocab_size - 1
+        if previous.numel() and not -1 <= int(previous.min()) <= int(previous.max()) <= highest:
+            raise ValueError(f"previous must be words 0 … {highest}, or -1")
+        previous = previous.reshape(shape.numel(), previous.shape[-1]).to(device)
+        rows = tree.row_of_word[previous.clamp(min=0)].masked_fill(previous < 0, -1)
         for each in expanders:
             block = rows[each.first_position :][: len(each.hidden)]
             each.penalty = Penalty(sampling.repetition_penalty, block)
@@ -118,19 +126,6 @@ def sample(
             if len(block):
                 words.append(sample_words(expander, Uniforms(block), sampling))
     return torch.cat(words).view(shape)
-
-
-def _penalised_rows(previous: Tensor | None, hidden: Tensor, tree: ClassTree) -> Tensor:
-    """The rows [P, L] of the words [..., L] that the repetition penalty applies to, or -1."""
-    if previous is None:
-        raise ValueError("repetition_penalty requires the previous words")
-    if previous.shape[:-1] != hidden.shape[:-1] or previous.dtype != torch.int64:
-        found = f"{list(previous.shape)} {previous.dtype}"
-        raise ValueError(f"previous must be {[*hidden.shape[:-1], 'L']} int64, got {found}")
-    if previous.numel() and not -1 <= int(previous.min()) <= int(previous.max()) < tree.vocab_size:
-        raise ValueError(f"previous must be words 0 … {tree.vocab_size - 1}, or -1")
-    previous = previous.reshape(hidden.shape[:-1].numel(), previous.shape[-1]).to(hidden.device)
-    return tree.row_of_word[previous.clamp(min=0)].masked_fill(previous < 0, -1)
 
 
 def _expanders(

@@ -107,7 +107,13 @@ def blocks_of(parts: Sequence[Part]) -> Iterator[Block]:
     for part in parts:
         if isinstance(part, Product):
             products[part.first_row].append(part)
-    nodes = [_joined(products[first]) for first in sorted(products)]
+    nodes = []
+    for first, each in sorted(products.items()):
+        coefficients, vectors = each[0][1:]
+        if len(each) > 1:  # their sum as one product
+            coefficients = torch.cat([product.coefficients for product in each])
+            vectors = torch.cat([product.vectors for product in each])
+        nodes.append(Product(first, coefficients, vectors))
     of_nodes: list[Rows | None] = [None] * len(nodes)
     single = [part for part in parts if isinstance(part, Rows)]
     if single:
@@ -124,15 +130,6 @@ def as_one_block(blocks: Sequence[Block]) -> Iterator[Block]:
     if blocks:
         values = torch.cat([block.values() for block in blocks])
         yield Block(torch.cat([block.index(values.device) for block in blocks]), values)
-
-
-def _joined(products: Sequence[Product]) -> Product:
-    """The sum of products over the same rows, as one product."""
-    if len(products) == 1:
-        return products[0]
-    coefficients = torch.cat([product.coefficients for product in products])
-    vectors = torch.cat([product.vectors for product in products])
-    return Product(products[0].first_row, coefficients, vectors)
 
 
 def _split_by_node(

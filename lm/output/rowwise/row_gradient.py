@@ -115,13 +115,7 @@ def _mul(one: Any, number: Any) -> RowGradient:
     one, number = (one, number) if isinstance(one, RowGradient) else (number, one)
     if isinstance(number, Tensor) and number.dim():
         raise NotImplementedError("a RowGradient can be multiplied by numbers only")
-    parts = [
-        part._replace(vectors=part.vectors * number)
-        if isinstance(part, Product)
-        else part._replace(values=part.values * number)
-        for part in one.parts
-    ]
-    return RowGradient(one, parts)
+    return RowGradient(one, [part._make([*part[:-1], part[-1] * number]) for part in one.parts])
 
 
 def _mul_(one: RowGradient, number: Tensor | float) -> Tensor:
