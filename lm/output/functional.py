@@ -82,7 +82,7 @@ def hierarchical_cross_entropy(
         row_wise=enabled and row_wise,
     )
     if needs.row_wise:
-        nll = row_wise_nll(BACKENDS[name], problem, needs)
+        nll = row_wise_nll(BACKENDS[name], needs, *problem)
     else:
         nll = OPS[name](*problem, needs)[0]
     if reduction == "none":

@@ -133,8 +133,5 @@ class _RowWiseNll(torch.autograd.Function):
         return None, None, d_hidden, d_weight, None, None, d_bias, *(None for _ in rest)
 
 
-@not_compiled
-def row_wise_nll(backend: Backend, problem: Problem, needs: Needs) -> Tensor:
-    """The nll [P] of a backend with row-wise gradients of weight and bias."""
-    nll: Tensor = _RowWiseNll.apply(backend, needs, *problem)  # type: ignore[no-untyped-call]
-    return nll
+row_wise_nll: Callable[..., Tensor] = not_compiled(_RowWiseNll.apply)
+"""The nll [P] of a backend, needs and fields of a `Problem`, outside of `torch.compile`."""

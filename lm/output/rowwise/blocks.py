@@ -9,6 +9,7 @@ each.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ class Rows(NamedTuple):
 Part = Product | Rows
 
 
+@dataclass(eq=False)
 class Block:
     """Some rows of the gradient, disjoint from those of all other blocks.
 
@@ -46,25 +48,20 @@ class Block:
     when they are first used, with `more` added to a few of the rows, counted from the first one.
     """
 
-    def __init__(
-        self,
-        rows: slice | Tensor,  # neighbouring rows, or an index [K]
-        values: Tensor | None = None,
-        factors: tuple[Tensor, Tensor] | None = None,
-        more: Rows | None = None,
-    ) -> None:
-        self.rows = rows
-        self._values, self._factors, self._more = values, factors, more
+    rows: slice | Tensor  # neighbouring rows, or an index [K]
+    formed: Tensor | None = None
+    factors: tuple[Tensor, Tensor] | None = None
+    more: Rows | None = None
 
     def values(self) -> Tensor:
         """The gradient of the rows, [K, H]."""
-        if self._values is None:
-            assert self._factors is not None
-            coefficients, vectors = self._factors
-            self._values = coefficients.T @ vectors
-            if self._more is not None:
-                self._values[self._more.row] += self._more.values
-        return self._values
+        if self.formed is None:
+            assert self.factors is not None
+            coefficients, vectors = self.factors
+            self.formed = coefficients.T @ vectors
+            if self.more is not None:
+                self.formed[self.more.row] += self.more.values
+        return self.formed
 
     def index(self, device: torch.device) -> Tensor:
         """The rows as an index [K] int64."""
@@ -74,30 +71,30 @@ class Block:
 
     def square_norms(self) -> Tensor:
         """The squared 2-norm of each row's gradient, [K]."""
-        if self._values is not None or self._factors is None or len(self._factors[0]) > 1:
+        if self.formed is not None or self.factors is None or len(self.factors[0]) > 1:
             return self.values().square().sum(1)
-        coefficients, vector = self._factors
+        coefficients, vector = self.factors
         squares = coefficients[0].square() * vector.square().sum()
-        if self._more is not None:
-            row, values = self._more
+        if self.more is not None:
+            row, values = self.more
             squares[row] = (coefficients[0, row, None] * vector + values).square().sum(1)
         return squares
 
     def add_into(self, out: Tensor, factor: float | Tensor) -> None:
         """Add factor · gradient to `out` [K, H], of one dtype; one factor for all rows, or [K]."""
-        if self._values is not None or self._factors is None:
+        if self.formed is not None or self.factors is None:
             if isinstance(factor, Tensor):
                 out.addcmul_(self.values(), factor[:, None])
             else:
                 out.add_(self.values(), alpha=factor)
             return
-        coefficients, vectors = self._factors
+        coefficients, vectors = self.factors
         if isinstance(factor, Tensor):
             out.addmm_((coefficients * factor).T, vectors)
         else:
             out.addmm_(coefficients.T, vectors, alpha=factor)
-        if self._more is not None:
-            row, values = self._more
+        if self.more is not None:
+            row, values = self.more
             out[row] += values * (factor[row, None] if isinstance(factor, Tensor) else factor)
 
 

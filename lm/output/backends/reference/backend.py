@@ -92,7 +92,7 @@ class ReferenceBackend:
         d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
         d_nll = d_nll.to(hidden.dtype).index_select(0, position)
         scaled = hidden * d_nll[:, None]  # d_nll_p h_p of (6)
-        errors = _saves_errors(problem, needs.row_wise)
+        errors = _saves_errors(problem.depth, problem.num_columns, needs.row_wise)
         if not errors:
             unscaled = torch.zeros_like(hidden)
         nodes = visited_nodes(visited, problem.tree)
@@ -129,12 +129,11 @@ class ReferenceBackend:
         """See `Backend.new_saved`."""
         hidden, dtype, depth = problem.hidden, compute_dtype(problem.hidden.dtype), problem.depth
         num_positions, width = hidden.shape[0], problem.weight.shape[1]
-        num_columns = num_positions * problem.max_path_columns
-        errors = _saves_errors(problem, needs.row_wise)
+        errors = _saves_errors(depth, problem.num_columns, needs.row_wise)
         return [
             problem.target.new_empty(num_positions),
             *(problem.target.new_empty(depth, num_positions) for _ in range(2)),
-            hidden.new_empty(num_columns if needs.any and errors else 0, dtype=dtype),
+            hidden.new_empty(problem.num_columns if needs.any and errors else 0, dtype=dtype),
             hidden.new_empty(num_positions if needs.hidden and errors else 0, width, dtype=dtype),
             hidden.new_empty(depth if needs.any and not errors else 0, num_positions, dtype=dtype),
         ]
@@ -149,7 +148,7 @@ class ReferenceBackend:
         weight = problem.weight
         hidden = sorted_hidden(problem.hidden, saved.position, weight.shape[1])
         log_prob = hidden.new_zeros(saved.node.shape)
-        errors = _saves_errors(problem, needs.row_wise)
+        errors = _saves_errors(problem.depth, problem.num_columns, needs.row_wise)
         with torch.autocast(hidden.device.type, enabled=False):
             for node in visited_nodes(saved.node, problem.tree):
                 place = (node.level, node.visits)
@@ -175,10 +174,9 @@ class ReferenceBackend:
         return log_prob, saved
 
 
-def _saves_errors(problem: Problem, row_wise: bool) -> bool:
+def _saves_errors(depth: int, num_columns: int, row_wise: bool) -> bool:
     """Whether the forward saves the errors of all visits."""
-    num_columns = problem.num_positions * problem.max_path_columns
-    if problem.depth == 1:
+    if depth == 1:
         return num_columns <= SAVED_ELEMENTS_OF_ONE_NODE
     return row_wise or num_columns <= SAVED_ELEMENTS
 
