@@ -118,7 +118,10 @@ def read_description(folder: Path) -> Description:
     if folder.is_file():
         raise UserError(f"{folder} is a file, not the folder of a run")
     if not path.exists():
-        raise UserError(f"{folder}: no trained model here ({DESCRIPTION} is missing)")
+        problem = f"{folder}: no trained model here ({DESCRIPTION} is missing)"
+        if (folder / "config.yaml").exists():
+            problem += f"; `lm train {folder} --resume auto` continues the training"
+        raise UserError(problem)
     description: Description = read_json(path, Description, FORMAT_VERSION)
     return description
 

@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from data_prep.errors import UserError
-from lm.evaluation import TextCounts, evaluate
+from lm.evaluation import evaluate
 from lm.model.build import build_model, without_weights
 from lm.model.files import Description, save_model
 from lm.model.language_model import LanguageModel, State
@@ -170,7 +170,7 @@ class TrainingState:
         result = evaluate(
             self.model,
             prepared.tokens("valid"),
-            TextCounts.of(prepared.splits["valid"]),
+            prepared.splits["valid"],
             eos_id=prepared.eos_id,
             unk_id=prepared.unk_id,
             context=self.config.train.seq_len,
