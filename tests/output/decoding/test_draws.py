@@ -29,6 +29,8 @@ SIGNIFICANCE = 1e-5
 """Of one test, of about 500: a seed for which one of them fails is a matter of half a percent."""
 PENALTY: Options = {"repetition_penalty": 1.5, "previous": [0, 2, 2, -1, 11, 22, *range(4, 9)]}
 
+EXCLUDED: Options = {"excluded": (0, 3, 11, 3)}
+
 
 def assert_distributed(words: Tensor, probs: Tensor) -> None:
     """Pearson's test of draws [D] from probs [N]; words expected less than 5 times count as one."""
@@ -67,6 +69,12 @@ def assert_distributed(words: Tensor, probs: Tensor) -> None:
         PENALTY | {"top_p": 0.8},
         PENALTY | {"min_p": 0.1},
         PENALTY | {"temperature": 1.7, "top_k": 15, "top_p": 0.9, "min_p": 0.2},
+        EXCLUDED,
+        EXCLUDED | {"temperature": 1.7},
+        EXCLUDED | {"top_k": 7},
+        EXCLUDED | {"top_p": 0.8},
+        EXCLUDED | {"min_p": 0.1},
+        EXCLUDED | PENALTY,
     ],
     ids=str,
 )
