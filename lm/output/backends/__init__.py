@@ -40,7 +40,7 @@ def choose_backend(requested: str, problem: Problem, device: torch.device) -> st
     for name, backend in BACKENDS.items():
         if device.type in backend.automatic_on:
             obstacle = backend.obstacle(problem, device)
-            if obstacle is None and backend.verified(device, problem.hidden.dtype):
+            if obstacle is None and backend.verified(problem, device):
                 return name
             if obstacle is not None:
                 _warn(f"the output layer computes slowly on {device}: backend {name} {obstacle}")

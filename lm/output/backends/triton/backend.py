@@ -15,6 +15,7 @@ from lm.output.backends.triton.backward import gradients
 from lm.output.backends.triton.launch import (
     SLOT,
     Saved,
+    alignment,
     capability,
     launch,
     path_blocks,
@@ -29,8 +30,8 @@ from lm.output.backends.triton.routing import (
     new_routing,
     run_size,
 )
-from lm.output.backends.triton.tile_shapes import Tile, triton_version
-from lm.output.backends.triton.verify import verified
+from lm.output.backends.triton.tile_shapes import Tile, tf32, triton_version
+from lm.output.backends.triton.verify import Kind, verified
 from lm.output.backends.visits import check_words
 from lm.output.rowwise.eager import constant_when_compiled
 
@@ -85,10 +86,15 @@ class TritonBackend:
             )
         return None
 
-    @constant_when_compiled
-    def verified(self, device: torch.device, dtype: torch.dtype) -> bool:
+    def verified(self, problem: Problem, device: torch.device) -> bool:
         """See `lm.output.backends.triton.verify`."""
-        return verified(self, device, dtype)
+        bias = problem.weight if problem.bias is None else problem.bias
+        dtypes = (problem.hidden.dtype, problem.weight.dtype, bias.dtype)
+        return self._verified(device, *dtypes, *alignment(problem))
+
+    @constant_when_compiled
+    def _verified(self, device: torch.device, *kind: Any) -> bool:
+        return verified(self, device, Kind(*kind, tf32()))
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.forward`."""

@@ -12,6 +12,7 @@ from lm.output.backends import BACKENDS, choose_backend
 from lm.output.backends.base import Problem
 from lm.output.backends.triton import backend, verify
 from lm.output.backends.triton.launch import Launch, execute, instrumented
+from lm.output.backends.triton.verify import Kind
 
 from ...definition import problem
 
@@ -20,13 +21,14 @@ from triton.compiler.errors import CompilationError
 
 CPU = torch.device("cpu")
 TREE = ClassTree.two_level(torch.arange(40) // 7)
+KIND = Kind(*[torch.float16] * 3, 16, 16, False)
 HALF = Problem.without_values(30, 16, TREE, torch.float16)
 
 
-def few_positions(dtype: torch.dtype) -> tuple[Problem, Tensor]:
+def few_positions(kind: Kind) -> tuple[Problem, Tensor]:
     """A problem that the interpreter solves faster, of which every launch has a part."""
     *floats, target = problem(TREE, 90, size=16, dtype=torch.float32)
-    hidden, weight, bias = (x.detach().to(dtype) for x in floats)
+    hidden, weight, bias = (x.detach().to(kind.hidden) for x in floats)
     return Problem.of(hidden, weight, target, TREE, bias), torch.randn(90)
 
 
@@ -139,7 +141,7 @@ def test_the_choice_is_made_while_a_model_is_traced(faulty: bool) -> None:
     expected = loss(hidden) if not faulty else None
     verify._differences.clear()
     if faulty:
-        verify._differences[CPU, torch.float16, False] = "wrong"
+        verify._differences[CPU, KIND] = "wrong"
     names: list[str] = []
 
     def run(launch: Launch) -> None:
@@ -167,7 +169,6 @@ def test_a_cuda_graph_cannot_capture_the_comparison(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run a step before the capture"):
-        BACKENDS["triton"].verified(torch.device("cuda", 0), torch.float16)
-    key = torch.device("cuda", 0), torch.float16, False
-    verify._differences[key] = None
-    assert BACKENDS["triton"].verified(torch.device("cuda", 0), torch.float16)
+        BACKENDS["triton"].verified(HALF, torch.device("cuda", 0))
+    verify._differences[torch.device("cuda", 0), KIND] = None
+    assert BACKENDS["triton"].verified(HALF, torch.device("cuda", 0))
