@@ -39,21 +39,24 @@ def make_problem(
     num_positions: int,
     dtype: torch.dtype = torch.bfloat16,
     *,
+    weight_dtype: torch.dtype | None = None,
     columns: int | None = None,
     bias: bool = False,
 ) -> Problem:
     """Inverse-rank targets in a tree of √N random classes of one size; other tensors are empty.
 
-    Rows of the weight have as many columns as the layer gives them by default.
+    By default the weight has the dtype of hidden, and rows as long as those of the layer.
     """
     torch.manual_seed(0)
     word_class = torch.randperm(vocab_size) * round(vocab_size**0.5) // vocab_size
     tree = ClassTree.two_level(word_class)
     target, _ = zipf(vocab_size, num_positions)
     hidden = torch.empty(num_positions, hidden_size, dtype=dtype)
-    weight = torch.empty(tree.num_rows, columns or row_size(hidden_size), dtype=dtype)
-    biases = torch.empty(tree.num_rows, dtype=dtype) if bias else None
-    return Problem.of(hidden, weight, target, tree, biases)
+    shape = (tree.num_rows, columns or row_size(hidden_size))
+    weight = torch.empty(shape, dtype=weight_dtype or dtype)
+    biases = torch.empty(tree.num_rows, dtype=weight.dtype) if bias else None
+    with torch.autocast("cpu", dtype, enabled=weight.dtype != dtype):
+        return Problem.of(hidden, weight, target, tree, biases)
 
 
 def moved(problem: Problem, device: str) -> Problem:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
 from lm.output.backends.reference.backend import ReferenceBackend
-from lm.output.backends.triton.tile_shapes import tf32
 from lm.output.tree.class_tree import ClassTree
 
 DEVICES = frozenset({"cuda"})
