@@ -133,7 +133,7 @@ class _Arguments:
 
 
 def _sort(a: _Arguments) -> Work:
-    steps = -(-a["num_nodes"] // a["RUN"]) - np.arange(a.num_programs)
+    steps = -(-a["num_nodes"] // a.tile.v) - np.arange(a.num_programs)
     return Work({"_sort:n0": [np.maximum(0, -(-steps // a.num_programs))]})
 
 
@@ -166,7 +166,7 @@ def _plan(a: _Arguments) -> Work:
 
 
 def _forward(a: _Arguments) -> Work:
-    splits, stop = a["SPLITS"], a.stop().ravel()
+    splits, stop = a["num_splits"], a.stop().ravel()
     heavy, light = a.entries("heavy_tiles", 0), a.entries("light_nodes", 1)
     parts = ((heavy, 0, a.tile.v), (light, a["max_heavy"], a["LIGHT"]))
     names = "_forward_tile", "_forward_tile:c0", "_logits:h0", "_finish:d", "_finish:split"

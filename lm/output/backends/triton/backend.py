@@ -24,11 +24,12 @@ from lm.output.backends.triton.launch import (
     tiles_for,
 )
 from lm.output.backends.triton.routing import (
+    MOST_RUNS,
     NUM_LISTS,
+    RUN_SIZE,
     Routing,
     chunk_size,
     new_routing,
-    run_size,
 )
 from lm.output.backends.triton.tile_shapes import Tile, tf32, triton_version
 from lm.output.backends.triton.verify import Kind, verified
@@ -40,8 +41,8 @@ MAX_SAVED_BYTES = 1 << 31
 as the full softmax of a large vocabulary, need the reference backend.
 """
 
-_SORT, _MERGE, _PLAN = Tile(0, 0, 0, 8, 1), Tile(32, 0, 0, 8, 1), Tile(128, 0, 0, 4, 1)
-_COPIED_ROWS, _MERGE_BITS, _SEARCH_BITS = 16, 2, 3
+_SORT, _MERGE, _PLAN = Tile(RUN_SIZE, 0, 0, 8, 1), Tile(32, 0, 0, 8, 1), Tile(128, 0, 0, 4, 1)
+_COPIED_ROWS, _MERGED_RUNS, _MERGE_BITS, _SEARCH_BITS = 16, 32, 2, 3
 OLDEST_WITH_FENCES = (3, 7, 1)
 """The first version of Triton that puts a fence between asynchronous copies and the asynchronous
 products that read them, on devices of compute capability 9.0 and above.
@@ -111,7 +112,7 @@ class TritonBackend:
             "num_missing": torch.empty_like(nll, dtype=torch.int32),
             "nll": nll,
             "max_heavy": saved.routing.heavy_tiles.numel(),
-            "SPLITS": splits,
+            "num_splits": splits,
             "SAVE": needs.any,
         }
         _route(problem, saved, special)
@@ -174,26 +175,30 @@ def _route(problem: Problem, saved: Saved, special: dict[str, Any]) -> None:
     from lm.output.backends.triton import routing_kernels as kernels
 
     positions, target, shape = problem.num_positions, problem.target, tiles_for(problem)
-    run = run_size(positions)
-    num_runs = max(1, -(-positions // run))
+    num_runs = max(1, -(-positions // RUN_SIZE))
+    keys = target.new_empty(num_runs * RUN_SIZE)
+    is_sorted = num_runs <= MOST_RUNS
     all_valid = target.new_empty((), dtype=torch.int32)
     special = special | {
-        "keys": target.new_empty(num_runs * run),
+        "keys": keys,
         "rank": torch.empty_like(saved.routing.position),
         "all_valid": all_valid,
-        "num_runs": num_runs,
         "chunk": chunk_size(problem, shape),
         "NUM_LISTS": NUM_LISTS,
-        "RUN": run,
-        "MAX_RUNS": 1 << max(num_runs - 1, 0).bit_length(),
+        "SORTED": is_sorted,
+        "RUNS": _MERGED_RUNS,
         "TILE_V": shape.forward.v,
         "TILE_C": shape.heavy.c,
     }
     launch(kernels._sort, num_runs, _SORT, problem, saved, **special)
-    special |= {"BITS": _MERGE_BITS, "STEPS": -(-run.bit_length() // _MERGE_BITS)}
-    launch(kernels._merge, num_runs * run // _MERGE.v, _MERGE, problem, saved, **special)
+    if not is_sorted:
+        num_runs, special["keys"] = 1, torch.sort(keys).values
+    run_size = keys.numel() // num_runs
+    special |= {"num_runs": num_runs, "run_size": run_size}
+    special |= {"BITS": _MERGE_BITS, "steps": -(-run_size.bit_length() // _MERGE_BITS)}
+    launch(kernels._merge, keys.numel() // _MERGE.v, _MERGE, problem, saved, **special)
     plans, copies = -(-positions // _PLAN.v), -(-positions // _COPIED_ROWS)
-    special |= {"BITS": _SEARCH_BITS, "STEPS": -(-positions.bit_length() // _SEARCH_BITS)}
+    special |= {"BITS": _SEARCH_BITS, "steps": -(-positions.bit_length() // _SEARCH_BITS)}
     special |= {"num_plans": plans, "ROWS": _COPIED_ROWS, "COLUMNS": 128}
     launch(kernels._plan, plans + copies, _PLAN, problem, saved, **special)
     if target.is_cuda and positions:

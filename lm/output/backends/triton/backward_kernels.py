@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from lm.output.backends.triton.forward_kernel import _block, _first_block, _first_slot
+from lm.output.backends.triton.launch import VARYING
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def _expm1(x):
     return tl.where(x > -0.1, x * series, tl.exp(x) - 1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _errors(
     d_nll, scale,
     position, node, child, num_children, column,
@@ -83,7 +84,7 @@ def _load_errors(errors, first, row, visits, slot, c, width, num_slots):
     return _block(errors + slot, first, row, visits, c, in_path, num_slots)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _heavy(
     scale, sorted_hidden, weight,
     position, node, light_level, chunk_tiles, num_entries,

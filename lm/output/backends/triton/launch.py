@@ -20,6 +20,11 @@ SLOT = 16
 """The children of a node begin at multiples of so many in `Saved.exp_logits`."""
 
 
+VARYING = [
+    "P", "num_runs", "run_size", "steps", "chunk", "num_plans", "num_splits", "max_heavy",
+    "row_programs", "max_groups", "max_split_tiles", "d_nll_stride",
+]  # fmt: skip
+"""Arguments that differ between batches: kernels are not compiled again for 1 or multiples of 16."""
 FILLING_TILES = 2048
 """Programs from which on more of them would not make the forward faster."""
 

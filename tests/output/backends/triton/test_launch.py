@@ -60,7 +60,7 @@ def test_instruments_nest_and_are_undone(launches: list[Launch]) -> None:
     forwards = [launch for launch in launches if launch.kernel.__name__ == "_forward"]
     default = tiles(torch.float32, 90, (16, 16), tensor_cores=False).forward
     assert [launch.tile for launch in forwards] == [narrow.forward, wide.forward, default]
-    assert [launch.arguments["SPLITS"] for launch in forwards] == [3, 1, 1]
+    assert [launch.arguments["num_splits"] for launch in forwards] == [3, 1, 1]
 
 
 @pytest.mark.parametrize("precisions", [("high", "highest"), ("highest", "high")])
