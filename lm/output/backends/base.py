@@ -143,6 +143,9 @@ class Backend(Protocol):
         no more gradients.
         """
 
+    def part_size(self, problem: Problem) -> int:
+        """How many positions the memory saved for a backward is of, at most, at any time."""
+
     def nll_by_level(self, problem: Problem) -> Tensor:
         """The nll of every position at each level of the tree, [D, P], without gradient."""
 

@@ -77,6 +77,10 @@ class ReferenceBackend:
             total += level
         return torch.empty_like(total).index_copy_(0, saved.position, total.neg_()), list(saved)
 
+    def part_size(self, problem: Problem) -> int:
+        """All of them."""
+        return problem.num_positions
+
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""
         log_prob, saved = self._target_log_prob(problem, Needs(False, False, False))

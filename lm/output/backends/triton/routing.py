@@ -14,8 +14,10 @@ from torch import Tensor
 from lm.output.backends.base import Problem
 from lm.output.backends.triton.tile_shapes import Tiles
 
-RUN_SIZE, MOST_RUNS = 512, 64
-"""Keys of a sorted run, and most of them: each key is compared with some of every run."""
+RUN_SIZES, MOST_RUNS = (32, 128, 512), 64
+"""Keys of a sorted run, the first that is enough or the last, and most runs: each key is compared
+with some of every run.
+"""
 MAX_SPLITS = 16
 """Most programs that share a tile in the forward, or the visits of a split node."""
 NUM_LISTS = 8

@@ -151,8 +151,8 @@ def test_problems_that_the_kernels_cannot_solve_are_named(monkeypatch: pytest.Mo
         return hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
 
     with monkeypatch.context() as patch:
-        patch.setattr(triton_backend, "MAX_SAVED_BYTES", 1000)
-        with pytest.raises(ValueError, match=r"save more than 1000 bytes, with up to 16 col"):
+        patch.setattr(triton_backend, "MAX_COLUMNS", 10)
+        with pytest.raises(ValueError, match=r"takes at most 10 columns on a path, got 16"):
             loss()
     message = r"requires compute capability 8.0, got 7.5"
     with instrumented(capability=75), pytest.raises(ValueError, match=message):

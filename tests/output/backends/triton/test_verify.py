@@ -112,16 +112,16 @@ def test_a_lack_of_memory_does_not_condemn_the_kernels() -> None:
     assert choose_backend("auto", HALF, CPU) == "triton"
 
 
-def test_a_model_is_traced_with_a_warning_where_the_kernels_would_save_too_much(
+def test_a_model_is_traced_with_a_warning_where_paths_are_too_wide(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(backend, "MAX_SAVED_BYTES", 100)
+    monkeypatch.setattr(backend, "MAX_COLUMNS", 10)
     hidden, weight = torch.randn(9, 16).half(), torch.randn(TREE.num_rows, 16).half()
 
     def loss(hidden: Tensor) -> Tensor:
         return hierarchical_cross_entropy(hidden, weight, torch.arange(9), TREE)
 
-    with pytest.warns(UserWarning, match="slowly on cpu: .* save more than 100 bytes"):
+    with pytest.warns(UserWarning, match="slowly on cpu: .* takes at most 10 columns"):
         expected = loss(hidden)
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="eager")
