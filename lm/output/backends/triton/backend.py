@@ -89,11 +89,16 @@ class TritonBackend:
         """See `lm.output.backends.triton.verify`."""
         bias = problem.weight if problem.bias is None else problem.bias
         dtypes = (problem.hidden.dtype, problem.weight.dtype, bias.dtype)
-        return self._verified(device, *dtypes, *alignment(problem))
+        return self._verified(device, dtypes, alignment(problem))
 
     @constant_when_compiled
-    def _verified(self, device: torch.device, *kind: Any) -> bool:
-        return verified(self, device, Kind(*kind, tf32()))
+    def _verified(
+        self,
+        device: torch.device,
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+        align: tuple[int, int],
+    ) -> bool:
+        return verified(self, device, Kind(*dtypes, *align, tf32()))
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.forward`."""

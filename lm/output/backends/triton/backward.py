@@ -67,11 +67,10 @@ def summed(parts: Iterable[Gradients], problem: Problem) -> Gradients:
                 totals[i] += more
             elif more is not None:
                 totals[i] = more if isinstance(more, RowGradient) else more.to(dtype)
-    tables = zip(totals, (problem.weight, problem.bias), strict=True)
-    d_weight, d_bias = (
-        x if x is None or isinstance(x, RowGradient) else x.to(like) for x, like in tables
-    )
-    return Gradients(torch.cat(d_hidden) if d_hidden else None, d_weight, d_bias)
+    for i, table in enumerate((problem.weight, problem.bias)):
+        if totals[i] is not None and not isinstance(totals[i], RowGradient):
+            totals[i] = totals[i].to(table)
+    return Gradients(torch.cat(d_hidden) if d_hidden else None, *totals)
 
 
 def _check_tiles(problem: Problem, saved: Saved) -> None:

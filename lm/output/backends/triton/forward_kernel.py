@@ -11,10 +11,10 @@ blocks of `BLOCK_C`, with a running log-sum-exp (Milakov & Gimelshein 2018):
     lse = log Σ_blocks exp(m) Σ k,   log q[y] = z[y] - lse         (8)
 
 k, between 0 and 1, is saved for the backward in the dtype of `hidden` together with m:
-`exp_logits` and `block_max`, of the size of positions × columns on a path. `num_splits` programs share
-a tile, and each takes some of the children; they are neighbours and run at the same time, so that
-the tile's hidden vectors are read from memory once. The last of all the programs that work on a
-position combines its splits and levels, in a fixed order.
+`exp_logits` and `block_max`, of the size of positions × columns on a path. `num_splits` programs
+share a tile, and each takes some of the children; they are neighbours and run at the same time, so
+that the tile's hidden vectors are read from memory once. The last of all the programs that work on
+a position combines its splits and levels, in a fixed order.
 
 Every pointer is to elements with contiguous last dimension. H and strides are in units of `ALIGN`
 elements: that many are loaded at once.

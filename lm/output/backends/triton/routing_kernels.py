@@ -2,9 +2,9 @@
 
 Letters as in `forward_kernel`. Targets are sorted by the depth-first rank of their word's node,
 stably: equal ranks in the order of the batch. `_sort` sorts short runs of keys that are unique,
-rank · 2^32 + index, or leaves them to `torch.sort` where there would be many; `_merge` finds the place of each key in the whole batch as the number of
-smaller keys in all runs, and writes the path of each target there; `_plan` shares the visits among
-programs. `routing` describes the result.
+rank · 2^32 + index, or leaves them to `torch.sort` where there would be many; `_merge` finds the
+place of each key in the whole batch as the number of smaller keys in all runs, and writes the path
+of each target there; `_plan` shares the visits among programs. `routing` describes the result.
 
 The order of the entries of a list is the order in which programs reserve them. It affects when a
 tile is computed and no number: each visit and each row belongs to one entry.

@@ -10,7 +10,7 @@ from torch import Tensor
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS
 from lm.output.backends.base import Needs, Problem
-from lm.output.backends.triton import backend
+from lm.output.backends.triton import backend as triton_backend
 from lm.output.backends.triton.launch import instrumented, path_slots
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
@@ -105,7 +105,7 @@ def test_a_batch_that_would_save_too_much_is_computed_in_parts(
     hidden, weight, bias = inputs
     whole, one = Problem.of(hidden, weight, target, tree, bias), BACKENDS["triton"]
     expected, _ = one.forward(whole, needs)
-    monkeypatch.setattr(backend, "MAX_SAVED_BYTES", 20 * 8 * path_slots(whole))
+    monkeypatch.setattr(triton_backend, "MAX_SAVED_BYTES", 20 * 8 * path_slots(whole))
     assert one.part_size(whole) == 20
     assert one.new_saved(whole, needs) == []
     results = []
