@@ -38,6 +38,9 @@ TREES: dict[str, Callable[[], ClassTree]] = {
     ),
     "shortlist": lambda: ClassTree.two_level(torch.arange(300) % 15, 40),
     "wide classes": lambda: ClassTree.two_level(torch.arange(900) % 6),
+    "classes of 1 to 300 words": lambda: ClassTree.two_level(
+        torch.arange(6).repeat_interleave(torch.tensor([1, 3, 10, 30, 100, 300]))
+    ),
 }
 ORDERS = ("forward", "backward", "interleaved")
 LOADED = ("sorted_hidden", "weight", "errors", "exp_logits", "partial_hidden", "partial_rows")
@@ -61,10 +64,12 @@ class Case(NamedTuple):
     orders: tuple[str, ...] = ("together",)
     bias: bool = True
     target: str = "some ignored"
+    rows: str = ""  # dtype of weight and bias, by default that of hidden
 
     def __str__(self) -> str:
         sizes = f"{self.positions} x {self.size}" + f" + {self.further}" * (self.further > 0)
-        parts = [f"sm_{self.capability}", self.dtype, self.tree, sizes]
+        dtypes = self.dtype + f" * {self.rows}" * bool(self.rows)
+        parts = [f"sm_{self.capability}", dtypes, self.tree, sizes]
         parts += ["row-wise" if self.row_wise else "dense", *self.orders]
         parts += ["no bias"] * (not self.bias) + [self.target] * (self.target != "some ignored")
         return ", ".join(parts)
@@ -77,8 +82,8 @@ Inputs = tuple[list[Tensor], Tensor, ClassTree, Tensor]
 def inputs(case: Case) -> Inputs:
     """Random numbers, the same for every case of these sizes."""
     torch.manual_seed(0)
-    tree, dtype = TREES[case.tree](), DTYPES[case.dtype]
-    hidden = torch.randn(case.positions, case.size).to(dtype)
+    tree, dtype = TREES[case.tree](), DTYPES[case.rows or case.dtype]
+    hidden = torch.randn(case.positions, case.size).to(DTYPES[case.dtype])
     weight = (torch.randn(tree.num_rows, case.size + case.further) * 0.1).to(dtype)
     tensors = [hidden, weight] + [torch.randn(tree.num_rows).to(dtype)] * case.bias
     target = zipf_targets(tree, case.positions)
@@ -93,7 +98,8 @@ def emulated(
 ) -> list[Tensor]:
     """nll and gradients by the compiled kernels; row-wise gradients as dense ones."""
     (hidden, weight, *bias), target, tree, upstream = given
-    problem = Problem.of(hidden, weight, target, tree, bias[0] if bias else None)
+    with torch.autocast("cpu", hidden.dtype, enabled=bool(case.rows)):
+        problem = Problem.of(hidden, weight, target, tree, bias[0] if bias else None)
     needs = Needs(hidden=True, weight=True, bias=case.bias, row_wise=case.row_wise)
     backend = TritonBackend()
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")

@@ -17,6 +17,7 @@ from .cases import DTYPES, ORDERS, TREES, Case, check, check_counts, faults, poo
 
 KINDS_OF_CODE = list(product((80, 90), DTYPES))
 SIZES = (136, 33, 136, 136, 33, 264, 136, 33)
+ROWS = {"bf16": "fp32", "fp16": "fp32", "tf32": "", "fp32": ""}
 OTHER_TREES = ("root only", "three levels", "binary", "classes of one word")
 FIRST = [
     Case(*kind, size=size, further=-size % 8, row_wise=i % 2 == 1, orders=ORDERS)
@@ -25,14 +26,29 @@ FIRST = [
 CASES = [
     *FIRST,
     *(
-        case._replace(tree=OTHER_TREES[(i + i // 4) % 4], orders=("together",))
+        case._replace(
+            tree=OTHER_TREES[(i + i // 4) % 4], orders=("together",), rows=ROWS[case.dtype]
+        )
         for i, case in enumerate(FIRST)
     ),
+    *(
+        Case(
+            capability,
+            dtype,
+            "classes of 1 to 300 words",
+            128,
+            positions=333,
+            rows="fp32",
+            bias=b > 0,
+        )
+        for b, (capability, dtype) in enumerate(product((80, 90), ("bf16", "fp16")))
+    ),
     FIRST[4]._replace(orders=("together",), target="all ignored"),
-    Case(90, "bf16", size=128, bias=False),
 ]
 """Every dtype and architecture with two levels, in all orders of programs, and with one other tree,
-so that each tree is with both architectures; widths and kinds of gradients in turn.
+so that each tree is with both architectures; widths and kinds of gradients in turn. Then classes of
+unequal sizes, whose children take several splits and blocks. In half precision, most have fp32
+rows.
 """
 GRID = [
     Case(*kind, tree, size, -size % 8 * row_wise, 90 if row_wise else 200, row_wise, ORDERS)
@@ -43,6 +59,7 @@ GRID = [
 for kind in KINDS_OF_CODE:
     GRID += [
         Case(*kind, size=300, positions=1000, tree="wide classes"),
+        *(Case(*kind, tree, 300, 4, 333, rows=ROWS[kind[1]]) for tree in TREES),
         Case(*kind, bias=False),
         Case(*kind, target="all ignored"),
         Case(*kind, positions=1),
