@@ -5,10 +5,11 @@ import codecs
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
-from types import ModuleType
+from itertools import pairwise
 from typing import NoReturn
 
 from data_prep.errors import UserError
@@ -28,17 +29,9 @@ from lm.commands import (
 from lm.commands.arguments import OVERRIDES
 from lm.config.reference import describe_keys
 
-_VERBS: dict[str, ModuleType] = {
-    "new": new,
-    "prepare": prepare,
-    "train": train,
-    "evaluate": evaluate,
-    "generate": generate,
-    "score": score,
-    "rescore": rescore,
-    "classes": classes,
-    "info": info,
-    "config": config,
+_VERBS = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (new, prepare, train, evaluate, generate, score, rescore, classes, info, config)
 }
 
 
@@ -46,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb, by default that of the process's command line.
 
     Returns:
-        The exit code: 0; 2 after a user's mistake, which is one line on stderr; 130 after Ctrl-C;
-        141 if the reader of stdout has closed it.
+        The exit code: 0; 2 after a user's mistake, which is one line on stderr; 141 if the reader
+        of stdout has closed it.
     """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     for package, level in (("lm", "INFO"), ("data_prep", "INFO"), ("matplotlib", "ERROR")):
@@ -70,9 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = f"{error.filename or 'stdout cannot be written'}: {error.strerror}"
         print("lm: " + " ".join(text.split()), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("lm: interrupted", file=sys.stderr)
-        return 130
     return 0
 
 
@@ -102,11 +92,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a verb; `verb` is its name, `overrides` those of the configuration, if any.
-
-    Raises:
-        UserError: if an argument is missing, unknown or out of range.
-    """
+    """The options of a verb; `verb` is its name, `overrides` those of the configuration, if any."""
     parser = _Parser(
         prog="lm",
         description="Language models with very large vocabularies: train, evaluate and generate.",
@@ -117,15 +103,34 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     verbs = parser.add_subparsers(required=True, dest="verb", metavar="COMMAND")
     for name, module in _VERBS.items():
         description = f"{module.HELP.capitalize()}."
-        module.add_options(
-            verbs.add_parser(name, help=module.HELP, description=description, allow_abbrev=False)
+        epilog = OVERRIDES if "source" in module.OPTIONS else None
+        verb = verbs.add_parser(
+            name, help=module.HELP, description=description, epilog=epilog, allow_abbrev=False
         )
+        exclusive = getattr(module, "EXCLUSIVE", ())
+        group = verb.add_mutually_exclusive_group() if exclusive else verb
+        for option, settings in module.OPTIONS.items():
+            (group if option in exclusive else verb).add_argument(option, **settings)
     options, rest = parser.parse_known_args(arguments)
-    if hasattr(options, "overrides"):
-        options.overrides = rest
+    # Options before an optional FILE make argparse take it for absent, and then for unknown
+    # (CPython issue 59317).
+    if getattr(options, "file", "") is None and rest and not re.match("-.", rest[0]):
+        options.file = rest.pop(0)
+    if "source" in options:
+        options.overrides = _overrides(rest)
     elif rest:
         raise UserError(f"unknown option {rest[0]}")
     return options
+
+
+def _overrides(rest: list[str]) -> list[str]:
+    """The overrides of the configuration; `UserError` for `--key value` and for other options."""
+    for option, after in pairwise([*rest, "VALUE"]):
+        name, _, value = option.partition("=")
+        key = {"--device": "--train.accelerator", "--threads": "--train.threads"}.get(name, name)
+        if key != name or (name == option and name.startswith("--")):
+            raise UserError(f"{option}: write {key}={value or after}")
+    return rest
 
 
 def _flush() -> None:

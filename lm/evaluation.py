@@ -33,45 +33,24 @@ class TextCounts:
     lines: int  # each with one `<eos>`
     utf8_bytes: int  # line ends included
 
-    @classmethod
-    def of(cls, split: SplitInfo) -> "TextCounts":
-        """The counts of a prepared split."""
-        return cls(words=split.words, lines=split.lines, utf8_bytes=split.utf8_bytes)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How well a model predicts a text.
+    """How well a model predicts a text."""
 
-    Attributes:
-        tokens: predicted tokens, including an `<eos>` for each line.
-        words: words of the original text, without `<eos>`.
-        oov: tokens that are `<unk>`.
-        nll_nats: negative log-likelihood of all tokens.
-        perplexity: exp(nll / tokens).
-        perplexity_excluding_oov: the same over the tokens that are not `<unk>` (which are still
-            part of the context).
-        word_perplexity: exp(nll / (words + lines)): comparable between tokenizers.
-        bits_per_byte: nll / ln 2 / utf8_bytes: comparable between tokenizers.
-        class_perplexity: perplexity of the choice at the root of the tree.
-        within_class_perplexity: perplexity of the choices below; the product of the two is
-            `perplexity`.
-        context: how many tokens each token is predicted from, as a sentence.
-        eos_rule: what is counted at line ends.
-    """
-
-    tokens: int
-    words: int
-    oov: int
-    nll_nats: float
-    perplexity: float
-    perplexity_excluding_oov: float
-    word_perplexity: float
-    bits_per_byte: float
-    class_perplexity: float
-    within_class_perplexity: float
-    context: str
-    eos_rule: str = EOS_RULE
+    tokens: int  # predicted, including an `<eos>` for each line
+    words: int  # of the original text, without `<eos>`
+    lines: int  # of the original text, each with one `<eos>`
+    oov: int  # tokens that are `<unk>`
+    nll_nats: float  # negative log-likelihood of all tokens
+    perplexity: float  # exp(nll / tokens)
+    perplexity_excluding_oov: float  # over the tokens that are not `<unk>`, which remain context
+    word_perplexity: float  # exp(nll / (words + lines)): comparable between tokenizers
+    bits_per_byte: float  # nll / ln 2 / utf8_bytes: comparable between tokenizers
+    class_perplexity: float  # of the choice at the root of the tree
+    within_class_perplexity: float  # of the choices below: `perplexity` / `class_perplexity`
+    context: str  # how many tokens each token is predicted from, as a sentence
+    eos_rule: str = EOS_RULE  # what is counted at line ends
 
     def to_dict(self) -> dict[str, Any]:
         """The figures for JSON, which has no infinity and no NaN: these are None."""
@@ -83,6 +62,7 @@ class Evaluation:
     def table(self, title: str) -> str:
         """The figures as lines of text below a title."""
         classes = f"{self.class_perplexity:.2f} × {self.within_class_perplexity:.2f}"
+        num_units = f"{self.words:,} words + {self.lines:,} line ends"
         rows = {
             "tokens predicted": f"{self.tokens:,}",
             "words, without <eos>": f"{self.words:,}",
@@ -91,7 +71,7 @@ class Evaluation:
             "perplexity": f"{self.perplexity:.2f}",
             "  excluding out of vocabulary": f"{self.perplexity_excluding_oov:.2f}",
             "  class × within class": classes,
-            "word perplexity": f"{self.word_perplexity:.2f}",
+            "word perplexity": f"{self.word_perplexity:.2f}, of {num_units}",
             "bits per byte": f"{self.bits_per_byte:.4f}",
             "context": self.context,
             "line ends": self.eos_rule,
@@ -104,7 +84,7 @@ class Evaluation:
 def evaluate(
     model: LanguageModel,
     tokens: NDArray[Any],
-    counts: TextCounts,
+    counts: TextCounts | SplitInfo,
     *,
     eos_id: int,
     unk_id: int | None,
@@ -149,9 +129,17 @@ def evaluate(
                 oov_nll += float(each[is_oov].sum())
             bar.update(targets.numel())
     model.train(was_training)
+    predicted_from = "each token is predicted from all tokens before it"
+    if not model.backbone.carries_state:
+        fewest = context - max(1, context // 2) + 1
+        predicted_from = (
+            f"each token is predicted from {fewest} to {context} tokens before it, and from fewer"
+            " at the start of the text"
+        )
     return Evaluation(
         tokens=len(tokens),
         words=counts.words,
+        lines=counts.lines,
         oov=oov,
         nll_nats=nll,
         perplexity=perplexity(nll, len(tokens)),
@@ -160,17 +148,7 @@ def evaluate(
         bits_per_byte=nll / math.log(2) / counts.utf8_bytes,
         class_perplexity=perplexity(class_nll, len(tokens)),
         within_class_perplexity=perplexity(nll - class_nll, len(tokens)),
-        context=_describe_context(model, context),
-    )
-
-
-def _describe_context(model: LanguageModel, context: int) -> str:
-    if model.backbone.carries_state:
-        return "each token is predicted from all tokens before it"
-    fewest = context - max(1, context // 2) + 1
-    return (
-        f"each token is predicted from {fewest} to {context} tokens before it, and from fewer at"
-        " the start of the text"
+        context=predicted_from,
     )
 
 
@@ -192,7 +170,7 @@ def evaluate_split(run: Run, split: str, *, progress: bool = True) -> Evaluation
     result = evaluate(
         model,
         prepared.tokens(split),
-        TextCounts.of(prepared.splits[split]),
+        prepared.splits[split],
         eos_id=description.eos_id,
         unk_id=description.unk_id,
         context=description.context,

@@ -8,7 +8,7 @@ another: with SentencePiece, this is the probability of all words that begin wit
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any, NamedTuple
 
@@ -114,42 +114,39 @@ class LoadedModel:
         if len(states) != len(words):
             raise ValueError(f"expected a word for each state, got {len(states)} and {len(words)}")
         steps = [Step(0.0, self._own(state)) for state in states]
+        carries = self.model.backbone.carries_state
         for place in range(max(map(len, tokens), default=0)):
             groups = defaultdict(list)
             for i, word_tokens in enumerate(tokens):
                 if place < len(word_tokens):
-                    carries = self.model.backbone.carries_state
                     groups[0 if carries else steps[i].state.num_tokens].append(i)
             for group in groups.values():
-                before = [steps[i].state for i in group]
-                after = self._advanced(before, [tokens[i][place] for i in group])
-                for i, (log_prob, state) in zip(group, after, strict=True):
-                    steps[i] = Step(steps[i].log_prob + log_prob, state)
+                after = self._advanced([steps[i] for i in group], [tokens[i][place] for i in group])
+                for i, step in zip(group, after, strict=True):
+                    steps[i] = step
         return steps
 
     @torch.no_grad()
-    def _advanced(self, states: list[State], tokens: list[int]) -> list[Step]:
-        """The steps of one token each, from states after equally many tokens."""
+    def _advanced(self, steps: list[Step], tokens: list[int]) -> list[Step]:
+        """Each step with one token more, from states that can be computed together."""
         token = torch.tensor(tokens, device=self.model.device)
-        hidden = torch.stack([state.hidden for state in states])
+        hidden = torch.stack([step.state.hidden for step in steps])
         log_probs = (-self.model.output.loss(hidden, token, "none")).tolist()
         backbone = self.model.backbone
-        joined = backbone.join_states([state.backbone for state in states])
+        joined = backbone.join_states([step.state.backbone for step in steps])
         hidden, joined = self.model(token[None, :], joined)
-        place = torch.arange(len(states), device=token.device)
-        return [
-            Step(
-                log_prob,
-                State(
-                    hidden=hidden[0, i],
-                    backbone=backbone.select_state(joined, place[i : i + 1]),
-                    num_tokens=state.num_tokens + 1,
-                    num_unknown=state.num_unknown + (tokens[i] == self.unk_id),
-                    model_sha256=state.model_sha256,
-                ),
+        place = torch.arange(len(steps), device=token.device)
+        after = []
+        for i, (before, state) in enumerate(steps):
+            state = replace(
+                state,
+                hidden=hidden[0, i],
+                backbone=backbone.select_state(joined, place[i : i + 1]),
+                num_tokens=state.num_tokens + 1,
+                num_unknown=state.num_unknown + (tokens[i] == self.unk_id),
             )
-            for i, (log_prob, state) in enumerate(zip(log_probs, states, strict=True))
-        ]
+            after.append(Step(before + log_probs[i], state))
+        return after
 
     @torch.no_grad()
     def log_prob(self, prefix: Prefix = "") -> Tensor:

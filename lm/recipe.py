@@ -115,7 +115,7 @@ def new_recipe(
             unfinished = stack.enter_context(new_folder(run / "text"))
             unit, sizes = split_text(text, unfinished, sample, held_out, unit)
             parts = ", ".join(
-                f"{split} {units:,} (about {num_tokens * size // sample.num_bytes:,} tokens)"
+                f"{split} {units:,} {unit} (about {num_tokens * size // sample.num_bytes:,} tokens)"
                 for split, (units, size) in sizes.items()
             )
             shares = f"one of {sample.period} for {' and one for '.join(held_out)}"
@@ -199,5 +199,6 @@ def fit(
         run.tree = tree
         used, available = estimate_memory(run).total, run.available_bytes
         if available is None or used < MEMORY_SHARE * available:
-            return content, f"LSTM 1 × {hidden}, {threads} threads, {used / 1e9:.1f} GB of memory"
+            computing = f"{threads} thread{'s' * (threads > 1)}, {used / 1e9:.1f} GB of memory"
+            return content, f"LSTM 1 × {hidden}, {computing}"
     raise UserError(f"even the smallest model needs {used / 1e9:.1f} GB of memory: too much here")

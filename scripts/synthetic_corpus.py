@@ -11,7 +11,6 @@ million types, including the space. Memory does not grow with the corpus.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from tqdm import tqdm
 
 from data_prep.errors import UserError
 from data_prep.storage import write_atomically
+from scripts import run
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -162,7 +162,12 @@ def main() -> None:
     add("--successors", type=int, default=4, metavar="K", help="successors of a word, default 4")
     add("--no-progress", action="store_true", help="no progress bar")
     options = parser.parse_args()
-    _check(options)
+    counts = ("types", "tokens", "line_words", "held_out_tokens", "successors")
+    for name, least in ({"seed": 0} | dict.fromkeys(counts, 1)).items():
+        if (got := getattr(options, name)) < least:
+            raise UserError(f"--{name.replace('_', '-')}: expected at least {least}, got {got}")
+    if not 0 <= options.markov <= 1:
+        raise UserError(f"--markov: expected 0 to 1, got {options.markov}")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -170,19 +175,5 @@ def main() -> None:
     write_corpus(options)
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise UserError for an option out of range."""
-    positive = ("types", "tokens", "line_words", "held_out_tokens", "successors")
-    least = {"seed": 0} | dict.fromkeys(positive, 1)
-    for name, value in least.items():
-        if (got := getattr(options, name)) < value:
-            raise UserError(f"--{name.replace('_', '-')}: expected at least {value}, got {got}")
-    if not 0 <= options.markov <= 1:
-        raise UserError(f"--markov: expected 0 to 1, got {options.markov}")
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"make_corpus: {error}")
+    run(main, "make_corpus")

@@ -51,8 +51,8 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
         "train": "--resume",
         "evaluate": "--split",
         "generate": "--top-p",
-        "classes": "--plot",
-        "info": "RUN|CONFIG",
+        "classes": "--plot FILE.png|svg|pdf",
+        "info": "CONFIG|RUN",
         "config": "KEY|SECTION",
     }.items(),
 )
@@ -81,6 +81,10 @@ def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
     [
         ("--model.hiden=3", r"TINY: unknown key model.hiden; did you mean model.hidden\?"),
         ("more", "expected an override --section.key=value, got 'more'"),
+        ("--train.max_steps 300", "--train.max_steps: write --train.max_steps=300"),
+        ("--train.max_steps", "--train.max_steps: write --train.max_steps=VALUE"),
+        ("--device cpu", "--device: write --train.accelerator=cpu"),
+        ("--threads=2", "--threads=2: write --train.threads=2"),
         ("--resume", "argument --resume: expected one argument"),
         ("--resume=absent.ckpt", "--resume absent.ckpt: no such checkpoint"),
         (
@@ -247,6 +251,20 @@ def test_a_run_that_was_moved_is_evaluated_on_the_data_that_moved_with_it(
         results.append(json.loads(capsys.readouterr().out))
     assert results[0] == results[1]
     assert json.loads((copied_run / "evaluate-test.json").read_text()) == results[0]
+
+
+def test_a_run_whose_training_is_not_complete_names_the_command_that_continues_it(
+    copied_run: Path, complaint: Complaint
+) -> None:
+    (copied_run / "model.json").unlink()
+    message = complaint("evaluate", copied_run)
+    assert message == (
+        f"{copied_run}: no trained model here (model.json is missing);"
+        f" `lm train {copied_run} --resume auto` continues the training"
+    )
+    options = ["--resume=auto", "--no-progress", "--train.max_steps=30"]
+    assert main(["train", str(copied_run), *options]) == 0
+    assert main(["evaluate", str(copied_run)]) == 0
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])

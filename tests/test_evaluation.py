@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -26,8 +27,8 @@ from lm.training.metrics import read_metrics
 N, EOS, UNK = 9, 0, 1
 COUNTS = TextCounts(words=7, lines=3, utf8_bytes=40)
 FIELDS = (
-    "tokens words oov nll_nats perplexity perplexity_excluding_oov word_perplexity bits_per_byte"
-    " class_perplexity within_class_perplexity context eos_rule"
+    "tokens words lines oov nll_nats perplexity perplexity_excluding_oov word_perplexity"
+    " bits_per_byte class_perplexity within_class_perplexity context eos_rule"
 )
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 
@@ -201,6 +202,21 @@ def test_json_has_every_field_and_is_saved_in_the_run(
     assert values["tokens"] == len(content.split()) + len(lines)
     assert values["oov"] == content.count(b"zebra") == 1
     assert values["bits_per_byte"] == values["nll_nats"] / math.log(2) / len(content)
+
+
+def test_the_denominator_of_the_word_perplexity_is_printed(
+    lstm_run: Path, evaluated: Evaluated, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = evaluated(lstm_run)
+    assert main(["evaluate", str(lstm_run)]) == 0
+    found = re.search(
+        r"word perplexity .* of (\d+) words \+ (\d+) line ends", capsys.readouterr().out
+    )
+    assert found is not None
+    words, lines = map(int, found.groups())
+    assert (words, lines) == (values["words"], values["lines"])
+    expected = math.exp(values["nll_nats"] / (words + lines))
+    assert values["word_perplexity"] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])

@@ -58,8 +58,9 @@ def test_a_recipe_with_splits_trains_and_is_better_than_the_unigram_model(
     config = new("\n".join(toy_sentences(1, 400)) + "\n")
     out = capsys.readouterr().out
     assert re.search(
-        r"by lines, train 360 \(about 2,[67]\d\d tokens\), valid 20 \(about 1\d\d tokens\), "
-        r"test 20 \(about 1\d\d tokens\): one of 20 for valid and one for test, in runs/my/text\n",
+        r"by lines, train 360 lines \(about 2,[67]\d\d tokens\), "
+        r"valid 20 lines \(about 1\d\d tokens\), test 20 lines \(about 1\d\d tokens\): "
+        r"one of 20 for valid and one for test, in runs/my/text\n",
         out,
     )
     assert out.endswith("then: lm train my.yaml\n      lm generate runs/my\n")
@@ -91,19 +92,19 @@ def test_given_splits_are_used_as_they_are() -> None:
 
 def test_documents_are_found_or_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     new(("one two\n" * 700 + "three\n\n") * 40)
-    assert "by documents, train 36 (about" in capsys.readouterr().out
+    assert "by documents, train 36 documents (about" in capsys.readouterr().out
     Path("my.yaml").rename("other.yaml")
     assert main(["new", "lines.yaml", "--text=my.txt", "--split-by=lines"]) == 0
-    assert "by lines, train 25,236 (about" in capsys.readouterr().out
+    assert "by lines, train 25,236 lines (about" in capsys.readouterr().out
 
 
 def test_documents_that_are_too_short_to_hold_out_are_cut_into_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     new("one two\nthree\n\n" * 40)
-    assert "by lines, train 72 (about" in capsys.readouterr().out
+    assert "by lines, train 72 lines (about" in capsys.readouterr().out
     assert main(["new", "other.yaml", "--text=my.txt", "--split-by=documents"]) == 0
-    assert "by documents, train 36 (about" in capsys.readouterr().out
+    assert "by documents, train 36 documents (about" in capsys.readouterr().out
 
 
 def test_nothing_is_overwritten(complaint: Complaint) -> None:

@@ -59,6 +59,7 @@ def test_the_class_report_of_a_run_sums_to_all_tokens(
 
 
 def test_the_classes_are_drawn(
+    tiny: Path,
     lstm_run: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -68,5 +69,10 @@ def test_the_classes_are_drawn(
     assert "classes of" in capsys.readouterr().out
     picture = (tmp_path / "classes.svg").read_text()
     assert "classes with the most tokens" in picture
+    assert "shortlist" not in picture
+    options = ["--classes.shortlist=3", f"--run_dir={tmp_path}"]
+    assert main(["prepare", str(tiny), *options]) == 0
+    assert main(["classes", str(tiny), *options, f"--plot={tmp_path / 'classes.svg'}"]) == 0
+    assert "classes, shortlist of 3 words, " in (tmp_path / "classes.svg").read_text()
     message = complaint("classes", lstm_run, f"--plot={tmp_path / 'classes.oak'}")
     assert "Format 'oak' is not supported" in message

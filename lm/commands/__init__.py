@@ -1,5 +1,7 @@
 """The verbs of the command `lm`, one file each: its help, its options and its function.
 
-A file has `HELP`, one line; `add_options(parser)`; and `run(options)`, which prints the result on
-stdout. It imports heavy libraries inside `run` only, because every verb is imported for `--help`.
+A file has `HELP`, one line; `OPTIONS`, of which at most one of `EXCLUSIVE` can be given, if it has
+that; and `run(options)`, which prints the result on stdout and raises `UserError` for a mistake of
+the user's. It imports heavy libraries inside `run` only, because every verb is imported for
+`--help`.
 """

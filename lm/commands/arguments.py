@@ -1,77 +1,54 @@
 """Options that several verbs share: the same name means the same everywhere."""
 
 import argparse
+from functools import partial
+from typing import Any
 
 from lm.config.schema import MAX_THREADS
 
+Options = dict[str, dict[str, Any]]
+"""Name of an option → arguments of `ArgumentParser.add_argument`."""
 OVERRIDES = (
     "Every key of the configuration can be overridden by --section.key=value, for instance"
     " --model.hidden=650. `lm config` lists the keys."
 )
 
 
-def at_least_one(text: str) -> int:
-    """A positive integer; argparse reports anything else."""
+def at_least_one(text: str, limit: int | None = None) -> int:
+    """A positive integer, at most `limit`; argparse reports anything else."""
     try:
         value = int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be an integer, got {text[:40]!r}") from error
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    if limit is not None and value > limit:
+        raise argparse.ArgumentTypeError(f"must be at most {limit}, got {value}")
     return value
 
 
-def _num_threads(text: str) -> int:
-    value = at_least_one(text)
-    if value > MAX_THREADS:
-        raise argparse.ArgumentTypeError(f"must be at most {MAX_THREADS}, got {value}")
-    return value
+COUNT, NUMBER, FILE = {"type": at_least_one}, {"type": float}, {"metavar": "FILE"}
+SWITCH = {"action": "store_true"}
 
-
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """CONFIG and overrides of its keys, which are `options.overrides`."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    _add_overrides(parser)
-
-
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """RUN or CONFIG, and overrides."""
-    parser.add_argument("source", metavar="RUN|CONFIG", help="folder of a run, or YAML file")
-    _add_overrides(parser)
-
-
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = OVERRIDES
-    parser.set_defaults(overrides=[])
-
-
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """RUN, the folder of a trained model."""
-    parser.add_argument("run_dir", metavar="RUN", help="folder of the run")
-
-
-def add_computing(parser: argparse.ArgumentParser) -> None:
-    """Where a model computes: --device and --threads."""
-    parser.add_argument(
-        "--device",
-        default="auto",
-        metavar="auto|cpu|cuda[:N]",
-        help="where the model computes; auto is the GPU if the model fits (default: auto)",
-    )
-    parser.add_argument(
-        "--threads", type=_num_threads, help="number of CPU threads (default: as in training)"
-    )
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """--json, for programs that read the result."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def add_no_progress(parser: argparse.ArgumentParser) -> None:
-    """--no-progress."""
-    parser.add_argument(
-        "--no-progress",
-        action="store_true",
-        help="hide progress bars (which only a terminal shows)",
-    )
+SOURCE: Options = {"source": {"metavar": "CONFIG|RUN", "help": "YAML file, or folder of a run"}}
+"""Its verbs also take overrides of the configuration, which are `options.overrides`."""
+RUN: Options = {"run_dir": {"metavar": "RUN", "help": "folder of the run"}}
+COMPUTING: Options = {
+    "--device": {
+        "default": "auto",
+        "metavar": "auto|cpu|cuda[:N]",
+        "help": "where the model computes; auto is the GPU if the model fits (default: auto)",
+    },
+    "--threads": {
+        "type": partial(at_least_one, limit=MAX_THREADS),
+        "help": "number of CPU threads (default: as in training)",
+    },
+}
+VOCABULARY_SIZE: Options = {
+    "--vocabulary-size": COUNT
+    | {"metavar": "V", "help": "spread P(<unk>) over the words missing to V, <eos> counted"}
+}
+JSON: Options = {"--json": SWITCH | {"help": "print one JSON object"}}
+NO_PROGRESS: Options = {
+    "--no-progress": SWITCH | {"help": "hide progress bars (which only a terminal shows)"}
+}

@@ -5,35 +5,24 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from data_prep.errors import UserError
-from lm.commands.arguments import add_json, add_source, at_least_one
+from lm.commands.arguments import COUNT, JSON, SOURCE, Options
 from lm.run import Run
 
 if TYPE_CHECKING:
     from data_prep.classes.report import ClassReport
-    from data_prep.prepared import Prepared
 
 HELP = "report on the word classes"
+_SHOWN: Options = {
+    "--words": COUNT | {"default": 8, "help": "number of words to show per class (default 8)"},
+    "--plot": {"metavar": "FILE.png|svg|pdf", "type": Path, "help": "also draw the classes"},
+}
+OPTIONS = SOURCE | _SHOWN | JSON
 LABELLED_CLASSES = 25  # in the picture: those with the most tokens
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
-    add_source(parser)
-    parser.add_argument(
-        "--words",
-        type=at_least_one,
-        default=8,
-        help="number of words to show per class (default 8)",
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", type=Path, help="also draw the classes, as .png, .svg or .pdf"
-    )
-    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -42,8 +31,7 @@ def run(options: argparse.Namespace) -> None:
 
     run = Run.read(options.source, options.overrides)
     if run.config.needed_classes is None:
-        tree = run.config.output.tree
-        raise UserError(f"output.tree: {tree} has no word classes to report on")
+        raise UserError(f"output.tree: {run.config.output.tree} has no word classes to report on")
     run.check_classes()
     prepared = run.prepared
     report = class_report(
@@ -53,23 +41,24 @@ def run(options: argparse.Namespace) -> None:
         shortlist=prepared.shortlist,
         num_top_words=options.words,
     )
+    token = prepared.tokenizer().token
+    top_words = [list(map(token, words)) for words in report.top_words]
     if options.plot:
-        draw_classes(report, prepared, options.plot)
+        _draw(report, top_words, options.plot)
     if options.json:
-        print(json.dumps(classes_json(report, prepared), ensure_ascii=False))
+        print(json.dumps(asdict(report) | {"top_words": top_words}, ensure_ascii=False))
     else:
-        print(classes_table(report, prepared))
+        print(_table(report, top_words, prepared.vocab_size))
 
 
-def classes_table(report: "ClassReport", prepared: "Prepared") -> str:
-    """Format a class report as lines of text, in decreasing order of token mass."""
-    tokenizer = prepared.tokenizer()
+def _table(report: "ClassReport", top_words: list[list[str]], vocab_size: int) -> str:
+    """Lines of text, the classes in decreasing order of token mass."""
     summary = [
         f"{report.num_word_classes:,} classes of {report.min_words:,} to {report.max_words:,}"
         f" words, median {report.median_words:g};"
         f" shortlist of {report.shortlist:,} words with {100 * report.shortlist_mass:.1f} % of the"
         " tokens",
-        f"columns per token   {report.columns_per_token:.1f} of {prepared.vocab_size:,}",
+        f"columns per token   {report.columns_per_token:.1f} of {vocab_size:,}",
         f"bigram likelihood   {report.log_likelihood:.4f} nats per token "
         f"(perplexity {math.exp(-report.log_likelihood):.1f})",
         f"entropy             class {report.class_entropy:.3f} bits,"
@@ -79,32 +68,23 @@ def classes_table(report: "ClassReport", prepared: "Prepared") -> str:
     ]
     heaviest = sorted(range(report.num_word_classes), key=lambda c: -report.token_mass[c])
     rows = [
-        f"{c:5d} {report.sizes[c]:7,d} {100 * report.token_mass[c]:8.3f}  "
-        + " ".join(tokenizer.token(word) for word in report.top_words[c])
+        f"{c:5d} {report.sizes[c]:7,d} {100 * report.token_mass[c]:8.3f}  " + " ".join(top_words[c])
         for c in heaviest
     ]
     return "\n".join(summary + rows)
 
 
-def classes_json(report: "ClassReport", prepared: "Prepared") -> dict[str, Any]:
-    """Convert a class report to plain values, with top words as text instead of ids."""
-    tokenizer = prepared.tokenizer()
-    words = [[tokenizer.token(word) for word in top_words] for top_words in report.top_words]
-    return asdict(report) | {"top_words": words}
-
-
-def draw_classes(report: "ClassReport", prepared: "Prepared", path: Path) -> None:
+def _draw(report: "ClassReport", top_words: list[list[str]], path: Path) -> None:
     """Draw the top words of classes, their sizes and token masses, and their cumulated cost."""
     from matplotlib.figure import Figure
 
-    tokenizer = prepared.tokenizer()
     sizes, mass = np.array(report.sizes), np.array(report.token_mass)
     heaviest = np.argsort(-mass, kind="stable")
     figure = Figure(figsize=(13, 7), layout="constrained")
     bars, cloud, curve = figure.subplot_mosaic([["bars", "cloud"], ["bars", "curve"]]).values()
     shown = heaviest[:LABELLED_CLASSES]
     bars.barh(range(len(shown)), 100 * mass[shown])
-    labels = [" ".join(tokenizer.token(w) for w in report.top_words[c][:5]) for c in shown]
+    labels = [" ".join(top_words[c][:5]) for c in shown]
     bars.set_yticks(range(len(shown)), labels, fontsize=8, parse_math=False)
     bars.invert_yaxis()
     bars.set(xlabel="% of the tokens", title="classes with the most tokens")
@@ -122,9 +102,11 @@ def draw_classes(report: "ClassReport", prepared: "Prepared", path: Path) -> Non
     curve.legend()
     for axes in (bars, cloud, curve):
         axes.grid(True, alpha=0.3)
+    shortlist = f", shortlist of {report.shortlist:,} words" if report.shortlist else ""
     figure.suptitle(
-        f"{report.num_word_classes:,} classes, {report.columns_per_token:,.0f} columns per token,"
-        f" {report.class_entropy:.2f} bits for the class + {report.word_entropy:.2f} for the word"
+        f"{report.num_word_classes:,} classes{shortlist}, {report.columns_per_token:,.0f} columns"
+        f" per token, {report.class_entropy:.2f} bits for the class + {report.word_entropy:.2f} for"
+        " the word"
     )
     try:
         figure.savefig(path, dpi=120)

@@ -2,14 +2,11 @@
 
 import argparse
 
+from lm.commands.arguments import Options
 from lm.config.reference import describe_keys
 
 HELP = "type, default and meaning of the configuration's keys"
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
-    parser.add_argument("key", metavar="KEY|SECTION", nargs="?", help="default: all keys")
+OPTIONS: Options = {"key": {"metavar": "KEY|SECTION", "nargs": "?", "help": "default: all keys"}}
 
 
 def run(options: argparse.Namespace) -> None:

@@ -5,26 +5,17 @@ import json
 import logging
 
 from data_prep.errors import UserError
-from lm.commands.arguments import add_computing, add_json, add_no_progress, add_run
+from lm.commands.arguments import COMPUTING, JSON, NO_PROGRESS, RUN, Options
 from lm.run import Run
 
 HELP = "perplexity of a trained model on a text"
+_TEXT: Options = {
+    "--split": {"default": "test", "choices": ("train", "valid", "test"), "help": "default: test"},
+    "--text": {"metavar": "FILE|-", "help": "text instead of a split; its empty lines count too"},
+}
+OPTIONS = RUN | _TEXT | COMPUTING | NO_PROGRESS | JSON
+EXCLUSIVE = tuple(_TEXT)
 _log = logging.getLogger(__name__)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
-    add_run(parser)
-    text = parser.add_mutually_exclusive_group()
-    text.add_argument(
-        "--split", default="test", choices=("train", "valid", "test"), help="default: test"
-    )
-    text.add_argument(
-        "--text", metavar="FILE|-", help="text instead of a split; its empty lines count too"
-    )
-    add_computing(parser)
-    add_no_progress(parser)
-    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> None:

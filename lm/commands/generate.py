@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from data_prep.errors import UserError
-from lm.commands.arguments import add_computing, add_json, add_run, at_least_one
+from lm.commands.arguments import COMPUTING, COUNT, JSON, NUMBER, RUN, SWITCH, Options
 from lm.run import Run
 
 if TYPE_CHECKING:
@@ -19,58 +19,42 @@ if TYPE_CHECKING:
 HELP = "draw text from a trained model"
 MAX_WORDS_NAMED = 10
 """Unknown words of the prompts that are named."""
+_PROMPTS: Options = {
+    "--prompt": {"metavar": "TEXT|-", "help": "text to continue (- reads stdin)"},
+    "--prompts": {"metavar": "FILE|-", "help": "texts to continue, one per line"},
+}
+_CHOICE: Options = {
+    "--tokens": COUNT | {"default": 100, "help": "number of tokens to generate (default 100)"},
+    "--samples": COUNT | {"default": 1, "help": "number of continuations (default 1)"},
+    "--beams": COUNT
+    | {"help": "search for the best text, to the end of the line, with BEAMS beams"},
+    "--top-k": COUNT | {"help": "draw from the TOP_K most probable words"},
+    "--temperature": NUMBER | {"help": "0 is greedy (default 1)"},
+    "--top-p": NUMBER | {"help": "draw from the most probable words with mass TOP_P"},
+    "--min-p": NUMBER | {"help": "draw from words with P of at least MIN_P times the largest"},
+    "--repetition-penalty": NUMBER
+    | {
+        "metavar": "R",
+        "help": "words that occurred before have P^R instead of P, R ≥ 1 (default 1)",
+    },
+    "--length-penalty": NUMBER
+    | {"metavar": "A", "help": "the best text has the largest log P / length^A (default 1)"},
+    "--stop": {
+        "action": "append",
+        "metavar": "TEXT",
+        "help": r"end before this text; \n is a line end; may be repeated",
+    },
+    "--seed": {"type": int, "help": "seed of the random numbers, 64 bits (default 1)"},
+    "--show-classes": SWITCH | {"help": "table of words with P(class) and P(word | class)"},
+}
+OPTIONS = RUN | _PROMPTS | _CHOICE | COMPUTING | JSON
+EXCLUSIVE = tuple(_PROMPTS)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _log = logging.getLogger(__name__)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
-    add_run(parser)
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT|-", help="text to continue (- reads stdin)")
-    prompt.add_argument("--prompts", metavar="FILE|-", help="texts to continue, one per line")
-    for name, default, text in (
-        ("tokens", 100, "number of tokens to generate (default 100)"),
-        ("samples", 1, "number of continuations (default 1)"),
-        ("beams", None, "search for the best text, to the end of the line, with BEAMS beams"),
-        ("top-k", None, "draw from the TOP_K most probable words"),
-    ):
-        parser.add_argument(f"--{name}", type=at_least_one, default=default, help=text)
-    for name, metavar, text in (
-        ("temperature", None, "0 is greedy (default 1)"),
-        ("top-p", None, "draw from the most probable words with mass TOP_P"),
-        ("min-p", None, "draw from words with P of at least MIN_P times the largest"),
-        (
-            "repetition-penalty",
-            "R",
-            "words that occurred before have P^R instead of P, R ≥ 1 (default 1)",
-        ),
-        ("length-penalty", "A", "the best text has the largest log P / length^A (default 1)"),
-    ):
-        parser.add_argument(f"--{name}", type=float, metavar=metavar, help=text)
-    parser.add_argument(
-        "--stop",
-        action="append",
-        metavar="TEXT",
-        help=r"end before this text; \n is a line end; may be repeated",
-    )
-    parser.add_argument("--seed", type=int, help="seed of the random numbers, 64 bits (default 1)")
-    parser.add_argument(
-        "--show-classes",
-        action="store_true",
-        help="table of words with P(class) and P(word | class)",
-    )
-    add_computing(parser)
-    add_json(parser)
-
-
 def run(options: argparse.Namespace) -> None:
-    """Print the continuations; one sample of one prompt while it is drawn.
-
-    Raises:
-        UserError: if options exclude each other or are out of range, there is no prompt, or there
-            is no trained model.
-    """
+    """Print the continuations; one sample of one prompt while it is drawn."""
     _check(options)
     prompts = _prompts(options)
     try:
@@ -112,7 +96,6 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 
 def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
-    """Print the continuations of the prompts."""
     from lm.generation import Sampling, generate_text, search_text
 
     given = {name: getattr(options, name) for name in _SAMPLING}
@@ -136,12 +119,10 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
             on_piece=partial(print, end="", flush=True) if streams else None,
         )
     else:
-        searched = {"num_tokens": num_tokens, "num_beams": options.beams}
         penalty = 1.0 if options.length_penalty is None else options.length_penalty
-        results = (
-            search_text(model, tokenizer, prompt, **searched, length_penalty=penalty)
-            for prompt in prompts
-        )
+        settings = {"num_beams": options.beams, "length_penalty": penalty}
+        search = partial(search_text, model, tokenizer, num_tokens=num_tokens, **settings)
+        results = map(search, prompts)
     if streams:
         print(prompts[0], end="", flush=True)
     for number, (prompt, found) in enumerate(zip(prompts, results, strict=True), 1):
@@ -172,7 +153,6 @@ def _report_unknown_words(tokenizer: "Tokenizer", prompts: list[str]) -> None:
 def _values(
     options: argparse.Namespace, run: Run, prompt: str, samples: "list[Sample]"
 ) -> dict[str, object]:
-    """The JSON object of a prompt."""
     values: dict[str, object] = {"prompt": prompt, "samples": [sample.text for sample in samples]}
     if options.beams is not None:
         values["log_probs"] = [sample.log_prob for sample in samples]
@@ -189,16 +169,12 @@ def _print_table(run: Run, number: int, prompt: str, samples: "list[Sample]") ->
     for index, sample in enumerate(samples, 1):
         steps = _steps(run, prompt, sample)
         if number == index == 1:
-            print("prompt", "sample", *_level_names(len(steps[0][1])), "word", sep="\t")
+            depth = len(steps[0][1])
+            levels = [f"P(level {level} | above)" for level in range(1, depth + 1)]
+            names = {1: ["P(word)"], 2: ["P(class)", "P(word | class)"]}.get(depth, levels)
+            print("prompt", "sample", *names, "word", sep="\t")
         for word, probs in steps:
             print(number, index, *(f"{p:.6f}" for p in probs), word, sep="\t")
-
-
-def _level_names(depth: int) -> list[str]:
-    """The names of the columns of a tree's levels."""
-    if depth <= 2:
-        return [["P(word)"], ["P(class)", "P(word | class)"]][depth - 1]
-    return [f"P(level {level} | above)" for level in range(1, depth + 1)]
 
 
 def _steps(run: Run, prompt: str, sample: "Sample") -> list[tuple[str, list[float]]]:

@@ -2,18 +2,13 @@
 
 import argparse
 
-from lm.commands.arguments import add_config, add_no_progress
+from lm.commands.arguments import NO_PROGRESS, SOURCE
 from lm.run import Run
 
 HELP = "corpus → tokenizer → token files → classes"
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
-    add_config(parser)
-    add_no_progress(parser)
+OPTIONS = SOURCE | NO_PROGRESS
 
 
 def run(options: argparse.Namespace) -> None:
     """Prepare the data."""
-    Run.read(options.config, options.overrides).prepare(progress=not options.no_progress)
+    Run.read(options.source, options.overrides).prepare(progress=not options.no_progress)

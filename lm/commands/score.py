@@ -2,66 +2,40 @@
 
 import argparse
 import logging
-from typing import Any
 
 from data_prep.errors import UserError
-from lm.commands.arguments import add_computing, add_run, at_least_one
+from lm.commands.arguments import COMPUTING, RUN, SWITCH, VOCABULARY_SIZE, Options
 from lm.run import Run
 
 HELP = "log-probabilities of sentences and words"
+_CHOICES = {
+    "--level": (("sentence", "summary", "word"), "what to print"),
+    "--format": (
+        ("kenlm", "tsv", "json"),
+        "layout of KenLM's query, TSV quoted as CSV (pandas: keep_default_na=False), or JSON lines",
+    ),
+    "--unit": (("log10", "nats", "bits"), "unit of log-probabilities"),
+}
+OPTIONS: Options = (
+    RUN
+    | {"file": {"metavar": "FILE|-", "nargs": "?", "help": "one sentence per line (default stdin)"}}
+    | {
+        name: {"choices": choices, "default": choices[0], "help": f"{text} (default: {choices[0]})"}
+        for name, (choices, text) in _CHOICES.items()
+    }
+    | {
+        "--stream": SWITCH | {"help": "all lines are one text (default: independent sentences)"},
+        "--details": SWITCH | {"help": "rank of each word, entropy of its distribution"},
+        "--ids": SWITCH | {"help": "each line begins with an id and a tab or space"},
+    }
+    | VOCABULARY_SIZE
+    | COMPUTING
+)
 _log = logging.getLogger(__name__)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
-    add_run(parser)
-    parser.add_argument(
-        "text", metavar="FILE|-", nargs="?", help="one sentence per line (default: stdin)"
-    )
-    for name, default, choices, text in (
-        ("level", "sentence", ("summary", "sentence", "word"), "what to print"),
-        ("format", "kenlm", ("kenlm", "tsv", "json"), "layout of KenLM's query, TSV or JSON lines"),
-        ("unit", "log10", ("log10", "nats", "bits"), "unit of log-probabilities"),
-    ):
-        text = f"{text} (default: {default})"
-        parser.add_argument(f"--{name}", default=default, choices=choices, help=text)
-    for name, text in (
-        ("stream", "all lines are one text (default: independent sentences)"),
-        ("details", "rank of each word, entropy of its distribution"),
-        ("ids", "each line begins with an id and a tab or space"),
-    ):
-        parser.add_argument(f"--{name}", action="store_true", help=text)
-    add_vocabulary_size(parser)
-    add_computing(parser)
-
-    def parse(*arguments: Any) -> tuple[argparse.Namespace, list[str]]:
-        # Options before FILE make argparse take it for absent, and then for unknown (CPython
-        # issue 59317).
-        options, rest = type(parser).parse_known_args(parser, *arguments)
-        if options.text is None and rest and (rest[0] == "-" or not rest[0].startswith("-")):
-            options.text = rest.pop(0)
-        return options, rest
-
-    parser.parse_known_args = parse  # type: ignore[method-assign, assignment]
-
-
-def add_vocabulary_size(parser: argparse.ArgumentParser) -> None:
-    """Add the option that spreads the probability of unknown words."""
-    parser.add_argument(
-        "--vocabulary-size",
-        type=at_least_one,
-        metavar="V",
-        help="spread P(<unk>) over the words missing to V, <eos> counted",
-    )
-
-
 def run(options: argparse.Namespace) -> None:
-    """Print the scores, line by line.
-
-    Raises:
-        UserError: if options exclude each other, there is no trained model, or a line of the text
-            cannot be scored.
-    """
+    """Print the scores, line by line."""
     if options.details and (options.format == "kenlm" or options.level != "word"):
         raise UserError("--details requires --level word and --format tsv or json")
     from data_prep.corpus.lines import read_text
@@ -84,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
         has_ids=options.ids,
     )
     rule = "one stream: all lines are one text" if options.stream else "independent sentences"
-    lines = read_text(options.text or "-")
+    lines = read_text(options.file or "-")
     for number, row in enumerate(layout.rows(lines, stream=options.stream)):
         if number == 0:  # the text can be read
             _log.info(

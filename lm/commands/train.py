@@ -2,26 +2,19 @@
 
 import argparse
 
-from lm.commands.arguments import add_config, add_no_progress
+from lm.commands.arguments import NO_PROGRESS, SOURCE, Options
 from lm.run import Run
 
 HELP = "train a model (prepares the data if needed)"
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
-    add_config(parser)
-    parser.add_argument(
-        "--resume",
-        metavar="auto|PATH",
-        help="continue the last checkpoint or that at PATH",
-    )
-    add_no_progress(parser)
+_RESUME: Options = {
+    "--resume": {"metavar": "auto|PATH", "help": "continue the last checkpoint or that at PATH"}
+}
+OPTIONS = SOURCE | _RESUME | NO_PROGRESS
 
 
 def run(options: argparse.Namespace) -> None:
     """Train; print the folder of the run."""
-    run, progress = Run.read(options.config, options.overrides), not options.no_progress
+    run, progress = Run.read(options.source, options.overrides), not options.no_progress
     # Imported after the configuration is known to be valid: torch takes seconds.
     from lm.training.devices import check_devices
     from lm.training.loggers import check_wandb

@@ -19,7 +19,6 @@ from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.generation.text import Continuation, Sample, check_memory, encode_prompt, state_bytes
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_prefix
-from lm.output.decoding.search import TopK
 
 MAX_LENGTH_PENALTY = 10.0
 
@@ -86,7 +85,12 @@ def beam_search(
     results: list[Hypothesis] = []
     for length in range(1, num_tokens + 1):
         hidden, state = read_prefix(model, tokens, state)
-        beams = _extend(live, model.output.topk(hidden, min(num_beams + 1, model.vocab_size)))
+        best = model.output.topk(hidden, min(num_beams + 1, model.vocab_size))  # [K, M]
+        log_prob = (live.log_prob[:, None] + best.log_prob.double()).flatten()
+        log_prob, order = log_prob.sort(descending=True, stable=True)
+        parent = order // best.word.shape[1]
+        extended = torch.cat([live.tokens[parent], best.word.flatten()[order, None]], dim=1)
+        beams = _Beams(parent, extended, log_prob)
         ended = beams.tokens[:, -1] == (-1 if eos_id is None else eos_id)
         live = beams.select((~ended).nonzero().squeeze(1)[:num_beams])
         if length < num_tokens:
@@ -151,12 +155,3 @@ class _Beams(NamedTuple):
 
     def select(self, index: Tensor) -> "_Beams":
         return _Beams(*(tensor[index] for tensor in self))
-
-
-def _extend(live: _Beams, best: TopK) -> _Beams:
-    """All extensions of the live continuations by their best tokens [K, M]."""
-    log_prob = (live.log_prob[:, None] + best.log_prob.double()).flatten()
-    log_prob, order = log_prob.sort(descending=True, stable=True)
-    parent = order // best.word.shape[1]
-    tokens = torch.cat([live.tokens[parent], best.word.flatten()[order, None]], dim=1)
-    return _Beams(parent, tokens, log_prob)

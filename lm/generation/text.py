@@ -146,33 +146,18 @@ class Continuation:
 @torch.no_grad()
 def _draw(
     model: LanguageModel,
-    tokenizer: Tokenizer,
     prompts: list[list[int]],
     samples: range,
-    *,
-    num_tokens: int,
+    live: list[Continuation],
     sampling: Sampling,
-    stop: Sequence[str],
     seed: int,
+    eos_id: int,
 ) -> Iterator[list[Continuation]]:
-    """Draw samples of prompts of equal length together, token by token, until all are complete.
+    """Draw the `samples` of prompts of equal length together, until all of `live` are complete.
 
-    Args:
-        prompts: the ids of P prompts.
-        samples: numbers of the samples of each prompt.
-        model, tokenizer, num_tokens, sampling, stop, seed: as in `generate_text`.
-
-    Yields:
-        The continuations to which a token was added: at first all, those of a prompt adjacent.
+    Those of a prompt are adjacent in `live`. Yields the continuations to which a token was added.
     """
-    if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
-        raise ValueError(f"seed must be within -2^63 … 2^64 - 1, got {seed}")
-    live = [
-        Continuation(tokenizer, prompt, num_tokens=num_tokens, stop=stop)
-        for prompt in prompts
-        for _ in samples
-    ]
-    backbone, device, eos_id = model.backbone, model.device, tokenizer.eos_id
+    backbone, device = model.backbone, model.device
     root = torch.tensor(seed - (1 << 64) if seed >= 1 << 63 else seed, device=device)
     seeds = derive_seeds(root, torch.tensor(samples, device=device)).repeat(len(prompts))
     ids = torch.tensor(prompts, device=device).T
@@ -182,7 +167,7 @@ def _draw(
     previous = _without(eos_id, ids.T)[prompt_of] if sampling.repetition_penalty > 1 else None
     for number in count():
         token = model.output.sample(
-            hidden, **vars(sampling), previous=previous, seeds=derive_seeds(seeds, number)
+            hidden, sampling, previous=previous, seeds=derive_seeds(seeds, number)
         )
         for continuation, id in zip(live, token.tolist(), strict=True):
             continuation.append(id)
@@ -242,25 +227,21 @@ def generate_text(
     """
     if num_samples < 1:
         raise ValueError(f"the number of samples must be at least 1, got {num_samples}")
+    if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"seed must be within -2^63 … 2^64 - 1, got {seed}")
     num_bytes = BYTES_PER_TOKEN * len(prompts) * num_samples * num_tokens
     check_memory(num_bytes, "the texts", torch.device("cpu"))
     for first in range(0, len(prompts), PROMPTS_AT_ONCE):
         encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts[first:][:PROMPTS_AT_ONCE]]
         results: list[list[Sample]] = [[] for _ in encoded]
         for group, samples in _batches(model, list(map(len, encoded)), num_samples, num_tokens):
-            draws = _draw(
-                model,
-                tokenizer,
-                [encoded[index] for index in group],
-                samples,
-                num_tokens=num_tokens,
-                sampling=sampling,
-                stop=stop,
-                seed=seed,
-            )
-            continuations: list[Continuation] = []
-            for live in draws:
-                continuations = continuations or live
+            ids = [encoded[index] for index in group]
+            continuations = [
+                Continuation(tokenizer, prompt, num_tokens=num_tokens, stop=stop)
+                for prompt in ids
+                for _ in samples
+            ]
+            for live in _draw(model, ids, samples, continuations, sampling, seed, tokenizer.eos_id):
                 if on_piece is not None:
                     on_piece(live[0].pieces[-1])
             for place, each in enumerate(continuations):

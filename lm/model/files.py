@@ -132,7 +132,10 @@ def read_description(folder: Path) -> Description:
     except NotADirectoryError as error:
         raise UserError(f"{folder} is a file, not the folder of a run") from error
     except FileNotFoundError as error:
-        raise UserError(f"{folder}: no trained model here ({DESCRIPTION} is missing)") from error
+        problem = f"{folder}: no trained model here ({DESCRIPTION} is missing)"
+        if (folder / "config.yaml").exists():
+            problem += f"; `lm train {folder} --resume auto` continues the training"
+        raise UserError(problem) from error
     except UserError:
         raise
     except (ValueError, AttributeError) as error:

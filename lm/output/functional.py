@@ -1,4 +1,4 @@
-"""The output layer as functions: their contract, checks, and the choice of a backend."""
+"""The loss of the output layer as a function: its contract, checks, and the choice of a backend."""
 
 from typing import Literal
 
@@ -8,9 +8,6 @@ from torch import Tensor
 from lm.output.backends import BACKENDS, OPS, choose_backend
 from lm.output.backends.autograd import refuse_transforms, row_wise_nll
 from lm.output.backends.base import Needs, Problem
-from lm.output.backends.nodes import node_logits, rows_of, sorted_hidden, visited_nodes
-from lm.output.backends.visits import check_words, route
-from lm.output.rowwise.eager import not_compiled
 from lm.output.tree.class_tree import ClassTree
 
 BackendName = Literal["auto", "reference", "triton"]
@@ -86,7 +83,7 @@ def hierarchical_cross_entropy(
         row_wise=enabled and row_wise,
     )
     if needs.row_wise:
-        nll = row_wise_nll(BACKENDS[name], problem, needs)
+        nll = row_wise_nll(BACKENDS[name], needs, *problem)
     else:
         nll = OPS[name](*problem, needs)[0]
     if reduction == "none":
@@ -94,53 +91,3 @@ def hierarchical_cross_entropy(
     if reduction == "sum":
         return nll.sum()
     return nll.sum() / (target != ignore_index).sum().clamp(min=1)
-
-
-@not_compiled
-@torch.no_grad()
-def hierarchical_nll_by_level(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    tree: ClassTree,
-    bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    backend: BackendName = "auto",
-) -> Tensor:
-    """Negative log-likelihood [D, ...] of each softmax on the words' paths, without gradient.
-
-    The sum over levels is `hierarchical_cross_entropy` with reduction "none", whose arguments and
-    errors these are; see `HierarchicalSoftmax.nll_by_level`.
-    """
-    problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
-    name = choose_backend(backend, problem, hidden.device)
-    return BACKENDS[name].nll_by_level(problem).view(tree.depth, *target.shape)
-
-
-@not_compiled
-def hierarchical_lse_by_level(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    tree: ClassTree,
-    bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-) -> Tensor:
-    """Log-sum-exp [D, ...] of each softmax on the words' paths, by plain operations of PyTorch.
-
-    Differentiable any number of times; see `HierarchicalSoftmax.lse_by_level`.
-    """
-    problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
-    check_words("target", problem.target, tree.vocab_size, ignore_index)
-    position, node, _ = route(problem.target, problem.tree, tree.depth, ignore_index)
-    nodes, flat = visited_nodes(node, problem.tree), sorted_hidden(problem, position)
-    biases = [None] * len(nodes) if bias is None else rows_of(nodes, bias)
-    rows = zip(nodes, rows_of(nodes, weight), biases, strict=True)
-    with torch.autocast(hidden.device.type, enabled=False):
-        lse = [node_logits(flat[each.visits], w, b).logsumexp(1) for each, w, b in rows]
-    visit = (node.flatten() >= 0).nonzero().squeeze(1)
-    by_level = flat.new_zeros(node.numel())
-    by_level = by_level.index_copy(0, visit, torch.cat([by_level[:0], *lse])).view(node.shape)
-    return by_level.index_copy(1, position, by_level).view(tree.depth, *target.shape)

@@ -7,19 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lm.output.backends import check_backend
-from lm.output.backends.base import row_size
+from lm.output.backends import BACKENDS, check_backend, choose_backend
+from lm.output.backends.base import Problem, row_size
+from lm.output.backends.nodes import lse_by_level
 from lm.output.decoding import distribution
-from lm.output.decoding.candidates import candidate_log_prob
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.search import TopK
-from lm.output.functional import (
-    BackendName,
-    Reduction,
-    hierarchical_cross_entropy,
-    hierarchical_lse_by_level,
-    hierarchical_nll_by_level,
-)
+from lm.output.functional import BackendName, Reduction, hierarchical_cross_entropy
+from lm.output.rowwise.eager import not_compiled
 from lm.output.tree.class_tree import ClassTree
 
 
@@ -130,6 +125,8 @@ class HierarchicalSoftmax(nn.Module):
             row_wise=self.row_wise,
         )
 
+    @not_compiled
+    @torch.no_grad()
     def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The terms of the loss at each level of the tree, root first, without gradient.
 
@@ -143,15 +140,9 @@ class HierarchicalSoftmax(nn.Module):
             [depth, ...], 0 where ignored and below the end of a path; the sum over dimension 0 is
             `loss(hidden, target, "none")`.
         """
-        return hierarchical_nll_by_level(
-            self._checked(hidden),
-            self.weight,
-            target,
-            self.tree,
-            self.bias,
-            ignore_index=self.ignore_index,
-            backend=self.backend,
-        )
+        problem = self._problem(hidden, target)
+        backend = BACKENDS[choose_backend(self.backend, problem, hidden.device)]
+        return backend.nll_by_level(problem).view(self.tree.depth, *target.shape)
 
     def lse_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The log-sum-exp of each softmax on the targets' paths, log Σ exp(W_n h + b_n).
@@ -173,14 +164,8 @@ class HierarchicalSoftmax(nn.Module):
 
         Source: z-loss: Chowdhery et al. 2022, section 5.
         """
-        return hierarchical_lse_by_level(
-            self._checked(hidden),
-            self.weight,
-            target,
-            self.tree,
-            self.bias,
-            ignore_index=self.ignore_index,
-        )
+        lse = lse_by_level(self._problem(hidden, target))
+        return lse.view(self.tree.depth, *target.shape)
 
     def log_prob(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of all words, [..., N]. Differentiable; evaluates all R rows.
@@ -190,7 +175,7 @@ class HierarchicalSoftmax(nn.Module):
             >>> layer.log_prob(torch.zeros(4)).exp().round(decimals=3).tolist()
             [0.25, 0.25, 0.5]
         """
-        return distribution.log_prob(self._checked(hidden), self.weight, self.tree, self.bias)
+        return distribution.log_prob(*self._decoded(hidden))
 
     def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
         """Log-probabilities of some words of each position, [..., K].
@@ -208,7 +193,8 @@ class HierarchicalSoftmax(nn.Module):
         Args:
             word: [..., K] int64, words 0 … N - 1; K may be 0 and words may repeat.
         """
-        return candidate_log_prob(self._checked(hidden), self.weight, word, self.tree, self.bias)
+        hidden = self._checked(hidden)
+        return distribution.candidate_log_prob(hidden, self.weight, word, self.tree, self.bias)
 
     def predict(self, hidden: Tensor) -> Tensor:
         """The most probable word of each position, [...] int64; ties go to the lowest word.
@@ -235,7 +221,7 @@ class HierarchicalSoftmax(nn.Module):
         Raises:
             ValueError: if k is out of range or a log-probability is not finite.
         """
-        return distribution.topk(self._checked(hidden), self.weight, self.tree, self.bias, k=k)
+        return distribution.topk(*self._decoded(hidden), k=k)
 
     def sample(
         self,
@@ -274,16 +260,16 @@ class HierarchicalSoftmax(nn.Module):
             ValueError: if an option is out of range, a log-probability is not finite, or there is a
                 repetition penalty without `previous`.
         """
-        return distribution.sample(
-            self._checked(hidden),
-            self.weight,
-            self.tree,
-            self.bias,
-            sampling=replace(sampling or Sampling(), **options),
-            previous=previous,
-            seeds=seeds,
-            generator=generator,
-        )
+        sampling = replace(sampling or Sampling(), **options)
+        inputs = self._decoded(hidden)
+        return distribution.sample(*inputs, sampling, previous, seeds, generator)
+
+    def _decoded(self, hidden: Tensor) -> tuple[Tensor, Tensor, ClassTree, Tensor | None]:
+        return self._checked(hidden), self.weight, self.tree, self.bias
+
+    def _problem(self, hidden: Tensor, target: Tensor) -> Problem:
+        layer = (self.weight, target, self.tree, self.bias)
+        return Problem.of(self._checked(hidden), *layer, self.ignore_index)
 
     def _checked(self, hidden: Tensor) -> Tensor:
         """Hidden vectors [..., H]; fewer numbers would fit the rows as well."""

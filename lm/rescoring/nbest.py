@@ -11,12 +11,13 @@ An utterance's hypotheses are in the order of the file; the first is that of the
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.corpus.lines import read_text
 from data_prep.errors import UserError
 
 MAX_SCORES = 2
@@ -27,23 +28,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class NBest:
-    """The hypotheses of U utterances, one utterance after another.
+    """The hypotheses of U utterances, one utterance after another."""
 
-    Attributes:
-        name: name of the file.
-        separator: a tab, or the space of Kaldi's layout.
-        ids: [U], names of the utterances.
-        first: [U], index of each utterance's first hypothesis.
-        texts: [M], the hypotheses.
-        scores: [M, S] natural log-probabilities: acoustic, language model of the first pass.
-    """
-
-    name: str
-    separator: str
-    ids: list[str]
-    first: Ints
-    texts: list[str]
-    scores: Floats
+    name: str  # of the file
+    separator: str  # a tab, or the space of Kaldi's layout
+    ids: list[str]  # [U], names of the utterances
+    first: Ints  # [U], index of each utterance's first hypothesis
+    texts: list[str]  # [M], the hypotheses
+    scores: Floats  # [M, S] natural log-probabilities: acoustic, language model of the first pass
 
     @property
     def num_hypotheses(self) -> Ints:
@@ -51,19 +43,18 @@ class NBest:
         return np.diff(self.first, append=len(self.texts))
 
 
-def read_nbest(lines: Iterable[str], name: str, costs: Sequence[dict[str, float]] = ()) -> NBest:
+def read_nbest(name: str, costs: Sequence[dict[str, float]] = ()) -> NBest:
     """Read an n-best list; empty lines are skipped.
 
     Args:
-        lines: the lines, without their ends.
-        name: name of the file, for errors.
+        name: name of the file; `-` is stdin.
         costs: scores of Kaldi's layout, from `read_costs`: acoustic, first pass.
 
     Raises:
         UserError: if a line does not have the layout of the first one, a score is missing, or
             a key of Kaldi's layout is repeated.
     """
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    numbered = [(number, line) for number, line in enumerate(read_text(name), 1) if line.strip()]
     if not numbered:
         raise UserError(f"{name}: the n-best list is empty")
     is_kaldi = "\t" not in numbered[0][1]
@@ -120,47 +111,31 @@ def _number(text: str, place: str) -> float:
     return value
 
 
-def read_costs(lines: Iterable[str], name: str) -> dict[str, float]:
+def _keyed_lines(name: str, what: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Place, key and words of each line of a file that is not empty; no key has two of `what`."""
+    keys = set()
+    for number, line in enumerate(read_text(name), 1):
+        place, (key, *words) = f"{name}, line {number}", line.split() or [""]
+        if key in keys:
+            raise UserError(f"{place}: {key} has a {what} already")
+        if key:
+            keys.add(key)
+            yield place, key, words
+
+
+def read_costs(name: str) -> dict[str, float]:
     """Read lines `utterance-N cost`, with a tab or spaces between; empty lines are skipped.
 
     Raises:
         UserError: if a line does not have this form or repeats a key.
     """
     costs: dict[str, float] = {}
-    for number, line in enumerate(lines, 1):
-        place = f"{name}, line {number}"
-        key, *columns = line.split() or [""]
-        if not key:
-            continue
-        if len(columns) != 1:
+    for place, key, words in _keyed_lines(name, "cost"):
+        if len(words) != 1:
+            line = " ".join([key, *words])
             raise UserError(f"{place}: expected utterance-N and a cost, got {line!r}")
-        if key in costs:
-            raise UserError(f"{place}: {key} has a cost already")
-        costs[key] = _number(columns[0], place)
+        costs[key] = _number(words[0], place)
     return costs
-
-
-def read_references(lines: Iterable[str], name: str, nbest: NBest) -> list[list[str]]:
-    """Read lines `id words`, with a tab or space after the id, in any order.
-
-    Returns:
-        The words of the reference of each utterance of a list.
-
-    Raises:
-        UserError: if an utterance has no reference or two, or all references are empty.
-    """
-    references: dict[str, list[str]] = {}
-    for number, line in enumerate(lines, 1):
-        id, *words = line.split() or [""]
-        if id and id in references:
-            raise UserError(f"{name}, line {number}: {id} has a reference already")
-        references[id] = words
-    missing = [id for id in nbest.ids if id not in references]
-    if missing:
-        raise UserError(f"{name}: no reference for utterance {missing[0]} of {nbest.name}")
-    if not any(references[id] for id in nbest.ids):
-        raise UserError(f"{name}: the references have no words")
-    return [references[id] for id in nbest.ids]
 
 
 def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> int:
@@ -198,14 +173,22 @@ class WordErrors:
     num_words: int
 
     @classmethod
-    def of(cls, nbest: NBest, references: Sequence[Sequence[str]]) -> "WordErrors":
-        """Compare each hypothesis with the reference of its utterance."""
-        of_hypothesis = np.repeat(np.arange(len(nbest.ids)), nbest.num_hypotheses)
-        errors = [
-            word_errors(references[utterance], text.split())
-            for utterance, text in zip(of_hypothesis.tolist(), nbest.texts, strict=True)
-        ]
-        return cls(errors=np.array(errors), num_words=sum(map(len, references)))
+    def read(cls, name: str, nbest: NBest) -> "WordErrors":
+        """Compare each hypothesis with its reference: a line `id words` of a file, in any order.
+
+        Raises:
+            UserError: if an utterance has no reference or two, or all references are empty.
+        """
+        references = {id: words for _, id, words in _keyed_lines(name, "reference")}
+        if missing := [id for id in nbest.ids if id not in references]:
+            raise UserError(f"{name}: no reference for utterance {missing[0]} of {nbest.name}")
+        num_words = sum(len(references[id]) for id in nbest.ids)
+        if not num_words:
+            raise UserError(f"{name}: the references have no words")
+        ids = np.repeat(nbest.ids, nbest.num_hypotheses).tolist()
+        pairs = zip(ids, nbest.texts, strict=True)
+        errors = [word_errors(references[id], text.split()) for id, text in pairs]
+        return cls(errors=np.array(errors), num_words=num_words)
 
     def report(self, nbest: NBest, chosen: Ints) -> dict[str, float | int | None]:
         """Word error rates in percent.

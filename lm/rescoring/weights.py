@@ -22,35 +22,17 @@ from lm.rescoring.nbest import Floats, Ints, NBest, WordErrors
 WordScores = Callable[[Sequence[str]], list[Floats]]
 """A model: log-probabilities in nats of the words of each text and of its end, [words + 1] each."""
 
-LM_WEIGHTS = (0.0, *(2.0 ** (k / 2) for k in range(-12, 15)))
-"""α of the first grid."""
-PENALTIES = tuple(k / 2 for k in range(-8, 9))
-"""p / α of the first grid, nats per word."""
-SHARES = tuple(k / 4 for k in range(5))
-"""r of the first grid."""
-MIXTURES = tuple(k / 10 for k in range(11))
-"""λ of the first grid."""
 NATS_PER_LOG10 = float(np.log(10))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """The weights of equations (1) and (2).
+    """The weights of equations (1) and (2); `UserError` if one is out of range."""
 
-    Attributes:
-        lm_weight: α ≥ 0.
-        insertion_penalty: p, subtracted for each word.
-        first_pass_share: r in [0, 1].
-        mixture: λ in [0, 1].
-
-    Raises:
-        UserError: if a weight is out of range.
-    """
-
-    lm_weight: float
-    insertion_penalty: float = 0.0
-    first_pass_share: float = 0.0
-    mixture: float = 1.0
+    lm_weight: float  # α ≥ 0
+    insertion_penalty: float = 0.0  # p, subtracted for each word
+    first_pass_share: float = 0.0  # r in [0, 1]
+    mixture: float = 1.0  # λ in [0, 1]
 
     def __post_init__(self) -> None:
         if not (0 <= self.lm_weight < np.inf and np.isfinite(self.insertion_penalty)):
@@ -59,38 +41,32 @@ class Weights:
             raise UserError("--first-pass-share and --mixture must be within 0 … 1")
 
 
-class Arpa:
-    """An ARPA or KenLM file, read by the package `kenlm`.
+def arpa_scores(path: Path) -> WordScores:
+    """The model of an ARPA or KenLM file, read by the package `kenlm`.
 
     Raises:
         UserError: if the package is not installed or cannot read the file.
     """
+    try:
+        import kenlm
+    except ImportError as error:
+        raise UserError("--arpa requires the package kenlm: pip install kenlm") from error
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    try:
+        model = kenlm.Model(str(path))
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{path} is not a model that kenlm can read") from error
 
-    def __init__(self, path: Path) -> None:
-        try:
-            import kenlm
-        except ImportError as error:
-            raise UserError("--arpa requires the package kenlm: pip install kenlm") from error
-        if not path.is_file():
-            raise UserError(f"{path}: no such file")
-        try:
-            self.model = kenlm.Model(str(path))
-        except (OSError, RuntimeError) as error:
-            raise UserError(f"{path} is not a model that kenlm can read") from error
-
-    def word_scores(self, texts: Sequence[str]) -> list[Floats]:
-        """Log-probabilities in nats of the words of each text and of its end."""
-        scores = (self.model.full_scores(" ".join(text.split())) for text in texts)
+    def word_scores(texts: Sequence[str]) -> list[Floats]:
+        scores = (model.full_scores(" ".join(text.split())) for text in texts)
         return [NATS_PER_LOG10 * np.array([score[0] for score in each]) for each in scores]
+
+    return word_scores
 
 
 class ScoredList:
-    """An n-best list with the language-model scores of its words.
-
-    Args:
-        nbest: the list.
-        models: one or two models.
-    """
+    """An n-best list with the language-model scores of its words, by one or two models."""
 
     def __init__(self, nbest: NBest, models: Sequence[WordScores]) -> None:
         self.nbest = nbest
@@ -163,12 +139,12 @@ def tune(scored: ScoredList, errors: WordErrors) -> Weights:
     """
     num_scores = scored.nbest.scores.shape[1]
     grids: list[Sequence[float]] = [
-        LM_WEIGHTS if num_scores else (1.0,),
-        PENALTIES,
-        SHARES if num_scores > 1 else (0.0,),
-        MIXTURES if len(scored._log_prob) > 1 else (1.0,),
+        [0.0, *(2.0 ** (k / 2) for k in range(-12, 15))] if num_scores else [1.0],  # α
+        [k / 2 for k in range(-8, 9)],  # p / α, nats per word
+        [k / 4 for k in range(5)] if num_scores > 1 else [0.0],  # r
+        [k / 10 for k in range(11)] if len(scored._log_prob) > 1 else [1.0],  # λ
     ]
-    alpha, penalty, share, mixture = _best(scored, errors, grids)
+    (alpha, penalty, share, mixture), _ = _best(scored, errors, grids)
     finer: list[Sequence[float]] = [
         [alpha * 2.0 ** (k / 8) for k in range(-3, 4)] if alpha else [alpha],
         [penalty + k / 8 for k in range(-3, 4)],
@@ -176,33 +152,26 @@ def tune(scored: ScoredList, errors: WordErrors) -> Weights:
         sorted({min(1.0, max(0.0, mixture + k / 40)) for k in range(-3, 4)}),
     ]
     finer = [grid if len(grids[axis]) > 1 else grids[axis] for axis, grid in enumerate(finer)]
-    return _weights(_best(scored, errors, finer))
-
-
-def _weights(point: Sequence[float]) -> Weights:
-    """Weights from α, p / α, r, λ."""
-    alpha, penalty, share, mixture = point
-    return Weights(
-        lm_weight=alpha,
-        insertion_penalty=alpha * penalty,
-        first_pass_share=share,
-        mixture=mixture,
-    )
+    return _best(scored, errors, finer)[1]
 
 
 def _best(
     scored: ScoredList, errors: WordErrors, grids: Sequence[Sequence[float]]
-) -> tuple[float, ...]:
-    """The point of a grid of α, p / α, r, λ with the fewest errors."""
+) -> tuple[tuple[float, ...], Weights]:
+    """The point of a grid of α, p / α, r, λ with the fewest errors, and its weights."""
     lm_scores = {mixture: scored.lm_scores(mixture) for mixture in grids[3]}
     points = list(product(*grids))
-    totals = (scored.totals(_weights(point), lm_scores[point[3]]) for point in points)
+    weights = [
+        Weights(lm_weight=a, insertion_penalty=a * penalty, first_pass_share=r, mixture=mixture)
+        for a, penalty, r, mixture in points
+    ]
+    totals = (scored.totals(each, lm_scores[each.mixture]) for each in weights)
     num_errors = np.array([errors.errors[scored.choose(each)].sum() for each in totals])
     tied = np.flatnonzero(num_errors == num_errors.min())
     place = np.stack(np.unravel_index(tied, [len(grid) for grid in grids]))
     distance = np.square(place - place.mean(1, keepdims=True)).sum(0)
-    best: tuple[float, ...] = points[tied[distance.argmin()]]
-    return best
+    best = int(tied[distance.argmin()])
+    return points[best], weights[best]
 
 
 def check_separate(tuned: NBest, reported: NBest) -> None:

@@ -40,26 +40,15 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LineScore:
-    """Figures of a line with n units: its words and `<eos>`.
+    """Figures of a line with n units: its words and `<eos>`."""
 
-    Attributes:
-        words: [n - 1], separated by whitespace.
-        log_prob: [n] nats, sums over the tokens of each unit.
-        is_oov: [n], whether a token of the unit is `<unk>`.
-        context: [n], number of tokens that the first token of the unit is predicted from, the
-            `<eos>` at the beginning included.
-        word_id: [n], the first token of each unit; -1 for a word without a token of its own.
-        unit_of_token: [t], the unit of each token.
-        tokens: figures of the t tokens.
-    """
-
-    words: list[str]
-    log_prob: Floats
-    is_oov: NDArray[np.bool_]
-    context: Ints
-    word_id: Ints
-    unit_of_token: Ints
-    tokens: TokenScores
+    words: list[str]  # [n - 1], separated by whitespace
+    log_prob: Floats  # [n] nats, sums over the tokens of each unit
+    is_oov: NDArray[np.bool_]  # [n], whether a token of the unit is `<unk>`
+    context: Ints  # [n], how many tokens predict the unit's first, `<eos>` at the start included
+    word_id: Ints  # [n], the first token of each unit; -1 for a word without a token of its own
+    unit_of_token: Ints  # [t], the unit of each token
+    tokens: TokenScores  # figures of the t tokens
 
 
 class Scorer:

@@ -17,7 +17,7 @@ import torch
 
 from data_prep.errors import UserError
 from lm.device import set_num_threads
-from lm.evaluation import TextCounts, evaluate
+from lm.evaluation import evaluate
 from lm.model.files import DESCRIPTION, Description, read_description, save_model
 from lm.run import Run
 from lm.training.batches import training_batches
@@ -187,7 +187,7 @@ def _validate(state: TrainingState, run: Run) -> float:
     result = evaluate(
         state.model,
         prepared.tokens("valid"),
-        TextCounts.of(prepared.splits["valid"]),
+        prepared.splits["valid"],
         eos_id=prepared.eos_id,
         unk_id=prepared.unk_id,
         context=state.config.train.seq_len,

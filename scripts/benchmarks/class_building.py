@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,8 +24,9 @@ from data_prep.classes.word_classes import build_word_classes
 from data_prep.prepare import prepare
 from data_prep.prepared import open_prepared
 from data_prep.settings import ClassesConfig
-from lm.config import Config, load_config
-from scripts.benchmarks.reporting import Table, benchmark_parser, run
+from lm.config import load_config
+from scripts import run
+from scripts.benchmarks.reporting import Table, benchmark_parser
 
 Result = TypeVar("Result")
 METHODS = ("random", "uniform", "frequency", "embedding", "exchange")
@@ -56,11 +58,6 @@ def measure(settings: ClassesConfig, folder: Path) -> dict[str, Any]:
     }
 
 
-def prepare_data(config: Config) -> None:
-    """Prepare the token files that are missing; classes that exist stay as they are."""
-    prepare(config.data, config.tokenizer, None, config.prepared_path, keep=True)
-
-
 def in_new_process(function: Callable[..., Result], *arguments: object) -> Result:
     """The result of a function, computed in a new process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -73,11 +70,13 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     options, overrides = parser.parse_known_args()
     config = load_config(options.config, overrides)
-    in_new_process(prepare_data, config)
+    # Token files that are missing; classes that exist stay as they are.
+    settings = config.data, config.tokenizer, None, config.prepared_path
+    in_new_process(partial(prepare, keep=True), *settings)
     table = Table(log=options.json)
     for method in options.methods:
-        settings = replace(config.classes, method=method)
-        table.add(in_new_process(measure, settings, config.prepared_path))
+        classes = replace(config.classes, method=method)
+        table.add(in_new_process(measure, classes, config.prepared_path))
 
 
 if __name__ == "__main__":

@@ -49,27 +49,26 @@ def event_clock(step: Callable[[], object]) -> Callable[[], float]:
     return seconds
 
 
-class CudaClock:
+def cold_clock() -> Clock:
     """An `event_clock` whose GPU begins idle and with unrelated data in its L2 cache."""
+    unrelated = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
-    def __init__(self) -> None:
-        self.unrelated = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-
-    def __call__(self, step: Callable[[], object]) -> Callable[[], float]:
-        """Run the step; the result waits for the device and returns the seconds."""
+    def clock(step: Callable[[], object]) -> Callable[[], float]:
         torch.cuda.synchronize()
-        self.unrelated.zero_()
+        unrelated.zero_()
         return event_clock(step)
 
+    return clock
 
-class Ceilings(NamedTuple):
-    """Best rates of the device, per second: bytes read or written, multiply–adds × 2."""
+
+class Work(NamedTuple):
+    """Bytes read or written, and multiply–adds × 2, of a step or per second."""
 
     bytes: float
     flops: float
 
 
-def ceilings(clock: Clock, device: torch.device, dtype: torch.dtype) -> Ceilings:
+def best_rates(clock: Clock, device: torch.device, dtype: torch.dtype) -> Work:
     """The best of several large copies (bytes read and written) and of several matrix products."""
     size, side = ((1 << 29), 8192) if device.type == "cuda" else ((1 << 26), 2048)
     source, copy = torch.ones(2, size, device=device).unbind()
@@ -80,7 +79,7 @@ def ceilings(clock: Clock, device: torch.device, dtype: torch.dtype) -> Ceilings
         copies.append(clock(lambda: copy.copy_(source)))
         products.append(clock(lambda: torch.mm(factor, factor, out=product)))
     fastest_copy, fastest_product = (min(t() for t in times[1:]) for times in (copies, products))
-    return Ceilings(2 * 4 * size / fastest_copy, 2 * side**3 / fastest_product)
+    return Work(2 * 4 * size / fastest_copy, 2 * side**3 / fastest_product)
 
 
 @contextmanager
@@ -100,14 +99,6 @@ def memory_limit(num_bytes: float, device: torch.device) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
-
-
-def available_bytes() -> float:
-    """Memory that this process has or can still get; infinity where it is not known."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return math.inf
-    return proc_bytes(PROCESS / "status", "VmData") + proc_bytes(meminfo, "MemAvailable")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -148,15 +139,8 @@ def proc_bytes(file: Path, field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-class Floor(NamedTuple):
-    """Least work of forward and backward: bytes read or written, multiply–adds × 2."""
-
-    bytes: int
-    flops: int
-
-
-def least_work(problem: Problem, tree: ClassTree) -> Floor:
-    """Least bytes and operations with which a tree predicts the targets and trains.
+def least_work(problem: Problem, tree: ClassTree) -> Work:
+    """Least work with which a tree predicts the targets and trains.
 
     Each hidden vector, and each row of a node on a target's path, is read once in the forward and
     once in the backward pass, and its gradient is written once.
@@ -166,7 +150,7 @@ def least_work(problem: Problem, tree: ClassTree) -> Floor:
     rows = int(tree.num_children[torch.unique(node)].sum())
     columns = int(tree.num_children[node].sum())
     vectors, size = rows + problem.num_positions, problem.hidden_size
-    return Floor(3 * vectors * size * problem.hidden.element_size(), 6 * columns * size)
+    return Work(3 * vectors * size * problem.hidden.element_size(), 6 * columns * size)
 
 
 def launches(method: Method) -> dict[str, list[str]]:

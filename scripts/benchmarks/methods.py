@@ -161,6 +161,12 @@ def full_loss(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> T
     return F.cross_entropy(F.linear(hidden, weight, bias), target)
 
 
+def full(tree: ClassTree, weight: Tensor, bias: Tensor) -> Layer:
+    """The full softmax, one level, by `full_loss`."""
+    weight, bias = parameter(weight), parameter(bias)
+    return lambda hidden, target: full_loss(hidden, weight, bias, target), [weight, bias]
+
+
 def loop(tree: ClassTree, weight: Tensor, bias: Tensor) -> Layer:
     """Two levels, one position after the other; each class is a separate parameter."""
     root, *words_of = split_rows(weight, bias, *tree.first_row.tolist(), tree.num_rows)

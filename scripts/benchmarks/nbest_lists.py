@@ -16,10 +16,11 @@ import argparse
 import bisect
 import random
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 
 from lm.rescoring.nbest import word_errors
-from scripts.benchmarks.reporting import run
+from scripts import run
 
 SUBSTITUTE, DELETE, INSERT = 0.12, 0.03, 0.03
 NEAR = 50
@@ -27,22 +28,14 @@ GAP = 4.0
 
 
 class ErrorSource:
-    """Draws erroneous copies of sentences.
-
-    Args:
-        text: lines from which frequencies are counted.
-        noise: NOISE, standard deviation of the acoustic scores.
-        seed: of the random numbers.
-    """
+    """Draws erroneous copies of sentences, with words as frequent as in the lines `text`."""
 
     def __init__(self, text: list[str], noise: float, seed: int) -> None:
         self.noise = noise
         counts = Counter(word for line in text for word in line.split())
         self.words = sorted(counts, key=lambda word: (-counts[word], word))
         self.rank = {word: rank for rank, word in enumerate(self.words)}
-        self.cumulated: list[int] = []
-        for word in self.words:
-            self.cumulated.append(counts[word] + (self.cumulated[-1] if self.cumulated else 0))
+        self.cumulated = list(accumulate(counts[word] for word in self.words))
         self.random = random.Random(seed)
 
     def corrupt(self, sentence: list[str]) -> list[str]:
@@ -80,17 +73,14 @@ class ErrorSource:
 def main() -> None:
     """Write the four files and print their sizes."""
     parser = argparse.ArgumentParser(description="n-best lists of a text, made by a stated rule")
-    parser.add_argument("train", type=Path, help="text of which the word frequencies are taken")
-    parser.add_argument("text", type=Path, help="text whose sentences are the references")
-    parser.add_argument("folder", type=Path, help="folder of the four files, which is made")
-    parser.add_argument(
-        "--utterances", type=int, default=1000, help="their number in both lists together"
-    )
-    parser.add_argument(
-        "--hypotheses", type=int, default=20, help="most hypotheses of an utterance"
-    )
-    parser.add_argument("--noise", type=float, default=16.0, help="NOISE")
-    parser.add_argument("--seed", type=int, default=1)
+    add = parser.add_argument
+    add("train", type=Path, help="text of which the word frequencies are taken")
+    add("text", type=Path, help="text whose sentences are the references")
+    add("folder", type=Path, help="folder of the four files, which is made")
+    add("--utterances", type=int, default=1000, help="their number in both lists together")
+    add("--hypotheses", type=int, default=20, help="most hypotheses of an utterance")
+    add("--noise", type=float, default=16.0, help="NOISE")
+    add("--seed", type=int, default=1)
     options = parser.parse_args()
     train = options.train.read_text(encoding="utf-8").splitlines()
     source = ErrorSource(train, options.noise, options.seed)

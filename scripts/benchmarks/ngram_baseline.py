@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.prepared import open_prepared
-from scripts.benchmarks.reporting import run
+from scripts import run
 
 Ids = NDArray[np.int64]
 
@@ -75,10 +75,8 @@ def main() -> None:
     model.tune(valid)
     unigram, bigram = model.perplexities(test)
     result = {"tokens": len(test), "unigram_perplexity": unigram, "bigram_perplexity": bigram}
-    if options.json:
-        print(json.dumps(result))
-    else:
-        print(f"unigram {unigram:.1f}, interpolated bigram {bigram:.1f} ({len(test):,} tokens)")
+    text = f"unigram {unigram:.1f}, interpolated bigram {bigram:.1f} ({len(test):,} tokens)"
+    print(json.dumps(result) if options.json else text)
 
 
 if __name__ == "__main__":

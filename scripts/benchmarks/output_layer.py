@@ -42,11 +42,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lm.device import available_bytes
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.base import row_size
 from lm.output.functional import BackendName
 from scripts.benchmarks import measure, reporting
-from scripts.benchmarks.measure import Ceilings, Clock
+from scripts.benchmarks.measure import Clock, Work
 from scripts.benchmarks.methods import GraphMethod, Layer, Method, Problem, split_rows, zipf
 from scripts.benchmarks.peers import PEERS, usual_cutoffs
 from scripts.benchmarks.reporting import Row, Table
@@ -209,10 +210,11 @@ def time_rounds(methods: list[Method], num_rounds: int, clock: Clock) -> None:
 
 
 def compare(
-    size: tuple[int, int], peak: Ceilings, clock: Clock, options: argparse.Namespace
+    size: tuple[int, int], peak: Work, clock: Clock, options: argparse.Namespace
 ) -> list[Row]:
     """A row for each method on one problem of `size` (N, H); the results are also printed."""
-    available = math.inf if options.device.type == "cuda" else measure.available_bytes()
+    on_gpu = options.device.type == "cuda"
+    available = math.inf if on_gpu else available_bytes(options.device) or math.inf
     with measure.memory_limit(min(options.memory_limit, available), options.device):
         problem = make_problem(*size, options)
         methods = make_methods(problem, options)
@@ -233,15 +235,14 @@ def compare(
     return printed.rows
 
 
-def make_rows(methods: list[Method], peak: Ceilings) -> list[Row]:
+def make_rows(methods: list[Method], peak: Work) -> list[Row]:
     """The figures of each method, as the log has them."""
-    floors = {m.tree: measure.least_work(m.problem, m.tree) for m in methods if m.tree is not None}
     base = next((m for m in methods if m.backend != "torch" and not m.refused), None)
     base_seconds = base and statistics.median(base.seconds())
     rows = []
     for method in methods:
         seconds = method.seconds()
-        floor = None if method.tree is None else floors[method.tree]
+        floor = method.tree and measure.least_work(method.problem, method.tree)
         median = statistics.median(seconds) if seconds else None
         floor_seconds = floor and max(floor.bytes / peak.bytes, floor.flops / peak.flops)
         rows.append(
@@ -315,8 +316,8 @@ def main() -> None:
     options = parse_options()
     if options.threads:
         torch.set_num_threads(options.threads)
-    clock: Clock = measure.CudaClock() if options.device.type == "cuda" else measure.cpu_clock
-    peak = measure.ceilings(clock, options.device, measure.DTYPES[options.dtype])
+    clock: Clock = measure.cold_clock() if options.device.type == "cuda" else measure.cpu_clock
+    peak = measure.best_rates(clock, options.device, measure.DTYPES[options.dtype])
     print(
         f"{reporting.environment(options.device.type)['device']}, {options.dtype}: copy"
         f" {peak.bytes / 1e9:.1f} GB/s, matrix product {peak.flops / 1e12:.3f} TFLOP/s"

@@ -43,10 +43,14 @@ def full_softmax(
     problem: Problem,
     name: str,
     load: Callable[[], CrossEntropy],
+    *,
+    package: str | None = None,
     refused: str | None = None,
     exact: bool = True,
 ) -> Method:
-    """A full softmax by the function that `load` returns."""
+    """A full softmax by the function that `load` returns, on CUDA only if it is of a package."""
+    if package and not (problem.hidden.is_cuda and importlib.util.find_spec(package)):
+        refused = "not installed" if problem.hidden.is_cuda else "CUDA only"
 
     def build() -> Layer:
         table = problem.weight, problem.bias
@@ -56,11 +60,6 @@ def full_softmax(
 
     tree = problem.trees["tree_full"]
     return Method(name, problem, build, tree=tree, exact=exact, slow=True, refused=refused)
-
-
-def full(problem: Problem) -> Method:
-    """Linear + cross_entropy of torch: holds logits, log-probabilities and their gradient."""
-    return full_softmax(problem, "full", lambda: methods.full_loss)
 
 
 def chunked(problem: Problem) -> Method:
@@ -80,34 +79,19 @@ def chunked(problem: Problem) -> Method:
     missing = not hasattr(nn, "LinearCrossEntropyOptions")
     refused = f"not in torch {torch.__version__}" if missing else None
     exact = problem.hidden.dtype == torch.float32
-    return full_softmax(problem, "chunked", load, refused, exact=exact)
+    return full_softmax(problem, "chunked", load, refused=refused, exact=exact)
 
 
-def cce(problem: Problem) -> Method:
+def cce() -> CrossEntropy:
     """Apple's cut-cross-entropy: the full softmax without logits in memory."""
-
-    def load() -> CrossEntropy:
-        function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-        return lambda hidden, weight, bias, target: function(hidden, weight, target, bias=bias)
-
-    return full_softmax(problem, "cce", load, _obstacle(problem, "cut_cross_entropy"))
+    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return lambda hidden, weight, bias, target: function(hidden, weight, target, bias=bias)
 
 
-def liger(problem: Problem) -> Method:
+def liger() -> CrossEntropy:
     """Liger's fused linear cross-entropy: the full softmax in chunks of positions."""
-
-    def load() -> CrossEntropy:
-        package = importlib.import_module("liger_kernel.transformers")
-        layer = package.LigerFusedLinearCrossEntropyLoss()
-        return lambda hidden, weight, bias, target: layer(weight, hidden, target, bias)
-
-    return full_softmax(problem, "liger", load, _obstacle(problem, "liger_kernel"))
-
-
-def _obstacle(problem: Problem, package: str) -> str | None:
-    if not problem.hidden.is_cuda:
-        return "CUDA only"
-    return None if importlib.util.find_spec(package) else "not installed"
+    layer = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+    return lambda hidden, weight, bias, target: layer(weight, hidden, target, bias)
 
 
 def usual_cutoffs(vocab_size: int) -> list[int]:
@@ -200,6 +184,13 @@ def loop(problem: Problem) -> Method:
 
 
 PEERS: dict[str, Callable[[Problem], Method]] = {
-    make.__name__: make for make in (full, chunked, cce, liger, adaptive, gather, grouped, loop)
+    "full": partial(full_softmax, name="full", load=lambda: methods.full_loss),
+    "chunked": chunked,
+    "cce": partial(full_softmax, name="cce", load=cce, package="cut_cross_entropy"),
+    "liger": partial(full_softmax, name="liger", load=liger, package="liger_kernel"),
+    "adaptive": adaptive,
+    "gather": gather,
+    "grouped": grouped,
+    "loop": loop,
 }
 """Peers by name in `--methods`."""

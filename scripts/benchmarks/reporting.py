@@ -14,12 +14,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from data_prep.errors import UserError
 from lm.training.environment import processor_name
 from scripts import markdown
 
@@ -30,12 +29,9 @@ FOLDER = re.compile(r"(^|=)/(?:[^/]+/)*")
 
 
 class Table:
-    """A Markdown table that is printed and logged row by row.
+    """A Markdown table that is printed and logged row by row; see `append_row`.
 
-    Args:
-        columns: Title of each column → template of its cells; by default the fields of a row.
-        log: File of JSON lines that rows are appended to.
-        device: `cpu` or `cuda`, where the rows were measured.
+    `columns` are titles → templates of cells, by default the fields of a row.
     """
 
     def __init__(
@@ -90,8 +86,7 @@ def require_positive(
     """Exit with an error of the parser if a numeric option is not positive; None is accepted."""
     for name in names:
         value = getattr(options, name)
-        numbers = value if isinstance(value, Sequence) else [value]
-        for number in numbers:
+        for number in value if isinstance(value, Sequence) else [value]:
             if number is not None and not number > 0:
                 parser.error(f"--{name.replace('_', '-')} must be positive, got {number}")
 
@@ -132,14 +127,6 @@ def commit() -> str | None:
         return None
     command = ["git", "-C", str(TOP), "describe", "--always", "--exclude=*", "--dirty=+"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-
-
-def run(main: Callable[[], None]) -> None:
-    """Run the `main` of a benchmark; a user's mistake is a single-line error and exit code 1."""
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"{Path(sys.argv[0]).stem}: {error}")
 
 
 def _program() -> str:

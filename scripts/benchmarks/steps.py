@@ -6,7 +6,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -80,19 +80,8 @@ def rank_classes(counts: Tensor) -> Tensor:
     return (middle * (round(math.sqrt(len(counts))) / mass.sum())).long()
 
 
-def layer(task: Task) -> Method:
-    """This project's layer alone, with row-wise gradients."""
-    return _layer(task, RowAdagrad, row_wise=True)
-
-
-def dense(task: Task) -> Method:
-    """This project's layer alone, with dense gradients."""
-    return _layer(task, torch.optim.SGD, row_wise=False)
-
-
-def _layer(
-    task: Task, optimizer: Callable[..., torch.optim.Optimizer], *, row_wise: bool
-) -> Method:
+def ours(task: Task, optimizer: Callable[..., torch.optim.Optimizer], *, row_wise: bool) -> Method:
+    """This project's layer alone."""
     weight, bias = map(parameter, task.table)
 
     def loss(words: Tensor) -> Tensor:
@@ -143,27 +132,10 @@ def _word_table(task: Task) -> "WordTable":
     return WordTable(tied=True, dtype=dtype, row_wise=True, optimizer="adagrad", lr=LEARNING_RATE)
 
 
-def full(task: Task) -> Method:
-    """The ordinary softmax."""
-    weight, bias = map(parameter, task.table)
+def peer(task: Task, build: Callable[[ClassTree, Tensor, Tensor], methods.Layer]) -> Method:
+    """A layer of `methods`, with dense gradients."""
+    compute, parameters = build(task.tree, *task.table)
 
-    def loss(hidden: Tensor, target: Tensor) -> Tensor:
-        return methods.full_loss(hidden, weight, bias, target)
-
-    return _peer(task, loss, [weight, bias])
-
-
-def gather(task: Task) -> Method:
-    """Two levels with the rows of each position's class copied."""
-    return _peer(task, *methods.gather(task.tree, *task.table))
-
-
-def loop(task: Task) -> Method:
-    """Two levels, one position after the other; each class is a separate parameter."""
-    return _peer(task, *methods.loop(task.tree, *task.table))
-
-
-def _peer(task: Task, compute: methods.Loss, parameters: list[Tensor]) -> Method:
     def loss(words: Tensor) -> Tensor:
         return compute(task.hidden[: words.shape[1]].to(task.dtype), words[1])
 
@@ -222,7 +194,15 @@ def _update(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     return update
 
 
-METHODS = {make.__name__: make for make in (layer, step, dense, full, gather, host, loop)}
+METHODS: dict[str, Callable[[Task], Method]] = {
+    "layer": partial(ours, optimizer=RowAdagrad, row_wise=True),
+    "step": step,
+    "dense": partial(ours, optimizer=torch.optim.SGD, row_wise=False),
+    "full": partial(peer, build=methods.full),
+    "gather": partial(peer, build=methods.gather),
+    "host": host,
+    "loop": partial(peer, build=methods.loop),
+}
 
 
 def visited_rows(task: Task, words: Tensor, *, reads_inputs: bool) -> int:

@@ -10,54 +10,38 @@ Overrides of one layer follow its name after commas: two_level torch,train.matmu
 
 import statistics
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from lm.model.language_model import LanguageModel, State
+from lm.output import HierarchicalSoftmax
 from lm.output.backends.base import followed_by_zeros
 from lm.run import Run
 from lm.training.batches import training_batches
 from lm.training.devices import build_fabric, matmul_precision
 from lm.training.loop import train_step
-from lm.training.state import CarriedLoss, TrainingState, build_state
-from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive, run
+from lm.training.state import TrainingState, build_state
+from scripts import run
+from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive
 
 
-def torch_loss(hidden: Tensor, targets: Tensor, output: nn.Module) -> Tensor:
+def torch_loss(output: HierarchicalSoftmax, hidden: Tensor, targets: Tensor) -> Tensor:
     """The loss of a full softmax by PyTorch's functions."""
-    weight, bias = cast(Tensor, output.weight), cast(Tensor, output.bias)
-    logits = F.linear(followed_by_zeros(hidden, weight.shape[1]), weight, bias)
+    logits = F.linear(followed_by_zeros(hidden, output.weight.shape[1]), output.weight, output.bias)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def no_loss(hidden: Tensor, targets: Tensor, output: nn.Module) -> Tensor:
+def no_loss(output: HierarchicalSoftmax, hidden: Tensor, targets: Tensor) -> Tensor:
     """The mean of the hidden vectors, in place of a loss."""
     return hidden.float().mean()
 
 
-Loss = Callable[[Tensor, Tensor, nn.Module], Tensor]
-"""Computes a scalar from hidden [T, B, H], targets [T, B] and the output layer."""
-LOSSES: dict[str, Loss] = {"torch": torch_loss, "none": no_loss}
-
-
-class OtherLoss(nn.Module):
-    """A language model with a full softmax whose loss is computed by another function."""
-
-    def __init__(self, model: LanguageModel, compute: Loss) -> None:
-        super().__init__()
-        self.model, self.backbone, self.compute = model, model.backbone, compute
-
-    def loss(
-        self, tokens: Tensor, targets: Tensor, state: State | None
-    ) -> tuple[Tensor, State | None]:
-        """The same as `LanguageModel.loss`."""
-        hidden, state = self.model(tokens, state)
-        return self.compute(hidden, targets, cast(nn.Module, self.model.output)), state
+LOSSES = {"torch": torch_loss, "none": no_loss}
+"""Computes a scalar from the output layer, hidden [T, B, H] and targets [T, B]."""
 
 
 def start_training(
@@ -72,8 +56,8 @@ def start_training(
     fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
     state = build_state(fabric, run, batches, num_steps, None)
     if name in LOSSES:
-        model = cast(LanguageModel, OtherLoss(state.model, LOSSES[name]))
-        state.loss = fabric.setup_module(CarriedLoss(model, run.config.train.accumulate))
+        output = cast(HierarchicalSoftmax, state.model.output)
+        output.loss = partial(LOSSES[name], output)  # type: ignore[method-assign]
     return state
 
 

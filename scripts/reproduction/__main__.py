@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import scripts
 from data_prep.errors import UserError
 from scripts.reproduction.pages import write_pages
 from scripts.reproduction.runs import RESULTS, TABLES, read_tables
@@ -24,7 +25,23 @@ from scripts.reproduction.tables import table_of_runs
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; raises UserError if the options do not fit."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="scripts/reproduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--tables", type=Path, default=TABLES, help=argparse.SUPPRESS)
+    add("table", help=f"one of {', '.join(read_tables())}; or pages")
+    add("--data-dir", metavar="DIR", help="folder of the corpus")
+    add("--rows", nargs="+", default=(), metavar="ROW", help="only these rows")
+    add("--seeds", nargs="+", default=(), type=int, metavar="N", help="only these seeds")
+    add("--runs", type=Path, default=Path("runs/reproduce"), help="folder of the runs")
+    add("--results", type=Path, default=RESULTS, help="folder of the logs")
+    add("--show", action="store_true", help="train nothing, print the table")
+    add("--check", action="store_true", help="train up to the first validation and compare")
+    add("--no-progress", action="store_true", help="no progress bars")
+    options = parser.parse_args(arguments)
     if options.table == "pages":
         write_pages()
         return
@@ -33,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError(f"no table {options.table!r}; there are {', '.join(tables)}")
     table = tables[options.table]
     runs = table.runs(options.results, options.rows, options.seeds)
-    missing = [] if options.show else [run for run in runs if not run.done]
+    missing = [] if options.show else [run for run in runs if run.log is None]
     if missing or options.check:
         if options.data_dir is None:
             raise UserError("--data-dir is required, the folder of the corpus (or --show)")
@@ -52,28 +69,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table_of_runs(table, runs))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="scripts/reproduce",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--tables", type=Path, default=TABLES, help=argparse.SUPPRESS)
-    add("table", help=f"one of {', '.join(read_tables())}; or pages")
-    add("--data-dir", metavar="DIR", help="folder of the corpus")
-    add("--rows", nargs="+", default=(), metavar="ROW", help="only these rows")
-    add("--seeds", nargs="+", default=(), type=int, metavar="N", help="only these seeds")
-    add("--runs", type=Path, default=Path("runs/reproduce"), help="folder of the runs")
-    add("--results", type=Path, default=RESULTS, help="folder of the logs")
-    add("--show", action="store_true", help="train nothing, print the table")
-    add("--check", action="store_true", help="train up to the first validation and compare")
-    add("--no-progress", action="store_true", help="no progress bars")
-    return parser
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"reproduce: {error}")
+    scripts.run(main, "reproduce")

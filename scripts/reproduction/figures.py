@@ -52,7 +52,7 @@ def draw_curves(name: str, results: Path, path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for run in table.runs(results):
-        if run.done:
+        if run.log:
             rows = validations(run.curve_path)
             minutes = [row.seconds / 60 for row in rows]
             label = f"{run.row} (seed {run.seed})"

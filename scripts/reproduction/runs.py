@@ -54,17 +54,12 @@ class Run:
         return f"lm train {self.config} --data.dir=DIR {' '.join(self.options)}"
 
     @property
-    def done(self) -> bool:
-        """Whether there is a log of this command with test figures."""
+    def log(self) -> dict[str, Any] | None:
+        """The log, if there is one of this command with test figures."""
         if not (self.log_path.exists() and self.curve_path.exists()):
-            return False
-        log = self.read_log()
-        return "test" in log and log["command"] == self.command
-
-    def read_log(self) -> dict[str, Any]:
-        """The contents of the log."""
+            return None
         log: dict[str, Any] = json.loads(self.log_path.read_text(encoding="utf-8"))
-        return log
+        return log if "test" in log and log["command"] == self.command else None
 
     @property
     def options(self) -> list[str]:

@@ -102,7 +102,7 @@ def table_of_runs(table: RunTable, runs: Sequence[Run]) -> str:
     titles = [name.replace("_", " ").replace("oov", "OOV") for name in table.figures]
     rows = []
     for row in table.rows:
-        logs = [run.read_log() for run in runs if run.row == row and run.done]
+        logs = [log for run in runs if run.row == row and (log := run.log)]
         figures = [[_figure(log, name) for log in logs] for name in table.figures]
         if logs:
             first = zip((log["seed"] for log in logs), map(short, figures[0]), strict=True)
@@ -115,7 +115,7 @@ def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
     """Training tokens, word perplexity and the speed of the output layer, of rows with logs."""
     found: list[Row] = []
     for row in rows:
-        if logs := [run.read_log() for run in table.runs(results, [row]) if run.done]:
+        if logs := [log for run in table.runs(results, [row]) if (log := run.log)]:
             where = {"config": Path(table.rows[row][0]).name, "tree": table.summary[row]}
             speeds = read_log(results, "training_speed", where | {"precision": "bf16-mixed"})
             figures = {

@@ -39,7 +39,7 @@ def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
 
 def check_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> str:
     """Train a run up to its first validation; a line that compares it with the log."""
-    if not run.done:
+    if run.log is None:
         return f"{run.row}, seed {run.seed}: no log"
     runs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=runs) as temporary:

@@ -14,7 +14,7 @@ import torch
 
 from lm.cli import main
 from lm.rescoring.nbest import read_nbest
-from lm.rescoring.weights import Arpa
+from lm.rescoring.weights import arpa_scores
 from lm.run import Run
 from lm.scoring import Scorer
 from scripts.benchmarks.nbest_lists import ErrorSource
@@ -80,7 +80,7 @@ def test_the_chosen_hypothesis_has_the_highest_sum(
     lstm_run: Path, lists: Path, rescored: Rescored
 ) -> None:
     rows, _ = rescored(lstm_run, lists / "test.nbest", "--lm-weight=3", "--insertion-penalty=-1.5")
-    nbest = read_nbest((lists / "test.nbest").read_text().splitlines(), "test")
+    nbest = read_nbest(str(lists / "test.nbest"))
     run = Run(lstm_run, device="cpu")
     scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
     best: dict[str, tuple[float, str]] = {}
@@ -144,7 +144,7 @@ def test_a_second_run_and_an_arpa_model_take_their_share(
         pytest.skip("kenlm is not installed")
     path = tmp_path / "model.arpa"
     path.write_text(ARPA)
-    scores = Arpa(path).word_scores(["the cat", "", "the  zebra"])
+    scores = arpa_scores(path)(["the cat", "", "the  zebra"])
     ten = [[-0.5, -0.2, -0.7], [-0.7], [-0.5, -1.25, -0.7]]
     for score, expected in itertools.zip_longest(scores, ten):
         assert score == pytest.approx(math.log(10) * np.array(expected), rel=1e-6)

@@ -1,5 +1,6 @@
 """`lm score`: layouts whose figures agree and add up; mistakes."""
 
+import csv
 import json
 import math
 import re
@@ -114,6 +115,26 @@ def test_units_layouts_and_ids_agree(lstm_run: Path, printed: Printed) -> None:
     assert [tuple(map(str, row)) for row in flat] == [tuple(row.split("\t")) for row in words]
     for total, sentence in zip(totals, sentences, strict=True):
         assert sentence["log_prob"] == pytest.approx(total * math.log(10), rel=1e-6)
+
+
+def test_csv_readers_read_every_row_of_a_table(lstm_run: Path, printed: Printed) -> None:
+    lines = ['say " now', '"', "NA 'the cat\""]
+    rows = printed(lstm_run, lines, "--format=tsv", "--level=word")
+    header, *table = csv.reader(rows, "excel-tab")
+    assert header == ["id", "word", "log10", "oov", "context"]
+    assert [row[1] for row in table] == [w for line in lines for w in [*line.split(), "<eos>"]]
+
+
+def test_a_summary_is_printed_in_every_layout(lstm_run: Path, printed: Printed) -> None:
+    options = ["--level=summary", "--unit=bits"]
+    (row,) = printed(lstm_run, LINES, *options, "--format=json")
+    summary = json.loads(row)["summary"]
+    header, values = printed(lstm_run, LINES, *options, "--format=tsv")
+    assert header == "sentences\ttokens\toov\tbits\tperplexity\tperplexity_excluding_oov"
+    assert summary.pop("unit") == "bits"
+    assert list(map(float, values.split("\t"))) == list(summary.values())
+    including, *_ = printed(lstm_run, LINES, *options)
+    assert including == f"Perplexity including OOVs:\t{summary['perplexity']}"
 
 
 def test_mistakes_are_single_lines(

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
 Test = Callable[..., None]
@@ -76,6 +76,14 @@ def nll(inputs: list[Tensor], tree: ClassTree, **options: Any) -> Tensor:
     hidden, weight, *bias, target = inputs
     options = {"reduction": "none"} | options
     return hierarchical_cross_entropy(hidden, weight, target, tree, *bias, **options)
+
+
+def layer_of(weight: Tensor, tree: ClassTree, bias: Tensor | None = None) -> HierarchicalSoftmax:
+    """A layer of these parameters, for hidden vectors of size H."""
+    layer = HierarchicalSoftmax(H, tree, bias=bias is not None)
+    layer.weight = nn.Parameter(weight.detach())
+    layer.bias = None if bias is None else nn.Parameter(bias.detach())
+    return layer
 
 
 def gradients(

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output import ClassTree, hierarchical_cross_entropy
-from lm.output.functional import hierarchical_lse_by_level, hierarchical_nll_by_level
+from lm.output.backends.base import Problem
+from lm.output.backends.nodes import lse_by_level
 
 from .definition import (
     TREES,
@@ -19,6 +20,7 @@ from .definition import (
     both_backends,
     definition,
     definition_by_level,
+    layer_of,
     nll,
     on,
     problem,
@@ -59,7 +61,7 @@ def test_probabilities_sum_to_one(tree: ClassTree) -> None:
 @pytest.mark.usefixtures("backend")
 def test_the_nll_by_level_is_that_of_each_softmax_on_the_path(tree: ClassTree) -> None:
     hidden, weight, bias, target = problem(tree, 4, 9)
-    by_level = hierarchical_nll_by_level(hidden, weight, target, tree, bias)
+    by_level = layer_of(weight, tree, bias).nll_by_level(hidden, target)
     assert by_level.shape == (tree.depth, 4, 9)
     assert not by_level.requires_grad
     truth = definition_by_level(hidden, weight, bias, target, tree).detach()
@@ -71,23 +73,27 @@ def test_the_nll_by_level_is_that_of_each_softmax_on_the_path(tree: ClassTree) -
 @both_backends
 def test_the_nll_by_level_of_no_positions_is_empty() -> None:
     hidden, weight, bias, _ = problem(TWO_LEVEL, 3)
-    ignored = hierarchical_nll_by_level(hidden, weight, torch.full((3,), -100), TWO_LEVEL, bias)
+    layer = layer_of(weight, TWO_LEVEL, bias)
+    ignored = layer.nll_by_level(hidden, torch.full((3,), -100))
     assert torch.equal(ignored, torch.zeros(2, 3, dtype=torch.float64))
-    empty = hierarchical_nll_by_level(hidden[:0], weight, torch.zeros(0).long(), TWO_LEVEL)
+    empty = layer_of(weight, TWO_LEVEL).nll_by_level(hidden[:0], torch.zeros(0).long())
     assert empty.shape == (2, 0)
     with pytest.raises(IndexError, match="target 23 is out of bounds for 23 words"):
-        hierarchical_nll_by_level(hidden, weight, torch.full((3,), N), TWO_LEVEL, bias)
+        layer.nll_by_level(hidden, torch.full((3,), N))
 
 
 def test_the_lse_by_level_is_that_of_each_softmax_and_differentiable_twice(tree: ClassTree) -> None:
     *inputs, target = problem(tree, 3, 2)
 
-    def lse_by_level(*inputs: Tensor) -> Tensor:
+    def lse(*inputs: Tensor) -> Tensor:
         hidden, weight, bias = inputs
-        return hierarchical_lse_by_level(hidden, weight, target, tree, bias)
+        problem = Problem.of(hidden, weight, target, tree, bias)
+        return lse_by_level(problem).view(tree.depth, *target.shape)
 
-    found = lse_by_level(*inputs)
+    found = lse(*inputs)
     hidden, weight, bias = inputs
+    layer = layer_of(weight, tree, bias)
+    assert torch.equal(layer.lse_by_level(hidden, target), found)
     expected = torch.zeros_like(found)
     for place, word in zip(product(range(3), range(2)), target.flatten().tolist(), strict=True):
         for level, (node, _) in enumerate(tree.path(word) if word != -100 else []):
@@ -96,9 +102,9 @@ def test_the_lse_by_level_is_that_of_each_softmax_and_differentiable_twice(tree:
                 logits = weight[rows] @ hidden[place] + bias[rows]
                 expected[level, *place] = logits.logsumexp(0)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert torch.autograd.gradcheck(lse_by_level, inputs)
-    assert torch.autograd.gradgradcheck(lse_by_level, inputs, fast_mode=True)
-    empty = hierarchical_lse_by_level(hidden[:0], weight, target[:0], tree)
+    assert torch.autograd.gradcheck(lse, inputs)
+    assert torch.autograd.gradgradcheck(lse, inputs, fast_mode=True)
+    empty = layer_of(weight, tree).lse_by_level(hidden[:0], target[:0])
     assert empty.shape == (tree.depth, 0, 2)
 
 

@@ -8,12 +8,10 @@ from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.decoding import distribution
-from lm.output.decoding.candidates import candidate_log_prob
 from lm.output.decoding.draws import Sampling
-from lm.output.functional import hierarchical_nll_by_level
 from lm.output.rowwise import RowAdagrad, RowAdam, RowSGD
 
-from .definition import TWO_LEVEL, H, N, both_backends, definition, nll, problem
+from .definition import TWO_LEVEL, H, N, both_backends, definition, layer_of, nll, problem
 
 W = 11
 TREE = ClassTree.two_level((torch.arange(N) * 7) % 5, shortlist=3)
@@ -57,8 +55,8 @@ def test_decoding_of_long_rows_is_that_of_their_first_numbers() -> None:
         draws = [Sampling(), Sampling(top_p=0.7), Sampling(temperature=0.7, top_k=5)]
         found = [
             distribution.log_prob(*layer),
-            candidate_log_prob(hidden, weight, word, TREE, bias),
-            hierarchical_nll_by_level(hidden, weight, target, TREE, bias),
+            distribution.candidate_log_prob(hidden, weight, word, TREE, bias),
+            layer_of(weight, TREE, bias).nll_by_level(hidden, target),
             *(log_prob, word),
             *(distribution.sample(*layer, sampling=each, seeds=seeds) for each in draws),
         ]

@@ -42,9 +42,33 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
 
 
 def register_op(backend: Backend) -> Op:
-    """Register `sqrtlm::<name>_nll` for a backend, with a fake kernel and a backward."""
+    """Register `sqrtlm::<name>_nll` for a backend, and `…_backward`, with their fake kernels.
+
+    The backward returns an empty tensor for gradients that are not needed.
+    """
     name = f"sqrtlm::{backend.name}_nll"
-    backward = _register_backward(backend, name)
+
+    @torch.library.custom_op(
+        f"{name}_backward",
+        mutates_args=(),
+        schema=f"(Tensor d_nll, Tensor[] saved, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+    )
+    def backward(d_nll: Tensor, saved: list[Tensor], *inputs: Any) -> tuple[Tensor, ...]:
+        problem, needs = _unpack(inputs)
+        gradients = backend.backward(d_nll, problem, saved, needs)
+        return tuple(d_nll.new_empty(0) if grad is None else grad for grad in gradients)
+
+    @backward.register_fake
+    def _(d_nll: Tensor, saved: list[Tensor], *inputs: Any) -> tuple[Tensor, ...]:
+        problem, needs = _unpack(inputs)
+        of = zip((problem.hidden, problem.weight, problem.bias), needs, strict=False)
+        needed = [x if need else None for x, need in of]
+        return tuple(d_nll.new_empty(0) if x is None else x.new_empty(x.shape) for x in needed)
+
+    def refuse(ctx: Any, *upstream: Tensor) -> NoReturn:
+        raise RuntimeError(ONCE)
+
+    backward.register_autograd(refuse)
 
     @torch.library.custom_op(
         name, mutates_args=(), schema=f"({_INPUTS}) -> (Tensor nll, Tensor[] saved)"
@@ -81,33 +105,6 @@ def register_op(backend: Backend) -> Op:
     return forward
 
 
-def _register_backward(backend: Backend, name: str) -> Op:
-    """Register `<name>_backward`, which returns an empty tensor for gradients not needed."""
-
-    @torch.library.custom_op(
-        f"{name}_backward",
-        mutates_args=(),
-        schema=f"(Tensor d_nll, Tensor[] saved, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
-    )
-    def backward(d_nll: Tensor, saved: list[Tensor], *inputs: Any) -> tuple[Tensor, ...]:
-        problem, needs = _unpack(inputs)
-        gradients = backend.backward(d_nll, problem, saved, needs)
-        return tuple(d_nll.new_empty(0) if grad is None else grad for grad in gradients)
-
-    @backward.register_fake
-    def _(d_nll: Tensor, saved: list[Tensor], *inputs: Any) -> tuple[Tensor, ...]:
-        problem, needs = _unpack(inputs)
-        of = zip((problem.hidden, problem.weight, problem.bias), needs, strict=False)
-        needed = [x if need else None for x, need in of]
-        return tuple(d_nll.new_empty(0) if x is None else x.new_empty(x.shape) for x in needed)
-
-    def refuse(ctx: Any, *upstream: Tensor) -> NoReturn:
-        raise RuntimeError(ONCE)
-
-    backward.register_autograd(refuse)
-    return backward
-
-
 def _unpack(inputs: tuple[Any, ...]) -> tuple[Problem, Needs]:
     """The arguments of an op, whose tree and needs are lists."""
     hidden, weight, target, tree, *rest, needs = inputs
@@ -136,8 +133,5 @@ class _RowWiseNll(torch.autograd.Function):
         return None, None, d_hidden, d_weight, None, None, d_bias, *(None for _ in rest)
 
 
-@not_compiled
-def row_wise_nll(backend: Backend, problem: Problem, needs: Needs) -> Tensor:
-    """The nll [P] of a backend with row-wise gradients of weight and bias."""
-    nll: Tensor = _RowWiseNll.apply(backend, needs, *problem)  # type: ignore[no-untyped-call]
-    return nll
+row_wise_nll: Callable[..., Tensor] = not_compiled(_RowWiseNll.apply)
+"""The nll [P] of a backend, needs and fields of a `Problem`, outside of `torch.compile`."""

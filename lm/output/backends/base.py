@@ -85,6 +85,11 @@ class Problem(NamedTuple):
         return self.hidden.shape[0]
 
     @property
+    def num_columns(self) -> int:
+        """The most columns of all visits."""
+        return self.num_positions * self.max_path_columns
+
+    @property
     def vocab_size(self) -> int:
         """N."""
         return self.tree.row_of_word.numel()

@@ -1,5 +1,7 @@
 """Nodes of the tree that a batch visits, and the softmax of one node over its children."""
 
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -7,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output.backends.base import Problem, compute_dtype, followed_by_zeros
+from lm.output.backends.visits import check_words, route
+from lm.output.rowwise.eager import not_compiled
 from lm.output.tree.class_tree import ClassTree, TreeArrays
 
 BLOCK_ELEMENTS = 1 << 20
@@ -27,9 +31,8 @@ class Node(NamedTuple):
 
     def columns(self, flat: Tensor) -> Tensor:
         """The node's columns [visits, children] in the flat columns of all visits, a view."""
-        num_visits = self.visits.stop - self.visits.start
-        num_children = self.rows.stop - self.rows.start
-        return flat[self.offset : self.offset + num_visits * num_children].view(num_visits, -1)
+        shape = (self.visits.stop - self.visits.start, self.rows.stop - self.rows.start)
+        return flat[self.offset :][: math.prod(shape)].view(shape)
 
     def blocks(self, weight: Tensor, dtype: torch.dtype, *, whole: bool) -> list[slice]:
         """The children in blocks, whose logits (if not `whole`) and cast rows fit in memory."""
@@ -38,9 +41,8 @@ class Node(NamedTuple):
         step = num_children if whole else limit // (self.visits.stop - self.visits.start)
         if weight.dtype != dtype:
             step = min(step, CAST_ELEMENTS // weight.shape[1])
-        step = max(1, step)
-        begins = range(0, num_children, step)
-        return [slice(begin, min(begin + step, num_children)) for begin in begins]
+        begins = range(0, num_children, max(1, step))
+        return [slice(begin, min(begin + begins.step, num_children)) for begin in begins]
 
 
 def visited_nodes(node: Tensor, tree: TreeArrays | ClassTree) -> list[Node]:
@@ -59,22 +61,34 @@ def visited_nodes(node: Tensor, tree: TreeArrays | ClassTree) -> list[Node]:
     return nodes
 
 
-def rows_of(nodes: list[Node], table: Tensor) -> list[Tensor]:
-    """The rows of each node, as views of one split of the table.
+def split_rows(
+    weight: Tensor, bias: Tensor | None, sizes: int | list[int]
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Rows and their biases in portions of some sizes, as views.
 
-    One split writes the gradient of the table once; slices would write it once per node.
+    One split writes the gradient of a table once; slices would write it once per node.
     """
+    rows = torch.split(weight, sizes)
+    biases = [None] * len(rows) if bias is None else torch.split(bias, sizes)
+    return zip(rows, biases, strict=True)
+
+
+def with_rows(
+    nodes: list[Node], weight: Tensor, bias: Tensor | None
+) -> Iterator[tuple[Node, Tensor, Tensor | None]]:
+    """Each node with its children's rows and biases."""
     sizes, end = [], 0
     for node in nodes:
         sizes += [node.rows.start - end, node.rows.stop - node.rows.start]
         end = node.rows.stop
-    return list(torch.split(table, [*sizes, len(table) - end]))[1::2]
+    portions = list(split_rows(weight, bias, [*sizes, len(weight) - end]))[1::2]
+    return ((node, *rows) for node, rows in zip(nodes, portions, strict=True))
 
 
-def sorted_hidden(problem: Problem, position: Tensor) -> Tensor:
+def sorted_hidden(hidden: Tensor, position: Tensor, row_size: int) -> Tensor:
     """The hidden vectors [P, W] of the sorted positions, in the dtype that sums are formed in."""
-    hidden = problem.hidden.index_select(0, position).to(compute_dtype(problem.hidden.dtype))
-    return followed_by_zeros(hidden, problem.weight.shape[1])
+    hidden = hidden.index_select(0, position).to(compute_dtype(hidden.dtype))
+    return followed_by_zeros(hidden, row_size)
 
 
 def node_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -86,9 +100,7 @@ def node_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else bias.to(dtype)
     if weight.dtype == dtype or len(weight) <= step:
         return F.linear(hidden, weight.to(dtype), bias)
-    rows = torch.split(weight, step)
-    biases = [None] * len(rows) if bias is None else torch.split(bias, step)
-    blocks = zip(rows, biases, strict=True)
+    blocks = split_rows(weight, bias, step)
     return torch.cat([F.linear(hidden, r.to(dtype), b) for r, b in blocks], dim=1)
 
 
@@ -97,3 +109,22 @@ def node_log_softmax(
 ) -> Tensor:
     """The log-probabilities [V, children] of a node's children; arguments as of `node_logits`."""
     return torch.log_softmax(node_logits(hidden, weight, bias), dim=1, out=out)
+
+
+@not_compiled
+def lse_by_level(problem: Problem) -> Tensor:
+    """The log-sum-exp [D, P] of each softmax on the targets' paths, by plain operations of PyTorch.
+
+    See `HierarchicalSoftmax.lse_by_level`.
+    """
+    check_words("target", problem.target, problem.vocab_size, problem.ignore_index)
+    position, node, _ = route(problem.target, problem.tree, problem.depth, problem.ignore_index)
+    hidden = sorted_hidden(problem.hidden, position, problem.weight.shape[1])
+    nodes = visited_nodes(node, problem.tree)
+    rows = with_rows(nodes, problem.weight, problem.bias)
+    with torch.autocast(hidden.device.type, enabled=False):
+        lse = [node_logits(hidden[each.visits], w, b).logsumexp(1) for each, w, b in rows]
+    visit = (node.flatten() >= 0).nonzero().squeeze(1)
+    by_level = hidden.new_zeros(node.numel())
+    by_level = by_level.index_copy(0, visit, torch.cat([by_level[:0], *lse])).view(node.shape)
+    return by_level.index_copy(1, position, by_level)

@@ -1,4 +1,4 @@
-"""Decoding as functions: all log-probabilities, exact top-k, exact sampling.
+"""Decoding as functions: log-probabilities of all or some words, exact top-k, exact sampling.
 
 The methods of `HierarchicalSoftmax` with the same names document arguments, results and errors.
 """
@@ -6,7 +6,8 @@ The methods of `HierarchicalSoftmax` with the same names document arguments, res
 import torch
 from torch import Tensor
 
-from lm.output.backends.nodes import node_log_softmax
+from lm.output.backends.nodes import node_log_softmax, split_rows, visited_nodes, with_rows
+from lm.output.backends.visits import check_words
 from lm.output.decoding import search
 from lm.output.decoding.draws import Sampling, sample_words
 from lm.output.decoding.expansion import Expander, Penalty, checked_hidden
@@ -20,10 +21,8 @@ _BLOCK_ELEMENTS = 1 << 23
 def log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None = None) -> Tensor:
     """Log-probabilities of all words [..., N]: log-softmaxes summed over their paths."""
     flat, widths = checked_hidden(hidden, weight, tree, bias), tree.num_children.tolist()
-    weights = torch.split(weight, widths)
-    biases = [None] * len(widths) if bias is None else torch.split(bias, widths)
     with torch.autocast(hidden.device.type, enabled=False):
-        nodes = [node_log_softmax(flat, *rows) for rows in zip(weights, biases, strict=True)]
+        nodes = [node_log_softmax(flat, *rows) for rows in split_rows(weight, bias, widths)]
     zero = flat.new_zeros(len(flat), 1)  # row -1 is the root, which adds 0
     log_q = torch.cat([*nodes, zero], dim=1)
     row, *above = tree.rows_on_path(torch.arange(tree.vocab_size, device=hidden.device)).T
@@ -31,6 +30,45 @@ def log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | Non
     for row in above:
         total = total + log_q[:, row]
     return total.view(*hidden.shape[:-1], tree.vocab_size)
+
+
+def candidate_log_prob(
+    hidden: Tensor, weight: Tensor, word: Tensor, tree: ClassTree, bias: Tensor | None = None
+) -> Tensor:
+    """Log-probabilities [..., K] of candidate words [..., K], as `log_prob` has them.
+
+    Candidates of one position often share nodes, at least the root. Each distinct (position, node)
+    pair is evaluated once, in one matrix product per distinct node.
+    """
+    flat = checked_hidden(hidden, weight, tree, bias)
+    if word.dim() < 1 or word.shape[:-1] != hidden.shape[:-1]:
+        raise ValueError(
+            "hidden must be [..., H] and candidates [..., K],"
+            f" got {list(hidden.shape)} and {list(word.shape)}"
+        )
+    if word.dtype != torch.int64 or word.device != hidden.device:
+        raise ValueError(
+            f"candidates must be int64 on {hidden.device}, got {word.dtype} on {word.device}"
+        )
+    check_words("candidate", word, tree.vocab_size)
+    words = word.reshape(len(flat), word.shape[-1])
+    rows = tree.rows_on_path(words)
+    term = (rows >= 0).flatten().nonzero().squeeze(1)  # of [P, K, D]: nodes on a path
+    row = rows.flatten()[term]
+    position, node = term // max(1, words.shape[1] * tree.depth), tree.node_of_row[row]
+    order = (node * len(flat) + position).argsort()
+    term, row, position, node = (values[order] for values in (term, row, position, node))
+    nodes = with_rows(visited_nodes(node[None], tree), weight, bias)
+    by_level = flat.new_zeros(rows.numel())
+    log_q = []
+    with torch.autocast(hidden.device.type, enabled=False):
+        for each, node_rows, node_bias in nodes:
+            visited, visit = torch.unique_consecutive(position[each.visits], return_inverse=True)
+            node_log_q = node_log_softmax(flat[visited], node_rows, node_bias)
+            log_q.append(node_log_q[visit, row[each.visits] - each.rows.start])
+    if log_q:
+        by_level = by_level.index_copy(0, term, torch.cat(log_q))
+    return by_level.view(*word.shape, tree.depth).sum(-1)
 
 
 @torch.no_grad()
@@ -41,11 +79,10 @@ def topk(
     expanders = _expanders(hidden, weight, tree, bias)
     if not 1 <= k <= tree.vocab_size:
         raise ValueError(f"k must be within 1 … {tree.vocab_size} words, got {k}")
-    shape = (*hidden.shape[:-1], k)
     with torch.autocast(hidden.device.type, enabled=False):
         blocks = [search.topk(expander, k) for expander in expanders]
-    log_prob, word = (torch.cat(tensors).view(shape) for tensors in zip(*blocks, strict=True))
-    return search.TopK(log_prob, word)
+    found = (torch.cat(tensors) for tensors in zip(*blocks, strict=True))
+    return search.TopK(*(tensor.view(*hidden.shape[:-1], k) for tensor in found))
 
 
 @torch.no_grad()
@@ -53,8 +90,7 @@ def sample(
     hidden: Tensor,
     weight: Tensor,
     tree: ClassTree,
-    bias: Tensor | None = None,
-    *,
+    bias: Tensor | None,
     sampling: Sampling,
     previous: Tensor | None = None,
     seeds: Tensor | None = None,
@@ -63,7 +99,20 @@ def sample(
     """One word per position [...], drawn exactly from the distribution that `sampling` defines."""
     expanders = _expanders(hidden, weight, tree, bias)
     shape, device = hidden.shape[:-1], hidden.device
-    rows = _penalised_rows(previous, hidden, tree) if sampling.repetition_penalty > 1 else None
+    if sampling.repetition_penalty > 1:
+        if previous is None:
+            raise ValueError("repetition_penalty requires the previous words")
+        if previous.shape[:-1] != shape or previous.dtype != torch.int64:
+            found = f"{list(previous.shape)} {previous.dtype}"
+            raise ValueError(f"previous must be {[*shape, 'L']} int64, got {found}")
+        highest = tree.vocab_size - 1
+        if previous.numel() and not -1 <= int(previous.min()) <= int(previous.max()) <= highest:
+            raise ValueError(f"previous must be words 0 … {highest}, or -1")
+        previous = previous.reshape(shape.numel(), previous.shape[-1]).to(device)
+        rows = tree.row_of_word[previous.clamp(min=0)].masked_fill(previous < 0, -1)
+        for each in expanders:
+            block = rows[each.first_position :][: len(each.hidden)]
+            each.penalty = Penalty(sampling.repetition_penalty, block)
     if seeds is None:
         source = device if generator is None else generator.device
         seeds = torch.empty(shape, dtype=torch.int64, device=source).random_(generator=generator)
@@ -73,25 +122,10 @@ def sample(
     words, seeds = [seeds.new_empty(0, device=device)], seeds.to(device).flatten()
     with torch.autocast(device.type, enabled=False):
         for expander in expanders:
-            block = slice(expander.first_position, expander.first_position + expander.num_positions)
-            if rows is not None:
-                expander.penalty = Penalty(sampling.repetition_penalty, rows[block])
-            if expander.num_positions:
-                words.append(sample_words(expander, Uniforms(seeds[block]), sampling))
+            block = seeds[expander.first_position :][: len(expander.hidden)]
+            if len(block):
+                words.append(sample_words(expander, Uniforms(block), sampling))
     return torch.cat(words).view(shape)
-
-
-def _penalised_rows(previous: Tensor | None, hidden: Tensor, tree: ClassTree) -> Tensor:
-    """The rows [P, L] of the words [..., L] that the repetition penalty applies to, or -1."""
-    if previous is None:
-        raise ValueError("repetition_penalty requires the previous words")
-    if previous.shape[:-1] != hidden.shape[:-1] or previous.dtype != torch.int64:
-        found = f"{list(previous.shape)} {previous.dtype}"
-        raise ValueError(f"previous must be {[*hidden.shape[:-1], 'L']} int64, got {found}")
-    if previous.numel() and not -1 <= int(previous.min()) <= int(previous.max()) < tree.vocab_size:
-        raise ValueError(f"previous must be words 0 … {tree.vocab_size - 1}, or -1")
-    previous = previous.reshape(hidden.shape[:-1].numel(), previous.shape[-1]).to(hidden.device)
-    return tree.row_of_word[previous.clamp(min=0)].masked_fill(previous < 0, -1)
 
 
 def _expanders(

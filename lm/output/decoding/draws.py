@@ -107,16 +107,15 @@ def sample_words(expander: Expander, uniforms: Uniforms, sampling: Sampling) -> 
     if sampling.temperature < _MIN_TEMPERATURE:
         return topk(expander, 1).word.squeeze(1)
     power = 1 / sampling.temperature
+    word = expander.hidden.new_empty(len(expander.hidden), dtype=torch.int64)
     if top_k is not None and top_k < expander.tree.vocab_size:
-        everywhere = torch.arange(expander.num_positions, device=expander.hidden.device)
-        sets = iter([(everywhere, topk(expander, top_k))])
+        sets = iter([(torch.arange(len(word), device=word.device), topk(expander, top_k))])
     elif top_p is not None and top_p < 1:
         sets, top_p = nuclei(expander, power, top_p), None
     elif min_p:
         sets = within_ratio(expander, power, min_p)
     else:
         return RejectionSampler(expander, uniforms, power).sample()
-    word = torch.empty(expander.num_positions, dtype=torch.int64, device=expander.hidden.device)
     for position, words in sets:
         log_weight = power * words.log_prob.double()
         if top_p is not None and top_p < 1:
@@ -156,37 +155,30 @@ class RejectionSampler:
         self._expander, self._uniforms, self._power = expander, uniforms, power
         self._log_bound = expander.log_bound(power)
         self._exact = power == 1 and expander.penalty is None
-        position = torch.arange(expander.num_positions, device=expander.hidden.device)
-        root_log_prob = position.new_zeros(position.shape, dtype=expander.hidden.dtype)
+        position = torch.arange(len(expander.hidden), device=expander.hidden.device)
+        root_log_prob = expander.hidden.new_zeros(len(position))
         (root,) = expander.expand(position, torch.zeros_like(position), root_log_prob)
-        self._log_prob = root.log_prob
-        self._item = root.item.expand(expander.num_positions, -1)
+        self._log_prob, self._item = root.log_prob, root.item.expand(len(position), -1)
         self._log_weight = self._weigh(self._log_prob, self._item)
         self._word = torch.empty_like(position)
 
     def sample(self) -> Tensor:
         """A word for each position, [P] int64."""
-        position = torch.arange(self._expander.num_positions, device=self._word.device)
+        position = torch.arange(len(self._word), device=self._word.device)
         while position.numel():
             column = draw(self._log_weight[position], self._uniforms.draw(position))
             known = (self._item, self._log_prob, self._log_weight)
             item, log_prob, log_weight = (tensor[position, column] for tensor in known)
-            trial = _Trial(position, item, log_prob, log_weight, column)
-            position = self._complete(trial)
+            self._word[position] = item  # nodes are replaced below
+            trial = _Trial(position, item, log_prob, log_weight, column).select(item < 0)
+            rejected = [position[:0]]
+            while trial.position.numel():
+                trial, accepted = self._expand(trial)
+                rejected.append(trial.position[~accepted])
+                self._word[trial.position] = trial.item
+                trial = trial.select(accepted & (trial.item < 0))
+            position = torch.cat(rejected)
         return self._word
-
-    def _complete(self, trial: _Trial) -> Tensor:
-        """Continues trials until each has a word or is rejected; returns the rejected positions."""
-        rejected = [trial.position[:0]]
-        while True:
-            is_word = trial.item >= 0
-            self._word[trial.position[is_word]] = trial.item[is_word]
-            trial = trial.select(~is_word)
-            if not trial.position.numel():
-                return torch.cat(rejected)
-            trial, accepted = self._expand(trial)
-            rejected.append(trial.position[~accepted])
-            trial = trial.select(accepted)
 
     def _expand(self, trial: _Trial) -> tuple[_Trial, Tensor]:
         """Replaces each trial's node by one of its children; also, which trials are accepted."""
@@ -199,7 +191,11 @@ class RejectionSampler:
             parent, point = trial.select(visit), uniform[visit]
             log_weight = self._weigh(log_prob, item)
             if not self._exact:
-                accepted[visit], point = self._accept(parent, log_weight, point)
+                log_total = log_weight.logsumexp(dim=1)
+                self._log_weight[parent.position, parent.column] = log_total  # was a bound
+                share = (log_total - parent.log_weight).exp().clamp(max=1)
+                accepted[visit] = point < share
+                point = torch.where(accepted[visit], point / share, 0)  # uniform again
                 if bool((item < 0).any()):
                     self._log_weight[parent.position, parent.column] = -torch.inf
                     new_items.append(Children(parent.position, log_prob, item))
@@ -210,23 +206,11 @@ class RejectionSampler:
             # A position expands one node at a time: its new items start at the first new column.
             below.column[visit] = child + self._log_weight.shape[1]
         if new_items:
-            log_prob, item = pack(new_items, self._expander.num_positions, like=self._log_prob)
+            log_prob, item = pack(new_items, like=self._log_prob)
             self._log_weight = torch.cat([self._log_weight, self._weigh(log_prob, item)], dim=1)
             self._log_prob = torch.cat([self._log_prob, log_prob], dim=1)
             self._item = torch.cat([self._item, item], dim=1)
         return below, accepted
-
-    def _accept(self, parent: _Trial, log_weight: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Which trials [V] are accepted, given their children's log_weight [V, M].
-
-        Replaces the bound of the expanded node by the total. Also returns the random numbers of the
-        accepted trials, rescaled to be uniform again.
-        """
-        log_total = log_weight.logsumexp(dim=1)
-        self._log_weight[parent.position, parent.column] = log_total
-        accept = (log_total - parent.log_weight).exp().clamp(max=1)
-        accepted = uniform < accept
-        return accepted, torch.where(accepted, uniform / accept, 0)
 
     def _weigh(self, log_prob: Tensor, item: Tensor) -> Tensor:
         """Logarithm of (1), fp64."""

@@ -6,6 +6,7 @@ still, no word below a node is more probable than the node.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -44,24 +45,17 @@ class Penalty(NamedTuple):
     row: Tensor  # [P, L] int64, rows of each position's words, which may repeat; -1 is skipped
 
 
+@dataclass
 class Expander:
-    """Expands nodes of a layer's tree for P positions, whose `hidden` is [P, W].
+    """Expands nodes of a layer's tree for P positions."""
 
-    `first_position` is the index of the first one in the caller's batch, a block of which this is.
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        tree: ClassTree,
-        bias: Tensor | None = None,
-        first_position: int = 0,
-    ) -> None:
-        self.hidden, self._weight, self.tree, self._bias = hidden, weight, tree, bias
-        self.first_position, self.num_positions = first_position, hidden.shape[0]
-        self.penalty: Penalty | None = None
-        self.num_expanded = 0  # (position, node) pairs so far
+    hidden: Tensor  # [P, W]
+    weight: Tensor
+    tree: ClassTree
+    bias: Tensor | None = None
+    first_position: int = 0  # in the caller's batch, a block of which this is
+    penalty: Penalty | None = None
+    num_expanded: int = 0  # (position, node) pairs so far
 
     def log_bound(self, power: float) -> Tensor:
         """Upper bound [I] fp64 of log Σ q^power over the words below each node.
@@ -80,8 +74,8 @@ class Expander:
         order = node.argsort(stable=True)
         for each in visited_nodes(node[order][None], self.tree):
             visit, rows = order[each.visits], each.rows
-            bias = None if self._bias is None else self._bias[rows]
-            log_q = node_log_softmax(self.hidden[position[visit]], self._weight[rows], bias)
+            bias = None if self.bias is None else self.bias[rows]
+            log_q = node_log_softmax(self.hidden[position[visit]], self.weight[rows], bias)
             finite = log_q.isfinite().all(dim=1)
             if not bool(finite.all()):
                 wrong = self.first_position + int(position[visit][~finite][0])
@@ -89,23 +83,20 @@ class Expander:
             self.num_expanded += visit.numel()
             children = log_prob[visit, None] + log_q
             if self.penalty is not None:
-                column = self.penalty.row[position[visit]] - rows.start
-                _penalise(children, column, self.penalty.factor)
+                factor, row = self.penalty
+                column = row[position[visit]] - rows.start  # [V', L], of which some are children
+                which = ((column >= 0) & (column < log_q.shape[1])).nonzero(as_tuple=True)
+                index = (which[0], column[which])
+                children[index] = (factor * children[index]).clamp(min=_LOWEST)
             yield Children(visit, children, self.tree.item_of_row[rows])
 
 
-def _penalise(log_prob: Tensor, column: Tensor, factor: float) -> None:
-    """Multiplies log_prob [V', M] at column [V', L], where that is within 0 … M - 1, in place."""
-    visit, which = ((column >= 0) & (column < log_prob.shape[1])).nonzero(as_tuple=True)
-    index = (visit, column[visit, which])
-    log_prob[index] = (factor * log_prob[index]).clamp(min=_LOWEST)
-
-
-def pack(children: Sequence[Children], num_rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Concatenates children row by row: log_prob and item, both [num_rows, width].
+def pack(children: Sequence[Children], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Concatenates children row by row: log_prob and item, both [rows of `like`, width].
 
     Shorter rows are padded with -∞ and `ABSENT`. `like` has the dtype and device of log_prob.
     """
+    num_rows = len(like)
     used = torch.zeros(num_rows, dtype=torch.int64, device=like.device)
     columns = []
     for row, log_prob, _ in children:

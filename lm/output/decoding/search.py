@@ -34,17 +34,15 @@ class _Frontier:
     """
 
     def __init__(self, expander: Expander) -> None:
-        device, num_positions = expander.hidden.device, expander.num_positions
         self._expander = expander
-        self.position = torch.arange(num_positions, device=device)
-        self.log_prob = torch.zeros(num_positions, 1, dtype=expander.hidden.dtype, device=device)
-        self.node = torch.zeros(num_positions, 1, dtype=torch.int64, device=device)
+        self.position = torch.arange(len(expander.hidden), device=expander.hidden.device)
+        self.log_prob = expander.hidden.new_zeros(len(self.position), 1)
+        self.node = torch.zeros_like(self.log_prob, dtype=torch.int64)
 
     def select(self, rows: Tensor) -> None:
         """Drops all positions but rows [A] bool."""
-        self.position = self.position[rows]
-        self.log_prob = self.log_prob[rows]
-        self.node = self.node[rows]
+        found = (self.position, self.log_prob, self.node)
+        self.position, self.log_prob, self.node = (tensor[rows] for tensor in found)
 
     def expand(self, chosen: Tensor, max_words: int | None = None) -> TopK:
         """Expands the chosen nodes [A, F] bool, adds child nodes and returns the words found.
@@ -61,42 +59,35 @@ class _Frontier:
             words.append(Children(row[visit], *below))
             child = ~item[~is_word].expand(visit.numel(), -1)
             nodes.append(Children(row[visit], log_prob[:, ~is_word], child))
-        self.log_prob = self.log_prob.masked_fill(chosen, -torch.inf)
-        num_rows = self.position.numel()
-        log_prob, node = pack(nodes, num_rows, like=self.log_prob)
-        node = node.masked_fill(node == ABSENT, 0)
-        self.log_prob = torch.cat([self.log_prob, log_prob], dim=1)
-        self.node = torch.cat([self.node, node], dim=1)
-        return TopK(*pack(words, num_rows, like=self.log_prob))
+        log_prob, node = pack(nodes, like=self.log_prob)
+        log_probs = [self.log_prob.masked_fill(chosen, -torch.inf), log_prob]
+        self.log_prob = torch.cat(log_probs, dim=1)
+        self.node = torch.cat([self.node, node.masked_fill(node == ABSENT, 0)], dim=1)
+        return TopK(*pack(words, like=self.log_prob))
 
 
 def topk(expander: Expander, k: int) -> TopK:
-    """The k most probable words of each position, log_prob and word [P, k]."""
+    """The k most probable words of each position, log_prob and word [P, k].
 
-    def needed(frontier: _Frontier, log_prob: Tensor) -> tuple[Tensor, Tensor]:
-        chosen = _needed_for_topk(frontier.log_prob, log_prob, k)
+    Node n must be expanded unless k words are more probable than n. Such a word has been found
+    already or lies below a node m that is more probable than n, which can hold at most P(m) / P(n)
+    of them. The best node of each position is thus one to expand.
+    """
+
+    def needed(frontier: _Frontier, found: Tensor) -> tuple[Tensor, Tensor]:
+        log_prob, column = frontier.log_prob.topk(min(k, frontier.log_prob.shape[1]), dim=1)
+        num_found = torch.searchsorted(-found, -log_prob)
+        ratio = (log_prob - log_prob[:, :1]).double().exp()
+        num_others = (ratio.cumsum(dim=1) - ratio) / ratio
+        chosen = (log_prob > -torch.inf) & (num_found + num_others < k)
+        chosen = torch.zeros_like(frontier.node, dtype=torch.bool).scatter_(1, column, chosen)
         return chosen, torch.full_like(frontier.position, k)
 
-    best_log_prob = expander.hidden.new_empty(expander.num_positions, k)
+    best_log_prob = expander.hidden.new_empty(len(expander.hidden), k)
     best_word = torch.empty_like(best_log_prob, dtype=torch.int64)
     for position, words in _sets(expander, needed, max_words=k):
         best_log_prob[position], best_word[position] = words
     return TopK(best_log_prob, best_word)
-
-
-def _needed_for_topk(node_log_prob: Tensor, best_log_prob: Tensor, k: int) -> Tensor:
-    """Nodes [A, F] bool that best-first search must expand; the best of each position is one.
-
-    Node n must be expanded unless k words are more probable than n. Such a word has been found
-    already or lies below a node m that is more probable than n, which can hold at most P(m) / P(n)
-    of them.
-    """
-    log_prob, column = node_log_prob.topk(min(k, node_log_prob.shape[1]), dim=1)
-    num_found_words = torch.searchsorted(-best_log_prob, -log_prob)
-    ratio = (log_prob - log_prob[:, :1]).double().exp()
-    num_other_words = (ratio.cumsum(dim=1) - ratio) / ratio
-    needed = (log_prob > -torch.inf) & (num_found_words + num_other_words < k)
-    return torch.zeros_like(node_log_prob, dtype=torch.bool).scatter_(1, column, needed)
 
 
 def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Tensor, TopK]]:
@@ -134,8 +125,12 @@ def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Ten
         can_hold_word = reached & (frontier.log_prob >= sorted_log_prob.gather(1, j))
         settled = reached & ~can_hold_word.any(dim=1, keepdim=True)
         uncertain = settled & (mass.gather(1, j) >= top_p * low)
-        max_rest = torch.where(reached, gap / 2, (1 - top_p) * high)
-        chosen = can_hold_word | ((~reached | uncertain) & _heaviest(node_mass, max_rest))
+        max_rest = torch.where(reached, gap / 2, (1 - top_p) * high)  # of nodes not chosen
+        heaviest = node_mass.sort(dim=1, descending=True).values
+        remaining = heaviest.flip(1).cumsum(dim=1).flip(1)
+        last = (remaining > max_rest).sum(dim=1, keepdim=True).clamp(min=1) - 1
+        is_heavy = node_mass >= heaviest.gather(1, last)
+        chosen = can_hold_word | ((~reached | uncertain) & is_heavy)
         return chosen & (frontier.log_prob > -torch.inf), j.squeeze(1) + 1
 
     return _sets(expander, needed)
@@ -180,15 +175,9 @@ def _sets(
             yield frontier.position[done], TopK(log_prob.masked_fill(beyond, -torch.inf), word)
         frontier.select(active)
         if frontier.position.numel():
-            words = _concat(words.select(active), frontier.expand(chosen[active], max_words))
-
-
-def _heaviest(mass: Tensor, max_rest: Tensor) -> Tensor:
-    """The heaviest nodes [A, F] bool, at least one; the others sum to at most max_rest [A, 1]."""
-    descending = mass.sort(dim=1, descending=True).values
-    remaining = descending.flip(1).cumsum(dim=1).flip(1)
-    num_chosen = (remaining > max_rest).sum(dim=1, keepdim=True).clamp(min=1)
-    return mass >= descending.gather(1, num_chosen - 1)
+            more = frontier.expand(chosen[active], max_words)
+            both = zip(words.select(active), more, strict=True)
+            words = TopK(*(torch.cat(tensors, dim=1) for tensors in both))
 
 
 def _best(words: TopK, k: int) -> TopK:
@@ -209,8 +198,3 @@ def _sorted(words: TopK) -> TopK:
     log_prob = words.log_prob.gather(1, order)
     log_prob, order = log_prob.sort(dim=1, descending=True, stable=True)
     return TopK(log_prob, word.gather(1, order))
-
-
-def _concat(first: TopK, second: TopK) -> TopK:
-    log_prob, word = (torch.cat(both, dim=1) for both in zip(first, second, strict=True))
-    return TopK(log_prob, word)

@@ -9,6 +9,7 @@ each.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ class Rows(NamedTuple):
 Part = Product | Rows
 
 
+@dataclass(eq=False)
 class Block:
     """Some rows of the gradient, disjoint from those of all other blocks.
 
@@ -46,25 +48,20 @@ class Block:
     when they are first used, with `more` added to a few of the rows, counted from the first one.
     """
 
-    def __init__(
-        self,
-        rows: slice | Tensor,  # neighbouring rows, or an index [K]
-        values: Tensor | None = None,
-        factors: tuple[Tensor, Tensor] | None = None,
-        more: Rows | None = None,
-    ) -> None:
-        self.rows = rows
-        self._values, self._factors, self._more = values, factors, more
+    rows: slice | Tensor  # neighbouring rows, or an index [K]
+    formed: Tensor | None = None
+    factors: tuple[Tensor, Tensor] | None = None
+    more: Rows | None = None
 
     def values(self) -> Tensor:
         """The gradient of the rows, [K, H]."""
-        if self._values is None:
-            assert self._factors is not None
-            coefficients, vectors = self._factors
-            self._values = coefficients.T @ vectors
-            if self._more is not None:
-                self._values[self._more.row] += self._more.values
-        return self._values
+        if self.formed is None:
+            assert self.factors is not None
+            coefficients, vectors = self.factors
+            self.formed = coefficients.T @ vectors
+            if self.more is not None:
+                self.formed[self.more.row] += self.more.values
+        return self.formed
 
     def index(self, device: torch.device) -> Tensor:
         """The rows as an index [K] int64."""
@@ -74,30 +71,30 @@ class Block:
 
     def square_norms(self) -> Tensor:
         """The squared 2-norm of each row's gradient, [K]."""
-        if self._values is not None or self._factors is None or len(self._factors[0]) > 1:
+        if self.formed is not None or self.factors is None or len(self.factors[0]) > 1:
             return self.values().square().sum(1)
-        coefficients, vector = self._factors
+        coefficients, vector = self.factors
         squares = coefficients[0].square() * vector.square().sum()
-        if self._more is not None:
-            row, values = self._more
+        if self.more is not None:
+            row, values = self.more
             squares[row] = (coefficients[0, row, None] * vector + values).square().sum(1)
         return squares
 
     def add_into(self, out: Tensor, factor: float | Tensor) -> None:
         """Add factor · gradient to `out` [K, H], of one dtype; one factor for all rows, or [K]."""
-        if self._values is not None or self._factors is None:
+        if self.formed is not None or self.factors is None:
             if isinstance(factor, Tensor):
                 out.addcmul_(self.values(), factor[:, None])
             else:
                 out.add_(self.values(), alpha=factor)
             return
-        coefficients, vectors = self._factors
+        coefficients, vectors = self.factors
         if isinstance(factor, Tensor):
             out.addmm_((coefficients * factor).T, vectors)
         else:
             out.addmm_(coefficients.T, vectors, alpha=factor)
-        if self._more is not None:
-            row, values = self._more
+        if self.more is not None:
+            row, values = self.more
             out[row] += values * (factor[row, None] if isinstance(factor, Tensor) else factor)
 
 
@@ -107,11 +104,17 @@ def blocks_of(parts: Sequence[Part]) -> Iterator[Block]:
     for part in parts:
         if isinstance(part, Product):
             products[part.first_row].append(part)
-    nodes = [_joined(products[first]) for first in sorted(products)]
+    nodes = []
+    for first, each in sorted(products.items()):
+        coefficients, vectors = each[0][1:]
+        if len(each) > 1:  # their sum as one product
+            coefficients = torch.cat([product.coefficients for product in each])
+            vectors = torch.cat([product.vectors for product in each])
+        nodes.append(Product(first, coefficients, vectors))
     of_nodes: list[Rows | None] = [None] * len(nodes)
     single = [part for part in parts if isinstance(part, Rows)]
     if single:
-        of_nodes, rest = _split_by_node(_coalesced(single), nodes)
+        of_nodes, rest = _split_by_node(single, nodes)
     yield from chain.from_iterable(map(_portions, nodes, of_nodes))
     if single:
         step = max(1, ROWS_ELEMENTS // rest.values.shape[1])
@@ -126,39 +129,22 @@ def as_one_block(blocks: Sequence[Block]) -> Iterator[Block]:
         yield Block(torch.cat([block.index(values.device) for block in blocks]), values)
 
 
-def _joined(products: Sequence[Product]) -> Product:
-    """The sum of products over the same rows, as one product."""
-    if len(products) == 1:
-        return products[0]
-    coefficients = torch.cat([product.coefficients for product in products])
-    vectors = torch.cat([product.vectors for product in products])
-    return Product(products[0].first_row, coefficients, vectors)
+def _split_by_node(
+    single: Sequence[Rows], nodes: Sequence[Product]
+) -> tuple[list[Rows | None], Rows]:
+    """Sums of single rows by the node whose children they are, and those of other nodes.
 
-
-def _coalesced(parts: Sequence[Rows]) -> Rows:
-    """The sum of the parts, each row once and in ascending order."""
-    row, values = parts[0]
-    if len(parts) > 1:
-        row = torch.cat([part.row for part in parts])
-        values = torch.cat([part.values for part in parts])
-    rows, place = torch.unique(row, return_inverse=True)
-    summed = values.new_zeros(rows.numel(), values.shape[1])
-    return Rows(rows, summed.index_add_(0, place, values))
-
-
-def _split_by_node(single: Rows, nodes: Sequence[Product]) -> tuple[list[Rows | None], Rows]:
-    """Single rows by the node whose children they are, and those of nodes without a product.
-
-    Both arguments are in the order of their rows.
+    Each row is in them once; `nodes` and the results are in the order of their rows.
     """
+    row, place = torch.unique(torch.cat([part.row for part in single]), return_inverse=True)
+    values = torch.cat([part.values for part in single])
+    values = values.new_zeros(row.numel(), values.shape[1]).index_add_(0, place, values)
     bounds = [(node.first_row, node.first_row + node.coefficients.shape[1]) for node in nodes]
-    flat = single.row.new_tensor(bounds).flatten()
-    cuts = [0, *torch.searchsorted(single.row, flat).tolist(), len(single.row)]
-    sizes = [stop - begin for begin, stop in pairwise(cuts)]
-    rows, values = torch.split(single.row, sizes), torch.split(single.values, sizes)
-    inside = zip(rows[1::2], values[1::2], strict=True)
-    of_nodes = [Rows(row, value) if row.numel() else None for row, value in inside]
-    return of_nodes, Rows(torch.cat(rows[::2]), torch.cat(values[::2]))
+    cuts = torch.searchsorted(row, row.new_tensor(bounds).flatten()).tolist()
+    sizes = [stop - begin for begin, stop in pairwise([0, *cuts, len(row)])]
+    rows = list(map(Rows, torch.split(row, sizes), torch.split(values, sizes)))
+    row, values = (torch.cat(tensors) for tensors in zip(*rows[::2], strict=True))
+    return [each if each.row.numel() else None for each in rows[1::2]], Rows(row, values)
 
 
 def _portions(node: Product, rows: Rows | None) -> Iterator[Block]:

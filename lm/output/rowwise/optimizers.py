@@ -62,9 +62,12 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         table = param.view(param.shape[0], -1)
-        noise = _Noise(table) if table.dtype == torch.bfloat16 else None
+        noise = None
+        if table.dtype == torch.bfloat16:
+            size, device = (NOISE_ELEMENTS,), table.device
+            noise = torch.randint(1 << 16, size, dtype=torch.int32, device=device)
         wide = torch.promote_types(table.dtype, torch.float32)
-        self._begin(param, table)
+        self._begin(param, table, wide)
         if isinstance(grad, RowGradient):
             blocks = grad.blocks()
         else:
@@ -74,14 +77,14 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             rows = stored.to(wide)
             self._change(rows, block, param, group)
             if noise is not None:
-                noise.round_into(stored, rows)
+                _round_into(stored, rows, noise)
             elif rows is not stored:
                 stored.copy_(rows)
             if not isinstance(block.rows, slice):
                 table[block.rows] = stored
 
-    def _begin(self, param: Tensor, table: Tensor) -> None:
-        """Prepare the state before the first block of a step."""
+    def _begin(self, param: Tensor, table: Tensor, dtype: torch.dtype) -> None:
+        """Prepare the state, of a dtype, before the first block of a step."""
 
     @abstractmethod
     def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
@@ -114,9 +117,8 @@ class RowAdagrad(RowOptimizer):
     def __init__(self, params: Iterable[Tensor], lr: float, eps: float = 1e-8) -> None:
         super().__init__(params, {"lr": lr, "eps": eps})
 
-    def _begin(self, param: Tensor, table: Tensor) -> None:
+    def _begin(self, param: Tensor, table: Tensor, dtype: torch.dtype) -> None:
         if not self.state[param]:
-            dtype = torch.promote_types(table.dtype, torch.float32)
             self.state[param]["sum"] = table.new_zeros(len(table), dtype=dtype)
 
     def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
@@ -144,10 +146,9 @@ class RowAdam(RowOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
-    def _begin(self, param: Tensor, table: Tensor) -> None:
+    def _begin(self, param: Tensor, table: Tensor, dtype: torch.dtype) -> None:
         state = self.state[param]
         if not state:
-            dtype = torch.promote_types(table.dtype, torch.float32)
             state["step"] = 0
             state["mean"] = table.new_zeros(table.shape, dtype=dtype)
             state["square"] = table.new_zeros(table.shape, dtype=dtype)
@@ -164,22 +165,18 @@ class RowAdam(RowOptimizer):
         rows.addcdiv_(mean, root, value=-group["lr"] / correction1)
 
 
-class _Noise:
-    """Stochastic rounding to bf16: noise, uniform below the last place, drawn once and reused."""
+def _round_into(out: Tensor, rows: Tensor, noise: Tensor) -> None:
+    """Round rows [K, H] fp32, which are overwritten, into `out` bf16; non-finite remains so.
 
-    def __init__(self, table: Tensor) -> None:
-        size, device = (NOISE_ELEMENTS,), table.device
-        self._bits = torch.randint(1 << 16, size, dtype=torch.int32, device=device)
-
-    def round_into(self, out: Tensor, rows: Tensor) -> None:
-        """Round rows [K, H] fp32, which are overwritten, into `out` bf16; non-finite remains so."""
-        rows.masked_fill_(rows.isnan(), torch.nan)  # one whose bits do not overflow
-        bits = rows.view(torch.int32)
-        flat = bits.view(-1)
-        start = int(torch.randint(NOISE_ELEMENTS, ()))
-        for begin in range(0, flat.numel(), NOISE_ELEMENTS):
-            portion = flat[begin : begin + NOISE_ELEMENTS]
-            first = self._bits[start : start + portion.numel()]
-            portion[: first.numel()] += first
-            portion[first.numel() :] += self._bits[: portion.numel() - first.numel()]
-        out.view(torch.int16).copy_(bits.view(torch.int16)[:, _UPPER_HALF::2])
+    `noise` is uniform below the last place, and used from a random place on.
+    """
+    rows.masked_fill_(rows.isnan(), torch.nan)  # one whose bits do not overflow
+    bits = rows.view(torch.int32)
+    flat = bits.view(-1)
+    start = int(torch.randint(NOISE_ELEMENTS, ()))
+    for begin in range(0, flat.numel(), NOISE_ELEMENTS):
+        portion = flat[begin : begin + NOISE_ELEMENTS]
+        first = noise[start : start + portion.numel()]
+        portion[: first.numel()] += first
+        portion[first.numel() :] += noise[: portion.numel() - first.numel()]
+    out.view(torch.int16).copy_(bits.view(torch.int16)[:, _UPPER_HALF::2])

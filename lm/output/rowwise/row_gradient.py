@@ -34,8 +34,9 @@ class RowGradient(Tensor):
         made: RowGradient = Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device
         )
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        made.parts = [_cast(part, dtype) for part in parts]
+        made.parts = []
+        for part in parts:
+            made.append(part)
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -43,6 +44,15 @@ class RowGradient(Tensor):
         products = [part for part in self.parts if isinstance(part, Product)]
         children = sum(product.coefficients.shape[1] for product in products)
         return f"RowGradient({list(self.shape)}, {children} rows in products, {rows} single rows)"
+
+    def append(self, part: Part) -> None:
+        """Add a part."""
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        if isinstance(part, Product):
+            first_row, coefficients, vectors = part
+            self.parts.append(Product(first_row, coefficients.to(dtype), vectors.to(dtype)))
+        else:
+            self.parts.append(Rows(part.row, part.values.to(dtype)))
 
     def blocks(self) -> Iterator[Block]:
         """The rows that have a gradient, each in one block, in portions that fit in a cache."""
@@ -84,28 +94,12 @@ class RowGradient(Tensor):
         return handler(*args, **(kwargs or {}))
 
 
-def _cast(part: Part, dtype: torch.dtype) -> Part:
-    if isinstance(part, Product):
-        first_row, coefficients, vectors = part
-        return Product(first_row, coefficients.to(dtype), vectors.to(dtype))
-    return Rows(part.row, part.values.to(dtype))
-
-
-def _scaled(gradient: RowGradient, number: Tensor | float) -> list[Part]:
-    return [
-        part._replace(vectors=part.vectors * number)
-        if isinstance(part, Product)
-        else part._replace(values=part.values * number)
-        for part in gradient.parts
-    ]
-
-
 def _add(one: Tensor, other: Tensor, alpha: float = 1) -> Tensor:
     if not isinstance(one, RowGradient) or not isinstance(other, RowGradient):
         one, other = (t.to_dense() if isinstance(t, RowGradient) else t for t in (one, other))
         return one.add(other, alpha=alpha)
-    more = other.parts if alpha == 1 else _scaled(other, alpha)
-    return RowGradient(one, [*one.parts, *more])
+    more = other if alpha == 1 else _mul(other, alpha)
+    return RowGradient(one, [*one.parts, *more.parts])
 
 
 def _add_(one: Tensor, other: Tensor, alpha: float = 1) -> Tensor:
@@ -121,7 +115,7 @@ def _mul(one: Any, number: Any) -> RowGradient:
     one, number = (one, number) if isinstance(one, RowGradient) else (number, one)
     if isinstance(number, Tensor) and number.dim():
         raise NotImplementedError("a RowGradient can be multiplied by numbers only")
-    return RowGradient(one, _scaled(one, number))
+    return RowGradient(one, [part._make([*part[:-1], part[-1] * number]) for part in one.parts])
 
 
 def _mul_(one: RowGradient, number: Tensor | float) -> Tensor:

@@ -211,9 +211,9 @@ class ClassTree(nn.Module):
         return cls.from_paths(shapes.read_paths(path, words))
 
     @classmethod
-    def _from_shape(cls, shape: Callable[..., shapes.Shape], *args: Any) -> "ClassTree":
+    def _from_shape(cls, shape: Callable[..., shapes.Arrays], *args: Any) -> "ClassTree":
         with torch.device("cpu"):
-            return cls(*shapes.number_breadth_first(shape(*args)))
+            return cls(*shape(*args))
 
     @classmethod
     def from_state(cls, state: dict[str, Tensor]) -> "ClassTree":

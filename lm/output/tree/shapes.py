@@ -1,4 +1,4 @@
-"""Shapes of a `ClassTree`: the parent of every node and word, and the numbering breadth first.
+"""Shapes of a `ClassTree`: the parents of nodes and words, and the numbering breadth first.
 
 `ClassTree` documents the arguments of each shape.
 """
@@ -9,19 +9,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
-class Shape(NamedTuple):
-    """The parent of every item: of nodes 1 … I - 1, in any order, and then of words 0 … N - 1."""
-
-    parent: Tensor  # [I - 1 + N] int64, node whose child the item is; 0 is the root
-    rank: Tensor  # [I - 1 + N] int64, sorts the children of a node; equal ranks sort by item
-    num_words: int  # N
+Arrays = tuple[Tensor, Tensor, Tensor]
+"""The `num_children` [I], `row_of_node` [I] and `row_of_word` [N] of a `ClassTree`."""
 
 
 def two_level(
@@ -29,7 +23,7 @@ def two_level(
     shortlist: int,
     counts: Tensor | Collection[int] | None,
     num_words: int | None,
-) -> Shape:
+) -> Arrays:
     """The shape of `ClassTree.two_level`."""
     if word_class is None and num_words is not None:
         check_size("num_words", num_words, 1)
@@ -52,10 +46,11 @@ def two_level(
     parent = torch.zeros(num_classes + num_words, dtype=torch.int64)
     parent[num_classes + classed] = class_index + 1
     class_rank = torch.arange(num_classes) + num_words  # after the words of the shortlist
-    return Shape(parent, torch.cat([class_rank, torch.arange(num_words)]), num_words)
+    rank = torch.cat([class_rank, torch.arange(num_words)])
+    return _number_breadth_first(parent, rank, num_words)
 
 
-def balanced(vocab_size: int, branching: int) -> Shape:
+def balanced(vocab_size: int, branching: int) -> Arrays:
     """The shape of `ClassTree.balanced`."""
     check_size("vocab_size", vocab_size, 1)
     check_size("branching", branching, 2)
@@ -67,23 +62,36 @@ def balanced(vocab_size: int, branching: int) -> Shape:
         parents.append(first_node + torch.arange(size) * num_parents // size)
         first_node += num_parents
     parent = torch.cat(parents)
-    return Shape(parent, torch.arange(parent.numel()), vocab_size)
+    return _number_breadth_first(parent, torch.arange(parent.numel()), vocab_size)
 
 
-def huffman(counts: Tensor | Collection[int], arity: int) -> Shape:
+def huffman(counts: Tensor | Collection[int], arity: int) -> Arrays:
     """The shape of `ClassTree.huffman`."""
     counts = _integers("counts", counts)
     check_size("arity", arity, 2)
     num_words = counts.numel()
-    merge_of_item = _huffman_merges(counts, arity)
-    num_nodes = merge_of_item.numel() + 1 - num_words
-    words, merges = torch.split(merge_of_item, [num_words, num_nodes - 1])
-    parent = num_nodes - 1 - torch.cat([merges.flip(0), words])  # the last merge is the root
+    heap = list(zip(counts.tolist(), range(num_words), strict=True))
+    heapq.heapify(heap)
+    merge_of_item = [0] * num_words  # of words, and then of merges but the last, the root
+    num_items = (num_words - 2) % (arity - 1) + 2  # so that every later merge has `arity` items
+    while len(heap) > 1:  # merge the smallest counts; ties: words before merges, then lower numbers
+        merge, total = len(merge_of_item) - num_words, 0
+        for _ in range(num_items):
+            count, item = heapq.heappop(heap)
+            total += count
+            merge_of_item[item] = merge
+        heapq.heappush(heap, (total, len(merge_of_item)))
+        merge_of_item.append(-1)
+        num_items = arity
+    num_nodes = max(1, len(merge_of_item) - num_words)
+    items = torch.tensor(merge_of_item[: num_words + num_nodes - 1])
+    words, merges = torch.split(items, [num_words, num_nodes - 1])
+    parent = num_nodes - 1 - torch.cat([merges.flip(0), words])
     rank = torch.cat([torch.arange(1, num_nodes), torch.arange(num_words)])
-    return Shape(parent, rank, num_words)
+    return _number_breadth_first(parent, rank, num_words)
 
 
-def from_paths(paths: Iterable[Sequence[int]]) -> Shape:
+def from_paths(paths: Iterable[Sequence[int]]) -> Arrays:
     """The shape of `ClassTree.from_paths`."""
     word_paths = [tuple(map(operator.index, path)) for path in paths]
     check_size("number of paths", len(word_paths), 1)
@@ -103,7 +111,8 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Shape:
             )
     items = [*list(node_of_prefix)[1:], *word_paths]
     parent = torch.tensor([node_of_prefix[path[:-1]] for path in items])
-    return Shape(parent, torch.tensor([path[-1] for path in items]), len(word_paths))
+    rank = torch.tensor([path[-1] for path in items])
+    return _number_breadth_first(parent, rank, len(word_paths))
 
 
 def read_paths(path: str | Path, words: Sequence[str]) -> list[list[int]]:
@@ -130,9 +139,11 @@ def read_paths(path: str | Path, words: Sequence[str]) -> list[list[int]]:
     return [paths[i] for i in range(len(words))]
 
 
-def number_breadth_first(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """The `num_children` [I], `row_of_node` [I] and `row_of_word` [N] of a `ClassTree`."""
-    parent, rank, num_words = shape
+def _number_breadth_first(parent: Tensor, rank: Tensor, num_words: int) -> Arrays:
+    """The tree, given the parent of nodes 1 … I - 1, in any order, and then of words 0 … N - 1.
+
+    The children of a node (0 is the root) are sorted by `rank`, equal ranks by item.
+    """
     num_nodes = parent.numel() + 1 - num_words
     below_root = (torch.arange(num_nodes) > 0).to(torch.int64)
     level = sum_over_ancestors(F.pad(parent[: num_nodes - 1], (1, 0)), below_root)[parent]
@@ -183,25 +194,3 @@ def _integers(name: str, array: Tensor | Collection[int]) -> Tensor:
     if bool((tensor < 0).any()):
         raise ValueError(f"{name} must be ≥ 0, got {int(tensor.min())}")
     return tensor
-
-
-def _huffman_merges(counts: Tensor, arity: int) -> Tensor:
-    """The merge that takes up each word, and then each merge but the last, [N + merges - 1].
-
-    The smallest counts are merged first; ties: words before merges, then lower numbers.
-    """
-    num_words = counts.numel()
-    heap = list(zip(counts.tolist(), range(num_words), strict=True))
-    heapq.heapify(heap)
-    merge_of_item = [0] * num_words
-    num_items = (num_words - 2) % (arity - 1) + 2  # so that every later merge has `arity` items
-    while len(heap) > 1:
-        merge, total = len(merge_of_item) - num_words, 0
-        for _ in range(num_items):
-            count, item = heapq.heappop(heap)
-            total += count
-            merge_of_item[item] = merge
-        heapq.heappush(heap, (total, len(merge_of_item)))
-        merge_of_item.append(-1)
-        num_items = arity
-    return torch.tensor(merge_of_item[: max(num_words, len(merge_of_item) - 1)])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends import nodes
-from lm.output.decoding import candidates
+from lm.output.decoding import distribution
 from tests.output.definition import TWO_LEVEL, H, N
 
 
@@ -50,7 +50,7 @@ def test_each_node_is_evaluated_once_for_a_position(monkeypatch: pytest.MonkeyPa
         evaluated.append((len(hidden), len(weight)))
         return log_softmax(hidden, weight, bias)
 
-    monkeypatch.setattr(candidates, "node_log_softmax", recorded)
+    monkeypatch.setattr(distribution, "node_log_softmax", recorded)
     layer = layer_of(TWO_LEVEL)  # word w is in class 7 w mod 5: 0 and 5 are in class 0, 3 in 1
     words = torch.tensor([[0, 5, 0, 3], [3, 3, 3, 3]])
     layer.candidate_log_prob(torch.randn(2, H, dtype=torch.float64), words)

@@ -124,8 +124,9 @@ def restricted(
 
 def sample(*layer: Any, seeds: Any = None, generator: Any = None, **options: Any) -> Tensor:
     """`distribution.sample` with the fields of `Sampling` as options."""
+    hidden, weight, tree, bias = layer
     given = {"previous": options.pop("previous", None), "seeds": seeds, "generator": generator}
-    return distribution.sample(*layer, sampling=Sampling(**options), **given)
+    return distribution.sample(hidden, weight, tree, bias, Sampling(**options), **given)
 
 
 def draw_many(

@@ -146,7 +146,8 @@ def test_updates_below_the_last_place_of_bf16_are_applied_on_average() -> None:
 def at_random(rows: Tensor) -> Tensor:
     """Rounded to bf16."""
     out = torch.empty_like(rows, dtype=torch.bfloat16)
-    optimizers._Noise(rows).round_into(out, rows)
+    noise = torch.randint(1 << 16, (optimizers.NOISE_ELEMENTS,), dtype=torch.int32)
+    optimizers._round_into(out, rows, noise)
     return out
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm.output import ClassTree
 from scripts.benchmarks import output_layer, peers
-from scripts.benchmarks.measure import PROCESS, Ceilings, cpu_clock, least_work, proc_bytes
+from scripts.benchmarks.measure import PROCESS, Work, cpu_clock, least_work, proc_bytes
 from scripts.benchmarks.methods import Method, Problem, zipf
 from scripts.benchmarks.output_layer import attempt, describe_launches, warm_up
 
@@ -163,9 +163,7 @@ def test_a_method_that_does_not_fit_is_left_out_and_the_others_run(
     limit = proc_bytes(PROCESS / "status", "VmData") + 300e6  # less than the logits, 400 MB
     size = ["--positions", "1000", "--memory-limit", str(limit)]
     options = parse(*size, "--methods", "random", "full", "grouped")
-    ours, full, grouped = output_layer.compare(
-        (100_000, 4), Ceilings(1e10, 1e11), cpu_clock, options
-    )
+    ours, full, grouped = output_layer.compare((100_000, 4), Work(1e10, 1e11), cpu_clock, options)
     assert (full["refused"], full["seconds_median"]) == ("does not fit into memory", None)
     assert full["refused"] in capsys.readouterr().out
     assert ours["rounds"] == grouped["rounds"] == 1

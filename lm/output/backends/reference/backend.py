@@ -35,7 +35,7 @@ from lm.output.backends.nodes import (
 )
 from lm.output.backends.reference.gradient_memory import zeros_except
 from lm.output.backends.visits import check_words, route
-from lm.output.rowwise.blocks import Part, Product, Rows
+from lm.output.rowwise.blocks import Product, Rows
 from lm.output.rowwise.row_gradient import RowGradient
 
 SAVED_ELEMENTS = 1 << 26
@@ -90,43 +90,74 @@ class ReferenceBackend:
         self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
     ) -> Gradients:
         """See `Backend.backward`."""
-        with torch.autocast(d_nll.device.type, enabled=False):
-            return _gradients(d_nll, problem, Saved(*saved), needs)
+        position, visited, child, saved_error, unscaled, saved_lse = Saved(*saved)
+        weight, bias = problem.weight, problem.bias
+        hidden = sorted_hidden(problem.hidden, position, weight.shape[1])
+        d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
+        d_nll = d_nll.to(hidden.dtype).index_select(0, position)
+        scaled = hidden * d_nll[:, None]  # d_nll_p h_p of (6)
+        errors = _saves_errors(problem.depth, problem.num_columns, needs.row_wise)
+        if not errors:
+            unscaled = torch.zeros_like(hidden)
+        nodes = visited_nodes(visited, problem.tree)
+        d_weight = _new_gradient(weight, nodes, needs.row_wise) if needs.weight else None
+        d_bias = None
+        if bias is not None and needs.bias:
+            d_bias = _new_gradient(bias, nodes, needs.row_wise)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for node in nodes:
+                for children in node.blocks(weight, hidden.dtype, whole=errors):
+                    rows = slice(node.rows.start + children.start, node.rows.start + children.stop)
+                    if errors:
+                        error = node.columns(saved_error)[:, children]
+                    else:
+                        block = weight[rows].to(hidden.dtype)
+                        row_bias = None if bias is None else bias[rows]
+                        error = node_logits(hidden[node.visits], block, row_bias)
+                        error.sub_(saved_lse[node.level, node.visits, None])  # so far log q
+                        _to_errors(error, child[node.level, node.visits, None] - children.start)
+                        if needs.hidden:
+                            unscaled[node.visits].addmm_(error, block)
+                    if d_weight is not None:
+                        _add_product(d_weight, rows, error, scaled[node.visits], saved=errors)
+                    if d_bias is not None:
+                        _add_product(d_bias, rows, error, d_nll[node.visits], saved=errors)
+        d_hidden = None
+        if needs.hidden:
+            d_hidden = unscaled[:, : problem.hidden.shape[1]] * d_nll[:, None]
+            d_hidden = torch.empty_like(d_hidden).index_copy_(0, position, d_hidden)
+            d_hidden = d_hidden.to(problem.hidden.dtype)
+        return Gradients(d_hidden, d_weight, d_bias)
 
     def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """See `Backend.new_saved`."""
         hidden, dtype, depth = problem.hidden, compute_dtype(problem.hidden.dtype), problem.depth
         num_positions, width = hidden.shape[0], problem.weight.shape[1]
-        num_columns = num_positions * problem.max_path_columns
-        errors = _saves_errors(depth, num_columns, needs.row_wise)
+        errors = _saves_errors(depth, problem.num_columns, needs.row_wise)
         return [
             problem.target.new_empty(num_positions),
             *(problem.target.new_empty(depth, num_positions) for _ in range(2)),
-            hidden.new_empty(num_columns if needs.any and errors else 0, dtype=dtype),
+            hidden.new_empty(problem.num_columns if needs.any and errors else 0, dtype=dtype),
             hidden.new_empty(num_positions if needs.hidden and errors else 0, width, dtype=dtype),
             hidden.new_empty(depth if needs.any and not errors else 0, num_positions, dtype=dtype),
         ]
 
     def _target_log_prob(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
         """The log q [D, P] of every visit's target, 0 for none, and what is saved."""
-        vocab_size = problem.tree.row_of_word.numel()
-        check_words("target", problem.target, vocab_size, problem.ignore_index)
+        check_words("target", problem.target, problem.vocab_size, problem.ignore_index)
         visits = route(problem.target, problem.tree, problem.depth, problem.ignore_index)
         saved = Saved(*visits, *self.new_saved(problem, needs)[len(visits) :])
         saved.d_hidden_unscaled.zero_()
         saved.lse.zero_()
-        weight, hidden = problem.weight, sorted_hidden(problem, saved.position)
+        weight = problem.weight
+        hidden = sorted_hidden(problem.hidden, saved.position, weight.shape[1])
         log_prob = hidden.new_zeros(saved.node.shape)
-        num_columns = hidden.shape[0] * problem.max_path_columns
-        errors = _saves_errors(problem.depth, num_columns, needs.row_wise)
+        errors = _saves_errors(problem.depth, problem.num_columns, needs.row_wise)
         with torch.autocast(hidden.device.type, enabled=False):
             for node in visited_nodes(saved.node, problem.tree):
                 place = (node.level, node.visits)
-                child, node_hidden, rows = (
-                    saved.child[place],
-                    hidden[node.visits],
-                    weight[node.rows],
-                )
+                child, node_hidden = saved.child[place], hidden[node.visits]
+                rows = weight[node.rows]
                 bias = None if problem.bias is None else problem.bias[node.rows]
                 blocks = node.blocks(weight, hidden.dtype, whole=errors)
                 if not errors:
@@ -149,8 +180,9 @@ class ReferenceBackend:
 
 def _saves_errors(depth: int, num_columns: int, row_wise: bool) -> bool:
     """Whether the forward saves the errors of all visits."""
-    few = num_columns <= (SAVED_ELEMENTS if depth > 1 else SAVED_ELEMENTS_OF_ONE_NODE)
-    return few or (row_wise and depth > 1)
+    if depth == 1:
+        return num_columns <= SAVED_ELEMENTS_OF_ONE_NODE
+    return row_wise or num_columns <= SAVED_ELEMENTS
 
 
 def _streamed(
@@ -170,92 +202,31 @@ def _streamed(
     return largest + total.log(), target_logit - largest - total.log()
 
 
-def _gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
-    """The gradients that are needed."""
-    weight, bias, hidden = problem.weight, problem.bias, sorted_hidden(problem, saved.position)
-    d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
-    d_nll = d_nll.to(hidden.dtype).index_select(0, saved.position)
-    scaled = hidden * d_nll[:, None]  # d_nll_p h_p of (6)
-    num_columns = hidden.shape[0] * problem.max_path_columns
-    errors = _saves_errors(problem.depth, num_columns, needs.row_wise)
-    nodes, unscaled = visited_nodes(saved.node, problem.tree), saved.d_hidden_unscaled
-    if not errors:
-        unscaled = torch.zeros_like(hidden)
-
-    def gradient(table: Tensor | None, needed: bool) -> _Dense | _RowWise | None:
-        if table is None or not needed:
-            return None
-        return _RowWise(table, errors) if needs.row_wise else _Dense(table, nodes)
-
-    d_weight, d_bias = gradient(weight, needs.weight), gradient(bias, needs.bias)
-    for node in nodes:
-        for children in node.blocks(weight, hidden.dtype, whole=errors):
-            rows = slice(node.rows.start + children.start, node.rows.start + children.stop)
-            if errors:
-                error = node.columns(saved.error)[:, children]
-            else:
-                block, row_bias = (
-                    weight[rows].to(hidden.dtype),
-                    None if bias is None else bias[rows],
-                )
-                lse, child = (x[node.level, node.visits, None] for x in (saved.lse, saved.child))
-                logits = node_logits(hidden[node.visits], block, row_bias)
-                error = _error(logits.sub_(lse), child - children.start)
-                if needs.hidden:
-                    unscaled[node.visits].addmm_(error, block)
-            if d_weight is not None:
-                d_weight.add(rows, error, scaled[node.visits])
-            if d_bias is not None:
-                d_bias.add(rows, error, d_nll[node.visits])
-    d_hidden = None
-    if needs.hidden:
-        d_hidden = unscaled[:, : problem.hidden.shape[1]] * d_nll[:, None]
-        d_hidden = torch.empty_like(d_hidden).index_copy_(0, saved.position, d_hidden)
-        d_hidden = d_hidden.to(problem.hidden.dtype)
-    d_table = (None if each is None else each.value() for each in (d_weight, d_bias))
-    return Gradients(d_hidden, *d_table)
-
-
-def _error(log_q: Tensor, child: Tensor) -> Tensor:
+def _to_errors(log_q: Tensor, child: Tensor) -> None:
     """(4) in place of some columns of log q, given those of the targets [V, 1], inside or not."""
     inside = (child >= 0) & (child < log_q.shape[1])
     child = child.clamp(0, log_q.shape[1] - 1)
     target = log_q.gather(1, child)
-    return log_q.exp_().scatter_(1, child, torch.where(inside, target.expm1(), target.exp()))
+    log_q.exp_().scatter_(1, child, torch.where(inside, target.expm1(), target.exp()))
 
 
-class _Dense:
-    """The gradient of a table as an ordinary tensor, each row of which is written once."""
-
-    def __init__(self, table: Tensor, nodes: list[Node]) -> None:
-        self._value = zeros_except([(node.rows.start, node.rows.stop) for node in nodes], table)
-
-    def add(self, rows: slice, error: Tensor, factor: Tensor) -> None:
-        """Write errorᵀ factor, a matrix or a vector, rounded once."""
-        multiply, out = torch.mm if factor.dim() == 2 else torch.mv, self._value[rows]
-        if out.dtype == error.dtype:
-            multiply(error.T, factor, out=out)  # `torch.matmul` would write a copy first
-        else:
-            out.copy_(multiply(error.T, factor))
-
-    def value(self) -> Tensor:
-        return self._value
+def _new_gradient(table: Tensor, nodes: list[Node], row_wise: bool) -> Tensor:
+    """The gradient of a table, before the products of the nodes are added."""
+    if row_wise:
+        return RowGradient(table, [])
+    return zeros_except([(node.rows.start, node.rows.stop) for node in nodes], table)
 
 
-class _RowWise:
-    """The gradient of a table as products if their factors were saved, else as rows."""
-
-    def __init__(self, table: Tensor, products: bool) -> None:
-        self._table, self._products, self._parts = table, products, list[Part]()
-
-    def add(self, rows: slice, error: Tensor, factor: Tensor) -> None:
-        """Add errorᵀ factor."""
+def _add_product(out: Tensor, rows: slice, error: Tensor, factor: Tensor, *, saved: bool) -> None:
+    """Add errorᵀ factor, a matrix or a vector; row-wise as a product if the error was saved."""
+    if isinstance(out, RowGradient):
         factor = factor.view(len(factor), -1)
-        if self._products:
-            self._parts.append(Product(rows.start, error, factor))
+        if saved:
+            out.append(Product(rows.start, error, factor))
         else:
             index = torch.arange(rows.start, rows.stop, device=error.device)
-            self._parts.append(Rows(index, error.T @ factor))
-
-    def value(self) -> RowGradient:
-        return RowGradient(self._table, self._parts)
+            out.append(Rows(index, error.T @ factor))
+    elif out.dtype != error.dtype:
+        out[rows] = error.T @ factor  # rounded once
+    else:  # `torch.matmul` would write a copy first
+        (torch.mm if factor.dim() == 2 else torch.mv)(error.T, factor, out=out[rows])
