@@ -9,11 +9,15 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from lm.output import ClassTree
+from lm.model.language_model import Backbone, LanguageModel
+from lm.model.lstm import LSTM
+from lm.model.transformer import Transformer
+from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, execute, instrumented, tiles_for
@@ -140,6 +144,45 @@ def check(case: Case) -> Counter[str]:
     )
     assert_errors_are_small([first, baseline, truth], 8 * EPSILON[case.dtype])
     return ambiguous
+
+
+def check_autocast(backbone: str) -> None:
+    """A language model's training step under bf16 autocast, with the kernels on tensor cores."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    backbone_of: Backbone = (
+        LSTM(64, 64, 1) if backbone == "lstm" else Transformer(64, 64, 1, heads=2, context=9)
+    )
+    softmax = HierarchicalSoftmax(64, TREES["classes of 1 to 300 words"](), backend="triton")
+    model = LanguageModel(backbone_of, softmax, embedding_size=64)
+    words = zipf_targets(softmax.tree, 80).clamp(min=0).view(10, 8)
+    emulator, dtypes = Emulator(90), set()
+
+    def run(launch: Launch) -> None:
+        if launch.kernel.__name__ in ("_forward", "_heavy", "_rows"):
+            names = ("sorted_hidden", "weight", "errors", "exp_logits")
+            dtypes.update((n, launch.arguments[n].dtype) for n in names if n in launch.arguments)
+        execute(launch)
+
+    def step(dtype: torch.dtype) -> list[Tensor]:
+        model.to(dtype).zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            loss, _ = model.loss(words[:-1], words[1:])
+        loss.backward()
+        assert softmax.weight.grad is not None
+        assert softmax.bias.grad is not None
+        parameters = torch.cat([p.grad.flatten() for p in backbone_of.parameters()])
+        return [loss.detach(), parameters, softmax.weight.grad, softmax.bias.grad]
+
+    allowed = mock.patch.object(TritonBackend, "obstacle", lambda *_: None)  # on a CPU
+    with emulator, instrumented(run=run, capability=90), allowed:
+        ours = step(torch.float32)
+    softmax.backend = "reference"
+    assert_errors_are_small([ours, step(torch.float32), step(torch.float64)], 8 * EPSILON["bf16"])
+    half, single = torch.bfloat16, torch.float32
+    assert dtypes == {(n, half) for n in ("sorted_hidden", "errors", "exp_logits")} | {
+        ("weight", single)
+    }
 
 
 def check_counts(case: Case) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from scripts.kernels.emulator.mutations import KINDS, NOT_SEEN, SEEN
 
-from .cases import DTYPES, ORDERS, TREES, Case, check, check_counts, faults, pool
+from .cases import DTYPES, ORDERS, TREES, Case, check, check_autocast, check_counts, faults, pool
 
 KINDS_OF_CODE = list(product((80, 90), DTYPES))
 SIZES = (136, 33, 136, 136, 33, 264, 136, 33)
@@ -106,6 +106,13 @@ def results(request: pytest.FixtureRequest, executor: ProcessPoolExecutor) -> Re
 )
 def test_compiled_kernels_are_right(case: Case, results: Results) -> None:
     assert not results[case].result(), "threads of a warp wrote different values to one place"
+
+
+@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
+def test_mixed_precision_training_has_the_kernels_of_half_precision(
+    backbone: str, executor: ProcessPoolExecutor
+) -> None:
+    executor.submit(check_autocast, backbone).result()
 
 
 @pytest.mark.parametrize("counted", COUNTED, ids=str)
