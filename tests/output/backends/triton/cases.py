@@ -174,7 +174,7 @@ def check_autocast(backbone: str) -> None:
         parameters = torch.cat([p.grad.flatten() for p in backbone_of.parameters()])
         return [loss.detach(), parameters, softmax.weight.grad, softmax.bias.grad]
 
-    allowed = mock.patch.object(TritonBackend, "obstacle", lambda *_: None)  # on a CPU
+    allowed = mock.patch.object(TritonBackend, "obstacle", return_value=None)  # on a CPU
     with emulator, instrumented(run=run, capability=90), allowed:
         ours = step(torch.float32)
     softmax.backend = "reference"
