@@ -107,11 +107,24 @@ class Prepared:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        self.verify_tokenizer()
+        self._verify_tokenizer()
         return load_tokenizer(self.folder, verify=False)
 
-    def verify_tokenizer(self) -> None:
-        """Compare the tokenizer's files with the record, unless that was done before."""
+    def copy_to(self, folder: Path | str, *, classes: bool = False) -> None:
+        """Copy the tokenizer, and the classes if asked for, to the folder of a run.
+
+        Raises:
+            UserError: a file is absent, damaged or belongs to another tokenizer.
+        """
+        if classes:
+            self.word_class()
+        self._verify_tokenizer()
+        copied = (MODEL_FILE[self.tokenizer_kind], TOKENIZER, *([CLASSES] if classes else ()))
+        for name in copied:
+            with open_to_read(self.folder / name) as file:
+                write_atomically(Path(folder) / name, partial(shutil.copyfileobj, file))
+
+    def _verify_tokenizer(self) -> None:
         if TOKENIZER not in self._verified:
             verify_tokenizer(self.folder, self.tokenizer_sha256)
             self._verified.add(TOKENIZER)
@@ -147,15 +160,3 @@ def open_prepared(folder: Path | str) -> Prepared:
     if not meta.complete:
         raise UserError(f"{folder} is half prepared: run `lm prepare` again to finish it")
     return Prepared(folder, meta)
-
-
-def copy_tokenizer(prepared: Prepared, folder: Path | str) -> None:
-    """Copy the tokenizer's files to the folder of a run or an exported model.
-
-    Raises:
-        UserError: a file is absent, damaged or belongs to another tokenizer.
-    """
-    prepared.verify_tokenizer()
-    for name in (MODEL_FILE[prepared.tokenizer_kind], TOKENIZER):
-        with open_to_read(prepared.folder / name) as file:
-            write_atomically(Path(folder) / name, partial(shutil.copyfileobj, file))

@@ -34,13 +34,6 @@ class Run:
     Attributes:
         folder: folder of the run.
         config: the configuration.
-        prepared: the prepared data; of a trained model, with the tokenizer that it has.
-        tree: the tree of softmaxes over the words of the prepared data; None for `adaptive`.
-        word_table: the section `word_table`, resolved for this tree and the devices.
-        description: the content of `model.json`.
-        tokenizer: the tokenizer of the trained model.
-        model: the trained model in evaluation mode, on `device`.
-        device: where the model computes.
     """
 
     def __init__(self, folder: Path, config: Config | None = None, *, device: str = "auto") -> None:
@@ -91,7 +84,7 @@ class Run:
 
     @cached_property
     def prepared(self) -> "Prepared":
-        """The prepared data."""
+        """The prepared data; of a trained model, with the tokenizer that it has."""
         from data_prep.prepare import open_made_by
         from data_prep.prepared import open_prepared
 
@@ -124,14 +117,14 @@ class Run:
 
     @cached_property
     def tree(self) -> "ClassTree | None":
-        """The tree of softmaxes over the words of the prepared data."""
+        """The tree of softmaxes over the words of the prepared data; None for `adaptive`."""
         from lm.model.build import build_tree
 
         return build_tree(self.config, self.prepared)
 
     @cached_property
     def word_table(self) -> "WordTable":
-        """How the table of words is stored and updated while training."""
+        """The section `word_table`, resolved for this tree and the devices."""
         from lm.config import resolve_word_table
 
         num_rows = self.prepared.vocab_size if self.tree is None else self.tree.num_rows
@@ -168,13 +161,15 @@ class Run:
     @cached_property
     def model_without_weights(self) -> "LanguageModel":
         """The model to be trained, with meta tensors as parameters: for its sizes."""
+        import torch
+
         from lm.model.build import build_model, without_weights
 
-        config, word_table, tree = self.config, self.word_table, self.tree
-        vocab_size = self.prepared.vocab_size if tree is None else tree.vocab_size
-        sections = config.model, config.output, word_table, tree, config.train.seq_len
+        config, tree = self.config, self.tree
+        sections = config.model, config.output, self.word_table, tree, config.train.seq_len
+        counts = torch.tensor(self.prepared.counts()) if tree is None else None
         with without_weights():
-            return build_model(*sections, vocab_size=vocab_size)
+            return build_model(*sections, counts=counts)
 
     def changed(self, config: Config) -> "Run":
         """A run of the same data and tree by another configuration."""
@@ -186,8 +181,10 @@ class Run:
 
     @cached_property
     def description(self) -> "Description":
-        """What `model.json` says."""
-        return self._loaded[1]
+        """The content of `model.json`."""
+        from lm.model.files import read_description
+
+        return read_description(self.folder)
 
     @cached_property
     def tokenizer(self) -> "Tokenizer":
@@ -203,14 +200,10 @@ class Run:
 
     @cached_property
     def model(self) -> "LanguageModel":
-        """The trained model, in evaluation mode."""
-        return self._loaded[0].to(self.device)
-
-    @cached_property
-    def _loaded(self) -> "tuple[LanguageModel, Description]":
+        """The trained model, in evaluation mode, on `device`."""
         from lm.model.files import load_model
 
-        return load_model(self.folder)
+        return load_model(self.folder, self.description)[0].to(self.device)
 
     @cached_property
     def device(self) -> "torch.device":

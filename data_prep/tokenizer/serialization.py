@@ -116,15 +116,15 @@ def load_tokenizer(folder: Path | str, *, verify: bool = True) -> Tokenizer:
 
 def verify_tokenizer(folder: Path, sha256: str) -> None:
     """Compare the files of a tokenizer with its checksum in `TokenizerInfo`, without loading it."""
-    path = folder / TOKENIZER
-    if sha256_file(path) != sha256:
-        raise UserError(f"{path} is not the tokenizer that the token files were written with")
-    _read(folder, verify=True)
+    _read(folder, verify=True, sha256=sha256)
 
 
-def _read(folder: Path, verify: bool) -> tuple[TokenizerFile, bytes]:
+def _read(folder: Path, verify: bool, sha256: str | None = None) -> tuple[TokenizerFile, bytes]:
     """The description of a tokenizer, and the content of its other file."""
-    description: TokenizerFile = read_json(folder / TOKENIZER, TokenizerFile, FORMAT_VERSION)
+    path = folder / TOKENIZER
+    if sha256 is not None and sha256_file(path) != sha256:
+        raise UserError(f"{path} is not the tokenizer that the token files were written with")
+    description: TokenizerFile = read_json(path, TokenizerFile, FORMAT_VERSION)
     path = folder / MODEL_FILE[description.kind]
     with open_to_read(path) as file:
         content = file.read()

@@ -29,7 +29,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             the nearest valid one) or given twice, if a value has the wrong type or is out
             of range, or if keys are in conflict. The message names the file and the key.
     """
-    values = _read(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"{path}: cannot read the configuration: {reason}") from error
+    values = _parse(text, str(path))
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected sections with keys, got {type(values).__name__}")
     for override in overrides:
         _apply(values, override)
     return validate(values, str(path))
@@ -131,23 +138,12 @@ _UNION_BRANCHES = {"str", "list[str]", "int", "float", "constrained-int", "const
 }
 
 
-def _read(path: str | Path) -> dict[str, Any]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or _single_line(str(error))
-        raise UserError(f"{path}: cannot read the configuration: {reason}") from error
-    values = _parse(text, str(path))
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: expected sections with keys, got {type(values).__name__}")
-    return values
-
-
 def _parse(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise UserError(f"{source}: not valid YAML: {_single_line(str(error))}") from error
+        problem = " ".join(str(error).split())
+        raise UserError(f"{source}: not valid YAML: {problem}") from error
     except RecursionError as error:
         raise UserError(f"{source}: not valid YAML: values are nested too deeply") from error
 
@@ -176,7 +172,8 @@ def _describe(error: ValidationError) -> str:
         return f"unknown key {key}" + nearest(key, sorted({*_flatten(blank), *blank}))
     if problem["type"] in ("missing", "missing_argument"):
         return f"{key} is missing"
-    return f"{key}: {_single_line(problem['msg'])}, got {reprlib.repr(problem['input'])}"
+    message = " ".join(problem["msg"].split())
+    return f"{key}: {message}, got {reprlib.repr(problem['input'])}"
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -187,7 +184,3 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def _single_line(text: str) -> str:
-    return " ".join(text.split())

@@ -28,10 +28,12 @@ class Key(NamedTuple):
 
 def sections() -> dict[str, tuple[str, list[Key]]]:
     """Section → (its meaning, its keys); the keys outside all sections have the name ""."""
-    found = {"": (str(Config.__doc__), _keys("", Config, nested=False))}
+    keys = _keys("", Config)
+    found = {"": (str(Config.__doc__), [key for key in keys if "." not in key.name])}
     for section in fields(Config):
         if is_dataclass(section.type):
-            found[section.name] = (str(section.type.__doc__), _keys(section.name, section.type))
+            inside = [key for key in keys if key.name.startswith(f"{section.name}.")]
+            found[section.name] = (str(section.type.__doc__), inside)
     return found
 
 
@@ -41,15 +43,18 @@ def describe_keys(name: str | None = None) -> str:
     for section, (meaning, keys) in sections().items():
         if section and name in (None, section):
             blocks.append(textwrap.fill(f"[{section}] {meaning}", _WIDTH))
-        matching = (key for key in keys if f"{key.name}.".startswith(f"{name}.") or name is None)
-        blocks += map(_text, matching)
+        for key in keys:
+            if name is None or f"{key.name}.".startswith(f"{name}."):
+                default = f" = {key.default}" if key.default else " (required)"
+                meaning = textwrap.indent(textwrap.fill(key.meaning, _WIDTH - 4), "    ")
+                blocks.append(f"{key.name}: {key.type}{default}\n{meaning}")
     if not blocks:
         known = [key.name for _, keys in sections().values() for key in keys]
         raise UserError(f"unknown key {name}" + nearest(str(name), [*known, *sections()]))
     return "\n\n".join(blocks) if name is None else "\n".join(blocks)
 
 
-def _keys(prefix: str, section: Any, *, nested: bool = True) -> list[Key]:
+def _keys(prefix: str, section: Any) -> list[Key]:
     found: list[Key] = []
     meanings = _meanings(section)
     for field in fields(section):
@@ -58,7 +63,7 @@ def _keys(prefix: str, section: Any, *, nested: bool = True) -> list[Key]:
             required = field.default is MISSING
             default = "" if required else json.dumps(field.default).strip('"')
             found.append(Key(name, _type(field.type), default, meanings[field.name]))
-        elif nested:
+        else:
             found += _keys(name, field.type)
     return found
 
@@ -94,9 +99,3 @@ def _type(annotation: Any) -> str:
     if origin in (list, tuple):
         return f"{origin.__name__} of {_type(parts[0])}"
     return "null" if annotation is NoneType else str(annotation.__name__)
-
-
-def _text(key: Key) -> str:
-    default = f" = {key.default}" if key.default else " (required)"
-    meaning = textwrap.fill(key.meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
-    return f"{key.name}: {key.type}{default}\n{meaning}"

@@ -14,7 +14,6 @@ def first_problem(config: Config) -> str | None:
     double = train.precision == "64-true"
     has_files, has_limit = config.data.files != SplitFiles(), train.max_epochs or train.max_steps
     is_file_name = config.name and "/" not in config.name and not config.name.startswith(".")
-    pieces = config.tokenizer.kind == "sentencepiece"
     heads = model.heads or 1
     head_sizes = f"model.hidden = {model.hidden} must be a multiple of 2 × model.heads"
     problems = {
@@ -24,7 +23,7 @@ def first_problem(config: Config) -> str | None:
             adaptive and model.input_embedding == "path_sum"
         ),
         "tokenizer.kind: sentencepiece requires tokenizer.vocab_size": (
-            pieces and config.tokenizer.vocab_size is None
+            config.tokenizer.kind == "sentencepiece" and config.tokenizer.vocab_size is None
         ),
         "classes.method: file requires classes.file": (
             classes.method == "file" and classes.file is None

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from data_prep.settings import (
-    STRICT,
     ClassesConfig,
     DataConfig,
     Fraction,
     NonNegative,
     Positive,
+    Strict,
     TokenizerConfig,
 )
 
@@ -24,10 +24,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Strict):
     """Input embedding and backbone. Dropouts are probabilities of zeroing an element."""
-
-    __pydantic_config__ = STRICT
 
     backbone: Literal["lstm", "transformer"] = "lstm"
     """Network between the input embedding and the output layer."""
@@ -66,10 +64,8 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputConfig:
+class OutputConfig(Strict):
     """The output layer: its tree of softmaxes and its implementation."""
-
-    __pydantic_config__ = STRICT
 
     tree: str = "two_level"
     """full | two_level | balanced | huffman, or a file of paths (one line per word: the word, then
@@ -88,10 +84,8 @@ class OutputConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordTableConfig:
+class WordTableConfig(Strict):
     """The table of words, which is the output layer's rows together with the input vectors."""
-
-    __pydantic_config__ = STRICT
 
     tied: bool = False
     """Use a word's output row as its input vector too (requires model.embedding = model.hidden)."""
@@ -112,10 +106,8 @@ class WordTableConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class OptimConfig(Strict):
     """The optimizer and the learning rate schedule."""
-
-    __pydantic_config__ = STRICT
 
     optimizer: Literal["sgd", "adamw"] = "adamw"
     """Optimizer of all parameters, except the table of words if `word_table.optimizer` is set."""
@@ -144,10 +136,8 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Strict):
     """Length, batches, precision and devices of the training run."""
-
-    __pydantic_config__ = STRICT
 
     max_epochs: Positive | None = None
     """Number of passes over the training split. This or `max_steps` is required; training ends at
@@ -182,10 +172,8 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogConfig:
+class LogConfig(Strict):
     """What is logged while training. metrics.csv is always written."""
-
-    __pydantic_config__ = STRICT
 
     every_steps: Positive = 50
     """Number of steps between lines of metrics.csv."""
@@ -196,10 +184,8 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Strict):
     """Everything that determines a training run."""
-
-    __pydantic_config__ = STRICT
 
     name: str
     """Name of the run, a plain file name."""

@@ -33,7 +33,14 @@ def resolve_word_table(config: Config, num_rows: int, num_devices: int) -> WordT
         >>> resolve_word_table(config, num_rows=10_000_000, num_devices=1)
         WordTable(tied=False, dtype='fp32', row_wise=True, optimizer='adagrad', lr=0.05)
     """
-    table, row_wise = config.word_table, _row_wise(config, num_rows, num_devices)
+    table = config.word_table
+    if table.gradients != "auto" or table.dtype == "bf16":
+        row_wise = table.gradients != "dense"
+    elif config.output.tree == "full":  # every row is visited
+        row_wise = False
+    else:
+        large = num_devices == 1 and num_rows * config.model.hidden >= ROW_WISE_ELEMENTS
+        row_wise = large and skips_unvisited_rows(config) and conflict_with_row_wise(config) is None
     if row_wise and num_devices > 1:
         raise UserError(
             "row-wise gradients of word_table cannot be combined with train.devices:"
@@ -46,17 +53,6 @@ def resolve_word_table(config: Config, num_rows: int, num_devices: int) -> WordT
         optimizer=table.optimizer or ("sgd" if row_wise else None),
         lr=table.lr or config.optim.lr,
     )
-
-
-def _row_wise(config: Config, num_rows: int, num_devices: int) -> bool:
-    """Whether the gradients of the table hold visited rows only."""
-    table = config.word_table
-    if table.gradients != "auto" or table.dtype == "bf16":
-        return table.gradients != "dense"
-    if config.output.tree == "full":  # every row is visited
-        return False
-    large = num_devices == 1 and num_rows * config.model.hidden >= ROW_WISE_ELEMENTS
-    return large and skips_unvisited_rows(config) and conflict_with_row_wise(config) is None
 
 
 def skips_unvisited_rows(config: Config) -> bool:

@@ -26,7 +26,7 @@ class AdaptiveSoftmax(nn.Module):
         hidden_size: H.
         counts: [N] occurrences of each word, which give its frequency rank; ties go by word.
         cutoffs: frequency ranks at which the clusters begin: increasing, at least one, within
-            1 … N - 1. The first is the size of the shortlist.
+            1 … N - 1. The first is the size of the shortlist. None: N / 10 and N / 3.
         bias: whether the shortlist has biases (the clusters have none).
 
     Attributes:
@@ -46,22 +46,37 @@ class AdaptiveSoftmax(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, counts: Tensor, cutoffs: Sequence[int], *, bias: bool = True
+        self,
+        hidden_size: int,
+        counts: Tensor,
+        cutoffs: Sequence[int] | None = None,
+        *,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.vocab_size = len(counts)
+        if cutoffs is None:
+            cutoffs = [max(1, self.vocab_size // 10), self.vocab_size // 3]
         limits = [0, *cutoffs, self.vocab_size]
         if not cutoffs or not all(low < high for low, high in pairwise(limits)):
             raise ValueError(
                 f"cutoffs must increase within 1 … {self.vocab_size - 1}, got {list(cutoffs)}"
             )
+        with torch.device("cpu"):  # whatever the default device is
+            rank = torch.empty(self.vocab_size, dtype=torch.int64)
+            rank[counts.argsort(descending=True, stable=True)] = torch.arange(self.vocab_size)
+            cluster = torch.bucketize(rank, torch.tensor(cutoffs), right=True)
+            index = torch.empty_like(rank)  # by cluster, in a cluster by word
+            index[cluster.argsort(stable=True)] = torch.arange(self.vocab_size)
         self.index_of_word: Tensor
-        self.register_buffer("index_of_word", _index_of_word(counts, cutoffs))
+        self.register_buffer("index_of_word", index)
+        # The last projection has at least one dimension.
+        fits = [each for each in range(2, MAX_DIVISOR + 1) if each ** len(cutoffs) <= hidden_size]
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(
             hidden_size,
             self.vocab_size,
             list(cutoffs),
-            div_value=_divisor(hidden_size, len(cutoffs)),
+            div_value=max(fits, default=1),
             head_bias=bias,
         )
 
@@ -115,20 +130,3 @@ class AdaptiveSoftmax(nn.Module):
     def _flat(self, hidden: Tensor) -> Tensor:
         """[M, H] in the type of the weights."""
         return hidden.flatten(0, -2).to(self.softmax.head.weight.dtype)
-
-
-def _index_of_word(counts: Tensor, cutoffs: Sequence[int]) -> Tensor:
-    """Index of each word: by cluster, in a cluster by word."""
-    with torch.device("cpu"):  # whatever the default device is
-        rank = torch.empty(len(counts), dtype=torch.int64)
-        rank[counts.argsort(descending=True, stable=True)] = torch.arange(len(counts))
-        cluster = torch.bucketize(rank, torch.tensor(cutoffs), right=True)
-        index = torch.empty_like(rank)
-        index[cluster.argsort(stable=True)] = torch.arange(len(counts))
-    return index
-
-
-def _divisor(hidden_size: int, num_clusters: int) -> int:
-    """The largest factor up to `MAX_DIVISOR` that leaves the last projection one dimension."""
-    fits = [each for each in range(2, MAX_DIVISOR + 1) if each**num_clusters <= hidden_size]
-    return max(fits, default=1)

@@ -1,7 +1,7 @@
 """Which tree and which model a configuration describes."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -19,19 +19,11 @@ from lm.model.output_layer import OutputLayer
 from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
 
-_TREE = "output.tree."
-"""Prefix of the tree's arrays in a model's state."""
-
 
 def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
     """Build the tree of softmaxes that `output.tree` names, over the words of the prepared data.
 
-    Args:
-        config: a valid configuration.
-        prepared: its prepared data.
-
-    Returns:
-        The tree; None for `adaptive`, which has cutoffs instead.
+    Returns None for `adaptive`, which has cutoffs instead.
 
     Raises:
         UserError: if the tree's file is absent or does not fit the vocabulary.
@@ -70,7 +62,6 @@ def build_model(
     context: int,
     *,
     counts: Tensor | None = None,
-    vocab_size: int | None = None,
 ) -> LanguageModel:
     """Build the model that a configuration describes, initialized from torch's random generator.
 
@@ -81,16 +72,15 @@ def build_model(
         tree: the result of `build_tree`.
         context: T, number of positions that a Transformer attends to.
         counts: [N] occurrences of each word in the training split, for `count_word_dropout`
-            (without them there is none) and for the frequency ranks of `output.tree: adaptive`.
-        vocab_size: N, in place of `counts` where there is neither a tree nor a need for ranks: to
-            measure a model, or to load its state.
+            (without them there is none) and for the frequency ranks of `output.tree: adaptive`,
+            which requires them.
 
     Returns:
         The model, in training mode, on the default device.
 
     Raises:
         UserError: if `output.cutoffs` do not fit the vocabulary.
-        ValueError: if tree, counts and vocab_size are all None.
+        ValueError: if tree and counts are None.
 
     Example:
         >>> tree = ClassTree.balanced(vocab_size=100, branching=10)
@@ -99,16 +89,21 @@ def build_model(
         >>> hidden.shape
         torch.Size([5, 3, 8])
     """
-    backbone = _build_backbone(config, context)
     dtype = torch.bfloat16 if word_table.dtype == "bf16" else None
-    if tree is None and counts is None:
-        if vocab_size is None:
-            raise ValueError("one of tree, counts and vocab_size is required")
-        counts = torch.zeros(vocab_size, dtype=torch.int64, device="cpu")
+    word_dropout = None
+    if config.count_word_dropout and counts is not None:
+        word_dropout = config.count_word_dropout / (config.count_word_dropout + counts)
+        if config.input_embedding == "path_sum" and tree is not None:  # no path loses all vectors
+            word_dropout = word_dropout * (tree.node_of_row[tree.row_of_word] > 0)
+    backbone = _build_backbone(config, context)
     softmax: OutputLayer
     if tree is None:
-        assert counts is not None
-        softmax = _build_adaptive(config.hidden, output, counts)
+        if counts is None:
+            raise ValueError("one of tree and counts is required")
+        try:
+            softmax = AdaptiveSoftmax(config.hidden, counts, output.cutoffs, bias=output.bias)
+        except ValueError as error:
+            raise UserError(f"output.cutoffs: {error}") from error
     else:
         softmax = HierarchicalSoftmax(
             config.hidden,
@@ -125,7 +120,7 @@ def build_model(
         embedding_dtype=dtype,
         path_sum=config.input_embedding == "path_sum",
         row_wise=word_table.row_wise,
-        word_dropout=_word_dropout(config, tree, counts),
+        word_dropout=word_dropout,
         dropout=config.dropout,
         dropout_variational=config.dropout_variational,
     )
@@ -136,39 +131,6 @@ def build_model(
                 nn.init.uniform_(parameter, -config.init_range, config.init_range)
         if isinstance(softmax, HierarchicalSoftmax):
             softmax.zero_padding()
-    return model
-
-
-def restore_model(
-    config: ModelConfig,
-    output: OutputConfig,
-    word_table: WordTable,
-    context: int,
-    state: Mapping[str, Tensor],
-) -> LanguageModel:
-    """Build a model around a saved state, without initializing or copying weights.
-
-    Args:
-        config, output, word_table, context: as for `build_model`.
-        state: the model's `state_dict()`; its tensors become the parameters.
-
-    Returns:
-        The model, in training mode.
-
-    Raises:
-        ValueError: if the state's tree is not a tree.
-        RuntimeError: if the state does not fit the configuration.
-    """
-    vocab_size, tree = None, None
-    if output.tree == "adaptive":
-        index = state.get("output.index_of_word")
-        vocab_size = None if index is None else len(index)
-    else:
-        arrays = {k.removeprefix(_TREE): v for k, v in state.items() if k.startswith(_TREE)}
-        tree = ClassTree.from_state(arrays)
-    with without_weights():
-        model = build_model(config, output, word_table, tree, context, vocab_size=vocab_size)
-    model.load_state_dict(state, assign=True)
     return model
 
 
@@ -187,11 +149,7 @@ class _WithoutInitialization(TorchFunctionMode):
     """Skips the functions of `torch.nn.init`."""
 
     def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(function, "__module__", None) == "torch.nn.init":
@@ -201,9 +159,8 @@ class _WithoutInitialization(TorchFunctionMode):
 
 def _build_backbone(config: ModelConfig, context: int) -> Backbone:
     embedding_size = config.embedding or config.hidden
-    backbone: nn.Module
     if config.backbone == "lstm":
-        backbone = LSTM(
+        return LSTM(
             embedding_size,
             config.hidden,
             config.layers,
@@ -211,36 +168,12 @@ def _build_backbone(config: ModelConfig, context: int) -> Backbone:
             dropout_weight=config.dropout_weight,
             dropout_variational=config.dropout_variational,
         )
-    else:
-        backbone = Transformer(
-            embedding_size,
-            config.hidden,
-            config.layers,
-            heads=config.heads,
-            feedforward=config.feedforward,
-            dropout=config.dropout,
-            context=context,
-        )
-    return cast(Backbone, backbone)
-
-
-def _build_adaptive(hidden_size: int, output: OutputConfig, counts: Tensor) -> AdaptiveSoftmax:
-    vocab_size = len(counts)
-    cutoffs = output.cutoffs or [max(1, vocab_size // 10), vocab_size // 3]
-    try:
-        return AdaptiveSoftmax(hidden_size, counts, cutoffs, bias=output.bias)
-    except ValueError as error:
-        raise UserError(f"output.cutoffs: {error}") from error
-
-
-def _word_dropout(
-    config: ModelConfig, tree: ClassTree | None, counts: Tensor | None
-) -> Tensor | None:
-    """Probability [N] that a word loses its vector; 0 where its path sum would become empty."""
-    amount = config.count_word_dropout
-    if not amount or counts is None:
-        return None
-    probability = amount / (amount + counts)
-    if config.input_embedding == "path_sum" and tree is not None:
-        probability = probability * (tree.node_of_row[tree.row_of_word] > 0)
-    return probability
+    return Transformer(
+        embedding_size,
+        config.hidden,
+        config.layers,
+        heads=config.heads,
+        feedforward=config.feedforward,
+        dropout=config.dropout,
+        context=context,
+    )

@@ -4,65 +4,46 @@ Each is complete or absent, and refused if damaged. Loading executes no code and
 tensors are views of the file, mapped privately.
 """
 
-import json
 import os
 import stat
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data_prep.errors import UserError
-from data_prep.settings import STRICT, NonNegative
-from data_prep.storage import sha256_file, write_atomically, write_json_atomically
+from data_prep.settings import NonNegative, Strict
+from data_prep.storage import read_json, sha256_file, write_atomically, write_json_atomically
 from lm.config import ModelConfig, OutputConfig, WordTable
-from lm.model.build import restore_model
+from lm.model.build import build_model, without_weights
 from lm.model.language_model import LanguageModel
+from lm.output import ClassTree
 
 FORMAT_VERSION = 3
 WEIGHTS = "model.safetensors"
 DESCRIPTION = "model.json"
+_TREE = "output.tree."
+"""Prefix of the tree's arrays in a model's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Description:
-    """The content of `model.json`: with the weights, enough to build the model anywhere.
-
-    Attributes:
-        format_version: version of the file's format.
-        model: the section `model` of the configuration.
-        output: the section `output`.
-        word_table: the section `word_table`, resolved.
-        context: T that the model was trained with.
-        eos_id: word id of `<eos>`.
-        unk_id: word id of `<unk>`; None if the tokenizer has none.
-        tokenizer_sha256: checksum of the tokenizer that the word ids belong to.
-        weights_sha256: checksum of `model.safetensors`; `save_model` fills it in.
-        step: optimizer steps that led to the weights.
-        valid_perplexity: validation perplexity, by which the weights were chosen; None without a
-            validation split.
-    """
-
-    __pydantic_config__ = STRICT
+class Description(Strict):
+    """The content of `model.json`: with the weights, enough to build the model anywhere."""
 
     format_version: int = FORMAT_VERSION
     model: ModelConfig
     output: OutputConfig
-    word_table: WordTable
-    context: int
+    word_table: WordTable  # the section, resolved
+    context: int  # T that the model was trained with
     eos_id: NonNegative
-    unk_id: NonNegative | None
-    tokenizer_sha256: str
-    weights_sha256: str = ""
-    step: int
-    valid_perplexity: float | None
-
-
-_ADAPTER = TypeAdapter(Description)
+    unk_id: NonNegative | None  # None if the tokenizer has none
+    tokenizer_sha256: str  # of the tokenizer that the word ids belong to
+    weights_sha256: str = ""  # of `model.safetensors`; `save_model` fills it in
+    step: int  # optimizer steps that led to the weights
+    valid_perplexity: float | None  # by which the weights were chosen; None without the split
 
 
 def save_model(folder: Path, model: LanguageModel, description: Description) -> None:
@@ -83,11 +64,14 @@ def save_model(folder: Path, model: LanguageModel, description: Description) -> 
     write_json_atomically(folder / DESCRIPTION, asdict(description) | {"weights_sha256": sha256})
 
 
-def load_model(folder: Path) -> tuple[LanguageModel, Description]:
+def load_model(
+    folder: Path, description: Description | None = None
+) -> tuple[LanguageModel, Description]:
     """Load the model of a run.
 
     Args:
         folder: folder of the two files.
+        description: the content of `model.json`; None reads it.
 
     Returns:
         The model, in evaluation mode, on the CPU, its parameters of the dtype that they were
@@ -96,14 +80,23 @@ def load_model(folder: Path) -> tuple[LanguageModel, Description]:
     Raises:
         UserError: if a file is absent or damaged, or the two do not belong together.
     """
-    description, weights = read_description(folder), folder / WEIGHTS
+    description, weights = description or read_description(folder), folder / WEIGHTS
     if sha256_file(weights) != description.weights_sha256:
         raise UserError(f"{weights} is damaged, or not described by {DESCRIPTION}")
+    config, context = description.model, description.context
     output = replace(description.output, backend="auto")  # of this device, not of the training
     table = replace(description.word_table, row_wise=False)
+    counts, tree = None, None
     try:
         state = load_file(weights)
-        model = restore_model(description.model, output, table, description.context, state)
+        if output.tree == "adaptive":
+            counts = state.get("output.index_of_word")  # for their number: ranks are in the state
+        else:
+            arrays = {k.removeprefix(_TREE): v for k, v in state.items() if k.startswith(_TREE)}
+            tree = ClassTree.from_state(arrays)
+        with without_weights():
+            model = build_model(config, output, table, tree, context, counts=counts)
+        model.load_state_dict(state, assign=True)
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise UserError(f"{weights} does not fit {DESCRIPTION}: {error}") from error
     for name, id in (("eos_id", description.eos_id), ("unk_id", description.unk_id)):
@@ -122,24 +115,15 @@ def read_description(folder: Path) -> Description:
         UserError: if it is absent, damaged or of another version.
     """
     path = folder / DESCRIPTION
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        version = values.get("format_version")
-        if version != FORMAT_VERSION:
-            raise UserError(f"{path}: format version {version}, expected {FORMAT_VERSION}")
-        description: Description = _ADAPTER.validate_json(json.dumps(values))
-        return description
-    except NotADirectoryError as error:
-        raise UserError(f"{folder} is a file, not the folder of a run") from error
-    except FileNotFoundError as error:
+    if folder.is_file():
+        raise UserError(f"{folder} is a file, not the folder of a run")
+    if not path.exists():
         problem = f"{folder}: no trained model here ({DESCRIPTION} is missing)"
         if (folder / "config.yaml").exists():
             problem += f"; `lm train {folder} --resume auto` continues the training"
-        raise UserError(problem) from error
-    except UserError:
-        raise
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+        raise UserError(problem)
+    description: Description = read_json(path, Description, FORMAT_VERSION)
+    return description
 
 
 def _write_tensors(tensors: dict[str, Tensor], file: BinaryIO) -> str:

@@ -28,21 +28,23 @@ class Backbone(Protocol):
     def receptive_field(self) -> int | None:
         """Number of tokens that a hidden vector depends on, at most; None if it is not limited."""
 
-    def init_state(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> State:
+    def init_state(self, batch_size: int) -> State:
         """The state before the first token."""
 
     def __call__(self, embedded: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
-        """Hidden vectors [T, B, H] of input vectors [T, B, E], and the state after them."""
+        """Compute hidden vectors from floating-point input vectors.
 
-    @staticmethod
-    def detach_state(state: State) -> State:
-        """The state, detached from the graph."""
+        Args:
+            embedded: input vectors [T, B, E], T ≥ 1.
+            state: that after the positions before them, from `init_state` or an earlier call; None
+                if there are none.
+
+        Returns:
+            hidden [T, B, H], and the state after them; a Transformer has none if `state` is None.
+
+        Raises:
+            ValueError: if a shape does not fit.
+        """
 
     @staticmethod
     def select_state(state: State, index: Tensor) -> State:
@@ -132,7 +134,7 @@ class LanguageModel(nn.Module):
 
     def init_state(self, batch_size: int) -> State:
         """The state before the first token of `batch_size` sequences."""
-        return self.backbone.init_state(batch_size, device=self.device, dtype=self.dtype)
+        return self.backbone.init_state(batch_size)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
         """Compute hidden vectors.
@@ -144,8 +146,7 @@ class LanguageModel(nn.Module):
         Returns:
             hidden [T, B, H], each of which predicts the next word, and the state after `tokens`.
         """
-        embedded = self._embed_paths(tokens) if self.path_sum else self._embed_words(tokens)
-        embedded = embedded[..., : self.embedding_size]
+        embedded = self._embed(tokens)[..., : self.embedding_size]
         with backbone_autocast(embedded.device):
             hidden, state = self.backbone(self.dropout(embedded), state)
         return self.dropout(hidden), state
@@ -155,29 +156,21 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, State | None]:
         """Mean negative log-likelihood in nats of the next words.
 
-        Args:
-            tokens: [T, B] int64, the input words.
-            targets: [T, B] int64, the word after each of them.
-            state: as in `forward`.
-
-        Returns:
-            The loss, a scalar, and the state after `tokens`.
+        Arguments and state are those of `forward`; `targets` [T, B] int64 are the words after
+        `tokens`.
         """
         hidden, state = self(tokens, state)
         return self.output.loss(hidden, targets), state
 
-    def _embed_words(self, tokens: Tensor) -> Tensor:
-        """One row of the input vectors per word, [T, B, W]."""
-        shared = self.embedding is None
-        rows = self._tree_softmax.tree.row_of_word[tokens] if shared else tokens
-        return self._lookup(rows, self._draw_present(tokens))
-
-    def _embed_paths(self, tokens: Tensor) -> Tensor:
-        """Sums of the rows on the words' paths, [T, B, W]."""
-        tree = self._tree_softmax.tree
-        rows = tree.rows_on_path(tokens)
-        used = rows >= 0
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """One row of the input vectors per word, or the sum of those on its path, [T, B, W]."""
         present = self._draw_present(tokens)
+        if not self.path_sum:
+            shared = self.embedding is None
+            rows = self._tree_softmax.tree.row_of_word[tokens] if shared else tokens
+            return self._lookup(rows, present)
+        rows = self._tree_softmax.tree.rows_on_path(tokens)
+        used = rows >= 0
         if present is not None:
             used[..., 0] &= present
         rows = rows.clamp(min=0)

@@ -90,76 +90,22 @@ class LSTM(nn.Module):
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.dropout_weight = _probability("dropout_weight", dropout_weight)
-        self.dropout = Dropout(_probability("dropout", dropout), dropout_variational)
+        self.dropout = Dropout(dropout, dropout_variational)
         sizes = [input_size] + [hidden_size] * (layers - 1)
         self.layers = nn.ModuleList(nn.LSTM(size, hidden_size) for size in sizes)
 
-    def init_state(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, ...]:
+    def init_state(self, batch_size: int) -> tuple[Tensor, ...]:
         """The state before the first token: h and c of zeros, each [layers, B, H].
 
         A plain tuple, so that `torch.load(weights_only=True)` reads it back.
         """
-        zeros = torch.zeros(
-            len(self.layers), batch_size, self.hidden_size, device=device, dtype=dtype
-        )
+        zeros = next(self.parameters()).new_zeros(len(self.layers), batch_size, self.hidden_size)
         return zeros, zeros.clone()
 
     def forward(
         self, embedded: Tensor, state: tuple[Tensor, ...] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Runs the layers over a window.
-
-        Args:
-            embedded: input vectors [T, B, E], T ≥ 1.
-            state: h and c to start from, each [layers, B, H]; None starts from zeros.
-
-        Returns:
-            The last layer's h [T, B, H], and the state after step T.
-
-        Raises:
-            ValueError: if a shape does not fit.
-        """
-        self._check_shapes(embedded, state)
-        outputs, ends = embedded, []
-        for k, layer in enumerate(self.layers):
-            start = None if state is None else (state[0][k : k + 1], state[1][k : k + 1])
-            outputs, end = self._run(layer, outputs, start)
-            ends.append(end)
-            if k + 1 < len(self.layers):
-                outputs = self.dropout(outputs)
-        return outputs, (torch.cat([h for h, _ in ends]), torch.cat([c for _, c in ends]))
-
-    @staticmethod
-    def detach_state(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Cuts the state from the graph that made it: truncated back-propagation through time."""
-        return tuple(part.detach() for part in state)
-
-    @staticmethod
-    def select_state(state: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:
-        """The state of the sequences `index` [B'] of the batch, in that order; they may repeat."""
-        return tuple(part.index_select(1, index) for part in state)
-
-    @staticmethod
-    def join_states(states: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """The state of a batch of the sequences of several states, in their order."""
-        return tuple(torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
-
-    def _run(
-        self, layer: nn.Module, inputs: Tensor, start: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Runs one layer, with a dropped copy of its recurrent weights while training."""
-        if not self.training or self.dropout_weight == 0:
-            return layer(inputs, start)  # type: ignore[no-any-return]
-        dropped = F.dropout(layer.get_parameter("weight_hh_l0"), self.dropout_weight)
-        return functional_call(layer, {"weight_hh_l0": dropped}, (inputs, start))  # type: ignore[no-any-return]
-
-    def _check_shapes(self, embedded: Tensor, state: tuple[Tensor, ...] | None) -> None:
+        """Runs the layers over a window, as every `Backbone`."""
         if embedded.dim() != 3 or embedded.shape[2] != self.input_size or embedded.shape[0] < 1:
             raise ValueError(
                 f"LSTM: embedded must be [T ≥ 1, B, {self.input_size}], got {list(embedded.shape)}"
@@ -170,6 +116,28 @@ class LSTM(nn.Module):
                 raise ValueError(
                     f"LSTM: state {name} must be {list(expected)}, got {list(part.shape)}"
                 )
+        outputs, ends = embedded, []
+        for k, layer in enumerate(self.layers):
+            start = None if state is None else (state[0][k : k + 1], state[1][k : k + 1])
+            if self.training and self.dropout_weight:
+                dropped = F.dropout(layer.get_parameter("weight_hh_l0"), self.dropout_weight)
+                outputs, end = functional_call(layer, {"weight_hh_l0": dropped}, (outputs, start))
+            else:
+                outputs, end = layer(outputs, start)
+            ends.append(end)
+            if k + 1 < len(self.layers):
+                outputs = self.dropout(outputs)
+        return outputs, (torch.cat([h for h, _ in ends]), torch.cat([c for _, c in ends]))
+
+    @staticmethod
+    def select_state(state: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:
+        """The state of the sequences `index` [B'] of the batch, in that order; they may repeat."""
+        return tuple(part.index_select(1, index) for part in state)
+
+    @staticmethod
+    def join_states(states: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The state of a batch of the sequences of several states, in their order."""
+        return tuple(torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
 
 
 def _probability(name: str, value: float) -> float:

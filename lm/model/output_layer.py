@@ -3,10 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from lm.output import Sampling
 from lm.output.decoding.search import TopK
 from lm.output.functional import Reduction
 
@@ -40,16 +38,7 @@ class OutputLayer(Protocol):
     def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
         """Log-probabilities of candidate words [..., K] int64 of each position, [..., K]."""
 
-    def sample(
-        self,
-        hidden: Tensor,
-        sampling: Sampling | None = None,
-        *,
-        previous: Tensor | None = None,
-        seeds: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        **options: Any,
-    ) -> Tensor:
+    def sample(self, *arguments: Any, **options: Any) -> Tensor:
         """Draw a word for each position, [...] int64; see `HierarchicalSoftmax.sample`."""
 
     def topk(self, hidden: Tensor, k: int) -> TopK:

@@ -64,8 +64,11 @@ def read_text(
         and the number of tokens [T', B] that each is predicted from, `<eos>` included.
     """
     carries_state = model.backbone.carries_state
-    state = model.init_state(1) if carries_state else None
-    plan = _chunks(len(tokens)) if carries_state else _windows(len(tokens), context)
+    state = None
+    plan = _windows(len(tokens), context)
+    if carries_state:
+        ends = ((begin, begin + CHUNK_TOKENS) for begin in range(0, len(tokens), CHUNK_TOKENS))
+        plan = ((np.arange(begin, min(end, len(tokens)))[:, None], 0) for begin, end in ends)
     for place, num_skipped in plan:
         inputs = tokens[np.maximum(place - 1, 0)].astype(np.int64)
         inputs[place == 0] = eos_id
@@ -75,12 +78,6 @@ def read_text(
         if num_skipped and place[0, 0] == 0:
             yield hidden[:num_skipped, :1], targets[:num_skipped, :1], num_before[:num_skipped, :1]
         yield hidden[num_skipped:], targets[num_skipped:], num_before[num_skipped:]
-
-
-def _chunks(num_tokens: int) -> Iterator[tuple[Ints, int]]:
-    """The places [T', 1] of consecutive tokens, none of which is skipped."""
-    for begin in range(0, num_tokens, CHUNK_TOKENS):
-        yield np.arange(begin, min(begin + CHUNK_TOKENS, num_tokens))[:, None], 0
 
 
 def _windows(num_tokens: int, context: int) -> Iterator[tuple[Ints, int]]:

@@ -65,7 +65,15 @@ class Transformer(nn.Module):
             heads = max(fitting, default=1)
         inner = -(-hidden_size // 12) * 32 if feedforward is None else feedforward
         sizes = {"input_size": input_size, "hidden_size": hidden_size, "layers": layers}
-        _check_sizes(sizes | {"heads": heads, "feedforward": inner, "context": context})
+        sizes |= {"heads": heads, "feedforward": inner, "context": context}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"Transformer: {name} must be positive, got {size}")
+        if hidden_size % (2 * heads):
+            raise ValueError(
+                "Transformer: hidden_size / heads must be an even integer, "
+                f"got {hidden_size} / {heads} = {hidden_size / heads:g}"
+            )
         if not 0 <= dropout < 1:
             raise ValueError(f"Transformer: dropout must be in [0, 1), got {dropout}")
         self.input_size = input_size
@@ -78,55 +86,44 @@ class Transformer(nn.Module):
         blocks = (_Block(hidden_size, heads, inner, dropout) for _ in range(layers))
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(hidden_size, NORM_EPS)
-        self.reset_parameters()
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:  # residual projections from N(0, 0.02² / (2 · layers))
+                residual = name.endswith(("attention.out.weight", "feedforward.down.weight"))
+                scale = (2 * layers) ** -0.5 if residual else 1.0
+                nn.init.normal_(weight, std=INIT_STD * scale)
 
     @property
     def receptive_field(self) -> int:
         """Number of tokens that a hidden vector depends on: each block adds `context` − 1."""
         return 1 + len(self.blocks) * (self.context - 1)
 
-    def reset_parameters(self) -> None:
-        """Draws matrices from N(0, 0.02²), residual projections from N(0, 0.02² / (2 · layers))."""
-        for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                residual = name.endswith(("attention.out.weight", "feedforward.down.weight"))
-                scale = (2 * len(self.blocks)) ** -0.5 if residual else 1.0
-                nn.init.normal_(weight, std=INIT_STD * scale)
-
-    def init_state(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, ...]:
+    def init_state(self, batch_size: int) -> tuple[Tensor, ...]:
         """An empty cache: keys and values [layers, B, heads, S = 0, D], next position [] int64.
 
         A plain tuple, which `torch.load(weights_only=True)` can read.
         """
-        head_size = self.hidden_size // self.heads
-        shape = (len(self.blocks), batch_size, self.heads, 0, head_size)
-        empty = torch.empty(shape, device=device, dtype=dtype)
-        return empty, empty.clone(), torch.zeros((), device=device, dtype=torch.int64)
+        shape = len(self.blocks), batch_size, self.heads, 0, self.hidden_size // self.heads
+        empty = self.norm.weight.new_empty(shape)
+        return empty, empty.clone(), empty.new_zeros((), dtype=torch.int64)
 
     def forward(
         self, embedded: Tensor, state: tuple[Tensor, ...] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Runs the blocks over T positions.
+        """Runs the blocks over T positions, as every `Backbone`; without a state it returns none.
 
-        Args:
-            embedded: [T, B, E] floating point, input embeddings, T ≥ 1.
-            state: the cache after the preceding positions, from `init_state` or an earlier call;
-                None if there are none and the cache is not needed.
-
-        Returns:
-            hidden [T, B, H], and the cache extended by these positions and cut to the `context` − 1
-            that the next position attends to; None if `state` is None.
-
-        Raises:
-            ValueError: if a shape does not fit.
+        The new state is the cache extended by these positions, and cut to the `context` − 1 that
+        the next position attends to.
         """
-        self._check_shapes(embedded, state)
+        if embedded.dim() != 3 or embedded.shape[2] != self.input_size or embedded.shape[0] < 1:
+            raise ValueError(
+                f"Transformer: embedded must be [T ≥ 1, B, {self.input_size}], "
+                f"got {list(embedded.shape)}"
+            )
+        if state is not None and state[0].shape[1] != embedded.shape[1]:
+            raise ValueError(
+                f"Transformer: the state has {state[0].shape[1]} sequences, "
+                f"embedded has {embedded.shape[1]}"
+            )
         num_past = 0 if state is None else state[0].shape[3]
         rotary = self._rotary(embedded, state)
         mask = self._mask(embedded, num_past)
@@ -143,11 +140,6 @@ class Transformer(nn.Module):
         if state is None:
             return hidden, None
         return hidden, (torch.stack(keys), torch.stack(values), state[2] + len(embedded))
-
-    @staticmethod
-    def detach_state(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The cache, detached from the autograd graph."""
-        return tuple(tensor.detach() for tensor in state)
 
     @staticmethod
     def select_state(state: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:
@@ -181,18 +173,6 @@ class Transformer(nn.Module):
         key = torch.arange(num_past + num_new, device=embedded.device)
         query = key[num_past:, None]
         return (key <= query) & (key > query - self.context)
-
-    def _check_shapes(self, embedded: Tensor, state: tuple[Tensor, ...] | None) -> None:
-        if embedded.dim() != 3 or embedded.shape[2] != self.input_size or embedded.shape[0] < 1:
-            raise ValueError(
-                f"Transformer: embedded must be [T ≥ 1, B, {self.input_size}], "
-                f"got {list(embedded.shape)}"
-            )
-        if state is not None and state[0].shape[1] != embedded.shape[1]:
-            raise ValueError(
-                f"Transformer: the state has {state[0].shape[1]} sequences, "
-                f"embedded has {embedded.shape[1]}"
-            )
 
 
 class _Block(nn.Module):
@@ -258,15 +238,3 @@ def _rotate(vectors: Tensor, rotary: Rotary) -> Tensor:
     first, second = vectors.chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
     return turned.type_as(vectors)
-
-
-def _check_sizes(sizes: dict[str, int]) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"Transformer: {name} must be positive, got {size}")
-    hidden_size, heads = sizes["hidden_size"], sizes["heads"]
-    if hidden_size % (2 * heads):
-        raise ValueError(
-            "Transformer: hidden_size / heads must be an even integer, "
-            f"got {hidden_size} / {heads} = {hidden_size / heads:g}"
-        )

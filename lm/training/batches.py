@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data_prep.errors import UserError
 from data_prep.prepared import Prepared
-from lm.config import Config, TrainConfig
+from lm.config import Config
 
 
 class Batch(NamedTuple):
@@ -37,7 +37,8 @@ class Batches:
     between epochs, and the windows are shuffled; up to a batch of windows per epoch is left out.
 
     Raises:
-        UserError: if the text is too short for B sequences, or B is not a multiple of the devices.
+        UserError: if the text is too short for B sequences, B is not a multiple of the devices, or
+            `max_epochs` has fewer batches than a step accumulates.
 
     Example:
         >>> tokens = np.arange(1, 10, dtype=np.uint16)
@@ -57,6 +58,9 @@ class Batches:
     seed: int  # of the offset and the order of windows
     rank: int = 0  # this device takes the columns rank, rank + world_size, …
     world_size: int = 1
+    max_epochs: int | None = None
+    max_steps: int | None = None
+    accumulate: int = 1  # batches of an optimizer step
 
     def __post_init__(self) -> None:
         num_tokens, batch_size, seq_len = len(self.tokens), self.batch_size, self.seq_len
@@ -73,24 +77,15 @@ class Batches:
         self.stream_len = num_tokens // batch_size
         windows_per_epoch = (num_tokens - 1) // seq_len // batch_size
         self.per_epoch = windows_per_epoch if self.shuffle else -(-self.stream_len // seq_len)
-
-    def num_steps(self, config: TrainConfig) -> int:
-        """The optimizer steps of a run, at least 1: `max_epochs` or `max_steps`, the lesser one.
-
-        Raises:
-            UserError: if `max_epochs` has fewer batches than a step accumulates.
-        """
-        limits = []
-        if config.max_epochs is not None:
-            limits.append(config.max_epochs * self.per_epoch // config.accumulate)
-        if config.max_steps is not None:
-            limits.append(config.max_steps)
-        if min(limits) == 0:
+        limits = [] if self.max_steps is None else [self.max_steps]
+        if self.max_epochs is not None:
+            limits.append(self.max_epochs * self.per_epoch // self.accumulate)
+        if 0 in limits:
             raise UserError(
-                f"train.max_epochs = {config.max_epochs} has fewer batches than"
-                f" train.accumulate = {config.accumulate}"
+                f"train.max_epochs = {self.max_epochs} has fewer batches than"
+                f" train.accumulate = {self.accumulate}"
             )
-        return min(limits)
+        self.num_steps = min(limits, default=0)  # of the run, by the optimizer
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, counted from the start of the first epoch."""
@@ -133,4 +128,7 @@ def training_batches(
         seed=config.seed,
         rank=rank,
         world_size=world_size,
+        max_epochs=config.train.max_epochs,
+        max_steps=config.train.max_steps,
+        accumulate=config.train.accumulate,
     )

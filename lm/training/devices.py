@@ -1,5 +1,6 @@
-"""Lightning Fabric as a configuration asks for it, and the precision of matrix products."""
+"""Lightning Fabric as a configuration asks for it, CPU threads, precision of matrix products."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,11 +9,14 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies.ddp import DDPStrategy
 
 from data_prep.errors import UserError
+from lm.config import TrainConfig
+from lm.device import set_num_threads
 from lm.run import Run
 
 
 def build_fabric(run: Run) -> Fabric:
     """Fabric with the accelerator, devices, strategy and precision of the section `train`."""
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     config = run.config
     strategy: str | DDPStrategy = "auto"
     if config.train.strategy == "ddp" or run.num_devices > 1:
@@ -29,10 +33,12 @@ def build_fabric(run: Run) -> Fabric:
 
 
 @contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Set `torch.set_float32_matmul_precision` inside a `with` block."""
+def launched(fabric: Fabric, train: TrainConfig) -> Iterator[None]:
+    """Launch the processes; inside the `with` block, matrix products have their precision."""
+    fabric.launch()
+    set_num_threads(train.threads)
     previous = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    torch.set_float32_matmul_precision(train.matmul_precision)
     try:
         yield
     finally:

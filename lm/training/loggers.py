@@ -147,13 +147,9 @@ class ProgressBar(Logger):
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
             text = f"step {metrics.step} of {self.total_steps}: epoch {metrics.epoch:.2f}, "
             text += (self._valid if valid is not None else "") + figures
-            _log.info("%s%s", text, self._remaining(metrics.step))
-
-    def _remaining(self, step: int) -> str:
-        """The time left, from the speed so far."""
-        seconds = (time.monotonic() - self._started) / (step - self._first_step)
-        left = round(seconds * (self.total_steps - step))
-        return f", {timedelta(seconds=left)} left" if left else ""
+            seconds = (time.monotonic() - self._started) / (metrics.step - self._first_step)
+            left = round(seconds * (self.total_steps - metrics.step))
+            _log.info("%s%s", text, f", {timedelta(seconds=left)} left" if left else "")
 
     def close(self) -> None:
         """Leave the bar as it is."""
@@ -168,7 +164,7 @@ def open_loggers(config: Config, state: TrainingState, *, progress: bool) -> lis
     """The loggers of a run that starts, or continues from `state`."""
     loggers: list[Logger] = []
     if progress:
-        loggers.append(ProgressBar(state.step, state.total_steps))
+        loggers.append(ProgressBar(state.step, state.batches.num_steps))
     if config.log.wandb != "disabled":
         loggers.append(WandbLogger(config))
     return [MetricsFile(config.run_path / "metrics.csv", state.step), *loggers]

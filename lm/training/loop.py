@@ -11,24 +11,22 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 
 from data_prep.errors import UserError
-from lm.device import set_num_threads
-from lm.evaluation import evaluate
-from lm.model.files import DESCRIPTION, Description, read_description, save_model
+from data_prep.storage import locked, make_folder
+from lm.model.files import DESCRIPTION
 from lm.run import Run
 from lm.training.batches import training_batches
-from lm.training.checkpoint import BEST, LAST, batches_done, copy_checkpoint, save_checkpoint
-from lm.training.curves import draw_curves
-from lm.training.devices import build_fabric, matmul_precision
+from lm.training.checkpoint import load_checkpoint
+from lm.training.devices import build_fabric, launched
 from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
-from lm.training.run_folder import check_folder, check_tokenizer, run_lock, write_run_metadata
+from lm.training.metrics import draw_curves
+from lm.training.run_folder import LOCK, check_folder, check_tokenizer, write_run_metadata
 from lm.training.signals import Interrupted, StopSignals
-from lm.training.state import TrainingState, build_state, diverged
+from lm.training.state import TrainingState
 
 _log = logging.getLogger(__name__)
 
@@ -58,64 +56,61 @@ def train(
             configuration, the memory does not suffice, or the loss diverged.
         Interrupted: if SIGTERM, SIGHUP or SIGINT ended the run, after its checkpoint was written.
     """
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     config, folder = run.config, run.folder
     fabric = build_fabric(run)
     is_main = fabric.is_global_zero
-    checkpoint = check_folder(config, resume) if is_main or resume else None
     check_memory(run)
     process = {"rank": fabric.global_rank, "world_size": fabric.world_size}
     batches = training_batches(config, run.prepared, **process)
-    total_steps = batches.num_steps(config.train)
-    if checkpoint is None or batches_done(checkpoint) < total_steps * config.train.accumulate:
-        if checkpoint is not None:
-            _log.info("continuing from %s", checkpoint)
+    if is_main:
+        make_folder(folder)
+    busy = f"{folder}: another process trains this run"
+    with locked(folder / LOCK, busy=busy) if is_main else nullcontext():
+        saved = None
+        if checkpoint := check_folder(config, resume) if is_main or resume else None:
             check_tokenizer(folder, run.prepared)
-        lock = run_lock(config, resume, checkpoint) if is_main else nullcontext()
-        with lock, StopSignals() as signals, matmul_precision(config.train.matmul_precision):
-            fabric.launch()
-            set_num_threads(config.train.threads)
-            state = build_state(fabric, run, batches, total_steps, checkpoint)
-            if is_main:
-                write_run_metadata(run)
-            loggers = open_loggers(config, state, progress=progress) if is_main else []
-            try:
-                _fit(state, run, loggers, signals, stop_after_validation)
-            finally:
-                for logger in loggers:
-                    logger.close()
-    elif checkpoint.resolve().parent.parent == folder.resolve():
-        _log.info("%s: training is already complete", folder)
-    else:
-        raise UserError(f"{checkpoint}: training is already complete")
+            saved = load_checkpoint(checkpoint)
+        num_batches = batches.num_steps * config.train.accumulate
+        if checkpoint is None or saved is None or saved["progress"]["batches_done"] < num_batches:
+            if checkpoint is not None:
+                _log.info("continuing from %s", checkpoint)
+            with StopSignals() as signals, launched(fabric, config.train):
+                state = TrainingState(fabric, run, batches, saved)
+                if is_main:
+                    write_run_metadata(run)
+                loggers = open_loggers(config, state, progress=progress) if is_main else []
+                try:
+                    _fit(state, loggers, signals, stop_after_validation)
+                finally:
+                    for logger in loggers:
+                        logger.close()
+        elif checkpoint.resolve().parent.parent == folder.resolve():
+            _log.info("%s: training is already complete", folder)
+        else:
+            raise UserError(f"{checkpoint}: training is already complete")
     if is_main:
         draw_curves(folder, config.name)
-        _log_model(run)
+        split = next(name for name in ("test", "valid", "train") if name in run.prepared.splits)
+        figure, description = "no validation split", run.description
+        if description.valid_perplexity is not None:
+            figure = f"validation perplexity {description.valid_perplexity:.2f}"
+        _log.info("%s has the model of step %d: %s", folder, description.step, figure)
+        _log.info("next: lm evaluate %s --split %s", folder, split)
     return is_main
-
-
-def _log_model(run: Run) -> None:
-    """Log which model a finished run has, and the command that evaluates it."""
-    split = next(name for name in ("test", "valid", "train") if name in run.prepared.splits)
-    figure, description = "no validation split", read_description(run.folder)
-    if description.valid_perplexity is not None:
-        figure = f"validation perplexity {description.valid_perplexity:.2f}"
-    _log.info("%s has the model of step %d: %s", run.folder, description.step, figure)
-    _log.info("next: lm evaluate %s --split %s", run.folder, split)
 
 
 def _fit(
     state: TrainingState,
-    run: Run,
     loggers: Sequence[Logger],
     signals: StopSignals,
     stop_after_validation: bool,
 ) -> None:
     """Train from the current state to the last step."""
-    config, progress = state.config, state.progress
+    config, progress, run = state.config, state.progress, state.run
     save_every = config.train.checkpoint_every_steps
     validates_at_all = "valid" in run.prepared.splits
-    kept = _perplexity_of_model(run.folder)
+    has_model = (run.folder / DESCRIPTION).exists()
+    kept = (run.description.valid_perplexity if has_model else None) or math.inf
     started = time.perf_counter()
     while not state.is_finished:
         learning_rate = train_step(state)
@@ -127,7 +122,7 @@ def _fit(
         if logs or saves:
             state.gather_losses()
             progress.seconds += time.perf_counter() - started
-        perplexity = _validate(state, run) if validates else None
+        perplexity = state.validate() if validates else None
         is_best: bool = not validates_at_all and state.is_finished
         if perplexity is not None:
             # A continuation in a new folder has no model yet, whatever the best one was before.
@@ -138,7 +133,7 @@ def _fit(
             for logger in loggers:
                 logger.log(metrics)
         if saves:
-            _save(state, run, perplexity, is_best=is_best)
+            state.save(perplexity, is_best=is_best)
         if logs or saves:
             started = time.perf_counter()  # validation and saving are not training time
         for logger in loggers:
@@ -149,14 +144,6 @@ def _fit(
             raise Interrupted(signal_number)
         if validates and stop_after_validation:
             return
-
-
-def _perplexity_of_model(folder: Path) -> float:
-    """Validation perplexity of the model in the folder of a run; infinity if there is none."""
-    if not (folder / DESCRIPTION).exists():
-        return math.inf
-    perplexity = read_description(folder).valid_perplexity
-    return math.inf if perplexity is None else perplexity
 
 
 def train_step(state: TrainingState) -> float:
@@ -179,50 +166,3 @@ def train_step(state: TrainingState) -> float:
     optimizer.step()
     optimizer.zero_grad()
     return learning_rate
-
-
-def _validate(state: TrainingState, run: Run) -> float:
-    """The validation perplexity; UserError before this step is written if it diverged."""
-    prepared = run.prepared
-    result = evaluate(
-        state.model,
-        prepared.tokens("valid"),
-        prepared.splits["valid"],
-        eos_id=prepared.eos_id,
-        unk_id=prepared.unk_id,
-        context=state.config.train.seq_len,
-    )
-    if not math.isfinite(result.perplexity):
-        raise diverged(result.nll_nats / result.tokens, state.step, run.folder)
-    return result.perplexity
-
-
-def _save(state: TrainingState, run: Run, perplexity: float | None, *, is_best: bool) -> None:
-    """Write the checkpoint, and the model if it is the best so far.
-
-    `last.ckpt` is written last: a run that continues from the previous one repeats the rest.
-    """
-    folder, description = run.folder / "checkpoints", _description(state, run, perplexity)
-    checkpoint = state.to_checkpoint()
-    if state.fabric.is_global_zero:
-        if is_best:
-            save_model(run.folder, state.model, description)
-        save_checkpoint(checkpoint, folder / (BEST if is_best else LAST))
-        if is_best:
-            copy_checkpoint(folder / BEST, folder / LAST)
-    state.fabric.barrier()  # no process may exit while the first one writes
-
-
-def _description(state: TrainingState, run: Run, perplexity: float | None) -> Description:
-    """What `model.json` says about the current weights."""
-    return Description(
-        model=run.config.model,
-        output=run.config.output,
-        word_table=run.word_table,
-        context=run.config.train.seq_len,
-        eos_id=run.prepared.eos_id,
-        unk_id=run.prepared.unk_id,
-        tokenizer_sha256=run.prepared.tokenizer_sha256,
-        step=state.step,
-        valid_perplexity=perplexity,
-    )

@@ -75,30 +75,29 @@ def check_memory(run: Run) -> None:
         UserError: with the estimate, the available memory, and the settings that would fit.
     """
     estimate, available = estimate_memory(run), run.available_bytes
-    if available is None or _fits(estimate, available):
+    if available is None or estimate.total <= (limit := (1 + TOLERANCE) * available):
         return
     raise UserError(
         f"training {run.config.name} needs {_gb(estimate.total)} of memory (weights"
         f" {_gb(estimate.weights)}, gradients {_gb(estimate.gradients)}, optimizer"
         f" {_gb(estimate.optimizer)}, a batch {_gb(estimate.batch)}, other"
         f" {_gb(estimate.other)}), {_gb(available)} are available:"
-        f" {_what_fits(run, available)}"
+        f" {_what_fits(run, estimate.total, limit)}"
     )
 
 
 def _batch_bytes(run: Run) -> int:
     """Hidden vectors of all layers and the output layer's saved state, with their gradients."""
-    model, precision = run.config.model, run.config.train.precision
-    train = run.config.train
+    model, train, output = run.config.model, run.config.train, run.config.output
     num_positions = train.batch_size // run.num_devices * train.seq_len
     per_position = 12 if model.backbone == "lstm" else 24
-    element = 8 if precision == "64-true" else 4
+    element = 8 if train.precision == "64-true" else 4
     vectors = element * num_positions * model.hidden * (per_position * model.layers + 4)
-    output = run.config.output
     if run.tree is None:  # the adaptive softmax, without its clusters, which few positions visit
         shortlist = (output.cutoffs or [run.prepared.vocab_size // 10])[0]
         return vectors + 2 * element * num_positions * shortlist
-    dtype = {"64-true": torch.float64, "32-true": torch.float32}.get(precision, torch.bfloat16)
+    dtypes = {"64-true": torch.float64, "32-true": torch.float32}
+    dtype = dtypes.get(train.precision, torch.bfloat16)
     problem = Problem.without_values(num_positions, model.hidden, run.tree, dtype)
     backend: str = output.backend
     if backend == "auto":
@@ -106,13 +105,9 @@ def _batch_bytes(run: Run) -> int:
     return vectors + 2 * saved_bytes(backend, problem, row_wise=run.word_table.row_wise)
 
 
-def _fits(estimate: MemoryEstimate, available: int) -> bool:
-    return estimate.total <= (1 + TOLERANCE) * available
-
-
-def _what_fits(run: Run, available: int) -> str:
+def _what_fits(run: Run, need: int, limit: float) -> str:
     """The first of the lighter settings, each with those before it, that fits."""
-    changes, even, need = "", "", estimate_memory(run).total
+    changes, even = "", ""
     for settings in _LIGHTER:
         values = to_dict(run.config)
         for key, value in settings.items():
@@ -127,7 +122,7 @@ def _what_fits(run: Run, available: int) -> str:
         run = run.changed(lighter)
         changes += "".join(f"--{key}={str(value).lower()} " for key, value in settings.items())
         estimate = estimate_memory(run)
-        if _fits(estimate, available):
+        if estimate.total <= limit:
             return f"{changes}would fit, with {_gb(estimate.total)}"
         if estimate.total < 0.99 * need:
             even = f"even {changes}would need {_gb(estimate.total)}; "

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from lm.config import OptimConfig, WordTable
 from lm.model.language_model import LanguageModel
-from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD
+from lm.output.rowwise import RowAdagrad, RowAdam, RowSGD
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
@@ -48,12 +47,28 @@ def build_optimizer(
     Matrices decay, vectors (biases, gains) do not, and neither does a word table that has its own
     optimizer. `fused` (a single kernel) must be False with a gradient scaler (fp16).
     """
-    if word_table.optimizer is None:
-        return _dense_optimizer(list(model.parameters()), config, fused)
-    in_table = {id(parameter) for parameter in model.table}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in in_table]
-    dense = _dense_optimizer(others, config, fused)
-    return CombinedOptimizer(dense, _row_optimizer(model.table, config, word_table))
+    table = [] if word_table.optimizer is None else model.table
+    in_table = {id(parameter) for parameter in table}
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in in_table]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+    decays = ((matrices, config.weight_decay), (vectors, 0.0))
+    groups = [{"params": p, "weight_decay": decay, "scale": 1.0} for p, decay in decays if p]
+    dense: torch.optim.Optimizer
+    if config.optimizer == "sgd":
+        # Fused steps leave parameters in half precision on a CPU unchanged (PyTorch #191763).
+        fused = fused and not any(p.is_cpu and p.itemsize < 4 for p in trained)
+        dense = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
+    else:
+        dense = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
+    rows: Any = [{"params": table, "scale": word_table.lr / config.lr}]
+    if word_table.optimizer == "adam":
+        return CombinedOptimizer(dense, RowAdam(rows, word_table.lr, config.betas))
+    if word_table.optimizer == "adagrad":
+        return CombinedOptimizer(dense, RowAdagrad(rows, word_table.lr))
+    if word_table.optimizer == "sgd":
+        return CombinedOptimizer(dense, RowSGD(rows, word_table.lr))
+    return dense
 
 
 def learning_rate(
@@ -80,29 +95,3 @@ def learning_rate(
     if config.schedule == "plateau":
         return config.lr * config.decay**num_bad_validations
     return config.lr
-
-
-def _dense_optimizer(
-    parameters: list[nn.Parameter], config: OptimConfig, fused: bool
-) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.dim() > 1]
-    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
-    decays = ((matrices, config.weight_decay), (vectors, 0.0))
-    groups = [{"params": p, "weight_decay": decay, "scale": 1.0} for p, decay in decays if p]
-    if config.optimizer == "sgd":
-        # Fused steps leave parameters in half precision on a CPU unchanged (PyTorch #191763).
-        fused = fused and not any(p.is_cpu and p.itemsize < 4 for p in trained)
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
-
-
-def _row_optimizer(
-    table: list[nn.Parameter], config: OptimConfig, word_table: WordTable
-) -> RowOptimizer:
-    groups: Any = [{"params": table, "scale": word_table.lr / config.lr}]
-    if word_table.optimizer == "adam":
-        return RowAdam(groups, word_table.lr, config.betas)
-    if word_table.optimizer == "adagrad":
-        return RowAdagrad(groups, word_table.lr)
-    return RowSGD(groups, word_table.lr)

@@ -1,20 +1,10 @@
 """The folder of a run: who may write to it, and what it contains before the first step."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
 from data_prep.errors import UserError
-from data_prep.prepared import Prepared, copy_tokenizer
-from data_prep.storage import (
-    locked,
-    make_folder,
-    sha256_file,
-    write_atomically,
-    write_json_atomically,
-)
+from data_prep.prepared import Prepared
+from data_prep.storage import sha256_file, write_hashed, write_json_atomically
 from data_prep.tokenizer.serialization import TOKENIZER
 from lm.config import Config, differences, load_config, to_yaml
 from lm.run import Run
@@ -89,28 +79,8 @@ def check_tokenizer(folder: Path, prepared: Prepared) -> None:
         )
 
 
-@contextmanager
-def run_lock(config: Config, resume: str | None, checkpoint: Path | None) -> Iterator[None]:
-    """Keep other processes from training the run inside a `with` block.
-
-    Raises:
-        UserError: if another process trains the run, or has since `checkpoint` was found.
-    """
-    folder = config.run_path
-    make_folder(folder)
-    busy = f"{folder}: another process trains this run"
-    with locked(folder / LOCK, busy=busy):
-        if check_folder(config, resume) != checkpoint:
-            raise UserError(busy)
-        yield
-
-
 def write_run_metadata(run: Run) -> None:
     """Write what is known before the first step: configuration, tokenizer, classes, environment."""
-    folder, text = run.folder, to_yaml(run.config).encode()
-    write_atomically(folder / "config.yaml", lambda file: file.write(text))
-    copy_tokenizer(run.prepared, folder)
-    if run.config.needed_classes is not None:
-        word_class = run.prepared.word_class()
-        write_atomically(folder / "classes.npy", lambda file: np.save(file, word_class))
-    write_json_atomically(folder / "env.json", describe_environment())
+    run.prepared.copy_to(run.folder, classes=run.config.needed_classes is not None)
+    write_hashed(run.folder / "config.yaml", [to_yaml(run.config).encode()])
+    write_json_atomically(run.folder / "env.json", describe_environment())

@@ -1,8 +1,7 @@
 """The state of a training run: everything that a continuation needs, and how it is restored."""
 
 import math
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -10,12 +9,13 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from data_prep.errors import UserError
-from lm.config import Config
+from lm.evaluation import evaluate
 from lm.model.build import build_model, without_weights
+from lm.model.files import Description, save_model
 from lm.model.language_model import LanguageModel, State
 from lm.run import Run
 from lm.training.batches import Batch, Batches
-from lm.training.checkpoint import FORMAT_VERSION, LAST, load_checkpoint, what_remains
+from lm.training.checkpoint import BEST, FORMAT_VERSION, LAST, save_checkpoint, what_remains
 from lm.training.metrics import Metrics
 from lm.training.optimizers import build_optimizer, learning_rate
 
@@ -64,25 +64,52 @@ class CarriedLoss(nn.Module):
         carried = self.carried if batch.continues else None
         loss, state = self.model.loss(batch.inputs, batch.targets, carried)
         if self.model.backbone.carries_state and state is not None:
-            self.carried = self.model.backbone.detach_state(state)
+            self.carried = tuple(part.detach() for part in state)
         self.losses.append((loss.detach(), batch.targets.numel()))
         return loss / self.num_batches
 
 
-@dataclass(kw_only=True)
 class TrainingState:
-    """Model, optimizer, carried state, random numbers and progress of a run, of one process."""
+    """Model, optimizer, carried state, random numbers and progress of a run, of one process.
 
-    fabric: Fabric  # launched
-    config: Config
-    batches: Batches  # of this process
-    total_steps: int  # of the whole run
-    text_sha256: str  # of the training split, which a continuation must find unchanged
-    model: LanguageModel  # on the device
-    carried_loss: CarriedLoss
-    loss: Any  # the same as Fabric set it up, to be called
-    optimizer: Any  # as Fabric set it up
-    progress: Progress = field(default_factory=Progress)
+    It continues from a checkpoint, or without one initializes a new run by `seed`. Fabric is
+    launched; the batches are those of this process.
+
+    Raises:
+        UserError: if the checkpoint does not fit.
+    """
+
+    def __init__(
+        self, fabric: Fabric, run: Run, batches: Batches, saved: dict[str, Any] | None
+    ) -> None:
+        if saved is not None and len(saved["devices"]) != fabric.world_size:
+            raise UserError(
+                f"the checkpoint was written by {len(saved['devices'])} devices,"
+                f" this continuation has {fabric.world_size} (train.devices)"
+            )
+        if saved is not None and saved["text_sha256"] != run.prepared.splits["train"].sha256:
+            raise UserError("the training split was prepared again, from another text")
+        self.fabric, self.run, self.batches = fabric, run, batches
+        self.config = config = run.config
+        self.progress = Progress()
+        tree, context, counts = run.tree, config.train.seq_len, torch.tensor(run.prepared.counts())
+        sections = config.model, config.output, run.word_table
+        torch.manual_seed(config.seed)
+        device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
+        with fabric.strategy.precision.module_init_context(), device:
+            self.model = build_model(*sections, tree, context, counts=counts)
+        if fabric.global_rank:  # the same weights on every device, but different dropout
+            torch.manual_seed(config.seed + fabric.global_rank)
+        if saved is not None:
+            _load_weights(self.model, saved["model"], config.train.precision)
+        self.carried_loss = CarriedLoss(self.model, config.train.accumulate)
+        self.loss: Any = fabric.setup_module(self.carried_loss)
+        # With fp16, a fused optimizer would unscale gradients after they have been clipped.
+        fused = config.train.precision != "16-mixed"
+        optimizer = build_optimizer(self.model, config.optim, run.word_table, fused=fused)
+        self.optimizer: Any = fabric.setup_optimizers(optimizer)
+        if saved is not None:
+            self.restore(saved)
 
     @property
     def step(self) -> int:
@@ -92,7 +119,7 @@ class TrainingState:
     @property
     def is_finished(self) -> bool:
         """Whether all steps are done."""
-        return self.step >= self.total_steps
+        return self.step >= self.batches.num_steps
 
     @property
     def learning_rate(self) -> float:
@@ -101,7 +128,7 @@ class TrainingState:
         return learning_rate(
             self.config.optim,
             step=self.step,
-            total_steps=self.total_steps,
+            total_steps=self.batches.num_steps,
             epoch=last_batch // self.batches.per_epoch,
             num_bad_validations=self.progress.num_bad_validations,
         )
@@ -128,10 +155,36 @@ class TrainingState:
         sums = torch.tensor([nll, num_tokens], dtype=torch.float64, device=self.fabric.device)
         self.fabric.all_reduce(sums, reduce_op="sum")
         nll, num_tokens = sums.tolist()
-        if num_tokens and not nll / num_tokens < MAX_NATS:
-            raise diverged(nll / num_tokens, self.step, self.config.run_path)
+        if num_tokens:
+            self._check_loss(nll / num_tokens)
         self.progress.nll += nll
         self.progress.num_tokens += int(num_tokens)
+
+    def validate(self) -> float:
+        """The validation perplexity.
+
+        Raises:
+            UserError: if the loss diverged.
+        """
+        prepared = self.run.prepared
+        result = evaluate(
+            self.model,
+            prepared.tokens("valid"),
+            prepared.splits["valid"],
+            eos_id=prepared.eos_id,
+            unk_id=prepared.unk_id,
+            context=self.config.train.seq_len,
+        )
+        self._check_loss(result.nll_nats / result.tokens)
+        return result.perplexity
+
+    def _check_loss(self, loss: float) -> None:
+        if not loss < MAX_NATS:
+            raise UserError(
+                f"the loss became {loss:.4g} nats per token before step {self.step};"
+                f" {what_remains(self.run.folder / 'checkpoints' / LAST)}"
+                " (a lower optim.lr or optim.clip may help)"
+            )
 
     def take_metrics(self, learning_rate: float, valid_perplexity: float | None) -> Metrics:
         """The figures since the last call, with the learning rate of the last step."""
@@ -151,8 +204,32 @@ class TrainingState:
         progress.logged_seconds = progress.seconds
         return metrics
 
-    def to_checkpoint(self) -> dict[str, Any]:
-        """Everything to save, as plain data; called by all processes, the same for all of them."""
+    def save(self, valid_perplexity: float | None, *, is_best: bool) -> None:
+        """Write the checkpoint, and the model if it is the best so far; all processes call this.
+
+        `last.ckpt` is written last: a run that continues from the previous one repeats the rest.
+        """
+        run, folder, checkpoint = self.run, self.run.folder / "checkpoints", self._to_checkpoint()
+        if self.fabric.is_global_zero and is_best:
+            run.description = Description(
+                model=self.config.model,
+                output=self.config.output,
+                word_table=run.word_table,
+                context=self.config.train.seq_len,
+                eos_id=run.prepared.eos_id,
+                unk_id=run.prepared.unk_id,
+                tokenizer_sha256=run.prepared.tokenizer_sha256,
+                step=self.step,
+                valid_perplexity=valid_perplexity,
+            )
+            save_model(run.folder, self.model, run.description)
+        if self.fabric.is_global_zero:
+            names = (BEST, LAST) if is_best else (LAST,)
+            save_checkpoint(checkpoint, *(folder / name for name in names))
+        self.fabric.barrier()  # no process may exit while the first one writes
+
+    def _to_checkpoint(self) -> dict[str, Any]:
+        """Everything to save, as plain data, the same for all processes."""
         device, carried = self.fabric.device, self.carried_loss.carried
         device_state = {
             "carried": None if carried is None else tuple(tensor.cpu() for tensor in carried),
@@ -170,7 +247,7 @@ class TrainingState:
             "precision": self.fabric.strategy.precision.state_dict(),  # the scale of fp16 losses
             "progress": asdict(self.progress),
             "devices": devices,
-            "text_sha256": self.text_sha256,
+            "text_sha256": self.run.prepared.splits["train"].sha256,
         }
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
@@ -188,75 +265,6 @@ class TrainingState:
         torch.set_rng_state(saved["cpu"])
         if saved["cuda"] is not None:
             torch.cuda.set_rng_state(saved["cuda"], self.fabric.device)
-
-
-def build_state(
-    fabric: Fabric, run: Run, batches: Batches, total_steps: int, checkpoint: Path | None
-) -> TrainingState:
-    """Restore the state of a run from a checkpoint, or initialize a new one by `seed`.
-
-    Raises:
-        UserError: if the checkpoint is damaged or does not fit.
-    """
-    saved = None if checkpoint is None else load_checkpoint(checkpoint)
-    config, tree, word_table = run.config, run.tree, run.word_table
-    counts = torch.tensor(run.prepared.counts())
-    torch.manual_seed(config.seed)
-    device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
-    with fabric.strategy.precision.module_init_context(), device:
-        model = build_model(
-            config.model,
-            config.output,
-            word_table,
-            tree,
-            config.train.seq_len,
-            counts=counts,
-        )
-    if fabric.global_rank:  # the same weights on every device, but different dropout
-        torch.manual_seed(config.seed + fabric.global_rank)
-    text_sha256 = run.prepared.splits["train"].sha256
-    if saved is not None:
-        _check_fits(saved, fabric.world_size, text_sha256)
-        _load_weights(model, saved["model"], config.train.precision)
-    carried_loss = CarriedLoss(model, config.train.accumulate)
-    loss = fabric.setup_module(carried_loss)
-    # With fp16, a fused optimizer would unscale gradients after they have been clipped.
-    fused = config.train.precision != "16-mixed"
-    optimizer = build_optimizer(model, config.optim, word_table, fused=fused)
-    state = TrainingState(
-        fabric=fabric,
-        config=config,
-        batches=batches,
-        total_steps=total_steps,
-        text_sha256=text_sha256,
-        model=model,
-        carried_loss=carried_loss,
-        loss=loss,
-        optimizer=fabric.setup_optimizers(optimizer),
-    )
-    if saved is not None:
-        state.restore(saved)
-    return state
-
-
-def diverged(loss: float, step: int, folder: Path) -> UserError:
-    """The error that ends a run once a loss is NaN or not below `MAX_NATS`."""
-    return UserError(
-        f"the loss became {loss:.4g} nats per token before step {step};"
-        f" {what_remains(folder / 'checkpoints' / LAST)}"
-        " (a lower optim.lr or optim.clip may help)"
-    )
-
-
-def _check_fits(checkpoint: dict[str, Any], num_devices: int, text_sha256: str) -> None:
-    """Check that devices and training split are those of the checkpoint."""
-    if len(checkpoint["devices"]) != num_devices:
-        raise UserError(
-            f"the checkpoint was written by {len(checkpoint['devices'])} devices,"
-            f" this continuation has {num_devices} (train.devices)"
-        )
-    if checkpoint["text_sha256"] != text_sha256:
-        raise UserError("the training split was prepared again, from another text")
 
 
 def _load_weights(model: LanguageModel, weights: dict[str, Tensor], precision: str) -> None:

@@ -22,9 +22,9 @@ from lm.output import HierarchicalSoftmax
 from lm.output.backends.base import followed_by_zeros
 from lm.run import Run
 from lm.training.batches import training_batches
-from lm.training.devices import build_fabric, matmul_precision
+from lm.training.devices import build_fabric
 from lm.training.loop import train_step
-from lm.training.state import TrainingState, build_state
+from lm.training.state import TrainingState
 from scripts import run
 from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive
 
@@ -54,7 +54,8 @@ def start_training(
     run = Run.read(config_file, [*overrides, *(f"--{o}" for o in [*chosen, *others])])
     run.prepare()
     fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
-    state = build_state(fabric, run, batches, num_steps, None)
+    batches.num_steps = num_steps
+    state = TrainingState(fabric, run, batches, None)
     if name in LOSSES:
         output = cast(HierarchicalSoftmax, state.model.output)
         output.loss = partial(LOSSES[name], output)  # type: ignore[method-assign]
@@ -64,9 +65,9 @@ def start_training(
 def time_steps(state: TrainingState, num_steps: int) -> float:
     """Tokens per second of a few steps."""
     before, start = state.progress.tokens_done, time.perf_counter()
-    with matmul_precision(state.config.train.matmul_precision):
-        for _ in range(num_steps):
-            train_step(state)
+    torch.set_float32_matmul_precision(state.config.train.matmul_precision)
+    for _ in range(num_steps):
+        train_step(state)
     if state.fabric.device.type == "cuda":
         torch.cuda.synchronize()
     return (state.progress.tokens_done - before) / (time.perf_counter() - start)

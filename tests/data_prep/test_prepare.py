@@ -18,7 +18,7 @@ from data_prep import prepared as prepared_module
 from data_prep.classes import word_classes
 from data_prep.errors import UserError
 from data_prep.prepare import open_made_by
-from data_prep.prepared import copy_tokenizer, open_prepared
+from data_prep.prepared import open_prepared
 from data_prep.settings import ClassesConfig, DataConfig, SplitFiles, TokenizerConfig
 from data_prep.tokenizer.serialization import MODEL_FILE, save_tokenizer
 from data_prep.tokenizer.tokenizer import WordTokenizer
@@ -76,7 +76,7 @@ def test_every_file_is_hashed_once(
         tokens = [prepared.tokens(split).tobytes() for split in ("train", "valid")]
         others = [prepared.counts().tobytes(), prepared.word_class().tobytes()]
         prepared.tokenizer().encode("the cat")
-        copy_tokenizer(prepared, corpus.folder)
+        prepared.copy_to(corpus.folder)
     model = corpus.folder / MODEL_FILE[kind]
     files = [corpus.folder / name for name in ("train.txt", "valid.txt", "tokenizer.json")]
     contents = [path.read_bytes() for path in (*files, model)] + tokens + others
@@ -93,7 +93,7 @@ def test_an_up_to_date_folder_is_checked_and_copied_without_loading_the_vocabula
     corpus.prepare()
     for module in (prepare_module, prepared_module):
         monkeypatch.setattr(module, "load_tokenizer", None)
-    copy_tokenizer(corpus.prepare(), corpus.folder)
+    corpus.prepare().copy_to(corpus.folder)
     copied = (corpus.folder / "vocab.txt").read_bytes()
     assert copied == (corpus.prepared / "vocab.txt").read_bytes()
     corpus.classes = ClassesConfig(method="uniform")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data_prep.errors import UserError
-from data_prep.prepared import Prepared, copy_tokenizer, open_prepared
+from data_prep.prepared import Prepared, open_prepared
 from data_prep.settings import ClassesConfig
 from data_prep.tokenizer.serialization import load_tokenizer, save_tokenizer
 from data_prep.tokenizer.tokenizer import WordTokenizer
@@ -113,7 +113,7 @@ def test_another_tokenizer_is_refused(prepared: Prepared) -> None:
 def test_a_copied_tokenizer_needs_no_other_file(prepared: Prepared, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    copy_tokenizer(prepared, run)
+    prepared.copy_to(run)
     assert sorted(path.name for path in run.iterdir()) == ["tokenizer.json", "vocab.txt"]
     for tokenizer in (load_tokenizer(run), prepared.tokenizer()):
         assert tokenizer.encode("the zebra sat") == [1, 6, 5]

@@ -1,4 +1,4 @@
-"""Models and trees are those of the configuration; saved states restore them."""
+"""Models and trees are those of the configuration."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 
 from data_prep.errors import UserError
 from lm.config import ModelConfig, OutputConfig, WordTable, validate
-from lm.model.build import build_model, restore_model
+from lm.model.build import build_model
 from lm.output import ClassTree
 
 N, H, T = 30, 8, 5
@@ -50,25 +50,12 @@ def test_the_default_cutoffs_are_a_tenth_and_a_third_of_the_vocabulary() -> None
 def test_cutoffs_outside_the_vocabulary_are_the_users_mistake() -> None:
     output = OutputConfig(tree="adaptive", cutoffs=[99])
     with pytest.raises(UserError, match=r"^output.cutoffs: cutoffs must increase within 1 … 29"):
-        build_model(ModelConfig(hidden=H), output, WordTable(), None, T, vocab_size=N)
+        build_model(ModelConfig(hidden=H), output, WordTable(), None, T, counts=COUNTS)
 
 
-def test_a_model_without_tree_and_counts_requires_the_size_of_the_vocabulary() -> None:
-    with pytest.raises(ValueError, match="one of tree, counts and vocab_size"):
+def test_a_model_without_a_tree_requires_counts() -> None:
+    with pytest.raises(ValueError, match="one of tree and counts is required"):
         build_model(ModelConfig(hidden=H), OutputConfig(tree="adaptive"), WordTable(), None, T)
-
-
-@pytest.mark.parametrize("tree", ["two_level", "adaptive"])
-def test_a_restored_model_computes_the_same(tree: str) -> None:
-    config, output, table = ModelConfig(hidden=H), OutputConfig(tree=tree), WordTable()
-    word_class = ClassTree.two_level(torch.arange(N) % 4)
-    class_tree = None if tree == "adaptive" else word_class
-    model = build_model(config, output, table, class_tree, T, counts=COUNTS).eval()
-    restored = restore_model(config, output, table, T, model.state_dict()).eval()
-    tokens = torch.arange(N).view(5, 6)
-    hidden, _ = restored(tokens)
-    assert torch.equal(hidden, model(tokens)[0])
-    assert torch.equal(restored.output.log_prob(hidden), model.output.log_prob(hidden))
 
 
 @pytest.mark.parametrize(("hidden", "heads"), [(200, 5), (300, 6), (256, 8), (650, 5), (6, 3)])

@@ -123,7 +123,7 @@ def test_a_description_of_another_shape_than_the_weights_is_refused_in_a_single_
 def test_a_damaged_description_or_one_of_another_version_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     path = rewritten(tmp_path, format_version=2)
-    with pytest.raises(UserError, match=f"^{path}: format version 2, expected 3$"):
+    with pytest.raises(UserError, match=f"^{path} has format version 2: expected 3$"):
         read_description(tmp_path)
     rewritten(tmp_path, format_version=3, step="3")
     with pytest.raises(UserError, match=f"^{path} is damaged: "):

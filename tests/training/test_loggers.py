@@ -13,7 +13,7 @@ import pytest
 
 from lm.cli import main
 from lm.model.language_model import LanguageModel
-from lm.training import loop
+from lm.training import state
 from lm.training.batches import Batches
 from lm.training.loggers import MetricsFile, ProgressBar
 from lm.training.metrics import Metrics, read_metrics
@@ -70,7 +70,7 @@ def test_seconds_and_speed_leave_out_validation_and_checkpoints(
     seconds: list[int] = []
     monkeypatch.setattr("lm.training.loop.time.perf_counter", lambda: sum(seconds))
     before_call(LanguageModel, "loss", lambda *_: seconds.append(1))
-    before_call(loop, "evaluate", lambda *_, **__: seconds.append(1000))
+    before_call(state, "evaluate", lambda *_, **__: seconds.append(1000))
     options = ["--train.max_steps=6", "--log.every_steps=2", "--train.val_every_steps=3"]
     lines = read_metrics(train(tmp_path / "run", *options) / "metrics.csv")
     assert [(line.step, line.seconds) for line in lines] == [(2, 2), (3, 3), (4, 4), (6, 6)]

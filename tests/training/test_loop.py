@@ -15,7 +15,7 @@ from lm.evaluation import evaluate
 from lm.model.language_model import LanguageModel
 from lm.output.rowwise import RowGradient
 from lm.run import Run
-from lm.training.checkpoint import batches_done, load_checkpoint
+from lm.training.checkpoint import load_checkpoint
 from lm.training.loop import train as train_run
 from lm.training.metrics import read_metrics
 from lm.training.optimizers import CombinedOptimizer
@@ -127,7 +127,7 @@ def test_a_plateau_lowers_the_rate_with_each_validation_that_did_not_improve(
         object.__setattr__(result, "perplexity", next(perplexities))
         return result
 
-    monkeypatch.setattr("lm.training.loop.evaluate", rigged)
+    monkeypatch.setattr("lm.training.state.evaluate", rigged)
     options = ["--optim.schedule=plateau", "--optim.decay=0.5", "--train.val_every_steps=1"]
     found = rates(train, tmp_path / "run", *options, "--train.max_steps=6")
     assert [rate for _, rate in found] == [1, 1, 1, 0.5, 0.25, 0.25]
@@ -231,4 +231,4 @@ def test_a_run_may_stop_after_its_first_validation(
     assert [line.step for line in lines] == [5, 7]
     assert lines[0].train_perplexity == read_metrics(lstm_run / "metrics.csv")[0].train_perplexity
     assert lines[1].valid_perplexity is not None
-    assert batches_done(tmp_path / "checkpoints" / "last.ckpt") == 7
+    assert load_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["progress"]["batches_done"] == 7

@@ -133,7 +133,9 @@ def test_settings_that_would_be_refused_are_not_proposed(
 ) -> None:
     available(1000)
     adaptive = run_of(config("output.tree=adaptive"), None)
-    adaptive.prepared = cast(Any, SimpleNamespace(vocab_size=NUM_WORDS))
+    adaptive.prepared = cast(
+        Any, SimpleNamespace(vocab_size=NUM_WORDS, counts=lambda: [1] * NUM_WORDS)
+    )
     with pytest.raises(UserError, match=r": even --word_table\.optimizer=adagrad would need"):
         module.check_memory(adaptive)
     other_size = config("model.embedding=8", "word_table.optimizer=adagrad", "train.devices=2")

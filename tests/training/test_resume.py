@@ -15,9 +15,9 @@ from lm.cli import main
 from lm.config import load_config
 from lm.run import Run
 from lm.training.batches import Batches, training_batches
-from lm.training.checkpoint import batches_done, load_checkpoint, save_checkpoint
+from lm.training.checkpoint import load_checkpoint, save_checkpoint
 from lm.training.devices import build_fabric
-from lm.training.state import build_state
+from lm.training.state import TrainingState
 
 Train = Callable[..., Path]
 Contents = Callable[[Path], dict[str, str]]
@@ -103,13 +103,15 @@ def test_interrupted_again_and_again_equals_uninterrupted(
         with pytest.raises(SystemExit) as end:
             main(command)
         assert end.value.code == 128 + number
-        done.append(batches_done(last) if last.exists() else 0)
+        done.append(load_checkpoint(last)["progress"]["batches_done"] if last.exists() else 0)
     assert done[0] <= done[1] < done[2] < done[3] < 24
     assert main(command) == 0
     assert_same(tmp_path / "run", uninterrupted(recipe))
 
 
-@pytest.mark.parametrize("what", ["save_model", "save_checkpoint", "copy_checkpoint"])
+@pytest.mark.parametrize(
+    "what", ["lm.training.state.save_model", "lm.training.state.save_checkpoint", "os.link"]
+)
 def test_a_crash_while_the_best_model_is_saved_is_repaired_by_continuing(
     what: str,
     uninterrupted: Callable[[str], Path],
@@ -127,7 +129,7 @@ def test_a_crash_while_the_best_model_is_saved_is_repaired_by_continuing(
         raise Crash
 
     with monkeypatch.context() as patches:
-        patches.setattr(f"lm.training.loop.{what}", crash)
+        patches.setattr(what, crash)
         with pytest.raises(Crash):
             main([*arguments, *RECIPES[recipe]])
     assert main([*arguments, *RECIPES[recipe], "--resume", "auto"]) == 0
@@ -201,7 +203,7 @@ def test_a_continuation_moves_the_carried_state_to_the_device(
     """The device is meta in place of a GPU."""
     run, path = Run.read(lstm_run), lstm_run / "checkpoints" / "last.ckpt"
     fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
-    state = build_state(fabric, run, batches, 24, path)
+    state = TrainingState(fabric, run, batches, load_checkpoint(path))
     carried = state.carried_loss.carried
     assert carried is not None
     assert [tensor.device.type for tensor in carried] == ["cpu"] * len(carried)

@@ -13,7 +13,7 @@ import pytest
 
 from lm.cli import main
 from lm.training.batches import Batches
-from lm.training.checkpoint import batches_done
+from lm.training.checkpoint import load_checkpoint
 from lm.training.signals import SIGNALS, StopSignals
 
 Train = Callable[..., Path]
@@ -103,7 +103,7 @@ def test_killed_from_outside_again_and_again_equals_uninterrupted(
             _, message = process.communicate()
         assert process.returncode == code
         assert "Traceback" not in message
-        before, step = step, batches_done(last)
+        before, step = step, load_checkpoint(last)["progress"]["batches_done"]
         assert before < step < NUM_STEPS
         if code > 0:
             (line,) = re.findall(r"^stopped by .*$", message, re.MULTILINE)
