@@ -28,7 +28,7 @@ from scripts.kernels.emulator.mutations import Judge
 from scripts.kernels.performance_model import per_program
 from scripts.kernels.work import work
 
-from ...definition import assert_errors_are_small, gradients, zipf_targets
+from ...definition import assert_errors_are_small, gradients, two_level, zipf_targets
 
 DTYPES = {n: measure.DTYPES.get(n, torch.float32) for n in ("bf16", "fp16", "tf32", "fp32")}
 EPSILON = {name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()} | {"tf32": 2**-10}
@@ -211,6 +211,37 @@ def check_counts(case: Case) -> None:
 
     emulated(case, inputs(case), emulator, run)
     assert sum(each.num_products > 0 for each in emulator.history) >= 2
+
+
+def num_compilations(num_words: int, sizes: list[int]) -> int:
+    """How many kernels Triton would compile for batches of several sizes.
+
+    It compiles a kernel for the dtypes of tensors, for constants, and for numbers that are 1 or
+    multiples of 16, unless these are not to be specialised.
+    """
+    tree = two_level(num_words, round(num_words**0.5))
+    found = set()
+
+    def compile_for(launch: Launch) -> None:
+        key: list[object] = [launch.kernel.__name__, launch.tile]
+        for parameter in launch.kernel.params:
+            value = launch.arguments[parameter.name]
+            if isinstance(value, Tensor):
+                key.append(value.dtype)
+            elif parameter.is_constexpr or value is None:
+                key.append(value)
+            else:
+                special = not parameter.do_not_specialize
+                key.append((value >= 2**31, special and (value == 1 or value % 16 == 0)))
+        found.add(tuple(map(str, key)))
+
+    for num_positions in sizes:
+        problem = Problem.without_values(num_positions, 300, tree, torch.bfloat16)
+        needs = Needs(hidden=True, weight=True, bias=True)
+        with instrumented(run=compile_for, capability=90):
+            nll, saved = TritonBackend().forward(problem, needs)
+            TritonBackend().backward(nll, problem, saved, needs)
+    return len(found)
 
 
 def faults(

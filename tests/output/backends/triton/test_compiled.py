@@ -2,6 +2,7 @@
 errors and asynchronous operations that are not waited for.
 """
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -13,7 +14,18 @@ pytest.importorskip("triton")
 
 from scripts.kernels.emulator.mutations import KINDS, NOT_SEEN, SEEN
 
-from .cases import DTYPES, ORDERS, TREES, Case, check, check_autocast, check_counts, faults, pool
+from .cases import (
+    DTYPES,
+    ORDERS,
+    TREES,
+    Case,
+    check,
+    check_autocast,
+    check_counts,
+    faults,
+    num_compilations,
+    pool,
+)
 
 KINDS_OF_CODE = list(product((80, 90), DTYPES))
 SIZES = (136, 33, 136, 136, 33, 264, 136, 33)
@@ -113,6 +125,16 @@ def test_mixed_precision_training_has_the_kernels_of_half_precision(
     backbone: str, executor: ProcessPoolExecutor
 ) -> None:
     executor.submit(check_autocast, backbone).result()
+
+
+@pytest.mark.parametrize("num_words", [33_278, 10_000_000])
+def test_batches_of_many_sizes_share_compiled_kernels(
+    num_words: int, executor: ProcessPoolExecutor
+) -> None:
+    """The seven kernels, and the sort once more for each length of runs."""
+    generator = random.Random(0)
+    sizes = [int(2 ** generator.uniform(0, 16)) for _ in range(200)]
+    assert executor.submit(num_compilations, num_words, sizes).result() <= 12
 
 
 @pytest.mark.parametrize("counted", COUNTED, ids=str)
