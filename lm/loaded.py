@@ -8,7 +8,7 @@ another: with SentencePiece, this is the probability of all words that begin wit
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import index
 from typing import Any, NamedTuple
 
@@ -200,6 +200,8 @@ class LoadedModel:
         Arguments are those of `lm.generation.generate_text`, and the fields of `Sampling`:
         temperature, top_k, top_p, min_p, repetition_penalty.
         """
+        if unknown := sampling.keys() - {each.name for each in fields(Sampling)}:
+            raise ValueError(f"generate has no argument {min(unknown)}")
         (samples,) = generate_text(
             self.model,
             self.tokenizer,

@@ -152,6 +152,7 @@ def test_generation_equals_that_of_the_command(
         (lambda m: m.encode("a \udcff"), r"the text 'a \\udcff' is not valid Unicode"),
         (lambda m: m.generate(None), "expected text, got None"),
         (lambda m: m.generate(num_samples=0), "the number of samples must be at least 1, got 0"),
+        (lambda m: m.generate(tokens=10), "generate has no argument tokens"),
         (lambda m: m.perplexity(""), "the text to evaluate is empty"),
     ],
 )

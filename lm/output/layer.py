@@ -81,6 +81,8 @@ class HierarchicalSoftmax(nn.Module):
         super().__init__()
         if not isinstance(hidden_size, int) or hidden_size < 1:
             raise ValueError(f"hidden_size must be an integer ≥ 1, got {hidden_size!r}")
+        if not isinstance(tree, ClassTree):
+            raise ValueError(f"tree must be a ClassTree, such as ClassTree.full(N), got {tree!r}")
         check_backend(backend)
         self.hidden_size, self.vocab_size = hidden_size, tree.vocab_size
         self.ignore_index, self.backend, self.row_wise = ignore_index, backend, row_wise

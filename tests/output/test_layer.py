@@ -83,6 +83,13 @@ def test_hidden_size_must_be_a_positive_integer(hidden_size: Any) -> None:
         HierarchicalSoftmax(hidden_size, TREE)
 
 
+def test_a_number_in_place_of_a_tree_is_refused() -> None:
+    with pytest.raises(ValueError, match="tree must be a ClassTree, such as .*, got 100000"):
+        HierarchicalSoftmax(H, 100_000)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="word_class must be integers, .* got 100000"):
+        ClassTree.two_level(100_000)  # type: ignore[arg-type]
+
+
 def test_a_wrong_backend_is_refused_at_construction() -> None:
     with pytest.raises(ValueError, match="must be auto or one of reference, triton, got 'cuda'"):
         HierarchicalSoftmax(H, TREE, backend="cuda")  # type: ignore[arg-type]

@@ -188,7 +188,7 @@ def _integers(name: str, array: Tensor | Collection[int]) -> Tensor:
     tensor = torch.as_tensor(array)
     inexact = tensor.is_floating_point() or tensor.is_complex()
     if tensor.dim() != 1 or tensor.numel() == 0 or inexact:
-        found = f"{tensor.dtype} {list(tensor.shape)}"
+        found = f"{tensor.dtype} {list(tensor.shape)}" if tensor.dim() else f"{array!r}"
         raise ValueError(f"{name} must be integers, one-dimensional and non-empty, got {found}")
     tensor = tensor.to("cpu", torch.int64)
     if bool((tensor < 0).any()):
