@@ -7,12 +7,14 @@ not need, strips the shared libraries where `strip` is installed, and writes
 packed/triton-3.9.0-cp312.tar.xz. It prints the size of the archive, and the command that unpacks
 and uses it. The exit code is 1 if the archive exceeds --limit.
 
-Left out: the backend for AMD, the profiler and CUPTI, headers except `cuda.h`, and plugins.
-`ptxas-blackwell`, the assembler for sm_100 and above, is a link to `ptxas`, so kernels for those
-architectures need --blackwell.
+Left out: the backend for AMD, the profiler and CUPTI, headers except `cuda.h`, and plugins. Of the
+two assemblers, `ptxas` and `ptxas-blackwell`, only the one is packed that this version of Triton
+takes for the architectures of --sm; the other name is a link to it. (3.9.0 takes `ptxas-blackwell`
+for sm_90; the older `ptxas` of that wheel lets registers be overwritten too early there.)
 """
 
 import argparse
+import ast
 import lzma
 import re
 import shutil
@@ -21,7 +23,10 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 PLATFORMS = ("manylinux_2_27_x86_64", "manylinux_2_28_x86_64")
 LEFT_OUT = re.compile(
@@ -31,10 +36,9 @@ LEFT_OUT = re.compile(
     r"|triton[^/]*\.dist-info/(RECORD|licenses/)|triton/_C/include/"
 )
 """Files of the wheel that are left out, by the beginning of their names."""
-ASSEMBLER, BLACKWELL = (
-    "triton/backends/nvidia/bin/ptxas",
-    "triton/backends/nvidia/bin/ptxas-blackwell",
-)
+COMPILER, PROGRAMS = "triton/backends/nvidia/compiler.py", "triton/backends/nvidia/bin"
+ASSEMBLERS = {"ptxas": "ptxas", "ptxas_blackwell": "ptxas-blackwell"}
+"""Programs by the names that Triton's settings have for them."""
 STRIPPED = re.compile(r"\.so(\.\d+)*$")
 MIB = 1 << 20
 
@@ -49,22 +53,42 @@ def download(version: str, python: str, folder: Path) -> Path:
     return wheel
 
 
-def unpack(wheel: Path, folder: Path, *, blackwell: bool = False) -> None:
+def assembler(source: str, capability: int) -> str:
+    """The program that a version of Triton assembles with, from the source of its compiler.
+
+    Executes the function `get_ptxas` alone, since the package is for another Python.
+
+    Example:
+        >>> assembler("def get_ptxas(arch) -> knobs.Tool: return knobs.nvidia.ptxas", 90)
+        'ptxas'
+    """
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == "get_ptxas":
+            node.returns, node.decorator_list = None, []
+            names: dict[str, Any] = {"knobs": SimpleNamespace(nvidia=SimpleNamespace(**ASSEMBLERS))}
+            exec(compile(ast.Module([node], []), COMPILER, "exec"), names)
+            return str(names["get_ptxas"](capability))
+    raise ValueError(f"{COMPILER} has no function get_ptxas")
+
+
+def unpack(wheel: Path, folder: Path, capabilities: Sequence[int]) -> None:
     """Write the files of a wheel that are not left out, with their permissions."""
     with zipfile.ZipFile(wheel) as archive:
+        source = archive.read(COMPILER).decode()
+        kept = sorted({assembler(source, capability) for capability in capabilities})
+        linked = {f"{PROGRAMS}/{name}" for name in set(ASSEMBLERS.values()) - set(kept)}
         for entry in archive.infolist():
             name = entry.filename
-            linked = name == BLACKWELL and not blackwell
-            if entry.is_dir() or linked or LEFT_OUT.match(name):
+            if entry.is_dir() or name in linked or LEFT_OUT.match(name):
                 continue
             path = Path(archive.extract(entry, folder))
             path.chmod(0o755 if entry.external_attr >> 16 & 0o111 else 0o644)
             if name.endswith(".dist-info/entry_points.txt"):
                 lines = path.read_text(encoding="utf-8").splitlines()
-                kept = [line for line in lines if not line.startswith(("amd", "proton"))]
-                path.write_text("\n".join(kept) + "\n", encoding="utf-8")
-    if not blackwell and (folder / ASSEMBLER).exists():
-        (folder / BLACKWELL).symlink_to("ptxas")
+                backends = [line for line in lines if not line.startswith(("amd", "proton"))]
+                path.write_text("\n".join(backends) + "\n", encoding="utf-8")
+    for name in linked:
+        (folder / name).symlink_to(kept[0])
 
 
 def strip(folder: Path) -> None:
@@ -104,7 +128,8 @@ def main() -> None:
     add("--python", default="3.12", metavar="VERSION", help="default: %(default)s")
     add("--out", type=Path, default=Path(), metavar="DIR", help="default: the current folder")
     add("--wheel", type=Path, metavar="FILE", help="pack this wheel, download nothing")
-    add("--blackwell", action="store_true", help="keep the assembler for sm_100 and above")
+    sm = "compute capability x 10 of the devices; default: 90"
+    add("--sm", type=int, nargs="+", default=[90], help=sm)
     add("--limit", type=int, default=60, metavar="MIB", help="default: %(default)s")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -113,7 +138,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="pack_triton-") as temporary:
         folder = Path(temporary, "unpacked")
         wheel = options.wheel or download(options.version, options.python, Path(temporary))
-        unpack(wheel, folder, blackwell=options.blackwell)
+        unpack(wheel, folder, options.sm)
         strip(folder)
         pack(folder, archive)
     size = archive.stat().st_size

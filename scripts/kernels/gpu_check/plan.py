@@ -68,7 +68,7 @@ def preflight(work: Path, *, dry: bool = False, timing_only: bool = False) -> St
     """The step before all others."""
     options = ["--dry-run"] * dry + ["--timing-only"] * timing_only
     options += ["--json", str(work / "preflight.json")]
-    return Step("preflight", [module("kernels.gpu_check.preflight", *options)], 5, 90)
+    return Step("preflight", [module("kernels.gpu_check.preflight", *options)], 8, 90)
 
 
 def names(*, dry: bool) -> list[str]:

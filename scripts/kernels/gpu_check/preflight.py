@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import time
@@ -61,14 +62,21 @@ def device() -> dict[str, Any]:
     major, minor = torch.cuda.get_device_capability()
     if major < 8:
         raise MissingError(f"compute capability 8.0 is required, this device has {major}.{minor}")
-    version = Path("/proc/driver/nvidia/version")
-    driver = re.search(r"\d+\.\d+[.\d]*", version.read_text()) if version.exists() else None
     return {
         "device": torch.cuda.get_device_name(),
-        "driver": driver and driver[0],
+        "driver": driver(),
         "capability": 10 * major + minor,
         "free_bytes": torch.cuda.mem_get_info()[0],
     }
+
+
+def driver() -> str | None:
+    """Version of the GPU's driver, where nvidia-smi is installed."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    printed = subprocess.run(command, capture_output=True, text=True).stdout
+    return next(iter(printed.splitlines()), None)
 
 
 def tools(capability: int) -> dict[str, Any]:
