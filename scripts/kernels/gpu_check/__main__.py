@@ -28,6 +28,7 @@ if a step failed or had no time. `--dry-run` runs steps without a GPU, tiny and 
 
 import argparse
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -74,26 +75,26 @@ def print_plan() -> None:
         print(f"  {step.name:<15} {step.expected:4d}   limit {step.limit:4d}")
 
 
-def check(options: argparse.Namespace, began: float) -> int:
-    """Run the steps and write the files; returns the exit code."""
-    with tempfile.TemporaryDirectory(prefix="gpu_check-") as folder:
-        command = shlex.join(["scripts/gpu_check", *sys.argv[1:]])
-        facts = {"dry_run": options.dry_run, "command": command}
-        report = Report(options.out.resolve(), Path(folder), facts)
-        run = Run(report, began + options.seconds - RESERVED_SECONDS)
-        missing = None
-        try:
-            missing = run.preflight(dry=options.dry_run, timing_only=options.timing_only)
-            if missing is None:
-                chosen = plan.dry_steps if options.dry_run else plan.steps
-                capability = report.content["capability"]
-                for step in chosen(report.work, capability, options.steps):
-                    run.step(step)
-        finally:
-            report.content["seconds"] = round(time.monotonic() - began, 1)
-            text = report.finish()
-            with suppress(OSError):  # nobody reads the output of a run that was killed
-                print(f"\n{text}written: {report.out}/gpu_check.json", flush=True)
+def check(options: argparse.Namespace, began: float, work: Path) -> int:
+    """Run the steps and write the files; returns the exit code. Deletes `work` at the end."""
+    command = shlex.join(["scripts/gpu_check", *sys.argv[1:]])
+    facts = {"dry_run": options.dry_run, "command": command}
+    report = Report(options.out.resolve(), work, facts)
+    run = Run(report, began + options.seconds - RESERVED_SECONDS)
+    missing = None
+    try:
+        missing = run.preflight(dry=options.dry_run, timing_only=options.timing_only)
+        if missing is None:
+            chosen = plan.dry_steps if options.dry_run else plan.steps
+            capability = report.content["capability"]
+            for step in chosen(report.work, capability, options.steps):
+                run.step(step)
+    finally:
+        report.content["seconds"] = round(time.monotonic() - began, 1)
+        text = report.finish()
+        shutil.rmtree(work, ignore_errors=True)
+        with suppress(OSError):  # nobody reads the output of a run that was killed
+            print(f"\n{text}written: {report.out}/gpu_check.json", flush=True)
     if missing is not None:
         print(f"gpu_check: {missing}", file=sys.stderr)
         return MISSING
@@ -106,8 +107,10 @@ def main() -> None:
     options = parse_options()
     if options.list:
         print_plan()
-    else:
-        sys.exit(processes.guarded(lambda: check(options, began)))
+        return
+    with tempfile.TemporaryDirectory(prefix="gpu_check-", ignore_cleanup_errors=True) as work:
+        code = processes.guarded(lambda: check(options, began, Path(work)))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

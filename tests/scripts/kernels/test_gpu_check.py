@@ -130,8 +130,11 @@ def test_a_killed_check_leaves_no_process_and_a_readable_report(
     killed: str, tmp_path: Path
 ) -> None:
     mark, generator = f"gpu-check-{uuid.uuid4()}", random.Random()
-    guard = start("--dry-run", "--seconds", "3600", "--out", str(tmp_path), GPU_CHECK_MARK=mark)
-    path = tmp_path / "gpu_check.json"
+    out, temporary = tmp_path / "out", tmp_path / "temporary"
+    temporary.mkdir()
+    variables = {"GPU_CHECK_MARK": mark, "TMPDIR": str(temporary)}
+    guard = start("--dry-run", "--seconds", "3600", "--out", str(out), **variables)
+    path = out / "gpu_check.json"
     while not (path.exists() and '"running"' in path.read_text()):
         time.sleep(0.01)
     time.sleep(generator.uniform(0, 6))
@@ -144,7 +147,8 @@ def test_a_killed_check_leaves_no_process_and_a_readable_report(
     report = json.loads(path.read_text())
     expected = "interrupted" if killed == "the guard" else "running"
     assert report["steps"][-1]["status"] in {expected, "passed"}
-    assert len(list(tmp_path.iterdir())) <= 8
+    assert len(list(out.iterdir())) <= 8
+    assert not list(temporary.glob("gpu_check-*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
