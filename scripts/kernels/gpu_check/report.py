@@ -118,8 +118,8 @@ class Report:
         for name, columns in COLUMNS.items():
             lines += _table(columns, known["rows"][name.removesuffix(".jsonl")])
         for step in self.steps:
-            if step["exit_code"]:
-                lines += ["", f"{step['step']}:", step["end_of_output"][-1500:]]
+            if step["exit_code"] and step["end_of_output"].strip():
+                lines += ["", f"{step['step']}:", step["end_of_output"][:3000].strip()]
         return "\n".join(lines)[:SUMMARY_CHARACTERS] + "\n"
 
     def _rows(self, name: str) -> list[Row]:

@@ -64,11 +64,15 @@ class Run:
         print(f"== {step.name}: {shlex.join(step.commands[0])}", flush=True)
         logs = [self.report.work / f"{step.name}.{i}.log" for i in range(len(step.commands))]
 
+        codes = [0] * len(logs)
+
         def observe() -> None:
-            texts = [log.read_text(errors="replace") for log in logs if log.exists()]
+            """Ends of the outputs, those of commands that failed first."""
+            order = sorted(range(len(logs)), key=lambda i: codes[i] == 0)
+            texts = [logs[i].read_text(errors="replace") for i in order if logs[i].exists()]
             lines = [[line for line in text.splitlines() if line.strip()] for text in texts]
             row["last_lines"] = [each[-1] for each in lines if each]
-            row["end_of_output"] = "\n".join(text[-1500:] for text in texts)[-3000:]
+            row["end_of_output"] = "\n".join(text[-1500:] for text in texts[:2])
             row["seconds"] = round(time.monotonic() - begin, 1)
 
         def tick() -> None:
@@ -78,7 +82,7 @@ class Run:
                 self.written = time.monotonic()
 
         try:
-            codes = self._run(step, logs, begin + seconds, tick)
+            codes[:] = self._run(step, logs, begin + seconds, tick)
             row["exit_code"] = next((code for code in codes if code), 0)
             states = {0: "passed", processes.TIMED_OUT: "timed out"}
             row["status"] = states.get(row["exit_code"], "failed")

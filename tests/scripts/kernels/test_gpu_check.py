@@ -169,9 +169,8 @@ sys.exit(processes.guarded(work))
 """
     variables = os.environ | {"GPU_CHECK_MARK": mark, "PYTHONPATH": str(TOP)}
     guard = subprocess.Popen([sys.executable, "-c", program], env=variables)
-    while not (tmp_path / "ready").exists():
+    while not (tmp_path / "ready").exists() or len(processes_with(mark)) < 5:
         time.sleep(0.01)
-    assert len(processes_with(mark)) >= 5
     guard.send_signal(number)
     assert guard.wait(20) == 128 + number
     assert processes_with(mark) == []
@@ -201,6 +200,11 @@ def test_a_step_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path:
     slow = run.step(Step("long", [done, sleep], 1, 6))
     assert (slow["status"], slow["exit_code"]) == ("timed out", 124)
     assert json.loads((tmp_path / "out/gpu_check.json").read_text())["steps"] == report.steps
+    bad = [sys.executable, "-c", "print('bad'); raise SystemExit(3)"]
+    failed = run.step(Step("failed", [done, bad], 1, 60))
+    assert (failed["status"], failed["exit_code"]) == ("failed", 3)
+    assert failed["last_lines"] == ["bad", "done"]
+    assert "\n\nfailed:\nbad" in report.summary()
     late = Run(report, time.monotonic()).step(Step("late", [done], 1, 60))
     assert (late["status"], late["exit_code"]) == ("no time", 124)
     skipped = run.step(Step("none", [], 1, 60, skipped="not installed"))
