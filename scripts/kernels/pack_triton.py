@@ -9,8 +9,9 @@ and uses it. The exit code is 1 if the archive exceeds --limit.
 
 Left out: the backend for AMD, the profiler and CUPTI, headers except `cuda.h`, and plugins. Of the
 two assemblers, `ptxas` and `ptxas-blackwell`, only the one is packed that this version of Triton
-takes for the architectures of --sm; the other name is a link to it. (3.9.0 takes `ptxas-blackwell`
-for sm_90; the older `ptxas` of that wheel lets registers be overwritten too early there.)
+takes for the architectures of --sm; the other name is a link to it. (3.9.0 takes `ptxas-blackwell`,
+13.4, for sm_90 and above; `ptxas`, 12.9, gives other machine code. Kernels for further
+architectures may be assembled by another program than in the wheel.)
 """
 
 import argparse
