@@ -49,6 +49,18 @@ OLDEST_WITH_FENCES = (3, 7, 1)
 """The first version of Triton that puts a fence between asynchronous copies and the asynchronous
 products that read them, on devices of compute capability 9.0 and above.
 """
+TIMING_ONLY = "SQRTLM_UNSAFE_TRITON"
+"""The environment variable that, as "1", accepts older versions. For timing only: their results may
+be wrong.
+"""
+
+
+@constant_when_compiled
+def _lacks_fences() -> bool:
+    """Whether the installed version is older, and not accepted; torch 2.11 cannot trace this."""
+    version = triton_version()
+    assert version is not None
+    return version < OLDEST_WITH_FENCES and os.environ.get(TIMING_ONLY) != "1"
 
 
 class TritonBackend:
@@ -71,7 +83,7 @@ class TritonBackend:
         version = triton_version()
         if version is None:
             return "requires the package triton"
-        if version < OLDEST_WITH_FENCES and capability(device) >= 90 and not interpreted:
+        if capability(device) >= 90 and not interpreted and _lacks_fences():
             return (
                 f"requires Triton {'.'.join(map(str, OLDEST_WITH_FENCES))} on devices of compute"
                 f" capability 9.0 and above, got {'.'.join(map(str, version))}: its matrix products"

@@ -168,16 +168,22 @@ def test_problems_that_the_kernels_cannot_solve_are_named(monkeypatch: pytest.Mo
     ("version", "refused"),
     [("3.6.0", True), ("3.7.0", True), ("3.7.1", False), ("3.8.0+git", False), ("3.10.0", False)],
 )
-def test_versions_of_triton_without_fences_are_refused(
+def test_versions_of_triton_without_fences_are_refused_unless_for_timing(
     version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("triton.__version__", version)
     monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.delenv("SQRTLM_UNSAFE_TRITON", raising=False)
     tree = two_level(60, 8)
     hidden, weight, _, target = problem(tree, 40, size=16, dtype=torch.float32)
     with instrumented(run=lambda _: None, capability=90):
         found = BACKENDS["triton"].obstacle(
             Problem.of(hidden, weight, target, tree), torch.device("cuda")
         )
+        monkeypatch.setenv("SQRTLM_UNSAFE_TRITON", "1")
+        for_timing = BACKENDS["triton"].obstacle(
+            Problem.of(hidden, weight, target, tree), torch.device("cuda")
+        )
     assert (found is not None) == refused
     assert found is None or found.startswith("requires Triton 3.7.1 on devices")
+    assert for_timing is None
