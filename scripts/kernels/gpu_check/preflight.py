@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -137,19 +138,28 @@ def support(capability: int, *, dry: bool, timing_only: bool) -> dict[str, Any]:
 
 
 def comparison(dtypes: list[str], capability: int) -> dict[str, str | None]:
-    """How the kernels differ from the reference, by dtype; None where they agree."""
+    """How the kernels differ from the reference, by dtypes; None where they agree.
+
+    Half precision also with rows in fp32 (`bf16*fp32`), as mixed-precision training has it.
+    """
     import torch
 
     from lm.output.backends.triton.backend import TritonBackend
-    from lm.output.backends.triton.verify import difference, tiny_problem
+    from lm.output.backends.triton.tile_shapes import tf32
+    from lm.output.backends.triton.verify import Kind, difference, tiny_problem
     from scripts.benchmarks.measure import DTYPES
     from scripts.kernels.compilation import compile_all, launches, moved
 
-    problems = [moved(tiny_problem(DTYPES[dtype])[0], "meta") for dtype in dtypes]
+    kinds = {}
+    for dtype, rows in product(dtypes, ("fp32", None)):
+        single = DTYPES[rows or dtype]
+        name = dtype if rows in (None, dtype) else f"{dtype}*{rows}"
+        kinds[name] = Kind(DTYPES[dtype], single, single, 16, 16, tf32())
+    problems = [moved(tiny_problem(kind)[0], "meta") for kind in kinds.values()]
     found = [launch for problem in problems for launch in launches(problem, capability)]
     compile_all([(launch, capability) for launch in found])
     gpu = torch.device("cuda", 0)
-    return {dtype: difference(TritonBackend(), gpu, DTYPES[dtype]) for dtype in dtypes}
+    return {name: difference(TritonBackend(), gpu, kind) for name, kind in kinds.items()}
 
 
 def interpreted_comparison() -> dict[str, str | None]:

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lm.model.language_model import Backbone, LanguageModel
+from lm.model.language_model import LanguageModel
 from lm.model.lstm import LSTM
 from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
@@ -150,13 +150,11 @@ def check_autocast(backbone: str) -> None:
     """A language model's training step under bf16 autocast, with the kernels on tensor cores."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    backbone_of: Backbone = (
-        LSTM(64, 64, 1) if backbone == "lstm" else Transformer(64, 64, 1, heads=2, context=9)
-    )
+    layers = LSTM(64, 64, 1) if backbone == "lstm" else Transformer(64, 64, 1, heads=2, context=9)
     softmax = HierarchicalSoftmax(64, TREES["classes of 1 to 300 words"](), backend="triton")
-    model = LanguageModel(backbone_of, softmax, embedding_size=64)
+    model = LanguageModel(layers, softmax, embedding_size=64)
     words = zipf_targets(softmax.tree, 80).clamp(min=0).view(10, 8)
-    emulator, dtypes = Emulator(90), set()
+    emulator, dtypes = Emulator(90), set[tuple[str, torch.dtype]]()
 
     def run(launch: Launch) -> None:
         if launch.kernel.__name__ in ("_forward", "_heavy", "_rows"):
@@ -165,14 +163,13 @@ def check_autocast(backbone: str) -> None:
         execute(launch)
 
     def step(dtype: torch.dtype) -> list[Tensor]:
-        model.to(dtype).zero_grad()
+        model.to(dtype)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
             loss, _ = model.loss(words[:-1], words[1:])
-        loss.backward()
-        assert softmax.weight.grad is not None
-        assert softmax.bias.grad is not None
-        parameters = torch.cat([p.grad.flatten() for p in backbone_of.parameters()])
-        return [loss.detach(), parameters, softmax.weight.grad, softmax.bias.grad]
+        table = list(softmax.parameters())
+        rest = list(layers.parameters())
+        d_weight, d_bias, *others = torch.autograd.grad(loss, [*table, *rest])
+        return [loss.detach(), torch.cat([each.flatten() for each in others]), d_weight, d_bias]
 
     allowed = mock.patch.object(TritonBackend, "obstacle", return_value=None)  # on a CPU
     with emulator, instrumented(run=run, capability=90), allowed:

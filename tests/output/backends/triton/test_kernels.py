@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_a_batch_that_would_save_too_much_is_computed_in_parts(
     assert one.new_saved(whole, needs) == []
     results = []
     for name in ("triton", "reference"):
-        options = {"reduction": "none", "row_wise": row_wise, "backend": name}
+        options: dict[str, Any] = {"reduction": "none", "row_wise": row_wise, "backend": name}
         nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, **options)
         found = torch.autograd.grad(nll, inputs, upstream)
         results.append([nll.detach(), *(each.to_dense() for each in found)])

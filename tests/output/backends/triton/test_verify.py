@@ -21,7 +21,7 @@ from triton.compiler.errors import CompilationError
 
 CPU = torch.device("cpu")
 TREE = ClassTree.two_level(torch.arange(40) // 7)
-KIND = Kind(*[torch.float16] * 3, 16, 16, False)
+KIND = Kind(torch.float16, torch.float16, torch.float16, 16, 16, False)
 HALF = Problem.without_values(30, 16, TREE, torch.float16)
 
 
