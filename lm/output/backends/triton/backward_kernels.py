@@ -206,10 +206,10 @@ def _heavy_hidden(
     v = begin + tile_row
     left = h0 + tl.arange(0, BLOCK_H // 2)
     right = left + BLOCK_H // 2
-    num_heavy = tl.load(light_level + v, mask=v < P, other=0)
     total_left = tl.zeros([BLOCK_V, BLOCK_H // 2], ACC)
     total_right = tl.zeros([BLOCK_V, BLOCK_H // 2], ACC)
     for d in range(0, D):
+        num_heavy = tl.load(light_level + v, mask=v < P, other=0)
         nodes = tl.load(node + d * P + v, mask=d < num_heavy, other=-1)
         s = _next(nodes, v, begin, BLOCK_V)
         while s >= 0:
@@ -226,10 +226,10 @@ def _heavy_hidden(
                 total_right = _add_rows(total_right, error, rows, right, ACC, PRECISION)
             nodes = tl.where(nodes == n, -1, nodes)
             s = _next(nodes, v, begin, BLOCK_V)
-    light = (v < P) & (num_heavy < D)
+    # loaded again: what is kept during the loops, and 64-bit rows, fill registers
+    light = (v < P) & (tl.load(light_level + v, mask=v < P, other=D) < D)
     _store_block(partial_hidden, begin, light, left, hidden_stride, hidden_stride, total_left)
     _store_block(partial_hidden, begin, light, right, hidden_stride, hidden_stride, total_right)
-    # loaded again: what is kept during the loops, and 64-bit rows, fill registers
     heavy = (v < P) & (tl.load(light_level + v, mask=v < P, other=0) == D)
     p = tl.load(position + v, mask=heavy, other=0)
     _store_rows(d_hidden, p, heavy, left, H, H, _scaled(total_left, scale))

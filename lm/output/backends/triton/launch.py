@@ -157,9 +157,9 @@ def tiles_for(problem: Problem) -> Tiles:
     """The tile shapes for a problem on its device."""
     if _instruments.tiles is not None:
         return _instruments.tiles
-    dtype, device = problem.hidden.dtype, problem.hidden.device
-    tensor_cores = dtype == torch.float32 and tf32()
-    return tiles(dtype, capability(device), alignment(problem), tensor_cores=tensor_cores)
+    dtypes, device = (problem.hidden.dtype, problem.weight.dtype), problem.hidden.device
+    tensor_cores = dtypes[0] == torch.float32 and tf32()
+    return tiles(dtypes, capability(device), alignment(problem), tensor_cores=tensor_cores)
 
 
 def splits_for(problem: Problem) -> int:
