@@ -78,6 +78,10 @@ class Access:
         """Raise unless all bytes are within memory of a size, and aligned."""
         if int(offset.view(np.uint64).max()) + self.width > size:
             self.fail("address outside of memory", (offset < 0) | (offset + self.width > size))
+        self.check_alignment(offset)
+
+    def check_alignment(self, offset: Array) -> None:
+        """Raise unless offsets are multiples of the bytes of the access."""
         if np.bitwise_or.reduce(offset) & (self.width - 1):
             self.fail("misaligned address", offset & (self.width - 1) != 0)
 

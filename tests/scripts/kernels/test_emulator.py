@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from scripts.kernels.emulator import Fault, Unsupported
 from scripts.kernels.emulator.execution import Code, Request, Run
-from scripts.kernels.emulator.global_memory import GlobalMemory
+from scripts.kernels.emulator.global_memory import SPACING, Buffer, GlobalMemory
 
 from .processes import TOP, run_python
 
@@ -71,10 +71,10 @@ def run(body: str, order: str = "together", grid: tuple[int, int, int] = (2, 1, 
     text = KERNEL.format(body=body.replace(";", ";\n"))
     numbers = np.arange(64, dtype=np.uint32).view(np.uint8)
     tensors = [
-        ("numbers", numbers, np.ones(256, np.bool_), 4),
-        ("results", numbers.copy(), np.zeros(256, np.bool_), 4),
+        Buffer("numbers", numbers, np.ones(256, np.bool_), 4, SPACING),
+        Buffer("results", numbers.copy(), np.zeros(256, np.bool_), 4, 2 * SPACING),
     ]
-    request = Request(text, grid, 512, tensors, [(0, 0), (1, 0)])
+    request = Request(text, grid, 512, tensors, [SPACING, 2 * SPACING])
     return Run(request, Code(text), order, counting=True, limit=1000)
 
 
