@@ -1,6 +1,7 @@
 """What one instruction accesses in memory, for all threads that execute it, and what is wrong."""
 
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ class Lanes:
         self.warp = self.thread // 32
         self.epoch_of = np.zeros(len(ids), np.int64)  # barriers that each program has passed
         self.epoch = np.zeros(self.size, np.int64)
+        self.checksums: dict[str, int] = {}  # by space, of what is accessed; empty: not wanted
 
     def pass_barrier(self, rows: Array | None) -> None:
         """Start the next epoch of some programs, or of all."""
@@ -68,6 +70,14 @@ class Access:
     def epoch(self) -> Array:
         """Barriers that its program has passed, [k]."""
         return np.asarray(self.lanes.epoch[self.chosen])
+
+    def note(self, space: str, *values: Array) -> None:
+        """Add to the checksum of a memory who accesses what, and with which values."""
+        sums = self.lanes.checksums
+        if sums:
+            which = np.arange(self.lanes.size)[self.chosen]
+            for each in (np.array(self.by.index), which, self.address, *values):
+                sums[space] = crc32(each.tobytes(), sums[space])
 
     def part(self, part: Array) -> "Access":
         """The access of some of the threads, given as indices."""

@@ -119,6 +119,7 @@ class Run:
         num_instructions: executed, by one or several programs at a time.
         reached: first instructions of the blocks that were executed.
         useful: waits and fences that found something to order.
+        checksums: of all accesses of global and of shared memory and what they store, if counting.
     """
 
     def __init__(
@@ -137,6 +138,8 @@ class Run:
         self.num_products = self.num_instructions = 0
         self.reached: set[int] = set()
         self.useful: set[int] = set()
+        spaces = ("global", "shared") if counting else ()
+        self.checksums: dict[str, list[int]] = {space: [] for space in spaces}
         self.request, self._code, self._random = request, code, np.random.default_rng(seed)
         ids = np.arange(num_programs)
         if order == "backward":
@@ -168,6 +171,7 @@ class Run:
             num_shared_bytes=self.request.num_shared_bytes, element_bytes=code.element_bytes,
             slots=code.decoder.slots, parameters=self._parameters(),
         )  # fmt: skip
+        programs.lanes.checksums = dict.fromkeys(self.checksums, 0)
         scheduler = Scheduler(programs, code.blocks, order, self._random, limit)
         scheduler.run()
         self.ambiguous += programs.shared.ambiguous
@@ -175,6 +179,8 @@ class Run:
         self.num_instructions += scheduler.num_instructions
         self.reached |= scheduler.reached
         self.useful |= programs.shared.useful
+        for space, sums in self.checksums.items():
+            sums.append(programs.lanes.checksums[space])
 
     def _parameters(self) -> dict[str, Array]:
         types = self._code.kernel.parameters

@@ -119,6 +119,7 @@ class GlobalMemory:
     def load(self, access: Access) -> Array:
         """Bytes [k, width]."""
         offset, index, n = self._rows(access, "read")
+        access.note("global")
         if self.trace:
             self.trace.add_global(access, index, n, write=False)
         writer = take(self.writer, index, n)
@@ -136,6 +137,7 @@ class GlobalMemory:
     def store(self, access: Access, raw: Array) -> None:
         """Write bytes [k, width]."""
         offset, index, n = self._rows(access, "write")
+        access.note("global", raw)
         if self.trace:
             self.trace.add_global(access, index, n, write=True)
         place, order = offset // access.width, np.arange(len(index), dtype=np.int32)
@@ -163,6 +165,7 @@ class GlobalMemory:
             self._write(one, where, n, what, by_atomic=True)
             old[i] = words[place]
             words[place] = update(old[i], i)
+            one.note("global", words[place])
             self._synchronise(int(access.program[i]), int(access.epoch[i]), place, order)
             if self._counting:
                 self._count(one, offset[i : i + 1], self.stored)

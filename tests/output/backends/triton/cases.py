@@ -24,7 +24,7 @@ from lm.output.backends.triton.launch import Launch, execute, instrumented, tile
 from scripts.benchmarks import measure
 from scripts.kernels.compilation import compiled_launch
 from scripts.kernels.emulator import Emulator
-from scripts.kernels.emulator.mutations import Judge
+from scripts.kernels.emulator.judge import Judge
 from scripts.kernels.performance_model import per_program
 from scripts.kernels.work import work
 
