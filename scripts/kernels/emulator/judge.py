@@ -4,12 +4,16 @@ A fault is seen if the execution of a launch raises, or writes other values, or 
 other bytes. Not counted, as idle, is what cannot be a fault in these launches:
 
 - a wait or fence that finds nothing to order, or is followed by one that orders as much, with
-  nothing but arithmetic between;
+  nothing but arithmetic between, or barriers and other products between two waits for products;
 - a barrier that orders nothing by the definition of a race, as `trace` finds for some programs of
   each launch: the compiler puts one between any two accesses of a buffer that it does not know to
   be of the same warp, and next to those that the source asks for;
 - a changed instruction that computes what the original does, for all threads, whenever it is
-  executed, as a product of small numbers that is narrowed to 32 bits.
+  executed, as a product of small numbers that is narrowed to 32 bits;
+- a loop that runs one step longer, in which no thread then accesses global memory.
+
+Nor is counted, as unused, a changed instruction with which every access of global and of shared
+memory is the same, with the same values: no thread that accesses memory uses the result.
 
 A predicate that is not seen is true for every thread that reaches it, or keeps threads from loading
 what they do not use and another thread of the program loads anyway.
@@ -65,13 +69,13 @@ class Judge:
         runs = [run for run in self._runs[mutant.text] if block.start in run.reached]
         if not runs:
             return NOT_REACHED
-        if mutant.kind in FOLLOWED and _is_idle(kernel, index, runs):
-            return IDLE
         verdicts = set()
         for run in runs:
             verdicts.add(_compared(mutant, run))
             if seen := verdicts & {*SEEN}:
                 return seen.pop()
+        if mutant.kind in FOLLOWED and _is_idle(kernel, index, runs):
+            return IDLE
         if mutant.kind == "barrier":
             return IDLE if index in self._idle_barriers(mutant.text) else NOT_SEEN
         return next(each for each in (NOT_SEEN, UNUSED, IDLE) if each in verdicts)
@@ -95,7 +99,9 @@ def _is_idle(kernel: Kernel, index: int, runs: list[Run]) -> bool:
     if not any(index in run.useful for run in runs):
         return True
     this, *later = kernel.instructions[index:]
-    following = next((by for by in later if by.mnemonic in ORDERED), this)
+    passed = {"bar", "fence", "wgmma"} if this.mnemonic == "wgmma" else set()
+    stops = (by for by in later if by.fields == this.fields or by.mnemonic in ORDERED - passed)
+    following = next(stops, this)
     if following.fields != this.fields or not this.operands:
         return False
     return following is not this and int(following.operands[0]) <= int(this.operands[0])
