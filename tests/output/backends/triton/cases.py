@@ -3,12 +3,14 @@
 The functions run in processes of `pool`, where kernels are compiled, not interpreted.
 """
 
+import mmap
 import os
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import NamedTuple
+from tempfile import TemporaryFile
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -20,11 +22,12 @@ from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
-from lm.output.backends.triton.launch import Launch, execute, instrumented, tiles_for
+from lm.output.backends.triton.launch import SLOT, Launch, execute, instrumented, tiles_for
 from scripts.benchmarks import measure
 from scripts.kernels.compilation import compiled_launch
 from scripts.kernels.emulator import Emulator
-from scripts.kernels.emulator.mutations import Judge
+from scripts.kernels.emulator.execution import Run
+from scripts.kernels.emulator.judge import Judge
 from scripts.kernels.performance_model import per_program
 from scripts.kernels.work import work
 
@@ -46,6 +49,8 @@ TREES: dict[str, Callable[[], ClassTree]] = {
         torch.arange(6).repeat_interleave(torch.tensor([1, 3, 10, 30, 100, 300]))
     ),
 }
+FAR = 1 << 24
+"""Elements from row to row: within a tile of 128 rows, offsets have 32 bits."""
 ORDERS = ("forward", "backward", "interleaved")
 LOADED = ("sorted_hidden", "weight", "errors", "exp_logits", "partial_hidden", "partial_rows")
 SECTORS = ("sorted_hidden", "weight", "errors", "exp_logits", "hidden")
@@ -144,6 +149,43 @@ def check(case: Case) -> Counter[str]:
     )
     assert_errors_are_small([first, baseline, truth], 8 * EPSILON[case.dtype])
     return ambiguous
+
+
+def check_far(case: Case) -> list[Run]:
+    """Raise unless results are the same if the rows of saved tensors are far apart.
+
+    Their rows are then `FAR` elements apart, in memory that takes no space where it is not written,
+    so that offsets of the last ones need more than 32 bits. All other arguments are the same.
+
+    Returns:
+        The runs of launches with such rows.
+    """
+    torch.set_num_threads(1)
+    given, emulator = inputs(case), Emulator(case.capability, counting=True, recording=True)
+    moved: dict[int, Tensor] = {}  # by address of what it takes the place of
+
+    def far(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in moved:
+            size, item = (len(tensor) * FAR, tensor.element_size())
+            with TemporaryFile() as file:  # whose pages exist when they are written
+                file.truncate(size * item)
+                memory = mmap.mmap(file.fileno(), size * item)
+            flat = torch.frombuffer(memory, dtype=tensor.dtype, count=size)
+            moved[tensor.data_ptr()] = flat.as_strided(tensor.shape, (FAR, 1))
+        return moved[tensor.data_ptr()]
+
+    def run(launch: Launch) -> None:
+        names = {"exp_logits", "errors", "block_max"} & launch.arguments.keys()
+        changes: dict[str, Any] = {name: far(launch.arguments[name]) for name in names}
+        strides = {"path_slots": FAR // SLOT, "path_blocks": FAR}
+        changes |= {name: stride for name, stride in strides.items() if name in launch.arguments}
+        execute(launch._replace(arguments=launch.arguments | changes))
+
+    found = emulated(case, given, emulator, run)
+    expected = emulated(case, given, Emulator(case.capability))
+    same = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+    assert all(same), f"results with rows far apart are those of dense rows: {same}"
+    return [each for each in emulator.history if len(each.request.tensors) > case.positions]
 
 
 def check_autocast(backbone: str) -> None:
@@ -252,6 +294,13 @@ def faults(
         history += emulator.history
     judge = Judge(history)
     return [(one.kind, str(one), judge.verdict(one)) for one in judge.mutants(most)[share]]
+
+
+def narrowed_products(case: Case) -> list[tuple[str, str]]:
+    """Name of the narrowed products in kernels whose rows are far apart, and how they are seen."""
+    judge = Judge(check_far(case))
+    products = [each for each in judge.mutants() if each.kind == "narrowed product"]
+    return [(str(one), judge.verdict(one)) for one in products[::5]]
 
 
 def pool() -> ProcessPoolExecutor:
