@@ -85,7 +85,7 @@ def report(
         seen = set()
         torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
         kinds = [DTYPES.get(name, torch.float32) for name in dtype.split("*")]
-        options = {"weight_dtype": kinds[-1], "columns": columns}
+        options: dict[str, Any] = {"weight_dtype": kinds[-1], "columns": columns}
         problem = make_problem(100_000, size, 16_384, kinds[0], **options, bias=True)
         for launch in launches(problem, capability, row_wise=(False, True)):
             name = launch.kernel.__name__

@@ -70,8 +70,10 @@ COUNTED = [
     Case(tree="three levels", size=128, positions=150, bias=False),
     Case(tree="root only", size=128, positions=130, bias=False),
     Case(tree="wide classes", size=128, positions=200, bias=False),
+    Case(tree="two levels", size=128, bias=False, rows="fp32"),
+    Case(tree="classes of 1 to 300 words", size=128, positions=200, bias=False, rows="fp32"),
 ]
-"""Rows are sectors of the caches, in the dtype and on the architecture of the model."""
+"""Rows are sectors of the caches, in the dtypes and on the architecture of the model."""
 MUTATED = [Case(size=264, positions=120), Case(tree="three levels", size=136)]
 ALL_MUTATED = [
     Case(tree=tree, positions=200, size=size)
