@@ -26,7 +26,7 @@ _POSITIONS, _SIZE, _WORDS = 64, 64, 300
 
 
 def host_seconds(capability: int, rounds: int = 300) -> dict[str, Range]:
-    """Seconds of the Python path and of each launch, by name: the fastest tenth and the median."""
+    """Seconds of the Python path and of each launch, by name: see `timed`."""
     tree = ClassTree.two_level(num_words=_WORDS)
     hidden = torch.zeros(_POSITIONS, _SIZE, requires_grad=True)
     weight = torch.zeros(tree.num_rows, _SIZE, requires_grad=True)
@@ -60,10 +60,13 @@ def _launching(launch: Launch) -> Callable[[], object]:
 
 
 def timed(step: Callable[[], object], rounds: int) -> Range:
-    """The fastest tenth and the median of the seconds of a step."""
+    """The fastest tenth and the median of the processor seconds of a step.
+
+    Not of a clock on the wall: other programs may run on this computer.
+    """
     seconds = []
     for _ in range(rounds):
-        begin = time.perf_counter()
+        begin = time.process_time()
         step()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
     return Range(statistics.quantiles(seconds, n=10)[0], statistics.median(seconds))

@@ -64,11 +64,11 @@ def _write_lists(a: _Arrays, block_v: int) -> None:
         level = np.full(positions, d)
         fields = [v, level, start, stop, a["num_children"][n], *kinds]
         found.append(np.stack([each.astype(np.int64) for each in fields]))
-    v, d, start, stop, width, *kinds = np.concatenate(found, axis=1)
+    v, d, start, stop, width, *chosen = np.concatenate(found, axis=1)
     order = np.lexsort((v, d, v // block_v))
     flat = d * positions + v
-    lists = [flat[order][kind[order] > 0] for kind in kinds]
-    rows = order[kinds[-1][order] > 0]
+    lists = [flat[order][kind[order] > 0] for kind in chosen]
+    rows = order[chosen[-1][order] > 0]
     lists[3:], num_sums = _tiles(a, flat[rows], start[rows], stop[rows], width[rows])
     names = "heavy_tiles", "light_nodes", "light_groups", "row_tiles", "chunk_tiles", "split_tiles"
     for name, entries in zip(names, lists, strict=True):
