@@ -55,7 +55,7 @@ ORDERS = ("forward", "backward", "interleaved")
 LOADED = ("sorted_hidden", "weight", "errors", "exp_logits", "partial_hidden", "partial_rows")
 SECTORS = ("sorted_hidden", "weight", "errors", "exp_logits", "hidden")
 ONCE = (*LOADED, "hidden", "d_hidden", "d_weight", "block_max", "node_of_row")
-"""Tensors whose bytes `scripts.kernels.work` counts: loads, loads of whole sectors, and every
+"""Tensors whose bytes `scripts.kernels.work` counts: loads, of these in whole sectors, and every
 element once.
 """
 
@@ -242,11 +242,10 @@ def check_counts(case: Case) -> None:
             assert 2 * found.num_products == flops, f"{kernel}: {flops} operations"
         if model.memory:
             loaded = sum(memory.loaded[name] for name in (*LOADED, "hidden")) + once["node_of_row"]
+            loaded += sum(memory.sectors[name] - memory.loaded[name] for name in SECTORS)
             assert loaded == model.loaded, f"{kernel}: {loaded} bytes loaded, not {model.loaded}"
             total = sum(once[name] for name in ONCE)
             assert total == model.memory, f"{kernel}: {total} bytes once, not {model.memory}"
-            sectors = [memory.sectors[name] - memory.loaded[name] for name in SECTORS]
-            assert not any(sectors), f"{kernel}: {sectors} more bytes in whole sectors"
 
     emulated(case, inputs(case), emulator, run)
     assert sum(each.num_products > 0 for each in emulator.history) >= 2

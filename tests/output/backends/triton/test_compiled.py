@@ -24,8 +24,8 @@ from .cases import (
     check_autocast,
     check_counts,
     faults,
-    num_compilations,
     narrowed_products,
+    num_compilations,
     pool,
 )
 
@@ -84,8 +84,10 @@ COUNTED = [
     Case(tree="three levels", size=128, positions=150, bias=False),
     Case(tree="root only", size=128, positions=130, bias=False),
     Case(tree="wide classes", size=128, positions=200, bias=False),
+    Case(tree="two levels", size=128, bias=False, rows="fp32"),
+    Case(tree="classes of 1 to 300 words", size=128, positions=200, bias=False, rows="fp32"),
 ]
-"""Rows are sectors of the caches, in the dtype and on the architecture of the model."""
+"""Rows are sectors of the caches, in the dtypes and on the architecture of the model."""
 UNEQUAL = Case(tree="classes of 1 to 300 words", size=264, positions=200)
 MUTATED = [UNEQUAL, Case(tree="three levels", size=136)]
 ALL_MUTATED = [
