@@ -103,14 +103,14 @@ class _Arguments:
         found: Counts = self[name][: self["num_entries"][place]]
         return found
 
-    def sectors(self, columns: int) -> float:
+    def sectors(self, columns: int, *, halves: bool = True) -> float:
         """Bytes moved for each byte of some columns of a weight row, wherever rows begin.
 
-        Twice as many if rows are cast when they are read: a thread has as many columns as of hidden
-        vectors, 16 bytes at a time, and neighbouring threads then load half sectors.
+        Twice as many if rows are cast when they are read, in halves of sectors: a thread has as
+        many columns as of hidden vectors, 16 bytes at a time, next to those of its neighbours.
         """
         size: int = min(columns * self.weight_item, self.row_bytes)
-        times = 2 if self.weight_item > self.item else 1
+        times = 2 if halves and self.weight_item > self.item else 1
         return times * (size + SECTOR - math.gcd(self.row_bytes, SECTOR)) / size
 
     def stop(self) -> Counts:
@@ -260,7 +260,8 @@ def _heavy(a: _Arguments) -> Work:
         "_heavy_hidden:c0": a.sums(tile, blocks, first=first, repeat=num_h),
     }
     saved = float((visits * a.slots[node]).sum()) * a.item
-    loaded += float(a.width[node].sum()) * a.row_bytes * a.sectors(a.tile.h) + saved * num_h
+    rows_loaded = float(a.width[node].sum()) * a.row_bytes * a.sectors(a.tile.h, halves=False)
+    loaded += rows_loaded + saved * num_h
     light = int((level < a["D"]).sum())
     final, sums = (a.P - light) * a.hidden_bytes, light * a.padded * SINGLE
     once = float(a.width[np.unique(node)].sum()) * a.row_bytes
