@@ -205,7 +205,8 @@ def test_table_of_classes_multiplies_to_the_probability_of_each_word(
 
 
 def test_best_beam_is_printed_and_its_samples_are_in_order(run: Path, printed: Printed) -> None:
-    options = [run, "--prompt=the cat", "--tokens=8", "--beams=5", "--length-penalty=0", "--allow-unk"]
+    options = [run, "--prompt=the cat", "--tokens=8", "--beams=5", "--length-penalty=0"]
+    options += ["--allow-unk"]
     values = json.loads(printed(*options, "--samples=3", "--json", "--show-classes"))
     assert values["log_probs"] == sorted(values["log_probs"], reverse=True)
     for log_prob, steps in zip(values["log_probs"], values["steps"], strict=True):

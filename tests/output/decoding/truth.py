@@ -106,7 +106,7 @@ def restricted(
     previous: Sequence[int] = (),
     excluded: Sequence[int] = (),
 ) -> Tensor:
-    """The distribution [N] to draw from: exclusion, penalty, temperature, top-k, top-p, then min-p."""
+    """The distribution [N] to draw from: exclusion, penalty, temperature, top-k, top-p, min-p."""
     log_prob = log_prob.clone()
     log_prob[list(excluded)] = -torch.inf
     known = sorted(set(previous) - {-1})
