@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lm.evaluation import Evaluation, evaluate_text
 from lm.generation import Sample, Sampling, generate_text, search_text
-from lm.generation.text import checked_text, encode_prompt, unknown_words
+from lm.generation.text import checked_text, encode_prompt, tokens_without_text, unknown_words
 from lm.model.reader import read_prefix
 from lm.run import Run
 from lm.scoring import LineScore, Scorer
@@ -193,12 +193,14 @@ class LoadedModel:
         num_samples: int = 1,
         stop: Sequence[str] = (),
         seed: int = 1,
+        allow_unk: bool = False,
         **sampling: Any,
     ) -> list[str]:
         """Random continuations of a prompt, without it, as `lm generate`.
 
-        Arguments are those of `lm.generation.generate_text`, and the fields of `Sampling`:
-        temperature, top_k, top_p, min_p, repetition_penalty.
+        They have no `<unk>` unless `allow_unk`. Other arguments are those of
+        `lm.generation.generate_text`, and the fields of `Sampling`: temperature, top_k, top_p,
+        min_p, repetition_penalty, excluded.
         """
         if unknown := sampling.keys() - {each.name for each in fields(Sampling)}:
             raise ValueError(f"generate has no argument {min(unknown)}")
@@ -208,7 +210,7 @@ class LoadedModel:
             [prompt],
             num_tokens=num_tokens,
             num_samples=num_samples,
-            sampling=Sampling(**sampling),
+            sampling=Sampling(**{"excluded": self._excluded(allow_unk)} | sampling),
             stop=stop,
             seed=seed,
         )
@@ -221,10 +223,12 @@ class LoadedModel:
         num_tokens: int = 100,
         num_beams: int = 8,
         length_penalty: float = 1,
+        allow_unk: bool = False,
     ) -> list[Sample]:
         """Probable continuations of a prompt, to the end of its line, by beam search.
 
-        Arguments and errors are those of `lm.generation.search_text`.
+        They have no `<unk>` unless `allow_unk`. Other arguments and errors are those of
+        `lm.generation.search_text`.
         """
         return search_text(
             self.model,
@@ -233,7 +237,11 @@ class LoadedModel:
             num_tokens=num_tokens,
             num_beams=num_beams,
             length_penalty=length_penalty,
+            excluded=self._excluded(allow_unk),
         )
+
+    def _excluded(self, allow_unk: bool) -> tuple[int, ...]:
+        return () if allow_unk else tokens_without_text(self.tokenizer)
 
     def _state(self, prefix: Prefix) -> State:
         return self._own(prefix) if isinstance(prefix, State) else self.start(prefix)

@@ -69,7 +69,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Bytes are not part of a test's name: compressed ones may differ from process to process."""
+    """Bytes are not part of a test's name: compressed ones may differ from process to process.
+
+    Dtypes have their names, by which GPU tests are chosen.
+    """
+    if isinstance(val, torch.dtype):
+        return str(val).removeprefix("torch.")
     return argname if isinstance(val, bytes) else None
 
 

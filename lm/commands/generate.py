@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ _CHOICE: Options = {
         "metavar": "TEXT",
         "help": r"end before this text; \n is a line end; may be repeated",
     },
+    "--allow-unk": SWITCH | {"help": "also draw <unk>, the token of unknown words"},
     "--seed": {"type": int, "help": "seed of the random numbers, 64 bits (default 1)"},
     "--show-classes": SWITCH | {"help": "table of words with P(class) and P(word | class)"},
 }
@@ -97,11 +99,13 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     from lm.generation import Sampling, generate_text, search_text
+    from lm.generation.text import tokens_without_text
 
     given = {name: getattr(options, name) for name in _SAMPLING}
     sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
     model, tokenizer, num_tokens = run.model, run.tokenizer, options.tokens
+    excluded = () if options.allow_unk else tokens_without_text(tokenizer)
     _report_unknown_words(tokenizer, prompts)
     is_text = not (options.json or options.show_classes)
     streams = is_text and options.beams is None and options.samples == len(prompts) == 1
@@ -113,14 +117,14 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
             prompts,
             num_tokens=num_tokens,
             num_samples=options.samples,
-            sampling=sampling,
+            sampling=replace(sampling, excluded=excluded),
             stop=[text.replace("\\n", "\n") for text in options.stop or ()],
             seed=1 if options.seed is None else options.seed,
             on_piece=partial(print, end="", flush=True) if streams else None,
         )
     else:
         penalty = 1.0 if options.length_penalty is None else options.length_penalty
-        settings = {"num_beams": options.beams, "length_penalty": penalty}
+        settings = {"num_beams": options.beams, "length_penalty": penalty, "excluded": excluded}
         search = partial(search_text, model, tokenizer, num_tokens=num_tokens, **settings)
         results = map(search, prompts)
     if streams:

@@ -10,6 +10,7 @@ so a score is at most log P / M^α, where M^α is the largest value that it can 
 changes no result. If K is at least the number of all continuations, the search is exhaustive.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ def beam_search(
     num_beams: int,
     length_penalty: float = 1.0,
     eos_id: int | None = None,
+    excluded: Sequence[int] = (),
 ) -> list[Hypothesis]:
     """Searches for the continuations of a prompt with the largest score.
 
@@ -64,6 +66,7 @@ def beam_search(
         num_beams: K.
         length_penalty: α; 0 compares log-probabilities, 1 their mean per token.
         eos_id: token that ends a continuation; None if there is none.
+        excluded: tokens that no continuation has; P is conditioned on none of them being drawn.
 
     Returns:
         Up to K continuations, the best first.
@@ -83,10 +86,16 @@ def beam_search(
     tokens, state = torch.tensor(prompt, device=model.device)[:, None], model.init_state(1)
     live = _Beams(tokens[0, :1] * 0, tokens[:0].T, torch.zeros_like(tokens[0], dtype=torch.float64))
     results: list[Hypothesis] = []
+    num_candidates = min(num_beams + 1, model.vocab_size - len(set(excluded)))
     for length in range(1, num_tokens + 1):
         hidden, state = read_prefix(model, tokens, state)
-        best = model.output.topk(hidden, min(num_beams + 1, model.vocab_size))  # [K, M]
-        log_prob = (live.log_prob[:, None] + best.log_prob.double()).flatten()
+        best = model.output.topk(hidden, num_candidates, excluded=excluded)  # [K, M]
+        log_prob = live.log_prob[:, None] + best.log_prob.double()
+        if excluded:
+            words = torch.tensor(excluded, device=model.device).expand(len(hidden), -1)
+            prob = model.output.candidate_log_prob(hidden, words).double().exp()
+            log_prob -= torch.log1p(-prob.sum(dim=1, keepdim=True))
+        log_prob = log_prob.flatten()
         log_prob, order = log_prob.sort(descending=True, stable=True)
         parent = order // best.word.shape[1]
         extended = torch.cat([live.tokens[parent], best.word.flatten()[order, None]], dim=1)
@@ -116,6 +125,7 @@ def search_text(
     num_tokens: int,
     num_beams: int,
     length_penalty: float = 1.0,
+    excluded: Sequence[int] = (),
 ) -> list[Sample]:
     """The continuations of a prompt that beam search finds, the best first.
 
@@ -135,6 +145,7 @@ def search_text(
         num_beams=num_beams,
         length_penalty=length_penalty,
         eos_id=tokenizer.eos_id,
+        excluded=excluded,
     )
     samples = []
     for tokens, log_prob, _ in found:

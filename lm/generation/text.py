@@ -39,7 +39,7 @@ class Sample(NamedTuple):
 
     text: str  # without the prompt
     tokens: list[int]  # ids, including those of a stop string
-    log_prob: float | None = None  # nats, of a continuation that was searched for
+    log_prob: float | None = None  # nats, of one that was searched for, if none has excluded tokens
 
 
 def checked_text(text: object) -> str:
@@ -68,6 +68,11 @@ def unknown_words(tokenizer: Tokenizer, texts: Iterable[str]) -> list[str]:
     encoded = tokenizer.encode_lines(words)
     pairs = zip(words, encoded, strict=True)
     return [word for word, ids in pairs if tokenizer.unk_id in ids and UNK not in word]
+
+
+def tokens_without_text(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that generated text has only on request: `<unk>`, which stands for any word."""
+    return () if tokenizer.unk_id is None else (tokenizer.unk_id,)
 
 
 class Continuation:

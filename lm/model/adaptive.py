@@ -123,7 +123,7 @@ class AdaptiveSoftmax(nn.Module):
         """Not supported: raises a ValueError."""
         raise ValueError("output.tree: adaptive does not support sampling")
 
-    def topk(self, hidden: Tensor, k: int) -> NoReturn:
+    def topk(self, *arguments: object, **options: object) -> NoReturn:
         """Not supported: raises a ValueError."""
         raise ValueError("output.tree: adaptive does not support search for the best words")
 

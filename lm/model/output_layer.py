@@ -1,6 +1,6 @@
 """OutputLayer: what a language model requires of its softmax over words."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -41,5 +41,5 @@ class OutputLayer(Protocol):
     def sample(self, *arguments: Any, **options: Any) -> Tensor:
         """Draw a word for each position, [...] int64; see `HierarchicalSoftmax.sample`."""
 
-    def topk(self, hidden: Tensor, k: int) -> TopK:
-        """The k most probable words of each position, [..., k]."""
+    def topk(self, hidden: Tensor, k: int, *, excluded: Sequence[int] = ()) -> TopK:
+        """The k most probable words of each position that are not excluded, [..., k]."""

@@ -34,7 +34,8 @@ def hierarchical_cross_entropy(
     With `ClassTree.full(N)` it is `torch.nn.functional.cross_entropy(hidden @ weight.T + bias,
     target)`. Differentiable once, in `hidden`, `weight` and `bias`. Sums are formed in fp32 (fp64
     for fp64) for inputs of any dtype, and the result has that dtype. `weight` and `bias` may have
-    a lower precision than `hidden`, under autocast also a higher one.
+    a lower precision than `hidden`. Under autocast, `hidden` is cast to its dtype, as by
+    `torch.nn.functional.linear`, and the others may have any precision: rows are cast when read.
 
     Args:
         hidden: [..., H] floating point, outputs of a backbone.

@@ -1,6 +1,7 @@
 """HierarchicalSoftmax: the output layer as a module, in place of a linear layer and its loss."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -208,8 +209,10 @@ class HierarchicalSoftmax(nn.Module):
         """
         return self.topk(hidden, 1).word.squeeze(-1)
 
-    def topk(self, hidden: Tensor, k: int) -> TopK:
+    def topk(self, hidden: Tensor, k: int, *, excluded: Sequence[int] = ()) -> TopK:
         """The k (1 … N) most probable words of each position, exact for the full distribution.
+
+        Words in `excluded` are left out; the log-probabilities of the others are as they are.
 
         A class is evaluated only while it is at least as probable as the k-th best word found: few
         classes for a peaked distribution, nearly all for a flat one such as an untrained layer's.
@@ -223,7 +226,7 @@ class HierarchicalSoftmax(nn.Module):
         Raises:
             ValueError: if k is out of range or a log-probability is not finite.
         """
-        return distribution.topk(*self._decoded(hidden), k=k)
+        return distribution.topk(*self._decoded(hidden), k=k, excluded=excluded)
 
     def sample(
         self,

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from data_prep.classes.word_classes import frequency_classes
 from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem, row_size
 from lm.output.backends.triton.backend import TritonBackend
@@ -30,6 +31,9 @@ from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import benchmark_parser, problem_size
 from scripts.kernels.emulator.compiler import compiled
 
+Classes = Literal["equal", "frequency"]
+"""Random classes of one size, or words of neighbouring ranks with equal sums of √count."""
+
 _jobs: list[tuple[Launch, int]] = []  # of the worker processes, which inherit it
 
 
@@ -39,21 +43,28 @@ def make_problem(
     num_positions: int,
     dtype: torch.dtype = torch.bfloat16,
     *,
+    weight_dtype: torch.dtype | None = None,
     columns: int | None = None,
     bias: bool = False,
+    classes: Classes = "equal",
 ) -> Problem:
-    """Inverse-rank targets in a tree of √N random classes of one size; other tensors are empty.
+    """Inverse-rank targets in a tree of √N classes; tensors of floating-point numbers are empty.
 
-    Rows of the weight have as many columns as the layer gives them by default.
+    By default the weight has the dtype of hidden, and rows as long as those of the layer.
     """
     torch.manual_seed(0)
-    word_class = torch.randperm(vocab_size) * round(vocab_size**0.5) // vocab_size
+    num_classes = round(vocab_size**0.5)
+    word_class = torch.randperm(vocab_size) * num_classes // vocab_size
+    target, counts = zipf(vocab_size, num_positions)
+    if classes == "frequency":
+        word_class = torch.from_numpy(frequency_classes(counts.numpy(), num_classes)).long()
     tree = ClassTree.two_level(word_class)
-    target, _ = zipf(vocab_size, num_positions)
     hidden = torch.empty(num_positions, hidden_size, dtype=dtype)
-    weight = torch.empty(tree.num_rows, columns or row_size(hidden_size), dtype=dtype)
-    biases = torch.empty(tree.num_rows, dtype=dtype) if bias else None
-    return Problem.of(hidden, weight, target, tree, biases)
+    shape = (tree.num_rows, columns or row_size(hidden_size))
+    weight = torch.empty(shape, dtype=weight_dtype or dtype)
+    biases = torch.empty(tree.num_rows, dtype=weight.dtype) if bias else None
+    with torch.autocast("cpu", dtype, enabled=weight.dtype != dtype):
+        return Problem.of(hidden, weight, target, tree, biases)
 
 
 def moved(problem: Problem, device: str) -> Problem:

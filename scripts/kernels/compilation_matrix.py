@@ -37,6 +37,7 @@ from scripts.kernels.compilation import compiled_launch, launches, make_problem
 PROCESSOR_SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 """Of which each program takes 1 KiB."""
 PROCESSOR_REGISTERS, PROCESSOR_THREADS, PROCESSOR_PROGRAMS = 65_536, 2048, 32
+KINDS = ["bf16", "fp16", "tf32", "fp32", "bf16*fp32", "fp16*fp32"]
 TENSOR_CORES = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)")
 VERSIONS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "triton_versions"
 
@@ -83,8 +84,10 @@ def report(
     for capability, dtype, (size, columns) in product(capabilities, dtypes, rows):
         seen = set()
         torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
-        kind = DTYPES.get(dtype, torch.float32)
-        problem = make_problem(100_000, size, 16_384, kind, columns=columns, bias=True)
+        kinds = [DTYPES.get(name, torch.float32) for name in dtype.split("*")]
+        problem = make_problem(
+            100_000, size, 16_384, kinds[0], weight_dtype=kinds[-1], columns=columns, bias=True
+        )
         for launch in launches(problem, capability, row_wise=(False, True)):
             name = launch.kernel.__name__
             if kernels is not None and name not in kernels:
@@ -140,8 +143,8 @@ def main() -> None:
     add("--triton", nargs="*", metavar="VERSION", help="default: the installed version")
     add("--versions", type=Path, default=VERSIONS, metavar="DIR", help="default: %(default)s")
     add("--sizes", type=int, nargs="+", default=[300, 650, 1024], metavar="H")
-    high = "tf32: fp32 tensors with torch.set_float32_matmul_precision('high')"
-    add("--dtypes", nargs="+", default=["bf16", "fp16", "tf32", "fp32"], help=high)
+    kinds = "tf32: fp32 with torch.set_float32_matmul_precision('high'); bf16*fp32: fp32 weights"
+    add("--dtypes", nargs="+", default=KINDS, help=kinds)
     add("--sm", type=int, nargs="+", default=[80, 90, 100])
     add("--kernels", nargs="+", metavar="NAME", help="such as _forward; default: all")
     options = parser.parse_args()

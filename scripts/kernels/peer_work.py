@@ -1,15 +1,16 @@
-"""The work of the peers in `kernel_model`: their operations, with bytes and multiply-adds.
+"""The work of the peers in `performance_model`: their operations, with bytes and multiply-adds.
 
 Products of cuBLAS are taken to read as whole tiles of 256 × 256 do: 128 × 256 by clusters of two
 that share what they load. Where such tiles are fewer than processors, several programs share one
 and their sums are added in another launch, as the fused kernels do with chunks of visits. Other
 operations read and write each element once. Issue slots, waits and partly filled waves of peers
-are left out, in their favour.
+are left out, in their favour. Products have as many stages as fit, four or three.
 
 `grouped` does what the fused kernels do as well: it writes zeros for rows without visits, since
-gradients are dense. Grouped products of torch and of CUTLASS load rows that begin at multiples of
-16 bytes. Where rows of the weight do not, they are copied to padded ones, once, and their gradients
-back; hidden vectors are padded when they are gathered, logits when they are allocated.
+gradients are dense. Rows in fp32 are cast to bf16, and gradients back, as under autocast. Grouped
+products of torch and of CUTLASS load rows that begin at multiples of 16 bytes. Where rows of the
+weight do not, they are copied to padded ones, once, and their gradients back; hidden vectors are
+padded when they are gathered, logits when they are allocated.
 """
 
 import math
@@ -38,6 +39,33 @@ class Operation(NamedTuple):
     memory: float = 0  # bytes from and to memory
     loaded: float = 0  # bytes from the second-level cache
     flops: float = 0
+    stages: int = 1  # of the pipeline in which loads and products overlap
+
+
+STAGES, CCE_STAGES = 4, 3
+"""Of products: tiles of 128 × 64 and 256 × 64 in bf16 have room for four in shared memory."""
+
+
+def loss_operations(problem: Problem) -> Iterator[Operation]:
+    """What follows and precedes the loss of every position, for each method.
+
+    Forward: the sum of the nll, targets compared, their number, at least one, and the division.
+    Backward: a one, its division; its expansion is a view. Under autocast with rows in fp32, hidden
+    vectors are cast as well, and their gradients back.
+    """
+    yield Operation("mean", 5)
+    yield Operation("d_nll", 2)
+    if problem.weight.element_size() > ITEM:
+        casts = (SINGLE + ITEM) * problem.hidden.numel()
+        yield Operation("cast hidden", 1, casts)
+        yield Operation("cast d_hidden", 1, casts)
+
+
+def _cast_rows(problem: Problem, numbers: float) -> Iterator[Operation]:
+    """Rows in fp32 as bf16 ones, and gradients back."""
+    if problem.weight.element_size() > ITEM:
+        yield Operation("cast rows", 1, (SINGLE + ITEM) * numbers)
+        yield Operation("cast d_rows", 1, (SINGLE + ITEM) * numbers)
 
 
 def _product(
@@ -48,9 +76,9 @@ def _product(
     loaded = ITEM * k * (m * blocks_n + n * blocks_m)
     operands, splits = ITEM * (m * k + k * n + m * n), PROCESSORS // (2 * blocks_m * blocks_n)
     if splits < 2:
-        return Operation(name, 1, operands, loaded, 2 * m * n * k)
+        return Operation(name, 1, operands, loaded, 2 * m * n * k, STAGES)
     sums = 2 * SINGLE * splits * m * n
-    return Operation(name, 2, operands + sums, loaded + sums / 2, 2 * m * n * k)
+    return Operation(name, 2, operands + sums, loaded + sums / 2, 2 * m * n * k, STAGES)
 
 
 def _three_products(name: str, m: float, n: float, k: float) -> Iterator[Operation]:
@@ -92,12 +120,14 @@ def _class_products(problem: Problem) -> Iterator[Operation]:
         blocks_m, blocks_n = (m / 256).ceil(), (n / 256).ceil()
         loaded = float((ITEM * k * (m * blocks_n + n * blocks_m)).sum())
         padded = float(((m / 64).ceil() * 64 * (n / 64).ceil() * 64 * k).sum())
-        return Operation(f"class {name}", 1, memory, loaded, 2 * padded)
+        return Operation(f"class {name}", 1, memory, loaded, 2 * padded, STAGES)
 
-    zeros = ITEM * size * (problem.weight.shape[0] - num_classes - rows)
+    item = problem.weight.element_size()
+    zeros = item * size * (problem.weight.shape[0] - num_classes - rows)
     if zeros:
         yield Operation("zeros", 1, zeros)
-    if problem.weight.stride(0) * ITEM % ALIGNED:
+    yield from _cast_rows(problem, size * (rows + num_classes))
+    if item == ITEM and problem.weight.stride(0) * ITEM % ALIGNED:
         copied = ITEM * size * (rows + num_classes)
         yield Operation("pad weight", 1, 2 * copied)
         yield Operation("unpad d_weight", 1, 2 * copied)
@@ -114,15 +144,18 @@ def cce(problem: Problem) -> Iterator[Operation]:
     num_words = problem.tree.row_of_word.numel()
     once = ITEM * size * (num_positions + num_words)
     forward = _product("logits", num_positions, num_words, size, tile=(256, 128))
-    yield forward._replace(memory=once)
+    yield forward._replace(memory=once, stages=CCE_STAGES)
+    yield Operation("target logits", 1, 2 * ITEM * size * num_positions)
+    yield from _cast_rows(problem, size * num_words)
     again = _product("backward", num_positions, num_words, size, tile=(128, 128))
     added = ITEM * size * 2 * num_positions * num_words / 128  # of every tile, to both gradients
     yield again._replace(
         memory=2 * once,
         loaded=again.loaded + CCE_KEPT * (2 * added + added),  # operands, and sums read
         flops=again.flops * (1 + 2 * CCE_KEPT),
+        stages=CCE_STAGES,
     )
-    yield Operation("target logits, zeros", 4, once)
+    yield Operation("zeros", 3, once)
 
 
 def adaptive(problem: Problem) -> Iterator[Operation]:
@@ -132,11 +165,13 @@ def adaptive(problem: Problem) -> Iterator[Operation]:
     cutoffs = usual_cutoffs(num_words)
     divisor = min(4, int(size ** (1 / len(cutoffs))))
     head = cutoffs[0] + len(cutoffs)
+    yield from _cast_rows(problem, size * head)
     yield from _three_products("head", num_positions, head, size)
     yield _softmax("head", num_positions * head, launches=4, passes=4)
     for cluster, (first, stop) in enumerate(pairwise([*cutoffs, num_words]), 1):
         inside = int(((problem.target >= first) & (problem.target < stop)).sum())
         narrow, name = size // divisor**cluster, f"tail {cluster}"
+        yield from _cast_rows(problem, narrow * (size + stop - first))
         yield Operation(f"{name} positions", 12, 6 * ITEM * size * inside)
         yield from _three_products(f"{name} projection", inside, narrow, size)
         yield from _three_products(name, inside, stop - first, narrow)

@@ -1,7 +1,7 @@
-"""A performance model of the fused kernels and of their peers on an H200. Nothing is measured.
+"""A performance model of the fused kernels and of their peers on an H200, which measures nothing.
 
-One forward and backward of the output layer: bf16, dense gradients, no bias, two levels of √N
-classes with words assigned at random, inverse-rank targets. The time of a launch is the largest of
+One forward and backward of the output layer with the mean of the loss: bf16, dense gradients, no
+bias, two levels of √N classes, inverse-rank targets. A launch uses
 
   issue    machine instructions of the compiled loops × the iterations that this batch needs;
            programs are put on the processors in order, so that waves and tails count
@@ -10,22 +10,26 @@ classes with words assigned at random, inverse-rank targets. The time of a launc
   l2       bytes from the second-level cache to the processors, in sectors of 32 bytes
   hbm      bytes from and to memory, every element once in each launch
 
-plus the overhead of a launch. The floor is what every implementation must do: visited rows and
-hidden vectors read twice and their gradients written once, or three products for every position and
-column of its path, whichever takes longer. Not modelled: bank conflicts, the address and store
-units, clocks under load, and in peers zeros for rows without visits and waiting for the host.
+and `scripts.kernels.rates` makes a range of time of them, to which the overhead of a launch is
+added. These are times within a CUDA graph. In eager mode, the step takes as long as the host if
+that is longer: for peers an assumption per launch, for the fused kernels the measured time of the
+Python path. Methods whose ranges overlap are "level with" each other.
+
+Classes are random ones of one size, or of equal sums of √count. With rows in fp32, hidden vectors
+are cast to bf16 as under autocast.
+
+The floor is what every implementation must do: visited rows and hidden vectors read twice and their
+gradients written once, or three products for every position and column of its path, whichever takes
+longer at the best rates. Not modelled: bank conflicts, the address and store units, and in peers
+instructions and waits, and zeros for rows without visits in `adaptive`.
 """
 
 import heapq
-import multiprocessing
-import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from itertools import starmap
-from typing import Any
-from unittest import mock
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product, starmap
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -34,58 +38,78 @@ from lm.output.backends.base import Problem
 from lm.output.backends.triton.launch import Launch
 from lm.output.backends.triton.tile_shapes import Tiles
 from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size
-from scripts.kernels.compilation import compiled_launch, launches, make_problem, moved
+from scripts.kernels.compilation import Classes, compiled_launch, launches, make_problem, moved
 from scripts.kernels.compilation_matrix import resources
-from scripts.kernels.peer_work import PEERS, PROCESSORS, Operation
+from scripts.kernels.host_time import PYTHON, host_seconds
+from scripts.kernels.peer_work import PEERS, Operation, loss_operations
+from scripts.kernels.rates import (
+    CLOCKS_PER_INSTRUCTION,
+    CLOCKS_PER_LOAD,
+    H200,
+    HOST_LAUNCH,
+    LAUNCH,
+    SCHEDULERS,
+    SMALL_OPERATION,
+    Device,
+    Range,
+    Use,
+    seconds_of,
+    transferred,
+)
 from scripts.kernels.sass_loops import Loop, loops
 from scripts.kernels.work import Counts, Work, count
 
 SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024), (10_000_000, 300)]
 CAPABILITY = 90
-SCHEDULERS, CLOCK = 4, 1.75e9
-"""Schedulers of a processor of an H200 issue one instruction a clock each."""
-CLOCKS_PER_INSTRUCTION = 2
-"""Of one warp: independent instructions of other warps fill the rest."""
-LATENCY = 600 / CLOCK
-"""Seconds until a load arrives."""
-L2_RATE, HBM_RATE, FLOP_RATE = 5.5e12, 4.3e12, 989e12
-"""Bytes a second from the second-level cache and from memory; dense bf16 operations a second."""
-LAUNCH, SMALL_OPERATION = 1.5e-6, 2.25e-6
-"""Seconds within a CUDA graph: between the end of a launch and the work of the next; of a torch
-operation on a few numbers a position, work included.
-"""
-BOUNDS = ("issue", "latency", "tensor", "l2", "hbm")
+_resources: dict[str, dict[str, Any]] = {}  # by hash of the binary
+ROWS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Dtypes of the weight."""
+RANGE = Range._fields
+ENDS = [f"{prefix}{end}" for prefix in ("", "host_") for end in RANGE]
+"""Names of times in rows."""
 COLUMNS = {
     "N": "{N}",
     "H": "{H}",
+    "classes": "{classes}",
+    "rows": "{rows}",
     "method": "{method}",
     "launch": "{launch}",
     "programs": "{programs}",
     "a processor": "{resident}",
-    **{f"{name} µs": f"{{{name}_us:.1f}}" for name in BOUNDS},
+    **{f"{name} µs": f"{{{name}_us:.1f}}" for name in Use._fields},
     "launches": "{launches}",
-    "time µs": "{us:.1f}",
-    "÷ floor": "{ratio:.2f}",
+    "time µs": "{low_us:.1f} – {high_us:.1f}",
+    "host µs": "{host_low_us:.0f} – {host_high_us:.0f}",
+    "÷ floor": "{low_ratio:.2f} – {high_ratio:.2f}",
     "bound by": "{bound}",
 }
 
 
-def launch_row(launch: Launch, done: Work) -> dict[str, Any]:
+def launch_row(launch: Launch, done: Work, host: Range = HOST_LAUNCH) -> dict[str, Any]:
     """The model of a launch that does some work; times in µs."""
     binary, programs = compiled_launch(launch, CAPABILITY), launch.num_programs
-    found = resources(launch, binary, CAPABILITY, exact=False)
+    if binary.hash not in _resources:
+        _resources[binary.hash] = resources(launch, binary, CAPABILITY, exact=False)
+    found = _resources[binary.hash]
     instructions, waits, flops = per_program(launch, binary, done)
-    resident = min(max(1, found["programs"]), max(1, -(-programs // PROCESSORS)))
-    share = max(CLOCKS_PER_INSTRUCTION, resident * launch.tile.warps / SCHEDULERS)
-    seconds = {
-        "issue": makespan(instructions * share / CLOCK, resident),
-        "latency": makespan(waits * LATENCY, resident),
-        "tensor": flops / FLOP_RATE,
-        "l2": done.loaded / L2_RATE,
-        "hbm": done.memory / HBM_RATE,
-    }
-    row = _row(launch.kernel.__name__, seconds, 1, programs, resident)
-    return {**row, "good": found["good"]}
+    resident = min(max(1, found["programs"]), max(1, -(-programs // H200.processors)))
+    warps = resident * launch.tile.warps / SCHEDULERS
+
+    def scheduled(moved: Use, clocks: float, clocks_per_load: float) -> Use:
+        issue = makespan(instructions * max(clocks, warps) / H200.clock, resident)
+        latency = makespan(waits * clocks_per_load / H200.clock, resident)
+        return moved._replace(issue=issue, latency=latency)
+
+    each = zip(
+        transferred(H200, flops, done.loaded, done.memory),
+        CLOCKS_PER_INSTRUCTION,
+        CLOCKS_PER_LOAD,
+        strict=True,
+    )
+    stages = launch.tile.stages if flops else 1
+    best, worst = starmap(scheduled, each)
+    row = _row(launch.kernel.__name__, best, worst, stages, 1, host)
+    return {**row, "programs": programs, "resident": resident, "good": found["good"]}
 
 
 def per_program(launch: Launch, binary: Any, done: Work) -> tuple[Counts, Counts, float]:
@@ -118,58 +142,64 @@ def _counted(found: list[Loop], done: Work) -> list[Loop]:
 
 def makespan(seconds: Counts, resident: int) -> float:
     """When the last program ends, if each in order takes the first free place."""
-    ends = [0.0] * (PROCESSORS * resident)
+    ends = [0.0] * (H200.processors * resident)
     for each in seconds.tolist():
         heapq.heapreplace(ends, ends[0] + each)
     return max(ends)
 
 
 def _row(
-    name: str, seconds: dict[str, float], launches: int, programs: int = 0, resident: int = 0
+    name: str, best: Use, worst: Use, stages: int, launches: int, host: Range
 ) -> dict[str, Any]:
-    """A row of the table, without its size."""
-    bound = max(seconds, key=lambda key: seconds[key])
-    overhead = launches * (LAUNCH if seconds[bound] else SMALL_OPERATION)
-    total = seconds[bound] + overhead
+    """A row of the table, without its size; `host` is for all launches."""
+    seconds = seconds_of(best, worst, stages)
+    overhead = (LAUNCH if seconds.high else SMALL_OPERATION) * launches
+    total = seconds.plus(overhead)
+    bound = max(best._asdict(), key=lambda key: getattr(best, key))
     return {
         "launch": name,
-        "programs": programs,
-        "resident": resident,
-        **{f"{key}_us": 1e6 * seconds.get(key, 0.0) for key in BOUNDS},
+        "programs": 0,
+        "resident": 0,
+        **{f"{key}_us": 1e6 * value for key, value in best._asdict().items()},
         "launches": launches,
-        "us": 1e6 * total,
-        "bound": bound if seconds[bound] > overhead else "launches",
+        "low_us": 1e6 * total.low,
+        "high_us": 1e6 * total.high,
+        "host_low_us": 1e6 * host.low,
+        "host_high_us": 1e6 * host.high,
+        "bound": bound if seconds.low > overhead.low else "launches",
     }
 
 
 def fused_work(
-    problem_size: tuple[int, int, int], shapes: Sequence[Tiles | None] = (None,)
+    problem_size: tuple[int, int, int],
+    shapes: Sequence[Tiles | None] = (None,),
+    rows: Sequence[torch.dtype] = (torch.bfloat16,),
+    classes: Classes = "equal",
 ) -> list[list[tuple[Launch, Work]]]:
-    """Launches of this project's kernels and what they do, for each choice of tile shapes.
+    """Launches of this project's kernels and what they do, as `scripts.kernels.work.count`.
 
-    Sizes are those of `make_problem`; shapes of None are the backend's.
+    Sizes and classes are those of `make_problem`; shapes of None are the backend's.
     """
-    # the lists of what programs work on need kernels that run, which are not compiled
-    with (
-        mock.patch.dict(os.environ, TRITON_INTERPRET="1"),
-        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
-    ):
-        works = pool.submit(count, problem_size, CAPABILITY, shapes).result()
-    problem = moved(make_problem(*problem_size), "meta")
-    return [
-        list(zip(launches(problem, CAPABILITY, tiles), done, strict=True))
-        for tiles, done in zip(shapes, works, strict=True)
-    ]
+    works = count(problem_size, CAPABILITY, shapes, rows, classes)
+    found = []
+    for (dtype, tiles), done in zip(product(rows, shapes), works, strict=True):
+        problem = make_problem(*problem_size, weight_dtype=dtype, classes=classes)
+        found.append(
+            list(zip(launches(moved(problem, "meta"), CAPABILITY, tiles), done, strict=True))
+        )
+    return found
 
 
 def operation_row(each: Operation) -> dict[str, Any]:
-    """The model of a peer's operation."""
-    seconds = {
-        "tensor": each.flops / FLOP_RATE,
-        "l2": each.loaded / L2_RATE,
-        "hbm": each.memory / HBM_RATE,
-    }
-    return _row(each.name, seconds, each.launches)
+    """The model of an operation of torch or of a peer."""
+    uses = transferred(H200, each.flops, each.loaded, each.memory)
+    return _row(each.name, *uses, each.stages, each.launches, HOST_LAUNCH * each.launches)
+
+
+def operation_seconds(each: Operation, device: Device) -> Range:
+    """The time of an operation on a device, within a CUDA graph."""
+    seconds = seconds_of(*transferred(device, each.flops, each.loaded, each.memory), each.stages)
+    return seconds.plus((LAUNCH if seconds.high else SMALL_OPERATION) * each.launches)
 
 
 def floor_seconds(problem: Problem) -> float:
@@ -180,28 +210,62 @@ def floor_seconds(problem: Problem) -> float:
     width, nodes = tree.num_children[node], torch.unique(node)
     num_classes = int(tree.num_children[0])
     rows = int(tree.num_children[nodes].sum()) + num_classes
-    num_bytes = 3 * (rows + num_positions) * size * problem.hidden.element_size()
+    num_bytes = rows * problem.weight.element_size() + num_positions * problem.hidden.element_size()
     columns = num_positions * num_classes + int(width.sum())
-    return max(num_bytes / HBM_RATE, 3 * 2 * columns * size / FLOP_RATE)
+    best, _ = transferred(H200, 3 * 2 * columns * size, 0, 3 * size * num_bytes)
+    return max(best)
 
 
-def report(size: tuple[int, int], num_positions: int) -> Iterator[dict[str, Any]]:
+def report(
+    size: tuple[int, int],
+    num_positions: int,
+    host: Mapping[str, Range],
+    rows: Sequence[str] = tuple(ROWS),
+    classes: Classes = "equal",
+) -> Iterator[dict[str, Any]]:
     """Rows of every method at one size N, H; the last of each method is its total."""
-    vocab_size, hidden_size = size
-    problem = make_problem(*size, num_positions)
-    floor = 1e6 * floor_seconds(problem)
-    (fused,) = fused_work((*size, num_positions))
-    methods: dict[str, Iterable[dict[str, Any]]] = {"fused": starmap(launch_row, fused)}
-    methods |= {name: map(operation_row, peer(problem)) for name, peer in PEERS.items()}
-    for method, found in methods.items():
-        rows = list(found)
-        total = {key: sum(row[key] for row in rows) for key in ("launches", "us")}
-        total |= {f"{key}_us": sum(row[f"{key}_us"] for row in rows) for key in BOUNDS}
-        rows.append({"launch": "total", "programs": 0, "resident": 0, **total, "bound": ""})
-        for row in rows:
-            problem_of = {"N": vocab_size, "H": hidden_size, "positions": num_positions}
-            ratio = row["us"] / floor
-            yield {**problem_of, "method": method, **row, "floor_us": floor, "ratio": ratio}
+    dtypes = [ROWS[name] for name in rows]
+    works = fused_work((*size, num_positions), rows=dtypes, classes=classes)
+    for name, dtype, fused in zip(rows, dtypes, works, strict=True):
+        problem = make_problem(*size, num_positions, weight_dtype=dtype, classes=classes)
+        floor, ours = 1e6 * floor_seconds(problem), None
+        of: dict[str, Any] = {"N": size[0], "H": size[1], "positions": num_positions}
+        of |= {"classes": classes, "rows": name}
+        for method, found in methods(problem, fused, host).items():
+            total = total_row(found)
+            ours = ours or total
+            total |= {f"{key}vs_fused": compared(total, ours, key) for key in ("", "eager_")}
+            for row in [*found, total]:
+                ratios = {f"{end}_ratio": row[f"{end}_us"] / floor for end in RANGE}
+                yield {**of, "method": method, **row, "floor_us": floor, **ratios}
+
+
+def methods(
+    problem: Problem, fused: Iterable[tuple[Launch, Work]], host: Mapping[str, Range]
+) -> dict[str, list[dict[str, Any]]]:
+    """Rows of the launches of each method, ours first."""
+    loss = [operation_row(each) for each in loss_operations(problem)]
+    ours = [launch_row(*each, host[each[0].kernel.__name__]) for each in fused]
+    ours.append(_row(PYTHON, Use(), Use(), 1, 0, host[PYTHON]))
+    ours.append(operation_row(Operation("assert that targets are words", 1)))
+    peers = {name: [*map(operation_row, peer(problem))] for name, peer in PEERS.items()}
+    return {name: each + loss for name, each in ({"fused": ours} | peers).items()}
+
+
+def total_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sums of a method's launches, and its time in eager mode."""
+    names = ["launches", *(f"{key}_us" for key in (*Use._fields, *ENDS))]
+    total: dict[str, Any] = {name: sum(row[name] for row in rows) for name in names}
+    eager = {f"eager_{end}_us": max(total[f"{end}_us"], total[f"host_{end}_us"]) for end in RANGE}
+    return {"launch": "total", "programs": 0, "resident": 0, **total, **eager, "bound": ""}
+
+
+def compared(row: Mapping[str, Any], ours: Mapping[str, Any], key: str) -> str:
+    """How a method compares with ours, by its times in a graph or, by key, in eager mode."""
+    if row is ours:
+        return "–"
+    low_high = (Range(*(each[f"{key}{end}_us"] for end in RANGE)) for each in (row, ours))
+    return next(low_high).compared(next(low_high))
 
 
 def main() -> None:
@@ -210,11 +274,14 @@ def main() -> None:
     add = parser.add_argument
     add("--sizes", type=problem_size, nargs="+", default=SIZES, metavar="N:H")
     add("--positions", type=int, default=16_384)
+    add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="dtypes of the weight")
+    kinds = get_args(Classes)
+    add("--classes", nargs="+", choices=kinds, default=kinds, help="of one size, or unequal")
     options = parser.parse_args()
-    print("A model of an H200; nothing is measured.", file=sys.stderr)
-    table = Table(COLUMNS, log=options.json)
-    for size in options.sizes:
-        for row in report(size, options.positions):
+    print("A model of an H200; nothing is measured on it.", file=sys.stderr)
+    table, host = Table(COLUMNS, log=options.json), host_seconds(CAPABILITY)
+    for classes, size in product(options.classes, options.sizes):
+        for row in report(size, options.positions, host, options.rows, classes):
             table.add({**row, "model": True})
 
 

@@ -9,7 +9,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +49,7 @@ class Located(NamedTuple):
     places: tuple[Place, ...]  # innermost function first
 
 
+@lru_cache(64)
 def loops(cubin: bytes) -> list[Loop]:
     """What is outside of all loops, by function, and the loops in the order of their addresses.
 

@@ -5,7 +5,7 @@ every shape that compiles and fits, the others unchanged; the launches that it s
 events on the device, the median of the rounds. A shape's score is the geometric mean over the sizes
 of their time relative to the starting shape.
 
-`--model` takes the times of `scripts.kernels.performance_model` instead, on any computer, and
+`--model` takes the least times of `scripts.kernels.performance_model` instead, on any computer, and
 leaves out shapes that spill registers or have hazards. Its log, or that of a GPU, is what
 `--candidates FILE` reads: only its best shapes of each kernel are tried, the best first. Lines are
 
@@ -163,7 +163,7 @@ def modelled(
         except (TritonError, RuntimeError):
             return None
         good = tiles == start or all(row["good"] for row in rows)
-        return {row["launch"]: row["us"] * 1e-6 for row in rows} if good else None
+        return {row["launch"]: row["low_us"] * 1e-6 for row in rows} if good else None
 
     works = [dict(zip(shapes, fused_work(size, list(shapes)), strict=True)) for size in sizes]
     return [partial(seconds, work) for work in works]

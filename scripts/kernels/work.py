@@ -7,15 +7,18 @@ the counts with those of the emulator.
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lm.output.backends.triton.launch import SLOT, Launch, execute
+from lm.output.backends.base import Problem
+from lm.output.backends.triton.launch import SLOT, Launch
 from lm.output.backends.triton.tile_shapes import Tiles
-from scripts.kernels.compilation import launches, make_problem
+from scripts.kernels.compilation import Classes, launches, make_problem
+from scripts.kernels.routed import KERNELS, write_routing
 
 Counts = NDArray[Any]
 """Numbers of the programs, visits, nodes or entries of a launch."""
@@ -23,7 +26,6 @@ SECTOR = 32
 """Bytes of the smallest piece that the caches move."""
 SINGLE = 4
 """Bytes of a number that sums are formed in."""
-ROUTING = ("_sort", "_merge", "_plan")
 
 
 class Work(NamedTuple):
@@ -35,34 +37,35 @@ class Work(NamedTuple):
 
 
 def count(
-    problem_size: tuple[int, int, int], capability: int, shapes: Sequence[Tiles | None] = (None,)
+    problem_size: tuple[int, int, int],
+    capability: int,
+    shapes: Sequence[Tiles | None] = (None,),
+    rows: Sequence[torch.dtype] = (torch.bfloat16,),
+    classes: Classes = "equal",
 ) -> list[list[Work]]:
-    """The work of each launch of a forward and backward, for each choice of tile shapes.
+    """The work of each launch, for each dtype of the weight and choice of tile shapes.
 
-    The routing is interpreted, once for all shapes of which it depends on the same numbers. Sizes
-    are those of `make_problem`.
+    Sizes and classes are those of `make_problem`. Nothing is executed.
     """
-    problem, routed = make_problem(*problem_size), {}
-    found: list[list[Work]] = []
+    return [
+        work_of(make_problem(*problem_size, weight_dtype=dtype, classes=classes), capability, tiles)
+        for dtype, tiles in product(rows, shapes)
+    ]
+
+
+def work_of(problem: Problem, capability: int, tiles: Tiles | None = None) -> list[Work]:
+    """The work of each launch of a forward and backward."""
+    found: list[Launch] = []
+    done: list[Work] = []
 
     def run(launch: Launch) -> None:
-        if launch.kernel.__name__ in ROUTING:
-            tensors = {k: v for k, v in launch.arguments.items() if torch.is_tensor(v)}
-            written = {k: v for k, v in tensors.items() if not v.is_floating_point()}
-            numbers = {k: v for k, v in launch.arguments.items() if k not in tensors}
-            sizes = {k: v.shape for k, v in written.items()}
-            key = f"{launch.kernel.__name__} {numbers} {sizes}"
-            if key not in routed:
-                execute(launch)
-                routed[key] = {name: value.clone() for name, value in written.items()}
-            for name, value in routed[key].items():
-                written[name].copy_(value)
-        found[-1].append(work(launch))
+        found.append(launch)
+        if launch.kernel.__name__ == KERNELS[-1]:
+            write_routing(found)
+        done.append(work(launch))
 
-    for tiles in shapes:
-        found.append([])
-        launches(problem, capability, tiles, run=run)
-    return found
+    launches(problem, capability, tiles, run=run)
+    return done
 
 
 def work(launch: Launch) -> Work:
@@ -83,7 +86,8 @@ class _Arguments:
             if "h_units" in self.arguments:
                 self.hidden_bytes: int = self["h_units"] * self["ALIGN"] * self.item
             if "weight_units" in self.arguments:
-                self.row_bytes: int = self["weight_units"] * self["WEIGHT_ALIGN"] * self.item
+                self.weight_item: int = launch.arguments["weight"].element_size()
+                self.row_bytes = self["weight_units"] * self["WEIGHT_ALIGN"] * self.weight_item
             self.vector_bytes = self.padded * self.item  # of a sorted hidden vector
         if "num_children" in self.arguments:
             self.width: Counts = self["num_children"]
@@ -99,10 +103,15 @@ class _Arguments:
         found: Counts = self[name][: self["num_entries"][place]]
         return found
 
-    def sectors(self, columns: int) -> float:
-        """Bytes moved for each byte of some columns of a weight row, wherever rows begin."""
-        size = min(columns * self.item, self.row_bytes)
-        return (size + SECTOR - math.gcd(self.row_bytes, SECTOR)) / size
+    def sectors(self, columns: int, *, halves: bool = True) -> float:
+        """Bytes moved for each byte of some columns of a weight row, wherever rows begin.
+
+        Twice as many if rows are cast when they are read, in halves of sectors: a thread has as
+        many columns as of hidden vectors, 16 bytes at a time, next to those of its neighbours.
+        """
+        size: int = min(columns * self.weight_item, self.row_bytes)
+        times = 2 if halves and self.weight_item > self.item else 1
+        return times * (size + SECTOR - math.gcd(self.row_bytes, SECTOR)) / size
 
     def stop(self) -> Counts:
         """Where the run of visits of the same node ends on its level, [D, P]."""
@@ -133,12 +142,14 @@ class _Arguments:
 
 
 def _sort(a: _Arguments) -> Work:
-    steps = -(-a["num_nodes"] // a["RUN"]) - np.arange(a.num_programs)
+    steps = -(-a["num_nodes"] // a.tile.v) - np.arange(a.num_programs)
     return Work({"_sort:n0": [np.maximum(0, -(-steps // a.num_programs))]})
 
 
 def _merge(a: _Arguments) -> Work:
-    return Work({"_merge:climbed": [np.full(a.num_programs, a["D"])]})
+    passes = -(-a["num_runs"] // a["RUNS"])
+    loops = {"_merge:run0": passes, "_lower_bound:i": passes * a["steps"], "_merge:climbed": a["D"]}
+    return Work({name: [np.full(a.num_programs, each)] for name, each in loops.items()})
 
 
 def _plan(a: _Arguments) -> Work:
@@ -159,14 +170,16 @@ def _plan(a: _Arguments) -> Work:
         "_plan_visits:i": np.pad(most, (0, a.num_programs - num_plans)),
         "_plan:h0": (1 - plans) * -(-a.padded // a["COLUMNS"]),
     }
+    searches = plans * a["D"] * a["steps"]
+    found = {"_lower_bound:i": [searches, searches]} | {k: [v] for k, v in loops.items()}
     size = a["COLUMNS"] * a.item
     sectors = (size + SECTOR - math.gcd(a.hidden_bytes, SECTOR)) / size
     memory = a.P * (a.hidden_bytes + a.vector_bytes)
-    return Work({k: [v] for k, v in loops.items()}, a.P * a.hidden_bytes * sectors, memory)
+    return Work(found, a.P * a.hidden_bytes * sectors, memory)
 
 
 def _forward(a: _Arguments) -> Work:
-    splits, stop = a["SPLITS"], a.stop().ravel()
+    splits, stop = a["num_splits"], a.stop().ravel()
     heavy, light = a.entries("heavy_tiles", 0), a.entries("light_nodes", 1)
     parts = ((heavy, 0, a.tile.v), (light, a["max_heavy"], a["LIGHT"]))
     names = "_forward_tile", "_forward_tile:c0", "_logits:h0", "_finish:d", "_finish:split"
@@ -247,7 +260,8 @@ def _heavy(a: _Arguments) -> Work:
         "_heavy_hidden:c0": a.sums(tile, blocks, first=first, repeat=num_h),
     }
     saved = float((visits * a.slots[node]).sum()) * a.item
-    loaded += float(a.width[node].sum()) * a.row_bytes * a.sectors(a.tile.h) + saved * num_h
+    rows_loaded = float(a.width[node].sum()) * a.row_bytes * a.sectors(a.tile.h, halves=False)
+    loaded += rows_loaded + saved * num_h
     light = int((level < a["D"]).sum())
     final, sums = (a.P - light) * a.hidden_bytes, light * a.padded * SINGLE
     once = float(a.width[np.unique(node)].sum()) * a.row_bytes
@@ -257,8 +271,8 @@ def _heavy(a: _Arguments) -> Work:
 
 def _rows(a: _Arguments) -> Work:
     entry, first, columns = a.entries("row_tiles", 3), a["row_programs"], a["LIGHT_H"]
-    loops, loaded, errors = _heavy_rows(a, entry, a.row_bytes // a.item)
-    num_h = -(-a.row_bytes // (a.item * columns))
+    loops, loaded, errors = _heavy_rows(a, entry, a.row_bytes // a.weight_item)
+    num_h = -(-a.row_bytes // (a.weight_item * columns))
     flat = a.entries("light_groups", 2)
     stop, top = a.stop().ravel(), flat // a.P
     group, light_level = np.full(a.P, -1), np.full(a.P, a["D"])

@@ -206,12 +206,20 @@ def test_table_of_classes_multiplies_to_the_probability_of_each_word(
 
 def test_best_beam_is_printed_and_its_samples_are_in_order(run: Path, printed: Printed) -> None:
     options = [run, "--prompt=the cat", "--tokens=8", "--beams=5", "--length-penalty=0"]
+    options += ["--allow-unk"]
     values = json.loads(printed(*options, "--samples=3", "--json", "--show-classes"))
     assert values["log_probs"] == sorted(values["log_probs"], reverse=True)
     for log_prob, steps in zip(values["log_probs"], values["steps"], strict=True):
         probs = [p for step in steps for p in step["probabilities"]]
         assert sum(map(math.log, probs)) == pytest.approx(log_prob, rel=1e-4)
     assert printed(*options) == f"the cat{values['samples'][0]}\n"
+
+
+def test_unknown_words_are_drawn_on_request_only(run: Path, printed: Printed) -> None:
+    options = [run, "--tokens=400", "--temperature=9"]
+    assert "<unk>" in printed(*options, "--allow-unk")
+    assert "<unk>" not in printed(*options)
+    assert "<unk>" not in printed(run, "--beams=20", "--samples=20")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Beam search equals the search among all continuations, and its scores are log-probabilities."""
 
+import math
 from itertools import product
 
 import pytest
@@ -48,6 +49,17 @@ def test_a_wide_beam_finds_what_exhaustive_search_finds(
         assert actual.tokens == best.tokens
         assert actual.log_prob == pytest.approx(best.log_prob, abs=1e-10)
         assert actual.score == pytest.approx(best.score, abs=1e-10)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_excluded_tokens_are_conditioned_on(tree: str) -> None:
+    model = random_model(tree)
+    found = beam_search(
+        model, PROMPT, num_tokens=3, num_beams=99, length_penalty=0, eos_id=EOS, excluded=[2]
+    )
+    assert len(found) == 1 + 2 + 4 * 3
+    assert all(2 not in each.tokens for each in found)
+    assert sum(math.exp(each.log_prob) for each in found) == pytest.approx(1, abs=1e-10)
 
 
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0])

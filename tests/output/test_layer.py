@@ -84,9 +84,9 @@ def test_hidden_size_must_be_a_positive_integer(hidden_size: Any) -> None:
 
 
 def test_a_number_in_place_of_a_tree_is_refused() -> None:
-    with pytest.raises(ValueError, match="tree must be a ClassTree, such as .*, got 100000"):
+    with pytest.raises(ValueError, match=r"tree must be a ClassTree, such as .*, got 100000"):
         HierarchicalSoftmax(H, 100_000)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="word_class must be integers, .* got 100000"):
+    with pytest.raises(ValueError, match=r"word_class must be integers, .* got 100000"):
         ClassTree.two_level(100_000)  # type: ignore[arg-type]
 
 

@@ -40,7 +40,7 @@ def choose_backend(requested: str, problem: Problem, device: torch.device) -> st
     for name, backend in BACKENDS.items():
         if device.type in backend.automatic_on:
             obstacle = backend.obstacle(problem, device)
-            if obstacle is None and backend.verified(device, problem.hidden.dtype):
+            if obstacle is None and backend.verified(problem, device):
                 return name
             if obstacle is not None:
                 _warn(f"the output layer computes slowly on {device}: backend {name} {obstacle}")
@@ -55,4 +55,7 @@ def _warn(message: str) -> None:
 def saved_bytes(backend_name: str, problem: Problem, *, row_wise: bool) -> int:
     """Memory that a backend's forward saves for its backward, in bytes; from sizes alone."""
     needs = Needs(hidden=True, weight=True, bias=True, row_wise=row_wise)
-    return sum(tensor.nbytes for tensor in BACKENDS[backend_name].new_saved(problem, needs))
+    backend = BACKENDS[backend_name]
+    size = backend.part_size(problem)
+    part = problem._replace(hidden=problem.hidden[:size], target=problem.target[:size])
+    return sum(tensor.nbytes for tensor in backend.new_saved(part, needs))

@@ -38,6 +38,8 @@ class Problem(NamedTuple):
     ) -> "Problem":
         """The problem of all positions of `hidden` [..., H] and `target` [...].
 
+        Under autocast, hidden vectors are cast to its dtype; weight and bias stay as they are.
+
         Raises:
             ValueError: if shapes, dtypes or devices do not match.
         """
@@ -50,8 +52,10 @@ class Problem(NamedTuple):
             raise ValueError(f"target must be int64, got {target.dtype}")
         check_parameters(hidden, weight, tree, bias)
         others = [weight] if bias is None else [weight, bias]
-        higher = [t for t in others if torch.promote_types(t.dtype, hidden.dtype) != hidden.dtype]
-        if higher and not torch.is_autocast_enabled(hidden.device.type):
+        if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
+            if hidden.dtype != torch.float64:  # as `torch.nn.functional.linear` casts it
+                hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        elif any(torch.promote_types(t.dtype, hidden.dtype) != hidden.dtype for t in others):
             dtypes = ", ".join(str(tensor.dtype) for tensor in (hidden, *others))
             raise ValueError(
                 "weight and bias must have the dtype of hidden or a lower precision outside of"
@@ -125,8 +129,8 @@ class Backend(Protocol):
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""
 
-    def verified(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether "auto" may rely on the results for a dtype of hidden on a device."""
+    def verified(self, problem: Problem, device: torch.device) -> bool:
+        """Whether "auto" may rely on the results for such dtypes and strides on a device."""
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
         """The nll [P] in `compute_dtype`, and what the backward needs if `needs.any`.
@@ -143,6 +147,9 @@ class Backend(Protocol):
         `problem` and `saved` are those of the forward; `needs` has the same `row_wise` and asks for
         no more gradients.
         """
+
+    def part_size(self, problem: Problem) -> int:
+        """How many positions the memory saved for a backward is of, at most, at any time."""
 
     def nll_by_level(self, problem: Problem) -> Tensor:
         """The nll of every position at each level of the tree, [D, P], without gradient."""

@@ -3,6 +3,8 @@
 The methods of `HierarchicalSoftmax` with the same names document arguments, results and errors.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -73,12 +75,19 @@ def candidate_log_prob(
 
 @torch.no_grad()
 def topk(
-    hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None = None, *, k: int
+    hidden: Tensor,
+    weight: Tensor,
+    tree: ClassTree,
+    bias: Tensor | None = None,
+    *,
+    k: int,
+    excluded: Sequence[int] = (),
 ) -> search.TopK:
     """The k most probable words of each position, log_prob and word [..., k]."""
-    expanders = _expanders(hidden, weight, tree, bias)
-    if not 1 <= k <= tree.vocab_size:
-        raise ValueError(f"k must be within 1 … {tree.vocab_size} words, got {k}")
+    expanders = _expanders(hidden, weight, tree, bias, excluded)
+    num_words = tree.vocab_size - len(set(excluded))
+    if not 1 <= k <= num_words:
+        raise ValueError(f"k must be within 1 … {num_words} words, got {k}")
     with torch.autocast(hidden.device.type, enabled=False):
         blocks = [search.topk(expander, k) for expander in expanders]
     found = (torch.cat(tensors) for tensors in zip(*blocks, strict=True))
@@ -97,7 +106,7 @@ def sample(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """One word per position [...], drawn exactly from the distribution that `sampling` defines."""
-    expanders = _expanders(hidden, weight, tree, bias)
+    expanders = _expanders(hidden, weight, tree, bias, sampling.excluded)
     shape, device = hidden.shape[:-1], hidden.device
     if sampling.repetition_penalty > 1:
         if previous is None:
@@ -129,9 +138,15 @@ def sample(
 
 
 def _expanders(
-    hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None
+    hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None, excluded: Sequence[int]
 ) -> list[Expander]:
     """Blocks of positions, at least one, small enough for the logits of a whole path."""
-    step = max(1, _BLOCK_ELEMENTS // tree.max_path_columns)
+    step, rows = max(1, _BLOCK_ELEMENTS // tree.max_path_columns), None
     blocks = torch.split(checked_hidden(hidden, weight, tree, bias), step)
-    return [Expander(block, weight, tree, bias, i * step) for i, block in enumerate(blocks)]
+    if excluded:
+        words = torch.tensor(excluded, device=hidden.device)
+        check_words("excluded word", words, tree.vocab_size, ignore_index=0)
+        if len(set(excluded)) == tree.vocab_size:
+            raise ValueError("all words are excluded")
+        rows = tree.row_of_word[words]
+    return [Expander(block, weight, tree, bias, i * step, rows) for i, block in enumerate(blocks)]

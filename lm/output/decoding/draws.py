@@ -43,6 +43,8 @@ _MIN_TEMPERATURE = 1e-200
 class Sampling:
     """The distribution that words are drawn from, made of P(w) in this order.
 
+    Words in `excluded` have probability 0, and the others are renormalised. Then:
+
     1. The repetition penalty θ replaces P(w) by P(w)^θ for words w that occurred before (each
        counts once), and renormalises.
     2. The temperature T replaces P(w) by P(w)^(1/T) and renormalises.
@@ -61,6 +63,7 @@ class Sampling:
         top_p: within (0, 1]; 1 or None restricts nothing.
         min_p: within [0, 1]; 0 or None restricts nothing.
         repetition_penalty: θ ≥ 1; 1 changes nothing.
+        excluded: words that are never drawn, not all of them.
 
     Raises:
         ValueError: if an option is out of range.
@@ -74,6 +77,7 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    excluded: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -154,7 +158,7 @@ class RejectionSampler:
     def __init__(self, expander: Expander, uniforms: Uniforms, power: float) -> None:
         self._expander, self._uniforms, self._power = expander, uniforms, power
         self._log_bound = expander.log_bound(power)
-        self._exact = power == 1 and expander.penalty is None
+        self._exact = power == 1 and expander.is_plain
         position = torch.arange(len(expander.hidden), device=expander.hidden.device)
         root_log_prob = expander.hidden.new_zeros(len(position))
         (root,) = expander.expand(position, torch.zeros_like(position), root_log_prob)

@@ -19,7 +19,7 @@ from lm.output.tree.class_tree import ClassTree
 ABSENT = torch.iinfo(torch.int64).max
 """Item that pads shorter rows, with log-probability -∞; sorts after every word."""
 _LOWEST = -1e30
-"""Least log-probability with a penalty; finite, so that every word can still be found."""
+"""Log-probability of excluded words, and the least with a penalty, with which words are found."""
 
 
 def checked_hidden(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None) -> Tensor:
@@ -54,8 +54,14 @@ class Expander:
     tree: ClassTree
     bias: Tensor | None = None
     first_position: int = 0  # in the caller's batch, a block of which this is
+    excluded: Tensor | None = None  # [K] int64, rows of words that are never found
     penalty: Penalty | None = None
     num_expanded: int = 0  # (position, node) pairs so far
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the probabilities of the words below a node sum to that of the node."""
+        return self.penalty is None and self.excluded is None
 
     def log_bound(self, power: float) -> Tensor:
         """Upper bound [I] fp64 of log Σ q^power over the words below each node.
@@ -88,6 +94,9 @@ class Expander:
                 which = ((column >= 0) & (column < log_q.shape[1])).nonzero(as_tuple=True)
                 index = (which[0], column[which])
                 children[index] = (factor * children[index]).clamp(min=_LOWEST)
+            if self.excluded is not None:
+                column = self.excluded - rows.start
+                children[:, column[(column >= 0) & (column < log_q.shape[1])]] = _LOWEST
             yield Children(visit, children, self.tree.item_of_row[rows])
 
 

@@ -105,7 +105,7 @@ def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Ten
     - else those that can hold a word as probable as the last of the j + 1;
     - if there are none: the heaviest ones, with at least half of high - low.
     """
-    log_bound, exact = expander.log_bound(power), power == 1 and expander.penalty is None
+    log_bound, exact = expander.log_bound(power), power == 1 and expander.is_plain
 
     def needed(frontier: _Frontier, log_prob: Tensor) -> tuple[Tensor, Tensor]:
         node_log_weight = power * frontier.log_prob.double() + log_bound[frontier.node]

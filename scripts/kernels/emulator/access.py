@@ -1,6 +1,7 @@
 """What one instruction accesses in memory, for all threads that execute it, and what is wrong."""
 
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ class Lanes:
         self.warp = self.thread // 32
         self.epoch_of = np.zeros(len(ids), np.int64)  # barriers that each program has passed
         self.epoch = np.zeros(self.size, np.int64)
+        self.checksums: dict[str, int] = {}  # by space, of what is accessed; empty: not wanted
 
     def pass_barrier(self, rows: Array | None) -> None:
         """Start the next epoch of some programs, or of all."""
@@ -69,6 +71,14 @@ class Access:
         """Barriers that its program has passed, [k]."""
         return np.asarray(self.lanes.epoch[self.chosen])
 
+    def note(self, space: str, *values: Array) -> None:
+        """Add to the checksum of a memory who accesses what, and with which values."""
+        sums = self.lanes.checksums
+        if sums:
+            which = np.arange(self.lanes.size)[self.chosen]
+            for each in (np.array(self.by.index), which, self.address, *values):
+                sums[space] = crc32(each.tobytes(), sums[space])
+
     def part(self, part: Array) -> "Access":
         """The access of some of the threads, given as indices."""
         lanes = np.arange(self.lanes.size)[self.chosen][part]
@@ -78,6 +88,10 @@ class Access:
         """Raise unless all bytes are within memory of a size, and aligned."""
         if int(offset.view(np.uint64).max()) + self.width > size:
             self.fail("address outside of memory", (offset < 0) | (offset + self.width > size))
+        self.check_alignment(offset)
+
+    def check_alignment(self, offset: Array) -> None:
+        """Raise unless offsets are multiples of the bytes of the access."""
         if np.bitwise_or.reduce(offset) & (self.width - 1):
             self.fail("misaligned address", offset & (self.width - 1) != 0)
 

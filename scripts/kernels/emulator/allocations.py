@@ -1,5 +1,6 @@
 """Which bytes of tensors have been written, in torch operations and emulated launches."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .access import Array, Fault
+from .global_memory import SPACING
+from .parser import Unsupported
 
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 """Operations whose results have no values."""
+
+LARGE = 1 << 30
+"""Bytes beyond which a tensor is taken to be rows with gaps."""
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -67,6 +73,21 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     begin = tensor.data_ptr()
     return begin, begin + (span * tensor.element_size() if tensor.numel() else 0)
+
+
+def parts(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor, or its rows if they are far apart: the memory between them is not looked at."""
+    begin, end = extent(tensor)
+    if end - begin <= LARGE:
+        yield tensor
+        return
+    axis = int(np.argmax(tensor.stride()))
+    rows = tensor.unbind(axis)
+    row_begin, row_end = extent(rows[0])
+    if row_end - row_begin > tensor.stride(axis) * tensor.element_size() or end - begin > SPACING:
+        raise Unsupported(f"a tensor of {end - begin} bytes")
+    for row in rows:
+        yield from parts(row)
 
 
 def raw_bytes(tensor: Tensor) -> Array:

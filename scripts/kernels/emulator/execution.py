@@ -16,10 +16,10 @@ from torch import Tensor
 
 from . import arithmetic, tensor_cores, transfers, warp
 from .access import Array
-from .allocations import Allocations, extent, raw_bytes
+from .allocations import Allocations, extent, parts, raw_bytes
 from .compiler import compiled
 from .decoder import Decoder
-from .global_memory import BASE, GlobalMemory
+from .global_memory import SPACING, Buffer, GlobalMemory
 from .parser import Instruction, Kernel, Unsupported, parse
 from .programs import BITS, Programs, Scheduler
 from .shared_memory import PIECE
@@ -63,12 +63,15 @@ class Request(NamedTuple):
     text: str  # PTX
     grid: tuple[int, int, int]
     num_shared_bytes: int
-    tensors: list[tuple[str, Array, Array, int]]  # name, bytes, which have values, element size
-    values: list[tuple[int | None, Any]]  # of the parameters: offset into a tensor, or a number
+    tensors: list[Buffer]
+    values: list[Any]  # of the parameters: addresses and numbers
 
     def copy(self) -> "Request":
         """The same, with the values that the tensors have now."""
-        copied = [(name, raw.copy(), has.copy(), item) for name, raw, has, item in self.tensors]
+        copied = [
+            each._replace(contents=each.contents.copy(), has_values=each.has_values.copy())
+            for each in self.tensors
+        ]
         return self._replace(tensors=copied)
 
 
@@ -83,23 +86,25 @@ def requested(
         raise Unsupported(f"scratch memory of {binary.name}")
     given = [(n, each) for n, each in arguments.items() if isinstance(each, Tensor)]
     given.sort(key=lambda pair: (extent(pair[1])[0], -extent(pair[1])[1]))
-    places: dict[str, tuple[int | None, Any]] = {}
-    tensors: list[tuple[str, Array, Array, int]] = []
-    begin, end = 0, 0
+    addresses: dict[str, int] = {}
+    tensors: list[Buffer] = []
+    begin, end, base = 0, 0, 0
     for argument, tensor in given:
         first, last = extent(tensor)
         if first == last:
-            places[argument] = (None, BASE)
+            addresses[argument] = 0
             continue
         if first >= end:
-            begin, end = first, last
-            has_values = allocations.written(tensor)
-            tensors.append((argument, raw_bytes(tensor), has_values, tensor.element_size()))
+            begin, end, base = first, last, base + SPACING
+            for part in parts(tensor):
+                written, address = allocations.written(part), base + extent(part)[0] - begin
+                item = part.element_size()
+                tensors.append(Buffer(argument, raw_bytes(part), written, item, address))
         elif last > end:
             raise Unsupported(f"{argument}: a tensor that overlaps another one")
-        places[argument] = (len(tensors) - 1, first - begin)
+        addresses[argument] = base + first - begin
     signature = binary.src.signature
-    values = [places.get(n, (None, x)) for n, x in arguments.items() if signature[n] != "constexpr"]
+    values = [addresses.get(n, x) for n, x in arguments.items() if signature[n] != "constexpr"]
     return Request(binary.asm["ptx"], grid, binary.metadata.shared, tensors, values)
 
 
@@ -114,6 +119,7 @@ class Run:
         num_instructions: executed, by one or several programs at a time.
         reached: first instructions of the blocks that were executed.
         useful: waits and fences that found something to order.
+        checksums: of all accesses of global and of shared memory and what they store, if counting.
     """
 
     def __init__(
@@ -132,6 +138,8 @@ class Run:
         self.num_products = self.num_instructions = 0
         self.reached: set[int] = set()
         self.useful: set[int] = set()
+        spaces = ("global", "shared") if counting else ()
+        self.checksums: dict[str, list[int]] = {space: [] for space in spaces}
         self.request, self._code, self._random = request, code, np.random.default_rng(seed)
         ids = np.arange(num_programs)
         if order == "backward":
@@ -163,6 +171,7 @@ class Run:
             num_shared_bytes=self.request.num_shared_bytes, element_bytes=code.element_bytes,
             slots=code.decoder.slots, parameters=self._parameters(),
         )  # fmt: skip
+        programs.lanes.checksums = dict.fromkeys(self.checksums, 0)
         scheduler = Scheduler(programs, code.blocks, order, self._random, limit)
         scheduler.run()
         self.ambiguous += programs.shared.ambiguous
@@ -170,16 +179,16 @@ class Run:
         self.num_instructions += scheduler.num_instructions
         self.reached |= scheduler.reached
         self.useful |= programs.shared.useful
+        for space, sums in self.checksums.items():
+            sums.append(programs.lanes.checksums[space])
 
     def _parameters(self) -> dict[str, Array]:
         types = self._code.kernel.parameters
         # there is no scratch memory
-        values = [*self.request.values, *[(None, 0)] * (len(types) - len(self.request.values))]
+        values = [*self.request.values, *[0] * (len(types) - len(self.request.values))]
         parameters: dict[str, Array] = {}
-        for (name, kind), (tensor, value) in zip(types.items(), values, strict=True):
+        for (name, kind), value in zip(types.items(), values, strict=True):
             bits = BITS[kind]
-            if tensor is not None:
-                value += BASE + self.memory.start[tensor]
             if isinstance(value, float):
                 value = int(np.array(value, arithmetic.TYPES[kind]).view(bits))
             size = 8 * np.dtype(bits).itemsize
@@ -253,10 +262,10 @@ class Emulator:
         request = requested(binary, bound.arguments, (x, y, z), self.allocations)
         before = request.copy() if self.recording else request
         run = Run(before, decoded(request.text), self.order, self.seed, self.counting)
-        for i, (_, contents, has_values, _) in enumerate(request.tensors):
+        for i, each in enumerate(request.tensors):
             start = run.memory.start[i]
-            contents[:] = run.memory.data[start : start + len(contents)]
-            has_values[:] = run.memory.written(i)
+            each.contents[:] = run.memory.data[start : start + len(each.contents)]
+            each.has_values[:] = run.memory.written(i)
         self.ambiguous += run.ambiguous
         if self.recording:
             self.history.append(run)

@@ -1,4 +1,7 @@
-"""Global memory of a launch: the tensors between guard bands, and what is known of each element.
+"""Global memory of a launch: the tensors, far apart, and what is known of each element.
+
+Addresses are virtual. Tensors begin at multiples of `SPACING`, so that an address or a difference
+of two tensors' addresses that is computed in 32 bits is outside of all tensors.
 
 Programs are ordered by vector clocks. A program's time is the number of barriers that it has
 passed. A release publishes what the program did before its last barrier; an acquire makes that
@@ -7,30 +10,40 @@ which one is a plain store, are a race unless the second program knows of the fi
 """
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .access import Access, Array, put, take
 from .trace import Trace
 
-BASE = 0x7F00_0000_0000
-"""Address of the first byte."""
+SPACING = 1 << 36
+"""Bytes from the address of a tensor to that of the next one; the first has this address."""
 PAGE = 512
-"""Bytes between tensors, and of which a multiple is reserved for each."""
+"""Bytes of which a multiple is kept for each tensor."""
 SECTOR = 32
 """Bytes of the smallest piece that the caches move."""
 GUARD, UNWRITTEN, BEFORE = -3, -2, -1
 """Writers of elements: no tensor, nobody yet, somebody before the launch."""
 
 
+class Buffer(NamedTuple):
+    """A tensor of a launch, or a part of one whose parts are far apart."""
+
+    name: str
+    contents: Array  # bytes
+    has_values: Array  # of every byte
+    item: int  # bytes of an element
+    address: int  # virtual, a multiple of the bytes of any access
+
+
 class GlobalMemory:
-    """Copies of the tensors of a launch: name, bytes, which have values, element size.
+    """Copies of the tensors of a launch, in the order of their addresses.
 
     What nobody has written is NaN, or -1.
 
     Attributes:
-        data: bytes, from `BASE` on.
+        data: bytes of all tensors, one behind the other.
         start: of each tensor in the data.
         loaded: bytes by tensor, each once for every program and instruction, if counting.
         stored: the same of stores.
@@ -40,30 +53,33 @@ class GlobalMemory:
     def __init__(
         self,
         num_programs: int,
-        tensors: list[tuple[str, Array, Array, int]],
+        tensors: list[Buffer],
         *,
         counting: bool,
         trace: Trace | None = None,
     ) -> None:
         self.num_programs, self._counting, self.trace = num_programs, counting, trace
-        self.names = [name for name, *_ in tensors]
-        reserved = [-(-len(contents) // PAGE) * PAGE for _, contents, _, _ in tensors]
-        begins = np.cumsum([PAGE, *(size + PAGE for size in reserved)])
+        self.names = [each.name for each in tensors]
+        reserved = [-(-len(each.contents) // PAGE) * PAGE for each in tensors]
+        begins = np.cumsum([0, *reserved])
         self.start: list[int] = begins[:-1].tolist()
         self.data = np.full(begins[-1], 0xFF, np.uint8)
-        self._page = np.full(len(self.data) // PAGE, -1, np.int64)  # which tensor
+        self._tensor = np.repeat(np.arange(len(tensors)), np.array(reserved, int) // PAGE)  # pages
         writers = [np.zeros(0, np.int32)]
-        for i, (_, contents, written, item) in enumerate(tensors):
+        for i, (_, contents, has_values, item, _) in enumerate(tensors):
             begin = self.start[i]
-            self.data[begin : begin + len(contents)] = np.where(written, contents, 0xFF)
-            self._page[begin // PAGE : (begin + reserved[i]) // PAGE] = i
-            known = np.asarray(written.reshape(-1, item).all(1))
+            self.data[begin : begin + len(contents)] = np.where(has_values, contents, 0xFF)
+            known = np.asarray(has_values.reshape(-1, item).all(1))
             writers.append(np.full(reserved[i] // item, GUARD, np.int32))
             writers[-1][: len(known)] = np.where(known, BEFORE, UNWRITTEN)
-        self._start = np.array(self.start)
-        self._shift = np.array([item.bit_length() - 1 for *_, item in tensors])  # log2 of its bytes
+        self._address = np.array([each.address for each in tensors], np.int64)
+        assert (np.diff(self._address) >= reserved[:-1]).all()
+        self._start, self._reserved = np.array(self.start), np.array(reserved, np.uint64)
+        self._shift = np.array(
+            [each.item.bit_length() - 1 for each in tensors]
+        )  # log2 of its bytes
         self._first = np.cumsum([len(each) for each in writers])  # element of each tensor
-        self._size = [len(contents) // item for _, contents, _, item in tensors]  # in elements
+        self._size = [len(each.contents) // each.item for each in tensors]  # in elements
         self.writer = np.concatenate(writers)
         num_elements = len(self.writer)
         self._write_epoch = np.zeros(num_elements, np.int32)
@@ -102,7 +118,8 @@ class GlobalMemory:
 
     def load(self, access: Access) -> Array:
         """Bytes [k, width]."""
-        index, n = self._rows(access, "read")
+        offset, index, n = self._rows(access, "read")
+        access.note("global")
         if self.trace:
             self.trace.add_global(access, index, n, write=False)
         writer = take(self.writer, index, n)
@@ -114,33 +131,33 @@ class GlobalMemory:
         epochs = self._read_epoch.reshape(self.num_programs, -1, n)
         epochs[access.program, index] = access.epoch[:, None] + 1
         if self._counting:
-            self._count(access, self.loaded, self.sectors)
-        return take(self.data, (access.address - BASE) // access.width, access.width)
+            self._count(access, offset, self.loaded, self.sectors)
+        return take(self.data, offset // access.width, access.width)
 
     def store(self, access: Access, raw: Array) -> None:
         """Write bytes [k, width]."""
-        index, n = self._rows(access, "write")
+        offset, index, n = self._rows(access, "write")
+        access.note("global", raw)
         if self.trace:
             self.trace.add_global(access, index, n, write=True)
-        place, order = (
-            (access.address - BASE) // access.width,
-            np.arange(len(index), dtype=np.int32),
-        )
+        place, order = offset // access.width, np.arange(len(index), dtype=np.int32)
         self._last[place] = order
         twice = self._last[place] != order
         if twice.any():
             access.fail("two threads write one place at once", twice)
         self._write(access, index, n, "write where another {} wrote", by_atomic=False)
+        if self._counting:
+            self._count(access, offset, self.stored)
         put(self.data, place, access.width, raw)
 
     def atomic(self, access: Access, update: Any, order: str) -> Array:
         """Replace values by `update(old, i)`, thread by thread; return the old ones [k]."""
-        index, n = self._rows(access, "write")
+        offset, index, n = self._rows(access, "write")
         if self.trace:
             self.trace.add_global(access, index, n, write=True, ordered=order != "relaxed")
         words = self.data.view(f"u{access.width}")
         old = np.zeros(len(index), words.dtype)
-        for i, place in enumerate(((access.address - BASE) // access.width).tolist()):
+        for i, place in enumerate((offset // access.width).tolist()):
             one, where = access.part(np.array([i])), index[i : i + 1]
             if take(self.writer, where, n).min() < BEFORE:
                 one.fail("atomic on memory that nobody wrote")
@@ -148,9 +165,12 @@ class GlobalMemory:
             self._write(one, where, n, what, by_atomic=True)
             old[i] = words[place]
             words[place] = update(old[i], i)
+            one.note("global", words[place])
             self._synchronise(int(access.program[i]), int(access.epoch[i]), place, order)
+            if self._counting:
+                self._count(one, offset[i : i + 1], self.stored)
         if self._counting:
-            self._count(access, self.loaded, self.sectors)
+            self._count(access, offset, self.loaded, self.sectors)
         return old
 
     def _write(self, access: Access, index: Array, n: int, what: str, *, by_atomic: bool) -> None:
@@ -163,8 +183,6 @@ class GlobalMemory:
         put(self._write_epoch, index, n, access.epoch[:, None])
         put(self._write_thread, index, n, access.thread[:, None])
         put(self._by_atomic, index, n, np.array(by_atomic))
-        if self._counting:
-            self._count(access, self.stored)
 
     def _synchronise(self, program: int, epoch: int, place: int, order: str) -> None:
         released = self._released.get(place)
@@ -175,24 +193,24 @@ class GlobalMemory:
             mine[program] = epoch
             self._released[place] = mine if released is None else np.maximum(released, mine)
 
-    def _rows(self, access: Access, what: str) -> tuple[Array, int]:
-        """Where the elements of an access are: indices [k] of rows, and the length of a row."""
-        offset = access.address - BASE
-        access.check(offset, len(self.data))
-        tensor = self._page[offset // PAGE]
+    def _rows(self, access: Access, what: str) -> tuple[Array, Array, int]:
+        """Where an access is: offsets [k] into the data, rows [k] of elements, a row's length."""
+        tensor = np.searchsorted(self._address, access.address, "right") - 1
+        within = access.address - self._address[tensor]  # negative if below all tensors
+        outside = within.view(np.uint64) + np.uint64(access.width) > self._reserved[tensor]
+        if outside.any():
+            access.fail(f"{what} outside of tensors", outside)
+        access.check_alignment(within)
         low = tensor.min()
-        if low < 0:
-            access.fail(f"{what} outside of tensors", tensor < 0)
         shift = self._shift[low]
         if low != tensor.max() and (self._shift[tensor] != shift).any():
             access.fail("tensors of several dtypes")
-        element = self._first[tensor] + ((offset - self._start[tensor]) >> shift)
         n = max(access.width >> shift, 1)
-        index = element // n
+        index = (self._first[tensor] + (within >> shift)) // n
         writer = take(self.writer, index, n)
         if writer.min() == GUARD:
             access.fail(f"{what} outside of tensors", (writer == GUARD).any(1))
-        return index, n
+        return self._start[tensor] + within, index, n
 
     def _check_order(self, access: Access, index: Array, writer: Array, what: str) -> None:
         """Raise unless the writers [k, n] are known to have finished."""
@@ -224,16 +242,20 @@ class GlobalMemory:
                 access.fail("race: write of what another program has read", mine)
 
     def _count(
-        self, access: Access, counter: Counter[str], sectors: Counter[str] | None = None
+        self,
+        access: Access,
+        offset: Array,
+        counter: Counter[str],
+        sectors: Counter[str] | None = None,
     ) -> None:
         """Count bytes and sectors, each once in a program."""
         size = len(self.data)
-        place = np.unique(access.program * size + (access.address - BASE))
+        place = np.unique(access.program * size + offset)
         self._add(counter, place % size, access.width)
         if sectors is not None:
             self._add(sectors, np.unique(place // SECTOR) * SECTOR % size, SECTOR)
 
     def _add(self, counter: Counter[str], offset: Array, width: int) -> None:
-        tensors, times = np.unique(self._page[offset // PAGE], return_counts=True)
+        tensors, times = np.unique(self._tensor[offset // PAGE], return_counts=True)
         for tensor, number in zip(tensors, times, strict=True):
             counter[self.names[tensor]] += int(number) * width

@@ -97,6 +97,7 @@ class SharedMemory:
     def load(self, access: Access) -> Array:
         """Bytes [k, width]."""
         index, n = self._rows(access)
+        access.note("shared")
         self._note(access, index, n, write=False)
         write = take(self._write, index, n)
         self._check_written(access, write, "read")
@@ -116,6 +117,7 @@ class SharedMemory:
     def store(self, access: Access, raw: Array) -> None:
         """Write bytes [k, width]."""
         index, n = self._rows(access)
+        access.note("shared", raw)
         self._note(access, index, n, write=True)
         self._check_write(access, index, n)
         width, place = access.width, self._place(access)
@@ -137,6 +139,7 @@ class SharedMemory:
     def copy(self, access: Access, raw: Array) -> None:
         """Issue an asynchronous copy of bytes [k, width]."""
         index, n = self._rows(access)
+        access.note("shared", raw)
         self._note(access, index, n, write=True)
         self._check_write(access, index, n)
         put(self._write, index, n, np.array(IN_FLIGHT))
@@ -175,6 +178,7 @@ class SharedMemory:
         every = np.tile(address.ravel(), len(rows))
         access = Access(by, every, PIECE, self.lanes, lanes)
         index, n = self._rows(access)
+        access.note("shared")
         write = take(self._write, index, n)
         self._check_written(access, write, "wgmma")
         latest = write.reshape(len(rows), -1).max(1) >> WARP_BITS

@@ -104,9 +104,11 @@ def restricted(
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
     previous: Sequence[int] = (),
+    excluded: Sequence[int] = (),
 ) -> Tensor:
-    """The distribution [N] to sample from: penalty, temperature, top-k, top-p, then min-p."""
+    """The distribution [N] to draw from: exclusion, penalty, temperature, top-k, top-p, min-p."""
     log_prob = log_prob.clone()
+    log_prob[list(excluded)] = -torch.inf
     known = sorted(set(previous) - {-1})
     log_prob[known] = (repetition_penalty * log_prob)[known]
     order = log_prob.argsort(descending=True, stable=True)

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 
 from scripts.kernels.emulator import Fault, Unsupported
 from scripts.kernels.emulator.execution import Code, Request, Run
-from scripts.kernels.emulator.global_memory import GlobalMemory
+from scripts.kernels.emulator.global_memory import SPACING, Buffer, GlobalMemory
+from scripts.kernels.emulator.judge import SEEN, Judge
 
 from .processes import TOP, run_python
 
@@ -66,15 +67,24 @@ FAULTS = {
 """What is reported, and of which instructions."""
 
 
-def run(body: str, order: str = "together", grid: tuple[int, int, int] = (2, 1, 1)) -> Run:
-    """Programs with two tensors of 64 numbers: the first is 0, 1, …, the second has no values."""
+def run(
+    body: str,
+    order: str = "together",
+    grid: tuple[int, int, int] = (2, 1, 1),
+    further: Sequence[Buffer] = (),
+) -> Run:
+    """Programs with two tensors of 64 numbers: the first is 0, 1, …, the second has no values.
+
+    The further ones are at addresses between those of the two.
+    """
     text = KERNEL.format(body=body.replace(";", ";\n"))
     numbers = np.arange(64, dtype=np.uint32).view(np.uint8)
     tensors = [
-        ("numbers", numbers, np.ones(256, np.bool_), 4),
-        ("results", numbers.copy(), np.zeros(256, np.bool_), 4),
+        Buffer("numbers", numbers, np.ones(256, np.bool_), 4, SPACING),
+        *further,
+        Buffer("results", numbers.copy(), np.zeros(256, np.bool_), 4, 2 * SPACING),
     ]
-    request = Request(text, grid, 512, tensors, [(0, 0), (1, 0)])
+    request = Request(text, grid, 512, tensors, [SPACING, 2 * SPACING])
     return Run(request, Code(text), order, counting=True, limit=1000)
 
 
@@ -152,6 +162,63 @@ def test_what_a_program_wrote_is_read_after_an_acquire_alone() -> None:
     run(body.format("acq_rel"), "forward")
     with pytest.raises(Fault, match="race: read of what another program wrote"):
         run(body.format("relaxed"), "forward")
+
+
+FAR = """
+  mul.wide.s32 %rd5, %r1, 1073741824; shl.b64 %rd5, %rd5, 2; add.s64 %rd6, %rd3, %rd5;
+  setp.eq.u32 %p1, %r1, 3; @%p1 ld.global.b32 %r5, [%rd6]; @%p1 st.global.b32 [%rd4], %r5;
+"""
+"""Program 3 copies a row of 64 numbers that begins at element 3 * 2^30 of the first tensor."""
+
+
+def test_a_row_behind_4_gigabytes_is_read_unless_arithmetic_has_32_bits() -> None:
+    row = np.arange(64, dtype=np.uint32) ** 2
+    written = np.ones(256, np.bool_)
+    far = [Buffer("numbers", row.view(np.uint8), written, 4, SPACING + 3 * 2**32)]
+    executed = run(FAR, grid=(4, 1, 1), further=far)
+    memory = executed.memory
+    np.testing.assert_array_equal(memory.data[memory.start[2] :][:256].view(np.uint32), row)
+    judge = Judge([executed])
+    narrowed = [each for each in judge.mutants() if each.kind.startswith("narrowed")]
+    found = {each.original.text: judge.verdict(each) for each in narrowed}
+    assert set(found.values()) <= {*SEEN}
+    assert len(found) >= 4, found
+
+
+REDUCTION = """
+  ld.global.b32 %r5, [%rd3+0]; mov.b32 %r7, 16;
+  $L1: shfl.sync.bfly.b32 %r6, %r5, 1, 31, -1; add.s32 %r5, %r5, %r6;
+  shfl.sync.bfly.b32 %r6, %r5, 4, 31, -1; setp.lt.u32 %p1, %r0, 9; selp.b32 %r5, %r6, %r5, %p1;
+  add.s32 %r7, %r7, 16; setp.lt.s32 %p2, %r7, 48; @%p2 bra $L1;
+  shl.b32 %r8, %r0, 2; add.s32 %r8, %r8, 4; add.s32 %r8, %r8, -4; cvt.u64.u32 %rd5, %r8;
+  add.s64 %rd6, %rd1, %rd5; st.global.b32 [%rd6], %r5;
+"""
+CHANGES = {
+    "loop bound": {"setp.lt.s32 %p2, %r7, 64", "setp.lt.s32 %p2, %r7, 32"},
+    "shuffle": {"shfl.sync.bfly.b32 %r6, %r5, 2, 31, -1", "shfl.sync.bfly.b32 %r6, %r5, 8, 31, -1"},
+    "selection": {"selp.b32 %r5, %r5, %r6, %p1"},
+    "constant": {
+        "ld.global.b32 %r5, [%rd3+4]",
+        "st.global.b32 [%rd6+4], %r5",
+        "shl.b32 %r8, %r0, 3",
+        "add.s32 %r8, %r8, 8",
+        "add.s32 %r8, %r8, 0",
+        "shl.b32 %r2, %r0, 3",
+    },
+}
+
+
+def test_faults_put_into_a_kernel_are_seen() -> None:
+    executed = run(REDUCTION, grid=(1, 1, 1))
+    judge = Judge([executed])
+    found: dict[str, set[str]] = {}
+    for mutant in judge.mutants():
+        changed = mutant.changed
+        text = f"{'.'.join(changed.fields)} {', '.join(changed.operands)}"
+        found.setdefault(mutant.kind, set()).add(text)
+        if mutant.kind in CHANGES:
+            assert judge.verdict(mutant) in SEEN, mutant
+    assert {kind: found[kind] for kind in CHANGES} == CHANGES
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,9 @@ def test_only_the_best_shapes_of_a_log_are_tried(tmp_path: Path, run_benchmark: 
 def test_the_model_leaves_out_shapes_that_do_not_fit(tmp_path: Path) -> None:
     """In a process that compiles; the log names the launches of the candidates only."""
     pytest.importorskip("triton.backends.nvidia")
-    start = tiles(torch.bfloat16, 90, (16, 16), tensor_cores=False).forward._asdict()
+    start = tiles(
+        (torch.bfloat16, torch.bfloat16), 90, (16, 16), tensor_cores=False
+    ).forward._asdict()
     shapes = [start | {"kernel": "forward", "stages": stages, "score": 1} for stages in (2, 3, 9)]
     file, out = tmp_path / "candidates.jsonl", tmp_path / "tiles.jsonl"
     file.write_text("\n".join(map(json.dumps, shapes)))

@@ -65,7 +65,7 @@ class ReferenceBackend:
         """None: it solves every problem."""
         return None
 
-    def verified(self, device: torch.device, dtype: torch.dtype) -> bool:
+    def verified(self, problem: Problem, device: torch.device) -> bool:
         """Always: the reference is the definition."""
         return True
 
@@ -76,6 +76,10 @@ class ReferenceBackend:
         for level in log_prob:
             total += level
         return torch.empty_like(total).index_copy_(0, saved.position, total.neg_()), list(saved)
+
+    def part_size(self, problem: Problem) -> int:
+        """All of them."""
+        return problem.num_positions
 
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""

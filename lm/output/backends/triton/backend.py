@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
-from lm.output.backends.triton.backward import gradients
+from lm.output.backends.triton.backward import gradients, summed
 from lm.output.backends.triton.launch import (
     SLOT,
     Saved,
+    alignment,
     capability,
     launch,
     path_blocks,
@@ -23,28 +24,43 @@ from lm.output.backends.triton.launch import (
     tiles_for,
 )
 from lm.output.backends.triton.routing import (
+    MOST_RUNS,
     NUM_LISTS,
+    RUN_SIZES,
     Routing,
     chunk_size,
     new_routing,
-    run_size,
 )
-from lm.output.backends.triton.tile_shapes import Tile, triton_version
-from lm.output.backends.triton.verify import verified
+from lm.output.backends.triton.tile_shapes import Tile, tf32, triton_version
+from lm.output.backends.triton.verify import Kind, verified
 from lm.output.backends.visits import check_words
 from lm.output.rowwise.eager import constant_when_compiled
 
 MAX_SAVED_BYTES = 1 << 31
-"""Most memory for `Saved.exp_logits`, positions × columns on a path. Trees with wider paths, such
-as the full softmax of a large vocabulary, need the reference backend.
+"""Most memory for `Saved.exp_logits`, positions × columns on a path. A batch that needs more saves
+nothing: its backward takes it in parts, each with a forward of its own.
 """
+MAX_COLUMNS = 1 << 24
+"""On a path: within a tile of 128 rows of `Saved.exp_logits`, offsets have 32 bits."""
 
-_SORT, _MERGE, _PLAN = Tile(0, 0, 0, 8, 1), Tile(32, 0, 0, 8, 1), Tile(128, 0, 0, 4, 1)
-_COPIED_ROWS, _MERGE_BITS, _SEARCH_BITS = 16, 2, 3
+_MERGE, _PLAN = Tile(32, 0, 0, 8, 1), Tile(128, 0, 0, 4, 1)
+_COPIED_ROWS, _MERGED_RUNS, _MERGE_BITS, _SEARCH_BITS = 16, 32, 2, 3
 OLDEST_WITH_FENCES = (3, 7, 1)
 """The first version of Triton that puts a fence between asynchronous copies and the asynchronous
 products that read them, on devices of compute capability 9.0 and above.
 """
+TIMING_ONLY = "SQRTLM_UNSAFE_TRITON"
+"""The environment variable that, as "1", accepts older versions. For timing only: their results may
+be wrong.
+"""
+
+
+@constant_when_compiled
+def _lacks_fences() -> bool:
+    """Whether the installed version is older, and not accepted; torch 2.11 cannot trace this."""
+    version = triton_version()
+    assert version is not None
+    return version < OLDEST_WITH_FENCES and os.environ.get(TIMING_ONLY) != "1"
 
 
 class TritonBackend:
@@ -67,7 +83,7 @@ class TritonBackend:
         version = triton_version()
         if version is None:
             return "requires the package triton"
-        if version < OLDEST_WITH_FENCES and capability(device) >= 90 and not interpreted:
+        if capability(device) >= 90 and not interpreted and _lacks_fences():
             return (
                 f"requires Triton {'.'.join(map(str, OLDEST_WITH_FENCES))} on devices of compute"
                 f" capability 9.0 and above, got {'.'.join(map(str, version))}: its matrix products"
@@ -77,18 +93,24 @@ class TritonBackend:
             return "does not support fp64"
         if not weight.is_contiguous():
             return f"requires a contiguous weight, got strides {tuple(weight.stride())}"
-        num_bytes = problem.num_positions * path_slots(problem) * hidden.element_size()
-        if num_bytes > MAX_SAVED_BYTES:
-            return (
-                f"would save more than {MAX_SAVED_BYTES} bytes, with up to"
-                f" {problem.max_path_columns} columns for each position"
-            )
+        if path_slots(problem) > MAX_COLUMNS:
+            return f"takes at most {MAX_COLUMNS} columns on a path, got {problem.max_path_columns}"
         return None
 
-    @constant_when_compiled
-    def verified(self, device: torch.device, dtype: torch.dtype) -> bool:
+    def verified(self, problem: Problem, device: torch.device) -> bool:
         """See `lm.output.backends.triton.verify`."""
-        return verified(self, device, dtype)
+        bias = problem.weight if problem.bias is None else problem.bias
+        dtypes = (problem.hidden.dtype, problem.weight.dtype, bias.dtype)
+        return self._verified(device, dtypes, alignment(problem))
+
+    @constant_when_compiled
+    def _verified(
+        self,
+        device: torch.device,
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+        align: tuple[int, int],
+    ) -> bool:
+        return verified(self, device, Kind(*dtypes, *align, tf32()))
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.forward`."""
@@ -96,6 +118,8 @@ class TritonBackend:
 
         if problem.target.device.type == "cpu":
             check_words("target", problem.target, problem.vocab_size, problem.ignore_index)
+        if needs.any and self.part_size(problem) < problem.num_positions:
+            return self.forward(problem, Needs(False, False, False))[0], []
         problem = _contiguous(problem)
         saved = _new_saved(problem, needs)
         tile, splits = tiles_for(problem).forward, splits_for(problem)
@@ -105,7 +129,7 @@ class TritonBackend:
             "num_missing": torch.empty_like(nll, dtype=torch.int32),
             "nll": nll,
             "max_heavy": saved.routing.heavy_tiles.numel(),
-            "SPLITS": splits,
+            "num_splits": splits,
             "SAVE": needs.any,
         }
         _route(problem, saved, special)
@@ -117,7 +141,18 @@ class TritonBackend:
         self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
     ) -> Gradients:
         """See `Backend.backward`."""
-        return gradients(d_nll, _contiguous(problem), unflatten(saved), needs)
+        problem = _contiguous(problem)
+        if saved or not problem.num_positions:
+            return gradients(d_nll, problem, unflatten(saved), needs)
+        size = self.part_size(problem)
+        parts = (slice(i, i + size) for i in range(0, problem.num_positions, size))
+        return summed((self._of_part(d_nll, problem, part, needs) for part in parts), problem)
+
+    def _of_part(self, d_nll: Tensor, problem: Problem, part: slice, needs: Needs) -> Gradients:
+        """The gradients of some positions, whose forward is made again."""
+        some = problem._replace(hidden=problem.hidden[part], target=problem.target[part])
+        _, saved = self.forward(some, needs)
+        return gradients(d_nll[part], some, unflatten(saved), needs)
 
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""
@@ -127,8 +162,17 @@ class TritonBackend:
         nll = torch.where(routing.node >= 0, saved.lse - saved.target_logit, 0)
         return torch.empty_like(nll).index_copy_(1, routing.position.long(), nll)
 
+    def part_size(self, problem: Problem) -> int:
+        """See `Backend.part_size`."""
+        num_bytes = path_slots(problem) * problem.hidden.element_size()
+        if problem.num_positions * num_bytes <= MAX_SAVED_BYTES:
+            return problem.num_positions
+        return max(1, MAX_SAVED_BYTES // num_bytes)
+
     def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """See `Backend.new_saved`."""
+        if needs.any and self.part_size(problem) < problem.num_positions:
+            return []
         return _flat(_new_saved(problem, needs))
 
 
@@ -168,26 +212,31 @@ def _route(problem: Problem, saved: Saved, special: dict[str, Any]) -> None:
     from lm.output.backends.triton import routing_kernels as kernels
 
     positions, target, shape = problem.num_positions, problem.target, tiles_for(problem)
-    run = run_size(positions)
-    num_runs = max(1, -(-positions // run))
+    run_size = next((size for size in RUN_SIZES if size >= positions), RUN_SIZES[-1])
+    num_runs = max(1, -(-positions // run_size))
+    keys = target.new_empty(num_runs * run_size)
+    is_sorted = num_runs <= MOST_RUNS
     all_valid = target.new_empty((), dtype=torch.int32)
     special = special | {
-        "keys": target.new_empty(num_runs * run),
+        "keys": keys,
         "rank": torch.empty_like(saved.routing.position),
         "all_valid": all_valid,
-        "num_runs": num_runs,
         "chunk": chunk_size(problem, shape),
         "NUM_LISTS": NUM_LISTS,
-        "RUN": run,
-        "MAX_RUNS": 1 << max(num_runs - 1, 0).bit_length(),
+        "SORTED": is_sorted,
+        "RUNS": _MERGED_RUNS,
         "TILE_V": shape.forward.v,
         "TILE_C": shape.heavy.c,
     }
-    launch(kernels._sort, num_runs, _SORT, problem, saved, **special)
-    special |= {"BITS": _MERGE_BITS, "STEPS": -(-run.bit_length() // _MERGE_BITS)}
-    launch(kernels._merge, num_runs * run // _MERGE.v, _MERGE, problem, saved, **special)
+    tile = Tile(run_size, 0, 0, 8, 1)
+    launch(kernels._sort, num_runs, tile, problem, saved, **special)
+    if not is_sorted:
+        num_runs, run_size, special["keys"] = 1, keys.numel(), torch.sort(keys).values
+    special |= {"num_runs": num_runs, "run_size": run_size}
+    special |= {"BITS": _MERGE_BITS, "steps": -(-run_size.bit_length() // _MERGE_BITS)}
+    launch(kernels._merge, -(-positions // _MERGE.v), _MERGE, problem, saved, **special)
     plans, copies = -(-positions // _PLAN.v), -(-positions // _COPIED_ROWS)
-    special |= {"BITS": _SEARCH_BITS, "STEPS": -(-positions.bit_length() // _SEARCH_BITS)}
+    special |= {"BITS": _SEARCH_BITS, "steps": -(-positions.bit_length() // _SEARCH_BITS)}
     special |= {"num_plans": plans, "ROWS": _COPIED_ROWS, "COLUMNS": 128}
     launch(kernels._plan, plans + copies, _PLAN, problem, saved, **special)
     if target.is_cuda and positions:

@@ -1,11 +1,12 @@
 """The backward of the Triton backend: three launches, for dense or row-wise gradients."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Gradients, Needs, Problem
+from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
 from lm.output.backends.triton.launch import Saved, launch, path_blocks, tiles_for
 from lm.output.backends.triton.routing import sizes
 from lm.output.rowwise.blocks import Rows
@@ -49,6 +50,27 @@ def gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gr
     if bias is not None and d_bias is not None:
         d_bias = RowGradient(bias, [Rows(index, d_bias[:, None])])
     return Gradients(d_hidden, d_weight, d_bias)
+
+
+def summed(parts: Iterable[Gradients], problem: Problem) -> Gradients:
+    """The gradients of a batch, given those of consecutive parts of its positions.
+
+    Dense gradients of tables are rounded to their dtype in every part, and added in at least fp32.
+    """
+    d_hidden: list[Tensor] = []
+    totals: list[Any] = [None, None]
+    dtype = compute_dtype(problem.weight.dtype)
+    for part in parts:
+        d_hidden += [] if part.d_hidden is None else [part.d_hidden]
+        for i, more in enumerate(part[1:]):
+            if totals[i] is not None:
+                totals[i] += more
+            elif more is not None:
+                totals[i] = more if isinstance(more, RowGradient) else more.to(dtype)
+    for i, table in enumerate((problem.weight, problem.bias)):
+        if totals[i] is not None and not isinstance(totals[i], RowGradient):
+            totals[i] = totals[i].to(table)
+    return Gradients(torch.cat(d_hidden) if d_hidden else None, *totals)
 
 
 def _check_tiles(problem: Problem, saved: Saved) -> None:

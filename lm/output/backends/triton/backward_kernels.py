@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from lm.output.backends.triton.forward_kernel import _block, _first_block, _first_slot
+from lm.output.backends.triton.launch import VARYING
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def _expm1(x):
     return tl.where(x > -0.1, x * series, tl.exp(x) - 1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _errors(
     d_nll, scale,
     position, node, child, num_children, column,
@@ -83,7 +84,7 @@ def _load_errors(errors, first, row, visits, slot, c, width, num_slots):
     return _block(errors + slot, first, row, visits, c, in_path, num_slots)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _heavy(
     scale, sorted_hidden, weight,
     position, node, light_level, chunk_tiles, num_entries,
@@ -205,10 +206,10 @@ def _heavy_hidden(
     v = begin + tile_row
     left = h0 + tl.arange(0, BLOCK_H // 2)
     right = left + BLOCK_H // 2
-    num_heavy = tl.load(light_level + v, mask=v < P, other=0)
     total_left = tl.zeros([BLOCK_V, BLOCK_H // 2], ACC)
     total_right = tl.zeros([BLOCK_V, BLOCK_H // 2], ACC)
     for d in range(0, D):
+        num_heavy = tl.load(light_level + v, mask=v < P, other=0)
         nodes = tl.load(node + d * P + v, mask=d < num_heavy, other=-1)
         s = _next(nodes, v, begin, BLOCK_V)
         while s >= 0:
@@ -225,10 +226,10 @@ def _heavy_hidden(
                 total_right = _add_rows(total_right, error, rows, right, ACC, PRECISION)
             nodes = tl.where(nodes == n, -1, nodes)
             s = _next(nodes, v, begin, BLOCK_V)
-    light = (v < P) & (num_heavy < D)
+    # loaded again: what is kept during the loops, and 64-bit rows, fill registers
+    light = (v < P) & (tl.load(light_level + v, mask=v < P, other=D) < D)
     _store_block(partial_hidden, begin, light, left, hidden_stride, hidden_stride, total_left)
     _store_block(partial_hidden, begin, light, right, hidden_stride, hidden_stride, total_right)
-    # loaded again: what is kept during the loops, and 64-bit rows, fill registers
     heavy = (v < P) & (tl.load(light_level + v, mask=v < P, other=0) == D)
     p = tl.load(position + v, mask=heavy, other=0)
     _store_rows(d_hidden, p, heavy, left, H, H, _scaled(total_left, scale))

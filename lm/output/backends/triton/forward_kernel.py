@@ -11,10 +11,10 @@ blocks of `BLOCK_C`, with a running log-sum-exp (Milakov & Gimelshein 2018):
     lse = log Σ_blocks exp(m) Σ k,   log q[y] = z[y] - lse         (8)
 
 k, between 0 and 1, is saved for the backward in the dtype of `hidden` together with m:
-`exp_logits` and `block_max`, of the size of positions × columns on a path. `SPLITS` programs share
-a tile, and each takes some of the children; they are neighbours and run at the same time, so that
-the tile's hidden vectors are read from memory once. The last of all the programs that work on a
-position combines its splits and levels, in a fixed order.
+`exp_logits` and `block_max`, of the size of positions × columns on a path. `num_splits` programs
+share a tile, and each takes some of the children; they are neighbours and run at the same time, so
+that the tile's hidden vectors are read from memory once. The last of all the programs that work on
+a position combines its splits and levels, in a fixed order.
 
 Every pointer is to elements with contiguous last dimension. H and strides are in units of `ALIGN`
 elements: that many are loaded at once.
@@ -22,6 +22,8 @@ elements: that many are loaded at once.
 
 import triton
 import triton.language as tl
+
+from lm.output.backends.triton.launch import VARYING
 
 
 @triton.jit
@@ -50,19 +52,19 @@ def _base(m):
     return tl.where(m == float("-inf"), 0.0, m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _forward(
     sorted_hidden, weight, bias,
     position, node, child, heavy_tiles, light_nodes, num_entries,
     first_row, num_children, column,
     exp_logits, block_max, partial_lse, target_logit, lse, num_missing, nll,
-    P, D, max_heavy, path_slots, path_blocks, sorted_units, weight_units,
-    SPLITS: tl.constexpr, LIGHT: tl.constexpr, SAVE: tl.constexpr, ACC: tl.constexpr,
+    P, D, max_heavy, num_splits, path_slots, path_blocks, sorted_units, weight_units,
+    LIGHT: tl.constexpr, SAVE: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The nll [P], with lse and z[y] (`target_logit`) [D, P] of every visit."""
-    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    tile, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     inputs = (sorted_hidden, weight, bias, sorted_units * 16, weight_units * WEIGHT_ALIGN)
     tree = (first_row, num_children, column)
     saved = (exp_logits, block_max, path_slots * 16, path_blocks)
@@ -70,27 +72,29 @@ def _forward(
     if tile < max_heavy:
         if tile < tl.load(num_entries):
             _forward_tile(
-                tl.load(heavy_tiles + tile), split, inputs, (position, node, child, P, D), tree,
-                saved, results, SPLITS=SPLITS, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
+                tl.load(heavy_tiles + tile), (split, num_splits), inputs,
+                (position, node, child, P, D), tree,
+                saved, results, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
                 BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
             )  # fmt: skip
     else:
         if tile - max_heavy < tl.load(num_entries + 1):
             _forward_tile(
-                tl.load(light_nodes + tile - max_heavy), split, inputs,
+                tl.load(light_nodes + tile - max_heavy), (split, num_splits), inputs,
                 (position, node, child, P, D), tree,
-                saved, results, SPLITS=SPLITS, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
+                saved, results, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
                 BLOCK_V=LIGHT, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
             )  # fmt: skip
 
 
 @triton.jit
 def _forward_tile(
-    flat, split, inputs, visits_of, tree, saved, results,
-    SPLITS: tl.constexpr, SAVE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    flat, share_of, inputs, visits_of, tree, saved, results,
+    SAVE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """(7) and (8) for up to `BLOCK_V` visits of a node from `flat` on, for a split."""
+    split, num_splits = share_of
     _, _, bias, _, _ = inputs
     position, node, child, P, D = visits_of
     first_row, num_children, column = tree
@@ -101,7 +105,7 @@ def _forward_tile(
     visits = tl.load(node + d * P + v, mask=v < P, other=-1) == n
     y = tl.load(child + d * P + v, mask=visits, other=-1)
     width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
-    share = tl.cdiv(tl.cdiv(width, BLOCK_C), SPLITS) * BLOCK_C
+    share = tl.cdiv(tl.cdiv(width, BLOCK_C), num_splits) * BLOCK_C
     c_begin, c_end = split * share, tl.minimum((split + 1) * share, width)
     slot, block = _first_slot(column, n, d), _first_block(column, n, d, BLOCK_C)
     m = tl.full([BLOCK_V], float("-inf"), ACC)
@@ -137,7 +141,7 @@ def _forward_tile(
     split_lse = m + tl.log(tl.where(total == 0.0, 1.0, total))  # -inf where there are no children
     tl.store(partial_lse + (split * D + d) * P + v, split_lse, mask=visits)
     p = tl.load(position + v, mask=visits, other=0)
-    _finish(v, p, visits, node, results, P=P, D=D, SPLITS=SPLITS, ACC=ACC)
+    _finish(v, p, visits, node, results, P=P, D=D, num_splits=num_splits, ACC=ACC)
 
 
 @triton.jit
@@ -157,7 +161,7 @@ def _logits(
 
 
 @triton.jit
-def _finish(v, p, visits, node, results, P, D, SPLITS: tl.constexpr, ACC: tl.constexpr):
+def _finish(v, p, visits, node, results, P, D, num_splits, ACC: tl.constexpr):
     """In the last program that arrives: lse of all splits and nll of all levels, in order."""
     partial_lse, target_logit, lse, num_missing, nll = results
     tl.debug_barrier()  # what the other threads of this program stored must be visible first
@@ -169,7 +173,7 @@ def _finish(v, p, visits, node, results, P, D, SPLITS: tl.constexpr, ACC: tl.con
         present = last & (tl.load(node + d * P + v, mask=last, other=-1) >= 0)
         m = tl.load(partial_lse + d * P + v, mask=present, other=0.0, cache_modifier=".cg")
         total = tl.full(v.shape, 1.0, ACC)
-        for split in range(1, SPLITS):
+        for split in range(1, num_splits):
             place = partial_lse + (split * D + d) * P + v
             other = tl.load(place, mask=present, other=0.0, cache_modifier=".cg")
             m_new = tl.maximum(m, other)

@@ -20,6 +20,11 @@ SLOT = 16
 """The children of a node begin at multiples of so many in `Saved.exp_logits`."""
 
 
+VARYING = [
+    "P", "num_runs", "run_size", "steps", "chunk", "num_plans", "num_splits", "max_heavy",
+    "row_programs", "max_groups", "max_split_tiles", "d_nll_stride",
+]  # fmt: skip
+"""Arguments that differ between batches; no kernel is compiled again for 1 or multiples of 16."""
 FILLING_TILES = 2048
 """Programs from which on more of them would not make the forward faster."""
 
@@ -152,9 +157,9 @@ def tiles_for(problem: Problem) -> Tiles:
     """The tile shapes for a problem on its device."""
     if _instruments.tiles is not None:
         return _instruments.tiles
-    dtype, device = problem.hidden.dtype, problem.hidden.device
-    tensor_cores = dtype == torch.float32 and tf32()
-    return tiles(dtype, capability(device), alignment(problem), tensor_cores=tensor_cores)
+    dtypes, device = (problem.hidden.dtype, problem.weight.dtype), problem.hidden.device
+    tensor_cores = dtypes[0] == torch.float32 and tf32()
+    return tiles(dtypes, capability(device), alignment(problem), tensor_cores=tensor_cores)
 
 
 def splits_for(problem: Problem) -> int:

@@ -14,8 +14,10 @@ from torch import Tensor
 from lm.output.backends.base import Problem
 from lm.output.backends.triton.tile_shapes import Tiles
 
-FEWEST_KEYS, MOST_RUNS = 512, 128
-"""Keys of a sorted run, unless there would be more than so many runs."""
+RUN_SIZES, MOST_RUNS = (32, 128, 512), 64
+"""Keys of a sorted run, the first that is enough or the last, and most runs: each key is compared
+with some of every run.
+"""
 MAX_SPLITS = 16
 """Most programs that share a tile in the forward, or the visits of a split node."""
 NUM_LISTS = 8
@@ -133,9 +135,3 @@ def new_routing(problem: Problem, tiles: Tiles) -> Routing:
         chunk_tiles=new(lists.chunk_tiles, 4),
         split_tiles=new(lists.split_tiles, 4),
     )
-
-
-def run_size(num_positions: int) -> int:
-    """Keys of a sorted run, a power of two: each key is compared with some of every run."""
-    at_most = max(FEWEST_KEYS, -(-num_positions // MOST_RUNS))
-    return max(32, 1 << (min(at_most, num_positions) - 1).bit_length())

@@ -2,9 +2,9 @@
 
 Letters as in `forward_kernel`. Targets are sorted by the depth-first rank of their word's node,
 stably: equal ranks in the order of the batch. `_sort` sorts short runs of keys that are unique,
-rank · 2^32 + index; `_merge` finds the place of each key in the whole batch as the number of
-smaller keys in all runs, and writes the path of each target there; `_plan` shares the visits among
-programs. `routing` describes the result.
+rank · 2^32 + index, or leaves them to `torch.sort` where there would be many; `_merge` finds the
+place of each key in the whole batch as the number of smaller keys in all runs, and writes the path
+of each target there; `_plan` shares the visits among programs. `routing` describes the result.
 
 The order of the entries of a list is the order in which programs reserve them. It affects when a
 tile is computed and no number: each visit and each row belongs to one entry.
@@ -13,16 +13,18 @@ tile is computed and no number: each visit and each row belongs to one entry.
 import triton
 import triton.language as tl
 
+from lm.output.backends.triton.launch import VARYING
+
 
 @triton.jit
-def _lower_bound(keys, size, probe, STEPS: tl.constexpr, BITS: tl.constexpr):
-    """How many of `size` < 2^(STEPS · BITS) sorted keys are smaller than each probe.
+def _lower_bound(keys, size, probe, steps, BITS: tl.constexpr):
+    """How many of `size` < 2^(steps · BITS) sorted keys are smaller than each probe.
 
     A step waits once for 2^BITS - 1 keys and finds as many bits of the number.
     """
     low = tl.zeros(probe.shape, tl.int32)
-    for i in tl.static_range(STEPS):
-        stride = 1 << ((STEPS - 1 - i) * BITS)
+    for i in range(0, steps):
+        stride = 1 << ((steps - 1 - i) * BITS)
         smaller = tl.zeros(probe.shape, tl.int32)
         for j in tl.static_range(1, 1 << BITS):
             inside = low + j * stride <= size
@@ -37,44 +39,48 @@ def _is_word(target, N, ignore_index):
     return (target >= 0) & (target < N) & (target != ignore_index)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _sort(
     target, row_of_word, node_of_row, preorder,
     keys, visited, num_entries, all_valid,
-    P, N, num_nodes, ignore_index, NUM_LISTS: tl.constexpr, RUN: tl.constexpr,
+    P, N, num_nodes, ignore_index,
+    NUM_LISTS: tl.constexpr, SORTED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One sorted run of keys; targets that are no words last. Also the initial values."""
-    lane = tl.arange(0, RUN)
-    i = tl.program_id(0) * RUN + lane
+    """Some keys, sorted or not; targets that are no words last. Also the initial values."""
+    lane = tl.arange(0, BLOCK_V)
+    i = tl.program_id(0) * BLOCK_V + lane
     word = tl.load(target + i, mask=i < P, other=0)
     valid = (i < P) & _is_word(word, N, ignore_index)
     row = tl.load(row_of_word + word, mask=valid, other=0)
     node = tl.load(node_of_row + row, mask=valid, other=0)
     rank = tl.load(preorder + node, mask=valid, other=0)
     rank = tl.where(valid, rank, tl.where(i < P, num_nodes, num_nodes + 1))
-    tl.store(keys + i, tl.sort((rank << 32) + i))
-    for n0 in range(tl.program_id(0) * RUN, num_nodes, tl.num_programs(0) * RUN):
-        tl.store(visited + n0 + lane, tl.zeros([RUN], tl.int8), mask=n0 + lane < num_nodes)
+    key = (rank << 32) + i
+    tl.store(keys + i, tl.sort(key) if SORTED else key)
+    for n0 in range(tl.program_id(0) * BLOCK_V, num_nodes, tl.num_programs(0) * BLOCK_V):
+        tl.store(visited + n0 + lane, tl.zeros([BLOCK_V], tl.int8), mask=n0 + lane < num_nodes)
     if tl.program_id(0) == 0:
-        tl.store(num_entries + lane, tl.zeros([RUN], tl.int32), mask=lane < NUM_LISTS)
+        tl.store(num_entries + lane, tl.zeros([BLOCK_V], tl.int32), mask=lane < NUM_LISTS)
         tl.store(all_valid, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _merge(
     target, row_of_word, node_of_row, row_of_node, level, first_row, num_children, keys,
     position, rank, node, child, num_missing, nll, all_valid,
-    P, N, D, ignore_index, num_runs,
-    SPLITS: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr,
-    MAX_RUNS: tl.constexpr, BLOCK_V: tl.constexpr,
+    P, N, D, ignore_index, num_runs, run_size, steps, num_splits,
+    RUNS: tl.constexpr, BITS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The sorted positions and their paths. `num_missing` is how many programs compute each nll."""
     key = tl.load(keys + tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V))
-    run = tl.arange(0, MAX_RUNS)
     # the threads of a warp search the same run for neighbouring keys
-    size = tl.where(run < num_runs, RUN, 0)[:, None] + tl.zeros([MAX_RUNS, BLOCK_V], tl.int32)
-    probe = key[None, :] + tl.zeros([MAX_RUNS, BLOCK_V], tl.int64)
-    v = tl.sum(_lower_bound(keys + run[:, None] * RUN, size, probe, STEPS, BITS), axis=0)
+    probe = key[None, :] + tl.zeros([RUNS, BLOCK_V], tl.int64)
+    v = tl.zeros([BLOCK_V], tl.int32)
+    for run0 in range(0, num_runs, RUNS):
+        run = run0 + tl.arange(0, RUNS)
+        size = tl.where(run < num_runs, run_size, 0)[:, None] + tl.zeros([RUNS, BLOCK_V], tl.int32)
+        first = keys + run[:, None] * run_size
+        v += tl.sum(_lower_bound(first, size, probe, steps, BITS), axis=0)
     in_batch = v < P
     p = (key & 0xFFFFFFFF).to(tl.int32)
     word = tl.load(target + p, mask=in_batch, other=0)
@@ -95,7 +101,7 @@ def _merge(
         num_visits += visits.to(tl.int32)
         parent_row = tl.maximum(tl.load(row_of_node + n, mask=on_path, other=0), 0)
         row = tl.where(on_path, parent_row, row)
-    tl.store(num_missing + v, num_visits * SPLITS, mask=in_batch)
+    tl.store(num_missing + v, num_visits * num_splits, mask=in_batch)
     tl.store(nll + p, tl.zeros([BLOCK_V], nll.dtype.element_ty), mask=in_batch & (num_visits == 0))
 
 
@@ -107,14 +113,14 @@ def _write_entry(place, mask, first, second, third, fourth):
     tl.store(place + 3, fourth, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _plan(
     hidden, sorted_hidden, position, rank, node, preorder, preorder_stop, num_children,
     light_level, visited, num_entries, heavy_tiles, light_nodes, light_groups, row_tiles,
     chunk_tiles, split_tiles,
-    P, D, chunk, num_plans, h_units, sorted_units,
+    P, D, chunk, num_plans, steps, h_units, sorted_units,
     ALIGN: tl.constexpr, LIGHT: tl.constexpr, BLOCK_V: tl.constexpr, TILE_V: tl.constexpr,
-    TILE_C: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr, NUM_LISTS: tl.constexpr,
+    TILE_C: tl.constexpr, BITS: tl.constexpr, NUM_LISTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Heavy or light, and the entries of all lists; hidden vectors in the order of positions."""
@@ -123,8 +129,8 @@ def _plan(
             rank, node, (preorder, preorder_stop, num_children), light_level, visited,
             num_entries,
             (heavy_tiles, light_nodes, light_groups, row_tiles, chunk_tiles, split_tiles),
-            P=P, D=D, chunk=chunk, LIGHT=LIGHT, BLOCK_V=BLOCK_V, TILE_V=TILE_V, TILE_C=TILE_C,
-            STEPS=STEPS, BITS=BITS, NUM_LISTS=NUM_LISTS,
+            P=P, D=D, chunk=chunk, steps=steps, LIGHT=LIGHT, BLOCK_V=BLOCK_V, TILE_V=TILE_V,
+            TILE_C=TILE_C, BITS=BITS, NUM_LISTS=NUM_LISTS,
         )  # fmt: skip
     else:
         H, stride = h_units * ALIGN, sorted_units * 16
@@ -146,9 +152,9 @@ def _of_list(i: tl.constexpr, values, NUM_LISTS: tl.constexpr):
 
 @triton.jit
 def _plan_visits(
-    rank, node, tree, light_level, visited, num_entries, lists, P, D, chunk,
+    rank, node, tree, light_level, visited, num_entries, lists, P, D, chunk, steps,
     LIGHT: tl.constexpr, BLOCK_V: tl.constexpr, TILE_V: tl.constexpr, TILE_C: tl.constexpr,
-    STEPS: tl.constexpr, BITS: tl.constexpr, NUM_LISTS: tl.constexpr,
+    BITS: tl.constexpr, NUM_LISTS: tl.constexpr,
 ):  # fmt: skip
     preorder, preorder_stop, num_children = tree
     heavy_tiles, light_nodes, light_groups, row_tiles, chunk_tiles, split_tiles = lists
@@ -163,8 +169,8 @@ def _plan_visits(
         begin = tl.load(preorder + n, mask=visits, other=0)
         end = tl.load(preorder_stop + n, mask=visits, other=0)
         width = tl.load(num_children + n, mask=visits, other=0).to(tl.int32)
-        start = _lower_bound(rank, sizes, begin, STEPS, BITS)
-        stop = _lower_bound(rank, sizes, end, STEPS, BITS)
+        start = _lower_bound(rank, sizes, begin, steps, BITS)
+        stop = _lower_bound(rank, sizes, end, steps, BITS)
         first = visits & (v == start)
         heavy, light = visits & (stop - start > LIGHT), visits & (stop - start <= LIGHT)
         tl.store(visited + n, tl.full([BLOCK_V], 1, tl.int8), mask=first)

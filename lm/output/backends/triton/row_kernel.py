@@ -20,9 +20,10 @@ from lm.output.backends.triton.backward_kernels import (
     _store_rows,
 )
 from lm.output.backends.triton.forward_kernel import _block, _first_slot
+from lm.output.backends.triton.launch import VARYING
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _rows(
     scale, sorted_hidden, weight,
     position, node, row_tiles, light_groups, split_tiles, num_entries, visited,

@@ -41,7 +41,8 @@ _HALF_ERRORS, _SINGLE_ERRORS = Tile(16, 128, 0, 4, 1), Tile(16, 64, 0, 4, 1)
 _NARROW_FORWARD = Tile(128, 64, 64, 8, 3)
 _FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 128, 128, 8, 3, 64)
 """Forward and heavy tiles for half precision on sm_90, where 8 does not divide the columns of the
-weight, or 2 those of d_hidden: addresses of so few columns at a time take registers.
+weight, or 2 those of d_hidden: addresses of so few columns at a time take registers. Rows in fp32,
+which pass through registers, also need such heavy tiles.
 """
 _TILES = {
     # Without wgmma all operands pass through registers.
@@ -76,18 +77,22 @@ _TILES = {
 
 
 def tiles(
-    dtype: torch.dtype, capability: int, align: tuple[int, int], *, tensor_cores: bool
+    dtypes: tuple[torch.dtype, torch.dtype],
+    capability: int,
+    align: tuple[int, int],
+    *,
+    tensor_cores: bool,
 ) -> Tiles:
-    """The tile shapes for hidden vectors of a dtype.
+    """The tile shapes for the dtypes of hidden vectors and rows.
 
     `align` are powers of two that divide H and the columns of the weight. The architecture is given
     as compute capability x 10: 80, 90, 100.
     """
-    hidden_align, weight_align = align
+    (dtype, rows), (hidden_align, weight_align) = dtypes, align
     kind = "half" if dtype.itemsize == 2 else "single" if tensor_cores else "exact"
     fitting = [sm for of, sm in _TILES if of == kind and sm <= max(capability, 80)]
     found = _TILES[kind, max(fitting)]
-    if kind == "half" and 90 <= capability < 100 and hidden_align == 1:
+    if kind == "half" and 90 <= capability < 100 and (hidden_align == 1 or rows.itemsize > 2):
         found = found._replace(heavy=_FEW_HEAVY)
     if kind == "half" and weight_align < 8:
         if capability >= 100:

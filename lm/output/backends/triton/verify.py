@@ -1,31 +1,45 @@
 """Whether the fused kernels are right on a device: a tiny problem, compared with the reference.
 
 Compilers and devices differ; kernels that are right on one may be wrong on another. "auto" takes
-them only after this comparison, made once per process, device, dtype and precision of products. It
-takes about a second, and some more if the kernels are not in Triton's cache yet.
+them only after this comparison, made once per process, device and `Kind` of problem. It takes about
+a second, and some more if the kernels are not in Triton's cache yet.
 """
 
+import math
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from subprocess import CalledProcessError
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Backend, Needs, Problem
+from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
 from lm.output.backends.reference.backend import ReferenceBackend
-from lm.output.backends.triton.tile_shapes import tf32
 from lm.output.tree.class_tree import ClassTree
 
 DEVICES = frozenset({"cuda"})
 """Types of devices that are verified: not the interpreter, which takes seconds instead."""
-_NUM_WORDS, _NUM_CLASSES, _HIDDEN_SIZE = 3000, 70, 80
+_NUM_WORDS, _NUM_CLASSES, _LEAST_SIZE = 3000, 70, 80
 _HEAVY_VISITS = 131  # of a class that the kernels of heavy nodes work on, in two tiles
 _NAMES = ("nll", "d_hidden", "d_weight", "d_bias")
-_differences: dict[tuple[torch.device, torch.dtype, bool], str | None] = {}
 
 
-def verified(backend: Backend, device: torch.device, dtype: torch.dtype) -> bool:
+class Kind(NamedTuple):
+    """What kernels are compiled for, besides sizes."""
+
+    hidden: torch.dtype
+    weight: torch.dtype
+    bias: torch.dtype
+    hidden_align: int  # see `lm.output.backends.triton.launch.alignment`
+    weight_align: int
+    tf32: bool  # whether products of fp32 numbers round them
+
+
+_differences: dict[tuple[torch.device, Kind], str | None] = {}
+
+
+def verified(backend: Backend, device: torch.device, kind: Kind) -> bool:
     """Whether the kernels' backend agrees with the reference; the first call warns if it does not.
 
     True for devices that are not verified.
@@ -44,7 +58,7 @@ def verified(backend: Backend, device: torch.device, dtype: torch.dtype) -> bool
             return True  # the caller asks what would be chosen on another machine
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-    key = (device, dtype, tf32())
+    key = (device, kind)
     if key not in _differences:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -52,27 +66,28 @@ def verified(backend: Backend, device: torch.device, dtype: torch.dtype) -> bool
                 " a CUDA graph: run a step before the capture"
             )
         with ThreadPoolExecutor(1) as thread:
-            _differences[key] = thread.submit(difference, backend, device, dtype).result()
+            _differences[key] = thread.submit(difference, backend, device, kind).result()
         if _differences[key] is not None:
             warnings.warn(
-                f"the fused kernels cannot be used on {device} in {dtype}, and the layer computes"
-                f" slowly with the reference backend: {_differences[key]}",
+                f"the fused kernels cannot be used on {device} in {kind.hidden} with rows in"
+                f" {kind.weight}, and the layer computes slowly with the reference backend:"
+                f" {_differences[key]}",
                 stacklevel=2,
             )
     return _differences[key] is None
 
 
-def difference(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
+def difference(backend: Backend, device: torch.device, kind: Kind) -> str | None:
     """How a backend differs from the reference, or why it does not compile; None if they agree.
 
-    Allowed is twice the error of the reference in the same dtype, both measured from fp64, and 8
+    Allowed is twice the error of the reference in the same dtypes, both measured from fp64, and 8
     roundings of the largest value.
     """
     from triton.errors import TritonError
 
-    problem, d_nll = tiny_problem(dtype)
-    truth = _results(ReferenceBackend(), *_converted(problem, d_nll, "cpu", torch.float64))
-    on_device = _converted(problem, d_nll, device, dtype)
+    problem, d_nll = tiny_problem(kind)
+    truth = _results(ReferenceBackend(), *_moved(problem, d_nll, "cpu", torch.float64))
+    on_device = _moved(problem, d_nll, device)
     baseline = _results(ReferenceBackend(), *on_device)
     try:
         actual = _results(backend, *on_device)
@@ -81,7 +96,8 @@ def difference(backend: Backend, device: torch.device, dtype: torch.dtype) -> st
     except (TritonError, RuntimeError, OSError, CalledProcessError) as failure:
         # without a C compiler or an assembler, among others
         return f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
-    rounding = 2.0**-10 if dtype == torch.float32 and tf32() else torch.finfo(dtype).eps
+    rounds = kind.hidden == torch.float32 and kind.tf32
+    rounding = 2.0**-10 if rounds else torch.finfo(kind.hidden).eps
     found = []
     for name, true, plain, ours in zip(_NAMES, truth, baseline, actual, strict=True):
         error, usual = (float((x.cpu().double() - true).abs().max()) for x in (ours, plain))
@@ -90,7 +106,7 @@ def difference(backend: Backend, device: torch.device, dtype: torch.dtype) -> st
     return "; ".join(found) or None
 
 
-def tiny_problem(dtype: torch.dtype) -> tuple[Problem, Tensor]:
+def tiny_problem(kind: Kind) -> tuple[Problem, Tensor]:
     """A problem with heavy and light nodes and ignored targets, and the gradient of its nll [P].
 
     Classes have 1 to 85 words: some fill no block of children and some more than one. The root has
@@ -108,23 +124,32 @@ def tiny_problem(dtype: torch.dtype) -> tuple[Problem, Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32)
 
-    hidden = normal(len(target), _HIDDEN_SIZE).to(dtype)
-    weight = (0.2 * normal(tree.num_rows, _HIDDEN_SIZE)).to(dtype)
-    bias = normal(tree.num_rows).to(dtype)
-    return Problem.of(hidden, weight, target, tree, bias), normal(len(target))
+    size = _aligned(_LEAST_SIZE, kind.hidden_align)
+    hidden = normal(len(target), size).to(kind.hidden)
+    weight = 0.2 * normal(tree.num_rows, _aligned(size, kind.weight_align))
+    bias = normal(tree.num_rows).to(kind.bias)
+    # without the check of `Problem.of`, which refuses wider rows outside of autocast
+    problem = Problem.of(hidden.float(), weight, target, tree, bias.float())
+    problem = problem._replace(hidden=hidden, weight=weight.to(kind.weight), bias=bias)
+    return problem, normal(len(target))
 
 
-def _converted(
-    problem: Problem, d_nll: Tensor, device: torch.device | str, dtype: torch.dtype
+def _aligned(least: int, align: int) -> int:
+    """The least number from `least` on that `alignment` finds divided by `align`."""
+    return next(size for size in range(least, least + 32) if math.gcd(size, 16) == align)
+
+
+def _moved(
+    problem: Problem, d_nll: Tensor, device: torch.device | str, dtype: torch.dtype | None = None
 ) -> tuple[Problem, Tensor]:
-    floats = (problem.hidden, problem.weight, problem.bias)
-    hidden, weight, bias = (None if x is None else x.to(device, dtype) for x in floats)
-    assert hidden is not None
-    assert weight is not None
+    """The problem on a device, if given also in another dtype."""
+    names = ("hidden", "weight", "bias", "target")
+    tensors = {name: getattr(problem, name).to(device) for name in names}
+    if dtype is not None:
+        tensors |= {name: tensors[name].to(dtype) for name in names[:3]}
     arrays = type(problem.tree)(*(array.to(device) for array in problem.tree))
-    target = problem.target.to(device)
-    moved = problem._replace(hidden=hidden, weight=weight, bias=bias, target=target, tree=arrays)
-    return moved, d_nll.to(device, torch.promote_types(dtype, torch.float32))
+    moved = problem._replace(**tensors, tree=arrays)
+    return moved, d_nll.to(device, compute_dtype(moved.hidden.dtype))
 
 
 def _results(backend: Backend, problem: Problem, d_nll: Tensor) -> list[Tensor]:

@@ -3,28 +3,35 @@
 The functions run in processes of `pool`, where kernels are compiled, not interpreted.
 """
 
+import mmap
 import os
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import NamedTuple
+from tempfile import TemporaryFile
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from lm.output import ClassTree
+from lm.model.language_model import LanguageModel
+from lm.model.lstm import LSTM
+from lm.model.transformer import Transformer
+from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
-from lm.output.backends.triton.launch import Launch, execute, instrumented, tiles_for
+from lm.output.backends.triton.launch import SLOT, Launch, execute, instrumented, tiles_for
 from scripts.benchmarks import measure
 from scripts.kernels.compilation import compiled_launch
 from scripts.kernels.emulator import Emulator
-from scripts.kernels.emulator.mutations import Judge
+from scripts.kernels.emulator.execution import Run
+from scripts.kernels.emulator.judge import Judge
 from scripts.kernels.performance_model import per_program
 from scripts.kernels.work import work
 
-from ...definition import assert_errors_are_small, gradients, zipf_targets
+from ...definition import assert_errors_are_small, gradients, two_level, zipf_targets
 
 DTYPES = {n: measure.DTYPES.get(n, torch.float32) for n in ("bf16", "fp16", "tf32", "fp32")}
 EPSILON = {name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()} | {"tf32": 2**-10}
@@ -38,12 +45,17 @@ TREES: dict[str, Callable[[], ClassTree]] = {
     ),
     "shortlist": lambda: ClassTree.two_level(torch.arange(300) % 15, 40),
     "wide classes": lambda: ClassTree.two_level(torch.arange(900) % 6),
+    "classes of 1 to 300 words": lambda: ClassTree.two_level(
+        torch.arange(6).repeat_interleave(torch.tensor([1, 3, 10, 30, 100, 300]))
+    ),
 }
+FAR = 1 << 24
+"""Elements from row to row: within a tile of 128 rows, offsets have 32 bits."""
 ORDERS = ("forward", "backward", "interleaved")
 LOADED = ("sorted_hidden", "weight", "errors", "exp_logits", "partial_hidden", "partial_rows")
 SECTORS = ("sorted_hidden", "weight", "errors", "exp_logits", "hidden")
 ONCE = (*LOADED, "hidden", "d_hidden", "d_weight", "block_max", "node_of_row")
-"""Tensors whose bytes `scripts.kernels.work` counts: loads, loads of whole sectors, and every
+"""Tensors whose bytes `scripts.kernels.work` counts: loads, of these in whole sectors, and every
 element once.
 """
 
@@ -61,10 +73,12 @@ class Case(NamedTuple):
     orders: tuple[str, ...] = ("together",)
     bias: bool = True
     target: str = "some ignored"
+    rows: str = ""  # dtype of weight and bias, by default that of hidden
 
     def __str__(self) -> str:
         sizes = f"{self.positions} x {self.size}" + f" + {self.further}" * (self.further > 0)
-        parts = [f"sm_{self.capability}", self.dtype, self.tree, sizes]
+        dtypes = self.dtype + f" * {self.rows}" * bool(self.rows)
+        parts = [f"sm_{self.capability}", dtypes, self.tree, sizes]
         parts += ["row-wise" if self.row_wise else "dense", *self.orders]
         parts += ["no bias"] * (not self.bias) + [self.target] * (self.target != "some ignored")
         return ", ".join(parts)
@@ -77,8 +91,8 @@ Inputs = tuple[list[Tensor], Tensor, ClassTree, Tensor]
 def inputs(case: Case) -> Inputs:
     """Random numbers, the same for every case of these sizes."""
     torch.manual_seed(0)
-    tree, dtype = TREES[case.tree](), DTYPES[case.dtype]
-    hidden = torch.randn(case.positions, case.size).to(dtype)
+    tree, dtype = TREES[case.tree](), DTYPES[case.rows or case.dtype]
+    hidden = torch.randn(case.positions, case.size).to(DTYPES[case.dtype])
     weight = (torch.randn(tree.num_rows, case.size + case.further) * 0.1).to(dtype)
     tensors = [hidden, weight] + [torch.randn(tree.num_rows).to(dtype)] * case.bias
     target = zipf_targets(tree, case.positions)
@@ -93,7 +107,8 @@ def emulated(
 ) -> list[Tensor]:
     """nll and gradients by the compiled kernels; row-wise gradients as dense ones."""
     (hidden, weight, *bias), target, tree, upstream = given
-    problem = Problem.of(hidden, weight, target, tree, bias[0] if bias else None)
+    with torch.autocast("cpu", hidden.dtype, enabled=bool(case.rows)):
+        problem = Problem.of(hidden, weight, target, tree, bias[0] if bias else None)
     needs = Needs(hidden=True, weight=True, bias=case.bias, row_wise=case.row_wise)
     backend = TritonBackend()
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
@@ -136,6 +151,79 @@ def check(case: Case) -> Counter[str]:
     return ambiguous
 
 
+def check_far(case: Case) -> list[Run]:
+    """Raise unless results are the same if the rows of saved tensors are far apart.
+
+    Their rows are then `FAR` elements apart, in memory that takes no space where it is not written,
+    so that offsets of the last ones need more than 32 bits. All other arguments are the same.
+
+    Returns:
+        The runs of launches with such rows.
+    """
+    torch.set_num_threads(1)
+    given, emulator = inputs(case), Emulator(case.capability, counting=True, recording=True)
+    moved: dict[int, Tensor] = {}  # by address of what it takes the place of
+
+    def far(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in moved:
+            size, item = (len(tensor) * FAR, tensor.element_size())
+            with TemporaryFile() as file:  # whose pages exist when they are written
+                file.truncate(size * item)
+                memory = mmap.mmap(file.fileno(), size * item)
+            flat = torch.frombuffer(memory, dtype=tensor.dtype, count=size)
+            moved[tensor.data_ptr()] = flat.as_strided(tensor.shape, (FAR, 1))
+        return moved[tensor.data_ptr()]
+
+    def run(launch: Launch) -> None:
+        names = {"exp_logits", "errors", "block_max"} & launch.arguments.keys()
+        changes: dict[str, Any] = {name: far(launch.arguments[name]) for name in names}
+        strides = {"path_slots": FAR // SLOT, "path_blocks": FAR}
+        changes |= {name: stride for name, stride in strides.items() if name in launch.arguments}
+        execute(launch._replace(arguments=launch.arguments | changes))
+
+    found = emulated(case, given, emulator, run)
+    expected = emulated(case, given, Emulator(case.capability))
+    same = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+    assert all(same), f"results with rows far apart are those of dense rows: {same}"
+    return [each for each in emulator.history if len(each.request.tensors) > case.positions]
+
+
+def check_autocast(backbone: str) -> None:
+    """A language model's training step under bf16 autocast, with the kernels on tensor cores."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = LSTM(64, 64, 1) if backbone == "lstm" else Transformer(64, 64, 1, heads=2, context=9)
+    softmax = HierarchicalSoftmax(64, TREES["classes of 1 to 300 words"](), backend="triton")
+    model = LanguageModel(layers, softmax, embedding_size=64)
+    words = zipf_targets(softmax.tree, 80).clamp(min=0).view(10, 8)
+    emulator, dtypes = Emulator(90), set[tuple[str, torch.dtype]]()
+
+    def run(launch: Launch) -> None:
+        if launch.kernel.__name__ in ("_forward", "_heavy", "_rows"):
+            names = ("sorted_hidden", "weight", "errors", "exp_logits")
+            dtypes.update((n, launch.arguments[n].dtype) for n in names if n in launch.arguments)
+        execute(launch)
+
+    def step(dtype: torch.dtype) -> list[Tensor]:
+        model.to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            loss, _ = model.loss(words[:-1], words[1:])
+        table = list(softmax.parameters())
+        rest = list(layers.parameters())
+        d_weight, d_bias, *others = torch.autograd.grad(loss, [*table, *rest])
+        return [loss.detach(), torch.cat([each.flatten() for each in others]), d_weight, d_bias]
+
+    allowed = mock.patch.object(TritonBackend, "obstacle", return_value=None)  # on a CPU
+    with emulator, instrumented(run=run, capability=90), allowed:
+        ours = step(torch.float32)
+    softmax.backend = "reference"
+    assert_errors_are_small([ours, step(torch.float32), step(torch.float64)], 8 * EPSILON["bf16"])
+    half, single = torch.bfloat16, torch.float32
+    assert dtypes == {(n, half) for n in ("sorted_hidden", "errors", "exp_logits")} | {
+        ("weight", single)
+    }
+
+
 def check_counts(case: Case) -> None:
     """Execute a case and raise unless the launches do what `scripts.kernels.work` counts.
 
@@ -154,14 +242,44 @@ def check_counts(case: Case) -> None:
             assert 2 * found.num_products == flops, f"{kernel}: {flops} operations"
         if model.memory:
             loaded = sum(memory.loaded[name] for name in (*LOADED, "hidden")) + once["node_of_row"]
+            loaded += sum(memory.sectors[name] - memory.loaded[name] for name in SECTORS)
             assert loaded == model.loaded, f"{kernel}: {loaded} bytes loaded, not {model.loaded}"
             total = sum(once[name] for name in ONCE)
             assert total == model.memory, f"{kernel}: {total} bytes once, not {model.memory}"
-            sectors = [memory.sectors[name] - memory.loaded[name] for name in SECTORS]
-            assert not any(sectors), f"{kernel}: {sectors} more bytes in whole sectors"
 
     emulated(case, inputs(case), emulator, run)
     assert sum(each.num_products > 0 for each in emulator.history) >= 2
+
+
+def num_compilations(num_words: int, sizes: list[int]) -> int:
+    """How many kernels Triton would compile for batches of several sizes.
+
+    It compiles a kernel for the dtypes of tensors, for constants, and for numbers that are 1 or
+    multiples of 16, unless these are not to be specialised.
+    """
+    tree = two_level(num_words, round(num_words**0.5))
+    found = set()
+
+    def compile_for(launch: Launch) -> None:
+        key: list[object] = [launch.kernel.__name__, launch.tile]
+        for parameter in launch.kernel.params:
+            value = launch.arguments[parameter.name]
+            if isinstance(value, Tensor):
+                key.append(value.dtype)
+            elif parameter.is_constexpr or value is None:
+                key.append(value)
+            else:
+                special = not parameter.do_not_specialize
+                key.append((value >= 2**31, special and (value == 1 or value % 16 == 0)))
+        found.add(tuple(map(str, key)))
+
+    for num_positions in sizes:
+        problem = Problem.without_values(num_positions, 300, tree, torch.bfloat16)
+        needs = Needs(hidden=True, weight=True, bias=True)
+        with instrumented(run=compile_for, capability=90):
+            nll, saved = TritonBackend().forward(problem, needs)
+            TritonBackend().backward(nll, problem, saved, needs)
+    return len(found)
 
 
 def faults(
@@ -175,6 +293,13 @@ def faults(
         history += emulator.history
     judge = Judge(history)
     return [(one.kind, str(one), judge.verdict(one)) for one in judge.mutants(most)[share]]
+
+
+def narrowed_products(case: Case) -> list[tuple[str, str]]:
+    """Name of the narrowed products in kernels whose rows are far apart, and how they are seen."""
+    judge = Judge(check_far(case))
+    products = [each for each in judge.mutants() if each.kind == "narrowed product"]
+    return [(str(one), judge.verdict(one)) for one in products[::5]]
 
 
 def pool() -> ProcessPoolExecutor:

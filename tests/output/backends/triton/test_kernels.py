@@ -2,13 +2,17 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lm.output import ClassTree, hierarchical_cross_entropy
-from lm.output.backends.triton.launch import instrumented
+from lm.output.backends import BACKENDS
+from lm.output.backends.base import Needs, Problem
+from lm.output.backends.triton import backend as triton_backend
+from lm.output.backends.triton.launch import instrumented, path_slots
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
 from ...definition import SMALL_TILES, gradients, two_level, zipf_targets
@@ -91,6 +95,31 @@ def test_whole_blocks_of_children_may_be_impossible(banned: slice, splits: int) 
     torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("row_wise", [False, True])
+def test_a_batch_that_would_save_too_much_is_computed_in_parts(
+    row_wise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = two_level(90, 9)
+    *inputs, target = problem(tree, 70, 20)
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    upstream, needs = torch.randn(70, dtype=torch.float64), Needs(True, True, True, row_wise)
+    hidden, weight, bias = inputs
+    whole, one = Problem.of(hidden, weight, target, tree, bias), BACKENDS["triton"]
+    expected, _ = one.forward(whole, needs)
+    monkeypatch.setattr(triton_backend, "MAX_SAVED_BYTES", 20 * 8 * path_slots(whole))
+    assert one.part_size(whole) == 20
+    assert one.new_saved(whole, needs) == []
+    results = []
+    for name in ("triton", "reference"):
+        options: dict[str, Any] = {"reduction": "none", "row_wise": row_wise, "backend": name}
+        nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, **options)
+        found = torch.autograd.grad(nll, inputs, upstream)
+        results.append([nll.detach(), *(each.to_dense() for each in found)])
+    assert torch.equal(results[0][0], expected)
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
 def test_nan_in_the_weight_is_nan_in_the_nll() -> None:
     tree = two_level(60, 8)
     hidden, weight, bias, target = problem(tree, 20, 16)
@@ -116,7 +145,7 @@ def test_gradients_of_a_small_loss_survive_half_precision() -> None:
     tree = two_level(60, 8)
     hidden, weight, _, target = problem(tree, 40, 32, torch.float32)
     half, weight = hidden.half(), weight.requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.float16):
         nll = hierarchical_cross_entropy(half, weight, target, tree, backend="triton")
     (ours,) = torch.autograd.grad(nll, weight, torch.tensor(3e-7))
     truth = hierarchical_cross_entropy(half.float(), weight, target, tree)
@@ -129,7 +158,7 @@ def test_autocast_reads_full_precision_weights_without_casting_them_as_a_whole()
     tree = two_level(60, 8)
     hidden, weight, bias, target = problem(tree, 40, 32, torch.float32)
     half, weight, bias = (tensor.requires_grad_() for tensor in (hidden.half(), weight, bias))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.float16):
         loss = hierarchical_cross_entropy(half, weight, target, tree, bias, backend="triton")
     grads = torch.autograd.grad(loss, (half, weight, bias))
     assert [grad.dtype for grad in grads] == [torch.float16, torch.float32, torch.float32]

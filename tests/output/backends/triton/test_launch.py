@@ -58,9 +58,9 @@ def test_instruments_nest_and_are_undone(launches: list[Launch]) -> None:
         forward()
     forward()
     forwards = [launch for launch in launches if launch.kernel.__name__ == "_forward"]
-    default = tiles(torch.float32, 90, (16, 16), tensor_cores=False).forward
+    default = tiles((torch.float32, torch.float32), 90, (16, 16), tensor_cores=False).forward
     assert [launch.tile for launch in forwards] == [narrow.forward, wide.forward, default]
-    assert [launch.arguments["SPLITS"] for launch in forwards] == [3, 1, 1]
+    assert [launch.arguments["num_splits"] for launch in forwards] == [3, 1, 1]
 
 
 @pytest.mark.parametrize("precisions", [("high", "highest"), ("highest", "high")])
@@ -90,7 +90,9 @@ def test_tf32_may_be_allowed_for_one_backend_of_torch(launches: list[Launch]) ->
             torch.backends.cuda.matmul.fp32_precision = precision
             hierarchical_cross_entropy(hidden, weight, target, tree, backend="triton")
             assert launches[-1].arguments["PRECISION"] == precision
-            expected = tiles(torch.float32, 90, (16, 16), tensor_cores=precision == "tf32")
+            expected = tiles(
+                (torch.float32, torch.float32), 90, (16, 16), tensor_cores=precision == "tf32"
+            )
             assert launches[-1].tile == expected.forward
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -151,8 +153,8 @@ def test_problems_that_the_kernels_cannot_solve_are_named(monkeypatch: pytest.Mo
         return hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
 
     with monkeypatch.context() as patch:
-        patch.setattr(triton_backend, "MAX_SAVED_BYTES", 1000)
-        with pytest.raises(ValueError, match=r"save more than 1000 bytes, with up to 16 col"):
+        patch.setattr(triton_backend, "MAX_COLUMNS", 10)
+        with pytest.raises(ValueError, match=r"takes at most 10 columns on a path, got 16"):
             loss()
     message = r"requires compute capability 8.0, got 7.5"
     with instrumented(capability=75), pytest.raises(ValueError, match=message):
@@ -168,16 +170,22 @@ def test_problems_that_the_kernels_cannot_solve_are_named(monkeypatch: pytest.Mo
     ("version", "refused"),
     [("3.6.0", True), ("3.7.0", True), ("3.7.1", False), ("3.8.0+git", False), ("3.10.0", False)],
 )
-def test_versions_of_triton_without_fences_are_refused(
+def test_versions_of_triton_without_fences_are_refused_unless_for_timing(
     version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("triton.__version__", version)
     monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.delenv("SQRTLM_UNSAFE_TRITON", raising=False)
     tree = two_level(60, 8)
     hidden, weight, _, target = problem(tree, 40, size=16, dtype=torch.float32)
     with instrumented(run=lambda _: None, capability=90):
         found = BACKENDS["triton"].obstacle(
             Problem.of(hidden, weight, target, tree), torch.device("cuda")
         )
+        monkeypatch.setenv("SQRTLM_UNSAFE_TRITON", "1")
+        for_timing = BACKENDS["triton"].obstacle(
+            Problem.of(hidden, weight, target, tree), torch.device("cuda")
+        )
     assert (found is not None) == refused
     assert found is None or found.startswith("requires Triton 3.7.1 on devices")
+    assert for_timing is None

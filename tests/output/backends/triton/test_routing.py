@@ -8,9 +8,10 @@ import torch
 
 from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem
+from lm.output.backends.triton import backend
 from lm.output.backends.triton.backend import TritonBackend, unflatten
 from lm.output.backends.triton.launch import execute, instrumented
-from lm.output.backends.triton.routing import Routing, chunk_size, run_size, sizes
+from lm.output.backends.triton.routing import Routing, chunk_size, sizes
 from lm.output.backends.visits import route
 
 from ...definition import SMALL_TILES, two_level, zipf_targets
@@ -30,12 +31,17 @@ def routed(tree: ClassTree, num_positions: int) -> tuple[Problem, Routing]:
     return problem, unflatten(saved).routing
 
 
-@pytest.mark.parametrize("num_positions", [1, 17, 300])
+@pytest.mark.parametrize(
+    ("num_positions", "most_runs"), [(1, 64), (17, 0), (300, 64), (1100, 64), (1100, 2)]
+)
 @pytest.mark.parametrize(
     "tree",
     [two_level(200, 14), ClassTree.balanced(200, 3), ClassTree.huffman(torch.arange(40))],
 )
-def test_every_visit_and_every_row_has_one_program(tree: ClassTree, num_positions: int) -> None:
+def test_every_visit_and_every_row_has_one_program(
+    tree: ClassTree, num_positions: int, most_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "MOST_RUNS", most_runs)
     with instrumented(tiles=SMALL_TILES):
         problem, found = routed(tree, num_positions)
         chunk = chunk_size(problem, SMALL_TILES)
@@ -97,10 +103,3 @@ def test_lists_are_long_enough() -> None:
             most = sizes(problem, SMALL_TILES)
         used = found.num_entries[: len(most)].tolist()
         assert all(a <= b for a, b in zip(used, most, strict=True)), (used, most)
-
-
-def test_sorted_runs_are_few() -> None:
-    for num_positions in (1, 31, 32, 33, 16_384, 100_000, 1_000_000):
-        run = run_size(num_positions)
-        assert run & (run - 1) == 0
-        assert -(-num_positions // run) <= 128

@@ -12,6 +12,7 @@ from lm.output.backends import BACKENDS, choose_backend
 from lm.output.backends.base import Problem
 from lm.output.backends.triton import backend, verify
 from lm.output.backends.triton.launch import Launch, execute, instrumented
+from lm.output.backends.triton.verify import Kind
 
 from ...definition import problem
 
@@ -20,13 +21,14 @@ from triton.compiler.errors import CompilationError
 
 CPU = torch.device("cpu")
 TREE = ClassTree.two_level(torch.arange(40) // 7)
+KIND = Kind(torch.float16, torch.float16, torch.float16, 16, 16, False)
 HALF = Problem.without_values(30, 16, TREE, torch.float16)
 
 
-def few_positions(dtype: torch.dtype) -> tuple[Problem, Tensor]:
+def few_positions(kind: Kind) -> tuple[Problem, Tensor]:
     """A problem that the interpreter solves faster, of which every launch has a part."""
     *floats, target = problem(TREE, 90, size=16, dtype=torch.float32)
-    hidden, weight, bias = (x.detach().to(dtype) for x in floats)
+    hidden, weight, bias = (x.detach().to(kind.hidden) for x in floats)
     return Problem.of(hidden, weight, target, TREE, bias), torch.randn(90)
 
 
@@ -110,16 +112,16 @@ def test_a_lack_of_memory_does_not_condemn_the_kernels() -> None:
     assert choose_backend("auto", HALF, CPU) == "triton"
 
 
-def test_a_model_is_traced_with_a_warning_where_the_kernels_would_save_too_much(
+def test_a_model_is_traced_with_a_warning_where_paths_are_too_wide(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(backend, "MAX_SAVED_BYTES", 100)
+    monkeypatch.setattr(backend, "MAX_COLUMNS", 10)
     hidden, weight = torch.randn(9, 16).half(), torch.randn(TREE.num_rows, 16).half()
 
     def loss(hidden: Tensor) -> Tensor:
         return hierarchical_cross_entropy(hidden, weight, torch.arange(9), TREE)
 
-    with pytest.warns(UserWarning, match="slowly on cpu: .* save more than 100 bytes"):
+    with pytest.warns(UserWarning, match="slowly on cpu: .* takes at most 10 columns"):
         expected = loss(hidden)
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="eager")
@@ -139,7 +141,7 @@ def test_the_choice_is_made_while_a_model_is_traced(faulty: bool) -> None:
     expected = loss(hidden) if not faulty else None
     verify._differences.clear()
     if faulty:
-        verify._differences[CPU, torch.float16, False] = "wrong"
+        verify._differences[CPU, KIND] = "wrong"
     names: list[str] = []
 
     def run(launch: Launch) -> None:
@@ -167,7 +169,6 @@ def test_a_cuda_graph_cannot_capture_the_comparison(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run a step before the capture"):
-        BACKENDS["triton"].verified(torch.device("cuda", 0), torch.float16)
-    key = torch.device("cuda", 0), torch.float16, False
-    verify._differences[key] = None
-    assert BACKENDS["triton"].verified(torch.device("cuda", 0), torch.float16)
+        BACKENDS["triton"].verified(HALF, torch.device("cuda", 0))
+    verify._differences[torch.device("cuda", 0), KIND] = None
+    assert BACKENDS["triton"].verified(HALF, torch.device("cuda", 0))

@@ -1,0 +1,1 @@
+"""The check of the fused kernels on a GPU, `scripts/gpu_check`."""

@@ -1,0 +1,117 @@
+"""Check and measure the fused kernels on a GPU; scripts/kernels/README.md has the commands.
+
+The steps, in this order, each alone with --steps:
+
+  preflight         versions, device, compiler; a tiny forward and backward against the reference.
+                    Always runs; if something is missing, one sentence says so: exit code 2
+  compile           kernels of the chosen benchmarks, in parallel, for Triton's cache
+  correctness       a few tests in bf16; the comparison of the preflight in all dtypes
+  benchmark-33k     scripts.benchmarks.output_layer: floors, launches, memory, every peer that is
+  benchmark-268k    installed
+  counters          hardware counters of the three largest kernels by ncu
+  tests             `pytest -m gpu tests/output` in parallel parts: bf16, fp16, fp32 and tf32
+                    against fp64, no host synchronisation, CUDA graphs, torch.compile
+  repeat            1,000 steps bit for bit
+  sanitizer         compute-sanitizer: memory and race checks of a few tests
+  benchmark-800k    larger vocabularies; 1m with full softmaxes only
+  benchmark-1m
+  benchmark-10m
+  tuning            on compute capability 9.0: scripts.kernels.tile_tuning with the tile shapes that
+                    the performance model finds best
+
+Requires torch, triton, numpy and pytest, nothing else; no network. Replaces the files of an earlier
+run in --out, at most seven, which are complete at any moment: gpu_check.json with all rows,
+summary.txt, which is also printed last, logs.tar.gz and JSON lines. A step ends at its limit, and
+all at --seconds from the start. No process remains, even if this one is killed. The exit code is 1
+if a step failed or had no time. `--dry-run` runs steps without a GPU, tiny and interpreted.
+"""
+
+import argparse
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from scripts.kernels.gpu_check import plan, processes
+from scripts.kernels.gpu_check.report import Report
+from scripts.kernels.gpu_check.run import Run
+
+RESERVED_SECONDS = 3
+"""For the last files."""
+MISSING = 2
+"""The exit code if something is missing."""
+
+
+def parse_options() -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--steps", nargs="+", metavar="NAME", help="default: all")
+    add("--list", action="store_true", help="print the steps with their expected seconds")
+    add("--out", type=Path, default=Path("runs/gpu_check"), metavar="DIR")
+    add("--seconds", type=float, default=570, help="for all steps; default: %(default)s")
+    unsafe = "accept a version of Triton that the backend refuses; all figures are marked unsafe"
+    add("--timing-only", action="store_true", help=unsafe)
+    add("--dry-run", action="store_true", help="without a GPU, tiny, interpreted")
+    options = parser.parse_args()
+    names = plan.names(dry=options.dry_run)
+    for name in options.steps or []:
+        if name not in names:
+            parser.error(f"--steps: no step {name!r}, only {', '.join(names)}")
+    return options
+
+
+def print_plan() -> None:
+    """Print the steps on a GPU with the seconds expected of each."""
+    print("expected with 16 cores and one H200 (estimated, not measured), in seconds:")
+    for step in [plan.preflight(Path()), *plan.steps(Path(), 90)]:
+        print(f"  {step.name:<15} {step.expected:4d}   limit {step.limit:4d}")
+
+
+def check(options: argparse.Namespace, began: float, work: Path) -> int:
+    """Run the steps and write the files; returns the exit code. Deletes `work` at the end."""
+    command = shlex.join(["scripts/gpu_check", *sys.argv[1:]])
+    facts = {"dry_run": options.dry_run, "command": command}
+    report = Report(options.out.resolve(), work, facts)
+    run = Run(report, began + options.seconds - RESERVED_SECONDS)
+    missing = None
+    try:
+        missing = run.preflight(dry=options.dry_run, timing_only=options.timing_only)
+        if missing is None:
+            chosen = plan.dry_steps if options.dry_run else plan.steps
+            capability = report.content["capability"]
+            for step in chosen(report.work, capability, options.steps):
+                run.step(step)
+    finally:
+        report.content["seconds"] = round(time.monotonic() - began, 1)
+        text = report.finish()
+        shutil.rmtree(work, ignore_errors=True)
+        with suppress(OSError):  # nobody reads the output of a run that was killed
+            print(f"\n{text}written: {report.out}/gpu_check.json", flush=True)
+    if missing is not None:
+        print(f"gpu_check: {missing}", file=sys.stderr)
+        return MISSING
+    return int(any(row["exit_code"] for row in report.steps))
+
+
+def main() -> None:
+    """Run the check so that no process outlives it."""
+    began = time.monotonic() - processes.age_seconds()
+    options = parse_options()
+    if options.list:
+        print_plan()
+        return
+    with tempfile.TemporaryDirectory(prefix="gpu_check-", ignore_cleanup_errors=True) as work:
+        code = processes.guarded(lambda: check(options, began, Path(work)))
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

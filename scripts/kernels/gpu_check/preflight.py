@@ -1,0 +1,235 @@
+"""What a computer has that the check requires, and whether the kernels are right on it.
+
+  python -m scripts.kernels.gpu_check.preflight [--json FILE] [--dtypes bf16 fp16 fp32] [--dry-run]
+
+prints versions, the device and the tools that compile kernels, then compares a tiny forward and
+backward with the reference. The exit code is 2, and the last line one sentence, if something is
+missing. `--dry-run` compares in the interpreter. Takes a few seconds.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 10)
+PACKAGES = ("torch", "triton", "numpy", "pytest")
+PEERS = ("cut_cross_entropy", "liger_kernel")
+MISSING = 2
+"""The exit code if something is missing."""
+
+
+class MissingError(Exception):
+    """What is missing, as one sentence."""
+
+
+def packages() -> dict[str, Any]:
+    """Versions of Python and of the required packages; which peers are installed."""
+    if sys.version_info < LEAST_PYTHON:
+        raise MissingError(f"Python 3.11 is required, this is {platform.python_version()}")
+    for name in PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise MissingError(f"the package {name} is not installed")
+    import torch
+    import triton
+
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < LEAST_TORCH:
+        raise MissingError(f"torch 2.10 is required, this is {torch.__version__}")
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "peers": [name for name in PEERS if importlib.util.find_spec(name)],
+    }
+
+
+def device() -> dict[str, Any]:
+    """Name, driver, capability and free memory of the GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MissingError("torch finds no CUDA device; --dry-run runs without one")
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        raise MissingError(f"compute capability 8.0 is required, this device has {major}.{minor}")
+    return {
+        "device": torch.cuda.get_device_name(),
+        "driver": driver(),
+        "capability": 10 * major + minor,
+        "free_bytes": torch.cuda.mem_get_info()[0],
+    }
+
+
+def driver() -> str | None:
+    """Version of the GPU's driver, where nvidia-smi is installed."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    printed = subprocess.run(command, capture_output=True, text=True).stdout
+    return next(iter(printed.splitlines()), None)
+
+
+def tools(capability: int) -> dict[str, Any]:
+    """What Triton compiles with: a C compiler, Python's header, ptxas; and optional programs."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if not compiler or not shutil.which(compiler):
+        raise MissingError("no C compiler is found: install gcc or clang, or set CC")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme=scheme)["include"], "Python.h")
+    if not header.exists():
+        raise MissingError(f"{header}, which Triton's launcher includes, does not exist")
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    try:
+        assembler = get_ptxas(capability)
+    except (OSError, RuntimeError) as error:
+        raise MissingError(f"Triton finds no ptxas: {error}") from error
+    optional = {name: shutil.which(name) for name in ("ncu", "compute-sanitizer")}
+    return {"c_compiler": compiler, "ptxas": f"{assembler.path} {assembler.version}", **optional}
+
+
+def obstacle(capability: int) -> str | None:
+    """Why the backend refuses this version of Triton by default; None if it does not."""
+    import torch
+
+    from lm.output.backends.triton.backend import TIMING_ONLY, TritonBackend
+    from lm.output.backends.triton.launch import instrumented
+    from scripts.kernels.compilation import make_problem
+
+    names = (TIMING_ONLY, "TRITON_INTERPRET")
+    variables = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        with instrumented(capability=capability):
+            return TritonBackend().obstacle(make_problem(1000, 64, 1), torch.device("cuda"))
+    finally:
+        os.environ.update(variables)
+
+
+def support(capability: int, *, dry: bool, timing_only: bool) -> dict[str, Any]:
+    """Whether figures are for timing only, and the variables that steps require for that."""
+    import triton
+
+    from lm.output.backends.triton.backend import TIMING_ONLY
+
+    found = obstacle(capability)
+    if found is None:
+        return {"variables": {}}
+    if timing_only or os.environ.get(TIMING_ONLY) == "1":
+        os.environ[TIMING_ONLY] = "1"
+        mark = f"Triton {triton.__version__}: timing only, unsafe"
+        return {"timing_only": mark, "obstacle": found, "variables": {TIMING_ONLY: "1"}}
+    if not dry:
+        raise MissingError(
+            f"the backend {found}; put a newer Triton first on PYTHONPATH"
+            " (scripts.kernels.pack_triton), or time this one with --timing-only"
+        )
+    return {"obstacle": found, "variables": {}}
+
+
+def comparison(dtypes: list[str], capability: int) -> dict[str, str | None]:
+    """How the kernels differ from the reference, by dtypes; None where they agree.
+
+    Half precision also with rows in fp32 (`bf16*fp32`), as mixed-precision training has it.
+    """
+    import torch
+
+    from lm.output.backends.triton.backend import TritonBackend
+    from lm.output.backends.triton.tile_shapes import tf32
+    from lm.output.backends.triton.verify import Kind, difference, tiny_problem
+    from scripts.benchmarks.measure import DTYPES
+    from scripts.kernels.compilation import compile_all, launches, moved
+
+    kinds = {}
+    for dtype, rows in product(dtypes, ("fp32", None)):
+        single = DTYPES[rows or dtype]
+        name = dtype if rows in (None, dtype) else f"{dtype}*{rows}"
+        kinds[name] = Kind(DTYPES[dtype], single, single, 16, 16, tf32())
+    problems = [moved(tiny_problem(kind)[0], "meta") for kind in kinds.values()]
+    found = [launch for problem in problems for launch in launches(problem, capability)]
+    compile_all([(launch, capability) for launch in found])
+    gpu = torch.device("cuda", 0)
+    return {name: difference(TritonBackend(), gpu, kind) for name, kind in kinds.items()}
+
+
+def interpreted_comparison() -> dict[str, str | None]:
+    """The same in the interpreter, on a smaller problem."""
+    import torch
+
+    from lm.output import ClassTree, hierarchical_cross_entropy
+    from lm.output.functional import BackendName
+
+    torch.manual_seed(0)
+    tree = ClassTree.two_level(torch.arange(40) % 6)
+    weight, hidden = torch.randn(tree.num_rows, 8), torch.randn(20, 8)
+    results = []
+    backends: list[BackendName] = ["reference", "triton"]
+    for backend in backends:
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = hierarchical_cross_entropy(*leaves, torch.arange(20), tree, backend=backend)
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    worst = max(float((x - y).abs().max()) for x, y in zip(*results, strict=True))
+    return {"fp32": None if worst < 1e-5 else f"off by {worst:.2g}"}
+
+
+def examine(dtypes: list[str], *, dry: bool, timing_only: bool) -> dict[str, Any]:
+    """All facts; raises `MissingError`."""
+    facts: dict[str, Any] = {}
+
+    def add(found: dict[str, Any]) -> None:
+        facts.update(found)
+        print("; ".join(f"{name}: {value}" for name, value in found.items()), flush=True)
+
+    add(packages())
+    add({"device": None, "capability": 90} if dry else device())
+    capability = facts["capability"]
+    add(tools(capability))
+    add(support(capability, dry=dry, timing_only=timing_only))
+    from scripts.benchmarks.reporting import commit, environment
+
+    begin = time.monotonic()
+    differences = interpreted_comparison() if dry else comparison(dtypes, capability)
+    add({"differences": differences, "comparison_seconds": round(time.monotonic() - begin, 1)})
+    facts |= {"commit": commit(), "processor": environment()["environment"]}
+    facts["device"] = facts["device"] or facts["processor"]
+    bad = "; ".join(f"{dtype}: {found}" for dtype, found in differences.items() if found)
+    if bad and facts.get("timing_only") is None:
+        raise MissingError(f"the kernels differ from the reference: {bad}")
+    return facts
+
+
+def main() -> None:
+    """Print the facts and write them as JSON if asked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.kernels.gpu_check.preflight",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp16", "fp32"], default=["bf16"])
+    parser.add_argument("--timing-only", action="store_true", help="accept any version of Triton")
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args()
+    if options.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+    try:
+        facts = examine(options.dtypes, dry=options.dry_run, timing_only=options.timing_only)
+    except MissingError as missing:
+        print(missing)
+        sys.exit(MISSING)
+    if options.json:
+        options.json.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""A packed Triton has what compiles kernels, and the assembler that its version chooses."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).resolve().parents[3]
+FOLDER = "triton/backends/nvidia"
+ALWAYS = {
+    "triton/__init__.py": "x = 1",
+    f"{FOLDER}/include/cuda.h": "",
+    f"{FOLDER}/lib/libdevice.10.bc": "",
+    "triton-3.9.0.dist-info/METADATA": "Name: triton",
+}
+LEFT_OUT = {
+    f"{FOLDER}/include/cudaGL.h": "",
+    f"{FOLDER}/lib/cupti/libcupti.so": "",
+    "triton/backends/amd/compiler.py": "",
+    "triton/profiler/proton.py": "",
+    "triton/_C/libproton.so": "",
+    "triton-3.9.0.dist-info/RECORD": "",
+}
+ENTRY_POINTS = "[triton.backends]\namd = triton.backends.amd\nnvidia = triton.backends.nvidia\n"
+NEW = """
+def get_ptxas(arch: int) -> knobs.NvidiaTool:
+    if arch < 90:
+        return knobs.nvidia.ptxas
+    return knobs.nvidia.ptxas_blackwell
+"""
+OLD = """
+def get_ptxas(arch: int) -> knobs.NvidiaTool:
+    return knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
+"""
+
+
+def pack(
+    folder: Path, compiler: str, *options: str
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The run of the program on a small wheel, and the folder that the archive unpacks into."""
+    wheel, unpacked = folder / "triton-3.9.0-cp312.whl", folder / "unpacked"
+    programs = {f"{FOLDER}/bin/{name}": name for name in ("ptxas", "ptxas-blackwell")}
+    entry_points = {"triton-3.9.0.dist-info/entry_points.txt": ENTRY_POINTS}
+    files = ALWAYS | LEFT_OUT | programs | entry_points | {f"{FOLDER}/compiler.py": compiler}
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, content in files.items():
+            entry = zipfile.ZipInfo(name)
+            entry.external_attr = (0o100755 if name in programs else 0o100644) << 16
+            archive.writestr(entry, content)
+    command = [sys.executable, "-m", "scripts.kernels.pack_triton", "3.9.0", "--wheel", str(wheel)]
+    done = subprocess.run(
+        [*command, "--out", str(folder), *options], capture_output=True, text=True, cwd=TOP
+    )
+    with tarfile.open(folder / "triton-3.9.0-cp312.tar.xz") as archive:
+        archive.extractall(unpacked, filter="data")
+    return done, unpacked
+
+
+@pytest.mark.parametrize(
+    ("compiler", "capability", "kept", "linked"),
+    [
+        (NEW, "90", "ptxas-blackwell", "ptxas"),
+        (NEW, "80", "ptxas", "ptxas-blackwell"),
+        (OLD, "90", "ptxas", "ptxas-blackwell"),
+    ],
+)
+def test_a_packed_version_has_its_assembler_and_what_compiling_needs(
+    compiler: str, capability: str, kept: str, linked: str, tmp_path: Path
+) -> None:
+    done, unpacked = pack(tmp_path, compiler, "--sm", capability)
+    assert done.returncode == 0, done.stderr
+    assert "tar -xJf" in done.stdout
+    found = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
+    assert found >= set(ALWAYS)
+    assert not found & set(LEFT_OUT)
+    programs = unpacked / FOLDER / "bin"
+    assert (programs / kept).read_text() == (programs / linked).read_text() == kept
+    assert (programs / kept).stat().st_mode & 0o111
+    assert (programs / linked).is_symlink()
+    entry_points = unpacked / "triton-3.9.0.dist-info/entry_points.txt"
+    assert entry_points.read_text() == ENTRY_POINTS.replace("amd = triton.backends.amd\n", "")
+
+
+def test_both_assemblers_are_packed_for_architectures_that_need_both(tmp_path: Path) -> None:
+    _, unpacked = pack(tmp_path, NEW, "--sm", "80", "90")
+    programs = unpacked / FOLDER / "bin"
+    assert [(programs / name).read_text() for name in ("ptxas", "ptxas-blackwell")] == [
+        "ptxas",
+        "ptxas-blackwell",
+    ]
+
+
+def test_an_archive_that_is_too_large_is_reported(tmp_path: Path) -> None:
+    done, _ = pack(tmp_path, NEW, "--limit", "0")
+    assert done.returncode == 1
+    assert done.stderr == "pack_triton: larger than --limit, 0 MiB\n"
