@@ -103,12 +103,16 @@ def chunk_size(problem: Problem, tiles: Tiles) -> int:
 
 def _least(one: int, other: int) -> int:
     """`min`; of symbolic sizes within `torch.compile`, without a guard on which of them it is."""
+    if isinstance(one, int) and isinstance(other, int):
+        return min(one, other)
     least: int = torch.sym_min(one, other)  # type: ignore[no-untyped-call]
     return least
 
 
 def _most(one: int, other: int) -> int:
     """`max`, likewise."""
+    if isinstance(one, int) and isinstance(other, int):
+        return max(one, other)
     most: int = torch.sym_max(one, other)  # type: ignore[no-untyped-call]
     return most
 

@@ -6,6 +6,7 @@ Chosen by what the compiler reports for sm_80, sm_90 and sm_100; not yet timed o
 import importlib
 import importlib.util
 import re
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,7 @@ _TILES = {
 """By kind of product and least architecture; the largest tried that spill no register."""
 
 
+@cache
 def tiles(
     dtypes: tuple[torch.dtype, torch.dtype],
     capability: int,
