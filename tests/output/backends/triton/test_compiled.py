@@ -22,6 +22,7 @@ from .cases import (
     check,
     check_autocast,
     check_counts,
+    check_step,
     faults,
     num_compilations,
     pool,
@@ -77,6 +78,16 @@ for kind in KINDS_OF_CODE:
         Case(*kind, positions=1),
     ]
 """Every dtype and architecture, tree, width and kind of gradient, in all orders."""
+STEPS = [
+    (Case(80, "bf16", row_wise=True, rows="fp32", orders=ORDERS), "adagrad"),
+    (Case(90, "bf16", row_wise=True, rows="fp32", further=8, orders=ORDERS), "adam"),
+    (Case(80, "fp32", "three levels", 36, 4, row_wise=True), "adam"),
+    (Case(90, "fp32", "classes of one word", row_wise=True), "adagrad"),
+    (Case(90, "bf16", "shortlist", row_wise=True), "sgd"),
+    (Case(80, "fp16", "classes of 1 to 300 words", positions=200, row_wise=True), "sgd"),
+    (Case(90, "tf32", "two levels", row_wise=True, target="all ignored"), "adagrad"),
+]
+"""Problems and the optimizer whose step is made from the factors of their gradients."""
 COUNTED = [
     Case(tree="two levels", size=128, bias=False),
     Case(tree="three levels", size=128, positions=150, bias=False),
@@ -118,6 +129,13 @@ def results(request: pytest.FixtureRequest, executor: ProcessPoolExecutor) -> Re
 )
 def test_compiled_kernels_are_right(case: Case, results: Results) -> None:
     assert not results[case].result(), "threads of a warp wrote different values to one place"
+
+
+@pytest.mark.parametrize(("step_of", "name"), STEPS, ids=str)
+def test_steps_from_factors_are_right(
+    step_of: Case, name: str, executor: ProcessPoolExecutor
+) -> None:
+    executor.submit(check_step, step_of, name).result()
 
 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])
