@@ -18,6 +18,8 @@ ROW_PROGRAMS = 2048
 """Most programs for tiles of heavy nodes' rows: they step through a list that may be short."""
 _ZEROING_PROGRAMS = 512
 """Most programs that write zeros for rows of nodes without visits."""
+_COLUMNS, _ADAM_COLUMNS = 128, 64
+"""Most columns of a tile of an update, whose rows and state take registers besides the gradient."""
 
 
 def write_rows(
@@ -56,7 +58,8 @@ def write_rows(
         "max_split_tiles": split_tiles,
         "max_groups": lists.light_groups,
         "R": num_rows,
-        **_light(shape),
+        "LIGHT_C": shape.light.c,
+        "LIGHT_H": shape.light.h,
         "LIGHT_STAGES": shape.light.stages,
     }
     tile = tile._replace(warps=shape.light.warps)
@@ -123,8 +126,12 @@ class Factors:
     def _launch(self, **special: Any) -> None:
         from lm.output.backends.triton import update_kernel
 
-        lists, tile = sizes(self.problem, self.shape), self.shape.heavy
+        lists = sizes(self.problem, self.shape)
         row_programs = min(lists.row_tiles, ROW_PROGRAMS)
+        most = _ADAM_COLUMNS if "mean" in special else _COLUMNS
+        light, tile = (
+            each._replace(h=min(each.h, most)) for each in (self.shape.light, self.shape.heavy)
+        )
         special = {
             **dict.fromkeys(("table", "total", "mean", "square", "squares", "sums"), None),
             "seed": 0,
@@ -134,8 +141,9 @@ class Factors:
             "partial": self.partial_rows if self.partial_bias is None else self.partial_bias,
             "row_programs": row_programs,
             "max_nodes": lists.light_nodes,
-            "LIGHT": self.shape.light.v,
-            **_light(self.shape),
+            "LIGHT": light.v,
+            "LIGHT_C": light.c,
+            "LIGHT_H": light.h,
         }
         if self.partial_bias is not None:
             special["sorted_hidden"] = None
@@ -145,7 +153,3 @@ class Factors:
 
     def _new(self, *shape: int) -> Tensor:
         return self.saved.lse.new_empty(shape)
-
-
-def _light(shape: Tiles) -> dict[str, int]:
-    return {"LIGHT_C": shape.light.c, "LIGHT_H": shape.light.h}
