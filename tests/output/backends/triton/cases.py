@@ -21,6 +21,7 @@ from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, execute, instrumented, tiles_for
+from lm.output.backends.visits import route
 from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowOptimizer, RowSGD
 from lm.output.rowwise.blocks import Factored
 from scripts.benchmarks import measure
@@ -199,6 +200,26 @@ def check_step(case: Case, name: str) -> None:
         _, _, *dense = gradients(inner, target, tree, upstream, "reference")
         results.append(stepped(name, [p.to(wide) for p in params], [d.to(wide) for d in dense]))
     assert_errors_are_small(results, 8 * EPSILON[case.dtype])
+
+
+def check_passes(case: Case) -> None:
+    """A step of Adagrad reads and writes every row of visited nodes once, and no gradient.
+
+    The norm reads no rows.
+    """
+    (_, weight, *_), target, tree, _ = given = inputs(case)
+    params = [weight, given[0][2]]
+    emulator = Emulator(case.capability, counting=True, recording=True)
+    emulated(case, given, emulator, use=lambda rows: stepped("adagrad", params, rows))
+    node = route(target, tree.arrays, tree.depth, -100).node
+    num_rows = int(tree.num_children[torch.unique(node[node >= 0])].sum())
+    row_bytes = weight.shape[1] * weight.element_size()
+    norm, _, update, _ = (each.memory for each in emulator.history[-4:])
+    found = update.loaded["table"], dict(update.stored), norm.stored["squares"]
+    state = 4 * num_rows
+    expected = {"table": num_rows * row_bytes, "total": state}
+    assert found == (num_rows * row_bytes, expected, state), (found, expected)
+    assert set(norm.stored) == {"squares", "sums"}
 
 
 def check_autocast(backbone: str) -> None:

@@ -22,6 +22,7 @@ from .cases import (
     check,
     check_autocast,
     check_counts,
+    check_passes,
     check_step,
     faults,
     num_compilations,
@@ -136,6 +137,13 @@ def test_steps_from_factors_are_right(
     step_of: Case, name: str, executor: ProcessPoolExecutor
 ) -> None:
     executor.submit(check_step, step_of, name).result()
+
+
+def test_a_step_from_factors_reads_and_writes_every_visited_row_once(
+    executor: ProcessPoolExecutor,
+) -> None:
+    case = Case(90, "bf16", "wide classes", 128, positions=200, row_wise=True, rows="fp32")
+    executor.submit(check_passes, case).result()
 
 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])
