@@ -49,7 +49,7 @@ class Unformed(Protocol):
     """The gradient of a whole batch that a backend's kernels form and use at once, in registers."""
 
     def rows(self) -> Rows:
-        """The gradient in memory."""
+        """The gradient in memory that nothing else refers to."""
 
     def square_norm(self) -> Tensor:
         """The sum of its squares, a scalar."""
@@ -67,7 +67,9 @@ class Factored(NamedTuple):
     def rows(self) -> Rows:
         """The gradient in memory."""
         row, values = self.batch.rows()
-        return Rows(row, values * self.factor)
+        if isinstance(self.factor, Tensor) or self.factor != 1:
+            values *= self.factor
+        return Rows(row, values)
 
 
 Part = Product | Rows | Factored

@@ -49,7 +49,11 @@ class RowGradient(Tensor):
         return f"RowGradient({list(self.shape)}, {shown})"
 
     def append(self, part: Part) -> None:
-        """Add a part."""
+        """Add a part; factors of a batch are formed once there is a further part."""
+        if self.parts and isinstance(self.parts[0], Factored):
+            self.parts = [self.parts[0].rows()]
+        if self.parts and isinstance(part, Factored):
+            part = part.rows()
         dtype = torch.promote_types(self.dtype, torch.float32)
         if isinstance(part, Factored):
             self.parts.append(part)
