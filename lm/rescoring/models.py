@@ -2,13 +2,15 @@
 
 A word that a run does not know has a share of P(`<unk>`), by default
 
-    P(w) = P(<unk>) / (K + 1)                                                                (1)
+    P(w) = P(<unk>) / (T + K + 1)                                                            (1)
 
 where K is the number of distinct unknown words of the lists, of those that weights are tuned on
-too; the one more is any other word. This is the distribution over V = N + K words, `<eos>`
-included, of `--vocabulary-size`. With K = 0, or V = N, an unknown word has all of P(`<unk>`), and a
-recogniser's hypotheses gain by words that the run does not know. An ARPA model keeps KenLM's own
-rule, whatever the words that a run knows.
+too, and the one more is any other word. T is the number of words of the training text that were
+`<unk>`, for the words that exist but are not in the lists: without it, the share would be too large
+for few hypotheses. This is the distribution over V = N + T + K words, `<eos>` included, of
+`--vocabulary-size`. With V = N an unknown word has all of P(`<unk>`), and hypotheses gain by words
+that the run does not know. An ARPA model keeps KenLM's own rule, whatever the words that a run
+knows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.errors import UserError
+from data_prep.tokenizer.serialization import num_unknown_in_training
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.rescoring.nbest import Floats, Ints, NBest, WordErrors
 from lm.rescoring.unknown import UnknownWords
@@ -40,6 +43,7 @@ class RunScores:
 
     Attributes:
         num_unknown_types: K; None for a model of pieces.
+        num_unknown_in_training: T; None for a model of pieces.
         vocabulary_size: V, given or by equation (1); None for a model of pieces.
 
     Raises:
@@ -48,11 +52,13 @@ class RunScores:
 
     def __init__(self, run: Run, texts: Sequence[str], vocabulary_size: int | None = None) -> None:
         self.run, self._is_given = run, vocabulary_size is not None
-        self.num_unknown_types = None
-        if isinstance(run.tokenizer, WordTokenizer):
-            self.num_unknown_types = len(run.tokenizer.unknown_types(texts))
+        self.num_unknown_types, self.num_unknown_in_training = None, None
+        if isinstance(tokenizer := run.tokenizer, WordTokenizer):
+            self.num_unknown_types = len(tokenizer.unknown_types(texts))
+            self.num_unknown_in_training = num_unknown_in_training(run.folder, tokenizer)
             if vocabulary_size is None:
-                vocabulary_size = run.model.vocab_size + self.num_unknown_types
+                num_unknown = self.num_unknown_in_training + self.num_unknown_types
+                vocabulary_size = tokenizer.vocab_size + num_unknown
         self.vocabulary_size = vocabulary_size
         self._scorer = Scorer(
             run.model,
@@ -85,6 +91,7 @@ class RunScores:
             "run": str(self.run.folder),
             "vocabulary_size": self.vocabulary_size,
             "types": self.num_unknown_types,
+            "in_training": self.num_unknown_in_training,
             "references": errors and self.unknown_words(errors.references).num_unknown,
             **counts,
         }
@@ -104,8 +111,9 @@ class RunScores:
         if self._is_given:
             return f"{self.run.folder}: each unknown word has {share}, by --vocabulary-size"
         return (
-            f"{self.run.folder}: each of the {self.num_unknown_types:,} unknown words of the lists"
-            f" has {share}, as by --vocabulary-size={self.vocabulary_size}"
+            f"{self.run.folder}: each unknown word has {share}, as by --vocabulary-size="
+            f"{self.vocabulary_size} ({self.num_unknown_in_training:,} were <unk> in training,"
+            f" {self.num_unknown_types:,} more are in the lists)"
         )
 
 
