@@ -187,7 +187,7 @@ class LoadedModel:
 
     def _shared(self, log_prob: Tensor, token: Tensor) -> Tensor:
         """Log-probabilities [K] of tokens [K], that of `<unk>` lowered to the share of one word."""
-        if self.num_unseen == 1:
+        if self.num_unseen == 1 or self.unk_id is None:
             return log_prob
         return torch.where(token == self.unk_id, log_prob - math.log(self.num_unseen), log_prob)
 

@@ -114,21 +114,6 @@ def load_tokenizer(folder: Path | str, *, verify: bool = True) -> Tokenizer:
         raise UserError(f"{Path(folder, MODEL_FILE[description.kind])}: {error}") from error
 
 
-def num_unknown_in_training(folder: Path, tokenizer: WordTokenizer) -> int:
-    """How many words of the training text were `<unk>`, by the counts of `vocab.txt`.
-
-    Example:
-        >>> import tempfile
-        >>> folder, tokenizer = Path(tempfile.mkdtemp()), WordTokenizer(["<eos>", "<unk>", "cat"])
-        >>> _ = save_tokenizer(folder, tokenizer, np.array([9, 4, 7]))
-        >>> num_unknown_in_training(folder, tokenizer)
-        4
-    """
-    with open_to_read(folder / MODEL_FILE["words"]) as file:
-        line = next(islice(file, tokenizer.unk_id, None))
-    return int(line.split(b"\t")[1])
-
-
 def verify_tokenizer(folder: Path, sha256: str) -> None:
     """Compare the files of a tokenizer with its checksum in `TokenizerInfo`, without loading it."""
     _read(folder, verify=True, sha256=sha256)

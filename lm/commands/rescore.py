@@ -47,8 +47,7 @@ OPTIONS: Options = (
         "--vocabulary-size": VOCABULARY_SIZE["--vocabulary-size"]
         | {
             "help": "spread P(<unk>) of a run over the words missing to V, <eos> counted; N is all"
-            " of it for each (default: N + the number of words that were <unk> in training + that"
-            " of distinct unknown words of the lists)"
+            " of it for each (default: N + 999999, more if the lists have more unknown words)"
         }
     }
     | {"--all": SWITCH | {"help": "print all hypotheses with their scores, best first"}}

@@ -2,15 +2,15 @@
 
 A word that a run does not know has a share of P(`<unk>`), by default
 
-    P(w) = P(<unk>) / (T + K + 1)                                                            (1)
+    P(w) = P(<unk>) / U,    U = max(NUM_UNSEEN, K + 1)                                       (1)
 
 where K is the number of distinct unknown words of the lists, of those that weights are tuned on
-too, and the one more is any other word. T is the number of words of the training text that were
-`<unk>`, for the words that exist but are not in the lists: without it, the share would be too large
-for few hypotheses. This is the distribution over V = N + T + K words, `<eos>` included, of
-`--vocabulary-size`. With V = N an unknown word has all of P(`<unk>`), and hypotheses gain by words
-that the run does not know. An ARPA model keeps KenLM's own rule, whatever the words that a run
-knows.
+too. This is the distribution over V = N - 1 + U words, `<eos>` included, of `--vocabulary-size`.
+With V = N, U = 1: each unknown word has all of P(`<unk>`), and hypotheses gain by words that the
+run does not know. So they do, to a lesser degree, with U = K + 1, the more the shorter the lists
+are: the words of the lists are few of those that exist.
+
+An ARPA model keeps KenLM's own rule, whatever the words that a run knows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.errors import UserError
-from data_prep.tokenizer.serialization import num_unknown_in_training
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.rescoring.nbest import Floats, Ints, NBest, WordErrors
 from lm.rescoring.unknown import UnknownWords
@@ -30,6 +29,8 @@ WordScores = Callable[[Sequence[str]], list[Floats]]
 """A model: log-probabilities in nats of the words of each text and of its end, [words + 1] each."""
 
 NATS_PER_LOG10 = float(np.log(10))
+NUM_UNSEEN = 1_000_000
+"""U, the number of words that share P(`<unk>`), unless the lists have more; 10⁴ … 10⁷ are alike."""
 
 
 class RunScores:
@@ -43,7 +44,6 @@ class RunScores:
 
     Attributes:
         num_unknown_types: K; None for a model of pieces.
-        num_unknown_in_training: T; None for a model of pieces.
         vocabulary_size: V, given or by equation (1); None for a model of pieces.
 
     Raises:
@@ -52,13 +52,12 @@ class RunScores:
 
     def __init__(self, run: Run, texts: Sequence[str], vocabulary_size: int | None = None) -> None:
         self.run, self._is_given = run, vocabulary_size is not None
-        self.num_unknown_types, self.num_unknown_in_training = None, None
+        self.num_unknown_types = None
         if isinstance(tokenizer := run.tokenizer, WordTokenizer):
             self.num_unknown_types = len(tokenizer.unknown_types(texts))
-            self.num_unknown_in_training = num_unknown_in_training(run.folder, tokenizer)
             if vocabulary_size is None:
-                num_unknown = self.num_unknown_in_training + self.num_unknown_types
-                vocabulary_size = tokenizer.vocab_size + num_unknown
+                num_unseen = max(NUM_UNSEEN, self.num_unknown_types + 1)
+                vocabulary_size = tokenizer.vocab_size - 1 + num_unseen
         self.vocabulary_size = vocabulary_size
         self._scorer = Scorer(
             run.model,
@@ -86,13 +85,14 @@ class RunScores:
             "first": [nbest.texts[place] for place in nbest.first],
             "chosen": [nbest.texts[place] for place in chosen],
         }
+        if errors is not None:
+            texts["references"] = errors.references
         counts = {name: self.unknown_words(each).num_unknown for name, each in texts.items()}
         return {
             "run": str(self.run.folder),
             "vocabulary_size": self.vocabulary_size,
             "types": self.num_unknown_types,
-            "in_training": self.num_unknown_in_training,
-            "references": errors and self.unknown_words(errors.references).num_unknown,
+            "references": None,
             **counts,
         }
 
@@ -111,9 +111,8 @@ class RunScores:
         if self._is_given:
             return f"{self.run.folder}: each unknown word has {share}, by --vocabulary-size"
         return (
-            f"{self.run.folder}: each unknown word has {share}, as by --vocabulary-size="
-            f"{self.vocabulary_size} ({self.num_unknown_in_training:,} were <unk> in training,"
-            f" {self.num_unknown_types:,} more are in the lists)"
+            f"{self.run.folder}: each of the {self.num_unknown_types:,} unknown words of the lists"
+            f" has {share}, as by --vocabulary-size={self.vocabulary_size}"
         )
 
 

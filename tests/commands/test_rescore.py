@@ -7,13 +7,14 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from lm.cli import main
-from lm.rescoring.models import arpa_scores
+from lm.rescoring.models import NUM_UNSEEN, arpa_scores
 from lm.rescoring.nbest import read_nbest
 from lm.rescoring.weights import Weights
 from lm.run import Run
@@ -61,14 +62,14 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Rescored = Callable[..., tuple[list[str], dict[str, dict[str, float]]]]
+Rescored = Callable[..., tuple[list[str], dict[str, Any]]]
 
 
 @pytest.fixture
 def rescored(capsys: pytest.CaptureFixture[str]) -> Rescored:
     """`rescored(*arguments)`: the lines and figures of `lm rescore --json`."""
 
-    def run(*arguments: object) -> tuple[list[str], dict[str, dict[str, float]]]:
+    def run(*arguments: object) -> tuple[list[str], dict[str, Any]]:
         capsys.readouterr()
         assert main(["rescore", *map(str, arguments), "--json"]) == 0
         values = json.loads(capsys.readouterr().out)
@@ -207,7 +208,7 @@ def test_error_rates_and_weights_are_reported_next_to_the_chosen_texts(
     rule, weights, unknown, development, report = caplog.messages
     assert rule.startswith(f"{lstm_run}: no word of the lists is unknown")
     assert weights.startswith("weights: lm_weight ")
-    assert re.fullmatch(f"unknown to {lstm_run}: vocabulary_size \\d+, types 0, .*", unknown)
+    assert re.fullmatch(f"unknown to {lstm_run}: vocabulary_size [\\d,]+, types 0, .*", unknown)
     for line, name in ((development, "development"), (report, "report")):
         assert re.match(rf"{name}: utterances \d+, .*wer_before .*wer_after .*wer_oracle ", line)
     references = (lists / "test.ref").read_text().splitlines()
@@ -235,39 +236,36 @@ def lm_column(rows: list[str]) -> dict[str, float]:
     return {row.split("\t")[3]: float(row.split("\t")[2]) for row in rows}
 
 
-def test_unknown_words_share_p_unk_with_those_of_the_training_text_and_one_more(
+def test_unknown_words_share_p_unk(
     lstm_run: Path,
     unknown: Path,
     lists: Path,
     rescored: Rescored,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = Run(lstm_run, device="cpu")
-    size, context = run.model.vocab_size, run.description.context
+    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    size = run.model.vocab_size
     (lists / "one.nbest").write_text("c\t0\ta quagga\nc\t-1\ta gnu\n")
     (lists / "one.ref").write_text("c a gnu\n")
-    tuning = ["--tune", lists / "one.nbest", lists / "one.ref"]
-    (in_training,) = re.findall(
-        r"^<unk>\t(\d+)$", (lstm_run / "vocab.txt").read_text(), re.MULTILINE
-    )
-    known = int(in_training)
-    for options, num_unseen, rule in (
-        ([], known + 4, f"as by --vocabulary-size={size + known + 3} .* 3 more are in the lists"),
-        (tuning, known + 5, f"as by --vocabulary-size={size + known + 4} .* 4 more are in the"),
-        ([f"--vocabulary-size={size}"], 1, "has 1/1 of P(<unk>), by --vocabulary-size$"),
-        ([f"--vocabulary-size={size + 99}"], 100, "has 1/100 of P(<unk>), by --vocabulary-size$"),
+    tuning, fixed = ["--tune", lists / "one.nbest", lists / "one.ref"], ["--lm-weight=1"]
+    for least, options, num_unseen, rule in (
+        (NUM_UNSEEN, fixed, 10**6, "each of the 3 unknown words of the lists has 1/1,000,000 of"),
+        (2, fixed, 4, f"has 1/4 of P(<unk>), as by --vocabulary-size={size + 3}"),
+        (2, tuning, 5, f"has 1/5 of P(<unk>), as by --vocabulary-size={size + 4}"),
+        (2, [*fixed, f"--vocabulary-size={size}"], 1, "has 1/1 of P(<unk>), by --vocabulary-size"),
+        (2, [*fixed, f"--vocabulary-size={size + 9}"], 10, "has 1/10 of P(<unk>), by --vocab"),
     ):
-        weight = [] if options is tuning else ["--lm-weight=1"]
-        rows, values = rescored(lstm_run, unknown, "--all", *options, *weight)
-        scorer = Scorer(run.model, run.tokenizer, context=context)
+        monkeypatch.setattr("lm.rescoring.models.NUM_UNSEEN", least)
+        caplog.clear()
+        rows, values = rescored(lstm_run, unknown, "--all", *options)
         for text, value in lm_column(rows).items():
             (score,) = scorer.sentences([text])
             expected = score.log_prob.sum() - score.is_oov.sum() * math.log(num_unseen)
             assert value == pytest.approx(expected, rel=1e-5)
-        assert values["unknown"][0]["vocabulary_size"] == size - 1 + num_unseen  # type: ignore[index]
-        pattern = rule.replace("(", r"\(").replace(")", r"\)")
-        assert any(re.search(pattern, message) for message in caplog.messages)
-        caplog.clear()
+        assert values["unknown"][0]["vocabulary_size"] == size - 1 + num_unseen
+        assert any(rule in message for message in caplog.messages)
 
 
 def test_unknown_words_of_references_and_of_first_and_chosen_hypotheses_are_counted(
@@ -279,8 +277,8 @@ def test_unknown_words_of_references_and_of_first_and_chosen_hypotheses_are_coun
     rows, values = rescored(lstm_run, unknown, *options)
     assert rows == ["a\tthe cat sees a zebra", "b\tthe dog"]
     counts = {"references": 2, "hypotheses": 4, "first": 3, "chosen": 1, "types": 3}
-    assert counts.items() <= dict(values["unknown"][0]).items()  # type: ignore[index]
-    without = rescored(lstm_run, unknown, "--lm-weight=1")[1]["unknown"][0]  # type: ignore[index]
+    assert counts.items() <= values["unknown"][0].items()
+    without = rescored(lstm_run, unknown, "--lm-weight=1")[1]["unknown"][0]
     assert (without["references"], without["chosen"]) == (None, 1)
 
 
