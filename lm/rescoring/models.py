@@ -7,8 +7,8 @@ A word that a run does not know has a share of P(`<unk>`), by default
 where K is the number of distinct unknown words of the lists, of those that weights are tuned on
 too. This is the distribution over V = N - 1 + U words, `<eos>` included, of `--vocabulary-size`.
 With V = N, U = 1: each unknown word has all of P(`<unk>`), and hypotheses gain by words that the
-run does not know. So they do, to a lesser degree, with U = K + 1, the more the shorter the lists
-are: the words of the lists are few of those that exist.
+run does not know. They do so with U = K + 1 as well: K is small, and smaller for shorter lists,
+compared to the number of words that exist.
 
 An ARPA model keeps KenLM's own rule, whatever the words that a run knows.
 """
