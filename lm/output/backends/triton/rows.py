@@ -18,7 +18,7 @@ ROW_PROGRAMS = 2048
 """Most programs for tiles of heavy nodes' rows: they step through a list that may be short."""
 _ZEROING_PROGRAMS = 512
 """Most programs that write zeros for rows of nodes without visits."""
-_COLUMNS = 64
+_COLUMNS, _ADAM_COLUMNS = 64, 32
 """Most columns of a tile of an update, whose rows and state take registers besides the gradient."""
 
 
@@ -128,8 +128,9 @@ class Factors:
 
         lists = sizes(self.problem, self.shape)
         row_programs = min(lists.row_tiles, ROW_PROGRAMS)
+        most = _COLUMNS if special.get("mean") is None else _ADAM_COLUMNS
         light, tile = (
-            each._replace(h=min(each.h, _COLUMNS)) for each in (self.shape.light, self.shape.heavy)
+            each._replace(h=min(each.h, most)) for each in (self.shape.light, self.shape.heavy)
         )
         special = {
             **dict.fromkeys(("table", "total", "mean", "square", "squares", "sums"), None),
