@@ -11,22 +11,28 @@ __all__ = ["LineScore", "LoadedModel", "State", "Step", "load"]
 __version__ = "0.2.0"
 
 
-def load(path: str | Path, *, device: str = "auto") -> "LoadedModel":
+def load(
+    path: str | Path, *, device: str = "auto", vocabulary_size: int | None = None
+) -> "LoadedModel":
     """Load a trained model, to score text with it, to continue text, or to search.
 
     Args:
         path: folder of the run.
         device: where the model computes: `auto`, `cpu` or `cuda[:N]`; auto is the GPU if there is
             one where the model fits, else the CPU.
+        vocabulary_size: V, the number of words that exist, `<eos>` included and `<unk>` not: each
+            of the V - (N - 1) words that the model of N words lacks has an equal share of
+            P(`<unk>`). None: each has all of it, as V = N.
 
     Raises:
         UserError: if there is no model, a file is damaged, the tokenizer is not the one that the
-            model was trained with, or there is no such device.
+            model was trained with, there is no such device, or V is less than N, or is given for a
+            model of pieces of words.
     """
     from lm.loaded import LoadedModel
     from lm.run import Run
 
-    return LoadedModel(Run(Path(path), device=device))
+    return LoadedModel(Run(Path(path), device=device), vocabulary_size=vocabulary_size)
 
 
 def __getattr__(name: str) -> Any:

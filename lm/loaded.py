@@ -4,8 +4,14 @@ Words are strings, or token ids of the model's tokenizer. A word that the vocabu
 `<unk>`: `LoadedModel.unknown_words` lists such words of a text, and `State.num_unknown` counts them
 on the way to a state. A word that the tokenizer splits has the probability of its tokens one after
 another: with SentencePiece, this is the probability of all words that begin with it.
+
+With `vocabulary_size` V, the V - (N - 1) words that the vocabulary of N lacks share P(`<unk>`)
+equally. In `score`, `step`, `step_many`, `candidate_log_prob` and `log_prob`, the probability of
+`<unk>` is then that of one such word: the others add up to 1 with V - (N - 1) times this one.
+`evaluate`, `perplexity`, `generate` and `search` take `<unk>` as one word, whatever V is.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -67,12 +73,19 @@ class LoadedModel:
         vocab_size: N.
         eos_id: token id of the end of a line.
         unk_id: token id of unknown words; None if the tokenizer has none.
+        num_unseen: number of words that share P(`<unk>`), V - (N - 1); 1 without V.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, vocabulary_size: int | None = None) -> None:
         self._run = run
         self.model, self.description, self.tokenizer = run.model, run.description, run.tokenizer
-        self._scorer = Scorer(self.model, self.tokenizer, context=self.description.context)
+        self._scorer = Scorer(
+            self.model,
+            self.tokenizer,
+            context=self.description.context,
+            vocabulary_size=vocabulary_size,
+        )
+        self.num_unseen = self._scorer.num_unseen
         self.vocab_size = self.model.vocab_size
         self.eos_id, self.unk_id = self.description.eos_id, self.description.unk_id
 
@@ -131,7 +144,8 @@ class LoadedModel:
         """Each step with one token more, from states that can be computed together."""
         token = torch.tensor(tokens, device=self.model.device)
         hidden = torch.stack([step.state.hidden for step in steps])
-        log_probs = (-self.model.output.loss(hidden, token, "none")).tolist()
+        log_prob = -self.model.output.loss(hidden, token, "none")
+        log_probs = self._shared(log_prob, token).tolist()
         backbone = self.model.backbone
         joined = backbone.join_states([step.state.backbone for step in steps])
         hidden, joined = self.model(token[None, :], joined)
@@ -151,7 +165,10 @@ class LoadedModel:
     @torch.no_grad()
     def log_prob(self, prefix: Prefix = "") -> Tensor:
         """Log-probabilities [N] of all next tokens."""
-        return self.model.output.log_prob(self._state(prefix).hidden)
+        log_prob = self.model.output.log_prob(self._state(prefix).hidden)
+        if self.num_unseen > 1:
+            log_prob[self.unk_id] -= math.log(self.num_unseen)
+        return log_prob
 
     @torch.no_grad()
     def candidate_log_prob(self, prefix: Prefix, words: Sequence[Word]) -> Tensor:
@@ -164,7 +181,15 @@ class LoadedModel:
             steps = self.step_many([state] * len(words), words)
             return state.hidden.new_tensor([step.log_prob for step in steps])
         word = torch.tensor(tokens, dtype=torch.int64, device=state.hidden.device)
-        return self.model.output.candidate_log_prob(state.hidden, word.flatten())
+        word = word.flatten()
+        log_prob = self.model.output.candidate_log_prob(state.hidden, word)
+        return self._shared(log_prob, word)
+
+    def _shared(self, log_prob: Tensor, token: Tensor) -> Tensor:
+        """Log-probabilities [K] of tokens [K], that of `<unk>` lowered to the share of one word."""
+        if self.num_unseen == 1 or self.unk_id is None:
+            return log_prob
+        return torch.where(token == self.unk_id, log_prob - math.log(self.num_unseen), log_prob)
 
     def score(self, sentences: Iterable[str]) -> list[LineScore]:
         """Scores of independent sentences and of the `<eos>` after each, as `lm score`."""

@@ -8,9 +8,11 @@
     decoder = ctc_decoder("lexicon.txt", "tokens.txt", language_model, "words.txt", lm_weight=0.8)
 
 The decoder owns the tree of hypotheses; the model's state of each is kept until the next utterance.
-Log-probabilities are in nats (torchaudio's KenLM: log10), and words that the model lacks are
-`<unk>`. torchaudio 2.11 does not load with torch 2.13; flashlight-text, whose decoder it wraps, has
-the same two classes: `flashlight.lib.text.decoder.LM` and `LMState`.
+Log-probabilities are in nats (torchaudio's KenLM: log10). Words that the model lacks are `<unk>`,
+and each has all of its probability unless `lm.load` is given a `vocabulary_size`, such as N + the
+number of these words in the lexicon. torchaudio 2.11 does not load with torch 2.13;
+flashlight-text, whose decoder it wraps, has the same two classes: `flashlight.lib.text.decoder.LM`
+and `LMState`.
 """
 
 from collections.abc import Sequence

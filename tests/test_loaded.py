@@ -1,5 +1,6 @@
 """A loaded model has the probabilities of the network, in every form in which it gives them."""
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -188,6 +189,48 @@ def test_scores_of_sentences_are_sums_of_steps(run: Path) -> None:
             log_probs.append(log_prob)
         assert score.log_prob.tolist() == pytest.approx(log_probs, abs=1e-12)
         assert score.is_oov.sum() == state.num_unknown
+
+
+def test_all_probabilities_agree_where_unknown_words_share_theirs(run: Path) -> None:
+    plain = lm.load(run)
+    plain.model.double()
+    num_unseen = 7
+    shared = lm.load(run, vocabulary_size=plain.vocab_size - 1 + num_unseen)
+    shared.model.double()
+    sentence = "the zebra sees a gnu"
+    words: list[Word] = [*sentence.split(), shared.eos_id]
+    (score,) = shared.score([sentence])
+    (before,) = plain.score([sentence])
+    lower = [math.log(num_unseen) if word in ("zebra", "gnu") else 0 for word in words]
+    assert score.log_prob == pytest.approx(before.log_prob - lower, abs=1e-12)
+    states = [shared.start()]
+    for word, expected in zip(words, score.log_prob, strict=True):
+        state = states[-1]
+        log_prob, after = shared.step(state, word)
+        assert log_prob == pytest.approx(expected, abs=1e-12)
+        (many,) = shared.step_many([state], [word])
+        assert many.log_prob == pytest.approx(expected, abs=1e-12)
+        candidates = shared.candidate_log_prob(state, [word, "zebra gnu"])  # one of two tokens
+        (single,) = shared.candidate_log_prob(state, [word])
+        assert [float(candidates[0]), float(single)] == pytest.approx([expected] * 2, abs=1e-12)
+        (token,) = shared.encode(word) if isinstance(word, str) else [word]
+        whole = shared.log_prob(state)
+        assert float(whole[token]) == pytest.approx(expected, abs=1e-12)
+        assert shared.unk_id is not None
+        total = whole.exp().sum() + (num_unseen - 1) * whole[shared.unk_id].exp()
+        assert float(total) == pytest.approx(1, abs=1e-12)
+        states.append(after)
+
+
+def test_a_vocabulary_size_leaves_texts_and_their_perplexity_unchanged(run: Path) -> None:
+    plain, shared = lm.load(run), lm.load(run, vocabulary_size=1_000_000)
+    assert shared.perplexity(SENTENCE) == plain.perplexity(SENTENCE)
+    assert shared.generate("the", seed=2) == plain.generate("the", seed=2)
+    assert shared.search("the", num_tokens=5) == plain.search("the", num_tokens=5)
+    with pytest.raises(
+        ValueError, match=r"^vocabulary size 3: expected at least \d+, one word more"
+    ):
+        lm.load(run, vocabulary_size=3)
 
 
 def test_search_finds_what_its_steps_add_up_to(loaded: LoadedModel) -> None:

@@ -169,6 +169,17 @@ class WordTokenizer(Tokenizer):
         """Return the ids of all lines in one array [tokens], faster than `encode_lines`."""
         return self.words.ids(self._separate(lines), self.unk_id, line_end=self.eos_id)
 
+    def unknown_types(self, lines: Sequence[str]) -> list[str]:
+        """The distinct words of lines that are `<unk>`, as separated and in the case of `encode`.
+
+        Example:
+            >>> WordTokenizer(["<eos>", "<unk>", "a"], lowercase=True).unknown_types(["A b", "B c"])
+            ['b', 'c']
+        """
+        types = list(dict.fromkeys(self._separate(lines).split()))
+        ids = self.words.ids("\n".join(types), self.unk_id)
+        return [word for word, id in zip(types, ids, strict=True) if id == self.unk_id]
+
     def token(self, id: int) -> str:
         """Return the word with an id; ValueError if the id is out of range."""
         return self.words[self._check(id)]

@@ -3,11 +3,9 @@
 import argparse
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data_prep.errors import UserError
 from lm.commands.arguments import (
@@ -23,8 +21,7 @@ from lm.commands.arguments import (
 from lm.run import Run
 
 if TYPE_CHECKING:
-    from lm.rescoring.nbest import Floats
-    from lm.rescoring.weights import WordScores
+    from lm.rescoring.models import RunScores, WordScores
 
 HELP = "choose from n-best lists of a speech recogniser"
 OPTIONS: Options = (
@@ -44,9 +41,15 @@ OPTIONS: Options = (
         "--acoustic-costs": FILE | {"help": "lines `utterance-N cost` of all Kaldi hypotheses"},
         "--lm-costs": FILE | {"help": "likewise, of the first pass's language model"},
         "--with": {"dest": "second_run", "metavar": "RUN", "help": "other run to interpolate with"},
-        "--arpa": FILE | {"type": Path, "help": "ARPA or KenLM model to interpolate with"},
+        "--arpa": FILE | {"help": "ARPA or KenLM model to interpolate with"},
     }
-    | VOCABULARY_SIZE
+    | {
+        "--vocabulary-size": VOCABULARY_SIZE["--vocabulary-size"]
+        | {
+            "help": "spread P(<unk>) of a run over the words missing to V, <eos> counted; N is all"
+            " of it for each (default: N + 999999, more if the lists have more unknown words)"
+        }
+    }
     | {"--all": SWITCH | {"help": "print all hypotheses with their scores, best first"}}
     | COMPUTING
     | JSON
@@ -57,54 +60,88 @@ _log = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the chosen hypotheses; weights and word error rates are logged, or part of the JSON."""
+    """Print the chosen hypotheses; weights and figures are logged, or part of the JSON."""
     given = {
         name: getattr(options, name) for name in _WEIGHTS if getattr(options, name) is not None
     }
     _check(options, given)
     from lm.rescoring.nbest import WordErrors, read_costs, read_nbest
-    from lm.rescoring.weights import ScoredList, Weights, arpa_scores, check_separate, tune
+    from lm.rescoring.weights import ScoredList, Weights, check_separate, tune
 
-    has_second = options.second_run or options.arpa
+    second = options.second_run or options.arpa
     weights = None
     if not options.tune:
-        weights = Weights(**{"mixture": 0.5 if has_second else 1.0} | given)
+        weights = Weights(**{"mixture": 0.5 if second else 1.0} | given)
     costs = [read_costs(name) for name in (options.acoustic_costs, options.lm_costs) if name]
     nbest = read_nbest(options.nbest, costs)
     if options.first_pass_share and nbest.scores.shape[1] < 2:
         raise UserError(f"--first-pass-share: {options.nbest} has no scores of the first pass")
     errors = WordErrors.read(options.references, nbest) if options.references else None
+    lists, references = [nbest], list(errors.references if errors else ())
     if options.tune:
         tuned = read_nbest(options.tune[0], costs)
         tuned_errors = WordErrors.read(options.tune[1], tuned)
         check_separate(tuned, nbest)
-    runs = [Run.open(options.run_dir, device=options.device, threads=options.threads)]
-    if options.second_run is not None:
-        runs.append(Run(Path(options.second_run), device=options.device))
-    models: list[WordScores] = [partial(_score, run, options.vocabulary_size) for run in runs]
-    if options.arpa is not None:
-        models.append(arpa_scores(options.arpa))
-    development = None
+        lists.append(tuned)
+        references += tuned_errors.references
+    runs, models = _models(options, [text for each in lists for text in each.texts], references)
+    figures: dict[str, Any] = {"development": None, "unused": None}
     if weights is None:
         scored = ScoredList(tuned, models)
         weights = tune(scored, tuned_errors)
-        development = tuned_errors.report(tuned, scored.choose(scored.totals(weights)))
+        best = scored.choose(scored.totals(weights))
+        figures["development"] = tuned_errors.report(tuned, best)
+        figures["unused"] = weights.unused(
+            run=options.run_dir, second=second, has_first_pass=nbest.scores.shape[1] > 1
+        )
     scored = ScoredList(nbest, models)
-    report = errors and errors.report(nbest, scored.choose(scored.totals(weights)))
-    figures = {"weights": asdict(weights), "development": development, "report": report}
+    chosen = scored.choose(scored.totals(weights))
+    figures["weights"] = asdict(weights)
+    figures["unknown"] = [run.unknown(nbest, chosen, errors) for run in runs]
+    figures["report"] = errors and errors.report(nbest, chosen)
     lines = scored.all_lines(weights) if options.all else scored.best_lines(weights)
     if options.json:
         print(json.dumps(figures | {"hypotheses": lines}, ensure_ascii=False))
         return
-    for title, values in figures.items():
+    _log_figures(figures)
+    print("\n".join(lines))
+
+
+def _models(
+    options: argparse.Namespace, hypotheses: list[str], references: list[str]
+) -> "tuple[list[RunScores], list[WordScores]]":
+    """The runs, and all models; how unknown words are scored and why they are many is logged."""
+    from lm.rescoring.models import RunScores, arpa_scores
+
+    runs = [Run.open(options.run_dir, device=options.device, threads=options.threads)]
+    if options.second_run is not None:
+        runs.append(Run(Path(options.second_run), device=options.device))
+    scores = [RunScores(run, hypotheses, options.vocabulary_size) for run in runs]
+    for each in scores:
+        _log.info("%s", each.rule)
+        for what, texts in (("hypotheses", hypotheses), ("references", references)):
+            if warning := each.unknown_words(texts).warning(what):
+                _log.warning("%s: %s", each.run.folder, warning)
+    arpa = [arpa_scores(Path(options.arpa))] if options.arpa is not None else []
+    return scores, [*scores, *arpa]
+
+
+def _log_figures(figures: dict[str, Any]) -> None:
+    """A line for each kind of figures; models without a weight are named."""
+    titled = [("weights", figures["weights"])]
+    titled += [(f"unknown to {each.pop('run')}", each) for each in figures["unknown"]]
+    titled += [(title, figures[title] or {}) for title in ("development", "report")]
+    for title, values in titled:
         shown = [
             f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
-            for name, value in (values or {}).items()
+            for name, value in values.items()
             if value is not None
         ]
         if shown:
             _log.info("%s: %s", title, ", ".join(shown))
-    print("\n".join(lines))
+        if title == "weights":
+            for name in figures["unused"] or ():
+                _log.info("the tuned weight of %s is 0: it is not used", name)
 
 
 def _check(options: argparse.Namespace, given: dict[str, float]) -> None:
@@ -117,24 +154,8 @@ def _check(options: argparse.Namespace, given: dict[str, float]) -> None:
             "mixture" in given and not (options.second_run or options.arpa)
         ),
         "--lm-costs requires --acoustic-costs": options.lm_costs and not options.acoustic_costs,
-        "--vocabulary-size does not apply to the words of --arpa: leave one out": (
-            options.arpa and options.vocabulary_size
-        ),
         "stdin (-) can be only one of the files": [*files, *(options.tune or ())].count("-") > 1,
     }
     for problem, applies in problems.items():
         if applies:
             raise UserError(problem)
-
-
-def _score(run: Run, vocabulary_size: int | None, texts: Sequence[str]) -> "list[Floats]":
-    """Log-probabilities of words by a run; how many are out of its vocabulary is logged."""
-    from lm.scoring import Scorer
-
-    context = run.description.context
-    scorer = Scorer(run.model, run.tokenizer, context=context, vocabulary_size=vocabulary_size)
-    scores = list(scorer.sentences(texts))
-    num_words, num_oov = (sum(len(s.words) for s in scores), sum(s.is_oov.sum() for s in scores))
-    if num_oov:
-        _log.info("%s: %d of %d words are out of vocabulary", run.folder, num_oov, num_words)
-    return [score.log_prob for score in scores]

@@ -1,1 +1,5 @@
-"""Rescoring of n-best lists: `nbest` reads them, `weights` chooses from them."""
+"""Rescoring of n-best lists.
+
+`nbest` reads them, `models` score their words, `unknown` counts those that a model does not know,
+and `weights` chooses from them.
+"""

@@ -167,10 +167,15 @@ def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class WordErrors:
-    """Word errors of the hypotheses of a list, and the number of words of its references."""
+    """Word errors of the hypotheses of a list, and its references."""
 
     errors: Ints  # [M]
-    num_words: int
+    references: list[str]  # [U]
+
+    @property
+    def num_words(self) -> int:
+        """Number of words of the references."""
+        return sum(len(each.split()) for each in self.references)
 
     @classmethod
     def read(cls, name: str, nbest: NBest) -> "WordErrors":
@@ -182,13 +187,14 @@ class WordErrors:
         references = {id: words for _, id, words in _keyed_lines(name, "reference")}
         if missing := [id for id in nbest.ids if id not in references]:
             raise UserError(f"{name}: no reference for utterance {missing[0]} of {nbest.name}")
-        num_words = sum(len(references[id]) for id in nbest.ids)
-        if not num_words:
+        if not any(references[id] for id in nbest.ids):
             raise UserError(f"{name}: the references have no words")
         ids = np.repeat(nbest.ids, nbest.num_hypotheses).tolist()
         pairs = zip(ids, nbest.texts, strict=True)
         errors = [word_errors(references[id], text.split()) for id, text in pairs]
-        return cls(errors=np.array(errors), num_words=num_words)
+        return cls(
+            errors=np.array(errors), references=[" ".join(references[id]) for id in nbest.ids]
+        )
 
     def report(self, nbest: NBest, chosen: Ints) -> dict[str, float | int | None]:
         """Word error rates in percent.

@@ -9,20 +9,15 @@ tuned: those with the fewest word errors on a development list, which must not b
 rescored.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 
 from data_prep.errors import UserError
+from lm.rescoring.models import WordScores
 from lm.rescoring.nbest import Floats, Ints, NBest, WordErrors
-
-WordScores = Callable[[Sequence[str]], list[Floats]]
-"""A model: log-probabilities in nats of the words of each text and of its end, [words + 1] each."""
-
-NATS_PER_LOG10 = float(np.log(10))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,35 +29,26 @@ class Weights:
     first_pass_share: float = 0.0  # r in [0, 1]
     mixture: float = 1.0  # λ in [0, 1]
 
+    def unused(self, *, run: str, second: str | None, has_first_pass: bool) -> list[str]:
+        """The language models that have no weight.
+
+        Args:
+            run: name of the run.
+            second: name of the second model; None if there is none.
+            has_first_pass: whether the list has scores of the first pass's model.
+        """
+        no_weight = [(run, self.mixture == 0 or self.first_pass_share == 1)]
+        if second is not None:
+            no_weight.append((second, self.mixture == 1 or self.first_pass_share == 1))
+        if has_first_pass:
+            no_weight.append(("the first pass", self.first_pass_share == 0))
+        return [name for name, is_unused in no_weight if is_unused or self.lm_weight == 0]
+
     def __post_init__(self) -> None:
         if not (0 <= self.lm_weight < np.inf and np.isfinite(self.insertion_penalty)):
             raise UserError("--lm-weight must be at least 0, and --insertion-penalty finite")
         if not (0 <= self.first_pass_share <= 1 and 0 <= self.mixture <= 1):
             raise UserError("--first-pass-share and --mixture must be within 0 … 1")
-
-
-def arpa_scores(path: Path) -> WordScores:
-    """The model of an ARPA or KenLM file, read by the package `kenlm`.
-
-    Raises:
-        UserError: if the package is not installed or cannot read the file.
-    """
-    try:
-        import kenlm
-    except ImportError as error:
-        raise UserError("--arpa requires the package kenlm: pip install kenlm") from error
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    try:
-        model = kenlm.Model(str(path))
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{path} is not a model that kenlm can read") from error
-
-    def word_scores(texts: Sequence[str]) -> list[Floats]:
-        scores = (model.full_scores(" ".join(text.split())) for text in texts)
-        return [NATS_PER_LOG10 * np.array([score[0] for score in each]) for each in scores]
-
-    return word_scores
 
 
 class ScoredList:
@@ -80,10 +66,15 @@ class ScoredList:
         self._is_absent = np.arange(num_hypotheses.max()) >= num_hypotheses[:, None]  # [U, K]
         self._place = np.where(self._is_absent, 0, place)
 
+    @property
+    def num_models(self) -> int:
+        """Number of language models, 1 or 2."""
+        return len(self._log_prob)
+
     def lm_scores(self, mixture: float) -> Floats:
         """Equation (2), [M] nats."""
         log_prob = self._log_prob[0]
-        if len(self._log_prob) > 1:
+        if self.num_models > 1:
             with np.errstate(divide="ignore"):
                 weights = np.log([mixture, 1 - mixture])
             log_prob = np.logaddexp(log_prob + weights[0], self._log_prob[1] + weights[1])
@@ -135,16 +126,28 @@ def tune(scored: ScoredList, errors: WordErrors) -> Weights:
     """The weights with the fewest word errors on a development list.
 
     A grid over all weights, then a finer one around its best point. Of several points with the
-    fewest errors, the one nearest to their mean is taken.
+    fewest errors, the one nearest to their mean is taken. With two models, each is also tuned
+    alone, by λ = 1 and λ = 0: the mixture is taken if neither has fewer errors.
     """
+    shares: list[Sequence[float]] = [[1.0]]
+    if scored.num_models > 1:
+        shares = [[k / 10 for k in range(11)], [1.0], [0.0]]
+    tuned = [_refined(scored, errors, mixtures) for mixtures in shares]
+    return min(tuned, key=lambda each: each[0])[1]
+
+
+def _refined(
+    scored: ScoredList, errors: WordErrors, mixtures: Sequence[float]
+) -> tuple[int, Weights]:
+    """The fewest errors with one of some λ, or one near them if they are several; its weights."""
     num_scores = scored.nbest.scores.shape[1]
     grids: list[Sequence[float]] = [
         [0.0, *(2.0 ** (k / 2) for k in range(-12, 15))] if num_scores else [1.0],  # α
         [k / 2 for k in range(-8, 9)],  # p / α, nats per word
         [k / 4 for k in range(5)] if num_scores > 1 else [0.0],  # r
-        [k / 10 for k in range(11)] if len(scored._log_prob) > 1 else [1.0],  # λ
+        mixtures,  # λ
     ]
-    (alpha, penalty, share, mixture), _ = _best(scored, errors, grids)
+    (alpha, penalty, share, mixture), *_ = _best(scored, errors, grids)
     finer: list[Sequence[float]] = [
         [alpha * 2.0 ** (k / 8) for k in range(-3, 4)] if alpha else [alpha],
         [penalty + k / 8 for k in range(-3, 4)],
@@ -152,13 +155,14 @@ def tune(scored: ScoredList, errors: WordErrors) -> Weights:
         sorted({min(1.0, max(0.0, mixture + k / 40)) for k in range(-3, 4)}),
     ]
     finer = [grid if len(grids[axis]) > 1 else grids[axis] for axis, grid in enumerate(finer)]
-    return _best(scored, errors, finer)[1]
+    _, num_errors, weights = _best(scored, errors, finer)
+    return num_errors, weights
 
 
 def _best(
     scored: ScoredList, errors: WordErrors, grids: Sequence[Sequence[float]]
-) -> tuple[tuple[float, ...], Weights]:
-    """The point of a grid of α, p / α, r, λ with the fewest errors, and its weights."""
+) -> tuple[tuple[float, ...], int, Weights]:
+    """The point of a grid of α, p / α, r, λ with the fewest errors, their number, its weights."""
     lm_scores = {mixture: scored.lm_scores(mixture) for mixture in grids[3]}
     points = list(product(*grids))
     weights = [
@@ -171,7 +175,7 @@ def _best(
     place = np.stack(np.unravel_index(tied, [len(grid) for grid in grids]))
     distance = np.square(place - place.mean(1, keepdims=True)).sum(0)
     best = int(tied[distance.argmin()])
-    return points[best], weights[best]
+    return points[best], int(num_errors[best]), weights[best]
 
 
 def check_separate(tuned: NBest, reported: NBest) -> None:

@@ -83,11 +83,11 @@ class Scorer:
         if vocabulary_size is None:
             return
         if tokenizer.kind != "words":
-            raise UserError("--vocabulary-size applies to models of words, not of pieces of words")
+            raise UserError("a vocabulary size applies to models of words, not of pieces of words")
         if not model.vocab_size <= vocabulary_size <= MAX_VOCABULARY_SIZE:
             expected = f"expected at least {model.vocab_size}, one word more than the model has"
             limit = f"and at most {MAX_VOCABULARY_SIZE}"
-            raise UserError(f"--vocabulary-size is {vocabulary_size}: {expected}, {limit}")
+            raise UserError(f"vocabulary size {vocabulary_size}: {expected}, {limit}")
         self.num_unseen = vocabulary_size - (model.vocab_size - 1)
 
     @property

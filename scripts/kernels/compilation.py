@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from data_prep.classes.word_classes import frequency_classes
 from lm.output import ClassTree
@@ -25,6 +26,7 @@ from lm.output.backends.base import Needs, Problem, row_size
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
 from lm.output.backends.triton.tile_shapes import Tiles, compiler_options
+from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowSGD
 from lm.output.tree.class_tree import TreeArrays
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.methods import zipf
@@ -87,7 +89,9 @@ def launches(
 ) -> list[Launch]:
     """The launches of a forward, and of a backward for each kind of gradients, as handed to `run`.
 
-    By default nothing is executed. Without a capability and tiles, those of the problem's device.
+    After row-wise gradients, those that use them: the norm, a step of every optimizer, and rows in
+    memory. By default nothing is executed. Without a capability and tiles, those of the problem's
+    device.
     """
     found: list[Launch] = []
 
@@ -99,8 +103,23 @@ def launches(
     with instrumented(run=handle, capability=capability, tiles=tiles):
         nll, saved = TritonBackend().forward(problem, needs)
         for kind in row_wise:
-            TritonBackend().backward(nll, problem, saved, needs._replace(row_wise=kind))
+            of = needs._replace(row_wise=kind)
+            _, *rows = TritonBackend().backward(nll, problem, saved, of)
+            for table, gradient in zip((problem.weight, problem.bias), rows, strict=True):
+                if table is not None and isinstance(gradient, RowGradient):
+                    _use(table, gradient)
     return found
+
+
+def _use(table: Tensor, gradient: RowGradient) -> None:
+    """The norm, a step of every optimizer, and the rows in memory."""
+    gradient.square_norm()
+    for optimizer in (RowSGD, RowAdagrad, RowAdam):
+        parameter = table.detach().requires_grad_()
+        parameter.grad = gradient
+        optimizer([parameter], lr=0.1).step()
+    if not table.is_meta:
+        gradient.to_sparse()
 
 
 def compiled_launch(launch: Launch, capability: int) -> Any:

@@ -82,7 +82,7 @@ def report(
     """
     rows = [(size, columns) for size in sizes for columns in sorted({size, row_size(size)})]
     for capability, dtype, (size, columns) in product(capabilities, dtypes, rows):
-        seen = set()
+        seen: set[str] = set()
         torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
         kinds = [DTYPES.get(name, torch.float32) for name in dtype.split("*")]
         problem = make_problem(
@@ -94,11 +94,24 @@ def report(
                 continue
             binary = compiled_launch(launch, capability)
             if binary.hash not in seen:
-                name += ", row-wise" * (name in seen)  # dense gradients come first
+                name = _described(launch, seen)
                 seen |= {binary.hash, name}
                 found = resources(launch, binary, capability, dtype == "fp32")
                 key = {"sm": capability, "kernel": name, "dtype": dtype}
                 yield {**key, "H": size, "W": columns, **found}
+
+
+def _described(launch: Launch, seen: set[str]) -> str:
+    """The kernel and what it is for; dense gradients come first."""
+    name: str = launch.kernel.__name__
+    if name != "_update":
+        bias = launch.arguments.get("d_bias") is not None
+        alone = all(launch.arguments.get(other) is None for other in ("d_hidden", "d_weight"))
+        return name + (", row-wise" + " bias" * (bias and alone)) * (name in seen)
+    given = {key for key, value in launch.arguments.items() if value is not None}
+    rules = {"total": "Adagrad", "mean": "Adam", "table": "SGD"}
+    rule = next((rule for key, rule in rules.items() if key in given), "norm")
+    return f"{name}, {rule}" + " of a bias" * ("sorted_hidden" not in given)
 
 
 def resources(launch: Launch, binary: Any, capability: int, exact: bool) -> dict[str, Any]:

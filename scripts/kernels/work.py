@@ -232,7 +232,7 @@ def _heavy_rows(
     inside = np.minimum(a.tile.c, a.slots[a.node.ravel()[flat]] - c0)
     loops = {
         f"{a.name}:i": a.sums(program, 1),
-        "_heavy_rows:v0": a.sums(program, np.repeat(-(-visits // a.tile.step), num_h)),
+        "_row_sums:v0": a.sums(program, np.repeat(-(-visits // a.tile.step), num_h)),
     }
     saved = float((visits * inside).sum()) * a.item
     return loops, float(visits.sum()) * a.vector_bytes + saved * num_h, saved
@@ -293,7 +293,7 @@ def _rows(a: _Arguments) -> Work:
         "_light_group:while": a.sums(unit, 1, first=first, repeat=num_h),
         "_light_group:c0": a.sums(unit, blocks, first=first, repeat=num_h),
         "_add_chunks": np.sign(added),
-        "_add_chunks:chunk": added,
+        "_chunk_sums:chunk": added,
         **zeros,
     }
     positions = float((group >= 0).sum())

@@ -7,14 +7,16 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from lm.cli import main
+from lm.rescoring.models import NUM_UNSEEN, arpa_scores
 from lm.rescoring.nbest import read_nbest
-from lm.rescoring.weights import arpa_scores
+from lm.rescoring.weights import Weights
 from lm.run import Run
 from lm.scoring import Scorer
 from scripts.benchmarks.nbest_lists import ErrorSource
@@ -60,14 +62,14 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Rescored = Callable[..., tuple[list[str], dict[str, dict[str, float]]]]
+Rescored = Callable[..., tuple[list[str], dict[str, Any]]]
 
 
 @pytest.fixture
 def rescored(capsys: pytest.CaptureFixture[str]) -> Rescored:
     """`rescored(*arguments)`: the lines and figures of `lm rescore --json`."""
 
-    def run(*arguments: object) -> tuple[list[str], dict[str, dict[str, float]]]:
+    def run(*arguments: object) -> tuple[list[str], dict[str, Any]]:
         capsys.readouterr()
         assert main(["rescore", *map(str, arguments), "--json"]) == 0
         values = json.loads(capsys.readouterr().out)
@@ -178,7 +180,7 @@ def test_mistakes_are_single_lines(
         (["--lm-weight=1", "--first-pass-share=2"], "must be within 0 … 1"),
         (["--lm-weight=1", "--first-pass-share=0.5"], f"{path} has no scores of the first pass"),
         (["--lm-weight=1", "--mixture=0.5"], "--mixture requires a second model"),
-        (["--lm-weight=1", "--arpa=a", "--vocabulary-size=99"], "does not apply to the words of"),
+        (["--lm-weight=1", "--vocabulary-size=3"], "vocabulary size 3: expected at least"),
         (["--references=-", "--tune", dev, "-"], r"stdin (-) can be only one of the files"),
         (["--lm-weight=1e308"], "a weighted sum of scores overflows: choose smaller weights"),
         (["--lm-weight=1", "--references", reference], "no reference for utterance a of"),
@@ -203,21 +205,123 @@ def test_error_rates_and_weights_are_reported_next_to_the_chosen_texts(
     options = ["--references", str(lists / "test.ref"), "--tune"]
     options += [str(lists / "dev.nbest"), str(lists / "dev.ref")]
     assert main(["rescore", str(lstm_run), str(lists / "test.nbest"), *options]) == 0
-    *_, weights, development, report = caplog.messages
+    rule, weights, unknown, development, report = caplog.messages
+    assert rule.startswith(f"{lstm_run}: no word of the lists is unknown")
     assert weights.startswith("weights: lm_weight ")
+    assert re.fullmatch(f"unknown to {lstm_run}: vocabulary_size [\\d,]+, types 0, .*", unknown)
     for line, name in ((development, "development"), (report, "report")):
         assert re.match(rf"{name}: utterances \d+, .*wer_before .*wer_after .*wer_oracle ", line)
     references = (lists / "test.ref").read_text().splitlines()
     assert len(capsys.readouterr().out.splitlines()) == len(references)
 
 
-def test_words_out_of_vocabulary_are_counted(
-    lstm_run: Path, rescored: Rescored, tmp_path: Path, caplog: pytest.LogCaptureFixture
+UNKNOWN = """\
+a\t-3\tthe zebra sees a gnu
+a\t-1\tthe cat sees a zebra
+b\t-2\tthe okapi
+b\t-3\tthe dog
+"""
+
+
+@pytest.fixture
+def unknown(tmp_path: Path) -> Path:
+    """An n-best list with three unknown words, in four places."""
+    path = tmp_path / "unknown.nbest"
+    path.write_text(UNKNOWN)
+    return path
+
+
+def lm_column(rows: list[str]) -> dict[str, float]:
+    """The language-model score of each hypothesis printed by `--all`."""
+    return {row.split("\t")[3]: float(row.split("\t")[2]) for row in rows}
+
+
+def test_unknown_words_share_p_unk(
+    lstm_run: Path,
+    unknown: Path,
+    lists: Path,
+    rescored: Rescored,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    path = tmp_path / "list"
-    path.write_text("a\tthe zebra\na\tthe cat\n")
-    assert rescored(lstm_run, path, "--lm-weight=1")[0] == ["a\tthe cat"]
-    assert f"{lstm_run}: 1 of 4 words are out of vocabulary" in caplog.messages
+    run = Run(lstm_run, device="cpu")
+    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    size = run.model.vocab_size
+    (lists / "one.nbest").write_text("c\t0\ta quagga\nc\t-1\ta gnu\n")
+    (lists / "one.ref").write_text("c a gnu\n")
+    tuning, fixed = ["--tune", lists / "one.nbest", lists / "one.ref"], ["--lm-weight=1"]
+    for least, options, num_unseen, rule in (
+        (NUM_UNSEEN, fixed, 10**6, "each of the 3 unknown words of the lists has 1/1,000,000 of"),
+        (2, fixed, 4, f"has 1/4 of P(<unk>), as by --vocabulary-size={size + 3}"),
+        (2, tuning, 5, f"has 1/5 of P(<unk>), as by --vocabulary-size={size + 4}"),
+        (2, [*fixed, f"--vocabulary-size={size}"], 1, "has 1/1 of P(<unk>), by --vocabulary-size"),
+        (2, [*fixed, f"--vocabulary-size={size + 9}"], 10, "has 1/10 of P(<unk>), by --vocab"),
+    ):
+        monkeypatch.setattr("lm.rescoring.models.NUM_UNSEEN", least)
+        caplog.clear()
+        rows, values = rescored(lstm_run, unknown, "--all", *options)
+        for text, value in lm_column(rows).items():
+            (score,) = scorer.sentences([text])
+            expected = score.log_prob.sum() - score.is_oov.sum() * math.log(num_unseen)
+            assert value == pytest.approx(expected, rel=1e-5)
+        assert values["unknown"][0]["vocabulary_size"] == size - 1 + num_unseen
+        assert any(rule in message for message in caplog.messages)
+
+
+def test_unknown_words_of_references_and_of_first_and_chosen_hypotheses_are_counted(
+    lstm_run: Path, unknown: Path, rescored: Rescored, tmp_path: Path
+) -> None:
+    references = tmp_path / "references"
+    references.write_text("b the dog\na the zebra sees a gnu\n")
+    options = ["--lm-weight=1", "--references", references]
+    rows, values = rescored(lstm_run, unknown, *options)
+    assert rows == ["a\tthe cat sees a zebra", "b\tthe dog"]
+    counts = {"references": 2, "hypotheses": 4, "first": 3, "chosen": 1, "types": 3}
+    assert counts.items() <= values["unknown"][0].items()
+    without = rescored(lstm_run, unknown, "--lm-weight=1")[1]["unknown"][0]
+    assert (without["references"], without["chosen"]) == (None, 1)
+
+
+def test_an_arpa_model_keeps_its_own_probabilities_of_words_that_the_run_lacks(
+    lstm_run: Path, unknown: Path, rescored: Rescored, tmp_path: Path
+) -> None:
+    pytest.importorskip("kenlm")
+    path = tmp_path / "model.arpa"
+    path.write_text(
+        ARPA.replace("ngram 1=5", "ngram 1=6").replace("the\t", "zebra\t0\n-0.5\tthe\t")
+    )
+    run = Run(lstm_run, device="cpu")
+    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    for options in ([], [f"--vocabulary-size={run.model.vocab_size + 6}"]):
+        mixed = ["--arpa", path, "--mixture=0.3", "--lm-weight=1", "--all", *options]
+        rows, values = rescored(lstm_run, unknown, *mixed)
+        (figures,) = values["unknown"]
+        num_unseen = figures["vocabulary_size"] - (run.model.vocab_size - 1)
+        for text, value in lm_column(rows).items():
+            (score,) = scorer.sentences([text])
+            (arpa,) = arpa_scores(path)([text])
+            ours = np.exp(score.log_prob) / np.where(score.is_oov, num_unseen, 1)
+            expected = np.log(0.3 * ours + 0.7 * np.exp(arpa)).sum()
+            assert value == pytest.approx(expected, rel=1e-5)
+
+
+def test_models_whose_tuned_weight_is_0_are_named(
+    lstm_run: Path,
+    transformer_run: Path,
+    lists: Path,
+    rescored: Rescored,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = ["--with", transformer_run, "--tune", lists / "dev.nbest", lists / "dev.ref"]
+    for mixture, unused in ((0.0, lstm_run), (1.0, transformer_run)):
+        tuned = Weights(lm_weight=1.0, mixture=mixture)
+        monkeypatch.setattr("lm.rescoring.weights.tune", lambda *_, tuned=tuned: tuned)
+        arguments = [lstm_run, lists / "test.nbest", *options]
+        assert rescored(*arguments)[1]["unused"] == [str(unused)]
+        caplog.clear()
+        assert main(["rescore", *map(str, arguments)]) == 0
+        assert f"the tuned weight of {unused} is 0: it is not used" in caplog.messages
 
 
 def test_threads_are_those_of_the_run_unless_given(

@@ -149,5 +149,5 @@ def test_mistakes_are_single_lines(
     assert complaint("score", lstm_run, "--ids", text, "more") == "unknown option more"
     for size in (3, 1 << 61):
         message = complaint("score", lstm_run, text, f"--vocabulary-size={size}")
-        assert message.startswith(f"--vocabulary-size is {size}: expected at least 2")
+        assert message.startswith(f"vocabulary size {size}: expected at least 2")
     assert complaint("score", tmp_path, text).startswith(f"{tmp_path}: no trained model here")

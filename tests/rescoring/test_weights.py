@@ -54,6 +54,43 @@ def test_tuning_finds_a_separating_weight_and_is_never_worse_than_the_first_hypo
     pairs = lm_score.reshape(-1, 2)
     errors[2 * np.arange(60) + pairs.argmin(1)] = 1
     scored = scored_list(acoustic[:, None], texts, [[[value, 0.0] for value in lm_score]])
-    weights = tune(scored, WordErrors(errors=errors, num_words=60))
+    weights = tune(scored, WordErrors(errors=errors, references=["a"] * 60))
     assert weights.lm_weight > 3
     assert errors[scored.choose(scored.totals(weights))].sum() == 0
+
+
+def test_a_tuned_mixture_has_no_more_errors_than_either_model_alone() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(12):
+        texts, acoustic = ["a", "b"] * 15, rng.normal(size=(30, 1))
+        models = [[[value, 0.0] for value in rng.normal(size=30) - 3] for _ in range(2)]
+        errors = WordErrors(errors=rng.integers(0, 3, 30), references=["a"] * 15)
+
+        def fewest(chosen: list[list[list[float]]]) -> int:
+            scored = scored_list(acoustic, texts, chosen)  # noqa: B023
+            weights = tune(scored, errors)  # noqa: B023
+            return int(errors.errors[scored.choose(scored.totals(weights))].sum())  # noqa: B023
+
+        assert fewest(models) <= min(fewest(models[:1]), fewest(models[1:]))
+
+
+EVERY = ["run", "arpa", "the first pass"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "unused"),
+    [
+        (Weights(lm_weight=1.0, mixture=0.5, first_pass_share=0.5), []),
+        (Weights(lm_weight=1.0, mixture=0.0, first_pass_share=0.5), ["run"]),
+        (Weights(lm_weight=1.0, mixture=1.0, first_pass_share=0.0), ["arpa", "the first pass"]),
+        (Weights(lm_weight=1.0, mixture=0.5, first_pass_share=1.0), ["run", "arpa"]),
+        (
+            Weights(lm_weight=0.0, mixture=0.5, first_pass_share=0.5),
+            ["run", "arpa", "the first pass"],
+        ),
+    ],
+)
+def test_models_without_a_weight_are_unused(weights: Weights, unused: list[str]) -> None:
+    assert weights.unused(run="run", second="arpa", has_first_pass=True) == unused
+    alone = weights.unused(run="run", second=None, has_first_pass=False)
+    assert alone == [name for name in unused if name == "run"]

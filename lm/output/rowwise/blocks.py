@@ -4,14 +4,15 @@ The gradient of a visited node's rows is Σ_{v of n} e_v (d nll_p h_p)ᵀ: a pro
 visits] and [visits, H]. The backward has the factors anyway; the product would be as large as the
 visited rows. So it is formed in portions that fit in a cache, when the gradient is used: for the
 norm of clipping, and in the optimizer's step. Rows that are read as input vectors have a gradient
-each.
+each. The fused kernels have factors of their own, for all nodes of a batch: what they cannot do, as
+adding up gradients of several batches, is done with rows in memory.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +38,41 @@ class Rows(NamedTuple):
     values: Tensor  # [K, H]
 
 
-Part = Product | Rows
+class Rule(NamedTuple):
+    """How an optimizer changes the rows with a gradient."""
+
+    numbers: tuple[float, ...]  # SGD: lr; Adagrad: lr, eps; Adam: those of `RowAdam`
+    state: dict[str, Tensor]  # {}; "total"; "mean" and "square"
+
+
+class Unformed(Protocol):
+    """The gradient of a whole batch that a backend's kernels form and use at once, in registers."""
+
+    def rows(self) -> Rows:
+        """The gradient in memory that nothing else refers to."""
+
+    def square_norm(self) -> Tensor:
+        """The sum of its squares, a scalar."""
+
+    def update(self, table: Tensor, rule: Rule, factor: float | Tensor) -> None:
+        """Change the rows and the state of an optimizer by factor · gradient."""
+
+
+class Factored(NamedTuple):
+    """A batch's gradient times a number."""
+
+    batch: Unformed
+    factor: float | Tensor
+
+    def rows(self) -> Rows:
+        """The gradient in memory."""
+        row, values = self.batch.rows()
+        if isinstance(self.factor, Tensor) or self.factor != 1:
+            values *= self.factor
+        return Rows(row, values)
+
+
+Part = Product | Rows | Factored
 
 
 @dataclass(eq=False)
@@ -100,6 +135,7 @@ class Block:
 
 def blocks_of(parts: Sequence[Part]) -> Iterator[Block]:
     """The rows that have a gradient, each in one block, in portions that fit in a cache."""
+    parts = [part.rows() if isinstance(part, Factored) else part for part in parts]
     products: defaultdict[int, list[Product]] = defaultdict(list)
     for part in parts:
         if isinstance(part, Product):

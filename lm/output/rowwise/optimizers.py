@@ -1,8 +1,9 @@
 """Optimizers of tables of rows, whose step touches only the rows with a gradient.
 
-A block of a `RowGradient` is formed, its rows are updated, and it is discarded. Rows with a
-gradient are updated as by the dense optimizer; rows without one retain their values and their
-state. There is no weight decay, which would touch every row.
+A block of a `RowGradient` is formed, its rows are updated, and it is discarded. The gradient of a
+single batch by the fused kernels is formed and applied within one of them. Rows with a gradient are
+updated as by the dense optimizer; rows without one retain their values and their state. There is no
+weight decay, which would touch every row.
 
 Rows in bf16 are rounded up or down at random in proportion to the distance, so that updates smaller
 than half the last place are applied correctly on average (Gupta et al. 2015). State is in fp32.
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.output.rowwise.blocks import Block
+from lm.output.rowwise.blocks import Block, Rule
 from lm.output.rowwise.row_gradient import RowGradient
 
 NOISE_ELEMENTS = 1 << 20
@@ -62,12 +63,17 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         table = param.view(param.shape[0], -1)
+        wide = torch.promote_types(table.dtype, torch.float32)
+        self._begin(param, table, wide)
+        if isinstance(grad, RowGradient) and table.is_contiguous():
+            part, rule = grad.factored(), self._rule(param, group)
+            if part is not None and rule is not None:
+                part.batch.update(table, rule, part.factor)
+                return
         noise = None
         if table.dtype == torch.bfloat16:
             size, device = (NOISE_ELEMENTS,), table.device
             noise = torch.randint(1 << 16, size, dtype=torch.int32, device=device)
-        wide = torch.promote_types(table.dtype, torch.float32)
-        self._begin(param, table, wide)
         if isinstance(grad, RowGradient):
             blocks = grad.blocks()
         else:
@@ -86,6 +92,10 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
     def _begin(self, param: Tensor, table: Tensor, dtype: torch.dtype) -> None:
         """Prepare the state, of a dtype, before the first block of a step."""
 
+    def _rule(self, param: Tensor, group: dict[str, Any]) -> Rule | None:
+        """What kernels do in place of `_change`, if they can."""
+        return None
+
     @abstractmethod
     def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
         """Update the rows [K, H] of a block, given in at least fp32."""
@@ -96,6 +106,9 @@ class RowSGD(RowOptimizer):
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         super().__init__(params, {"lr": lr})
+
+    def _rule(self, param: Tensor, group: dict[str, Any]) -> Rule:
+        return Rule((group["lr"],), {})
 
     def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
         block.add_into(rows, -group["lr"])
@@ -120,6 +133,9 @@ class RowAdagrad(RowOptimizer):
     def _begin(self, param: Tensor, table: Tensor, dtype: torch.dtype) -> None:
         if not self.state[param]:
             self.state[param]["sum"] = table.new_zeros(len(table), dtype=dtype)
+
+    def _rule(self, param: Tensor, group: dict[str, Any]) -> Rule:
+        return Rule((group["lr"], group["eps"]), {"total": self.state[param]["sum"]})
 
     def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
         total = self.state[param]["sum"]
@@ -153,6 +169,14 @@ class RowAdam(RowOptimizer):
             state["mean"] = table.new_zeros(table.shape, dtype=dtype)
             state["square"] = table.new_zeros(table.shape, dtype=dtype)
         state["step"] += 1
+
+    def _rule(self, param: Tensor, group: dict[str, Any]) -> Rule:
+        """1 - β1, β2, 1 - β2, lr / (1 - β1^t), √(1 - β2^t) and eps, after t steps."""
+        state, (beta1, beta2) = self.state[param], group["betas"]
+        correction1, correction2 = (1 - beta ** state["step"] for beta in (beta1, beta2))
+        decay = (1 - beta1, beta2, 1 - beta2)
+        numbers = (*decay, group["lr"] / correction1, correction2**0.5, group["eps"])
+        return Rule(numbers, {name: state[name] for name in ("mean", "square")})
 
     def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[param], group["betas"]

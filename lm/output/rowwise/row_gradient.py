@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.output.rowwise.blocks import Block, Part, Product, Rows, as_one_block, blocks_of
+from lm.output.rowwise.blocks import Block, Factored, Part, Product, Rows, as_one_block, blocks_of
 from lm.output.rowwise.eager import differentiable_once, not_compiled
 
 
@@ -43,12 +43,21 @@ class RowGradient(Tensor):
         rows = sum(part.row.numel() for part in self.parts if isinstance(part, Rows))
         products = [part for part in self.parts if isinstance(part, Product)]
         children = sum(product.coefficients.shape[1] for product in products)
-        return f"RowGradient({list(self.shape)}, {children} rows in products, {rows} single rows)"
+        factored = sum(isinstance(part, Factored) for part in self.parts)
+        shown = f"{children} rows in products, {rows} single rows"
+        shown += f", {factored} batches in factors" * (factored > 0)
+        return f"RowGradient({list(self.shape)}, {shown})"
 
     def append(self, part: Part) -> None:
-        """Add a part."""
+        """Add a part; factors of a batch are formed once there is a further part."""
+        if self.parts and isinstance(self.parts[0], Factored):
+            self.parts = [self.parts[0].rows()]
+        if self.parts and isinstance(part, Factored):
+            part = part.rows()
         dtype = torch.promote_types(self.dtype, torch.float32)
-        if isinstance(part, Product):
+        if isinstance(part, Factored):
+            self.parts.append(part)
+        elif isinstance(part, Product):
             first_row, coefficients, vectors = part
             self.parts.append(Product(first_row, coefficients.to(dtype), vectors.to(dtype)))
         else:
@@ -59,8 +68,15 @@ class RowGradient(Tensor):
         blocks = blocks_of(self.parts)
         yield from blocks if self.dim() > 1 else as_one_block(list(blocks))
 
+    def factored(self) -> Factored | None:
+        """The only part, if it is the gradient of a whole batch that kernels form; else None."""
+        part = self.parts[0] if len(self.parts) == 1 else None
+        return part if isinstance(part, Factored) else None
+
     def square_norm(self) -> Tensor:
         """The sum of the squares, a scalar."""
+        if (part := self.factored()) is not None:
+            return part.batch.square_norm() * part.factor**2
         sums = [block.square_norms().sum() for block in self.blocks()]
         return torch.stack(sums).sum() if sums else torch.zeros((), device=self.device)
 

@@ -32,7 +32,7 @@ def test_auto_chooses_the_kernels_on_cuda_where_they_can_solve_the_problem(
 @pytest.mark.parametrize(
     ("tree", "dtype", "reason"),
     [
-        (ClassTree.full(200_000), torch.float32, "would save more than 2147483648 bytes"),
+        (ClassTree.full(17_000_000), torch.float32, "takes at most 16777216 columns on a path"),
         (TREE, torch.float64, "does not support fp64"),
     ],
 )

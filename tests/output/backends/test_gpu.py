@@ -3,13 +3,14 @@ which the interpreter cannot show.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
-from lm.output.rowwise import RowAdagrad
+from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD
 
 from ..definition import assert_errors_are_small, gradients
 
@@ -134,6 +135,28 @@ def test_the_device_is_never_waited_for() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+def test_a_row_wise_step_never_waits_for_the_device() -> None:
+    inputs, target, tree, _ = problem(TREES["two_level"](), 700, 64, torch.bfloat16)
+    hidden, *table = (tensor.detach().requires_grad_() for tensor in inputs)
+    optimizer = RowAdagrad(table, lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = hierarchical_cross_entropy(
+            hidden, table[0], target, tree, table[1], backend="triton", row_wise=True
+        )
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(table, 0.1)
+        optimizer.step()
+
+    step()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_captured_graph_follows_new_targets() -> None:
     inputs, target, tree, upstream = problem(TREES["two_level"](), 2000, 300, torch.bfloat16)
     static = target.clone()
@@ -188,14 +211,17 @@ def test_row_wise_gradients_are_bit_for_bit_the_dense_ones(
         assert torch.equal(leaf.grad.to_dense(), expected)
 
 
+@pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, partial(RowAdam, eps=0.1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_are_updated_on_the_device_as_on_the_host(dtype: torch.dtype) -> None:
+def test_rows_are_updated_on_the_device_as_on_the_host(
+    dtype: torch.dtype, kind: Callable[..., RowOptimizer]
+) -> None:
     inputs, target, tree, _ = problem(TREES["shortlist"](), 700, 300, dtype)
     tables = []
     for device in ("cuda", "cpu"):
         hidden, weight, bias = (tensor.detach().to(device) for tensor in inputs)
         table = [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
-        optimizer = RowAdagrad(table, lr=0.1)
+        optimizer = kind(table, lr=0.1)
         loss = hierarchical_cross_entropy(
             hidden, table[0], target.to(device), tree.to(device), table[1], row_wise=True
         )

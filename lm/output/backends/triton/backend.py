@@ -1,7 +1,7 @@
 """The Triton backend: fused kernels, one launch forward and at most three backward.
 
-`forward_kernel`, `backward_kernels` and `row_kernel` define what they compute. Triton is imported
-at the first launch, so that the other backends work without it.
+`forward_kernel`, `backward_kernels`, `row_kernel` and `update_kernel` define what they compute.
+Triton is imported at the first launch, so that the other backends work without it.
 """
 
 import os
@@ -66,7 +66,8 @@ def _lacks_fences() -> bool:
 class TritonBackend:
     """`Backend` for CUDA devices from compute capability 8.0 on; in Triton's interpreter for CPUs.
 
-    It never waits for the device, except for the number of visited rows of row-wise gradients.
+    It never waits for the device, except for the number of visited rows where row-wise gradients
+    are formed in memory.
     """
 
     name = "triton"

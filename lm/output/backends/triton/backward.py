@@ -1,6 +1,7 @@
-"""The backward of the Triton backend: three launches, for dense or row-wise gradients."""
+"""The backward of the Triton backend: three launches; row-wise gradients remain factors."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,47 +10,47 @@ from torch import Tensor
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
 from lm.output.backends.triton.launch import Saved, launch, path_blocks, tiles_for
 from lm.output.backends.triton.routing import sizes
-from lm.output.rowwise.blocks import Rows
+from lm.output.backends.triton.rows import ROW_PROGRAMS, Factors, write_rows
+from lm.output.rowwise.blocks import Factored
 from lm.output.rowwise.row_gradient import RowGradient
-
-_ROW_PROGRAMS = 2048
-"""Most programs for tiles of heavy nodes' rows: they step through a list that may be short."""
-_ZEROING_PROGRAMS = 512
-"""Most programs that write zeros for rows of nodes without visits."""
 
 
 def gradients(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
     """The gradients that are needed; arguments as in `Backend.backward`.
 
-    Row-wise ones have the rows of visited nodes in contiguous memory; the host waits for their
-    number.
+    Row-wise ones remain factors, of which nothing is read by the host.
 
     Raises:
         RuntimeError: if the tile shapes are others than in the forward.
     """
     _check_tiles(problem, saved)
-    (num_rows, columns), bias, tree = problem.weight.shape, problem.bias, problem.tree
-    index = written_row = None
-    if needs.row_wise:
-        visited = saved.routing.visited.bool()
-        width = torch.where(visited, tree.num_children, 0)
-        written_row = width.cumsum(0) - width
-        index = visited[tree.node_of_row].nonzero().squeeze(1)
-        num_rows = index.numel()
-    output = Gradients(
-        torch.empty_like(problem.hidden) if needs.hidden else None,
-        problem.weight.new_empty(num_rows, columns) if needs.weight else None,
-        bias.new_empty(num_rows) if bias is not None and needs.bias else None,
+    bias = problem.bias if needs.bias else None
+    d_hidden = torch.empty_like(problem.hidden) if needs.hidden else None
+    sums = _sums(d_hidden, d_nll, problem, saved, needs)
+    shape = tiles_for(problem)
+    if not needs.row_wise:
+        d_weight = torch.empty_like(problem.weight) if needs.weight else None
+        d_bias = None if bias is None else torch.empty_like(bias)
+        output = {"d_hidden": d_hidden, "d_weight": d_weight, "d_bias": d_bias}
+        write_rows(problem, saved, shape, sums, **output)
+        return Gradients(d_hidden, d_weight, d_bias)
+    if d_hidden is not None:
+        write_rows(problem, saved, shape, sums, d_hidden=d_hidden)
+    tables = {name: getattr(problem, name).detach() for name in ("hidden", "weight")}
+    held = Factors(
+        problem=problem._replace(**tables, bias=None),
+        saved=saved._replace(exp_logits=sums["errors"]),
+        shape=shape,
+        scale=sums["scale"],
+        partial_rows=sums["partial_rows"],
+        partial_bias=None,
     )
-    _write(output, written_row, d_nll, problem, saved)
-    if index is None:
-        return output
-    d_hidden, d_weight, d_bias = output
-    if d_weight is not None:
-        d_weight = RowGradient(problem.weight, [Rows(index, d_weight)])
-    if bias is not None and d_bias is not None:
-        d_bias = RowGradient(bias, [Rows(index, d_bias[:, None])])
-    return Gradients(d_hidden, d_weight, d_bias)
+    of_bias = replace(held, partial_rows=None, partial_bias=sums["partial_bias"])
+    return Gradients(
+        d_hidden,
+        RowGradient(problem.weight, [Factored(held, 1)]) if needs.weight else None,
+        None if bias is None else RowGradient(bias, [Factored(of_bias, 1)]),
+    )
 
 
 def summed(parts: Iterable[Gradients], problem: Problem) -> Gradients:
@@ -83,59 +84,35 @@ def _check_tiles(problem: Problem, saved: Saved) -> None:
         )
 
 
-def _write(
-    output: Gradients, written_row: Tensor | None, d_nll: Tensor, problem: Problem, saved: Saved
-) -> None:
-    """Launch the kernels that write the output.
-
-    `written_row` [I] is where each node's rows begin in d_weight and d_bias; None if these have all
-    rows, of which those of nodes without visits are set to 0.
-    """
-    from lm.output.backends.triton import backward_kernels, row_kernel
+def _sums(
+    d_hidden: Tensor | None, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs
+) -> dict[str, Any]:
+    """Launch the first kernels: errors, sums of chunks and heavy nodes' share of d_hidden."""
+    from lm.output.backends.triton import backward_kernels
 
     num_positions, shape = problem.num_positions, tiles_for(problem)
-    padded_size, columns = saved.sorted_hidden.shape[1], problem.weight.shape[1]
-    lists = sizes(problem, shape)
-    of_rows = output.d_weight is not None or output.d_bias is not None
-    row_tiles, chunk_tiles, split_tiles = (
-        (lists.row_tiles, lists.chunk_tiles, lists.split_tiles) if of_rows else (0, 0, 0)
-    )
-    num_rows = problem.tree.node_of_row.numel() if of_rows and written_row is None else 0
-    sums = saved.lse.new_empty
-    special: dict[str, Any] = {
-        **output._asdict(),
-        "d_nll": d_nll,
-        "d_nll_stride": d_nll.stride(0),
+    padded_size, lists = saved.sorted_hidden.shape[1], sizes(problem, shape)
+    chunk_tiles = lists.chunk_tiles if needs.weight or needs.bias else 0
+    new = saved.lse.new_empty
+    sums: dict[str, Any] = {
         "scale": None,
         "errors": torch.empty_like(saved.exp_logits),
-        "written_row": written_row,
-        "partial_hidden": sums(num_positions, padded_size) if output.d_hidden is not None else None,
-        "partial_rows": sums(lists.partial_rows, padded_size)
-        if output.d_weight is not None
-        else None,
-        "partial_bias": sums(lists.partial_rows) if output.d_bias is not None else None,
-        "max_split_tiles": split_tiles,
-        "max_groups": lists.light_groups,
-        "R": num_rows,
-        "LIGHT_C": shape.light.c,
-        "LIGHT_H": shape.light.h,
-        "LIGHT_STAGES": shape.light.stages,
+        "partial_hidden": None if d_hidden is None else new(num_positions, padded_size),
+        "partial_rows": new(lists.partial_rows, padded_size) if needs.weight else None,
+        "partial_bias": new(lists.partial_rows) if needs.bias else None,
     }
     if problem.hidden.dtype == torch.float16 and num_positions:
         ignored = problem.target == problem.ignore_index  # their d_nll is not read otherwise
-        special["scale"] = torch.linalg.vector_norm(d_nll.masked_fill(ignored, 0), torch.inf)
+        sums["scale"] = torch.linalg.vector_norm(d_nll.masked_fill(ignored, 0), torch.inf)
+    special = {**sums, "d_hidden": d_hidden, "d_nll": d_nll, "d_nll_stride": d_nll.stride(0)}
     errors = shape.errors._replace(c=shape.forward.c)
     launch(
         backward_kernels._errors, -(-num_positions // errors.v), errors, problem, saved, **special
     )
     tile = shape.heavy
-    hidden_tiles = -(-num_positions // tile.v) if output.d_hidden is not None else 0
+    hidden_tiles = 0 if d_hidden is None else -(-num_positions // tile.v)
     num_h = -(-padded_size // tile.h)
-    special["row_programs"] = min(chunk_tiles * num_h, _ROW_PROGRAMS)
+    special["row_programs"] = min(chunk_tiles * num_h, ROW_PROGRAMS)
     num_programs = special["row_programs"] + hidden_tiles * num_h
     launch(backward_kernels._heavy, num_programs, tile, problem, saved, **special)
-    special["row_programs"] = min(row_tiles * -(-columns // tile.h), _ROW_PROGRAMS)
-    num_programs = (lists.light_groups + split_tiles) * -(-columns // shape.light.h)
-    num_programs += special["row_programs"] + min(-(-num_rows // tile.c), _ZEROING_PROGRAMS)
-    tile = tile._replace(warps=shape.light.warps)
-    launch(row_kernel._rows, num_programs, tile, problem, saved, **special)
+    return sums

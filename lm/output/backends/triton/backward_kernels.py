@@ -12,7 +12,7 @@ instead of 3.
 
 `_heavy` gives heavy nodes' share of (5), for a tile of positions and of columns, and the chunks of
 (6): sums over some visits of a node that has so many that one program would be the last to finish.
-`row_kernel` has the rest of (5) and (6).
+`row_kernel` has the rest of (5) and (6), `update_kernel` what uses (6) without writing it.
 """
 
 import triton
@@ -134,27 +134,43 @@ def _heavy_rows(
     d, begin, n = flat // P, flat % P, tl.load(node + flat)
     first = tl.load(entry + 3 if written_row is None else written_row + n) + c0
     width, slot = tl.load(num_children + n).to(tl.int32), _first_slot(column, n, d)
-    h = h0 + tl.arange(0, BLOCK_H)
     c = c0 + tl.arange(0, BLOCK_C)
-    row = tl.arange(0, STEP)
+    visits = (begin, end, slot, c, width, errors, num_slots)
     if matrix is not None:
-        total = tl.zeros([BLOCK_C, BLOCK_H], ACC)
-        for v0 in range(begin, end, STEP):
-            v = v0 + row
-            x = _block(hidden, v0, row, v < end, h, h < hidden_stride, hidden_stride)
-            error = _load_errors(errors, v0, row, v < end, slot, c, width, num_slots)
-            total = tl.dot(
-                tl.trans(error), x, total, input_precision=PRECISION, out_dtype=ACC
-            )  # fmt: skip
+        h = h0 + tl.arange(0, BLOCK_H)
+        total = _row_sums(visits, (hidden, hidden_stride), h, ACC, PRECISION, STEP)
         _store_block(matrix, first, c < width, h, columns, columns, _scaled(total, scale))
     if biases is not None:  # noqa: SIM102 - the compiler decides the first alone
         if h0 == 0:
-            bias = tl.zeros([BLOCK_C], ACC)
-            for v0 in range(begin, end, STEP):
-                v = v0 + row
-                error = _load_errors(errors, v0, row, v < end, slot, c, width, num_slots)
-                bias += tl.sum(error.to(ACC), axis=0)
+            bias = _bias_sums(visits, ACC, STEP)
             _store_biases(biases, first + tl.arange(0, BLOCK_C), c < width, bias, scale)
+
+
+@triton.jit
+def _row_sums(visits, inputs, h, ACC: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr):
+    """Σ e' hᵀ over the visits of a node, for children c and columns h."""
+    begin, end, slot, c, width, errors, num_slots = visits
+    hidden, stride = inputs
+    row = tl.arange(0, STEP)
+    total = tl.zeros([c.shape[0], h.shape[0]], ACC)
+    for v0 in range(begin, end, STEP):
+        v = v0 + row
+        x = _block(hidden, v0, row, v < end, h, h < stride, stride)
+        error = _load_errors(errors, v0, row, v < end, slot, c, width, num_slots)
+        total = tl.dot(tl.trans(error), x, total, input_precision=PRECISION, out_dtype=ACC)
+    return total
+
+
+@triton.jit
+def _bias_sums(visits, ACC: tl.constexpr, STEP: tl.constexpr):
+    """Σ e', likewise."""
+    begin, end, slot, c, width, errors, num_slots = visits
+    row = tl.arange(0, STEP)
+    total = tl.zeros([c.shape[0]], ACC)
+    for v0 in range(begin, end, STEP):
+        error = _load_errors(errors, v0, row, v0 + row < end, slot, c, width, num_slots)
+        total += tl.sum(error.to(ACC), axis=0)
+    return total
 
 
 @triton.jit

@@ -6,7 +6,7 @@ first, so that the visits of a node are an interval of the sorted positions on i
 light one are light. Shapes depend on sizes alone and the host reads nothing back.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ def chunk_size(problem: Problem, tiles: Tiles) -> int:
     return _most(shared, num_bytes // BYTES_PER_VISIT)
 
 
-def _least(one: int, other: int) -> int:
+def _least(one: Any, other: Any) -> int:
     """`min`; of symbolic sizes within `torch.compile`, without a guard on which of them it is."""
     if isinstance(one, int) and isinstance(other, int):
         return min(one, other)
@@ -109,7 +109,7 @@ def _least(one: int, other: int) -> int:
     return least
 
 
-def _most(one: int, other: int) -> int:
+def _most(one: Any, other: Any) -> int:
     """`max`, likewise."""
     if isinstance(one, int) and isinstance(other, int):
         return max(one, other)

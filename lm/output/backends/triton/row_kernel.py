@@ -151,20 +151,36 @@ def _add_chunks(
     child = tl.arange(0, BLOCK_C)
     width, row = tl.load(num_children + n).to(tl.int32), tl.load(written + n) + c0
     inside = c0 + child < width
+    chunks = (partial_row + c0, num_chunks, child, inside, width)
     if d_weight is not None:
         h = h0 + tl.arange(0, BLOCK_H)
-        total = tl.zeros([BLOCK_C, BLOCK_H], ACC)
-        for chunk in range(0, num_chunks):
-            first = partial_row + c0 + chunk * width
-            total += _block(partial_rows, first, child, inside, h, h < padded, padded)
+        total = _chunk_sums(partial_rows, chunks, h, padded, ACC)
         _store_block(d_weight, row, inside, h, columns, columns, _scaled(total, scale))
     if d_bias is not None:  # noqa: SIM102 - the compiler decides the first alone
         if h0 == 0:
-            bias = tl.zeros([BLOCK_C], ACC)
-            for chunk in range(0, num_chunks):
-                place = partial_bias + partial_row + c0 + chunk * width + child
-                bias += tl.load(place, mask=inside, other=0.0)
+            bias = _chunk_bias_sums(partial_bias, chunks, ACC)
             _store_biases(d_bias, row + child, inside, bias, scale)
+
+
+@triton.jit
+def _chunk_sums(partial_rows, chunks, h, padded, ACC: tl.constexpr):
+    """The sum of a node's chunks, for some children and columns h."""
+    first, num_chunks, child, inside, width = chunks
+    total = tl.zeros([child.shape[0], h.shape[0]], ACC)
+    for chunk in range(0, num_chunks):
+        place = first + chunk * width
+        total += _block(partial_rows, place, child, inside, h, h < padded, padded)
+    return total
+
+
+@triton.jit
+def _chunk_bias_sums(partial_bias, chunks, ACC: tl.constexpr):
+    first, num_chunks, child, inside, width = chunks
+    total = tl.zeros([child.shape[0]], ACC)
+    for chunk in range(0, num_chunks):
+        place = partial_bias + first + chunk * width + child
+        total += tl.load(place, mask=inside, other=0.0)
+    return total
 
 
 @triton.jit

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
 from lm.output.backends.reference.backend import ReferenceBackend
+from lm.output.rowwise import RowAdagrad
 from lm.output.tree.class_tree import ClassTree
 
 DEVICES = frozenset({"cuda"})
 """Types of devices that are verified: not the interpreter, which takes seconds instead."""
 _NUM_WORDS, _NUM_CLASSES, _LEAST_SIZE = 3000, 70, 80
 _HEAVY_VISITS = 131  # of a class that the kernels of heavy nodes work on, in two tiles
-_NAMES = ("nll", "d_hidden", "d_weight", "d_bias")
+_NAMES = ("nll", "d_hidden", "d_weight", "d_bias", "row-wise step")
 
 
 class Kind(NamedTuple):
@@ -153,8 +154,13 @@ def _moved(
 
 
 def _results(backend: Backend, problem: Problem, d_nll: Tensor) -> list[Tensor]:
-    """The nll and the dense gradients."""
+    """The nll, the dense gradients, and the rows after a step with row-wise ones."""
     needs = Needs(hidden=True, weight=True, bias=True)
     nll, saved = backend.forward(problem, needs)
     gradients = backend.backward(d_nll, problem, saved, needs)
-    return [nll, *(gradient for gradient in gradients if isinstance(gradient, Tensor))]
+    needs = Needs(hidden=False, weight=True, bias=False, row_wise=True)
+    _, saved = backend.forward(problem, needs)
+    table = problem.weight.clone()
+    table.grad = backend.backward(d_nll, problem, saved, needs).d_weight
+    RowAdagrad([table], lr=0.1).step()
+    return [nll, *(gradient for gradient in gradients if isinstance(gradient, Tensor)), table]

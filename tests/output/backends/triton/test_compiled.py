@@ -23,6 +23,8 @@ from .cases import (
     check,
     check_autocast,
     check_counts,
+    check_passes,
+    check_step,
     faults,
     narrowed_products,
     num_compilations,
@@ -79,6 +81,16 @@ for kind in KINDS_OF_CODE:
         Case(*kind, positions=1),
     ]
 """Every dtype and architecture, tree, width and kind of gradient, in all orders."""
+STEPS = [
+    (Case(80, "bf16", row_wise=True, rows="fp32", orders=ORDERS), "adagrad"),
+    (Case(90, "bf16", row_wise=True, rows="fp32", further=8, orders=ORDERS), "adam"),
+    (Case(80, "fp32", "three levels", 36, 4, row_wise=True), "adam"),
+    (Case(90, "fp32", "classes of one word", row_wise=True), "adagrad"),
+    (Case(90, "bf16", "shortlist", row_wise=True), "sgd"),
+    (Case(80, "fp16", "classes of 1 to 300 words", positions=200, row_wise=True), "sgd"),
+    (Case(90, "tf32", "two levels", row_wise=True, target="all ignored"), "adagrad"),
+]
+"""Problems and the optimizer whose step is made from the factors of their gradients."""
 COUNTED = [
     Case(tree="two levels", size=128, bias=False),
     Case(tree="three levels", size=128, positions=150, bias=False),
@@ -128,6 +140,20 @@ def results(request: pytest.FixtureRequest, executor: ProcessPoolExecutor) -> Re
 )
 def test_compiled_kernels_are_right(case: Case, results: Results) -> None:
     assert not results[case].result(), "threads of a warp wrote different values to one place"
+
+
+@pytest.mark.parametrize(("step_of", "name"), STEPS, ids=str)
+def test_steps_from_factors_are_right(
+    step_of: Case, name: str, executor: ProcessPoolExecutor
+) -> None:
+    executor.submit(check_step, step_of, name).result()
+
+
+def test_a_step_from_factors_reads_and_writes_every_visited_row_once(
+    executor: ProcessPoolExecutor,
+) -> None:
+    case = Case(90, "bf16", "wide classes", 128, positions=200, row_wise=True, rows="fp32")
+    executor.submit(check_passes, case).result()
 
 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])

@@ -64,23 +64,34 @@ def test_correct_kernels_are_taken_after_one_comparison() -> None:
 
 
 def test_without_any_one_launch_auto_warns_and_takes_the_reference() -> None:
+    """But the routing, without which kernels would read anywhere, and sums of chunks, of which the
+    row-wise gradients of this problem have none.
+    """
     names: list[str] = []
-    num_launches = faulty = 3  # without the routing before them, kernels would read anywhere
+    faulty: int | None = None
 
     def run(launch: Launch) -> None:
         if len(names) != faulty:
             execute(launch)
         names.append(launch.kernel.__name__)
 
-    while faulty <= num_launches:
+    with instrumented(run=run):
+        assert choose_backend("auto", HALF, CPU) == "triton"
+    expected = list(names)
+    chosen = [i for i, name in enumerate(expected) if name not in ("_sort", "_merge", "_plan")]
+    chosen.remove(len(expected) - 1 - expected[::-1].index("_heavy"))
+    assert "_update" in expected
+    for faulty in chosen:
         names.clear()
         verify._differences.clear()
-        with instrumented(run=run), pytest.warns(UserWarning, match="(nll|d_.*) is off by") as seen:
-            assert choose_backend("auto", HALF, CPU) == "reference", names[faulty]
+        with (
+            instrumented(run=run),
+            pytest.warns(UserWarning, match="(nll|d_.*|step) is off by") as seen,
+        ):
+            assert choose_backend("auto", HALF, CPU) == "reference", expected[faulty]
         assert len(seen) == 1
         assert choose_backend("auto", HALF, CPU) == "reference"
         assert choose_backend("triton", HALF, CPU) == "triton"
-        num_launches, faulty = len(names) - 1, faulty + 1
 
 
 @pytest.mark.parametrize(

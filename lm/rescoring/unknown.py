@@ -1,0 +1,107 @@
+"""Unknown words of n-best lists and references: how many they are, and why they may be many."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from data_prep.tokenizer.tokenizer import Tokenizer
+
+MANY = 0.2
+"""Share of unknown words above which a cause is looked for."""
+
+
+class _Cause(NamedTuple):
+    """A difference between the words of a list and those of the training text."""
+
+    name: str
+    change: Callable[[str], str]  # of a word, which undoes the difference
+    remedy: str
+
+
+def _bare(word: str) -> str:
+    return re.sub(r"^\W+|\W+$", "", word)
+
+
+_CAUSES = (
+    _Cause(
+        "upper case",
+        str.lower,
+        "convert lists and references to lower case, or train with --tokenizer.lowercase=true",
+    ),
+    _Cause("lower case", str.upper, "convert lists and references to upper case"),
+    _Cause(
+        "marks of pieces of words",
+        lambda word: re.sub("\u2581|^##|@@$", "", word),
+        "join the pieces of the lists and references into words",
+    ),
+    _Cause(
+        "attached punctuation",
+        _bare,
+        "separate or remove punctuation as in the training text, or train with"
+        " --tokenizer.split_punctuation=true",
+    ),
+    _Cause(
+        "upper case and attached punctuation",
+        lambda word: _bare(word).lower(),
+        "convert lists and references to lower case and separate or remove punctuation, or train"
+        " with --tokenizer.lowercase=true --tokenizer.split_punctuation=true",
+    ),
+    _Cause(
+        "another tokenisation of contractions and compounds",
+        lambda word: re.sub(r"(n't$|'\w*|\W)", r" \1 ", word),
+        "separate words at apostrophes and hyphens as in the training text",
+    ),
+)
+
+
+class UnknownWords:
+    """The words of texts, separated by whitespace, that a tokenizer reads as `<unk>` or in part.
+
+    Attributes:
+        num_words: number of words.
+        num_unknown: number of unknown words.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
+        self._tokenizer = tokenizer
+        counts = Counter(word for text in texts for word in text.split())
+        self.num_words = counts.total()
+        is_unknown = self._are_unknown(list(counts))
+        pairs = zip(counts.items(), is_unknown, strict=True)
+        self._counts = {word: count for (word, count), unknown in pairs if unknown}
+        self.num_unknown = sum(self._counts.values())
+
+    def _are_unknown(self, words: list[str]) -> list[bool]:
+        return [self._tokenizer.unk_id in ids for ids in self._tokenizer.encode_lines(words)]
+
+    def warning(self, what: str) -> str | None:
+        """A sentence with a likely cause if more than `MANY` of the words are unknown.
+
+        The cause is the change that makes most of the unknown words known, half of them at least.
+
+        Args:
+            what: the texts, for instance `hypotheses`.
+        """
+        if self.num_unknown <= MANY * self.num_words:
+            return None
+        share = 100 * self.num_unknown / self.num_words
+        problem = f"{share:.0f} % of the words of the {what} are unknown"
+        mended = [self._num_mended(cause.change) for cause in _CAUSES]
+        num_mended = max(mended)
+        if 2 * num_mended < self.num_unknown:
+            return (
+                f"{problem}, and neither lower case nor removed punctuation makes most of them"
+                " known: compare them with the training text (tokenisation, subject, language)"
+            )
+        cause, mended_share = _CAUSES[mended.index(num_mended)], 100 * num_mended / self.num_unknown
+        return (
+            f"{problem}; likely cause: {cause.name}, without which {mended_share:.0f} % of these"
+            f" are known: {cause.remedy}"
+        )
+
+    def _num_mended(self, change: Callable[[str], str]) -> int:
+        """How many unknown words a change makes known."""
+        changed = [change(word) for word in self._counts]
+        pairs = zip(changed, self._counts.values(), self._are_unknown(changed), strict=True)
+        return sum(count for text, count, unknown in pairs if text.strip() and not unknown)

@@ -1,0 +1,187 @@
+"""Gradients that the fused kernels form in registers: norms and steps equal the reference's."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends.triton.launch import instrumented
+from lm.output.functional import BackendName
+from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowOptimizer, RowSGD
+from lm.output.rowwise.blocks import Factored
+
+from ..definition import SMALL_TILES, two_level, zipf_targets
+
+pytest.importorskip("triton")
+
+H, W, P = 18, 24, 40
+Make = Callable[..., RowOptimizer]
+OPTIMIZERS: dict[str, Make] = {"sgd": RowSGD, "adagrad": RowAdagrad, "adam": RowAdam}
+TREES = {
+    "full": ClassTree.full(70),
+    "two levels": two_level(60, 7),
+    "a class of one word": ClassTree.two_level((torch.arange(40) + 1) // 40),
+    "classes of one word": two_level(6, 6),
+    "shortlist": ClassTree.two_level(torch.arange(60) % 5, 20),
+    "three levels": ClassTree.balanced(60, 4),
+    "binary": ClassTree.balanced(23, 2),
+    "huffman": ClassTree.huffman(torch.arange(23) + 1),
+}
+
+
+def table(tree: ClassTree, dtype: torch.dtype) -> list[Tensor]:
+    """Weight and bias, the same each time."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((tree.num_rows, W), (tree.num_rows,))
+    numbers = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
+    return [each.to(dtype).requires_grad_() for each in numbers]
+
+
+def accumulate(
+    params: list[Tensor], tree: ClassTree, step: int, backend: BackendName, positions: int = P
+) -> Tensor:
+    """Add the gradients of a batch to those of the table; returns that of its hidden vectors."""
+    torch.manual_seed(step)
+    weight, bias = params
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    hidden = torch.randn(positions, H, dtype=dtype, requires_grad=True)
+    target, upstream = zipf_targets(tree, positions), torch.randn(positions, dtype=dtype)
+    with instrumented(tiles=SMALL_TILES):
+        nll = hierarchical_cross_entropy(
+            hidden, weight, target, tree, bias, reduction="none", backend=backend, row_wise=True
+        )
+        torch.autograd.backward(nll, upstream)
+    assert hidden.grad is not None
+    return hidden.grad
+
+
+def trained(
+    name: str,
+    tree: ClassTree,
+    backend: BackendName,
+    dtype: torch.dtype,
+    *,
+    steps: int = 3,
+    **options: Any,
+) -> list[Tensor]:
+    """The table, the optimizer's state, and each step's norm and d_hidden."""
+    params, found = table(tree, dtype), []
+    optimizer = OPTIMIZERS[name](params, lr=0.3)
+    for step in range(steps):
+        optimizer.zero_grad()
+        found.append(accumulate(params, tree, step, backend, **options))
+        found.append(torch.nn.utils.clip_grad_norm_(params, 2.0))
+        optimizer.step()
+    state = [v for param in params for v in optimizer.state[param].values() if torch.is_tensor(v)]
+    return [*(param.detach() for param in params), *state, *found]
+
+
+def in_registers() -> Any:
+    """A context in which no gradient is formed in memory."""
+    return mock.patch.object(Factored, "rows", side_effect=AssertionError("formed in memory"))
+
+
+@pytest.mark.parametrize(
+    ("tree", "name", "dtype"),
+    [
+        *((tree, "adagrad", torch.float64) for tree in TREES),
+        *(("shortlist", name, dtype) for name in OPTIMIZERS for dtype in (torch.float32,)),
+        ("three levels", "sgd", torch.float64),
+        ("three levels", "adam", torch.float64),
+    ],
+)
+def test_clipped_steps_are_those_of_the_reference(tree: str, name: str, dtype: torch.dtype) -> None:
+    expected = trained(name, TREES[tree], "reference", dtype)
+    with in_registers():
+        found = trained(name, TREES[tree], "triton", dtype)
+    near = 1e-10 if dtype == torch.float64 else 2e-4
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("positions", [0, 2])
+def test_a_batch_without_targets_changes_nothing(name: str, positions: int) -> None:
+    """Of the two positions, one is ignored, and so is the other."""
+    tree, optimizers = TREES["two levels"], OPTIMIZERS
+    params = table(tree, torch.float32)
+    optimizer = optimizers[name](params, lr=0.3)
+    accumulate(params, tree, 0, "triton")
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [param.detach().clone() for param in params]
+    state = [
+        {n: v.clone() for n, v in optimizer.state[p].items() if torch.is_tensor(v)} for p in params
+    ]
+    with mock.patch(f"{__name__}.zipf_targets", lambda _, size: torch.full((size,), -100)):
+        accumulate(params, tree, 1, "triton", positions)
+    norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
+    optimizer.step()
+    assert float(norm) == 0
+    assert all(torch.equal(*pair) for pair in zip(params, before, strict=True))
+    for param, saved in zip(params, state, strict=True):
+        assert all(torch.equal(optimizer.state[param][name], saved[name]) for name in saved)
+
+
+def test_other_uses_form_the_rows() -> None:
+    """Inspection, several batches, and gradients that are multiplied by a number."""
+    tree, grads = TREES["two levels"], []
+    for backend in ("triton", "reference"):
+        params = table(tree, torch.float64)
+        accumulate(params, tree, 0, backend)
+        single = [param.grad for param in params]
+        assert all(isinstance(grad, RowGradient) for grad in single)
+        shown = [grad.to_dense() * 3 for grad in single if grad is not None]
+        norms = [grad.norm() for grad in single if grad is not None]
+        for grad in single:
+            assert grad is not None
+            grad *= torch.tensor(0.5)
+        accumulate(params, tree, 1, backend)
+        sums = [param.grad for param in params]
+        shown += [grad.to_dense() for grad in sums if grad is not None]
+        norms += [grad.norm() for grad in sums if grad is not None]
+        RowAdagrad(params, lr=0.1).step()
+        grads.append([*shown, *norms, *(param.detach() for param in params)])
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+
+
+def test_norms_do_not_depend_on_the_order_in_which_lists_are_written() -> None:
+    """Programs reserve entries in any order; here in that of shuffled lists."""
+    tree, params = TREES["three levels"], table(TREES["three levels"], torch.float32)
+    accumulate(params, tree, 0, "triton")
+    for param in params:
+        assert isinstance(param.grad, RowGradient)
+        part = param.grad.factored()
+        assert part is not None
+        first, batch = part.batch.square_norm(), part.batch
+        del vars(batch)["_norms"]
+        for place, name in ((1, "light_nodes"), (3, "row_tiles"), (5, "split_tiles")):
+            entries = getattr(batch.saved.routing, name)  # type: ignore[attr-defined]
+            num_entries = int(batch.saved.routing.num_entries[place])  # type: ignore[attr-defined]
+            entries[:num_entries] = entries[:num_entries].flip(0)
+        with instrumented(tiles=SMALL_TILES):
+            assert torch.equal(part.batch.square_norm(), first)
+
+
+def test_rows_in_bf16_are_rounded_at_random_in_proportion_to_the_distance() -> None:
+    """All words but one have probability 1/300, so that numbers fall from 1 by 0.3 / 300."""
+    tree, hidden = ClassTree.full(300), torch.ones(1, 64)
+    weight = torch.ones(300, 64, dtype=torch.bfloat16, requires_grad=True)
+    with instrumented(tiles=SMALL_TILES):
+        nll = hierarchical_cross_entropy(
+            hidden, weight, torch.tensor([3]), tree, backend="triton", row_wise=True
+        )
+        torch.autograd.backward(nll)
+        RowSGD([weight], lr=0.3).step()
+    others = torch.cat([weight.detach()[:3], weight.detach()[4:]]).float()
+    values, counts = torch.unique(others, return_counts=True)
+    assert values.tolist() == [1 - 1 / 256, 1]
+    assert float(counts[0] / counts.sum()) == pytest.approx(0.256, abs=0.015)
+    changed = (others != 1).float()
+    for dim in (0, 1):  # no row or column of numbers is rounded alike
+        assert float((changed.mean(dim) - 0.256).abs().max()) < 0.3
+    target = weight.detach()[3].float()
+    torch.testing.assert_close(target, torch.full((64,), 1.299), rtol=0, atol=2**-7)

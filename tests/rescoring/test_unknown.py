@@ -1,0 +1,54 @@
+"""Unknown words are counted, and the likely cause of many is named."""
+
+import pytest
+
+from data_prep.settings import TokenizerConfig
+from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, WordTokenizer
+from data_prep.tokenizer.vocabulary import train_sentencepiece
+from lm.rescoring.unknown import UnknownWords
+from tests.conftest import toy_sentences
+
+WORDS = WordTokenizer(["<eos>", "<unk>", "the", "cat", "sees", "do", "n't", "well", "-", "known"])
+CAPITALS = WordTokenizer(["<eos>", "<unk>", "THE", "CAT", "SEES"])
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "cause"),
+    [
+        (
+            WORDS,
+            "THE CAT sees",
+            "67 % of .*; likely cause: upper case, without which 100 % of",
+        ),
+        (CAPITALS, "the CAT sees", "likely cause: lower case, .*: convert .* to upper case"),
+        (WORDS, "the, cat. sees!", "likely cause: attached punctuation, .*split_punctuation=true"),
+        (WORDS, "The, Cat. sees", "likely cause: upper case and attached punctuation"),
+        (WORDS, "\u2581the \u2581cat sees", "likely cause: marks of pieces of words"),
+        (WORDS, "don't well-known the", "likely cause: another tokenisation of contractions"),
+        (WORDS, "un zèbre , the", "neither lower case nor removed punctuation"),
+    ],
+)
+def test_the_cause_of_many_unknown_words_is_named(
+    tokenizer: WordTokenizer, text: str, cause: str
+) -> None:
+    warning = UnknownWords(tokenizer, [text]).warning("references")
+    assert warning is not None
+    assert "of the words of the references are unknown" in warning
+    with pytest.raises(ValueError, match=cause):
+        raise ValueError(warning)
+
+
+def test_up_to_a_fifth_of_unknown_words_is_no_reason_for_a_warning() -> None:
+    words = UnknownWords(WORDS, ["the cat", "sees the ZEBRA"])
+    assert (words.num_words, words.num_unknown) == (5, 1)
+    assert words.warning("hypotheses") is None
+    assert UnknownWords(WORDS, ["", " "]).warning("hypotheses") is None
+
+
+def test_a_word_with_an_unknown_part_is_unknown() -> None:
+    settings = TokenizerConfig(kind="sentencepiece", vocab_size=36)
+    pieces = SentencePieceTokenizer(train_sentencepiece(toy_sentences(0, 200), settings))
+    assert UnknownWords(pieces, ["the c\u2603t", "the cat \u2603"]).num_unknown == 2
+    separated = WordTokenizer(["<eos>", "<unk>", "cat", "."], split_punctuation=True)
+    assert UnknownWords(separated, ["cat. dog. cat"]).num_unknown == 1
+    assert separated.unknown_types(["dog. dog, cat"]) == ["dog", ","]
