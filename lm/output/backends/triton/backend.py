@@ -16,6 +16,7 @@ from lm.output.backends.triton.launch import (
     SLOT,
     Saved,
     alignment,
+    arguments,
     capability,
     launch,
     path_blocks,
@@ -133,9 +134,10 @@ class TritonBackend:
             "num_splits": splits,
             "SAVE": needs.any,
         }
-        _route(problem, saved, special)
+        known = arguments(problem, saved)
+        _route(problem, known, special)
         num_tiles = saved.routing.heavy_tiles.numel() + saved.routing.light_nodes.numel()
-        launch(forward_kernel._forward, num_tiles * splits, tile, problem, saved, **special)
+        launch(forward_kernel._forward, num_tiles * splits, tile, known, **special)
         return nll, _flat(saved)
 
     def backward(
@@ -208,8 +210,8 @@ def _contiguous(problem: Problem) -> Problem:
     return problem._replace(hidden=hidden, bias=bias, target=target)
 
 
-def _route(problem: Problem, saved: Saved, special: dict[str, Any]) -> None:
-    """Launch the kernels that write `saved.routing`, and 0 for positions without visits."""
+def _route(problem: Problem, known: dict[str, Any], special: dict[str, Any]) -> None:
+    """Launch the kernels that write the routing, and 0 for positions without visits."""
     from lm.output.backends.triton import routing_kernels as kernels
 
     positions, target, shape = problem.num_positions, problem.target, tiles_for(problem)
@@ -220,7 +222,7 @@ def _route(problem: Problem, saved: Saved, special: dict[str, Any]) -> None:
     all_valid = target.new_empty((), dtype=torch.int32)
     special = special | {
         "keys": keys,
-        "rank": torch.empty_like(saved.routing.position),
+        "rank": torch.empty_like(known["position"]),
         "all_valid": all_valid,
         "chunk": chunk_size(problem, shape),
         "NUM_LISTS": NUM_LISTS,
@@ -230,15 +232,15 @@ def _route(problem: Problem, saved: Saved, special: dict[str, Any]) -> None:
         "TILE_C": shape.heavy.c,
     }
     tile = Tile(run_size, 0, 0, 8, 1)
-    launch(kernels._sort, num_runs, tile, problem, saved, **special)
+    launch(kernels._sort, num_runs, tile, known, **special)
     if not is_sorted:
         num_runs, run_size, special["keys"] = 1, keys.numel(), torch.sort(keys).values
     special |= {"num_runs": num_runs, "run_size": run_size}
     special |= {"BITS": _MERGE_BITS, "steps": -(-run_size.bit_length() // _MERGE_BITS)}
-    launch(kernels._merge, -(-positions // _MERGE.v), _MERGE, problem, saved, **special)
+    launch(kernels._merge, -(-positions // _MERGE.v), _MERGE, known, **special)
     plans, copies = -(-positions // _PLAN.v), -(-positions // _COPIED_ROWS)
     special |= {"BITS": _SEARCH_BITS, "steps": -(-positions.bit_length() // _SEARCH_BITS)}
     special |= {"num_plans": plans, "ROWS": _COPIED_ROWS, "COLUMNS": 128}
-    launch(kernels._plan, plans + copies, _PLAN, problem, saved, **special)
+    launch(kernels._plan, plans + copies, _PLAN, known, **special)
     if target.is_cuda and positions:
         torch._assert_async(all_valid, "a target is neither a word nor ignore_index")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
-from lm.output.backends.triton.launch import Saved, launch, path_blocks, tiles_for
+from lm.output.backends.triton.launch import Saved, arguments, launch, path_blocks, tiles_for
 from lm.output.backends.triton.routing import sizes
 from lm.output.backends.triton.rows import ROW_PROGRAMS, Factors, write_rows
 from lm.output.rowwise.blocks import Factored
@@ -106,13 +106,12 @@ def _sums(
         sums["scale"] = torch.linalg.vector_norm(d_nll.masked_fill(ignored, 0), torch.inf)
     special = {**sums, "d_hidden": d_hidden, "d_nll": d_nll, "d_nll_stride": d_nll.stride(0)}
     errors = shape.errors._replace(c=shape.forward.c)
-    launch(
-        backward_kernels._errors, -(-num_positions // errors.v), errors, problem, saved, **special
-    )
+    known = arguments(problem, saved)
+    launch(backward_kernels._errors, -(-num_positions // errors.v), errors, known, **special)
     tile = shape.heavy
     hidden_tiles = 0 if d_hidden is None else -(-num_positions // tile.v)
     num_h = -(-padded_size // tile.h)
     special["row_programs"] = min(chunk_tiles * num_h, ROW_PROGRAMS)
     num_programs = special["row_programs"] + hidden_tiles * num_h
-    launch(backward_kernels._heavy, num_programs, tile, problem, saved, **special)
+    launch(backward_kernels._heavy, num_programs, tile, known, **special)
     return sums

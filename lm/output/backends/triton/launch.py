@@ -102,20 +102,17 @@ def execute(launch: Launch) -> None:
         launch.kernel[grid](**launch.arguments, **compiler_options(launch.tile))
 
 
-def launch(
-    kernel: Any, num_programs: int, tile: Tile, problem: Problem, saved: Saved, **special: Any
-) -> None:
-    """Make a launch and run it, or hand it to `instrumented`.
+def arguments(problem: Problem, saved: Saved) -> dict[str, Any]:
+    """What the kernels of a batch take, by name.
 
-    A kernel takes its arguments by name: from the problem (hidden, target, bias and rows of the
-    weight are contiguous), its tree, and what the forward saved; their sizes and strides; the
-    constants of the arithmetic and the tile; and `special`, which has priority.
+    The problem (hidden, target, bias and rows of the weight are contiguous), its tree, and what the
+    forward saved; their sizes and strides; the constants of the arithmetic.
     """
     import triton.language as tl
 
     hidden, routing = problem.hidden, saved.routing
     align, weight_align = alignment(problem)
-    known = {
+    return {
         **problem._asdict(),
         **problem.tree._asdict(),
         **saved._asdict(),
@@ -134,14 +131,25 @@ def launch(
         "h_units": hidden.shape[1] // align,
         "sorted_units": saved.sorted_hidden.shape[1] // SLOT,
         "weight_units": problem.weight.shape[1] // weight_align,
-        "BLOCK_V": tile.v,
-        "BLOCK_C": tile.c,
-        "BLOCK_H": tile.h,
-        "STEP": tile.step,
-        **special,
     }
-    arguments = {name: known[name] for name in kernel.arg_names}
-    (_instruments.run or execute)(Launch(kernel, num_programs, tile, arguments))
+
+
+def launch(
+    kernel: Any, num_programs: int, tile: Tile, known: dict[str, Any], **special: Any
+) -> None:
+    """Make a launch and run it, or hand it to `instrumented`.
+
+    Args:
+        kernel: the jit function; it takes its arguments by name, and its constants from the tile.
+        num_programs: size of the grid.
+        tile: what a program works on.
+        known: `arguments` of the batch.
+        special: further ones, which have priority.
+    """
+    sizes = {"BLOCK_V": tile.v, "BLOCK_C": tile.c, "BLOCK_H": tile.h, "STEP": tile.step}
+    values = known | sizes | special
+    given = {name: values[name] for name in kernel.arg_names}
+    (_instruments.run or execute)(Launch(kernel, num_programs, tile, given))
 
 
 def capability(device: torch.device) -> int:

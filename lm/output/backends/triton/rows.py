@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Problem, compute_dtype
-from lm.output.backends.triton.launch import SLOT, Saved, launch
+from lm.output.backends.triton.launch import SLOT, Saved, arguments, launch
 from lm.output.backends.triton.routing import sizes
 from lm.output.backends.triton.tile_shapes import Tiles
 from lm.output.rowwise.blocks import Rows, Rule
@@ -63,7 +63,7 @@ def write_rows(
         "LIGHT_STAGES": shape.light.stages,
     }
     tile = tile._replace(warps=shape.light.warps)
-    launch(row_kernel._rows, num_programs, tile, problem, saved, **special)
+    launch(row_kernel._rows, num_programs, tile, arguments(problem, saved), **special)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -149,7 +149,8 @@ class Factors:
             special["sorted_hidden"] = None
         num_programs = row_programs + lists.light_nodes + lists.split_tiles
         kernel = update_kernel._update
-        launch(kernel, num_programs, tile, self.problem, self.saved, **special)
+        known = arguments(self.problem, self.saved)
+        launch(kernel, num_programs, tile, known, **special)
 
     def _new(self, *shape: int) -> Tensor:
         return self.saved.lse.new_empty(shape)
