@@ -48,10 +48,11 @@ def hierarchical_cross_entropy(
         ignore_index: positions with this target cost nothing and get no gradient.
         backend: "reference" runs node by node, on any device; "triton" in fused kernels, on CUDA;
             "auto" takes "triton" on CUDA where it can, and else "reference", with a warning that
-            says why: in fp64, for example, or for a full softmax of many words.
+            says why: in fp64, for example.
         row_wise: whether the gradients of `weight` and `bias` are `RowGradient`s, of the rows of
             visited nodes alone, for the optimizers of `lm.output.rowwise`. Not within
-            `torch.compile`; on CUDA the host waits for the number of these rows.
+            `torch.compile`. With "triton" they are factors, and the host waits for the number of
+            rows only where these are formed in memory.
 
     Returns:
         A scalar, or [...] for "none", where ignored positions are 0; nats.

@@ -145,8 +145,8 @@ def main() -> None:
     size = archive.stat().st_size
     print(f"{archive}: {size / MIB:.1f} MiB")
     print("to use it, in the top folder of the repository:")
-    print(f"  mkdir -p /tmp/triton && tar -xJf {archive} -C /tmp/triton")
-    print("  PYTHONPATH=/tmp/triton TRITON_BACKENDS_IN_TREE=1 scripts/gpu_check")
+    print(f"  mkdir -p newer_triton && tar -xJf {archive} -C newer_triton")
+    print("  PYTHONPATH=$PWD/newer_triton TRITON_BACKENDS_IN_TREE=1 scripts/gpu_check")
     if size > options.limit * MIB:
         sys.exit(f"pack_triton: larger than --limit, {options.limit} MiB")
 

@@ -43,7 +43,7 @@ class Operation(NamedTuple):
 
 
 STAGES, CCE_STAGES = 4, 3
-"""Of products: tiles of 128 × 64 and 256 × 64 in bf16 have room for four in shared memory."""
+"""Of products: tiles of 128 × 64 and 256 × 64 in bf16 fit into shared memory four times."""
 
 
 def loss_operations(problem: Problem) -> Iterator[Operation]:

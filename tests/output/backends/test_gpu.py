@@ -150,11 +150,13 @@ def test_a_row_wise_step_never_waits_for_the_device() -> None:
         optimizer.step()
 
     step()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
+    before = table[0].detach().clone()
+    torch.cuda.set_sync_debug_mode("error")  # waiting raises
     try:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert not torch.equal(table[0], before)
 
 
 def test_a_captured_graph_follows_new_targets() -> None:
