@@ -84,9 +84,9 @@ def hierarchical_cross_entropy(
         row_wise=enabled and row_wise,
     )
     if needs.row_wise:
-        nll = row_wise_nll(BACKENDS[name], needs, *problem)
+        nll = row_wise_nll(BACKENDS[name], needs, *problem[:-1])
     else:
-        nll = OPS[name](*problem, needs)[0]
+        nll = OPS[name](*problem[:-1], needs)[0]
     if reduction == "none":
         return nll.view(target.shape)
     if reduction == "sum":

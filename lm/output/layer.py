@@ -1,7 +1,7 @@
 """HierarchicalSoftmax: the output layer as a module, in place of a linear layer and its loss."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -87,9 +87,10 @@ class HierarchicalSoftmax(nn.Module):
         check_backend(backend)
         self.hidden_size, self.vocab_size = hidden_size, tree.vocab_size
         self.ignore_index, self.backend, self.row_wise = ignore_index, backend, row_wise
-        weight = torch.empty(tree.num_rows, row_size(hidden_size), device=device, dtype=dtype)
+        num_rows = self._num_held_rows(tree)
+        weight = torch.empty(num_rows, row_size(hidden_size), device=device, dtype=dtype)
         self.weight = nn.Parameter(weight)
-        self.bias = nn.Parameter(weight.new_empty(tree.num_rows)) if bias else None
+        self.bias = nn.Parameter(weight.new_empty(num_rows)) if bias else None
         self.tree = tree.copy().to(weight.device)
         self.reset_parameters()
 
@@ -99,10 +100,17 @@ class HierarchicalSoftmax(nn.Module):
         Every node thus starts close to uniform.
         """
         bound = 1 / math.sqrt(self.hidden_size)
-        nn.init.uniform_(self.weight, -bound, bound)
+        self.draw(self.weight, lambda rows: nn.init.uniform_(rows, -bound, bound))
         self.zero_padding()
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def _num_held_rows(self, tree: ClassTree) -> int:
+        return tree.num_rows
+
+    def draw(self, table: Tensor, fill: Callable[[Tensor], Any]) -> None:
+        """Fill a table of rows, `weight` or `bias`, with random numbers."""
+        fill(table)
 
     def zero_padding(self) -> None:
         """Sets the columns of the weight from H on to 0, after whole rows were drawn."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output.rowwise.row_gradient import RowGradient
-from lm.output.tree.class_tree import ClassTree, TreeArrays
+from lm.output.tree.class_tree import ClassTree, Shard, TreeArrays
 
 
 class Problem(NamedTuple):
@@ -25,6 +25,7 @@ class Problem(NamedTuple):
     depth: int  # D
     max_path_columns: int
     ignore_index: int  # value of the targets that are ignored
+    shard: Shard | None = None  # None: `weight` has all rows of the tree
 
     @classmethod
     def of(
@@ -51,16 +52,7 @@ class Problem(NamedTuple):
         if target.dtype != torch.int64:
             raise ValueError(f"target must be int64, got {target.dtype}")
         check_parameters(hidden, weight, tree, bias)
-        others = [weight] if bias is None else [weight, bias]
-        if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
-            if hidden.dtype != torch.float64:  # as `torch.nn.functional.linear` casts it
-                hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        elif any(torch.promote_types(t.dtype, hidden.dtype) != hidden.dtype for t in others):
-            dtypes = ", ".join(str(tensor.dtype) for tensor in (hidden, *others))
-            raise ValueError(
-                "weight and bias must have the dtype of hidden or a lower precision outside of"
-                f" autocast, got hidden, weight, bias: {dtypes}"
-            )
+        hidden = autocast(hidden, weight, bias)
         if target.device != hidden.device:
             raise ValueError(f"target must be on the device of hidden, {hidden.device}")
         arrays, flat = tree.arrays, hidden.reshape(-1, hidden.shape[-1])
@@ -154,6 +146,22 @@ class Backend(Protocol):
     def nll_by_level(self, problem: Problem) -> Tensor:
         """The nll of every position at each level of the tree, [D, P], without gradient."""
 
+    def partial(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """What the rows of a shard contribute to the softmaxes on the targets' paths.
+
+        The log-sum-exps [D, P] over the shard's children of each node, -inf where there are none;
+        the logits [D, P] of the children on the path, 0 where they are in another shard; and what
+        `partial_backward` needs.
+        """
+
+    def partial_backward(
+        self, d_nll: Tensor, lse: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
+    ) -> Gradients:
+        """As `backward` for the shard's rows, given the log-sum-exps [D, P] over all shards.
+
+        d_hidden is what the shard's rows add to it.
+        """
+
     def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """What the forward saves, in uninitialised memory; from sizes alone."""
 
@@ -180,6 +188,25 @@ def check_parameters(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tens
     others = parameters if hidden.is_meta else [*parameters, tree.row_of_word]
     if any(tensor.device != hidden.device for tensor in others):
         raise ValueError(f"weight, bias and tree must be on the device of hidden, {hidden.device}")
+
+
+def autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Hidden vectors in the dtype of autocast if it is enabled, as `F.linear` casts them.
+
+    Raises:
+        ValueError: if it is not, and a parameter has a higher precision than `hidden`.
+    """
+    others = [weight] if bias is None else [weight, bias]
+    if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
+        if hidden.dtype != torch.float64:
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    elif any(torch.promote_types(t.dtype, hidden.dtype) != hidden.dtype for t in others):
+        dtypes = ", ".join(str(tensor.dtype) for tensor in (hidden, *others))
+        raise ValueError(
+            "weight and bias must have the dtype of hidden or a lower precision outside of"
+            f" autocast, got hidden, weight, bias: {dtypes}"
+        )
+    return hidden
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

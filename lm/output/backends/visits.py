@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm.output.tree.class_tree import TreeArrays
+from lm.output.tree.class_tree import Shard, TreeArrays
 
 
 class Visits(NamedTuple):
@@ -21,17 +21,22 @@ class Visits(NamedTuple):
 
     position: Tensor  # [P], sorted by their target's node, depth first; ignored ones last
     node: Tensor  # [D, P], that a sorted position visits on each level, root first; -1 for none
-    child: Tensor  # [D, P], which child of the node is on the target's path; 0 for none
+    child: Tensor  # [D, P], which child of the node is on the target's path; 0 for none, -1 for
+    # one in another shard
 
 
-def route(target: Tensor, tree: TreeArrays, depth: int, ignore_index: int) -> Visits:
+def route(
+    target: Tensor, tree: TreeArrays, depth: int, ignore_index: int, shard: Shard | None = None
+) -> Visits:
     """The visits of all targets [P].
 
-    A node with a single child is not visited: its softmax is 1 for any weights.
+    A node with a single child is not visited: its softmax is 1 for any weights. Neither is a node
+    without children in the shard.
     """
+    node_of_row = tree.node_of_row if shard is None else shard.node_of_row
     valid = target != ignore_index
     row = tree.row_of_word[torch.where(valid, target, 0)]
-    rank = torch.where(valid, tree.preorder[tree.node_of_row[row]], tree.preorder.numel())
+    rank = torch.where(valid, tree.preorder[node_of_row[row]], tree.preorder.numel())
     for dtype in (torch.int32, torch.int16):  # a radix sort passes over bytes
         if tree.preorder.numel() <= torch.iinfo(dtype).max:
             rank = rank.to(dtype)
@@ -39,13 +44,17 @@ def route(target: Tensor, tree: TreeArrays, depth: int, ignore_index: int) -> Vi
     row, valid = row[position], valid[position]
     rows = [row]
     for _ in range(depth - 1):
-        rows.append(tree.row_of_node[tree.node_of_row[rows[-1]]].clamp(min=0))
+        rows.append(tree.row_of_node[node_of_row[rows[-1]]].clamp(min=0))
     level = torch.arange(depth, device=target.device)[:, None]
-    climbs = tree.level[tree.node_of_row[row]] - level
+    climbs = tree.level[node_of_row[row]] - level
     path = torch.stack(rows).gather(0, climbs.clamp(min=0))
-    node = tree.node_of_row[path]
-    visited = (climbs >= 0) & valid & (tree.num_children[node] > 1)
-    child = torch.where(visited, path - tree.first_row[node], 0)
+    node = node_of_row[path]
+    child = path - tree.first_row[node]
+    visited = (climbs >= 0) & valid & (tree.num_children[node] > (shard is None))
+    if shard is not None:
+        row = shard.local_row[path]
+        child = torch.where(row >= 0, row - tree.first_row[node], -1)
+    child = torch.where(visited, child, 0)
     return Visits(position, torch.where(visited, node, -1), child)
 
 

@@ -39,6 +39,17 @@ class TreeArrays(NamedTuple):
     column: Tensor  # [I], number of children of each node's ancestors, summed
 
 
+class Shard(NamedTuple):
+    """How a target's path in the whole tree leads to the rows of one shard of the weight.
+
+    The `TreeArrays` of such a problem have `num_children`, `first_row`, `node_of_row` and `column`
+    of the shard's rows, and 0 children for nodes with a single child in the whole tree.
+    """
+
+    node_of_row: Tensor  # [R] of the whole tree
+    local_row: Tensor  # [R] int64, a row's number within the shard; -1 if it is in another one
+
+
 _SAVED = ("num_children", "row_of_node", "row_of_word")
 
 

@@ -34,7 +34,7 @@ from lm.output.backends.nodes import (
     visited_nodes,
 )
 from lm.output.backends.reference.gradient_memory import zeros_except
-from lm.output.backends.visits import check_words, route
+from lm.output.backends.visits import Visits, check_words, route
 from lm.output.rowwise.blocks import Product, Rows
 from lm.output.rowwise.row_gradient import RowGradient
 
@@ -86,17 +86,50 @@ class ReferenceBackend:
         log_prob, saved = self._target_log_prob(problem, Needs(False, False, False))
         return torch.empty_like(log_prob).index_copy_(1, saved.position, 0 - log_prob)
 
+    def partial(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """See `Backend.partial`. Nothing but the visits is saved."""
+        check_words("target", problem.target, problem.vocab_size, problem.ignore_index)
+        position, visited, child = _route(problem)
+        hidden = sorted_hidden(problem.hidden, position, problem.weight.shape[1])
+        lse, logit = hidden.new_full(visited.shape, -torch.inf), hidden.new_zeros(visited.shape)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for node in visited_nodes(visited, problem.tree):
+                place, rows = (node.level, node.visits), problem.weight[node.rows]
+                bias = None if problem.bias is None else problem.bias[node.rows]
+                blocks = node.blocks(problem.weight, hidden.dtype, whole=False)
+                node_child = child[place]
+                sums = _streamed(hidden[node.visits], rows, bias, node_child, blocks)
+                lse[place] = sums.largest + sums.total.log()
+                logit[place] = sums.target_logit.where(node_child >= 0, 0)
+        lse, logit = (torch.empty_like(x).index_copy_(1, position, x) for x in (lse, logit))
+        nothing = hidden.new_empty(0)
+        return lse, logit, [position, visited, child, *(nothing for _ in range(3))]
+
+    def partial_backward(
+        self, d_nll: Tensor, lse: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
+    ) -> Gradients:
+        """See `Backend.partial_backward`."""
+        return self._backward(d_nll, lse, problem, Saved(*saved), needs)
+
     def backward(
         self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
     ) -> Gradients:
         """See `Backend.backward`."""
-        position, visited, child, saved_error, unscaled, saved_lse = Saved(*saved)
+        return self._backward(d_nll, None, problem, Saved(*saved), needs)
+
+    def _backward(
+        self, d_nll: Tensor, lse: Tensor | None, problem: Problem, saved: Saved, needs: Needs
+    ) -> Gradients:
+        """The gradients by the errors that the forward saved, or by log-sum-exps."""
+        position, visited, child, saved_error, unscaled, saved_lse = saved
+        if lse is not None:
+            saved_lse = lse.index_select(1, position)
         weight, bias = problem.weight, problem.bias
         hidden = sorted_hidden(problem.hidden, position, weight.shape[1])
         d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
         d_nll = d_nll.to(hidden.dtype).index_select(0, position)
         scaled = hidden * d_nll[:, None]  # d_nll_p h_p of (6)
-        errors = _saves_errors(problem.depth, problem.num_columns, needs.row_wise)
+        errors = lse is None and _saves_errors(problem.depth, problem.num_columns, needs.row_wise)
         if not errors:
             unscaled = torch.zeros_like(hidden)
         nodes = visited_nodes(visited, problem.tree)
@@ -145,7 +178,7 @@ class ReferenceBackend:
     def _target_log_prob(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
         """The log q [D, P] of every visit's target, 0 for none, and what is saved."""
         check_words("target", problem.target, problem.vocab_size, problem.ignore_index)
-        visits = route(problem.target, problem.tree, problem.depth, problem.ignore_index)
+        visits = _route(problem)
         saved = Saved(*visits, *self.new_saved(problem, needs)[len(visits) :])
         saved.d_hidden_unscaled.zero_()
         saved.lse.zero_()
@@ -161,9 +194,10 @@ class ReferenceBackend:
                 bias = None if problem.bias is None else problem.bias[node.rows]
                 blocks = node.blocks(weight, hidden.dtype, whole=errors)
                 if not errors:
-                    lse, log_prob[place] = _streamed(node_hidden, rows, bias, child, blocks)
+                    sums = _streamed(node_hidden, rows, bias, child, blocks)
+                    log_prob[place] = sums.target_logit - sums.largest - sums.total.log()
                     if needs.any:
-                        saved.lse[place] = lse
+                        saved.lse[place] = sums.largest + sums.total.log()
                     continue
                 rows = rows.to(hidden.dtype) if len(blocks) == 1 else rows  # for both products
                 columns = node.columns(saved.error) if needs.any else None
@@ -178,6 +212,11 @@ class ReferenceBackend:
         return log_prob, saved
 
 
+def _route(problem: Problem) -> Visits:
+    sizes = (problem.depth, problem.ignore_index)
+    return route(problem.target, problem.tree, *sizes, problem.shard)
+
+
 def _saves_errors(depth: int, num_columns: int, row_wise: bool) -> bool:
     """Whether the forward saves the errors of all visits."""
     if depth == 1:
@@ -185,10 +224,18 @@ def _saves_errors(depth: int, num_columns: int, row_wise: bool) -> bool:
     return row_wise or num_columns <= SAVED_ELEMENTS
 
 
+class _Sums(NamedTuple):
+    """Of a node's visits, [V] each; the lse is largest + log total."""
+
+    largest: Tensor  # logit
+    total: Tensor  # Σ exp(z - largest)
+    target_logit: Tensor  # undefined for a target in another shard
+
+
 def _streamed(
     hidden: Tensor, rows: Tensor, bias: Tensor | None, child: Tensor, blocks: list[slice]
-) -> tuple[Tensor, Tensor]:
-    """The lse of a node's visits and the log q of their targets, one block after another."""
+) -> _Sums:
+    """The sums over a node's children, one block after another."""
     largest = hidden.new_full(child.shape, torch.finfo(hidden.dtype).min)
     total, target_logit = torch.zeros_like(largest), torch.empty_like(largest)
     for children in blocks:
@@ -199,7 +246,7 @@ def _streamed(
         inside = (child >= children.start) & (child < children.stop)
         visit = inside.nonzero().squeeze(1)
         target_logit[visit] = logits[visit, child[visit] - children.start]
-    return largest + total.log(), target_logit - largest - total.log()
+    return _Sums(largest, total, target_logit)
 
 
 def _to_errors(log_q: Tensor, child: Tensor) -> None:

@@ -144,18 +144,55 @@ class TritonBackend:
         self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
     ) -> Gradients:
         """See `Backend.backward`."""
-        problem = _contiguous(problem)
-        if saved or not problem.num_positions:
-            return gradients(d_nll, problem, unflatten(saved), needs)
-        size = self.part_size(problem)
-        parts = (slice(i, i + size) for i in range(0, problem.num_positions, size))
-        return summed((self._of_part(d_nll, problem, part, needs) for part in parts), problem)
+        return self._backward(d_nll, None, problem, saved, needs)
 
-    def _of_part(self, d_nll: Tensor, problem: Problem, part: slice, needs: Needs) -> Gradients:
+    def partial(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """See `Backend.partial`."""
+        if self.part_size(problem) < problem.num_positions:
+            needs = Needs(False, False, False)
+        _, tensors = self.forward(problem, needs)
+        routing, _, _, lse, logit, _ = unflatten(tensors)
+        visits = routing.node >= 0
+        lse = torch.where(visits, lse, -torch.inf)
+        logit = torch.where(visits & (routing.child >= 0), logit, 0)
+        position = routing.position.long()
+        lse, logit = (torch.empty_like(x).index_copy_(1, position, x) for x in (lse, logit))
+        return lse, logit, tensors if needs.any else []
+
+    def partial_backward(
+        self, d_nll: Tensor, lse: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
+    ) -> Gradients:
+        """See `Backend.partial_backward`."""
+        return self._backward(d_nll, lse, problem, saved, needs)
+
+    def _backward(
+        self,
+        d_nll: Tensor,
+        lse: Tensor | None,
+        problem: Problem,
+        tensors: list[Tensor],
+        needs: Needs,
+    ) -> Gradients:
+        """The gradients, by the log-sum-exps of the forward or by those of all shards."""
+        problem = _contiguous(problem)
+        if not tensors and problem.num_positions:
+            size = self.part_size(problem)
+            parts = (slice(i, i + size) for i in range(0, problem.num_positions, size))
+            each = (self._of_part(d_nll, lse, problem, part, needs) for part in parts)
+            return summed(each, problem)
+        saved = unflatten(tensors)
+        if lse is not None:
+            saved = saved._replace(lse=lse.index_select(1, saved.routing.position))
+        return gradients(d_nll, problem, saved, needs)
+
+    def _of_part(
+        self, d_nll: Tensor, lse: Tensor | None, problem: Problem, part: slice, needs: Needs
+    ) -> Gradients:
         """The gradients of some positions, whose forward is made again."""
         some = problem._replace(hidden=problem.hidden[part], target=problem.target[part])
-        _, saved = self.forward(some, needs)
-        return gradients(d_nll[part], some, unflatten(saved), needs)
+        tensors = self.forward(some, needs)[1]
+        lse = None if lse is None else lse[:, part]
+        return self._backward(d_nll[part], lse, some, tensors, needs)
 
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""
@@ -230,7 +267,10 @@ def _route(problem: Problem, known: dict[str, Any], special: dict[str, Any]) -> 
         "RUNS": _MERGED_RUNS,
         "TILE_V": shape.forward.v,
         "TILE_C": shape.heavy.c,
+        "local_row": None,
     }
+    if problem.shard is not None:
+        special |= problem.shard._asdict()
     tile = Tile(run_size, 0, 0, 8, 1)
     launch(kernels._sort, num_runs, tile, known, **special)
     if not is_sorted:

@@ -66,12 +66,15 @@ def _sort(
 
 @triton.jit(do_not_specialize=VARYING)
 def _merge(
-    target, row_of_word, node_of_row, row_of_node, level, first_row, num_children, keys,
+    target, row_of_word, node_of_row, local_row, row_of_node, level, first_row, num_children, keys,
     position, rank, node, child, num_missing, nll, all_valid,
     P, N, D, ignore_index, num_runs, run_size, steps, num_splits,
     RUNS: tl.constexpr, BITS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The sorted positions and their paths. `num_missing` is how many programs compute each nll."""
+    """The sorted positions and their paths. `num_missing` is how many programs compute each nll.
+
+    In a shard, `node_of_row` and `local_row` are of `Shard`; the child is -1 if it is elsewhere.
+    """
     key = tl.load(keys + tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V))
     # the threads of a warp search the same run for neighbouring keys
     probe = key[None, :] + tl.zeros([RUNS, BLOCK_V], tl.int64)
@@ -94,8 +97,13 @@ def _merge(
         d = D - 1 - climbed
         n = tl.load(node_of_row + row, mask=valid, other=0)
         on_path = valid & (tl.load(level + n, mask=valid, other=0) == d)
-        visits = on_path & (tl.load(num_children + n, mask=on_path, other=0) > 1)
-        c = row - tl.load(first_row + n, mask=visits, other=0)
+        width = tl.load(num_children + n, mask=on_path, other=0)
+        visits = on_path & (width > 1 if local_row is None else width > 0)
+        if local_row is None:
+            c = row - tl.load(first_row + n, mask=visits, other=0)
+        else:
+            local = tl.load(local_row + row, mask=visits, other=-1)
+            c = tl.where(local < 0, -1, local - tl.load(first_row + n, mask=visits, other=0))
         tl.store(node + d * P + v, tl.where(visits, n, -1).to(tl.int32), mask=in_batch)
         tl.store(child + d * P + v, tl.where(visits, c, 0).to(tl.int32), mask=in_batch)
         num_visits += visits.to(tl.int32)

@@ -1,0 +1,5 @@
+"""The output layer split over processes: the same work on each, whatever the targets are."""
+
+from lm.output.sharded.layer import ShardedSoftmax
+
+__all__ = ["ShardedSoftmax"]

@@ -1,0 +1,179 @@
+"""ShardedSoftmax equals HierarchicalSoftmax, in processes connected by gloo."""
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output.rowwise import RowAdagrad, RowGradient
+from lm.output.sharded import ShardedSoftmax
+from lm.output.sharded.placement import columns_per_process, place
+from tests.output.definition import TREES, H, N
+
+Job = Callable[[int, int], None]
+
+
+def _work(rank: int, world_size: int, port: int, job: Job) -> None:
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
+    )
+    try:
+        job(rank, world_size)
+    finally:
+        dist.destroy_process_group()
+
+
+def in_processes(world_size: int, job: Job) -> None:
+    """Run a function of (rank, world size), importable by name, in connected processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.start_processes(_work, (world_size, port, job), nprocs=world_size, start_method="fork")
+
+
+def _positions(shares: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden, target and upstream gradient of the positions of all processes."""
+    num_positions = sum(shares)
+    hidden, d_nll = torch.randn(num_positions, H, dtype=dtype), torch.randn(num_positions)
+    target = torch.randint(0, N, (num_positions,))
+    target[::5] = -100
+    return hidden, target, d_nll.to(dtype)
+
+
+def _shares(rank: int, world_size: int, case: str) -> list[int]:
+    return {
+        "even": [7] * world_size,
+        "one without positions": [0, *range(4, 3 + world_size)],
+        "empty": [0] * world_size,
+    }[case]
+
+
+def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def _whole(layer: ShardedSoftmax, dtype: torch.dtype) -> HierarchicalSoftmax:
+    whole = HierarchicalSoftmax(H, layer.tree, backend=layer.backend, dtype=dtype)
+    for name in ("weight", "bias"):
+        gathered = layer.whole_rows(getattr(layer, name))
+        table = getattr(whole, name).detach()
+        if gathered is not None:
+            table.copy_(gathered)
+        dist.broadcast(table, 0)
+        _close(layer.held_rows(table), getattr(layer, name).detach(), torch.float64)
+    return whole
+
+
+def _check_equal(rank: int, world_size: int, tree: ClassTree, backend: Any, case: str) -> None:
+    for dtype in (torch.float64, torch.float32):
+        for row_wise in (False, True):
+            torch.manual_seed(1)
+            layer = ShardedSoftmax(H, tree, backend=backend, row_wise=row_wise, dtype=dtype)
+            torch.nn.init.normal_(layer.bias)
+            whole = _whole(layer, dtype)
+            torch.manual_seed(2)
+            shares = _shares(rank, world_size, case)
+            hidden, target, d_nll = _positions(shares, dtype)
+            mine = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
+            own = hidden[mine].clone().requires_grad_()
+            hidden.requires_grad_()
+            nll = layer.loss(own, target[mine], "none")
+            nll.backward(d_nll[mine])
+            truth = whole.loss(hidden, target, "none")
+            truth.backward(d_nll / world_size)  # the mean over processes
+            _close(nll, truth[mine], dtype)
+            _close(own.grad, hidden.grad[mine] * world_size, dtype)
+            for name in ("weight", "bias"):
+                grad = getattr(layer, name).grad
+                assert isinstance(grad, RowGradient) == row_wise
+                expected = layer.held_rows(getattr(whole, name).grad)
+                _close(grad.to_dense() if row_wise else grad, expected, dtype)
+            levels = layer.nll_by_level(hidden.detach(), target)
+            _close(levels, whole.nll_by_level(hidden.detach(), target), dtype)
+
+
+def _all_trees(rank: int, world_size: int) -> None:
+    for tree in TREES.values():
+        for case in ("even", "one without positions", "empty"):
+            _check_equal(rank, world_size, tree, "reference", case)
+
+
+def _interpreted(rank: int, world_size: int) -> None:
+    for name in ("two levels", "paths"):
+        _check_equal(rank, world_size, TREES[name], "triton", "one without positions")
+
+
+def _twenty_steps(rank: int, world_size: int) -> None:
+    tree = ClassTree.two_level((torch.arange(N) * 7) % 5, 4)
+    for row_wise, dtype in ((False, torch.float64), (True, torch.float64), (True, torch.float32)):
+        torch.manual_seed(3)
+        layer = ShardedSoftmax(H, tree, row_wise=row_wise, dtype=dtype)
+        torch.manual_seed(3)
+        whole = HierarchicalSoftmax(H, tree, row_wise=row_wise, dtype=dtype)
+        optimizers = [RowAdagrad(each.parameters(), lr=0.1) for each in (layer, whole)]
+        for _ in range(20):
+            hidden = torch.randn(3 * world_size, H, dtype=dtype)
+            target = torch.randint(0, N, (3 * world_size,))
+            mine = slice(3 * rank, 3 * rank + 3)
+            layer.loss(hidden[mine], target[mine]).backward()
+            whole.loss(hidden, target).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for name in ("weight", "bias"):
+            held, of_whole = getattr(layer, name), layer.held_rows(getattr(whole, name))
+            _close(held.detach(), of_whole.detach(), dtype)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_loss_and_gradients_are_those_of_one_process(world_size: int) -> None:
+    """Every tree; dense and row-wise; a process without positions; empty batches."""
+    in_processes(world_size, _all_trees)
+
+
+def test_fused_kernels_compute_a_shard() -> None:
+    """In Triton's interpreter."""
+    in_processes(2, _interpreted)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_twenty_steps_are_those_of_one_process(world_size: int) -> None:
+    """Initial rows are the same, too."""
+    in_processes(world_size, _twenty_steps)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_rows_are_dealt_evenly(tree: ClassTree, world_size: int) -> None:
+    """Every node and the whole weight to within one row, each row once."""
+    places = [place(tree, rank, world_size) for rank in range(world_size)]
+    local = torch.stack([each.shard.local_row for each in places])
+    assert ((local >= 0).sum(0) == 1).all()
+    sizes = torch.stack([each.tree.num_children for each in places])
+    expected = torch.where(tree.num_children > 1, tree.num_children, 0)
+    assert torch.equal(sizes.sum(0), expected)
+    assert (sizes.amax(0) - sizes.amin(0)).max() <= 1
+    held = [len(each.tree.node_of_row) for each in places]
+    assert sum(held) == tree.num_rows
+    assert max(held) - min(held) <= 1
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 64])
+def test_work_is_balanced_if_all_targets_are_in_one_class(world_size: int) -> None:
+    """The worst case of contiguous classes, whose owner would do the work of all."""
+    tree = ClassTree.two_level(num_words=250_000)
+    last_class = tree.num_words_below.numel() - 1
+    words = tree.item_of_row[tree.node_of_row == last_class]
+    columns = columns_per_process(tree, words[torch.arange(4096) % len(words)], world_size)
+    assert columns.max() / columns.double().mean() <= 1.05
