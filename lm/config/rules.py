@@ -42,6 +42,9 @@ def first_problem(config: Config) -> str | None:
         f"word_table.tied requires model.embedding = model.hidden = {model.hidden}, got"
         f" {model.embedding}": table.tied and model.embedding not in (None, model.hidden),
         "word_table.tied: output.tree: adaptive has no row for each word": table.tied and adaptive,
+        "train.strategy: shard_output cannot be combined with output.tree: adaptive": (
+            adaptive and train.strategy == "shard_output"
+        ),
         "word_table.lr requires word_table.optimizer": table.lr and table.optimizer is None,
         "word_table.dtype: bf16 requires row-wise gradients: word_table.optimizer, and"
         " word_table.gradients: auto or row_wise": (

@@ -160,8 +160,11 @@ class TrainConfig(Strict):
     """Kind of device; auto is the GPU if there is one."""
     devices: Positive | Literal["auto"] = 1
     """Number of devices; auto is all of them."""
-    strategy: Literal["auto", "ddp"] = "auto"
-    """How several devices share the work; auto is ddp for more than one device."""
+    strategy: Literal["auto", "ddp", "shard_output"] = "auto"
+    """How several devices share the work; auto is ddp for more than one device. ddp: every device
+    has the whole model. shard_output: the rows of the table of words are dealt to the devices, each
+    of which does the same work whatever the targets are; the backbone is as with ddp. A checkpoint
+    of shard_output continues on any number of devices."""
     val_every_steps: Positive | None = None
     """Number of steps between validations. Default: validate at the end of each epoch."""
     checkpoint_every_steps: Positive | None = None

@@ -39,9 +39,10 @@ def resolve_word_table(config: Config, num_rows: int, num_devices: int) -> WordT
     elif config.output.tree == "full":  # every row is visited
         row_wise = False
     else:
-        large = num_devices == 1 and num_rows * config.model.hidden >= ROW_WISE_ELEMENTS
+        can = num_devices == 1 or config.train.strategy == "shard_output"
+        large = can and num_rows * config.model.hidden >= ROW_WISE_ELEMENTS
         row_wise = large and skips_unvisited_rows(config) and conflict_with_row_wise(config) is None
-    if row_wise and num_devices > 1:
+    if row_wise and num_devices > 1 and config.train.strategy != "shard_output":
         raise UserError(
             "row-wise gradients of word_table cannot be combined with train.devices:"
             f" {config.train.devices}, which are {num_devices} here"
@@ -65,9 +66,10 @@ def skips_unvisited_rows(config: Config) -> bool:
 def conflict_with_row_wise(config: Config) -> str | None:
     """The setting that rules out row-wise gradients."""
     train = config.train
+    sharded = train.strategy == "shard_output"
     conflicts = {
-        f"train.devices: {train.devices}": train.devices not in (1, "auto"),
-        f"train.strategy: {train.strategy}": train.strategy != "auto",
+        f"train.devices: {train.devices}": not sharded and train.devices not in (1, "auto"),
+        f"train.strategy: {train.strategy}": train.strategy == "ddp",
         "train.precision: 16-mixed": train.precision == "16-mixed",
         "output.tree: adaptive": config.output.tree == "adaptive",
     }

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from lm.model.lstm import LSTM
 from lm.model.output_layer import OutputLayer
 from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output.sharded import ShardedSoftmax
 
 
 def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
@@ -62,6 +64,7 @@ def build_model(
     context: int,
     *,
     counts: Tensor | None = None,
+    sharded: bool = False,
 ) -> LanguageModel:
     """Build the model that a configuration describes, initialized from torch's random generator.
 
@@ -74,6 +77,8 @@ def build_model(
         counts: [N] occurrences of each word in the training split, for `count_word_dropout`
             (without them there is none) and for the frequency ranks of `output.tree: adaptive`,
             which requires them.
+        sharded: whether the rows of the table of words are dealt to the processes of
+            `torch.distributed`.
 
     Returns:
         The model, in training mode, on the default device.
@@ -105,7 +110,8 @@ def build_model(
         except ValueError as error:
             raise UserError(f"output.cutoffs: {error}") from error
     else:
-        softmax = HierarchicalSoftmax(
+        kind = ShardedSoftmax if sharded else HierarchicalSoftmax
+        softmax = kind(
             config.hidden,
             tree,
             bias=output.bias,
@@ -125,10 +131,13 @@ def build_model(
         dropout_variational=config.dropout_variational,
     )
     if config.init_range is not None:
-        modules = [model.embedding, model.output, backbone if config.backbone == "lstm" else None]
-        for module in modules:
-            for parameter in () if module is None else cast(nn.Module, module).parameters():
-                nn.init.uniform_(parameter, -config.init_range, config.init_range)
+        dealt, drawn = model.dealt_tables, ["embedding.", "output."]
+        drawn += ["backbone."] if config.backbone == "lstm" else []
+        fill = partial(nn.init.uniform_, a=-config.init_range, b=config.init_range)
+        for prefix in drawn:
+            for name, parameter in model.named_parameters():
+                if name.startswith(prefix):
+                    dealt[name].draw(parameter, fill) if name in dealt else fill(parameter)
         if isinstance(softmax, HierarchicalSoftmax):
             softmax.zero_padding()
     return model

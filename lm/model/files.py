@@ -46,15 +46,13 @@ class Description(Strict):
     valid_perplexity: float | None  # by which the weights were chosen; None without the split
 
 
-def save_model(folder: Path, model: LanguageModel, description: Description) -> None:
-    """Write `model.safetensors` and `model.json`.
+def save_model(folder: Path, weights: dict[str, Tensor], description: Description) -> None:
+    """Write `model.safetensors`, given the `state_dict` of a model, and `model.json`.
 
     Raises:
         UserError: if the disk is full; files that were there before are unchanged.
     """
-    tensors = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
-    }
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     try:
         sha256 = write_atomically(folder / WEIGHTS, lambda file: _write_tensors(tensors, file))
     except SafetensorError as error:

@@ -13,6 +13,7 @@ from lm.model.output_layer import OutputLayer
 from lm.model.precision import backbone_autocast
 from lm.output import HierarchicalSoftmax
 from lm.output.rowwise import lookup
+from lm.output.sharded import DealtRows, ShardedSoftmax
 
 State = tuple[Tensor, ...]
 
@@ -106,10 +107,39 @@ class LanguageModel(nn.Module):
         self.word_dropout: Tensor | None
         self.register_buffer("word_dropout", word_dropout, persistent=False)
         self.embedding = None
+        # Which input vectors this process has; None: all.
+        self.dealt = output.dealt if isinstance(output, ShardedSoftmax) else None
         if embedding_size is not None:
             num_vectors = self._tree_softmax.tree.num_rows if path_sum else output.vocab_size
-            self.embedding = nn.Embedding(num_vectors, embedding_size, dtype=embedding_dtype)
-            nn.init.normal_(self.embedding.weight, std=1 / math.sqrt(embedding_size))
+            if self.dealt is None:
+                self.embedding = nn.Embedding(num_vectors, embedding_size, dtype=embedding_dtype)
+            else:
+                self.dealt = self.dealt._replace(num_rows=num_vectors)
+                held = torch.empty(self.dealt.num_held, embedding_size, dtype=embedding_dtype)
+                self.embedding = nn.Embedding(*held.shape, _weight=held)
+                self.draw(self.embedding.weight, std=1)  # as the constructor draws all vectors
+            self.draw(self.embedding.weight, std=1 / math.sqrt(embedding_size))
+
+    @property
+    def dealt_tables(self) -> dict[str, DealtRows]:
+        """The parameters of which this process has some rows, by name."""
+        if self.dealt is None:
+            return {}
+        assert isinstance(self.output, ShardedSoftmax)
+        tables = {f"output.{name}": self.output.dealt for name, _ in self.output.named_parameters()}
+        vectors = {} if self.embedding is None else {"embedding.weight": self.dealt}
+        return tables | vectors
+
+    def draw(self, vectors: Tensor, std: float) -> None:
+        """Draw a table of input vectors from a normal distribution."""
+
+        def fill(rows: Tensor) -> None:
+            nn.init.normal_(rows, std=std)
+
+        if self.dealt is None:
+            fill(vectors)
+        else:
+            self.dealt.draw(vectors, fill)
 
     @property
     def vocab_size(self) -> int:
@@ -174,7 +204,8 @@ class LanguageModel(nn.Module):
         if present is not None:
             used[..., 0] &= present
         rows = rows.clamp(min=0)
-        if (self.training and self.row_wise) or self._vectors.dtype != self.dtype:
+        row_wise = self.training and self.row_wise
+        if row_wise or self.dealt is not None or self._vectors.dtype != self.dtype:
             return self._lookup(rows, used).sum(-2)
         summed = F.embedding_bag(
             rows.flatten(0, -2),
@@ -194,8 +225,12 @@ class LanguageModel(nn.Module):
 
     def _lookup(self, index: Tensor, used: Tensor | None) -> Tensor:
         """Rows of the input vectors, [..., W], in the backbone's type; zeros where not `used`."""
-        if self.training and self.row_wise:
+        row_wise = self.training and self.row_wise
+        if row_wise or self.dealt is not None:
             read = index if used is None else index.masked_fill(~used, -1)
+            if self.dealt is not None:
+                vectors = self.dealt.lookup(self._vectors, read, row_wise=row_wise)
+                return vectors.to(self.dtype)
             return lookup(self._vectors, read).to(self.dtype)
         vectors = F.embedding(index, self._vectors).to(self.dtype)
         return vectors if used is None else vectors * used.unsqueeze(-1)

@@ -19,7 +19,7 @@ def build_fabric(run: Run) -> Fabric:
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     config = run.config
     strategy: str | DDPStrategy = "auto"
-    if config.train.strategy == "ddp" or run.num_devices > 1:
+    if config.train.strategy != "auto" or run.num_devices > 1:
         strategy = DDPStrategy(
             broadcast_buffers=False,  # the class tree is constant
             find_unused_parameters=config.output.tree == "adaptive",  # clusters without a target

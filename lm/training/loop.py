@@ -12,8 +12,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-import torch
-
 from data_prep.errors import UserError
 from data_prep.storage import locked, make_folder
 from lm.model.files import DESCRIPTION
@@ -25,6 +23,7 @@ from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
 from lm.training.metrics import draw_curves
 from lm.training.run_folder import LOCK, check_folder, check_tokenizer, write_run_metadata
+from lm.training.shards import clip_gradients
 from lm.training.signals import Interrupted, StopSignals
 from lm.training.state import TrainingState
 
@@ -162,7 +161,7 @@ def train_step(state: TrainingState) -> float:
         # Not `fabric.clip_gradients`, which sums the norms in the order of the optimizer's groups:
         # the result must not depend on how parameters are grouped.
         fabric.strategy.precision.unscale_gradients(optimizer.optimizer)
-        torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip)
+        clip_gradients(state.model, clip)
     optimizer.step()
     optimizer.zero_grad()
     return learning_rate

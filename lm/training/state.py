@@ -18,6 +18,13 @@ from lm.training.batches import Batch, Batches
 from lm.training.checkpoint import BEST, FORMAT_VERSION, LAST, save_checkpoint, what_remains
 from lm.training.metrics import Metrics
 from lm.training.optimizers import build_optimizer, learning_rate
+from lm.training.shards import (
+    columns_of,
+    held_optimizer_state,
+    held_weights,
+    whole_optimizer_state,
+    whole_weights,
+)
 
 MAX_NATS = 700.0
 """Loss per token from which a run counts as diverged: its perplexity has 300 digits."""
@@ -82,7 +89,8 @@ class TrainingState:
     def __init__(
         self, fabric: Fabric, run: Run, batches: Batches, saved: dict[str, Any] | None
     ) -> None:
-        if saved is not None and len(saved["devices"]) != fabric.world_size:
+        sharded = run.config.train.strategy == "shard_output"
+        if saved is not None and len(saved["devices"]) != fabric.world_size and not sharded:
             raise UserError(
                 f"the checkpoint was written by {len(saved['devices'])} devices,"
                 f" this continuation has {fabric.world_size} (train.devices)"
@@ -97,12 +105,16 @@ class TrainingState:
         torch.manual_seed(config.seed)
         device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
         with fabric.strategy.precision.module_init_context(), device:
-            self.model = build_model(*sections, tree, context, counts=counts)
+            self.model = build_model(*sections, tree, context, counts=counts, sharded=sharded)
         if fabric.global_rank:  # the same weights on every device, but different dropout
             torch.manual_seed(config.seed + fabric.global_rank)
         if saved is not None:
             _load_weights(self.model, saved["model"], config.train.precision)
         self.carried_loss = CarriedLoss(self.model, config.train.accumulate)
+        # DDP neither averages these gradients nor compares the tables.
+        ignored = [f"model.{name}" for name in self.model.dealt_tables]
+        ignored += [name for name, _ in self.carried_loss.named_buffers()] if ignored else []
+        vars(self.carried_loss)["_ddp_params_and_buffers_to_ignore"] = ignored
         self.loss: Any = fabric.setup_module(self.carried_loss)
         # With fp16, a fused optimizer would unscale gradients after they have been clipped.
         fused = config.train.precision != "16-mixed"
@@ -222,7 +234,7 @@ class TrainingState:
                 step=self.step,
                 valid_perplexity=valid_perplexity,
             )
-            save_model(run.folder, self.model, run.description)
+            save_model(run.folder, checkpoint["model"], run.description)
         if self.fabric.is_global_zero:
             names = (BEST, LAST) if is_best else (LAST,)
             save_checkpoint(checkpoint, *(folder / name for name in names))
@@ -242,8 +254,8 @@ class TrainingState:
             torch.distributed.all_gather_object(devices, device_state)
         return {
             "format_version": FORMAT_VERSION,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": whole_weights(self.model),
+            "optimizer": whole_optimizer_state(self.optimizer.optimizer, self.model),
             "precision": self.fabric.strategy.precision.state_dict(),  # the scale of fp16 losses
             "progress": asdict(self.progress),
             "devices": devices,
@@ -256,12 +268,22 @@ class TrainingState:
         Random numbers are restored too: nothing may draw any before the first step.
         """
         self.progress = Progress(**checkpoint["progress"])
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        optimizer, rank, world_size = (
+            self.optimizer.optimizer,
+            self.fabric.global_rank,
+            self.fabric.world_size,
+        )
+        state = held_optimizer_state(optimizer, checkpoint["optimizer"], self.model)
+        self.optimizer.load_state_dict(state)
         self.fabric.strategy.precision.load_state_dict(checkpoint["precision"])
-        saved = checkpoint["devices"][self.fabric.global_rank]
-        if saved["carried"] is not None:
-            carried = tuple(tensor.to(self.fabric.device) for tensor in saved["carried"])
-            self.carried_loss.carried = carried
+        devices = checkpoint["devices"]
+        if devices[0]["carried"] is not None:
+            carried = columns_of([each["carried"] for each in devices], rank, world_size)
+            self.carried_loss.carried = tuple(part.to(self.fabric.device) for part in carried)
+        if len(devices) != world_size:  # other random numbers than those of any process before
+            torch.manual_seed(self.config.seed + 1_000_003 * self.progress.batches_done + rank)
+            return
+        saved = devices[rank]
         torch.set_rng_state(saved["cpu"])
         if saved["cuda"] is not None:
             torch.cuda.set_rng_state(saved["cuda"], self.fabric.device)
@@ -277,7 +299,7 @@ def _load_weights(model: LanguageModel, weights: dict[str, Tensor], precision: s
                 f" train.precision: {precision}"
             )
     try:
-        model.load_state_dict(weights, assign=True)
+        model.load_state_dict(held_weights(model, weights), assign=True)
     except (RuntimeError, ValueError) as error:
         problem = " ".join(str(error).split())
         raise UserError(f"the checkpoint does not fit the configuration: {problem}") from error

@@ -33,7 +33,7 @@ def saved(
     figures: Any = {"context": 6, "eos_id": 1, "unk_id": 0, "step": 3, "valid_perplexity": 4.5}
     sections: Any = {"model": config, "output": output, "word_table": WordTable(tied=tied)}
     description = Description(**sections, tokenizer_sha256="t", **figures)
-    save_model(folder, model.to(dtype), description)
+    save_model(folder, model.to(dtype).state_dict(), description)
     return model
 
 
@@ -78,7 +78,7 @@ def test_a_loaded_model_can_be_changed_and_saved_over_its_own_file(tmp_path: Pat
     first.table[0].data.add_(1)
     second, _ = load_model(tmp_path)
     assert torch.equal(second.table[0], weight)
-    save_model(tmp_path, first, read)
+    save_model(tmp_path, first.state_dict(), read)
     assert torch.equal(load_model(tmp_path)[0].table[0], weight + 1)
     assert torch.equal(second.table[0], weight)
 

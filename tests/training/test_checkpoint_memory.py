@@ -44,7 +44,7 @@ def save_table(folder: Path) -> None:
     description = Description(**sections, tokenizer_sha256="", **figures)
     tree = ClassTree.two_level(torch.arange(VOCAB_SIZE) // 500)
     model = build_model(config, output, WordTable(tied=True), tree, 8)
-    save_model(folder, model, description)
+    save_model(folder, model.state_dict(), description)
 
 
 def resident(kind: str) -> int:
@@ -67,7 +67,7 @@ def measure(folder: Path) -> dict[str, float]:
     before = resident("VmRSS")
     continue_run(folder / "run")
     figures["resume"] = (resident("VmHWM") - before) / DEEP_BYTES
-    save_model(folder, model, description)
+    save_model(folder, model.state_dict(), description)
     figures["save"] = (resident("VmHWM") - start) / TABLE_BYTES
     save_checkpoint({"model": model.state_dict()}, folder / "table.ckpt")
     figures["checkpoint"] = (resident("VmHWM") - start) / TABLE_BYTES

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lm.model.files import load_model
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
 
@@ -21,12 +22,12 @@ Two = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def two(arguments: list[str]) -> Two:
     """`two(*options)`: starts the command that trains `tiny` in `tmp_path / "run"` on two
-    processes.
+    processes, or `devices`.
     """
 
-    def begin(*options: str) -> subprocess.Popen[str]:
+    def begin(*options: str, devices: int = 2) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "lm", *arguments, *options]
-        command += ["--train.devices=2", "--train.accelerator=cpu"]
+        command += [f"--train.devices={devices}", "--train.accelerator=cpu"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
@@ -68,6 +69,43 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
         assert ours.tokens == truth.tokens
         assert ours.train_perplexity == pytest.approx(truth.train_perplexity, rel=1e-5)
     assert both[-1].valid_perplexity == pytest.approx(one[-1].valid_perplexity, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        [],
+        ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"],
+        ["--model.input_embedding=path_sum", "--word_table.gradients=row_wise"],
+        [
+            "--optim.optimizer=adamw",
+            "--optim.lr=1e-3",
+            "--optim.clip=0.1",
+            "--model.init_range=0.2",
+        ],
+    ],
+    ids=["sgd", "tied, adagrad", "path sums, row-wise", "adamw, clipped"],
+)
+def test_dealt_rows_train_as_those_of_one_process_and_continue_on_any_number(
+    two: Two, train: Callable[..., Path], tmp_path: Path, table: list[str]
+) -> None:
+    sgd = ["--optim.optimizer=sgd", "--optim.lr=0.5", "--optim.weight_decay=0"]
+    options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2", *sgd, *table]
+    one = train(tmp_path / "one", *options)
+    options += ["--train.strategy=shard_output"]
+    finish(two(*options, "--train.max_steps=4"))
+    finish(two(*options, "--resume", "auto", "--train.max_steps=6"))
+    finish(two(*options, "--resume", "auto", devices=1))
+    run = tmp_path / "run"
+    both = read_metrics(run / "metrics.csv")
+    assert [line.step for line in both] == [2, 4, 6, 8]
+    for ours, truth in zip(both, read_metrics(one / "metrics.csv"), strict=True):
+        assert ours.train_perplexity == pytest.approx(truth.train_perplexity, rel=1e-5)
+    assert ours.valid_perplexity == pytest.approx(truth.valid_perplexity, rel=1e-5)
+    whole, truth_weights = (load_model(each)[0].state_dict() for each in (run, one))
+    assert whole.keys() == truth_weights.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(tensor, truth_weights[name], rtol=1e-4, atol=1e-5)
 
 
 def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(two: Two, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The output layer split over processes: the same work on each, whatever the targets are."""
 
 from lm.output.sharded.layer import ShardedSoftmax
+from lm.output.sharded.rows import DealtRows
 
-__all__ = ["ShardedSoftmax"]
+__all__ = ["DealtRows", "ShardedSoftmax"]

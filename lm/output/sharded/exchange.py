@@ -17,30 +17,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from lm.output.backends import BACKENDS, choose_backend
 from lm.output.backends.base import Backend, Needs, Problem
 from lm.output.rowwise.eager import differentiable_once, not_compiled
-
-
-def gathered(tensor: Tensor, size: int, padding: float, group: Any) -> Tensor:
-    """The tensors [P, ...] of all processes in order, each padded to `size`: [W · size, ...]."""
-    missing = size - len(tensor)
-    padded = F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing), value=padding)
-    out = tensor.new_empty(dist.get_world_size(group) * size, *tensor.shape[1:])
-    parts = list(out.chunk(dist.get_world_size(group))) if size else []
-    if parts:
-        dist.all_gather(parts, padded.contiguous(), group=group)
-    return out
-
-
-def _sum_of_shares(shares: Tensor, num_positions: int, group: Any) -> Tensor:
-    """What all processes have for this process's positions, summed: [P, H] of [W · size, H]."""
-    received = torch.empty_like(shares)
-    dist.all_to_all_single(received, shares.contiguous(), group=group)
-    parts = received.unflatten(0, (dist.get_world_size(group), -1))[:, :num_positions]
-    return parts.to(torch.promote_types(shares.dtype, torch.float32)).sum(0).to(shares.dtype)
+from lm.output.sharded.rows import gathered, sum_of_shares
 
 
 def combined(lse: Tensor, logit: Tensor, group: Any) -> tuple[Tensor, Tensor]:
@@ -112,10 +93,10 @@ class _ShardedNll(torch.autograd.Function):
         problem = ctx.problem._replace(hidden=hidden, weight=weight, bias=bias)
         size = len(hidden) // world_size
         d_nll = gathered(upstream[0] / world_size, size, 0, ctx.group)
-        needs = Needs(*needed[4:7], row_wise=ctx.row_wise)
+        needs = Needs(needed[4], needed[5], needed[6], ctx.row_wise)
         d_hidden, d_weight, d_bias = ctx.backend.partial_backward(d_nll, lse, problem, saved, needs)
         if d_hidden is not None:
-            d_hidden = _sum_of_shares(d_hidden, ctx.num_positions, ctx.group) * world_size
+            d_hidden = sum_of_shares(d_hidden, ctx.num_positions, ctx.group) * world_size
         return None, None, None, None, d_hidden, d_weight, d_bias
 
 

@@ -1,21 +1,19 @@
 """ShardedSoftmax: a HierarchicalSoftmax whose rows are split over processes."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lm.output.backends.base import Needs, Problem, autocast
 from lm.output.functional import BackendName, Reduction
 from lm.output.layer import HierarchicalSoftmax
-from lm.output.sharded.exchange import gathered, nll_by_level, sharded_nll
+from lm.output.sharded.exchange import nll_by_level, sharded_nll
 from lm.output.sharded.placement import place
+from lm.output.sharded.rows import DealtRows, gathered
 from lm.output.tree.class_tree import ClassTree, Shard, TreeArrays
 
-BLOCK_ROWS = 1 << 16
-"""Rows of the whole weight that are drawn or gathered at a time."""
 _OF_SHARD = ("num_children", "first_row", "node_of_row", "column")
 
 
@@ -28,8 +26,8 @@ class ShardedSoftmax(HierarchicalSoftmax):
     all processes call them in the same order, with any number of positions, none included.
 
     The gradients of `weight` and `bias` belong to the mean over processes of their losses, as those
-    that DDP averages; DDP itself must leave these parameters out (`sharded_parameters`). Decoding
-    requires the whole weight: `whole_rows` gathers it.
+    that DDP averages; DDP itself must leave these parameters out. Decoding requires the whole
+    weight, which `dealt.whole` gathers.
 
     Args:
         hidden_size, tree, bias, ignore_index, backend, row_wise, dtype: as in
@@ -40,6 +38,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
         weight: [R / W, W'] the process's rows; row r of the whole weight is row r // W of process
             r mod W.
         bias: likewise, or None.
+        dealt: which rows these are.
 
     Example:
         In each process after `torch.distributed.init_process_group`:
@@ -60,8 +59,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
         dtype: torch.dtype | None = None,
         group: Any = None,
     ) -> None:
-        self.group = group
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.dealt = DealtRows.of(tree.num_rows, group)
         super().__init__(
             hidden_size,
             tree,
@@ -71,50 +69,18 @@ class ShardedSoftmax(HierarchicalSoftmax):
             row_wise=row_wise,
             dtype=dtype,
         )
-        placement = place(self.tree, self.rank, self.world_size)
+        placement = place(self.tree, self.dealt.rank, self.dealt.world_size)
         self._max_path_columns = placement.max_path_columns
         for name in _OF_SHARD:
             self.register_buffer(f"_{name}", getattr(placement.tree, name), persistent=False)
         self.register_buffer("_local_row", placement.shard.local_row, persistent=False)
 
     def _num_held_rows(self, tree: ClassTree) -> int:
-        return len(range(self.rank, tree.num_rows, self.world_size))
+        return self.dealt.num_held
 
     def draw(self, table: Tensor, fill: Callable[[Tensor], Any]) -> None:
-        """Fill this process's rows of a table as `fill` would fill the whole one.
-
-        The whole table is drawn in blocks, so that its values do not depend on the processes.
-        """
-        shape = (self.tree.num_rows, *table.shape[1:])
-        with torch.no_grad():
-            for begin in range(0, shape[0], BLOCK_ROWS):
-                rows = table.new_empty(min(BLOCK_ROWS, shape[0] - begin), *shape[1:])
-                fill(rows)
-                first = (self.rank - begin) % self.world_size
-                held = rows[first :: self.world_size]
-                place = (begin + first) // self.world_size
-                table[place : place + len(held)] = held
-
-    def whole_rows(self, table: Tensor) -> Tensor | None:
-        """A table [R / W, ...] of all processes as [R, ...] on the CPU of the first; else None.
-
-        Collective. The first process needs memory for the whole table.
-        """
-        shape = (self.tree.num_rows, *table.shape[1:])
-        held = -(-shape[0] // self.world_size)
-        whole = torch.empty(shape, dtype=table.dtype) if self.rank == 0 else None
-        for begin in range(0, held, BLOCK_ROWS):
-            size = min(BLOCK_ROWS, held - begin)
-            rows = gathered(table.detach()[begin : begin + size], size, 0, self.group).cpu()
-            if whole is not None:
-                dealt = rows.unflatten(0, (self.world_size, size)).transpose(0, 1).flatten(0, 1)
-                part = whole[begin * self.world_size :][: len(dealt)]
-                part.copy_(dealt[: len(part)])
-        return whole
-
-    def held_rows(self, whole: Tensor) -> Tensor:
-        """This process's rows of a whole table, a view."""
-        return whole[self.rank :: self.world_size]
+        """As of a `HierarchicalSoftmax`: rows do not depend on the number of processes."""
+        self.dealt.draw(table, fill)
 
     def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Negative log-likelihood of this process's targets, see `hierarchical_cross_entropy`.
@@ -131,7 +97,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
             bias=enabled and bias is not None and bias.requires_grad,
             row_wise=enabled and self.row_wise,
         )
-        nll = sharded_nll(self.backend, needs, self.group, problem)
+        nll = sharded_nll(self.backend, needs, self.dealt.group, problem)
         if reduction == "none":
             return nll.view(target.shape)
         if reduction == "sum":
@@ -144,15 +110,17 @@ class ShardedSoftmax(HierarchicalSoftmax):
 
         Each computes the softmaxes with its rows, and has its share of the positions in between.
         """
-        share = slice(self.rank, None, self.world_size)
+        world_size = self.dealt.world_size
+        share = slice(self.dealt.rank, None, world_size)
         flat, targets = hidden.reshape(-1, hidden.shape[-1]), target.flatten()
         problem = self._problem(flat[share], targets[share])
         nothing = Needs(False, False, False)
-        nll = nll_by_level(self.backend, problem, nothing, self.group).nll
-        size = -(-len(targets) // self.world_size)
-        shares = gathered(nll.T, size, 0, self.group).unflatten(0, (self.world_size, size))
-        levels = shares.transpose(0, 1).flatten(0, 1)[: len(targets)].T
-        return levels.reshape(self.tree.depth, *target.shape)
+        nll = nll_by_level(self.backend, problem, nothing, self.dealt.group).nll
+        size = -(-len(targets) // world_size)
+        depth = self.tree.depth
+        shares = gathered(nll.T, size, 0, self.dealt.group).view(world_size, size, depth)
+        levels = shares.transpose(0, 1).flatten(0, 1)[: len(targets)]
+        return levels.T.reshape(depth, *target.shape)
 
     def _problem(self, hidden: Tensor, target: Tensor) -> Problem:
         if hidden.shape[:-1] != target.shape or target.dtype != torch.int64:
@@ -171,26 +139,19 @@ class ShardedSoftmax(HierarchicalSoftmax):
             self.tree.depth,
             self._max_path_columns,
             self.ignore_index,
-            Shard(self.tree.node_of_row, self._local_row),
+            Shard(self.tree.node_of_row, cast(Tensor, self._local_row)),
         )
 
     def lse_by_level(self, hidden: Tensor, target: Tensor) -> NoReturn:
         """Not available for a part of the rows."""
         self._decoded(hidden)
 
+    def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> NoReturn:
+        """Likewise."""
+        self._decoded(hidden)
+
     def _decoded(self, hidden: Tensor) -> NoReturn:
         raise RuntimeError(
             "a ShardedSoftmax holds a part of the rows: decode with a HierarchicalSoftmax that has"
-            " those of whole_rows()"
+            " those of dealt.whole()"
         )
-
-
-def sharded_parameters(module: nn.Module) -> list[str]:
-    """Names of the parameters of a module that differ between processes."""
-    return [
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, layer in module.named_modules()
-        if isinstance(layer, ShardedSoftmax)
-        for name in ("weight", "bias")
-        if getattr(layer, name) is not None
-    ]

@@ -4,13 +4,13 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import start_processes
 
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.rowwise import RowAdagrad, RowGradient
@@ -38,7 +38,7 @@ def in_processes(world_size: int, job: Job) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.start_processes(_work, (world_size, port, job), nprocs=world_size, start_method="fork")
+    start_processes(_work, (world_size, port, job), world_size, start_method="fork")  # type: ignore[no-untyped-call]
 
 
 def _positions(shares: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,12 +66,12 @@ def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 def _whole(layer: ShardedSoftmax, dtype: torch.dtype) -> HierarchicalSoftmax:
     whole = HierarchicalSoftmax(H, layer.tree, backend=layer.backend, dtype=dtype)
     for name in ("weight", "bias"):
-        gathered = layer.whole_rows(getattr(layer, name))
+        gathered = layer.dealt.whole(getattr(layer, name))
         table = getattr(whole, name).detach()
         if gathered is not None:
             table.copy_(gathered)
         dist.broadcast(table, 0)
-        _close(layer.held_rows(table), getattr(layer, name).detach(), torch.float64)
+        _close(layer.dealt.held(table), getattr(layer, name).detach(), torch.float64)
     return whole
 
 
@@ -80,7 +80,7 @@ def _check_equal(rank: int, world_size: int, tree: ClassTree, backend: Any, case
         for row_wise in (False, True):
             torch.manual_seed(1)
             layer = ShardedSoftmax(H, tree, backend=backend, row_wise=row_wise, dtype=dtype)
-            torch.nn.init.normal_(layer.bias)
+            nn.init.normal_(cast(Tensor, layer.bias))
             whole = _whole(layer, dtype)
             torch.manual_seed(2)
             shares = _shares(rank, world_size, case)
@@ -89,15 +89,15 @@ def _check_equal(rank: int, world_size: int, tree: ClassTree, backend: Any, case
             own = hidden[mine].clone().requires_grad_()
             hidden.requires_grad_()
             nll = layer.loss(own, target[mine], "none")
-            nll.backward(d_nll[mine])
+            torch.autograd.backward(nll, d_nll[mine])
             truth = whole.loss(hidden, target, "none")
-            truth.backward(d_nll / world_size)  # the mean over processes
+            torch.autograd.backward(truth, d_nll / world_size)  # the mean over processes
             _close(nll, truth[mine], dtype)
-            _close(own.grad, hidden.grad[mine] * world_size, dtype)
+            _close(cast(Tensor, own.grad), cast(Tensor, hidden.grad)[mine] * world_size, dtype)
             for name in ("weight", "bias"):
                 grad = getattr(layer, name).grad
                 assert isinstance(grad, RowGradient) == row_wise
-                expected = layer.held_rows(getattr(whole, name).grad)
+                expected = layer.dealt.held(getattr(whole, name).grad)
                 _close(grad.to_dense() if row_wise else grad, expected, dtype)
             levels = layer.nll_by_level(hidden.detach(), target)
             _close(levels, whole.nll_by_level(hidden.detach(), target), dtype)
@@ -126,13 +126,13 @@ def _twenty_steps(rank: int, world_size: int) -> None:
             hidden = torch.randn(3 * world_size, H, dtype=dtype)
             target = torch.randint(0, N, (3 * world_size,))
             mine = slice(3 * rank, 3 * rank + 3)
-            layer.loss(hidden[mine], target[mine]).backward()
-            whole.loss(hidden, target).backward()
+            torch.autograd.backward(layer.loss(hidden[mine], target[mine]))
+            torch.autograd.backward(whole.loss(hidden, target))
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         for name in ("weight", "bias"):
-            held, of_whole = getattr(layer, name), layer.held_rows(getattr(whole, name))
+            held, of_whole = getattr(layer, name), layer.dealt.held(getattr(whole, name))
             _close(held.detach(), of_whole.detach(), dtype)
 
 

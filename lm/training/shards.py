@@ -1,0 +1,105 @@
+"""Tables of words that are dealt to processes, in training: saving, continuing and clipping.
+
+A checkpoint contains whole tables, as of one process, so that any number of processes continues it.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lm.model.language_model import LanguageModel
+from lm.output.sharded import DealtRows
+
+Convert = Callable[[DealtRows, Tensor], Tensor | None]
+
+
+def whole_weights(model: LanguageModel) -> dict[str, Any]:
+    """The state of a model with whole tables in the first process; None in their place elsewhere.
+
+    All processes call it together.
+    """
+    dealt = model.dealt_tables
+    return {
+        name: dealt[name].whole(tensor) if name in dealt else tensor
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def held_weights(model: LanguageModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of this process's model, given one with whole tables."""
+    dealt = model.dealt_tables
+    return {
+        name: dealt[name].held(tensor).contiguous() if name in dealt else tensor
+        for name, tensor in weights.items()
+    }
+
+
+def whole_optimizer_state(optimizer: torch.optim.Optimizer, model: LanguageModel) -> dict[str, Any]:
+    """The state of an optimizer, likewise."""
+    return _converted(optimizer, optimizer.state_dict(), model, DealtRows.whole)
+
+
+def held_optimizer_state(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], model: LanguageModel
+) -> dict[str, Any]:
+    """The state of this process's optimizer, given a whole one."""
+    return _converted(optimizer, state, model, lambda dealt, each: dealt.held(each).contiguous())
+
+
+def _converted(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], model: LanguageModel, convert: Convert
+) -> dict[str, Any]:
+    """A state in which tensors with one entry per row of a dealt table are converted."""
+    parameters = dict(model.named_parameters())
+    dealt = {id(parameters[name]): rows for name, rows in model.dealt_tables.items()}
+    combined = getattr(optimizer, "optimizers", None)
+    if combined is not None:  # a `CombinedOptimizer`
+        pairs = zip(combined, state["optimizers"], strict=True)
+        return {"optimizers": [_converted(each, of, model, convert) for each, of in pairs]}
+    params = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    of_params = {
+        number: {
+            name: convert(dealt[params[number]], value)
+            if params[number] in dealt and isinstance(value, Tensor) and value.dim()
+            else value
+            for name, value in values.items()
+        }
+        for number, values in state["state"].items()
+    }
+    return state | {"state": of_params}
+
+
+def columns_of(states: list[tuple[Tensor, ...]], rank: int, world_size: int) -> tuple[Tensor, ...]:
+    """The carried state [L, B / W, H] of one of W processes, given those of all processes before.
+
+    Process r of W has the columns r, r + W, … of a batch.
+    """
+
+    def whole() -> Iterator[Tensor]:
+        for parts in zip(*states, strict=True):
+            yield torch.stack(parts, 2).flatten(1, 2)
+
+    return tuple(part[:, rank::world_size].contiguous() for part in whole())
+
+
+def clip_gradients(model: LanguageModel, largest: float) -> None:
+    """Scale the gradients of all processes so that their norm as one vector is at most `largest`.
+
+    Like `torch.nn.utils.clip_grad_norm_`, with the tables of all processes in the norm.
+    """
+    dealt = model.dealt_tables
+    if not dealt:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
+        return
+    grads: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            grads[name in dealt].append(parameter.grad)
+    norms = {of: torch.nn.utils.get_total_norm(each) for of, each in grads.items()}
+    squares = norms[True].square().to(model.device)
+    dist.all_reduce(squares)
+    total = (norms[False].square() + squares).sqrt()
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), largest, total)
