@@ -46,13 +46,15 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     config, word_table, model = run.config, run.word_table, run.model_without_weights
     element = {"bf16-true": 2, "64-true": 8}.get(config.train.precision, 4)
     table_element = 2 if word_table.dtype == "bf16" else element
-    table = sum(parameter.numel() for parameter in model.table)
-    others = sum(parameter.numel() for parameter in model.parameters()) - table
+    whole_table = sum(parameter.numel() for parameter in model.table)
+    others = sum(parameter.numel() for parameter in model.parameters()) - whole_table
+    share = run.num_devices if config.train.strategy == "shard_output" else 1
+    table, num_rows = whole_table // share, sum(map(len, model.table)) // share
     num_moments = 2 if config.optim.optimizer == "adamw" else int(config.optim.momentum > 0)
     table_state = {
         None: num_moments * table * element,
         "sgd": 0,
-        "adagrad": sum(len(parameter) for parameter in model.table) * max(element, 4),
+        "adagrad": num_rows * max(element, 4),
         "adam": 2 * table * max(element, 4),
     }[word_table.optimizer]
     gradients = others * element + (0 if word_table.row_wise else table * table_element)
@@ -65,7 +67,10 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         "other": LIBRARY_BYTES + tree_bytes + 12 * model.vocab_size,
     }
     num_processes = 1 if run.on_gpu else run.num_devices
-    return MemoryEstimate(**{name: num_processes * size for name, size in parts.items()})
+    parts = {name: num_processes * size for name, size in parts.items()}
+    if share > 1 and not run.on_gpu:  # the first process gathers the table for a checkpoint
+        parts["other"] += share * (table * table_element + table_state)
+    return MemoryEstimate(**parts)
 
 
 def check_memory(run: Run) -> None:

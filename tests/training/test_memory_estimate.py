@@ -195,6 +195,17 @@ def test_processes_on_a_cpu_share_its_memory(config: Configured) -> None:
     assert estimate(config("optim.optimizer=sgd", "train.devices=auto")) == one
 
 
+def test_processes_divide_the_rows_that_are_dealt_to_them(config: Configured) -> None:
+    """A copy of the table and its state is gathered for a checkpoint."""
+    table = ["word_table.optimizer=adagrad", "word_table.gradients=row_wise"]
+    one = estimate(config(*table))
+    two = estimate(config(*table, "train.devices=2", "train.strategy=shard_output"))
+    rows = 4 * 300 * 2 * TREE.num_rows
+    assert 0 <= two.weights - one.weights < 0.2 * rows  # the backbone is in both
+    gathered = two.other - 2 * one.other
+    assert gathered == pytest.approx(one.weights, rel=0.2)
+
+
 @pytest.mark.parametrize("gradients", ["row_wise", "dense"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("sequences", [1, 400])
