@@ -116,7 +116,7 @@ class LanguageModel(nn.Module):
             else:
                 self.dealt = self.dealt._replace(num_rows=num_vectors)
                 held = torch.empty(self.dealt.num_held, embedding_size, dtype=embedding_dtype)
-                self.embedding = nn.Embedding(*held.shape, _weight=held)
+                self.embedding = nn.Embedding(len(held), embedding_size, _weight=held)
                 self.draw(self.embedding.weight, std=1)  # as the constructor draws all vectors
             self.draw(self.embedding.weight, std=1 / math.sqrt(embedding_size))
 
