@@ -268,11 +268,8 @@ class TrainingState:
         Random numbers are restored too: nothing may draw any before the first step.
         """
         self.progress = Progress(**checkpoint["progress"])
-        optimizer, rank, world_size = (
-            self.optimizer.optimizer,
-            self.fabric.global_rank,
-            self.fabric.world_size,
-        )
+        optimizer, fabric = self.optimizer.optimizer, self.fabric
+        rank, world_size = fabric.global_rank, fabric.world_size
         state = held_optimizer_state(optimizer, checkpoint["optimizer"], self.model)
         self.optimizer.load_state_dict(state)
         self.fabric.strategy.precision.load_state_dict(checkpoint["precision"])

@@ -74,7 +74,6 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
 @pytest.mark.parametrize(
     "table",
     [
-        [],
         ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"],
         ["--model.input_embedding=path_sum", "--word_table.gradients=row_wise"],
         [
@@ -84,7 +83,7 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
             "--model.init_range=0.2",
         ],
     ],
-    ids=["sgd", "tied, adagrad", "path sums, row-wise", "adamw, clipped"],
+    ids=["tied, adagrad", "path sums, row-wise", "adamw, clipped"],
 )
 def test_dealt_rows_train_as_those_of_one_process_and_continue_on_any_number(
     two: Two, train: Callable[..., Path], tmp_path: Path, table: list[str]
@@ -94,7 +93,6 @@ def test_dealt_rows_train_as_those_of_one_process_and_continue_on_any_number(
     one = train(tmp_path / "one", *options)
     options += ["--train.strategy=shard_output"]
     finish(two(*options, "--train.max_steps=4"))
-    finish(two(*options, "--resume", "auto", "--train.max_steps=6"))
     finish(two(*options, "--resume", "auto", devices=1))
     run = tmp_path / "run"
     both = read_metrics(run / "metrics.csv")

@@ -208,7 +208,7 @@ def test_a_continuation_moves_the_carried_state_to_the_device(
     assert carried is not None
     assert [tensor.device.type for tensor in carried] == ["cpu"] * len(carried)
     state.fabric = cast(
-        Any, SimpleNamespace(device="meta", global_rank=0, strategy=fabric.strategy)
+        Any, SimpleNamespace(device="meta", global_rank=0, world_size=1, strategy=fabric.strategy)
     )
     state.restore(load_checkpoint(path))
     moved = state.carried_loss.carried

@@ -123,6 +123,7 @@ def sum_of_shares(shares: Tensor, num_positions: int, group: Any) -> Tensor:
     received = torch.empty_like(shares)
     dist.all_to_all_single(received, shares.contiguous(), group=group)
     world_size = dist.get_world_size(group)
-    parts = received.view(world_size, len(shares) // world_size, -1)[:, :num_positions]
+    each = (world_size, len(shares) // world_size, *shares.shape[1:])
+    parts = received.view(each)[:, :num_positions]
     total: Tensor = parts.to(torch.promote_types(shares.dtype, torch.float32)).sum(0)
     return total.to(shares.dtype)
