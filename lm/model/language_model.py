@@ -114,7 +114,7 @@ class LanguageModel(nn.Module):
             if self.dealt is None:
                 self.embedding = nn.Embedding(num_vectors, embedding_size, dtype=embedding_dtype)
             else:
-                self.dealt = self.dealt._replace(num_rows=num_vectors)
+                self.dealt = self.dealt._replace(num_rows=num_vectors, slot=None)
                 held = torch.empty(self.dealt.num_held, embedding_size, dtype=embedding_dtype)
                 self.embedding = nn.Embedding(len(held), embedding_size, _weight=held)
                 self.draw(self.embedding.weight, std=1)  # as the constructor draws all vectors
@@ -228,7 +228,9 @@ class LanguageModel(nn.Module):
         row_wise = self.training and self.row_wise
         if row_wise or self.dealt is not None:
             read = index if used is None else index.masked_fill(~used, -1)
-            if self.dealt is not None:
+            if isinstance(self.output, ShardedSoftmax) and self.dealt is not None:
+                if self.embedding is None:
+                    return self.output.lookup(read, row_wise=row_wise).to(self.dtype)
                 vectors = self.dealt.lookup(self._vectors, read, row_wise=row_wise)
                 return vectors.to(self.dtype)
             return lookup(self._vectors, read).to(self.dtype)

@@ -1,67 +1,139 @@
 """What processes exchange for the loss: hidden vectors, log-sum-exps and target logits, never rows.
 
-Every process has positions of its own and some rows of every node. All processes receive all hidden
-vectors and targets, and compute the log-sum-exps over their rows; the log-sum-exps and the target
-logits are combined; each process then knows the loss of every position and the errors of its rows.
-Of d_hidden, it computes what its rows add, for all positions; each share is sent to the process of
-the position and added up there, in at least fp32. With P positions per process, W processes and
-depth D, a process receives W P (H + 1) numbers for hidden vectors and targets, 3 D W P for
-log-sum-exps and logits (twice that in a ring), W P for d_nll, and W P H for d_hidden.
+Every process has positions of its own and some rows. It sends the hidden vector and the target of a
+position to the processes that hold a part of a node on the target's path: to all, by word; to one,
+by class. They compute the log-sum-exps over their rows and send these and the target's logits back,
+2 D numbers. In the backward, the process of the position sends the log-sum-exps over all rows and
+d_nll, D + 1 numbers, and gets what each adds to d_hidden. So a position costs 2 H + 3 D + 2 numbers
+for each process that it is sent to. Ignored ones are not sent.
 
-Batches may differ in size between processes: positions are padded to the largest number with
-targets that are ignored.
+The rows of gathered nodes, about √N, are sent to all before the forward, and their gradients are
+added up in the processes that hold them.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from lm.output.backends import BACKENDS, choose_backend
-from lm.output.backends.base import Backend, Needs, Problem
+from lm.output.backends.base import Backend, Gradients, Needs, Problem
+from lm.output.rowwise.blocks import Rows
 from lm.output.rowwise.eager import differentiable_once, not_compiled
+from lm.output.rowwise.row_gradient import RowGradient
+from lm.output.sharded.placement import Part
 from lm.output.sharded.rows import gathered, sum_of_shares
 
 
-def combined(lse: Tensor, logit: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """The log-sum-exps [D, P] over all shards, 0 for no visit, and the target logits [D, P]."""
-    largest = lse.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    visited = largest > -torch.inf
-    largest = torch.where(visited, largest, 0)
-    sums = torch.stack([(lse - largest).exp_(), logit])
-    dist.all_reduce(sums, group=group)
-    total = largest + torch.where(visited, sums[0], 1).log()
-    return total, sums[1]
+class Route(NamedTuple):
+    """Which positions of this process go to which process."""
+
+    position: Tensor  # [S] int64, those for process 0 first
+    sent: list[int]  # how many to each process
+    received: list[int]  # how many from each
+    group: Any
+
+    @classmethod
+    def of(cls, recipients: Tensor, group: Any) -> "Route":
+        """For recipients [W, P] bool, whether each process gets a position."""
+        counts = recipients.sum(1)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=group)
+        return cls(recipients.nonzero()[:, 1], counts.tolist(), received.tolist(), group)
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """Of [P, ...], what this process gets from all, one process after another."""
+        received = tensor.new_empty(sum(self.received), *tensor.shape[1:])
+        sent = tensor.index_select(0, self.position)
+        dist.all_to_all_single(received, sent, self.received, self.sent, group=self.group)
+        return received
+
+    def returned(self, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Positions and what each process found for them, given what this one found for those."""
+        back = tensor.new_empty(len(self.position), *tensor.shape[1:])
+        found = tensor.contiguous()
+        dist.all_to_all_single(back, found, self.sent, self.received, group=self.group)
+        yield from zip(
+            torch.split(self.position, self.sent), torch.split(back, self.sent), strict=True
+        )
 
 
-class _Levels(NamedTuple):
+class Gathered(NamedTuple):
+    """The rows that all processes gather, U of them."""
+
+    part: Part
+    num_held: int  # of them, the first rows of this process
+
+    def whole(self, held: Tensor, group: Any) -> Tensor:
+        """The rows of all processes, [U, ...]."""
+        num_rows, world_size = len(self.part.tree.node_of_row), dist.get_world_size(group)
+        size = -(-num_rows // world_size)
+        dealt = gathered(held[: self.num_held], size, 0, group)
+        dealt = dealt.view(world_size, size, *held.shape[1:])
+        return dealt.transpose(0, 1).flatten(0, 1)[:num_rows]
+
+    def summed(self, d_rows: Tensor, group: Any) -> Tensor:
+        """The sum of all processes' gradients [U, ...] for the rows that this one holds."""
+        world_size = dist.get_world_size(group)
+        size = -(-len(d_rows) // world_size)
+        padded = F.pad(d_rows.view(len(d_rows), -1), (0, 0, 0, size * world_size - len(d_rows)))
+        dealt = padded.view(size, world_size, -1).transpose(0, 1).flatten(0, 1)
+        return sum_of_shares(dealt, self.num_held, group).view(-1, *d_rows.shape[1:])
+
+
+class Forward(NamedTuple):
     """What a forward leaves."""
 
-    nll: Tensor  # [D, P] of the process's positions
-    problem: Problem  # of the positions of all processes
-    backend: Backend
-    lse: Tensor  # [D, W · size], over all shards
-    saved: list[Tensor]
+    nll: Tensor  # [P, D], the terms of each level
+    lse: Tensor  # [P, D] over all rows, 0 for no visit
+    route: Route
+    solved: list[tuple[Problem, Backend, list[Tensor]]]
+    """The positions received and the rows held, with what the backend saved; with gathered rows,
+    the process's positions and these."""
 
 
-def nll_by_level(backend_name: str, problem: Problem, needs: Needs, group: Any) -> _Levels:
-    """The terms of the nll of this process's positions, on each level."""
-    num_positions = problem.num_positions
-    longest = torch.tensor(num_positions, device=problem.hidden.device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
-    size = int(longest)
-    problem = problem._replace(
-        hidden=gathered(problem.hidden, size, 0, group),
-        target=gathered(problem.target, size, problem.ignore_index, group),
-    )
-    backend = BACKENDS[choose_backend(backend_name, problem, problem.hidden.device)]
-    lse, logit, saved = backend.partial(problem, needs)
-    lse, logit = combined(lse, logit, group)
-    begin = dist.get_rank(group) * size
-    nll = (lse - logit)[:, begin : begin + num_positions]
-    return _Levels(nll, problem, backend, lse, saved)
+def forward(
+    name: str,
+    problem: Problem,
+    gathered: Gathered | None,
+    recipients: Tensor,
+    needs: Needs,
+    group: Any,
+) -> Forward:
+    """The terms of the nll of this process's positions; all processes call it together."""
+    route = Route.of(recipients, group)
+    sent = problem._replace(hidden=route.send(problem.hidden), target=route.send(problem.target))
+    problems = [(sent, needs)]
+    if gathered is not None:
+        own = problem._replace(
+            weight=gathered.whole(problem.weight, group),
+            bias=None if problem.bias is None else gathered.whole(problem.bias, group),
+            tree=gathered.part.tree,
+            shard=gathered.part.shard,
+            max_path_columns=gathered.part.max_path_columns,
+        )
+        problems.append((own, needs._replace(row_wise=False)))
+    solved, found = [], []
+    for each, asked in problems:
+        backend = BACKENDS[choose_backend(name, each, each.hidden.device)]
+        lse, logit, saved = backend.partial(each, asked)
+        solved.append((each, backend, saved))
+        found.append(torch.stack([lse.T, logit.T], 1))
+    if gathered is None:
+        total = found[0].new_zeros(problem.num_positions, 2, problem.depth)
+        total[:, 0] = -torch.inf
+    else:
+        total = found[1]
+    for position, part in route.returned(found[0]):
+        so_far = total[position]
+        lse = torch.logaddexp(so_far[:, 0], part[:, 0])
+        total[position] = torch.stack([lse, so_far[:, 1] + part[:, 1]], 1)
+    lse, logit = total.unbind(1)
+    lse = torch.where(lse > -torch.inf, lse, 0)
+    return Forward(lse - logit, lse, route, solved)
 
 
 class _ShardedNll(torch.autograd.Function):
@@ -70,44 +142,93 @@ class _ShardedNll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        backend_name: str,
+        name: str,
         needs: Needs,
+        gathered: Gathered | None,
+        recipients: Tensor,
         group: Any,
         problem: Problem,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        *inputs: Tensor | None,  # hidden, weight and bias of the problem, for autograd
     ) -> Tensor:
-        done = nll_by_level(backend_name, problem, needs, group)
-        ctx.backend, ctx.row_wise, ctx.group = done.backend, needs.row_wise, group
-        ctx.problem = done.problem._replace(hidden=hidden[:0], weight=hidden[:0], bias=None)
-        ctx.num_positions = len(hidden)
-        ctx.save_for_backward(done.problem.hidden, weight, bias, done.lse, *done.saved)
-        return done.nll.sum(0)
+        done = forward(name, problem, gathered, recipients, needs, group)
+        ctx.row_wise, ctx.gathered, ctx.route = needs.row_wise, gathered, done.route
+        tensors: list[Tensor | None] = [done.lse]
+        ctx.solved = []
+        for solved, backend, saved in done.solved:
+            begin = len(tensors)
+            tensors += [solved.hidden, solved.target, solved.weight, solved.bias, *saved]
+            nothing = done.lse.new_empty(0)
+            sizes = solved._replace(hidden=nothing, target=nothing, weight=nothing, bias=None)
+            ctx.solved.append((sizes, backend, slice(begin, len(tensors))))
+        ctx.save_for_backward(*tensors)
+        return done.nll.sum(1)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        hidden, weight, bias, lse, *saved = ctx.saved_tensors
-        world_size, needed = dist.get_world_size(ctx.group), ctx.needs_input_grad
-        problem = ctx.problem._replace(hidden=hidden, weight=weight, bias=bias)
-        size = len(hidden) // world_size
-        d_nll = gathered(upstream[0] / world_size, size, 0, ctx.group)
-        needs = Needs(needed[4], needed[5], needed[6], ctx.row_wise)
-        d_hidden, d_weight, d_bias = ctx.backend.partial_backward(d_nll, lse, problem, saved, needs)
+        tensors, route = ctx.saved_tensors, ctx.route
+        world_size, needed = dist.get_world_size(route.group), ctx.needs_input_grad
+        needs = Needs(needed[-3], needed[-2], needed[-1], ctx.row_wise)
+        own = torch.cat([upstream[0][:, None] / world_size, tensors[0]], 1)  # d_nll and lse
+        gradients: list[Gradients] = []
+        received = route.send(own)
+        for problem, backend, which in ctx.solved:
+            given = own if gradients else received
+            hidden, target, weight, bias, *saved = tensors[which]
+            problem = problem._replace(hidden=hidden, target=target, weight=weight, bias=bias)
+            d_nll, lse = given[:, 0].contiguous(), given[:, 1:].T.contiguous()
+            asked = needs._replace(row_wise=needs.row_wise and not gradients)
+            gradients.append(backend.partial_backward(d_nll, lse, problem, saved, asked))
+        d_hidden, d_weight, d_bias = gradients[0]
         if d_hidden is not None:
-            d_hidden = sum_of_shares(d_hidden, ctx.num_positions, ctx.group) * world_size
-        return None, None, None, None, d_hidden, d_weight, d_bias
+            dtype = torch.promote_types(d_hidden.dtype, torch.float32)
+            total = d_hidden.new_zeros(len(own), d_hidden.shape[1], dtype=dtype)
+            for of_gathered in gradients[1:]:
+                assert of_gathered.d_hidden is not None
+                total += of_gathered.d_hidden
+            for position, part in route.returned(d_hidden):
+                total[position] += part
+            d_hidden = (total * world_size).to(d_hidden.dtype)
+        for of_gathered in gradients[1:]:
+            _add_first(d_weight, of_gathered.d_weight, ctx.gathered, route.group)
+            _add_first(d_bias, of_gathered.d_bias, ctx.gathered, route.group)
+        return *(None for _ in needed[:-3]), d_hidden, d_weight, d_bias
+
+
+def _add_first(
+    gradient: Tensor | None, d_rows: Tensor | None, gathered: Gathered, group: Any
+) -> None:
+    """Put the gradient of the gathered rows into that of the held rows."""
+    if gradient is None or d_rows is None:
+        return
+    first = gathered.summed(d_rows, group)
+    if isinstance(gradient, RowGradient):
+        row = torch.arange(len(first), device=first.device)
+        gradient.append(Rows(row, first[:, None] if first.dim() == 1 else first))
+    else:
+        gradient[: len(first)] = first
 
 
 @not_compiled
-def sharded_nll(backend_name: str, needs: Needs, group: Any, problem: Problem) -> Tensor:
+def sharded_nll(
+    backend: str,
+    problem: Problem,
+    gathered: Gathered | None,
+    recipients: Tensor,
+    needs: Needs,
+    group: Any,
+) -> Tensor:
     """The nll [P] of this process's positions; all processes call it, and its backward, together.
 
     d_weight and d_bias are those of the mean over processes of their upstream losses, as DDP gives
     the gradients of other parameters.
+
+    Args:
+        problem: of the process's positions and the rows that it holds.
+        recipients: [W, P] bool, which process gets which position.
     """
+    tensors = (problem.hidden, problem.weight, problem.bias)
     nll: Tensor = _ShardedNll.apply(  # type: ignore[no-untyped-call]
-        backend_name, needs, group, problem, problem.hidden, problem.weight, problem.bias
+        backend, needs, gathered, recipients, group, problem, *tensors
     )
     return nll

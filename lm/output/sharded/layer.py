@@ -4,26 +4,30 @@ from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from lm.output.backends.base import Needs, Problem, autocast
+from lm.output.backends.visits import check_words
 from lm.output.functional import BackendName, Reduction
 from lm.output.layer import HierarchicalSoftmax
-from lm.output.sharded.exchange import nll_by_level, sharded_nll
-from lm.output.sharded.placement import place
-from lm.output.sharded.rows import DealtRows, gathered
-from lm.output.tree.class_tree import ClassTree, Shard, TreeArrays
+from lm.output.sharded.exchange import Gathered, forward, sharded_nll
+from lm.output.sharded.placement import GATHERED, SPLIT, Part, PlacementName, Plan, place
+from lm.output.sharded.rows import gathered
+from lm.output.tree.class_tree import ClassTree, Shard
 
-_OF_SHARD = ("num_children", "first_row", "node_of_row", "column")
+_OF_PART = ("num_children", "first_row", "node_of_row", "column")
 
 
 class ShardedSoftmax(HierarchicalSoftmax):
     """A softmax over N words whose rows are dealt to the processes of a group.
 
-    Every process holds every W-th row, computes its rows' share of the softmaxes for the positions
-    of all processes, and does the same work for any targets. Log-sum-exps, target logits, hidden
-    vectors and their gradients are exchanged, never rows. `loss` and its backward are collective:
-    all processes call them in the same order, with any number of positions, none included.
+    By word, every process holds every W-th row, computes its rows' share of the softmaxes for the
+    positions of all processes, and does the same work for any targets. By class, it holds all words
+    of some classes and computes them for the positions whose targets are in these, and all classes
+    for its own positions: positions are sent to one process instead of all, and the work is even
+    for text like the one that was counted. `loss` and its backward are collective: all processes
+    call them in the same order, with any number of positions, none included.
 
     The gradients of `weight` and `bias` belong to the mean over processes of their losses, as those
     that DDP averages; DDP itself must leave these parameters out. Decoding requires the whole
@@ -33,10 +37,11 @@ class ShardedSoftmax(HierarchicalSoftmax):
         hidden_size, tree, bias, ignore_index, backend, row_wise, dtype: as in
             `HierarchicalSoftmax`.
         group: the processes; None is all of them.
+        placement: "word" or "class".
+        counts: [N], how often each word is expected, for "class"; None: equally often.
 
     Attributes:
-        weight: [R / W, W'] the process's rows; row r of the whole weight is row r // W of process
-            r mod W.
+        weight: [R / W, W'] the process's rows.
         bias: likewise, or None.
         dealt: which rows these are.
 
@@ -58,8 +63,18 @@ class ShardedSoftmax(HierarchicalSoftmax):
         row_wise: bool = False,
         dtype: torch.dtype | None = None,
         group: Any = None,
+        placement: PlacementName = "word",
+        counts: Tensor | None = None,
     ) -> None:
-        self.dealt = DealtRows.of(tree.num_rows, group)
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        if placement not in ("word", "class"):
+            raise ValueError(f'placement must be "word" or "class", got {placement!r}')
+        with torch.device("cpu"):  # under any default device
+            if placement == "word":
+                plan = Plan.by_word(tree, world_size)
+            else:
+                plan = Plan.by_class(tree, world_size, counts)
+            self.dealt = plan.dealt(tree, rank, group)
         super().__init__(
             hidden_size,
             tree,
@@ -69,11 +84,11 @@ class ShardedSoftmax(HierarchicalSoftmax):
             row_wise=row_wise,
             dtype=dtype,
         )
-        placement = place(self.tree, self.dealt.rank, self.dealt.world_size)
-        self._max_path_columns = placement.max_path_columns
-        for name in _OF_SHARD:
-            self.register_buffer(f"_{name}", getattr(placement.tree, name), persistent=False)
-        self.register_buffer("_local_row", placement.shard.local_row, persistent=False)
+        held, of_gathered, self._num_gathered = place(tree, plan, self.dealt)
+        self._held = _Arrays(held)
+        self._gathered = None if of_gathered is None else _Arrays(of_gathered)
+        self._owner: Tensor
+        self.register_buffer("_owner", plan.owner, persistent=False)
 
     def _num_held_rows(self, tree: ClassTree) -> int:
         return self.dealt.num_held
@@ -97,7 +112,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
             bias=enabled and bias is not None and bias.requires_grad,
             row_wise=enabled and self.row_wise,
         )
-        nll = sharded_nll(self.backend, needs, self.dealt.group, problem)
+        nll = sharded_nll(self.backend, problem, *self._exchanged(problem), needs, self.dealt.group)
         if reduction == "none":
             return nll.view(target.shape)
         if reduction == "sum":
@@ -115,10 +130,11 @@ class ShardedSoftmax(HierarchicalSoftmax):
         flat, targets = hidden.reshape(-1, hidden.shape[-1]), target.flatten()
         problem = self._problem(flat[share], targets[share])
         nothing = Needs(False, False, False)
-        nll = nll_by_level(self.backend, problem, nothing, self.dealt.group).nll
+        exchanged = self._exchanged(problem)
+        nll = forward(self.backend, problem, *exchanged, nothing, self.dealt.group).nll
         size = -(-len(targets) // world_size)
         depth = self.tree.depth
-        shares = gathered(nll.T, size, 0, self.dealt.group).view(world_size, size, depth)
+        shares = gathered(nll, size, 0, self.dealt.group).view(world_size, size, depth)
         levels = shares.transpose(0, 1).flatten(0, 1)[: len(targets)]
         return levels.T.reshape(depth, *target.shape)
 
@@ -129,18 +145,48 @@ class ShardedSoftmax(HierarchicalSoftmax):
                 f" {list(hidden.shape)} and {target.dtype} {list(target.shape)}"
             )
         hidden = autocast(self._checked(hidden), self.weight, self.bias)
-        arrays = {name: getattr(self, f"_{name}") for name in _OF_SHARD}
+        part = self._held.part(self.tree)
         return Problem(
             hidden.reshape(-1, self.hidden_size),
             self.weight,
             target.reshape(-1),
-            TreeArrays(**self.tree.arrays._asdict() | arrays),
+            part.tree,
             self.bias,
             self.tree.depth,
-            self._max_path_columns,
+            part.max_path_columns,
             self.ignore_index,
-            Shard(self.tree.node_of_row, cast(Tensor, self._local_row)),
+            part.shard,
         )
+
+    def _exchanged(self, problem: Problem) -> tuple[Gathered | None, Tensor]:
+        """What is gathered for a problem, and which process gets which position, [W, P]."""
+        target, tree = problem.target, self.tree
+        is_word = target != self.ignore_index
+        check_words("target", target, self.vocab_size, self.ignore_index)
+        path = tree.rows_on_path(torch.where(is_word, target, 0)).T
+        node = tree.node_of_row[path.clamp(min=0)]
+        owner = self._owner[node].masked_fill((path < 0) | (tree.num_children[node] == 1), GATHERED)
+        process = torch.arange(self.dealt.world_size, device=owner.device)[:, None]
+        recipients = torch.zeros(len(process), len(target), dtype=torch.bool, device=owner.device)
+        for level in owner:
+            recipients |= (level == process) | (level == SPLIT)
+        recipients &= is_word
+        if self._gathered is None:
+            return None, recipients
+        return Gathered(self._gathered.part(tree), self._num_gathered), recipients
+
+    def lookup(self, row: Tensor, *, row_wise: bool) -> Tensor:
+        """Rows of the whole weight, see `DealtRows.lookup`."""
+        return self.dealt.lookup(self.weight, row, row_wise=row_wise, find=self._find)
+
+    def _find(self, row: Tensor) -> Tensor:
+        """Where rows of the whole weight are in `weight`, -1 if in another process."""
+        local = self._held.part(self.tree).shard.local_row[row]
+        if self._gathered is None:
+            return local
+        number = self._gathered.part(self.tree).shard.local_row[row]
+        mine = (number >= 0) & (number % self.dealt.world_size == self.dealt.rank)
+        return torch.where(mine, number // self.dealt.world_size, local)
 
     def lse_by_level(self, hidden: Tensor, target: Tensor) -> NoReturn:
         """Not available for a part of the rows."""
@@ -155,3 +201,20 @@ class ShardedSoftmax(HierarchicalSoftmax):
             "a ShardedSoftmax holds a part of the rows: decode with a HierarchicalSoftmax that has"
             " those of dealt.whole()"
         )
+
+
+class _Arrays(nn.Module):
+    """The arrays of a `Part` that are not those of the whole tree, as buffers."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        for name in _OF_PART:
+            self.register_buffer(name, getattr(part.tree, name), persistent=False)
+        self.register_buffer("local_row", part.shard.local_row, persistent=False)
+        self.max_path_columns = part.max_path_columns
+
+    def part(self, tree: ClassTree) -> Part:
+        """The part of the tree that it is of."""
+        arrays = {name: cast(Tensor, getattr(self, name)) for name in _OF_PART}
+        shard = Shard(tree.node_of_row, cast(Tensor, self.local_row))
+        return Part(tree.arrays._replace(**arrays), shard, self.max_path_columns)

@@ -1,74 +1,204 @@
-"""Which rows of the weight a process holds.
+"""Which rows of the weight a process holds, and what it computes with them.
 
-Rows are dealt like cards: row r belongs to process r mod W, as its row r // W. The children of a
-node are consecutive rows, so every node is split to within one row, and so is the whole weight; a
-node of three children on eight processes has children on three of them, which differ from node to
-node. No table says where a row is, and the rows of another number of processes are slices
-`weight[rank::W]` of the same whole weight.
+By word, rows are dealt like cards: row r belongs to process r mod W, as its row r // W. The
+children of a node are consecutive rows, so every node is split to within one row, and so is the
+whole weight; a node of three children on eight processes has children on three of them, which
+differ from node to node. All positions go to all processes, and the work is the same on each,
+whatever the targets are.
+
+By class, a node whose children are words belongs to one process, and positions go to the owner of
+their class only: W times fewer bytes. Nodes are dealt so that the expected work is even, which
+holds for batches like the text that was counted. A node with a large share of the work is split by
+word. The rows of nodes above others, such as the root, are dealt by word, and every process gathers
+all of them for each batch, about √N rows, for its own positions.
 """
 
-from typing import NamedTuple
+import heapq
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lm.output.sharded.rows import DealtRows
 from lm.output.tree import shapes
 from lm.output.tree.class_tree import ClassTree, Shard, TreeArrays
 
+PlacementName = Literal["word", "class"]
+SPLIT, GATHERED = -1, -2
+"""Owners of nodes whose rows are dealt to all processes; the second are gathered for each batch."""
+LARGEST_SHARE = 0.1
+"""Of the work of a process: nodes that cost more are split by word."""
+MOST_ROWS = 1.1
+"""Of the mean: rows that a process may hold."""
 
-class Placement(NamedTuple):
-    """The rows of one process as backends take them."""
 
-    rows: slice  # of the whole weight
+class Plan(NamedTuple):
+    """Which process holds the children of each node."""
+
+    owner: Tensor  # [I] int64: a process, SPLIT or GATHERED
+    world_size: int
+
+    @classmethod
+    def by_word(cls, tree: ClassTree, world_size: int) -> "Plan":
+        """Every node split."""
+        return cls(torch.full((tree.num_nodes,), SPLIT, device="cpu"), world_size)
+
+    @classmethod
+    def by_class(cls, tree: ClassTree, world_size: int, counts: Tensor | None = None) -> "Plan":
+        """Classes dealt by their expected work, the number of tokens times that of children.
+
+        The most expensive class goes first, always to the process with the least work so far that
+        has memory left.
+
+        Args:
+            counts: [N], how often each word is expected; None: equally often.
+        """
+        size = tree.num_children.cpu()
+        cost = visits_of_nodes(tree, counts) * size
+        owner = torch.full((tree.num_nodes,), SPLIT)
+        owner[_parents(tree)] = GATHERED
+        mean = cost[owner != GATHERED].sum() / world_size
+        single = ((owner != GATHERED) & (cost <= LARGEST_SHARE * mean)).nonzero().squeeze(1)
+        single = single[cost[single].argsort(descending=True, stable=True)]
+        most = MOST_ROWS * int(size[single].sum()) / world_size
+        processes = [(0.0, 0, process) for process in range(world_size)]  # work, rows, process
+        for node in single.tolist():
+            full = []
+            while processes and processes[0][1] + int(size[node]) > most:
+                full.append(heapq.heappop(processes))
+            if not processes:  # none has space for a whole node of this size
+                processes, full = sorted(full), []
+                continue
+            work, rows, process = heapq.heappop(processes)
+            owner[node] = process
+            done = (work + float(cost[node]), rows + int(size[node]), process)
+            for each in (*full, done):
+                heapq.heappush(processes, each)
+        return cls(owner, world_size)
+
+    @classmethod
+    def contiguous(cls, tree: ClassTree, world_size: int) -> "Plan":
+        """Blocks of neighbouring classes with equally many rows, to compare with."""
+        size = tree.num_children.cpu()
+        lower = torch.ones_like(size, dtype=torch.bool)
+        lower[_parents(tree)] = False
+        before = torch.where(lower, size, 0).cumsum(0) - torch.where(lower, size, 0)
+        owner = before * world_size // max(1, int(size[lower].sum()))
+        return cls(torch.where(lower, owner, GATHERED), world_size)
+
+    def is_by_word(self) -> bool:
+        """Whether all nodes are split."""
+        return bool((self.owner == SPLIT).all())
+
+    def process_of_row(self, tree: ClassTree) -> Tensor:
+        """[R] int64."""
+        owner = self.owner[tree.node_of_row.cpu()]
+        for dealt in (SPLIT, GATHERED):
+            rows = (owner == dealt).nonzero().squeeze(1)
+            owner[rows] = torch.arange(len(rows)) % self.world_size
+        return owner
+
+    def dealt(self, tree: ClassTree, rank: int, group: object = None) -> DealtRows:
+        """The rows of a process: gathered ones first, in the order of the whole weight."""
+        if self.is_by_word():
+            return DealtRows(tree.num_rows, rank, self.world_size, group)
+        process = self.process_of_row(tree)
+        last = self.owner[tree.node_of_row.cpu()] != GATHERED
+        order = (process * 2 + last).argsort(stable=True)
+        held = torch.bincount(process, minlength=self.world_size)
+        first = held.cumsum(0) - held
+        local = torch.empty_like(process)
+        local[order] = torch.arange(tree.num_rows) - first[process[order]]
+        return DealtRows(
+            tree.num_rows, rank, self.world_size, group, local * self.world_size + process
+        )
+
+
+class Part(NamedTuple):
+    """Some rows of the weight, as backends take them."""
+
     tree: TreeArrays  # see `Shard`
     shard: Shard
-    depth: int
-    max_path_columns: int  # of the process's rows
+    max_path_columns: int  # of these rows
 
 
-def place(tree: ClassTree, rank: int, world_size: int) -> Placement:
-    """The rows of process `rank` of `world_size`.
+class Placement(NamedTuple):
+    """What one process computes."""
+
+    held: Part  # for the positions that it receives
+    gathered: Part | None  # for its own positions; its rows are those of all processes
+    num_gathered: int  # of the rows that it holds, the first ones
+
+
+def place(tree: ClassTree, plan: Plan, dealt: DealtRows) -> Placement:
+    """What the process of `dealt`, which `plan` gave, computes.
 
     Example:
         >>> tree = ClassTree.two_level([0, 0, 1, 1, 1])  # rows: 2 classes, then 2 and 3 words
-        >>> placement = place(tree, rank=1, world_size=2)
-        >>> placement.rows, placement.tree.num_children.tolist()
-        (slice(1, None, 2), [1, 1, 1])
+        >>> plan = Plan.by_word(tree, 2)
+        >>> place(tree, plan, plan.dealt(tree, rank=1)).held.tree.num_children.tolist()
+        [1, 1, 1]
     """
     with torch.device("cpu"):
-        arrays = TreeArrays(*(array.cpu() for array in tree.arrays))
-        rows = slice(rank, None, world_size)
-        row = torch.arange(tree.num_rows)
-        local_row = torch.where(row % world_size == rank, row // world_size, -1)
-        node_of_row = arrays.node_of_row[rows].contiguous()
-        held = torch.bincount(node_of_row, minlength=tree.num_nodes)
-        num_children = torch.where(arrays.num_children > 1, held, 0)
-        parent = torch.cat([torch.tensor([0]), arrays.node_of_row[arrays.row_of_node[1:]]])
-        above = num_children[parent] * (arrays.row_of_node >= 0)
-        column = shapes.sum_over_ancestors(parent, above)
-        local = arrays._replace(
-            num_children=num_children,
-            first_row=held.cumsum(0) - held,
-            node_of_row=node_of_row,
-            column=column,
-        )
-        shard = Shard(arrays.node_of_row, local_row)
-        return Placement(rows, local, shard, tree.depth, int((column + num_children).max()))
+        slot = dealt.slots(torch.arange(tree.num_rows))
+        local_row = torch.where(slot % dealt.world_size == dealt.rank, slot // dealt.world_size, -1)
+        is_gathered = (plan.owner == GATHERED)[tree.node_of_row.cpu()]
+        if not is_gathered.any():
+            return Placement(_part(tree, local_row), None, 0)
+        all_gathered = torch.where(is_gathered, is_gathered.cumsum(0) - 1, -1)
+        num_gathered = int((is_gathered & (local_row >= 0)).sum())
+        held = _part(tree, torch.where(is_gathered, -1, local_row), first=num_gathered)
+        return Placement(held, _part(tree, all_gathered), num_gathered)
 
 
-def columns_per_process(tree: ClassTree, target: Tensor, world_size: int) -> Tensor:
-    """The work of each process for a batch, [W] int64: columns of all visits, of no matter whose.
+def _part(tree: ClassTree, local_row: Tensor, first: int = 0) -> Part:
+    """The rows with a number, which begin at `first` and are neighbours if they have one node."""
+    arrays = TreeArrays(*(array.cpu() for array in tree.arrays))
+    row = (local_row >= 0).nonzero().squeeze(1)
+    row = row[local_row[row].argsort()]
+    node_of_row = torch.cat([torch.zeros(first, dtype=torch.int64), arrays.node_of_row[row]])
+    held = torch.bincount(node_of_row[first:], minlength=tree.num_nodes)
+    first_row = torch.zeros(tree.num_nodes, dtype=torch.int64)
+    first_row.scatter_reduce_(0, node_of_row[first:], local_row[row], "amin", include_self=False)
+    num_children = torch.where(arrays.num_children > 1, held, 0)
+    parent = torch.cat([torch.tensor([0]), arrays.node_of_row[arrays.row_of_node[1:]]])
+    column = shapes.sum_over_ancestors(parent, num_children[parent] * (arrays.row_of_node >= 0))
+    local = arrays._replace(
+        num_children=num_children, first_row=first_row, node_of_row=node_of_row, column=column
+    )
+    shard = Shard(arrays.node_of_row, local_row)
+    return Part(local, shard, int((column + num_children).max()))
+
+
+def visits_of_nodes(tree: ClassTree, counts: Tensor | None = None) -> Tensor:
+    """How often each node is on the path of words with these counts [N], [I] fp64."""
+    word = torch.arange(tree.vocab_size, device="cpu")
+    counts = torch.ones(len(word), device="cpu") if counts is None else counts.cpu()
+    visits = torch.zeros(tree.num_nodes, dtype=torch.float64, device="cpu")
+    path = tree.rows_on_path(word.to(tree.row_of_word.device)).cpu()
+    node_of_row = tree.node_of_row.cpu()
+    for row in path.unbind(-1):
+        visits.index_add_(0, node_of_row[row.clamp(min=0)], counts.double() * (row >= 0))
+    return visits
+
+
+def columns_per_process(tree: ClassTree, plan: Plan, target: Tensor) -> Tensor:
+    """The work of each process for a batch [P], [W] fp64, in columns of visits.
 
     A column costs three products of H numbers, and a row read and a gradient written in the memory
-    of the process.
-
-    Args:
-        target: words, of any shape.
+    of the process. Positions belong to processes in equal shares.
     """
-    totals = []
-    for rank in range(world_size):
-        local = place(tree, rank, world_size).tree
-        path = tree.rows_on_path(target)
-        node = tree.node_of_row[path.clamp(min=0)]
-        totals.append(torch.where(path >= 0, local.num_children[node], 0).sum())
-    return torch.stack(totals)
+    counts = torch.bincount(target.flatten().cpu(), minlength=tree.vocab_size)
+    visits = visits_of_nodes(tree, counts)
+    process, node = plan.process_of_row(tree), tree.node_of_row.cpu()
+    is_gathered = plan.owner == GATHERED
+    columns = torch.where((tree.num_children.cpu() > 1) & ~is_gathered, visits, 0)[node]
+    work = torch.zeros(plan.world_size, dtype=torch.float64).index_add_(0, process, columns)
+    own = (visits * tree.num_children.cpu())[is_gathered].sum() / plan.world_size
+    return work + own
+
+
+def _parents(tree: ClassTree) -> Tensor:
+    """The nodes that have a node as a child."""
+    parent: Tensor = torch.unique(tree.node_of_row.cpu()[tree.row_of_node.cpu()[1:]])
+    return parent

@@ -1,7 +1,7 @@
 """Tables whose rows are dealt to processes: which rows, drawing, gathering and looking them up.
 
-Row r of a whole table is row r // W of process r mod W. The rows of another number of processes are
-slices `whole[rank::W]` of the same whole table.
+Row r of a whole table is in slot r, unless a plan says another one; slot s is row s // W of process
+s mod W. The rows of another number of processes are other rows of the same whole table.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,8 @@ class DealtRows(NamedTuple):
     num_rows: int  # R, of the whole table
     rank: int
     world_size: int  # W
-    group: Any  # of `torch.distributed`; None is all processes
+    group: Any = None  # of `torch.distributed`; None is all processes
+    slot: Tensor | None = None  # [R] int64 on the CPU; None: row r in slot r
 
     @classmethod
     def of(cls, num_rows: int, group: Any = None) -> "DealtRows":
@@ -35,11 +36,33 @@ class DealtRows(NamedTuple):
     @property
     def num_held(self) -> int:
         """Number of rows of this process."""
-        return len(range(self.rank, self.num_rows, self.world_size))
+        return self.num_held_by(self.rank)
+
+    def num_held_by(self, rank: int) -> int:
+        """Number of rows of a process."""
+        if self.slot is None:
+            return len(range(rank, self.num_rows, self.world_size))
+        return int((self.slot % self.world_size == rank).sum())
+
+    def slots(self, row: Tensor) -> Tensor:
+        """The slots of rows, on the CPU."""
+        return row if self.slot is None else self.slot[row]
 
     def held(self, whole: Tensor) -> Tensor:
-        """The rows of this process in a whole table, a view."""
-        return whole[self.rank :: self.world_size]
+        """The rows of this process in a whole table."""
+        if self.slot is None:
+            return whole[self.rank :: self.world_size]
+        slots = torch.arange(self.num_held, device="cpu") * self.world_size + self.rank
+        return whole[self._rows_in(slots).to(whole.device)]
+
+    def _rows_in(self, slots: Tensor) -> Tensor:
+        """The rows in slots on the CPU, -1 where there is none; the inverse of `slots`."""
+        if self.slot is None:
+            return torch.where(slots < self.num_rows, slots, -1)
+        size = int(max(self.slot.max(), slots.max())) + 1
+        row = torch.full((size,), -1, device="cpu")
+        row[self.slot] = torch.arange(self.num_rows, device="cpu")
+        return row[slots]
 
     @torch.no_grad()
     def draw(self, table: Tensor, fill: Callable[[Tensor], Any]) -> None:
@@ -50,10 +73,9 @@ class DealtRows(NamedTuple):
         for begin in range(0, self.num_rows, BLOCK_ROWS):
             rows = table.new_empty(min(BLOCK_ROWS, self.num_rows - begin), *table.shape[1:])
             fill(rows)
-            first = (self.rank - begin) % self.world_size
-            held = rows[first :: self.world_size]
-            place = (begin + first) // self.world_size
-            table[place : place + len(held)] = held
+            slot = self.slots(torch.arange(begin, begin + len(rows), device="cpu"))
+            mine = slot % self.world_size == self.rank
+            table[(slot[mine] // self.world_size).to(table.device)] = rows[mine.to(table.device)]
 
     @torch.no_grad()
     def whole(self, table: Tensor) -> Tensor | None:
@@ -61,28 +83,45 @@ class DealtRows(NamedTuple):
 
         All processes call it together. The first one needs memory for the whole table.
         """
-        shape, most = (self.num_rows, *table.shape[1:]), -(-self.num_rows // self.world_size)
+        shape = (self.num_rows, *table.shape[1:])
+        most = max(map(self.num_held_by, range(self.world_size)))
         whole = torch.empty(shape, dtype=table.dtype) if self.rank == 0 else None
         for begin in range(0, most, BLOCK_ROWS):
             size = min(BLOCK_ROWS, most - begin)
             rows = gathered(table[begin : begin + size], size, 0, self.group).cpu()
             if whole is not None:
                 dealt = rows.view(self.world_size, size, *shape[1:]).transpose(0, 1).flatten(0, 1)
-                part = whole[begin * self.world_size :][: len(dealt)]
-                part.copy_(dealt[: len(part)])
+                row = self._rows_in(
+                    begin * self.world_size + torch.arange(len(dealt), device="cpu")
+                )
+                whole[row[row >= 0]] = dealt[row >= 0]
         return whole
 
     @not_compiled
-    def lookup(self, table: Tensor, index: Tensor, *, row_wise: bool) -> Tensor:
+    def lookup(
+        self,
+        table: Tensor,
+        index: Tensor,
+        *,
+        row_wise: bool,
+        find: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Rows [..., H] of the whole table for this process's index [...], zeros where it is -1.
 
         All processes call it, and its backward, together, with indices of any shape. Each looks up
         those of all processes that it holds. The gradient of `table` is as of `sharded_nll`.
+
+        Args:
+            find: where rows are in `table`, -1 for those of other processes; required if rows have
+                other slots than their numbers.
         """
         longest = torch.tensor(index.numel(), device=index.device)
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
         row = gathered(index.flatten(), int(longest), -1, self.group)
-        local = torch.where(row % self.world_size == self.rank, row // self.world_size, -1)
+        if find is None:
+            local = torch.where(row % self.world_size == self.rank, row // self.world_size, -1)
+        else:
+            local = find(row.clamp(min=0))
         local = torch.where(row >= 0, local, -1)
         if row_wise:
             rows = lookup(table, local)

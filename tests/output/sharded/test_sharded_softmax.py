@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import start_processes
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.rowwise import RowAdagrad, RowGradient
 from lm.output.sharded import ShardedSoftmax
-from lm.output.sharded.placement import columns_per_process, place
+from lm.output.sharded.placement import PlacementName, Plan, columns_per_process, place
 from tests.output.definition import TREES, H, N
 
 Job = Callable[[int, int], None]
@@ -75,11 +75,15 @@ def _whole(layer: ShardedSoftmax, dtype: torch.dtype) -> HierarchicalSoftmax:
     return whole
 
 
-def _check_equal(rank: int, world_size: int, tree: ClassTree, backend: Any, case: str) -> None:
+def _check_equal(
+    rank: int, world_size: int, tree: ClassTree, placement: Any, backend: Any, case: str
+) -> None:
     for dtype in (torch.float64, torch.float32):
-        for row_wise in (False, True):
+        for row_wise in (False, True) if dtype == torch.float64 else (True,):
             torch.manual_seed(1)
-            layer = ShardedSoftmax(H, tree, backend=backend, row_wise=row_wise, dtype=dtype)
+            layer = ShardedSoftmax(
+                H, tree, backend=backend, row_wise=row_wise, dtype=dtype, placement=placement
+            )
             nn.init.normal_(cast(Tensor, layer.bias))
             whole = _whole(layer, dtype)
             torch.manual_seed(2)
@@ -105,20 +109,28 @@ def _check_equal(rank: int, world_size: int, tree: ClassTree, backend: Any, case
 
 def _all_trees(rank: int, world_size: int) -> None:
     for tree in TREES.values():
-        for case in ("even", "one without positions", "empty"):
-            _check_equal(rank, world_size, tree, "reference", case)
+        for placement in ("word", "class"):
+            for case in ("even", "one without positions", "empty"):
+                _check_equal(rank, world_size, tree, placement, "reference", case)
 
 
 def _interpreted(rank: int, world_size: int) -> None:
-    for name in ("two levels", "paths"):
-        _check_equal(rank, world_size, TREES[name], "triton", "one without positions")
+    for name, placement in (("two levels", "word"), ("paths", "word"), ("shortlist", "class")):
+        _check_equal(rank, world_size, TREES[name], placement, "triton", "one without positions")
 
 
 def _twenty_steps(rank: int, world_size: int) -> None:
     tree = ClassTree.two_level((torch.arange(N) * 7) % 5, 4)
-    for row_wise, dtype in ((False, torch.float64), (True, torch.float64), (True, torch.float32)):
+    cases: list[tuple[bool, torch.dtype, PlacementName]] = [
+        (False, torch.float64, "word"),
+        (True, torch.float64, "word"),
+        (True, torch.float32, "word"),
+        (False, torch.float64, "class"),
+        (True, torch.float64, "class"),
+    ]
+    for row_wise, dtype, placement in cases:
         torch.manual_seed(3)
-        layer = ShardedSoftmax(H, tree, row_wise=row_wise, dtype=dtype)
+        layer = ShardedSoftmax(H, tree, row_wise=row_wise, dtype=dtype, placement=placement)
         torch.manual_seed(3)
         whole = HierarchicalSoftmax(H, tree, row_wise=row_wise, dtype=dtype)
         optimizers = [RowAdagrad(each.parameters(), lr=0.1) for each in (layer, whole)]
@@ -155,9 +167,10 @@ def test_twenty_steps_are_those_of_one_process(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_rows_are_dealt_evenly(tree: ClassTree, world_size: int) -> None:
+def test_by_word_rows_are_dealt_evenly(tree: ClassTree, world_size: int) -> None:
     """Every node and the whole weight to within one row, each row once."""
-    places = [place(tree, rank, world_size) for rank in range(world_size)]
+    plan = Plan.by_word(tree, world_size)
+    places = [place(tree, plan, plan.dealt(tree, rank)).held for rank in range(world_size)]
     local = torch.stack([each.shard.local_row for each in places])
     assert ((local >= 0).sum(0) == 1).all()
     sizes = torch.stack([each.tree.num_children for each in places])
@@ -169,11 +182,47 @@ def test_rows_are_dealt_evenly(tree: ClassTree, world_size: int) -> None:
     assert max(held) - min(held) <= 1
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_by_class_each_row_has_one_process(tree: ClassTree, world_size: int) -> None:
+    """A table is the same after it was dealt and gathered again."""
+    plan = Plan.by_class(tree, world_size, torch.arange(N) + 1)
+    dealt = [plan.dealt(tree, rank) for rank in range(world_size)]
+    rows = torch.cat([each.held(torch.arange(tree.num_rows)) for each in dealt])
+    assert torch.equal(rows.sort().values, torch.arange(tree.num_rows))
+    assert [each.num_held for each in dealt] == [len(each.held(rows)) for each in dealt]
+
+
+TREE = ClassTree.two_level(num_words=250_000)
+
+
+def _words_of_one_class() -> Tensor:
+    words = TREE.item_of_row[TREE.node_of_row == TREE.num_nodes - 1]
+    return words[torch.arange(4096) % len(words)]
+
+
+def _load(plan: Plan, target: Tensor) -> float:
+    columns = columns_per_process(TREE, plan, target)
+    return float(columns.max() / columns.mean())
+
+
 @pytest.mark.parametrize("world_size", [2, 4, 8, 64])
 def test_work_is_balanced_if_all_targets_are_in_one_class(world_size: int) -> None:
-    """The worst case of contiguous classes, whose owner would do the work of all."""
-    tree = ClassTree.two_level(num_words=250_000)
-    last_class = tree.num_words_below.numel() - 1
-    words = tree.item_of_row[tree.node_of_row == last_class]
-    columns = columns_per_process(tree, words[torch.arange(4096) % len(words)], world_size)
-    assert columns.max() / columns.double().mean() <= 1.05
+    """The worst case of contiguous classes, whose owner does the work of all."""
+    target = _words_of_one_class()
+    assert _load(Plan.by_word(TREE, world_size), target) <= 1.05
+    counts = torch.bincount(target, minlength=TREE.vocab_size)
+    assert _load(Plan.by_class(TREE, world_size, counts), target) <= 1.2
+    assert _load(Plan.contiguous(TREE, world_size), target) > (world_size + 1) / 2.1
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 64])
+def test_work_by_class_is_balanced_for_text_like_the_counted_one(world_size: int) -> None:
+    """Whatever the frequencies of the words; and so is memory."""
+    counts = 1e9 / (torch.arange(TREE.vocab_size) + 1.0)
+    plan = Plan.by_class(TREE, world_size, counts)
+    torch.manual_seed(0)
+    target = torch.multinomial(counts, 200_000, replacement=True)
+    assert _load(plan, target) <= 1.2
+    held = torch.bincount(plan.process_of_row(TREE), minlength=world_size)
+    assert held.max() <= 1.15 * held.double().mean()
