@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         of stdout has closed it.
     """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    for package, level in (("lm", "INFO"), ("data_prep", "INFO"), ("matplotlib", "ERROR")):
+    ours = "WARNING" if _is_further_process() else "INFO"
+    for package, level in (("lm", ours), ("data_prep", ours), ("matplotlib", "ERROR")):
         logging.getLogger(package).setLevel(level)
     # Lightning 2.6 calls a function that torch 2.13 has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
@@ -78,6 +79,12 @@ def run_process() -> int:
     codecs.register_error("json", _escape)
     sys.stdout.reconfigure(errors="json")  # type: ignore[union-attr]
     return main()
+
+
+def _is_further_process() -> bool:
+    """Whether torchrun, SLURM or Fabric started this process beside a first one that reports."""
+    ranks = (os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    return any(rank not in ("", "0") for rank in ranks)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -45,6 +45,9 @@ def first_problem(config: Config) -> str | None:
         "train.strategy: shard_output cannot be combined with output.tree: adaptive": (
             adaptive and train.strategy == "shard_output"
         ),
+        f"train.shard_by: {train.shard_by} requires train.strategy: shard_output": (
+            train.shard_by != "auto" and train.strategy != "shard_output"
+        ),
         "word_table.lr requires word_table.optimizer": table.lr and table.optimizer is None,
         "word_table.dtype: bf16 requires row-wise gradients: word_table.optimizer, and"
         " word_table.gradients: auto or row_wise": (

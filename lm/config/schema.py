@@ -159,12 +159,17 @@ class TrainConfig(Strict):
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Kind of device; auto is the GPU if there is one."""
     devices: Positive | Literal["auto"] = 1
-    """Number of devices; auto is all of them."""
+    """Number of devices of each machine; auto is all of them."""
     strategy: Literal["auto", "ddp", "shard_output"] = "auto"
     """How several devices share the work; auto is ddp for more than one device. ddp: every device
     has the whole model. shard_output: the rows of the table of words are dealt to the devices, each
     of which does the same work whatever the targets are; the backbone is as with ddp. A checkpoint
     of shard_output continues on any number of devices."""
+    shard_by: Literal["auto", "word", "class"] = "auto"
+    """How shard_output deals the rows. word: those of every class to all devices, which all compute
+    a part for every position. class: whole classes, by their tokens in the training split, so that
+    positions are sent to the owner of their class only. auto: the faster one by the cost model that
+    `lm info` prints."""
     val_every_steps: Positive | None = None
     """Number of steps between validations. Default: validate at the end of each epoch."""
     checkpoint_every_steps: Positive | None = None

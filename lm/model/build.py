@@ -19,7 +19,7 @@ from lm.model.lstm import LSTM
 from lm.model.output_layer import OutputLayer
 from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.output.sharded import ShardedSoftmax
+from lm.output.sharded import PlacementName, ShardedSoftmax
 
 
 def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
@@ -64,7 +64,7 @@ def build_model(
     context: int,
     *,
     counts: Tensor | None = None,
-    sharded: bool = False,
+    placement: PlacementName | None = None,
 ) -> LanguageModel:
     """Build the model that a configuration describes, initialized from torch's random generator.
 
@@ -77,8 +77,8 @@ def build_model(
         counts: [N] occurrences of each word in the training split, for `count_word_dropout`
             (without them there is none) and for the frequency ranks of `output.tree: adaptive`,
             which requires them.
-        sharded: whether the rows of the table of words are dealt to the processes of
-            `torch.distributed`.
+        placement: how the rows of the table of words are dealt to the processes of
+            `torch.distributed`, see `ShardedSoftmax`; None: every process has all.
 
     Returns:
         The model, in training mode, on the default device.
@@ -110,7 +110,9 @@ def build_model(
         except ValueError as error:
             raise UserError(f"output.cutoffs: {error}") from error
     else:
-        kind = ShardedSoftmax if sharded else HierarchicalSoftmax
+        kind: Any = HierarchicalSoftmax
+        if placement is not None:
+            kind = partial(ShardedSoftmax, placement=placement, counts=counts)
         softmax = kind(
             config.hidden,
             tree,

@@ -1,6 +1,7 @@
 """Lightning Fabric as a configuration asks for it, CPU threads, precision of matrix products."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,7 +17,8 @@ from lm.run import Run
 
 def build_fabric(run: Run) -> Fabric:
     """Fabric with the accelerator, devices, strategy and precision of the section `train`."""
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    for package in ("fabric", "pytorch"):  # either has the logger, whichever is imported last
+        logging.getLogger(f"lightning.{package}").setLevel(logging.WARNING)
     config = run.config
     strategy: str | DDPStrategy = "auto"
     if config.train.strategy != "auto" or run.num_devices > 1:
@@ -27,6 +29,8 @@ def build_fabric(run: Run) -> Fabric:
     return Fabric(
         accelerator="cuda" if run.on_gpu else "cpu",
         devices=run.num_devices,
+        # Machines, each with as many devices, as torchrun and SLURM count them.
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1),
         strategy=strategy,
         precision=config.train.precision,
     )
@@ -43,6 +47,27 @@ def launched(fabric: Fabric, train: TrainConfig) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(previous)
+
+
+@contextmanager
+def reporting_lost_processes(fabric: Fabric) -> Iterator[None]:
+    """If a process of the run has ended, the others end, and the first one says so in a line.
+
+    Raises:
+        UserError: in the first process; SystemExit in the others.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)
+        if not lost or fabric.world_size == 1:
+            raise
+        if not fabric.is_global_zero:
+            raise SystemExit(1) from error
+        raise UserError(
+            "training ended because another process of the run did, or cannot be reached (its own"
+            " messages say why): continue with --resume auto"
+        ) from error
 
 
 def check_devices(run: Run) -> None:

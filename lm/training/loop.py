@@ -18,7 +18,7 @@ from lm.model.files import DESCRIPTION
 from lm.run import Run
 from lm.training.batches import training_batches
 from lm.training.checkpoint import load_checkpoint
-from lm.training.devices import build_fabric, launched
+from lm.training.devices import build_fabric, launched, reporting_lost_processes
 from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
 from lm.training.metrics import draw_curves
@@ -52,7 +52,8 @@ def train(
 
     Raises:
         UserError: if the folder already contains a run, the checkpoint does not fit the
-            configuration, the memory does not suffice, or the loss diverged.
+            configuration, the memory does not suffice, the loss diverged, or another process of
+            the run has ended.
         Interrupted: if SIGTERM, SIGHUP or SIGINT ended the run, after its checkpoint was written.
     """
     config, folder = run.config, run.folder
@@ -73,7 +74,11 @@ def train(
         if checkpoint is None or saved is None or saved["progress"]["batches_done"] < num_batches:
             if checkpoint is not None:
                 _log.info("continuing from %s", checkpoint)
-            with StopSignals() as signals, launched(fabric, config.train):
+            with (
+                StopSignals() as signals,
+                reporting_lost_processes(fabric),
+                launched(fabric, config.train),
+            ):
                 state = TrainingState(fabric, run, batches, saved)
                 if is_main:
                     write_run_metadata(run)

@@ -22,6 +22,7 @@ from lm.training.shards import (
     columns_of,
     held_optimizer_state,
     held_weights,
+    placement_of,
     whole_optimizer_state,
     whole_weights,
 )
@@ -102,10 +103,17 @@ class TrainingState:
         self.progress = Progress()
         tree, context, counts = run.tree, config.train.seq_len, torch.tensor(run.prepared.counts())
         sections = config.model, config.output, run.word_table
+        placement = placement_of(run)[0] if sharded else None
         torch.manual_seed(config.seed)
         device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
         with fabric.strategy.precision.module_init_context(), device:
-            self.model = build_model(*sections, tree, context, counts=counts, sharded=sharded)
+            self.model = build_model(
+                *sections,
+                tree,
+                context,
+                counts=counts,
+                placement=placement,
+            )
         if fabric.global_rank:  # the same weights on every device, but different dropout
             torch.manual_seed(config.seed + fabric.global_rank)
         if saved is not None:

@@ -75,6 +75,12 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
     "table",
     [
         ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"],
+        [
+            "--train.shard_by=class",
+            "--word_table.tied=true",
+            "--word_table.optimizer=adagrad",
+            "--word_table.lr=0.05",
+        ],
         ["--model.input_embedding=path_sum", "--word_table.gradients=row_wise"],
         [
             "--optim.optimizer=adamw",
@@ -83,14 +89,14 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
             "--model.init_range=0.2",
         ],
     ],
-    ids=["tied, adagrad", "path sums, row-wise", "adamw, clipped"],
+    ids=["tied, adagrad", "by class", "path sums, row-wise", "adamw, clipped"],
 )
 def test_dealt_rows_train_as_those_of_one_process_and_continue_on_any_number(
     two: Two, train: Callable[..., Path], tmp_path: Path, table: list[str]
 ) -> None:
     sgd = ["--optim.optimizer=sgd", "--optim.lr=0.5", "--optim.weight_decay=0"]
     options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2", *sgd, *table]
-    one = train(tmp_path / "one", *options)
+    one = train(tmp_path / "one", *(each for each in options if "shard_by" not in each))
     options += ["--train.strategy=shard_output"]
     finish(two(*options, "--train.max_steps=4"))
     finish(two(*options, "--resume", "auto", devices=1))
@@ -117,6 +123,19 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(two: Two, tmp_p
     (step,) = set(re.findall(r"stopped by SIGTERM at step (\d+)", message))
     progress = load_checkpoint(run / "checkpoints" / "last.ckpt")["progress"]
     assert progress["batches_done"] == int(step)
+
+
+def test_if_a_process_is_killed_the_run_ends_with_one_line(two: Two, tmp_path: Path) -> None:
+    options = ["--train.max_steps=100000", "--train.val_every_steps=100000", "--log.every_steps=5"]
+    run, process = tmp_path / "run", two(*options, "--train.strategy=shard_output")
+    while not read_metrics(run / "metrics.csv") and process.poll() is None:
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
+    _, message = finish(process, 2)
+    assert "Traceback" not in message
+    assert message.count("lm: ") == 1
+    assert "another process of the run" in message.splitlines()[-1]
 
 
 def test_clusters_without_a_target_train_and_each_process_draws_different_dropout(

@@ -1,6 +1,7 @@
-"""The output layer split over processes: the same work on each, whatever the targets are."""
+"""The output layer split over processes, by word or by class."""
 
 from lm.output.sharded.layer import ShardedSoftmax
+from lm.output.sharded.placement import PlacementName
 from lm.output.sharded.rows import DealtRows
 
-__all__ = ["DealtRows", "ShardedSoftmax"]
+__all__ = ["DealtRows", "PlacementName", "ShardedSoftmax"]

@@ -189,12 +189,16 @@ def columns_per_process(tree: ClassTree, plan: Plan, target: Tensor) -> Tensor:
     of the process. Positions belong to processes in equal shares.
     """
     counts = torch.bincount(target.flatten().cpu(), minlength=tree.vocab_size)
-    visits = visits_of_nodes(tree, counts)
+    return held_columns(tree, plan, visits_of_nodes(tree, counts))
+
+
+def held_columns(tree: ClassTree, plan: Plan, visits: Tensor) -> Tensor:
+    """The columns of visits [I] that each process computes, [W] fp64."""
     process, node = plan.process_of_row(tree), tree.node_of_row.cpu()
-    is_gathered = plan.owner == GATHERED
-    columns = torch.where((tree.num_children.cpu() > 1) & ~is_gathered, visits, 0)[node]
+    is_gathered, size = plan.owner == GATHERED, tree.num_children.cpu()
+    columns = torch.where((size > 1) & ~is_gathered, visits, 0)[node]
     work = torch.zeros(plan.world_size, dtype=torch.float64).index_add_(0, process, columns)
-    own = (visits * tree.num_children.cpu())[is_gathered].sum() / plan.world_size
+    own = (visits * size)[is_gathered].sum() / plan.world_size
     return work + own
 
 

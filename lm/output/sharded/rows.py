@@ -70,6 +70,8 @@ class DealtRows(NamedTuple):
 
         The whole table is drawn in blocks, so that its values do not depend on the processes.
         """
+        if table.is_meta:
+            return
         for begin in range(0, self.num_rows, BLOCK_ROWS):
             rows = table.new_empty(min(BLOCK_ROWS, self.num_rows - begin), *table.shape[1:])
             fill(rows)
