@@ -101,14 +101,10 @@ def step_cost(
     gathered = int((plan.owner == GATHERED)[node].sum())
     row = row_size(sizes.hidden_size)
     others = world_size - 1
-    recipients = _share_of_split(tree, plan, counts)
-    recipients = recipients * others + (1 - recipients) * others / world_size
-    vector = sizes.hidden_size * sizes.hidden_bytes
-    levels = tree.depth * max(4, sizes.hidden_bytes)
-    level = levels // tree.depth
-    per_position = 2 * vector + 8 + 2 * levels + levels + level  # see `exchange`
-    sent = sizes.num_positions * recipients * per_position + others * 8
-    sent += 2 * others * -(-gathered // world_size) * (row + 1) * sizes.weight_bytes
+    split = _share_of_split(tree, plan, counts)
+    recipients = split * others + (1 - split) * others / world_size
+    sent = sizes.num_positions * recipients * sum(bytes_of_position(sizes, tree.depth))
+    sent += bytes_of_batch(sizes, gathered, world_size)
     most = float(columns.max())
     rows = float(visited.max()) + gathered * (by_class and world_size > 1)
     return StepCost(
@@ -122,6 +118,19 @@ def step_cost(
         flops=6.0 * sizes.hidden_size * most,
         memory_bytes=PASSES_OVER_ROWS * rows * row * sizes.weight_bytes,
     )
+
+
+def bytes_of_position(sizes: Sizes, depth: int) -> tuple[int, int]:
+    """What is sent for a position to another process, and back, in forward and backward."""
+    vector, number = sizes.hidden_size * sizes.hidden_bytes, max(4, sizes.hidden_bytes)
+    return vector + 8 + (depth + 1) * number, 2 * depth * number + vector
+
+
+def bytes_of_batch(sizes: Sizes, num_gathered: int, world_size: int) -> int:
+    """What a process sends besides: numbers of positions, gathered rows and their gradients."""
+    held = -(-num_gathered // world_size)
+    rows = 2 * held * (row_size(sizes.hidden_size) + 1) * sizes.weight_bytes
+    return (world_size - 1) * (8 + rows)
 
 
 def choose_placement(

@@ -12,7 +12,7 @@ from lm.output.backends.visits import check_words
 from lm.output.functional import BackendName, Reduction
 from lm.output.layer import HierarchicalSoftmax
 from lm.output.sharded.exchange import Gathered, forward, sharded_nll
-from lm.output.sharded.placement import GATHERED, SPLIT, Part, PlacementName, Plan, place
+from lm.output.sharded.placement import Part, PlacementName, Plan, place, recipients_of
 from lm.output.sharded.rows import gathered
 from lm.output.tree.class_tree import ClassTree, Shard
 
@@ -160,20 +160,12 @@ class ShardedSoftmax(HierarchicalSoftmax):
 
     def _exchanged(self, problem: Problem) -> tuple[Gathered | None, Tensor]:
         """What is gathered for a problem, and which process gets which position, [W, P]."""
-        target, tree = problem.target, self.tree
-        is_word = target != self.ignore_index
+        target, sizes = problem.target, (self.dealt.world_size, self.ignore_index)
         check_words("target", target, self.vocab_size, self.ignore_index)
-        path = tree.rows_on_path(torch.where(is_word, target, 0)).T
-        node = tree.node_of_row[path.clamp(min=0)]
-        owner = self._owner[node].masked_fill((path < 0) | (tree.num_children[node] == 1), GATHERED)
-        process = torch.arange(self.dealt.world_size, device=owner.device)[:, None]
-        recipients = torch.zeros(len(process), len(target), dtype=torch.bool, device=owner.device)
-        for level in owner:
-            recipients |= (level == process) | (level == SPLIT)
-        recipients &= is_word
+        recipients = recipients_of(target, self.tree, self._owner, *sizes)
         if self._gathered is None:
             return None, recipients
-        return Gathered(self._gathered.part(tree), self._num_gathered), recipients
+        return Gathered(self._gathered.part(self.tree), self._num_gathered), recipients
 
     def lookup(self, row: Tensor, *, row_wise: bool) -> Tensor:
         """Rows of the whole weight, see `DealtRows.lookup`."""

@@ -170,6 +170,21 @@ def _part(tree: ClassTree, local_row: Tensor, first: int = 0) -> Part:
     return Part(local, shard, int((column + num_children).max()))
 
 
+def recipients_of(
+    target: Tensor, tree: ClassTree, owner: Tensor, world_size: int, ignore_index: int = -100
+) -> Tensor:
+    """Whether each process gets each position [P], [W, P] bool: if it holds rows of the path."""
+    is_word = target != ignore_index
+    path = tree.rows_on_path(torch.where(is_word, target, 0)).T
+    node = tree.node_of_row[path.clamp(min=0)]
+    owners = owner[node].masked_fill((path < 0) | (tree.num_children[node] == 1), GATHERED)
+    process = torch.arange(world_size, device=owner.device)[:, None]
+    recipients = torch.zeros(world_size, len(target), dtype=torch.bool, device=owner.device)
+    for level in owners:
+        recipients |= (level == process) | (level == SPLIT)
+    return recipients & is_word
+
+
 def visits_of_nodes(tree: ClassTree, counts: Tensor | None = None) -> Tensor:
     """How often each node is on the path of words with these counts [N], [I] fp64."""
     word = torch.arange(tree.vocab_size, device="cpu")

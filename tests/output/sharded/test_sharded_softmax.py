@@ -1,44 +1,18 @@
 """ShardedSoftmax equals HierarchicalSoftmax, in processes connected by gloo."""
 
-import os
-import socket
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import start_processes
 
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.rowwise import RowAdagrad, RowGradient
 from lm.output.sharded import ShardedSoftmax
 from lm.output.sharded.placement import PlacementName, Plan, columns_per_process, place
+from scripts.benchmarks.shards import in_processes
 from tests.output.definition import TREES, H, N
-
-Job = Callable[[int, int], None]
-
-
-def _work(rank: int, world_size: int, port: int, job: Job) -> None:
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
-    )
-    try:
-        job(rank, world_size)
-    finally:
-        dist.destroy_process_group()
-
-
-def in_processes(world_size: int, job: Job) -> None:
-    """Run a function of (rank, world size), importable by name, in connected processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    start_processes(_work, (world_size, port, job), world_size, start_method="fork")  # type: ignore[no-untyped-call]
 
 
 def _positions(shares: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
