@@ -96,6 +96,7 @@ def simulate(tree: ClassTree, tokens: Tensor, options: argparse.Namespace, table
                 sent = [sent_bytes(tree, plan, batch, sizes) for batch in batches]
                 table.add(
                     {
+                        "kind": "plan",
                         "processes": world_size,
                         "targets": stream,
                         "placement": name,
@@ -173,6 +174,7 @@ def _measured(
                 load = [float(column.max() / column.mean()) for column in every.T]
                 table.add(
                     {
+                        "kind": "measured",
                         "processes": world_size,
                         "targets": stream,
                         "placement": placement,
@@ -210,6 +212,7 @@ def _memory(rank: int, world_size: int, options: argparse.Namespace, table: Tabl
     if rank == 0:
         table.add(
             {
+                "kind": "memory",
                 "processes": world_size,
                 "words": vocab_size,
                 "hidden": hidden_size,
@@ -253,6 +256,7 @@ def estimate(vocab_size: int, hidden_size: int, num_positions: int, table: Table
         cost = step_cost(tree, 8, placement, sizes, counts)
         table.add(
             {
+                "kind": "estimate",
                 "words": vocab_size,
                 "hidden": hidden_size,
                 "placement": placement,
@@ -261,7 +265,8 @@ def estimate(vocab_size: int, hidden_size: int, num_positions: int, table: Table
                 "memory_gb": round(cost.memory_bytes / 1e9, 2),
                 "gflop": round(cost.flops / 1e9),
                 "sent_mb": round(cost.sent_bytes / 1e6, 1),
-                **{f"ms, {gpu.name}": round(cost.seconds(gpu) * 1e3, 2) for gpu in GPUS},
+                "nvlink_ms": round(cost.seconds(GPUS[0]) * 1e3, 2),
+                "pcie_ms": round(cost.seconds(GPUS[1]) * 1e3, 2),
             }
         )
 
@@ -282,8 +287,8 @@ def main() -> None:
     table = Table(log=options.json)
     runs_processes = options.measure or options.memory
     options.processes = options.processes or ([2, 4] if runs_processes else [2, 4, 8, 64])
-    for size in options.estimate or ():
-        estimate(*size, options.positions, table)
+    for vocab_size, hidden_size in options.estimate or ():
+        estimate(vocab_size, hidden_size, options.positions, table)
     if options.memory:
         for world_size in options.processes:
             in_processes(world_size, _memory, options, table)

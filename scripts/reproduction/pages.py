@@ -15,7 +15,13 @@ from scripts.reproduction.figures import draw_curves, draw_vocabularies
 from scripts.reproduction.runs import RESULTS, TOP
 from scripts.reproduction.tables import generate_tables
 
-PAGES = ("README.md", "*/README.md", "lm/output/README.md", "scripts/*/README.md")
+PAGES = (
+    "README.md",
+    "*/README.md",
+    "lm/output/README.md",
+    "lm/output/sharded/README.md",
+    "scripts/*/README.md",
+)
 RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")
 """Labels in the header comment of every recipe."""
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

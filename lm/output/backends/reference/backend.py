@@ -139,7 +139,12 @@ class ReferenceBackend:
             d_bias = _new_gradient(bias, nodes, needs.row_wise)
         with torch.autocast(hidden.device.type, enabled=False):
             for node in nodes:
-                for children in node.blocks(weight, hidden.dtype, whole=errors):
+                blocks = node.blocks(weight, hidden.dtype, whole=errors)
+                held = errors or (
+                    blocks == node.blocks(weight, hidden.dtype, whole=True)  # as of any batch
+                    and node.visits.stop - node.visits.start < weight.shape[1]
+                )
+                for children in blocks:
                     rows = slice(node.rows.start + children.start, node.rows.start + children.stop)
                     if errors:
                         error = node.columns(saved_error)[:, children]
@@ -152,9 +157,9 @@ class ReferenceBackend:
                         if needs.hidden:
                             unscaled[node.visits].addmm_(error, block)
                     if d_weight is not None:
-                        _add_product(d_weight, rows, error, scaled[node.visits], saved=errors)
+                        _add_product(d_weight, rows, error, scaled[node.visits], held=held)
                     if d_bias is not None:
-                        _add_product(d_bias, rows, error, d_nll[node.visits], saved=errors)
+                        _add_product(d_bias, rows, error, d_nll[node.visits], held=held)
         d_hidden = None
         if needs.hidden:
             d_hidden = unscaled[:, : problem.hidden.shape[1]] * d_nll[:, None]
@@ -264,11 +269,11 @@ def _new_gradient(table: Tensor, nodes: list[Node], row_wise: bool) -> Tensor:
     return zeros_except([(node.rows.start, node.rows.stop) for node in nodes], table)
 
 
-def _add_product(out: Tensor, rows: slice, error: Tensor, factor: Tensor, *, saved: bool) -> None:
-    """Add errorᵀ factor, a matrix or a vector; row-wise as a product if the error was saved."""
+def _add_product(out: Tensor, rows: slice, error: Tensor, factor: Tensor, *, held: bool) -> None:
+    """Add errorᵀ factor, a matrix or a vector; row-wise as a product if the error may be held."""
     if isinstance(out, RowGradient):
         factor = factor.view(len(factor), -1)
-        if saved:
+        if held:
             out.append(Product(rows.start, error, factor))
         else:
             index = torch.arange(rows.start, rows.stop, device=error.device)
