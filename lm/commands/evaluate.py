@@ -11,7 +11,10 @@ from lm.run import Run
 HELP = "perplexity of a trained model on a text"
 _TEXT: Options = {
     "--split": {"default": "test", "choices": ("train", "valid", "test"), "help": "default: test"},
-    "--text": {"metavar": "FILE|-", "help": "text instead of a split; its empty lines count too"},
+    "--text": {
+        "metavar": "FILE|-",
+        "help": "text instead of a split, with its rule for empty lines",
+    },
 }
 OPTIONS = RUN | _TEXT | COMPUTING | NO_PROGRESS | JSON
 EXCLUSIVE = tuple(_TEXT)

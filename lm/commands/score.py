@@ -39,6 +39,7 @@ def run(options: argparse.Namespace) -> None:
     if options.details and (options.format == "kenlm" or options.level != "word"):
         raise UserError("--details requires --level word and --format tsv or json")
     from data_prep.corpus.lines import read_text
+    from lm.evaluation import perplexity_rule, token_unit
     from lm.scoring import Scorer
     from lm.scoring.layouts import Layout
 
@@ -56,12 +57,22 @@ def run(options: argparse.Namespace) -> None:
         name=options.format,
         unit=options.unit,
         has_ids=options.ids,
+        keep_empty_lines=run.keeps_empty_lines,
     )
     rule = "one stream: all lines are one text" if options.stream else "independent sentences"
+    if options.stream and not run.keeps_empty_lines:
+        rule += ", empty lines left out as in training"
+    unit = "word" if options.format == "kenlm" else token_unit(run.tokenizer)
+    counted = perplexity_rule(unit)
+    if options.vocabulary_size is not None:
+        counted = counted.replace("counted as <unk>", "by their shares of P(<unk>)")
     lines = read_text(options.file or "-")
     for number, row in enumerate(layout.rows(lines, stream=options.stream)):
         if number == 0:  # the text can be read
             _log.info(
-                "%s, <eos> before the first word; log-probabilities in %s", rule, options.unit
+                "%s, <eos> before the first word; log-probabilities in %s; perplexity %s",
+                rule,
+                options.unit,
+                counted,
             )
         print(row)

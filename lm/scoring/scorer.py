@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.errors import UserError
-from data_prep.tokenizer.tokenizer import AlignedLine, Tokenizer, WordTokenizer, line_batches
+from data_prep.tokenizer.tokenizer import AlignedLine, Tokenizer, line_batches
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines, read_text
 
@@ -45,6 +45,7 @@ class LineScore:
     words: list[str]  # [n - 1], separated by whitespace
     log_prob: Floats  # [n] nats, sums over the tokens of each unit
     is_oov: NDArray[np.bool_]  # [n], whether a token of the unit is `<unk>`
+    is_unk: NDArray[np.bool_]  # [t], whether each token is `<unk>`
     context: Ints  # [n], how many tokens predict the unit's first, `<eos>` at the start included
     word_id: Ints  # [n], the first token of each unit; -1 for a word without a token of its own
     unit_of_token: Ints  # [t], the unit of each token
@@ -89,11 +90,6 @@ class Scorer:
             limit = f"and at most {MAX_VOCABULARY_SIZE}"
             raise UserError(f"vocabulary size {vocabulary_size}: {expected}, {limit}")
         self.num_unseen = vocabulary_size - (model.vocab_size - 1)
-
-    @property
-    def has_one_token_per_word(self) -> bool:
-        """Whether every word is one token."""
-        return isinstance(self.tokenizer, WordTokenizer) and not self.tokenizer.split_punctuation
 
     def sentences(self, lines: Iterable[str]) -> Iterator[LineScore]:
         """Score independent lines in their order.
@@ -168,6 +164,7 @@ class Scorer:
                 words=line.words,
                 log_prob=np.bincount(unit, tokens.log_prob, num_units).astype(np.float64),
                 is_oov=np.bincount(unit, ids == unk_id, num_units) > 0,
+                is_unk=ids == unk_id,
                 context=context[part][first],
                 word_id=np.where(unit[first] == np.arange(num_units), ids[first], -1),
                 unit_of_token=unit,
