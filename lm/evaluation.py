@@ -213,7 +213,9 @@ def evaluate_text(run: Run, lines: Iterable[str], *, progress: bool = True) -> E
         UserError: if there is no model, its tokenizer is not the one that it was trained with, or
             the text has no line.
     """
-    tokens, counts = encode_text(run, lines)
+    text, literals = list(lines), run.tokenizer.literals
+    tokens, counts = encode_text(run, text)
+    log_literals("text", {word: sum(line.count(word) for line in text) for word in literals})
     result = evaluate(
         run.model,
         tokens,
@@ -232,7 +234,6 @@ def encode_text(run: Run, lines: Iterable[str]) -> tuple[NDArray[Any], TextCount
     text = list(lines if run.keeps_empty_lines else filter(str.strip, lines))
     if not text:
         raise UserError("the text to evaluate is empty")
-    log_literals("text", {w: sum(line.count(w) for line in text) for w in tokenizer.literals})
     counts = TextCounts(
         words=sum(tokenizer.num_words(line) for line in text),
         lines=len(text),

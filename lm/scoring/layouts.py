@@ -55,7 +55,7 @@ class Layout:
         sentences = self._sentences(lines, ids, keep_empty=self.keep_empty_lines or not stream)
         scores = self.scorer.stream(sentences) if stream else self.scorer.sentences(sentences)
         num_lines, num_units, num_tokens, oov, log_prob, oov_log_prob = 0, 0, 0, 0, 0.0, 0.0
-        by_word = self.name == "kenlm"
+        by_word, unmixed = self.name == "kenlm", np.zeros(2)
         for score in scores:
             id = ids.popleft()
             if self.level != "summary":
@@ -68,6 +68,8 @@ class Layout:
             oov += int(is_oov.sum())
             log_prob += float(each.sum())
             oov_log_prob += float(each[is_oov].sum())
+            if score.unmixed is not None:
+                unmixed += score.unmixed.sum(1)
         if not num_lines:
             raise UserError("the text to score is empty")
         count = num_units if by_word else num_tokens
@@ -81,6 +83,10 @@ class Layout:
             "perplexity_excluding_oov": perplexity(oov_log_prob - log_prob, count - oov),
             "word_perplexity": perplexity(-log_prob, num_units),
         }
+        if self.scorer.mixture is not None:
+            names = ("perplexity_model", "perplexity_ngram")
+            alone = (perplexity(-float(each), count) for each in unmixed)
+            summary |= dict(zip(names, alone, strict=True))
         if self.name == "json":
             yield _json({"summary": summary | {"unit": self.unit}})
         elif self.name == "kenlm":
@@ -88,6 +94,9 @@ class Layout:
             yield f"Perplexity excluding OOVs:\t{summary['perplexity_excluding_oov']}"
             yield f"OOVs:\t{oov}"
             yield f"Tokens:\t{count}"
+            if self.scorer.mixture is not None:
+                yield f"Perplexity of the model alone:\t{summary['perplexity_model']}"
+                yield f"Perplexity of the n-gram model alone:\t{summary['perplexity_ngram']}"
         elif self.level == "summary":
             yield self._tsv([summary], has_header=True)
 
