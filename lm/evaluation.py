@@ -3,6 +3,10 @@
 Every token of a text is predicted once, the first one from `<eos>`. All figures are sums over
 tokens divided by counts and do not depend on a batch size. `lm.model.reader.read_text` determines
 the context of a token.
+
+*The* perplexity is that per token, `<eos>` included, where an unknown word is the token `<unk>`;
+the name of any other one says what it is. Bits per byte are known only if the tokens determine
+every byte of the text.
 """
 
 import math
@@ -16,7 +20,9 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data_prep.errors import UserError
+from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.token_file import SplitInfo, log_literals
+from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_text
 from lm.run import Run
@@ -46,11 +52,12 @@ class Evaluation:
     perplexity: float  # exp(nll / tokens)
     perplexity_excluding_oov: float  # over the tokens that are not `<unk>`, which remain context
     word_perplexity: float  # exp(nll / (words + lines)): comparable between tokenizers
-    bits_per_byte: float  # nll / ln 2 / utf8_bytes: comparable between tokenizers
+    bits_per_byte: float | None  # nll / ln 2 / utf8_bytes; None if tokens do not spell the text
     class_perplexity: float  # of the choice at the root of the tree
     within_class_perplexity: float  # of the choices below: `perplexity` / `class_perplexity`
     context: str  # how many tokens each token is predicted from, as a sentence
     eos_rule: str = EOS_RULE  # what is counted at line ends
+    unit: str = "token"  # what a token is: `word`, `piece`, …
 
     def to_dict(self) -> dict[str, Any]:
         """The figures for JSON, which has no infinity and no NaN: these are None."""
@@ -62,17 +69,22 @@ class Evaluation:
     def table(self, title: str) -> str:
         """The figures as lines of text below a title."""
         classes = f"{self.class_perplexity:.2f} × {self.within_class_perplexity:.2f}"
-        num_units = f"{self.words:,} words + {self.lines:,} line ends"
+        num_words = f"{self.words:,} words + {self.lines:,} line ends"
+        bits = "not known: unknown words are not spelled, a SentencePiece model with bytes does"
+        if self.bits_per_byte is not None:
+            bits = f"{self.bits_per_byte:.4f}"
+        elif not self.oov:
+            bits = "not known: case or spaces are lost, a SentencePiece model keeps them"
         rows = {
             "tokens predicted": f"{self.tokens:,}",
             "words, without <eos>": f"{self.words:,}",
             "out of vocabulary": f"{self.oov:,}",
             "negative log-likelihood": f"{self.nll_nats:.1f} nats",
-            "perplexity": f"{self.perplexity:.2f}",
-            "  excluding out of vocabulary": f"{self.perplexity_excluding_oov:.2f}",
-            "  class × within class": classes,
-            "word perplexity": f"{self.word_perplexity:.2f}, of {num_units}",
-            "bits per byte": f"{self.bits_per_byte:.4f}",
+            "perplexity": f"{self.perplexity:.2f}, {perplexity_rule(self.unit)}",
+            "  without unknown words": f"{self.perplexity_excluding_oov:.2f}",
+            "  of classes × within classes": classes,
+            "  per word": f"{self.word_perplexity:.2f}, of {num_words}",
+            "bits per byte": bits,
             "context": self.context,
             "line ends": self.eos_rule,
         }
@@ -145,11 +157,23 @@ def evaluate(
         perplexity=perplexity(nll, len(tokens)),
         perplexity_excluding_oov=perplexity(nll - oov_nll, len(tokens) - oov),
         word_perplexity=perplexity(nll, counts.words + counts.lines),
-        bits_per_byte=nll / math.log(2) / counts.utf8_bytes,
+        bits_per_byte=None if oov else nll / math.log(2) / counts.utf8_bytes,
         class_perplexity=perplexity(class_nll, len(tokens)),
         within_class_perplexity=perplexity(nll - class_nll, len(tokens)),
         context=predicted_from,
     )
+
+
+def token_unit(tokenizer: Tokenizer | TokenizerConfig) -> str:
+    """What a token is: `word`, `word or punctuation mark`, or `piece`."""
+    if tokenizer.kind == "sentencepiece":
+        return "piece"
+    return "word or punctuation mark" if tokenizer.split_punctuation else "word"
+
+
+def perplexity_rule(unit: str) -> str:
+    """What *the* perplexity counts, in words; `unit` is what a token is."""
+    return f"per {unit} and line end, unknown words counted as <unk>"
 
 
 def perplexity(nll: float, count: int) -> float:
@@ -176,34 +200,55 @@ def evaluate_split(run: Run, split: str, *, progress: bool = True) -> Evaluation
         context=description.context,
         progress=f"evaluate {split}" if progress else None,
     )
-    if run.config.data.keep_empty_lines:
-        return result
-    return replace(result, eos_rule=WITHOUT_EMPTY_LINES)
+    return _described(result, run, run.config.tokenizer)
 
 
 def evaluate_text(run: Run, lines: Iterable[str], *, progress: bool = True) -> Evaluation:
     """Evaluate the model of a run on the lines of a text, given without line ends.
 
+    Empty lines count only if they did in the corpus of the model: the figures of a split and of
+    its text are equal.
+
     Raises:
         UserError: if there is no model, its tokenizer is not the one that it was trained with, or
-            the text is empty.
+            the text has no line.
     """
-    model, description, tokenizer = run.model, run.description, run.tokenizer
-    text = list(lines)
+    text, literals = list(lines), run.tokenizer.literals
+    tokens, counts = encode_text(run, text)
+    log_literals("text", {word: sum(line.count(word) for line in text) for word in literals})
+    result = evaluate(
+        run.model,
+        tokens,
+        counts,
+        eos_id=run.description.eos_id,
+        unk_id=run.description.unk_id,
+        context=run.description.context,
+        progress="evaluate" if progress else None,
+    )
+    return _described(result, run, run.tokenizer)
+
+
+def encode_text(run: Run, lines: Iterable[str]) -> tuple[NDArray[Any], TextCounts]:
+    """The tokens of a text, by a run's rule for empty lines, and what the text contains."""
+    tokenizer = run.tokenizer
+    text = list(lines if run.keeps_empty_lines else filter(str.strip, lines))
     if not text:
         raise UserError("the text to evaluate is empty")
-    log_literals("text", {w: sum(line.count(w) for line in text) for w in tokenizer.literals})
     counts = TextCounts(
         words=sum(tokenizer.num_words(line) for line in text),
         lines=len(text),
         utf8_bytes=sum(len(line.encode()) + 1 for line in text),
     )
-    return evaluate(
-        model,
-        np.concatenate([[*ids, tokenizer.eos_id] for ids in tokenizer.encode_lines(text)]),
-        counts,
-        eos_id=description.eos_id,
-        unk_id=description.unk_id,
-        context=description.context,
-        progress="evaluate" if progress else None,
+    ids = [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_lines(text)]
+    return np.concatenate(ids), counts
+
+
+def _described(result: Evaluation, run: Run, tokenizer: Tokenizer | TokenizerConfig) -> Evaluation:
+    """The figures of a run's model, with what they count in words."""
+    is_lossy = tokenizer.kind == "words" and (tokenizer.lowercase or tokenizer.split_punctuation)
+    return replace(
+        result,
+        bits_per_byte=None if is_lossy else result.bits_per_byte,
+        eos_rule=EOS_RULE if run.keeps_empty_lines else WITHOUT_EMPTY_LINES,
+        unit=token_unit(tokenizer),
     )

@@ -6,8 +6,9 @@ on the way to a state. A word that the tokenizer splits has the probability of i
 another: with SentencePiece, this is the probability of all words that begin with it.
 
 With `vocabulary_size` V, the V - (N - 1) words that the vocabulary of N lacks share P(`<unk>`)
-equally. In `score`, `step`, `step_many`, `candidate_log_prob` and `log_prob`, the probability of
-`<unk>` is then that of one such word: the others add up to 1 with V - (N - 1) times this one.
+equally. In `score`, `step`, `step_many`, `candidate_log_prob`, `candidate_log_probs` and
+`log_prob`, the probability of `<unk>` is then that of one such word: the others add up to 1 with
+V - (N - 1) times this one.
 `evaluate`, `perplexity`, `generate` and `search` take `<unk>` as one word, whatever V is.
 """
 
@@ -185,8 +186,32 @@ class LoadedModel:
         log_prob = self.model.output.candidate_log_prob(state.hidden, word)
         return self._shared(log_prob, word)
 
+    @torch.no_grad()
+    def candidate_log_probs(self, states: Sequence[State], words: Sequence[Word]) -> Tensor:
+        """Log-probabilities [S, K] of some next words after each of many states, in one batch.
+
+        `candidate_log_prob` of each state: no state is made, and only the paths of the words in the
+        tree are computed. Words of several tokens cost a step of each state for each token.
+
+        Args:
+            states: S states of this model.
+            words: K words, the same for every state; each of them may be several tokens.
+        """
+        tokens, states = self._tokens_of_all(words), [self._own(state) for state in states]
+        if not states:
+            return torch.zeros(0, len(words), device=self.model.device)
+        hidden = torch.stack([state.hidden for state in states])
+        if any(len(word_tokens) > 1 for word_tokens in tokens):
+            pairs = [(state, word) for state in states for word in words]
+            steps = self.step_many([state for state, _ in pairs], [word for _, word in pairs])
+            values = hidden.new_tensor([step.log_prob for step in steps])
+            return values.view(len(states), len(words))
+        word = torch.tensor(tokens, dtype=torch.int64, device=hidden.device).flatten()
+        word = word.repeat(len(states), 1)
+        return self._shared(self.model.output.candidate_log_prob(hidden, word), word)
+
     def _shared(self, log_prob: Tensor, token: Tensor) -> Tensor:
-        """Log-probabilities [K] of tokens [K], that of `<unk>` lowered to the share of one word."""
+        """Log-probabilities of tokens, both [..., K]; that of `<unk>` is the share of one word."""
         if self.num_unseen == 1 or self.unk_id is None:
             return log_prob
         return torch.where(token == self.unk_id, log_prob - math.log(self.num_unseen), log_prob)

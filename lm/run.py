@@ -76,6 +76,16 @@ class Run:
         """The configuration; that of a trained model if none was given."""
         return load_run_config(self.folder)
 
+    @cached_property
+    def keeps_empty_lines(self) -> bool:
+        """Whether an empty line of a text is a line, as in the corpus: `data.keep_empty_lines`.
+
+        Without a `config.yaml` in the folder of a model, it is.
+        """
+        if self._is_trained and not (self.folder / "config.yaml").exists():
+            return True
+        return self.config.data.keep_empty_lines
+
     def prepare(self, *, keep: bool = False, progress: bool = True) -> None:
         """Prepare the data, which are then open; arguments are those of `data_prep.prepare`."""
         from data_prep.prepare import prepare

@@ -28,7 +28,7 @@ N, EOS, UNK = 9, 0, 1
 COUNTS = TextCounts(words=7, lines=3, utf8_bytes=40)
 FIELDS = (
     "tokens words lines oov nll_nats perplexity perplexity_excluding_oov word_perplexity"
-    " bits_per_byte class_perplexity within_class_perplexity context eos_rule"
+    " bits_per_byte class_perplexity within_class_perplexity context eos_rule unit"
 )
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 
@@ -118,8 +118,8 @@ def test_the_figures_follow_from_sums_and_counts(backbone: str) -> None:
         "perplexity": math.exp(total / 40),
         "perplexity_excluding_oov": math.exp(sum(known) / len(known)),
         "word_perplexity": math.exp(total / (7 + 3)),
-        "bits_per_byte": total / math.log(2) / 40,
     }
+    assert result.bits_per_byte is None  # unknown words are not spelled
     for name, value in expected.items():
         assert getattr(result, name) == pytest.approx(value, rel=1e-11)
     product = result.class_perplexity * result.within_class_perplexity
@@ -142,6 +142,7 @@ def test_the_class_perplexity_is_that_of_summed_word_probabilities() -> None:
 def test_without_unknown_words_nothing_is_excluded_and_with_only_them_the_rest_is_nan() -> None:
     model = make("lstm")
     known = measured(model, np.array([2, 3, 4], dtype=np.uint16))
+    assert known.bits_per_byte == pytest.approx(known.nll_nats / math.log(2) / 40, rel=1e-12)
     assert (known.oov, known.perplexity_excluding_oov) == (0, known.perplexity)
     assert math.isnan(measured(model, np.array([UNK], dtype=np.uint16)).perplexity_excluding_oov)
 
@@ -201,7 +202,7 @@ def test_json_has_every_field_and_is_saved_in_the_run(
     assert values["words"] == len(content.split())
     assert values["tokens"] == len(content.split()) + len(lines)
     assert values["oov"] == content.count(b"zebra") == 1
-    assert values["bits_per_byte"] == values["nll_nats"] / math.log(2) / len(content)
+    assert (values["bits_per_byte"], values["unit"]) == (None, "word")
 
 
 def test_the_denominator_of_the_word_perplexity_is_printed(
@@ -209,14 +210,44 @@ def test_the_denominator_of_the_word_perplexity_is_printed(
 ) -> None:
     values = evaluated(lstm_run)
     assert main(["evaluate", str(lstm_run)]) == 0
-    found = re.search(
-        r"word perplexity .* of (\d+) words \+ (\d+) line ends", capsys.readouterr().out
-    )
+    found = re.search(r"per word .* of (\d+) words \+ (\d+) line ends", capsys.readouterr().out)
     assert found is not None
     words, lines = map(int, found.groups())
     assert (words, lines) == (values["words"], values["lines"])
     expected = math.exp(values["nll_nats"] / (words + lines))
     assert values["word_perplexity"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_bits_per_byte_are_printed_only_if_every_byte_is_paid_for(
+    lstm_run: Path, corpus: Path, tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, unknown = tmp_path / "known.txt", tmp_path / "unknown.txt"
+    known.write_text("the cat\n")
+    unknown.write_text("the zebra\n")
+
+    def row(run: Path, text: Path) -> str:
+        capsys.readouterr()
+        assert main(["evaluate", str(run), "--text", str(text)]) == 0
+        (found,) = re.findall(r"bits per byte +(.*)", capsys.readouterr().out)
+        return str(found)
+
+    assert float(row(lstm_run, known)) > 0
+    assert row(lstm_run, unknown).startswith("not known: unknown words are not spelled")
+    options = ["--tokenizer.lowercase=true", "--train.max_steps=1", "--no-progress"]
+    assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
+    assert row(tmp_path / "run", known).startswith("not known: case or spaces are lost")
+
+
+def test_training_and_evaluation_say_the_same_of_the_perplexity(
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--train.max_steps=1", "--no-progress"]
+    caplog.set_level("INFO")
+    assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
+    rule = "per word and line end, unknown words counted as <unk>"
+    assert any(re.search(rf"validation perplexity [\d.]+, {rule}$", m) for m in caplog.messages)
+    assert main(["evaluate", str(tmp_path / "run"), "--split=valid"]) == 0
+    assert re.search(rf"perplexity +[\d.]+, {rule}\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
@@ -272,12 +303,26 @@ def test_a_compressed_text_is_its_content_without_a_byte_order_mark(
 
 
 def test_the_rule_for_line_ends_is_that_of_the_corpus(
-    tiny: Path, tmp_path: Path, evaluated: Evaluated, lstm_run: Path
+    tiny: Path,
+    tmp_path: Path,
+    evaluated: Evaluated,
+    lstm_run: Path,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = ["--data.keep_empty_lines=false", "--train.max_steps=1", "--no-progress"]
     assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
     without, with_them = evaluated(tmp_path / "run"), evaluated(lstm_run)
     assert without["tokens"] == with_them["tokens"] - 1
+    text = corpus / "test.txt"
+    for run, split in ((tmp_path / "run", without), (lstm_run, with_them)):
+        assert evaluated(run, "--text", text) == split
+        stream = ["--stream", "--format=json", "--level=summary", "--unit=nats"]
+        assert main(["score", str(run), str(text), *stream]) == 0
+        summary = json.loads(capsys.readouterr().out)["summary"]
+        assert summary["tokens"] == split["tokens"]
+        for name in ("perplexity", "perplexity_excluding_oov", "word_perplexity"):
+            assert summary[name] == pytest.approx(split[name], rel=1e-9)
     assert "empty lines left out" in without["eos_rule"]
     assert "empty lines too" in with_them["eos_rule"]
 

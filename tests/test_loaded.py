@@ -112,6 +112,20 @@ def test_candidate_of_several_tokens_has_the_product_of_their_probabilities(
     assert actual.tolist() == pytest.approx([step.log_prob for step in steps], abs=1e-12)
 
 
+def test_candidates_of_many_states_are_those_of_each(loaded: LoadedModel) -> None:
+    states = [loaded.start(text) for text in ("", "the old", "the old cat\nthe", "the old")]
+    empty = loaded.candidate_log_probs([], ["cat"])
+    assert (empty.shape, loaded.candidate_log_probs(states, []).shape) == ((0, 1), (4, 0))
+    single: list[Word] = ["cat", "zebra", loaded.eos_id]
+    several: list[Word] = ["cat sees", "dog"]
+    for words in (single, several):
+        expected = torch.stack([loaded.candidate_log_prob(state, words) for state in states])
+        actual = loaded.candidate_log_probs(states, words)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="expected a state of this model"):
+        loaded.candidate_log_probs(["the"], ["cat"])  # type: ignore[list-item]
+
+
 def test_unknown_words_are_listed(loaded: LoadedModel) -> None:
     assert loaded.unknown_words(SENTENCE) == ["zebra"]
     assert loaded.unknown_words("the old cat") == []

@@ -149,7 +149,8 @@ def test_a_tree_from_a_file_trains_like_the_same_tree_from_name(
 def test_pieces_train_and_are_measured_by_words_and_bytes(
     kind: str, tiny: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenizer = f"--tokenizer={{kind: sentencepiece, vocab_size: 34, model_type: {kind}}}"
+    sizes = "vocab_size: 290, byte_fallback: true"
+    tokenizer = f"--tokenizer={{kind: sentencepiece, {sizes}, model_type: {kind}}}"
     options = ["--train.max_steps=2", f"--run_dir={tmp_path}"]
     assert main(["train", str(tiny), "--no-progress", tokenizer, *options]) == 0
     capsys.readouterr()
@@ -158,10 +159,17 @@ def test_pieces_train_and_are_measured_by_words_and_bytes(
     text = (corpus / "test.txt").read_text()
     assert values["words"] == len(text.split())
     assert values["tokens"] > values["words"] + text.count("\n")
+    assert (values["oov"], values["unit"]) == (0, "piece")
     bits = values["nll_nats"] / math.log(2)
     assert values["bits_per_byte"] == pytest.approx(bits / len(text.encode()), rel=1e-12)
     per_word = math.exp(values["nll_nats"] / (values["words"] + text.count("\n")))
     assert values["word_perplexity"] == pytest.approx(per_word, rel=1e-12)
+    table = ["--stream", "--format=json", "--level=summary"]
+    assert main(["score", str(tmp_path), str(corpus / "test.txt"), *table]) == 0
+    summary = json.loads(capsys.readouterr().out)["summary"]
+    assert (summary["tokens"], summary["words"]) == (values["tokens"], values["words"])
+    for name in ("perplexity", "word_perplexity"):
+        assert summary[name] == pytest.approx(values[name], rel=1e-6)
 
 
 def test_the_tree_is_the_one_that_its_options_name(

@@ -57,10 +57,14 @@ class Tokenizer(ABC):
         eos_id: id of the end of a line.
         unk_id: id of everything outside the vocabulary, and of the literal text `<unk>`.
         literals: special words that are recognized in a text.
+        lowercase: whether letters are converted to lower case.
+        split_punctuation: whether punctuation marks are tokens of their own.
     """
 
     kind: ClassVar[Literal["words", "sentencepiece"]]
     literals: ClassVar[tuple[str, ...]] = (UNK,)
+    lowercase: bool = False
+    split_punctuation: bool = False
     vocab_size: int
     eos_id: int
     unk_id: int

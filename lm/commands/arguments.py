@@ -48,6 +48,11 @@ VOCABULARY_SIZE: Options = {
     "--vocabulary-size": COUNT
     | {"metavar": "V", "help": "spread P(<unk>) over the words missing to V, <eos> counted"}
 }
+ARPA: Options = {
+    "--arpa": FILE | {"help": "ARPA model over the same words, to mix with"},
+    "--mixture": NUMBER
+    | {"help": "share of RUN in the mixture (default: tuned on the validation split)"},
+}
 JSON: Options = {"--json": SWITCH | {"help": "print one JSON object"}}
 NO_PROGRESS: Options = {
     "--no-progress": SWITCH | {"help": "hide progress bars (which only a terminal shows)"}

@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,9 @@ OPTIONS: Options = (
         "--references": FILE | {"help": "id and words of each utterance, for word error rates"},
         "--acoustic-costs": FILE | {"help": "lines `utterance-N cost` of all Kaldi hypotheses"},
         "--lm-costs": FILE | {"help": "likewise, of the first pass's language model"},
+        "--tune-acoustic-costs": FILE
+        | {"help": "those of the list of --tune (default: --acoustic-costs has them too)"},
+        "--tune-lm-costs": FILE | {"help": "likewise (default: --lm-costs has them too)"},
         "--with": {"dest": "second_run", "metavar": "RUN", "help": "other run to interpolate with"},
         "--arpa": FILE | {"help": "ARPA or KenLM model to interpolate with"},
     }
@@ -72,14 +76,22 @@ def run(options: argparse.Namespace) -> None:
     weights = None
     if not options.tune:
         weights = Weights(**{"mixture": 0.5 if second else 1.0} | given)
-    costs = [read_costs(name) for name in (options.acoustic_costs, options.lm_costs) if name]
+    names = [options.acoustic_costs, options.lm_costs]
+    costs = [read_costs(name) for name in names if name]
     nbest = read_nbest(options.nbest, costs)
     if options.first_pass_share and nbest.scores.shape[1] < 2:
         raise UserError(f"--first-pass-share: {options.nbest} has no scores of the first pass")
     errors = WordErrors.read(options.references, nbest) if options.references else None
     lists, references = [nbest], list(errors.references if errors else ())
     if options.tune:
-        tuned = read_nbest(options.tune[0], costs)
+        given_costs = [options.tune_acoustic_costs, options.tune_lm_costs]
+        tune_costs = [
+            read_costs(its_own) if its_own else each
+            for its_own, each in zip_longest(given_costs, costs)
+            if its_own or each
+        ]
+        hint = ": give those of this list by --tune-acoustic-costs and --tune-lm-costs"
+        tuned = read_nbest(options.tune[0], tune_costs, hint=hint)
         tuned_errors = WordErrors.read(options.tune[1], tuned)
         check_separate(tuned, nbest)
         lists.append(tuned)
@@ -147,11 +159,19 @@ def _log_figures(figures: dict[str, Any]) -> None:
 def _check(options: argparse.Namespace, given: dict[str, float]) -> None:
     """Raise a UserError unless the options and the given weights go together."""
     files = [options.nbest, options.references, options.acoustic_costs, options.lm_costs]
+    tune_costs = [options.tune_acoustic_costs, options.tune_lm_costs]
+    files += tune_costs
     problems = {
         "--tune finds the weights: give none of them with it": options.tune and given,
         "give --tune LIST REFERENCES, or --lm-weight": not (options.tune or "lm_weight" in given),
         "--mixture requires a second model: --with or --arpa": (
             "mixture" in given and not (options.second_run or options.arpa)
+        ),
+        "--tune-acoustic-costs and --tune-lm-costs require --tune": (
+            any(tune_costs) and not options.tune
+        ),
+        "--tune-lm-costs requires --tune-acoustic-costs, or --acoustic-costs": (
+            options.tune_lm_costs and not (options.tune_acoustic_costs or options.acoustic_costs)
         ),
         "--lm-costs requires --acoustic-costs": options.lm_costs and not options.acoustic_costs,
         "stdin (-) can be only one of the files": [*files, *(options.tune or ())].count("-") > 1,

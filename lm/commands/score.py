@@ -2,9 +2,10 @@
 
 import argparse
 import logging
+from pathlib import Path
 
 from data_prep.errors import UserError
-from lm.commands.arguments import COMPUTING, RUN, SWITCH, VOCABULARY_SIZE, Options
+from lm.commands.arguments import ARPA, COMPUTING, RUN, SWITCH, VOCABULARY_SIZE, Options
 from lm.run import Run
 
 HELP = "log-probabilities of sentences and words"
@@ -29,6 +30,7 @@ OPTIONS: Options = (
         "--ids": SWITCH | {"help": "each line begins with an id and a tab or space"},
     }
     | VOCABULARY_SIZE
+    | ARPA
     | COMPUTING
 )
 _log = logging.getLogger(__name__)
@@ -38,17 +40,27 @@ def run(options: argparse.Namespace) -> None:
     """Print the scores, line by line."""
     if options.details and (options.format == "kenlm" or options.level != "word"):
         raise UserError("--details requires --level word and --format tsv or json")
+    if options.mixture is not None and options.arpa is None:
+        raise UserError("--mixture requires --arpa")
+    if options.arpa and (options.details or options.vocabulary_size):
+        raise UserError(
+            "--arpa excludes --details and --vocabulary-size: <unk> is one word for both"
+        )
     from data_prep.corpus.lines import read_text
+    from lm.evaluation import perplexity_rule, token_unit
     from lm.scoring import Scorer
     from lm.scoring.layouts import Layout
+    from lm.scoring.mixture import Mixture
 
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
+    mixture = options.arpa and Mixture.open(run, Path(options.arpa), options.mixture)
     scorer = Scorer(
         run.model,
         run.tokenizer,
         context=run.description.context,
         vocabulary_size=options.vocabulary_size,
         details=options.details,
+        mixture=mixture or None,
     )
     layout = Layout(
         scorer=scorer,
@@ -56,12 +68,24 @@ def run(options: argparse.Namespace) -> None:
         name=options.format,
         unit=options.unit,
         has_ids=options.ids,
+        keep_empty_lines=run.keeps_empty_lines,
     )
     rule = "one stream: all lines are one text" if options.stream else "independent sentences"
+    if options.stream and not run.keeps_empty_lines:
+        rule += ", empty lines left out as in training"
+    unit = "word" if options.format == "kenlm" else token_unit(run.tokenizer)
+    counted = perplexity_rule(unit)
+    if options.vocabulary_size is not None:
+        counted = counted.replace("counted as <unk>", "by their shares of P(<unk>)")
     lines = read_text(options.file or "-")
     for number, row in enumerate(layout.rows(lines, stream=options.stream)):
         if number == 0:  # the text can be read
+            if mixture:
+                _log.info("mixture: %s", mixture.describe(run))
             _log.info(
-                "%s, <eos> before the first word; log-probabilities in %s", rule, options.unit
+                "%s, <eos> before the first word; log-probabilities in %s; perplexity %s",
+                rule,
+                options.unit,
+                counted,
             )
         print(row)

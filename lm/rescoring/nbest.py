@@ -11,8 +11,11 @@ An utterance's hypotheses are in the order of the file; the first is that of the
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +24,8 @@ from data_prep.corpus.lines import read_text
 from data_prep.errors import UserError
 
 MAX_SCORES = 2
+NUM_SAMPLES = 1000
+"""Samples of utterances for the interval of a word error rate."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -43,12 +48,13 @@ class NBest:
         return np.diff(self.first, append=len(self.texts))
 
 
-def read_nbest(name: str, costs: Sequence[dict[str, float]] = ()) -> NBest:
+def read_nbest(name: str, costs: Sequence[dict[str, float]] = (), *, hint: str = "") -> NBest:
     """Read an n-best list; empty lines are skipped.
 
     Args:
         name: name of the file; `-` is stdin.
         costs: scores of Kaldi's layout, from `read_costs`: acoustic, first pass.
+        hint: what to add to the message that a cost is missing.
 
     Raises:
         UserError: if a line does not have the layout of the first one, a score is missing, or
@@ -63,6 +69,11 @@ def read_nbest(name: str, costs: Sequence[dict[str, float]] = ()) -> NBest:
     num_scores = numbered[0][1].count("\t") - 1
     rows: dict[str, list[tuple[str, list[float]]]] = {}
     kaldi_keys: set[str] = set()
+    if is_kaldi and all(re.match(r"\S+\s+-?\d+\.\d+(e[+-]?\d+)?(\s|$)", t) for _, t in numbered):
+        raise UserError(
+            f"{name}: a number comes before the words of each line: scores of Kaldi's layout are in"
+            " files of costs (--acoustic-costs, --lm-costs)"
+        )
     for number, line in numbered:
         place = f"{name}, line {number}"
         if is_kaldi:
@@ -73,7 +84,7 @@ def read_nbest(name: str, costs: Sequence[dict[str, float]] = ()) -> NBest:
             if key in kaldi_keys:
                 raise UserError(f"{place}: {key} is in the list already")
             if not all(key in each for each in costs):
-                raise UserError(f"{place}: {key} has no cost in the file of costs")
+                raise UserError(f"{place}: {key} has no cost in the files of costs{hint}")
             kaldi_keys.add(key)
             scores = [-each[key] for each in costs]
         else:
@@ -138,39 +149,60 @@ def read_costs(name: str) -> dict[str, float]:
     return costs
 
 
-def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> int:
-    """Smallest number of substitutions, insertions and deletions between two lists of words.
+class ErrorCounts(NamedTuple):
+    """Word errors of a hypothesis."""
 
-    With row i for the first i words of the reference, and D_i0 = i, D_0j = j:
+    substitutions: int
+    insertions: int  # words of the hypothesis alone
+    deletions: int  # words of the reference alone
 
-        D_ij = min(D_i-1,j-1 + [r_i ≠ h_j], D_i-1,j + 1, D_i,j-1 + 1)
 
-    The last term makes D_ij - j a running minimum over j.
+def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> ErrorCounts:
+    """The fewest word errors between two lists of words; of several ways, the most equal words.
+
+    With row i for the first i words of the reference, K > the number of its words, and
+    D_i0 = i (K + 1), D_0j = j K:
+
+        D_ij = min(D_i-1,j-1 + (K + 1) [r_i ≠ h_j], D_i-1,j + K + 1, D_i,j-1 + K)
+
+    The last term makes D_ij - j K a running minimum over j. D / K is the number of errors, and the
+    remainder that of substitutions and deletions; the lengths determine insertions minus deletions.
 
     Example:
         >>> word_errors("a b c d".split(), "a x c d e".split())
-        2
+        ErrorCounts(substitutions=1, insertions=1, deletions=0)
 
     Source: Wagner & Fischer 1974.
     """
     number = {word: k for k, word in enumerate(dict.fromkeys([*reference, *hypothesis]))}
-    columns = np.arange(len(hypothesis) + 1)
     words = np.array([number[word] for word in hypothesis], dtype=np.int64)
-    distance = columns.copy()
+    error = len(reference) + 1  # K
+    inserted = np.arange(len(hypothesis) + 1) * error
+    distance = inserted.copy()
     for row, word in enumerate(reference, 1):
         best = np.empty_like(distance)
-        best[0] = row
-        best[1:] = np.minimum(distance[:-1] + (words != number[word]), distance[1:] + 1)
-        distance = np.minimum.accumulate(best - columns) + columns
-    return int(distance[-1])
+        best[0] = row * (error + 1)
+        substituted = distance[:-1] + (words != number[word]) * (error + 1)
+        best[1:] = np.minimum(substituted, distance[1:] + error + 1)
+        distance = np.minimum.accumulate(best - inserted) + inserted
+    total, missed = divmod(int(distance[-1]), error)
+    insertions = total - missed
+    deletions = insertions + len(reference) - len(hypothesis)
+    return ErrorCounts(missed - deletions, insertions, deletions)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WordErrors:
     """Word errors of the hypotheses of a list, and its references."""
 
-    errors: Ints  # [M]
+    counts: Ints  # [M, 3], substitutions, insertions and deletions
     references: list[str]  # [U]
+
+    @cached_property
+    def errors(self) -> Ints:
+        """Number of errors [M]."""
+        errors: Ints = self.counts.sum(1)
+        return errors
 
     @property
     def num_words(self) -> int:
@@ -191,9 +223,9 @@ class WordErrors:
             raise UserError(f"{name}: the references have no words")
         ids = np.repeat(nbest.ids, nbest.num_hypotheses).tolist()
         pairs = zip(ids, nbest.texts, strict=True)
-        errors = [word_errors(references[id], text.split()) for id, text in pairs]
+        counts = [word_errors(references[id], text.split()) for id, text in pairs]
         return cls(
-            errors=np.array(errors), references=[" ".join(references[id]) for id in nbest.ids]
+            counts=np.array(counts), references=[" ".join(references[id]) for id in nbest.ids]
         )
 
     def report(self, nbest: NBest, chosen: Ints) -> dict[str, float | int | None]:
@@ -204,20 +236,46 @@ class WordErrors:
             chosen: [U], the hypothesis of each utterance after rescoring.
 
         Returns:
-            `wer_before` is that of the first hypotheses, `wer_after` that of the chosen ones,
-            `wer_oracle` that of the best ones, and `recovered` the share of the errors between
-            before and oracle that rescoring avoids, None if there are none.
+            `substitutions`, `insertions` and `deletions` are numbers of errors of the chosen
+            hypotheses. `wer_before` is the rate of the first hypotheses, `wer_after` that of the
+            chosen ones, `wer_oracle` that of the best ones, and `recovered` the share of the errors
+            between before and oracle that rescoring avoids, None if there are none. `_low` and
+            `_high` are the ends of 95 % intervals, of `wer_after` and of its difference from
+            `wer_before`: percentiles over `NUM_SAMPLES` samples of utterances with replacement.
+
+        Source: intervals: Bisani & Ney 2004.
         """
         before = int(self.errors[nbest.first].sum())
         after = int(self.errors[chosen].sum())
         oracle = int(np.minimum.reduceat(self.errors, nbest.first).sum())
         rate = 100 / self.num_words
+        num_words = np.array([len(each.split()) for each in self.references])
+        errors = np.stack([self.errors[chosen], self.errors[chosen] - self.errors[nbest.first]])
+        (low, low_change), (high, high_change) = _interval(errors, num_words)
+        kinds = dict(zip(ErrorCounts._fields, self.counts[chosen].sum(0).tolist(), strict=True))
         return {
             "utterances": len(nbest.ids),
             "hypotheses": len(nbest.texts),
             "words": self.num_words,
+            **kinds,
             "wer_before": before * rate,
             "wer_after": after * rate,
+            "wer_after_low": low,
+            "wer_after_high": high,
+            "wer_change_low": low_change,
+            "wer_change_high": high_change,
             "wer_oracle": oracle * rate,
             "recovered": (before - after) / (before - oracle) if before > oracle else None,
         }
+
+
+def _interval(errors: Ints, num_words: Ints) -> Floats:
+    """95 % intervals [2, R] in percent of R error rates, from errors [R, U] and words [U]."""
+    rng, size = np.random.default_rng(1), len(num_words)
+    rates = []
+    for _ in range(NUM_SAMPLES):
+        sample = rng.integers(size, size=size)
+        if total := num_words[sample].sum():
+            rates.append(100 * errors[:, sample].sum(1) / total)
+    interval: Floats = np.percentile(rates, [2.5, 97.5], axis=0)
+    return interval

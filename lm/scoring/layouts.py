@@ -40,47 +40,69 @@ class Layout:
     name: str  # `kenlm`, `tsv` or `json`
     unit: str  # of log-probabilities and entropies: `log10`, `nats` or `bits`
     has_ids: bool  # whether lines begin with an id and a tab or space; else an id is their number
+    keep_empty_lines: bool = True  # of a stream; independent sentences may be empty
 
     def rows(self, lines: Iterable[str], *, stream: bool) -> Iterator[str]:
         """Score lines, as one text or as independent sentences; yields what is printed.
+
+        The perplexities of `tsv` and `json` are those of `lm evaluate`, per token and per word;
+        KenLM's are per word.
 
         Raises:
             UserError: if there is no line, or a line has no id where it must have one.
         """
         ids: deque[str] = deque()
-        sentences = self._sentences(lines, ids)
+        sentences = self._sentences(lines, ids, keep_empty=self.keep_empty_lines or not stream)
         scores = self.scorer.stream(sentences) if stream else self.scorer.sentences(sentences)
-        num_lines, num_units, oov, log_prob, oov_log_prob = 0, 0, 0, 0.0, 0.0
+        num_lines, num_units, num_tokens, oov, log_prob, oov_log_prob = 0, 0, 0, 0, 0.0, 0.0
+        by_word, unmixed = self.name == "kenlm", np.zeros(2)
         for score in scores:
             id = ids.popleft()
             if self.level != "summary":
                 yield self._line(id, score, is_first=not num_lines)
             num_lines += 1
             num_units += len(score.log_prob)
-            oov += int(score.is_oov.sum())
-            log_prob += float(score.log_prob.sum())
-            oov_log_prob += float(score.log_prob[score.is_oov].sum())
+            num_tokens += len(score.is_unk)
+            is_oov = score.is_oov if by_word else score.is_unk
+            each = score.log_prob if by_word else score.tokens.log_prob
+            oov += int(is_oov.sum())
+            log_prob += float(each.sum())
+            oov_log_prob += float(each[is_oov].sum())
+            if score.unmixed is not None:
+                unmixed += score.unmixed.sum(1)
         if not num_lines:
             raise UserError("the text to score is empty")
+        count = num_units if by_word else num_tokens
         summary = {
             "sentences": num_lines,
-            "tokens": num_units,
+            "words": num_units - num_lines,
+            "tokens": count,
             "oov": oov,
             "log_prob": log_prob / UNITS[self.unit],
-            "perplexity": perplexity(-log_prob, num_units),
-            "perplexity_excluding_oov": perplexity(oov_log_prob - log_prob, num_units - oov),
+            "perplexity": perplexity(-log_prob, count),
+            "perplexity_excluding_oov": perplexity(oov_log_prob - log_prob, count - oov),
+            "word_perplexity": perplexity(-log_prob, num_units),
         }
+        if self.scorer.mixture is not None:
+            names = ("perplexity_model", "perplexity_ngram")
+            alone = (perplexity(-float(each), count) for each in unmixed)
+            summary |= dict(zip(names, alone, strict=True))
         if self.name == "json":
             yield _json({"summary": summary | {"unit": self.unit}})
         elif self.name == "kenlm":
             yield f"Perplexity including OOVs:\t{summary['perplexity']}"
             yield f"Perplexity excluding OOVs:\t{summary['perplexity_excluding_oov']}"
             yield f"OOVs:\t{oov}"
-            yield f"Tokens:\t{num_units}"
+            yield f"Tokens:\t{count}"
+            if self.scorer.mixture is not None:
+                yield f"Perplexity of the model alone:\t{summary['perplexity_model']}"
+                yield f"Perplexity of the n-gram model alone:\t{summary['perplexity_ngram']}"
         elif self.level == "summary":
             yield self._tsv([summary], has_header=True)
 
-    def _sentences(self, lines: Iterable[str], ids: deque[str]) -> Iterator[str]:
+    def _sentences(
+        self, lines: Iterable[str], ids: deque[str], *, keep_empty: bool
+    ) -> Iterator[str]:
         """The lines without their ids, which are appended to `ids`."""
         for number, line in enumerate(lines, 1):
             id, rest = str(number), [line]
@@ -89,8 +111,10 @@ class Layout:
             if not id:
                 expected = "expected an id, a tab or space, and a sentence"
                 raise UserError(f"line {number}: {expected}")
-            ids.append(id)
-            yield "".join(rest)
+            sentence = "".join(rest)
+            if keep_empty or sentence.strip():
+                ids.append(id)
+                yield sentence
 
     def _line(self, id: str, score: LineScore, *, is_first: bool) -> str:
         """What is printed of a line."""
@@ -100,8 +124,9 @@ class Layout:
         sentence = {
             "id": id,
             "log_prob": self._number(score.log_prob.sum()),
-            "tokens": len(score.log_prob),
-            "oov": int(score.is_oov.sum()),
+            "words": len(score.words),
+            "tokens": len(score.is_unk),
+            "oov": int(score.is_unk.sum()),
         }
         if self.name == "json":
             return _json(sentence | ({"words": units} if units else {}))
@@ -122,35 +147,34 @@ class Layout:
         titles = {"log_prob": self.unit, "entropy": f"entropy_{self.unit}"}
         rows = [[titles.get(name, name) for name in records[0]]] if has_header else []
         for record in records:
-            lists = (each if isinstance(each, list) else [each] for each in record.values())
-            rows.append(["+".join(map(str, each)) for each in lists])
+            rows.append(list(map(str, record.values())))
         text = io.StringIO()
         csv.writer(text, "excel-tab", lineterminator="\n").writerows(rows)
         return text.getvalue().removesuffix("\n")
 
     def _units(self, score: LineScore) -> list[dict[str, Any]]:
-        """The figures of each unit, by name."""
+        """The figures of each unit, by name: sums over its tokens."""
         units = []
         for place, word in enumerate([*score.words, EOS]):
             values: dict[str, Any] = {
+                "position": place + 1,
                 "word": word,
                 "log_prob": self._number(score.log_prob[place]),
+                "surprisal": self._number(-score.log_prob[place], "bits"),
                 "oov": int(score.is_oov[place]),
                 "context": int(score.context[place]),
             }
             rank, entropy = score.tokens.rank, score.tokens.entropy
             if rank is not None and entropy is not None:
                 tokens = score.unit_of_token == place
-                values["rank"] = rank[tokens].tolist()
-                values["entropy"] = [self._number(value) for value in entropy[tokens]]
-                if self.scorer.has_one_token_per_word:
-                    values |= {"rank": values["rank"][0], "entropy": values["entropy"][0]}
+                values["rank"] = int(rank[tokens].sum())
+                values["entropy"] = self._number(entropy[tokens].sum())
             units.append(values)
         return units
 
-    def _number(self, nats: float) -> float:
+    def _number(self, nats: float, unit: str | None = None) -> float:
         """A figure in the unit, with the digits of the fp32 number nearest to it."""
-        return float(str(np.float32(nats / UNITS[self.unit])))
+        return float(str(np.float32(nats / UNITS[unit or self.unit])))
 
 
 def _json(values: Any) -> str:

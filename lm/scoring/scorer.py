@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.errors import UserError
-from data_prep.tokenizer.tokenizer import AlignedLine, Tokenizer, WordTokenizer, line_batches
+from data_prep.tokenizer.tokenizer import AlignedLine, Tokenizer, line_batches
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines, read_text
+from lm.scoring.mixture import Mixture
 
 MAX_VOCABULARY_SIZE = 1 << 60
 """Ranks are 64-bit integers."""
@@ -45,10 +46,12 @@ class LineScore:
     words: list[str]  # [n - 1], separated by whitespace
     log_prob: Floats  # [n] nats, sums over the tokens of each unit
     is_oov: NDArray[np.bool_]  # [n], whether a token of the unit is `<unk>`
+    is_unk: NDArray[np.bool_]  # [t], whether each token is `<unk>`
     context: Ints  # [n], how many tokens predict the unit's first, `<eos>` at the start included
     word_id: Ints  # [n], the first token of each unit; -1 for a word without a token of its own
     unit_of_token: Ints  # [t], the unit of each token
     tokens: TokenScores  # figures of the t tokens
+    unmixed: Floats | None = None  # [2, t] nats, by the model and the n-gram model of a mixture
 
 
 class Scorer:
@@ -62,6 +65,7 @@ class Scorer:
             among, with `<eos>` and without `<unk>`: the V - (N - 1) words outside the model's
             vocabulary of N have 1 / (V - (N - 1)) of P(<unk>) each. None: `<unk>` is one word.
         details: whether to compute rank and entropy.
+        mixture: a mixture with an n-gram model, whose log-probabilities are then the scores.
 
     Raises:
         UserError: if V is out of range, or given for pieces of words.
@@ -77,8 +81,10 @@ class Scorer:
         context: int,
         vocabulary_size: int | None = None,
         details: bool = False,
+        mixture: Mixture | None = None,
     ) -> None:
         self.model, self.tokenizer, self.context, self.details = model, tokenizer, context, details
+        self.mixture = mixture
         self.num_unseen = 1
         if vocabulary_size is None:
             return
@@ -89,11 +95,6 @@ class Scorer:
             limit = f"and at most {MAX_VOCABULARY_SIZE}"
             raise UserError(f"vocabulary size {vocabulary_size}: {expected}, {limit}")
         self.num_unseen = vocabulary_size - (model.vocab_size - 1)
-
-    @property
-    def has_one_token_per_word(self) -> bool:
-        """Whether every word is one token."""
-        return isinstance(self.tokenizer, WordTokenizer) and not self.tokenizer.split_punctuation
 
     def sentences(self, lines: Iterable[str]) -> Iterator[LineScore]:
         """Score independent lines in their order.
@@ -161,15 +162,20 @@ class Scorer:
             ids, num_units = np.array([*line.ids, eos_id]), len(line.words) + 1
             part = slice(begin, begin + len(ids))
             begin = part.stop
-            tokens = TokenScores(*(column[part] for column in columns))
+            tokens, unmixed = TokenScores(*(column[part] for column in columns)), None
+            if self.mixture is not None:
+                both, ngram = self.mixture.log_prob(tokens.log_prob, ids)
+                tokens, unmixed = tokens._replace(log_prob=both), np.stack([tokens.log_prob, ngram])
             unit = np.array([*line.word_of_id, len(line.words)])
             first = np.searchsorted(unit, np.arange(num_units))
             yield LineScore(
                 words=line.words,
                 log_prob=np.bincount(unit, tokens.log_prob, num_units).astype(np.float64),
                 is_oov=np.bincount(unit, ids == unk_id, num_units) > 0,
+                is_unk=ids == unk_id,
                 context=context[part][first],
                 word_id=np.where(unit[first] == np.arange(num_units), ids[first], -1),
                 unit_of_token=unit,
                 tokens=tokens,
+                unmixed=unmixed,
             )

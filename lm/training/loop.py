@@ -14,6 +14,7 @@ from contextlib import nullcontext
 
 from data_prep.errors import UserError
 from data_prep.storage import locked, make_folder
+from lm.evaluation import perplexity_rule, token_unit
 from lm.model.files import DESCRIPTION
 from lm.run import Run
 from lm.training.batches import training_batches
@@ -97,7 +98,8 @@ def train(
         split = next(name for name in ("test", "valid", "train") if name in run.prepared.splits)
         figure, description = "no validation split", run.description
         if description.valid_perplexity is not None:
-            figure = f"validation perplexity {description.valid_perplexity:.2f}"
+            rule = perplexity_rule(token_unit(config.tokenizer))
+            figure = f"validation perplexity {description.valid_perplexity:.2f}, {rule}"
         _log.info("%s has the model of step %d: %s", folder, description.step, figure)
         _log.info("next: lm evaluate %s --split %s", folder, split)
     return is_main

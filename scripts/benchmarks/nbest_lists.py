@@ -55,7 +55,10 @@ class ErrorSource:
         """Acoustic scores and hypotheses, highest score first."""
         drawn = dict.fromkeys(tuple(self.corrupt(sentence)) for _ in range(number))
         scored = [
-            (-GAP * word_errors(sentence, words) + self.random.gauss(0, self.noise), list(words))
+            (
+                -GAP * sum(word_errors(sentence, words)) + self.random.gauss(0, self.noise),
+                list(words),
+            )
             for words in drawn
         ]
         return sorted(scored, reverse=True)

@@ -114,6 +114,44 @@ def test_both_layouts_and_the_printed_list_give_the_same_choice(
     assert [f"{id}\t{text}" for id, text in reversed(first.items())] == rows
 
 
+def test_the_list_to_tune_on_may_have_costs_of_its_own(
+    lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    tuning = ["--tune", lists / "dev.kaldi", lists / "dev.ref"]
+    _, expected = rescored(
+        lstm_run, lists / "test.kaldi", "--acoustic-costs", lists / "costs", *tuning
+    )
+    rows = (lists / "costs").read_text().splitlines(keepends=True)
+    for name in ("dev", "test"):
+        (tmp_path / name).write_text("".join(row for row in rows if row.startswith(name)))
+    arguments = [lstm_run, lists / "test.kaldi", "--acoustic-costs", tmp_path / "test", *tuning]
+    own = ["--tune-acoustic-costs", tmp_path / "dev"]
+    assert rescored(*arguments, *own)[1] == expected
+    doubled = ["--lm-costs", tmp_path / "test", "--tune-lm-costs", tmp_path / "dev"]
+    _, with_lm = rescored(*arguments, *own, *doubled)
+    assert with_lm["weights"].keys() == expected["weights"].keys()
+    error = complaint("rescore", *arguments)
+    assert error.endswith("give those of this list by --tune-acoustic-costs and --tune-lm-costs")
+    for options, error in (
+        (["--lm-weight=1", *own], "--tune-acoustic-costs and --tune-lm-costs require --tune"),
+        ([*tuning, *doubled[2:]], "--tune-lm-costs requires --tune-acoustic-costs"),
+    ):
+        assert complaint("rescore", lstm_run, lists / "test.kaldi", *options).startswith(error)
+
+
+def test_a_vocabulary_size_applies_to_both_runs(
+    lstm_run: Path, transformer_run: Path, unknown: Path, rescored: Rescored
+) -> None:
+    size = Run(lstm_run, device="cpu").model.vocab_size + 9
+    options = ["--lm-weight=1", "--all", f"--vocabulary-size={size}"]
+    mixing = ["--with", transformer_run]
+    for share, run in ((1, lstm_run), (0, transformer_run)):
+        alone = lm_column(rescored(run, unknown, *options)[0])
+        rows, values = rescored(lstm_run, unknown, *options, *mixing, f"--mixture={share}")
+        assert lm_column(rows) == pytest.approx(alone, rel=1e-5)
+        assert [each["vocabulary_size"] for each in values["unknown"]] == [size, size]
+
+
 def test_tuning_recovers_the_weights_that_the_references_were_made_with(
     lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path
 ) -> None:
@@ -165,6 +203,7 @@ def test_mistakes_are_single_lines(
         ("a\tx\tthe\n", "line 1: expected a finite score, got 'x'"),
         ("a\t1\t2\t3\tthe\n", "line 1: expected an id, 2 scores and a hypothesis, got 3 scores"),
         ("the cat\n", "line 1: expected a tab, or a key utterance-N, got 'the'"),
+        ("u-1 -12.5 the\nu-2 3.25 -1.5 cat\n", "a number comes before the words of each line"),
         ("u-1 the\nu-1 cat\n", "line 2: u-1 is in the list already"),
         ("u-1 the\nu-2\tcat\n", "line 2: expected a tab, or a key utterance-N"),
     ):

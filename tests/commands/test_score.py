@@ -1,6 +1,8 @@
 """`lm score`: layouts whose figures agree and add up; mistakes."""
 
 import csv
+import importlib.util
+import io
 import json
 import math
 import re
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from lm.cli import main
+from lm.run import Run
+from lm.scoring import Scorer
 
 Printed = Callable[..., list[str]]
 
@@ -104,13 +108,17 @@ def test_units_layouts_and_ids_agree(lstm_run: Path, printed: Printed) -> None:
     totals = [float(row.split("Total: ")[1].split()[0]) for row in rows[:3]]
     assert [row.split("\t")[0] for row in rows[:3]] == ["utt0", "utt1", "utt2"]
     header, *table = printed(lstm_run, with_ids, "--ids", "--format=tsv", "--unit=bits")
-    assert header == "id\tbits\ttokens\toov"
+    assert header == "id\tbits\twords\ttokens\toov"
     for total, row in zip(totals, table, strict=True):
         assert float(row.split("\t")[1]) == pytest.approx(total * math.log2(10), rel=1e-6)
     options = ["--ids", "--format=json", "--unit=nats", "--level=word", "--details"]
     *sentences, _ = map(json.loads, printed(lstm_run, with_ids, *options))
     header, *words = printed(lstm_run, with_ids, *options, "--format=tsv")
-    assert header == "id\tword\tnats\toov\tcontext\trank\tentropy_nats"
+    assert header == "id\tposition\tword\tnats\tsurprisal\toov\tcontext\trank\tentropy_nats"
+    for sentence in sentences:
+        for place, word in enumerate(sentence["words"], 1):
+            assert word["position"] == place
+            assert word["surprisal"] == pytest.approx(-word["log_prob"] / math.log(2), rel=1e-6)
     flat = [(each["id"], *word.values()) for each in sentences for word in each["words"]]
     assert [tuple(map(str, row)) for row in flat] == [tuple(row.split("\t")) for row in words]
     for total, sentence in zip(totals, sentences, strict=True):
@@ -118,11 +126,44 @@ def test_units_layouts_and_ids_agree(lstm_run: Path, printed: Printed) -> None:
 
 
 def test_csv_readers_read_every_row_of_a_table(lstm_run: Path, printed: Printed) -> None:
-    lines = ['say " now', '"', "NA 'the cat\""]
+    lines = ['say " now', '"', "NA nan null 'the cat\""]
     rows = printed(lstm_run, lines, "--format=tsv", "--level=word")
-    header, *table = csv.reader(rows, "excel-tab")
-    assert header == ["id", "word", "log10", "oov", "context"]
-    assert [row[1] for row in table] == [w for line in lines for w in [*line.split(), "<eos>"]]
+    header, *table = csv.reader(rows, delimiter="\t")
+    assert header == ["id", "position", "word", "log10", "surprisal", "oov", "context"]
+    words = [word for line in lines for word in [*line.split(), "<eos>"]]
+    assert [row[2] for row in table] == words
+    if importlib.util.find_spec("pandas") is None:
+        pytest.skip("pandas is not installed")
+    import pandas
+
+    text = io.StringIO("\n".join(rows))
+    frame = pandas.read_csv(text, sep="\t", keep_default_na=False)  # as the page says
+    assert frame["word"].tolist() == words
+    assert frame["surprisal"].tolist() == [float(row[4]) for row in table]
+    assert frame["position"].tolist() == [1, 2, 3, 4, 1, 2, 1, 2, 3, 4, 5, 6]
+
+
+def test_figures_of_words_of_several_pieces_are_sums(
+    tiny: Path, tmp_path: Path, printed: Printed
+) -> None:
+    options = ["--tokenizer={kind: sentencepiece, vocab_size: 34}", "--train.max_steps=1"]
+    run = tmp_path / "run"
+    assert main(["train", str(tiny), "--no-progress", f"--run_dir={run}", *options]) == 0
+    lines = ["the cat sees a horse"]
+    table = ["--level=word", "--details", "--format=tsv", "--unit=nats"]
+    rows = list(csv.DictReader(printed(run, lines, *table), delimiter="\t"))
+    opened = Run(run, device="cpu")
+    scorer = Scorer(opened.model, opened.tokenizer, context=8, details=True)
+    (score,) = scorer.sentences(lines)
+    assert len(score.unit_of_token) > len(rows) == 6
+    for place, row in enumerate(rows):
+        tokens = score.unit_of_token == place
+        assert score.tokens.rank is not None
+        assert score.tokens.entropy is not None
+        assert int(row["rank"]) == score.tokens.rank[tokens].sum()
+        expected = score.tokens.entropy[tokens].sum()
+        assert float(row["entropy_nats"]) == pytest.approx(expected, rel=1e-6)
+        assert float(row["nats"]) == pytest.approx(score.tokens.log_prob[tokens].sum(), rel=1e-6)
 
 
 def test_a_summary_is_printed_in_every_layout(lstm_run: Path, printed: Printed) -> None:
@@ -130,7 +171,8 @@ def test_a_summary_is_printed_in_every_layout(lstm_run: Path, printed: Printed) 
     (row,) = printed(lstm_run, LINES, *options, "--format=json")
     summary = json.loads(row)["summary"]
     header, values = printed(lstm_run, LINES, *options, "--format=tsv")
-    assert header == "sentences\ttokens\toov\tbits\tperplexity\tperplexity_excluding_oov"
+    names = "sentences words tokens oov bits perplexity perplexity_excluding_oov word_perplexity"
+    assert header.split("\t") == names.split()
     assert summary.pop("unit") == "bits"
     assert list(map(float, values.split("\t"))) == list(summary.values())
     including, *_ = printed(lstm_run, LINES, *options)

@@ -54,7 +54,7 @@ def test_tuning_finds_a_separating_weight_and_is_never_worse_than_the_first_hypo
     pairs = lm_score.reshape(-1, 2)
     errors[2 * np.arange(60) + pairs.argmin(1)] = 1
     scored = scored_list(acoustic[:, None], texts, [[[value, 0.0] for value in lm_score]])
-    weights = tune(scored, WordErrors(errors=errors, references=["a"] * 60))
+    weights = tune(scored, WordErrors(counts=errors[:, None], references=["a"] * 60))
     assert weights.lm_weight > 3
     assert errors[scored.choose(scored.totals(weights))].sum() == 0
 
@@ -64,7 +64,7 @@ def test_a_tuned_mixture_has_no_more_errors_than_either_model_alone() -> None:
     for _ in range(12):
         texts, acoustic = ["a", "b"] * 15, rng.normal(size=(30, 1))
         models = [[[value, 0.0] for value in rng.normal(size=30) - 3] for _ in range(2)]
-        errors = WordErrors(errors=rng.integers(0, 3, 30), references=["a"] * 15)
+        errors = WordErrors(counts=rng.integers(0, 3, (30, 1)), references=["a"] * 15)
 
         def fewest(chosen: list[list[list[float]]]) -> int:
             scored = scored_list(acoustic, texts, chosen)  # noqa: B023

@@ -1,0 +1,165 @@
+"""A model mixed with an n-gram model, token by token.
+
+    P = λ P_model + (1 - λ) P_ngram                                                              (1)
+
+Both predict the same tokens. The model reads on over lines in a text, as in `lm evaluate`; the
+n-gram model begins each line at `<s>`.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_prep.errors import UserError
+from lm.evaluation import perplexity
+from lm.model.reader import read_text
+from lm.run import Run
+from lm.scoring.ngram import Floats, NGramModel
+
+CONTEXT = "the n-gram model starts each line at <s>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """An n-gram model and its share.
+
+    Attributes:
+        ngram: the n-gram model.
+        weight: λ in [0, 1], the share of the other model.
+        valid_perplexity: of the mixture on the validation split, where λ was tuned; None if λ was
+            given.
+    """
+
+    ngram: NGramModel
+    weight: float
+    valid_perplexity: float | None
+
+    @classmethod
+    def open(cls, run: Run, path: Path, weight: float | None) -> "Mixture":
+        """Read an ARPA file; λ None: the one of the lowest perplexity on the validation split.
+
+        Raises:
+            UserError: if the file cannot be used, λ is out of range, or there is no such split.
+        """
+        if weight is not None and not 0 <= weight <= 1:
+            raise UserError("--mixture must be within 0 … 1")
+        if weight is None and "valid" not in run.prepared.splits:
+            raise UserError(f"{run.folder} has no validation split to tune on: give --mixture")
+        ngram = NGramModel(path, run.tokenizer)
+        if weight is not None:
+            return cls(ngram=ngram, weight=weight, valid_perplexity=None)
+        tokens = run.prepared.tokens("valid")
+        each = token_log_probs(run, tokens), ngram.log_prob(tokens)
+        weight = tuned_weight(*each)
+        nll = -float(mixed(*each, weight).sum())
+        return cls(ngram=ngram, weight=weight, valid_perplexity=perplexity(nll, len(tokens)))
+
+    def log_prob(self, model: Floats, tokens: Iterable[int]) -> tuple[Floats, Floats]:
+        """Equation (1) [n] in nats, and the n-gram model alone [n].
+
+        Args:
+            model: [n] nats, the model's log-probabilities of the tokens.
+            tokens: [n] ids, `<eos>` at the end of each line.
+        """
+        ngram = self.ngram.log_prob(tokens)
+        return mixed(model, ngram, self.weight), ngram
+
+    def describe(self, run: Run) -> str:
+        """The weight and where it is from, in one line."""
+        origin = "as given"
+        if self.valid_perplexity is not None:
+            origin = f"tuned on the validation split, perplexity {self.valid_perplexity:.2f} there"
+        shares = f"{self.weight:.4f} of {run.folder}, {1 - self.weight:.4f} of {self.ngram.path}"
+        return f"{shares}: {origin}; {CONTEXT}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureEvaluation:
+    """Perplexities of the two models and of their mixture, on the same tokens."""
+
+    weight: float  # λ
+    valid_perplexity: float | None  # of the mixture, where λ was tuned
+    tokens: int
+    perplexity_model: float
+    perplexity_ngram: float
+    perplexity: float  # of the mixture
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures for JSON; infinity is None."""
+        values = asdict(self)
+        return {k: None if v == math.inf else v for k, v in values.items()}
+
+    def table(self, title: str) -> str:
+        """The figures as lines of text below a title."""
+        rows = {
+            "tokens predicted": f"{self.tokens:,}",
+            "perplexity of the model alone": f"{self.perplexity_model:.2f}",
+            "perplexity of the n-gram model alone": f"{self.perplexity_ngram:.2f}",
+            "perplexity of the mixture": f"{self.perplexity:.2f}",
+        }
+        width = max(map(len, rows))
+        return "\n".join([title, *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
+
+
+def evaluate_mixture(run: Run, mixture: Mixture, tokens: NDArray[Any]) -> MixtureEvaluation:
+    """Perplexities of a text of tokens [n]."""
+    model = token_log_probs(run, tokens)
+    both, ngram = mixture.log_prob(model, tokens)
+    assert len(model) == len(ngram) == len(tokens)
+    values = [perplexity(-float(each.sum()), len(tokens)) for each in (model, ngram, both)]
+    return MixtureEvaluation(
+        weight=mixture.weight,
+        valid_perplexity=mixture.valid_perplexity,
+        tokens=len(tokens),
+        perplexity_model=values[0],
+        perplexity_ngram=values[1],
+        perplexity=values[2],
+    )
+
+
+def mixed(model: Floats, ngram: Floats, weight: float) -> Floats:
+    """Equation (1), log-probabilities [n] in nats."""
+    with np.errstate(divide="ignore"):
+        shares = np.log([weight, 1 - weight])
+    both: Floats = np.logaddexp(model + shares[0], ngram + shares[1])
+    return both
+
+
+def tuned_weight(model: Floats, ngram: Floats) -> float:
+    """The λ of the lowest perplexity, by bisection: log P of equation (1) is concave in λ.
+
+    Args:
+        model: [n] nats.
+        ngram: [n] nats.
+
+    Example:
+        >>> tuned_weight(np.log([0.5, 0.1]), np.log([0.1, 0.5]))
+        0.5
+    """
+    higher = np.maximum(model, ngram)
+    p, q = np.exp(model - higher), np.exp(ngram - higher)
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        slope = ((p - q) / (middle * p + (1 - middle) * q)).sum()
+        if slope == 0:
+            return middle
+        low, high = (middle, high) if slope > 0 else (low, middle)
+    return round((low + high) / 2, 10)
+
+
+@torch.no_grad()
+def token_log_probs(run: Run, tokens: NDArray[Any]) -> Floats:
+    """Log-probabilities [n] in nats of a text of tokens [n], from the contexts of `lm evaluate`."""
+    model, description = run.model, run.description
+    each = []
+    for hidden, targets, _ in read_text(model, tokens, description.eos_id, description.context):
+        hidden = hidden.transpose(0, 1).flatten(0, 1)  # in the order of the text
+        each.append(-model.output.nll_by_level(hidden, targets.T.flatten()).double().sum(0).cpu())
+    return torch.cat(each).numpy()

@@ -1,0 +1,253 @@
+"""Mixtures with an n-gram model: numbers of the definition, the same tokens, mistakes."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_prep.tokenizer.tokenizer import WordTokenizer
+from lm.cli import main
+from lm.rescoring.models import arpa_scores
+from lm.run import Run
+from lm.scoring import Scorer
+from lm.scoring.mixture import mixed, tuned_weight
+from lm.scoring.ngram import NGramModel
+
+TRIGRAMS = """\
+\\data\\
+ngram 1=6
+ngram 2=3
+ngram 3=1
+
+\\1-grams:
+-99\t<s>\t-0.3
+-0.7\t</s>
+-1.0\t<unk>\t-0.125
+-0.5\tthe\t-0.25
+-0.9\tcat\t-0.5
+-1.5\tokapi\t-0.1
+
+\\2-grams:
+-0.2\tthe cat\t-0.0625
+-0.4\t<s> the\t-0.03125
+-0.6\tokapi the\t0
+
+\\3-grams:
+-0.1\t<s> the cat
+
+\\end\\
+"""
+WORDS = WordTokenizer(["<eos>", "<unk>", "the", "cat"])
+
+
+def test_ngrams_back_off_as_in_the_definition(tmp_path: Path) -> None:
+    path = tmp_path / "trigram.arpa"
+    path.write_text(TRIGRAMS)
+    model = NGramModel(path, WORDS)
+    for line, expected in {
+        "the cat": [-0.4, -0.1, -0.0625 - 0.5 - 0.7],
+        "": [-0.3 - 0.7],
+        "cat the cat": [-0.3 - 0.9, -0.5 - 0.5, -0.2, -0.0625 - 0.5 - 0.7],
+        # A word that WORDS lacks is <unk>, also where the file has it.
+        "okapi the zebra": [-0.3 - 1.0, -0.125 - 0.5, -0.25 - 1.0, -0.125 - 0.7],
+    }.items():
+        found = model.log_prob([*WORDS.encode(line), WORDS.eos_id])
+        assert found == pytest.approx(math.log(10) * np.array(expected), rel=1e-12)
+    stream = WORDS.encode_stream(["the cat", "cat the cat"])
+    each = [model.log_prob(WORDS.encode_stream([line])) for line in ("the cat", "cat the cat")]
+    assert model.log_prob(stream).tolist() == np.concatenate(each).tolist()
+
+
+def test_ngrams_have_the_scores_of_kenlm(tmp_path: Path) -> None:
+    pytest.importorskip("kenlm")
+    path = tmp_path / "trigram.arpa"
+    path.write_text(TRIGRAMS)
+    rng, model = np.random.default_rng(0), NGramModel(path, WORDS)
+    lines = [" ".join(rng.choice(["the", "cat", "<unk>"], rng.integers(7))) for _ in range(50)]
+    for line, expected in zip(lines, arpa_scores(path)(lines), strict=True):
+        found = model.log_prob([*WORDS.encode(line), WORDS.eos_id])
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def bigrams(words: list[str]) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
+    """log10 probabilities of unigrams, and of some bigrams; back-off weights are `BACKOFF`."""
+    rng = np.random.default_rng(1)
+    first, second = rng.permutation(words)[:12], rng.permutation(words)[:12]
+    unigrams = dict(zip(words, np.log10(rng.dirichlet(np.ones(len(words)))), strict=True))
+    pairs = [("<s>", "the"), *zip(first.tolist(), second.tolist(), strict=True)]
+    return unigrams, {pair: -0.25 - 0.01 * k for k, pair in enumerate(pairs)}
+
+
+BACKOFF = -0.2
+
+
+def write_arpa(path: Path, words: list[str]) -> Path:
+    unigrams, pairs = bigrams(words)
+    rows = ["\\data\\", f"ngram 1={len(unigrams) + 1}", f"ngram 2={len(pairs)}", "", "\\1-grams:"]
+    rows += [f"-99\t<s>\t{BACKOFF}"]
+    rows += [f"{value}\t{word}\t{BACKOFF}" for word, value in unigrams.items()]
+    rows += ["", "\\2-grams:", *(f"{value}\t{a} {b}" for (a, b), value in pairs.items())]
+    path.write_text("\n".join([*rows, "", "\\end\\", ""]))
+    return path
+
+
+def by_hand(words: list[str], lines: list[str], vocabulary: set[str]) -> list[float]:
+    """Log-probabilities in nats of the words of lines and of their ends."""
+    unigrams, pairs = bigrams(words)
+    values = []
+    for line in lines:
+        before = "<s>"
+        for word in [*(w if w in vocabulary else "<unk>" for w in line.split()), "</s>"]:
+            value = pairs.get((before, word), BACKOFF + unigrams[word])
+            values.append(value * math.log(10))
+            before = word
+    return values
+
+
+def words_of(run: Run) -> list[str]:
+    """The unigrams of the test's file: those of the run, one that it lacks, and special ones."""
+    assert isinstance(run.tokenizer, WordTokenizer)
+    return sorted({*run.tokenizer.words, "zebra", "</s>"} - {"<eos>"})
+
+
+@pytest.mark.parametrize("name", ["lstm_run", "transformer_run"])
+def test_perplexities_of_a_mixture_are_those_of_the_definition(
+    name: str,
+    request: pytest.FixtureRequest,
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder: Path = request.getfixturevalue(name)
+    run = Run(folder, device="cpu")
+    words = words_of(run)
+    path = write_arpa(tmp_path / "bigram.arpa", words)
+    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    both: dict[str, list[Any]] = {}
+    for split in ("valid", "test"):
+        lines = (corpus / f"{split}.txt").read_text().splitlines()
+        model = np.concatenate([score.log_prob for score in scorer.stream(lines)])
+        both[split] = [model, np.array(by_hand(words, lines, {*words} - {"zebra"}))]
+        assert len(both[split][0]) == len(both[split][1])
+
+    def perplexity(split: str, weight: float) -> float:
+        p, q = map(np.exp, both[split])
+        return math.exp(-np.log(weight * p + (1 - weight) * q).mean())
+
+    def figures(*options: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert main(["evaluate", str(folder), "--json", f"--arpa={path}", *options]) == 0
+        values: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert values["perplexity"] == pytest.approx(values["mixture"]["perplexity_model"])
+        mixture: dict[str, Any] = values["mixture"]
+        return mixture
+
+    found = figures("--mixture=0.3")
+    assert (found["weight"], found["valid_perplexity"]) == (0.3, None)
+    for key, weight in (("perplexity", 0.3), ("perplexity_model", 1.0), ("perplexity_ngram", 0.0)):
+        assert found[key] == pytest.approx(perplexity("test", weight), rel=1e-5)
+    tuned = figures(f"--text={corpus / 'test.txt'}")
+    best = min((perplexity("valid", k / 1000), k / 1000) for k in range(1001))
+    assert tuned["weight"] == pytest.approx(best[1], abs=1e-3)
+    assert tuned["valid_perplexity"] == pytest.approx(best[0], rel=1e-5)
+    assert tuned["perplexity"] == pytest.approx(perplexity("test", tuned["weight"]), rel=1e-5)
+    assert main(["evaluate", str(folder), f"--arpa={path}"]) == 0
+    out = capsys.readouterr().out
+    assert "tuned on the validation split, perplexity" in out
+    assert f"perplexity of the mixture             {tuned['perplexity']:.2f}" in out
+    (folder / "evaluate-test.json").unlink()
+
+
+def test_scores_of_words_are_mixed_and_their_perplexities_printed(
+    lstm_run: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, text = Run(lstm_run, device="cpu"), corpus / "test.txt"
+    words = words_of(run)
+    path = write_arpa(tmp_path / "bigram.arpa", words)
+    lines = text.read_text().splitlines()
+    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    p = np.exp(np.concatenate([score.log_prob for score in scorer.sentences(lines)]))
+    q = np.exp(by_hand(words, lines, {*words} - {"zebra"}))
+    mixing = [f"--arpa={path}", "--mixture=0.3", "--unit=nats"]
+    command = ["score", str(lstm_run), str(text), *mixing]
+    capsys.readouterr()
+    assert main([*command, "--format=json", "--level=word"]) == 0
+    *rows, last = map(json.loads, capsys.readouterr().out.splitlines())
+    found = [word["log_prob"] for row in rows for word in row["words"]]
+    assert found == pytest.approx(np.log(0.3 * p + 0.7 * q), rel=1e-5)
+    summary = last["summary"]
+    for key, each in (("", 0.3 * p + 0.7 * q), ("_model", p), ("_ngram", q)):
+        expected = math.exp(-np.log(each).mean())
+        assert summary[f"perplexity{key}"] == pytest.approx(expected, rel=1e-5)
+    assert main([*command, "--level=summary"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[-2:] == [
+        f"Perplexity of the model alone:\t{summary['perplexity_model']}",
+        f"Perplexity of the n-gram model alone:\t{summary['perplexity_ngram']}",
+    ]
+
+
+def test_the_tuned_weight_is_the_best_one_also_at_the_ends() -> None:
+    rng = np.random.default_rng(2)
+    p, q = np.log(rng.uniform(size=(2, 300)))
+    weight = tuned_weight(p, q)
+    totals = [mixed(p, q, each).sum() for each in (weight - 1e-3, weight, weight + 1e-3)]
+    assert totals[1] == max(totals)
+    assert tuned_weight(p, p - 1) == pytest.approx(1, abs=1e-9)
+    assert tuned_weight(p - 1, p) == pytest.approx(0, abs=1e-9)
+    assert tuned_weight(p, np.full(300, -np.inf)) == pytest.approx(1, abs=1e-9)
+
+
+def test_a_model_of_pieces_is_mixed_with_ngrams_of_its_pieces_only(
+    tiny: Path, tmp_path: Path, complaint: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--tokenizer={kind: sentencepiece, vocab_size: 34}", "--train.max_steps=1"]
+    folder, text = tmp_path / "run", tmp_path / "text.txt"
+    assert main(["train", str(tiny), "--no-progress", f"--run_dir={folder}", *options]) == 0
+    text.write_text("the cat sees a dog\n")
+    of_words = write_arpa(
+        tmp_path / "words", ["the", "cat", "sees", "a", "dog", "</s>", *"bcdefgh"]
+    )
+    command = ["evaluate", folder, "--text", text, "--mixture=0.5", "--json", "--arpa"]
+    error = complaint(*command, of_words)
+    assert error.startswith(f"{of_words} has no unigram '\u2581")
+    assert "a token for each piece" in error
+    tokenizer = Run(folder, device="cpu").tokenizer
+    pieces = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
+    assert "\u2581" in "".join(pieces)
+    units = sorted({*pieces, "</s>"} - {"<eos>", "<s>"})
+    capsys.readouterr()
+    assert main([*map(str, command), str(write_arpa(tmp_path / "pieces", units))]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["mixture"]["tokens"] == values["tokens"] > 6
+
+
+def test_mistakes_are_single_lines(
+    lstm_run: Path, corpus: Path, tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    path, text = tmp_path / "model.arpa", corpus / "test.txt"
+    command = ["evaluate", lstm_run, "--text", text, "--mixture=0.5", "--arpa", path]
+    good = write_arpa(path, words_of(Run(lstm_run, device="cpu"))).read_text()
+    for content, error in (
+        ("", f"{path} is not an ARPA file: it has no line \\data\\"),
+        (good[: good.index("\\2-grams")], f"{path} is not complete"),
+        (good.replace("ngram 2=13", "ngram 2=14"), f"{path} is not complete"),
+        (good.replace("-99\t<s>", "x\t<s>"), f"{path}, line 6: expected log10 P, 1 words"),
+        (good.replace("\t<unk>\t", "\tgnu\t"), f"{path} has no <unk>, and the text has a word"),
+        (good.replace("\tcat\t", "\tgnu\t"), f"{path} has no unigram 'cat', a word that the model"),
+    ):
+        path.write_text(content)
+        assert complaint(*command).startswith(error)
+    path.write_text(good)
+    for verb in ("evaluate", "score"):
+        for options, error in (
+            (["--mixture=0.5"], "--mixture requires --arpa"),
+            (["--mixture=1.5", "--arpa", path], "--mixture must be within 0 … 1"),
+        ):
+            assert complaint(verb, lstm_run, *options) == error
+    error = complaint("score", lstm_run, text, "--arpa", path, "--vocabulary-size=99")
+    assert error.startswith("--arpa excludes --details and --vocabulary-size")
