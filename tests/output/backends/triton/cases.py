@@ -61,6 +61,9 @@ ONCE = (*LOADED, "hidden", "d_hidden", "d_weight", "block_max", "node_of_row")
 """Tensors whose bytes `scripts.kernels.work` counts: loads, of these in whole sectors, and every
 element once.
 """
+UPDATED = ("sorted_hidden", "errors", "partial", "table", "mean", "square")
+UPDATED_ONCE = (*UPDATED, "total", "squares", "sums")
+"""The same of updates of rows."""
 
 
 class Case(NamedTuple):
@@ -262,6 +265,32 @@ def check_passes(case: Case) -> None:
     expected = {"table": num_rows * row_bytes, "total": state}
     assert found == (num_rows * row_bytes, expected, state), (found, expected)
     assert set(norm.stored) == {"squares", "sums"}
+
+
+def check_updates(case: Case, name: str) -> None:
+    """The norm of a gradient and a step read and write what `scripts.kernels.work` counts.
+
+    The compiler loads numbers of rows twice.
+    """
+    emulator = Emulator(case.capability, counting=True, recording=True)
+    num_launches = 0
+
+    def run(launch: Launch) -> None:
+        nonlocal num_launches
+        execute(launch)
+        if launch.kernel.__name__ == "_update" and (model := work(launch)).memory:
+            num_launches += 1
+            memory = emulator.history[-1].memory
+            once = memory.once()
+            loaded = sum(memory.loaded[each] for each in UPDATED)
+            if launch.arguments["table"] is not None:
+                loaded += once["squares"] + once["total"] // 2  # which is read and written
+            found = loaded, sum(once[each] for each in UPDATED_ONCE)
+            assert found == (model.loaded, model.memory), launch.arguments["table"] is None
+
+    params = (given := inputs(case))[0][1:]
+    emulated(case, given, emulator, run, lambda rows: stepped(name, params, rows))
+    assert num_launches == 2, "the norm and the step of the weight"
 
 
 def check_autocast(backbone: str) -> None:
