@@ -23,14 +23,12 @@ from .cases import (
     check,
     check_autocast,
     check_counts,
-    check_passes,
-    check_step,
-    check_updates,
     faults,
     narrowed_products,
     num_compilations,
     pool,
 )
+from .steps import check_passes, check_step, check_updates
 
 KINDS_OF_CODE = list(product((80, 90), DTYPES))
 SIZES = (136, 33, 136, 136, 33, 264, 136, 33)
