@@ -80,12 +80,12 @@ class _Arguments:
         self.arguments, self.num_programs = launch.arguments, launch.num_programs
         self.name: str = launch.kernel.__name__
         self.P, self.tile = self["P"], launch.tile
-        if "sorted_units" in self.arguments:
+        if self.arguments.get("sorted_hidden") is not None:
             self.item: int = launch.arguments["sorted_hidden"].element_size()
             self.padded: int = self["sorted_units"] * SLOT
             if "h_units" in self.arguments:
                 self.hidden_bytes: int = self["h_units"] * self["ALIGN"] * self.item
-            if "weight_units" in self.arguments:
+            if "weight" in self.arguments:
                 self.weight_item: int = launch.arguments["weight"].element_size()
                 self.row_bytes = self["weight_units"] * self["WEIGHT_ALIGN"] * self.weight_item
             self.vector_bytes = self.padded * self.item  # of a sorted hidden vector
@@ -97,6 +97,10 @@ class _Arguments:
     def __getitem__(self, name: str) -> Any:
         value = self.arguments[name]
         return value.numpy() if torch.is_tensor(value) and value.dtype != torch.bfloat16 else value
+
+    def item_size(self, name: str) -> int:
+        """Bytes of a number of a tensor; 0 if it is not given."""
+        return 0 if self.arguments[name] is None else int(self.arguments[name].element_size())
 
     def entries(self, name: str, place: int) -> Counts:
         """The entries of a list of the routing."""
@@ -309,6 +313,40 @@ def _rows(a: _Arguments) -> Work:
     return Work({k: [v] for k, v in loops.items()}, loaded + owners, memory)
 
 
+def _update(a: _Arguments) -> Work:
+    """Bytes, not in whole sectors, of the norm or of a rule for rows; nothing for those of a bias.
+
+    Rows, their state and sums of chunks are loaded once, hidden vectors once for each block of
+    children, errors once for each block of columns. What is updated is written once.
+    """
+    if a.arguments["sorted_hidden"] is None:
+        return Work({})
+    heavy, split, flat = a.entries("row_tiles", 3), a.entries("split_tiles", 5), a["light_nodes"]
+    flat = flat[: a["num_entries"][1]]
+    columns, single = a["weight_units"] * a["WEIGHT_ALIGN"], a.arguments["numbers"].element_size()
+    _, loaded, errors = _heavy_rows(a, heavy, columns)
+    node, visits = a.node.ravel()[flat], a.stop().ravel()[flat] - flat % a.P
+    saved = float((visits * a.slots[node]).sum()) * a.item
+    loaded += float((visits * -(-a.width[node] // a["LIGHT_C"])).sum()) * a.vector_bytes
+    loaded += saved * -(-columns // a["LIGHT_H"])
+    split_rows = np.minimum(a.tile.c, a.width[a.node.ravel()[split[:, 0]]] - split[:, 2] * a.tile.c)
+    sums = float((split[:, 1] * split_rows).sum()) * a.padded * single
+    num_rows = _tile_rows(a, heavy) + float(a.width[node].sum()) + float(split_rows.sum())
+    positions = a.in_tiles(heavy)
+    for begin, count in zip(flat % a.P, visits, strict=True):
+        positions[begin : begin + count] = True
+    per_row = columns * sum(a.item_size(name) for name in ("table", "mean", "square"))
+    read = num_rows * (per_row + a.item_size("total")) + sums
+    if a.arguments["table"] is None:
+        num_tiles = len(heavy) + len(split) + int((-(-a.width[node] // a["LIGHT_C"])).sum())
+        once = (num_rows + num_tiles) * single
+    else:
+        once = num_rows * (per_row + a.item_size("total") + a.item_size("squares"))
+        loaded += num_rows * a.item_size("squares")
+    once += float(positions.sum()) * a.vector_bytes + errors + saved
+    return Work({}, loaded + read, once + read)
+
+
 def _zeros(a: _Arguments, first: int, num_h: int) -> tuple[dict[str, Counts], float]:
     """Iterations of the programs from `first` on that write zeros, and the rows they write."""
     block, num_rows, num_programs = a.tile.c, a["R"], a.num_programs - first
@@ -325,6 +363,6 @@ def _zeros(a: _Arguments, first: int, num_h: int) -> tuple[dict[str, Counts], fl
 
 COUNTERS: dict[str, Callable[[_Arguments], Work]] = {
     counter.__name__: counter
-    for counter in (_sort, _merge, _plan, _forward, _errors, _heavy, _rows)
+    for counter in (_sort, _merge, _plan, _forward, _errors, _heavy, _rows, _update)
 }
 """By name of the kernel."""

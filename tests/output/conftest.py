@@ -1,6 +1,9 @@
 """The ways in which the output layer computes, for its tests."""
 
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -10,6 +13,35 @@ from lm.output.backends.reference import backend as reference
 from lm.output.backends.triton.launch import instrumented
 
 from .definition import SMALL_TILES, TREES
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _language_is_replaced_once_a_launch() -> Iterator[None]:
+    """Triton's interpreter replaces the functions of its language at each call of a helper, which
+    takes a third of its time; here once in a launch for the names of each module.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1" or not find_spec("triton"):
+        yield
+        return
+    from triton.runtime import interpreter
+
+    replace, execute = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    done = set[int]()
+
+    def replace_once(fn: Any) -> Any:
+        if id(fn.__globals__) in done:
+            return None
+        done.add(id(fn.__globals__))
+        return replace(fn)
+
+    def execute_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        done.clear()
+        return execute(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", replace_once)
+        patch.setattr(interpreter.GridExecutor, "__call__", execute_launch)
+        yield
 
 
 @pytest.fixture(params=["saved", "computed again", "triton"])

@@ -42,8 +42,8 @@ ORDERED = {
 """What a wait may order, or ends a block."""
 NUM_TRACED = 4
 """Programs of a launch whose accesses show that a barrier orders nothing."""
-MANY = 20
-"""Times as many instructions as without a fault are taken for an endless loop."""
+MANY = 5
+"""Times as many instructions as the kernel has and executes without a fault are an endless loop."""
 NOT_REACHED, IDLE, UNUSED, NOT_SEEN = "not reached", "idle", "unused", "not seen"
 SEEN = ("fault", "values", "bytes")
 """Verdicts."""
@@ -110,7 +110,7 @@ def _is_idle(kernel: Kernel, index: int, runs: list[Run]) -> bool:
 def _compared(mutant: Mutant, expected: Run) -> str:
     """How a fault is seen in a launch; idle if it computes what the original does."""
     code, differs = _comparing(mutant)
-    limit = MANY * expected.num_instructions
+    limit = MANY * (len(code.kernel.instructions) + expected.num_instructions)
     try:
         found = Run(expected.request, code, counting=True, limit=limit)
     except Fault:

@@ -65,7 +65,7 @@ def trained(
     backend: BackendName,
     dtype: torch.dtype,
     *,
-    steps: int = 3,
+    steps: int = 2,
     **options: Any,
 ) -> list[Tensor]:
     """The table, the optimizer's state, and each step's norm and d_hidden."""

@@ -26,10 +26,10 @@ Kind = Callable[..., RowOptimizer]
 
 
 def trained(make: Make, rows: bool, coo: bool = False) -> Table:
-    """The table after three steps of two batches each; `coo` converts the gradients."""
+    """The table after two steps of two batches each; `coo` converts the gradients."""
     params = table(SHORTLIST)
     optimizer = make(params)
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         accumulate(SHORTLIST, params, 2 * step, rows)
         accumulate(SHORTLIST, params, 2 * step + 1, rows)

@@ -89,7 +89,7 @@ def _all_trees(rank: int, world_size: int) -> None:
 
 
 def _interpreted(rank: int, world_size: int) -> None:
-    for name, placement in (("two levels", "word"), ("paths", "word"), ("shortlist", "class")):
+    for name, placement in (("paths", "word"), ("shortlist", "class")):
         _check_equal(rank, world_size, TREES[name], placement, "triton", "one without positions")
 
 

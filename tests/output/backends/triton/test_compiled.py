@@ -23,13 +23,12 @@ from .cases import (
     check,
     check_autocast,
     check_counts,
-    check_passes,
-    check_step,
     faults,
     narrowed_products,
     num_compilations,
     pool,
 )
+from .steps import check_passes, check_step, check_updates
 
 KINDS_OF_CODE = list(product((80, 90), DTYPES))
 SIZES = (136, 33, 136, 136, 33, 264, 136, 33)
@@ -82,15 +81,17 @@ for kind in KINDS_OF_CODE:
     ]
 """Every dtype and architecture, tree, width and kind of gradient, in all orders."""
 STEPS = [
-    (Case(80, "bf16", row_wise=True, rows="fp32", orders=ORDERS), "adagrad"),
-    (Case(90, "bf16", row_wise=True, rows="fp32", further=8, orders=ORDERS), "adam"),
-    (Case(80, "fp32", "three levels", 36, 4, row_wise=True), "adam"),
-    (Case(90, "fp32", "classes of one word", row_wise=True), "adagrad"),
-    (Case(90, "bf16", "shortlist", row_wise=True), "sgd"),
-    (Case(80, "fp16", "classes of 1 to 300 words", positions=200, row_wise=True), "sgd"),
-    (Case(90, "tf32", "two levels", row_wise=True, target="all ignored"), "adagrad"),
+    (Case(80, "bf16", size=72, row_wise=True, rows="fp32", orders=ORDERS), "adagrad"),
+    (Case(90, "bf16", row_wise=True, rows="fp32", further=16, orders=ORDERS), "adam"),
+    (Case(80, "fp32", "three levels", 40, 16, row_wise=True), "adam"),
+    (Case(90, "fp32", "classes of one word", 33, 7, row_wise=True), "adagrad"),
+    (Case(90, "bf16", "shortlist", 72, row_wise=True), "sgd"),
+    (Case(80, "fp16", "classes of 1 to 300 words", 33, 7, positions=200, row_wise=True), "sgd"),
+    (Case(90, "tf32", "two levels", 72, row_wise=True, target="all ignored"), "adagrad"),
 ]
-"""Problems and the optimizer whose step is made from the factors of their gradients."""
+"""Problems and the optimizer whose step is made from the factors of their gradients. Powers of two
+that divide their sizes are those of `CASES`, so that most kernels are compiled once for both.
+"""
 COUNTED = [
     Case(tree="two levels", size=128, bias=False),
     Case(tree="three levels", size=128, positions=150, bias=False),
@@ -100,14 +101,22 @@ COUNTED = [
     Case(tree="classes of 1 to 300 words", size=128, positions=200, bias=False, rows="fp32"),
 ]
 """Rows are sectors of the caches, in the dtypes and on the architecture of the model."""
-UNEQUAL = Case(tree="classes of 1 to 300 words", size=264, positions=200)
-MUTATED = [UNEQUAL, Case(tree="three levels", size=136)]
+THREE_LEVELS = Case(tree="three levels", size=136)
+UNEQUAL = Case(tree="classes of 1 to 300 words", size=136, positions=200)
+WIDE = Case(tree="wide classes", size=136, positions=97)
+MUTATED = [THREE_LEVELS, UNEQUAL]
 ALL_MUTATED = [
-    UNEQUAL,
-    Case(tree="three levels", size=136, positions=200),
-    Case(tree="classes of 1 to 300 words", size=160, positions=333, rows="fp32"),
+    THREE_LEVELS._replace(positions=200),
+    WIDE,
+    UNEQUAL._replace(size=264),
+    WIDE._replace(target="all ignored"),
+    WIDE._replace(size=160, rows="fp32"),
+    UNEQUAL._replace(size=160, positions=333, rows="fp32"),
+    WIDE._replace(size=160, rows="fp32", target="all ignored"),
 ]
-"""Problems that reach most of the kernels; a fault must be seen in one of them."""
+"""Problems that reach most of the kernels; a fault must be seen in one of them. Those with rows of
+one dtype have the same compiled kernels. The smaller ones come first.
+"""
 NUM_MUTANTS, ALL_MUTANTS = 1, 3
 """Of each kind in each kernel of an architecture."""
 SCAN = "(standard.py:"
@@ -154,6 +163,21 @@ def test_a_step_from_factors_reads_and_writes_every_visited_row_once(
 ) -> None:
     case = Case(90, "bf16", "wide classes", 128, positions=200, row_wise=True, rows="fp32")
     executor.submit(check_passes, case).result()
+
+
+@pytest.mark.parametrize(
+    ("step_of", "name"),
+    [
+        (Case(90, tree="classes of 1 to 300 words", positions=333, rows="fp32"), "adagrad"),
+        (Case(90, tree="three levels", size=72, positions=150), "adam"),
+        (Case(90, tree="shortlist", size=72), "sgd"),
+    ],
+    ids=str,
+)
+def test_counts_of_updates_are_those_of_the_compiled_kernel(
+    step_of: Case, name: str, executor: ProcessPoolExecutor
+) -> None:
+    executor.submit(check_updates, step_of._replace(row_wise=True), name).result()
 
 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])
