@@ -12,12 +12,16 @@ def first_problem(config: Config) -> str | None:
     bf16, row_wise = table.dtype == "bf16", table.gradients == "row_wise"
     skips_rows, conflict = skips_unvisited_rows(config), conflict_with_row_wise(config)
     double = train.precision == "64-true"
-    has_files, has_limit = config.data.files != SplitFiles(), train.max_epochs or train.max_steps
+    has_files, by_time = config.data.files != SplitFiles(), train.max_minutes is not None
+    has_limit = train.max_epochs or train.max_steps or by_time
+    schedule = config.optim.schedule
     is_file_name = config.name and "/" not in config.name and not config.name.startswith(".")
     heads = model.heads or 1
     head_sizes = f"model.hidden = {model.hidden} must be a multiple of 2 × model.heads"
     problems = {
-        "train.max_epochs or train.max_steps is required": not has_limit,
+        "train.max_epochs, train.max_steps or train.max_minutes is required": not has_limit,
+        "train.max_minutes requires a schedule that ends with the time: set optim.schedule: cosine,"
+        f" got {schedule}": by_time and schedule in ("plateau", "step"),
         f"{head_sizes} = {2 * heads}": transformer and model.hidden % (2 * heads),
         "model.input_embedding: path_sum cannot be combined with output.tree: adaptive": (
             adaptive and model.input_embedding == "path_sum"

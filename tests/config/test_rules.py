@@ -8,7 +8,7 @@ from lm.config import validate
 
 CONFLICTS = """\
 train: {}
-train.max_epochs or train.max_steps is required
+train.max_epochs, train.max_steps or train.max_minutes is required
 model: {backbone: transformer, hidden: 20, heads: 8}
 model.hidden = 20 must be a multiple of 2 × model.heads = 16
 {model: {input_embedding: path_sum}, output: {tree: adaptive}}
