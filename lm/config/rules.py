@@ -23,7 +23,7 @@ def first_problem(config: Config) -> str | None:
     problems = {
         "train.max_epochs, train.max_steps or train.max_minutes is required": not has_limit,
         "train.max_minutes requires a schedule that ends with the time: set optim.schedule: cosine,"
-        f" got {config.optim.schedule}": (by_time and config.optim.schedule in ("plateau", "step")),
+        f" got {schedule}": by_time and schedule in ("plateau", "step"),
         f"{head_sizes} = {2 * heads}": transformer and model.hidden % (2 * heads),
         f"output.tree: adaptive requires {for_adaptive}": adaptive and for_adaptive,
         "model.input_embedding: path_sum cannot be combined with output.tree: full, which has no"
