@@ -9,23 +9,23 @@ def first_problem(config: Config) -> str | None:
     """A line on the first conflict between keys whose values are valid one by one, or None."""
     model, train, classes, table = config.model, config.train, config.classes, config.word_table
     transformer, path_sum = model.backbone == "transformer", model.input_embedding == "path_sum"
-    adaptive, schedule = config.output.tree == "adaptive", config.optim.schedule
+    double, schedule = train.precision == "64-true", config.optim.schedule
+    adaptive = config.output.tree == "adaptive"
     bf16, row_wise = table.dtype == "bf16", table.gradients == "row_wise"
     skips_rows, conflict = skips_unvisited_rows(config), conflict_with_row_wise(config)
-    double = train.precision == "64-true"
-    has_files, by_time = config.data.files != SplitFiles(), train.max_minutes is not None
+    has_files, by_time = config.data.files != SplitFiles(), train.max_minutes
     has_limit = train.max_epochs or train.max_steps or by_time
     unset = {"model.input_embedding: word": path_sum, "word_table.tied: false": table.tied}
-    for_adaptive = ", ".join(key for key, needed in unset.items() if needed)
-    is_file_name = config.name and "/" not in config.name and not config.name.startswith(".")
-    heads = model.heads or 1
     head_sizes = f"model.hidden = {model.hidden} must be a multiple of 2 × model.heads"
     problems = {
         "train.max_epochs, train.max_steps or train.max_minutes is required": not has_limit,
         "train.max_minutes requires a schedule that ends with the time: set optim.schedule: cosine,"
         f" got {schedule}": by_time and schedule in ("plateau", "step"),
-        f"{head_sizes} = {2 * heads}": transformer and model.hidden % (2 * heads),
-        f"output.tree: adaptive requires {for_adaptive}": adaptive and for_adaptive,
+        f"{head_sizes} = {2 * (model.heads or 1)}": transformer
+        and model.hidden % (2 * (model.heads or 1)),
+        f"output.tree: adaptive requires {', '.join(key for key in unset if unset[key])}": (
+            adaptive and any(unset.values())
+        ),
         "model.input_embedding: path_sum cannot be combined with output.tree: full, which has no"
         " classes: set model.input_embedding: word": path_sum and config.output.tree == "full",
         "tokenizer.kind: sentencepiece requires tokenizer.vocab_size": (
@@ -44,7 +44,9 @@ def first_problem(config: Config) -> str | None:
             double and config.output.backend == "triton"
         ),
         "train.seq_len must be at least 2 for a transformer": transformer and train.seq_len < 2,
-        f"name must be a plain file name, got {config.name!r}": not is_file_name,
+        f"name must be a plain file name, got {config.name!r}": (
+            "/" in config.name or config.name[:1] in ("", ".")
+        ),
         f"word_table.tied requires model.embedding = model.hidden = {model.hidden}, got"
         f" {model.embedding}": table.tied and model.embedding not in (None, model.hidden),
         "train.strategy: shard_output cannot be combined with output.tree: adaptive": (
