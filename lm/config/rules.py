@@ -9,7 +9,7 @@ def first_problem(config: Config) -> str | None:
     """A line on the first conflict between keys whose values are valid one by one, or None."""
     model, train, classes, table = config.model, config.train, config.classes, config.word_table
     transformer, path_sum = model.backbone == "transformer", model.input_embedding == "path_sum"
-    double, schedule = train.precision == "64-true", config.optim.schedule
+    double = train.precision == "64-true"
     adaptive = config.output.tree == "adaptive"
     bf16, row_wise = table.dtype == "bf16", table.gradients == "row_wise"
     skips_rows, conflict = skips_unvisited_rows(config), conflict_with_row_wise(config)
@@ -19,8 +19,6 @@ def first_problem(config: Config) -> str | None:
     head_sizes = f"model.hidden = {model.hidden} must be a multiple of 2 × model.heads"
     problems = {
         "train.max_epochs, train.max_steps or train.max_minutes is required": not has_limit,
-        "train.max_minutes requires a schedule that ends with the time: set optim.schedule: cosine,"
-        f" got {schedule}": by_time and schedule in ("plateau", "step"),
         f"{head_sizes} = {2 * (model.heads or 1)}": transformer
         and model.hidden % (2 * (model.heads or 1)),
         f"output.tree: adaptive requires {', '.join(key for key in unset if unset[key])}": (
@@ -44,9 +42,6 @@ def first_problem(config: Config) -> str | None:
             double and config.output.backend == "triton"
         ),
         "train.seq_len must be at least 2 for a transformer": transformer and train.seq_len < 2,
-        f"name must be a plain file name, got {config.name!r}": (
-            "/" in config.name or config.name[:1] in ("", ".")
-        ),
         f"word_table.tied requires model.embedding = model.hidden = {model.hidden}, got"
         f" {model.embedding}": table.tied and model.embedding not in (None, model.hidden),
         "train.strategy: shard_output cannot be combined with output.tree: adaptive": (
@@ -68,4 +63,17 @@ def first_problem(config: Config) -> str | None:
             conflict and (bf16 or row_wise)
         ),
     }
+    problems |= _run_problems(config)
     return next((problem for problem, applies in problems.items() if applies), None)
+
+
+def _run_problems(config: Config) -> dict[str, bool]:
+    schedule = config.optim.schedule
+    by_time = config.train.max_minutes is not None
+    return {
+        "train.max_minutes requires a schedule that ends with the time: set optim.schedule: cosine,"
+        f" got {schedule}": by_time and schedule in ("plateau", "step"),
+        f"name must be a plain file name, got {config.name!r}": (
+            "/" in config.name or config.name[:1] in ("", ".")
+        ),
+    }
