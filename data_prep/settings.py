@@ -82,8 +82,9 @@ class TokenizerConfig(Strict):
     lowercase: bool = False
     """words: convert the text to lower case first."""
     split_punctuation: bool = False
-    """words: punctuation marks become separate words (for raw text; not for corpora that are
-    already tokenized).
+    """words: punctuation marks before and after a word become separate words; marks inside one
+    belong to it, as in `EU:n` and `--max-size` (for raw text; not for corpora that are already
+    tokenized).
     """
     model_type: Literal["unigram", "bpe", "char", "word"] = "unigram"
     """sentencepiece: kind of model."""

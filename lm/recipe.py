@@ -13,12 +13,15 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from string import Template
+from typing import Literal
 
 import torch
 import yaml
 
+from data_prep.corpus.lines import text_lines
 from data_prep.corpus.split import MIN_UNITS, Sample, Unit, read_sample, split_text
 from data_prep.errors import UserError
+from data_prep.settings import TokenizerConfig
 from data_prep.storage import folder_to_fill, new_folder, write_hashed
 from data_prep.tokenizer.tokenizer import separate_words
 from lm.config import Config, validate
@@ -34,12 +37,12 @@ data: {files: {$files}, keep_empty_lines: false}
 # Words that are rarer than min_count are <unk>; pieces are for text without spaces.
 tokenizer: {$tokenizer}
 # The words are divided into about √N classes, found in the text.
-classes: {method: exchange, shortlist: $shortlist, clustered_words: 20000}
+classes: {method: exchange, shortlist: $shortlist$clustered}
 # P(word) = P(class) · P(word | class)
 output: {tree: two_level}
 # A word's output row is its input vector too.
 word_table: {tied: true}
-# Found on other texts of this size. Larger hidden and layers: better with more text, and slower. A
+# A start for texts of this size. Larger hidden and layers: better with more text, and slower. A
 # lower lr if the loss is not finite. The best model on the validation text is kept, else the last.
 """
 SETTINGS = {
@@ -49,9 +52,9 @@ optim: {optimizer: adamw, lr: 0.005, schedule: cosine}
 train: {max_steps: 300, batch_size: $batch, seq_len: 16, val_every_steps: 50, threads: $threads}
 """,
     5_000_000: """\
-model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: 0.4,
+model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: 0.1,
   count_word_dropout: 5, init_range: 0.1}
-optim: {optimizer: sgd, lr: 20, clip: 0.25, schedule: plateau, decay: 0.25}
+optim: {optimizer: sgd, lr: 20, clip: 0.25, schedule: cosine}
 train: {max_epochs: 12, batch_size: 20, seq_len: 35, threads: $threads}
 """,
     math.inf: """\
@@ -62,11 +65,23 @@ train: {max_epochs: $epochs, batch_size: 64, seq_len: 64, threads: $threads, val
 """,
 }
 """Texts of fewer tokens have these, as configs/wikitext2_lstm.yaml and eltec_hun_lstm.yaml have."""
+TRANSFORMER = """\
+model: {backbone: transformer, layers: $layers, input_embedding: path_sum, hidden: $hidden,
+  dropout: 0.1, count_word_dropout: 5}
+optim: {optimizer: adamw, lr: 0.001, weight_decay: 0.1, clip: 1.0, schedule: cosine,
+  warmup_steps: $warmup}
+train: {max_epochs: $epochs, batch_size: $batch, seq_len: 64, threads: $threads}
+"""
+"""For texts of all sizes, with the optimizer of configs/wikitext2_transformer.yaml."""
 HIDDEN_SIZES = {20_000: (64,), 5_000_000: (200, 128, 64), math.inf: (300, 200, 128, 64)}
 """Sizes of the model for texts of fewer tokens; the first one that fits is taken."""
 MEMORY_SHARE = 0.7
 """Part of the available memory that a recipe's training may take."""
 MAX_WORDS = 200_000
+COUNTED_BYTES = 1 << 28
+"""Texts up to this size are counted, and not estimated from a sample."""
+ALL_CLUSTERED = 60_000
+"""Vocabularies up to this size have no other classes than those found in the text."""
 PIECES, PIECES_BYTES = 8_000, 1_000_000
 """Texts without spaces have SentencePiece units from this size on, and else characters."""
 CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -75,7 +90,13 @@ NO_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3
 
 
 def new_recipe(
-    path: Path, text: Path, *, valid: Path | None, test: Path | None, unit: Unit | None
+    path: Path,
+    text: Path,
+    *,
+    valid: Path | None,
+    test: Path | None,
+    unit: Unit | None,
+    backbone: Literal["lstm", "transformer"] = "lstm",
 ) -> str:
     """Write a recipe and, unless both are given, the validation and test split of its text.
 
@@ -86,6 +107,7 @@ def new_recipe(
         text: the training text, from which missing splits are taken.
         valid, test: text of these splits.
         unit: what the text is cut into; None: documents if there are enough, else lines.
+        backbone: network of the model.
 
     Raises:
         UserError: if the recipe, the run or its text exists, or a text cannot be read.
@@ -107,13 +129,13 @@ def new_recipe(
         cut = f"none, the text has fewer than {MIN_UNITS} {unit or 'lines'}: no "
         cut, held_out = cut + " and no ".join(held_out), []
     files |= {split: run / f"text/{split}.txt" for split in ("train", *held_out) if held_out}
-    # Before anything is written, so that a mistake leaves no files.
-    content, model = fit(path, files, num_tokens, num_words, tokenizer)
     with ExitStack() as stack:  # a recipe that cannot be written leaves no splits
         stack.enter_context(folder_to_fill(path.parent))
+        about, training = "about ", text
         if held_out:
             unfinished = stack.enter_context(new_folder(run / "text"))
             unit, sizes = split_text(text, unfinished, sample, held_out, unit)
+            training = unfinished / "train.txt"
             parts = ", ".join(
                 f"{split} {units:,} {unit} (about {num_tokens * size // sample.num_bytes:,} tokens)"
                 for split, (units, size) in sizes.items()
@@ -122,14 +144,29 @@ def new_recipe(
             cut = f"by {unit}, {parts}: {shares}, in {run / 'text'}"
         if text.stat().st_mtime_ns != last_change:
             raise UserError(f"{text} changed while it was read: try again")
-        about = (
+        if sample.num_bytes <= COUNTED_BYTES and "kind: words" in tokenizer:
+            about, num_words = "", count_vocabulary(training, tokenizer)
+        content, model = fit(path, files, num_tokens, num_words, tokenizer, backbone)
+        summary = (
             f"{path}: for {text}, {sample.num_bytes:,} bytes, about {num_tokens:,} tokens and a"
-            f" vocabulary of about {num_words:,}\nsplit: {cut}\nmodel: {model}\n"
+            f" vocabulary of {about}{num_words:,}\nsplit: {cut}\nmodel: {model}\n"
         )
-        header = "".join(f"# {line}" for line in about.splitlines(keepends=True))
+        header = "".join(f"# {line}" for line in summary.splitlines(keepends=True))
         write_hashed(path, [header.encode(), content.encode()])
     recipe, run_dir = shlex.quote(str(path)), shlex.quote(str(run))
-    return f"{about}then: lm train {recipe}\n      lm generate {run_dir}"
+    return (
+        f"{summary}then: lm train {recipe}, which prints after its first steps how long it takes\n"
+        f"      lm generate {run_dir}"
+    )
+
+
+def count_vocabulary(training: Path, tokenizer: str) -> int:
+    """The number of words that the preparation finds in a training text."""
+    from data_prep.tokenizer.vocabulary import count_words  # imports pyarrow and numba
+
+    settings = TokenizerConfig(**yaml.safe_load(f"{{{tokenizer}}}"))
+    lines = (line for line in text_lines(training) if line.strip())
+    return len(count_words(lines, settings)[0])
 
 
 def measure(sample: Sample) -> tuple[int, int, str]:
@@ -166,7 +203,12 @@ def measure(sample: Sample) -> tuple[int, int, str]:
 
 
 def fit(
-    path: Path, files: dict[str, Path], num_tokens: int, num_words: int, tokenizer: str
+    path: Path,
+    files: dict[str, Path],
+    num_tokens: int,
+    num_words: int,
+    tokenizer: str,
+    backbone: Literal["lstm", "transformer"] = "lstm",
 ) -> tuple[str, str]:
     """Choose the settings for a text, with the largest model that fits into the available memory.
 
@@ -177,28 +219,37 @@ def fit(
         UserError: if the path is no name for a run, or not even the smallest model fits.
     """
     limit = next(limit for limit in SETTINGS if num_tokens < limit)
-    shortlist, threads = min(1000, num_words // 33), min(8, torch.get_num_threads())
     tree = ClassTree.balanced(num_words, math.isqrt(num_words) + 1)  # of about the same size
-    recipe = RECIPE + SETTINGS[limit]
-    if "valid" not in files:  # plateau would never lower the rate
-        recipe = recipe.replace("plateau", "cosine")
     names = {split: json.dumps(str(file), ensure_ascii=False) for split, file in files.items()}
+    epochs = 12 if limit < math.inf else 2 if num_tokens < 20_000_000 else 1
+    batch = min(8, max(1, num_tokens // 200))
+    template, layers, threads = SETTINGS[limit], 1, min(8, torch.get_num_threads())
+    if backbone == "transformer":
+        template, layers = TRANSFORMER, 2 if limit < math.inf else 4
+        batch = min(32, batch if limit == 20_000 else 32)
+    steps = max(1, num_tokens // (batch * 64)) * epochs
+    values = {
+        "name": json.dumps(path.stem, ensure_ascii=False),
+        "files": ", ".join(map(": ".join, names.items())),
+        "tokenizer": tokenizer,
+        "shortlist": min(1000, num_words // 33),
+        "clustered": f", clustered_words: {ALL_CLUSTERED}" if num_words > ALL_CLUSTERED else "",
+        "batch": batch,
+        "epochs": epochs,
+        "layers": layers,
+        "warmup": min(400, steps // 10),
+        "threads": threads,
+    }
     for hidden in HIDDEN_SIZES[limit]:
-        content = Template(recipe).substitute(
-            name=json.dumps(path.stem, ensure_ascii=False),
-            files=", ".join(map(": ".join, names.items())),
-            tokenizer=tokenizer,
-            shortlist=shortlist,
-            hidden=hidden,
-            batch=min(8, max(1, num_tokens // 200)),
-            epochs=2 if num_tokens < 20_000_000 else 1,
-            threads=threads,
-        )
+        if backbone == "transformer":
+            hidden = 64 * math.ceil(hidden / 64)  # heads of equal, even sizes
+        content = Template(RECIPE + template).substitute(values, hidden=hidden)
         config = validate(yaml.safe_load(content), str(path))
         run = Run(config.run_path, config)
         run.tree = tree
         used, available = estimate_memory(run).total, run.available_bytes
         if available is None or used < MEMORY_SHARE * available:
             computing = f"{threads} thread{'s' * (threads > 1)}, {used / 1e9:.1f} GB of memory"
-            return content, f"LSTM 1 × {hidden}, {computing}"
+            kind = "LSTM" if backbone == "lstm" else "Transformer"
+            return content, f"{kind} {layers} × {hidden}, {computing}"
     raise UserError(f"even the smallest model needs {used / 1e9:.1f} GB of memory: too much here")

@@ -15,7 +15,7 @@ import torch
 
 from lm import __version__
 from lm.cli import main
-from lm.config.reference import describe_keys
+from lm.config.reference import USUAL_KEYS, describe_keys
 
 Complaint = Callable[..., str]
 Damage = Callable[[Path], None]
@@ -66,6 +66,15 @@ def test_every_command_has_help(
     help_text = capsys.readouterr().out
     assert option in help_text
     assert ("--section.key=value" in help_text) == (verb in {"prepare", "train", "classes", "info"})
+    assert len(help_text.splitlines()) < 60
+    assert ("--help-all" in help_text) == ("--section.key=value" in help_text)
+    assert all(f"  {key}: " in help_text for key in USUAL_KEYS if verb in {"prepare", "train"})
+
+
+def test_help_all_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help-all"])
+    assert capsys.readouterr().out.endswith(describe_keys() + "\n")
 
 
 def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from unittest.mock import Mock
 
 import pytest
@@ -23,6 +24,7 @@ from lm.run import Run
 from tests.conftest import toy_sentences
 
 Complaint = Callable[..., str]
+LATER = ", which prints after its first steps how long it takes"
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +65,7 @@ def test_a_recipe_with_splits_trains_and_is_better_than_the_unigram_model(
         r"one of 20 for valid and one for test, in runs/my/text\n",
         out,
     )
-    assert out.endswith("then: lm train my.yaml\n      lm generate runs/my\n")
+    assert out.endswith(f"then: lm train my.yaml{LATER}\n      lm generate runs/my\n")
     header = "".join(f"# {line}\n" for line in out.splitlines()[:3])
     assert Path("my.yaml").read_text().startswith(header)
     assert config.train.val_every_steps == 50
@@ -187,7 +189,7 @@ def test_names_of_files_with_special_characters_are_quoted(
     Path(name).write_text("the dog\n")
     assert main(["new", "my dog.yaml", "--text", name]) == 0
     assert load_config("my dog.yaml").data.files.train == name
-    then = "then: lm train 'my dog.yaml'\n      lm generate 'runs/my dog'\n"
+    then = f"then: lm train 'my dog.yaml'{LATER}\n      lm generate 'runs/my dog'\n"
     assert capsys.readouterr().out.endswith(then)
 
 
@@ -205,7 +207,45 @@ def test_the_learning_rate_of_a_text_in_one_line_decays() -> None:
     assert (config.data.files.valid, config.model.hidden) == (None, 200)
     assert config.optim.schedule == "cosine"
     Path("my.yaml").unlink()
-    assert new("the dog sat on the mat\n" * 10_000).optim.schedule == "plateau"
+    assert new("the dog sat on the mat\n" * 10_000).optim.schedule == "cosine"
+
+
+@pytest.mark.parametrize("punctuated", [False, True])
+def test_the_vocabulary_announced_is_that_of_the_prepared_data(
+    punctuated: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a text that is much larger than the sample, whose rare words are <unk>."""
+    monkeypatch.setattr("data_prep.corpus.split.SAMPLE_BYTES", 4096)
+    random = Random(1)
+    mark = "," if punctuated else ""
+    words = [f"w{int(20_000 * random.random() ** 4)}{mark}" for _ in range(60_000)]
+    new("\n".join(" ".join(words[i : i + 12]) for i in range(0, len(words), 12)))
+    (announced,) = re.findall(r"a vocabulary of ([\d,]+)\n", capsys.readouterr().out)
+    assert main(["prepare", "my.yaml", "--no-progress"]) == 0
+    config = load_config("my.yaml")
+    assert config.tokenizer.split_punctuation == punctuated
+    assert open_prepared(config.prepared_path).vocab_size == int(announced.replace(",", "")) > 1000
+
+
+def test_a_transformer_has_adamw_with_warm_up() -> None:
+    text = "\n".join(toy_sentences(1, 400)) + "\n"
+    config = new(text, "--model.backbone=transformer")
+    optim = config.optim
+    assert config.model.backbone == "transformer"
+    assert (optim.optimizer, optim.schedule) == ("adamw", "cosine")
+    assert 1 <= optim.warmup_steps <= 400
+    assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=60"]) == 0
+
+
+@pytest.mark.parametrize("tokens", [2_000, 200_000, 5_000_000, 40_000_000])
+def test_every_size_has_a_transformer(tokens: int) -> None:
+    words = min(MAX_WORDS, 1 + tokens // 4)
+    content, line = fit(
+        Path("my.yaml"), {"train": Path("a")}, tokens, words, "kind: words", "transformer"
+    )
+    config = validate(yaml.safe_load(content), "")
+    assert line.startswith(f"Transformer {config.model.layers} × {config.model.hidden}, ")
+    assert config.classes.clustered_words == (60_000 if words > 60_000 else None)
 
 
 def fitted(num_tokens: int, num_words: int) -> Config:

@@ -6,8 +6,6 @@ which joins lines.
 
 import codecs
 import re
-import sys
-import unicodedata
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -308,18 +306,6 @@ class SentencePieceTokenizer(Tokenizer):
         return piece.replace(SENTENCEPIECE_SPACE, " ")
 
 
-def _combining_marks() -> str:
-    r"""Regular-expression ranges of combining marks and two joiners, which `\w` does not match."""
-    ranges: list[list[int]] = [[0x200C, 0x200D]]
-    for point in range(sys.maxunicode + 1):
-        if unicodedata.category(chr(point)).startswith("M"):
-            if ranges[-1][1] == point - 1:
-                ranges[-1][1] = point
-            else:
-                ranges.append([point, point])
-    return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in ranges)
-
-
 def separate_words(lines: Sequence[str], lowercase: bool, split_punctuation: bool) -> str:
     """Return the lines as a text whose words are separated by whitespace, a newline after each."""
     text = "\n".join(lines) + "\n"
@@ -332,9 +318,27 @@ def separate_words(lines: Sequence[str], lowercase: bool, split_punctuation: boo
 
 @cache
 def _punctuation_pattern() -> re.Pattern[str]:
-    """Match a word, a number or a punctuation mark."""
-    letter = f"[\\w{_combining_marks()}]"
-    return re.compile(rf"{UNK}|{EOS}|\d+(?:[.,]\d+)+|{letter}+(?:['\u2019]{letter}+)*|[^\s]")
+    """Match a word, or a punctuation mark at the beginning or the end of one.
+
+    Marks inside a word belong to it, and so do hyphens, symbols and a single dot at its beginning.
+    """
+    quotes = "\"'\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb\u2039\u203a"
+    both = f",;:!?{quotes}\u2026\u2013\u2014\u3001\u3002*`"
+    before = rf"[{both}(\[{{\u00bf\u00a1$\u00a3\u20ac)\]}}]|\.(?=\.)|(?<=\.)\."
+    special = f"{UNK}|{EOS}"
+    last = rf"(?!{special})[^\s{both}.)\]}}%]"
+    return re.compile(rf"{special}|(?!{before})(?:(?!{special})\S)*{last}|\S")
+
+
+_QUOTES = {
+    '"': '"',
+    "'": "'",
+    "`": "`",
+    **dict.fromkeys("\u201c\u201d\u201e", "\u201d"),
+    **dict.fromkeys("\u00ab\u00bb", "\u00bb"),
+    **dict.fromkeys("\u2039\u203a", "\u203a"),
+}
+"""Quotation mark → kind; any of a kind opens, and the next one closes, as languages differ."""
 
 
 class _Spacing:
@@ -348,14 +352,14 @@ class _Spacing:
     def before(self, word: str) -> str:
         glued, self._glued = self._glued, False
         if self._attach_punctuation:
-            if word in {'"', "'"}:
-                closing = word in self._open_quotes
-                self._open_quotes ^= {word}
+            if kind := _QUOTES.get(word):
+                closing = kind in self._open_quotes
+                self._open_quotes ^= {kind}
                 self._glued = not closing
                 glued |= closing
             else:
-                glued |= word in set(".,;:!?)]}%\u2026\u2019\u201d\u00bb-/\u3001\u3002")
-                self._glued = word in set("([{\u201c\u2018\u00ab\u00bf\u00a1-/$\u00a3\u20ac#@")
+                glued |= word in set(".,;:!?)]}%\u2026\u2019\u3001\u3002")
+                self._glued = word in set("([{\u2018\u201a\u00bf\u00a1$\u00a3\u20ac")
         return "" if glued else " "
 
 

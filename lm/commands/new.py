@@ -12,6 +12,8 @@ OPTIONS: Options = {
     "--text": _PATH | {"required": True, "help": "training text, one file"},
     "--valid": _PATH | {"help": "validation text (default: taken from the text)"},
     "--test": _PATH | {"help": "test text (default: taken from the text)"},
+    "--model.backbone": {"choices": ("lstm", "transformer"), "default": "lstm", "dest": "backbone"}
+    | {"help": "network of the model, with the optimizer that it needs (default: lstm)"},
     "--split-by": {"choices": ("lines", "documents"), "help": "documents: between empty lines"},
 }
 
@@ -21,4 +23,5 @@ def run(options: argparse.Namespace) -> None:
     from lm.recipe import new_recipe
 
     files = {"valid": options.valid, "test": options.test}
-    print(new_recipe(options.config, options.text, **files, unit=options.split_by))
+    chosen = {"unit": options.split_by, "backbone": options.backbone}
+    print(new_recipe(options.config, options.text, **files, **chosen))

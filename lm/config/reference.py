@@ -13,6 +13,14 @@ from data_prep.errors import UserError
 from lm.config.load import nearest
 from lm.config.schema import Config
 
+USUAL_KEYS = (
+    *("name", "data.files.train", "data.files.valid", "data.files.test", "tokenizer.kind"),
+    *("tokenizer.vocab_size", "model.backbone", "model.hidden", "model.layers", "model.dropout"),
+    *("output.tree", "optim.optimizer", "optim.lr", "optim.schedule", "train.max_epochs"),
+    *("train.max_steps", "train.max_minutes", "train.batch_size", "train.seq_len"),
+    *("train.precision", "train.accelerator", "train.devices", "train.threads"),
+)
+"""Keys that the short help lists."""
 _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 _WIDTH = 100
 
@@ -52,6 +60,22 @@ def describe_keys(name: str | None = None) -> str:
         known = [key.name for _, keys in sections().values() for key in keys]
         raise UserError(f"unknown key {name}" + nearest(str(name), [*known, *sections()]))
     return "\n\n".join(blocks) if name is None else "\n".join(blocks)
+
+
+def describe_usual_keys() -> str:
+    """A line for each of `USUAL_KEYS`, and where the others are."""
+    keys = {key.name: key for _, group in sections().values() for key in group}
+    lines = []
+    for name in USUAL_KEYS:
+        default = f" = {keys[name].default}" if keys[name].default else " (required)"
+        lines.append(textwrap.shorten(f"{name}: {keys[name].type}{default}", _WIDTH))
+    return "\n".join(
+        [
+            "usual keys of the configuration:",
+            *(f"  {line}" for line in lines),
+            "all keys with their meaning: --help-all, lm config [KEY], configs/README.md",
+        ]
+    )
 
 
 def _keys(prefix: str, section: Any) -> list[Key]:

@@ -8,20 +8,24 @@ from lm.config.word_table import conflict_with_row_wise, skips_unvisited_rows
 def first_problem(config: Config) -> str | None:
     """A line on the first conflict between keys whose values are valid one by one, or None."""
     model, train, classes, table = config.model, config.train, config.classes, config.word_table
-    transformer, adaptive = model.backbone == "transformer", config.output.tree == "adaptive"
+    transformer, path_sum = model.backbone == "transformer", model.input_embedding == "path_sum"
+    double = train.precision == "64-true"
+    adaptive = config.output.tree == "adaptive"
     bf16, row_wise = table.dtype == "bf16", table.gradients == "row_wise"
     skips_rows, conflict = skips_unvisited_rows(config), conflict_with_row_wise(config)
-    double = train.precision == "64-true"
-    has_files, has_limit = config.data.files != SplitFiles(), train.max_epochs or train.max_steps
-    is_file_name = config.name and "/" not in config.name and not config.name.startswith(".")
-    heads = model.heads or 1
+    has_files, by_time = config.data.files != SplitFiles(), train.max_minutes
+    has_limit = train.max_epochs or train.max_steps or by_time
+    unset = {"model.input_embedding: word": path_sum, "word_table.tied: false": table.tied}
     head_sizes = f"model.hidden = {model.hidden} must be a multiple of 2 × model.heads"
     problems = {
-        "train.max_epochs or train.max_steps is required": not has_limit,
-        f"{head_sizes} = {2 * heads}": transformer and model.hidden % (2 * heads),
-        "model.input_embedding: path_sum cannot be combined with output.tree: adaptive": (
-            adaptive and model.input_embedding == "path_sum"
+        "train.max_epochs, train.max_steps or train.max_minutes is required": not has_limit,
+        f"{head_sizes} = {2 * (model.heads or 1)}": transformer
+        and model.hidden % (2 * (model.heads or 1)),
+        f"output.tree: adaptive requires {', '.join(key for key in unset if unset[key])}": (
+            adaptive and any(unset.values())
         ),
+        "model.input_embedding: path_sum cannot be combined with output.tree: full, which has no"
+        " classes: set model.input_embedding: word": path_sum and config.output.tree == "full",
         "tokenizer.kind: sentencepiece requires tokenizer.vocab_size": (
             config.tokenizer.kind == "sentencepiece" and config.tokenizer.vocab_size is None
         ),
@@ -38,10 +42,8 @@ def first_problem(config: Config) -> str | None:
             double and config.output.backend == "triton"
         ),
         "train.seq_len must be at least 2 for a transformer": transformer and train.seq_len < 2,
-        f"name must be a plain file name, got {config.name!r}": not is_file_name,
         f"word_table.tied requires model.embedding = model.hidden = {model.hidden}, got"
         f" {model.embedding}": table.tied and model.embedding not in (None, model.hidden),
-        "word_table.tied: output.tree: adaptive has no row for each word": table.tied and adaptive,
         "train.strategy: shard_output cannot be combined with output.tree: adaptive": (
             adaptive and train.strategy == "shard_output"
         ),
@@ -64,4 +66,17 @@ def first_problem(config: Config) -> str | None:
             conflict and (bf16 or row_wise)
         ),
     }
+    problems |= _run_problems(config)
     return next((problem for problem, applies in problems.items() if applies), None)
+
+
+def _run_problems(config: Config) -> dict[str, bool]:
+    schedule = config.optim.schedule
+    by_time = config.train.max_minutes is not None
+    return {
+        "train.max_minutes requires a schedule that ends with the time: set optim.schedule: cosine,"
+        f" got {schedule}": by_time and schedule in ("plateau", "step"),
+        f"name must be a plain file name, got {config.name!r}": (
+            "/" in config.name or config.name[:1] in ("", ".")
+        ),
+    }

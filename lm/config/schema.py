@@ -140,10 +140,15 @@ class TrainConfig(Strict):
     """Length, batches, precision and devices of the training run."""
 
     max_epochs: Positive | None = None
-    """Number of passes over the training split. This or `max_steps` is required; training ends at
-    the limit that is reached first."""
+    """Number of passes over the training split. This, `max_steps` or `max_minutes` is required;
+    training ends at the limit that is reached first."""
     max_steps: Positive | None = None
     """Number of optimizer steps."""
+    max_minutes: PositiveFloat | None = None
+    """Minutes of training, validations and checkpoints included (not the preparation of the data);
+    a continued run keeps counting. The last validation begins early enough to end in time, as far
+    as the one before it tells. schedule: cosine reaches its final rate by then; step and plateau,
+    which do not know the time, are refused. With several devices the clock of the first decides."""
     batch_size: Positive = 20
     """B: number of parallel sequences per batch, over all devices together."""
     seq_len: Positive = 35

@@ -85,7 +85,8 @@ class Batches:
                 f"train.max_epochs = {self.max_epochs} has fewer batches than"
                 f" train.accumulate = {self.accumulate}"
             )
-        self.num_steps = min(limits, default=0)  # of the run, by the optimizer
+        # Of the run, by the optimizer; None: as many as the time allows.
+        self.num_steps: int | None = min(limits, default=None)
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, counted from the start of the first epoch."""

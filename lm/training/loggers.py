@@ -19,6 +19,7 @@ from tqdm import tqdm
 from data_prep.errors import UserError
 from data_prep.storage import write_atomically
 from lm.config import Config, to_dict
+from lm.training.clock import Clock, in_words
 from lm.training.metrics import Metrics, read_metrics
 from lm.training.state import TrainingState
 
@@ -111,28 +112,55 @@ def check_wandb(config: Config) -> None:
 
 
 class ProgressBar(Logger):
-    """Steps, remaining time and figures on stderr.
+    """Steps, remaining time and figures on stderr; once, how long the run takes.
 
     In a terminal this is a progress bar of at most 80 columns. Elsewhere it is a line of text for
     each validation, for the last step, and for lines of `metrics.csv` that are at least
     `SECONDS_BETWEEN_LINES` apart.
     """
 
-    def __init__(self, step: int, total_steps: int) -> None:
+    def __init__(self, step: int, clock: Clock, epoch_steps: float) -> None:
+        self._clock, self._epoch_steps, self._announced = clock, epoch_steps, False
+        self.total_steps = clock.num_steps
         self.bar = tqdm(
-            total=total_steps,
+            total=self.total_steps,
             initial=step,
             desc="train",
-            bar_format="{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
+            bar_format="",
             disable=None,
         )
-        self.total_steps, self._first_step, self._started = total_steps, step, time.monotonic()
-        self._next_line = self._started
+        self._next_line = time.monotonic()
+        self._show_left(step)
         self._valid = ""
 
     def step(self, step: int) -> None:
-        """Show the step."""
+        """Show the step and, once it is known, how long the run takes."""
+        left = self._show_left(step)
         self.bar.update(step - self.bar.n)
+        if left is not None and not self._announced:
+            self._announced = True
+            self.bar.clear()
+            _log.info("%s", self._announcement(step, left))
+
+    def _show_left(self, step: int) -> float | None:
+        left = self._clock.seconds_left(step)
+        shown = "?" if left is None else str(timedelta(seconds=round(left)))
+        total = "?" if self.total_steps is None else "{total_fmt}"
+        self.bar.bar_format = f"{{desc}} {{n_fmt}}/{total} [{{elapsed}}<{shown}]{{postfix}}"
+        return left
+
+    def _announcement(self, step: int, left: float) -> str:
+        clock = self._clock
+        pace = clock.step_seconds or 0.0
+        steps = step + left / pace if self.total_steps is None else self.total_steps
+        if clock.limit is not None and clock.progress.elapsed_seconds + left >= clock.limit - 1:
+            steps = min(steps, step + left / pace)
+        epochs = f"{steps / self._epoch_steps:.1f}".removesuffix(".0")
+        text = f"about {in_words(left)} left for " if step > 100 else f"about {in_words(left)} for "
+        text += f"{epochs} epoch{'s' * (epochs != '1')} ({steps:,.0f} steps of {pace:.2g} s"
+        if clock.validation_seconds:
+            text += f", validations of {in_words(clock.validation_seconds)}"
+        return text + ")"
 
     def log(self, metrics: Metrics) -> None:
         """Show the figures."""
@@ -145,10 +173,10 @@ class ProgressBar(Logger):
         is_milestone = valid is not None or metrics.step == self.total_steps
         if self.bar.disable and (is_milestone or time.monotonic() >= self._next_line):
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-            text = f"step {metrics.step} of {self.total_steps}: epoch {metrics.epoch:.2f}, "
+            of = "" if self.total_steps is None else f" of {self.total_steps}"
+            text = f"step {metrics.step}{of}: epoch {metrics.epoch:.2f}, "
             text += (self._valid if valid is not None else "") + figures
-            seconds = (time.monotonic() - self._started) / (metrics.step - self._first_step)
-            left = round(seconds * (self.total_steps - metrics.step))
+            left = round(self._clock.seconds_left(metrics.step) or 0)
             _log.info("%s%s", text, f", {timedelta(seconds=left)} left" if left else "")
 
     def close(self) -> None:
@@ -164,7 +192,8 @@ def open_loggers(config: Config, state: TrainingState, *, progress: bool) -> lis
     """The loggers of a run that starts, or continues from `state`."""
     loggers: list[Logger] = []
     if progress:
-        loggers.append(ProgressBar(state.step, state.batches.num_steps))
+        epoch_steps = state.batches.per_epoch / config.train.accumulate
+        loggers.append(ProgressBar(state.step, state.clock, epoch_steps))
     if config.log.wandb != "disabled":
         loggers.append(WandbLogger(config))
     return [MetricsFile(config.run_path / "metrics.csv", state.step), *loggers]

@@ -8,17 +8,19 @@ logging, saving, stopping on a signal.
 import logging
 import math
 import signal
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 from data_prep.errors import UserError
 from data_prep.storage import locked, make_folder
+from lm.config import Config
 from lm.evaluation import perplexity_rule, token_unit
 from lm.model.files import DESCRIPTION
 from lm.run import Run
-from lm.training.batches import training_batches
+from lm.training.batches import Batches, training_batches
 from lm.training.checkpoint import load_checkpoint
+from lm.training.clock import Progress
 from lm.training.devices import build_fabric, launched, reporting_lost_processes
 from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
@@ -71,8 +73,7 @@ def train(
         if checkpoint := check_folder(config, resume) if is_main or resume else None:
             check_tokenizer(folder, run.prepared)
             saved = load_checkpoint(checkpoint)
-        num_batches = batches.num_steps * config.train.accumulate
-        if checkpoint is None or saved is None or saved["progress"]["batches_done"] < num_batches:
+        if checkpoint is None or saved is None or not _is_complete(config, batches, saved):
             if checkpoint is not None:
                 _log.info("continuing from %s", checkpoint)
             with (
@@ -105,21 +106,31 @@ def train(
     return is_main
 
 
+def _is_complete(config: Config, batches: Batches, saved: dict[str, Any]) -> bool:
+    """Whether a checkpoint has all steps, or has spent the time."""
+    progress = Progress(**saved["progress"])
+    if config.train.max_minutes and progress.elapsed_seconds >= 60 * config.train.max_minutes:
+        return True
+    steps_done = progress.batches_done // config.train.accumulate
+    return batches.num_steps is not None and steps_done >= batches.num_steps
+
+
 def _fit(
     state: TrainingState,
     loggers: Sequence[Logger],
     signals: StopSignals,
     stop_after_validation: bool,
 ) -> None:
-    """Train from the current state to the last step."""
-    config, progress, run = state.config, state.progress, state.run
+    """Train from the current state to the last step, or until the time is spent."""
+    config, progress, run, clock = state.config, state.progress, state.run, state.clock
     save_every = config.train.checkpoint_every_steps
     validates_at_all = "valid" in run.prepared.splits
     has_model = (run.folder / DESCRIPTION).exists()
     kept = (run.description.valid_perplexity if has_model else None) or math.inf
-    started = time.perf_counter()
+    clock.start()
     while not state.is_finished:
         learning_rate = train_step(state)
+        clock.step()
         signal_number = signals.agreed()
         validates = validates_at_all and state.is_validation_due
         logs = validates or state.is_finished or state.step % config.log.every_steps == 0
@@ -127,7 +138,7 @@ def _fit(
         saves = saves or (save_every is not None and state.step % save_every == 0)
         if logs or saves:
             state.gather_losses()
-            progress.seconds += time.perf_counter() - started
+            clock.pause()
         perplexity = state.validate() if validates else None
         is_best: bool = not validates_at_all and state.is_finished
         if perplexity is not None:
@@ -141,7 +152,7 @@ def _fit(
         if saves:
             state.save(perplexity, is_best=is_best)
         if logs or saves:
-            started = time.perf_counter()  # validation and saving are not training time
+            clock.resume(validated=validates)
         for logger in loggers:
             logger.step(state.step)
         if signal_number is not None:

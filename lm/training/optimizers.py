@@ -72,11 +72,19 @@ def build_optimizer(
 
 
 def learning_rate(
-    config: OptimConfig, *, step: int, total_steps: int, epoch: int, num_bad_validations: int
+    config: OptimConfig,
+    *,
+    step: int,
+    total_steps: int | None,
+    epoch: int,
+    num_bad_validations: int,
+    time_share: float = 0.0,
 ) -> float:
     """The learning rate of one step, after `step` steps and `epoch` complete epochs.
 
     `num_bad_validations` is the number of validations that did not improve on the best one.
+    `time_share` is the part of `train.max_minutes` that is spent. The progress of a cosine is the
+    larger of that and the part of the steps that is done; without `total_steps` it is that alone.
 
     Example:
         >>> config = OptimConfig(lr=1.0, schedule="cosine", warmup_steps=2)
@@ -87,8 +95,11 @@ def learning_rate(
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "cosine":
-        span = max(1, total_steps - config.warmup_steps)
-        wave = (1 + math.cos(math.pi * (step - config.warmup_steps) / span)) / 2
+        position = time_share
+        if total_steps is not None:
+            span = max(1, total_steps - config.warmup_steps)
+            position = max(time_share, (step - config.warmup_steps) / span)
+        wave = (1 + math.cos(math.pi * position)) / 2
         return config.lr * (config.min_lr_factor + (1 - config.min_lr_factor) * wave)
     if config.schedule == "step":
         return config.lr * config.decay ** max(0, epoch + 1 - config.decay_after_epochs)

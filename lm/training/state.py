@@ -1,7 +1,7 @@
 """The state of a training run: everything that a continuation needs, and how it is restored."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from lm.model.language_model import LanguageModel, State
 from lm.run import Run
 from lm.training.batches import Batch, Batches
 from lm.training.checkpoint import BEST, FORMAT_VERSION, LAST, save_checkpoint, what_remains
+from lm.training.clock import Clock, Progress
 from lm.training.metrics import Metrics
 from lm.training.optimizers import build_optimizer, learning_rate
 from lm.training.shards import (
@@ -29,27 +30,6 @@ from lm.training.shards import (
 
 MAX_NATS = 700.0
 """Loss per token from which a run counts as diverged: its perplexity has 300 digits."""
-
-
-@dataclass
-class Progress:
-    """How far a run has come."""
-
-    batches_done: int = 0
-    tokens_done: int = 0  # over all devices
-    best_perplexity: float = math.inf  # the lowest of all validations
-    num_bad_validations: int = 0  # that did not improve on it
-    nll: float = 0.0  # nats summed over the tokens since the last line of `metrics.csv`
-    num_tokens: int = 0  # number of these tokens
-    seconds: float = 0.0  # training time, without validation and checkpoints
-    logged_seconds: float = 0.0  # the same before the last line of `metrics.csv`
-
-    def record_validation(self, perplexity: float) -> bool:
-        """Record a validation perplexity; returns whether it is the lowest so far."""
-        improved = perplexity < self.best_perplexity
-        self.num_bad_validations += not improved
-        self.best_perplexity = min(perplexity, self.best_perplexity)
-        return improved
 
 
 class CarriedLoss(nn.Module):
@@ -130,6 +110,22 @@ class TrainingState:
         self.optimizer: Any = fabric.setup_optimizers(optimizer)
         if saved is not None:
             self.restore(saved)
+        self.clock = self._new_clock()
+
+    def _new_clock(self) -> Clock:
+        train, per_step = self.config.train, self.config.train.accumulate
+        valid = self.run.prepared.splits.get("valid")
+        every = train.val_every_steps or self.batches.per_epoch / per_step
+        return Clock(
+            self.fabric,
+            self.progress,
+            max_minutes=train.max_minutes,
+            num_steps=self.batches.num_steps,
+            validation_steps=every if valid else None,
+            relative_size=(valid.tokens if valid else 0)
+            / (train.batch_size * train.seq_len * per_step)
+            * self.fabric.world_size,
+        )
 
     @property
     def step(self) -> int:
@@ -138,8 +134,9 @@ class TrainingState:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps are done."""
-        return self.step >= self.batches.num_steps
+        """Whether all steps are done, or the time is spent."""
+        num_steps = self.batches.num_steps
+        return self.clock.share == 1 or (num_steps is not None and self.step >= num_steps)
 
     @property
     def learning_rate(self) -> float:
@@ -151,6 +148,7 @@ class TrainingState:
             total_steps=self.batches.num_steps,
             epoch=last_batch // self.batches.per_epoch,
             num_bad_validations=self.progress.num_bad_validations,
+            time_share=self.clock.share,
         )
 
     @property

@@ -8,11 +8,19 @@ from lm.config import validate
 
 CONFLICTS = """\
 train: {}
-train.max_epochs or train.max_steps is required
+train.max_epochs, train.max_steps or train.max_minutes is required
 model: {backbone: transformer, hidden: 20, heads: 8}
 model.hidden = 20 must be a multiple of 2 × model.heads = 16
 {model: {input_embedding: path_sum}, output: {tree: adaptive}}
-model.input_embedding: path_sum cannot be combined with output.tree: adaptive
+output.tree: adaptive requires model.input_embedding: word
+{model: {input_embedding: path_sum}, output: {tree: adaptive}, word_table: {tied: true}}
+output.tree: adaptive requires model.input_embedding: word, word_table.tied: false
+{model: {input_embedding: path_sum}, output: {tree: full}}
+model.input_embedding: path_sum cannot be combined with output.tree: full, which has no classes: \
+set model.input_embedding: word
+{train: {max_minutes: 0.5}, optim: {schedule: plateau}}
+train.max_minutes requires a schedule that ends with the time: set optim.schedule: cosine, got \
+plateau
 tokenizer: {kind: sentencepiece}
 tokenizer.kind: sentencepiece requires tokenizer.vocab_size
 classes: {method: file}
@@ -32,7 +40,7 @@ name must be a plain file name, got '...'
 {word_table: {tied: true}, model: {embedding: 8, hidden: 16}}
 word_table.tied requires model.embedding = model.hidden = 16, got 8
 {word_table: {tied: true}, output: {tree: adaptive}}
-word_table.tied: output.tree: adaptive has no row for each word
+output.tree: adaptive requires word_table.tied: false
 word_table: {gradients: row_wise}
 word_table.gradients: row_wise requires an optimizer that skips rows without a gradient: \
 word_table.optimizer, or sgd without momentum and weight_decay

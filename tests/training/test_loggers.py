@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric import Fabric
 
 from lm.cli import main
 from lm.model.language_model import LanguageModel
 from lm.training import state
 from lm.training.batches import Batches
+from lm.training.clock import Clock, Progress
 from lm.training.loggers import MetricsFile, ProgressBar
 from lm.training.metrics import Metrics, read_metrics
 
@@ -68,7 +70,7 @@ def test_seconds_and_speed_leave_out_validation_and_checkpoints(
 ) -> None:
     """A clock on which a batch takes a second, and a validation a thousand."""
     seconds: list[int] = []
-    monkeypatch.setattr("lm.training.loop.time.perf_counter", lambda: sum(seconds))
+    monkeypatch.setattr("lm.training.clock.time.perf_counter", lambda: sum(seconds))
     before_call(LanguageModel, "loss", lambda *_: seconds.append(1))
     before_call(state, "evaluate", lambda *_, **__: seconds.append(1000))
     options = ["--train.max_steps=6", "--log.every_steps=2", "--train.val_every_steps=3"]
@@ -106,7 +108,7 @@ def test_tokens_per_second_count_the_time_before_an_interruption(
     monkeypatch: pytest.MonkeyPatch,
     before_call: BeforeCall,
 ) -> None:
-    monkeypatch.setattr("lm.training.loop.time.perf_counter", iter(range(1000)).__next__)
+    monkeypatch.setattr("lm.training.clock.time.perf_counter", iter(range(1000)).__next__)
     options = ["--train.checkpoint_every_steps=4", "--train.val_every_steps=100"]
     options += ["--log.every_steps=6", "--train.max_steps=12"]
     main([*arguments, *options])
@@ -135,6 +137,12 @@ def test_the_curves_of_a_complete_run_are_drawn_again(train: Train, tmp_path: Pa
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def a_clock(num_steps: int) -> Clock:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    options: Any = {"max_minutes": None, "validation_steps": None, "relative_size": 0.0}
+    return Clock(fabric, Progress(), num_steps=num_steps, **options)
+
+
 def figures(step: int, valid: float | None) -> Metrics:
     return Metrics(
         step=step,
@@ -153,7 +161,7 @@ def test_a_terminal_of_80_columns_shows_the_validation_perplexity(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    bar = ProgressBar(10_000, 10_790)
+    bar = ProgressBar(10_000, a_clock(10_790), 1000)
     bar.log(figures(10_500, 109.77))
     bar.step(10_500)
     bar.log(figures(10_600, None))
@@ -167,13 +175,27 @@ def test_a_terminal_of_80_columns_shows_the_validation_perplexity(
 def test_lines_without_a_terminal_have_the_time_left_and_a_validation_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seconds = iter([0.0, 100.0, 100.0, 140.0, 140.0, 140.0])
-    monkeypatch.setattr("lm.training.loggers.time.monotonic", lambda: next(seconds))
+    seconds = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: seconds[0])
+    monkeypatch.setattr("lm.training.loggers.time.monotonic", lambda: seconds[0])
     caplog.set_level("INFO")
-    bar = ProgressBar(50, 150)
+    clock = a_clock(150)
+    bar = ProgressBar(50, clock, 12.5)
+
+    def run_to(first: int, last: int) -> None:
+        for step in range(first + 1, last + 1):
+            seconds[0] += 4.0
+            clock.step()
+            bar.step(step)
+
+    run_to(50, 75)
     bar.log(figures(75, 88.5))
+    run_to(75, 77)
+    bar.log(figures(77, None))  # too soon after the line before it
+    run_to(77, 85)
     bar.log(figures(85, None))
     assert caplog.messages == [
+        "about 6 min 10 s for 12 epochs (150 steps of 4 s)",
         "step 75 of 150: epoch 12.50, valid ppl 88.50, ppl 123.5, 13061 tokens/s, 0:05:00 left",
         "step 85 of 150: epoch 12.50, ppl 123.5, 13061 tokens/s, 0:04:20 left",
     ]

@@ -69,8 +69,11 @@ def test_lowercase_folds_special_words_and_others() -> None:
     [
         ("Don't stop.", ["Don't", "stop", "."]),
         ("3,000.5 km, 7.", ["3,000.5", "km", ",", "7", "."]),
-        ("(well-known)!?", ["(", "well", "-", "known", ")", "!", "?"]),
+        ("(well-known)!?", ["(", "well-known", ")", "!", "?"]),
         ("'tis the dogs' bowl", ["'", "tis", "the", "dogs", "'", "bowl"]),
+        ("§:n EU:n, maa- ja", ["§:n", "EU:n", ",", "maa-", "ja"]),
+        ("`--max-size=5` 24.12.2026.", ["`", "--max-size=5", "`", "24.12.2026", "."]),
+        ("...so U.S., %5", [".", ".", ".", "so", "U.S", ".", ",", "%5"]),
         ("a <unk>, b<eos>", ["a", "<unk>", ",", "b", "<eos>"]),
         ("हिन्दी में", ["हिन्दी", "में"]),
         ("l\u2019été e\u0301t", ["l\u2019été", "e\u0301t"]),
@@ -82,8 +85,17 @@ def test_punctuation_is_split_but_not_inside_words_and_numbers(line: str, words:
     assert tokenizer.encode(line) == [vocabulary.index(word) for word in words]
 
 
-def test_decoding_attaches_punctuation_to_its_neighbours() -> None:
-    line = 'The cat (a "big" one) didn\'t sit, at 3.5: well-known.'
+@pytest.mark.parametrize(
+    "line",
+    [
+        'The cat (a "big" one) didn\'t sit, at 3.5: well-known.',
+        "Run `ls --max-size=5` (or -v): it's $5.50, 50% off! U.S. and e.g. - a / b",
+        "5 §:n EU:n maa- ja metsätalous (24.12.2026) ”hei”, hän sanoi; »niin», klo 12.30.",
+        "İstanbul'da 3,5 milyon kişi var; \"evet\" dedi: Türkiye'nin %5'i.",
+        "„Ja“, sagte er. “Yes”, ‘no’ ¿qué? «oui»",
+    ],
+)
+def test_decoding_attaches_punctuation_to_its_neighbours(line: str) -> None:
     separated = separate_words([line], lowercase=False, split_punctuation=True)
     words = list(dict.fromkeys(separated.split()))
     tokenizer = WordTokenizer(["<eos>", "<unk>", *words], split_punctuation=True)

@@ -1,0 +1,131 @@
+"""The end of a run by `train.max_minutes`, and the time that is left."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.fabric import Fabric
+
+from lm.cli import main
+from lm.model.language_model import LanguageModel
+from lm.training import state
+from lm.training.checkpoint import load_checkpoint
+from lm.training.clock import Clock, Progress
+from lm.training.metrics import read_metrics
+
+Train = Callable[..., Path]
+BeforeCall = Callable[..., None]
+BY_TIME = ["--train.max_steps=null", "--optim.schedule=cosine", "--optim.lr=1"]
+BY_TIME += ["--optim.optimizer=sgd", "--log.every_steps=1"]
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch, before_call: BeforeCall) -> list[float]:
+    """A clock on which a batch takes two seconds and a validation ten."""
+    passed: list[float] = []
+    monkeypatch.setattr("lm.training.clock.time.perf_counter", lambda: sum(passed))
+    before_call(LanguageModel, "loss", lambda *_: passed.append(2.0))
+    before_call(state, "evaluate", lambda *_, **__: passed.append(10.0))
+    return passed
+
+
+def progress_of(run: Path) -> dict[str, Any]:
+    progress: dict[str, Any] = load_checkpoint(run / "checkpoints" / "last.ckpt")["progress"]
+    return progress
+
+
+def test_the_rate_reaches_its_end_with_the_time(
+    train: Train, tmp_path: Path, seconds: list[float]
+) -> None:
+    """Two minutes are 55 steps and a validation, whose length that of step 20 tells."""
+    options = [*BY_TIME, "--train.max_minutes=2", "--train.val_every_steps=20"]
+    lines = read_metrics(train(tmp_path, *options) / "metrics.csv")
+    validated = [line.step for line in lines if line.valid_perplexity is not None]
+    # 2 · 20 + 10 + 2 · 20 + 10 + 2 · 5 seconds, then the last validation
+    assert validated == [20, 40, 45]
+    assert sum(seconds) == 120
+    share = (2 * 44 + 20) / 110  # spent before the last step
+    assert lines[-1].learning_rate == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * share)) / 2)
+    rates = [line.learning_rate for line in lines[25:]]
+    assert rates == sorted(rates, reverse=True)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_a_continued_run_keeps_counting(train: Train, tmp_path: Path, seconds: list[float]) -> None:
+    options = [*BY_TIME, "--train.val_every_steps=10"]
+    train(tmp_path, *options, "--train.max_minutes=1")
+    steps = len(read_metrics(tmp_path / "metrics.csv"))
+    assert progress_of(tmp_path)["elapsed_seconds"] == sum(seconds) == 60
+    train(tmp_path, *options, "--train.max_minutes=1", "--resume=auto")  # nothing is left
+    assert sum(seconds) == 60
+    train(tmp_path, *options, "--train.max_minutes=2", "--resume=auto")
+    assert progress_of(tmp_path)["elapsed_seconds"] == sum(seconds) == 120
+    assert len(read_metrics(tmp_path / "metrics.csv")) > steps
+
+
+def test_steps_end_a_run_that_has_time_left(
+    train: Train, tmp_path: Path, seconds: list[float]
+) -> None:
+    options = [*BY_TIME, "--train.max_minutes=100", "--train.max_steps=8"]
+    lines = read_metrics(train(tmp_path, *options) / "metrics.csv")
+    expected = [0.1 + 0.9 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]
+    assert [line.learning_rate for line in lines] == pytest.approx(expected)
+
+
+def test_a_real_run_ends_in_time(train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "warm", "--train.max_steps=1")  # imports
+    began = time.perf_counter()
+    run = train(tmp_path / "run", *BY_TIME, "--train.max_minutes=0.05")
+    assert progress_of(run)["elapsed_seconds"] == pytest.approx(3, abs=0.3)
+    assert 2.7 < time.perf_counter() - began < 10  # with the preparation
+    last = read_metrics(run / "metrics.csv")[-1]
+    assert last.valid_perplexity is not None
+    assert last.learning_rate < 0.12
+
+
+@pytest.mark.parametrize("schedule", ["plateau", "step"])
+def test_schedules_that_do_not_know_the_time_are_refused(
+    schedule: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--train.max_minutes=1", f"--optim.schedule={schedule}"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "train.max_minutes requires a schedule that ends with the time: set optim.schedule:"
+        f" cosine, got {schedule}\n"
+    )
+
+
+def test_all_devices_follow_the_clock_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Second:
+        """A second device, which receives what the first one has broadcast."""
+
+        world_size = 2
+
+        def broadcast(self, share: float) -> float:
+            return 0.75
+
+    options: Any = {"num_steps": None, "validation_steps": None, "relative_size": 0.0}
+    fabric: Any = Second()
+    assert Clock(fabric, Progress(), max_minutes=1000, **options).share == 0.75
+    monkeypatch.setattr(Second, "broadcast", None)  # without a limit, nothing is sent
+    assert Clock(fabric, Progress(), max_minutes=None, **options).share == 0.0
+
+
+def test_the_time_left_counts_steps_and_validations(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("lm.training.clock.time.perf_counter", lambda: now[0])
+    fabric = Fabric(accelerator="cpu", devices=1)
+    options: Any = {"max_minutes": None, "num_steps": 1000, "validation_steps": 100}
+    clock = Clock(fabric, Progress(), relative_size=30, **options)
+    for step in range(1, 36):
+        assert clock.seconds_left(step - 1) is None
+        now[0] += 50 if step <= 5 else 0.1  # the first steps compile
+        clock.step()
+    # 965 steps and ten validations, each of the work of ten steps
+    assert clock.seconds_left(35) == pytest.approx(96.5 + 10)
+    clock.pause()
+    now[0] += 7
+    clock.resume(validated=True)
+    assert clock.seconds_left(100) == pytest.approx(90 + 9 * 7)
