@@ -47,9 +47,6 @@ def first_problem(config: Config) -> str | None:
         "train.strategy: shard_output cannot be combined with output.tree: adaptive": (
             adaptive and train.strategy == "shard_output"
         ),
-        f"train.shard_by: {train.shard_by} requires train.strategy: shard_output": (
-            train.shard_by != "auto" and train.strategy != "shard_output"
-        ),
         "word_table.lr requires word_table.optimizer": table.lr and table.optimizer is None,
         "word_table.dtype: bf16 requires row-wise gradients: word_table.optimizer, and"
         " word_table.gradients: auto or row_wise": (
@@ -71,9 +68,12 @@ def first_problem(config: Config) -> str | None:
 
 
 def _run_problems(config: Config) -> dict[str, bool]:
-    schedule = config.optim.schedule
-    by_time = config.train.max_minutes is not None
+    schedule, train = config.optim.schedule, config.train
+    by_time = train.max_minutes is not None
     return {
+        f"train.shard_by: {train.shard_by} requires train.strategy: shard_output": (
+            train.shard_by != "auto" and train.strategy != "shard_output"
+        ),
         "train.max_minutes requires a schedule that ends with the time: set optim.schedule: cosine,"
         f" got {schedule}": by_time and schedule in ("plateau", "step"),
         f"name must be a plain file name, got {config.name!r}": (
