@@ -74,7 +74,10 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
 @pytest.mark.parametrize(
     "table",
     [
-        ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"],
+        pytest.param(
+            ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"],
+            marks=pytest.mark.long,
+        ),
         [
             "--train.shard_by=class",
             "--word_table.tied=true",

@@ -52,7 +52,7 @@ def _whole(layer: ShardedSoftmax, dtype: torch.dtype) -> HierarchicalSoftmax:
 def _check_equal(
     rank: int, world_size: int, tree: ClassTree, placement: Any, backend: Any, case: str
 ) -> None:
-    for dtype in (torch.float64, torch.float32):
+    for dtype in (torch.float64, torch.float32) if backend == "reference" else (torch.float64,):
         for row_wise in (False, True) if dtype == torch.float64 else (True,):
             torch.manual_seed(1)
             layer = ShardedSoftmax(
@@ -82,7 +82,8 @@ def _check_equal(
 
 
 def _all_trees(rank: int, world_size: int) -> None:
-    for tree in TREES.values():
+    names = TREES if world_size == 3 else ("two levels", "shortlist", "paths")
+    for tree in map(TREES.__getitem__, names):
         for placement in ("word", "class"):
             for case in ("even", "one without positions", "empty"):
                 _check_equal(rank, world_size, tree, placement, "reference", case)
@@ -124,7 +125,7 @@ def _twenty_steps(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_loss_and_gradients_are_those_of_one_process(world_size: int) -> None:
-    """Every tree; dense and row-wise; a process without positions; empty batches."""
+    """Dense and row-wise; a process without positions; empty batches; on three, every tree."""
     in_processes(world_size, _all_trees)
 
 

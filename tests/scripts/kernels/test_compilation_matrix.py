@@ -30,10 +30,12 @@ def compile_kernels(
 @pytest.mark.parametrize(
     ("capability", "size", "dtypes"),
     [
-        (80, 64, ["bf16", "tf32"]),
-        (90, 650, ["bf16"]),
-        (90, 64, ["tf32"]),
-        (100, 64, ["bf16", "tf32"]),
+        (80, 64, ["tf32"]),
+        (90, 64, ["bf16"]),
+        pytest.param(80, 64, ["bf16"], marks=pytest.mark.long),
+        pytest.param(90, 64, ["tf32"], marks=pytest.mark.long),
+        pytest.param(90, 650, ["bf16"], marks=pytest.mark.long),
+        pytest.param(100, 64, ["bf16", "tf32"], marks=pytest.mark.long),
     ],
 )
 def test_every_kernel_compiles_without_spills_and_with_tensor_cores(
