@@ -84,7 +84,10 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
             "--word_table.optimizer=adagrad",
             "--word_table.lr=0.05",
         ],
-        ["--model.input_embedding=path_sum", "--word_table.gradients=row_wise"],
+        pytest.param(
+            ["--model.input_embedding=path_sum", "--word_table.gradients=row_wise"],
+            marks=pytest.mark.long,
+        ),
         [
             "--optim.optimizer=adamw",
             "--optim.lr=1e-3",
