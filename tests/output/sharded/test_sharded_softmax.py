@@ -82,8 +82,7 @@ def _check_equal(
 
 
 def _all_trees(rank: int, world_size: int) -> None:
-    names = TREES if world_size == 3 else ("two levels", "shortlist", "paths")
-    for tree in map(TREES.__getitem__, names):
+    for tree in TREES.values():
         for placement in ("word", "class"):
             for case in ("even", "one without positions", "empty"):
                 _check_equal(rank, world_size, tree, placement, "reference", case)
@@ -123,9 +122,11 @@ def _twenty_steps(rank: int, world_size: int) -> None:
             _close(held.detach(), of_whole.detach(), dtype)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 4))]
+)
 def test_loss_and_gradients_are_those_of_one_process(world_size: int) -> None:
-    """Dense and row-wise; a process without positions; empty batches; on three, every tree."""
+    """Every tree; dense and row-wise; a process without positions; empty batches."""
     in_processes(world_size, _all_trees)
 
 
@@ -134,7 +135,7 @@ def test_fused_kernels_compute_a_shard() -> None:
     in_processes(2, _interpreted)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_twenty_steps_are_those_of_one_process(world_size: int) -> None:
     """Initial rows are the same, too."""
     in_processes(world_size, _twenty_steps)

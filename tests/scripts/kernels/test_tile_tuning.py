@@ -49,6 +49,7 @@ def test_only_the_best_shapes_of_a_log_are_tried(tmp_path: Path, run_benchmark: 
     assert "candidates.jsonl: no kernel d_bias, only" in done.stderr
 
 
+@pytest.mark.long
 def test_the_model_leaves_out_shapes_that_do_not_fit(tmp_path: Path) -> None:
     """In a process that compiles; the log names the launches of the candidates only."""
     pytest.importorskip("triton.backends.nvidia")

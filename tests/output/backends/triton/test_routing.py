@@ -31,7 +31,10 @@ def routed(tree: ClassTree, num_positions: int) -> tuple[Problem, Routing]:
     return problem, unflatten(saved).routing
 
 
-@pytest.mark.parametrize(("num_positions", "most_runs"), [(1, 64), (17, 0), (300, 64), (600, 64)])
+@pytest.mark.parametrize(
+    ("num_positions", "most_runs"),
+    [(1, 64), (17, 0), (300, 64), (600, 64), pytest.param(1100, 64, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize(
     "tree",
     [two_level(200, 14), ClassTree.balanced(200, 3), ClassTree.huffman(torch.arange(40))],

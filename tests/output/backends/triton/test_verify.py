@@ -63,6 +63,7 @@ def test_correct_kernels_are_taken_after_one_comparison() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.long
 def test_without_any_one_launch_auto_warns_and_takes_the_reference() -> None:
     """But the routing, without which kernels would read anywhere, and sums of chunks, of which the
     row-wise gradients of this problem have none.
