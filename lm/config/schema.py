@@ -79,7 +79,7 @@ class OutputConfig(Strict):
     """adaptive: frequency ranks at which its clusters begin. Default: N / 10 and N / 3."""
     bias: bool = True
     """Whether the rows have biases."""
-    backend: Literal["auto", "reference", "triton"] = "auto"
+    backend: Literal["auto", "compiled", "reference", "triton"] = "auto"
     """Implementation of the layer; auto chooses by device."""
 
 

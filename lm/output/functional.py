@@ -10,7 +10,7 @@ from lm.output.backends.autograd import refuse_transforms, row_wise_nll
 from lm.output.backends.base import Needs, Problem
 from lm.output.tree.class_tree import ClassTree
 
-BackendName = Literal["auto", "reference", "triton"]
+BackendName = Literal["auto", "compiled", "reference", "triton"]
 Reduction = Literal["mean", "sum", "none"]
 
 
@@ -46,9 +46,10 @@ def hierarchical_cross_entropy(
         bias: [R] or None.
         reduction: "mean" over the positions that are not ignored (0 if all are), "sum", or "none".
         ignore_index: positions with this target cost nothing and get no gradient.
-        backend: "reference" runs node by node, on any device; "triton" in fused kernels, on CUDA;
-            "auto" takes "triton" on CUDA where it can, and else "reference", with a warning that
-            says why: in fp64, for example.
+        backend: "reference" runs node by node, on any device; "compiled" in compiled loops over
+            nodes, on a CPU with numba; "triton" in fused kernels, on CUDA. "auto" takes "triton" on
+            CUDA and "compiled" on a CPU where it can, and else "reference", with a warning that
+            says why: in fp64 on CUDA, for example.
         row_wise: whether the gradients of `weight` and `bias` are `RowGradient`s, of the rows of
             visited nodes alone, for the optimizers of `lm.output.rowwise`. Not within
             `torch.compile`. With "triton" they are factors, and the host waits for the number of

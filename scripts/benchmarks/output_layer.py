@@ -57,7 +57,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rows": [(10_000, 300), (33_278, 300), (267_735, 300)],
         "positions": 2048,
         "dtype": "fp32",
-        "backends": ["reference"],
+        "backends": ["compiled", "reference"],
     },
     "cuda": {
         "rows": [(33_278, 650), (267_735, 1024), (800_000, 1024), (10_000_000, 300)],
@@ -296,7 +296,12 @@ def parse_options() -> argparse.Namespace:
     add("--dtype", choices=measure.DTYPES, help="fp32 on a CPU, bf16 on a GPU")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
-    add("--backends", nargs="+", choices=["reference", "triton"], help="backends of our methods")
+    add(
+        "--backends",
+        nargs="+",
+        choices=["compiled", "reference", "triton"],
+        help="backends of our methods",
+    )
     add("--cutoffs", type=int, nargs="+", help="where clusters of the adaptive softmax begin")
     add("--memory-limit", type=float, default=math.inf, metavar="BYTES", help="use no more")
     add("--rounds", type=int, default=9)

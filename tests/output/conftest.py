@@ -44,13 +44,17 @@ def _language_is_replaced_once_a_launch() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["saved", "computed again", "triton"])
+@pytest.fixture(params=["saved", "computed again", "compiled", "triton"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What "auto" chooses: the reference backend with saved log-probabilities, or computing them
-    again in blocks of few children; or the fused kernels, in tiles so small that a node has
-    several.
+    again in blocks of few children; the compiled loops; or the fused kernels, in tiles so small
+    that a node has several.
     """
     kind = str(request.param)
+    if kind == "compiled":
+        yield kind
+        return
+    monkeypatch.setattr(BACKENDS["compiled"], "automatic_on", frozenset())
     if kind == "computed again":
         monkeypatch.setattr(reference, "SAVED_ELEMENTS", 0)
         monkeypatch.setattr(reference, "SAVED_ELEMENTS_OF_ONE_NODE", 0)

@@ -6,11 +6,16 @@ import torch
 
 from lm.output.backends.autograd import Op, register_op
 from lm.output.backends.base import Backend, Needs, Problem
+from lm.output.backends.compiled.backend import CompiledBackend
 from lm.output.backends.reference.backend import ReferenceBackend
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.rowwise.eager import constant_when_compiled
 
-BACKENDS: dict[str, Backend] = {"triton": TritonBackend(), "reference": ReferenceBackend()}
+BACKENDS: dict[str, Backend] = {
+    "triton": TritonBackend(),
+    "compiled": CompiledBackend(),
+    "reference": ReferenceBackend(),
+}
 """By name; "auto" chooses the first that is made for a device and can solve a problem there."""
 OPS: dict[str, Op] = {name: register_op(backend) for name, backend in BACKENDS.items()}
 """The custom op `sqrtlm::<name>_nll` of each backend."""

@@ -144,9 +144,9 @@ def comparison(dtypes: list[str], capability: int) -> dict[str, str | None]:
     """
     import torch
 
-    from lm.output.backends.triton.backend import TritonBackend
+    from lm.output.backends.triton.backend import TritonBackend, failures
     from lm.output.backends.triton.tile_shapes import tf32
-    from lm.output.backends.triton.verify import Kind, difference, tiny_problem
+    from lm.output.backends.verify import Kind, difference, tiny_problem
     from scripts.benchmarks.measure import DTYPES
     from scripts.kernels.compilation import compile_all, launches, moved
 
@@ -156,10 +156,12 @@ def comparison(dtypes: list[str], capability: int) -> dict[str, str | None]:
         name = dtype if rows in (None, dtype) else f"{dtype}*{rows}"
         kinds[name] = Kind(DTYPES[dtype], single, single, 16, 16, tf32())
     problems = [moved(tiny_problem(kind)[0], "meta") for kind in kinds.values()]
-    found = [launch for problem in problems for launch in launches(problem, capability)]
-    compile_all([(launch, capability) for launch in found])
+    needed = [launch for problem in problems for launch in launches(problem, capability)]
+    compile_all([(launch, capability) for launch in needed])
     gpu = torch.device("cuda", 0)
-    return {name: difference(TritonBackend(), gpu, kind) for name, kind in kinds.items()}
+    return {
+        name: difference(TritonBackend(), gpu, kind, failures()) for name, kind in kinds.items()
+    }
 
 
 def interpreted_comparison() -> dict[str, str | None]:

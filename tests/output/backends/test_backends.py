@@ -14,13 +14,15 @@ TREE = ClassTree.two_level(torch.arange(90) // 9)
 @pytest.mark.parametrize(
     ("requested", "device", "dtype", "chosen"),
     [
-        ("auto", "cpu", torch.float32, "reference"),
+        ("auto", "cpu", torch.float32, "compiled"),
+        ("auto", "cpu", torch.float64, "compiled"),
+        ("reference", "cpu", torch.float32, "reference"),
         ("auto", "cuda", torch.float32, "triton"),
         ("reference", "cuda", torch.float32, "reference"),
         ("triton", "cuda", torch.bfloat16, "triton"),
     ],
 )
-def test_auto_chooses_the_kernels_on_cuda_where_they_can_solve_the_problem(
+def test_auto_chooses_the_backend_that_is_made_for_a_device(
     requested: str, device: str, dtype: torch.dtype, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")

@@ -126,10 +126,9 @@ class ReferenceBackend:
             saved_lse = lse.index_select(1, position)
         weight, bias = problem.weight, problem.bias
         hidden = sorted_hidden(problem.hidden, position, weight.shape[1])
-        d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
-        d_nll = d_nll.to(hidden.dtype).index_select(0, position)
+        d_nll = sorted_d_nll(d_nll, problem, position)
         scaled = hidden * d_nll[:, None]  # d_nll_p h_p of (6)
-        errors = lse is None and _saves_errors(problem.depth, problem.num_columns, needs.row_wise)
+        errors = lse is None and saves_errors(problem.depth, problem.num_columns, needs.row_wise)
         if not errors:
             unscaled = torch.zeros_like(hidden)
         nodes = visited_nodes(visited, problem.tree)
@@ -160,18 +159,14 @@ class ReferenceBackend:
                         _add_product(d_weight, rows, error, scaled[node.visits], held=held)
                     if d_bias is not None:
                         _add_product(d_bias, rows, error, d_nll[node.visits], held=held)
-        d_hidden = None
-        if needs.hidden:
-            d_hidden = unscaled[:, : problem.hidden.shape[1]] * d_nll[:, None]
-            d_hidden = torch.empty_like(d_hidden).index_copy_(0, position, d_hidden)
-            d_hidden = d_hidden.to(problem.hidden.dtype)
+        d_hidden = gradient_of_hidden(unscaled, d_nll, problem, position) if needs.hidden else None
         return Gradients(d_hidden, d_weight, d_bias)
 
     def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """See `Backend.new_saved`."""
         hidden, dtype, depth = problem.hidden, compute_dtype(problem.hidden.dtype), problem.depth
         num_positions, width = hidden.shape[0], problem.weight.shape[1]
-        errors = _saves_errors(depth, problem.num_columns, needs.row_wise)
+        errors = saves_errors(depth, problem.num_columns, needs.row_wise)
         return [
             problem.target.new_empty(num_positions),
             *(problem.target.new_empty(depth, num_positions) for _ in range(2)),
@@ -180,17 +175,21 @@ class ReferenceBackend:
             hidden.new_empty(depth if needs.any and not errors else 0, num_positions, dtype=dtype),
         ]
 
-    def _target_log_prob(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
-        """The log q [D, P] of every visit's target, 0 for none, and what is saved."""
+    def _routed(self, problem: Problem, needs: Needs) -> Saved:
+        """What is saved, with its visits, and zeros where sums are formed."""
         check_words("target", problem.target, problem.vocab_size, problem.ignore_index)
         visits = _route(problem)
         saved = Saved(*visits, *self.new_saved(problem, needs)[len(visits) :])
         saved.d_hidden_unscaled.zero_()
         saved.lse.zero_()
-        weight = problem.weight
+        return saved
+
+    def _target_log_prob(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
+        """The log q [D, P] of every visit's target, 0 for none, and what is saved."""
+        saved, weight = self._routed(problem, needs), problem.weight
         hidden = sorted_hidden(problem.hidden, saved.position, weight.shape[1])
         log_prob = hidden.new_zeros(saved.node.shape)
-        errors = _saves_errors(problem.depth, problem.num_columns, needs.row_wise)
+        errors = saves_errors(problem.depth, problem.num_columns, needs.row_wise)
         with torch.autocast(hidden.device.type, enabled=False):
             for node in visited_nodes(saved.node, problem.tree):
                 place = (node.level, node.visits)
@@ -222,7 +221,22 @@ def _route(problem: Problem) -> Visits:
     return route(problem.target, problem.tree, *sizes, problem.shard)
 
 
-def _saves_errors(depth: int, num_columns: int, row_wise: bool) -> bool:
+def sorted_d_nll(d_nll: Tensor, problem: Problem, position: Tensor) -> Tensor:
+    """D nll [P] of the sorted positions in the dtype of sums; 0 where the target is ignored."""
+    d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
+    return d_nll.to(compute_dtype(problem.hidden.dtype)).index_select(0, position)
+
+
+def gradient_of_hidden(
+    unscaled: Tensor, d_nll: Tensor, problem: Problem, position: Tensor
+) -> Tensor:
+    """(5) [P, H] from its sums [P, W] and d nll [P] of the sorted positions."""
+    d_hidden = unscaled[:, : problem.hidden.shape[1]] * d_nll[:, None]
+    d_hidden = torch.empty_like(d_hidden).index_copy_(0, position, d_hidden)
+    return d_hidden.to(problem.hidden.dtype)
+
+
+def saves_errors(depth: int, num_columns: int, row_wise: bool) -> bool:
     """Whether the forward saves the errors of all visits."""
     if depth == 1:
         return num_columns <= SAVED_ELEMENTS_OF_ONE_NODE

@@ -62,5 +62,6 @@ def _give_back(memory: mmap.mmap) -> None:
 
 def _zero_between(out: Tensor, written: Sequence[tuple[int, int]]) -> Tensor:
     for (_, end), (first, _) in pairwise([(0, 0), *written, (len(out), 0)]):
-        out[end:first] = 0
+        if end < first:
+            out[end:first] = 0
     return out

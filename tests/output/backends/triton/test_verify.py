@@ -8,11 +8,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lm.output import ClassTree, hierarchical_cross_entropy
-from lm.output.backends import BACKENDS, choose_backend
+from lm.output.backends import BACKENDS, choose_backend, verify
 from lm.output.backends.base import Problem
-from lm.output.backends.triton import backend, verify
+from lm.output.backends.triton import backend
 from lm.output.backends.triton.launch import Launch, execute, instrumented
-from lm.output.backends.triton.verify import Kind
+from lm.output.backends.verify import Kind
 
 from ...definition import problem
 
@@ -36,9 +36,10 @@ def few_positions(kind: Kind) -> tuple[Problem, Tensor]:
 def _verified_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.function is not test_correct_kernels_are_taken_after_one_comparison:
         monkeypatch.setattr(verify, "tiny_problem", few_positions)
-    monkeypatch.setattr(verify, "DEVICES", frozenset({"cpu", "cuda"}))
+    monkeypatch.setattr(backend, "VERIFIED", frozenset({"cpu", "cuda"}))
     monkeypatch.setattr(verify, "_differences", {})
-    monkeypatch.setattr(BACKENDS["triton"], "automatic_on", verify.DEVICES)
+    monkeypatch.setattr(BACKENDS["triton"], "automatic_on", backend.VERIFIED)
+    monkeypatch.setattr(BACKENDS["compiled"], "automatic_on", frozenset())
 
 
 def test_correct_kernels_are_taken_after_one_comparison() -> None:
@@ -153,7 +154,7 @@ def test_the_choice_is_made_while_a_model_is_traced(faulty: bool) -> None:
     expected = loss(hidden) if not faulty else None
     verify._differences.clear()
     if faulty:
-        verify._differences[CPU, KIND] = "wrong"
+        verify._differences["triton", CPU, KIND] = "wrong"
     names: list[str] = []
 
     def run(launch: Launch) -> None:
@@ -182,5 +183,5 @@ def test_a_cuda_graph_cannot_capture_the_comparison(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run a step before the capture"):
         BACKENDS["triton"].verified(HALF, torch.device("cuda", 0))
-    verify._differences[torch.device("cuda", 0), KIND] = None
+    verify._differences["triton", torch.device("cuda", 0), KIND] = None
     assert BACKENDS["triton"].verified(HALF, torch.device("cuda", 0))

@@ -1,14 +1,13 @@
-"""Whether the fused kernels are right on a device: a tiny problem, compared with the reference.
+"""Whether compiled code is right on a device: a tiny problem, compared with the reference.
 
-Compilers and devices differ; kernels that are right on one may be wrong on another. "auto" takes
-them only after this comparison, made once per process, device and `Kind` of problem. It takes about
-a second, and some more if the kernels are not in Triton's cache yet.
+Compilers and devices differ; code that is right on one may be wrong on another. "auto" takes a
+backend only after this comparison, made once per process, device and `Kind` of problem. It takes
+about a second, and some more if the code is not in the compiler's cache yet.
 """
 
 import math
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from subprocess import CalledProcessError
 from typing import NamedTuple
 
 import torch
@@ -19,31 +18,29 @@ from lm.output.backends.reference.backend import ReferenceBackend
 from lm.output.rowwise import RowAdagrad
 from lm.output.tree.class_tree import ClassTree
 
-DEVICES = frozenset({"cuda"})
-"""Types of devices that are verified: not the interpreter, which takes seconds instead."""
 _NUM_WORDS, _NUM_CLASSES, _LEAST_SIZE = 3000, 70, 80
 _HEAVY_VISITS = 131  # of a class that the kernels of heavy nodes work on, in two tiles
 _NAMES = ("nll", "d_hidden", "d_weight", "d_bias", "row-wise step")
 
 
 class Kind(NamedTuple):
-    """What kernels are compiled for, besides sizes."""
+    """What code is compiled for, besides sizes."""
 
     hidden: torch.dtype
     weight: torch.dtype
     bias: torch.dtype
-    hidden_align: int  # see `lm.output.backends.triton.launch.alignment`
-    weight_align: int
-    tf32: bool  # whether products of fp32 numbers round them
+    hidden_align: int = 16  # see `lm.output.backends.triton.launch.alignment`
+    weight_align: int = 16
+    tf32: bool = False  # whether products of fp32 numbers round them
 
 
-_differences: dict[tuple[torch.device, Kind], str | None] = {}
+Failures = tuple[type[Exception], ...]
+"""What compiling and running a backend raises where it does not work."""
+_differences: dict[tuple[str, torch.device, Kind], str | None] = {}
 
 
-def verified(backend: Backend, device: torch.device, kind: Kind) -> bool:
-    """Whether the kernels' backend agrees with the reference; the first call warns if it does not.
-
-    True for devices that are not verified.
+def verified(backend: Backend, device: torch.device, kind: Kind, failures: Failures) -> bool:
+    """Whether a backend agrees with the reference; the first call warns if it does not.
 
     The comparison runs in a thread of its own and draws from its own generator: it is independent
     of the caller's autocast, autograd, inference mode and tracing, and leaves its random numbers
@@ -52,14 +49,12 @@ def verified(backend: Backend, device: torch.device, kind: Kind) -> bool:
     Raises:
         RuntimeError: if the first call is made while a CUDA graph is captured.
     """
-    if device.type not in DEVICES:
-        return True
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return True  # the caller asks what would be chosen on another machine
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-    key = (device, kind)
+    key = (backend.name, device, kind)
     if key not in _differences:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -67,10 +62,10 @@ def verified(backend: Backend, device: torch.device, kind: Kind) -> bool:
                 " a CUDA graph: run a step before the capture"
             )
         with ThreadPoolExecutor(1) as thread:
-            _differences[key] = thread.submit(difference, backend, device, kind).result()
+            _differences[key] = thread.submit(difference, backend, device, kind, failures).result()
         if _differences[key] is not None:
             warnings.warn(
-                f"the fused kernels cannot be used on {device} in {kind.hidden} with rows in"
+                f"backend {backend.name} cannot be used on {device} in {kind.hidden} with rows in"
                 f" {kind.weight}, and the layer computes slowly with the reference backend:"
                 f" {_differences[key]}",
                 stacklevel=2,
@@ -78,14 +73,14 @@ def verified(backend: Backend, device: torch.device, kind: Kind) -> bool:
     return _differences[key] is None
 
 
-def difference(backend: Backend, device: torch.device, kind: Kind) -> str | None:
+def difference(
+    backend: Backend, device: torch.device, kind: Kind, failures: Failures
+) -> str | None:
     """How a backend differs from the reference, or why it does not compile; None if they agree.
 
     Allowed is twice the error of the reference in the same dtypes, both measured from fp64, and 8
     roundings of the largest value.
     """
-    from triton.errors import TritonError
-
     problem, d_nll = tiny_problem(kind)
     truth = _results(ReferenceBackend(), *_moved(problem, d_nll, "cpu", torch.float64))
     on_device = _moved(problem, d_nll, device)
@@ -94,8 +89,7 @@ def difference(backend: Backend, device: torch.device, kind: Kind) -> str | None
         actual = _results(backend, *on_device)
     except torch.OutOfMemoryError:
         raise
-    except (TritonError, RuntimeError, OSError, CalledProcessError) as failure:
-        # without a C compiler or an assembler, among others
+    except failures as failure:
         return f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
     rounds = kind.hidden == torch.float32 and kind.tf32
     rounding = 2.0**-10 if rounds else torch.finfo(kind.hidden).eps

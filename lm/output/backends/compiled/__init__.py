@@ -1,0 +1,1 @@
+"""The backend for CPUs: loops over nodes, compiled by numba."""

@@ -1,0 +1,190 @@
+"""The backend for CPUs: the loops of the reference backend over nodes, compiled by numba.
+
+It computes what the reference backend computes, from the same equations, and saves the same. A
+visit costs no call of PyTorch, rows are read where they are, and they are still in the cache when
+(5) follows (1). Work is divided among PyTorch's number of threads, forward by positions and
+backward by rows; the results are the same bit for bit for any number.
+
+It gives the rest to the reference backend: softmaxes with so many columns that errors are not saved
+(a full softmax is one large product, best left to PyTorch), the row-wise gradients of those errors,
+and shards.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lm.output.backends.base import Gradients, Needs, Problem
+from lm.output.backends.nodes import sorted_hidden
+from lm.output.backends.reference.backend import (
+    ReferenceBackend,
+    Saved,
+    gradient_of_hidden,
+    saves_errors,
+    sorted_d_nll,
+)
+from lm.output.backends.reference.gradient_memory import zeros_except
+from lm.output.backends.verify import Kind, verified
+from lm.output.rowwise.eager import constant_when_compiled
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+LEAST_COLUMNS = 1 << 15
+"""Columns of all visits from which on work is divided among threads."""
+ROW_VISITS = 8
+"""The time to write a row of a gradient, as a number of visits."""
+
+
+class CompiledBackend(ReferenceBackend):
+    """`Backend` for CPUs with numba."""
+
+    name = "compiled"
+    automatic_on: frozenset[str] = frozenset({"cpu"})
+
+    def obstacle(self, problem: Problem, device: torch.device) -> str | None:
+        """See `Backend.obstacle`."""
+        if device.type != "cpu":
+            return f"requires a CPU, got {device}"
+        if not _has_numba():
+            return "requires the package numba"
+        weight, bias = problem.weight, problem.bias
+        if weight.stride(1) != 1:
+            return f"requires rows without gaps, got strides {tuple(weight.stride())}"
+        dtypes = {tensor.dtype for tensor in (problem.hidden, weight, bias) if tensor is not None}
+        if not dtypes <= DTYPES:
+            return f"does not support {next(iter(dtypes - DTYPES))}"
+        return None
+
+    def verified(self, problem: Problem, device: torch.device) -> bool:
+        """See `lm.output.backends.verify`."""
+        bias = problem.weight if problem.bias is None else problem.bias
+        return self._verified(device, (problem.hidden.dtype, problem.weight.dtype, bias.dtype))
+
+    @constant_when_compiled
+    def _verified(
+        self, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    ) -> bool:
+        from numba.core.errors import NumbaError
+
+        failures = (NumbaError, RuntimeError, OSError)
+        return verified(self, device, Kind(*dtypes), failures)
+
+    def _target_log_prob(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
+        if not saves_errors(problem.depth, problem.num_columns, needs.row_wise):
+            return super()._target_log_prob(problem, needs)
+        from lm.output.backends.compiled import node_loops
+
+        saved = self._routed(problem, needs)
+        hidden = sorted_hidden(problem.hidden, saved.position, problem.weight.shape[1])
+        log_prob = hidden.new_zeros(saved.node.shape)
+        bias = hidden.new_empty(0) if problem.bias is None else problem.bias.to(hidden.dtype)
+        tensors = (hidden, problem.weight, bias, saved.child, log_prob, *saved[3:5])
+        nodes = _nodes(saved.node, problem)
+        bounds = _bounds(nodes, len(hidden), by_rows=False)
+        widest = int(nodes[:, 3].max(initial=0))
+        _divide(bounds, node_loops.forward, nodes, *map(_array, tensors), widest)
+        return log_prob, saved
+
+    def _backward(
+        self, d_nll: Tensor, lse: Tensor | None, problem: Problem, saved: Saved, needs: Needs
+    ) -> Gradients:
+        errors = saves_errors(problem.depth, problem.num_columns, needs.row_wise)
+        if lse is not None or needs.row_wise or not errors:
+            return super()._backward(d_nll, lse, problem, saved, needs)
+        from lm.output.backends.compiled import node_loops
+
+        weight, bias, position = problem.weight, problem.bias, saved.position
+        d_nll = sorted_d_nll(d_nll, problem, position)
+        hidden = sorted_hidden(problem.hidden, position, weight.shape[1]).mul_(d_nll[:, None])
+        nodes = _nodes(saved.node, problem)
+        d_weight, d_bias = hidden.new_empty(0, hidden.shape[1]), hidden.new_empty(0)
+        if needs.weight:
+            d_weight = zeros_except([(row, row + n) for _, _, row, n, *_ in nodes.tolist()], weight)
+        if bias is not None and needs.bias:
+            d_bias = hidden.new_zeros(bias.shape)
+        bounds = _bounds(nodes, len(weight), by_rows=True)
+        arrays = map(_array, (saved.error, hidden, d_nll, d_weight, d_bias))
+        _divide(bounds, node_loops.backward, nodes, *arrays)
+        return Gradients(
+            gradient_of_hidden(saved.d_hidden_unscaled, d_nll, problem, position)
+            if needs.hidden
+            else None,
+            d_weight if needs.weight else None,
+            d_bias.to(bias.dtype) if bias is not None and needs.bias else None,
+        )
+
+
+@constant_when_compiled
+def _has_numba() -> bool:
+    return "numba" in sys.modules or find_spec("numba") is not None
+
+
+def _array(tensor: Tensor) -> "Array":
+    """A tensor's memory as numpy's, of bf16 and fp16 the bits, see `vectors`."""
+    bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(tensor.dtype)
+    array: Array = (tensor if bits is None else tensor.view(bits)).detach().numpy()
+    return array
+
+
+def _nodes(node: Tensor, problem: Problem) -> "Array":
+    """See `node_loops.list_nodes`."""
+    from lm.output.backends.compiled.node_loops import list_nodes
+
+    tree = problem.tree
+    nodes: Array = list_nodes(*map(_array, (node, tree.first_row, tree.num_children)))
+    return nodes
+
+
+def _bounds(nodes: "Array", num: int, *, by_rows: bool) -> list[int]:
+    """Where the threads' parts of `num` positions or rows begin, and the end of the last one.
+
+    A row costs its visits, and as much as `ROW_VISITS` to be written.
+    """
+    num_threads = torch.get_num_threads()
+    num_visits, first_row, num_children = nodes[:, 1] - nodes[:, 0], nodes[:, 2], nodes[:, 3]
+    if num_threads == 1 or int(num_visits @ num_children) < LEAST_COLUMNS:
+        return [0, num]
+    if not by_rows:
+        return [num * i // num_threads for i in range(num_threads + 1)]
+    cost = (num_visits + ROW_VISITS) * num_children
+    before = cost.cumsum() - cost
+    bounds = [0]
+    for i in range(1, num_threads):
+        share = int(cost.sum()) * i // num_threads
+        node = int(before.searchsorted(share, side="right")) - 1
+        inside = (share - before[node]) * num_children[node] // cost[node]
+        bounds.append(int(first_row[node] + inside))
+    return [*bounds, num]
+
+
+@cache
+def _threads(process: int, num: int) -> ThreadPoolExecutor:
+    """Threads of a process; a forked one has none of its parent's."""
+    return ThreadPoolExecutor(num, "sqrtlm")
+
+
+def _divide(bounds: list[int], loops: Callable[..., None], nodes: "Array", *arguments: Any) -> None:
+    """Run loops over nodes for each part, all but the first one in threads of their own."""
+    parts = list(pairwise(bounds))
+    if len(parts) == 1:
+        loops(nodes, *parts[0], *arguments)
+        return
+    threads = _threads(os.getpid(), len(parts) - 1)
+    others = [threads.submit(loops, nodes, *part, *arguments) for part in parts[1:]]
+    try:
+        loops(nodes, *parts[0], *arguments)
+    finally:
+        wait(others)
+    for other in others:
+        other.result()

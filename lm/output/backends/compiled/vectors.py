@@ -1,0 +1,243 @@
+"""Operations on vectors of numbers, as wide as the processor's registers, emitted as LLVM code.
+
+Numbers in memory are fp32, fp64, bf16 or fp16. Of the last two, numba gets the bits: as uint16 and
+int16. In registers, numbers have the dtype that sums are formed in.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+HAS_AVX512 = bool(llvmlite.binding.get_host_cpu_features().get("avx512f", False))
+VECTOR_BYTES = 64 if HAS_AVX512 else 32
+INT = ir.IntType(64)
+_FLOATS = {ir.FloatType(): (4, "f32"), ir.DoubleType(): (8, "f64"), ir.HalfType(): (2, "f16")}
+_EXP = [1 / math.factorial(i) for i in range(7, -1, -1)]
+"""Taylor series of exp: its rest is below a rounding of fp32 up to log(2) / 2."""
+_LEAST_EXP = -87.0
+"""exp of smaller numbers is 0, before it is a subnormal number of fp32."""
+
+
+class Vectors:
+    """Emits code for vectors of `compute` numbers.
+
+    Args:
+        context, builder: of numba's code generation.
+        compute: fp32 or fp64, numba's type.
+    """
+
+    def __init__(self, context: Any, builder: Any, compute: Any) -> None:
+        self.builder = builder
+        self.scalar = ir.DoubleType() if compute == types.float64 else ir.FloatType()
+        self.item_bytes = _FLOATS[self.scalar][0]
+        self.lanes = VECTOR_BYTES // self.item_bytes
+        self.vector = ir.VectorType(self.scalar, self.lanes)
+        self.zero = ir.Constant(self.vector, None)
+
+    def pointer(self, address: Any, dtype: Any, index: Any = None) -> Any:
+        """The pointer to a number, `index` numbers after an address."""
+        pointer = self.builder.inttoptr(address, _stored(dtype).as_pointer())
+        return pointer if index is None else self.builder.gep(pointer, [index])
+
+    def load(self, pointer: Any, dtype: Any, mask: Any = None) -> Any:
+        """A vector from memory, 0 where it is masked."""
+        stored = ir.VectorType(_stored(dtype), self.lanes)
+        pointer = self.builder.bitcast(pointer, stored.as_pointer())
+        num_bytes, short = _size(stored.element)
+        if mask is None:
+            return self._widened(self.builder.load(pointer, align=num_bytes), self.vector)
+        arguments = [pointer, ir.IntType(32)(num_bytes), mask, ir.Constant(stored, None)]
+        name = f"llvm.masked.load.v{self.lanes}{short}.p0"
+        return self._widened(self._call(name, stored, arguments), self.vector)
+
+    def store(
+        self, value: Any, pointer: Any, dtype: Any, mask: Any = None, *, streamed: bool = False
+    ) -> None:
+        """A vector to memory, rounded to the nearest number of `dtype`.
+
+        A streamed one goes past the caches, which then do not read the memory first; it is aligned
+        to its size.
+        """
+        stored = ir.VectorType(_stored(dtype), self.lanes)
+        value = self._narrowed(value, stored)
+        pointer = self.builder.bitcast(pointer, stored.as_pointer())
+        num_bytes, short = _size(stored.element)
+        if mask is None:
+            size = num_bytes * (self.lanes if streamed else 1)
+            instruction = self.builder.store(value, pointer, align=size)
+            if streamed:
+                once = self.builder.module.add_metadata([ir.IntType(32)(1)])
+                instruction.set_metadata("nontemporal", once)
+        else:
+            name = f"llvm.masked.store.v{self.lanes}{short}.p0"
+            self._call(name, ir.VoidType(), [value, pointer, ir.IntType(32)(num_bytes), mask])
+
+    def everywhere(self, value: Any) -> Any:
+        """A vector of one number."""
+        lanes = ir.VectorType(value.type, self.lanes)
+        first = self.builder.insert_element(
+            ir.Constant(lanes, ir.Undefined), value, ir.IntType(32)(0)
+        )
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), None)
+        return self.builder.shuffle_vector(first, first, zeros)
+
+    def broadcast(self, pointer: Any, dtype: Any) -> Any:
+        """A vector of one number from memory."""
+        return self.everywhere(self._widened(self.builder.load(pointer), self.scalar))
+
+    def constant(self, value: float) -> Any:
+        """A vector of one known number."""
+        return ir.Constant(self.vector, [value] * self.lanes)
+
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        """A · b + c, rounded once."""
+        return self._call(self._name("fma"), self.vector, [a, b, c])
+
+    def maximum(self, a: Any, b: Any) -> Any:
+        """The larger number of each lane; the other one if one is NaN."""
+        return self._call(self._name("maxnum"), self.vector, [a, b])
+
+    def largest(self, value: Any) -> Any:
+        """The largest of a vector's numbers."""
+        return self._call(self._name("vector.reduce.fmax"), self.scalar, [value])
+
+    def sum(self, value: Any) -> Any:
+        """The sum of a vector's numbers, of halves, of halves of these, and so on."""
+        name = self._name("vector.reduce.fadd")
+        function = self._function(name, self.scalar, [self.scalar, self.vector])
+        start = ir.Constant(self.scalar, -0.0)
+        return self.builder.call(function, [start, value], fastmath=("reassoc",))
+
+    def exp(self, x: Any) -> Any:
+        """Exp x for x ≤ 0, to about one rounding; in fp32 0 below `_LEAST_EXP`.
+
+        In fp32 it is 2ⁿ exp r with an integer n and |r| ≤ log(2) / 2.
+        """
+        if self.scalar == ir.DoubleType():
+            return self._call(self._name("exp"), self.vector, [x])
+        builder, integers = self.builder, ir.VectorType(ir.IntType(32), self.lanes)
+        n = builder.fmul(x, self.constant(1 / math.log(2)))
+        n = self._call(self._name("nearbyint"), self.vector, [n])
+        n = self.maximum(n, self.constant(-126.0))
+        high = 0.693359375  # log(2) to 10 bits, so that n · high is exact
+        r = self.multiply_add(n, self.constant(-high), x)
+        r = self.multiply_add(n, self.constant(high - math.log(2)), r)
+        series = self.constant(_EXP[0])
+        for coefficient in _EXP[1:]:
+            series = self.multiply_add(series, r, self.constant(coefficient))
+        exponent = builder.add(builder.fptosi(n, integers), _all(integers, 127))
+        power = builder.bitcast(builder.shl(exponent, _all(integers, 23)), self.vector)
+        is_tiny = builder.fcmp_ordered("<", x, self.constant(_LEAST_EXP))
+        return builder.select(is_tiny, self.zero, builder.fmul(series, power))
+
+    def mask(self, num: Any) -> Any:
+        """Which lanes are below a number."""
+        lanes = ir.Constant(ir.VectorType(INT, self.lanes), list(range(self.lanes)))
+        return self.builder.icmp_signed("<", lanes, self.everywhere(num))
+
+    @contextmanager
+    def loop(self, stop: Any, step: int, carried: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+        """Code for `range(0, stop, step)`, whose body replaces the values that it carries."""
+        places = self.variables(carried)
+        with cgutils.for_range_slice(self.builder, INT(0), stop, INT(step), inc=True) as (index, _):
+            values = [self.builder.load(place) for place in places]
+            yield index, values
+            self.assign(places, values)
+        carried[:] = [self.builder.load(place) for place in places]
+
+    def row(self, num: Any, carried: list[Any], step: Callable[..., None]) -> list[Any]:
+        """Code for `num` numbers, a vector at a time, the last one masked: what the steps carry.
+
+        `step(index, carried, mask)` replaces the values of `carried`; `mask` is None for a whole
+        vector.
+        """
+        builder = self.builder
+        whole = builder.and_(num, INT(-self.lanes))
+        with self.loop(whole, self.lanes, carried) as (index, values):
+            step(index, values, None)
+        places = self.variables(carried)
+        left = builder.sub(num, whole)
+        with builder.if_then(builder.icmp_signed(">", left, INT(0))):
+            values = list(carried)
+            step(whole, values, self.mask(left))
+            self.assign(places, values)
+        return [builder.load(place) for place in places]
+
+    def variables(self, values: Sequence[Any]) -> list[Any]:
+        """Variables with initial values; the compiler turns them into registers."""
+        places = [cgutils.alloca_once(self.builder, value.type) for value in values]
+        self.assign(places, values)
+        return places
+
+    def assign(self, places: Sequence[Any], values: Sequence[Any]) -> None:
+        """Set variables."""
+        for place, value in zip(places, values, strict=True):
+            self.builder.store(value, place)
+
+    def _widened(self, value: Any, to: Any) -> Any:
+        """Numbers as they are in memory, a vector or a scalar, in the type `to`."""
+        if isinstance(getattr(value.type, "element", value.type), ir.IntType):
+            word = _like(to, ir.IntType(32))
+            value = self.builder.shl(self.builder.zext(value, word), _all(word, 16))
+            value = self.builder.bitcast(value, _like(to, ir.FloatType()))
+        return value if value.type == to else self.builder.fpext(value, to)
+
+    def _narrowed(self, value: Any, to: Any) -> Any:
+        """A vector as it is in memory, rounded to nearest, ties to even."""
+        builder = self.builder
+        if value.type == to:
+            return value
+        if not isinstance(to.element, ir.IntType):
+            return builder.fptrunc(value, to)
+        word = _like(to, ir.IntType(32))
+        is_nan = builder.fcmp_unordered("uno", value, value)
+        bits = (
+            builder.bitcast(builder.fptrunc(value, _like(to, ir.FloatType())), word)
+            if value.type.element == ir.DoubleType()
+            else builder.bitcast(value, word)
+        )
+        odd = builder.and_(builder.lshr(bits, _all(word, 16)), _all(word, 1))
+        bits = builder.add(builder.add(bits, _all(word, 0x7FFF)), odd)
+        bits = builder.select(is_nan, _all(word, 0x7FC00000), bits)
+        return builder.trunc(builder.lshr(bits, _all(word, 16)), to)
+
+    def _name(self, operation: str) -> str:
+        return f"llvm.{operation}.v{self.lanes}{_FLOATS[self.scalar][1]}"
+
+    def _function(self, name: str, result: Any, arguments: list[Any]) -> Any:
+        kind = ir.FunctionType(result, arguments)
+        return cgutils.get_or_insert_function(self.builder.module, kind, name)
+
+    def _call(self, name: str, result: Any, arguments: list[Any]) -> Any:
+        function = self._function(name, result, [value.type for value in arguments])
+        return self.builder.call(function, arguments)
+
+
+def _stored(dtype: Any) -> Any:
+    """The LLVM type of numbers in memory."""
+    return {
+        types.float32: ir.FloatType(),
+        types.float64: ir.DoubleType(),
+        types.uint16: ir.IntType(16),
+        types.int16: ir.HalfType(),
+    }[dtype]
+
+
+def _size(kind: Any) -> tuple[int, str]:
+    """Bytes and name of an LLVM type."""
+    return (2, "i16") if isinstance(kind, ir.IntType) else _FLOATS[kind]
+
+
+def _like(kind: Any, element: Any) -> Any:
+    """A vector of other elements, or one element if `kind` is one."""
+    return ir.VectorType(element, kind.count) if isinstance(kind, ir.VectorType) else element
+
+
+def _all(kind: Any, value: int) -> Any:
+    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)

@@ -1,0 +1,183 @@
+"""Compiled loops: sizes, roundings, threads, and what "auto" does where they do not work."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends import BACKENDS, choose_backend, verify
+from lm.output.backends.base import Backend, Gradients, Needs, Problem
+from lm.output.backends.compiled import backend, node_loops
+
+from ...definition import gradients, nll, problem, two_level
+
+CPU = torch.device("cpu")
+ALL = Needs(hidden=True, weight=True, bias=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_words", "num_classes", "num_positions"),
+    [(1, 7, 3, 5), (17, 90, 4, 200), (33, 300, 2, 70), (64, 300, 150, 90), (304, 5000, 70, 150)],
+)
+def test_results_are_those_of_the_reference_for_all_sizes_of_tiles(
+    size: int, num_words: int, num_classes: int, num_positions: int
+) -> None:
+    """The last one's gradient is larger than `CACHE_BYTES`."""
+    tree = two_level(num_words, num_classes)
+    *inputs, target = problem(tree, num_positions, size=size)
+    upstream = torch.randn(num_positions, dtype=torch.float64)
+    expected = gradients(inputs, target, tree, upstream, "reference")
+    for dtype in (torch.float64, torch.float32):
+        like = [tensor.to(dtype) for tensor in inputs]
+        actual = gradients(like, target, tree, upstream.to(dtype), "compiled")
+        for ours, true in zip(actual, expected, strict=True):
+            difference = (ours - true).abs().max()
+            assert difference <= 40 * torch.finfo(dtype).eps * true.abs().max()
+
+
+def test_exp_is_right_to_two_roundings_down_to_the_smallest_numbers() -> None:
+    """The error of a word is its probability: exp of its logit, as the other one's is 0."""
+    logit = -torch.linspace(0, 120, 4001)
+    tree, weight = ClassTree.full(2), torch.tensor([[0.0], [1.0]])
+    hidden, target = logit[:, None].requires_grad_(), torch.zeros(4001, dtype=torch.int64)
+    loss = hierarchical_cross_entropy(
+        hidden, weight, target, tree, reduction="sum", backend="compiled"
+    )
+    loss.backward()  # type: ignore[no-untyped-call]
+    exact = torch.sigmoid(logit.double())
+    assert hidden.grad is not None
+    error = (hidden.grad[:, 0] - exact).abs()
+    normal = exact > 2e-38
+    assert (error[normal] <= 2 * torch.finfo(torch.float32).eps * exact[normal]).all()
+    assert (hidden.grad[exact < 1e-39] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gradient_in_low_precision_is_rounded_once_to_nearest(dtype: torch.dtype) -> None:
+    tree = two_level(300, 7)
+    *floats, target = problem(tree, 200, size=40, dtype=torch.float32)
+    hidden, weight, bias = (tensor.detach() for tensor in floats)
+    weight, bias = weight.to(dtype), bias.to(dtype)
+    d_nll = torch.randn(200)
+    d_nll[5] = torch.nan
+    low = Problem.of(hidden, weight, target, tree, bias)
+    high = low._replace(weight=weight.float(), bias=bias.float())
+    rounded, exact = (_gradients(each, d_nll) for each in (low, high))
+    for ours, true in zip(rounded[1:], exact[1:], strict=True):
+        assert isinstance(ours, Tensor)
+        assert isinstance(true, Tensor)
+        torch.testing.assert_close(ours, true.to(dtype), rtol=0, atol=0, equal_nan=True)
+    assert isinstance(exact.d_weight, Tensor)
+    assert exact.d_weight.isnan().any()
+
+
+def _gradients(solved: Problem, d_nll: Tensor) -> Gradients:
+    """As the backend gives them."""
+    compiled: Backend = BACKENDS["compiled"]
+    _, saved = compiled.forward(solved, ALL)
+    return compiled.backward(d_nll, solved, saved, ALL)
+
+
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "LEAST_COLUMNS", 0)
+    tree = ClassTree.balanced(3000, 12)
+    *inputs, target = problem(tree, 333, size=37, dtype=torch.float32)
+    upstream, before = torch.randn(333), torch.get_num_threads()
+    try:
+        found = []
+        for num_threads in (1, 2, 3, 7):
+            torch.set_num_threads(num_threads)
+            found.append(gradients(inputs, target, tree, upstream, "compiled"))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_threads_divide_the_work_evenly() -> None:
+    """Of a root with many visits and of classes with few, by rows."""
+    import numpy as np
+
+    classes = [(10 * c, 10 * (c + 1), 50 + 40 * c, 40, 0, 1) for c in range(50)]
+    nodes = np.array([(0, 500, 0, 50, 0, 0), *classes])
+    cost = torch.cat([torch.full((50,), 500), torch.full((2000,), 10)]) + backend.ROW_VISITS
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        bounds = backend._bounds(nodes, 2050, by_rows=True)
+    finally:
+        torch.set_num_threads(before)
+    parts = [int(cost[start:end].sum()) for start, end in pairwise(bounds)]
+    assert sum(parts) == cost.sum()
+    assert max(parts) <= 1.05 * cost.sum() / 3
+
+
+def _loss_in_child(queue: "multiprocessing.Queue[float]") -> None:
+    torch.set_num_threads(2)
+    queue.put(_loss())
+
+
+def _loss() -> float:
+    torch.manual_seed(1)
+    tree = two_level(4000, 60)
+    *inputs, target = problem(tree, 600, dtype=torch.float32)
+    return float(nll([*inputs, target], tree, reduction="mean", backend="compiled").detach())
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # OpenMP's would not survive a fork
+    expected, context = _loss(), multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=lambda: queue.put(_loss()))
+    child.start()
+    assert queue.get(timeout=60) == expected
+    child.join()
+
+
+def test_without_numba_auto_warns_and_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_has_numba", lambda: False)
+    example = Problem.without_values(30, 8, two_level(90, 9), torch.float32)
+    with pytest.warns(UserWarning, match="slowly on cpu: .* requires the package numba"):
+        assert choose_backend("auto", example, CPU) == "reference"
+    with pytest.raises(ValueError, match="backend compiled requires the package numba"):
+        choose_backend("compiled", example, CPU)
+
+
+def test_wrong_loops_are_replaced_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_differences", {})
+    monkeypatch.setattr(node_loops, "backward", lambda *arguments: None)
+    example = Problem.without_values(30, 8, two_level(90, 9), torch.float32)
+    with pytest.warns(UserWarning, match="compiled cannot be used on cpu.*d_weight is off by"):
+        assert choose_backend("auto", example, CPU) == "reference"
+    assert choose_backend("auto", example, CPU) == "reference"  # warnings are errors
+
+
+def test_importing_the_layer_imports_no_compiler() -> None:
+    code = "import sys, lm.output; sys.exit('numba' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_code_is_kept_on_disk_only_if_its_cache_notices_all_changes(tmp_path: Path) -> None:
+    """numba looks at the file of a function alone, which includes `vectors`."""
+    folder = Path(node_loops.__file__).parent
+    for name in ("vectors.py", "node_loops.py"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    code = (
+        "import sys, lm.output.backends.compiled as package\n"
+        f"package.__path__.insert(0, {str(tmp_path)!r})\n"
+        "from lm.output.backends.compiled import node_loops\n"
+        "print(node_loops.IS_CACHED)"
+    )
+    for age, kept in ((10, "True"), (-10, "False")):
+        os.utime(tmp_path / "vectors.py", (1e9 - age, 1e9 - age))
+        os.utime(tmp_path / "node_loops.py", (1e9, 1e9))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.strip() == kept, done.stderr
