@@ -96,6 +96,8 @@ def tiles(
     found = _TILES[kind, max(fitting)]
     if kind == "half" and 90 <= capability < 100 and (hidden_align == 1 or rows.itemsize > 2):
         found = found._replace(heavy=_FEW_HEAVY)
+    if kind == "half" and capability >= 100 and hidden_align <= 2 and rows.itemsize > 2:
+        found = found._replace(heavy=found.heavy._replace(step=32))  # addresses take registers
     if kind == "half" and weight_align < 8:
         if capability >= 100:
             narrow = _NARROW_FORWARD._replace(h=64 if weight_align == 4 else 32)
