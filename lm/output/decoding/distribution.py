@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lm.output.backends.nodes import node_log_softmax, split_rows, visited_nodes, with_rows
+from lm.output.backends.nodes import node_log_softmax, visited_nodes, with_rows
 from lm.output.backends.visits import check_words
 from lm.output.decoding import search
 from lm.output.decoding.draws import Sampling, sample_words
-from lm.output.decoding.expansion import Expander, Penalty, checked_hidden
+from lm.output.decoding.expansion import Expander, Penalty, checked_hidden, word_log_prob
 from lm.output.decoding.uniforms import Uniforms
 from lm.output.tree.class_tree import ClassTree
 
@@ -22,16 +22,10 @@ _BLOCK_ELEMENTS = 1 << 23
 
 def log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None = None) -> Tensor:
     """Log-probabilities of all words [..., N]: log-softmaxes summed over their paths."""
-    flat, widths = checked_hidden(hidden, weight, tree, bias), tree.num_children.tolist()
+    flat = checked_hidden(hidden, weight, tree, bias)
     with torch.autocast(hidden.device.type, enabled=False):
-        nodes = [node_log_softmax(flat, *rows) for rows in split_rows(weight, bias, widths)]
-    zero = flat.new_zeros(len(flat), 1)  # row -1 is the root, which adds 0
-    log_q = torch.cat([*nodes, zero], dim=1)
-    row, *above = tree.rows_on_path(torch.arange(tree.vocab_size, device=hidden.device)).T
-    total = log_q[:, row]
-    for row in above:
-        total = total + log_q[:, row]
-    return total.view(*hidden.shape[:-1], tree.vocab_size)
+        found = word_log_prob(flat, weight, tree, bias)
+    return found.view(*hidden.shape[:-1], tree.vocab_size)
 
 
 def candidate_log_prob(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import check_parameters, compute_dtype, followed_by_zeros
-from lm.output.backends.nodes import node_log_softmax, visited_nodes
+from lm.output.backends.nodes import node_log_softmax, node_logits, visited_nodes
 from lm.output.tree.class_tree import ClassTree
 
 ABSENT = torch.iinfo(torch.int64).max
@@ -28,6 +28,18 @@ def checked_hidden(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor
     dtype = compute_dtype(torch.promote_types(hidden.dtype, weight.dtype))
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
     return followed_by_zeros(flat, weight.shape[1])
+
+
+def word_log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None) -> Tensor:
+    """Log-probabilities [P, N] of all words: all logits in one product, log-softmaxes summed."""
+    logits = torch.split(node_logits(hidden, weight, bias), tree.num_children.tolist(), dim=1)
+    zero = hidden.new_zeros(len(hidden), 1)  # row -1 is the root, which adds 0
+    log_q = torch.cat([*(node.log_softmax(dim=1) for node in logits), zero], dim=1)
+    row, *above = tree.rows_on_path(torch.arange(tree.vocab_size, device=hidden.device)).T
+    total = log_q[:, row]
+    for row in above:
+        total = total + log_q[:, row]
+    return total
 
 
 class Children(NamedTuple):
@@ -82,10 +94,7 @@ class Expander:
             visit, rows = order[each.visits], each.rows
             bias = None if self.bias is None else self.bias[rows]
             log_q = node_log_softmax(self.hidden[position[visit]], self.weight[rows], bias)
-            finite = log_q.isfinite().all(dim=1)
-            if not bool(finite.all()):
-                wrong = self.first_position + int(position[visit][~finite][0])
-                raise ValueError(f"log-probabilities of position {wrong} are not finite")
+            self._check_finite(log_q, position[visit])
             self.num_expanded += visit.numel()
             children = log_prob[visit, None] + log_q
             if self.penalty is not None:
@@ -98,6 +107,26 @@ class Expander:
                 column = self.excluded - rows.start
                 children[:, column[(column >= 0) & (column < log_q.shape[1])]] = _LOWEST
             yield Children(visit, children, self.tree.item_of_row[rows])
+
+    def all_words(self, position: Tensor) -> Tensor:
+        """Log-probabilities [V, N] of all words at position [V], as `expand` has them."""
+        log_prob = word_log_prob(self.hidden[position], self.weight, self.tree, self.bias)
+        self._check_finite(log_prob, position)
+        self.num_expanded += position.numel() * self.tree.num_nodes
+        if self.penalty is not None:
+            word = self.tree.item_of_row[self.penalty.row[position]]
+            index = (self.penalty.row[position] >= 0).nonzero(as_tuple=True)
+            index = (index[0], word[index])
+            log_prob[index] = (self.penalty.factor * log_prob[index]).clamp(min=_LOWEST)
+        if self.excluded is not None:
+            log_prob[:, self.tree.item_of_row[self.excluded]] = _LOWEST
+        return log_prob
+
+    def _check_finite(self, log_prob: Tensor, position: Tensor) -> None:
+        finite = log_prob.isfinite().all(dim=1)
+        if not bool(finite.all()):
+            wrong = self.first_position + int(position[~finite][0])
+            raise ValueError(f"log-probabilities of position {wrong} are not finite")
 
 
 def pack(children: Sequence[Children], like: Tensor) -> tuple[Tensor, Tensor]:

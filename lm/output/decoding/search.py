@@ -2,7 +2,9 @@
 
 No word below a node is more probable than the node itself. A node therefore needs to be expanded
 only while it is at least as probable as the least probable word of the result: few nodes if most of
-the probability lies in a few classes, nearly all if it is flat, as in an untrained layer.
+the probability lies in a few classes, nearly all if it is flat, as in an untrained layer. Once the
+nodes of a position have more than a small part of all rows, all its words are evaluated in one
+product: no search costs much more than that.
 """
 
 import math
@@ -14,6 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output.decoding.expansion import ABSENT, Children, Expander, pack
+
+MOST_ROWS = 1 / 16
+"""Share of the rows that a position's search evaluates node by node, at most."""
+BLOCK_ELEMENTS = 1 << 23
+"""Most log-probabilities of all words in memory at once."""
 
 
 class TopK(NamedTuple):
@@ -38,17 +45,24 @@ class _Frontier:
         self.position = torch.arange(len(expander.hidden), device=expander.hidden.device)
         self.log_prob = expander.hidden.new_zeros(len(self.position), 1)
         self.node = torch.zeros_like(self.log_prob, dtype=torch.int64)
+        self.num_rows = torch.zeros_like(self.position)  # evaluated so far
 
     def select(self, rows: Tensor) -> None:
         """Drops all positions but rows [A] bool."""
-        found = (self.position, self.log_prob, self.node)
-        self.position, self.log_prob, self.node = (tensor[rows] for tensor in found)
+        found = (self.position, self.log_prob, self.node, self.num_rows)
+        selected = (tensor[rows] for tensor in found)
+        self.position, self.log_prob, self.node, self.num_rows = selected
+
+    def count(self, chosen: Tensor) -> Tensor:
+        """The rows [A] evaluated once the chosen nodes [A, F] bool are expanded."""
+        return self.num_rows + (self._expander.tree.num_children[self.node] * chosen).sum(dim=1)
 
     def expand(self, chosen: Tensor, max_words: int | None = None) -> TopK:
         """Expands the chosen nodes [A, F] bool, adds child nodes and returns the words found.
 
         Of each node only the `max_words` most probable words are returned.
         """
+        self.num_rows = self.count(chosen)
         row, column = chosen.nonzero(as_tuple=True)
         node, above = self.node[row, column], self.log_prob[row, column]
         words, nodes = [], []
@@ -109,7 +123,9 @@ def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Ten
 
     def needed(frontier: _Frontier, log_prob: Tensor) -> tuple[Tensor, Tensor]:
         node_log_weight = power * frontier.log_prob.double() + log_bound[frontier.node]
-        sorted_log_prob = log_prob.sort(dim=1, descending=True).values
+        sorted_log_prob = log_prob
+        if bool((log_prob[:, 1:] > log_prob[:, :-1]).any()):
+            sorted_log_prob = log_prob.sort(dim=1, descending=True).values
         sorted_log_prob = F.pad(sorted_log_prob, (0, 1), value=-torch.inf)
         log_weight = power * sorted_log_prob.double()
         largest = torch.cat([log_weight[:, :1], node_log_weight], dim=1).amax(dim=1, keepdim=True)
@@ -161,7 +177,7 @@ def _sets(
     `needed` returns, for the log-probabilities [A, M] of the words found, the nodes to expand
     [A, F] bool, and where there are none, the size of the set [A].
     """
-    frontier = _Frontier(expander)
+    frontier, max_rows = _Frontier(expander), MOST_ROWS * expander.tree.num_rows
     words = frontier.expand(torch.ones_like(frontier.log_prob, dtype=torch.bool), max_words)
     while frontier.position.numel():
         words = words if max_words is None else _best(words, max_words)
@@ -169,15 +185,46 @@ def _sets(
         active = chosen.any(dim=1)
         done = ~active
         if bool(done.any()):
-            largest = int(size[done].max())
-            log_prob, word = (each[:, :largest] for each in _sorted(words.select(done)))
-            beyond = torch.arange(largest, device=size.device) >= size[done, None]
-            yield frontier.position[done], TopK(log_prob.masked_fill(beyond, -torch.inf), word)
+            yield frontier.position[done], _first(_sorted(words.select(done)), size[done])
+        many = active & (frontier.count(chosen) > max_rows)
+        yield from _of_all_words(expander, frontier.position[many], needed, max_words)
+        active &= ~many
         frontier.select(active)
         if frontier.position.numel():
             more = frontier.expand(chosen[active], max_words)
             both = zip(words.select(active), more, strict=True)
             words = TopK(*(torch.cat(tensors, dim=1) for tensors in both))
+
+
+def _of_all_words(
+    expander: Expander,
+    position: Tensor,
+    needed: Callable[[_Frontier, Tensor], tuple[Tensor, Tensor]],
+    max_words: int | None,
+) -> Iterator[tuple[Tensor, TopK]]:
+    """The sets of `_sets` for position [A], from the log-probabilities of all words."""
+    vocab_size = expander.tree.vocab_size
+    for block in torch.split(position, max(1, BLOCK_ELEMENTS // vocab_size)):
+        if not block.numel():
+            continue
+        log_prob = expander.all_words(block)
+        if max_words is None:
+            words = TopK(*log_prob.sort(dim=1, descending=True, stable=True))
+        else:
+            every = torch.arange(vocab_size, device=block.device).expand(len(block), -1)
+            words = _best(TopK(log_prob, every), max_words)
+        frontier = _Frontier(expander)
+        frontier.select(block)
+        frontier.log_prob = torch.full_like(frontier.log_prob, -torch.inf)  # no node is left
+        yield block, _first(words, needed(frontier, words.log_prob)[1])
+
+
+def _first(words: TopK, size: Tensor) -> TopK:
+    """The first `size` [A] of some words in order, padded with log_prob -∞."""
+    largest = int(size.max())
+    log_prob, word = (each[:, :largest] for each in words)
+    beyond = torch.arange(largest, device=size.device) >= size[:, None]
+    return TopK(log_prob.masked_fill(beyond, -torch.inf), word)
 
 
 def _best(words: TopK, k: int) -> TopK:

@@ -1,16 +1,58 @@
 """Best-first search: exact top-k and nuclei, and which nodes are expanded for them."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from lm.output import ClassTree
 from lm.output.decoding import search
 from lm.output.decoding.distribution import topk
-from lm.output.decoding.expansion import Expander
+from lm.output.decoding.expansion import Expander, Penalty
 
 from .truth import H, N, P, all_shapes, node_log_prob, random_layer, restricted, word_log_prob
+
+
+@pytest.fixture(autouse=True)
+def _node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "MOST_ROWS", 1.0)
+
+
+@all_shapes
+@pytest.mark.parametrize("scale", [0.1, 3.0])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_results_are_the_same_if_all_words_are_evaluated_at_once(
+    shape: str, scale: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With penalties and excluded words; in several blocks."""
+    monkeypatch.setattr(search, "BLOCK_ELEMENTS", 2 * N)
+    layer = random_layer(shape, scale=scale)
+    tree = layer[2]
+    penalty = Penalty(1.4, tree.row_of_word[torch.randint(N, (len(layer[0]), 3))])
+    penalty.row[1, 1] = -1
+    rows = tree.row_of_word[torch.tensor([2, N - 1])]
+    searches: list[Callable[[Expander], list[tuple[Tensor, search.TopK]]]] = [
+        lambda expander: [(torch.arange(P), search.topk(expander, 6))],
+        lambda expander: list(search.nuclei(expander, 1.3, 0.8)),
+        lambda expander: list(search.within_ratio(expander, 0.7, 0.2)),
+    ]
+    for find in searches:
+        found = []
+        for most in (1.0, share):
+            monkeypatch.setattr(search, "MOST_ROWS", most)
+            expander = Expander(*layer, excluded=rows, penalty=penalty)
+            sets = [
+                (int(each), *(x[words.log_prob[i] > -math.inf] for x in (word, log_prob)))
+                for position, words in find(expander)
+                for i, (each, log_prob, word) in enumerate(zip(position, *words, strict=True))
+            ]
+            found.append(sorted(sets, key=lambda one: one[0]))
+        for (position, word, log_prob), other in zip(*found, strict=True):
+            assert position == other[0]
+            assert torch.equal(word, other[1])
+            torch.testing.assert_close(log_prob, other[2], rtol=0, atol=1e-12)
 
 
 @all_shapes
@@ -55,13 +97,19 @@ def test_topk_expands_exactly_the_nodes_as_probable_as_the_last_word(shape: str,
     assert expander.num_expanded == int((node_log_prob(*layer) >= last - 1e-12).sum())
 
 
-def test_peaked_distribution_expands_one_class_and_flat_one_all() -> None:
+def test_peaked_distribution_expands_one_class_and_flat_one_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tree = ClassTree.two_level(torch.arange(400) % 20)
     hidden, weight = torch.zeros(3, H), torch.zeros(tree.num_rows, H)
     bias = torch.zeros(tree.num_rows)
     flat = Expander(hidden, weight, tree, bias)
     search.topk(flat, 1)
     assert flat.num_expanded == 3 * (1 + 20)
+    monkeypatch.setattr(search, "MOST_ROWS", 0.5)
+    at_once = Expander(hidden, weight, tree, bias)
+    assert search.topk(at_once, 300).word.tolist() == [list(range(300))] * 3
+    assert at_once.num_expanded == 3 * (1 + tree.num_nodes)
     bias[7] = 20.0
     peaked = Expander(hidden, weight, tree, bias)
     assert search.topk(peaked, 5).word.tolist() == [[7, 27, 47, 67, 87]] * 3
