@@ -17,8 +17,10 @@ from torch.nn import functional as F
 
 from lm.output.decoding.expansion import ABSENT, Children, Expander, pack
 
-MOST_ROWS = 1 / 16
-"""Share of the rows that a position's search evaluates node by node, at most."""
+MOST_COST = 1 / 16
+"""What a position's search costs node by node, at most, relative to all words in one product."""
+EXPANSION_COST, SOFTMAX_COST = 512, 24
+"""Of expanding a node, and of one softmax among those of all words, as numbers of rows."""
 BLOCK_ELEMENTS = 1 << 23
 """Most log-probabilities of all words in memory at once."""
 
@@ -45,24 +47,24 @@ class _Frontier:
         self.position = torch.arange(len(expander.hidden), device=expander.hidden.device)
         self.log_prob = expander.hidden.new_zeros(len(self.position), 1)
         self.node = torch.zeros_like(self.log_prob, dtype=torch.int64)
-        self.num_rows = torch.zeros_like(self.position)  # evaluated so far
+        self.cost = torch.zeros_like(self.position)  # so far
 
     def select(self, rows: Tensor) -> None:
         """Drops all positions but rows [A] bool."""
-        found = (self.position, self.log_prob, self.node, self.num_rows)
-        selected = (tensor[rows] for tensor in found)
-        self.position, self.log_prob, self.node, self.num_rows = selected
+        found = (self.position, self.log_prob, self.node, self.cost)
+        self.position, self.log_prob, self.node, self.cost = (tensor[rows] for tensor in found)
 
-    def count(self, chosen: Tensor) -> Tensor:
-        """The rows [A] evaluated once the chosen nodes [A, F] bool are expanded."""
-        return self.num_rows + (self._expander.tree.num_children[self.node] * chosen).sum(dim=1)
+    def cost_with(self, chosen: Tensor) -> Tensor:
+        """The cost [A] once the chosen nodes [A, F] bool are expanded."""
+        cost = self._expander.tree.num_children[self.node] + EXPANSION_COST
+        return self.cost + (cost * chosen).sum(dim=1)
 
     def expand(self, chosen: Tensor, max_words: int | None = None) -> TopK:
         """Expands the chosen nodes [A, F] bool, adds child nodes and returns the words found.
 
         Of each node only the `max_words` most probable words are returned.
         """
-        self.num_rows = self.count(chosen)
+        self.cost = self.cost_with(chosen)
         row, column = chosen.nonzero(as_tuple=True)
         node, above = self.node[row, column], self.log_prob[row, column]
         words, nodes = [], []
@@ -177,7 +179,8 @@ def _sets(
     `needed` returns, for the log-probabilities [A, M] of the words found, the nodes to expand
     [A, F] bool, and where there are none, the size of the set [A].
     """
-    frontier, max_rows = _Frontier(expander), MOST_ROWS * expander.tree.num_rows
+    frontier, tree = _Frontier(expander), expander.tree
+    most = MOST_COST * (tree.num_rows + SOFTMAX_COST * tree.num_nodes)
     words = frontier.expand(torch.ones_like(frontier.log_prob, dtype=torch.bool), max_words)
     while frontier.position.numel():
         words = words if max_words is None else _best(words, max_words)
@@ -186,7 +189,7 @@ def _sets(
         done = ~active
         if bool(done.any()):
             yield frontier.position[done], _first(_sorted(words.select(done)), size[done])
-        many = active & (frontier.count(chosen) > max_rows)
+        many = active & (frontier.cost_with(chosen) > most)
         yield from _of_all_words(expander, frontier.position[many], needed, max_words)
         active &= ~many
         frontier.select(active)

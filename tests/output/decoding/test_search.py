@@ -17,12 +17,12 @@ from .truth import H, N, P, all_shapes, node_log_prob, random_layer, restricted,
 
 @pytest.fixture(autouse=True)
 def _node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "MOST_ROWS", 1.0)
+    monkeypatch.setattr(search, "MOST_COST", math.inf)
 
 
 @all_shapes
 @pytest.mark.parametrize("scale", [0.1, 3.0])
-@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize("share", [0.0, 10.0])
 def test_results_are_the_same_if_all_words_are_evaluated_at_once(
     shape: str, scale: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,8 +40,8 @@ def test_results_are_the_same_if_all_words_are_evaluated_at_once(
     ]
     for find in searches:
         found = []
-        for most in (1.0, share):
-            monkeypatch.setattr(search, "MOST_ROWS", most)
+        for most in (math.inf, share):
+            monkeypatch.setattr(search, "MOST_COST", most)
             expander = Expander(*layer, excluded=rows, penalty=penalty)
             sets = [
                 (int(each), *(x[words.log_prob[i] > -math.inf] for x in (word, log_prob)))
@@ -106,10 +106,11 @@ def test_peaked_distribution_expands_one_class_and_flat_one_all(
     flat = Expander(hidden, weight, tree, bias)
     search.topk(flat, 1)
     assert flat.num_expanded == 3 * (1 + 20)
-    monkeypatch.setattr(search, "MOST_ROWS", 0.5)
+    monkeypatch.setattr(search, "MOST_COST", 0.5)
     at_once = Expander(hidden, weight, tree, bias)
     assert search.topk(at_once, 300).word.tolist() == [list(range(300))] * 3
     assert at_once.num_expanded == 3 * (1 + tree.num_nodes)
+    monkeypatch.setattr(search, "MOST_COST", math.inf)
     bias[7] = 20.0
     peaked = Expander(hidden, weight, tree, bias)
     assert search.topk(peaked, 5).word.tolist() == [[7, 27, 47, 67, 87]] * 3

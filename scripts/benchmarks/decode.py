@@ -1,0 +1,129 @@
+"""Decoding one position: sampling and exact top-k, top-p and min-p, beside opening everything.
+
+The hidden vector is flat (every word is about as probable as any other) or peaked: its logits are
+those of a word and of its neighbours, `--sharpness` above the others. Each way runs in turn in one
+process; figures are medians over rounds. `all` evaluates the log-probabilities of all words under
+the same tree and selects among them; `full` does the same with a full softmax of as many words.
+
+`same` says whether the words found are those of `all`.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lm.output import ClassTree
+from lm.output.backends.base import row_size
+from lm.output.decoding import search
+from lm.output.decoding.distribution import log_prob, sample
+from lm.output.decoding.draws import Sampling
+from lm.output.decoding.expansion import Expander, checked_hidden
+from scripts import run
+from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size, require_positive
+
+TOP_K, TOP_P, MIN_P = 10, 0.9, 0.1
+COLUMNS = {
+    "N": "{vocab_size:,}",
+    "distribution": "{distribution}",
+    "way": "{way}",
+    "milliseconds": "{seconds:.2f/1e-3}",
+    "÷ all": "{ratio_to_all:.2f}",
+    "full ÷ ours": "{full_to_ours:.1f}",
+    "same": "{same}",
+}
+Finder = Callable[[], Tensor]
+
+
+def chosen(log_probs: Tensor, way: str) -> Tensor:
+    """The words of a way among all words [N], in order."""
+    if way == "sample":
+        return torch.multinomial(log_probs.exp(), 1) if len(log_probs) <= 1 << 24 else log_probs[:0]
+    if way == "top-k":
+        return log_probs.topk(TOP_K).indices
+    if way == "min-p":
+        kept = (log_probs >= log_probs.max() + torch.tensor(MIN_P).log()).nonzero().squeeze(1)
+        return kept[log_probs[kept].argsort(descending=True, stable=True)]
+    ordered = log_probs.sort(descending=True, stable=True)
+    mass = ordered.values.double().exp().cumsum(0)
+    return ordered.indices[: int((mass < TOP_P * mass[-1]).sum()) + 1]
+
+
+def ways(hidden: Tensor, weight: Tensor, tree: ClassTree, full: Tensor, way: str) -> list[Finder]:
+    """Ours, that of `all`, and that of `full`."""
+
+    def ours() -> Tensor:
+        if way == "sample":
+            return sample(hidden, weight, tree, None, Sampling())
+        expander = Expander(checked_hidden(hidden, weight, tree, None), weight, tree)
+        if way == "top-k":
+            return search.topk(expander, TOP_K).word[0]
+        sets = (
+            search.nuclei(expander, 1.0, TOP_P)
+            if way == "top-p"
+            else search.within_ratio(expander, 1.0, MIN_P)
+        )
+        ((_, words),) = sets
+        return words.word[0][words.log_prob[0] > -torch.inf]
+
+    return [
+        ours,
+        lambda: chosen(log_prob(hidden, weight, tree)[0], way),
+        lambda: chosen(F.linear(hidden, full).log_softmax(dim=1)[0], way),
+    ]
+
+
+def main() -> None:
+    """Print a table, and write a log if asked."""
+    parser = benchmark_parser(__doc__)
+    add = parser.add_argument
+    add("--rows", type=problem_size, nargs="+", metavar="N:H")
+    add("--rounds", type=int, default=15)
+    add("--sharpness", type=float, default=12.0, help="of the peaked distribution, in nats")
+    add("--threads", type=int, default=1)
+    options = parser.parse_args()
+    require_positive(parser, options, ["rounds", "threads"])
+    torch.set_num_threads(options.threads)
+    table = Table(COLUMNS, options.json)
+    for vocab_size, size in options.rows or [(33_278, 512), (267_735, 512), (1_000_000, 300)]:
+        torch.manual_seed(0)
+        tree = ClassTree.two_level(num_words=vocab_size)
+        weight = torch.zeros(tree.num_rows, row_size(size))
+        weight[:, :size].normal_(std=0.02)
+        full = torch.zeros(vocab_size, size).normal_(std=0.02)
+        path = [row for _, row in tree.path(vocab_size // 3)]
+        near = [weight[row : row + 20, :size].mean(dim=0, keepdim=True) for row in path]
+        peak = torch.cat(near).sum(dim=0, keepdim=True)
+        peak = options.sharpness * len(path) * peak / (weight[path, :size] @ peak.T).sum()
+        for name, hidden in (("flat", torch.randn(1, size) / 50), ("peaked", peak)):
+            for way in ("sample", "top-k", "top-p", "min-p"):
+                finders = ways(hidden, weight, tree, full, way)
+                seconds: list[list[float]] = [[], [], []]
+                found = [finder() for finder in finders]  # warms up
+                for _ in range(options.rounds):
+                    for each, finder in zip(seconds, finders, strict=True):
+                        start = time.perf_counter()
+                        finder()
+                        each.append(time.perf_counter() - start)
+                ours, all_words, of_full = map(statistics.median, seconds)
+                same = "" if way == "sample" else set(found[0].tolist()) == set(found[1].tolist())
+                table.add(
+                    {
+                        "vocab_size": vocab_size,
+                        "hidden_size": size,
+                        "distribution": name,
+                        "way": way,
+                        "seconds": ours,
+                        "ratio_to_all": ours / all_words,
+                        "full_to_ours": of_full / ours,
+                        "num_words": len(found[0]),
+                        "same": same,
+                    }
+                )
+
+
+if __name__ == "__main__":
+    run(main)
