@@ -151,7 +151,8 @@ def write_atomically(
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # of a read-only file system
+            temporary.unlink(missing_ok=True)
     return result
 
 
@@ -203,6 +204,8 @@ def new_folder(path: Path) -> Iterator[Path]:
                 _sync(each)
             os.replace(temporary, path)
             _sync(path.parent)
+        except FileNotFoundError as error:
+            raise UserError(f"{path} is written by another process at the same time") from error
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
         finally:

@@ -2,10 +2,19 @@
 
 
 def command() -> None:
-    """Run the command line of the process and exit with its code."""
+    """Run the command line of the process and exit with its code.
+
+    SIGTERM ends it as Ctrl-C does: unfinished files are deleted.
+    """
+    import signal
     import sys
 
+    def terminate(*_: object) -> None:
+        sys.stderr.write("lm: terminated\n")
+        sys.exit(143)
+
     try:
+        signal.signal(signal.SIGTERM, terminate)
         from lm.openmp import limit_spinning
 
         limit_spinning()  # before anything imports numpy or torch

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from data_prep.errors import UserError
 from lm import __version__
@@ -92,6 +92,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse's own ignores a full disk.
+        print(message, end="", file=file or sys.stderr)
 
     def format_help(self) -> str:
         lists_keys = self.prog in ("lm prepare", "lm train")

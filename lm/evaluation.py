@@ -21,13 +21,15 @@ from tqdm import tqdm
 
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
-from data_prep.tokenizer.token_file import SplitInfo, log_literals
+from data_prep.tokenizer.token_file import SplitInfo, counted_literals, log_literals
 from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_text
 from lm.run import Run
 
 EOS_RULE = "one <eos> after every line, empty lines too; the first token is predicted from <eos>"
+MAX_WORD_BYTES = 60
+"""Above this mean size, what spaces separate are not words: Chinese, Japanese, Thai and others."""
 WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out")
 
 
@@ -47,12 +49,14 @@ class Evaluation:
     tokens: int  # predicted, including an `<eos>` for each line
     words: int  # of the original text, without `<eos>`
     lines: int  # of the original text, each with one `<eos>`
+    utf8_bytes: int  # of the original text, line ends included
     oov: int  # tokens that are `<unk>`
     nll_nats: float  # negative log-likelihood of all tokens
     perplexity: float  # exp(nll / tokens)
     perplexity_excluding_oov: float  # over the tokens that are not `<unk>`, which remain context
     word_perplexity: float  # exp(nll / (words + lines)): comparable between tokenizers
-    bits_per_byte: float | None  # nll / ln 2 / utf8_bytes; None if tokens do not spell the text
+    bits_per_byte: float | None  # nll / ln 2 / utf8_bytes; None if tokens do not spell the text,
+    # in which words are separated by single spaces (which other spaces there are, is not counted)
     class_perplexity: float  # of the choice at the root of the tree
     within_class_perplexity: float  # of the choices below: `perplexity` / `class_perplexity`
     context: str  # how many tokens each token is predicted from, as a sentence
@@ -69,7 +73,10 @@ class Evaluation:
     def table(self, title: str) -> str:
         """The figures as lines of text below a title."""
         classes = f"{self.class_perplexity:.2f} × {self.within_class_perplexity:.2f}"
-        num_words = f"{self.words:,} words + {self.lines:,} line ends"
+        per_word = f"{self.word_perplexity:.2f}, of {self.words:,} words + {self.lines:,} line ends"
+        if self.utf8_bytes > MAX_WORD_BYTES * self.words:
+            size = round(self.utf8_bytes / max(1, self.words))
+            per_word = f"not printed: the text has a space every {size:,} bytes, so no words"
         bits = "not known: unknown words are not spelled, a SentencePiece model with bytes does"
         if self.bits_per_byte is not None:
             bits = f"{self.bits_per_byte:.4f}"
@@ -83,7 +90,7 @@ class Evaluation:
             "perplexity": f"{self.perplexity:.2f}, {perplexity_rule(self.unit)}",
             "  without unknown words": f"{self.perplexity_excluding_oov:.2f}",
             "  of classes × within classes": classes,
-            "  per word": f"{self.word_perplexity:.2f}, of {num_words}",
+            "  per word": per_word,
             "bits per byte": bits,
             "context": self.context,
             "line ends": self.eos_rule,
@@ -152,6 +159,7 @@ def evaluate(
         tokens=len(tokens),
         words=counts.words,
         lines=counts.lines,
+        utf8_bytes=counts.utf8_bytes,
         oov=oov,
         nll_nats=nll,
         perplexity=perplexity(nll, len(tokens)),
@@ -213,9 +221,9 @@ def evaluate_text(run: Run, lines: Iterable[str], *, progress: bool = True) -> E
         UserError: if there is no model, its tokenizer is not the one that it was trained with, or
             the text has no line.
     """
-    text, literals = list(lines), run.tokenizer.literals
-    tokens, counts = encode_text(run, text)
-    log_literals("text", {word: sum(line.count(word) for line in text) for word in literals})
+    literals = dict.fromkeys(run.tokenizer.literals, 0)
+    tokens, counts = encode_text(run, counted_literals(lines, literals))
+    log_literals("text", literals)
     result = evaluate(
         run.model,
         tokens,

@@ -124,10 +124,9 @@ class LoadedModel:
 
         States may repeat. A Transformer computes those with equal `num_tokens` together.
         """
-        tokens = self._tokens_of_all(words)
-        if len(states) != len(words):
-            raise ValueError(f"expected a word for each state, got {len(states)} and {len(words)}")
-        steps = [Step(0.0, self._own(state)) for state in states]
+        tokens, steps = self._tokens_of_all(words), [Step(0.0, each) for each in self._all(states)]
+        if len(steps) != len(tokens):
+            raise ValueError(f"expected a word for each state, got {len(steps)} and {len(tokens)}")
         carries = self.model.backbone.carries_state
         for place in range(max(map(len, tokens), default=0)):
             groups = defaultdict(list)
@@ -177,6 +176,7 @@ class LoadedModel:
 
         Words of several tokens cost a step for each token as well.
         """
+        words = words if isinstance(words, str) else list(words)
         state, tokens = self._state(prefix), self._tokens_of_all(words)
         if any(len(word_tokens) > 1 for word_tokens in tokens):
             steps = self.step_many([state] * len(words), words)
@@ -197,7 +197,8 @@ class LoadedModel:
             states: S states of this model.
             words: K words, the same for every state; each of them may be several tokens.
         """
-        tokens, states = self._tokens_of_all(words), [self._own(state) for state in states]
+        words = words if isinstance(words, str) else list(words)
+        tokens, states = self._tokens_of_all(words), self._all(states)
         if not states:
             return torch.zeros(0, len(words), device=self.model.device)
         hidden = torch.stack([state.hidden for state in states])
@@ -302,10 +303,17 @@ class LoadedModel:
             raise ValueError(f"expected a state of this model, got {state!r}")
         return state
 
+    def _all(self, states: Iterable[State]) -> list[State]:
+        """States, if they are of this model."""
+        if isinstance(states, State):
+            raise ValueError("expected a list of states, got one state")
+        return [self._own(state) for state in states]
+
     def _tokens_of_all(self, words: Sequence[Word]) -> list[list[int]]:
         """The token ids of each word, at least one."""
         if isinstance(words, str):
             raise ValueError(f"expected a list of words, got the text {words[:40]!r}")
+        words = list(words)
         encoded = [self.encode(word) if isinstance(word, str) else [word] for word in words]
         for word, tokens in zip(words, encoded, strict=True):
             if not tokens:

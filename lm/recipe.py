@@ -23,7 +23,7 @@ from data_prep.corpus.split import MIN_UNITS, Sample, Unit, read_sample, split_t
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
 from data_prep.storage import folder_to_fill, new_folder, write_hashed
-from data_prep.tokenizer.tokenizer import separate_words
+from data_prep.tokenizer.tokenizer import STOPS, separate_words
 from lm.config import Config, validate
 from lm.output import ClassTree
 from lm.run import Run
@@ -185,7 +185,7 @@ def measure(sample: Sample) -> tuple[int, int, str]:
             return 2 * num_tokens // 3, PIECES, tokenizer
         num_pieces = 259 + len(set(characters))  # <unk>, <eos>, the space and 256 bytes
         return num_tokens, min(PIECES, num_pieces), f"{tokenizer}, model_type: char"
-    marks = tuple(".,;:!?")
+    marks = (".", *STOPS)
     attached = sum(len(word) > 1 and word.endswith(marks) for word in words)
     split_punctuation = attached > sum(word in marks for word in words)
     if split_punctuation:

@@ -98,6 +98,35 @@ def test_the_end_of_stdout_is_no_traceback(streams: str, code: int, message: str
         assert bool(done.stdout) == (streams == "2>&-")
 
 
+def test_help_on_a_full_disk_is_an_error_without_a_buffer_too() -> None:
+    command = f"{quote(sys.executable)} -u -m lm --help > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    message = "lm: stdout cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, message)
+
+
+def test_sigterm_deletes_unfinished_files_and_is_one_line(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from data_prep.corpus import split\n"
+        "def terminated(*_): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "split.write_splits = terminated\n"
+        "from lm.__main__ import command\n"
+        "command()\n"
+    )
+    (tmp_path / "my.txt").write_text("the cat sees a dog\n" * 40)
+    options = ["new", "my.yaml", "--text=my.txt"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "lm: terminated\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["my.txt"]
+
+
 def test_an_interruption_while_libraries_are_imported_is_no_traceback() -> None:
     code = (
         "import os, signal, sys\n"

@@ -17,17 +17,18 @@ from numpy.typing import NDArray
 
 from lm.cli import main
 from lm.config import ModelConfig, OutputConfig, WordTable
-from lm.evaluation import Evaluation, TextCounts, evaluate
+from lm.evaluation import Evaluation, TextCounts, evaluate, evaluate_text
 from lm.model import reader
 from lm.model.build import build_model
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
+from lm.run import Run
 from lm.training.metrics import read_metrics
 
 N, EOS, UNK = 9, 0, 1
 COUNTS = TextCounts(words=7, lines=3, utf8_bytes=40)
 FIELDS = (
-    "tokens words lines oov nll_nats perplexity perplexity_excluding_oov word_perplexity"
+    "tokens words lines utf8_bytes oov nll_nats perplexity perplexity_excluding_oov word_perplexity"
     " bits_per_byte class_perplexity within_class_perplexity context eos_rule unit"
 )
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
@@ -216,6 +217,16 @@ def test_the_denominator_of_the_word_perplexity_is_printed(
     assert (words, lines) == (values["words"], values["lines"])
     expected = math.exp(values["nll_nats"] / (words + lines))
     assert values["word_perplexity"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_text_without_spaces_has_no_perplexity_per_word(lstm_run: Path) -> None:
+    opened = Run(lstm_run, device="cpu")
+    for line, printed in (("thecatseesadog" * 5, False), ("the cat sees a dog " * 5, True)):
+        result = evaluate_text(opened, [line], progress=False)
+        assert result.utf8_bytes == len(line) + 1
+        (row,) = re.findall("per word  +(.*)", result.table("text"))
+        expected = "not printed: the text has a space every 71 bytes, so no words"
+        assert (row != expected) == printed
 
 
 def test_bits_per_byte_are_printed_only_if_every_byte_is_paid_for(

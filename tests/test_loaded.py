@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,6 +103,12 @@ def test_candidates_equal_the_whole_distribution(loaded: LoadedModel) -> None:
         actual = loaded.candidate_log_prob(prefix, words)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     assert loaded.candidate_log_prob("the old", []).shape == (0,)
+    torch.testing.assert_close(
+        loaded.candidate_log_prob("the old", iter(words)),  # type: ignore[arg-type]
+        expected,
+        rtol=0,
+        atol=1e-12,
+    )
 
 
 def test_candidate_of_several_tokens_has_the_product_of_their_probabilities(
@@ -142,6 +150,12 @@ def test_generation_equals_that_of_the_command(
     assert main(["generate", str(run), *arguments]) == 0
     assert capsys.readouterr().out == f"the cat{text}\n"
     assert len(set(lm.load(run).generate(num_tokens=9, num_samples=3))) == 3
+    numbers: dict[str, Any] = {
+        "num_tokens": np.int64(12),
+        "seed": np.int64(3),
+        "temperature": np.float64(0.7),
+    }
+    assert lm.load(run).generate("the cat", **numbers) == [text]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +179,19 @@ def test_generation_equals_that_of_the_command(
         ),
         (lambda m: m.log_prob(b"fox"), "expected text or token ids, got b'fox'"),
         (lambda m: m.encode("a \udcff"), r"the text 'a \\udcff' is not valid Unicode"),
+        (lambda m: m.unknown_words("a \udcff"), r"the text 'a \\udcff' is not valid Unicode"),
         (lambda m: m.generate(None), "expected text, got None"),
+        (lambda m: m.step_many(m.start(), ["the"]), "expected a list of states, got one state"),
+        (lambda m: m.candidate_log_probs(m.start(), ["a"]), "expected a list of states, got .*"),
+        (lambda m: m.generate(num_tokens="5"), "the number of tokens must be an integer, got '5'"),
+        (lambda m: m.generate(num_samples=1.5), "the number of samples must be an .*, got 1.5"),
+        (lambda m: m.search(num_beams="2"), "the number of beams must be an integer, got '2'"),
+        (lambda m: m.search(length_penalty=None), "length_penalty must be within .*, got None"),
+        (lambda m: m.generate(excluded=("fox",)), r"excluded must be token ids, got \('fox',\)"),
+        (lambda m: m.generate(stop=None), "stop must be a list of strings, got None"),
+        (lambda m: m.generate(stop=[1]), r"stop must be a list of strings, got \[1\]"),
+        (lambda m: m.generate(seed=None), "seed must be within .*, got None"),
+        (lambda m: m.generate(temperature="hot"), "temperature must be a number, got 'hot'"),
         (lambda m: m.generate(num_samples=0), "the number of samples must be at least 1, got 0"),
         (lambda m: m.generate(tokens=10), "generate has no argument tokens"),
         (lambda m: m.perplexity(""), "the text to evaluate is empty"),

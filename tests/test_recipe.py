@@ -127,7 +127,8 @@ def test_nothing_is_overwritten(complaint: Complaint) -> None:
 
 def test_mistakes_are_named_and_leave_no_files(complaint: Complaint) -> None:
     assert complaint("new", "my.yaml", "--text=none.txt") == "none.txt: no such file"
-    assert complaint("new", "my.yaml", "--text=.") == ".: not a file"
+    assert complaint("new", "my.yaml", "--text=.") == ".: give a file, which is read more than once"
+    assert complaint("new", "my.yaml", "--text=-").startswith("-: give a file, ")
     Path("my.txt").write_text("the dog\n" * 40)
     assert complaint("new", "my.yaml", "--text=my.txt", "--test=no.txt") == "no.txt: no such file"
     for content, mistake in (
@@ -276,6 +277,8 @@ def test_the_model_fits_into_the_memory(monkeypatch: pytest.MonkeyPatch) -> None
 def test_attached_punctuation_becomes_words_of_its_own() -> None:
     raw = ["The cat sat, and the dog ran.", "It was late."]
     assert "split_punctuation: true" in measure(Sample(raw, 1.0, 43))[2]
+    hindi = ["लड़का स्कूल गया।", "वह वापस आया।"]
+    assert "split_punctuation: true" in measure(Sample(hindi, 1.0, 80))[2]
     tokenized = ["The cat sat , and the dog ran .", "It was late ."]
     assert "split_punctuation: false" in measure(Sample(tokenized, 1.0, 46))[2]
 

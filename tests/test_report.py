@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.font_manager import fontManager
 
 from lm.cli import main
 
@@ -74,5 +75,32 @@ def test_the_classes_are_drawn(
     assert main(["prepare", str(tiny), *options]) == 0
     assert main(["classes", str(tiny), *options, f"--plot={tmp_path / 'classes.svg'}"]) == 0
     assert "classes, shortlist of 3 words, " in (tmp_path / "classes.svg").read_text()
-    message = complaint("classes", lstm_run, f"--plot={tmp_path / 'classes.oak'}")
-    assert "Format 'oak' is not supported" in message
+    for name in ("classes.oak", "classes"):
+        message = complaint("classes", lstm_run, f"--plot={tmp_path / name}")
+        assert message.startswith(f"--plot {tmp_path / name}: the name must end in one of .")
+    message = complaint("classes", lstm_run, "--plot=/nowhere/classes.svg")
+    assert message == "/nowhere/classes.svg cannot be written: No such file or directory"
+
+
+def test_classes_whose_words_no_font_has_are_drawn_by_number(
+    tiny: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fonts = [font for font in fontManager.ttflist if font.name == "DejaVu Sans"]
+    monkeypatch.setattr(fontManager, "ttflist", fonts)
+    lines = [f"\u4e2d{a} \u4e2d the b{b}\n" for a in "aeiou" for b in "aeiou"]
+    (tmp_path / "text.txt").write_text("".join(lines))
+    options = [f"--data.dir={tmp_path}", "--data.files={train: text.txt}"]
+    options += [f"--run_dir={tmp_path / 'run'}", "--classes.num_word_classes=4"]
+    assert main(["prepare", str(tiny), *options]) == 0
+    caplog.clear()
+    picture = tmp_path / "classes.svg"
+    assert main(["classes", str(tiny), *options, f"--plot={picture}"]) == 0
+    message = r"the picture has numbers of classes: no installed font has '\u4e2d'"
+    assert caplog.messages[-1] == message
+    labels = re.findall("<!-- (.*) -->", picture.read_text())
+    assert [label for label in labels if label.startswith("class ")]
+    assert not any("\u4e2d" in label for label in labels)
+    assert any("the" in label.split() for label in labels)

@@ -107,7 +107,10 @@ def _expanded(folder: Path, name: str, key: str) -> list[Path]:
     matches = glob.glob(name, root_dir=folder, recursive=True)
     found = sorted(folder / match for match in matches if (folder / match).is_file())
     if not found:
-        raise UserError(f"{key}: there is no file {path.absolute()}")
+        hint = ""
+        if not Path(name).is_absolute() and folder == Path("."):
+            hint = ": names are relative to the current folder, or to data.dir if it is given"
+        raise UserError(f"{key}: there is no file {path.absolute()}{hint}")
     return found
 
 

@@ -72,7 +72,9 @@ def read_sample(path: Path) -> Sample:
         UserError: the file cannot be read, is not UTF-8, or has no word.
     """
     if not path.is_file():  # a pipe cannot be read twice
-        raise UserError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
+        is_read_twice = path.exists() or str(path) == "-"
+        problem = "give a file, which is read more than once" if is_read_twice else "no such file"
+        raise UserError(f"{path}: {problem}")
     num_bytes, lines, num_read = path.stat().st_size, list[str](), 0
     compressed = path.suffix in COMPRESSED
     if compressed or num_bytes <= SAMPLE_BYTES:

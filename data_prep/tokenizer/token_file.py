@@ -47,6 +47,14 @@ def log_literals(name: str, counts: Mapping[str, int]) -> None:
         logger.info("%s: the text contains %s, counted as special words", name, words)
 
 
+def counted_literals(lines: Iterable[str], counts: dict[str, int]) -> Iterator[str]:
+    """The same lines; adds to `counts` how often they contain each of its keys."""
+    for line in lines:
+        for word in counts:
+            counts[word] += line.count(word)
+        yield line
+
+
 def encode_split(
     lines: Iterable[str], tokenizer: Tokenizer, path: Path, *, progress: bool = True
 ) -> tuple[SplitInfo, NDArray[np.int64]]:

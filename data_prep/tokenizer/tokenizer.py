@@ -21,6 +21,11 @@ from data_prep.tokenizer.word_index import WordIndex
 UNK = "<unk>"
 EOS = "<eos>"
 SENTENCEPIECE_SPACE = "\u2581"
+STOPS = (
+    ",;:!?\u2026\u3001\u3002\uff0c\uff01\uff1f\uff1b\uff1a"  # of Latin, Chinese and Japanese text
+    "\u0964\u0965\u060c\u061b\u061f\u06d4\u0589\u1362\u1363"  # Indic, Arabic, Armenian, Ethiopic
+)
+"""Marks that end a word or a part of a sentence, besides the full stop."""
 LINES_PER_BATCH = 16_384
 CHARACTERS_PER_BATCH = 1 << 25
 
@@ -323,7 +328,7 @@ def _punctuation_pattern() -> re.Pattern[str]:
     Marks inside a word belong to it, and so do hyphens, symbols and a single dot at its beginning.
     """
     quotes = "\"'\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb\u2039\u203a"
-    both = f",;:!?{quotes}\u2026\u2013\u2014\u3001\u3002*`"
+    both = f"{STOPS}{quotes}\u2013\u2014*`"
     before = rf"[{both}(\[{{\u00bf\u00a1$\u00a3\u20ac)\]}}]|\.(?=\.)|(?<=\.)\."
     special = f"{UNK}|{EOS}"
     last = rf"(?!{special})[^\s{both}.)\]}}%]"
@@ -358,7 +363,7 @@ class _Spacing:
                 self._glued = not closing
                 glued |= closing
             else:
-                glued |= word in set(".,;:!?)]}%\u2026\u2019\u3001\u3002")
+                glued |= word in set(f"{STOPS}.)]}}%\u2019")
                 self._glued = word in set("([{\u2018\u201a\u00bf\u00a1$\u00a3\u20ac")
         return "" if glued else " "
 

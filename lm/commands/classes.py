@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data_prep.errors import UserError
+from data_prep.storage import write_atomically
 from lm.commands.arguments import COUNT, JSON, SOURCE, Options
 from lm.run import Run
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from data_prep.classes.report import ClassReport
 
 HELP = "report on the word classes"
@@ -22,6 +26,7 @@ _SHOWN: Options = {
     "--plot": {"metavar": "FILE.png|svg|pdf", "type": Path, "help": "also draw the classes"},
 }
 OPTIONS = SOURCE | _SHOWN | JSON
+_log = logging.getLogger(__name__)
 LABELLED_CLASSES = 25  # in the picture: those with the most tokens
 
 
@@ -34,6 +39,8 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"output.tree: {run.config.output.tree} has no word classes to report on")
     run.check_classes()
     prepared = run.prepared
+    if options.plot:
+        _check_format(options.plot)
     report = class_report(
         prepared.counts(),
         prepared.word_class(),
@@ -74,9 +81,50 @@ def _table(report: "ClassReport", top_words: list[list[str]], vocab_size: int) -
     return "\n".join(summary + rows)
 
 
+def _check_format(path: Path) -> None:
+    """Raise a UserError unless pictures of this name can be drawn."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise UserError(
+            f"--plot {path}: the name must end in one of .{', .'.join(sorted(formats))}"
+        )
+
+
+def _families(text: str) -> tuple[list[str], set[str]]:
+    """The installed fonts that have the characters of a text, and the characters that none has."""
+    from matplotlib.font_manager import fontManager, get_font
+
+    families, missing = list[str](), {letter for letter in text if not letter.isspace()}
+    for font in sorted(fontManager.ttflist, key=lambda font: font.name != "DejaVu Sans"):
+        if missing and "Last Resort" not in font.name:  # whose glyphs are boxes
+            available = set(map(chr, get_font(font.fname).get_charmap()))
+            if available & missing:
+                families.append(font.name)
+                missing -= available
+    return families, missing
+
+
+def _label(axes: "Axes", classes: list[int], top_words: list[list[str]]) -> None:
+    """Label bars by the words of their classes, or by its number if no font has a word."""
+    labels = [" ".join(top_words[c][:5]) for c in classes]
+    families, missing = _families("".join(labels))
+    if missing:
+        letters = "".join(sorted(missing)[:5])
+        _log.warning("the picture has numbers of classes: no installed font has %s", ascii(letters))
+        labels = [
+            f"class {c}" if missing & set(label) else label
+            for c, label in zip(classes, labels, strict=True)
+        ]
+    ticks = range(len(labels))
+    axes.set_yticks(ticks, labels, fontsize=8, fontfamily=families or None, parse_math=False)
+
+
 def _draw(report: "ClassReport", top_words: list[list[str]], path: Path) -> None:
     """Draw the top words of classes, their sizes and token masses, and their cumulated cost."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter, MaxNLocator
 
     sizes, mass = np.array(report.sizes), np.array(report.token_mass)
     heaviest = np.argsort(-mass, kind="stable")
@@ -84,22 +132,27 @@ def _draw(report: "ClassReport", top_words: list[list[str]], path: Path) -> None
     bars, cloud, curve = figure.subplot_mosaic([["bars", "cloud"], ["bars", "curve"]]).values()
     shown = heaviest[:LABELLED_CLASSES]
     bars.barh(range(len(shown)), 100 * mass[shown])
-    labels = [" ".join(top_words[c][:5]) for c in shown]
-    bars.set_yticks(range(len(shown)), labels, fontsize=8, parse_math=False)
+    _label(bars, shown.tolist(), top_words)
     bars.invert_yaxis()
     bars.set(xlabel="% of the tokens", title="classes with the most tokens")
     cloud.scatter(sizes, 100 * mass, s=12, alpha=0.6)
     cloud.set(xlabel="words in the class", ylabel="% of the tokens", title="all classes")
     if mass.min() > 0:
         cloud.set_yscale("log")
+        cloud.yaxis.set_major_formatter(LogFormatter())
+        cloud.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
+    in_shortlist = f", {100 * report.shortlist_mass:.0f} % are in the shortlist"
+    tokens = f"tokens{in_shortlist * (report.shortlist > 0)}"
     rank = np.arange(1, len(mass) + 1)
-    curve.plot(rank, 100 * mass[heaviest].cumsum(), label="tokens")
+    curve.plot(rank, 100 * mass[heaviest].cumsum(), label=tokens)
     cost = (mass * sizes)[heaviest].cumsum()
     curve.plot(rank, 100 * cost / cost[-1], label="columns within classes")
     curve.set(
         xlabel="classes by token mass", ylabel="% of the total", title="cumulated tokens and cost"
     )
     curve.legend()
+    for axes in (cloud, curve):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (bars, cloud, curve):
         axes.grid(True, alpha=0.3)
     shortlist = f", shortlist of {report.shortlist:,} words" if report.shortlist else ""
@@ -108,7 +161,5 @@ def _draw(report: "ClassReport", top_words: list[list[str]], path: Path) -> None
         f" per token, {report.class_entropy:.2f} bits for the class + {report.word_entropy:.2f} for"
         " the word"
     )
-    try:
-        figure.savefig(path, dpi=120)
-    except ValueError as error:  # unknown format
-        raise UserError(f"{path}: {error}") from error
+    name = path.suffix[1:].lower()
+    write_atomically(path, lambda file: figure.savefig(file, format=name, dpi=120))

@@ -53,5 +53,5 @@ def run(options: argparse.Namespace) -> None:
         path = run.folder / f"evaluate-{options.split}.json"
         try:
             write_json_atomically(path, values)
-        except (OSError, UserError) as error:
+        except UserError as error:
             _log.warning("the figures are printed only: %s", error)

@@ -26,7 +26,9 @@ _PROMPTS: Options = {
 }
 _CHOICE: Options = {
     "--tokens": COUNT | {"default": 100, "help": "number of tokens to generate (default 100)"},
-    "--samples": COUNT | {"default": 1, "help": "number of continuations (default 1)"},
+    "--samples": COUNT
+    | {"default": 1}
+    | {"help": "number of continuations (default 1); a line --- ends each of several lines"},
     "--beams": COUNT
     | {"help": "search for the best text, to the end of the line, with BEAMS beams"},
     "--top-k": COUNT | {"help": "draw from the TOP_K most probable words"},
@@ -99,8 +101,9 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     from lm.generation import Sampling, generate_text, search_text
-    from lm.generation.text import tokens_without_text
+    from lm.generation.text import checked_text, tokens_without_text
 
+    prompts = list(map(checked_text, prompts))
     given = {name: getattr(options, name) for name in _SAMPLING}
     sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
@@ -139,7 +142,10 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
         elif options.show_classes:
             _print_table(run, number, prompt, samples)
         else:
-            print(*(prompt + sample.text for sample in samples), sep="\n", flush=True)
+            texts = [prompt + sample.text for sample in samples]
+            for text in texts:
+                is_separated = "\n" in text and len(prompts) * len(texts) > 1
+                print(text, *["---"] * is_separated, sep="\n", flush=True)
 
 
 def _report_unknown_words(tokenizer: "Tokenizer", prompts: list[str]) -> None:

@@ -123,11 +123,17 @@ def _models(
     options: argparse.Namespace, hypotheses: list[str], references: list[str]
 ) -> "tuple[list[RunScores], list[WordScores]]":
     """The runs, and all models; how unknown words are scored and why they are many is logged."""
+    from data_prep.tokenizer.token_file import log_literals
+    from lm.model.files import read_description
     from lm.rescoring.models import RunScores, arpa_scores
 
     runs = [Run.open(options.run_dir, device=options.device, threads=options.threads)]
     if options.second_run is not None:
-        runs.append(Run(Path(options.second_run), device=options.device))
+        read_description(second := Path(options.second_run))  # or there is no model
+        runs.append(Run(second, device=options.device))
+    words = {word for run in runs for word in run.tokenizer.literals}
+    literals = {word: sum(text.count(word) for text in hypotheses) for word in sorted(words)}
+    log_literals("hypotheses", literals)
     scores = [RunScores(run, hypotheses, options.vocabulary_size) for run in runs]
     for each in scores:
         _log.info("%s", each.rule)

@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> None:
             "--arpa excludes --details and --vocabulary-size: <unk> is one word for both"
         )
     from data_prep.corpus.lines import read_text
+    from data_prep.tokenizer.token_file import counted_literals, log_literals
     from lm.evaluation import perplexity_rule, token_unit
     from lm.scoring import Scorer
     from lm.scoring.layouts import Layout
@@ -77,7 +78,8 @@ def run(options: argparse.Namespace) -> None:
     counted = perplexity_rule(unit)
     if options.vocabulary_size is not None:
         counted = counted.replace("counted as <unk>", "by their shares of P(<unk>)")
-    lines = read_text(options.file or "-")
+    literals = dict.fromkeys(run.tokenizer.literals, 0)
+    lines = counted_literals(read_text(options.file or "-"), literals)
     for number, row in enumerate(layout.rows(lines, stream=options.stream)):
         if number == 0:  # the text can be read
             if mixture:
@@ -89,3 +91,4 @@ def run(options: argparse.Namespace) -> None:
                 counted,
             )
         print(row)
+    log_literals("text", literals)

@@ -142,10 +142,20 @@ def _parse(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
-        raise UserError(f"{source}: not valid YAML: {problem}") from error
+        raise UserError(f"{source}: not valid YAML: {_yaml_problem(error)}") from error
     except RecursionError as error:
         raise UserError(f"{source}: not valid YAML: values are nested too deeply") from error
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """What is wrong and in which line, without the excerpt."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem is None:
+        return " ".join(str(error).split())
+    problem = error.problem if error.context is None else f"{error.context}, {error.problem}"
+    mark = error.problem_mark or error.context_mark
+    return (
+        problem if mark is None else f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+    )
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

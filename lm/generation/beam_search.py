@@ -11,13 +11,21 @@ changes no result. If K is at least the number of all continuations, the search 
 """
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from data_prep.tokenizer.tokenizer import Tokenizer
-from lm.generation.text import Continuation, Sample, check_memory, encode_prompt, state_bytes
+from lm.generation.text import (
+    Continuation,
+    Sample,
+    check_memory,
+    checked_count,
+    encode_prompt,
+    state_bytes,
+)
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_prefix
 
@@ -77,12 +85,7 @@ def beam_search(
     """
     if not prompt:
         raise ValueError("the prompt must have at least one token")
-    if num_tokens < 1 or num_beams < 1:
-        raise ValueError(f"expected at least 1 token and 1 beam, got {num_tokens}, {num_beams}")
-    if not abs(length_penalty) <= MAX_LENGTH_PENALTY:
-        raise ValueError(
-            f"length_penalty must be within ±{MAX_LENGTH_PENALTY:g}, got {length_penalty}"
-        )
+    _check_numbers(num_tokens, num_beams, length_penalty)
     tokens, state = torch.tensor(prompt, device=model.device)[:, None], model.init_state(1)
     live = _Beams(tokens[0, :1] * 0, tokens[:0].T, torch.zeros_like(tokens[0], dtype=torch.float64))
     results: list[Hypothesis] = []
@@ -136,6 +139,7 @@ def search_text(
         ValueError: as for `beam_search`.
     """
     ids = encode_prompt(tokenizer, prompt)
+    _check_numbers(num_tokens, num_beams, length_penalty)
     beam_bytes = state_bytes(model, len(ids) + num_tokens) + 32 * min(num_beams, model.vocab_size)
     check_memory(num_beams * beam_bytes, "the beams", model.device)
     found = beam_search(
@@ -155,6 +159,15 @@ def search_text(
         text = "".join(continuation.pieces).removesuffix("\n")
         samples.append(Sample(text, tokens, log_prob))
     return samples
+
+
+def _check_numbers(num_tokens: int, num_beams: int, length_penalty: object) -> None:
+    checked_count("tokens", num_tokens)
+    checked_count("beams", num_beams)
+    if not isinstance(length_penalty, Real) or not abs(float(length_penalty)) <= MAX_LENGTH_PENALTY:
+        raise ValueError(
+            f"length_penalty must be within ±{MAX_LENGTH_PENALTY:g}, got {length_penalty!r}"
+        )
 
 
 class _Beams(NamedTuple):

@@ -7,10 +7,11 @@ batch. Prompts with equal numbers of tokens are continued together, with all sam
 batch as far as their states fit into `STATE_BYTES`.
 """
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -53,6 +54,14 @@ def checked_text(text: object) -> str:
     return text
 
 
+def checked_count(what: str, number: object) -> None:
+    """Raise a ValueError unless a number of a user's program is an integer ≥ 1."""
+    if not isinstance(number, SupportsIndex):
+        raise ValueError(f"the number of {what} must be an integer, got {number!r}")
+    if operator.index(number) < 1:
+        raise ValueError(f"the number of {what} must be at least 1, got {number!r}")
+
+
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of a prompt: `<eos>`, which precedes every text, and its lines, `<eos>` between."""
     lines = tokenizer.encode_lines(prompt.split("\n")) if checked_text(prompt) else []
@@ -64,7 +73,7 @@ def unknown_words(tokenizer: Tokenizer, texts: Iterable[str]) -> list[str]:
 
     A literal `<unk>` is not one of them.
     """
-    words = list(dict.fromkeys(chain.from_iterable(map(str.split, texts))))
+    words = list(dict.fromkeys(chain.from_iterable(checked_text(text).split() for text in texts)))
     encoded = tokenizer.encode_lines(words)
     pairs = zip(words, encoded, strict=True)
     return [word for word, ids in pairs if tokenizer.unk_id in ids and UNK not in word]
@@ -105,9 +114,9 @@ class Continuation:
     def __init__(
         self, tokenizer: Tokenizer, prompt: list[int], *, num_tokens: int, stop: Sequence[str] = ()
     ) -> None:
-        if num_tokens < 1:
-            raise ValueError(f"the number of tokens must be at least 1, got {num_tokens}")
-        if isinstance(stop, str):
+        checked_count("tokens", num_tokens)
+        is_list = isinstance(stop, Sequence) and not isinstance(stop, str)
+        if not is_list or not all(isinstance(each, str) for each in stop):
             raise ValueError(f"stop must be a list of strings, got {stop!r}")
         if "" in stop:
             raise ValueError("a stop string must not be empty")
@@ -230,10 +239,11 @@ def generate_text(
         UserError: if the results would not fit into memory.
         ValueError: if a number or the seed is out of range, or a stop string is empty.
     """
-    if num_samples < 1:
-        raise ValueError(f"the number of samples must be at least 1, got {num_samples}")
-    if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
+    checked_count("tokens", num_tokens)
+    checked_count("samples", num_samples)
+    if not isinstance(seed, SupportsIndex) or not -(1 << 63) <= seed < 1 << 64:
         raise ValueError(f"seed must be within -2^63 … 2^64 - 1, got {seed}")
+    seed = operator.index(seed)
     num_bytes = BYTES_PER_TOKEN * len(prompts) * num_samples * num_tokens
     check_memory(num_bytes, "the texts", torch.device("cpu"))
     for first in range(0, len(prompts), PROMPTS_AT_ONCE):

@@ -5,6 +5,7 @@ tensors are views of the file, mapped privately.
 """
 
 import os
+import re
 import stat
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data_prep.errors import UserError
-from data_prep.settings import NonNegative, Strict
+from data_prep.settings import NonNegative, Positive, Strict
 from data_prep.storage import read_json, sha256_file, write_atomically, write_json_atomically
 from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.model.build import build_model, without_weights
@@ -37,12 +38,12 @@ class Description(Strict):
     model: ModelConfig
     output: OutputConfig
     word_table: WordTable  # the section, resolved
-    context: int  # T that the model was trained with
+    context: Positive  # T that the model was trained with
     eos_id: NonNegative
     unk_id: NonNegative | None  # None if the tokenizer has none
     tokenizer_sha256: str  # of the tokenizer that the word ids belong to
     weights_sha256: str = ""  # of `model.safetensors`; `save_model` fills it in
-    step: int  # optimizer steps that led to the weights
+    step: NonNegative  # optimizer steps that led to the weights
     valid_perplexity: float | None  # by which the weights were chosen; None without the split
 
 
@@ -50,15 +51,17 @@ def save_model(folder: Path, weights: dict[str, Tensor], description: Descriptio
     """Write `model.safetensors`, given the `state_dict` of a model, and `model.json`.
 
     Raises:
-        UserError: if the disk is full; files that were there before are unchanged.
+        UserError: if the file system refuses, for instance a full disk; files that were there
+            before are unchanged.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     try:
         sha256 = write_atomically(folder / WEIGHTS, lambda file: _write_tensors(tensors, file))
     except SafetensorError as error:
-        if "os error 28" not in str(error):
+        reason = re.search(r"I/O error: (.*) \(os error", str(error))
+        if reason is None:
             raise
-        raise UserError(f"{folder / WEIGHTS}: the disk is full") from error
+        raise UserError(f"{folder / WEIGHTS} cannot be written: {reason[1]}") from error
     write_json_atomically(folder / DESCRIPTION, asdict(description) | {"weights_sha256": sha256})
 
 

@@ -74,7 +74,7 @@ def hierarchical_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
-    refuse_transforms(hidden, weight, bias)
+    refuse_transforms(*(each for each in (hidden, weight, bias) if isinstance(each, Tensor)))
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
     name = choose_backend(backend, problem, hidden.device)
     enabled = torch.is_grad_enabled()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -80,11 +80,12 @@ class HierarchicalSoftmax(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(hidden_size, int) or hidden_size < 1:
+        if not isinstance(hidden_size, SupportsIndex) or hidden_size < 1:
             raise ValueError(f"hidden_size must be an integer ≥ 1, got {hidden_size!r}")
         if not isinstance(tree, ClassTree):
             raise ValueError(f"tree must be a ClassTree, such as ClassTree.full(N), got {tree!r}")
         check_backend(backend)
+        hidden_size = int(hidden_size)
         self.hidden_size, self.vocab_size = hidden_size, tree.vocab_size
         self.ignore_index, self.backend, self.row_wise = ignore_index, backend, row_wise
         num_rows = self._num_held_rows(tree)
@@ -273,6 +274,8 @@ class HierarchicalSoftmax(nn.Module):
             ValueError: if an option is out of range, a log-probability is not finite, or there is a
                 repetition penalty without `previous`.
         """
+        if not isinstance(sampling, Sampling | None):
+            raise ValueError(f"sampling must be a Sampling, got {sampling!r}")
         sampling = replace(sampling or Sampling(), **options)
         inputs = self._decoded(hidden)
         return distribution.sample(*inputs, sampling, previous, seeds, generator)
@@ -286,6 +289,8 @@ class HierarchicalSoftmax(nn.Module):
 
     def _checked(self, hidden: Tensor) -> Tensor:
         """Hidden vectors [..., H]; fewer numbers would fit the rows as well."""
+        if not isinstance(hidden, Tensor):
+            raise ValueError(f"hidden must be a tensor, got {type(hidden).__name__}")
         if hidden.shape[-1:] != (self.hidden_size,):
             raise ValueError(f"hidden must be [..., {self.hidden_size}], got {list(hidden.shape)}")
         return hidden

@@ -2,6 +2,7 @@
 
 import csv
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +48,26 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 
 def draw_curves(folder: Path, title: str) -> None:
-    """Draw `curves.png` from `metrics.csv`: training and validation perplexity over tokens."""
+    """Draw `curves.png` from `metrics.csv`: training and validation perplexity over tokens.
+
+    Training perplexities of few steps, before a validation or at the end, are left out.
+    """
     from matplotlib.figure import Figure  # takes a second
+    from matplotlib.ticker import EngFormatter
 
     lines = read_metrics(folder / "metrics.csv")
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    tokens = [line.tokens for line in lines]
-    axes.plot(tokens, [line.train_perplexity for line in lines], label="training", linewidth=1)
+    num_steps = [after - before for before, after in pairwise([0, *(line.step for line in lines)])]
+    drawn = [line for line, num in zip(lines, num_steps, strict=True) if 2 * num >= max(num_steps)]
+    perplexities = [line.train_perplexity for line in drawn]
+    axes.plot([line.tokens for line in drawn], perplexities, label="training", linewidth=1)
     validated = {line.tokens: line.valid_perplexity for line in lines if line.valid_perplexity}
     if validated:
         best = f"validation, best {min(validated.values()):.1f}"
         axes.plot(list(validated), list(validated.values()), "o-", label=best)
     axes.set(xlabel="tokens trained on", ylabel="perplexity", yscale="log", title=title)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.yaxis.set_minor_formatter("{x:.0f}")
     axes.grid(True, which="both", alpha=0.3)

@@ -113,7 +113,11 @@ def test_samples_differ_and_json_equals_the_printed_text(run: Path, printed: Pri
     assert len(set(values["samples"])) == 3
     for sample in values["samples"]:
         assert len(sample.split()) + sample.count("\n") == 20
-    assert printed(run, *options) == "".join(f"the cat{sample}\n" for sample in values["samples"])
+    texts = [f"the cat{sample}\n" for sample in values["samples"]]
+    assert printed(run, *options) == "".join(
+        text + "---\n" * (text.count("\n") > 1) for text in texts
+    )
+    assert any(text.count("\n") > 1 for text in texts)
     (sample,) = json.loads(printed(run, *options, "--samples=1", "--json"))["samples"]
     assert printed(run, *options, "--samples=1") == f"the cat{sample}\n"
 
@@ -137,6 +141,13 @@ def test_prompt_from_stdin_must_be_utf8(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the \xff cat"), "utf-8"))
     assert complaint("generate", lstm_run, "--prompt", "-").startswith("--prompt -: invalid UTF-8")
+
+
+def test_a_prompt_that_is_not_unicode_is_refused_before_it_is_printed(
+    lstm_run: Path, complaint: Callable[..., str]
+) -> None:
+    message = complaint("generate", lstm_run, "--prompt", "the \udcff cat")
+    assert message == r"generate: the text 'the \udcff cat' is not valid Unicode"
 
 
 def test_stop_strings_end_the_text_before_them(song_run: Path, printed: Printed) -> None:

@@ -220,6 +220,7 @@ def test_mistakes_are_single_lines(
         (["--lm-weight=1", "--first-pass-share=0.5"], f"{path} has no scores of the first pass"),
         (["--lm-weight=1", "--mixture=0.5"], "--mixture requires a second model"),
         (["--lm-weight=1", "--vocabulary-size=3"], "vocabulary size 3: expected at least"),
+        (["--lm-weight=1", "--with", tmp_path], f"{tmp_path}: no trained model here"),
         (["--references=-", "--tune", dev, "-"], r"stdin (-) can be only one of the files"),
         (["--lm-weight=1e308"], "a weighted sum of scores overflows: choose smaller weights"),
         (["--lm-weight=1", "--references", reference], "no reference for utterance a of"),
@@ -375,3 +376,13 @@ def test_threads_are_those_of_the_run_unless_given(
         assert main(verb) == 0
         assert main([*verb, "--threads=2"]) == 0
     assert counts == [1, 2, 1, 2]
+
+
+def test_special_words_of_hypotheses_are_reported(
+    lstm_run: Path, rescored: Rescored, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "list").write_text("u\t-1\tthe <unk> dog\nu\t-2\tthe <eos> dog\n")
+    caplog.set_level("INFO")
+    rescored(lstm_run, tmp_path / "list", "--lm-weight=1")
+    expected = "hypotheses: the text contains <eos> (1) and <unk> (1), counted as special words"
+    assert expected in caplog.messages

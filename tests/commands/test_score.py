@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from lm.cli import main
 from lm.run import Run
@@ -193,3 +194,26 @@ def test_mistakes_are_single_lines(
         message = complaint("score", lstm_run, text, f"--vocabulary-size={size}")
         assert message.startswith(f"vocabulary size {size}: expected at least 2")
     assert complaint("score", tmp_path, text).startswith(f"{tmp_path}: no trained model here")
+
+
+def test_special_words_in_a_text_are_reported(
+    lstm_run: Path, printed: Printed, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    printed(lstm_run, ["the <unk> sees", "a <eos> dog <unk>"])
+    assert caplog.messages[-1] == (
+        "text: the text contains <eos> (1) and <unk> (2), counted as special words"
+    )
+    caplog.clear()
+    printed(lstm_run, LINES)
+    assert not any("special" in message for message in caplog.messages)
+
+
+def test_threads_are_those_of_the_run_unless_given(
+    lstm_run: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    printed(lstm_run, LINES)
+    printed(lstm_run, LINES, "--threads=2")
+    assert counts == [1, 2]

@@ -133,6 +133,27 @@ def test_a_new_folder_is_complete_or_absent(tmp_path: Path) -> None:
         make_folder(path / "a" / "b" / "c")
 
 
+def test_a_new_folder_that_another_process_writes_is_an_error(tmp_path: Path) -> None:
+    message = "text is written by another process at the same time$"
+    with (
+        pytest.raises(UserError, match=message),
+        new_folder(tmp_path / "text"),
+        new_folder(tmp_path / "text") as unfinished,
+    ):
+        (unfinished / "a").touch()
+    assert [each.name for each in (tmp_path / "text").iterdir()] == ["a"]
+
+
+def test_a_read_only_file_system_is_reported_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    monkeypatch.setattr(Path, "unlink", Mock(side_effect=refused))
+    fail = Mock(side_effect=refused)
+    with pytest.raises(UserError, match=r"file cannot be written: Read-only file system$"):
+        write_atomically(tmp_path / "file", fail)
+
+
 @pytest.mark.parametrize("function", ["mkdir", "fsync", "replace"])
 def test_a_full_disk_leaves_no_new_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str

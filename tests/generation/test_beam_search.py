@@ -103,7 +103,7 @@ def test_one_beam_is_greedy_until_the_end_of_the_line() -> None:
     ("options", "message"),
     [
         ({"prompt": []}, "the prompt must have at least one token"),
-        ({"num_beams": 0}, "expected at least 1 token and 1 beam, got 3, 0"),
+        ({"num_beams": 0}, "the number of beams must be at least 1, got 0"),
         ({"length_penalty": float("nan")}, "length_penalty must be within ±10, got nan"),
     ],
 )

@@ -128,6 +128,11 @@ def test_a_damaged_description_or_one_of_another_version_is_refused(tmp_path: Pa
     rewritten(tmp_path, format_version=3, step="3")
     with pytest.raises(UserError, match=f"^{path} is damaged: "):
         read_description(tmp_path)
+    for key, value in (("context", -3), ("context", 0), ("step", -1)):
+        saved(tmp_path)
+        rewritten(tmp_path, **{key: value})
+        with pytest.raises(UserError, match=f"^{path} is damaged: {key}: Input should be greater"):
+            read_description(tmp_path)
     for text in ("[]", "{", ""):
         path.write_text(text)
         with pytest.raises(UserError, match=f"^{path} is damaged: "):
@@ -161,18 +166,21 @@ def test_a_model_trained_by_the_triton_backend_is_used_without_it(
     assert loss.isfinite()
 
 
+@pytest.mark.parametrize(
+    ("number", "reason"), [(28, "No space left on device"), (27, "File too large")]
+)
 def test_a_disk_that_is_full_is_a_single_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
 ) -> None:
     """Safetensors reports it by an exception that is no `OSError`."""
     saved(tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
-    text = "Error while serializing: I/O error: No space left on device (os error 28)"
+    text = f"Error while serializing: I/O error: {reason} (os error {number})"
 
     def full(*_: object) -> None:
         raise SafetensorError(text)
 
     monkeypatch.setattr(files, "save_file", full)
-    with pytest.raises(UserError, match=r"model.safetensors: the disk is full"):
+    with pytest.raises(UserError, match=f"model.safetensors cannot be written: {reason}$"):
         saved(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == before

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,6 +82,20 @@ def test_hidden_size_must_be_a_positive_integer(hidden_size: Any) -> None:
         ValueError, match=f"hidden_size must be an integer ≥ 1, got {hidden_size!r}"
     ):
         HierarchicalSoftmax(hidden_size, TREE)
+
+
+def test_what_is_not_a_sampling_or_a_tensor_is_named() -> None:
+    layer = HierarchicalSoftmax(H, TREE)
+    with pytest.raises(ValueError, match="sampling must be a Sampling, got 'top'"):
+        layer.sample(torch.zeros(2, H), "top")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="hidden must be a tensor, got list"):
+        layer.loss([[0.0] * H], torch.zeros(1).long())  # type: ignore[arg-type]
+
+
+def test_hidden_size_may_be_an_integer_of_numpy() -> None:
+    layer = HierarchicalSoftmax(np.int64(H), TREE)  # type: ignore[arg-type]
+    assert type(layer.hidden_size) is int
+    assert layer.hidden_size == H
 
 
 def test_a_number_in_place_of_a_tree_is_refused() -> None:

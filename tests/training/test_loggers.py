@@ -5,12 +5,14 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.fabric import Fabric
+from matplotlib.axes import Axes
 
 from lm.cli import main
 from lm.model.language_model import LanguageModel
@@ -18,7 +20,7 @@ from lm.training import state
 from lm.training.batches import Batches
 from lm.training.clock import Clock, Progress
 from lm.training.loggers import MetricsFile, ProgressBar
-from lm.training.metrics import Metrics, read_metrics
+from lm.training.metrics import Metrics, draw_curves, read_metrics
 
 Train = Callable[..., Path]
 BeforeCall = Callable[..., None]
@@ -199,3 +201,23 @@ def test_lines_without_a_terminal_have_the_time_left_and_a_validation_once(
         "step 75 of 150: epoch 12.50, valid ppl 88.50, ppl 123.5, 13061 tokens/s, 0:05:00 left",
         "step 85 of 150: epoch 12.50, ppl 123.5, 13061 tokens/s, 0:04:20 left",
     ]
+
+
+def test_the_curve_leaves_out_perplexities_of_few_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = MetricsFile(tmp_path / "metrics.csv", 0)
+    for step in (100, 200, 202, 300, 302):
+        valid = 60.0 if step in (202, 302) else None
+        file.log(replace(figures(step, valid), tokens=10_000 * step))
+    drawn: list[tuple[list[int], list[float]]] = []
+
+    def plot(axes: Axes, x: list[int], y: list[float], *_: Any, **__: Any) -> None:
+        drawn.append((x, y))
+
+    monkeypatch.setattr(Axes, "plot", plot)
+    monkeypatch.setattr(Axes, "legend", lambda _: None)
+    draw_curves(tmp_path, "run")
+    training, validation = drawn
+    assert training == ([1_000_000, 2_000_000, 3_000_000], [123.45] * 3)
+    assert validation == ([2_020_000, 3_020_000], [60.0] * 2)

@@ -44,6 +44,11 @@ class Problem(NamedTuple):
         Raises:
             ValueError: if shapes, dtypes or devices do not match.
         """
+        for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target)):
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if not isinstance(tree, ClassTree):
+            raise ValueError(f"tree must be a ClassTree, such as ClassTree.full(N), got {tree!r}")
         if hidden.dim() < 1 or hidden.shape[:-1] != target.shape:
             raise ValueError(
                 "hidden must be [..., H] and target [...],"

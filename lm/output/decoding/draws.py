@@ -25,7 +25,8 @@ A repetition penalty θ gives words that occurred before the weight P^(βθ) ins
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from numbers import Integral, Real
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -80,6 +81,14 @@ class Sampling:
     excluded: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+            value, kind = getattr(self, name), Integral if name == "top_k" else Real
+            may_be_none = name in ("top_k", "top_p", "min_p")
+            if not (isinstance(value, kind) or (value is None and may_be_none)):
+                expected = "an integer" if kind is Integral else "a number"
+                raise ValueError(f"{name} must be {expected}, got {value!r}")
+        if not all(isinstance(word, SupportsIndex) for word in self.excluded):
+            raise ValueError(f"excluded must be token ids, got {self.excluded!r}")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:

@@ -225,6 +225,12 @@ def test_compressed_text_is_never_decoded_in_another_encoding(
 def test_missing_files_are_named_with_their_key(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data\.files\.train: there is no file .*nope\.txt$"):
         read(tmp_path, "nope.txt")
+    data = DataConfig(files=SplitFiles(train="nope.txt"))
+    hint = r"names are relative to the current folder, or to data\.dir if it is given"
+    with pytest.raises(
+        UserError, match=rf"^data\.files\.train: there is no file .*nope\.txt: {hint}$"
+    ):
+        input_files(data, "train")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"^data\.files\.train: the folder .*empty has no files$"):
         read(tmp_path, "empty")

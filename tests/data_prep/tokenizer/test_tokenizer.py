@@ -76,6 +76,8 @@ def test_lowercase_folds_special_words_and_others() -> None:
         ("...so U.S., %5", [".", ".", ".", "so", "U.S", ".", ",", "%5"]),
         ("a <unk>, b<eos>", ["a", "<unk>", ",", "b", "<eos>"]),
         ("हिन्दी में", ["हिन्दी", "में"]),
+        ("वह गया। क्यों?", ["वह", "गया", "।", "क्यों", "?"]),
+        ("نعم، لماذا؟", ["نعم", "،", "لماذا", "؟"]),
         ("l\u2019été e\u0301t", ["l\u2019été", "e\u0301t"]),
     ],
 )
@@ -92,6 +94,7 @@ def test_punctuation_is_split_but_not_inside_words_and_numbers(line: str, words:
         "Run `ls --max-size=5` (or -v): it's $5.50, 50% off! U.S. and e.g. - a / b",
         "5 §:n EU:n maa- ja metsätalous (24.12.2026) ”hei”, hän sanoi; »niin», klo 12.30.",
         "İstanbul'da 3,5 milyon kişi var; \"evet\" dedi: Türkiye'nin %5'i.",
+        "वह घर गया। نعم، لماذا؟",
         "„Ja“, sagte er. “Yes”, ‘no’ ¿qué? «oui»",
     ],
 )
