@@ -77,6 +77,8 @@ class Meta(Strict):
     inputs: dict[str, list[InputFile]]
     """The corpus files of each split in reading order; under `classes`, the word → class file."""
     tokenizer: TokenizerInfo | None = None
+    speller_sha256: str | None = None
+    """None with sentencepiece, and in folders of earlier versions."""
     splits: dict[Split, SplitInfo] = field(default_factory=dict)
     counts: ArrayInfo | None = None
     classes: ClassesInfo | None = None

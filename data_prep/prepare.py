@@ -31,7 +31,14 @@ from data_prep.meta import (
 )
 from data_prep.prepared import Prepared, open_prepared
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
-from data_prep.storage import ArrayInfo, locked, make_folder, map_array, write_array
+from data_prep.storage import (
+    ArrayInfo,
+    locked,
+    make_folder,
+    map_array,
+    verify_file,
+    write_array,
+)
 from data_prep.tokenizer.serialization import (
     MODEL_FILE,
     TOKENIZER,
@@ -40,12 +47,16 @@ from data_prep.tokenizer.serialization import (
     save_tokenizer,
     verify_tokenizer,
 )
+from data_prep.tokenizer.speller import SPELLER, Speller
 from data_prep.tokenizer.token_file import encode_split
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
-from data_prep.tokenizer.vocabulary import count_words, train_sentencepiece
+from data_prep.tokenizer.vocabulary import WordCounts, count_words, train_sentencepiece
 
 LOCK = ".lock"
-FILES = (META, TOKENIZER, *MODEL_FILE.values(), COUNTS, CLASSES, *map("{}.npy".format, SPLITS))
+FILES = (
+    *(META, TOKENIZER, *MODEL_FILE.values(), SPELLER, COUNTS, CLASSES),
+    *map("{}.npy".format, SPLITS),
+)
 """Files that a preparation may replace."""
 
 logger = logging.getLogger("data_prep")
@@ -183,11 +194,14 @@ def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Se
     if found.counts is None or not _is_intact(folder / COUNTS, found.counts):
         splits.pop("train", None)
     valid = replace(requested, tokenizer=found.tokenizer, splits=splits)
+    if found.speller_sha256 and _is_intact(folder / SPELLER, found.speller_sha256):
+        valid = replace(valid, speller_sha256=found.speller_sha256)
     if "train" not in splits:
         return valid
     valid = _with_valid_classes(replace(valid, counts=found.counts), folder, found, changed)
-    has_classes = valid.classes is not None or "classes" not in valid.settings
-    return replace(valid, complete=has_classes and set(splits) == valid.inputs.keys() - {"classes"})
+    is_complete = valid.classes is not None or "classes" not in valid.settings
+    is_complete &= valid.speller_sha256 is not None or found.tokenizer.kind != "words"
+    return replace(valid, complete=is_complete and set(splits) == valid.inputs.keys() - {"classes"})
 
 
 def _with_valid_classes(valid: Meta, folder: Path, found: Meta, changed: Set[str]) -> Meta:
@@ -204,13 +218,15 @@ def _with_valid_classes(valid: Meta, folder: Path, found: Meta, changed: Set[str
     return replace(valid, classes=found.classes)
 
 
-def _is_intact(path: Path, info: ArrayInfo | TokenizerInfo, below: int | None = None) -> bool:
-    """Whether an array or the tokenizer's files match the record; otherwise log why."""
+def _is_intact(path: Path, info: ArrayInfo | TokenizerInfo | str, below: int | None = None) -> bool:
+    """Whether an array, the tokenizer's files or a file match the record; otherwise log why."""
     try:
         if isinstance(info, ArrayInfo):
             map_array(path, info, verify=True, below=below)
-        else:
+        elif isinstance(info, TokenizerInfo):
             verify_tokenizer(path.parent, info.sha256)
+        else:
+            verify_file(path, info)
     except UserError as error:
         logger.warning("%s; making it again", error)
         return False
@@ -223,6 +239,8 @@ def _remove_stale(folder: Path, found: Meta, valid: Meta) -> None:
         (folder / f"{split}.npy").unlink(missing_ok=True)
     if found.classes and not valid.classes:
         (folder / CLASSES).unlink(missing_ok=True)
+    if found.speller_sha256 and not valid.speller_sha256:
+        (folder / SPELLER).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -237,12 +255,18 @@ class _Stages:
 
     def run(self, meta: Meta) -> Meta:
         """Do the stages that are missing from a record; return the complete record."""
-        tokenizer = None
+        tokenizer, found = None, None
         if meta.tokenizer is None:
             logger.info("building the vocabulary from the training split")
-            tokenizer, info = self._build_tokenizer()
+            if self.tokenizer.kind == "words":
+                found = count_words(read_lines(self.data, "train"), self.tokenizer)
+            tokenizer, info = self._build_tokenizer(found)
             meta = replace(meta, tokenizer=info)
             write_meta(self.folder, meta)
+        if self.tokenizer.kind == "words" and meta.speller_sha256 is None:
+            meta = replace(meta, speller_sha256=self._build_speller(meta, found))
+            write_meta(self.folder, meta)
+        del found  # large
         for split in SPLITS:
             if split in meta.inputs.keys() - meta.splits.keys():
                 tokenizer = tokenizer or load_tokenizer(self.folder, verify=False)
@@ -255,18 +279,29 @@ class _Stages:
         write_meta(self.folder, meta)
         return meta
 
-    def _build_tokenizer(self) -> tuple[Tokenizer, TokenizerInfo]:
-        settings, lines = self.tokenizer, read_lines(self.data, "train")
+    def _build_tokenizer(self, found: WordCounts | None) -> tuple[Tokenizer, TokenizerInfo]:
+        settings, counts = self.tokenizer, None
         tokenizer: Tokenizer
-        counts = None
-        if settings.kind == "sentencepiece":
+        if found is None:
+            lines = read_lines(self.data, "train")
             tokenizer = SentencePieceTokenizer(train_sentencepiece(lines, settings))
         else:
-            words, counts = count_words(lines, settings)
+            counts = found.counts
             tokenizer = WordTokenizer(
-                words, lowercase=settings.lowercase, split_punctuation=settings.split_punctuation
+                found.words,
+                lowercase=settings.lowercase,
+                split_punctuation=settings.split_punctuation,
             )
         return tokenizer, save_tokenizer(self.folder, tokenizer, counts)
+
+    def _build_speller(self, meta: Meta, found: WordCounts | None) -> str:
+        assert meta.tokenizer is not None
+        logger.info("counting the spellings of the words")
+        found = found or count_words(read_lines(self.data, "train"), self.tokenizer)
+        num_unknown = int(found.counts[meta.tokenizer.unk_id])
+        share = (found.num_literal + 0.5) / (num_unknown + 1)  # Krichevsky & Trofimov 1981
+        speller = Speller.train(found.words, found.others, literal_share=share)
+        return speller.save(self.folder / SPELLER, meta.tokenizer.sha256)
 
     def _encode(self, meta: Meta, split: Split, tokenizer: Tokenizer) -> Meta:
         lines, path = read_lines(self.data, split), self.folder / f"{split}.npy"

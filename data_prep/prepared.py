@@ -1,8 +1,8 @@
 """A complete prepared folder, open for reading: what `lm` needs of prepared data.
 
-A prepared folder contains `meta.json`, the tokenizer (`tokenizer.json` and `vocab.txt` or
-`tokenizer.model`), one token file for each split (`train.npy`, ...), `counts.npy` and, if classes
-were needed, `classes.npy`. Every file is complete or absent.
+A prepared folder contains `meta.json`, the tokenizer (`tokenizer.json`, and `vocab.txt` and
+`speller.npz`, or `tokenizer.model`), one token file for each split (`train.npy`, ...), `counts.npy`
+and, if classes were needed, `classes.npy`. Every file is complete or absent.
 """
 
 import shutil
@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from data_prep.errors import UserError
 from data_prep.meta import CLASSES, COUNTS, META, ClassesInfo, Meta, read_meta
-from data_prep.storage import ArrayInfo, map_array, open_to_read, write_atomically
+from data_prep.storage import ArrayInfo, map_array, open_to_read, verify_file, write_atomically
 from data_prep.tokenizer.serialization import (
     MODEL_FILE,
     TOKENIZER,
     load_tokenizer,
     verify_tokenizer,
 )
+from data_prep.tokenizer.speller import SPELLER, Speller
 from data_prep.tokenizer.token_file import SplitInfo
 from data_prep.tokenizer.tokenizer import Tokenizer
 
@@ -110,8 +111,17 @@ class Prepared:
         self._verify_tokenizer()
         return load_tokenizer(self.folder, verify=False)
 
+    def speller(self) -> Speller:
+        """Return the model of the spellings of unknown words.
+
+        Raises:
+            UserError: the folder has none, or its file is damaged.
+        """
+        self._verify_speller()
+        return Speller.load(self.folder / SPELLER, self.tokenizer_sha256)
+
     def copy_to(self, folder: Path | str, *, classes: bool = False) -> None:
-        """Copy the tokenizer, and the classes if asked for, to the folder of a run.
+        """Copy the tokenizer, its speller, and the classes if asked for, to the folder of a run.
 
         Raises:
             UserError: a file is absent, damaged or belongs to another tokenizer.
@@ -119,7 +129,10 @@ class Prepared:
         if classes:
             self.word_class()
         self._verify_tokenizer()
-        copied = (MODEL_FILE[self.tokenizer_kind], TOKENIZER, *([CLASSES] if classes else ()))
+        copied = [MODEL_FILE[self.tokenizer_kind], TOKENIZER, *([CLASSES] if classes else ())]
+        if self.meta.speller_sha256 is not None:
+            self._verify_speller()
+            copied.append(SPELLER)
         for name in copied:
             with open_to_read(self.folder / name) as file:
                 write_atomically(Path(folder) / name, partial(shutil.copyfileobj, file))
@@ -128,6 +141,13 @@ class Prepared:
         if TOKENIZER not in self._verified:
             verify_tokenizer(self.folder, self.tokenizer_sha256)
             self._verified.add(TOKENIZER)
+
+    def _verify_speller(self) -> None:
+        if self.meta.speller_sha256 is None:
+            raise UserError(f"{self.folder} has no {SPELLER}: run `lm prepare` (models of words)")
+        if SPELLER not in self._verified:
+            verify_file(self.folder / SPELLER, self.meta.speller_sha256)
+            self._verified.add(SPELLER)
 
     @property
     def _classes(self) -> ClassesInfo:

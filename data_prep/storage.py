@@ -122,6 +122,12 @@ def sha256_file(path: Path | str) -> str:
         return hashlib.file_digest(file, hashlib.sha256).hexdigest()
 
 
+def verify_file(path: Path, sha256: str) -> None:
+    """Compare a file with its checksum; UserError if it differs or cannot be read."""
+    if sha256_file(path) != sha256:
+        raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one")
+
+
 def write_atomically(
     path: Path | str, writer: Callable[[BinaryIO], Result], *, shared: bool = False
 ) -> Result:

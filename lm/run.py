@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from data_prep.prepared import Prepared
+    from data_prep.tokenizer.speller import Speller
     from data_prep.tokenizer.tokenizer import Tokenizer
     from lm.config import WordTable
     from lm.model.files import Description
@@ -207,6 +208,18 @@ class Run:
                 f"{self.folder}: the tokenizer is not the one that the model was trained with"
             )
         return load_tokenizer(self.folder)
+
+    @cached_property
+    def speller(self) -> "Speller":
+        """The spellings of unknown words: of the run, or of its prepared data."""
+        from data_prep.tokenizer.speller import SPELLER, Speller
+
+        path = self.folder / SPELLER
+        if self.tokenizer.kind != "words":
+            raise UserError(f"{self.folder} has pieces of words, which spell unknown words")
+        if not path.exists():
+            return self.prepared.speller()
+        return Speller.load(path, self.description.tokenizer_sha256)
 
     @cached_property
     def model(self) -> "LanguageModel":

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 Contents = Callable[[Path], dict[str, str]]
 
-FILES = {"train.npy", "valid.npy", "counts.npy", "classes.npy", "vocab.txt", "tokenizer.json"}
+VOCABULARY = {"vocab.txt", "tokenizer.json", "speller.npz"}
+FILES = VOCABULARY | {"train.npy", "valid.npy", "counts.npy", "classes.npy"}
 
 
 def test_a_corpus_becomes_tokens_counts_and_classes(corpus: Corpus) -> None:
@@ -257,6 +258,7 @@ def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(
         ("valid.npy", {"valid.npy"}),
         ("counts.npy", {"train.npy", "counts.npy", "classes.npy"}),
         ("classes.npy", {"classes.npy"}),
+        ("speller.npz", {"speller.npz"}),
         ("vocab.txt", FILES),
         ("tokenizer.json", FILES),
         ("meta.json", FILES),
@@ -299,7 +301,7 @@ def test_an_interrupted_preparation_continues_and_cannot_be_opened_before(
             corpus.prepare()
     with pytest.raises(UserError, match="is half prepared"):
         open_prepared(corpus.prepared)
-    done = {"save_tokenizer": set(), "encode_split": {"vocab.txt", "tokenizer.json"}}
+    done = {"save_tokenizer": set(), "encode_split": VOCABULARY}
     expected = FILES - done.get(stage, FILES - {"classes.npy"})
     assert corpus.rewritten() == expected
     assert corpus.prepare().tokens("train").tolist() == [1, 2, 0]
