@@ -251,11 +251,13 @@ class LoadedModel:
         stop: Sequence[str] = (),
         seed: int = 1,
         allow_unk: bool = False,
+        spell_unk: bool = False,
         **sampling: Any,
     ) -> list[str]:
         """Random continuations of a prompt, without it, as `lm generate`.
 
-        They have no `<unk>` unless `allow_unk`. Other arguments are those of
+        They have no `<unk>` unless `allow_unk`; with `spell_unk`, one is drawn as any word, and
+        then its spelling by the model's speller. Other arguments are those of
         `lm.generation.generate_text`, and the fields of `Sampling`: temperature, top_k, top_p,
         min_p, repetition_penalty, excluded.
         """
@@ -267,9 +269,10 @@ class LoadedModel:
             [prompt],
             num_tokens=num_tokens,
             num_samples=num_samples,
-            sampling=Sampling(**{"excluded": self._excluded(allow_unk)} | sampling),
+            sampling=Sampling(**{"excluded": self._excluded(allow_unk or spell_unk)} | sampling),
             stop=stop,
             seed=seed,
+            speller=self._run.speller if spell_unk else None,
         )
         return [sample.text for sample in samples]
 

@@ -43,6 +43,8 @@ ORDER = 7
 """n; less if the keys of n-grams would not fit into 64 bits."""
 MAX_TYPES = 500_000
 """Of more types every k-th one is counted, most frequent first, so that all frequencies are."""
+_DAMAGED = (ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""What reading a damaged file raises, `NotImplementedError` included."""
 MAX_CHARACTERS = (1 << 16) - 3
 BEFORE, END, OTHER, FIRST = 0, 1, 2, 3
 """Symbols: before a word, its end, any other character, the first character of the alphabet."""
@@ -111,7 +113,7 @@ class Speller:
             others: the other words of the text. Both are ordered by frequency.
             literal_share: q, within (0, 1).
         """
-        every = 1 + (len(vocabulary) + len(others)) // MAX_TYPES
+        every = max(1, -(-(len(vocabulary) + len(others)) // MAX_TYPES))
         types = list(islice(chain(vocabulary, others), 0, None, every))
         types = [word for word in types if word not in (UNK, EOS)]
         code_points, word_of = _flat(types)
@@ -192,7 +194,7 @@ class Speller:
                 ]
                 speller = cls(arrays["alphabet"], counts, *arrays["log_shares"].tolist())
                 made_for = arrays["tokenizer"].tobytes().decode()
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except _DAMAGED as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"{path} is damaged") from error

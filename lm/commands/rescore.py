@@ -14,6 +14,7 @@ from lm.commands.arguments import (
     FILE,
     JSON,
     NUMBER,
+    OPEN_VOCABULARY,
     RUN,
     SWITCH,
     VOCABULARY_SIZE,
@@ -54,6 +55,7 @@ OPTIONS: Options = (
             " of it for each (default: N + 999999, more if the lists have more unknown words)"
         }
     }
+    | OPEN_VOCABULARY
     | {"--all": SWITCH | {"help": "print all hypotheses with their scores, best first"}}
     | COMPUTING
     | JSON
@@ -134,7 +136,8 @@ def _models(
     words = {word for run in runs for word in run.tokenizer.literals}
     literals = {word: sum(text.count(word) for text in hypotheses) for word in sorted(words)}
     log_literals("hypotheses", literals)
-    scores = [RunScores(run, hypotheses, options.vocabulary_size) for run in runs]
+    rule = {"open_vocabulary": options.open_vocabulary}
+    scores = [RunScores(run, hypotheses, options.vocabulary_size, **rule) for run in runs]
     for each in scores:
         _log.info("%s", each.rule)
         for what, texts in (("hypotheses", hypotheses), ("references", references)):

@@ -10,6 +10,8 @@ With V = N, U = 1: each unknown word has all of P(`<unk>`), and hypotheses gain 
 run does not know. They do so with U = K + 1 as well: K is small, and smaller for shorter lists,
 compared to the number of words that exist.
 
+With an open vocabulary P(w) = P(`<unk>`) P(w | `<unk>`) instead, by the run's speller.
+
 An ARPA model keeps KenLM's own rule, whatever the words that a run knows.
 """
 
@@ -41,21 +43,30 @@ class RunScores:
         texts: the hypotheses of all lists.
         vocabulary_size: V; None: equation (1), or for a model of pieces of words, all of P(`<unk>`)
             for each unknown piece.
+        open_vocabulary: whether unknown words are spelled by the run's speller, in place of V.
 
     Attributes:
         num_unknown_types: K; None for a model of pieces.
-        vocabulary_size: V, given or by equation (1); None for a model of pieces.
+        vocabulary_size: V, given or by equation (1); None for a model of pieces and with a speller.
 
     Raises:
         UserError: if V is out of range, or given for a model of pieces.
     """
 
-    def __init__(self, run: Run, texts: Sequence[str], vocabulary_size: int | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        texts: Sequence[str],
+        vocabulary_size: int | None = None,
+        *,
+        open_vocabulary: bool = False,
+    ) -> None:
         self.run, self._is_given = run, vocabulary_size is not None
+        self._open_vocabulary = open_vocabulary
         self.num_unknown_types = None
         if isinstance(tokenizer := run.tokenizer, WordTokenizer):
             self.num_unknown_types = len(tokenizer.unknown_types(texts))
-            if vocabulary_size is None:
+            if vocabulary_size is None and not open_vocabulary:
                 num_unseen = max(NUM_UNSEEN, self.num_unknown_types + 1)
                 vocabulary_size = tokenizer.vocab_size - 1 + num_unseen
         self.vocabulary_size = vocabulary_size
@@ -64,6 +75,7 @@ class RunScores:
             run.tokenizer,
             context=run.description.context,
             vocabulary_size=vocabulary_size,
+            speller=run.speller if open_vocabulary else None,
         )
 
     def unknown_words(self, texts: Iterable[str]) -> UnknownWords:
@@ -103,6 +115,8 @@ class RunScores:
     @property
     def rule(self) -> str:
         """A sentence: the probability of an unknown word."""
+        if self._open_vocabulary:
+            return f"{self.run.folder}: each unknown word has its spelling's share of P(<unk>)"
         if self.vocabulary_size is None:
             return f"{self.run.folder}: each unknown piece has P(<unk>)"
         if not self.num_unknown_types:

@@ -250,4 +250,4 @@ def test_mistakes_are_single_lines(
         ):
             assert complaint(verb, lstm_run, *options) == error
     error = complaint("score", lstm_run, text, "--arpa", path, "--vocabulary-size=99")
-    assert error.startswith("--arpa excludes --details and --vocabulary-size")
+    assert error.startswith("--arpa excludes --details, --vocabulary-size and --open-vocabulary")
