@@ -98,7 +98,8 @@ def test_all_ways_to_score_agree(loaded: LoadedModel) -> None:
     for place in (1, 2, 3, 4, 6):
         shares[place] = log_shares(loaded, [str(words[place]).split()[-1]])[0]
     states, plain_states = ([each.start("b ab")] * len(words) for each in (loaded, plain))
-    expected = [step.log_prob for step in plain.step_many(plain_states, words)] + shares
+    steps = plain.step_many(plain_states, words)
+    expected = (np.array([step.log_prob for step in steps]) + shares).tolist()
     assert [step.log_prob for step in loaded.step_many(states, words)] == pytest.approx(expected)
     assert loaded.candidate_log_prob("b ab", words).tolist() == pytest.approx(expected)
     (row,) = loaded.candidate_log_probs(states[:1], words).tolist()
@@ -111,12 +112,12 @@ def test_all_ways_to_score_agree(loaded: LoadedModel) -> None:
     assert unk is not None
     assert loaded.step(states[0], unk).log_prob == plain.step(plain_states[0], unk).log_prob
     for sentence, score in zip(SENTENCES, loaded.score(SENTENCES), strict=True):
-        state, steps = loaded.start(), []
+        state, each = loaded.start(), []
         units: list[str | int] = [*sentence.split(), loaded.eos_id]
         for word in units:
             log_prob, state = loaded.step(state, word)
-            steps.append(log_prob)
-        assert score.log_prob == pytest.approx(steps)
+            each.append(log_prob)
+        assert score.log_prob == pytest.approx(each)
 
 
 def test_evaluation_and_stream_add_the_spellings(loaded: LoadedModel, run: Path) -> None:

@@ -20,7 +20,8 @@ def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
     """Train or resume a run in a folder of `runs`, evaluate it and write its log."""
     folder = runs / run.table / run.name
     _train(run, data_dir, folder, progress=progress)
-    test = evaluate_split(OpenedRun.open(folder), "test", progress=progress).to_dict()
+    settings = {"progress": progress, "open_vocabulary": run.open_vocabulary}
+    test = evaluate_split(OpenedRun.open(folder), "test", **settings).to_dict()
     last = read_metrics(folder / "metrics.csv")[-1]
     run.log_path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / "metrics.csv", run.curve_path)
