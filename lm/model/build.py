@@ -17,6 +17,7 @@ from lm.model.adaptive import AdaptiveSoftmax
 from lm.model.language_model import Backbone, LanguageModel
 from lm.model.lstm import LSTM
 from lm.model.output_layer import OutputLayer
+from lm.model.sampled import SampledSoftmax
 from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.sharded import PlacementName, ShardedSoftmax
@@ -41,8 +42,7 @@ def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
     if output.tree == "huffman":
         return ClassTree.huffman(torch.tensor(prepared.counts()), output.arity)
     if output.tree == "two_level":
-        word_class = torch.from_numpy(prepared.word_class().astype("int64"))
-        return ClassTree.two_level(word_class, prepared.shortlist, torch.tensor(prepared.counts()))
+        return _tree_of_classes(prepared)
     tokenizer = prepared.tokenizer()
     words = [tokenizer.token(word) for word in range(vocab_size)]
     try:
@@ -56,6 +56,16 @@ def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
         raise UserError(f"output.tree: {error}") from error
 
 
+def build_input_tree(config: Config, prepared: Prepared) -> ClassTree | None:
+    """Build the tree whose paths input vectors sum, if it is not that of the output layer."""
+    return _tree_of_classes(prepared) if config.has_input_tree else None
+
+
+def _tree_of_classes(prepared: Prepared) -> ClassTree:
+    word_class = torch.from_numpy(prepared.word_class().astype("int64"))
+    return ClassTree.two_level(word_class, prepared.shortlist, torch.tensor(prepared.counts()))
+
+
 def build_model(
     config: ModelConfig,
     output: OutputConfig,
@@ -63,6 +73,7 @@ def build_model(
     tree: ClassTree | None,
     context: int,
     *,
+    input_tree: ClassTree | None = None,
     counts: Tensor | None = None,
     placement: PlacementName | None = None,
 ) -> LanguageModel:
@@ -74,9 +85,11 @@ def build_model(
         word_table: the resolved section `word_table`.
         tree: the result of `build_tree`.
         context: T, number of positions that a Transformer attends to.
+        input_tree: the result of `build_input_tree`.
         counts: [N] occurrences of each word in the training split, for `count_word_dropout`
-            (without them there is none) and for the frequency ranks of `output.tree: adaptive`,
-            which requires them.
+            (without them there is none), for the frequency ranks of `output.tree: adaptive`, which
+            requires them, and for the samples of `output.num_samples` (without them there are
+            none: a model that is not trained needs none).
         placement: how the rows of the table of words are dealt to the processes of
             `torch.distributed`, see `ShardedSoftmax`; None: every process has all.
 
@@ -98,8 +111,9 @@ def build_model(
     word_dropout = None
     if config.count_word_dropout and counts is not None:
         word_dropout = config.count_word_dropout / (config.count_word_dropout + counts)
-        if config.input_embedding == "path_sum" and tree is not None:  # no path loses all vectors
-            word_dropout = word_dropout * (tree.node_of_row[tree.row_of_word] > 0)
+        paths = tree if input_tree is None else input_tree
+        if config.input_embedding == "path_sum" and paths is not None:  # none loses all vectors
+            word_dropout = word_dropout * (paths.node_of_row[paths.row_of_word] > 0)
     backbone = _build_backbone(config, context)
     softmax: OutputLayer
     if tree is None:
@@ -113,6 +127,8 @@ def build_model(
         kind: Any = HierarchicalSoftmax
         if placement is not None:
             kind = partial(ShardedSoftmax, placement=placement, counts=counts)
+        elif output.num_samples is not None and counts is not None:
+            kind = partial(SampledSoftmax, counts=counts, num_samples=output.num_samples)
         softmax = kind(
             config.hidden,
             tree,
@@ -127,6 +143,7 @@ def build_model(
         embedding_size=None if word_table.tied else config.embedding or config.hidden,
         embedding_dtype=dtype,
         path_sum=config.input_embedding == "path_sum",
+        input_tree=input_tree,
         row_wise=word_table.row_wise,
         word_dropout=word_dropout,
         dropout=config.dropout,

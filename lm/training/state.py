@@ -91,6 +91,7 @@ class TrainingState:
                 *sections,
                 tree,
                 context,
+                input_tree=run.input_tree,
                 counts=counts,
                 placement=placement,
             )
