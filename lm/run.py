@@ -182,11 +182,11 @@ class Run:
 
         from lm.model.build import build_model, without_weights
 
-        config, tree = self.config, self.tree
+        config, tree, input_tree = self.config, self.tree, self.input_tree
         sections = config.model, config.output, self.word_table, tree, config.train.seq_len
         counts = torch.tensor(self.prepared.counts()) if tree is None else None
         with without_weights():
-            return build_model(*sections, input_tree=self.input_tree, counts=counts)
+            return build_model(*sections, input_tree=input_tree, counts=counts)
 
     def changed(self, config: Config) -> "Run":
         """A run of the same data and tree by another configuration."""

@@ -81,19 +81,14 @@ class TrainingState:
         self.fabric, self.run, self.batches = fabric, run, batches
         self.config = config = run.config
         self.progress = Progress()
-        tree, context, counts = run.tree, config.train.seq_len, torch.tensor(run.prepared.counts())
-        sections = config.model, config.output, run.word_table
+        sections = config.model, config.output, run.word_table, run.tree, config.train.seq_len
+        input_tree, counts = run.input_tree, torch.tensor(run.prepared.counts())
         placement = placement_of(run)[0] if sharded else None
         torch.manual_seed(config.seed)
         device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
         with fabric.strategy.precision.module_init_context(), device:
             self.model = build_model(
-                *sections,
-                tree,
-                context,
-                input_tree=run.input_tree,
-                counts=counts,
-                placement=placement,
+                *sections, input_tree=input_tree, counts=counts, placement=placement
             )
         if fabric.global_rank:  # the same weights on every device, but different dropout
             torch.manual_seed(config.seed + fabric.global_rank)
