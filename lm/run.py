@@ -137,7 +137,7 @@ class Run:
         """The tree whose paths input vectors sum, if it is not `tree`."""
         from lm.model.build import build_input_tree
 
-        return build_input_tree(self.config, self.prepared)
+        return build_input_tree(self.prepared) if self.config.has_input_tree else None
 
     @cached_property
     def word_table(self) -> "WordTable":

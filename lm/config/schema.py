@@ -83,6 +83,9 @@ class OutputConfig(Strict):
     training (sampled softmax; for comparison). Evaluation computes all. Default: off."""
     cutoffs: list[Positive] | None = None
     """adaptive: frequency ranks at which its clusters begin. Default: N / 10 and N / 3."""
+    tail_dropout: Fraction = 0.0
+    """adaptive: dropout of the hidden vector within clusters, besides `model.dropout` (Baevski &
+    Auli 2019)."""
     bias: bool = True
     """Whether the rows have biases."""
     backend: Literal["auto", "compiled", "reference", "triton"] = "auto"

@@ -32,6 +32,10 @@ MAX_NATS = 700.0
 """Loss per token from which a run counts as diverged: its perplexity has 300 digits."""
 
 
+class Diverged(UserError):
+    """The loss grew beyond `MAX_NATS`, or is not a number."""
+
+
 class CarriedLoss(nn.Module):
     """The loss of one batch after another, with the state of the backbone carried between them.
 
@@ -194,7 +198,7 @@ class TrainingState:
 
     def _check_loss(self, loss: float) -> None:
         if not loss < MAX_NATS:
-            raise UserError(
+            raise Diverged(
                 f"the loss became {loss:.4g} nats per token before step {self.step};"
                 f" {what_remains(self.run.folder / 'checkpoints' / LAST)}"
                 " (a lower optim.lr or optim.clip may help)"

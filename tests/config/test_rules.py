@@ -27,6 +27,8 @@ model.input_tree: two_level with output.tree: full cannot be combined with word_
 {train: {max_minutes: 0.5}, optim: {schedule: plateau}}
 train.max_minutes requires a schedule that ends with the time: set optim.schedule: cosine, got \
 plateau
+output: {tree: full, tail_dropout: 0.1}
+output.tail_dropout requires output.tree: adaptive, got full
 output: {tree: two_level, num_samples: 100}
 output.num_samples requires output.tree: full, and no train.strategy: shard_output
 tokenizer: {kind: sentencepiece}

@@ -235,6 +235,17 @@ def test_init_range_bounds_embedding_and_output(backbone: str) -> None:
         assert 0.009 < float(weight.detach().abs().max()) <= 0.01
 
 
+@pytest.mark.parametrize("init_range", [None, 0.1])
+@BACKBONES
+def test_a_seed_gives_the_same_backbone_whatever_the_output_layer_is(
+    backbone: str, init_range: float | None
+) -> None:
+    trees = ClassTree.full(N), ClassTree.two_level(torch.arange(N) % 3)
+    models = [make(backbone, tree, init_range=init_range) for tree in trees]
+    states = [model.backbone.state_dict() for model in models]  # type: ignore[attr-defined]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
 @BACKBONES
 def test_dropout_acts_only_while_training(backbone: str) -> None:
     model, (tokens, _) = make(backbone, dropout=0.5), text()
