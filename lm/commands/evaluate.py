@@ -12,8 +12,11 @@ from lm.commands.arguments import (
     JSON,
     NO_PROGRESS,
     OPEN_VOCABULARY,
+    PLOT,
     RUN,
+    SWITCH,
     Options,
+    check_picture,
 )
 from lm.run import Run
 
@@ -25,7 +28,11 @@ _TEXT: Options = {
         "help": "text instead of a split, with its rule for empty lines",
     },
 }
-OPTIONS = RUN | _TEXT | OPEN_VOCABULARY | ARPA | COMPUTING | NO_PROGRESS | JSON
+_BY_FREQUENCY: Options = {
+    "--by-frequency": SWITCH | {"help": "also the loss by frequency rank of words"},
+    "--plot": PLOT | {"help": "draw it; with --by-frequency"},
+}
+OPTIONS = RUN | _TEXT | OPEN_VOCABULARY | ARPA | _BY_FREQUENCY | COMPUTING | NO_PROGRESS | JSON
 EXCLUSIVE = tuple(_TEXT)
 _log = logging.getLogger(__name__)
 
@@ -36,9 +43,14 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("--mixture requires --arpa")
     if options.arpa and options.open_vocabulary:
         raise UserError("--arpa excludes --open-vocabulary: <unk> is one word for both")
+    if options.plot is not None and not options.by_frequency:
+        raise UserError("--plot requires --by-frequency")
+    if options.plot is not None:
+        check_picture(options.plot)
     from data_prep.corpus.lines import read_text
     from data_prep.storage import write_json_atomically
     from lm.evaluation import encode_text, evaluate_split, evaluate_text
+    from lm.scoring.frequency import draw_report, frequency_report
     from lm.scoring.mixture import Mixture, evaluate_mixture
 
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
@@ -51,14 +63,21 @@ def run(options: argparse.Namespace) -> None:
         result = evaluate_text(run, lines, **settings)
     values = result.to_dict()
     tables = [result.table(options.text or options.split)]
-    mixed = {}
-    if mixture:
+    further = {}
+    if mixture or options.by_frequency:
         is_split = options.text is None
         tokens = run.prepared.tokens(options.split) if is_split else encode_text(run, lines)[0]
+    if mixture:
         figures = evaluate_mixture(run, mixture, tokens)
-        mixed = {"mixture": figures.to_dict()}
+        further["mixture"] = figures.to_dict()
         tables.append(figures.table(f"mixture: {mixture.describe(run)}"))
-    print(json.dumps(values | mixed) if options.json else "\n".join(tables))
+    if options.by_frequency:
+        report = frequency_report(run, tokens)
+        further["by_frequency"] = report.to_dict()
+        tables.append(report.table())
+        if options.plot is not None:
+            draw_report(report, f"{run.folder}: {options.text or options.split}", options.plot)
+    print(json.dumps(values | further) if options.json else "\n".join(tables))
     if options.text is None:
         suffix = "-open" if options.open_vocabulary else ""
         path = run.folder / f"evaluate-{options.split}{suffix}.json"
