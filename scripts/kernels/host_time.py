@@ -15,7 +15,6 @@ import torch
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
-from lm.output.backends.triton.tile_shapes import compiler_options
 from scripts.kernels.compilation import compiled_launch
 from scripts.kernels.rates import DRIVER_LAUNCH, Range
 
@@ -55,7 +54,7 @@ def host_seconds(capability: int, rounds: int = 300) -> dict[str, Range]:
 
 def _launching(launch: Launch) -> Callable[[], object]:
     """What Triton does for the launch of a kernel that is compiled, without the driver."""
-    options = compiler_options(launch.tile)
+    options = launch.options
     return lambda: launch.kernel.run(grid=(1,), warmup=True, **launch.arguments, **options)
 
 

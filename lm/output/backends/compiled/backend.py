@@ -51,6 +51,7 @@ class CompiledBackend(ReferenceBackend):
 
     name = "compiled"
     automatic_on: frozenset[str] = frozenset({"cpu"})
+    divides = False
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""
