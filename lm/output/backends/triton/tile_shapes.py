@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int  # loads in flight ahead of the product
     step: int = 0  # visits or children added at a time, where that is not v or c
-    flatten: bool = False  # the loops over blocks of children and of H are one, without a drain
+    flatten: bool = False  # of the forward: one loop over blocks of children and of H
 
 
 class Tiles(NamedTuple):
@@ -49,8 +49,7 @@ which pass through registers, also need such heavy tiles.
 _TILES = {
     # Without wgmma all operands pass through registers.
     ("half", 80): Tiles(
-        Tile(64, 128, 32, 8, 3, flatten=True), _HALF_ERRORS, Tile(128, 128, 64, 8, 3, 32),
-        Tile(64, 32, 64, 8, 2),
+        Tile(64, 128, 32, 8, 3), _HALF_ERRORS, Tile(128, 128, 64, 8, 3, 32), Tile(64, 32, 64, 8, 2)
     ),
     # 128 x 128 for nodes whose products are limited by what the second-level cache delivers.
     ("half", 90): Tiles(

@@ -77,7 +77,7 @@ class Case(NamedTuple):
     target: str = "some ignored"
     rows: str = ""  # dtype of weight and bias, by default that of hidden
     mean: bool = False
-    dependent: bool = False  # launches, see `launch.DEPENDENT`
+    switched: bool = False  # dependent launches, and one loop over blocks of children and of H
 
     def __str__(self) -> str:
         sizes = f"{self.positions} x {self.size}" + f" + {self.further}" * (self.further > 0)
@@ -85,7 +85,7 @@ class Case(NamedTuple):
         parts = [f"sm_{self.capability}", dtypes, self.tree, sizes]
         parts += ["row-wise" if self.row_wise else "dense", *self.orders]
         parts += ["no bias"] * (not self.bias) + [self.target] * (self.target != "some ignored")
-        parts += ["mean"] * self.mean + ["dependent"] * self.dependent
+        parts += ["mean"] * self.mean + ["switched"] * self.switched
         return ", ".join(parts)
 
 
@@ -129,7 +129,8 @@ def emulated(
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
     with instrumented(capability=case.capability):
         tiles = tiles_for(problem)._replace(chunk=64)
-    hooks: dict[str, Any] = {"run": run, "tiles": tiles, "dependent": case.dependent}
+    tiles = tiles._replace(forward=tiles.forward._replace(flatten=case.switched))
+    hooks: dict[str, Any] = {"run": run, "tiles": tiles, "dependent": case.switched}
     with emulator, instrumented(capability=case.capability, **hooks):
         nll, saved = backend.forward(problem, needs)
         d_hidden, *rows = backend.backward(upstream, problem, saved, needs)
@@ -154,7 +155,7 @@ def check(case: Case) -> Counter[str]:
     def run(launch: Launch) -> None:
         execute(launch)
         waits = waits_first(compiled_launch(launch, case.capability).asm["ptx"])
-        assert waits == case.dependent, launch.kernel.__name__
+        assert waits == case.switched, launch.kernel.__name__
 
     for order in case.orders:
         emulator = Emulator(case.capability, order)

@@ -43,7 +43,7 @@ FIRST = [
         row_wise=i % 2 == 1,
         orders=ORDERS if (i + i // 4) % 2 else ("together",),
         mean=i % 3 == 0,
-        dependent=kind == (90, "tf32"),
+        switched=kind == (90, "tf32"),
     )
     for i, (kind, size) in enumerate(zip(KINDS_OF_CODE, SIZES, strict=True))
 ]
@@ -71,9 +71,9 @@ CASES = [
     FIRST[4]._replace(orders=("together",), target="all ignored"),
 ]
 """Every dtype and architecture with two levels, half of them in all orders of programs and with
-one other tree; widths and kinds of gradients in turn; two have dependent launches. Then classes of
-unequal sizes, whose children take several splits and blocks. In half precision, most have fp32
-rows. `GRID` has all combinations.
+one other tree; widths and kinds of gradients in turn; two have dependent launches and one loop over
+children and H. Then classes of unequal sizes, whose children take several splits and blocks. In
+half precision, most have fp32 rows. `GRID` has all combinations.
 """
 GRID = [
     Case(*kind, tree, size, -size % 8 * row_wise, 90 if row_wise else 200, row_wise, ORDERS)
