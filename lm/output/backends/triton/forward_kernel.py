@@ -10,6 +10,8 @@ blocks of `BLOCK_C`, with a running log-sum-exp (Milakov & Gimelshein 2018):
     z = W h + b,   m = max_block z,   k = exp(z - m)               (7)
     lse = log Σ_blocks exp(m) Σ k,   log q[y] = z[y] - lse         (8)
 
+The nll of a mean is divided by the number of targets, as is its gradient in the backward.
+
 k, between 0 and 1, is saved for the backward in the dtype of `hidden` together with m:
 `exp_logits` and `block_max`, of the size of positions × columns on a path. `num_splits` programs
 share a tile, and each takes some of the children; they are neighbours and run at the same time, so

@@ -182,9 +182,10 @@ def capability(device: torch.device) -> int:
 
 def dependent_launches(device: torch.device) -> bool:
     """Whether programs of a launch may be on processors before the launch in front of it ends."""
-    if capability(device) < 90 or _instruments.dependent is not None:
-        return capability(device) >= 90 and bool(_instruments.dependent)
-    return device.type == "cuda" and os.environ.get(DEPENDENT) == "1"
+    asked = _instruments.dependent
+    if asked is None:
+        asked = device.type == "cuda" and os.environ.get(DEPENDENT) == "1"
+    return asked and capability(device) >= 90
 
 
 def tiles_for(problem: Problem) -> Tiles:

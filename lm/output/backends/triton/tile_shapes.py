@@ -18,7 +18,7 @@ MAX_REGISTERS = 255
 
 SPILLS_LESS = (3, 9, 0)
 """The first version of Triton that needs no registers beyond a thread's for wide tiles of d_hidden
-on sm_90 where 2 divides its columns and 4 does not.
+in half precision on sm_90, where 2 divides its columns and 4 does not.
 """
 
 
@@ -100,8 +100,8 @@ def tiles(
     kind = "half" if dtype.itemsize == 2 else "single" if tensor_cores else "exact"
     fitting = [sm for of, sm in _TILES if of == kind and sm <= max(capability, 80)]
     found = _TILES[kind, max(fitting)]
-    few = 2 if (triton_version() or SPILLS_LESS) < SPILLS_LESS else 1
-    if kind == "half" and 90 <= capability < 100 and (hidden_align <= few or rows.itemsize > 2):
+    least = 4 if (triton_version() or SPILLS_LESS) < SPILLS_LESS else 2
+    if kind == "half" and 90 <= capability < 100 and (hidden_align < least or rows.itemsize > 2):
         found = found._replace(heavy=_FEW_HEAVY)
     if kind == "half" and capability >= 100 and hidden_align <= 2 and rows.itemsize > 2:
         found = found._replace(heavy=found.heavy._replace(step=32))  # addresses take registers
