@@ -225,7 +225,7 @@ def main() -> None:
     tried = candidates(start, dry=options.dry_run)
     if options.candidates:
         tried = candidates_in(options.candidates, options.best)
-    if not options.model:  # which does not know such loops
+    if device == "cuda":  # the model does not know such loops
         forward = start.forward._replace(flatten=not start.forward.flatten)
         tried.insert(0, Candidate("forward", forward))
     if not options.dry_run:
