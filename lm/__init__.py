@@ -1,9 +1,12 @@
 """Train, evaluate and generate with language models of very large vocabularies."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+TYPE_CHECKING = False  # so that nothing is imported before the command handles Ctrl-C
 if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
+
     from lm.loaded import LoadedModel, State, Step
     from lm.scoring import LineScore
 
@@ -13,7 +16,7 @@ __version__ = "0.2.0"
 
 def load(
     path: str | Path, *, device: str = "auto", vocabulary_size: int | None = None
-) -> "LoadedModel":
+) -> LoadedModel:
     """Load a trained model, to score text with it, to continue text, or to search.
 
     Args:
@@ -29,6 +32,8 @@ def load(
             model was trained with, there is no such device, or V is less than N, or is given for a
             model of pieces of words.
     """
+    from pathlib import Path
+
     from lm.loaded import LoadedModel
     from lm.run import Run
 
