@@ -106,7 +106,8 @@ def _batch_bytes(run: Run) -> int:
     problem = Problem.without_values(num_positions, model.hidden, run.tree, dtype)
     backend: str = output.backend
     if backend == "auto":
-        backend = choose_backend(backend, problem, torch.device("cuda" if run.on_gpu else "cpu"))
+        device = torch.device("cuda" if run.on_gpu else "cpu")
+        backend = choose_backend(backend, problem, device, verify=False)
     return vectors + 2 * saved_bytes(backend, problem, row_wise=run.word_table.row_wise)
 
 
