@@ -36,7 +36,7 @@ def choose_device(name: str, num_bytes: int) -> torch.device:
         if not free or num_bytes > GPU_SHARE * max(free):
             return torch.device("cpu")
         return torch.device("cuda", free.index(max(free)))
-    kind, _, index = str(name).partition(":")
+    kind, _, index = name.partition(":")
     if name != "cpu" and not (kind == "cuda" and (index.isdecimal() or name == "cuda")):
         raise UserError(f"device: expected auto, cpu or cuda[:N], got {name!r}")
     if kind == "cuda" and int(index or 0) >= num_gpus:

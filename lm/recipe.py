@@ -85,8 +85,10 @@ ALL_CLUSTERED = 60_000
 PIECES, PIECES_BYTES = 8_000, 1_000_000
 """Texts without spaces have SentencePiece units from this size on, and else characters."""
 CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-NO_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
-"""Letters of Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
+NO_SPACES = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uff66-\uff9f\U00020000-\U0003ffff]"
+)
+"""Letters of Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese."""
 
 
 def new_recipe(

@@ -169,8 +169,8 @@ def test_generation_equals_that_of_the_command(
             lambda m: m.step_many([m.start()], ["a", "b"]),
             "expected a word for each state, got 1 .*",
         ),
-        (lambda m: m.step_many([m.start()] * 3, "the"), "expected a list of words, got .* 'the'"),
-        (lambda m: m.candidate_log_prob("the", "fox"), "expected a list of words, got .* 'fox'"),
+        (lambda m: m.step_many([m.start()] * 3, "the"), "expected a list of words, got 'the'"),
+        (lambda m: m.candidate_log_prob("the", "fox"), "expected a list of words, got 'fox'"),
         (lambda m: m.score("the fox"), "expected a list of sentences, got 'the fox'"),
         (lambda m: m.score([None]), "expected text, got None"),
         (lambda m: m.score(None), "expected a list of sentences, got None"),
@@ -223,7 +223,7 @@ def test_a_vocabulary_size_is_an_integer_and_a_device_may_be_torchs(
 ) -> None:
     with pytest.raises(UserError, match=rf"^vocabulary size {size}: expected at least "):
         lm.load(lstm_run, vocabulary_size=size)
-    device: Any = torch.device("cpu")
+    device = torch.device("cpu")
     assert lm.load(lstm_run, device=device).model.device == device
 
 

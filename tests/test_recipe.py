@@ -303,6 +303,8 @@ def test_text_without_spaces_is_cut_into_pieces_or_characters(length: int) -> No
     num_tokens, num_words, tokenizer = measure(Sample(sample, 1.0, 999))
     assert (num_tokens, tokenizer) == (9 * (length + 1), f"{pieces}, model_type: char")
     assert num_words == len(set(JAPANESE[:length])) + 259
+    for other in ("ｱﾙﾋﾉｸﾚｶﾞﾀ", "བོད་ཡིག་གི་སྐད", "𠀀𠀁𠀂𠀃𠀄𠀅𠀆𠀇"):
+        assert measure(Sample([other] * 9, 1.0, 999))[2] == f"{pieces}, model_type: char"
     words = [" ".join(JAPANESE)] * 9
     assert measure(Sample(words, 1.0, 999))[2].startswith("kind: words")
 
