@@ -70,7 +70,7 @@ model: {backbone: transformer, layers: $layers, input_embedding: path_sum, hidde
   dropout: 0.1, count_word_dropout: 5}
 optim: {optimizer: adamw, lr: 0.001, weight_decay: 0.1, clip: 1.0, schedule: cosine,
   warmup_steps: $warmup}
-train: {max_epochs: $epochs, batch_size: $batch, seq_len: 64, threads: $threads}
+train: {max_epochs: $epochs, batch_size: $batch, seq_len: $length, threads: $threads}
 """
 """For texts of all sizes, with the optimizer of configs/wikitext2_transformer.yaml."""
 HIDDEN_SIZES = {20_000: (64,), 5_000_000: (200, 128, 64), math.inf: (300, 200, 128, 64)}
@@ -180,7 +180,8 @@ def measure(sample: Sample) -> tuple[int, int, str]:
     words = [word for line in sample.lines for word in line.split()]
     characters = "".join(words)
     has_no_spaces = 2 * len(NO_SPACES.findall(characters)) > len(characters)
-    if len(characters) > (6 if has_no_spaces else 20) * len(words):
+    one_word_lines = has_no_spaces and len(words) < 2 * sample.num_units("lines")
+    if one_word_lines or len(characters) > (6 if has_no_spaces else 20) * len(words):
         num_tokens = math.ceil((len(characters) + len(sample.lines)) / sample.share)
         tokenizer = f"kind: sentencepiece, vocab_size: {PIECES}, byte_fallback: true"
         if sample.num_bytes >= PIECES_BYTES:
@@ -239,6 +240,7 @@ def fit(
         "batch": batch,
         "epochs": epochs,
         "layers": layers,
+        "length": min(64, max(2, num_tokens // 2)),
         "warmup": min(400, steps // 10),
         "threads": threads,
     }
