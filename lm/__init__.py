@@ -1,9 +1,14 @@
 """Train, evaluate and generate with language models of very large vocabularies."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+TYPE_CHECKING = False  # so that nothing is imported before the command handles Ctrl-C
 if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
+
+    import torch
+
     from lm.loaded import LoadedModel, State, Step
     from lm.scoring import LineScore
 
@@ -14,16 +19,16 @@ __version__ = "0.2.0"
 def load(
     path: str | Path,
     *,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     vocabulary_size: int | None = None,
     open_vocabulary: bool = False,
-) -> "LoadedModel":
+) -> LoadedModel:
     """Load a trained model, to score text with it, to continue text, or to search.
 
     Args:
         path: folder of the run.
-        device: where the model computes: `auto`, `cpu` or `cuda[:N]`; auto is the GPU if there is
-            one where the model fits, else the CPU.
+        device: where the model computes: `auto`, `cpu`, `cuda[:N]` or a device of torch; auto is
+            the GPU if there is one where the model fits, else the CPU.
         vocabulary_size: V, the number of words that exist, `<eos>` included and `<unk>` not: each
             of the V - (N - 1) words that the model of N words lacks has an equal share of
             P(`<unk>`). None: each has all of it, as V = N.
@@ -35,10 +40,12 @@ def load(
             model was trained with, there is no such device, V is less than N, V or an open
             vocabulary is asked of a model of pieces of words, or there is no speller.
     """
+    from pathlib import Path
+
     from lm.loaded import LoadedModel
     from lm.run import Run
 
-    run = Run(Path(path), device=device)
+    run = Run(Path(path), device=str(device))
     return LoadedModel(run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary)
 
 

@@ -9,7 +9,7 @@ separated by whitespace, whatever the tokens, and the score of a unit is the sum
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import torch
@@ -95,7 +95,8 @@ class Scorer:
             raise UserError("a vocabulary size and an open vocabulary exclude each other")
         if tokenizer.kind != "words":
             raise UserError("a vocabulary size applies to models of words, not of pieces of words")
-        if not model.vocab_size <= vocabulary_size <= MAX_VOCABULARY_SIZE:
+        is_whole = isinstance(vocabulary_size, SupportsIndex)
+        if not is_whole or not model.vocab_size <= vocabulary_size <= MAX_VOCABULARY_SIZE:
             expected = f"expected at least {model.vocab_size}, one word more than the model has"
             limit = f"and at most {MAX_VOCABULARY_SIZE}"
             raise UserError(f"vocabulary size {vocabulary_size}: {expected}, {limit}")
