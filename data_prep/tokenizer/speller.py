@@ -150,17 +150,18 @@ class Speller:
             generator: source of random numbers.
             is_known: whether a string is in the vocabulary.
         """
+        following = np.arange(END, FIRST + len(self.alphabet), dtype=np.uint64)
         while True:
-            word, key, symbol = "", np.zeros(1, np.uint64), BEFORE
+            word, key = "", np.zeros(1, np.uint64)
             while True:
-                following = np.arange(END, FIRST + len(self.alphabet), dtype=np.uint64)
-                cumulative = np.cumsum(self._prob(self._shift(key, self.order - 1) | following))
+                before = self._suffix(key, self.order - 1) << np.uint64(self._bits)
+                cumulative = np.cumsum(self._prob(before | following))
                 drawn = np.searchsorted(cumulative, generator.random() * cumulative[-1], "right")
                 symbol = END + int(drawn)
                 if symbol in (END, OTHER):
                     break
                 word += chr(self.alphabet[symbol - FIRST])
-                key = self._shift(key, self.order - 1) | np.uint64(symbol)
+                key = before | np.uint64(symbol)
             if symbol == END and word and not is_known(word):
                 return word
 
@@ -246,10 +247,6 @@ class Speller:
     def _suffix(self, key: Keys, length: int) -> Keys:
         """The last `length` symbols of n-grams."""
         return key & np.uint64((1 << (self._bits * length)) - 1)
-
-    def _shift(self, key: Keys, length: int) -> Keys:
-        """The last `length` symbols of n-grams, with room for one after them."""
-        return self._suffix(key, length) << np.uint64(self._bits)
 
 
 def _sizes(num_characters: int) -> tuple[int, int]:
