@@ -1,6 +1,5 @@
 """`lm rescore`: the choice, layouts, tuning, a second model, mistakes."""
 
-import importlib.util
 import itertools
 import json
 import math
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from lm.cli import main
-from lm.rescoring.models import NUM_UNSEEN, arpa_scores
+from lm.rescoring.models import NUM_UNSEEN, ArpaScores
 from lm.rescoring.nbest import read_nbest
 from lm.rescoring.weights import Weights
 from lm.run import Run
@@ -180,16 +179,52 @@ def test_a_second_run_and_an_arpa_model_take_their_share(
     assert alone == rescored(lstm_run, lists / "test.nbest", "--lm-weight=2")[0]
     other, _ = rescored(lstm_run, *mixed, "--mixture=0")
     assert other == rescored(transformer_run, lists / "test.nbest", "--lm-weight=2")[0]
-    if importlib.util.find_spec("kenlm") is None:
-        pytest.skip("kenlm is not installed")
     path = tmp_path / "model.arpa"
     path.write_text(ARPA)
-    scores = arpa_scores(path)(["the cat", "", "the  zebra"])
+    scores = ArpaScores(path)(["the cat", "", "the  zebra"])
     ten = [[-0.5, -0.2, -0.7], [-0.7], [-0.5, -1.25, -0.7]]
     for score, expected in itertools.zip_longest(scores, ten):
         assert score == pytest.approx(math.log(10) * np.array(expected), rel=1e-6)
     arpa = [lists / "test.nbest", "--lm-weight=2", "--arpa", path]
     assert rescored(lstm_run, *arpa, "--mixture=1")[0] == alone
+
+
+def test_lattices_are_rescored_tuned_and_reported_as_lists(
+    lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    for name in ("dev", "test"):
+        nbest = read_nbest(str(lists / f"{name}.nbest"))
+        each = zip(
+            np.repeat(nbest.ids, nbest.num_hypotheses), nbest.scores, nbest.texts, strict=True
+        )
+        tabs = [f"{id}\t{score}\t0\t{text}\n" for id, (score,), text in each]
+        (tmp_path / f"{name}.nbest").write_text("".join(tabs))
+        rows, ends = list[str](), np.append(nbest.first[1:], len(nbest.texts))
+        for id, first, end in zip(nbest.ids, nbest.first, ends, strict=True):
+            rows += ["", id]
+            state = 1
+            for k in range(first, end):  # a chain of arcs for each hypothesis
+                words = nbest.texts[k].split() or ["<eps>"]
+                costs = [f"0,{-nbest.scores[k, 0]}", *["0,0"] * len(words)]
+                nodes = [0, *range(state + 1, state + len(words)), 1]
+                arcs = zip(nodes[:-1], nodes[1:], words, costs, strict=False)
+                rows += [f"{s} {t} {word} {cost}" for s, t, word, cost in arcs]
+                state += len(words)
+            rows.append("1")
+        (tmp_path / name).write_text("\n".join(rows[1:]) + "\n")
+    references = ["--references", lists / "test.ref"]
+    for weights in (
+        ["--lm-weight=2", "--insertion-penalty=0.5"],
+        ["--tune", tmp_path / "dev", lists / "dev.ref"],
+    ):
+        of_lists = [f"{each}.nbest" if each == tmp_path / "dev" else each for each in weights]
+        expected, figures = rescored(lstm_run, tmp_path / "test.nbest", *of_lists, *references)
+        rows, values = rescored(lstm_run, tmp_path / "test", *weights, *references, "--beam=99")
+        assert rows == expected
+        for name in ("wer_after", "wer_before", "wer_oracle", "substitutions", "hypotheses"):
+            assert values["report"][name] == figures["report"][name], name
+    error = complaint("rescore", lstm_run, lists / "test.nbest", "--lm-weight=1", "--beam=2")
+    assert error.startswith("--beam applies to lattices")
 
 
 def test_mistakes_are_single_lines(
@@ -325,7 +360,6 @@ def test_unknown_words_of_references_and_of_first_and_chosen_hypotheses_are_coun
 def test_an_arpa_model_keeps_its_own_probabilities_of_words_that_the_run_lacks(
     lstm_run: Path, unknown: Path, rescored: Rescored, tmp_path: Path
 ) -> None:
-    pytest.importorskip("kenlm")
     path = tmp_path / "model.arpa"
     path.write_text(
         ARPA.replace("ngram 1=5", "ngram 1=6").replace("the\t", "zebra\t0\n-0.5\tthe\t")
@@ -339,7 +373,7 @@ def test_an_arpa_model_keeps_its_own_probabilities_of_words_that_the_run_lacks(
         num_unseen = figures["vocabulary_size"] - (run.model.vocab_size - 1)
         for text, value in lm_column(rows).items():
             (score,) = scorer.sentences([text])
-            (arpa,) = arpa_scores(path)([text])
+            (arpa,) = ArpaScores(path)([text])
             ours = np.exp(score.log_prob) / np.where(score.is_oov, num_unseen, 1)
             expected = np.log(0.3 * ours + 0.7 * np.exp(arpa)).sum()
             assert value == pytest.approx(expected, rel=1e-5)
