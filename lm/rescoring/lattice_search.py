@@ -4,6 +4,7 @@ The search is exact for its beam: it keeps, at each node, the hypotheses with th
 one for each sequence of words. With a beam as large as the number of paths it finds the best path.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -54,7 +55,7 @@ class PrefixScores:
     def __init__(self, models: Sequence[WordModel], mixture: float) -> None:
         self._models, self._mixture = models, mixture
         self._states: dict[Words, list[Any]] = {(): [model.start() for model in models]}
-        self._log_prob: dict[tuple[Words, str | None], float] = {}
+        self._log_prob: dict[Words, dict[str | None, float]] = defaultdict(dict)
 
     def extend(self, prefixes: Sequence[Words], words: Sequence[str | None]) -> Floats:
         """Log-probabilities [P, W] of words after prefixes; None is the end of the line.
@@ -62,7 +63,7 @@ class PrefixScores:
         A prefix is empty, or a word longer than one of an earlier call.
         """
         known = self._log_prob
-        needed = [p for p in prefixes if any((p, word) not in known for word in words)]
+        needed = [p for p in prefixes if not known[p].keys() >= set(words)]
         if needed and words:
             self._add_states([prefix for prefix in needed if prefix not in self._states])
             each = []
@@ -72,8 +73,8 @@ class PrefixScores:
                 each.append(np.array(model.candidate_log_probs(states, tokens).tolist()))
             rows = mixed(each[0], each[1], self._mixture) if len(each) > 1 else each[0]
             for prefix, row in zip(needed, rows.tolist(), strict=True):
-                known.update(zip(((prefix, word) for word in words), row, strict=True))
-        return np.array([[known[p, word] for word in words] for p in prefixes])
+                known[prefix].update(zip(words, row, strict=True))
+        return np.array([[known[p][word] for word in words] for p in prefixes])
 
     def _add_states(self, prefixes: Sequence[Words]) -> None:
         if not prefixes:
@@ -100,38 +101,42 @@ def search(
     scores = PrefixScores(models, weights.mixture) if models else None
     share = weights.first_pass_share if lattice.has_first_pass else 0.0
     first_pass_weight = weights.lm_weight * share if models else weights.lm_weight
-    lm_weight = weights.lm_weight * (1 - share)
-    beams: list[dict[Words, tuple[float, Path, float]]] = [{} for _ in range(lattice.num_nodes)]
-    beams[0][()] = (0.0, Path(0.0, 0.0), 0.0)
-
-    def total(words: Words, path: Path, lm: float) -> float:
-        own = path.acoustic + first_pass_weight * path.first_pass + lm_weight * lm
-        return own - weights.insertion_penalty * len(words)
-
+    lm_weight, penalty = weights.lm_weight * (1 - share), weights.insertion_penalty
+    beams: list[dict[Words, tuple[float, float, float]]] = [{} for _ in lattice.leaving]
+    beams[0][()] = (0.0, 0.0, 0.0)  # total, acoustic, first pass
     for node, arcs in enumerate(lattice.leaving):
         beam = sorted(beams[node].items(), key=lambda item: -item[1][0])[:num_beams]
+        beams[node].clear()
         is_end = node == lattice.num_nodes - 1
-        leaving = [None] if is_end else list(dict.fromkeys(a.word for a in arcs if a.word))
+        leaving: list[str | None] = [None]
+        if not is_end:
+            leaving = list(dict.fromkeys(arc.word for arc in arcs if arc.word is not None))
         added = np.zeros((len(beam), len(leaving)))
         if scores is not None:
-            added = scores.extend([words for words, _ in beam], leaving)
-        column = {word: k for k, word in enumerate(leaving)}
+            added = lm_weight * scores.extend([words for words, _ in beam], leaving)
         if is_end:
-            ends = [
-                (total(words, path, lm + end), words, path)
-                for (words, (_, path, lm)), (end,) in zip(beam, added.tolist(), strict=True)
-            ]
-            return [(words, path) for _, words, path in sorted(ends, key=lambda each: -each[0])]
-        for (words, (_, path, lm)), row in zip(beam, added.tolist(), strict=True):
-            for arc in arcs:
-                after = words if arc.word is None else (*words, arc.word)
-                lm_after = lm if arc.word is None else lm + row[column[arc.word]]
-                new = Path(path.acoustic + arc.acoustic, path.first_pass + arc.first_pass)
-                value = total(after, new, lm_after)
-                if after not in beams[arc.target] or beams[arc.target][after][0] < value:
-                    beams[arc.target][after] = (value, new, lm_after)
-        beams[node].clear()
-    raise AssertionError("a lattice has an end")
+            break
+        column = {word: k for k, word in enumerate(leaving)}
+        steps = [
+            (
+                arc,
+                (arc.word,) if arc.word is not None else (),
+                column.get(arc.word, -1),
+                arc.acoustic + first_pass_weight * arc.first_pass - (penalty if arc.word else 0.0),
+            )
+            for arc in arcs
+        ]
+        for (words, (total, acoustic, first_pass)), row in zip(beam, added.tolist(), strict=True):
+            row.append(0.0)  # of arcs without a word
+            for arc, word, place, score in steps:
+                after, value = words + word, total + score + row[place]
+                known = beams[arc.target].get(after)
+                if known is None or known[0] < value:
+                    new = (value, acoustic + arc.acoustic, first_pass + arc.first_pass)
+                    beams[arc.target][after] = new
+    ends = zip(beam, added[:, 0].tolist(), strict=True)
+    totals = [(total + end, words, Path(*path)) for (words, (total, *path)), end in ends]
+    return [(words, path) for _, words, path in sorted(totals, key=lambda each: -each[0])]
 
 
 def first_pass_paths(lattice: Lattice) -> list[tuple[Words, Path]]:

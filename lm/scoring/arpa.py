@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow
 from numpy.typing import NDArray
-from pyarrow import compute
 
 from data_prep.corpus.lines import read_text
 from data_prep.errors import UserError
@@ -46,6 +44,9 @@ def read_arpa(path: Path, id_of: Callable[[str], int | None]) -> list[NGrams]:
     Raises:
         UserError: if the file cannot be read or is no complete ARPA file.
     """
+    import pyarrow
+    from pyarrow import compute
+
     parts: dict[int, list[NGrams]] = {}
     words, ids = pyarrow.array([], "string"), np.zeros(0, dtype=np.int64)
     for order, first, lines in _blocks(path):
@@ -97,6 +98,9 @@ def _columns(
     lines: list[str], order: int, place: str, first: int
 ) -> tuple[Floats, Floats, Sequence[Any]]:
     """Log-probabilities and back-off weights in nats, and the n columns of words, of lines."""
+    import pyarrow
+    from pyarrow import compute
+
     words = "".join(rf"[ \t]+(?P<word{k}>[^ \t]+)" for k in range(order))
     pattern = rf"^(?P<log_prob>{_NUMBER}){words}(?:[ \t]+(?P<backoff>{_NUMBER}))?$"
     fields = compute.extract_regex(pyarrow.array(lines), pattern=pattern)
