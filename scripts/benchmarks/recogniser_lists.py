@@ -219,6 +219,7 @@ def add_rows(table: Table, folder: Path, run_dir: Path, arpa: Path | None, fixed
         development = tuned.errors.report(tuned.nbest, chosen[0])
         figures = report.errors.report(report.nbest, chosen[1])
         row = {"row": title, "development": development["wer_after"], **vars(weights)}
+        row["mixture"] = weights.mixture if len(models) > 1 else None
         table.add(common | row | _rates(figures))
     table.add(common | {"row": "oracle", "wer": figures["wer_oracle"]})
 
