@@ -1,7 +1,6 @@
 """`lm rescore`: the choice, layouts, tuning, a second model, mistakes."""
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable
@@ -18,8 +17,6 @@ from lm.rescoring.nbest import read_nbest
 from lm.rescoring.weights import Weights
 from lm.run import Run
 from lm.scoring import Scorer
-from scripts.benchmarks.nbest_lists import ErrorSource
-from tests.conftest import toy_sentences
 
 ARPA = """\
 \\data\\
@@ -40,41 +37,7 @@ ngram 2=1
 """
 
 
-@pytest.fixture(scope="module")
-def lists(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """dev and test, each with an n-best list in both layouts and its references."""
-    folder = tmp_path_factory.mktemp("nbest")
-    source = ErrorSource(toy_sentences(0, 300), 12.0, seed=1)
-    for name, seed in (("dev", 7), ("test", 8)):
-        tabs, kaldi, acoustic, references = [], [], [], []
-        for number, line in enumerate(toy_sentences(seed, 60)):
-            id = f"{name}{number}"
-            references.append(f"{id} {line}")
-            for rank, (score, words) in enumerate(source.hypotheses(line.split(), 6), 1):
-                tabs.append(f"{id}\t{score:.3f}\t{' '.join(words)}")
-                kaldi.append(f"{id}-{rank} {' '.join(words)}")
-                acoustic.append(f"{id}-{rank} {-score:.3f}")
-        for ending, rows in (("ref", references), ("nbest", tabs), ("kaldi", kaldi)):
-            (folder / f"{name}.{ending}").write_text("\n".join(rows) + "\n")
-        with (folder / "costs").open("a") as file:
-            file.write("\n".join(acoustic) + "\n")
-    return folder
-
-
 Rescored = Callable[..., tuple[list[str], dict[str, Any]]]
-
-
-@pytest.fixture
-def rescored(capsys: pytest.CaptureFixture[str]) -> Rescored:
-    """`rescored(*arguments)`: the lines and figures of `lm rescore --json`."""
-
-    def run(*arguments: object) -> tuple[list[str], dict[str, Any]]:
-        capsys.readouterr()
-        assert main(["rescore", *map(str, arguments), "--json"]) == 0
-        values = json.loads(capsys.readouterr().out)
-        return values.pop("hypotheses"), values
-
-    return run
 
 
 def test_the_chosen_hypothesis_has_the_highest_sum(
@@ -187,44 +150,6 @@ def test_a_second_run_and_an_arpa_model_take_their_share(
         assert score == pytest.approx(math.log(10) * np.array(expected), rel=1e-6)
     arpa = [lists / "test.nbest", "--lm-weight=2", "--arpa", path]
     assert rescored(lstm_run, *arpa, "--mixture=1")[0] == alone
-
-
-def test_lattices_are_rescored_tuned_and_reported_as_lists(
-    lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path, complaint: Callable[..., str]
-) -> None:
-    for name in ("dev", "test"):
-        nbest = read_nbest(str(lists / f"{name}.nbest"))
-        each = zip(
-            np.repeat(nbest.ids, nbest.num_hypotheses), nbest.scores, nbest.texts, strict=True
-        )
-        tabs = [f"{id}\t{score}\t0\t{text}\n" for id, (score,), text in each]
-        (tmp_path / f"{name}.nbest").write_text("".join(tabs))
-        rows, ends = list[str](), np.append(nbest.first[1:], len(nbest.texts))
-        for id, first, end in zip(nbest.ids, nbest.first, ends, strict=True):
-            rows += ["", id]
-            state = 1
-            for k in range(first, end):  # a chain of arcs for each hypothesis
-                words = nbest.texts[k].split() or ["<eps>"]
-                costs = [f"0,{-nbest.scores[k, 0]}", *["0,0"] * len(words)]
-                nodes = [0, *range(state + 1, state + len(words)), 1]
-                arcs = zip(nodes[:-1], nodes[1:], words, costs, strict=False)
-                rows += [f"{s} {t} {word} {cost}" for s, t, word, cost in arcs]
-                state += len(words)
-            rows.append("1")
-        (tmp_path / name).write_text("\n".join(rows[1:]) + "\n")
-    references = ["--references", lists / "test.ref"]
-    for weights in (
-        ["--lm-weight=2", "--insertion-penalty=0.5"],
-        ["--tune", tmp_path / "dev", lists / "dev.ref"],
-    ):
-        of_lists = [f"{each}.nbest" if each == tmp_path / "dev" else each for each in weights]
-        expected, figures = rescored(lstm_run, tmp_path / "test.nbest", *of_lists, *references)
-        rows, values = rescored(lstm_run, tmp_path / "test", *weights, *references, "--beam=99")
-        assert rows == expected
-        for name in ("wer_after", "wer_before", "wer_oracle", "substitutions", "hypotheses"):
-            assert values["report"][name] == figures["report"][name], name
-    error = complaint("rescore", lstm_run, lists / "test.nbest", "--lm-weight=1", "--beam=2")
-    assert error.startswith("--beam applies to lattices")
 
 
 def test_mistakes_are_single_lines(
