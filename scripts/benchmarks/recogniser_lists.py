@@ -243,7 +243,7 @@ def main() -> None:
     lists.add_argument("folder", type=Path, help="folder to write")
     lists.add_argument("--utterances", type=int, default=60, help="of each list")
     lists.add_argument("--hypotheses", type=int, default=50, help="at most, of each utterance")
-    lists.add_argument("--snr", type=float, default=10.0, help="decibels")
+    lists.add_argument("--snr", type=float, default=30.0, help="decibels; 20: 70 % errors")
     lists.add_argument("--seed", type=int, default=1)
     table = commands.add_parser("table", help="word error rates on such lists")
     table.add_argument("run_dir", type=Path, metavar="RUN")
