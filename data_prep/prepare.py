@@ -5,9 +5,12 @@ it stopped; a file that does not match its record is made again.
 """
 
 import logging
-from collections.abc import Set
+import os
+import shutil
+from collections.abc import Iterable, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -36,8 +39,10 @@ from data_prep.storage import (
     locked,
     make_folder,
     map_array,
+    open_to_read,
     verify_file,
     write_array,
+    write_atomically,
 )
 from data_prep.tokenizer.serialization import (
     MODEL_FILE,
@@ -70,6 +75,7 @@ def prepare(
     *,
     keep: bool = False,
     progress: bool = True,
+    others: Iterable[Path] = (),
 ) -> Prepared:
     r"""Make a prepared folder match the settings, with as little work as possible.
 
@@ -87,6 +93,10 @@ def prepare(
         keep: whether a complete folder that was made from something else is an error, instead of
             being made again.
         progress: whether progress bars are shown on stderr.
+        others: prepared folders that a new folder may take the files of, if they were made from the
+            same text by the same settings. The files are links where the file system has them;
+            they are verified as those of the folder itself, so another process may be preparing
+            the other folder.
 
     Returns:
         The folder, open for reading.
@@ -123,6 +133,8 @@ def prepare(
             )
         for difference in differences:
             logger.info("%s", difference)
+        if found is None:
+            found, changed = _take_over(folder, requested, others)
         meta = _valid_stages(folder, found, requested, changed.keys())
         if meta.complete and meta == found:
             logger.info("%s is up to date", folder)
@@ -175,6 +187,43 @@ def _read_found(folder: Path) -> Meta | None:
     except UserError as error:
         logger.warning("%s; preparing from the beginning", error)
         return None
+
+
+def _take_over(
+    folder: Path, requested: Meta, others: Iterable[Path]
+) -> tuple[Meta | None, dict[str, list[str]]]:
+    """Link the files of another folder with the same tokens; its record, and what differs."""
+    for other in others:
+        try:
+            found = read_meta(other)
+            if found is None or not found.complete:
+                continue
+            changed = find_changes(found, requested)
+            if changed.keys() - {"classes"}:
+                continue
+            for name in FILES:
+                if name != META and (other / name).exists():
+                    _link(other / name, folder / name)
+            write_meta(folder, found)
+        except (UserError, OSError) as error:
+            logger.warning("%s is not used: %s", other, error)
+            continue
+        logger.info("the prepared data of %s are used: the same text and settings", other)
+        return found, changed
+    return None, {}
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make a second name of a file, or a copy where the file system has no links.
+
+    Prepared files are replaced and never changed in place, so both names stay valid.
+    """
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        with open_to_read(source) as file:
+            write_atomically(target, partial(shutil.copyfileobj, file))
 
 
 def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Set[str]) -> Meta:

@@ -88,10 +88,16 @@ class Run:
         return self.config.data.keep_empty_lines
 
     def prepare(self, *, keep: bool = False, progress: bool = True) -> None:
-        """Prepare the data, which are then open; arguments are those of `data_prep.prepare`."""
+        """Prepare the data, which are then open; arguments are those of `data_prep.prepare`.
+
+        Other runs next to this one are looked at for the same data.
+        """
         from data_prep.prepare import prepare
 
-        self.prepared = prepare(*self.config.preparation, keep=keep, progress=progress)
+        others = sorted(self.config.run_path.absolute().parent.glob("*/data"))
+        self.prepared = prepare(
+            *self.config.preparation, keep=keep, progress=progress, others=others
+        )
 
     @cached_property
     def prepared(self) -> "Prepared":

@@ -12,25 +12,25 @@ compared to the number of words that exist.
 
 With an open vocabulary P(w) = P(`<unk>`) P(w | `<unk>`) instead, by the run's speller.
 
-An ARPA model keeps KenLM's own rule, whatever the words that a run knows.
+An ARPA model has its own probability of `<unk>`, whatever the words that a run knows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.errors import UserError
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.rescoring.nbest import Floats, Ints, NBest, WordErrors
 from lm.rescoring.unknown import UnknownWords
 from lm.run import Run
 from lm.scoring import Scorer
+from lm.scoring.ngram import NGramModel
 
 WordScores = Callable[[Sequence[str]], list[Floats]]
 """A model: log-probabilities in nats of the words of each text and of its end, [words + 1] each."""
 
-NATS_PER_LOG10 = float(np.log(10))
 NUM_UNSEEN = 1_000_000
 """U, the number of words that share P(`<unk>`), unless the lists have more; 10⁴ … 10⁷ are alike."""
 
@@ -130,25 +130,41 @@ class RunScores:
         )
 
 
-def arpa_scores(path: Path) -> WordScores:
-    """The model of an ARPA or KenLM file, read by the package `kenlm`.
+class NGramStep(NamedTuple):
+    """What follows from a word."""
+
+    state: Ints  # [order - 1], the words before the next one
+
+
+class ArpaScores:
+    """The `WordScores` of an ARPA file over its own words, and its states for a search.
 
     Raises:
-        UserError: if the package is not installed or cannot read the file.
+        UserError: if the file cannot be read or is incomplete; when it scores, if it has no `</s>`.
     """
-    try:
-        import kenlm
-    except ImportError as error:
-        raise UserError("--arpa requires the package kenlm: pip install kenlm") from error
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    try:
-        model = kenlm.Model(str(path))
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{path} is not a model that kenlm can read") from error
 
-    def word_scores(texts: Sequence[str]) -> list[Floats]:
-        scores = (model.full_scores(" ".join(text.split())) for text in texts)
-        return [NATS_PER_LOG10 * np.array([score[0] for score in each]) for each in scores]
+    def __init__(self, path: Path) -> None:
+        self._model = NGramModel(path)
+        self.eos_id = self._model.eos_id
 
-    return word_scores
+    def __call__(self, texts: Sequence[str]) -> list[Floats]:
+        """Log-probabilities in nats of the words of each text and of its end."""
+        ids = [np.append(self._model.word_ids(text.split()), self.eos_id) for text in texts]
+        values = self._model.log_prob(np.concatenate(ids))
+        return np.split(values, np.cumsum([len(each) for each in ids])[:-1])
+
+    def start(self) -> Ints:
+        """The state before the first word."""
+        return self._model.start()
+
+    def step_many(self, states: Sequence[Ints], words: Sequence[str]) -> list[NGramStep]:
+        """The state after each pair of a state and a word."""
+        extended = self._model.extended(np.stack(states), self._model.word_ids(words))
+        return list(map(NGramStep, extended))
+
+    def candidate_log_probs(self, states: Sequence[Ints], words: Sequence[str | int]) -> Floats:
+        """Log-probabilities [S, K] of some next words, or `eos_id`, after each state, in nats."""
+        ids = np.array([w if isinstance(w, int) else self._model.word_ids([w])[0] for w in words])
+        histories = np.repeat(np.stack(states), len(ids), axis=0)
+        values = self._model.log_probs(histories, np.tile(ids, len(states)))
+        return values.reshape(len(states), len(ids))

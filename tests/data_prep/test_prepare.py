@@ -57,6 +57,38 @@ def test_the_same_again_writes_nothing(corpus: Corpus, caplog: pytest.LogCapture
     assert caplog.messages == [f"{corpus.folder / 'prepared'} is up to date"]
 
 
+def test_the_same_data_of_another_folder_are_linked_and_verified(
+    corpus: Corpus, caplog: pytest.LogCaptureFixture, flip_bit: Callable[[Path], None]
+) -> None:
+    first = corpus.prepare()
+    others = [corpus.folder, corpus.folder / "absent", first.folder]
+
+    def second(name: str, classes: ClassesConfig | None = corpus.classes) -> Any:
+        caplog.clear()
+        folder = corpus.folder / name
+        made = prepare_module.prepare(
+            corpus.data, corpus.tokenizer, classes, folder, progress=False, others=others
+        )
+        assert made.tokens("train").tolist() == first.tokens("train").tolist()
+        own = open_prepared(folder)
+        assert own.tokens("valid").tolist() == first.tokens("valid").tolist()
+        return own.word_class().tolist()
+
+    assert second("second") == first.word_class().tolist()
+    assert not any("building" in message for message in caplog.messages)
+    links = {(corpus.folder / each / "train.npy").stat().st_ino for each in ("prepared", "second")}
+    assert len(links) == 1
+    assert second("classes", ClassesConfig(method="uniform", num_word_classes=2)) != second("third")
+    caplog.clear()
+    flip_bit(first.folder / "classes.npy")
+    second("damaged")
+    assert any("classes.npy is damaged" in message for message in caplog.messages)
+    corpus.write("valid.txt", "a dog\n")
+    first = corpus.prepare()
+    second("third")
+    assert "valid: valid.txt changed" in caplog.messages
+
+
 @pytest.mark.parametrize("kind", ["words", "sentencepiece"])
 @pytest.mark.parametrize("present", [False, True], ids=["new", "up to date"])
 def test_every_file_is_hashed_once(
