@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from lm.output.rowwise import RowSGD
 from scripts import run
 from scripts.benchmarks import measure
 from scripts.benchmarks.methods import Layer, Method, Problem, split_rows, zipf
-from scripts.benchmarks.output_layer import time_rounds, warm_up
+from scripts.benchmarks.output_layer import warm_up
 from scripts.benchmarks.reporting import (
     Row,
     Table,
@@ -121,6 +122,15 @@ class TreeMethod(Method):
             self._optimizer.step()
 
 
+def time_step(method: TreeMethod) -> None:
+    """Time one step; of dense gradients after another step, whose memory it uses as in training."""
+    if not method.slow:
+        method.step()
+        method.free()
+    method.timings.append(measure.cpu_clock(method.step))
+    method.free()
+
+
 def make_problem(size: tuple[int, int], found: dict[str, ClassTree], num_positions: int) -> Problem:
     """Hidden vectors, targets and a table large enough for every tree."""
     torch.manual_seed(0)
@@ -147,7 +157,10 @@ def training_rows(
         methods = [TreeMethod(problem, name, kind) for name in names]
         for method in methods:
             warm_up(method)
-        time_rounds(methods, options.rounds, measure.cpu_clock)
+        for turn in range(options.rounds):
+            for method in methods:
+                if not (method.slow and turn % 3):
+                    time_step(method)
         medians = {method.name: statistics.median(method.seconds()) for method in methods}
         for method in methods:
             yield {
@@ -219,10 +232,8 @@ def main() -> None:
         found, table = trees(size[0], few=options.few), Table(COLUMNS, options.json)
         of = {"vocab_size": size[0], "hidden_size": size[1], "role": options.role}
         of |= {"positions": options.positions}
-        rows = list(training_rows(size, found, options))
-        if not options.no_decoding:
-            rows += decoding_rows(size, found)
-        for row in rows:
+        decoding = [] if options.no_decoding else decoding_rows(size, found)
+        for row in chain(training_rows(size, found, options), decoding):
             table.add({**of, **row, "depth": found[row["tree"]].depth})
 
 

@@ -10,11 +10,11 @@ all tokens then has V visits, a binomial number, and exactly
 with ω = exp(2πi / m): (3) is the number of visits that tiles of m visits compute, from the discrete
 Fourier transform of s = -V mod m, Σ_s s ω^{ks} = m / (ω^k - 1). A node of one child is not visited.
 
-Memory and seconds follow from the work: see `rates`.
+Seconds follow from the work: see `rates`.
 """
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from lm.output.decoding.search import EXPANSION_COST, MOST_COST, SOFTMAX_COST
 from lm.output.tree.class_tree import ClassTree
 
 Amount = Tensor | float
+Gradient = Literal["zeroed", "mapped", "row_wise"]
+"""The table's gradient: rows that no target visits are set to 0, or are memory that is not touched;
+or it has visited rows alone."""
 ITEM = 4
 """Bytes of a number in fp32."""
 
@@ -44,10 +47,6 @@ class Work(NamedTuple):
     zero_numbers: Amount = 0.0  # of the rows whose dense gradient is set to 0, · W
     mapped_numbers: Amount = 0.0  # of the rows whose gradient is in freshly mapped memory, · W
 
-    def plus(self, other: "Work") -> "Work":
-        """The sum."""
-        return Work(*(a + b for a, b in zip(self, other, strict=True)))
-
     @property
     def flops(self) -> float:
         """Multiply-adds × 2."""
@@ -57,6 +56,13 @@ class Work(NamedTuple):
     def bytes(self) -> float:
         """Of the rows and vectors, in fp32: each read twice and its gradient written; zeros too."""
         return ITEM * float(3 * (self.row_numbers + self.vectors) + self.zero_numbers)
+
+
+class Batch(NamedTuple):
+    """The sizes of a step."""
+
+    num_positions: int  # P
+    hidden_size: int  # H
 
 
 class Decoding(NamedTuple):
@@ -72,11 +78,33 @@ class Decoding(NamedTuple):
     table_numbers: float = 0.0  # R · W then
 
 
-def shares_of_nodes(tree: ClassTree, counts: Tensor | None = None) -> Tensor:
-    """The share [I] fp64 of tokens below each node, by counts [N] of words; None: all equal."""
-    counts = torch.ones(tree.vocab_size) if counts is None else counts
-    below = tree.sum_below(counts.to(tree.row_of_word.device, torch.float64)).cpu()
-    return (below / below[0]).clamp(0, 1)
+class Shape(NamedTuple):
+    """What the cost of a tree depends on."""
+
+    share: Tensor  # [I] fp64, of tokens whose words are below each node
+    num_children: Tensor  # [I]
+    level: Tensor  # [I]
+    vocab_size: int
+    max_path_columns: int
+
+    @classmethod
+    def of(cls, tree: ClassTree, counts: Tensor | None = None) -> "Shape":
+        """The shape of a tree over words with counts [N]; None: all equally frequent."""
+        counts = torch.ones(tree.vocab_size) if counts is None else counts
+        below = tree.sum_below(counts.to(tree.row_of_word.device, torch.float64)).cpu()
+        share = (below / below[0]).clamp(0, 1)
+        sizes = tree.vocab_size, tree.max_path_columns
+        return cls(share, tree.num_children.cpu(), tree.level.cpu(), *sizes)
+
+    @property
+    def depth(self) -> int:
+        """Largest number of nodes on a path."""
+        return int(self.level.max()) + 1
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return int(self.num_children.sum())
 
 
 def is_visited(share: Tensor, num_positions: int) -> Tensor:
@@ -99,109 +127,97 @@ def visits_in_tiles(share: Tensor, num_positions: int, tile: int) -> Tensor:
 
 
 def work_of_nodes(
-    share: Tensor, num_children: Tensor, num_positions: int, hidden_size: int, tile: int
+    share: Tensor,
+    num_children: Tensor,
+    batch: Batch,
+    tile: int,
+    gradient: Gradient,
 ) -> Work:
-    """The expected work of nodes with a share of all tokens; both tensors of one shape.
+    """The expected work of nodes with some shares of all tokens; both tensors of one shape.
 
     Args:
         share: fp64, 0 … 1.
         num_children: of each node.
-        num_positions: P.
-        hidden_size: H.
+        batch: its positions and the size of their hidden vectors.
         tile: visits, and children, of a tile of the products.
+        gradient: how the gradient of the table is stored.
     """
-    width, row = num_children.double(), row_size(hidden_size)
-    counts = num_children > 1
-    nodes = torch.where(counts, is_visited(share, num_positions), 0)
-    visits = torch.where(counts, num_positions * share, 0)
-    in_tiles = torch.where(counts, visits_in_tiles(share, num_positions, tile), 0)
+    num_positions, row = batch.num_positions, row_size(batch.hidden_size)
+    width, has_softmax = num_children.double(), num_children > 1
+    nodes = torch.where(has_softmax, is_visited(share, num_positions), 0)
+    visits = torch.where(has_softmax, num_positions * share, 0)
+    in_tiles = torch.where(has_softmax, visits_in_tiles(share, num_positions, tile), 0)
     children = tile * (width / tile).ceil()
+    visited = nodes * width * row
     return Work(
         nodes=nodes,
         visits=visits,
         visit_numbers=visits * row,
         columns=visits * width,
         products=row * (in_tiles * (children + width) + visits * children),
-        row_numbers=nodes * width * row,
+        row_numbers=visited,
+        zero_numbers=width * row - visited if gradient == "zeroed" else 0 * visited,
+        mapped_numbers=visited if gradient == "mapped" else 0 * visited,
     )
 
 
-def work_of_step(
-    tree: ClassTree,
-    counts: Tensor | None,
-    num_positions: int,
-    hidden_size: int,
-    *,
-    tile: int,
-    row_wise: bool = False,
-) -> Work:
+def gradient_of(shape: Shape, batch: Batch, *, row_wise: bool) -> Gradient:
+    """How the gradient of the table is stored on a CPU."""
+    if row_wise:
+        return "row_wise"
+    nodes = is_visited(shape.share, batch.num_positions)
+    rows, num_rows = float(nodes @ shape.num_children.double()), shape.num_rows
+    num_bytes = num_rows * row_size(batch.hidden_size) * ITEM
+    return "mapped" if is_mapped(num_bytes, rows / num_rows) else "zeroed"
+
+
+def work_of_step(shape: Shape, batch: Batch, tile: int, gradient: Gradient) -> Work:
     """The expected work of a forward and backward of a layer.
 
-    With `row_wise`, gradients are of visited rows only: nothing is zeroed or mapped.
-
     Example:
-        >>> tree = ClassTree.two_level(num_words=10_000)
-        >>> work = work_of_step(tree, None, 1, 296, tile=1)
-        >>> work.nodes, work.visits, work.columns, work.row_numbers / 296
-        (2.0, 2.0, 200.0, 200.0)
+        >>> shape = Shape.of(ClassTree.two_level(num_words=10_000))
+        >>> work = work_of_step(shape, Batch(1, 296), tile=1, gradient="row_wise")
+        >>> [round(each) for each in (work.nodes, work.visits, work.columns)]
+        [2, 2, 200]
     """
-    share = shares_of_nodes(tree, counts)
-    row, num_rows = row_size(hidden_size), tree.num_rows
-    nodes = work_of_nodes(share, tree.num_children.cpu(), num_positions, hidden_size, tile)
-    total = Work(*(float(each.sum()) if isinstance(each, Tensor) else each for each in nodes))
-    zero, mapped = 0.0, 0.0
-    if not row_wise:
-        visited = total.row_numbers / row
-        if is_mapped(num_rows * row * ITEM, visited / num_rows):
-            mapped = total.row_numbers
-        else:
-            zero = (num_rows - visited) * row
+    nodes = work_of_nodes(shape.share, shape.num_children, batch, tile, gradient)
+    total = Work(*(float(torch.as_tensor(each).sum()) for each in nodes))
+    positions = float(batch.num_positions)
     return total._replace(
         steps=1.0,
-        levels=float(num_positions * tree.depth),
-        vectors=float(num_positions * row),
-        zero_numbers=zero,
-        mapped_numbers=mapped,
+        levels=positions * shape.depth,
+        vectors=positions * row_size(batch.hidden_size),
     )
 
 
-def work_of_sample(tree: ClassTree, counts: Tensor | None, hidden_size: int) -> Decoding:
+def work_of_sample(shape: Shape, hidden_size: int) -> Decoding:
     """The expected work of drawing a word at temperature 1, if P(w) is the words' frequency."""
-    share = shares_of_nodes(tree, counts)
-    columns = float(share @ tree.num_children.cpu().double())
-    nodes = float(share.sum())
+    columns = float(shape.share @ shape.num_children.double())
+    nodes = float(shape.share.sum())
     return Decoding(1.0, nodes, nodes, columns, columns * row_size(hidden_size))
 
 
-def work_of_topk(tree: ClassTree, counts: Tensor | None, hidden_size: int, k: int) -> Decoding:
+def work_of_topk(shape: Shape, kth_share: float, hidden_size: int) -> Decoding:
     """The work of finding the k most probable words, if P(w) is the words' frequency.
 
     Nodes more probable than the k-th word are expanded; all words at once where these are many.
+
+    Args:
+        kth_share: the share of the k-th most frequent word.
     """
-    counts = torch.ones(tree.vocab_size) if counts is None else counts.double()
-    share, row = shares_of_nodes(tree, counts), row_size(hidden_size)
-    least = counts.topk(min(k, tree.vocab_size)).values[-1] / counts.sum()
-    opened = share > float(least)
+    row, opened = row_size(hidden_size), shape.share > kth_share
     opened[0] = True
-    width, level = tree.num_children.cpu(), tree.level.cpu()
-    columns = float(width[opened].sum())
-    nodes, levels = float(opened.sum()), float(level[opened].max() + 1)
-    most = MOST_COST * (tree.num_rows + SOFTMAX_COST * tree.num_nodes)
-    if columns + EXPANSION_COST * nodes <= most or nodes == 1:
-        return Decoding(1.0, levels, nodes, columns, columns * row)
-    begun = columns_until(width[opened], level[opened], most)
-    words = float(tree.vocab_size * tree.depth)
-    whole = float(tree.num_nodes), words, float(tree.num_rows * row)
-    return Decoding(1.0, *begun, begun[-1] * row, *whole)
-
-
-def columns_until(width: Tensor, level: Tensor, most: float) -> tuple[float, float, float]:
-    """Levels, nodes and columns of a search level by level that ends when it costs too much."""
-    levels, nodes, columns = 0.0, 0.0, 0.0
+    width, level = shape.num_children[opened], shape.level[opened]
+    most = MOST_COST * (shape.num_rows + SOFTMAX_COST * len(shape.share))
+    levels, nodes, columns = 0, 0, 0
     for each in range(int(level.max()) + 1):
         here = width[level == each]
-        more = float(here.sum()), float(len(here))
-        if each and columns + more[0] + EXPANSION_COST * (nodes + more[1]) > most:
+        more = columns + int(here.sum())
+        if each and more + EXPANSION_COST * (nodes + len(here)) > most:
+            words = float(shape.vocab_size * shape.depth)
+            whole = float(len(shape.share)), words, float(shape.num_rows * row)
             break
-        levels, nodes, columns = levels + 1, nodes + more[1], columns + more[0]
-    return levels, nodes, columns
+        levels, nodes, columns = levels + 1, nodes + len(here), more
+    else:
+        whole = 0.0, 0.0, 0.0
+    return Decoding(1.0, float(levels), float(nodes), float(columns), float(columns * row), *whole)
