@@ -67,8 +67,8 @@ def measured(row: Row, tile: int = TILE) -> Measured:
         )
         return Measured("decoding", work, row["seconds"], row)
     batch, row_wise = Batch(row["positions"], size), kind == "row_wise"
-    work = work_of_step(shape, batch, tile, gradient_of(shape, batch, row_wise=row_wise))
-    return Measured(kind_of(shape, batch, row_wise=row_wise), work, row["seconds"], row)
+    step = work_of_step(shape, batch, tile, gradient_of(shape, batch, row_wise=row_wise))
+    return Measured(kind_of(shape, batch, row_wise=row_wise), step, row["seconds"], row)
 
 
 def read(log: Path) -> list[Row]:

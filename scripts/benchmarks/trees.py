@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lm.output import ClassTree, Sampling, hierarchical_cross_entropy
 from lm.output.backends.base import row_size
-from lm.output.cost.candidates import even_tree
+from lm.output.cost.candidates import even_tree, splits_of_depth
 from lm.output.decoding.distribution import sample, topk
 from lm.output.rowwise import RowSGD
 from scripts import run
@@ -66,22 +66,17 @@ def trees(vocab_size: int, *, few: bool = False) -> dict[str, ClassTree]:
     found = {BASELINE: ClassTree.two_level(num_words=vocab_size)}
     if not few:
         found["full"] = ClassTree.full(vocab_size)
-    levels = {"depth 3": 3, "depth 4": 4, "depth 8": 8}
-    shapes = {
-        name: (math.ceil(round(vocab_size ** (1 / depth), 9)), depth)
-        for name, depth in levels.items()
-    }
+    shapes = {f"depth {depth}": splits_of_depth(vocab_size, depth) for depth in (3, 4, 8)}
     for branching in (2, 8, 32):
         depth = math.ceil(round(math.log(vocab_size, branching), 9))
-        shapes[f"branching {branching}"] = (branching, depth)
+        shapes[f"branching {branching}"] = [branching] * (depth - 1)
     if few:
         shapes = {name: shapes[name] for name in ("depth 3", "branching 32", "branching 8")}
-    for name, (branching, depth) in shapes.items():
-        splits = [branching] * (depth - 1)
+    for name, splits in shapes.items():
         found[f"{name}, clustered"] = even_tree(rank, splits)
         found[f"{name}, random"] = even_tree(shuffled, splits)
     found["two_level, random"] = even_tree(shuffled, [root])
-    for name, splits in {"two_level": [root], "depth 3": [shapes["depth 3"][0]] * 2}.items():
+    for name, splits in {"two_level": [root], "depth 3": shapes["depth 3"]}.items():
         for factor in (0.25, 1, 4) if name == "two_level" else (1,):
             shortlist = round(factor * root)
             found[f"{name}, shortlist {factor:g}√N"] = even_tree(rank, splits, shortlist)

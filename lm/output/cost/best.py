@@ -1,8 +1,8 @@
 """The tree that costs least by the cost model, chosen by dynamic programming over frequencies.
 
 A tree over words by falling frequency has intervals of them below the children of the root. With λ,
-the cost of one more child of the root, and t_d(i, j), that of the softmaxes below a child with words
-i … j - 1 in at most d levels, the cheapest intervals of the words from i on take
+the cost of one more child of the root, and t_d(i, j), that of the softmaxes below a child with
+words i … j - 1 in at most d levels, the cheapest intervals of the words from i on take
 
     f(i) = min over j of λ + t_d(i, j) + f(j),  f(N) = 0,                       (1)
 

@@ -47,6 +47,21 @@ def even_tree(
         return ClassTree(*shapes.nested(order, stop, factors))
 
 
+def splits_of_depth(vocab_size: int, depth: int) -> list[int]:
+    """Nearly equal numbers of children on each level but the last, for `even_tree`.
+
+    Example:
+        >>> splits_of_depth(10_000, 3), splits_of_depth(10_000, 8)
+        ([21, 21], [3, 3, 3, 3, 3, 3, 4])
+    """
+    splits = [max(1, math.floor(vocab_size ** (1 / depth) + 1e-9))] * depth
+    for level in reversed(range(depth)):
+        if math.prod(splits) >= vocab_size:
+            break
+        splits[level] += 1
+    return splits[:-1]
+
+
 def by_frequency(counts: Tensor) -> Tensor:
     """The words by falling frequency, [N]."""
     return counts.argsort(descending=True, stable=True)
@@ -64,9 +79,8 @@ def candidates(counts: Tensor, *, dealt: bool) -> dict[str, ClassTree]:
             name += f", shortlist {shortlist:,}" if shortlist else ""
             found[name] = even_tree(order, [max(1, num_classes)], shortlist, dealt=dealt)
     for depth in (3, 4):
-        branching = max(2, math.ceil(round(num_words ** (1 / depth), 9)))
-        name = f"balanced, depth {depth}"
-        found[name] = even_tree(order, [branching] * (depth - 1), dealt=dealt)
+        splits = splits_of_depth(num_words, depth)
+        found[f"balanced, depth {depth}"] = even_tree(order, splits, dealt=dealt)
     for arity in (2, 16):
         found[f"huffman, arity {arity}"] = ClassTree.huffman(counts, arity)
     return found

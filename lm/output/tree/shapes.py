@@ -108,9 +108,9 @@ def nested(order: Tensor, stop: Tensor, splits: Tensor) -> Arrays:
     parent_of_word, num_nodes = torch.zeros_like(order), 1
     parents, parts = [], torch.ones_like(stop)
     for level in range(splits.shape[1] + 1):
-        divides = size > 1 if level == 0 else splits[:, level - 1] > 1
-        if level:
-            parts = parts * splits[:, level - 1]
+        before = parts
+        parts = torch.minimum(parts * splits[:, level - 1], size) if level else parts
+        divides = parts > before if level else size > 1
         word = divides[block].nonzero().squeeze(1)
         part = place[word] * parts[block[word]] // size[block[word]]
         keys, node = torch.unique(block[word] * (num_words + 1) + part, return_inverse=True)
