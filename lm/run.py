@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data_prep.errors import UserError
-from lm.config import Config, load_config, load_run_config
+from lm.config import Config, load_config, load_run_config, with_tree_of
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,9 @@ class Run:
         """Open a configuration: a YAML file, or the folder of a run, with overrides."""
         is_folder = Path(source).is_dir()
         config = (load_run_config if is_folder else load_config)(Path(source), overrides)
+        started = config.run_path / "config.yaml"
+        if config.output.tree == "best" and started.exists():
+            config = with_tree_of(load_config(started), config)
         return cls(config.run_path, config)
 
     @classmethod
@@ -90,6 +93,8 @@ class Run:
         """Prepare the data, which are then open; arguments are those of `data_prep.prepare`."""
         from data_prep.prepare import prepare
 
+        if self.config.output.tree == "best":
+            self._choose_tree(prepare(*self.config.preparation, keep=keep, progress=progress))
         self.prepared = prepare(*self.config.preparation, keep=keep, progress=progress)
 
     @cached_property
@@ -99,6 +104,8 @@ class Run:
         from data_prep.prepared import open_prepared
 
         if not self._is_trained:
+            if self.config.output.tree == "best":
+                self._choose_tree(open_made_by(*self.config.preparation))
             return open_made_by(*self.config.preparation)
         prepared = open_prepared(self.config.prepared_path)
         if prepared.tokenizer_sha256 != self.description.tokenizer_sha256:
@@ -107,6 +114,12 @@ class Run:
                 f" {self.folder}"
             )
         return prepared
+
+    def _choose_tree(self, prepared: "Prepared") -> None:
+        """Replace `output.tree: best` in the configuration by the tree that it is."""
+        from lm.model.best_tree import with_best_tree
+
+        self.config = with_best_tree(self.config, prepared, self.num_devices, on_gpu=self.on_gpu)
 
     def check_classes(self) -> None:
         """Check that the folder of the run has the classes of the prepared data, if it has any.
@@ -130,7 +143,8 @@ class Run:
         """The tree of softmaxes over the words of the prepared data; None for `adaptive`."""
         from lm.model.build import build_tree
 
-        return build_tree(self.config, self.prepared)
+        prepared = self.prepared  # chooses the tree if it is the best one
+        return build_tree(self.config, prepared)
 
     @cached_property
     def word_table(self) -> "WordTable":

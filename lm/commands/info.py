@@ -5,16 +5,22 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from lm.commands.arguments import JSON, SOURCE
+from lm.commands.arguments import JSON, SOURCE, SWITCH, Options
 from lm.run import Run
 
 HELP = "sizes, cost and memory of a run"
-OPTIONS = SOURCE | JSON
+_TREES: Options = {
+    "--trees": SWITCH | {"help": "rank trees by their predicted time for the words of this run"}
+}
+OPTIONS = SOURCE | _TREES | JSON
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the figures, by name; allocates no weights."""
     run = Run.read(options.source, options.overrides)
+    if options.trees:
+        _print_trees(run, as_json=options.json)
+        return
     run.check_classes()
     from lm.output import HierarchicalSoftmax
     from lm.training.batches import training_batches
@@ -62,3 +68,43 @@ def run(options: argparse.Namespace) -> None:
     width = max(map(len, values))
     for key, value in values.items():
         print(f"{key:<{width}}  {value:,}" if type(value) is int else f"{key:<{width}}  {value}")
+
+
+def _print_trees(run: Run, *, as_json: bool) -> None:
+    """Print the predicted cost of trees over the words of a run, the fastest first."""
+    from lm.model.tree_costs import tree_costs
+
+    rates, rows = tree_costs(run)
+    if as_json:
+        print(json.dumps({"device": rates.device, "source": rates.source, "trees": rows}))
+        return
+    print(f"predicted for {rates.device}; constants: {rates.source}")
+    shown = {
+        "tree": "{tree}",
+        "depth": "{depth}",
+        "nodes": "{nodes:,}",
+        "columns per token": "{columns:,.0f}",
+        "rows visited": "{visited_rows:,.0f}",
+        "ms per step": "{step_ms:.2f}",
+        "÷ two_level": "{ratio:.2f}",
+        "sample, ms": "{sample_ms:.2f}",
+        "top-10, ms": "{topk_ms:.2f}",
+        "MiB": "{memory_mib:,.1f}",
+    }
+    lines = [list(shown)]
+    for row in rows:
+        values = {name: "–" if value is None else value for name, value in row.items()}
+        lines.append([_cell(template, values) for template in shown.values()])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        first, *rest = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print(
+            "  ".join(
+                [first, *(cell.strip().rjust(w) for cell, w in zip(rest, widths[1:], strict=True))]
+            )
+        )
+
+
+def _cell(template: str, values: dict[str, Any]) -> str:
+    field = template[1:].partition(":")[0].rstrip("}")
+    return "–" if values[field] == "–" else template.format(**values)

@@ -26,6 +26,11 @@ def first_problem(config: Config) -> str | None:
         ),
         "model.input_embedding: path_sum cannot be combined with output.tree: full, which has no"
         " classes: set model.input_embedding: word": path_sum and config.output.tree == "full",
+        "output.tree: best cannot be combined with classes.num_word_classes and classes.shortlist,"
+        " which it chooses, nor with classes.method: file": (
+            config.output.tree == "best"
+            and bool(classes.num_word_classes or classes.shortlist or classes.method == "file")
+        ),
         "tokenizer.kind: sentencepiece requires tokenizer.vocab_size": (
             config.tokenizer.kind == "sentencepiece" and config.tokenizer.vocab_size is None
         ),

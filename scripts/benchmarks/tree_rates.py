@@ -6,17 +6,18 @@ log of `scripts.benchmarks.trees` with the role `fit` determine. They are printe
 """
 
 import json
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from lm.output.cost.rates import TOP_K, kind_of, seconds
+from lm.output.cost.rates import CPU, TOP_K, Rates, kind_of, seconds
 from lm.output.cost.work import (
     Batch,
     Decoding,
@@ -29,7 +30,7 @@ from lm.output.cost.work import (
 )
 from scripts import run
 from scripts.benchmarks.reporting import Row, benchmark_parser
-from scripts.benchmarks.trees import trees
+from scripts.benchmarks.tree_shapes import trees
 
 LOG = Path(__file__).parents[1] / "results" / "trees.jsonl"
 TILE = 4
@@ -86,32 +87,38 @@ def fitted(rows: Sequence[Measured]) -> Work | Decoding:
     return type(rows[0].work)(*(float(f"{each:.3g}") for each in found / scale))
 
 
-def errors(units: Work | Decoding, rows: Iterable[Measured]) -> list[float]:
-    """Predicted ÷ measured of each row."""
-    return [float(seconds(units, row.work)) / row.seconds for row in rows]
+def fitted_rates(rates: Rates, log: Path) -> Rates:
+    """The constants of a kind of device, fitted to the rows of a log with the role `fit`."""
+    rows = [measured(row, rates.tile) for row in read(log) if row["role"] == "fit"]
+    kinds = {row.kind for row in rows}
+    found: dict[str, Any]
+    found = {kind: fitted([row for row in rows if row.kind == kind]) for kind in kinds}
+    return rates._replace(**found)
 
 
 def main() -> None:
     """Print the constants and their errors."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--log", type=Path, default=LOG)
-    parser.add_argument("--worst", type=int, default=5, help="rows printed with the largest errors")
+    parser.add_argument("--worst", type=int, default=3, help="rows printed with the largest errors")
     options = parser.parse_args()
-    rows = [measured(row) for row in read(options.log)]
+    rates = fitted_rates(CPU, options.log)
+    rows = [measured(row) for row in read(options.log) if not row["tree"].startswith("best")]
     for kind in dict.fromkeys(row.kind for row in rows):
-        own = [row for row in rows if row.kind == kind]
-        units = fitted([row for row in own if row.row["role"] == "fit"])
+        units = getattr(rates, kind)
         print(f"\n{kind}: {units}")
-        for role in dict.fromkeys(row.row["role"] for row in own):
-            of_role = [row for row in own if row.row["role"] == role]
-            found = errors(units, of_role)
-            off = [abs(each - 1) for each in found]
-            print(f"{role}: {len(off)} rows, median error {statistics.median(off):.1%}")
-            order = sorted(range(len(off)), key=lambda i: -off[i])[: options.worst]
-            for i in order:
-                row = of_role[i].row
-                name = f"{row['vocab_size']:,} {row['hidden_size']} {row['tree']}, {row['kind']}"
-                print(f"  {found[i]:.2f} {row['seconds'] * 1e3:.2f} ms {name}")
+        for role in dict.fromkeys(row.row["role"] for row in rows if row.kind == kind):
+            found = {
+                float(seconds(units, row.work)) / row.seconds: row.row
+                for row in rows
+                if row.kind == kind and row.row["role"] == role
+            }
+            off = statistics.median(abs(ratio - 1) for ratio in found)
+            print(f"{role}: {len(found)} rows, median error {off:.1%}")
+            for ratio in sorted(found, key=lambda each: -abs(math.log(each)))[: options.worst]:
+                row = found[ratio]
+                names = "{vocab_size:,} {hidden_size} {tree}, {kind}: {seconds:.4f} s"
+                print(f"  predicted ÷ measured {ratio:.2f}: " + names.format(**row))
 
 
 if __name__ == "__main__":

@@ -11,23 +11,23 @@ nearly as many nodes as with classes by meaning.
   sample    a word, for one position; the layer's P(w) is about the frequency of w
   topk      the ten most probable words, for one position
 
-`predicted` is the cost model's time (`lm.output.cost`), by the constants that the package has.
+`--best` adds the trees that the cost model (`lm.output.cost`) chooses.
 """
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lm.output import ClassTree, Sampling, hierarchical_cross_entropy
 from lm.output.backends.base import row_size
-from lm.output.cost.candidates import even_tree, splits_of_depth
+from lm.output.cost.rates import CPU
 from lm.output.decoding.distribution import sample, topk
 from lm.output.rowwise import RowSGD
 from scripts import run
@@ -41,8 +41,9 @@ from scripts.benchmarks.reporting import (
     problem_size,
     require_positive,
 )
+from scripts.benchmarks.tree_rates import fitted_rates
+from scripts.benchmarks.tree_shapes import BASELINE, best_trees, trees
 
-BASELINE = "two_level"
 TOP_K = 10
 KINDS = ("dense", "row_wise")
 DECODED = 17
@@ -57,36 +58,6 @@ COLUMNS = {
     "÷ two_level": "{ratio:.2f}",
     "peak MiB": "{peak_bytes:.1f/1048576}",
 }
-
-
-def trees(vocab_size: int, *, few: bool = False) -> dict[str, ClassTree]:
-    """Name → tree; `few` leaves out those that differ little, and the slowest."""
-    rank, root = torch.arange(vocab_size), round(math.sqrt(vocab_size))
-    shuffled = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))
-    found = {BASELINE: ClassTree.two_level(num_words=vocab_size)}
-    if not few:
-        found["full"] = ClassTree.full(vocab_size)
-    shapes = {f"depth {depth}": splits_of_depth(vocab_size, depth) for depth in (3, 4, 8)}
-    for branching in (2, 8, 32):
-        depth = math.ceil(round(math.log(vocab_size, branching), 9))
-        shapes[f"branching {branching}"] = [branching] * (depth - 1)
-    if few:
-        shapes = {name: shapes[name] for name in ("depth 3", "branching 32", "branching 8")}
-    for name, splits in shapes.items():
-        found[f"{name}, clustered"] = even_tree(rank, splits)
-        found[f"{name}, random"] = even_tree(shuffled, splits)
-    found["two_level, random"] = even_tree(shuffled, [root])
-    for name, splits in {"two_level": [root], "depth 3": shapes["depth 3"]}.items():
-        for factor in (0.25, 1, 4) if name == "two_level" else (1,):
-            shortlist = round(factor * root)
-            found[f"{name}, shortlist {factor:g}√N"] = even_tree(rank, splits, shortlist)
-    for factor in (0.25, 0.5, 2, 4):
-        found[f"two_level, {factor:g}√N classes"] = even_tree(rank, [round(factor * root)])
-    counts = zipf(vocab_size, 0)[1]
-    found["huffman 16"] = ClassTree.huffman(counts, 16)
-    if not few:
-        found["huffman 2"] = ClassTree.huffman(counts, 2)
-    return found
 
 
 class TreeMethod(Method):
@@ -118,8 +89,11 @@ class TreeMethod(Method):
 
 
 def time_step(method: TreeMethod) -> None:
-    """Time one step; of dense gradients after another step, whose memory it uses as in training."""
-    if not method.slow:
+    """Time one step.
+
+    Of dense gradients the third one: as in training, all their memory has been touched before.
+    """
+    for _ in range(0 if method.slow else 2):
         method.step()
         method.free()
     method.timings.append(measure.cpu_clock(method.step))
@@ -215,6 +189,8 @@ def main() -> None:
     add("--positions", type=int, default=2048)
     add("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     add("--few", action="store_true", help="fewer trees")
+    add("--best", action="store_true", help="also the trees that the cost model chooses")
+    add("--rates", type=Path, metavar="LOG", help="choose by constants fitted to this log")
     add("--no-decoding", action="store_true", help="training steps alone")
     add("--role", default="fit", help="noted in the log: fit, or check of the cost model")
     add("--rounds", type=int, default=9)
@@ -227,9 +203,14 @@ def main() -> None:
         found, table = trees(size[0], few=options.few), Table(COLUMNS, options.json)
         of = {"vocab_size": size[0], "hidden_size": size[1], "role": options.role}
         of |= {"positions": options.positions}
+        if options.best:
+            rates = CPU if options.rates is None else fitted_rates(CPU, options.rates)
+            found |= best_trees(size, options.positions, rates)
         decoding = [] if options.no_decoding else decoding_rows(size, found)
         for row in chain(training_rows(size, found, options), decoding):
-            table.add({**of, **row, "depth": found[row["tree"]].depth})
+            tree = found[row["tree"]]
+            sizes = {"depth": tree.depth, "nodes": tree.num_nodes, "rows": tree.num_rows}
+            table.add({**of, **row, **sizes})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from lm.output.backends.base import Problem, row_size
 from scripts import run
 from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import Row, Table, benchmark_parser, problem_size
-from scripts.benchmarks.trees import BASELINE, trees
+from scripts.benchmarks.tree_shapes import BASELINE, trees
 from scripts.kernels.compilation import launches, moved
 from scripts.kernels.performance_model import CAPABILITY, launch_row
 from scripts.kernels.work import work_of
@@ -56,6 +56,7 @@ def report(size: tuple[int, int], num_positions: int, names: list[str] | None) -
                 "positions": num_positions,
                 "depth": tree.depth,
                 "kind": "gpu",
+                "role": "fit",
                 **row,
                 "seconds": seconds,
                 "ratio": seconds / base,

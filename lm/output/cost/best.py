@@ -31,7 +31,7 @@ from lm.output.tree.class_tree import ClassTree
 
 STEPS = 4096
 """Intervals begin at multiples of 1 / STEPS of their rank, rounded down to an integer."""
-MOST_DEPTH = 5
+MOST_DEPTH = 9
 RATIO = 1.15
 """Of two neighbouring lengths, or numbers of children, that are tried."""
 
@@ -65,10 +65,14 @@ def best_tree(counts: Tensor, batch: Batch, rates: Rates, *, row_wise: bool = Fa
     units = rates.row_wise if row_wise else rates.dense
     for gradient in gradients if len(order) > 2 else []:
         search = _Search(share, batch, rates.tile, units, gradient)
-        found = [search.intervals(levels) for levels in range(1, MOST_DEPTH)]
+        found = search.intervals(1)
+        for levels in range(2, MOST_DEPTH):
+            deeper = search.intervals(levels)
+            if deeper.seconds >= found.seconds:
+                break
+            found = deeper
         with torch.device("cpu"):
-            stop, splits = min(found, key=lambda each: each.seconds)[:2]
-            trees.append(ClassTree(*shapes.nested(order, stop, splits)))
+            trees.append(ClassTree(*shapes.nested(order, found.stop, found.splits)))
     costs = [
         cost_of(Shape.of(tree, counts), batch, rates, row_wise=row_wise).seconds for tree in trees
     ]
@@ -197,7 +201,7 @@ class _Search:
 
     def _softmax(self, share: Tensor, num_children: Tensor) -> Tensor:
         """t_1 of nodes, with what their rows cost where they are not visited."""
-        share, num_children = torch.broadcast_tensors(share, num_children)
+        share, num_children = share + 0 * num_children, num_children + 0 * share
         work = work_of_nodes(share, num_children, self.batch, self.tile, self.gradient)
         found: Tensor = seconds(self.units, work)
         return found

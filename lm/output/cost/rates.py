@@ -104,3 +104,4 @@ CPU = Rates(
     blocks=Work(products=2e-11),
     decoding=Decoding(steps=1e-4, levels=5e-4),
 )
+GPU = CPU
