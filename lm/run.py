@@ -94,7 +94,7 @@ class Run:
         from data_prep.prepare import prepare
 
         if self.config.output.tree == "best":
-            self._choose_tree(prepare(*self.config.preparation, keep=keep, progress=progress))
+            self.choose_tree(prepare(*self.config.preparation, keep=keep, progress=progress))
         self.prepared = prepare(*self.config.preparation, keep=keep, progress=progress)
 
     @cached_property
@@ -104,8 +104,7 @@ class Run:
         from data_prep.prepared import open_prepared
 
         if not self._is_trained:
-            if self.config.output.tree == "best":
-                self._choose_tree(open_made_by(*self.config.preparation))
+            self.choose_tree()
             return open_made_by(*self.config.preparation)
         prepared = open_prepared(self.config.prepared_path)
         if prepared.tokenizer_sha256 != self.description.tokenizer_sha256:
@@ -115,10 +114,17 @@ class Run:
             )
         return prepared
 
-    def _choose_tree(self, prepared: "Prepared") -> None:
-        """Replace `output.tree: best` in the configuration by the tree that it is."""
+    def choose_tree(self, prepared: "Prepared | None" = None) -> None:
+        """Replace `output.tree: best` in the configuration by the tree that it is.
+
+        It depends on the counts of `prepared`, by default of the prepared folder.
+        """
+        if self.config.output.tree != "best":
+            return
+        from data_prep.prepare import open_made_by
         from lm.model.best_tree import with_best_tree
 
+        prepared = prepared or open_made_by(*self.config.preparation)
         self.config = with_best_tree(self.config, prepared, self.num_devices, on_gpu=self.on_gpu)
 
     def check_classes(self) -> None:
@@ -143,8 +149,8 @@ class Run:
         """The tree of softmaxes over the words of the prepared data; None for `adaptive`."""
         from lm.model.build import build_tree
 
-        prepared = self.prepared  # chooses the tree if it is the best one
-        return build_tree(self.config, prepared)
+        self.choose_tree()
+        return build_tree(self.config, self.prepared)
 
     @cached_property
     def word_table(self) -> "WordTable":

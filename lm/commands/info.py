@@ -13,11 +13,21 @@ _TREES: Options = {
     "--trees": SWITCH | {"help": "rank trees by their predicted time for the words of this run"}
 }
 OPTIONS = SOURCE | _TREES | JSON
+_DECODING = "sample_ms", "topk_ms"
+_TREE_TITLES = (
+    "step, ms  ratio  depth      nodes  columns/token  rows/batch  sample, ms  top-10, ms"
+    "     MiB  tree"
+)
+_TREE = (
+    "{step_ms:8.2f}  {ratio:5.2f}  {depth:5}  {nodes:9,}  {columns:13,.0f}  {visited_rows:10,.0f}"
+    "  {sample_ms:>10}  {topk_ms:>10}  {memory_mib:6,.0f}  {tree}"
+)
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the figures, by name; allocates no weights."""
     run = Run.read(options.source, options.overrides)
+    run.choose_tree()
     if options.trees:
         _print_trees(run, as_json=options.json)
         return
@@ -78,33 +88,8 @@ def _print_trees(run: Run, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"device": rates.device, "source": rates.source, "trees": rows}))
         return
-    print(f"predicted for {rates.device}; constants: {rates.source}")
-    shown = {
-        "tree": "{tree}",
-        "depth": "{depth}",
-        "nodes": "{nodes:,}",
-        "columns per token": "{columns:,.0f}",
-        "rows visited": "{visited_rows:,.0f}",
-        "ms per step": "{step_ms:.2f}",
-        "÷ two_level": "{ratio:.2f}",
-        "sample, ms": "{sample_ms:.2f}",
-        "top-10, ms": "{topk_ms:.2f}",
-        "MiB": "{memory_mib:,.1f}",
-    }
-    lines = [list(shown)]
+    print(f"predicted for {rates.device}; constants from {rates.source}")
+    print(_TREE_TITLES)
     for row in rows:
-        values = {name: "–" if value is None else value for name, value in row.items()}
-        lines.append([_cell(template, values) for template in shown.values()])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        first, *rest = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print(
-            "  ".join(
-                [first, *(cell.strip().rjust(w) for cell, w in zip(rest, widths[1:], strict=True))]
-            )
-        )
-
-
-def _cell(template: str, values: dict[str, Any]) -> str:
-    field = template[1:].partition(":")[0].rstrip("}")
-    return "–" if values[field] == "–" else template.format(**values)
+        known = {name: "–" if row[name] is None else f"{row[name]:.2f}" for name in _DECODING}
+        print(_TREE.format(**row | known))

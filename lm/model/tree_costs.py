@@ -28,8 +28,7 @@ def tree_costs(run: "Run") -> tuple[Rates, list[dict[str, Any]]]:
     update), and of decoding one position if P(w) is the frequency of w. Classes of data are taken
     to have words of all frequencies; with classes.method: frequency, neighbouring ones.
     """
-    config, counts = run.config, torch.tensor(run.prepared.counts())
-    config = run.config  # resolved by now
+    counts, config = torch.tensor(run.prepared.counts()), run.config
     batch, rates = batch_and_rates(config, run.num_devices, on_gpu=run.on_gpu)
     row_wise, by_data = run.word_table.row_wise, config.classes.method != "frequency"
     trees = {ROOT: even_tree(by_frequency(counts), [round(len(counts) ** 0.5)], dealt=by_data)}

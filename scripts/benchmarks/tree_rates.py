@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from lm.output.cost.rates import CPU, TOP_K, Rates, kind_of, seconds
+from lm.output.cost.rates import CPU, GPU, TOP_K, Rates, gradient_of, kind_of, seconds
 from lm.output.cost.work import (
     Batch,
     Decoding,
     Shape,
     Work,
-    gradient_of,
     work_of_sample,
     work_of_step,
     work_of_topk,
@@ -33,8 +32,15 @@ from scripts.benchmarks.reporting import Row, benchmark_parser
 from scripts.benchmarks.tree_shapes import trees
 
 LOG = Path(__file__).parents[1] / "results" / "trees.jsonl"
-TILE = 4
-"""Visits, and children, of the tiles of the compiled loops."""
+
+
+OMITTED = {
+    "row_wise": {"columns"},
+    "decoding": {"columns"},
+    "blocks": set(Work._fields) - {"columns", "products", "row_numbers"},
+}
+"""Units that logs do not tell apart from others, by the kind of constants: with one H, columns from
+products."""
 
 
 class Measured(NamedTuple):
@@ -56,7 +62,7 @@ def shape_of(vocab_size: int, name: str) -> tuple[Shape, float]:
 _trees = cache(trees)
 
 
-def measured(row: Row, tile: int = TILE) -> Measured:
+def measured(row: Row, rates: Rates) -> Measured:
     """The work of a row of the log."""
     shape, kth_share = shape_of(row["vocab_size"], row["tree"])
     kind, size = row["kind"], row["hidden_size"]
@@ -68,8 +74,10 @@ def measured(row: Row, tile: int = TILE) -> Measured:
         )
         return Measured("decoding", work, row["seconds"], row)
     batch, row_wise = Batch(row["positions"], size), kind == "row_wise"
-    step = work_of_step(shape, batch, tile, gradient_of(shape, batch, row_wise=row_wise))
-    return Measured(kind_of(shape, batch, row_wise=row_wise), step, row["seconds"], row)
+    gradient = gradient_of(shape, batch, on_gpu=rates.on_gpu, row_wise=row_wise)
+    step = work_of_step(shape, batch, rates.tile, gradient)
+    name = kind_of(shape, batch, on_gpu=rates.on_gpu, row_wise=row_wise)
+    return Measured(name, step, row["seconds"], row)
 
 
 def read(log: Path) -> list[Row]:
@@ -81,7 +89,10 @@ def read(log: Path) -> list[Row]:
 
 def fitted(rows: Sequence[Measured]) -> Work | Decoding:
     """The constants, at least 0, with the least Σ (predicted / measured - 1)²."""
-    ratios = np.array([[float(each) / row.seconds for each in row.work] for row in rows])
+    omitted = OMITTED.get(rows[0].kind, set())
+    work = [row.work._replace(**dict.fromkeys(omitted, 0.0)) for row in rows]
+    pairs = zip(work, rows, strict=True)
+    ratios = np.array([[float(each) / row.seconds for each in amounts] for amounts, row in pairs])
     scale = ratios.max(0, initial=1e-300)
     found, _ = nnls(ratios / scale, np.ones(len(rows)))
     return type(rows[0].work)(*(float(f"{each:.3g}") for each in found / scale))
@@ -89,7 +100,7 @@ def fitted(rows: Sequence[Measured]) -> Work | Decoding:
 
 def fitted_rates(rates: Rates, log: Path) -> Rates:
     """The constants of a kind of device, fitted to the rows of a log with the role `fit`."""
-    rows = [measured(row, rates.tile) for row in read(log) if row["role"] == "fit"]
+    rows = [measured(row, rates) for row in read(log) if row["role"] == "fit"]
     kinds = {row.kind for row in rows}
     found: dict[str, Any]
     found = {kind: fitted([row for row in rows if row.kind == kind]) for kind in kinds}
@@ -100,10 +111,11 @@ def main() -> None:
     """Print the constants and their errors."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--log", type=Path, default=LOG)
+    parser.add_argument("--gpu", action="store_true", help="a log of scripts.kernels.trees")
     parser.add_argument("--worst", type=int, default=3, help="rows printed with the largest errors")
     options = parser.parse_args()
-    rates = fitted_rates(CPU, options.log)
-    rows = [measured(row) for row in read(options.log) if not row["tree"].startswith("best")]
+    rates = fitted_rates(GPU if options.gpu else CPU, options.log)
+    rows = [measured(row, rates) for row in read(options.log) if not row["tree"].startswith("best")]
     for kind in dict.fromkeys(row.kind for row in rows):
         units = getattr(rates, kind)
         print(f"\n{kind}: {units}")

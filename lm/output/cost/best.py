@@ -61,7 +61,8 @@ def best_tree(counts: Tensor, batch: Batch, rates: Rates, *, row_wise: bool = Fa
     order = by_frequency(counts.cpu())
     share = counts.cpu().double()[order] / counts.sum()
     trees = [ClassTree.full(len(order))]
-    gradients: list[Gradient] = ["row_wise"] if row_wise else ["zeroed", "mapped"]
+    dense: list[Gradient] = ["zeroed"] if rates.on_gpu else ["zeroed", "mapped"]
+    gradients: list[Gradient] = ["row_wise"] if row_wise else dense
     units = rates.row_wise if row_wise else rates.dense
     for gradient in gradients if len(order) > 2 else []:
         search = _Search(share, batch, rates.tile, units, gradient)

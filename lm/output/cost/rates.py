@@ -6,13 +6,17 @@ to a performance model: nothing was measured on one.
 
 from typing import Any, Literal, NamedTuple
 
+from lm.output.backends.base import row_size
 from lm.output.backends.reference.backend import saves_errors
+from lm.output.backends.reference.gradient_memory import is_mapped
 from lm.output.cost.work import (
+    ITEM,
     Batch,
     Decoding,
+    Gradient,
     Shape,
     Work,
-    gradient_of,
+    is_visited,
     work_of_sample,
     work_of_step,
     work_of_topk,
@@ -30,10 +34,11 @@ class Rates(NamedTuple):
 
     device: str
     source: str  # log in scripts/results
+    on_gpu: bool
     tile: int  # visits, and children, of a tile
     dense: Work  # seconds per unit of a forward and backward
-    row_wise: Work  # with the update by SGD
-    blocks: Work
+    row_wise: Work  # with the update by SGD; of a GPU as dense
+    blocks: Work  # of a GPU as dense
     decoding: Decoding | None  # None: not known
 
 
@@ -49,8 +54,20 @@ class Cost(NamedTuple):
     work: Work
 
 
-def kind_of(shape: Shape, batch: Batch, *, row_wise: bool) -> Kind:
-    """Which constants a step has on a CPU."""
+def gradient_of(shape: Shape, batch: Batch, *, on_gpu: bool, row_wise: bool) -> Gradient:
+    """How the gradient of the table is stored."""
+    if row_wise:
+        return "row_wise"
+    nodes = is_visited(shape.share, batch.num_positions)
+    rows, num_rows = float(nodes @ shape.num_children.double()), shape.num_rows
+    num_bytes = num_rows * row_size(batch.hidden_size) * ITEM
+    return "mapped" if not on_gpu and is_mapped(num_bytes, rows / num_rows) else "zeroed"
+
+
+def kind_of(shape: Shape, batch: Batch, *, on_gpu: bool, row_wise: bool) -> Kind:
+    """Which constants a step has."""
+    if on_gpu:
+        return "dense"
     num_columns = batch.num_positions * shape.max_path_columns
     if not saves_errors(shape.depth, num_columns, row_wise):
         return "blocks"
@@ -66,8 +83,9 @@ def cost_of(
     shape: Shape, batch: Batch, rates: Rates, *, row_wise: bool = False, kth_share: float = 0.0
 ) -> Cost:
     """The cost of a tree; `kth_share` is the share of tokens of the `TOP_K`-th word."""
-    work = work_of_step(shape, batch, rates.tile, gradient_of(shape, batch, row_wise=row_wise))
-    units: Work = getattr(rates, kind_of(shape, batch, row_wise=row_wise))
+    gradient = gradient_of(shape, batch, on_gpu=rates.on_gpu, row_wise=row_wise)
+    work = work_of_step(shape, batch, rates.tile, gradient)
+    units: Work = getattr(rates, kind_of(shape, batch, on_gpu=rates.on_gpu, row_wise=row_wise))
     size, sample, topk = batch.hidden_size, None, None
     if rates.decoding is not None:
         sample = float(seconds(rates.decoding, work_of_sample(shape, size)))
@@ -84,24 +102,29 @@ def cost_of(
 
 
 CPU = Rates(
-    device="x",
-    source="trees.jsonl",
+    device="AMD EPYC, avx2, avx512f, avx512_bf16, one thread",
+    source="scripts/results/trees.jsonl",
+    on_gpu=False,
     tile=4,
     dense=Work(
-        steps=5e-4,
-        levels=1e-8,
-        vectors=3e-9,
-        nodes=2e-6,
-        visits=2e-7,
-        visit_numbers=1e-10,
-        columns=3e-9,
-        products=2e-11,
-        row_numbers=1e-9,
-        zero_numbers=2e-10,
-        mapped_numbers=1e-9,
+        vectors=3.27e-09,
+        nodes=1.65e-06,
+        visit_numbers=8.11e-10,
+        columns=4.33e-10,
+        products=1.13e-11,
+        row_numbers=3.56e-10,
+        zero_numbers=2.24e-10,
+        mapped_numbers=1.77e-09,
     ),
-    row_wise=Work(nodes=1e-4, products=2e-11),
-    blocks=Work(products=2e-11),
-    decoding=Decoding(steps=1e-4, levels=5e-4),
+    row_wise=Work(steps=0.00168, nodes=4.28e-05, products=1.48e-11, row_numbers=4.58e-10),
+    blocks=Work(products=2.65e-11),
+    decoding=Decoding(
+        steps=2.76e-05,
+        levels=3.38e-05,
+        nodes=0.000179,
+        products=3.59e-10,
+        softmaxes=2.68e-06,
+        table_numbers=4.27e-10,
+    ),
 )
-GPU = CPU
+GPU = CPU._replace(on_gpu=True, tile=16, device="H200", source="trees_gpu.jsonl", decoding=None)

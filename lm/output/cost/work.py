@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import row_size
-from lm.output.backends.reference.gradient_memory import is_mapped
 from lm.output.decoding.search import EXPANSION_COST, MOST_COST, SOFTMAX_COST
 from lm.output.tree.class_tree import ClassTree
 
@@ -159,16 +158,6 @@ def work_of_nodes(
         zero_numbers=width * row - visited if gradient == "zeroed" else 0 * visited,
         mapped_numbers=visited if gradient == "mapped" else 0 * visited,
     )
-
-
-def gradient_of(shape: Shape, batch: Batch, *, row_wise: bool) -> Gradient:
-    """How the gradient of the table is stored on a CPU."""
-    if row_wise:
-        return "row_wise"
-    nodes = is_visited(shape.share, batch.num_positions)
-    rows, num_rows = float(nodes @ shape.num_children.double()), shape.num_rows
-    num_bytes = num_rows * row_size(batch.hidden_size) * ITEM
-    return "mapped" if is_mapped(num_bytes, rows / num_rows) else "zeroed"
 
 
 def work_of_step(shape: Shape, batch: Batch, tile: int, gradient: Gradient) -> Work:
