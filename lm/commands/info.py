@@ -82,9 +82,14 @@ def run(options: argparse.Namespace) -> None:
 
 def _print_trees(run: Run, *, as_json: bool) -> None:
     """Print the predicted cost of trees over the words of a run, the fastest first."""
+    import torch
+
+    from lm.model.best_tree import batch_and_rates
     from lm.model.tree_costs import tree_costs
 
-    rates, rows = tree_costs(run)
+    counts, row_wise = torch.tensor(run.prepared.counts()), run.word_table.row_wise
+    batch, rates = batch_and_rates(run.config, run.num_devices, on_gpu=run.on_gpu)
+    rows = tree_costs(run.config, counts, run.tree, batch, rates, row_wise=row_wise)
     if as_json:
         print(json.dumps({"device": rates.device, "source": rates.source, "trees": rows}))
         return

@@ -1,11 +1,11 @@
 """The predicted cost of trees of several shapes over the words of a run: `lm info --trees`."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lm.model.best_tree import batch_and_rates
+from lm.config import Config
 from lm.output import ClassTree
 from lm.output.backends import choose_backend, saved_bytes
 from lm.output.backends.base import Problem
@@ -14,27 +14,30 @@ from lm.output.cost.candidates import by_frequency, candidates, even_tree
 from lm.output.cost.rates import TOP_K, Rates, cost_of
 from lm.output.cost.work import Batch, Shape
 
-if TYPE_CHECKING:
-    from lm.run import Run
-
 ROOT = "two_level, √N classes"
 """The tree that others are compared with."""
 
 
-def tree_costs(run: "Run") -> tuple[Rates, list[dict[str, Any]]]:
-    """The constants, and a row for each tree, the fastest first.
+def tree_costs(
+    config: Config,
+    counts: Tensor,
+    own: ClassTree | None,
+    batch: Batch,
+    rates: Rates,
+    *,
+    row_wise: bool,
+) -> list[dict[str, Any]]:
+    """A row for each tree, the fastest first; `own` is that of the run.
 
     Times are of the output layer alone: of forward and backward of a batch (row-wise: with the
     update), and of decoding one position if P(w) is the frequency of w. Classes of data are taken
     to have words of all frequencies; with classes.method: frequency, neighbouring ones.
     """
-    counts, config = torch.tensor(run.prepared.counts()), run.config
-    batch, rates = batch_and_rates(config, run.num_devices, on_gpu=run.on_gpu)
-    row_wise, by_data = run.word_table.row_wise, config.classes.method != "frequency"
+    by_data = config.classes.method != "frequency"
     trees = {ROOT: even_tree(by_frequency(counts), [round(len(counts) ** 0.5)], dealt=by_data)}
     trees |= candidates(counts, dealt=by_data)
-    if run.tree is not None:
-        trees[f"this run: {config.output.tree}"] = run.tree
+    if own is not None:
+        trees[f"this run: {config.output.tree}"] = own
     trees["best by frequency"] = best_tree(counts, batch, rates, row_wise=row_wise)
     sizes = best_classes(counts, batch, rates, row_wise=row_wise)
     if sizes is not None:
@@ -47,7 +50,7 @@ def tree_costs(run: "Run") -> tuple[Rates, list[dict[str, Any]]]:
     ]
     base = rows[0]["step_ms"]
     rows = [row | {"ratio": row["step_ms"] / base} for row in rows]
-    return rates, sorted(rows, key=lambda row: float(row["step_ms"]))
+    return sorted(rows, key=lambda row: float(row["step_ms"]))
 
 
 def _row(

@@ -49,8 +49,8 @@ def best_tree(counts: Tensor, batch: Batch, rates: Rates, *, row_wise: bool = Fa
     Example:
         >>> from lm.output.cost.rates import CPU
         >>> counts = 1e6 / torch.arange(1, 10_001)
-        >>> best_tree(counts, Batch(2048, 300), CPU).depth
-        2
+        >>> best_tree(counts, Batch(2048, 300), CPU)
+        ClassTree(vocab_size=10000, num_nodes=401, depth=4, max_path_columns=112)
 
     Args:
         counts: [N] of the words, > 0 in total.
@@ -66,14 +66,14 @@ def best_tree(counts: Tensor, batch: Batch, rates: Rates, *, row_wise: bool = Fa
     units = rates.row_wise if row_wise else rates.dense
     for gradient in gradients if len(order) > 2 else []:
         search = _Search(share, batch, rates.tile, units, gradient)
-        found = search.intervals(1)
-        for levels in range(2, MOST_DEPTH):
-            deeper = search.intervals(levels)
-            if deeper.seconds >= found.seconds:
+        least = math.inf
+        for levels in range(1, MOST_DEPTH):
+            found = search.intervals(levels)
+            if found.seconds >= least:
                 break
-            found = deeper
-        with torch.device("cpu"):
-            trees.append(ClassTree(*shapes.nested(order, found.stop, found.splits)))
+            least = found.seconds
+            with torch.device("cpu"):
+                trees.append(ClassTree(*shapes.nested(order, found.stop, found.splits)))
     costs = [
         cost_of(Shape.of(tree, counts), batch, rates, row_wise=row_wise).seconds for tree in trees
     ]

@@ -52,7 +52,7 @@ def splits_of_depth(vocab_size: int, depth: int) -> list[int]:
 
     Example:
         >>> splits_of_depth(10_000, 3), splits_of_depth(10_000, 8)
-        ([21, 21], [3, 3, 3, 3, 3, 3, 4])
+        ([21, 22], [3, 3, 3, 3, 3, 3, 4])
     """
     splits = [max(1, math.floor(vocab_size ** (1 / depth) + 1e-9))] * depth
     for level in reversed(range(depth)):
