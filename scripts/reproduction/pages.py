@@ -22,6 +22,7 @@ PAGES = (
     "lm/output/COST.md",
     "lm/output/sharded/README.md",
     "scripts/*/README.md",
+    "scripts/reproduction/PROTOCOL.md",
 )
 RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")
 """Labels in the header comment of every recipe."""
