@@ -72,7 +72,7 @@ def _tree_problems(config: Config) -> dict[str, bool]:
         "word_table.tied: false": tied,
     }
     return {
-        "output.tree: best chooses classes.num_word_classes and classes.shortlist: leave them out": (
+        "output.tree: best chooses classes.num_word_classes and classes.shortlist: omit them": (
             output.tree == "best" and bool(classes.num_word_classes or classes.shortlist)
         ),
         "output.tree: best cannot be combined with classes.method: file, nor with"

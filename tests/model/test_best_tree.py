@@ -10,7 +10,7 @@ import yaml
 from lm.cli import main
 from lm.config import load_config
 from lm.model.best_tree import child_numbers, with_best_tree
-from lm.output import ClassTree
+from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.cost.best import Classes
 from lm.run import Run
 
@@ -39,7 +39,9 @@ def test_a_run_takes_the_best_classes_and_continues_with_them(
     assert int(tree.num_children[0]) == 3 + 5
     monkeypatch.setattr("lm.model.best_tree.best_classes", lambda *_, **__: Classes(2, 0))
     assert main([*train, "--train.max_steps=4", "--resume=auto"]) == 0
-    again = Run.open(folder).model.output.tree
+    output = Run.open(folder).model.output
+    assert isinstance(output, HierarchicalSoftmax)
+    again = output.tree
     assert torch.equal(again.num_children, tree.num_children)
     assert torch.equal(again.row_of_word, tree.row_of_word)
 
