@@ -81,10 +81,11 @@ def measured(row: Row, rates: Rates) -> Measured:
 
 
 def read(log: Path) -> list[Row]:
-    """The last row of each tree, size, kind and role."""
+    """The last row of each tree, size, kind and role, but for trees that a model chose."""
     rows = map(json.loads, log.read_text(encoding="utf-8").splitlines())
     names = "vocab_size", "hidden_size", "positions", "tree", "kind", "role"
-    return list({tuple(row[name] for name in names): row for row in rows}.values())
+    last = {tuple(row[name] for name in names): row for row in rows}
+    return [row for row in last.values() if not row["tree"].startswith("best")]
 
 
 def fitted(rows: Sequence[Measured]) -> Work | Decoding:
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--worst", type=int, default=3, help="rows printed with the largest errors")
     options = parser.parse_args()
     rates = fitted_rates(GPU if options.gpu else CPU, options.log)
-    rows = [measured(row, rates) for row in read(options.log) if not row["tree"].startswith("best")]
+    rows = [measured(row, rates) for row in read(options.log)]
     for kind in dict.fromkeys(row.kind for row in rows):
         units = getattr(rates, kind)
         print(f"\n{kind}: {units}")
