@@ -85,7 +85,8 @@ def read(log: Path) -> list[Row]:
     rows = map(json.loads, log.read_text(encoding="utf-8").splitlines())
     names = "vocab_size", "hidden_size", "positions", "tree", "kind", "role"
     last = {tuple(row[name] for name in names): row for row in rows}
-    return [row for row in last.values() if not row["tree"].startswith("best")]
+    timed = [row for row in last.values() if row["kind"] != "memory"]
+    return [row for row in timed if not row["tree"].startswith("best")]
 
 
 def fitted(rows: Sequence[Measured]) -> Work | Decoding:

@@ -6,6 +6,7 @@ that a layer has by default: √N classes of neighbouring words. *Clustered* tre
 neighbouring frequency ranks in one node; *random* ones have shuffled words, so that a batch visits
 nearly as many nodes as with classes by meaning.
 
+  memory    of a step with dense gradients at its peak, in addition to the table
   dense     forward and backward of `hierarchical_cross_entropy`
   row_wise  the same with row-wise gradients, and the update by `RowSGD`
   sample    a word, for one position; the layer's P(w) is about the frequency of w
@@ -27,13 +28,13 @@ from torch import Tensor
 
 from lm.output import ClassTree, Sampling, hierarchical_cross_entropy
 from lm.output.backends.base import row_size
+from lm.output.backends.reference.gradient_memory import release
 from lm.output.cost.rates import CPU
 from lm.output.decoding.distribution import sample, topk
 from lm.output.rowwise import RowSGD
 from scripts import run
 from scripts.benchmarks import measure
 from scripts.benchmarks.methods import Layer, Method, Problem, split_rows, zipf
-from scripts.benchmarks.output_layer import warm_up
 from scripts.benchmarks.reporting import (
     Row,
     Table,
@@ -45,7 +46,7 @@ from scripts.benchmarks.tree_rates import fitted_rates
 from scripts.benchmarks.tree_shapes import BASELINE, best_trees, trees
 
 TOP_K = 10
-KINDS = ("dense", "row_wise")
+KINDS = ("memory", "dense", "row_wise")
 DECODED = 17
 """Positions that are decoded one after another."""
 MOST_SECONDS = 2
@@ -100,6 +101,14 @@ def time_step(method: TreeMethod) -> None:
     method.free()
 
 
+def memory_row(method: TreeMethod) -> Row:
+    """What a step with dense gradients holds at its peak, in addition to the table."""
+    release()
+    peak_bytes = measure.peak_bytes(method)
+    method.free()
+    return {"tree": method.name, "kind": method.kind, "peak_bytes": peak_bytes}
+
+
 def make_problem(size: tuple[int, int], found: dict[str, ClassTree], num_positions: int) -> Problem:
     """Hidden vectors, targets and a table large enough for every tree."""
     torch.manual_seed(0)
@@ -119,13 +128,16 @@ def make_problem(size: tuple[int, int], found: dict[str, ClassTree], num_positio
 def training_rows(
     size: tuple[int, int], found: dict[str, ClassTree], options: argparse.Namespace
 ) -> Iterator[Row]:
-    """The seconds and memory of a step with each tree."""
+    """The memory of a step with each tree, and its seconds."""
     problem = make_problem(size, found, options.positions)
     for kind in options.kinds:
-        names = [name for name in found if kind == "dense" or name != "full"]
+        names = [name for name in found if kind != "row_wise" or name != "full"]
         methods = [TreeMethod(problem, name, kind) for name in names]
         for method in methods:
-            warm_up(method)
+            method.prepare()
+        if kind == "memory":
+            yield from map(memory_row, methods)
+            continue
         for turn in range(options.rounds):
             for method in methods:
                 if not (method.slow and turn % 3):
@@ -138,8 +150,6 @@ def training_rows(
                 "seconds": medians[method.name],
                 "ratio": medians[method.name] / medians[BASELINE],
                 "rounds": len(method.timings),
-                "peak_bytes": method.peak_bytes,
-                "table_bytes": method.gradient_bytes - 4 * problem.hidden.numel(),
             }
 
 

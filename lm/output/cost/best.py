@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lm.output.cost.candidates import by_frequency
-from lm.output.cost.rates import Rates, cost_of, seconds
+from lm.output.cost.rates import Rates, cost_of, gradients, seconds
 from lm.output.cost.work import Batch, Gradient, Shape, Work, work_of_nodes
 from lm.output.tree import shapes
 from lm.output.tree.class_tree import ClassTree
@@ -32,6 +32,7 @@ from lm.output.tree.class_tree import ClassTree
 STEPS = 4096
 """Intervals begin at multiples of 1 / STEPS of their rank, rounded down to an integer."""
 MOST_DEPTH = 9
+"""Of the trees that are tried."""
 RATIO = 1.15
 """Of two neighbouring lengths, or numbers of children, that are tried."""
 
@@ -58,13 +59,13 @@ def best_tree(counts: Tensor, batch: Batch, rates: Rates, *, row_wise: bool = Fa
         rates: constants of the device.
         row_wise: whether gradients are row-wise.
     """
+    if len(counts) <= 2:
+        return ClassTree.full(len(counts))
     order = by_frequency(counts.cpu())
     share = counts.cpu().double()[order] / counts.sum()
     trees = [ClassTree.full(len(order))]
-    dense: list[Gradient] = ["zeroed"] if rates.on_gpu else ["zeroed", "mapped"]
-    gradients: list[Gradient] = ["row_wise"] if row_wise else dense
     units = rates.row_wise if row_wise else rates.dense
-    for gradient in gradients if len(order) > 2 else []:
+    for gradient in gradients(len(order), batch, rates, row_wise=row_wise):
         search = _Search(share, batch, rates.tile, units, gradient)
         least = math.inf
         for levels in range(1, MOST_DEPTH):
@@ -97,8 +98,8 @@ def best_classes(
     num_words, root = len(share), math.sqrt(len(share))
     full = Shape.of(ClassTree.full(num_words))
     least, best = cost_of(full, batch, rates, row_wise=row_wise).seconds, None
-    sizes = {round(root * 2 ** (i / 4)) for i in range(-10, 11)}
-    shortlists = {0, *(round(root * 2 ** (i / 2)) for i in range(-4, 9))}
+    sizes = {round(root * 2 ** (i / 4)) for i in range(-8, 9)}
+    shortlists = {0, *(round(root * 2 ** (i / 2)) for i in range(-4, 5))}
     for num_classes in sorted(sizes):
         for shortlist in sorted(shortlists):
             if not 2 <= num_classes <= (num_words - shortlist) // 2:

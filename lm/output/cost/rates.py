@@ -56,12 +56,27 @@ class Cost(NamedTuple):
 
 def gradient_of(shape: Shape, batch: Batch, *, on_gpu: bool, row_wise: bool) -> Gradient:
     """How the gradient of the table is stored."""
+    nodes = is_visited(shape.share, batch.num_positions)
+    share = float(nodes @ shape.num_children.double()) / shape.num_rows
+    return _stored(shape.num_rows, share, batch, on_gpu=on_gpu, row_wise=row_wise)
+
+
+def gradients(
+    num_words: int, batch: Batch, rates: Rates, *, row_wise: bool = False
+) -> list[Gradient]:
+    """How it may be stored, depending on the tree."""
+    flags = {"on_gpu": rates.on_gpu, "row_wise": row_wise}
+    found = [_stored(num_words, share, batch, **flags) for share in (0.0, 1.0)]
+    return list(dict.fromkeys(found))
+
+
+def _stored(
+    num_rows: int, visited_share: float, batch: Batch, *, on_gpu: bool, row_wise: bool
+) -> Gradient:
+    num_bytes = num_rows * row_size(batch.hidden_size) * ITEM
     if row_wise:
         return "row_wise"
-    nodes = is_visited(shape.share, batch.num_positions)
-    rows, num_rows = float(nodes @ shape.num_children.double()), shape.num_rows
-    num_bytes = num_rows * row_size(batch.hidden_size) * ITEM
-    return "mapped" if not on_gpu and is_mapped(num_bytes, rows / num_rows) else "zeroed"
+    return "mapped" if not on_gpu and is_mapped(num_bytes, visited_share) else "zeroed"
 
 
 def kind_of(shape: Shape, batch: Batch, *, on_gpu: bool, row_wise: bool) -> Kind:

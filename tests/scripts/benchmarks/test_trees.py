@@ -28,6 +28,8 @@ def test_every_tree_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert set(found) == names - ({"full"} if kind == "row_wise" else set())
         assert found[BASELINE]["ratio"] == 1
         assert min(row["seconds"] for row in found.values()) > 0
+    memory = {row["tree"]: row["peak_bytes"] for row in rows if row["kind"] == "memory"}
+    assert set(memory) == names
     monkeypatch.setattr(sys, "argv", ["tree_rates.py", "--log", str(log)])
     tree_rates.main()
 

@@ -62,6 +62,11 @@ def is_mapped(num_bytes: float, share: float) -> bool:
     return num_bytes >= LARGE_BYTES and is_rare
 
 
+def release() -> None:
+    """Unmap the memory that is held for the next gradient."""
+    _free.clear()
+
+
 def _give_back(memory: mmap.mmap) -> None:
     _free[:] = [memory]
 
