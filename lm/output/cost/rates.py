@@ -142,4 +142,20 @@ CPU = Rates(
         table_numbers=4.27e-10,
     ),
 )
-GPU = CPU._replace(on_gpu=True, tile=16, device="H200", source="trees_gpu.jsonl", decoding=None)
+_GPU = Work(
+    levels=9.28e-09,
+    nodes=1.55e-07,
+    products=1e-14,
+    row_numbers=2.64e-12,
+    zero_numbers=4.47e-13,
+)
+GPU = Rates(
+    device="H200, a model of the kernels",
+    source="scripts/results/trees_gpu.jsonl",
+    on_gpu=True,
+    tile=16,
+    dense=_GPU,
+    row_wise=_GPU,
+    blocks=_GPU,
+    decoding=None,
+)
