@@ -135,6 +135,8 @@ def training_rows(
         methods = [TreeMethod(problem, name, kind) for name in names]
         for method in methods:
             method.prepare()
+        methods[0].step()  # compiles, in memory that is no tree's
+        methods[0].free()
         if kind == "memory":
             yield from map(memory_row, methods)
             continue
