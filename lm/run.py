@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data_prep.errors import UserError
-from lm.config import Config, load_config, load_run_config
+from lm.config import Config, load_config, load_run_config, with_tree_of
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,9 @@ class Run:
         """Open a configuration: a YAML file, or the folder of a run, with overrides."""
         is_folder = Path(source).is_dir()
         config = (load_run_config if is_folder else load_config)(Path(source), overrides)
+        started = config.run_path / "config.yaml"
+        if config.output.tree == "best" and started.exists():
+            config = with_tree_of(load_config(started), config)
         return cls(config.run_path, config)
 
     @classmethod
@@ -95,9 +98,10 @@ class Run:
         from data_prep.prepare import prepare
 
         others = sorted(self.config.run_path.absolute().parent.glob("*/data"))
-        self.prepared = prepare(
-            *self.config.preparation, keep=keep, progress=progress, others=others
-        )
+        options = {"keep": keep, "progress": progress, "others": others}
+        if self.config.output.tree == "best":
+            self.choose_tree(prepare(*self.config.preparation, **options))
+        self.prepared = prepare(*self.config.preparation, **options)
 
     @cached_property
     def prepared(self) -> "Prepared":
@@ -106,6 +110,7 @@ class Run:
         from data_prep.prepared import open_prepared
 
         if not self._is_trained:
+            self.choose_tree()
             return open_made_by(*self.config.preparation)
         prepared = open_prepared(self.config.prepared_path)
         if prepared.tokenizer_sha256 != self.description.tokenizer_sha256:
@@ -114,6 +119,19 @@ class Run:
                 f" {self.folder}"
             )
         return prepared
+
+    def choose_tree(self, prepared: "Prepared | None" = None) -> None:
+        """Replace `output.tree: best` in the configuration by the tree that it is.
+
+        It depends on the counts of `prepared`, by default of the prepared folder.
+        """
+        if self.config.output.tree != "best":
+            return
+        from data_prep.prepare import open_made_by
+        from lm.model.best_tree import with_best_tree
+
+        prepared = prepared or open_made_by(*self.config.preparation)
+        self.config = with_best_tree(self.config, prepared, self.num_devices, on_gpu=self.on_gpu)
 
     def check_classes(self) -> None:
         """Check that the folder of the run has the classes of the prepared data, if it has any.
@@ -137,6 +155,7 @@ class Run:
         """The tree of softmaxes over the words of the prepared data; None for `adaptive`."""
         from lm.model.build import build_tree
 
+        self.choose_tree()
         return build_tree(self.config, self.prepared)
 
     @cached_property

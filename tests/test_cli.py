@@ -108,8 +108,8 @@ def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (
             "--output.tree=oak",
-            r"output.tree: oak is neither a tree \(full, two_level, balanced, huffman, adaptive\)"
-            " nor a file",
+            r"output.tree: oak is neither a tree \(full, two_level, balanced, huffman, best,"
+            r" adaptive\) nor a file",
         ),
         ("--output.tree=FOLDER/tree.txt", "output.tree: FOLDER/tree.txt: .*"),
         (

@@ -35,6 +35,7 @@ def run(options: argparse.Namespace) -> None:
     from data_prep.classes.report import class_report
 
     run = Run.read(options.source, options.overrides)
+    run.choose_tree()
     if run.config.needed_classes is None:
         raise UserError(f"output.tree: {run.config.output.tree} has no word classes to report on")
     run.check_classes()

@@ -73,7 +73,10 @@ class OutputConfig(Strict):
     tree: str = "two_level"
     """full | two_level | balanced | huffman, or a file of paths (one line per word: the word, then
     child numbers); adaptive is PyTorch's adaptive softmax, for comparison. two_level uses the
-    section `classes`."""
+    section `classes`. best: the fastest one by the cost model of `lm info --trees`, chosen when the
+    run begins and named in the configuration that its folder has: the number of classes and the
+    shortlist of two_level, or with classes.method: frequency, a tree of any depth whose
+    neighbouring words are about equally frequent."""
     branching: Annotated[int, Field(ge=2)] | None = None
     """balanced: largest number of children of a node. Default: ⌈√N⌉ for a vocabulary of N words."""
     arity: Annotated[int, Field(ge=2)] = 2

@@ -50,7 +50,7 @@ def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
     except FileNotFoundError as error:
         raise UserError(
             f"output.tree: {output.tree} is neither a tree (full, two_level, balanced, huffman,"
-            " adaptive) nor a file"
+            " best, adaptive) nor a file"
         ) from error
     except ValueError as error:
         raise UserError(f"output.tree: {error}") from error

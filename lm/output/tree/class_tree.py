@@ -272,8 +272,13 @@ class ClassTree(nn.Module):
     @cached_property
     def num_words_below(self) -> Tensor:
         """The number of words below each node, [I]."""
-        num_words = torch.bincount(self.node_of_row[self.row_of_word], minlength=self.num_nodes)
-        before = F.pad(num_words[self.preorder.argsort()].cumsum(0), (1, 0))
+        return self.sum_below(torch.ones_like(self.row_of_word))
+
+    def sum_below(self, value: Tensor) -> Tensor:
+        """The sum of the values [N] of the words below each node, [I]."""
+        own = value.new_zeros(self.num_nodes)
+        own.index_add_(0, self.node_of_row[self.row_of_word], value)
+        before = F.pad(own[self.preorder.argsort()].cumsum(0), (1, 0))
         return before[self.preorder_stop] - before[self.preorder]
 
     def extra_repr(self) -> str:

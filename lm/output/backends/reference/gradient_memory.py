@@ -40,7 +40,7 @@ def zeros_except(written: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
     if like.device.type != "cpu" or num_bytes < LARGE_BYTES:
         return _zero_between(torch.empty(like.shape, dtype=dtype, device=like.device), written)
     share = sum(end - first for first, end in written) / like.shape[0]
-    if share < REUSED_SHARE or num_bytes > REUSED_BYTES:
+    if is_mapped(num_bytes, share):
         fresh = mmap.mmap(-1, num_bytes, **_MAPPING)
         return torch.frombuffer(fresh, dtype=dtype).view(like.shape)
     try:
@@ -54,6 +54,17 @@ def zeros_except(written: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
     weakref.finalize(lease, _give_back, memory).atexit = False
     out = torch.frombuffer(lease, dtype=dtype).view(like.shape)
     return _zero_between(out, written) if is_used else out
+
+
+def is_mapped(num_bytes: float, share: float) -> bool:
+    """Whether a gradient of such a size and share of written rows is freshly mapped memory."""
+    is_rare = share < REUSED_SHARE or num_bytes > REUSED_BYTES
+    return num_bytes >= LARGE_BYTES and is_rare
+
+
+def release() -> None:
+    """Unmap the memory that is held for the next gradient."""
+    _free.clear()
 
 
 def _give_back(memory: mmap.mmap) -> None:
