@@ -1,6 +1,6 @@
 """The configuration of a run; `lm config` prints the docstrings below the fields."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -68,9 +68,9 @@ class OutputConfig(Strict):
     """The output layer: its tree of softmaxes and its implementation."""
 
     tree: str = "two_level"
-    """full | two_level | balanced | huffman, or a file of paths (one line per word: the word, then
-    child numbers); adaptive is PyTorch's adaptive softmax, for comparison. two_level alone uses
-    the section `classes`."""
+    """full | two_level | multi_level | balanced | huffman, or a file of paths (one line per word:
+    the word, then child numbers); adaptive is PyTorch's adaptive softmax, for comparison. two_level
+    (classes of words) and multi_level (classes of classes) alone use the section `classes`."""
     branching: Annotated[int, Field(ge=2)] | None = None
     """balanced: largest number of children of a node. Default: ⌈√N⌉ for a vocabulary of N words."""
     arity: Annotated[int, Field(ge=2)] = 2
@@ -229,6 +229,8 @@ class Config(Strict):
     @property
     def needed_classes(self) -> ClassesConfig | None:
         """The section `classes` if `output.tree` uses word classes, else None."""
+        if self.output.tree == "multi_level":
+            return replace(self.classes, depth=self.classes.depth or 3)
         return self.classes if self.output.tree == "two_level" else None
 
     @property

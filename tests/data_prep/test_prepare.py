@@ -179,7 +179,7 @@ def test_an_interrupted_class_stage_leaves_a_folder_that_is_complete_without_cla
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(word_classes, "build_word_classes", None)
+        patched.setattr(word_classes, "build_class_levels", None)
         with pytest.raises(TypeError):
             corpus.prepare()
     method, corpus.classes = corpus.classes, None
@@ -285,7 +285,7 @@ def test_an_intact_tokenizer_of_another_text_is_made_again(corpus: Corpus) -> No
     assert corpus.prepare().tokens("train").tolist() == tokens
 
 
-@pytest.mark.parametrize("stage", ["save_tokenizer", "encode_split", "build_word_classes"])
+@pytest.mark.parametrize("stage", ["save_tokenizer", "encode_split", "build_class_levels"])
 def test_an_interrupted_preparation_continues_and_cannot_be_opened_before(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
@@ -293,7 +293,7 @@ def test_an_interrupted_preparation_continues_and_cannot_be_opened_before(
     corpus.write("train.txt", "another text\n")
 
     with monkeypatch.context() as patched:
-        module = word_classes if stage == "build_word_classes" else prepare_module
+        module = word_classes if stage == "build_class_levels" else prepare_module
         patched.setattr(module, stage, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             corpus.prepare()

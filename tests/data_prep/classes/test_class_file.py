@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.classes.class_file import read_word_classes
-from data_prep.classes.word_classes import WordClass, build_word_classes
+from data_prep.classes.class_file import read_class_levels
+from data_prep.classes.word_classes import WordClass, build_class_levels
 from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
 
@@ -17,7 +17,11 @@ WORDS = ["<unk>", "a", "b", "c", "<eos>"]
 
 def build(settings: ClassesConfig, folder: Path) -> WordClass:
     counts, tokens = np.ones(5, np.int64), np.arange(5, dtype=np.uint16)
-    return build_word_classes(counts, settings, tokens=tokens, words=lambda: WORDS, folder=folder)
+    word_class: WordClass
+    (word_class,) = build_class_levels(
+        counts, settings, tokens=tokens, words=lambda: WORDS, folder=folder
+    )
+    return word_class
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,7 @@ def test_class_files_are_read_and_special_words_get_a_separate_class(
 
 def test_a_class_file_may_contain_the_special_words(tmp_path: Path) -> None:
     (tmp_path / "map").write_text("<eos>\tX\na\tY\nb\tY\nc\tX\n<unk>\tY\n")
-    assert read_word_classes(tmp_path / "map", "mkcls", WORDS).tolist() == [1, 1, 1, 0, 0]
+    assert read_class_levels(tmp_path / "map", "mkcls", WORDS).tolist() == [[1, 1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,7 @@ def test_an_invalid_class_file_is_refused_with_a_single_line(
     path = tmp_path / "map"
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UserError, match=message) as caught:
-        read_word_classes(path, file_format, WORDS)
+        read_class_levels(path, file_format, WORDS)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 

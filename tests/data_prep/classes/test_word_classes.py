@@ -21,7 +21,7 @@ from data_prep.classes.exchange import exchange
 from data_prep.classes.report import class_report
 from data_prep.classes.word_classes import (
     WordClass,
-    build_word_classes,
+    build_class_levels,
     frequency_classes,
     random_classes,
     uniform_classes,
@@ -56,9 +56,11 @@ def embedded(
 def built(
     counts: IntArray, tokens: NDArray[np.uint16], settings: ClassesConfig, progress: bool = False
 ) -> WordClass:
-    return build_word_classes(
+    word_class: WordClass
+    (word_class,) = build_class_levels(
         counts, settings, tokens=tokens, words=list, folder=Path(), progress=progress
     )
+    return word_class
 
 
 def planted_text(
