@@ -151,8 +151,8 @@ def _row_gradients(
     of_bias = hidden.new_zeros(len(row) if needs.bias else 0)
     arrays = map(_array, (error, hidden, d_nll, of_weight, of_bias))
     _divide(_bounds(formed, len(row), by_rows=True), node_loops.backward, formed, *arrays)
-    weight_parts: list[Part] = [Rows(row, of_weight)]
-    bias_parts: list[Part] = [Rows(row, of_bias[:, None])]
+    weight_parts: list[Part] = [Rows(row, of_weight)] * (len(row) > 0)
+    bias_parts: list[Part] = [Rows(row, of_bias[:, None])] * (len(row) > 0)
     for start, end, first_row, n, offset, _ in nodes[~is_narrow].tolist():
         of_node = error[offset : offset + (end - start) * n].view(-1, n)
         weight_parts.append(Product(first_row, of_node, hidden[start:end]))
