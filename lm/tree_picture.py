@@ -84,7 +84,7 @@ def draw_tree(tree: "ClassTree", counts: "Tensor", token: Callable[[int], str], 
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
 
-    boxes = boxes_of(tree, counts, LEAST_HEIGHT / HEIGHT)
+    boxes = boxes_of(tree, counts, LEAST_HEIGHT / HEIGHT)[1:]  # without the root
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
     axes = figure.add_subplot()
     corners = [
@@ -92,15 +92,12 @@ def draw_tree(tree: "ClassTree", counts: "Tensor", token: Callable[[int], str], 
         for box in boxes
     ]
     colors = [_color(box) for box in boxes]
-    axes.add_collection(PolyCollection(corners, facecolors=colors, edgecolors="white", lw=0.3))
+    edges = [0.5 if box.height * HEIGHT > LINE / 4 else 0.0 for box in boxes]
+    axes.add_collection(PolyCollection(corners, facecolors=colors, edgecolors="white", lw=edges))
     _label(axes, tree, counts, token, boxes)
-    levels = range(tree.depth + 1)
-    names = [
-        "root",
-        *("words" if level == tree.depth else f"level {level}" for level in levels[1:]),
-    ]
-    axes.set(xlim=(0, tree.depth + 1), ylim=(1, 0), ylabel="% of the tokens")
-    axes.set_xticks([level + 0.5 for level in levels], names, fontsize=8)
+    levels = range(1, boxes[-1].level + 1)  # those with a box
+    axes.set(xlim=(1, levels[-1] + 1), ylim=(1, 0), xlabel="level", ylabel="% of the tokens")
+    axes.set_xticks([level + 0.5 for level in levels], list(map(str, levels)))
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}")
     axes.spines[:].set_visible(False)
     axes.set_title(
@@ -131,7 +128,7 @@ def _label(
     """Write the most frequent words below each node into its box, as many as it has space for."""
     from lm.tree_report import top_words_below
 
-    letters = int(WIDTH / (tree.depth + 1) / LETTER) - 1
+    letters = int(WIDTH / boxes[-1].level / LETTER) - 1
     labelled = [box for box in boxes if box.height * HEIGHT >= LINE]
     nodes = [~box.item for box in labelled if box.item < 0]
     below = dict(zip(nodes, top_words_below(tree, counts, nodes, letters), strict=True))

@@ -189,6 +189,25 @@ def test_an_interrupted_class_stage_leaves_a_folder_that_is_complete_without_cla
     assert corpus.rewritten() == {"classes.npy"}
 
 
+def test_classes_on_several_levels_are_stored_and_checked(corpus: Corpus) -> None:
+    assert corpus.classes is not None
+    before = corpus.prepare().word_class()
+    corpus.classes = replace(corpus.classes, depth=3)
+    prepared = corpus.prepare()
+    levels = prepared.class_levels().copy()
+    assert levels.shape == (2, prepared.vocab_size)
+    assert prepared.num_word_classes == len(np.unique(levels, axis=1).T)
+    assert prepared.word_class().max() + 1 == prepared.num_word_classes
+    assert not np.array_equal(levels[0], before)
+    assert corpus.rewritten() == set()
+    path = corpus.prepared / "classes.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(UserError, match="is damaged: its SHA-256"):
+        open_prepared(corpus.prepared).class_levels()
+    assert corpus.rewritten() == {"classes.npy"}
+    assert np.array_equal(corpus.prepare().class_levels(), levels)
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [("vocab.txt", "mine\n"), ("meta.json", '{"version": 3}'), ("test.npy", "mine")],
