@@ -66,6 +66,40 @@ def draw_curves(name: str, results: Path, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def draw_ranks(results: Path, path: Path) -> None:
+    """Draw the log `log_prob_rank`: singular values for each H, and perplexity against H.
+
+    Singular values are divided by the first one; a dashed line is at H + 1, the rank of a full
+    softmax.
+    """
+    rows = {(row["tree"], row["hidden_size"]): row for row in read_log(results, "log_prob_rank")}
+    trees = list(dict.fromkeys(tree for tree, _ in rows))
+    sizes = sorted({size for _, size in rows})
+    figure = Figure(figsize=(4.5 * (len(sizes) + 1), 4.5), layout="constrained")
+    *spectra, last = figure.subplots(1, len(sizes) + 1)
+    for axes, size in zip(spectra, sizes, strict=True):
+        axes.axvline(size + 1, color="black", ls="--", lw=0.8)
+        axes.set(title=f"singular values, H = {size}", xlabel="index", ylim=(1e-9, 1.5))
+        axes.set(xscale="log", yscale="log")
+    last.set(title="test perplexity", xlabel="H", xscale="log", yscale="log")
+    last.set_xticks(sizes, list(map(str, sizes)), minor=False)
+    last.xaxis.set_minor_formatter("")
+    for axis in (last.yaxis.set_major_formatter, last.yaxis.set_minor_formatter):
+        axis("{x:.0f}")
+    for number, tree in enumerate(trees):
+        style = {"color": f"C{number}", "label": tree}
+        mine = {size: rows[tree, size] for size in sizes if (tree, size) in rows}
+        for axes, size in zip(spectra, sizes, strict=True):
+            if size in mine:
+                values = mine[size]["singular_values"]
+                axes.plot(mine[size]["index"], [each / values[0] for each in values], **style)
+        last.plot(list(mine), [row["perplexity"] for row in mine.values()], "o-", **style)
+    for axes in (*spectra, last):
+        axes.grid(True, which="both", alpha=0.2)
+    figure.legend(*last.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=120)
+
+
 def _line(axes: Axes, rows: list[Row], field: str, unit: float = 1, **style: Any) -> None:
     sizes = [row["vocab_size"] for row in rows]
     axes.plot(sizes, [row[field] / unit for row in rows], marker="o", **style)
