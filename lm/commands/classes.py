@@ -12,7 +12,7 @@ import numpy as np
 
 from data_prep.errors import UserError
 from data_prep.storage import write_atomically
-from lm.commands.arguments import COUNT, JSON, SOURCE, Options
+from lm.commands.arguments import COUNT, JSON, PLOT, SOURCE, Options, check_picture
 from lm.run import Run
 from lm.tree_picture import draw_tree, fonts_of
 
@@ -25,7 +25,7 @@ HELP = "report on the word classes or the tree"
 _SHOWN: Options = {
     "--words": COUNT | {"default": 8, "help": "number of words to show per class (default 8)"},
     "--nodes": COUNT | {"default": 60, "help": "number of nodes of a tree to show (default 60)"},
-    "--plot": {"metavar": "FILE.png|svg|pdf", "type": Path, "help": "also draw the classes"},
+    "--plot": PLOT | {"help": "also draw the classes"},
 }
 OPTIONS = SOURCE | _SHOWN | JSON
 _log = logging.getLogger(__name__)
@@ -35,12 +35,12 @@ LABELLED_CLASSES = 25  # in the picture: those with the most tokens
 def run(options: argparse.Namespace) -> None:
     """Print the report, and draw it if asked to."""
     run = Run.read(options.source, options.overrides)
-    if run.config.output.tree in ("full", "adaptive"):
+    if run.config.needed_classes is None and run.config.output.tree in ("full", "adaptive"):
         raise UserError(f"output.tree: {run.config.output.tree} has no word classes to report on")
     run.check_classes()
     if options.plot:
-        _check_format(options.plot)
-    if run.config.output.tree == "two_level":
+        check_picture(options.plot)
+    if run.config.needed_classes is not None and run.config.output.tree != "multi_level":
         _report_classes(run, options)
     else:
         _report_tree(run, options)
@@ -132,17 +132,6 @@ def _table(report: "ClassReport", top_words: list[list[str]], vocab_size: int) -
         for c in heaviest
     ]
     return "\n".join(summary + rows)
-
-
-def _check_format(path: Path) -> None:
-    """Raise a UserError unless pictures of this name can be drawn."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise UserError(
-            f"--plot {path}: the name must end in one of .{', .'.join(sorted(formats))}"
-        )
 
 
 def _label(axes: "Axes", classes: list[int], top_words: list[list[str]]) -> None:

@@ -22,7 +22,8 @@ def binary_levels(num_words: int, depth: int) -> torch.Tensor:
     """Classes of classes of two each, [depth - 1, N], over shuffled words."""
     place = torch.randperm(num_words, generator=torch.Generator().manual_seed(0))
     bits = torch.arange(depth - 2, -1, -1)[:, None]
-    return (place * 2 ** (depth - 1) // num_words) >> bits & 1
+    levels: torch.Tensor = (place * 2 ** (depth - 1) // num_words) >> bits & 1
+    return levels
 
 
 def nested(low: int, high: int, depth: int) -> list[Any]:

@@ -76,7 +76,7 @@ def draw_ranks(results: Path, path: Path) -> None:
     trees = list(dict.fromkeys(tree for tree, _ in rows))
     sizes = sorted({size for _, size in rows})
     figure = Figure(figsize=(4.5 * (len(sizes) + 1), 4.5), layout="constrained")
-    *spectra, last = figure.subplots(1, len(sizes) + 1)
+    *spectra, last = figure.subplots(1, len(sizes) + 1, squeeze=False)[0]
     for axes, size in zip(spectra, sizes, strict=True):
         axes.axvline(size + 1, color="black", ls="--", lw=0.8)
         axes.set(title=f"singular values, H = {size}", xlabel="index", ylim=(1e-9, 1.5))
