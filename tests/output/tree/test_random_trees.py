@@ -140,25 +140,33 @@ def chain(num_nodes: int) -> ClassTree:
     return ClassTree.from_clusters(clusters)
 
 
+def chain_log_prob(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Log-probabilities [P, N]: of not stopping at the nodes before, then of stopping."""
+    logits = F.linear(hidden, weight, bias).view(len(hidden), -1, 2)  # word, next node
+    stop, go_on = logits.log_softmax(2).unbind(2)
+    before = F.pad(go_on.cumsum(1), (1, 0))
+    return before + F.pad(stop, (0, 1))
+
+
 @pytest.mark.parametrize(
     "num_nodes", [40, pytest.param(1000, marks=pytest.mark.long)], ids=lambda n: f"{n} nodes"
 )
 @on("saved", "compiled", "triton")
 def test_a_chain_of_nodes_is_a_tree_like_any_other(num_nodes: int) -> None:
-    """A word of level l has the probability of not stopping l times, then of stopping."""
     tree = chain(num_nodes)
     assert (tree.depth, tree.num_nodes) == (num_nodes, num_nodes)
     *inputs, _ = problem(tree, 3)
     target = torch.tensor([0, num_nodes // 2, num_nodes])
     upstream = torch.randn(3, dtype=torch.float64)
-    expected = truth_of(inputs, target, tree, upstream)
+    every = chain_log_prob(*inputs)
+    each = -every.gather(1, target[:, None]).squeeze(1)
+    expected = [each.detach(), *torch.autograd.grad(each, inputs, upstream, retain_graph=True)]
     actual = gradients(inputs, target, tree, upstream, "auto")
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     hidden, weight, bias = (tensor.detach() for tensor in inputs)
-    layer = hidden / 4, weight / 4, tree, bias / 4
-    every = word_log_prob(*layer)
+    layer = hidden, weight, tree, bias
     best = topk(*layer, k=3)
-    torch.testing.assert_close(best.log_prob, every.topk(3).values, rtol=0, atol=1e-9)
+    torch.testing.assert_close(best.log_prob, every.topk(3).values.detach(), rtol=0, atol=1e-9)
     assert (every.gather(1, draw_many(layer, 50)).exp() > 0).all()
 
 
