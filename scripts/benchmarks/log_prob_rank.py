@@ -3,7 +3,7 @@
 The matrix A [contexts, N] holds log P(word | context) of positions of the test split, spread evenly
 over it, in fp64; every row is centred, because a constant added to the logits of a context changes
 no probability (Yang et al. 2018, property 1). Bound: a full softmax of H features has rank ≤ H + 1;
-a tree rank ≤ H + L, where L nodes have words among their children (lm/output/TREES.md).
+a tree rank ≤ H + L, where L nodes have words as children (`num_word_nodes`; lm/output/TREES.md).
 
   rank       number of singular values > σ₁ · max(contexts, N) · 2⁻⁵² (Press et al. 2007, 2.6)
   large      number of singular values > σ₁ / 1000
@@ -89,8 +89,20 @@ def figures_of(values: NDArray[np.float64], shape: Sequence[int], size: int) -> 
 
 
 def num_word_nodes(tree: ClassTree) -> int:
-    """L, the number of nodes with words among their children."""
-    return int(torch.unique(tree.node_of_row[tree.row_of_word]).numel())
+    """L, the number of nodes with words among their children, if single children are left out.
+
+    The softmax of a node with a single child is 1, so its child counts as its parent's.
+    """
+    node = tree.node_of_row[tree.row_of_word]
+    for _ in range(tree.depth - 1):
+        is_single = (tree.num_children[node] == 1) & (node > 0)
+        node = torch.where(is_single, tree.node_of_row[tree.row_of_node[node]], node)
+    return int(torch.unique(node).numel())
+
+
+def bound_on_rank(tree: ClassTree, size: int, num_contexts: int) -> int:
+    """Largest rank of the centred log-probabilities of this many contexts."""
+    return min(num_contexts, tree.vocab_size - 1, size + num_word_nodes(tree))
 
 
 def main() -> None:
@@ -112,7 +124,6 @@ def main() -> None:
         perplexity = evaluate_split(opened, "test", progress=False).perplexity
         tree, size = softmax.tree, hidden.shape[1]
         log_prob = softmax.double().log_prob(hidden).detach()
-        word_nodes = num_word_nodes(tree)
         row = {
             "tree": name_of_tree(opened.config),
             "hidden_size": size,
@@ -120,8 +131,8 @@ def main() -> None:
             "contexts": len(hidden),
             "depth": tree.depth,
             "num_nodes": tree.num_nodes,
-            "num_word_nodes": word_nodes,
-            "bound": min(*log_prob.shape, size + word_nodes),
+            "num_word_nodes": num_word_nodes(tree),
+            "bound": bound_on_rank(tree, size, len(hidden)),
             "perplexity": perplexity,
         }
         table.add(row | figures_of(singular_values(log_prob), log_prob.shape, size))

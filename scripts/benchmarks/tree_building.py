@@ -67,10 +67,11 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--words", type=int, default=1_000_000)
     parser.add_argument("--depth", type=int, default=20, help="of trees given by classes or paths")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
     options = parser.parse_args()
     require_positive(parser, options, ["words", "depth"])
     table = Table(log=options.json)
-    for shape in SHAPES:
+    for shape in options.shapes:
         table.add(in_new_process(measure, shape, options.words, options.depth))
 
 
