@@ -262,16 +262,21 @@ def _with_valid_classes(valid: Meta, folder: Path, found: Meta, changed: Set[str
         inputs = valid.inputs | {n: f for n, f in found.inputs.items() if n == "classes"}
         return replace(valid, settings=settings, inputs=inputs, classes=found.classes)
     array, below = found.classes.array, found.classes.num_word_classes
-    if "classes" in changed or not _is_intact(folder / CLASSES, array, below):
+    if "classes" in changed or not _is_intact(folder / CLASSES, array, below, least=-1):
         return valid
     return replace(valid, classes=found.classes)
 
 
-def _is_intact(path: Path, info: ArrayInfo | TokenizerInfo | str, below: int | None = None) -> bool:
+def _is_intact(
+    path: Path,
+    info: ArrayInfo | TokenizerInfo | str,
+    below: int | None = None,
+    least: int = 0,
+) -> bool:
     """Whether an array, the tokenizer's files or a file match the record; otherwise log why."""
     try:
         if isinstance(info, ArrayInfo):
-            map_array(path, info, verify=True, below=below)
+            map_array(path, info, verify=True, below=below, least=least)
         elif isinstance(info, TokenizerInfo):
             verify_tokenizer(path.parent, info.sha256)
         else:
@@ -362,11 +367,12 @@ class _Stages:
         return replace(meta, counts=write_array(self.folder / COUNTS, [occurrences], "int64"))
 
     def _build_classes(self, meta: Meta, settings: ClassesConfig) -> ClassesInfo:
-        from data_prep.classes.word_classes import build_word_classes  # imports scipy
+        from data_prep.classes.class_file import lowest_classes
+        from data_prep.classes.word_classes import build_class_levels  # imports scipy
 
         assert meta.counts is not None
         logger.info("building word classes by %s", settings.method)
-        word_class = build_word_classes(
+        levels = build_class_levels(
             map_array(self.folder / COUNTS, meta.counts),
             settings,
             tokens=map_array(self.folder / "train.npy", meta.splits["train"].array),
@@ -376,9 +382,10 @@ class _Stages:
         )
         return ClassesInfo(
             method=settings.method,
-            num_word_classes=int(word_class.max()) + 1,
+            num_word_classes=int(lowest_classes(levels).max()) + 1,
+            num_levels=len(levels),
             shortlist=settings.shortlist,
-            array=write_array(self.folder / CLASSES, [word_class], "int32"),
+            array=write_array(self.folder / CLASSES, levels, "int32"),
         )
 
     def _words(self) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.classes.class_file import lowest_classes
 from data_prep.errors import UserError
 from data_prep.meta import CLASSES, COUNTS, META, ClassesInfo, Meta, read_meta
 from data_prep.storage import ArrayInfo, map_array, open_to_read, verify_file, write_atomically
@@ -89,18 +90,26 @@ class Prepared:
         """Return the occurrences of every id in the training split, int64 [N]."""
         return self._array(COUNTS, self._counts)
 
-    def word_class(self) -> NDArray[np.int32]:
-        """Return the class of every id.
+    def class_levels(self) -> NDArray[np.int32]:
+        """Return the classes of every id, each within the one before.
 
         Returns:
-            int32 [N], values in [0, num_word_classes). The values of the `shortlist` most frequent
-            words have no meaning.
+            int32 [levels, N], from the root down; -1 below a word's last class. The values of the
+            `shortlist` most frequent words have no meaning.
 
         Raises:
             UserError: the folder was prepared without classes; the file is absent or damaged.
         """
         info = self._classes
-        return self._array(CLASSES, info.array, below=info.num_word_classes)
+        levels = self._array(CLASSES, info.array, below=info.num_word_classes, least=-1)
+        return levels.reshape(info.num_levels, -1)
+
+    def word_class(self) -> NDArray[np.int32]:
+        """Return the class that contains every id; int32 [N], values in [0, num_word_classes).
+
+        Otherwise as `class_levels`.
+        """
+        return lowest_classes(self.class_levels())
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer that the token files were written with."""
@@ -127,7 +136,7 @@ class Prepared:
             UserError: a file is absent, damaged or belongs to another tokenizer.
         """
         if classes:
-            self.word_class()
+            self.class_levels()
         self._verify_tokenizer()
         copied = [MODEL_FILE[self.tokenizer_kind], TOKENIZER, *([CLASSES] if classes else ())]
         if self.meta.speller_sha256 is not None:
@@ -154,13 +163,15 @@ class Prepared:
         if self.meta.classes is None:
             raise UserError(
                 f"{self.folder} was prepared without word classes: run `lm prepare` with"
-                " output.tree: two_level"
+                " output.tree: two_level or multi_level"
             )
         return self.meta.classes
 
-    def _array(self, name: str, info: ArrayInfo, *, below: int | None = None) -> NDArray[Any]:
+    def _array(
+        self, name: str, info: ArrayInfo, *, below: int | None = None, least: int = 0
+    ) -> NDArray[Any]:
         verify = name not in self._verified
-        array = map_array(self.folder / name, info, verify=verify, below=below)
+        array = map_array(self.folder / name, info, verify=verify, below=below, least=least)
         self._verified.add(name)
         return array
 

@@ -143,10 +143,10 @@ class Run:
         if self.config.needed_classes is None or not path.exists():
             return
         try:
-            word_class = np.load(path)
+            levels = np.load(path)
         except (ValueError, EOFError) as error:
             raise UserError(f"{path} is damaged, or not an array of numbers") from error
-        if not np.array_equal(word_class, self.prepared.word_class()):
+        if not np.array_equal(levels, self.prepared.class_levels().ravel()):
             problem = f"was prepared again: its classes are not those of {path}"
             raise UserError(f"{self.prepared.folder} {problem}")
 

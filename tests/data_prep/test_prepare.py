@@ -212,7 +212,7 @@ def test_an_interrupted_class_stage_leaves_a_folder_that_is_complete_without_cla
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(word_classes, "build_word_classes", None)
+        patched.setattr(word_classes, "build_class_levels", None)
         with pytest.raises(TypeError):
             corpus.prepare()
     method, corpus.classes = corpus.classes, None
@@ -220,6 +220,25 @@ def test_an_interrupted_class_stage_leaves_a_folder_that_is_complete_without_cla
     assert open_prepared(corpus.prepared).meta.classes is None
     corpus.classes = method
     assert corpus.rewritten() == {"classes.npy"}
+
+
+def test_classes_on_several_levels_are_stored_and_checked(corpus: Corpus) -> None:
+    assert corpus.classes is not None
+    before = corpus.prepare().word_class()
+    corpus.classes = replace(corpus.classes, depth=3)
+    prepared = corpus.prepare()
+    levels = prepared.class_levels().copy()
+    assert levels.shape == (2, prepared.vocab_size)
+    assert prepared.num_word_classes == len(np.unique(levels, axis=1).T)
+    assert prepared.word_class().max() + 1 == prepared.num_word_classes
+    assert not np.array_equal(levels[0], before)
+    assert corpus.rewritten() == set()
+    path = corpus.prepared / "classes.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(UserError, match="is damaged: its SHA-256"):
+        open_prepared(corpus.prepared).class_levels()
+    assert corpus.rewritten() == {"classes.npy"}
+    assert np.array_equal(corpus.prepare().class_levels(), levels)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +338,7 @@ def test_an_intact_tokenizer_of_another_text_is_made_again(corpus: Corpus) -> No
     assert corpus.prepare().tokens("train").tolist() == tokens
 
 
-@pytest.mark.parametrize("stage", ["save_tokenizer", "encode_split", "build_word_classes"])
+@pytest.mark.parametrize("stage", ["save_tokenizer", "encode_split", "build_class_levels"])
 def test_an_interrupted_preparation_continues_and_cannot_be_opened_before(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
@@ -327,7 +346,7 @@ def test_an_interrupted_preparation_continues_and_cannot_be_opened_before(
     corpus.write("train.txt", "another text\n")
 
     with monkeypatch.context() as patched:
-        module = word_classes if stage == "build_word_classes" else prepare_module
+        module = word_classes if stage == "build_class_levels" else prepare_module
         patched.setattr(module, stage, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             corpus.prepare()
