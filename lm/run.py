@@ -4,7 +4,7 @@ Every verb and `lm.load` receive a `Run`. This module imports torch only where a
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,10 +98,10 @@ class Run:
         from data_prep.prepare import prepare
 
         others = sorted(self.config.run_path.absolute().parent.glob("*/data"))
-        options = {"keep": keep, "progress": progress, "others": others}
+        prepare_data = partial(prepare, keep=keep, progress=progress, others=others)
         if self.config.output.tree == "best":
-            self.choose_tree(prepare(*self.config.preparation, **options))
-        self.prepared = prepare(*self.config.preparation, **options)
+            self.choose_tree(prepare_data(*self.config.preparation))
+        self.prepared = prepare_data(*self.config.preparation)
 
     @cached_property
     def prepared(self) -> "Prepared":
