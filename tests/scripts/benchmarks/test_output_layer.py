@@ -17,7 +17,7 @@ from scripts.benchmarks.measure import PROCESS, Work, cpu_clock, least_work, pro
 from scripts.benchmarks.methods import Method, Problem, zipf
 from scripts.benchmarks.output_layer import attempt, describe_launches, warm_up
 
-OURS = ["random", "blocks", "shortlist", "balanced", "huffman", "tree_full"]
+OURS = ["random", "blocks", "clustered", "shortlist", "balanced", "huffman", "tree_full"]
 PEERS = ["full", "chunked", "cce", "liger", "adaptive", "gather", "grouped", "loop"]
 GPU_ONLY = ["cce", "liger"]
 SAME_TREE = {"random": ["gather", "grouped", "loop"], "tree_full": ["full", "chunked"]}

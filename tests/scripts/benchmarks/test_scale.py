@@ -16,7 +16,7 @@ from lm.output import ClassTree, HierarchicalSoftmax
 from scripts.benchmarks import scale, steps
 from scripts.benchmarks.measure import is_out_of_memory
 from scripts.benchmarks.methods import zipf
-from scripts.benchmarks.steps import (
+from scripts.benchmarks.scale_methods import (
     METHODS,
     Task,
     Timing,

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, codegen, config
 
-HAS_AVX512 = bool(llvmlite.binding.get_host_cpu_features().get("avx512f", False))
+FEATURES = codegen.get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
+HAS_AVX512 = "+avx512f" in FEATURES.split(",")
+"""Of the processor that numba compiles for, which the variable NUMBA_CPU_FEATURES may limit."""
 VECTOR_BYTES = 64 if HAS_AVX512 else 32
 INT = ir.IntType(64)
 _FLOATS = {ir.FloatType(): (4, "f32"), ir.DoubleType(): (8, "f64"), ir.HalfType(): (2, "f16")}
