@@ -73,20 +73,22 @@ def _dot_tile(typing, hidden, weight, num, starts, strides, out, last):
             _addresses(builder, *place) for place in zip(starts, strides, TILE, last, strict=True)
         )
 
+        ahead = builder.mul(strides[1], INT(TILE[1]))
+
         def step(index: Any, sums: list[Any], mask: Any) -> None:
             a = [emit.load(emit.pointer(x, hidden.dtype, index), hidden.dtype, mask) for x in h]
             for j, row in enumerate(w):
                 b = emit.load(emit.pointer(row, weight.dtype, index), weight.dtype, mask)
+                emit.prefetch(emit.pointer(builder.add(row, ahead), weight.dtype, index))
                 for i in range(TILE[0]):
                     k = i * TILE[1] + j
                     sums[k] = emit.multiply_add(a[i], b, sums[k])
 
-        sums = emit.row(num, [emit.zero] * (TILE[0] * TILE[1]), step)
+        sums = emit.sums(emit.row(num, [emit.zero] * (TILE[0] * TILE[1]), step))
         for i, row in enumerate(_addresses(builder, *out, TILE[0], last[0])):
             places = _addresses(builder, row, INT(emit.item_bytes), TILE[1], last[1])
             for j, place in enumerate(places):
-                total = emit.sum(sums[i * TILE[1] + j])
-                builder.store(total, emit.pointer(place, hidden.dtype))
+                builder.store(sums[i * TILE[1] + j], emit.pointer(place, hidden.dtype))
         return context.get_dummy_value()
 
     return signature, generate
@@ -189,7 +191,7 @@ def _exponentials(typing, row, address, num):
             value = value if mask is None else builder.select(mask, value, emit.zero)
             carried[0] = builder.fadd(carried[0], value)
 
-        total = emit.sum(emit.row(num, [emit.zero], add)[0])
+        (total,) = emit.sums(emit.row(num, [emit.zero], add))
         return context.make_tuple(builder, signature.return_type, [largest, total])
 
     return signature, generate
