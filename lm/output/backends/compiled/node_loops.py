@@ -197,6 +197,58 @@ def _exponentials(typing, row, address, num):
     return signature, generate
 
 
+@intrinsic
+def _scaled_row(typing, source, out, start, to, num, factor):
+    """out[k] = factor · source[k] for `num` numbers from the addresses `start` and `to` on.
+
+    `source` and `out` are arrays, for their dtypes; the factor has the dtype of sums.
+    """
+    integer = types.int64
+    signature = types.void(source, out, integer, integer, integer, factor)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        emit = Vectors(context, builder, signature.args[5])
+        start, to, num, factor = values[2:]
+        scale = emit.everywhere(factor)
+
+        def step(index: Any, _: list[Any], mask: Any) -> None:
+            value = emit.load(emit.pointer(start, source.dtype, index), source.dtype, mask)
+            value = builder.fmul(scale, value)
+            emit.store(value, emit.pointer(to, out.dtype, index), out.dtype, mask)
+
+        emit.row(num, [], step)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@_compiled
+def sort_rows(position, source, factor, out):
+    """out[i] = factor[i] · source[position[i]], followed by zeros.
+
+    Args:
+        position: [P].
+        source: [P, H].
+        factor: [P] in the dtype of sums.
+        out: [P, W], W ≥ H.
+    """
+    num = source.shape[1]
+    for i in range(len(out)):
+        start = source.ctypes.data + position[i] * source.strides[0]
+        to = out.ctypes.data + i * out.strides[0]
+        _scaled_row(source, out, start, to, num, factor[i])
+        out[i, num:] = 0
+
+
+@_compiled
+def unsort_rows(position, source, factor, out):
+    """out[position[i]] = factor[i] · source[i], as far as rows of `out` go; see `sort_rows`."""
+    for i in range(len(out)):
+        start = source.ctypes.data + i * source.strides[0]
+        to = out.ctypes.data + position[i] * out.strides[0]
+        _scaled_row(source, out, start, to, out.shape[1], factor[i])
+
+
 @_compiled
 def list_nodes(node, first_row, num_children):
     """The visited nodes, in the order of their rows, of `node` [D, P], see `Visits`.
