@@ -43,8 +43,8 @@ from lm.training.state import TrainingState
 from scripts import run
 from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive
 from scripts.benchmarks.training_speed import start_training
+from scripts.reproduction.figures import PARTS
 
-PARTS = ("data", "embedding", "backbone", "layer", "clipping", "optimizer", "loop")
 COLUMNS = {
     "N": "{vocab_size:,}",
     "tree": "{tree}",

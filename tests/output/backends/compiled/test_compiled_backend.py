@@ -160,6 +160,37 @@ def test_wrong_loops_are_replaced_with_one_warning(monkeypatch: pytest.MonkeyPat
     assert choose_backend("auto", example, CPU) == "reference"  # warnings are errors
 
 
+def without_avx512(code: str) -> str:
+    """What code prints where numba compiles for a processor without AVX-512."""
+    from numba.core import codegen
+
+    features = codegen.get_host_cpu_features()  # type: ignore[no-untyped-call]
+    limited = features.replace("+avx512", "-avx512")
+    environment = os.environ | {"NUMBA_CPU_FEATURES": limited}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout.strip()
+
+
+def test_vectors_are_as_wide_as_the_instructions_that_numba_compiles_for() -> None:
+    code = "from lm.output.backends.compiled import vectors; print(vectors.VECTOR_BYTES)"
+    assert without_avx512(code) == "32"
+
+
+@pytest.mark.long
+def test_loops_without_avx512_agree_with_the_reference() -> None:
+    code = (
+        "import torch\n"
+        "from lm.output.backends import BACKENDS, verify\n"
+        "for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):\n"
+        "    kind = verify.Kind(dtype, dtype, dtype)\n"
+        "    print(verify.difference(BACKENDS['compiled'], torch.device('cpu'), kind, ()))\n"
+    )
+    assert without_avx512(code).split() == ["None"] * 4
+
+
 def test_importing_the_layer_imports_no_compiler() -> None:
     code = "import sys, lm.output; sys.exit('numba' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
