@@ -1,10 +1,9 @@
 """Where a model computes, with how many threads, and what is refused."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,24 +88,23 @@ def test_there_are_at_most_as_many_threads_as_processors(
     assert "1024 threads on 2 processors: using 2" in caplog.messages
 
 
-@pytest.mark.parametrize(("setting", "is_kept"), [({}, True), ({"MALLOC_ARENA_MAX_": "4"}, False)])
 def test_freed_memory_is_kept_unless_the_user_has_set_malloc(
-    setting: dict[str, str], is_kept: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 24 MB that are allocated and written again, 6,144 pages would be new."""
-    code = (
-        "import resource, torch\n"
-        "from lm.device import keep_freed_memory\n"
-        "keep_freed_memory()\n"
-        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "for _ in range(4): torch.ones(6 << 20)\n"  # the first ones can leave gaps
-        "before = faults()\n"
-        "torch.ones(6 << 20)\n"
-        "print(faults() - before)\n"
+    """32 MB is the most that glibc takes."""
+    calls: list[tuple[int, int]] = []
+    library = SimpleNamespace(
+        mallopt=lambda *setting: calls.append(setting), gnu_get_libc_version=str
     )
-    names = [name for name in os.environ if not name.startswith("MALLOC_")]
-    environment = {name: os.environ[name] for name in names} | setting
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
-    )
-    assert (int(done.stdout) < 1000) == is_kept
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda _: library)
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    module.keep_freed_memory()
+    assert calls == [(-3, 32 << 20), (-1, 256 << 20)]
+    monkeypatch.setenv("MALLOC_ARENA_MAX_", "4")
+    module.keep_freed_memory()
+    assert len(calls) == 2
+    monkeypatch.delenv("MALLOC_ARENA_MAX_")
+    del library.gnu_get_libc_version
+    module.keep_freed_memory()
+    assert len(calls) == 2
