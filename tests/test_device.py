@@ -96,7 +96,7 @@ def test_freed_memory_is_kept_unless_the_user_has_set_malloc(
     library = SimpleNamespace(
         mallopt=lambda *setting: calls.append(setting), gnu_get_libc_version=str
     )
-    monkeypatch.setattr(module.ctypes, "CDLL", lambda _: library)
+    monkeypatch.setattr("lm.device.ctypes.CDLL", lambda _: library)
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
         monkeypatch.delenv(name)
     module.keep_freed_memory()
