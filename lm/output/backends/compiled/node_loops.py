@@ -7,9 +7,10 @@ order that does not depend on where its tile begins, so it is the same bit for b
 is divided among threads.
 """
 
+import hashlib
 import math
-import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -28,8 +29,11 @@ TERMS = 64
 """Rows that are summed up at a time, for the same reason."""
 CACHE_BYTES = 1 << 22
 """Gradients from this size on are not expected to be in a cache when they are used."""
-IS_CACHED = os.path.getmtime(vectors.__file__) <= os.path.getmtime(__file__)
-"""Whether compiled code is kept on disk: numba's cache notices changes to this file alone."""
+VECTORS = "e0c309e6a5d0acde"
+"""Of the SHA-256 of vectors.py. numba's cache of compiled code notices changes to this file alone,
+so a change to the other one must be noted here."""
+IS_CACHED = hashlib.sha256(Path(vectors.__file__).read_bytes()).hexdigest().startswith(VECTORS)
+"""Whether compiled code is kept on disk."""
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
