@@ -33,7 +33,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lm.device import keep_freed_memory
 from lm.model.language_model import State
 from lm.training import loop
 from lm.training.loggers import Logger, MetricsFile
@@ -168,7 +167,6 @@ def measure(tree: str, overrides: list[str], options: argparse.Namespace) -> dic
     ours, other = (start_training(options.config, overrides, tree, num_steps) for _ in range(2))
     torch.set_float32_matmul_precision(ours.config.train.matmul_precision)
     ours.run.prepared.splits.pop("valid", None)
-    keep_freed_memory()
     watch = Stopwatch()
     rounds = Rounds(watch, plain_steps(other), options.steps)
     with ExitStack() as stack:
