@@ -53,9 +53,9 @@ def draw_vocabularies(results: Path, path: Path) -> None:
 def draw_steps(results: Path, path: Path) -> None:
     """Draw the parts of training steps as bars, each with the plain loop's time, from `step`."""
     rows = {(row["config"], row["tree"]): row for row in read_log(results, "step")}
-    figure = Figure(figsize=(9, 0.9 + 0.6 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(9, 1.4 + 0.6 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    for place, ((config, tree), row) in enumerate(rows.items()):
+    for place, row in enumerate(rows.values()):
         begin = 0.0
         for number, part in enumerate(PARTS):
             width, label = 1e3 * row["seconds"] * row[part], part if place == 0 else None
@@ -64,11 +64,11 @@ def draw_steps(results: Path, path: Path) -> None:
         plain = 1e3 * row["seconds"] / (1 + row["overhead"])
         label = "plain loop" if place == 0 else None
         axes.plot([plain, plain], [place - 0.4, place + 0.4], color="k", label=label)
-        title = f"{config.removesuffix('.yaml')}\n{tree.split(',')[0]}, N = {row['vocab_size']:,}"
-        axes.text(0, place, title, ha="right", va="center", fontsize=8)
-    axes.set(yticks=[], xlabel="milliseconds per step")
+    labels = [f"{config.removesuffix('.yaml')}\n{tree.split(',')[0]}" for config, tree in rows]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set(xlabel="milliseconds per step")
     axes.invert_yaxis()
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=8)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=120)
 
 
