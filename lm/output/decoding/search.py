@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from lm.output.decoding.expansion import ABSENT, Children, Expander, pack
 
-MOST_COST = 1 / 4
+MOST_COST = 1 / 16
 """What a position's search costs node by node, at most, relative to all words in one product."""
-EXPANSION_COST, SOFTMAX_COST = 1500, 24
+EXPANSION_COST, SOFTMAX_COST = 512, 24
 """Of expanding a node, and of one softmax among those of all words, as numbers of rows."""
 BLOCK_ELEMENTS = 1 << 23
 """Most log-probabilities of all words in memory at once."""
