@@ -1,9 +1,14 @@
 """Train, evaluate and generate with language models of very large vocabularies."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+TYPE_CHECKING = False  # so that nothing is imported before the command handles Ctrl-C
 if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
+
+    import torch
+
     from lm.loaded import LoadedModel, State, Step
     from lm.scoring import LineScore
 
@@ -12,14 +17,14 @@ __version__ = "0.2.0"
 
 
 def load(
-    path: str | Path, *, device: str = "auto", vocabulary_size: int | None = None
-) -> "LoadedModel":
+    path: str | Path, *, device: str | torch.device = "auto", vocabulary_size: int | None = None
+) -> LoadedModel:
     """Load a trained model, to score text with it, to continue text, or to search.
 
     Args:
         path: folder of the run.
-        device: where the model computes: `auto`, `cpu` or `cuda[:N]`; auto is the GPU if there is
-            one where the model fits, else the CPU.
+        device: where the model computes: `auto`, `cpu`, `cuda[:N]` or a device of torch; auto is
+            the GPU if there is one where the model fits, else the CPU.
         vocabulary_size: V, the number of words that exist, `<eos>` included and `<unk>` not: each
             of the V - (N - 1) words that the model of N words lacks has an equal share of
             P(`<unk>`). None: each has all of it, as V = N.
@@ -29,10 +34,12 @@ def load(
             model was trained with, there is no such device, or V is less than N, or is given for a
             model of pieces of words.
     """
+    from pathlib import Path
+
     from lm.loaded import LoadedModel
     from lm.run import Run
 
-    return LoadedModel(Run(Path(path), device=device), vocabulary_size=vocabulary_size)
+    return LoadedModel(Run(Path(path), device=str(device)), vocabulary_size=vocabulary_size)
 
 
 def __getattr__(name: str) -> Any:

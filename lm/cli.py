@@ -150,7 +150,7 @@ def _overrides(rest: list[str]) -> list[str]:
     for option, after in pairwise([*rest, "VALUE"]):
         name, _, value = option.partition("=")
         key = {"--device": "--train.accelerator", "--threads": "--train.threads"}.get(name, name)
-        if key != name or (name == option and name.startswith("--")):
+        if key != name or (name == option and name[2:] and name.startswith("--")):
             raise UserError(f"{option}: write {key}={value or after}")
     return rest
 

@@ -28,7 +28,7 @@ from lm.model.reader import read_text
 from lm.run import Run
 
 EOS_RULE = "one <eos> after every line, empty lines too; the first token is predicted from <eos>"
-MAX_WORD_BYTES = 60
+MAX_WORD_BYTES = 35
 """Above this mean size, what spaces separate are not words: Chinese, Japanese, Thai and others."""
 WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out")
 

@@ -176,7 +176,7 @@ class LoadedModel:
 
         Words of several tokens cost a step for each token as well.
         """
-        words = words if isinstance(words, str) else list(words)
+        words = _listed("words", words)
         state, tokens = self._state(prefix), self._tokens_of_all(words)
         if any(len(word_tokens) > 1 for word_tokens in tokens):
             steps = self.step_many([state] * len(words), words)
@@ -197,7 +197,7 @@ class LoadedModel:
             states: S states of this model.
             words: K words, the same for every state; each of them may be several tokens.
         """
-        words = words if isinstance(words, str) else list(words)
+        words = _listed("words", words)
         tokens, states = self._tokens_of_all(words), self._all(states)
         if not states:
             return torch.zeros(0, len(words), device=self.model.device)
@@ -218,10 +218,16 @@ class LoadedModel:
         return torch.where(token == self.unk_id, log_prob - math.log(self.num_unseen), log_prob)
 
     def score(self, sentences: Iterable[str]) -> list[LineScore]:
-        """Scores of independent sentences and of the `<eos>` after each, as `lm score`."""
-        if isinstance(sentences, str):
-            raise ValueError(f"expected a list of sentences, got the text {sentences[:40]!r}")
-        return list(self._scorer.sentences(map(checked_text, sentences)))
+        """Scores of independent sentences and of the `<eos>` after each, as `lm score`.
+
+        Each is one line, whose line end may be left out.
+        """
+        lines = []
+        for sentence in _listed("sentences", sentences):
+            lines.append(checked_text(sentence).removesuffix("\n"))
+            if "\n" in lines[-1]:
+                raise ValueError(f"expected sentences of one line each, got {sentence[:40]!r}")
+        return list(self._scorer.sentences(lines))
 
     def evaluate(self, text: str) -> Evaluation:
         """Every figure of `lm evaluate --text` for a text of one or more lines.
@@ -305,15 +311,11 @@ class LoadedModel:
 
     def _all(self, states: Iterable[State]) -> list[State]:
         """States, if they are of this model."""
-        if isinstance(states, State):
-            raise ValueError("expected a list of states, got one state")
-        return [self._own(state) for state in states]
+        return [self._own(state) for state in _listed("states", states)]
 
     def _tokens_of_all(self, words: Sequence[Word]) -> list[list[int]]:
         """The token ids of each word, at least one."""
-        if isinstance(words, str):
-            raise ValueError(f"expected a list of words, got the text {words[:40]!r}")
-        words = list(words)
+        words = _listed("words", words)
         encoded = [self.encode(word) if isinstance(word, str) else [word] for word in words]
         for word, tokens in zip(words, encoded, strict=True):
             if not tokens:
@@ -332,3 +334,10 @@ class LoadedModel:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
         return ids
+
+
+def _listed(what: str, values: object) -> list[Any]:
+    """The items of a list or another iterable; a text or a state is one item, and no list."""
+    if isinstance(values, str | bytes | State) or not isinstance(values, Iterable):
+        raise ValueError(f"expected a list of {what}, got {values!r:.60}")
+    return list(values)

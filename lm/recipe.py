@@ -70,7 +70,7 @@ model: {backbone: transformer, layers: $layers, input_embedding: path_sum, hidde
   dropout: 0.1, count_word_dropout: 5}
 optim: {optimizer: adamw, lr: 0.001, weight_decay: 0.1, clip: 1.0, schedule: cosine,
   warmup_steps: $warmup}
-train: {max_epochs: $epochs, batch_size: $batch, seq_len: 64, threads: $threads}
+train: {max_epochs: $epochs, batch_size: $batch, seq_len: $length, threads: $threads}
 """
 """For texts of all sizes, with the optimizer of configs/wikitext2_transformer.yaml."""
 HIDDEN_SIZES = {20_000: (64,), 5_000_000: (200, 128, 64), math.inf: (300, 200, 128, 64)}
@@ -85,8 +85,10 @@ ALL_CLUSTERED = 60_000
 PIECES, PIECES_BYTES = 8_000, 1_000_000
 """Texts without spaces have SentencePiece units from this size on, and else characters."""
 CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-NO_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
-"""Letters of Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
+NO_SPACES = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uff66-\uff9f\U00020000-\U0003ffff]"
+)
+"""Letters of Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese."""
 
 
 def new_recipe(
@@ -178,7 +180,8 @@ def measure(sample: Sample) -> tuple[int, int, str]:
     words = [word for line in sample.lines for word in line.split()]
     characters = "".join(words)
     has_no_spaces = 2 * len(NO_SPACES.findall(characters)) > len(characters)
-    if len(characters) > (6 if has_no_spaces else 20) * len(words):
+    one_word_lines = has_no_spaces and len(words) < 2 * sample.num_units("lines")
+    if one_word_lines or len(characters) > (6 if has_no_spaces else 20) * len(words):
         num_tokens = math.ceil((len(characters) + len(sample.lines)) / sample.share)
         tokenizer = f"kind: sentencepiece, vocab_size: {PIECES}, byte_fallback: true"
         if sample.num_bytes >= PIECES_BYTES:
@@ -237,6 +240,7 @@ def fit(
         "batch": batch,
         "epochs": epochs,
         "layers": layers,
+        "length": min(64, max(2, num_tokens // 2)),
         "warmup": min(400, steps // 10),
         "threads": threads,
     }

@@ -94,6 +94,7 @@ def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
         ("--train.max_steps", "--train.max_steps: write --train.max_steps=VALUE"),
         ("--device cpu", "--device: write --train.accelerator=cpu"),
         ("--threads=2", "--threads=2: write --train.threads=2"),
+        ("--model.layers=3 --", "expected an override --section.key=value, got '--'"),
         ("--resume", "argument --resume: expected one argument"),
         ("--resume=absent.ckpt", "--resume absent.ckpt: no such checkpoint"),
         (

@@ -127,6 +127,17 @@ def test_sigterm_deletes_unfinished_files_and_is_one_line(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["my.txt"]
 
 
+def test_nothing_is_imported_before_an_interruption_is_handled() -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {os.getcwd()!r}); before = set(sys.modules)\n"
+        "import lm.__main__; print(*sorted(set(sys.modules) - before))"
+    )
+    # Without site, which may import modules itself.
+    command = [sys.executable, "-I", "-S", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "__future__ lm lm.__main__\n"
+
+
 def test_an_interruption_while_libraries_are_imported_is_no_traceback() -> None:
     code = (
         "import os, signal, sys\n"

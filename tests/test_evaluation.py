@@ -221,12 +221,14 @@ def test_the_denominator_of_the_word_perplexity_is_printed(
 
 def test_text_without_spaces_has_no_perplexity_per_word(lstm_run: Path) -> None:
     opened = Run(lstm_run, device="cpu")
-    for line, printed in (("thecatseesadog" * 5, False), ("the cat sees a dog " * 5, True)):
+    malayalam = "നിയന്ത്രണം"  # a long word of 30 bytes
+    japanese = "猫が犬を見ている。そして"
+    for line, size in ((japanese, 37), ("the cat sees a dog", 0), (malayalam, 0)):
         result = evaluate_text(opened, [line], progress=False)
-        assert result.utf8_bytes == len(line) + 1
+        assert result.utf8_bytes == len(line.encode()) + 1
         (row,) = re.findall("per word  +(.*)", result.table("text"))
-        expected = "not printed: the text has a space every 71 bytes, so no words"
-        assert (row != expected) == printed
+        expected = f"not printed: the text has a space every {size} bytes, so no words"
+        assert (row == expected) == (size > 0)
 
 
 def test_bits_per_byte_are_printed_only_if_every_byte_is_paid_for(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lm
+from data_prep.errors import UserError
 from lm.evaluation import evaluate_text
 from lm.loaded import LoadedModel, Word
 from lm.run import Run
@@ -168,10 +169,14 @@ def test_generation_equals_that_of_the_command(
             lambda m: m.step_many([m.start()], ["a", "b"]),
             "expected a word for each state, got 1 .*",
         ),
-        (lambda m: m.step_many([m.start()] * 3, "the"), "expected a list of words, got .* 'the'"),
-        (lambda m: m.candidate_log_prob("the", "fox"), "expected a list of words, got .* 'fox'"),
-        (lambda m: m.score("the fox"), "expected a list of sentences, got the text 'the fox'"),
+        (lambda m: m.step_many([m.start()] * 3, "the"), "expected a list of words, got 'the'"),
+        (lambda m: m.candidate_log_prob("the", "fox"), "expected a list of words, got 'fox'"),
+        (lambda m: m.score("the fox"), "expected a list of sentences, got 'the fox'"),
         (lambda m: m.score([None]), "expected text, got None"),
+        (lambda m: m.score(None), "expected a list of sentences, got None"),
+        (lambda m: m.score(["a\nb"]), r"expected sentences of one line each, got 'a\\nb'"),
+        (lambda m: m.step_many([m.start()], b"the"), "expected a list of words, got b'the'"),
+        (lambda m: m.candidate_log_prob("", 3), "expected a list of words, got 3"),
         (lambda m: m.step(None, "the"), "expected a state of this model, got None"),
         *(
             (lambda m, word=word: m.step(m.start(), word), "expected text or token ids, got .*")
@@ -181,12 +186,13 @@ def test_generation_equals_that_of_the_command(
         (lambda m: m.encode("a \udcff"), r"the text 'a \\udcff' is not valid Unicode"),
         (lambda m: m.unknown_words("a \udcff"), r"the text 'a \\udcff' is not valid Unicode"),
         (lambda m: m.generate(None), "expected text, got None"),
-        (lambda m: m.step_many(m.start(), ["the"]), "expected a list of states, got one state"),
+        (lambda m: m.step_many(m.start(), ["the"]), "expected a list of states, got State.*"),
         (lambda m: m.candidate_log_probs(m.start(), ["a"]), "expected a list of states, got .*"),
         (lambda m: m.generate(num_tokens="5"), "the number of tokens must be an integer, got '5'"),
         (lambda m: m.generate(num_samples=1.5), "the number of samples must be an .*, got 1.5"),
         (lambda m: m.search(num_beams="2"), "the number of beams must be an integer, got '2'"),
         (lambda m: m.search(length_penalty=None), "length_penalty must be within .*, got None"),
+        (lambda m: m.generate(excluded=None), "excluded must be token ids, got None"),
         (lambda m: m.generate(excluded=("fox",)), r"excluded must be token ids, got \('fox',\)"),
         (lambda m: m.generate(stop=None), "stop must be a list of strings, got None"),
         (lambda m: m.generate(stop=[1]), r"stop must be a list of strings, got \[1\]"),
@@ -209,6 +215,16 @@ def test_a_state_of_another_model_is_refused(lstm_run: Path, transformer_run: Pa
     assert lm.load(lstm_run).step(state, "cat").state.num_tokens == 2
     with pytest.raises(ValueError, match=r"^expected a state of this model, got State\(.*\)$"):
         lm.load(transformer_run).step(state, "cat")
+
+
+@pytest.mark.parametrize("size", ["9", 2.5])
+def test_a_vocabulary_size_is_an_integer_and_a_device_may_be_torchs(
+    lstm_run: Path, size: Any
+) -> None:
+    with pytest.raises(UserError, match=rf"^vocabulary size {size}: expected at least "):
+        lm.load(lstm_run, vocabulary_size=size)
+    device = torch.device("cpu")
+    assert lm.load(lstm_run, device=device).model.device == device
 
 
 def test_a_model_and_a_state_are_printed_without_their_numbers(lstm_run: Path) -> None:

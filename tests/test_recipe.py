@@ -54,6 +54,12 @@ def test_the_shortest_texts_train(text: str, capsys: pytest.CaptureFixture[str])
         assert capsys.readouterr().out == text
 
 
+@pytest.mark.parametrize(("text", "length"), [("a\na\n", 2), ("the quick brown fox\n" * 4, 10)])
+def test_the_context_of_a_transformer_fits_a_short_text(text: str, length: int) -> None:
+    assert new(text, "--model.backbone=transformer").train.seq_len == length
+    assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=1"]) == 0
+
+
 def test_a_recipe_with_splits_trains_and_is_better_than_the_unigram_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -295,7 +301,7 @@ def test_the_vocabulary_of_a_sample_is_extrapolated() -> None:
 JAPANESE = "ある日の暮方の事である一人の下人が羅生門の下で雨やみを待っていた"
 
 
-@pytest.mark.parametrize("length", [30, 9], ids=["sentences", "short lines"])
+@pytest.mark.parametrize("length", [30, 9, 4], ids=["sentences", "short lines", "words"])
 def test_text_without_spaces_is_cut_into_pieces_or_characters(length: int) -> None:
     sample = [JAPANESE[:length]] * 9
     pieces = "kind: sentencepiece, vocab_size: 8000, byte_fallback: true"
@@ -303,6 +309,8 @@ def test_text_without_spaces_is_cut_into_pieces_or_characters(length: int) -> No
     num_tokens, num_words, tokenizer = measure(Sample(sample, 1.0, 999))
     assert (num_tokens, tokenizer) == (9 * (length + 1), f"{pieces}, model_type: char")
     assert num_words == len(set(JAPANESE[:length])) + 259
+    for other in ("ｱﾙﾋﾉｸﾚｶﾞﾀ", "བོད་ཡིག་གི་སྐད", "𠀀𠀁𠀂𠀃𠀄𠀅𠀆𠀇"):
+        assert measure(Sample([other] * 9, 1.0, 999))[2] == f"{pieces}, model_type: char"
     words = [" ".join(JAPANESE)] * 9
     assert measure(Sample(words, 1.0, 999))[2].startswith("kind: words")
 

@@ -151,4 +151,4 @@ def _draw(report: "ClassReport", top_words: list[list[str]], path: Path) -> None
         " the word"
     )
     name = path.suffix[1:].lower()
-    write_atomically(path, lambda file: figure.savefig(file, format=name, dpi=120))
+    write_atomically(path, lambda file: figure.savefig(file, format=name, dpi=120), shared=True)

@@ -150,7 +150,7 @@ def _parse(text: str, source: str) -> Any:
 def _yaml_problem(error: yaml.YAMLError) -> str:
     """What is wrong and in which line, without the excerpt."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem is None:
-        return " ".join(str(error).split())
+        return " ".join(str(error).replace('in "<unicode string>",', "at").split())
     problem = error.problem if error.context is None else f"{error.context}, {error.problem}"
     mark = error.problem_mark or error.context_mark
     return (

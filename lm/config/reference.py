@@ -58,7 +58,9 @@ def describe_keys(name: str | None = None) -> str:
                 blocks.append(f"{key.name}: {key.type}{default}\n{meaning}")
     if not blocks:
         known = [key.name for _, keys in sections().values() for key in keys]
-        raise UserError(f"unknown key {name}" + nearest(str(name), [*known, *sections()]))
+        raise UserError(
+            f"unknown key {name}" + nearest(str(name), [*known, *filter(None, sections())])
+        )
     return "\n\n".join(blocks) if name is None else "\n".join(blocks)
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lm.output.backends import BACKENDS, OPS, choose_backend
-from lm.output.backends.autograd import refuse_transforms, row_wise_nll
-from lm.output.backends.base import Needs, Problem
+from lm.output.backends.autograd import eager, eager_nll, refuse_transforms, row_wise_nll
+from lm.output.backends.base import Needs, Problem, num_targets
 from lm.output.tree.class_tree import ClassTree
 
 BackendName = Literal["auto", "compiled", "reference", "triton"]
@@ -77,6 +77,7 @@ def hierarchical_cross_entropy(
     refuse_transforms(*(each for each in (hidden, weight, bias) if isinstance(each, Tensor)))
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
     name = choose_backend(backend, problem, hidden.device)
+    problem = problem._replace(mean=reduction == "mean" and BACKENDS[name].divides)
     enabled = torch.is_grad_enabled()
     needs = Needs(
         hidden=enabled and hidden.requires_grad,
@@ -86,10 +87,12 @@ def hierarchical_cross_entropy(
     )
     if needs.row_wise:
         nll = row_wise_nll(BACKENDS[name], needs, *problem[:-1])
+    elif eager(hidden, weight, target, bias):
+        nll = eager_nll(BACKENDS[name], needs, *problem[:-1])
     else:
         nll = OPS[name](*problem[:-1], needs)[0]
     if reduction == "none":
         return nll.view(target.shape)
-    if reduction == "sum":
+    if reduction == "sum" or problem.mean:
         return nll.sum()
-    return nll.sum() / (target != ignore_index).sum().clamp(min=1)
+    return nll.sum() / num_targets(problem)

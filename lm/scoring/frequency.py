@@ -119,4 +119,4 @@ def draw_report(report: FrequencyReport, title: str, path: Path) -> None:
     figure.axes[0].set_ylabel("nats per token")
     figure.suptitle(title)
     name = path.suffix[1:].lower()
-    write_atomically(path, lambda file: figure.savefig(file, format=name, dpi=120))
+    write_atomically(path, lambda file: figure.savefig(file, format=name, dpi=120), shared=True)

@@ -9,7 +9,7 @@ separated by whitespace, whatever the tokens, and the score of a unit is the sum
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import torch
@@ -90,7 +90,8 @@ class Scorer:
             return
         if tokenizer.kind != "words":
             raise UserError("a vocabulary size applies to models of words, not of pieces of words")
-        if not model.vocab_size <= vocabulary_size <= MAX_VOCABULARY_SIZE:
+        is_whole = isinstance(vocabulary_size, SupportsIndex)
+        if not is_whole or not model.vocab_size <= vocabulary_size <= MAX_VOCABULARY_SIZE:
             expected = f"expected at least {model.vocab_size}, one word more than the model has"
             limit = f"and at most {MAX_VOCABULARY_SIZE}"
             raise UserError(f"vocabulary size {vocabulary_size}: {expected}, {limit}")

@@ -25,7 +25,7 @@ from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem, row_size
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
-from lm.output.backends.triton.tile_shapes import Tiles, compiler_options
+from lm.output.backends.triton.tile_shapes import Tiles
 from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowSGD
 from lm.output.tree.class_tree import TreeArrays
 from scripts.benchmarks.measure import DTYPES
@@ -124,8 +124,7 @@ def _use(table: Tensor, gradient: RowGradient) -> None:
 
 def compiled_launch(launch: Launch, capability: int) -> Any:
     """The compiled kernel of a launch, as `scripts.kernels.emulator.compiler.compiled`."""
-    options = compiler_options(launch.tile)
-    return compiled(launch.kernel, capability, **launch.arguments, **options)
+    return compiled(launch.kernel, capability, **launch.arguments, **launch.options)
 
 
 def compile_all(jobs: Sequence[tuple[Launch, int]]) -> None:

@@ -15,7 +15,6 @@ import torch
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
-from lm.output.backends.triton.tile_shapes import compiler_options
 from scripts.kernels.compilation import compiled_launch
 from scripts.kernels.rates import DRIVER_LAUNCH, Range
 
@@ -30,15 +29,13 @@ def host_seconds(capability: int, rounds: int = 300) -> dict[str, Range]:
     tree = ClassTree.two_level(num_words=_WORDS)
     hidden = torch.zeros(_POSITIONS, _SIZE, requires_grad=True)
     weight = torch.zeros(tree.num_rows, _SIZE, requires_grad=True)
-    target, d_nll = torch.arange(_POSITIONS), torch.ones(_POSITIONS)
+    target = torch.arange(_POSITIONS)
     found: list[Launch] = []
 
     def step() -> None:
         hidden.grad = weight.grad = None
-        nll = hierarchical_cross_entropy(
-            hidden, weight, target, tree, reduction="none", backend="triton"
-        )
-        torch.autograd.backward(nll, d_nll)
+        loss = hierarchical_cross_entropy(hidden, weight, target, tree, backend="triton")
+        torch.autograd.backward(loss)
 
     with (
         mock.patch.object(TritonBackend, "obstacle", return_value=None),  # on a CPU
@@ -55,7 +52,7 @@ def host_seconds(capability: int, rounds: int = 300) -> dict[str, Range]:
 
 def _launching(launch: Launch) -> Callable[[], object]:
     """What Triton does for the launch of a kernel that is compiled, without the driver."""
-    options = compiler_options(launch.tile)
+    options = launch.options
     return lambda: launch.kernel.run(grid=(1,), warmup=True, **launch.arguments, **options)
 
 

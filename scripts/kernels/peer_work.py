@@ -46,15 +46,15 @@ STAGES, CCE_STAGES = 4, 3
 """Of products: tiles of 128 × 64 and 256 × 64 in bf16 fit into shared memory four times."""
 
 
-def loss_operations(problem: Problem) -> Iterator[Operation]:
-    """What follows and precedes the loss of every position, for each method.
+def loss_operations(problem: Problem, *, fused: bool) -> Iterator[Operation]:
+    """What follows and precedes the loss of every position, by the fused kernels or by a peer.
 
-    Forward: the sum of the nll, targets compared, their number, at least one, and the division.
-    Backward: a one, its division; its expansion is a view. Under autocast with rows in fp32, hidden
-    vectors are cast as well, and their gradients back.
+    Forward: the sum of the nll; for peers also targets compared, their number, at least one, and
+    the division. Backward: a one; for peers its division. Its expansion is a view. Under autocast
+    with rows in fp32, hidden vectors are cast as well, and their gradients back.
     """
-    yield Operation("mean", 5)
-    yield Operation("d_nll", 2)
+    yield Operation("mean", 1 if fused else 5)
+    yield Operation("d_nll", 1 if fused else 2)
     if problem.weight.element_size() > ITEM:
         casts = (SINGLE + ITEM) * problem.hidden.numel()
         yield Operation("cast hidden", 1, casts)

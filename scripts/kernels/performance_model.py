@@ -244,12 +244,15 @@ def methods(
     problem: Problem, fused: Iterable[tuple[Launch, Work]], host: Mapping[str, Range]
 ) -> dict[str, list[dict[str, Any]]]:
     """Rows of the launches of each method, ours first."""
-    loss = [operation_row(each) for each in loss_operations(problem)]
+    loss, ours_loss = (
+        [operation_row(each) for each in loss_operations(problem, fused=fused_mean)]
+        for fused_mean in (False, True)
+    )
     ours = [launch_row(*each, host[each[0].kernel.__name__]) for each in fused]
     ours.append(_row(PYTHON, Use(), Use(), 1, 0, host[PYTHON]))
     ours.append(operation_row(Operation("assert that targets are words", 1)))
     peers = {name: [*map(operation_row, peer(problem))] for name, peer in PEERS.items()}
-    return {name: each + loss for name, each in ({"fused": ours} | peers).items()}
+    return {"fused": ours + ours_loss} | {name: each + loss for name, each in peers.items()}
 
 
 def total_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def _write_paths(a: _Arrays) -> None:
     target = a["target"]
     valid = (target >= 0) & (target < a["N"]) & (target != a["ignore_index"])
     row = a["row_of_word"][np.where(valid, target, 0)]
+    a["num_entries"][7] = a["mean"] * valid.sum()
     key = np.where(valid, a["preorder"][a["node_of_row"][row]], len(a["visited"]))
     a["position"][:] = np.argsort(key, kind="stable")
     order = a["position"]
@@ -73,7 +74,7 @@ def _write_lists(a: _Arrays, block_v: int) -> None:
     names = "heavy_tiles", "light_nodes", "light_groups", "row_tiles", "chunk_tiles", "split_tiles"
     for name, entries in zip(names, lists, strict=True):
         a[name][: len(entries)] = entries
-    a["num_entries"][:] = [*map(len, lists), num_sums, 0]
+    a["num_entries"][:] = [*map(len, lists), num_sums, a["num_entries"][7]]
     a["light_level"][:] = top
 
 

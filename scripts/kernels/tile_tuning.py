@@ -123,7 +123,8 @@ def candidates_in(path: Path, best: int) -> list[Candidate]:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         rows.sort(key=lambda row: float(row["score"]))
         found = [
-            Candidate(row["kernel"], Tile(*(row[name] for name in Tile._fields))) for row in rows
+            Candidate(row["kernel"], Tile(**{k: row[k] for k in Tile._fields if k in row}))
+            for row in rows
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"tile_tuning: {path}: expected a log of shapes: {error!r}")
@@ -224,6 +225,9 @@ def main() -> None:
     tried = candidates(start, dry=options.dry_run)
     if options.candidates:
         tried = candidates_in(options.candidates, options.best)
+    if device == "cuda":  # the model does not know such loops
+        forward = start.forward._replace(flatten=not start.forward.flatten)
+        tried.insert(0, Candidate("forward", forward))
     if not options.dry_run:
         compile_candidates(problems, start, tried)
     clocks: list[Clock] = [partial(seconds_of, problem, options.rounds) for problem in problems]

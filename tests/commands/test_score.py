@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lm
 from lm.cli import main
 from lm.run import Run
 from lm.scoring import Scorer
@@ -165,6 +166,9 @@ def test_figures_of_words_of_several_pieces_are_sums(
         expected = score.tokens.entropy[tokens].sum()
         assert float(row["entropy_nats"]) == pytest.approx(expected, rel=1e-6)
         assert float(row["nats"]) == pytest.approx(score.tokens.log_prob[tokens].sum(), rel=1e-6)
+    for line_end in ("", "\n"):  # which is no piece
+        (same,) = lm.load(run).score([lines[0] + line_end])
+        assert same.log_prob == pytest.approx(score.log_prob, abs=1e-5)
 
 
 def test_a_summary_is_printed_in_every_layout(lstm_run: Path, printed: Printed) -> None:

@@ -189,6 +189,11 @@ def test_an_incomplete_or_invalid_file_is_an_error(tmp_path: Path, text: str, me
         ("--name.first=3", "--name.first: name is not a section"),
         ("--model.hiden=3", "unknown key model.hiden; did you mean model.hidden?"),
         ("--optim.lr=[", "--optim.lr: not valid YAML: "),
+        (
+            "--name=a\1",
+            "--name: not valid YAML: unacceptable character #x0001: special characters are not"
+            " allowed at position 1",
+        ),
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, message: str) -> None:

@@ -47,3 +47,9 @@ def test_a_key_or_section_is_described(name: str, first: str, num_keys: int) -> 
 def test_an_unknown_key_is_an_error_that_names_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(UserError, match=f"^unknown key {name}; did you mean {nearest}\\?$"):
         describe_keys(name)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("", ""), ("model.", "model.; did you mean model\\?")])
+def test_an_empty_name_is_similar_to_none(name: str, hint: str) -> None:
+    with pytest.raises(UserError, match=f"^unknown key {hint}$"):
+        describe_keys(name)

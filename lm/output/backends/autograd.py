@@ -1,16 +1,19 @@
 """The nll of any backend as a differentiable function.
 
-For dense gradients it is a registered custom op; for row-wise ones, which a custom op cannot
-return, a function outside of `torch.compile`. Only this module turns a `Problem` into the flat
-arguments of PyTorch's interfaces.
+In eager mode it is a function of autograd, which takes the host less time than a registered custom
+op. Within `torch.compile`, dispatch modes and for subclasses of tensors it is a custom op, which
+cannot return row-wise gradients. Only this module turns a `Problem` into the flat arguments of
+PyTorch's interfaces.
 """
 
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
 from lm.output.rowwise.eager import ONCE, differentiable_once, not_compiled
@@ -20,7 +23,7 @@ Op = Callable[..., Any]
 """A registered custom op: fields of a `Problem` and `Needs` → nll [P] and the tensors saved."""
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor target, Tensor[] tree, Tensor? bias, SymInt depth,"
-    " SymInt max_path_columns, SymInt ignore_index, bool[] needs"
+    " SymInt max_path_columns, SymInt ignore_index, bool mean, bool[] needs"
 )
 _NUM_ARRAYS = len(TreeArrays._fields)
 
@@ -111,13 +114,13 @@ def _unpack(inputs: tuple[Any, ...]) -> tuple[Problem, Needs]:
     return Problem(hidden, weight, target, TreeArrays(*tree), *rest), Needs(*needs)
 
 
-class _RowWiseNll(torch.autograd.Function):
-    """The nll [P] whose backward gives weight and bias a `RowGradient`."""
+class _EagerNll(torch.autograd.Function):
+    """The nll [P] in eager mode, whose backward can give weight and bias a `RowGradient`."""
 
     @staticmethod
     def forward(ctx: Any, backend: Backend, needs: Needs, *inputs: Any) -> Tensor:
         nll, saved = backend.forward(Problem(*inputs), needs)
-        ctx.backend = backend
+        ctx.backend, ctx.row_wise = backend, needs.row_wise
         hidden, weight, target, ctx.tree, bias, *ctx.sizes = inputs
         ctx.save_for_backward(hidden, weight, target, bias, *saved)
         return nll
@@ -128,10 +131,19 @@ class _RowWiseNll(torch.autograd.Function):
         hidden, weight, target, bias, *saved = ctx.saved_tensors
         problem = Problem(hidden, weight, target, ctx.tree, bias, *ctx.sizes)
         _, _, of_hidden, of_weight, _, _, of_bias, *rest = ctx.needs_input_grad
-        needs = Needs(of_hidden, of_weight, of_bias, row_wise=True)
+        needs = Needs(of_hidden, of_weight, of_bias, ctx.row_wise)
         d_hidden, d_weight, d_bias = ctx.backend.backward(*d_nll, problem, saved, needs)
         return None, None, d_hidden, d_weight, None, None, d_bias, *(None for _ in rest)
 
 
-row_wise_nll: Callable[..., Tensor] = not_compiled(_RowWiseNll.apply)
-"""The nll [P] of a backend, needs and fields of a `Problem`, outside of `torch.compile`."""
+eager_nll: Callable[..., Tensor] = _EagerNll.apply
+"""The nll [P] of a backend, needs and fields of a `Problem`."""
+row_wise_nll: Callable[..., Tensor] = not_compiled(_EagerNll.apply)
+"""The same, outside of `torch.compile`."""
+
+
+def eager(*tensors: Tensor | None) -> bool:
+    """Whether PyTorch itself executes the operations of these tensors as they are called."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return all(type(each) in (Tensor, Parameter, NoneType) for each in tensors)

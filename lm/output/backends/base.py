@@ -25,6 +25,7 @@ class Problem(NamedTuple):
     depth: int  # D
     max_path_columns: int
     ignore_index: int  # value of the targets that are ignored
+    mean: bool = False  # divide nll, and d_nll, by the number of targets that are not ignored
     shard: Shard | None = None  # None: `weight` has all rows of the tree
 
     @classmethod
@@ -122,6 +123,7 @@ class Backend(Protocol):
 
     name: str  # as in the argument `backend` of the public functions
     automatic_on: frozenset[str]  # types of devices where "auto" prefers it to the reference
+    divides: bool  # whether it can solve a `Problem` of a `mean`
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""
@@ -212,6 +214,11 @@ def autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             f" autocast, got hidden, weight, bias: {dtypes}"
         )
     return hidden
+
+
+def num_targets(problem: Problem) -> Tensor:
+    """How many targets are not ignored, a scalar, but at least 1."""
+    return (problem.target != problem.ignore_index).sum().clamp(min=1)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

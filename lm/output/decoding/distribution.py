@@ -4,6 +4,7 @@ The methods of `HierarchicalSoftmax` with the same names document arguments, res
 """
 
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def topk(
     """The k most probable words of each position, log_prob and word [..., k]."""
     expanders = _expanders(hidden, weight, tree, bias, excluded)
     num_words = tree.vocab_size - len(set(excluded))
-    if not 1 <= k <= num_words:
+    if not isinstance(k, SupportsIndex) or not 1 <= k <= num_words:
         raise ValueError(f"k must be within 1 … {num_words} words, got {k}")
     with torch.autocast(hidden.device.type, enabled=False):
         blocks = [search.topk(expander, k) for expander in expanders]

@@ -24,6 +24,7 @@ A repetition penalty θ gives words that occurred before the weight P^(βθ) ins
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import NamedTuple, SupportsIndex
@@ -38,6 +39,8 @@ from lm.output.decoding.uniforms import Uniforms
 
 _MIN_TEMPERATURE = 1e-200
 """Lower temperatures count as 0: log-probabilities divided by them would overflow fp64."""
+_MAX_TEMPERATURE = 1e25
+"""Higher temperatures count as this one, at which all words but those excluded are as probable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +90,8 @@ class Sampling:
             if not (isinstance(value, kind) or (value is None and may_be_none)):
                 expected = "an integer" if kind is Integral else "a number"
                 raise ValueError(f"{name} must be {expected}, got {value!r}")
-        if not all(isinstance(word, SupportsIndex) for word in self.excluded):
+        is_list = isinstance(self.excluded, Iterable)
+        if not is_list or not all(isinstance(word, SupportsIndex) for word in self.excluded):
             raise ValueError(f"excluded must be token ids, got {self.excluded!r}")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
@@ -119,7 +123,7 @@ def sample_words(expander: Expander, uniforms: Uniforms, sampling: Sampling) -> 
     top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
     if sampling.temperature < _MIN_TEMPERATURE:
         return topk(expander, 1).word.squeeze(1)
-    power = 1 / sampling.temperature
+    power = 1 / min(sampling.temperature, _MAX_TEMPERATURE)
     word = expander.hidden.new_empty(len(expander.hidden), dtype=torch.int64)
     if top_k is not None and top_k < expander.tree.vocab_size:
         sets = iter([(torch.arange(len(word), device=word.device), topk(expander, top_k))])

@@ -155,7 +155,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
             self.tree.depth,
             part.max_path_columns,
             self.ignore_index,
-            part.shard,
+            shard=part.shard,
         )
 
     def _exchanged(self, problem: Problem) -> tuple[Gathered | None, Tensor]:

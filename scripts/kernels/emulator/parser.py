@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 REGISTER = re.compile(r"%[A-Za-z]\w*(?:\.[xyz])?")
-NO_DESTINATION = {"st", "bra", "bar", "barrier", "cp", "stmatrix", "red", "fence", "membar"}
+NO_DESTINATION = {
+    "st", "bra", "bar", "barrier", "cp", "stmatrix", "red", "fence", "membar", "griddepcontrol",
+}  # fmt: skip
 """Instructions whose first operand is not written."""
 SUSPENDING = {"bar", "barrier", "atom", "red"}
 """Instructions at which a program may wait for others."""

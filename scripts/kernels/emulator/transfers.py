@@ -206,6 +206,11 @@ def _copy(decoder: Decoder, by: Instruction) -> Action:
     return act
 
 
+@instruction("griddepcontrol")
+def _launches(decoder: Decoder, by: Instruction) -> Action:
+    return lambda programs, mask: None  # launches are executed one after the other
+
+
 @instruction("fence", "membar")
 def _fence(decoder: Decoder, by: Instruction) -> Action:
     if by.fields[1] != "proxy":

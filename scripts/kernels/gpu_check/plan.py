@@ -16,7 +16,7 @@ REPEATED = "repeat_bit_for_bit or thousand_steps"
 SANITIZED = "repeat_bit_for_bit and (17 or 700)"
 DRY_TESTS = "tests/output/backends/triton/test_kernels.py"
 DRY_CHOICE = "empty_batch or nan_in_the_weight"
-METHODS = ["random", "graph", "full", "chunked", "cce", "liger", "adaptive", "grouped"]
+METHODS = ["random", "graph", "dependent", "full", "chunked", "cce", "liger", "adaptive", "grouped"]
 FULL_SOFTMAX = ["random", "graph", "chunked", "cce"]
 
 
@@ -29,8 +29,8 @@ class Size(NamedTuple):
 
 
 BENCHMARKS = {
-    "benchmark-33k": Size("33278:650", 25),
-    "benchmark-268k": Size("267735:1024", 30),
+    "benchmark-33k": Size("33278:650", 30),
+    "benchmark-268k": Size("267735:1024", 35),
     "benchmark-800k": Size("800000:1024", 35),
     "benchmark-1m": Size("1000000:1024", 30, FULL_SOFTMAX),
     "benchmark-10m": Size("10000000:300", 75),
@@ -124,6 +124,17 @@ def _longer_steps(work: Path, capability: int) -> list[Step]:
     return [
         Step("tests", [[*tests, f"{i}/{num_parts}"] for i in range(num_parts)], 155, 260),
         Step("repeat", [[*PYTEST, "-m", "gpu", GPU_TESTS, "-k", REPEATED]], 45, 90),
+        Step(
+            "dependent",
+            [
+                [*PYTEST, "-m", "gpu", GPU_TESTS, "-k", FIRST],
+                module("kernels.gpu_check.preflight", "--dtypes", "bf16", "fp16", "fp32"),
+            ],
+            60,
+            120,
+            {"SQRTLM_DEPENDENT_LAUNCHES": "1"},
+            skipped=None if capability >= 90 else "requires compute capability 9.0",
+        ),
         Step(
             "sanitizer",
             [[*check, tool, *some] for tool in ("memcheck", "racecheck")],

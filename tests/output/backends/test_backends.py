@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lm.output import ClassTree
+from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends import BACKENDS, choose_backend, saved_bytes
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.launch import instrumented
@@ -45,6 +45,14 @@ def test_a_warning_says_why_auto_takes_the_reference_on_cuda(
     problem = Problem.without_values(8000, 8, tree, dtype)
     with instrumented(capability=90), pytest.warns(UserWarning, match=f"slowly on cuda.*{reason}"):
         assert choose_backend("auto", problem, torch.device("cuda")) == "reference"
+
+
+@pytest.mark.parametrize("name", ["compiled", "reference"])
+def test_the_memory_of_parameters_can_be_freed_after_a_loss_as_fsdp_does(name: str) -> None:
+    layer = HierarchicalSoftmax(12, TREE, backend=name)  # type: ignore[arg-type]
+    hidden = torch.randn(30, 12, requires_grad=True)
+    layer.loss(hidden, torch.randint(90, (30,))).backward()  # type: ignore[no-untyped-call]
+    assert all(tensor.untyped_storage().resizable() for tensor in (*layer.parameters(), hidden))
 
 
 @pytest.mark.parametrize("row_wise", [False, True])

@@ -1,5 +1,7 @@
 """Decoding as functions: log-probabilities, dtypes, shapes, blocks, and errors."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -118,7 +120,8 @@ def test_empty_batch_gives_no_words() -> None:
 
 def test_wrong_k_or_shapes_raise() -> None:
     hidden, weight, tree, bias = random_layer("full")
-    for k in (0, N + 1):
+    wrong: Any = (0, N + 1, 2.5, "3")
+    for k in wrong:
         with pytest.raises(ValueError, match=f"k must be within 1 … {N} words, got {k}"):
             topk(hidden, weight, tree, bias, k=k)
     with pytest.raises(ValueError, match=r"R = 23 and W ≥ H = 5, got \[22, 5\]"):

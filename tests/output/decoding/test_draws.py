@@ -94,6 +94,15 @@ def test_frequencies_match_at_extreme_temperatures(temperature: float) -> None:
         assert_distributed(drawn, restricted(word_log_prob(*layer)[0], temperature))
 
 
+def test_excluded_words_are_not_drawn_at_any_temperature() -> None:
+    layer = random_layer("two_level", num_positions=1)
+    num_words = word_log_prob(*layer).shape[1]
+    restrictions: tuple[Options, ...] = ({}, {"min_p": 0.5})
+    for options in restrictions:
+        (drawn,) = draw_many(layer, 2000, temperature=1e300, excluded=(0, 1), **options)
+        assert drawn.unique().tolist() == list(range(2, num_words))
+
+
 def test_columns_of_weight_zero_are_never_drawn() -> None:
     log_weight = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]).double()
     uniform = torch.tensor([0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from lm.output.backends.base import Gradients, Needs, Problem
 from lm.output.backends.reference.backend import (
@@ -49,6 +50,7 @@ class CompiledBackend(ReferenceBackend):
 
     name = "compiled"
     automatic_on: frozenset[str] = frozenset({"cpu"})
+    divides = False
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""
@@ -142,7 +144,8 @@ def _has_numba() -> bool:
 def _array(tensor: Tensor) -> "Array":
     """A tensor's memory as numpy's, of bf16 and fp16 the bits, see `vectors`."""
     bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(tensor.dtype)
-    array: Array = (tensor if bits is None else tensor.view(bits)).detach().numpy()
+    alias = from_dlpack((tensor if bits is None else tensor.view(bits)).detach())
+    array: Array = alias.numpy()  # which forbids to resize the storage: FSDP resizes the tensor's
     return array
 
 

@@ -60,6 +60,7 @@ class ReferenceBackend:
 
     name = "reference"
     automatic_on: frozenset[str] = frozenset()
+    divides = False
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """None: it solves every problem."""

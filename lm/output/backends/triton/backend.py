@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
+from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype, num_targets
 from lm.output.backends.triton.backward import gradients, summed
 from lm.output.backends.triton.launch import (
     SLOT,
@@ -83,6 +83,7 @@ class TritonBackend:
 
     name = "triton"
     automatic_on: frozenset[str] = frozenset({"cuda"})
+    divides = True
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""
@@ -147,9 +148,11 @@ class TritonBackend:
             "SAVE": needs.any,
         }
         known = arguments(problem, saved)
-        _route(problem, known, special)
+        all_valid = _route(problem, known, special)
         num_tiles = saved.routing.heavy_tiles.numel() + saved.routing.light_nodes.numel()
         launch(forward_kernel._forward, num_tiles * splits, tile, known, **special)
+        if nll.is_cuda and problem.num_positions:  # last, as it ends a series of dependent launches
+            torch._assert_async(all_valid, "a target is neither a word nor ignore_index")
         return nll, _flat(saved)
 
     def backward(
@@ -188,6 +191,8 @@ class TritonBackend:
         """The gradients, by the log-sum-exps of the forward or by those of all shards."""
         problem = _contiguous(problem)
         if not tensors and problem.num_positions:
+            if problem.mean:  # over all parts
+                d_nll, problem = d_nll / num_targets(problem), problem._replace(mean=False)
             size = self.part_size(problem)
             parts = (slice(i, i + size) for i in range(0, problem.num_positions, size))
             each = (self._of_part(d_nll, lse, problem, part, needs) for part in parts)
@@ -259,8 +264,12 @@ def _contiguous(problem: Problem) -> Problem:
     return problem._replace(hidden=hidden, bias=bias, target=target)
 
 
-def _route(problem: Problem, known: dict[str, Any], special: dict[str, Any]) -> None:
-    """Launch the kernels that write the routing, and 0 for positions without visits."""
+def _route(problem: Problem, known: dict[str, Any], special: dict[str, Any]) -> Tensor:
+    """Launch the kernels that write the routing, and 0 for positions without visits.
+
+    Returns:
+        Whether all targets are words or ignored, a number.
+    """
     from lm.output.backends.triton import routing_kernels as kernels
 
     positions, target, shape = problem.num_positions, problem.target, tiles_for(problem)
@@ -294,5 +303,4 @@ def _route(problem: Problem, known: dict[str, Any], special: dict[str, Any]) -> 
     special |= {"BITS": _SEARCH_BITS, "steps": -(-positions.bit_length() // _SEARCH_BITS)}
     special |= {"num_plans": plans, "ROWS": _COPIED_ROWS, "COLUMNS": 128}
     launch(kernels._plan, plans + copies, _PLAN, known, **special)
-    if target.is_cuda and positions:
-        torch._assert_async(all_valid, "a target is neither a word nor ignore_index")
+    return all_valid

@@ -84,6 +84,16 @@ def _check_tiles(problem: Problem, saved: Saved) -> None:
         )
 
 
+def _largest(d_nll: Tensor, problem: Problem, saved: Saved) -> Tensor:
+    """The s of (9), of d_nll divided for the mean."""
+    if d_nll.stride(0) == 0:
+        largest = d_nll[0].abs()
+    else:
+        ignored = problem.target == problem.ignore_index  # their d_nll is not read otherwise
+        largest = torch.linalg.vector_norm(d_nll.masked_fill(ignored, 0), torch.inf)
+    return largest / saved.routing.num_entries[-1].clamp(min=1) if problem.mean else largest
+
+
 def _sums(
     d_hidden: Tensor | None, d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs
 ) -> dict[str, Any]:
@@ -102,8 +112,7 @@ def _sums(
         "partial_bias": new(lists.partial_rows) if needs.bias else None,
     }
     if problem.hidden.dtype == torch.float16 and num_positions:
-        ignored = problem.target == problem.ignore_index  # their d_nll is not read otherwise
-        sums["scale"] = torch.linalg.vector_norm(d_nll.masked_fill(ignored, 0), torch.inf)
+        sums["scale"] = _largest(d_nll, problem, saved)
     special = {**sums, "d_hidden": d_hidden, "d_nll": d_nll, "d_nll_stride": d_nll.stride(0)}
     errors = shape.errors._replace(c=shape.forward.c)
     known = arguments(problem, saved)

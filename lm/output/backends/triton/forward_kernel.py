@@ -10,6 +10,8 @@ blocks of `BLOCK_C`, with a running log-sum-exp (Milakov & Gimelshein 2018):
     z = W h + b,   m = max_block z,   k = exp(z - m)               (7)
     lse = log Σ_blocks exp(m) Σ k,   log q[y] = z[y] - lse         (8)
 
+The nll of a mean is divided by the number of targets, as is its gradient in the backward.
+
 k, between 0 and 1, is saved for the backward in the dtype of `hidden` together with m:
 `exp_logits` and `block_max`, of the size of positions × columns on a path. `num_splits` programs
 share a tile, and each takes some of the children; they are neighbours and run at the same time, so
@@ -24,6 +26,7 @@ import triton
 import triton.language as tl
 
 from lm.output.backends.triton.launch import VARYING
+from lm.output.backends.triton.routing_kernels import _begin
 
 
 @triton.jit
@@ -47,6 +50,12 @@ def _first_block(column, n, d, BLOCK_C: tl.constexpr, mask=None):
 
 
 @triton.jit
+def _divisor(num_entries, ACC: tl.constexpr):
+    """What nll are divided by: 1, or the number of targets for their mean."""
+    return tl.maximum(tl.load(num_entries + 7), 1).to(ACC)
+
+
+@triton.jit
 def _base(m):
     """A finite number to subtract in place of a largest logit, so that -inf minus it is -inf."""
     return tl.where(m == float("-inf"), 0.0, m)
@@ -60,22 +69,23 @@ def _forward(
     exp_logits, block_max, partial_lse, target_logit, lse, num_missing, nll,
     P, D, max_heavy, num_splits, path_slots, path_blocks, sorted_units, weight_units,
     LIGHT: tl.constexpr, SAVE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+    PRECISION: tl.constexpr, WEIGHT_ALIGN: tl.constexpr, FLATTEN: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The nll [P], with lse and z[y] (`target_logit`) [D, P] of every visit."""
+    _begin(DEPENDENT)
     tile, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     inputs = (sorted_hidden, weight, bias, sorted_units * 16, weight_units * WEIGHT_ALIGN)
     tree = (first_row, num_children, column)
     saved = (exp_logits, block_max, path_slots * 16, path_blocks)
-    results = (partial_lse, target_logit, lse, num_missing, nll)
+    results = (partial_lse, target_logit, lse, num_missing, num_entries, nll)
     if tile < max_heavy:
         if tile < tl.load(num_entries):
             _forward_tile(
                 tl.load(heavy_tiles + tile), (split, num_splits), inputs,
                 (position, node, child, P, D), tree,
                 saved, results, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
-                BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
+                BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, FLATTEN=FLATTEN,
             )  # fmt: skip
     else:
         if tile - max_heavy < tl.load(num_entries + 1):
@@ -83,7 +93,7 @@ def _forward(
                 tl.load(light_nodes + tile - max_heavy), (split, num_splits), inputs,
                 (position, node, child, P, D), tree,
                 saved, results, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
-                BLOCK_V=LIGHT, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H,
+                BLOCK_V=LIGHT, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, FLATTEN=FLATTEN,
             )  # fmt: skip
 
 
@@ -91,7 +101,7 @@ def _forward(
 def _forward_tile(
     flat, share_of, inputs, visits_of, tree, saved, results,
     SAVE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """(7) and (8) for up to `BLOCK_V` visits of a node from `flat` on, for a split."""
     split, num_splits = share_of
@@ -99,7 +109,7 @@ def _forward_tile(
     position, node, child, P, D = visits_of
     first_row, num_children, column = tree
     exp_logits, block_max, num_slots, num_blocks = saved
-    partial_lse, target_logit, _, _, _ = results
+    partial_lse, target_logit, _, _, _, _ = results
     d, n = flat // P, tl.load(node + flat)
     v = flat % P + tl.arange(0, BLOCK_V)
     visits = tl.load(node + d * P + v, mask=v < P, other=-1) == n
@@ -113,7 +123,7 @@ def _forward_tile(
     row, c_block = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_C)
     logits_of_tile = exp_logits + (flat % P).to(tl.int64) * num_slots + slot
     max_of_tile = block_max + (flat % P).to(tl.int64) * num_blocks + block
-    for c0 in range(c_begin, c_end, BLOCK_C):
+    for c0 in tl.range(c_begin, c_end, BLOCK_C, flatten=FLATTEN):
         c = c0 + c_block
         inside = c < width
         z = _logits(
@@ -163,7 +173,7 @@ def _logits(
 @triton.jit
 def _finish(v, p, visits, node, results, P, D, num_splits, ACC: tl.constexpr):
     """In the last program that arrives: lse of all splits and nll of all levels, in order."""
-    partial_lse, target_logit, lse, num_missing, nll = results
+    partial_lse, target_logit, lse, num_missing, num_entries, nll = results
     tl.debug_barrier()  # what the other threads of this program stored must be visible first
     before = tl.atomic_add(num_missing + v, -1, mask=visits, sem="acq_rel")
     last = visits & (before == 1)
@@ -184,4 +194,4 @@ def _finish(v, p, visits, node, results, P, D, num_splits, ACC: tl.constexpr):
         z_y = tl.load(target_logit + d * P + v, mask=present, other=0.0, cache_modifier=".cg")
         tl.store(lse + d * P + v, visit_lse, mask=present)
         total_nll += tl.where(present, visit_lse - z_y, 0.0)
-    tl.store(nll + p, total_nll, mask=last)
+    tl.store(nll + p, total_nll / _divisor(num_entries, ACC), mask=last)

@@ -5,6 +5,7 @@ shapes.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -21,11 +22,16 @@ SLOT = 16
 
 
 VARYING = [
-    "P", "num_runs", "run_size", "steps", "chunk", "num_plans", "num_splits", "max_heavy",
+    "P", "mean", "num_runs", "run_size", "steps", "chunk", "num_plans", "num_splits", "max_heavy",
     "row_programs", "max_groups", "max_split_tiles", "d_nll_stride",
     "max_nodes", "seed",
 ]  # fmt: skip
 """Arguments that differ between batches; no kernel is compiled again for 1 or multiples of 16."""
+DEPENDENT = "SQRTLM_DEPENDENT_LAUNCHES"
+"""The environment variable that, as "1", puts the programs of a launch on processors that become
+free before the launch in front of it has ended (programmatic dependent launch), on devices of
+compute capability 9.0 and above. Not run on a GPU yet.
+"""
 FILLING_TILES = 2048
 """Programs from which on more of them would not make the forward faster."""
 
@@ -53,12 +59,19 @@ class Launch(NamedTuple):
     tile: Tile  # what a program works on, and how the kernel is compiled
     arguments: dict[str, Any]  # of the kernel, by name
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the compiler."""
+        dependent = {"launch_pdl": True} if self.arguments["DEPENDENT"] else {}
+        return compiler_options(self.tile) | dependent
+
 
 class _Instruments(NamedTuple):
     run: Callable[[Launch], None] | None = None
     tiles: Tiles | None = None
     capability: int | None = None
     num_splits: int | None = None
+    dependent: bool | None = None
 
 
 _instruments = _Instruments()  # not a context variable: autograd runs backwards in other threads
@@ -71,6 +84,7 @@ def instrumented(
     tiles: Tiles | None = None,
     capability: int | None = None,
     num_splits: int | None = None,
+    dependent: bool | None = None,
 ) -> Iterator[None]:
     """Replace how the kernels are launched while the context is active, in all threads.
 
@@ -81,9 +95,10 @@ def instrumented(
         tiles: the tile shapes of all kernels.
         capability: the compute capability x 10 that the device is taken to have.
         num_splits: programs that share a tile in the forward.
+        dependent: in place of the environment variable `DEPENDENT`.
     """
     global _instruments
-    outer, inner = _instruments, _Instruments(run, tiles, capability, num_splits)
+    outer, inner = _instruments, _Instruments(run, tiles, capability, num_splits, dependent)
     given = {name: value for name, value in inner._asdict().items() if value is not None}
     _instruments = outer._replace(**given)
     try:
@@ -99,7 +114,7 @@ def execute(launch: Launch) -> None:
     device = next(value.device for value in launch.arguments.values() if torch.is_tensor(value))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         grid = (launch.num_programs,)
-        launch.kernel[grid](**launch.arguments, **compiler_options(launch.tile))
+        launch.kernel[grid](**launch.arguments, **launch.options)
 
 
 def arguments(problem: Problem, saved: Saved) -> dict[str, Any]:
@@ -118,6 +133,7 @@ def arguments(problem: Problem, saved: Saved) -> dict[str, Any]:
         **saved._asdict(),
         **routing._asdict(),
         "P": problem.num_positions,
+        "mean": int(problem.mean),
         "D": problem.depth,
         "N": problem.vocab_size,
         "num_nodes": routing.visited.numel(),
@@ -128,6 +144,7 @@ def arguments(problem: Problem, saved: Saved) -> dict[str, Any]:
         "PRECISION": "tf32" if hidden.dtype == torch.float32 and tf32() else "ieee",
         "ALIGN": align,
         "WEIGHT_ALIGN": weight_align,
+        "DEPENDENT": dependent_launches(hidden.device),
         "h_units": hidden.shape[1] // align,
         "sorted_units": saved.sorted_hidden.shape[1] // SLOT,
         "weight_units": problem.weight.shape[1] // weight_align,
@@ -147,6 +164,7 @@ def launch(
         special: further ones, which have priority.
     """
     sizes = {"BLOCK_V": tile.v, "BLOCK_C": tile.c, "BLOCK_H": tile.h, "STEP": tile.step}
+    sizes["FLATTEN"] = tile.flatten
     values = known | sizes | special
     given = {name: values[name] for name in kernel.arg_names}
     (_instruments.run or execute)(Launch(kernel, num_programs, tile, given))
@@ -160,6 +178,14 @@ def capability(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def dependent_launches(device: torch.device) -> bool:
+    """Whether programs of a launch may be on processors before the launch in front of it ends."""
+    asked = _instruments.dependent
+    if asked is None:
+        asked = device.type == "cuda" and os.environ.get(DEPENDENT) == "1"
+    return asked and capability(device) >= 90
 
 
 def tiles_for(problem: Problem) -> Tiles:

@@ -21,7 +21,7 @@ with some of every run.
 MAX_SPLITS = 16
 """Most programs that share a tile in the forward, or the visits of a split node."""
 NUM_LISTS = 8
-"""At least the fields of `Sizes`, a power of two."""
+"""The fields of `Sizes` and one more, a power of two."""
 FILLING_PROGRAMS = 512
 """Programs from which on more of them would not make d_weight faster."""
 BYTES_PER_VISIT = 1 << 15
@@ -32,7 +32,8 @@ class Routing(NamedTuple):
     """Visits and lists of what programs work on, int32; `flat` is d · P + v of a visit.
 
     The lists are as long as a batch of this size can require; `num_entries` says
-    how many there are, in the order of the fields, and then the rows of partial sums.
+    how many there are, in the order of the fields, then the rows of partial sums, and last what
+    each nll is divided by, 0 for nothing.
     """
 
     position: Tensor  # [P], sorted by their target's node, depth first; ignored ones last
@@ -40,7 +41,7 @@ class Routing(NamedTuple):
     child: Tensor  # [D, P], which child of the node is on the target's path; 0 for none
     light_level: Tensor  # [P], first level on which a position visits a light node; D for none
     visited: Tensor  # [I] int8, whether a node has visits
-    num_entries: Tensor  # [8], the last one unused
+    num_entries: Tensor  # [8]
     heavy_tiles: Tensor  # flat of the first visit of every tile of visits of a heavy node
     light_nodes: Tensor  # flat of the first visit of every light node
     light_groups: Tensor  # the same of those below no other light node

@@ -102,26 +102,30 @@ class Factors:
 
     def square_norm(self) -> Tensor:
         """See `Unformed.square_norm`."""
-        return self._norms[1]
+        return self._norms[1].sum()
 
     def update(self, table: Tensor, rule: Rule, factor: float | Tensor) -> None:
         """See `Unformed.update`."""
         dtype, device = compute_dtype(table.dtype), table.device
-        ones = torch.ones(1 + len(rule.numbers), dtype=dtype, device=device)
-        numbers = [one * x for one, x in zip(ones, (factor, *rule.numbers), strict=True)]
+        numbers = torch.ones(1 + len(rule.numbers), dtype=dtype, device=device)
+        each, values = numbers.unbind(), (factor, *rule.numbers)
+        torch._foreach_mul_(each, [1.0 if isinstance(x, Tensor) else x for x in values])
+        for number, value in zip(each, values, strict=True):
+            if isinstance(value, Tensor):
+                number.mul_(value)
         squares = self._norms[0] if "total" in rule.state else None
         special: dict[str, Any] = {"table": table, "squares": squares, **rule.state}
         if table.dtype == torch.bfloat16:
             special["seed"] = int(torch.randint(1 << 31, ()))
-        self._launch(numbers=torch.stack(numbers).to(dtype), **special)
+        self._launch(numbers=numbers, **special)
 
     @cached_property
     def _norms(self) -> tuple[Tensor, Tensor]:
-        """Squared norms [R] of rows, undefined where there is no gradient, and their sum."""
+        """Squared norms [R] of rows, undefined where there is no gradient, and sums of them."""
         num_rows, num_nodes = self.problem.weight.shape[0], self.saved.routing.visited.numel()
         squares, sums = self._new(num_rows), self._new(num_rows // SLOT + num_nodes).zero_()
         self._launch(numbers=self._new(1).fill_(1), squares=squares, sums=sums)
-        return squares, sums.sum()
+        return squares, sums
 
     def _launch(self, **special: Any) -> None:
         from lm.output.backends.triton import update_kernel

@@ -16,6 +16,11 @@ from lm.output.rowwise.eager import constant_when_compiled
 MAX_REGISTERS = 255
 """Of a thread; without it the assembler spills to fit more programs on a processor."""
 
+SPILLS_LESS = (3, 9, 0)
+"""The first version of Triton that needs no registers beyond a thread's for wide tiles of d_hidden
+in half precision on sm_90, where 2 divides its columns and 4 does not.
+"""
+
 
 class Tile(NamedTuple):
     """What a program of one kernel works on at a time; 0 for a dimension that it does not have."""
@@ -26,6 +31,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int  # loads in flight ahead of the product
     step: int = 0  # visits or children added at a time, where that is not v or c
+    flatten: bool = False  # of the forward: one loop over blocks of children and of H
 
 
 class Tiles(NamedTuple):
@@ -94,7 +100,8 @@ def tiles(
     kind = "half" if dtype.itemsize == 2 else "single" if tensor_cores else "exact"
     fitting = [sm for of, sm in _TILES if of == kind and sm <= max(capability, 80)]
     found = _TILES[kind, max(fitting)]
-    if kind == "half" and 90 <= capability < 100 and (hidden_align == 1 or rows.itemsize > 2):
+    least = 4 if (triton_version() or SPILLS_LESS) < SPILLS_LESS else 2
+    if kind == "half" and 90 <= capability < 100 and (hidden_align < least or rows.itemsize > 2):
         found = found._replace(heavy=_FEW_HEAVY)
     if kind == "half" and capability >= 100 and hidden_align <= 2 and rows.itemsize > 2:
         found = found._replace(heavy=found.heavy._replace(step=32))  # addresses take registers

@@ -5,6 +5,7 @@ The functions run in processes of `pool`, where kernels are compiled, not interp
 
 import mmap
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +26,7 @@ from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import SLOT, Launch, execute, instrumented, tiles_for
 from lm.output.rowwise import RowGradient
 from scripts.benchmarks import measure
-from scripts.kernels.compilation import compiled_launch
+from scripts.kernels.compilation import compiled_launch, launches
 from scripts.kernels.emulator import Emulator
 from scripts.kernels.emulator.execution import Run
 from scripts.kernels.emulator.judge import Judge
@@ -75,6 +76,8 @@ class Case(NamedTuple):
     bias: bool = True
     target: str = "some ignored"
     rows: str = ""  # dtype of weight and bias, by default that of hidden
+    mean: bool = False
+    switched: bool = False  # dependent launches, and one loop over blocks of children and of H
 
     def __str__(self) -> str:
         sizes = f"{self.positions} x {self.size}" + f" + {self.further}" * (self.further > 0)
@@ -82,6 +85,7 @@ class Case(NamedTuple):
         parts = [f"sm_{self.capability}", dtypes, self.tree, sizes]
         parts += ["row-wise" if self.row_wise else "dense", *self.orders]
         parts += ["no bias"] * (not self.bias) + [self.target] * (self.target != "some ignored")
+        parts += ["mean"] * self.mean + ["switched"] * self.switched
         return ", ".join(parts)
 
 
@@ -119,12 +123,15 @@ def emulated(
     (hidden, weight, *bias), target, tree, upstream = given
     with torch.autocast("cpu", hidden.dtype, enabled=bool(case.rows)):
         problem = Problem.of(hidden, weight, target, tree, bias[0] if bias else None)
+    problem = problem._replace(mean=case.mean)
     needs = Needs(hidden=True, weight=True, bias=case.bias, row_wise=case.row_wise)
     backend = TritonBackend()
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
     with instrumented(capability=case.capability):
         tiles = tiles_for(problem)._replace(chunk=64)
-    with emulator, instrumented(run=run, capability=case.capability, tiles=tiles):
+    tiles = tiles._replace(forward=tiles.forward._replace(flatten=case.switched))
+    hooks: dict[str, Any] = {"run": run, "tiles": tiles, "dependent": case.switched}
+    with emulator, instrumented(capability=case.capability, **hooks):
         nll, saved = backend.forward(problem, needs)
         d_hidden, *rows = backend.backward(upstream, problem, saved, needs)
         assert d_hidden is not None
@@ -144,20 +151,58 @@ def check(case: Case) -> Counter[str]:
     torch.set_num_threads(1)
     tensors, target, tree, upstream = given = inputs(case)
     first, ambiguous = None, Counter[str]()
+
+    def run(launch: Launch) -> None:
+        execute(launch)
+        waits = waits_first(compiled_launch(launch, case.capability).asm["ptx"])
+        assert waits == case.switched, launch.kernel.__name__
+
     for order in case.orders:
         emulator = Emulator(case.capability, order)
-        found = emulated(case, given, emulator)
+        found = emulated(case, given, emulator, run)
         ambiguous += emulator.ambiguous
         first = first or found
         same = [torch.equal(a, b) for a, b in zip(found, first, strict=True)]
         assert all(same), f"results in order {order} equal those in {case.orders[0]}: {same}"
     assert first is not None
+    if case.mean:
+        count = (target != -100).sum().clamp(min=1)
+        first[0], upstream = first[0] * count, upstream / count
     baseline, truth = (
         gradients([each.to(kind) for each in tensors], target, tree, upstream, "reference")
         for kind in (DTYPES[case.dtype], torch.float64)
     )
     assert_errors_are_small([first, baseline, truth], 8 * EPSILON[case.dtype])
     return ambiguous
+
+
+def waits_first(ptx: str) -> bool:
+    """Whether a kernel waits for earlier launches; raises unless it does so before all accesses.
+
+    Only after that wait it lets the next launch begin.
+    """
+    body = ptx[ptx.index("{", ptx.index(".entry")) :]
+    if "griddepcontrol" not in body:
+        return False
+    before, after = body.split("griddepcontrol.wait")
+    other = r"\.(global|shared)\b|\b(bra|ret|exit|atom|red|cp|membar|fence|call|griddepcontrol)\b"
+    assert not re.search(other, before)
+    assert after.count("griddepcontrol.launch_dependents") == 1
+    return True
+
+
+def check_dependent(capability: int) -> None:
+    """Raise unless every kernel waits for the launches in front of it, where it can."""
+    problem = inputs(Case(row_wise=True))
+    (hidden, weight, bias), target, tree, _ = problem
+    of = Problem.of(hidden, weight, target, tree, bias)
+    with instrumented(dependent=True):
+        found = launches(of, capability, row_wise=(False, True))
+    assert {"_sort", "_update"} <= {launch.kernel.__name__ for launch in found}
+    for launch in found:
+        binary = compiled_launch(launch, capability)
+        assert waits_first(binary.asm["ptx"]) == (capability >= 90), launch.kernel.__name__
+        assert binary.metadata.launch_pdl == (capability >= 90)
 
 
 def check_far(case: Case) -> list[Run]:

@@ -1,17 +1,26 @@
 """What is launched and allocated for the fused kernels, and what they refuse."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.output import hierarchical_cross_entropy
 from lm.output.backends import BACKENDS
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton import backend as triton_backend
-from lm.output.backends.triton.launch import Launch, execute, instrumented, path_slots
+from lm.output.backends.triton.launch import (
+    Launch,
+    dependent_launches,
+    execute,
+    instrumented,
+    path_slots,
+)
 from lm.output.backends.triton.tile_shapes import Tiles, tiles
 
 from ...definition import SMALL_TILE, nll, problem, two_level
@@ -63,6 +72,24 @@ def test_instruments_nest_and_are_undone(launches: list[Launch]) -> None:
     assert [launch.arguments["num_splits"] for launch in forwards] == [3, 1, 1]
 
 
+def test_launches_depend_on_one_another_only_where_asked_and_from_sm_90_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for value, capability, asked, expected in [
+        ("0", 90, None, False),
+        ("1", 80, None, False),
+        ("1", 90, None, True),
+        ("1", 90, False, False),
+        ("0", 80, True, False),
+        ("0", 100, True, True),
+    ]:
+        monkeypatch.setenv("SQRTLM_DEPENDENT_LAUNCHES", value)
+        with instrumented(capability=capability, dependent=asked):
+            assert dependent_launches(gpu) == expected
+            assert dependent_launches(cpu) == bool(asked and expected)
+
+
 @pytest.mark.parametrize("precisions", [("high", "highest"), ("highest", "high")])
 @pytest.mark.parametrize("num_words", [60, 3000])
 def test_another_precision_in_the_backward_is_refused(
@@ -111,6 +138,57 @@ def test_seven_launches_of_which_the_host_reads_nothing_back() -> None:
     assert launches[3].num_programs >= 2000 // 32 + 317
     names = [launch.kernel.__name__ for launch in launches]
     assert names == ["_sort", "_merge", "_plan", "_forward", "_errors", "_heavy", "_rows"]
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The names of operations of torch that launch something on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = str(operation.overloadpacket).removeprefix("aten.")
+        if not (operation.is_view or "empty" in name or "sqrtlm" in name or name in HOST):
+            self.names.append(name)
+        return operation(*args, **(kwargs or {}))
+
+
+HOST = ("promote_types", "detach", "_reshape_alias")
+"""Operations on the host."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("row_wise", [False, True])
+def test_a_step_has_two_operations_of_torch_next_to_its_launches(
+    dtype: torch.dtype, row_wise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum of the losses, already divided, and the gradient 1 that `backward` begins with.
+
+    On CUDA also the assertion that targets are words. The scale of gradients in fp16 takes three.
+    """
+    monkeypatch.setattr(triton_backend, "check_words", lambda *of: None)  # of the CPU
+    monkeypatch.setattr("lm.output.functional.eager", lambda *of: True)  # in spite of the mode
+    tree = two_level(60, 8)
+    *inputs, target = problem(tree, 40, size=16, dtype=dtype)
+    with instrumented(run=lambda _: None), _Operations() as found:
+        loss = nll([*inputs, target], tree, backend="triton", reduction="mean", row_wise=row_wise)
+        torch.autograd.backward(loss)
+    scale = ["abs", "clamp", "div"] * (dtype == torch.float16)
+    assert found.names == ["sum", "ones_like", *scale]
+
+
+def test_the_registered_op_gives_what_eager_mode_gives() -> None:
+    tree = two_level(60, 8)
+    inputs = problem(tree, 40, size=16, dtype=torch.float32)
+    found = []
+    for mode in (nullcontext(), _Operations()):
+        with mode:
+            loss = nll(inputs, tree, backend="triton", reduction="mean")
+            found.append([loss.detach(), *torch.autograd.grad(loss, inputs[:3])])
+    assert all(map(torch.equal, *found))
 
 
 def test_batches_of_many_sizes_share_one_compilation() -> None:
