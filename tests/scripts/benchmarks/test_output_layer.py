@@ -62,7 +62,7 @@ def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(
     table = done.stdout
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row["method"] for row in rows] == [*OURS, *OURS, *PEERS] * 2
-    assert [row["vocab_size"] for row in rows] == [97] * 20 + [131] * 20
+    assert [row["vocab_size"] for row in rows] == [97] * 22 + [131] * 22
     for row in rows:
         assert f"\n| {row['label']} " in table
         if row["method"] in GPU_ONLY:
