@@ -42,11 +42,56 @@ def word_classes(
         >>> word_classes([0, 2, 1, 3, 0, 3, 1, 2, 0], vocab_size=4).tolist()
         [0, 0, 1, 1]
     """
+    word_class: NDArray[np.int32]
+    (word_class,) = class_levels(
+        tokens,
+        vocab_size,
+        num_word_classes,
+        depth=2,
+        method=method,
+        shortlist=shortlist,
+        seed=seed,
+        progress=progress,
+    )
+    return word_class
+
+
+def class_levels(
+    tokens: "ArrayLike",
+    vocab_size: int,
+    num_word_classes: int | None = None,
+    *,
+    depth: int = 3,
+    method: Literal["exchange", "embedding", "frequency", "uniform", "random"] = "exchange",
+    shortlist: int = 0,
+    seed: int = 1,
+    progress: bool = False,
+) -> "NDArray[np.int32]":
+    """Assign words to classes by a text, and these to larger classes, for a tree of softmaxes.
+
+    Args:
+        tokens: as in `word_classes`, and so are `vocab_size`, `method`, `seed` and `progress`.
+        num_word_classes: C, number of classes of words; default N^((depth - 1) / depth), rounded.
+        depth: number of nodes on a word's path; C^((depth - 2) / (depth - 1)) classes contain the C
+            classes, and so on up to the root.
+        shortlist: as in `word_classes`; `ClassTree.from_levels` takes the same number.
+
+    Returns:
+        int32 [depth - 1, N], the class of each word on each level, from the root down, numbered
+        from 0 on each level.
+
+    Raises:
+        ValueError: `tokens` are not [T] word ids, or a number is out of range.
+
+    Example:
+        >>> class_levels([0, 2, 1, 3, 0], 4, num_word_classes=4, method="uniform").tolist()
+        [[0, 0, 1, 1], [0, 1, 2, 3]]
+    """
     from pathlib import Path
 
     import numpy as np
 
-    from data_prep.classes.word_classes import build_word_classes  # imports scipy
+    from data_prep.classes.word_classes import build_class_levels  # imports scipy
     from data_prep.settings import ClassesConfig
 
     ids = np.asarray(tokens)
@@ -55,10 +100,16 @@ def word_classes(
         raise ValueError(f"tokens: expected [T] integers in [0, {vocab_size})")
     if num_word_classes is not None and num_word_classes < 1:
         raise ValueError(f"num_word_classes: expected at least 1, got {num_word_classes}")
+    if depth < 2:
+        raise ValueError(f"depth: expected at least 2, got {depth}")
     settings = ClassesConfig(
-        method=method, num_word_classes=num_word_classes, shortlist=shortlist, seed=seed
+        method=method,
+        num_word_classes=num_word_classes,
+        depth=depth,
+        shortlist=shortlist,
+        seed=seed,
     )
     counts = np.bincount(ids, minlength=vocab_size).astype(np.int64)
-    return build_word_classes(
+    return build_class_levels(
         counts, settings, tokens=ids, words=list, folder=Path(), progress=progress
     )

@@ -62,9 +62,13 @@ class ClassesInfo(Strict):
 
     method: str
     num_word_classes: Positive
+    """C, number of classes that contain words."""
+    num_levels: Positive = 1
+    """Number of classes of a word, each within the one before."""
     shortlist: NonNegative
     """Number of most frequent words that are in no class."""
     array: ArrayInfo
+    """[num_levels · N], the class of each word on the first level, then on the second, …"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,8 @@ class Meta(Strict):
     inputs: dict[str, list[InputFile]]
     """The corpus files of each split in reading order; under `classes`, the word → class file."""
     tokenizer: TokenizerInfo | None = None
+    speller_sha256: str | None = None
+    """None with sentencepiece, and in folders of earlier versions."""
     splits: dict[Split, SplitInfo] = field(default_factory=dict)
     counts: ArrayInfo | None = None
     classes: ClassesInfo | None = None
@@ -94,8 +100,10 @@ def read_meta(folder: Path) -> Meta | None:
     has_needed_classes = ("classes" in meta.settings) == (meta.classes is not None)
     if meta.complete and not (has_tokens and has_needed_classes):
         raise UserError(f"{path} is damaged: it is marked complete, but a stage is missing")
-    for array in (meta.counts, meta.classes and meta.classes.array):
-        if array and meta.tokenizer and array.length != meta.tokenizer.vocab_size:
+    arrays = [(meta.counts, 1)] if meta.counts else []
+    arrays += [(meta.classes.array, meta.classes.num_levels)] if meta.classes else []
+    for array, per_word in arrays:
+        if meta.tokenizer and array.length != per_word * meta.tokenizer.vocab_size:
             raise UserError(f"{path} is damaged: an array has not one value for each word")
     return meta
 

@@ -5,9 +5,12 @@ it stopped; a file that does not match its record is made again.
 """
 
 import logging
-from collections.abc import Set
+import os
+import shutil
+from collections.abc import Iterable, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -31,7 +34,16 @@ from data_prep.meta import (
 )
 from data_prep.prepared import Prepared, open_prepared
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
-from data_prep.storage import ArrayInfo, locked, make_folder, map_array, write_array
+from data_prep.storage import (
+    ArrayInfo,
+    locked,
+    make_folder,
+    map_array,
+    open_to_read,
+    verify_file,
+    write_array,
+    write_atomically,
+)
 from data_prep.tokenizer.serialization import (
     MODEL_FILE,
     TOKENIZER,
@@ -40,12 +52,16 @@ from data_prep.tokenizer.serialization import (
     save_tokenizer,
     verify_tokenizer,
 )
+from data_prep.tokenizer.speller import SPELLER, Speller
 from data_prep.tokenizer.token_file import encode_split
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
-from data_prep.tokenizer.vocabulary import count_words, train_sentencepiece
+from data_prep.tokenizer.vocabulary import WordCounts, count_words, train_sentencepiece
 
 LOCK = ".lock"
-FILES = (META, TOKENIZER, *MODEL_FILE.values(), COUNTS, CLASSES, *map("{}.npy".format, SPLITS))
+FILES = (
+    *(META, TOKENIZER, *MODEL_FILE.values(), SPELLER, COUNTS, CLASSES),
+    *map("{}.npy".format, SPLITS),
+)
 """Files that a preparation may replace."""
 
 logger = logging.getLogger("data_prep")
@@ -59,6 +75,7 @@ def prepare(
     *,
     keep: bool = False,
     progress: bool = True,
+    others: Iterable[Path] = (),
 ) -> Prepared:
     r"""Make a prepared folder match the settings, with as little work as possible.
 
@@ -76,6 +93,10 @@ def prepare(
         keep: whether a complete folder that was made from something else is an error, instead of
             being made again.
         progress: whether progress bars are shown on stderr.
+        others: prepared folders that a new folder may take the files of, if they were made from the
+            same text by the same settings. The files are links where the file system has them;
+            they are verified as those of the folder itself, so another process may be preparing
+            the other folder.
 
     Returns:
         The folder, open for reading.
@@ -112,6 +133,8 @@ def prepare(
             )
         for difference in differences:
             logger.info("%s", difference)
+        if found is None:
+            found, changed = _take_over(folder, requested, others)
         meta = _valid_stages(folder, found, requested, changed.keys())
         if meta.complete and meta == found:
             logger.info("%s is up to date", folder)
@@ -166,6 +189,43 @@ def _read_found(folder: Path) -> Meta | None:
         return None
 
 
+def _take_over(
+    folder: Path, requested: Meta, others: Iterable[Path]
+) -> tuple[Meta | None, dict[str, list[str]]]:
+    """Link the files of another folder with the same tokens; its record, and what differs."""
+    for other in others:
+        try:
+            found = read_meta(other)
+            if found is None or not found.complete:
+                continue
+            changed = find_changes(found, requested)
+            if changed.keys() - {"classes"}:
+                continue
+            for name in FILES:
+                if name != META and (other / name).exists():
+                    _link(other / name, folder / name)
+            write_meta(folder, found)
+        except (UserError, OSError) as error:
+            logger.warning("%s is not used: %s", other, error)
+            continue
+        logger.info("the prepared data of %s are used: the same text and settings", other)
+        return found, changed
+    return None, {}
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make a second name of a file, or a copy where the file system has no links.
+
+    Prepared files are replaced and never changed in place, so both names stay valid.
+    """
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        with open_to_read(source) as file:
+            write_atomically(target, partial(shutil.copyfileobj, file))
+
+
 def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Set[str]) -> Meta:
     """The requested record with the finished stages that are still valid."""
     if found is None or found.tokenizer is None or changed & {"data", "tokenizer", "train"}:
@@ -183,11 +243,14 @@ def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Se
     if found.counts is None or not _is_intact(folder / COUNTS, found.counts):
         splits.pop("train", None)
     valid = replace(requested, tokenizer=found.tokenizer, splits=splits)
+    if found.speller_sha256 and _is_intact(folder / SPELLER, found.speller_sha256):
+        valid = replace(valid, speller_sha256=found.speller_sha256)
     if "train" not in splits:
         return valid
     valid = _with_valid_classes(replace(valid, counts=found.counts), folder, found, changed)
-    has_classes = valid.classes is not None or "classes" not in valid.settings
-    return replace(valid, complete=has_classes and set(splits) == valid.inputs.keys() - {"classes"})
+    is_complete = valid.classes is not None or "classes" not in valid.settings
+    is_complete &= valid.speller_sha256 is not None or found.tokenizer.kind != "words"
+    return replace(valid, complete=is_complete and set(splits) == valid.inputs.keys() - {"classes"})
 
 
 def _with_valid_classes(valid: Meta, folder: Path, found: Meta, changed: Set[str]) -> Meta:
@@ -199,18 +262,25 @@ def _with_valid_classes(valid: Meta, folder: Path, found: Meta, changed: Set[str
         inputs = valid.inputs | {n: f for n, f in found.inputs.items() if n == "classes"}
         return replace(valid, settings=settings, inputs=inputs, classes=found.classes)
     array, below = found.classes.array, found.classes.num_word_classes
-    if "classes" in changed or not _is_intact(folder / CLASSES, array, below):
+    if "classes" in changed or not _is_intact(folder / CLASSES, array, below, least=-1):
         return valid
     return replace(valid, classes=found.classes)
 
 
-def _is_intact(path: Path, info: ArrayInfo | TokenizerInfo, below: int | None = None) -> bool:
-    """Whether an array or the tokenizer's files match the record; otherwise log why."""
+def _is_intact(
+    path: Path,
+    info: ArrayInfo | TokenizerInfo | str,
+    below: int | None = None,
+    least: int = 0,
+) -> bool:
+    """Whether an array, the tokenizer's files or a file match the record; otherwise log why."""
     try:
         if isinstance(info, ArrayInfo):
-            map_array(path, info, verify=True, below=below)
-        else:
+            map_array(path, info, verify=True, below=below, least=least)
+        elif isinstance(info, TokenizerInfo):
             verify_tokenizer(path.parent, info.sha256)
+        else:
+            verify_file(path, info)
     except UserError as error:
         logger.warning("%s; making it again", error)
         return False
@@ -223,6 +293,8 @@ def _remove_stale(folder: Path, found: Meta, valid: Meta) -> None:
         (folder / f"{split}.npy").unlink(missing_ok=True)
     if found.classes and not valid.classes:
         (folder / CLASSES).unlink(missing_ok=True)
+    if found.speller_sha256 and not valid.speller_sha256:
+        (folder / SPELLER).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -237,12 +309,18 @@ class _Stages:
 
     def run(self, meta: Meta) -> Meta:
         """Do the stages that are missing from a record; return the complete record."""
-        tokenizer = None
+        tokenizer, found = None, None
         if meta.tokenizer is None:
             logger.info("building the vocabulary from the training split")
-            tokenizer, info = self._build_tokenizer()
+            if self.tokenizer.kind == "words":
+                found = count_words(read_lines(self.data, "train"), self.tokenizer)
+            tokenizer, info = self._build_tokenizer(found)
             meta = replace(meta, tokenizer=info)
             write_meta(self.folder, meta)
+        if self.tokenizer.kind == "words" and meta.speller_sha256 is None:
+            meta = replace(meta, speller_sha256=self._build_speller(meta, found))
+            write_meta(self.folder, meta)
+        del found  # large
         for split in SPLITS:
             if split in meta.inputs.keys() - meta.splits.keys():
                 tokenizer = tokenizer or load_tokenizer(self.folder, verify=False)
@@ -255,18 +333,29 @@ class _Stages:
         write_meta(self.folder, meta)
         return meta
 
-    def _build_tokenizer(self) -> tuple[Tokenizer, TokenizerInfo]:
-        settings, lines = self.tokenizer, read_lines(self.data, "train")
+    def _build_tokenizer(self, found: WordCounts | None) -> tuple[Tokenizer, TokenizerInfo]:
+        settings, counts = self.tokenizer, None
         tokenizer: Tokenizer
-        counts = None
-        if settings.kind == "sentencepiece":
+        if found is None:
+            lines = read_lines(self.data, "train")
             tokenizer = SentencePieceTokenizer(train_sentencepiece(lines, settings))
         else:
-            words, counts = count_words(lines, settings)
+            counts = found.counts
             tokenizer = WordTokenizer(
-                words, lowercase=settings.lowercase, split_punctuation=settings.split_punctuation
+                found.words,
+                lowercase=settings.lowercase,
+                split_punctuation=settings.split_punctuation,
             )
         return tokenizer, save_tokenizer(self.folder, tokenizer, counts)
+
+    def _build_speller(self, meta: Meta, found: WordCounts | None) -> str:
+        assert meta.tokenizer is not None
+        logger.info("counting the spellings of the words")
+        found = found or count_words(read_lines(self.data, "train"), self.tokenizer)
+        num_unknown = int(found.counts[meta.tokenizer.unk_id])
+        share = (found.num_literal + 0.5) / (num_unknown + 1)  # Krichevsky & Trofimov 1981
+        speller = Speller.train(found.words, found.others, literal_share=share)
+        return speller.save(self.folder / SPELLER, meta.tokenizer.sha256)
 
     def _encode(self, meta: Meta, split: Split, tokenizer: Tokenizer) -> Meta:
         lines, path = read_lines(self.data, split), self.folder / f"{split}.npy"
@@ -278,11 +367,12 @@ class _Stages:
         return replace(meta, counts=write_array(self.folder / COUNTS, [occurrences], "int64"))
 
     def _build_classes(self, meta: Meta, settings: ClassesConfig) -> ClassesInfo:
-        from data_prep.classes.word_classes import build_word_classes  # imports scipy
+        from data_prep.classes.class_file import lowest_classes
+        from data_prep.classes.word_classes import build_class_levels  # imports scipy
 
         assert meta.counts is not None
         logger.info("building word classes by %s", settings.method)
-        word_class = build_word_classes(
+        levels = build_class_levels(
             map_array(self.folder / COUNTS, meta.counts),
             settings,
             tokens=map_array(self.folder / "train.npy", meta.splits["train"].array),
@@ -292,9 +382,10 @@ class _Stages:
         )
         return ClassesInfo(
             method=settings.method,
-            num_word_classes=int(word_class.max()) + 1,
+            num_word_classes=int(lowest_classes(levels).max()) + 1,
+            num_levels=len(levels),
             shortlist=settings.shortlist,
-            array=write_array(self.folder / CLASSES, [word_class], "int32"),
+            array=write_array(self.folder / CLASSES, levels, "int32"),
         )
 
     def _words(self) -> list[str]:

@@ -1,8 +1,8 @@
 """A complete prepared folder, open for reading: what `lm` needs of prepared data.
 
-A prepared folder contains `meta.json`, the tokenizer (`tokenizer.json` and `vocab.txt` or
-`tokenizer.model`), one token file for each split (`train.npy`, ...), `counts.npy` and, if classes
-were needed, `classes.npy`. Every file is complete or absent.
+A prepared folder contains `meta.json`, the tokenizer (`tokenizer.json`, and `vocab.txt` and
+`speller.npz`, or `tokenizer.model`), one token file for each split (`train.npy`, ...), `counts.npy`
+and, if classes were needed, `classes.npy`. Every file is complete or absent.
 """
 
 import shutil
@@ -14,15 +14,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.classes.class_file import lowest_classes
 from data_prep.errors import UserError
 from data_prep.meta import CLASSES, COUNTS, META, ClassesInfo, Meta, read_meta
-from data_prep.storage import ArrayInfo, map_array, open_to_read, write_atomically
+from data_prep.storage import ArrayInfo, map_array, open_to_read, verify_file, write_atomically
 from data_prep.tokenizer.serialization import (
     MODEL_FILE,
     TOKENIZER,
     load_tokenizer,
     verify_tokenizer,
 )
+from data_prep.tokenizer.speller import SPELLER, Speller
 from data_prep.tokenizer.token_file import SplitInfo
 from data_prep.tokenizer.tokenizer import Tokenizer
 
@@ -88,18 +90,26 @@ class Prepared:
         """Return the occurrences of every id in the training split, int64 [N]."""
         return self._array(COUNTS, self._counts)
 
-    def word_class(self) -> NDArray[np.int32]:
-        """Return the class of every id.
+    def class_levels(self) -> NDArray[np.int32]:
+        """Return the classes of every id, each within the one before.
 
         Returns:
-            int32 [N], values in [0, num_word_classes). The values of the `shortlist` most frequent
-            words have no meaning.
+            int32 [levels, N], from the root down; -1 below a word's last class. The values of the
+            `shortlist` most frequent words have no meaning.
 
         Raises:
             UserError: the folder was prepared without classes; the file is absent or damaged.
         """
         info = self._classes
-        return self._array(CLASSES, info.array, below=info.num_word_classes)
+        levels = self._array(CLASSES, info.array, below=info.num_word_classes, least=-1)
+        return levels.reshape(info.num_levels, -1)
+
+    def word_class(self) -> NDArray[np.int32]:
+        """Return the class that contains every id; int32 [N], values in [0, num_word_classes).
+
+        Otherwise as `class_levels`.
+        """
+        return lowest_classes(self.class_levels())
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer that the token files were written with."""
@@ -110,16 +120,28 @@ class Prepared:
         self._verify_tokenizer()
         return load_tokenizer(self.folder, verify=False)
 
+    def speller(self) -> Speller:
+        """Return the model of the spellings of unknown words.
+
+        Raises:
+            UserError: the folder has none, or its file is damaged.
+        """
+        self._verify_speller()
+        return Speller.load(self.folder / SPELLER, self.tokenizer_sha256)
+
     def copy_to(self, folder: Path | str, *, classes: bool = False) -> None:
-        """Copy the tokenizer, and the classes if asked for, to the folder of a run.
+        """Copy the tokenizer, its speller, and the classes if asked for, to the folder of a run.
 
         Raises:
             UserError: a file is absent, damaged or belongs to another tokenizer.
         """
         if classes:
-            self.word_class()
+            self.class_levels()
         self._verify_tokenizer()
-        copied = (MODEL_FILE[self.tokenizer_kind], TOKENIZER, *([CLASSES] if classes else ()))
+        copied = [MODEL_FILE[self.tokenizer_kind], TOKENIZER, *([CLASSES] if classes else ())]
+        if self.meta.speller_sha256 is not None:
+            self._verify_speller()
+            copied.append(SPELLER)
         for name in copied:
             with open_to_read(self.folder / name) as file:
                 write_atomically(Path(folder) / name, partial(shutil.copyfileobj, file))
@@ -129,18 +151,27 @@ class Prepared:
             verify_tokenizer(self.folder, self.tokenizer_sha256)
             self._verified.add(TOKENIZER)
 
+    def _verify_speller(self) -> None:
+        if self.meta.speller_sha256 is None:
+            raise UserError(f"{self.folder} has no {SPELLER}: run `lm prepare` (models of words)")
+        if SPELLER not in self._verified:
+            verify_file(self.folder / SPELLER, self.meta.speller_sha256)
+            self._verified.add(SPELLER)
+
     @property
     def _classes(self) -> ClassesInfo:
         if self.meta.classes is None:
             raise UserError(
                 f"{self.folder} was prepared without word classes: run `lm prepare` with"
-                " output.tree: two_level"
+                " output.tree: two_level or multi_level"
             )
         return self.meta.classes
 
-    def _array(self, name: str, info: ArrayInfo, *, below: int | None = None) -> NDArray[Any]:
+    def _array(
+        self, name: str, info: ArrayInfo, *, below: int | None = None, least: int = 0
+    ) -> NDArray[Any]:
         verify = name not in self._verified
-        array = map_array(self.folder / name, info, verify=verify, below=below)
+        array = map_array(self.folder / name, info, verify=verify, below=below, least=least)
         self._verified.add(name)
         return array
 

@@ -98,7 +98,7 @@ class TokenizerConfig(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassesConfig(Strict):
-    """How words are assigned to classes for `output.tree: two_level`."""
+    """How words are assigned to classes for `output.tree: two_level` and `multi_level`."""
 
     method: Literal["embedding", "exchange", "frequency", "uniform", "random", "file"] = "exchange"
     """exchange: start from embedding, then move each word to the class that makes the text most
@@ -108,7 +108,14 @@ class ClassesConfig(Strict):
     shuffled; file: a word → class file.
     """
     num_word_classes: Positive | None = None
-    """C, number of classes; default √N, rounded."""
+    """C, number of classes; default √N, rounded, and N^((depth - 1) / depth) for multi_level, where
+    C classes contain words.
+    """
+    depth: Annotated[int, Field(ge=2)] | None = None
+    """multi_level: largest number of nodes on a word's path (default 3). Words are assigned to C
+    classes, these by the same method to C^((depth - 2) / (depth - 1)) classes, and so on up to the
+    root. file: what the file says beyond depth - 1 levels of classes is ignored.
+    """
     shortlist: NonNegative = 0
     """Number of most frequent words that are children of the root, next to the classes, and in no
     class. exchange then optimizes the classes of the other words for that tree.
@@ -133,7 +140,8 @@ class ClassesConfig(Strict):
     """
     file: str | None = None
     """file: the word → class file; a relative path starts at `data.dir`."""
-    file_format: Literal["mkcls", "brown", "srilm"] = "mkcls"
-    """file: `mkcls` (word TAB class), `brown` (bit string TAB word TAB count) or `srilm` (class
-    [probability] word).
+    file_format: Literal["mkcls", "brown", "srilm", "taxonomy"] = "mkcls"
+    """file: `mkcls` (word TAB class), `brown` (bit string TAB word TAB count), `srilm` (class
+    [probability] word) or `taxonomy` (word TAB class/subclass/…). multi_level requires brown, whose
+    bits it takes as child numbers, or taxonomy.
     """

@@ -68,7 +68,12 @@ def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) ->
 
 
 def map_array(
-    path: Path, info: ArrayInfo, *, verify: bool = False, below: int | None = None
+    path: Path,
+    info: ArrayInfo,
+    *,
+    verify: bool = False,
+    below: int | None = None,
+    least: int = 0,
 ) -> NDArray[Any]:
     """Map a `.npy` file read-only into memory.
 
@@ -76,7 +81,8 @@ def map_array(
         path: the file.
         info: its record.
         verify: whether the values are compared with their checksum (about 1 GB/s).
-        below: if they are verified, the values must be in [0, below).
+        below: if they are verified, the values must be in [least, below).
+        least: see `below`.
 
     Raises:
         UserError: the size, the header or a verified value is not as recorded.
@@ -96,30 +102,38 @@ def map_array(
                 f"{path} is damaged: its header is not that of {info.length} × {info.dtype}"
             )
         if verify:
-            _verify_values(file, path, info, below)
+            _verify_values(file, path, info, below, least)
         if info.length == 0:
             return np.empty(0, dtype)
         return np.memmap(file, dtype, mode="r", offset=len(header), shape=(info.length,))
 
 
-def _verify_values(file: BufferedReader, path: Path, info: ArrayInfo, below: int | None) -> None:
+def _verify_values(
+    file: BufferedReader, path: Path, info: ArrayInfo, below: int | None, least: int
+) -> None:
     """Read the values from the file, because mapped pages count as memory of the process."""
-    digest, lowest, highest = hashlib.sha256(), 0, -1
+    digest, lowest, highest = hashlib.sha256(), least, -1
     while raw := file.read(CHUNK_BYTES):
         digest.update(raw)
         chunk = np.frombuffer(raw, np.dtype(info.dtype).newbyteorder("<"))
         lowest, highest = min(lowest, int(chunk.min())), max(highest, int(chunk.max()))
     if digest.hexdigest() != info.sha256:
         raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one")
-    if below is not None and not 0 <= lowest <= highest < below:
-        worst = lowest if lowest < 0 else highest
-        raise UserError(f"{path} holds the value {worst}: expected 0 to {below - 1}")
+    if below is not None and not least <= lowest <= highest < below:
+        worst = lowest if lowest < least else highest
+        raise UserError(f"{path} holds the value {worst}: expected {least} to {below - 1}")
 
 
 def sha256_file(path: Path | str) -> str:
     """Return the SHA-256 of a file's bytes in hexadecimal; UserError if it cannot be read."""
     with open_to_read(Path(path)) as file:
         return hashlib.file_digest(file, hashlib.sha256).hexdigest()
+
+
+def verify_file(path: Path, sha256: str) -> None:
+    """Compare a file with its checksum; UserError if it differs or cannot be read."""
+    if sha256_file(path) != sha256:
+        raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one")
 
 
 def write_atomically(

@@ -17,7 +17,11 @@ __version__ = "0.2.0"
 
 
 def load(
-    path: str | Path, *, device: str | torch.device = "auto", vocabulary_size: int | None = None
+    path: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    vocabulary_size: int | None = None,
+    open_vocabulary: bool = False,
 ) -> LoadedModel:
     """Load a trained model, to score text with it, to continue text, or to search.
 
@@ -28,18 +32,21 @@ def load(
         vocabulary_size: V, the number of words that exist, `<eos>` included and `<unk>` not: each
             of the V - (N - 1) words that the model of N words lacks has an equal share of
             P(`<unk>`). None: each has all of it, as V = N.
+        open_vocabulary: whether each of these words has the probability of its spelling instead,
+            so that those of all strings add up to 1.
 
     Raises:
         UserError: if there is no model, a file is damaged, the tokenizer is not the one that the
-            model was trained with, there is no such device, or V is less than N, or is given for a
-            model of pieces of words.
+            model was trained with, there is no such device, V is less than N, V or an open
+            vocabulary is asked of a model of pieces of words, or there is no speller.
     """
     from pathlib import Path
 
     from lm.loaded import LoadedModel
     from lm.run import Run
 
-    return LoadedModel(Run(Path(path), device=str(device)), vocabulary_size=vocabulary_size)
+    run = Run(Path(path), device=str(device))
+    return LoadedModel(run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,11 @@ the context of a token.
 *The* perplexity is that per token, `<eos>` included, where an unknown word is the token `<unk>`;
 the name of any other one says what it is. Bits per byte are known only if the tokens determine
 every byte of the text.
+
+With an open vocabulary, each unknown word w has P(`<unk>`) P(w | `<unk>`) by the model's speller,
+so that tokens and spellings determine every word: models of words then compare with models of
+pieces. White space is not spelled. Bits per byte are known if all words of a line are separated by
+single spaces, without others at its ends, and no line has the word `<eos>`.
 """
 
 import math
@@ -19,10 +24,11 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from data_prep.corpus.lines import read_lines
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.token_file import SplitInfo, counted_literals, log_literals
-from data_prep.tokenizer.tokenizer import Tokenizer
+from data_prep.tokenizer.tokenizer import EOS, UNK, Tokenizer, WordTokenizer
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_text
 from lm.run import Run
@@ -30,6 +36,8 @@ from lm.run import Run
 EOS_RULE = "one <eos> after every line, empty lines too; the first token is predicted from <eos>"
 MAX_WORD_BYTES = 35
 """Above this mean size, what spaces separate are not words: Chinese, Japanese, Thai and others."""
+_COUNTED = ("tokens", "words", "lines", "utf8_bytes", "oov")
+"""Figures by which a text is recognized."""
 WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out")
 
 
@@ -62,6 +70,8 @@ class Evaluation:
     context: str  # how many tokens each token is predicted from, as a sentence
     eos_rule: str = EOS_RULE  # what is counted at line ends
     unit: str = "token"  # what a token is: `word`, `piece`, …
+    spelling_nats: float | None = None  # of unknown words given `<unk>`, a part of `nll_nats` and
+    # of what is derived from it, but not of the two class figures; None: they are one word `<unk>`
 
     def to_dict(self) -> dict[str, Any]:
         """The figures for JSON, which has no infinity and no NaN: these are None."""
@@ -77,17 +87,22 @@ class Evaluation:
         if self.utf8_bytes > MAX_WORD_BYTES * self.words:
             size = round(self.utf8_bytes / max(1, self.words))
             per_word = f"not printed: the text has a space every {size:,} bytes, so no words"
-        bits = "not known: unknown words are not spelled, a SentencePiece model with bytes does"
+        spelled, oov = self.spelling_nats is not None, f"{self.oov:,}"
+        if self.spelling_nats is not None:
+            oov += f", spelled in {self.spelling_nats:.1f} nats"
+        bits = "not known: unknown words are not spelled, as by --open-vocabulary"
         if self.bits_per_byte is not None:
             bits = f"{self.bits_per_byte:.4f}"
+        elif spelled:
+            bits = "not known: case, or white space other than single spaces, is not spelled"
         elif not self.oov:
             bits = "not known: case or spaces are lost, a SentencePiece model keeps them"
         rows = {
             "tokens predicted": f"{self.tokens:,}",
             "words, without <eos>": f"{self.words:,}",
-            "out of vocabulary": f"{self.oov:,}",
+            "out of vocabulary": oov,
             "negative log-likelihood": f"{self.nll_nats:.1f} nats",
-            "perplexity": f"{self.perplexity:.2f}, {perplexity_rule(self.unit)}",
+            "perplexity": f"{self.perplexity:.2f}, {perplexity_rule(self.unit, spelled)}",
             "  without unknown words": f"{self.perplexity_excluding_oov:.2f}",
             "  of classes × within classes": classes,
             "  per word": per_word,
@@ -179,9 +194,10 @@ def token_unit(tokenizer: Tokenizer | TokenizerConfig) -> str:
     return "word or punctuation mark" if tokenizer.split_punctuation else "word"
 
 
-def perplexity_rule(unit: str) -> str:
+def perplexity_rule(unit: str, spelled: bool = False) -> str:
     """What *the* perplexity counts, in words; `unit` is what a token is."""
-    return f"per {unit} and line end, unknown words counted as <unk>"
+    rule = "spelled" if spelled else "counted as <unk>"
+    return f"per {unit} and line end, unknown words {rule}"
 
 
 def perplexity(nll: float, count: int) -> float:
@@ -191,14 +207,26 @@ def perplexity(nll: float, count: int) -> float:
     return math.inf if nll / count >= 700 else math.exp(nll / count)
 
 
-def evaluate_split(run: Run, split: str, *, progress: bool = True) -> Evaluation:
+def evaluate_split(
+    run: Run, split: str, *, progress: bool = True, open_vocabulary: bool = False
+) -> Evaluation:
     """Evaluate the model of a run on a split of its corpus: `train`, `valid` or `test`.
+
+    With an open vocabulary the text of the split is read again, for its unknown words.
 
     Raises:
         UserError: if there is no model, its prepared data are absent, or they were prepared again
-            with another tokenizer.
+            with another tokenizer; or as `evaluate_text`.
     """
     model, description, prepared = run.model, run.description, run.prepared
+    if open_vocabulary:
+        prepared.tokens(split)  # or there is no such split
+        lines = read_lines(run.config.data, split)
+        result = evaluate_text(run, lines, progress=progress, open_vocabulary=True)
+        before = prepared.splits[split]
+        if any(getattr(result, each) != getattr(before, each) for each in _COUNTED):
+            raise UserError(f"the text of {split} is not the one that was prepared")
+        return result
     result = evaluate(
         model,
         prepared.tokens(split),
@@ -211,7 +239,9 @@ def evaluate_split(run: Run, split: str, *, progress: bool = True) -> Evaluation
     return _described(result, run, run.config.tokenizer)
 
 
-def evaluate_text(run: Run, lines: Iterable[str], *, progress: bool = True) -> Evaluation:
+def evaluate_text(
+    run: Run, lines: Iterable[str], *, progress: bool = True, open_vocabulary: bool = False
+) -> Evaluation:
     """Evaluate the model of a run on the lines of a text, given without line ends.
 
     Empty lines count only if they did in the corpus of the model: the figures of a split and of
@@ -219,10 +249,12 @@ def evaluate_text(run: Run, lines: Iterable[str], *, progress: bool = True) -> E
 
     Raises:
         UserError: if there is no model, its tokenizer is not the one that it was trained with, or
-            the text has no line.
+            the text has no line; with an open vocabulary also if there is no speller, or a piece
+            is unknown.
     """
     literals = dict.fromkeys(run.tokenizer.literals, 0)
-    tokens, counts = encode_text(run, counted_literals(lines, literals))
+    text = list(counted_literals(lines, literals))
+    tokens, counts = encode_text(run, text)
     log_literals("text", literals)
     result = evaluate(
         run.model,
@@ -233,7 +265,33 @@ def evaluate_text(run: Run, lines: Iterable[str], *, progress: bool = True) -> E
         context=run.description.context,
         progress="evaluate" if progress else None,
     )
+    if open_vocabulary:
+        result = _spelled(result, run, text)
     return _described(result, run, run.tokenizer)
+
+
+def _spelled(result: Evaluation, run: Run, lines: list[str]) -> Evaluation:
+    """The figures of a text with its unknown words spelled."""
+    is_spelled = True
+    if isinstance(run.tokenizer, WordTokenizer):
+        spelling = -float(run.speller.log_prob(run.tokenizer.unknown_occurrences(lines)).sum())
+        for line in lines:
+            words = line.split()
+            is_spelled &= line == " ".join(words) and EOS not in words
+    else:
+        spelling = 0.0
+        if result.oov != sum(line.split().count(UNK) for line in lines):
+            remedy = "a model with tokenizer.byte_fallback: true knows all"
+            raise UserError(f"the text has pieces that the model does not know: {remedy}")
+    nll = result.nll_nats + spelling
+    return replace(
+        result,
+        nll_nats=nll,
+        perplexity=perplexity(nll, result.tokens),
+        word_perplexity=perplexity(nll, result.words + result.lines),
+        bits_per_byte=nll / math.log(2) / result.utf8_bytes if is_spelled else None,
+        spelling_nats=spelling,
+    )
 
 
 def encode_text(run: Run, lines: Iterable[str]) -> tuple[NDArray[Any], TextCounts]:

@@ -10,6 +10,10 @@ equally. In `score`, `step`, `step_many`, `candidate_log_prob`, `candidate_log_p
 `log_prob`, the probability of `<unk>` is then that of one such word: the others add up to 1 with
 V - (N - 1) times this one.
 `evaluate`, `perplexity`, `generate` and `search` take `<unk>` as one word, whatever V is.
+
+With `open_vocabulary` every string has a probability: that of a word w outside the vocabulary is
+P(`<unk>`) P(w | `<unk>`), by the model's speller (`data_prep.tokenizer.speller`), in all of these
+and in `evaluate` and `perplexity`. The token id of `<unk>` has P(`<unk>`), that of all such words.
 """
 
 import math
@@ -19,6 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 from operator import index
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,7 +82,9 @@ class LoadedModel:
         num_unseen: number of words that share P(`<unk>`), V - (N - 1); 1 without V.
     """
 
-    def __init__(self, run: Run, *, vocabulary_size: int | None = None) -> None:
+    def __init__(
+        self, run: Run, *, vocabulary_size: int | None = None, open_vocabulary: bool = False
+    ) -> None:
         self._run = run
         self.model, self.description, self.tokenizer = run.model, run.description, run.tokenizer
         self._scorer = Scorer(
@@ -85,7 +92,9 @@ class LoadedModel:
             self.tokenizer,
             context=self.description.context,
             vocabulary_size=vocabulary_size,
+            speller=run.speller if open_vocabulary else None,
         )
+        self._open_vocabulary = open_vocabulary
         self.num_unseen = self._scorer.num_unseen
         self.vocab_size = self.model.vocab_size
         self.eos_id, self.unk_id = self.description.eos_id, self.description.unk_id
@@ -124,9 +133,11 @@ class LoadedModel:
 
         States may repeat. A Transformer computes those with equal `num_tokens` together.
         """
-        tokens, steps = self._tokens_of_all(words), [Step(0.0, each) for each in self._all(states)]
-        if len(steps) != len(tokens):
-            raise ValueError(f"expected a word for each state, got {len(steps)} and {len(tokens)}")
+        tokens, of_unknown = self._tokens_of_all(words)
+        states = self._all(states)
+        if len(states) != len(tokens):
+            raise ValueError(f"expected a word for each state, got {len(states)} and {len(tokens)}")
+        steps = list(map(Step, of_unknown, states))
         carries = self.model.backbone.carries_state
         for place in range(max(map(len, tokens), default=0)):
             groups = defaultdict(list)
@@ -144,8 +155,7 @@ class LoadedModel:
         """Each step with one token more, from states that can be computed together."""
         token = torch.tensor(tokens, device=self.model.device)
         hidden = torch.stack([step.state.hidden for step in steps])
-        log_prob = -self.model.output.loss(hidden, token, "none")
-        log_probs = self._shared(log_prob, token).tolist()
+        log_probs = (-self.model.output.loss(hidden, token, "none")).tolist()
         backbone = self.model.backbone
         joined = backbone.join_states([step.state.backbone for step in steps])
         hidden, joined = self.model(token[None, :], joined)
@@ -177,14 +187,14 @@ class LoadedModel:
         Words of several tokens cost a step for each token as well.
         """
         words = _listed("words", words)
-        state, tokens = self._state(prefix), self._tokens_of_all(words)
+        state, (tokens, of_unknown) = self._state(prefix), self._tokens_of_all(words)
         if any(len(word_tokens) > 1 for word_tokens in tokens):
             steps = self.step_many([state] * len(words), words)
             return state.hidden.new_tensor([step.log_prob for step in steps])
         word = torch.tensor(tokens, dtype=torch.int64, device=state.hidden.device)
         word = word.flatten()
         log_prob = self.model.output.candidate_log_prob(state.hidden, word)
-        return self._shared(log_prob, word)
+        return log_prob + log_prob.new_tensor(of_unknown)
 
     @torch.no_grad()
     def candidate_log_probs(self, states: Sequence[State], words: Sequence[Word]) -> Tensor:
@@ -198,7 +208,7 @@ class LoadedModel:
             words: K words, the same for every state; each of them may be several tokens.
         """
         words = _listed("words", words)
-        tokens, states = self._tokens_of_all(words), self._all(states)
+        (tokens, of_unknown), states = self._tokens_of_all(words), self._all(states)
         if not states:
             return torch.zeros(0, len(words), device=self.model.device)
         hidden = torch.stack([state.hidden for state in states])
@@ -209,13 +219,8 @@ class LoadedModel:
             return values.view(len(states), len(words))
         word = torch.tensor(tokens, dtype=torch.int64, device=hidden.device).flatten()
         word = word.repeat(len(states), 1)
-        return self._shared(self.model.output.candidate_log_prob(hidden, word), word)
-
-    def _shared(self, log_prob: Tensor, token: Tensor) -> Tensor:
-        """Log-probabilities of tokens, both [..., K]; that of `<unk>` is the share of one word."""
-        if self.num_unseen == 1 or self.unk_id is None:
-            return log_prob
-        return torch.where(token == self.unk_id, log_prob - math.log(self.num_unseen), log_prob)
+        log_prob = self.model.output.candidate_log_prob(hidden, word)
+        return log_prob + log_prob.new_tensor(of_unknown)
 
     def score(self, sentences: Iterable[str]) -> list[LineScore]:
         """Scores of independent sentences and of the `<eos>` after each, as `lm score`.
@@ -236,7 +241,8 @@ class LoadedModel:
             UserError: if the text is empty.
         """
         lines = text.removesuffix("\n").split("\n") if checked_text(text) else []
-        return evaluate_text(self._run, lines, progress=False)
+        open_vocabulary = self._open_vocabulary
+        return evaluate_text(self._run, lines, progress=False, open_vocabulary=open_vocabulary)
 
     def perplexity(self, text: str) -> float:
         """Perplexity of a text as one stream, `<eos>` of every line included; see `evaluate`."""
@@ -251,11 +257,13 @@ class LoadedModel:
         stop: Sequence[str] = (),
         seed: int = 1,
         allow_unk: bool = False,
+        spell_unk: bool = False,
         **sampling: Any,
     ) -> list[str]:
         """Random continuations of a prompt, without it, as `lm generate`.
 
-        They have no `<unk>` unless `allow_unk`. Other arguments are those of
+        They have no `<unk>` unless `allow_unk`; with `spell_unk`, one is drawn as any word, and
+        then its spelling by the model's speller. Other arguments are those of
         `lm.generation.generate_text`, and the fields of `Sampling`: temperature, top_k, top_p,
         min_p, repetition_penalty, excluded.
         """
@@ -267,9 +275,10 @@ class LoadedModel:
             [prompt],
             num_tokens=num_tokens,
             num_samples=num_samples,
-            sampling=Sampling(**{"excluded": self._excluded(allow_unk)} | sampling),
+            sampling=Sampling(**{"excluded": self._excluded(allow_unk or spell_unk)} | sampling),
             stop=stop,
             seed=seed,
+            speller=self._run.speller if spell_unk else None,
         )
         return [sample.text for sample in samples]
 
@@ -313,14 +322,24 @@ class LoadedModel:
         """States, if they are of this model."""
         return [self._own(state) for state in _listed("states", states)]
 
-    def _tokens_of_all(self, words: Sequence[Word]) -> list[list[int]]:
-        """The token ids of each word, at least one."""
+    def _tokens_of_all(self, words: Sequence[Word]) -> tuple[list[list[int]], list[float]]:
+        """The token ids of each word, at least one, and Σ log P(word | `<unk>`) of unknown ones."""
         words = _listed("words", words)
         encoded = [self.encode(word) if isinstance(word, str) else [word] for word in words]
-        for word, tokens in zip(words, encoded, strict=True):
-            if not tokens:
+        for word, word_tokens in zip(words, encoded, strict=True):
+            if not word_tokens:
                 raise ValueError(f"{word!r} has no token")
-        return list(map(self._ids, encoded))
+        tokens = list(map(self._ids, encoded))
+        texts = [word for word in words if isinstance(word, str)]
+        num_unknown = [
+            sum(token == self.unk_id for token in each)
+            if isinstance(word, str) or not self._open_vocabulary
+            else 0
+            for word, each in zip(words, tokens, strict=True)
+        ]
+        log_prob = self._scorer.unknown_log_prob(texts, sum(num_unknown))
+        word_of = np.repeat(np.arange(len(words)), num_unknown)
+        return tokens, np.bincount(word_of, log_prob, len(words)).tolist()
 
     def _ids(self, tokens: Iterable[int]) -> list[int]:
         """Token ids, checked."""

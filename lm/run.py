@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data_prep.errors import UserError
-from lm.config import Config, load_config, load_run_config
+from lm.config import Config, load_config, load_run_config, with_tree_of
 
 if TYPE_CHECKING:
     import torch
 
     from data_prep.prepared import Prepared
+    from data_prep.tokenizer.speller import Speller
     from data_prep.tokenizer.tokenizer import Tokenizer
     from lm.config import WordTable
     from lm.model.files import Description
@@ -48,6 +49,9 @@ class Run:
         """Open a configuration: a YAML file, or the folder of a run, with overrides."""
         is_folder = Path(source).is_dir()
         config = (load_run_config if is_folder else load_config)(Path(source), overrides)
+        started = config.run_path / "config.yaml"
+        if config.output.tree == "best" and started.exists():
+            config = with_tree_of(load_config(started), config)
         return cls(config.run_path, config)
 
     @classmethod
@@ -87,10 +91,17 @@ class Run:
         return self.config.data.keep_empty_lines
 
     def prepare(self, *, keep: bool = False, progress: bool = True) -> None:
-        """Prepare the data, which are then open; arguments are those of `data_prep.prepare`."""
+        """Prepare the data, which are then open; arguments are those of `data_prep.prepare`.
+
+        Other runs next to this one are looked at for the same data.
+        """
         from data_prep.prepare import prepare
 
-        self.prepared = prepare(*self.config.preparation, keep=keep, progress=progress)
+        others = sorted(self.config.run_path.absolute().parent.glob("*/data"))
+        options = {"keep": keep, "progress": progress, "others": others}
+        if self.config.output.tree == "best":
+            self.choose_tree(prepare(*self.config.preparation, **options))
+        self.prepared = prepare(*self.config.preparation, **options)
 
     @cached_property
     def prepared(self) -> "Prepared":
@@ -99,6 +110,7 @@ class Run:
         from data_prep.prepared import open_prepared
 
         if not self._is_trained:
+            self.choose_tree()
             return open_made_by(*self.config.preparation)
         prepared = open_prepared(self.config.prepared_path)
         if prepared.tokenizer_sha256 != self.description.tokenizer_sha256:
@@ -107,6 +119,19 @@ class Run:
                 f" {self.folder}"
             )
         return prepared
+
+    def choose_tree(self, prepared: "Prepared | None" = None) -> None:
+        """Replace `output.tree: best` in the configuration by the tree that it is.
+
+        It depends on the counts of `prepared`, by default of the prepared folder.
+        """
+        if self.config.output.tree != "best":
+            return
+        from data_prep.prepare import open_made_by
+        from lm.model.best_tree import with_best_tree
+
+        prepared = prepared or open_made_by(*self.config.preparation)
+        self.config = with_best_tree(self.config, prepared, self.num_devices, on_gpu=self.on_gpu)
 
     def check_classes(self) -> None:
         """Check that the folder of the run has the classes of the prepared data, if it has any.
@@ -118,10 +143,10 @@ class Run:
         if self.config.needed_classes is None or not path.exists():
             return
         try:
-            word_class = np.load(path)
+            levels = np.load(path)
         except (ValueError, EOFError) as error:
             raise UserError(f"{path} is damaged, or not an array of numbers") from error
-        if not np.array_equal(word_class, self.prepared.word_class()):
+        if not np.array_equal(levels, self.prepared.class_levels().ravel()):
             problem = f"was prepared again: its classes are not those of {path}"
             raise UserError(f"{self.prepared.folder} {problem}")
 
@@ -130,6 +155,7 @@ class Run:
         """The tree of softmaxes over the words of the prepared data; None for `adaptive`."""
         from lm.model.build import build_tree
 
+        self.choose_tree()
         return build_tree(self.config, self.prepared)
 
     @cached_property
@@ -214,6 +240,18 @@ class Run:
                 f"{self.folder}: the tokenizer is not the one that the model was trained with"
             )
         return load_tokenizer(self.folder)
+
+    @cached_property
+    def speller(self) -> "Speller":
+        """The spellings of unknown words: of the run, or of its prepared data."""
+        from data_prep.tokenizer.speller import SPELLER, Speller
+
+        path = self.folder / SPELLER
+        if self.tokenizer.kind != "words":
+            raise UserError(f"{self.folder} has pieces of words, which spell unknown words")
+        if not path.exists():
+            return self.prepared.speller()
+        return Speller.load(path, self.description.tokenizer_sha256)
 
     @cached_property
     def model(self) -> "LanguageModel":

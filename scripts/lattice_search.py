@@ -6,7 +6,8 @@
 
 What a decoder needs of a model: `start()`, `candidate_log_probs(states, words)`, which computes the
 words of all hypotheses at a node in one batch and makes no state, and `step_many(states, words)`
-for those that remain in the beam. A state never changes, so hypotheses share it freely.
+for those that remain in the beam. A state never changes, so hypotheses share it freely. Lattices in
+files, with several models and weights: `lm rescore`, whose search is lm/rescoring/lattice_search.
 """
 
 from collections import defaultdict

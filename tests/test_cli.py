@@ -108,8 +108,8 @@ def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (
             "--output.tree=oak",
-            r"output.tree: oak is neither a tree \(full, two_level, balanced, huffman, adaptive\)"
-            " nor a file",
+            r"output.tree: oak is neither a tree \(full, two_level, balanced, huffman, best,"
+            r" adaptive\) nor a file",
         ),
         ("--output.tree=FOLDER/tree.txt", "output.tree: FOLDER/tree.txt: .*"),
         (
@@ -374,14 +374,22 @@ def test_a_text_of_one_token_has_no_class_report(
 
 @pytest.mark.parametrize("tree", ["full", "balanced", "huffman", "adaptive"])
 def test_a_tree_without_classes_neither_prepares_nor_reports_them(
-    tiny: Path, tmp_path: Path, complaint: Complaint, tree: str
+    tiny: Path,
+    tmp_path: Path,
+    complaint: Complaint,
+    capsys: pytest.CaptureFixture[str],
+    tree: str,
 ) -> None:
     options = [f"--output.tree={tree}", f"--run_dir={tmp_path}"]
     assert main(["prepare", str(tiny), *options]) == 0
     assert not (tmp_path / "data" / "classes.npy").exists()
-    assert complaint("classes", tiny, *options) == (
-        f"output.tree: {tree} has no word classes to report on"
-    )
+    if tree in ("full", "adaptive"):
+        assert complaint("classes", tiny, *options) == (
+            f"output.tree: {tree} has no word classes to report on"
+        )
+    else:
+        assert main(["classes", str(tiny), *options]) == 0
+        assert "columns per token" in capsys.readouterr().out
 
 
 def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(

@@ -29,7 +29,7 @@ N, EOS, UNK = 9, 0, 1
 COUNTS = TextCounts(words=7, lines=3, utf8_bytes=40)
 FIELDS = (
     "tokens words lines utf8_bytes oov nll_nats perplexity perplexity_excluding_oov word_perplexity"
-    " bits_per_byte class_perplexity within_class_perplexity context eos_rule unit"
+    " bits_per_byte class_perplexity within_class_perplexity context eos_rule unit spelling_nats"
 )
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 

@@ -1,4 +1,4 @@
-"""Word classes read from files of other tools: mkcls, Brown clustering, SRILM."""
+"""Word classes read from files: of mkcls, Brown clustering, SRILM, and taxonomies."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,47 +10,89 @@ from numpy.typing import NDArray
 from data_prep.corpus.lines import text_lines
 from data_prep.errors import UserError
 
-FileFormat = Literal["mkcls", "brown", "srilm"]
+FileFormat = Literal["mkcls", "brown", "srilm", "taxonomy"]
 
 SENTENCE_WORDS = ("<unk>", "<eos>")
 """Words that class files may lack; they then share an additional class."""
 
 
-def read_word_classes(
-    path: Path, file_format: FileFormat, words: Sequence[str]
+def read_class_levels(
+    path: Path, file_format: FileFormat, words: Sequence[str], depth: int | None = None
 ) -> NDArray[np.int32]:
     r"""Read the classes of a vocabulary from a file with one line per word.
 
-    Classes, int32 [N], are numbered in order of first appearance. Words outside the vocabulary are
-    ignored. `<unk>` and `<eos>` share an additional class if the file lacks them. UserError if the
-    file is absent or not UTF-8, a line has another format, a word is in two classes or missing.
+    Classes of each level are numbered in order of first appearance. Words outside the vocabulary
+    are ignored. `<unk>` and `<eos>` share an additional class if the file lacks them. UserError if
+    the file is absent or not UTF-8, a line has another format, a word is in two classes or missing.
+
+    Args:
+        path: the file.
+        file_format: as `ClassesConfig.file_format`.
+        words: the N words by id.
+        depth: None: a class is all that the file says, on one level. Otherwise a class is within
+            those that a part of it names: the first bits, the first categories; of these, up to
+            depth - 1.
+
+    Returns:
+        int32 [levels, N], the class of each word on each level; -1 below its last one.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "classes"
-    >>> _ = path.write_text("cat\t7\nthe\t3\ndog\t7\n")
-    >>> read_word_classes(path, "mkcls", ["<eos>", "the", "cat", "dog"]).tolist()
-    [2, 1, 0, 0]
+    >>> _ = path.write_text("cat\tanimal/pet\nthe\tarticle\ndog\tanimal/pet\ncow\tanimal\n")
+    >>> words = ["<eos>", "the", "cat", "dog", "cow"]
+    >>> read_class_levels(path, "taxonomy", words, depth=3).tolist()
+    [[2, 1, 0, 0, 0], [-1, -1, 0, 0, -1]]
+    >>> read_class_levels(path, "taxonomy", words).tolist()
+    [[3, 1, 0, 0, 2]]
     """
     id_of_word = {word: index for index, word in enumerate(words)}
-    number: dict[str, int] = {}
-    word_class = np.full(len(words), -1, dtype=np.int32)
+    name_of_id: dict[int, str] = {}
     for place, name, word in _read_pairs(path, file_format):
         index = id_of_word.get(word)
-        if index is None:
-            continue
-        found = number.setdefault(name, len(number))
-        if word_class[index] not in (-1, found):
+        if index is not None and name_of_id.setdefault(index, name) != name:
             raise UserError(f"{place}: {word!r} already has another class")
-        word_class[index] = found
-    missing = np.flatnonzero(word_class < 0).tolist()
-    unknown = [words[index] for index in missing if words[index] not in SENTENCE_WORDS]
+    unknown = [w for i, w in enumerate(words) if i not in name_of_id and w not in SENTENCE_WORDS]
     if unknown:
         raise UserError(
             f"{path}: {len(unknown)} of the vocabulary's {len(words)} words have no class, "
             f"the first is {unknown[0]!r}"
         )
-    word_class[missing] = len(number)
-    return word_class
+    number: list[dict[tuple[str, ...], int]] = []
+    word_class: list[tuple[int, int, int]] = []  # level, word, class
+    for index, name in name_of_id.items():
+        parts = _parts(name, file_format)[: depth - 1] if depth else (name,)
+        number += [{} for _ in parts[len(number) :]]
+        for level, known in enumerate(number[: len(parts)]):
+            found = known.setdefault(parts[: level + 1], len(known))
+            word_class.append((level, index, found))
+    additional = len(number[0]) if number else 0
+    missing = [(0, index, additional) for index in range(len(words)) if index not in name_of_id]
+    levels = np.full((max(len(number), 1), len(words)), -1, dtype=np.int32)
+    where = np.array(word_class + missing, dtype=np.int32).reshape(-1, 3).T
+    levels[where[0], where[1]] = where[2]
+    return levels
+
+
+def lowest_classes(levels: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The class that contains each word, [N], by its classes on all levels, [levels, N].
+
+    >>> lowest_classes(np.array([[0, 1, 0], [1, -1, 0]], np.int32)).tolist()
+    [1, 2, 0]
+    """
+    if len(levels) == 1:
+        only: NDArray[np.int32] = levels[0]
+        return only
+    return np.unique(levels, axis=1, return_inverse=True)[1].astype(np.int32)
+
+
+def _parts(name: str, file_format: FileFormat) -> tuple[str, ...]:
+    """The names of the classes that contain each other, from the root down."""
+    match file_format:
+        case "brown":
+            return tuple(name)
+        case "taxonomy":
+            return tuple(name.split("/"))
+    return (name,)
 
 
 def _read_pairs(path: Path, file_format: FileFormat) -> Iterator[tuple[str, str, str]]:
@@ -66,8 +108,12 @@ def _parse_line(text: str, file_format: FileFormat, place: str) -> tuple[str, st
     match file_format, text.split() if file_format == "srilm" else text.split("\t"):
         case "mkcls", [word, name]:
             return name.strip(), word
-        case "brown", [name, word, count] if not name.strip("01") and count.strip().isdecimal():
+        case "brown", [name, word, count] if (
+            name and not name.strip("01") and count.strip().isdecimal()
+        ):
             return name, word
+        case "taxonomy", [word, name] if all(name.strip().split("/")):
+            return name.strip(), word
         case "srilm", [name, word]:
             return name, word
         case "srilm", [name, probability, word] if _is_probability(probability):
@@ -76,6 +122,7 @@ def _parse_line(text: str, file_format: FileFormat, place: str) -> tuple[str, st
         "mkcls": "word TAB class",
         "brown": "bit string TAB word TAB count",
         "srilm": "class [probability] word",
+        "taxonomy": "word TAB class/subclass/…",
     }[file_format]
     raise UserError(f"{place}: expected {expected} ({file_format}), got {text[:80]!r}")
 

@@ -1,4 +1,4 @@
-"""Word classes for the two-level softmax, by any of six methods.
+"""Word classes for the two-level softmax, by any of six methods, and classes of classes.
 
 A word class array is int32 [N] with values 0 to C - 1, every class non-empty. Word ids need not be
 in order of frequency; the methods that depend on frequency read `counts`.
@@ -7,6 +7,7 @@ Legend: N words, C classes, T tokens, n words that are clustered.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from data_prep.classes.bigrams import IntArray, Tokens, count_bigrams
-from data_prep.classes.class_file import read_word_classes
+from data_prep.classes.class_file import lowest_classes, read_class_levels
 from data_prep.classes.embedding import embedding_classes
 from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
@@ -23,7 +24,7 @@ from data_prep.settings import ClassesConfig
 WordClass = NDArray[np.int32]
 
 
-def build_word_classes(
+def build_class_levels(
     counts: IntArray,
     settings: ClassesConfig,
     *,
@@ -34,6 +35,9 @@ def build_word_classes(
 ) -> WordClass:
     """Make the classes that the section `classes` of a configuration describes.
 
+    With `settings.depth` > 2, the classes of one level are the words of the level above: the text
+    is rewritten as their numbers, from which classes of them are made by the same method.
+
     Args:
         counts: int64 [N], occurrences of each word in the training split.
         settings: the section; C is at most N, and a file determines its own number of classes.
@@ -43,17 +47,40 @@ def build_word_classes(
         progress: whether bars are shown on stderr.
 
     Returns:
-        int32 [N]; with `settings.clustered_words`, the classes of the clustered words come first.
+        int32 [levels, N], the class of each word on each level, from the root down; -1 (of a file
+        only) below its last one. With `settings.clustered_words`, the classes of the clustered
+        words come first on the last level.
 
     Raises:
         UserError: the section contradicts itself, the vocabulary or the file it names.
     """
-    vocab_size = len(counts)
+    vocab_size, depth = len(counts), settings.depth or 2
     if settings.shortlist > vocab_size:
         raise UserError(f"classes.shortlist = {settings.shortlist} is more than {vocab_size} words")
     if settings.method == "file":
-        return _classes_from_file(settings, words(), folder)
-    num_word_classes = min(settings.num_word_classes or round(vocab_size**0.5), vocab_size)
+        return _levels_from_file(settings, words(), folder)
+    lowest = min(settings.num_word_classes or round(vocab_size ** (1 - 1 / depth)), vocab_size)
+    levels: list[WordClass] = []
+    for level in reversed(range(1, depth)):
+        num_word_classes = max(1, round(lowest ** (level / (depth - 1))))
+        classes = _word_classes(counts, tokens, num_word_classes, settings, progress)
+        levels.insert(0, classes[levels[0]] if levels else classes)
+        if level > 1:
+            counts = np.bincount(classes, counts).astype(np.int64)
+            tokens = classes[tokens]
+            settings = replace(settings, shortlist=0, clustered_words=None, max_words=None)
+    return np.stack(levels)
+
+
+def _word_classes(
+    counts: IntArray,
+    tokens: Tokens,
+    num_word_classes: int,
+    settings: ClassesConfig,
+    progress: bool,
+) -> WordClass:
+    """The classes of words, or of the classes below, int32 [N]."""
+    vocab_size = len(counts)
     if settings.method == "frequency":
         return frequency_classes(counts, num_word_classes)
     if settings.method == "uniform":
@@ -179,21 +206,21 @@ def _exchange(
     return word_class[:num_words]
 
 
-def _classes_from_file(settings: ClassesConfig, words: Sequence[str], folder: Path) -> WordClass:
+def _levels_from_file(settings: ClassesConfig, words: Sequence[str], folder: Path) -> WordClass:
     """The classes of `settings.file`; UserError without one, or for another number of classes."""
     if settings.file is None:
         raise UserError(
             "classes.file: `classes.method: file` needs the name of a word → class file"
         )
     path = folder / settings.file
-    word_class = read_word_classes(path, settings.file_format, words)
-    found = int(word_class.max()) + 1
+    levels = read_class_levels(path, settings.file_format, words, settings.depth)
+    found = int(lowest_classes(levels).max()) + 1
     if settings.num_word_classes not in (None, found):
         raise UserError(
             f"classes.num_word_classes: {settings.num_word_classes} requested, "
             f"but the vocabulary has {found} classes in {path}"
         )
-    return word_class
+    return levels
 
 
 def frequency_classes(counts: IntArray, num_word_classes: int) -> WordClass:

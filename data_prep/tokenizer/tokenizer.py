@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -183,9 +183,13 @@ class WordTokenizer(Tokenizer):
             >>> WordTokenizer(["<eos>", "<unk>", "a"], lowercase=True).unknown_types(["A b", "B c"])
             ['b', 'c']
         """
-        types = list(dict.fromkeys(self._separate(lines).split()))
-        ids = self.words.ids("\n".join(types), self.unk_id)
-        return [word for word, id in zip(types, ids, strict=True) if id == self.unk_id]
+        return list(dict.fromkeys(self.unknown_occurrences(lines)))
+
+    def unknown_occurrences(self, lines: Sequence[str]) -> list[str]:
+        """The words of lines that are `<unk>`, in their order, as `unknown_types` has them."""
+        text = self._separate(lines)
+        is_unknown = self.words.ids(text, self.unk_id) == self.unk_id
+        return list(compress(text.split(), is_unknown))
 
     def token(self, id: int) -> str:
         """Return the word with an id; ValueError if the id is out of range."""

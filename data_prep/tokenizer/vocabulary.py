@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,18 +19,25 @@ MAX_SENTENCE_CHARACTERS = 4_096
 """Longest text that sentencepiece learns from at once; its time grows faster than the length."""
 
 
-def count_words(
-    lines: Iterable[str], settings: TokenizerConfig
-) -> tuple[WordIndex, NDArray[np.int64]]:
-    """Count the words of a corpus, most frequent first, equal counts in code point order.
+class WordCounts(NamedTuple):
+    """The words of a corpus, most frequent first, equal counts in code point order."""
+
+    words: WordIndex  # the vocabulary of N words
+    counts: NDArray[np.int64]  # [N], which sum to the number of tokens
+    others: WordIndex  # the words that are `<unk>`
+    num_literal: int  # how often the text has `<unk>` itself
+
+
+def count_words(lines: Iterable[str], settings: TokenizerConfig) -> WordCounts:
+    """Count the words of a corpus.
 
     `<eos>` is counted once per line; `<unk>` counts its literal occurrences and those of every word
     outside the vocabulary. Memory grows with the number of distinct words (50 bytes per word, 90
-    while they are sorted), not with the text. The counts [N] sum to the number of tokens.
+    while they are sorted), not with the text.
 
-    >>> words, counts = count_words(["the cat", "the dog"], TokenizerConfig(min_count=2))
-    >>> list(words), counts.tolist()
-    (['<eos>', '<unk>', 'the'], [2, 2, 2])
+    >>> found = count_words(["the cat", "the dog"], TokenizerConfig(min_count=2))
+    >>> list(found.words), found.counts.tolist(), list(found.others), found.num_literal
+    (['<eos>', '<unk>', 'the'], [2, 2, 2], ['cat', 'dog'], 0)
     """
     if settings.vocab_size is not None and settings.vocab_size < 3:
         raise UserError(
@@ -61,17 +68,24 @@ def count_words(
     num_included = int((counts[2:] >= settings.min_count).sum())
     if settings.vocab_size is not None:
         num_included = min(num_included, settings.vocab_size - 2)
-    counts[0] += counts[order[num_included:]].sum()
+    order, others = order[:num_included], order[num_included:]
+    num_literal = int(counts[0])
+    counts[0] += counts[others].sum()
     counts[1] += num_lines
-    order = order[:num_included]
     for id, word in enumerate((UNK, EOS)):
         is_tied = counts[order] == counts[id]
         before = compute.less(words.take(order[is_tied]), word)
         place = (counts[order] > counts[id]).sum() + before.to_numpy(zero_copy_only=False).sum()
         order = np.insert(order, place, id)
-    _, starts, text = words.take(order).buffers()
-    starts = np.frombuffer(starts, np.int64)[: len(order) + 1]
-    return WordIndex(np.frombuffer(text, np.uint8), starts), counts[order]
+    indices = (_word_index(words.take(some)) for some in (order, others))
+    return WordCounts(next(indices), counts[order], next(indices), num_literal)
+
+
+def _word_index(words: Any) -> WordIndex:
+    """The words of a pyarrow array that was taken from another."""
+    _, starts, text = words.buffers()
+    starts = np.frombuffer(starts, np.int64)[: len(words) + 1]
+    return WordIndex(np.frombuffer(text or b"", np.uint8), starts)
 
 
 def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: int = 1) -> bytes:

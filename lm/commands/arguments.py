@@ -62,6 +62,9 @@ VOCABULARY_SIZE: Options = {
     "--vocabulary-size": COUNT
     | {"metavar": "V", "help": "spread P(<unk>) over the words missing to V, <eos> counted"}
 }
+OPEN_VOCABULARY: Options = {
+    "--open-vocabulary": SWITCH | {"help": "spell unknown words, so that each has a probability"}
+}
 ARPA: Options = {
     "--arpa": FILE | {"help": "ARPA model over the same words, to mix with"},
     "--mixture": NUMBER

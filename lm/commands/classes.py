@@ -1,4 +1,4 @@
-"""`lm classes`: a report on the word classes, as text, JSON and a picture."""
+"""`lm classes`: a report on the word classes or the tree, as text, JSON and a picture."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ import logging
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,15 +14,17 @@ from data_prep.errors import UserError
 from data_prep.storage import write_atomically
 from lm.commands.arguments import COUNT, JSON, PLOT, SOURCE, Options, check_picture
 from lm.run import Run
+from lm.tree_picture import draw_tree, fonts_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from data_prep.classes.report import ClassReport
 
-HELP = "report on the word classes"
+HELP = "report on the word classes or the tree"
 _SHOWN: Options = {
     "--words": COUNT | {"default": 8, "help": "number of words to show per class (default 8)"},
+    "--nodes": COUNT | {"default": 60, "help": "number of nodes of a tree to show (default 60)"},
     "--plot": PLOT | {"help": "also draw the classes"},
 }
 OPTIONS = SOURCE | _SHOWN | JSON
@@ -32,15 +34,67 @@ LABELLED_CLASSES = 25  # in the picture: those with the most tokens
 
 def run(options: argparse.Namespace) -> None:
     """Print the report, and draw it if asked to."""
-    from data_prep.classes.report import class_report
-
     run = Run.read(options.source, options.overrides)
-    if run.config.needed_classes is None:
+    run.choose_tree()
+    if run.config.needed_classes is None and run.config.output.tree in ("full", "adaptive"):
         raise UserError(f"output.tree: {run.config.output.tree} has no word classes to report on")
     run.check_classes()
-    prepared = run.prepared
     if options.plot:
         check_picture(options.plot)
+    if run.config.needed_classes is not None and run.config.output.tree != "multi_level":
+        _report_classes(run, options)
+    else:
+        _report_tree(run, options)
+
+
+def _report_tree(run: Run, options: argparse.Namespace) -> None:
+    import torch
+
+    from lm.tree_report import tree_report
+
+    tree, counts = run.tree, torch.tensor(run.prepared.counts())
+    assert tree is not None
+    report = tree_report(tree, counts, num_nodes=options.nodes, num_top_words=options.words)
+    token = run.prepared.tokenizer().token
+    if options.plot:
+        draw_tree(tree, counts, token, options.plot)
+    values = asdict(report)
+    for node in values["nodes"]:
+        node["top_words"] = list(map(token, node["top_words"]))
+    print(json.dumps(values, ensure_ascii=False) if options.json else _tree_lines(values))
+
+
+def _tree_lines(report: dict[str, Any]) -> str:
+    """Lines of text: the levels, then the heaviest nodes below their parents."""
+    lines = [
+        f"{report['num_nodes']:,} nodes, depth {report['depth']}",
+        f"nodes per token     {report['visits_per_token']:.2f}",
+        f"columns per token   {report['columns_per_token']:.1f} of {report['vocab_size']:,}",
+        "",
+        "level     nodes     words  children: min  median     max  visits/token  columns/token",
+    ]
+    for number, level in enumerate(report["levels"]):
+        lines.append(
+            f"{number:5d} {level['num_nodes']:9,d} {level['num_words']:9,d} "
+            f"{level['min_children']:14,d} {level['median_children']:7g} "
+            f"{level['max_children']:7,d} {level['visits_per_token']:13.3f} "
+            f"{level['columns_per_token']:14.1f}"
+        )
+    lines += ["", "mass %     words  top words"]
+    for node in report["nodes"]:
+        words = " ".join(node["top_words"])
+        indent = "  " * node["level"]
+        lines.append(f"{100 * node['token_mass']:6.2f} {node['words']:9,d}  {indent}{words}")
+    shown = len(report["nodes"])
+    if shown < report["num_nodes"]:
+        lines.append(f"({report['num_nodes'] - shown:,} further nodes: --nodes)")
+    return "\n".join(lines)
+
+
+def _report_classes(run: Run, options: argparse.Namespace) -> None:
+    from data_prep.classes.report import class_report
+
+    prepared = run.prepared
     report = class_report(
         prepared.counts(),
         prepared.word_class(),
@@ -81,24 +135,10 @@ def _table(report: "ClassReport", top_words: list[list[str]], vocab_size: int) -
     return "\n".join(summary + rows)
 
 
-def _families(text: str) -> tuple[list[str], set[str]]:
-    """The installed fonts that have the characters of a text, and the characters that none has."""
-    from matplotlib.font_manager import fontManager, get_font
-
-    families, missing = list[str](), {letter for letter in text if not letter.isspace()}
-    for font in sorted(fontManager.ttflist, key=lambda font: font.name != "DejaVu Sans"):
-        if missing and "Last Resort" not in font.name:  # whose glyphs are boxes
-            available = set(map(chr, get_font(font.fname).get_charmap()))
-            if available & missing:
-                families.append(font.name)
-                missing -= available
-    return families, missing
-
-
 def _label(axes: "Axes", classes: list[int], top_words: list[list[str]]) -> None:
     """Label bars by the words of their classes, or by its number if no font has a word."""
     labels = [" ".join(top_words[c][:5]) for c in classes]
-    families, missing = _families("".join(labels))
+    families, missing = fonts_of("".join(labels))
     if missing:
         letters = "".join(sorted(missing)[:5])
         _log.warning("the picture has numbers of classes: no installed font has %s", ascii(letters))

@@ -11,6 +11,7 @@ from lm.commands.arguments import (
     COMPUTING,
     JSON,
     NO_PROGRESS,
+    OPEN_VOCABULARY,
     PLOT,
     RUN,
     SWITCH,
@@ -31,15 +32,17 @@ _BY_FREQUENCY: Options = {
     "--by-frequency": SWITCH | {"help": "also the loss by frequency rank of words"},
     "--plot": PLOT | {"help": "draw it; with --by-frequency"},
 }
-OPTIONS = RUN | _TEXT | ARPA | _BY_FREQUENCY | COMPUTING | NO_PROGRESS | JSON
+OPTIONS = RUN | _TEXT | OPEN_VOCABULARY | ARPA | _BY_FREQUENCY | COMPUTING | NO_PROGRESS | JSON
 EXCLUSIVE = tuple(_TEXT)
 _log = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the figures, and write those of a split to `evaluate-<split>.json`."""
+    """Print the figures, and write those of a split to `evaluate-<split>[-open].json`."""
     if options.mixture is not None and options.arpa is None:
         raise UserError("--mixture requires --arpa")
+    if options.arpa and options.open_vocabulary:
+        raise UserError("--arpa excludes --open-vocabulary: <unk> is one word for both")
     if options.plot is not None and not options.by_frequency:
         raise UserError("--plot requires --by-frequency")
     if options.plot is not None:
@@ -51,13 +54,13 @@ def run(options: argparse.Namespace) -> None:
     from lm.scoring.mixture import Mixture, evaluate_mixture
 
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
-    progress = not options.no_progress
+    settings = {"progress": not options.no_progress, "open_vocabulary": options.open_vocabulary}
     lines = [] if options.text is None else list(read_text(options.text))
     mixture = options.arpa and Mixture.open(run, Path(options.arpa), options.mixture)
     if options.text is None:
-        result = evaluate_split(run, options.split, progress=progress)
+        result = evaluate_split(run, options.split, **settings)
     else:
-        result = evaluate_text(run, lines, progress=progress)
+        result = evaluate_text(run, lines, **settings)
     values = result.to_dict()
     tables = [result.table(options.text or options.split)]
     further = {}
@@ -76,7 +79,8 @@ def run(options: argparse.Namespace) -> None:
             draw_report(report, f"{run.folder}: {options.text or options.split}", options.plot)
     print(json.dumps(values | further) if options.json else "\n".join(tables))
     if options.text is None:
-        path = run.folder / f"evaluate-{options.split}.json"
+        suffix = "-open" if options.open_vocabulary else ""
+        path = run.folder / f"evaluate-{options.split}{suffix}.json"
         try:
             write_json_atomically(path, values)
         except UserError as error:

@@ -48,6 +48,7 @@ _CHOICE: Options = {
         "help": r"end before this text; \n is a line end; may be repeated",
     },
     "--allow-unk": SWITCH | {"help": "also draw <unk>, the token of unknown words"},
+    "--spell-unk": SWITCH | {"help": "also draw <unk>, and for each a spelling"},
     "--seed": {"type": int, "help": "seed of the random numbers, 64 bits (default 1)"},
     "--show-classes": SWITCH | {"help": "table of words with P(class) and P(word | class)"},
 }
@@ -72,9 +73,11 @@ def _check(options: argparse.Namespace) -> None:
     if options.beams is None:
         if options.length_penalty is not None:
             raise UserError("--length-penalty requires --beams")
+        if options.allow_unk and options.spell_unk:
+            raise UserError("--allow-unk and --spell-unk exclude each other")
         return
-    for name in (*_SAMPLING, "stop", "seed"):
-        if getattr(options, name) is not None:
+    for name in (*_SAMPLING, "stop", "seed", "spell_unk"):
+        if getattr(options, name) not in (None, False):
             raise UserError(
                 f"--{name.replace('_', '-')} cannot be combined with --beams, which does not draw"
                 " words at random and ends at the end of the line"
@@ -108,7 +111,8 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
     model, tokenizer, num_tokens = run.model, run.tokenizer, options.tokens
-    excluded = () if options.allow_unk else tokens_without_text(tokenizer)
+    has_unk = options.allow_unk or options.spell_unk
+    excluded = () if has_unk else tokens_without_text(tokenizer)
     _report_unknown_words(tokenizer, prompts)
     is_text = not (options.json or options.show_classes)
     streams = is_text and options.beams is None and options.samples == len(prompts) == 1
@@ -123,6 +127,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
             sampling=replace(sampling, excluded=excluded),
             stop=[text.replace("\\n", "\n") for text in options.stop or ()],
             seed=1 if options.seed is None else options.seed,
+            speller=run.speller if options.spell_unk else None,
             on_piece=partial(print, end="", flush=True) if streams else None,
         )
     else:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from data_prep.errors import UserError
 from lm.commands.arguments import (
     COMPUTING,
+    COUNT,
     FILE,
     JSON,
     NUMBER,
+    OPEN_VOCABULARY,
     RUN,
     SWITCH,
     VOCABULARY_SIZE,
@@ -22,17 +24,24 @@ from lm.commands.arguments import (
 from lm.run import Run
 
 if TYPE_CHECKING:
-    from lm.rescoring.models import RunScores, WordScores
+    from lm.rescoring.lattice_search import WordModel
+    from lm.rescoring.models import ArpaScores, RunScores
+    from lm.rescoring.utterances import Utterances
 
-HELP = "choose from n-best lists of a speech recogniser"
+NUM_BEAMS = 16
+HELP = "choose from n-best lists or lattices of a speech recogniser"
 OPTIONS: Options = (
     RUN
     | {
-        "nbest": {"metavar": "NBEST", "help": "id TAB scores TAB hypothesis, or Kaldi's layout"},
+        "nbest": {
+            "metavar": "NBEST|LATTICES",
+            "help": "id TAB scores TAB hypothesis, or Kaldi's layout; lattices: Kaldi's text, SLF"
+            " file, folder of these",
+        },
         "--tune": {
             "nargs": 2,
             "metavar": ("LIST", "REFERENCES"),
-            "help": "find the weights on another n-best list",
+            "help": "find the weights on another n-best list, or other lattices",
         },
         "--lm-weight": NUMBER | {"help": "weight of the language model's log-probability"},
         "--insertion-penalty": NUMBER | {"help": "penalty subtracted for each word (default 0)"},
@@ -45,7 +54,9 @@ OPTIONS: Options = (
         | {"help": "those of the list of --tune (default: --acoustic-costs has them too)"},
         "--tune-lm-costs": FILE | {"help": "likewise (default: --lm-costs has them too)"},
         "--with": {"dest": "second_run", "metavar": "RUN", "help": "other run to interpolate with"},
-        "--arpa": FILE | {"help": "ARPA or KenLM model to interpolate with"},
+        "--arpa": FILE | {"help": "ARPA model to interpolate with"},
+        "--beam": COUNT
+        | {"help": f"largest number of hypotheses at a node of a lattice (default {NUM_BEAMS})"},
     }
     | {
         "--vocabulary-size": VOCABULARY_SIZE["--vocabulary-size"]
@@ -54,6 +65,7 @@ OPTIONS: Options = (
             " of it for each (default: N + 999999, more if the lists have more unknown words)"
         }
     }
+    | OPEN_VOCABULARY
     | {"--all": SWITCH | {"help": "print all hypotheses with their scores, best first"}}
     | COMPUTING
     | JSON
@@ -69,43 +81,34 @@ def run(options: argparse.Namespace) -> None:
         name: getattr(options, name) for name in _WEIGHTS if getattr(options, name) is not None
     }
     _check(options, given)
-    from lm.rescoring.nbest import WordErrors, read_costs, read_nbest
     from lm.rescoring.weights import ScoredList, Weights, check_separate, tune
 
     second = options.second_run or options.arpa
     weights = None
     if not options.tune:
         weights = Weights(**{"mixture": 0.5 if second else 1.0} | given)
-    names = [options.acoustic_costs, options.lm_costs]
-    costs = [read_costs(name) for name in names if name]
-    nbest = read_nbest(options.nbest, costs)
+    utterances, tuned = _read(options)
+    nbest = utterances.nbest
     if options.first_pass_share and nbest.scores.shape[1] < 2:
         raise UserError(f"--first-pass-share: {options.nbest} has no scores of the first pass")
-    errors = WordErrors.read(options.references, nbest) if options.references else None
-    lists, references = [nbest], list(errors.references if errors else ())
-    if options.tune:
-        given_costs = [options.tune_acoustic_costs, options.tune_lm_costs]
-        tune_costs = [
-            read_costs(its_own) if its_own else each
-            for its_own, each in zip_longest(given_costs, costs)
-            if its_own or each
-        ]
-        hint = ": give those of this list by --tune-acoustic-costs and --tune-lm-costs"
-        tuned = read_nbest(options.tune[0], tune_costs, hint=hint)
-        tuned_errors = WordErrors.read(options.tune[1], tuned)
-        check_separate(tuned, nbest)
-        lists.append(tuned)
-        references += tuned_errors.references
-    runs, models = _models(options, [text for each in lists for text in each.texts], references)
+    if tuned is not None:
+        check_separate(tuned.nbest, nbest)
+    runs, models = _models(options, [utterances] if tuned is None else [utterances, tuned])
     figures: dict[str, Any] = {"development": None, "unused": None}
-    if weights is None:
-        scored = ScoredList(tuned, models)
-        weights = tune(scored, tuned_errors)
+    if tuned is not None and tuned.errors is not None:
+        scored = ScoredList(tuned.nbest, models)
+        weights = tune(scored, tuned.errors)
         best = scored.choose(scored.totals(weights))
-        figures["development"] = tuned_errors.report(tuned, best)
+        figures["development"] = tuned.errors.report(tuned.nbest, best)
         figures["unused"] = weights.unused(
             run=options.run_dir, second=second, has_first_pass=nbest.scores.shape[1] > 1
         )
+    assert weights is not None
+    if utterances.lattices:
+        utterances = utterances.searched(
+            weights, _with_states(runs, models), options.beam or NUM_BEAMS
+        )
+    nbest, errors = utterances.nbest, utterances.errors
     scored = ScoredList(nbest, models)
     chosen = scored.choose(scored.totals(weights))
     figures["weights"] = asdict(weights)
@@ -119,14 +122,39 @@ def run(options: argparse.Namespace) -> None:
     print("\n".join(lines))
 
 
+def _read(options: argparse.Namespace) -> "tuple[Utterances, Utterances | None]":
+    """The utterances to choose from, and those to tune on."""
+    from lm.rescoring.nbest import read_costs
+    from lm.rescoring.utterances import Utterances
+
+    names = [options.acoustic_costs, options.lm_costs]
+    costs = [read_costs(name) for name in names if name]
+    utterances = Utterances.read(options.nbest, options.references, costs)
+    if options.beam and not utterances.lattices:
+        raise UserError(f"--beam applies to lattices: {options.nbest} is an n-best list")
+    if not options.tune:
+        return utterances, None
+    given_costs = [options.tune_acoustic_costs, options.tune_lm_costs]
+    tune_costs = [
+        read_costs(its_own) if its_own else each
+        for its_own, each in zip_longest(given_costs, costs)
+        if its_own or each
+    ]
+    hint = ": give those of this list by --tune-acoustic-costs and --tune-lm-costs"
+    name, references = options.tune
+    return utterances, Utterances.read(name, references, tune_costs, hint=hint)
+
+
 def _models(
-    options: argparse.Namespace, hypotheses: list[str], references: list[str]
-) -> "tuple[list[RunScores], list[WordScores]]":
+    options: argparse.Namespace, lists: "list[Utterances]"
+) -> "tuple[list[RunScores], list[RunScores | ArpaScores]]":
     """The runs, and all models; how unknown words are scored and why they are many is logged."""
     from data_prep.tokenizer.token_file import log_literals
     from lm.model.files import read_description
-    from lm.rescoring.models import RunScores, arpa_scores
+    from lm.rescoring.models import ArpaScores, RunScores
 
+    hypotheses = [text for each in lists for text in each.texts]
+    references = [text for each in lists if each.errors for text in each.errors.references]
     runs = [Run.open(options.run_dir, device=options.device, threads=options.threads)]
     if options.second_run is not None:
         read_description(second := Path(options.second_run))  # or there is no model
@@ -134,14 +162,25 @@ def _models(
     words = {word for run in runs for word in run.tokenizer.literals}
     literals = {word: sum(text.count(word) for text in hypotheses) for word in sorted(words)}
     log_literals("hypotheses", literals)
-    scores = [RunScores(run, hypotheses, options.vocabulary_size) for run in runs]
+    rule = {"open_vocabulary": options.open_vocabulary}
+    scores = [RunScores(run, hypotheses, options.vocabulary_size, **rule) for run in runs]
     for each in scores:
         _log.info("%s", each.rule)
         for what, texts in (("hypotheses", hypotheses), ("references", references)):
             if warning := each.unknown_words(texts).warning(what):
                 _log.warning("%s: %s", each.run.folder, warning)
-    arpa = [arpa_scores(Path(options.arpa))] if options.arpa is not None else []
+    arpa = [ArpaScores(Path(options.arpa))] if options.arpa is not None else []
     return scores, [*scores, *arpa]
+
+
+def _with_states(
+    runs: "list[RunScores]", models: "list[RunScores | ArpaScores]"
+) -> "list[WordModel]":
+    """The same models for a search, which needs their states."""
+    from lm.loaded import LoadedModel
+
+    loaded = [LoadedModel(run.run, vocabulary_size=run.vocabulary_size) for run in runs]
+    return [*loaded, *models[len(runs) :]]  # type: ignore[list-item]
 
 
 def _log_figures(figures: dict[str, Any]) -> None:

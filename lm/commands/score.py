@@ -5,7 +5,15 @@ import logging
 from pathlib import Path
 
 from data_prep.errors import UserError
-from lm.commands.arguments import ARPA, COMPUTING, RUN, SWITCH, VOCABULARY_SIZE, Options
+from lm.commands.arguments import (
+    ARPA,
+    COMPUTING,
+    OPEN_VOCABULARY,
+    RUN,
+    SWITCH,
+    VOCABULARY_SIZE,
+    Options,
+)
 from lm.run import Run
 
 HELP = "log-probabilities of sentences and words"
@@ -30,9 +38,11 @@ OPTIONS: Options = (
         "--ids": SWITCH | {"help": "each line begins with an id and a tab or space"},
     }
     | VOCABULARY_SIZE
+    | OPEN_VOCABULARY
     | ARPA
     | COMPUTING
 )
+EXCLUSIVE = (*VOCABULARY_SIZE, *OPEN_VOCABULARY)
 _log = logging.getLogger(__name__)
 
 
@@ -42,9 +52,12 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("--details requires --level word and --format tsv or json")
     if options.mixture is not None and options.arpa is None:
         raise UserError("--mixture requires --arpa")
-    if options.arpa and (options.details or options.vocabulary_size):
+    if options.details and options.open_vocabulary:
+        raise UserError("--details excludes --open-vocabulary: it ranks N words")
+    if options.arpa and (options.details or options.vocabulary_size or options.open_vocabulary):
         raise UserError(
-            "--arpa excludes --details and --vocabulary-size: <unk> is one word for both"
+            "--arpa excludes --details, --vocabulary-size and --open-vocabulary: <unk> is one word"
+            " for both"
         )
     from data_prep.corpus.lines import read_text
     from data_prep.tokenizer.token_file import counted_literals, log_literals
@@ -60,6 +73,7 @@ def run(options: argparse.Namespace) -> None:
         run.tokenizer,
         context=run.description.context,
         vocabulary_size=options.vocabulary_size,
+        speller=run.speller if options.open_vocabulary else None,
         details=options.details,
         mixture=mixture or None,
     )
@@ -75,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     if options.stream and not run.keeps_empty_lines:
         rule += ", empty lines left out as in training"
     unit = "word" if options.format == "kenlm" else token_unit(run.tokenizer)
-    counted = perplexity_rule(unit)
+    counted = perplexity_rule(unit, options.open_vocabulary)
     if options.vocabulary_size is not None:
         counted = counted.replace("counted as <unk>", "by their shares of P(<unk>)")
     literals = dict.fromkeys(run.tokenizer.literals, 0)

@@ -1,6 +1,14 @@
 """The typed configuration of a run."""
 
-from lm.config.load import differences, load_config, load_run_config, to_dict, to_yaml, validate
+from lm.config.load import (
+    differences,
+    load_config,
+    load_run_config,
+    to_dict,
+    to_yaml,
+    validate,
+    with_tree_of,
+)
 from lm.config.schema import (
     Config,
     ModelConfig,
@@ -26,4 +34,5 @@ __all__ = [
     "to_dict",
     "to_yaml",
     "validate",
+    "with_tree_of",
 ]

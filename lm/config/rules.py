@@ -7,7 +7,7 @@ from lm.config.word_table import conflict_with_row_wise, skips_unvisited_rows
 
 def first_problem(config: Config) -> str | None:
     """A line on the first conflict between keys whose values are valid one by one, or None."""
-    model, train, classes, table = config.model, config.train, config.classes, config.word_table
+    model, train, table = config.model, config.train, config.word_table
     transformer = model.backbone == "transformer"
     double = train.precision == "64-true"
     adaptive = config.output.tree == "adaptive"
@@ -22,12 +22,6 @@ def first_problem(config: Config) -> str | None:
         and model.hidden % (2 * (model.heads or 1)),
         "tokenizer.kind: sentencepiece requires tokenizer.vocab_size": (
             config.tokenizer.kind == "sentencepiece" and config.tokenizer.vocab_size is None
-        ),
-        "classes.method: file requires classes.file": (
-            classes.method == "file" and classes.file is None
-        ),
-        f"classes.file requires classes.method: file, got {classes.method}": (
-            classes.method != "file" and classes.file is not None
         ),
         "data.hub and data.files exclude each other: omit the files, or set data.hub to null": (
             has_files and config.data.hub is not None
@@ -57,12 +51,14 @@ def first_problem(config: Config) -> str | None:
             conflict and (bf16 or row_wise)
         ),
     }
-    problems |= _tree_problems(config) | _run_problems(config)
+    problems |= _tree_problems(config) | _class_problems(config)
+    problems |= _run_problems(config)
     return next((problem for problem, applies in problems.items() if applies), None)
 
 
 def _tree_problems(config: Config) -> dict[str, bool]:
     model, output, tied = config.model, config.output, config.word_table.tied
+    classes = config.classes
     adaptive, sharded = output.tree == "adaptive", config.train.strategy == "shard_output"
     path_sum = model.input_embedding == "path_sum"
     sums_output_paths = path_sum and model.input_tree == "output"
@@ -71,6 +67,13 @@ def _tree_problems(config: Config) -> dict[str, bool]:
         "word_table.tied: false": tied,
     }
     return {
+        "output.tree: best chooses classes.num_word_classes and classes.shortlist: omit them": (
+            output.tree == "best" and bool(classes.num_word_classes or classes.shortlist)
+        ),
+        "output.tree: best cannot be combined with classes.method: file, nor with"
+        " model.input_tree: two_level": (
+            output.tree == "best" and (classes.method == "file" or config.has_input_tree)
+        ),
         f"output.tree: adaptive requires {', '.join(key for key in unset if unset[key])}": (
             adaptive and any(unset.values())
         ),
@@ -90,6 +93,24 @@ def _tree_problems(config: Config) -> dict[str, bool]:
         ),
         "output.num_samples requires output.tree: full, and no train.strategy: shard_output": (
             output.num_samples is not None and (output.tree != "full" or sharded)
+        ),
+    }
+
+
+def _class_problems(config: Config) -> dict[str, bool]:
+    classes, by_file = config.classes, config.classes.method == "file"
+    multi_level = config.output.tree == "multi_level"
+    return {
+        "classes.method: file requires classes.file": by_file and classes.file is None,
+        f"classes.file requires classes.method: file, got {classes.method}": (
+            not by_file and classes.file is not None
+        ),
+        "output.tree: multi_level requires classes.file_format: brown or taxonomy, got"
+        f" {classes.file_format}": (
+            multi_level and by_file and classes.file_format not in ("brown", "taxonomy")
+        ),
+        f"classes.depth requires output.tree: multi_level, got {config.output.tree}": (
+            classes.depth is not None and not multi_level
         ),
     }
 

@@ -1,6 +1,6 @@
 """The configuration of a run; `lm config` prints the docstrings below the fields."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -71,9 +71,13 @@ class OutputConfig(Strict):
     """The output layer: its tree of softmaxes and its implementation."""
 
     tree: str = "two_level"
-    """full | two_level | balanced | huffman, or a file of paths (one line per word: the word, then
-    child numbers); adaptive is PyTorch's adaptive softmax, for comparison. two_level uses the
-    section `classes`."""
+    """full | two_level | multi_level | balanced | huffman, or a file of paths (one line per word:
+    the word, then child numbers); adaptive is PyTorch's adaptive softmax, for comparison. two_level
+    (classes of words) and multi_level (classes of classes) use the section `classes`. best: the
+    fastest one by the cost model of `lm info --trees`, chosen when the run begins and named in the
+    configuration that its folder has: the number of classes and the shortlist of two_level, or with
+    classes.method: frequency, a tree of any depth whose neighbouring words are about equally
+    frequent."""
     branching: Annotated[int, Field(ge=2)] | None = None
     """balanced: largest number of children of a node. Default: ⌈√N⌉ for a vocabulary of N words."""
     arity: Annotated[int, Field(ge=2)] = 2
@@ -238,6 +242,8 @@ class Config(Strict):
     @property
     def needed_classes(self) -> ClassesConfig | None:
         """The section `classes` if a tree of the model has word classes, else None."""
+        if self.output.tree == "multi_level":
+            return replace(self.classes, depth=self.classes.depth or 3)
         return self.classes if self.output.tree == "two_level" or self.has_input_tree else None
 
     @property

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count
 from typing import NamedTuple, SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from data_prep.errors import UserError
-from data_prep.tokenizer.tokenizer import UNK, Tokenizer
+from data_prep.tokenizer.speller import Speller
+from data_prep.tokenizer.tokenizer import UNK, Tokenizer, WordTokenizer
 from lm.device import available_bytes
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines, read_prefix
@@ -134,10 +136,11 @@ class Continuation:
         while not self.is_complete:
             yield self.tokens[-1]
 
-    def append(self, token: int) -> None:
-        """Add a token."""
+    def append(self, token: int, spelling: str = UNK) -> None:
+        """Add a token; `spelling` is what is written for `<unk>`."""
         self.tokens.append(token)
-        text = self._until_stop(next(self._decoded))
+        text = next(self._decoded)
+        text = self._until_stop(text if spelling == UNK else text.replace(UNK, spelling))
         if not self.is_complete and len(self.tokens) == self._num_tokens:
             self.is_complete = True
             text += self._until_stop(next(self._decoded, "")) + self._withheld
@@ -166,10 +169,12 @@ def _draw(
     sampling: Sampling,
     seed: int,
     eos_id: int,
+    spelling: Callable[[int, int], str],
 ) -> Iterator[list[Continuation]]:
     """Draw the `samples` of prompts of equal length together, until all of `live` are complete.
 
-    Those of a prompt are adjacent in `live`. Yields the continuations to which a token was added.
+    Those of a prompt are adjacent in `live`. `spelling` is called with a token and its seed. Yields
+    the continuations to which a token was added.
     """
     backbone, device = model.backbone, model.device
     root = torch.tensor(seed - (1 << 64) if seed >= 1 << 63 else seed, device=device)
@@ -180,11 +185,10 @@ def _draw(
     hidden, state = hidden[prompt_of], backbone.select_state(state, prompt_of)
     previous = _without(eos_id, ids.T)[prompt_of] if sampling.repetition_penalty > 1 else None
     for number in count():
-        token = model.output.sample(
-            hidden, sampling, previous=previous, seeds=derive_seeds(seeds, number)
-        )
-        for continuation, id in zip(live, token.tolist(), strict=True):
-            continuation.append(id)
+        its_own = derive_seeds(seeds, number)
+        token = model.output.sample(hidden, sampling, previous=previous, seeds=its_own)
+        for continuation, *drawn in zip(live, token.tolist(), its_own.tolist(), strict=True):
+            continuation.append(drawn[0], spelling(*drawn))
         yield live
         places = [place for place, each in enumerate(live) if not each.is_complete]
         if not places:
@@ -204,6 +208,21 @@ def _without(eos_id: int, tokens: Tensor) -> Tensor:
     return tokens.masked_fill(tokens == eos_id, -1)
 
 
+def _speller_of_tokens(tokenizer: Tokenizer, speller: Speller | None) -> Callable[[int, int], str]:
+    """Draws what is written for a token `<unk>`, by a seed of 64 bits."""
+    if speller is None or not isinstance(tokenizer, WordTokenizer):
+        return lambda token, seed: UNK
+    words, unk_id = tokenizer.words, tokenizer.unk_id
+
+    def spelling(token: int, seed: int) -> str:
+        if token != unk_id:
+            return UNK
+        generator = np.random.default_rng(seed % (1 << 64))
+        return speller.draw(generator, lambda word: words.id(word) >= 0)
+
+    return spelling
+
+
 def generate_text(
     model: LanguageModel,
     tokenizer: Tokenizer,
@@ -214,6 +233,7 @@ def generate_text(
     sampling: Sampling = PLAIN,
     stop: Sequence[str] = (),
     seed: int = 1,
+    speller: Speller | None = None,
     on_piece: Callable[[str], object] | None = None,
 ) -> Iterator[list[Sample]]:
     """Continues prompts with random samples.
@@ -229,6 +249,7 @@ def generate_text(
             prompt and those drawn, but not to `<eos>`.
         stop: a continuation ends before the first occurrence of one of these strings.
         seed: the seed of the random numbers, within -2^63 … 2^64 - 1; s and s + 2^64 are the same.
+        speller: draws a spelling for each `<unk>`, as `Speller.draw`; None: it is written as such.
         on_piece: for a single sample of one prompt: called with each piece of its text as soon as
             it is drawn.
 
@@ -249,6 +270,7 @@ def generate_text(
     for first in range(0, len(prompts), PROMPTS_AT_ONCE):
         encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts[first:][:PROMPTS_AT_ONCE]]
         results: list[list[Sample]] = [[] for _ in encoded]
+        spelling = _speller_of_tokens(tokenizer, speller)
         for group, samples in _batches(model, list(map(len, encoded)), num_samples, num_tokens):
             ids = [encoded[index] for index in group]
             continuations = [
@@ -256,7 +278,8 @@ def generate_text(
                 for prompt in ids
                 for _ in samples
             ]
-            for live in _draw(model, ids, samples, continuations, sampling, seed, tokenizer.eos_id):
+            settings = sampling, seed, tokenizer.eos_id, spelling
+            for live in _draw(model, ids, samples, continuations, *settings):
                 if on_piece is not None:
                     on_piece(live[0].pieces[-1])
             for place, each in enumerate(continuations):

@@ -43,14 +43,17 @@ def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
         return ClassTree.huffman(torch.tensor(prepared.counts()), output.arity)
     if output.tree == "two_level":
         return build_input_tree(prepared)
+    if output.tree == "multi_level":
+        levels = torch.from_numpy(prepared.class_levels().astype("int64"))
+        return ClassTree.from_levels(levels, prepared.shortlist, torch.tensor(prepared.counts()))
     tokenizer = prepared.tokenizer()
     words = [tokenizer.token(word) for word in range(vocab_size)]
     try:
         return ClassTree.from_file(output.tree, words)
     except FileNotFoundError as error:
         raise UserError(
-            f"output.tree: {output.tree} is neither a tree (full, two_level, balanced, huffman,"
-            " adaptive) nor a file"
+            f"output.tree: {output.tree} is neither a tree (full, two_level, multi_level,"
+            " balanced, huffman, best, adaptive) nor a file"
         ) from error
     except ValueError as error:
         raise UserError(f"output.tree: {error}") from error

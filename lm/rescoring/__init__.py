@@ -1,5 +1,5 @@
-"""Rescoring of n-best lists.
+"""Rescoring of n-best lists and lattices.
 
-`nbest` reads them, `models` score their words, `unknown` counts those that a model does not know,
-and `weights` chooses from them.
+`nbest` and `lattice` read them, `models` score their words, `unknown` counts those that a model
+does not know, `weights` chooses from lists, and `lattice_search` searches lattices.
 """

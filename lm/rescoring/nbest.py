@@ -12,7 +12,7 @@ An utterance's hypotheses are in the order of the file; the first is that of the
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from data_prep.corpus.lines import read_text
 from data_prep.errors import UserError
+from lm.rescoring.edit_distance import edit_distance
 
 MAX_SCORES = 2
 NUM_SAMPLES = 1000
@@ -48,11 +49,18 @@ class NBest:
         return np.diff(self.first, append=len(self.texts))
 
 
-def read_nbest(name: str, costs: Sequence[dict[str, float]] = (), *, hint: str = "") -> NBest:
+def read_nbest(
+    name: str,
+    costs: Sequence[dict[str, float]] = (),
+    *,
+    lines: Iterable[str] | None = None,
+    hint: str = "",
+) -> NBest:
     """Read an n-best list; empty lines are skipped.
 
     Args:
         name: name of the file; `-` is stdin.
+        lines: its lines, if they are read already.
         costs: scores of Kaldi's layout, from `read_costs`: acoustic, first pass.
         hint: what to add to the message that a cost is missing.
 
@@ -60,7 +68,8 @@ def read_nbest(name: str, costs: Sequence[dict[str, float]] = (), *, hint: str =
         UserError: if a line does not have the layout of the first one, a score is missing, or
             a key of Kaldi's layout is repeated.
     """
-    numbered = [(number, line) for number, line in enumerate(read_text(name), 1) if line.strip()]
+    lines = read_text(name) if lines is None else lines
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise UserError(f"{name}: the n-best list is empty")
     is_kaldi = "\t" not in numbered[0][1]
@@ -160,35 +169,35 @@ class ErrorCounts(NamedTuple):
 def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> ErrorCounts:
     """The fewest word errors between two lists of words; of several ways, the most equal words.
 
-    With row i for the first i words of the reference, K > the number of its words, and
-    D_i0 = i (K + 1), D_0j = j K:
-
-        D_ij = min(D_i-1,j-1 + (K + 1) [r_i ≠ h_j], D_i-1,j + K + 1, D_i,j-1 + K)
-
-    The last term makes D_ij - j K a running minimum over j. D / K is the number of errors, and the
-    remainder that of substitutions and deletions; the lengths determine insertions minus deletions.
+    The number of errors and that of substitutions and deletions, `edit_distance`, and the lengths
+    determine the counts.
 
     Example:
         >>> word_errors("a b c d".split(), "a x c d e".split())
         ErrorCounts(substitutions=1, insertions=1, deletions=0)
-
-    Source: Wagner & Fischer 1974.
     """
     number = {word: k for k, word in enumerate(dict.fromkeys([*reference, *hypothesis]))}
-    words = np.array([number[word] for word in hypothesis], dtype=np.int64)
-    error = len(reference) + 1  # K
-    inserted = np.arange(len(hypothesis) + 1) * error
-    distance = inserted.copy()
-    for row, word in enumerate(reference, 1):
-        best = np.empty_like(distance)
-        best[0] = row * (error + 1)
-        substituted = distance[:-1] + (words != number[word]) * (error + 1)
-        best[1:] = np.minimum(substituted, distance[1:] + error + 1)
-        distance = np.minimum.accumulate(best - inserted) + inserted
-    total, missed = divmod(int(distance[-1]), error)
+    ids = (
+        np.array([number[word] for word in words], np.int64) for words in (reference, hypothesis)
+    )
+    total, missed = edit_distance(*ids)
     insertions = total - missed
     deletions = insertions + len(reference) - len(hypothesis)
     return ErrorCounts(missed - deletions, insertions, deletions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class References:
+    """The words that were said in each utterance."""
+
+    name: str  # of the file
+    words: Mapping[str, list[str]]
+
+    @classmethod
+    def read(cls, name: str) -> "References":
+        """Read lines `id words`, in any order; UserError if an utterance has two."""
+        lines = _keyed_lines(name, "reference")
+        return cls(name=name, words={id: words for _, id, words in lines})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,23 +219,21 @@ class WordErrors:
         return sum(len(each.split()) for each in self.references)
 
     @classmethod
-    def read(cls, name: str, nbest: NBest) -> "WordErrors":
-        """Compare each hypothesis with its reference: a line `id words` of a file, in any order.
+    def compare(cls, references: "References", nbest: NBest) -> "WordErrors":
+        """Compare each hypothesis with its reference.
 
         Raises:
-            UserError: if an utterance has no reference or two, or all references are empty.
+            UserError: if an utterance has no reference, or all references are empty.
         """
-        references = {id: words for _, id, words in _keyed_lines(name, "reference")}
-        if missing := [id for id in nbest.ids if id not in references]:
+        words, name = references.words, references.name
+        if missing := [id for id in nbest.ids if id not in words]:
             raise UserError(f"{name}: no reference for utterance {missing[0]} of {nbest.name}")
-        if not any(references[id] for id in nbest.ids):
+        if not any(words[id] for id in nbest.ids):
             raise UserError(f"{name}: the references have no words")
         ids = np.repeat(nbest.ids, nbest.num_hypotheses).tolist()
         pairs = zip(ids, nbest.texts, strict=True)
-        counts = [word_errors(references[id], text.split()) for id, text in pairs]
-        return cls(
-            counts=np.array(counts), references=[" ".join(references[id]) for id in nbest.ids]
-        )
+        counts = [word_errors(words[id], text.split()) for id, text in pairs]
+        return cls(counts=np.array(counts), references=[" ".join(words[id]) for id in nbest.ids])
 
     def report(self, nbest: NBest, chosen: Ints) -> dict[str, float | int | None]:
         """Word error rates in percent.

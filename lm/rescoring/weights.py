@@ -18,6 +18,7 @@ import numpy as np
 from data_prep.errors import UserError
 from lm.rescoring.models import WordScores
 from lm.rescoring.nbest import Floats, Ints, NBest, WordErrors
+from lm.scoring.mixture import mixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +76,7 @@ class ScoredList:
         """Equation (2), [M] nats."""
         log_prob = self._log_prob[0]
         if self.num_models > 1:
-            with np.errstate(divide="ignore"):
-                weights = np.log([mixture, 1 - mixture])
-            log_prob = np.logaddexp(log_prob + weights[0], self._log_prob[1] + weights[1])
+            log_prob = mixed(log_prob, self._log_prob[1], mixture)
         return np.add.reduceat(log_prob, self._first_word)
 
     def totals(self, weights: Weights, lm_scores: Floats | None = None) -> Floats:

@@ -20,7 +20,8 @@ from data_prep.errors import UserError
 from lm.evaluation import perplexity
 from lm.model.reader import read_text
 from lm.run import Run
-from lm.scoring.ngram import Floats, NGramModel
+from lm.scoring.arpa import Floats
+from lm.scoring.ngram import NGramModel
 
 CONTEXT = "the n-gram model starts each line at <s>"
 

@@ -1,4 +1,4 @@
-"""An n-gram model of an ARPA file, over the tokens of another model.
+"""An n-gram model of an ARPA file, over its own words or over the tokens of another model.
 
     log P(w | h) = log p(h w)                   if the file has the n-gram h w,
                    log b(h) + log P(w | h')     else, where h' is h without its first word    (1)
@@ -6,95 +6,130 @@
 and b(h) = 1 if the file has no back-off weight of h. A line begins with `<s>`, and `</s>` is the
 token `<eos>`. A word outside the other model's vocabulary is `<unk>` here too: its own n-grams are
 not read.
+
+The n-grams are a tree with a node for each suffix of an n-gram, the last word first. Level k has
+the suffixes of k + 1 words, sorted by the key (node of the last k words) · base + (word before
+them), so that one search in a sorted array finds the next level of many histories at once.
 """
 
-import math
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from data_prep.corpus.lines import read_text
 from data_prep.errors import UserError
 from data_prep.tokenizer.tokenizer import EOS, UNK, Tokenizer, WordTokenizer
 from lm.evaluation import token_unit
+from lm.scoring.arpa import NATS_PER_LOG10, Floats, Ints, NGrams, read_arpa
 
-Floats = NDArray[np.float64]
-BEGIN = -1
-"""Id of `<s>`, which is no token."""
-NATS_PER_LOG10 = math.log(10)
+NO_UNK = -100 * NATS_PER_LOG10
+"""Log-probability of a word that a file without `<unk>` lacks, as in KenLM."""
+
+
+class _Level(NamedTuple):
+    """The suffixes of as many words; one without an n-gram of its own has NaN and 0."""
+
+    keys: Ints  # [nodes], sorted; of single words: empty, a node is the word's id
+    log_prob: Floats  # [nodes] nats
+    backoff: Floats  # [nodes] nats
 
 
 class NGramModel:
-    """The n-grams of an ARPA file whose words are all tokens of a tokenizer.
+    """The n-grams of an ARPA file, or those whose words are all tokens of a tokenizer.
 
     Args:
         path: the file; it may be compressed.
-        tokenizer: determines ids.
+        tokenizer: determines ids; None: the words of the file have ids of their own.
 
     Attributes:
         order: the largest n.
+        begin: id of `<s>`, which is no token.
+        eos_id: id of `</s>`.
 
     Raises:
         UserError: if the file cannot be read or is no complete ARPA file.
 
-    Source: Katz 1987; the format: Stolcke 2002, SRILM, ngram-format(5).
+    Source: Katz 1987; the tree: Heafield 2011, KenLM.
     """
 
-    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, path: Path, tokenizer: Tokenizer | None = None) -> None:
         self.path, self._tokenizer = path, tokenizer
-        self._log_prob: dict[tuple[int, ...], float] = {}
-        self._backoff: dict[tuple[int, ...], float] = {}
-        self.order = self._read(_id_of(tokenizer))
+        self._words: dict[str, int] = {}
+        if tokenizer is None:
+            self.eos_id, self._unk_id = self._own_id("</s>"), self._own_id(UNK)
+            self._words["<UNK>"] = self._unk_id
+            ngrams = read_arpa(path, self._own_id)
+            self.begin = self._own_id("<s>")
+            num_ids = len(self._words)
+        else:
+            self.eos_id, self.begin = tokenizer.eos_id, tokenizer.vocab_size
+            ngrams = read_arpa(path, _id_of(tokenizer))
+            num_ids = tokenizer.vocab_size + 1
+        self.order, self._none = len(ngrams), num_ids
+        self._levels = self._build(ngrams, num_ids + 1)
+        if tokenizer is None and np.isnan(self._levels[0].log_prob[self._unk_id]):
+            self._levels[0].log_prob[self._unk_id] = NO_UNK
 
-    def _read(self, id_of: Callable[[str], int | None]) -> int:
-        """Read the file; returns the order."""
-        expected: dict[int, int] = {}
-        found: dict[int, int] = {}
-        ids: dict[str, int | None] = {}
-        order, has_begun, is_complete = 0, False, False
-        for number, line in enumerate(read_text(str(self.path)), 1):
-            line = line.strip(" \t\r")
-            if not has_begun or not line:
-                has_begun = has_begun or line == "\\data\\"
-            elif line == "\\end\\":
-                is_complete = True
-                break
-            elif match := re.fullmatch(r"ngram +(\d+) *= *(\d+)", line):
-                expected[int(match[1])] = int(match[2])
-            elif match := re.fullmatch(r"\\(\d+)-grams:", line):
-                order = int(match[1])
-            else:
-                log_prob, words, backoff = self._entry(line, order, f"{self.path}, line {number}")
-                found[order] = found.get(order, 0) + 1
-                if order == 1:
-                    ids[words[0]] = id_of(words[0])
-                ngram = tuple(ids.get(word) for word in words)
-                known = tuple(id for id in ngram if id is not None)
-                if len(known) == order:
-                    self._log_prob[known], self._backoff[known] = log_prob, backoff
-        if not has_begun:
-            raise UserError(f"{self.path} is not an ARPA file: it has no line \\data\\")
-        if not is_complete or found != {n: count for n, count in expected.items() if count}:
-            raise UserError(f"{self.path} is not complete: it has fewer n-grams than it states")
-        return max(found, default=1)
+    def _own_id(self, word: str) -> int:
+        return self._words.setdefault(word, len(self._words))
 
-    @staticmethod
-    def _entry(line: str, order: int, place: str) -> tuple[float, list[str], float]:
-        """Log-probability in nats, words, and back-off weight in nats of a line."""
-        first, *words = re.split("[ \t]+", line)
-        backoff = words[order:] or ["0"]
-        try:
-            if not order or len(words) < order or len(backoff) > 1:
-                raise ValueError
-            values = [float(value) * NATS_PER_LOG10 for value in (first, backoff[0])]
-        except ValueError as error:
-            expected = f"expected log10 P, {order} words and perhaps a back-off weight"
-            raise UserError(f"{place}: {expected}") from error
-        return values[0], words[:order], values[1]
+    def _build(self, ngrams: list[NGrams], base: int) -> list[_Level]:
+        """The levels of the tree, whose ids are less than `base`."""
+        nodes = [each.ids[:, -1] for each in ngrams]
+        keys, levels = np.zeros(0, dtype=np.int64), []
+        for k, each in enumerate(ngrams):
+            if k:
+                longer = [nodes[n] * base + ngrams[n].ids[:, -1 - k] for n in range(k, len(ngrams))]
+                keys, place = np.unique(np.concatenate(longer), return_inverse=True)
+                nodes[k:] = np.split(place, np.cumsum([len(key) for key in longer])[:-1])
+            size = len(keys) if k else base
+            level = _Level(keys, np.full(size, np.nan), np.zeros(size))
+            level.log_prob[nodes[k]], level.backoff[nodes[k]] = each.log_prob, each.backoff
+            levels.append(level)
+        return levels
+
+    def _suffixes(self, words: Ints) -> Iterator[tuple[int, Ints, Ints]]:
+        """For each level k, the rows of words [P, n], last word first, that it has, their nodes."""
+        rows, node = np.arange(len(words)), words[:, :1].ravel()
+        for k in range(words.shape[1]):
+            if k:
+                keys, wanted = self._levels[k].keys, node * (self._none + 1) + words[rows, k]
+                node = np.searchsorted(keys, wanted)
+                is_found = np.append(keys, -1)[node] == wanted
+                rows, node = rows[is_found], node[is_found]
+            yield k, rows, node
+
+    def log_probs(self, histories: Ints, words: Ints) -> Floats:
+        """Equation (1) for each of P words [P] after its history, in nats; NaN: no unigram.
+
+        Args:
+            histories: [P, order - 1] ids before the word, the last one first, filled by
+                `extended` and `start`.
+            words: [P] ids.
+        """
+        values, used = np.full(len(words), np.nan), np.zeros(len(words), dtype=np.int64)
+        for k, rows, node in self._suffixes(np.column_stack([words, histories])):
+            log_prob = self._levels[k].log_prob[node]
+            rows = rows[(is_given := ~np.isnan(log_prob))]
+            values[rows], used[rows] = log_prob[is_given], k
+        for k, rows, node in self._suffixes(histories):
+            values[rows] += np.where(k >= used[rows], self._levels[k].backoff[node], 0.0)
+        return values
+
+    def start(self) -> Ints:
+        """The history at the begin of a line, [order - 1]."""
+        return np.array([self.begin, *[self._none] * self.order][: self.order - 1], dtype=np.int64)
+
+    def extended(self, histories: Ints, words: Ints) -> Ints:
+        """Histories [P, order - 1] with a word [P] more."""
+        return np.column_stack([words, histories])[:, : self.order - 1]
+
+    def word_ids(self, words: Iterable[str]) -> Ints:
+        """Ids of words, of a model without a tokenizer: `<unk>` for those that it lacks."""
+        reserved = "<s>", "</s>"
+        ids = [self._unk_id if w in reserved else self._words.get(w, self._unk_id) for w in words]
+        return np.array(ids, dtype=np.int64)
 
     def log_prob(self, tokens: Iterable[int]) -> Floats:
         """Equation (1) for each token of a text [n], `<eos>` at the end of each line, in nats.
@@ -102,28 +137,24 @@ class NGramModel:
         Raises:
             UserError: if the file has no unigram of a token.
         """
-        before: tuple[int, ...] = (BEGIN,)
-        values = []
-        for token in map(int, tokens):
-            if (token,) not in self._log_prob:
-                raise UserError(self._absent(token))
-            before = before[max(0, len(before) - self.order + 1) :]
-            value = 0.0
-            for begin in range(len(before) + 1):
-                history = before[begin:]
-                if (log_prob := self._log_prob.get((*history, token))) is not None:
-                    values.append(value + log_prob)
-                    break
-                value += self._backoff.get(history, 0.0)
-            before = (BEGIN,) if token == self._tokenizer.eos_id else (*before, token)
-        return np.array(values)
+        ids = np.array(tokens if isinstance(tokens, Sequence) else list(tokens), dtype=np.int64)
+        place = np.arange(len(ids))
+        begins_line = np.concatenate([[True], ids[:-1] == self.eos_id])[: len(ids)]
+        first = np.maximum.accumulate(np.where(begins_line, place, 0))[:, None]
+        before = place[:, None] - np.arange(1, self.order)
+        outside = np.where(before == first - 1, self.begin, self._none)
+        values = self.log_probs(np.where(before >= first, ids[np.maximum(before, 0)], outside), ids)
+        for token in ids[np.isnan(values)].tolist():
+            raise UserError(self._absent(token))
+        return values
 
     def _absent(self, token: int) -> str:
         """Why a token cannot be scored."""
+        if token == self.eos_id:
+            return f"{self.path} has no </s>"
+        assert self._tokenizer is not None
         if token == self._tokenizer.unk_id:
             return f"{self.path} has no {UNK}, and the text has a word outside the vocabulary"
-        if token == self._tokenizer.eos_id:
-            return f"{self.path} has no </s>"
         unit = token_unit(self._tokenizer)
         return (
             f"{self.path} has no unigram {self._tokenizer.token(token)!r}, a {unit} that the model"
@@ -134,7 +165,11 @@ class NGramModel:
 
 def _id_of(tokenizer: Tokenizer) -> Callable[[str], int | None]:
     """The id of a word of an ARPA file; None if the tokenizer lacks it."""
-    special: dict[str, int | None] = {"<s>": BEGIN, "</s>": tokenizer.eos_id, EOS: None}
+    special: dict[str, int | None] = {
+        "<s>": tokenizer.vocab_size,
+        "</s>": tokenizer.eos_id,
+        EOS: None,
+    }
     special |= {UNK: tokenizer.unk_id, "<UNK>": tokenizer.unk_id}
     if isinstance(tokenizer, WordTokenizer):
         words = tokenizer.words

@@ -7,7 +7,7 @@ separated by whitespace, whatever the tokens, and the score of a unit is the sum
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.errors import UserError
-from data_prep.tokenizer.tokenizer import AlignedLine, Tokenizer, line_batches
+from data_prep.tokenizer.speller import Speller
+from data_prep.tokenizer.tokenizer import AlignedLine, Tokenizer, WordTokenizer, line_batches
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines, read_text
 from lm.scoring.mixture import Mixture
@@ -64,11 +65,12 @@ class Scorer:
         vocabulary_size: V, number of words that the model is declared to share its probability
             among, with `<eos>` and without `<unk>`: the V - (N - 1) words outside the model's
             vocabulary of N have 1 / (V - (N - 1)) of P(<unk>) each. None: `<unk>` is one word.
+        speller: has the probability of each unknown word given `<unk>`, in place of V.
         details: whether to compute rank and entropy.
         mixture: a mixture with an n-gram model, whose log-probabilities are then the scores.
 
     Raises:
-        UserError: if V is out of range, or given for pieces of words.
+        UserError: if V is out of range, or given for pieces of words or with a speller.
 
     Source: V: Heafield, KenLM issue 67; rank and entropy: Misra 2022, minicons.
     """
@@ -80,14 +82,17 @@ class Scorer:
         *,
         context: int,
         vocabulary_size: int | None = None,
+        speller: Speller | None = None,
         details: bool = False,
         mixture: Mixture | None = None,
     ) -> None:
         self.model, self.tokenizer, self.context, self.details = model, tokenizer, context, details
-        self.mixture = mixture
+        self.mixture, self._speller = mixture, speller
         self.num_unseen = 1
         if vocabulary_size is None:
             return
+        if speller is not None:
+            raise UserError("a vocabulary size and an open vocabulary exclude each other")
         if tokenizer.kind != "words":
             raise UserError("a vocabulary size applies to models of words, not of pieces of words")
         is_whole = isinstance(vocabulary_size, SupportsIndex)
@@ -96,6 +101,13 @@ class Scorer:
             limit = f"and at most {MAX_VOCABULARY_SIZE}"
             raise UserError(f"vocabulary size {vocabulary_size}: {expected}, {limit}")
         self.num_unseen = vocabulary_size - (model.vocab_size - 1)
+
+    def unknown_log_prob(self, lines: Sequence[str], num_unknown: int) -> Floats:
+        """Nats of log P(word | `<unk>`) of the `num_unknown` unknown tokens of lines, in order."""
+        if self._speller is None or not num_unknown:
+            return np.full(num_unknown, -math.log(self.num_unseen))
+        assert isinstance(self.tokenizer, WordTokenizer)
+        return self._speller.log_prob(self.tokenizer.unknown_occurrences(lines))
 
     def sentences(self, lines: Iterable[str]) -> Iterator[LineScore]:
         """Score independent lines in their order.
@@ -113,13 +125,15 @@ class Scorer:
                 index_of_line.append(index)
             by_line = np.concatenate(index_of_line).argsort(kind="stable")
             columns = [np.concatenate(column)[by_line] for column in zip(*figures, strict=True)]
+            self._add_unknown(columns[0], batch, np.concatenate(ids))
             context = np.concatenate([np.arange(1, len(each) + 1) for each in ids])
             context = context if limit is None else np.minimum(context, limit)
             yield from self._line_scores(aligned, columns, context)
 
     def stream(self, lines: Iterable[str]) -> Iterator[LineScore]:
         """Score lines as one text, each token from the text before it, as `lm evaluate`."""
-        aligned, eos_id = [self.tokenizer.align(line) for line in lines], self.tokenizer.eos_id
+        lines, eos_id = list(lines), self.tokenizer.eos_id
+        aligned = [self.tokenizer.align(line) for line in lines]
         if not aligned:
             return
         ids = np.concatenate([[*line.ids, eos_id] for line in aligned])
@@ -129,14 +143,18 @@ class Scorer:
             figures.append(self._figures(hidden, targets.T.flatten()))
             context.append(num_before.T.flatten())
         columns = [np.concatenate(column) for column in zip(*figures, strict=True)]
+        self._add_unknown(columns[0], lines, ids)
         yield from self._line_scores(aligned, columns, np.concatenate(context))
+
+    def _add_unknown(self, log_prob: Floats, lines: Sequence[str], ids: NDArray[Any]) -> None:
+        """Add log P(word | `<unk>`) to the log-probabilities of the tokens [n] of lines."""
+        is_unk = ids == self.tokenizer.unk_id
+        log_prob[is_unk] += self.unknown_log_prob(lines, int(is_unk.sum()))
 
     @torch.no_grad()
     def _figures(self, hidden: Tensor, targets: Tensor) -> list[NDArray[Any]]:
         """The columns of `TokenScores` of P positions, from hidden [P, H] and targets [P]."""
-        log_prob = -self.model.output.nll_by_level(hidden, targets).double().sum(0)
-        is_unk = targets == self.tokenizer.unk_id
-        columns = [log_prob - is_unk.double() * math.log(self.num_unseen)]
+        columns = [-self.model.output.nll_by_level(hidden, targets).double().sum(0)]
         if self.details:
             at_once = max(1, MAX_LOG_PROBS // self.model.vocab_size)
             parts = map(self._details, torch.split(hidden, at_once), torch.split(targets, at_once))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data_prep.classes.report import class_report
-from data_prep.classes.word_classes import build_word_classes
+from data_prep.classes.word_classes import build_class_levels
 from data_prep.prepare import prepare
 from data_prep.prepared import open_prepared
 from data_prep.settings import ClassesConfig
@@ -37,7 +37,7 @@ def measure(settings: ClassesConfig, folder: Path) -> dict[str, Any]:
     prepared = open_prepared(folder)
     counts, tokens = prepared.counts(), prepared.tokens("train")
     start = time.perf_counter()
-    word_class = build_word_classes(
+    (word_class,) = build_class_levels(
         counts, settings, tokens=tokens, words=list, folder=Path(), progress=True
     )
     seconds = time.perf_counter() - start

@@ -18,6 +18,9 @@ LAYERS = {
 }
 """Method in the log `output_layer` → label and color."""
 
+DEPTHS = ("depth 3", "depth 4", "depth 8", "branching 2")
+"""Trees of `scripts.benchmarks.trees` between the full softmax and the deepest one."""
+
 
 def draw_vocabularies(results: Path, path: Path) -> None:
     """Draw seconds and memory of one step of the output layer against the vocabulary size.
@@ -89,6 +92,84 @@ def draw_curves(name: str, results: Path, path: Path) -> None:
     axes.yaxis.set_minor_formatter("{x:.0f}")
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def draw_trees(results: Path, path: Path) -> None:
+    """Draw the time of a step against the depth of the tree, relative to two levels.
+
+    Logs `trees` (a CPU) and `trees_gpu` (a model). Nodes of a tree have nearly equal numbers of
+    children on all levels; words are sorted by frequency, or with dashes, shuffled.
+    """
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    panels = zip(figure.subplots(1, 2, sharey=True), ("trees", "trees_gpu"), strict=True)
+    for axes, log in panels:
+        rows = read_log(results, log, {"hidden_size": 300, "role": "fit"})
+        for i, size in enumerate(sorted({row["vocab_size"] for row in rows})):
+            for order, style in (("clustered", "o-"), ("random", "x--")):
+                names = {"full", "two_level" if order == "clustered" else "two_level, random"}
+                names |= {f"{shape}, {order}" for shape in DEPTHS}
+                ratio = {
+                    row["depth"]: row["ratio"]
+                    for row in rows
+                    if row["vocab_size"] == size
+                    and row["tree"] in names
+                    and row["kind"] in ("dense", "gpu")
+                }
+                label = f"N = {size:,}" if order == "clustered" else None
+                points = sorted(ratio.items())
+                axes.plot(*zip(*points, strict=True), style, color=f"C{i}", label=label)
+        title = "CPU, one thread" if log == "trees" else "H200, a model"
+        axes.set(xscale="log", yscale="log", title=title, xlabel="depth of the tree")
+        axes.set_xticks([1, 2, 3, 4, 8, 16], minor=False)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.grid(True, alpha=0.3)
+    axes.legend()
+    figure.supylabel("forward and backward ÷ two levels")
+    figure.savefig(path, dpi=120)
+
+
+def draw_ranks(results: Path, path: Path) -> None:
+    """Draw singular values for each H, of the log `log_prob_rank`, and perplexity against H.
+
+    Singular values are divided by the first one; a dashed line is at H + 1, the rank of a full
+    softmax.
+    """
+    rows = {(row["tree"], row["hidden_size"]): row for row in read_log(results, "log_prob_rank")}
+    perplexity: dict[str, dict[int, float]] = {}  # of the runs `ptb_rank`, by tree and H
+    for run in read_tables()["ptb_rank"].runs(results):
+        tree, size = run.row.split(", H = ")
+        if run.log is not None:
+            tree = tree if "depth" in tree or "classes" not in tree else f"{tree}, depth 2"
+            perplexity.setdefault(tree, {})[int(size)] = run.log["test"]["perplexity"]
+    sizes = sorted({size for _, size in rows})
+    figure = Figure(figsize=(5.5 * (len(sizes) + 1), 5), layout="constrained")
+    *spectra, last = figure.subplots(1, len(sizes) + 1, squeeze=False)[0]
+    for axes, size in zip(spectra, sizes, strict=True):
+        axes.axvline(size + 1, color="black", ls="--", lw=0.8)
+        axes.set(title=f"singular values, H = {size}", xlabel="index", ylim=(1e-9, 1.5))
+        axes.set(xscale="log", yscale="log")
+    last.set(title="test perplexity", xlabel="H", xscale="log", yscale="log")
+    ticks = sorted({size for each in perplexity.values() for size in each})
+    last.set_xticks(ticks, list(map(str, ticks)), minor=False)
+    last.xaxis.set_minor_formatter("")
+    for axis in (last.yaxis.set_major_formatter, last.yaxis.set_minor_formatter):
+        axis("{x:.0f}")
+    for number, (tree, by_size) in enumerate(perplexity.items()):
+        style = {"color": f"C{number}", "label": tree}
+        mine = {size: rows[tree, size] for size in sizes if (tree, size) in rows}
+        for axes, size in zip(spectra, sizes, strict=True):
+            if size in mine:
+                values = mine[size]["singular_values"]
+                axes.plot(mine[size]["index"], [each / values[0] for each in values], **style)
+        last.plot(list(by_size), list(by_size.values()), "o-", **style)
+    for axes in (*spectra, last):
+        axes.grid(True, which="both", alpha=0.2)
+    figure.legend(
+        *last.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9
+    )
     figure.savefig(path, dpi=120)
 
 

@@ -11,14 +11,20 @@ from pathlib import Path
 from data_prep.errors import UserError
 from lm.config.reference import sections
 from scripts import markdown
-from scripts.reproduction.figures import draw_curves, draw_steps, draw_vocabularies
+from scripts.reproduction.figures import (
+    draw_curves,
+    draw_ranks,
+    draw_steps,
+    draw_trees,
+    draw_vocabularies,
+)
 from scripts.reproduction.runs import RESULTS, TOP
 from scripts.reproduction.tables import generate_tables
 
 PAGES = (
     "README.md",
     "*/README.md",
-    "lm/output/README.md",
+    "lm/output/*.md",
     "lm/output/sharded/README.md",
     "scripts/*/README.md",
     "scripts/reproduction/PROTOCOL.md",
@@ -93,4 +99,6 @@ def write_pages() -> None:
         page.write_text(update(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
     draw_vocabularies(RESULTS, RESULTS / "vocabularies.png")
     draw_steps(RESULTS, RESULTS / "step.png")
+    draw_ranks(RESULTS, RESULTS / "log_prob_rank.png")
     draw_curves("ptb_time", RESULTS, RESULTS / "ptb_time" / "perplexity_over_time.png")
+    draw_trees(RESULTS, RESULTS / "trees.png")

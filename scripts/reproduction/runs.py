@@ -32,6 +32,7 @@ class Run:
     config: str  # recipe, relative to the top folder
     overrides: tuple[str, ...]  # `section.key=value`, without corpus, seed and run folder
     results: Path  # folder of all logs
+    open_vocabulary: bool = False  # whether unknown words are spelled in the test figures
 
     @property
     def name(self) -> str:
@@ -76,6 +77,7 @@ class RunTable:
     rows: dict[str, tuple[str, tuple[str, ...]]]  # recipe and overrides, the shared ones first
     seeds: list[int]
     figures: list[str]
+    open_vocabulary: bool = False
     published: str = "–"
     summary: dict[str, str | None] = field(default_factory=dict)
     overview: list[str] = field(default_factory=list)
@@ -87,7 +89,7 @@ class RunTable:
             if row not in self.rows:
                 raise UserError(f"{self.name} has no row {row!r}; its rows: {', '.join(self.rows)}")
         return [
-            Run(self.name, row, seed, config, overrides, results)
+            Run(self.name, row, seed, config, overrides, results, self.open_vocabulary)
             for seed in seeds or self.seeds
             for row, (config, overrides) in self.rows.items()
             if not rows or row in rows

@@ -26,7 +26,8 @@ def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
     """Train or resume a run in a folder of `runs`, evaluate it and write its log."""
     log = train_and_validate(run, data_dir, runs, progress=progress)
     opened = OpenedRun.open(runs / run.table / run.name)
-    test = evaluate_split(opened, "test", progress=progress).to_dict()
+    settings = {"progress": progress, "open_vocabulary": run.open_vocabulary}
+    test = evaluate_split(opened, "test", **settings).to_dict()
     write_json_atomically(run.log_path, log | {"test": test})
 
 

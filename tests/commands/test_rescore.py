@@ -1,8 +1,6 @@
 """`lm rescore`: the choice, layouts, tuning, a second model, mistakes."""
 
-import importlib.util
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable
@@ -14,13 +12,11 @@ import pytest
 import torch
 
 from lm.cli import main
-from lm.rescoring.models import NUM_UNSEEN, arpa_scores
+from lm.rescoring.models import NUM_UNSEEN, ArpaScores
 from lm.rescoring.nbest import read_nbest
 from lm.rescoring.weights import Weights
 from lm.run import Run
 from lm.scoring import Scorer
-from scripts.benchmarks.nbest_lists import ErrorSource
-from tests.conftest import toy_sentences
 
 ARPA = """\
 \\data\\
@@ -41,41 +37,7 @@ ngram 2=1
 """
 
 
-@pytest.fixture(scope="module")
-def lists(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """dev and test, each with an n-best list in both layouts and its references."""
-    folder = tmp_path_factory.mktemp("nbest")
-    source = ErrorSource(toy_sentences(0, 300), 12.0, seed=1)
-    for name, seed in (("dev", 7), ("test", 8)):
-        tabs, kaldi, acoustic, references = [], [], [], []
-        for number, line in enumerate(toy_sentences(seed, 60)):
-            id = f"{name}{number}"
-            references.append(f"{id} {line}")
-            for rank, (score, words) in enumerate(source.hypotheses(line.split(), 6), 1):
-                tabs.append(f"{id}\t{score:.3f}\t{' '.join(words)}")
-                kaldi.append(f"{id}-{rank} {' '.join(words)}")
-                acoustic.append(f"{id}-{rank} {-score:.3f}")
-        for ending, rows in (("ref", references), ("nbest", tabs), ("kaldi", kaldi)):
-            (folder / f"{name}.{ending}").write_text("\n".join(rows) + "\n")
-        with (folder / "costs").open("a") as file:
-            file.write("\n".join(acoustic) + "\n")
-    return folder
-
-
 Rescored = Callable[..., tuple[list[str], dict[str, Any]]]
-
-
-@pytest.fixture
-def rescored(capsys: pytest.CaptureFixture[str]) -> Rescored:
-    """`rescored(*arguments)`: the lines and figures of `lm rescore --json`."""
-
-    def run(*arguments: object) -> tuple[list[str], dict[str, Any]]:
-        capsys.readouterr()
-        assert main(["rescore", *map(str, arguments), "--json"]) == 0
-        values = json.loads(capsys.readouterr().out)
-        return values.pop("hypotheses"), values
-
-    return run
 
 
 def test_the_chosen_hypothesis_has_the_highest_sum(
@@ -180,11 +142,9 @@ def test_a_second_run_and_an_arpa_model_take_their_share(
     assert alone == rescored(lstm_run, lists / "test.nbest", "--lm-weight=2")[0]
     other, _ = rescored(lstm_run, *mixed, "--mixture=0")
     assert other == rescored(transformer_run, lists / "test.nbest", "--lm-weight=2")[0]
-    if importlib.util.find_spec("kenlm") is None:
-        pytest.skip("kenlm is not installed")
     path = tmp_path / "model.arpa"
     path.write_text(ARPA)
-    scores = arpa_scores(path)(["the cat", "", "the  zebra"])
+    scores = ArpaScores(path)(["the cat", "", "the  zebra"])
     ten = [[-0.5, -0.2, -0.7], [-0.7], [-0.5, -1.25, -0.7]]
     for score, expected in itertools.zip_longest(scores, ten):
         assert score == pytest.approx(math.log(10) * np.array(expected), rel=1e-6)
@@ -325,7 +285,6 @@ def test_unknown_words_of_references_and_of_first_and_chosen_hypotheses_are_coun
 def test_an_arpa_model_keeps_its_own_probabilities_of_words_that_the_run_lacks(
     lstm_run: Path, unknown: Path, rescored: Rescored, tmp_path: Path
 ) -> None:
-    pytest.importorskip("kenlm")
     path = tmp_path / "model.arpa"
     path.write_text(
         ARPA.replace("ngram 1=5", "ngram 1=6").replace("the\t", "zebra\t0\n-0.5\tthe\t")
@@ -339,7 +298,7 @@ def test_an_arpa_model_keeps_its_own_probabilities_of_words_that_the_run_lacks(
         num_unseen = figures["vocabulary_size"] - (run.model.vocab_size - 1)
         for text, value in lm_column(rows).items():
             (score,) = scorer.sentences([text])
-            (arpa,) = arpa_scores(path)([text])
+            (arpa,) = ArpaScores(path)([text])
             ours = np.exp(score.log_prob) / np.where(score.is_oov, num_unseen, 1)
             expected = np.log(0.3 * ours + 0.7 * np.exp(arpa)).sum()
             assert value == pytest.approx(expected, rel=1e-5)

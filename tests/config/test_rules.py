@@ -35,6 +35,10 @@ tokenizer: {kind: sentencepiece}
 tokenizer.kind: sentencepiece requires tokenizer.vocab_size
 classes: {method: file}
 classes.method: file requires classes.file
+{classes: {method: file, file: c.txt}, output: {tree: multi_level}}
+output.tree: multi_level requires classes.file_format: brown or taxonomy, got mkcls
+classes: {depth: 4}
+classes.depth requires output.tree: multi_level, got two_level
 classes: {method: random, file: c.txt}
 classes.file requires classes.method: file, got random
 data: {hub: a/b, files: {valid: v.txt}}

@@ -19,7 +19,8 @@ from data_prep.storage import sha256_file
 if TYPE_CHECKING:
     from tests.data_prep.conftest import Corpus
 
-FILES = {"train.npy", "valid.npy", "counts.npy", "classes.npy", "vocab.txt", "tokenizer.json"}
+VOCABULARY = {"vocab.txt", "tokenizer.json", "speller.npz"}
+FILES = VOCABULARY | {"train.npy", "valid.npy", "counts.npy", "classes.npy"}
 
 
 def edit(name: str, text: str) -> Callable[[Corpus], None]:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 Contents = Callable[[Path], dict[str, str]]
 
-FILES = {"train.npy", "valid.npy", "counts.npy", "classes.npy", "vocab.txt", "tokenizer.json"}
+VOCABULARY = {"vocab.txt", "tokenizer.json", "speller.npz"}
+FILES = VOCABULARY | {"train.npy", "valid.npy", "counts.npy", "classes.npy"}
 
 
 def test_a_corpus_becomes_tokens_counts_and_classes(corpus: Corpus) -> None:
@@ -54,6 +55,38 @@ def test_the_same_again_writes_nothing(corpus: Corpus, caplog: pytest.LogCapture
     corpus.prepare()
     assert corpus.written() == before
     assert caplog.messages == [f"{corpus.folder / 'prepared'} is up to date"]
+
+
+def test_the_same_data_of_another_folder_are_linked_and_verified(
+    corpus: Corpus, caplog: pytest.LogCaptureFixture, flip_bit: Callable[[Path], None]
+) -> None:
+    first = corpus.prepare()
+    others = [corpus.folder, corpus.folder / "absent", first.folder]
+
+    def second(name: str, classes: ClassesConfig | None = corpus.classes) -> Any:
+        caplog.clear()
+        folder = corpus.folder / name
+        made = prepare_module.prepare(
+            corpus.data, corpus.tokenizer, classes, folder, progress=False, others=others
+        )
+        assert made.tokens("train").tolist() == first.tokens("train").tolist()
+        own = open_prepared(folder)
+        assert own.tokens("valid").tolist() == first.tokens("valid").tolist()
+        return own.word_class().tolist()
+
+    assert second("second") == first.word_class().tolist()
+    assert not any("building" in message for message in caplog.messages)
+    links = {(corpus.folder / each / "train.npy").stat().st_ino for each in ("prepared", "second")}
+    assert len(links) == 1
+    assert second("classes", ClassesConfig(method="uniform", num_word_classes=2)) != second("third")
+    caplog.clear()
+    flip_bit(first.folder / "classes.npy")
+    second("damaged")
+    assert any("classes.npy is damaged" in message for message in caplog.messages)
+    corpus.write("valid.txt", "a dog\n")
+    first = corpus.prepare()
+    second("third")
+    assert "valid: valid.txt changed" in caplog.messages
 
 
 @pytest.mark.parametrize("kind", ["words", "sentencepiece"])
@@ -179,7 +212,7 @@ def test_an_interrupted_class_stage_leaves_a_folder_that_is_complete_without_cla
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(word_classes, "build_word_classes", None)
+        patched.setattr(word_classes, "build_class_levels", None)
         with pytest.raises(TypeError):
             corpus.prepare()
     method, corpus.classes = corpus.classes, None
@@ -187,6 +220,25 @@ def test_an_interrupted_class_stage_leaves_a_folder_that_is_complete_without_cla
     assert open_prepared(corpus.prepared).meta.classes is None
     corpus.classes = method
     assert corpus.rewritten() == {"classes.npy"}
+
+
+def test_classes_on_several_levels_are_stored_and_checked(corpus: Corpus) -> None:
+    assert corpus.classes is not None
+    before = corpus.prepare().word_class()
+    corpus.classes = replace(corpus.classes, depth=3)
+    prepared = corpus.prepare()
+    levels = prepared.class_levels().copy()
+    assert levels.shape == (2, prepared.vocab_size)
+    assert prepared.num_word_classes == len(np.unique(levels, axis=1).T)
+    assert prepared.word_class().max() + 1 == prepared.num_word_classes
+    assert not np.array_equal(levels[0], before)
+    assert corpus.rewritten() == set()
+    path = corpus.prepared / "classes.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(UserError, match="is damaged: its SHA-256"):
+        open_prepared(corpus.prepared).class_levels()
+    assert corpus.rewritten() == {"classes.npy"}
+    assert np.array_equal(corpus.prepare().class_levels(), levels)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +309,7 @@ def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(
         ("valid.npy", {"valid.npy"}),
         ("counts.npy", {"train.npy", "counts.npy", "classes.npy"}),
         ("classes.npy", {"classes.npy"}),
+        ("speller.npz", {"speller.npz"}),
         ("vocab.txt", FILES),
         ("tokenizer.json", FILES),
         ("meta.json", FILES),
@@ -285,7 +338,7 @@ def test_an_intact_tokenizer_of_another_text_is_made_again(corpus: Corpus) -> No
     assert corpus.prepare().tokens("train").tolist() == tokens
 
 
-@pytest.mark.parametrize("stage", ["save_tokenizer", "encode_split", "build_word_classes"])
+@pytest.mark.parametrize("stage", ["save_tokenizer", "encode_split", "build_class_levels"])
 def test_an_interrupted_preparation_continues_and_cannot_be_opened_before(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
@@ -293,13 +346,13 @@ def test_an_interrupted_preparation_continues_and_cannot_be_opened_before(
     corpus.write("train.txt", "another text\n")
 
     with monkeypatch.context() as patched:
-        module = word_classes if stage == "build_word_classes" else prepare_module
+        module = word_classes if stage == "build_class_levels" else prepare_module
         patched.setattr(module, stage, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             corpus.prepare()
     with pytest.raises(UserError, match="is half prepared"):
         open_prepared(corpus.prepared)
-    done = {"save_tokenizer": set(), "encode_split": {"vocab.txt", "tokenizer.json"}}
+    done = {"save_tokenizer": set(), "encode_split": VOCABULARY}
     expected = FILES - done.get(stage, FILES - {"classes.npy"})
     assert corpus.rewritten() == expected
     assert corpus.prepare().tokens("train").tolist() == [1, 2, 0]

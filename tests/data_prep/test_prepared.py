@@ -114,7 +114,11 @@ def test_a_copied_tokenizer_needs_no_other_file(prepared: Prepared, tmp_path: Pa
     run = tmp_path / "run"
     run.mkdir()
     prepared.copy_to(run)
-    assert sorted(path.name for path in run.iterdir()) == ["tokenizer.json", "vocab.txt"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "speller.npz",
+        "tokenizer.json",
+        "vocab.txt",
+    ]
     for tokenizer in (load_tokenizer(run), prepared.tokenizer()):
         assert tokenizer.encode("the zebra sat") == [1, 6, 5]
     replaced(run / "vocab.txt", b"dog", b"god")

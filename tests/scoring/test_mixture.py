@@ -11,7 +11,6 @@ import pytest
 
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.cli import main
-from lm.rescoring.models import arpa_scores
 from lm.run import Run
 from lm.scoring import Scorer
 from lm.scoring.mixture import mixed, tuned_weight
@@ -60,17 +59,6 @@ def test_ngrams_back_off_as_in_the_definition(tmp_path: Path) -> None:
     stream = WORDS.encode_stream(["the cat", "cat the cat"])
     each = [model.log_prob(WORDS.encode_stream([line])) for line in ("the cat", "cat the cat")]
     assert model.log_prob(stream).tolist() == np.concatenate(each).tolist()
-
-
-def test_ngrams_have_the_scores_of_kenlm(tmp_path: Path) -> None:
-    pytest.importorskip("kenlm")
-    path = tmp_path / "trigram.arpa"
-    path.write_text(TRIGRAMS)
-    rng, model = np.random.default_rng(0), NGramModel(path, WORDS)
-    lines = [" ".join(rng.choice(["the", "cat", "<unk>"], rng.integers(7))) for _ in range(50)]
-    for line, expected in zip(lines, arpa_scores(path)(lines), strict=True):
-        found = model.log_prob([*WORDS.encode(line), WORDS.eos_id])
-        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def bigrams(words: list[str]) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
@@ -250,4 +238,4 @@ def test_mistakes_are_single_lines(
         ):
             assert complaint(verb, lstm_run, *options) == error
     error = complaint("score", lstm_run, text, "--arpa", path, "--vocabulary-size=99")
-    assert error.startswith("--arpa excludes --details and --vocabulary-size")
+    assert error.startswith("--arpa excludes --details, --vocabulary-size and --open-vocabulary")

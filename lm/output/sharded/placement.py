@@ -187,14 +187,9 @@ def recipients_of(
 
 def visits_of_nodes(tree: ClassTree, counts: Tensor | None = None) -> Tensor:
     """How often each node is on the path of words with these counts [N], [I] fp64."""
-    word = torch.arange(tree.vocab_size, device="cpu")
-    counts = torch.ones(len(word), device="cpu") if counts is None else counts.cpu()
-    visits = torch.zeros(tree.num_nodes, dtype=torch.float64, device="cpu")
-    path = tree.rows_on_path(word.to(tree.row_of_word.device)).cpu()
-    node_of_row = tree.node_of_row.cpu()
-    for row in path.unbind(-1):
-        visits.index_add_(0, node_of_row[row.clamp(min=0)], counts.double() * (row >= 0))
-    return visits
+    if counts is None:
+        return tree.num_words_below.cpu().double()
+    return tree.sum_below(counts.to(tree.row_of_word.device, torch.float64)).cpu()
 
 
 def columns_per_process(tree: ClassTree, plan: Plan, target: Tensor) -> Tensor:

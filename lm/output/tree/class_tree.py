@@ -59,8 +59,8 @@ class ClassTree(nn.Module):
     It is a module whose arrays are buffers, so that they move with the layer that uses the tree and
     are saved with it. They never change: neither the meta device nor `to_empty` takes their values,
     and only the state of the same tree can be loaded. Build one with `full`, `two_level`,
-    `balanced`, `huffman`, `from_paths` or `from_file`; sizes and arrays that make no tree raise a
-    ValueError.
+    `from_levels`, `from_clusters`, `balanced`, `huffman`, `from_paths` or `from_file`; sizes and
+    arrays that make no tree raise a ValueError.
 
     Example:
         >>> tree = ClassTree.two_level([0, 1, 0, 1, 1])
@@ -164,6 +164,49 @@ class ClassTree(nn.Module):
         Source: Goodman 2001; shortlist: Grave et al. 2017, section 4.
         """
         return cls._from_shape(shapes.two_level, word_class, shortlist, counts, num_words)
+
+    @classmethod
+    def from_levels(
+        cls,
+        levels: Tensor | Sequence[Tensor | Collection[int]],
+        shortlist: int = 0,
+        counts: Tensor | Collection[int] | None = None,
+    ) -> "ClassTree":
+        """Classes of classes of words: `levels[0]` is the class below the root, and so on.
+
+        P(w | h) = P(w's class on level 0 | h) · P(that on level 1 | that on level 0, h) · …
+
+        Example:
+            >>> tree = ClassTree.from_levels([[0, 0, 0, 1, 1, -1], [0, 0, 1, 2, 3, -1]])
+            >>> tree.num_children.tolist()  # word 5 and two classes; their classes; the words
+            [3, 2, 2, 2, 1, 1, 1]
+            >>> tree.depth
+            3
+
+        Args:
+            levels: [levels, N] integers ≥ -1, the class of each word on each level, from the root
+                down, as `data_prep.class_levels` returns them. Only words with equal classes on all
+                levels above can share one: numbers may start at 0 in every class. -1: the word is a
+                child of its class on the level above, or of the root.
+            shortlist: number of words that are children of the root, see `two_level`.
+            counts: [N], see `two_level`.
+        """
+        return cls._from_shape(shapes.from_levels, levels, shortlist, counts)
+
+    @classmethod
+    def from_clusters(cls, clusters: Sequence[Any]) -> "ClassTree":
+        """The tree of nested lists: the root's children, each a word or the list of a node's.
+
+        Example:
+            >>> tree = ClassTree.from_clusters([0, [1, 3], [[2, 4], 5]])
+            >>> tree.num_children.tolist(), tree.depth
+            ([3, 2, 2, 2], 3)
+
+        Args:
+            clusters: sequence of words (integers) and such sequences, none empty. Each of the words
+                0 … N - 1 is in it once.
+        """
+        return cls._from_shape(shapes.from_clusters, clusters)
 
     @classmethod
     def balanced(cls, vocab_size: int, branching: int) -> "ClassTree":
@@ -272,8 +315,13 @@ class ClassTree(nn.Module):
     @cached_property
     def num_words_below(self) -> Tensor:
         """The number of words below each node, [I]."""
-        num_words = torch.bincount(self.node_of_row[self.row_of_word], minlength=self.num_nodes)
-        before = F.pad(num_words[self.preorder.argsort()].cumsum(0), (1, 0))
+        return self.sum_below(torch.ones_like(self.row_of_word))
+
+    def sum_below(self, value: Tensor) -> Tensor:
+        """The sum of the values [N] of the words below each node, [I]."""
+        own = value.new_zeros(self.num_nodes)
+        own.index_add_(0, self.node_of_row[self.row_of_word], value)
+        before = F.pad(own[self.preorder.argsort()].cumsum(0), (1, 0))
         return before[self.preorder_stop] - before[self.preorder]
 
     def extra_repr(self) -> str:

@@ -4,11 +4,11 @@
 """
 
 import heapq
-import operator
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
+from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,26 @@ def two_level(
     elif word_class is None or num_words is not None:
         raise ValueError("two_level requires either word_class or num_words")
     word_class = _integers("word_class", word_class)
-    num_words = word_class.numel()
+    return from_levels(word_class[None], shortlist, counts)
+
+
+def from_levels(
+    levels: Tensor | Sequence[Tensor | Collection[int]],
+    shortlist: int,
+    counts: Tensor | Collection[int] | None,
+) -> Arrays:
+    """The shape of `ClassTree.from_levels`."""
+    rows = [_integers(f"level {i}", level, least=-1) for i, level in enumerate(levels)]
+    num_words = rows[0].numel() if rows else 0
+    if not rows or any(row.numel() != num_words for row in rows):
+        raise ValueError(
+            "levels must be [levels, N] with the same N ≥ 1 on all, at least one, got"
+            f" {[row.numel() for row in rows]} words"
+        )
+    for number, (above, below) in enumerate(pairwise(rows)):
+        if bool((gap := (above < 0) & (below >= 0)).any()):
+            word = int(gap.nonzero()[0])
+            raise ValueError(f"word {word} has a class on level {number + 1}, none on {number}")
     if not 0 <= shortlist <= num_words:
         raise ValueError(f"shortlist must be within 0 … {num_words} words, got {shortlist}")
     by_count = torch.arange(num_words)
@@ -40,14 +59,35 @@ def two_level(
         if counts.numel() != num_words:
             raise ValueError(f"counts must have {num_words} entries, got {counts.numel()}")
         by_count = torch.argsort(counts, descending=True, stable=True)
-    classed = by_count[shortlist:]
-    classes, class_index = torch.unique(word_class[classed], return_inverse=True)
-    num_classes = classes.numel()
-    parent = torch.zeros(num_classes + num_words, dtype=torch.int64)
-    parent[num_classes + classed] = class_index + 1
-    class_rank = torch.arange(num_classes) + num_words  # after the words of the shortlist
-    rank = torch.cat([class_rank, torch.arange(num_words)])
-    return _number_breadth_first(parent, rank, num_words)
+    parent, label = _nodes_of_prefixes(rows, by_count[shortlist:])
+    node_rank = num_words + torch.arange(label.numel())  # after the words
+    return _number_breadth_first(parent, torch.cat([node_rank, torch.arange(num_words)]), num_words)
+
+
+def from_clusters(clusters: Sequence[Any]) -> Arrays:
+    """The shape of `ClassTree.from_clusters`."""
+    nodes, inner, words = [clusters], list[tuple[int, int]](), list[tuple[int, int, int]]()
+    for node, children in enumerate(nodes):  # which grows meanwhile: breadth first
+        if not isinstance(children, Sequence) or isinstance(children, str) or not children:
+            raise ValueError(
+                "a cluster must be a non-empty sequence of words (integers) and clusters, got"
+                f" {children!r}"
+            )
+        for place, child in enumerate(children):
+            if isinstance(child, Integral):
+                words.append((int(child), node, place))
+            else:
+                nodes.append(child)
+                inner.append((node, place))
+    words.sort()
+    num_words = len(words)
+    if any(word != i for i, (word, *_) in enumerate(words)):
+        raise ValueError(
+            f"clusters of {num_words} words must have each of 0 … {num_words - 1} once, got the"
+            f" words {[word for word, *_ in words][:20]}"
+        )
+    items = torch.tensor([*inner, *(where for _, *where in words)])
+    return _number_breadth_first(items[:, 0], items[:, 1], num_words)
 
 
 def balanced(vocab_size: int, branching: int) -> Arrays:
@@ -91,28 +131,93 @@ def huffman(counts: Tensor | Collection[int], arity: int) -> Arrays:
     return _number_breadth_first(parent, rank, num_words)
 
 
+def nested(order: Tensor, stop: Tensor, splits: Tensor) -> Arrays:
+    """The words `order` [N] in intervals, each the words below one child of the root.
+
+    Args:
+        order: every word once, for instance by falling frequency.
+        stop: [B], ascending, where each interval ends; the last is N. An interval of one word is a
+            child of the root itself.
+        splits: [B, L] integers ≥ 1: an interval is split into splits[b, 0] nodes of equal size,
+            each of these into splits[b, 1], and so on; the last ones have its words as children.
+            A 1 splits nothing and adds no level.
+    """
+    num_words, size = order.numel(), stop.diff(prepend=stop.new_zeros(1))
+    block = torch.repeat_interleave(torch.arange(len(stop)), size)  # of each word
+    place = torch.arange(num_words) - (stop - size)[block]
+    parent_of_word, num_nodes = torch.zeros_like(order), 1
+    parents, parts = [], torch.ones_like(stop)
+    for level in range(splits.shape[1] + 1):
+        before = parts
+        parts = torch.minimum(parts * splits[:, level - 1], size) if level else parts
+        divides = parts > before if level else size > 1
+        word = divides[block].nonzero().squeeze(1)
+        part = place[word] * parts[block[word]] // size[block[word]]
+        keys, node = torch.unique(block[word] * (num_words + 1) + part, return_inverse=True)
+        parent = torch.zeros_like(keys)
+        parent[node] = parent_of_word[word]
+        parents.append(parent)
+        parent_of_word[word] = num_nodes + node
+        num_nodes += len(keys)
+    by_word = torch.empty_like(order)
+    by_word[order] = parent_of_word
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(num_words)
+    nodes = num_words + torch.arange(num_nodes - 1)  # after words, in the order of their words
+    return _number_breadth_first(
+        torch.cat([*parents, by_word]), torch.cat([nodes, rank]), num_words
+    )
+
+
 def from_paths(paths: Iterable[Sequence[int]]) -> Arrays:
     """The shape of `ClassTree.from_paths`."""
-    word_paths = [tuple(map(operator.index, path)) for path in paths]
+    word_paths = list(paths)
     check_size("number of paths", len(word_paths), 1)
-    node_of_prefix: dict[tuple[int, ...], int] = {(): 0}
-    for word, path in enumerate(word_paths):
-        if not path or min(path) < 0:
-            raise ValueError(
-                f"path of word {word} must be integers ≥ 0, at least one, got {list(path)}"
-            )
-        for depth in range(1, len(path)):
-            node_of_prefix.setdefault(path[:depth], len(node_of_prefix))
-    num_uses = Counter(word_paths)
-    for word, path in enumerate(word_paths):
-        if num_uses[path] > 1 or path in node_of_prefix:
-            raise ValueError(
-                f"path of word {word} ({list(path)}) equals or begins the path of another word"
-            )
-    items = [*list(node_of_prefix)[1:], *word_paths]
-    parent = torch.tensor([node_of_prefix[path[:-1]] for path in items])
-    rank = torch.tensor([path[-1] for path in items])
+    length = torch.tensor(list(map(len, word_paths)))
+    if bool((length == 0).any()):
+        first = int(length.argmin())
+        raise ValueError(f"path of word {first} must be integers ≥ 0, at least one, got []")
+    child = _integers("child numbers", list(chain.from_iterable(word_paths)))
+    word = torch.repeat_interleave(torch.arange(len(word_paths)), length)
+    step = torch.arange(child.numel()) - (length.cumsum(0) - length)[word]
+    levels = torch.full((int(length.max()), len(word_paths)), -1)
+    is_last = step == length[word] - 1
+    levels[step[~is_last], word[~is_last]] = child[~is_last]
+    parent, label = _nodes_of_prefixes(levels.unbind(), torch.arange(len(word_paths)))
+    rank = torch.cat([label, child[is_last]])
+    number = torch.unique(rank, return_inverse=True)[1]
+    _, owner, uses = torch.unique(
+        parent * rank.numel() + number, return_inverse=True, return_counts=True
+    )
+    shared = (uses[owner] > 1)[label.numel() :]
+    if bool(shared.any()):
+        first = int(shared.nonzero()[0])
+        raise ValueError(
+            f"path of word {first} ({list(word_paths[first])}) equals or begins the path of another"
+            " word"
+        )
     return _number_breadth_first(parent, rank, len(word_paths))
+
+
+def _nodes_of_prefixes(levels: Sequence[Tensor], words: Tensor) -> tuple[Tensor, Tensor]:
+    """One node for each distinct prefix of the words' labels, from the first level on.
+
+    A word's labels [levels] end before the first -1. Words outside of `words` have none. Returns
+    the parents of nodes 1 … I - 1 and then of all words, and the last label of each node.
+    """
+    parents, labels, num_nodes = [], [torch.tensor([], dtype=torch.int64)], 1
+    lowest = torch.zeros_like(levels[0])  # node of each word
+    for level in levels:
+        words = words[level[words] >= 0]
+        if words.numel() == 0:
+            break
+        values, label = torch.unique(level[words], return_inverse=True)
+        key, index = torch.unique(lowest[words] * values.numel() + label, return_inverse=True)
+        parents.append(key // values.numel())
+        labels.append(values[key % values.numel()])
+        lowest[words] = num_nodes + index
+        num_nodes += key.numel()
+    return torch.cat([*parents, lowest]), torch.cat(labels)
 
 
 def read_paths(path: str | Path, words: Sequence[str]) -> list[list[int]]:
@@ -183,14 +288,14 @@ def check_size(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def _integers(name: str, array: Tensor | Collection[int]) -> Tensor:
-    """Non-negative integers, checked, as int64 on the CPU."""
+def _integers(name: str, array: Tensor | Collection[int], least: int = 0) -> Tensor:
+    """Integers of at least `least`, checked, as int64 on the CPU."""
     tensor = torch.as_tensor(array)
     inexact = tensor.is_floating_point() or tensor.is_complex()
     if tensor.dim() != 1 or tensor.numel() == 0 or inexact:
         found = f"{tensor.dtype} {list(tensor.shape)}" if tensor.dim() else f"{array!r}"
         raise ValueError(f"{name} must be integers, one-dimensional and non-empty, got {found}")
     tensor = tensor.to("cpu", torch.int64)
-    if bool((tensor < 0).any()):
-        raise ValueError(f"{name} must be ≥ 0, got {int(tensor.min())}")
+    if bool((tensor < least).any()):
+        raise ValueError(f"{name} must be ≥ {least}, got {int(tensor.min())}")
     return tensor

@@ -1,14 +1,15 @@
 """Class files of other tools: every format, and the errors in them."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from data_prep.classes.class_file import read_word_classes
-from data_prep.classes.word_classes import WordClass, build_word_classes
+from data_prep.classes.class_file import read_class_levels
+from data_prep.classes.word_classes import WordClass, build_class_levels
 from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
 
@@ -17,7 +18,11 @@ WORDS = ["<unk>", "a", "b", "c", "<eos>"]
 
 def build(settings: ClassesConfig, folder: Path) -> WordClass:
     counts, tokens = np.ones(5, np.int64), np.arange(5, dtype=np.uint16)
-    return build_word_classes(counts, settings, tokens=tokens, words=lambda: WORDS, folder=folder)
+    word_class: WordClass
+    (word_class,) = build_class_levels(
+        counts, settings, tokens=tokens, words=lambda: WORDS, folder=folder
+    )
+    return word_class
 
 
 @pytest.mark.parametrize(
@@ -41,9 +46,28 @@ def test_class_files_are_read_and_special_words_get_a_separate_class(
     assert word_class.dtype == np.int32
 
 
+@pytest.mark.parametrize(
+    ("file_format", "text"),
+    [
+        ("brown", "10\tb\t12\n0\tc\t4\n110\ta\t1\n"),
+        ("taxonomy", "b\tanimal/pet\nc\tfood\na\tanimal/farm/cow\nz\tx/y\n"),
+    ],
+)
+def test_files_of_paths_have_a_class_on_each_level(
+    tmp_path: Path, file_format: Any, text: str
+) -> None:
+    (tmp_path / "map").write_text(text)
+    settings = ClassesConfig(method="file", file="map", file_format=file_format, depth=9)
+    counts, tokens = np.ones(5, np.int64), np.arange(5, dtype=np.uint16)
+    build = partial(build_class_levels, counts, tokens=tokens, words=lambda: WORDS, folder=tmp_path)
+    levels = [[2, 0, 0, 1, 2], [-1, 1, 0, -1, -1], [-1, 0, -1, -1, -1]]
+    assert build(settings).tolist() == levels
+    assert build(replace(settings, depth=3)).tolist() == levels[:2]
+
+
 def test_a_class_file_may_contain_the_special_words(tmp_path: Path) -> None:
     (tmp_path / "map").write_text("<eos>\tX\na\tY\nb\tY\nc\tX\n<unk>\tY\n")
-    assert read_word_classes(tmp_path / "map", "mkcls", WORDS).tolist() == [1, 1, 1, 0, 0]
+    assert read_class_levels(tmp_path / "map", "mkcls", WORDS).tolist() == [[1, 1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +78,9 @@ def test_a_class_file_may_contain_the_special_words(tmp_path: Path) -> None:
         ("mkcls", "a 1\n", r"line 1: expected word TAB class \(mkcls\), got 'a 1'"),
         ("brown", "01\ta\t3\n02\tb\t3\n", "line 2: expected bit string TAB word TAB count"),
         ("brown", "01\ta\tmany\n", "line 1: expected bit string TAB word TAB count"),
+        ("taxonomy", "a\tx//y\n", "line 1: expected word TAB class/subclass"),
+        ("taxonomy", "a\tx/y\nb\tx\na\tx\n", "line 3: 'a' already has another class"),
+        ("brown", "\ta\t3\n", "line 1: expected bit string TAB word TAB count"),
         ("srilm", "X 0.5 a b\n", r"line 1: expected class \[probability\] word"),
         ("srilm", "X a b\n", r"line 1: expected class \[probability\] word"),
         ("mkcls", "a\t1\n\udcff\t2\n", "line 2: invalid UTF-8 at byte 1"),
@@ -65,7 +92,7 @@ def test_an_invalid_class_file_is_refused_with_a_single_line(
     path = tmp_path / "map"
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UserError, match=message) as caught:
-        read_word_classes(path, file_format, WORDS)
+        read_class_levels(path, file_format, WORDS)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 

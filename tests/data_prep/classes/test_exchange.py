@@ -13,7 +13,7 @@ from scipy import sparse
 from data_prep.classes import exchange as exchange_module
 from data_prep.classes.bigrams import count_bigrams
 from data_prep.classes.exchange import exchange
-from data_prep.classes.word_classes import build_word_classes
+from data_prep.classes.word_classes import build_class_levels
 from data_prep.settings import ClassesConfig
 
 IntArray = NDArray[np.int64]
@@ -50,9 +50,11 @@ def objective(
 def built(tokens: NDArray[np.uint16], counts: IntArray, **options: Any) -> IntArray:
     """The classes of a configuration."""
     settings = ClassesConfig(**options)
-    return build_word_classes(
+    word_class: IntArray
+    (word_class,) = build_class_levels(
         counts, settings, tokens=tokens, words=list, folder=Path(), progress=False
-    ).astype(np.int64)
+    )
+    return word_class.astype(np.int64)
 
 
 def single_moves(

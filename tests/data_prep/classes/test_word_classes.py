@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from data_prep.classes.exchange import exchange
 from data_prep.classes.report import class_report
 from data_prep.classes.word_classes import (
     WordClass,
-    build_word_classes,
+    build_class_levels,
     frequency_classes,
     random_classes,
     uniform_classes,
@@ -56,9 +57,11 @@ def embedded(
 def built(
     counts: IntArray, tokens: NDArray[np.uint16], settings: ClassesConfig, progress: bool = False
 ) -> WordClass:
-    return build_word_classes(
+    word_class: WordClass
+    (word_class,) = build_class_levels(
         counts, settings, tokens=tokens, words=list, folder=Path(), progress=progress
     )
+    return word_class
 
 
 def planted_text(
@@ -308,6 +311,29 @@ def test_a_line_makes_the_classes_of_a_configuration(method: Any) -> None:
     expected = built(counts_of(tokens, 90), tokens, settings)
     for text in (tokens, tokens.tolist()):
         assert np.array_equal(data_prep.word_classes(text, 90, 6, **options), expected)
+
+
+@pytest.mark.parametrize("method", ["random", "uniform", "frequency", "embedding", "exchange"])
+def test_each_level_has_classes_of_the_classes_below(method: Any) -> None:
+    """Those that the method makes of the text in which words are replaced by their classes."""
+    tokens, _ = planted_text(6, 15, 3_000)
+    levels = data_prep.class_levels(tokens, 90, 27, depth=4, method=method)
+    assert levels.dtype == np.int32
+    assert (levels.max(axis=1) + 1).tolist() == [3, 9, 27]
+    assert np.array_equal(levels[2], data_prep.word_classes(tokens, 90, 27, method=method))
+    for above, below in pairwise(levels):
+        size = below.max() + 1
+        of_class = data_prep.word_classes(below[tokens], size, above.max() + 1, method=method)
+        assert np.array_equal(above, of_class[below])
+
+
+def test_the_numbers_of_classes_have_equal_ratios_and_a_depth_of_one_is_refused() -> None:
+    tokens = zipf_tokens(81, 500)
+    for depth, sizes in ((2, [9]), (4, [3, 9, 27])):
+        levels = data_prep.class_levels(tokens, 81, depth=depth, method="uniform")
+        assert (levels.max(axis=1) + 1).tolist() == sizes
+    with pytest.raises(ValueError, match="depth: expected at least 2, got 1"):
+        data_prep.class_levels(tokens, 81, depth=1)
 
 
 def test_classes_of_what_is_no_text_of_the_vocabulary_are_refused() -> None:

@@ -22,7 +22,7 @@ TEXT = tuple(f"the cat {word} on the mat number {word}" for word in ("sat", "lay
 
 
 def counted(lines: list[str], settings: TokenizerConfig) -> list[tuple[str, int]]:
-    words, counts = count_words(lines, settings)
+    words, counts, *_ = count_words(lines, settings)
     return list(zip(words, counts.tolist(), strict=True))
 
 
@@ -51,10 +51,13 @@ def test_excluded_words_count_as_unknown_with_the_literal_ones() -> None:
 def test_counts_add_up_to_the_tokens_and_agree_with_a_plain_count(
     lines: list[str], min_count: int, vocab_size: int | None
 ) -> None:
-    words, counts = count_words(lines, TokenizerConfig(min_count=min_count, vocab_size=vocab_size))
+    settings = TokenizerConfig(min_count=min_count, vocab_size=vocab_size)
+    words, counts, others, num_literal = count_words(lines, settings)
     plain = Counter(word for line in lines for word in line.split())
     assert counts.sum() == plain.total() + len(lines)
     assert len(words) <= (vocab_size or len(plain) + 2)
+    assert set(others) == plain.keys() - set(words)
+    assert num_literal == plain["<unk>"]
     for word, count in zip(words, counts.tolist(), strict=True):
         if word not in {"<unk>", "<eos>"}:
             assert count == plain[word] >= min_count

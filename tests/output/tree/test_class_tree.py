@@ -109,6 +109,27 @@ def test_shortlist_holds_the_words_with_the_largest_counts() -> None:
     assert tree.row_of_word.tolist() == [4, 0, 5, 7, 1, 6]
 
 
+def test_classes_of_classes_nested_lists_and_paths_make_the_same_tree() -> None:
+    levels = [[1, 0, 1, -1, 0, 1, 0], [0, 1, 2, -1, -1, 0, 1]]
+    clusters = [3, [4, [1, 6]], [[0, 5], [2]]]
+    paths = [[2, 0, 0], [1, 1, 0], [2, 1, 0], [0], [1, 0], [2, 0, 1], [1, 1, 1]]
+    tree = ClassTree.from_levels(levels)
+    assert tree.num_children.tolist() == [3, 2, 2, 2, 2, 1]
+    same = [ClassTree.from_clusters(clusters), ClassTree.from_paths(paths)]
+    # The numbers of a class may start anew in every class of the level above.
+    same.append(ClassTree.from_levels([levels[0], [0, 5, 1, -1, -1, 0, 5]]))
+    for other in same:
+        for array, expected in zip(other.arrays, tree.arrays, strict=True):
+            assert torch.equal(array, expected)
+
+
+def test_the_shortlist_of_a_deep_tree_is_below_the_root() -> None:
+    levels = [[1, 0, 1, 0], [0, 1, 2, 1]]
+    tree = ClassTree.from_levels(levels, shortlist=1, counts=[1, 9, 1, 1])
+    paths = [[len(tree.path(word)), *tree.path(word)[0]] for word in range(4)]
+    assert [depth for depth, *_ in paths] == [3, 1, 3, 3]
+
+
 @pytest.mark.parametrize(("num_words", "branching"), [(1, 2), (8, 2), (9, 2), (100, 10), (97, 4)])
 def test_balanced_trees_are_as_shallow_as_the_branching_allows(
     num_words: int, branching: int
@@ -155,6 +176,14 @@ def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
         (lambda: ClassTree.from_paths([[0], [0]]), "path of word 0"),
         (lambda: ClassTree.from_paths([[0], [0, 1]]), "path of word 0"),
         (lambda: ClassTree.from_state({}), "not a saved tree"),
+        (lambda: ClassTree.from_levels([]), "at least one, got .. words"),
+        (lambda: ClassTree.from_levels([[0, 1], [0]]), "got .2, 1. words"),
+        (lambda: ClassTree.from_levels([[0, -2]]), "level 0 must be ≥ -1, got -2"),
+        (lambda: ClassTree.from_levels([[0, -1], [0, 0]]), "word 1 has a class on level 1, none"),
+        (lambda: ClassTree.from_clusters([0, []]), "non-empty sequence"),
+        (lambda: ClassTree.from_clusters([0, "ab"]), "non-empty sequence"),
+        (lambda: ClassTree.from_clusters([0, [2, 3]]), "each of 0 … 2 once"),
+        (lambda: ClassTree.from_clusters([0, [1, 0]]), "each of 0 … 2 once"),
     ],
 )
 def test_invalid_arguments_raise(make: Callable[[], ClassTree], message: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_prep.classes.report import class_report
-from data_prep.classes.word_classes import build_word_classes
+from data_prep.classes.word_classes import build_class_levels
 from data_prep.prepared import open_prepared
 from lm.cli import main
 from lm.config import load_config
@@ -30,7 +30,7 @@ def test_building_classes_is_measured_as_lm_classes_reports_it(
     classes = load_config(tiny).classes
     methods = replace(classes, method="frequency"), replace(classes, method="exchange")
     for row, settings in zip(measured, methods, strict=True):
-        word_class = build_word_classes(
+        (word_class,) = build_class_levels(
             prepared.counts(), settings, tokens=tokens, words=list, folder=tmp_path
         )
         report = class_report(prepared.counts(), word_class, tokens, shortlist=settings.shortlist)

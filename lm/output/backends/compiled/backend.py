@@ -5,9 +5,10 @@ visit costs no call of PyTorch, rows are read where they are, and they are still
 (5) follows (1). Work is divided among PyTorch's number of threads, forward by positions and
 backward by rows; the results are the same bit for bit for any number.
 
-It gives the rest to the reference backend: softmaxes with so many columns that errors are not saved
-(a full softmax is one large product, best left to PyTorch), the row-wise gradients of those errors,
-and shards.
+A row-wise gradient holds the products of wide nodes as factors, as the reference backend does; the
+rows of narrow nodes, of which a deep tree visits many, are formed at once. The loops give softmaxes
+with so many columns that errors are not saved (a full softmax is one large product, best left to
+PyTorch) and shards to the reference backend.
 """
 
 import os
@@ -32,7 +33,9 @@ from lm.output.backends.reference.backend import (
 )
 from lm.output.backends.reference.gradient_memory import zeros_except
 from lm.output.backends.verify import Kind, verified
+from lm.output.rowwise.blocks import Part, Product, Rows
 from lm.output.rowwise.eager import constant_when_compiled
+from lm.output.rowwise.row_gradient import RowGradient
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -43,6 +46,8 @@ LEAST_COLUMNS = 1 << 15
 """Columns of all visits from which on work is divided among threads."""
 ROW_VISITS = 8
 """The time to write a row of a gradient, as a number of visits."""
+NARROW = 8
+"""Most children of a node whose rows' values a row-wise gradient holds instead of factors."""
 
 
 class CompiledBackend(ReferenceBackend):
@@ -101,7 +106,7 @@ class CompiledBackend(ReferenceBackend):
         self, d_nll: Tensor, lse: Tensor | None, problem: Problem, saved: Saved, needs: Needs
     ) -> Gradients:
         errors = saves_errors(problem.depth, problem.num_columns, needs.row_wise)
-        if lse is not None or needs.row_wise or not errors:
+        if lse is not None or not errors:
             return super()._backward(d_nll, lse, problem, saved, needs)
         from lm.output.backends.compiled import node_loops
 
@@ -109,19 +114,25 @@ class CompiledBackend(ReferenceBackend):
         d_nll = sorted_d_nll(d_nll, problem, position)
         hidden = _sorted_hidden(problem, position, d_nll)
         nodes = _nodes(saved.node, problem)
+        d_hidden = None
+        if needs.hidden:
+            d_hidden = problem.hidden.new_empty(problem.hidden.shape)
+            unsorted = (position, saved.d_hidden_unscaled, d_nll, d_hidden)
+            node_loops.unsort_rows(*map(_array, unsorted))
+        if needs.row_wise:
+            rows = _row_gradients(nodes, problem, needs, saved.error, hidden, d_nll)
+            return Gradients(d_hidden, *rows)
         d_weight, d_bias = hidden.new_empty(0, hidden.shape[1]), hidden.new_empty(0)
         if needs.weight:
-            d_weight = zeros_except([(row, row + n) for _, _, row, n, *_ in nodes.tolist()], weight)
+            first, num = torch.from_numpy(nodes[:, 2:4]).unbind(1)
+            d_weight = zeros_except(first, num, weight)
         if bias is not None and needs.bias:
             d_bias = hidden.new_zeros(bias.shape)
         bounds = _bounds(nodes, len(weight), by_rows=True)
         arrays = map(_array, (saved.error, hidden, d_nll, d_weight, d_bias))
         _divide(bounds, node_loops.backward, nodes, *arrays)
-        d_hidden = problem.hidden.new_empty(problem.hidden.shape if needs.hidden else (0, 0))
-        unsorted = (position, saved.d_hidden_unscaled, d_nll, d_hidden)
-        node_loops.unsort_rows(*map(_array, unsorted))
         return Gradients(
-            d_hidden if needs.hidden else None,
+            d_hidden,
             d_weight if needs.weight else None,
             d_bias.to(bias.dtype) if bias is not None and needs.bias else None,
         )
@@ -134,6 +145,35 @@ def _sorted_hidden(problem: Problem, position: Tensor, factor: Tensor) -> Tensor
     hidden = factor.new_empty(len(position), problem.weight.shape[1])
     sort_rows(*map(_array, (position, problem.hidden.contiguous(), factor, hidden)))
     return hidden
+
+
+def _row_gradients(
+    nodes: "Array", problem: Problem, needs: Needs, error: Tensor, hidden: Tensor, d_nll: Tensor
+) -> tuple[RowGradient | None, RowGradient | None]:
+    """Those of weight and bias, if needed; `hidden` [P, W] is multiplied by d_nll [P]."""
+    from lm.output.backends.compiled import node_loops
+
+    is_narrow = nodes[:, 3] <= NARROW
+    formed = nodes[is_narrow]
+    first, num = torch.from_numpy(formed[:, 2:4]).unbind(1)
+    begin = num.cumsum(0) - num  # of each node, among the rows that are formed
+    row = (first - begin).repeat_interleave(num) + torch.arange(int(num.sum()))
+    formed[:, 2] = begin
+    of_weight = hidden.new_empty(len(row) if needs.weight else 0, hidden.shape[1])
+    of_bias = hidden.new_zeros(len(row) if needs.bias else 0)
+    arrays = map(_array, (error, hidden, d_nll, of_weight, of_bias))
+    _divide(_bounds(formed, len(row), by_rows=True), node_loops.backward, formed, *arrays)
+    weight_parts: list[Part] = [Rows(row, of_weight)] * (len(row) > 0)
+    bias_parts: list[Part] = [Rows(row, of_bias[:, None])] * (len(row) > 0)
+    for start, end, first_row, n, offset, _ in nodes[~is_narrow].tolist():
+        of_node = error[offset : offset + (end - start) * n].view(-1, n)
+        weight_parts.append(Product(first_row, of_node, hidden[start:end]))
+        bias_parts.append(Product(first_row, of_node, d_nll[start:end, None]))
+    weight, bias = problem.weight, problem.bias
+    return (
+        RowGradient(weight, weight_parts) if needs.weight else None,
+        RowGradient(bias, bias_parts) if bias is not None and needs.bias else None,
+    )
 
 
 @constant_when_compiled

@@ -281,7 +281,11 @@ def _new_gradient(table: Tensor, nodes: list[Node], row_wise: bool) -> Tensor:
     """The gradient of a table, before the products of the nodes are added."""
     if row_wise:
         return RowGradient(table, [])
-    return zeros_except([(node.rows.start, node.rows.stop) for node in nodes], table)
+    first, stop = (
+        torch.tensor([getattr(node.rows, end) for node in nodes], dtype=torch.int64)
+        for end in ("start", "stop")
+    )
+    return zeros_except(first, stop - first, table)
 
 
 def _add_product(out: Tensor, rows: slice, error: Tensor, factor: Tensor, *, held: bool) -> None:

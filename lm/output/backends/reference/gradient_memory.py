@@ -9,8 +9,6 @@ which only the rows in between are zeroed.
 import ctypes
 import mmap
 import weakref
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +20,8 @@ REUSED_BYTES = 1 << 31
 """Most memory that is held for the next gradient."""
 REUSED_SHARE = 0.25
 """Of the rows; gradients with a smaller share of written rows are freshly mapped."""
+ROWS_PER_CALL = 16
+"""The time of a call of PyTorch, as a number of rows set to zero."""
 _MAPPING: dict[str, Any] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 )
@@ -31,16 +31,16 @@ _free: list[mmap.mmap] = []
 """Memory of a gradient that no longer exists, one at most."""
 
 
-def zeros_except(written: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
+def zeros_except(first: Tensor, num: Tensor, like: Tensor) -> Tensor:
     """A gradient like `like` [R, …] that is zero outside of the rows that the caller fills in.
 
-    `written` are the first row and end of these intervals, ascending and disjoint.
+    These are `num` [n] rows from `first` [n] on, intervals that are ascending and disjoint.
     """
     num_bytes, dtype = like.numel() * like.element_size(), like.dtype
     if like.device.type != "cpu" or num_bytes < LARGE_BYTES:
-        return _zero_between(torch.empty(like.shape, dtype=dtype, device=like.device), written)
-    share = sum(end - first for first, end in written) / like.shape[0]
-    if share < REUSED_SHARE or num_bytes > REUSED_BYTES:
+        return _zero_between(torch.empty(like.shape, dtype=dtype, device=like.device), first, num)
+    share = int(num.sum()) / like.shape[0]
+    if is_mapped(num_bytes, share):
         fresh = mmap.mmap(-1, num_bytes, **_MAPPING)
         return torch.frombuffer(fresh, dtype=dtype).view(like.shape)
     try:
@@ -53,15 +53,30 @@ def zeros_except(written: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
     lease = (ctypes.c_char * num_bytes).from_buffer(memory)
     weakref.finalize(lease, _give_back, memory).atexit = False
     out = torch.frombuffer(lease, dtype=dtype).view(like.shape)
-    return _zero_between(out, written) if is_used else out
+    return _zero_between(out, first, num) if is_used else out
+
+
+def is_mapped(num_bytes: float, share: float) -> bool:
+    """Whether a gradient of such a size and share of written rows is freshly mapped memory."""
+    is_rare = share < REUSED_SHARE or num_bytes > REUSED_BYTES
+    return num_bytes >= LARGE_BYTES and is_rare
+
+
+def release() -> None:
+    """Unmap the memory that is held for the next gradient."""
+    _free.clear()
 
 
 def _give_back(memory: mmap.mmap) -> None:
     _free[:] = [memory]
 
 
-def _zero_between(out: Tensor, written: Sequence[tuple[int, int]]) -> Tensor:
-    for (_, end), (first, _) in pairwise([(0, 0), *written, (len(out), 0)]):
-        if end < first:
-            out[end:first] = 0
+def _zero_between(out: Tensor, first: Tensor, num: Tensor) -> Tensor:
+    begin = torch.cat([first.new_zeros(1), first + num])
+    end = torch.cat([first, first.new_full((1,), len(out))])
+    is_gap = begin < end
+    if int(is_gap.sum()) * ROWS_PER_CALL > len(out):  # many small gaps, as of a deep, narrow tree
+        return out.zero_()
+    for rows in zip(begin[is_gap].tolist(), end[is_gap].tolist(), strict=True):
+        out[slice(*rows)] = 0
     return out

@@ -1,0 +1,63 @@
+"""The utterances of a file: an n-best list or lattices, and their references."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data_prep.corpus.lines import read_text
+from data_prep.errors import UserError
+from lm.rescoring.lattice import Lattice, is_lattice, read_lattices
+from lm.rescoring.lattice_search import WordModel, to_nbest
+from lm.rescoring.nbest import NBest, References, WordErrors, read_nbest
+from lm.rescoring.weights import Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Utterances:
+    """An n-best list, or that of the first pass of lattices, and its word errors."""
+
+    nbest: NBest
+    lattices: list[Lattice]  # none of an n-best list
+    references: References | None
+    errors: WordErrors | None  # with references
+
+    @classmethod
+    def read(
+        cls,
+        name: str,
+        references: str | None,
+        costs: Sequence[dict[str, float]] = (),
+        *,
+        hint: str = "",
+    ) -> "Utterances":
+        """Read an n-best list, a file or folder of lattices, and a file of references.
+
+        `costs` and `hint` are those of `read_nbest`, whose errors are raised, as are those of
+        `read_lattices`, `References.read` and `WordErrors.compare`.
+        """
+        lattices: list[Lattice] = []
+        lines = [] if (is_folder := Path(name).is_dir()) else list(read_text(name))
+        if is_folder or is_lattice(lines):
+            if costs:
+                raise UserError(f"{name}: files of costs belong to n-best lists in Kaldi's layout")
+            lattices = read_lattices(name, lines)
+            nbest = to_nbest(name, lattices)
+        else:
+            nbest = read_nbest(name, costs, lines=lines, hint=hint)
+        said = References.read(references) if references else None
+        errors = WordErrors.compare(said, nbest) if said else None
+        return cls(nbest=nbest, lattices=lattices, references=said, errors=errors)
+
+    @property
+    def texts(self) -> list[str]:
+        """The hypotheses; of lattices, the distinct words of each."""
+        words = (" ".join(lattice.words) for lattice in self.lattices)
+        return list(words) if self.lattices else self.nbest.texts
+
+    def searched(
+        self, weights: Weights, models: Sequence[WordModel], num_beams: int
+    ) -> "Utterances":
+        """The hypotheses of a search in the lattices in addition to those of the first pass."""
+        nbest = to_nbest(self.nbest.name, self.lattices, weights, models, num_beams)
+        errors = WordErrors.compare(self.references, nbest) if self.references else None
+        return replace(self, nbest=nbest, errors=errors)

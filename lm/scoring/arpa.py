@@ -1,0 +1,114 @@
+"""Reading of ARPA files: the n-grams of each order as arrays.
+
+A line has log10 P, the n words, and perhaps a log10 back-off weight, with spaces or tabs between.
+
+Source: Stolcke 2002, SRILM, ngram-format(5).
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.corpus.lines import read_text
+from data_prep.errors import UserError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+NATS_PER_LOG10 = math.log(10)
+BLOCK = 1 << 16
+"""Lines that are converted at once."""
+_HEADING = re.compile(r"ngram +(\d+) *= *(\d+)|\\(\d+)-grams:|\\end\\")
+_NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|-inf"
+
+
+class NGrams(NamedTuple):
+    """The n-grams of one order."""
+
+    ids: Ints  # [M, n]
+    log_prob: Floats  # [M] nats
+    backoff: Floats  # [M] nats, 0 where there is none
+
+
+def read_arpa(path: Path, id_of: Callable[[str], int | None]) -> list[NGrams]:
+    """The n-grams of each order of a file, which may be compressed.
+
+    Args:
+        path: the file.
+        id_of: the id of a word that is a unigram of the file; None: n-grams with it are left out.
+
+    Raises:
+        UserError: if the file cannot be read or is no complete ARPA file.
+    """
+    import pyarrow
+    from pyarrow import compute
+
+    parts: dict[int, list[NGrams]] = {}
+    words, ids = pyarrow.array([], "string"), np.zeros(0, dtype=np.int64)
+    for order, first, lines in _blocks(path):
+        log_prob, backoff, columns = _columns(lines, order, f"{path}, line", first)
+        if order == 1:
+            given = map(id_of, columns[0].to_pylist())
+            words = pyarrow.concat_arrays([words, columns[0]])
+            ids = np.append(ids, [-1 if id is None else id for id in given])
+        table = np.append(ids, -1)  # of words without a unigram
+        places = [compute.index_in(each, value_set=words).fill_null(len(ids)) for each in columns]
+        rows = table[np.column_stack(places)]
+        known = (rows >= 0).all(1)
+        parts.setdefault(order, []).append(NGrams(rows[known], log_prob[known], backoff[known]))
+    empty = NGrams(np.zeros((0, 0), np.int64), np.zeros(0), np.zeros(0))
+    columns_of = [parts.get(n, [empty]) for n in range(1, max(parts, default=1) + 1)]
+    return [NGrams(*map(np.concatenate, zip(*each, strict=True))) for each in columns_of]
+
+
+def _blocks(path: Path) -> Iterator[tuple[int, int, list[str]]]:
+    """Order, number of the first line, and some lines with n-grams of this order."""
+    expected: dict[int, int] = {}
+    found: dict[int, int] = {}
+    order, block, has_begun, is_complete = 0, list[str](), False, False
+    for number, line in enumerate(read_text(str(path)), 1):
+        line = line.strip(" \t\r")
+        is_ngram = has_begun and bool(line) and line[0] not in "\\n"
+        if is_ngram:
+            block.append(line)
+        if block and not (is_ngram and len(block) < BLOCK):
+            found[order] = found.get(order, 0) + len(block)
+            yield order, number - len(block) + is_ngram, block
+            block = []
+        if not has_begun:
+            if line.startswith("mmap lm http"):
+                raise UserError(f"{path} is a binary file of KenLM: give the ARPA file")
+            has_begun = line == "\\data\\"
+        elif not is_ngram and (match := _HEADING.fullmatch(line)):
+            if match[1]:
+                expected[int(match[1])] = int(match[2])
+            order = int(match[3] or 0)
+            is_complete = line == "\\end\\"
+    if not has_begun:
+        raise UserError(f"{path} is not an ARPA file: it has no line \\data\\")
+    if not is_complete or found != {n: count for n, count in expected.items() if count}:
+        raise UserError(f"{path} is not complete: it has fewer n-grams than it states")
+
+
+def _columns(
+    lines: list[str], order: int, place: str, first: int
+) -> tuple[Floats, Floats, Sequence[Any]]:
+    """Log-probabilities and back-off weights in nats, and the n columns of words, of lines."""
+    import pyarrow
+    from pyarrow import compute
+
+    words = "".join(rf"[ \t]+(?P<word{k}>[^ \t]+)" for k in range(order))
+    pattern = rf"^(?P<log_prob>{_NUMBER}){words}(?:[ \t]+(?P<backoff>{_NUMBER}))?$"
+    fields = compute.extract_regex(pyarrow.array(lines), pattern=pattern)
+    if not order or fields.null_count:
+        number = first + (fields.is_null().index(True).as_py() if order else 0)
+        expected = f"expected log10 P, {order} words and perhaps a back-off weight"
+        raise UserError(f"{place} {number}: {expected}")
+    log_prob, *columns, backoff = fields.flatten()
+    backoff = compute.if_else(compute.equal(backoff, ""), "0", backoff)
+    values = [compute.cast(each, "float64").to_numpy() for each in (log_prob, backoff)]
+    return values[0] * NATS_PER_LOG10, values[1] * NATS_PER_LOG10, columns

@@ -1,0 +1,135 @@
+"""The tree report: sizes of a tree's levels, what a token costs, and its heaviest nodes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lm.output import ClassTree
+from lm.output.sharded.placement import visits_of_nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelReport:
+    """The nodes that have the same number of ancestors."""
+
+    num_nodes: int
+    num_words: int
+    """Number of words among the children of these nodes."""
+    min_children: int
+    median_children: float
+    max_children: int
+    visits_per_token: float
+    """Share of the tokens whose path has a node of this level."""
+    columns_per_token: float
+    """Average number of logits of this level that are computed for a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReport:
+    """A node of the tree."""
+
+    node: int
+    level: int
+    """Number of ancestors."""
+    children: int
+    words: int
+    """Number of words below it."""
+    token_mass: float
+    """Share of the tokens that are words below it."""
+    top_words: tuple[int, ...]
+    """Ids of the most frequent words below it, most frequent first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeReport:
+    """A tree of softmaxes and the frequency of its words."""
+
+    vocab_size: int
+    num_nodes: int
+    depth: int
+    """Largest number of nodes on a word's path."""
+    visits_per_token: float
+    """Average number of nodes on a token's path."""
+    columns_per_token: float
+    """Average number of logits that are computed for a token."""
+    levels: tuple[LevelReport, ...]
+    nodes: tuple[NodeReport, ...]
+    """The nodes with the most tokens, depth first: each after its parent."""
+
+
+def tree_report(
+    tree: ClassTree, counts: Tensor, *, num_nodes: int = 60, num_top_words: int = 8
+) -> TreeReport:
+    """Describe a tree.
+
+    Args:
+        tree: over N words.
+        counts: [N], occurrences of each word.
+        num_nodes: maximum number of `TreeReport.nodes`.
+        num_top_words: maximum number of ids in each of their `top_words`.
+
+    Example:
+        >>> tree = ClassTree.from_clusters([0, [1, [2, 3]]])
+        >>> report = tree_report(tree, torch.tensor([5, 3, 1, 1]))
+        >>> report.visits_per_token, report.columns_per_token
+        (1.7, 3.4)
+        >>> [(node.level, node.top_words) for node in report.nodes]
+        [(0, (0, 1, 2, 3)), (1, (1, 2, 3)), (2, (2, 3))]
+    """
+    tree = tree.copy().to("cpu")
+    of_node = visits_of_nodes(tree, counts) / counts.sum()
+    columns = of_node * tree.num_children
+    heaviest = torch.argsort(of_node, descending=True, stable=True)[:num_nodes]
+    shown = heaviest[tree.preorder[heaviest].argsort()]
+    top_words = top_words_below(tree, counts, shown.tolist(), num_top_words)
+    nodes = tuple(
+        NodeReport(
+            node=node,
+            level=int(tree.level[node]),
+            children=int(tree.num_children[node]),
+            words=int(tree.num_words_below[node]),
+            token_mass=float(of_node[node]),
+            top_words=words,
+        )
+        for node, words in zip(shown.tolist(), top_words, strict=True)
+    )
+    return TreeReport(
+        vocab_size=tree.vocab_size,
+        num_nodes=tree.num_nodes,
+        depth=tree.depth,
+        visits_per_token=float(of_node.sum()),
+        columns_per_token=float(columns.sum()),
+        levels=tuple(_level(tree, level, of_node, columns) for level in range(tree.depth)),
+        nodes=nodes,
+    )
+
+
+def top_words_below(
+    tree: ClassTree, counts: Tensor, nodes: Sequence[int], num: int
+) -> list[tuple[int, ...]]:
+    """Up to `num` words below each of the nodes, most frequent first; ties by id."""
+    place = tree.preorder[tree.node_of_row[tree.row_of_word]]  # of each word's node, depth first
+    order = torch.argsort(place)
+    intervals = torch.stack([tree.preorder[nodes], tree.preorder_stop[nodes]], 1)
+    found = []
+    for start, stop in torch.searchsorted(place[order], intervals).tolist():
+        below = order[start:stop].sort().values
+        best = counts[below].argsort(descending=True, stable=True)[:num]
+        found.append(tuple(below[best].tolist()))
+    return found
+
+
+def _level(tree: ClassTree, level: int, mass: Tensor, columns: Tensor) -> LevelReport:
+    here = tree.level == level
+    children = tree.num_children[here]
+    return LevelReport(
+        num_nodes=children.numel(),
+        num_words=int(here[tree.node_of_row[tree.row_of_word]].sum()),
+        min_children=int(children.min()),
+        median_children=float(children.double().quantile(0.5)),
+        max_children=int(children.max()),
+        visits_per_token=float(mass[here].sum()),
+        columns_per_token=float(columns[here].sum()),
+    )

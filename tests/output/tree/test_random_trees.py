@@ -1,0 +1,201 @@
+"""Laws of the output layer for random trees of any depth, in every backend."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.decoding.distribution import candidate_log_prob, log_prob, topk
+from lm.output.rowwise import RowGradient
+
+from ..decoding.truth import draw_many, word_log_prob
+from ..definition import H, definition, gradients, nll, on, problem
+
+Law = Callable[[ClassTree], None]
+few_and_many = pytest.mark.parametrize("examples", [4, pytest.param(200, marks=pytest.mark.long)])
+every_backend = on("saved", "computed again", "compiled", "triton")
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> ClassTree:
+    """Trees of 1 to 12 words and up to 5 levels of classes; words and classes share parents."""
+    num_words = draw(st.integers(1, 12))
+    label = st.lists(st.integers(-1, 2), min_size=num_words, max_size=num_words)
+    levels = draw(st.lists(label, min_size=1, max_size=5))
+    for above, below in pairwise(levels):
+        below[:] = [b if a >= 0 else -1 for a, b in zip(above, below, strict=True)]
+    return ClassTree.from_levels(levels, draw(st.integers(0, min(2, num_words))))
+
+
+def holds(law: Law, examples: int) -> None:
+    """Check a law for random trees."""
+
+    @settings(max_examples=examples)
+    @given(trees())
+    def check(tree: ClassTree) -> None:
+        torch.manual_seed(0)
+        law(tree)
+
+    check()
+
+
+def truth_of(inputs: list[Tensor], target: Tensor, tree: ClassTree, upstream: Tensor) -> list[Any]:
+    """nll and gradients by definition; by `F.cross_entropy` for a single softmax."""
+    hidden, weight, bias = inputs
+    if tree.depth == 1:
+        order = tree.row_of_word
+        logits = F.linear(hidden, weight[order], bias[order])
+        each = F.cross_entropy(logits, target, reduction="none")
+    else:
+        each = definition(hidden, weight, bias, target, tree)
+    grads = torch.autograd.grad(each, inputs, upstream, allow_unused=True, materialize_grads=True)
+    return [each.detach(), *grads]
+
+
+def loss_law(tree: ClassTree) -> None:
+    *inputs, target = problem(tree, 5)
+    upstream = torch.randn(5, dtype=torch.float64)
+    expected = truth_of(inputs, target, tree, upstream)
+    actual = gradients(inputs, target, tree, upstream, "auto")
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    order = torch.randperm(5)
+    permuted = nll([inputs[0][order], *inputs[1:], target[order]], tree)
+    torch.testing.assert_close(permuted, expected[0][order], rtol=1e-12, atol=1e-12)
+    hidden, weight, bias = (tensor.detach() for tensor in inputs)
+    of_node = torch.randn(tree.num_nodes, dtype=torch.float64)
+    shifted = nll([hidden, weight, bias + of_node[tree.node_of_row], target], tree)
+    torch.testing.assert_close(shifted, expected[0], rtol=1e-12, atol=1e-12)
+
+
+def row_wise_law(tree: ClassTree) -> None:
+    *inputs, target = problem(tree, 5)
+    upstream = torch.randn(5, dtype=torch.float64)
+    expected = truth_of(inputs, target, tree, upstream)
+    each = nll([*inputs, target], tree, row_wise=True)
+    d_hidden, *of_rows = torch.autograd.grad(each, inputs, upstream)
+    torch.testing.assert_close(d_hidden, expected[1], rtol=1e-12, atol=1e-12)
+    for found, true in zip(of_rows, expected[2:], strict=True):
+        assert isinstance(found, RowGradient)
+        torch.testing.assert_close(found.to_dense(), true, rtol=1e-12, atol=1e-12)
+        norm = torch.nn.utils.get_total_norm([found])
+        torch.testing.assert_close(norm.double(), true.norm(), rtol=1e-12, atol=1e-12)
+
+
+def distribution_law(tree: ClassTree) -> None:
+    hidden, weight, bias, _ = (tensor.detach() for tensor in problem(tree, 3))
+    layer = hidden, weight, tree, bias
+    expected = word_log_prob(*layer)
+    assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
+    assert_close(expected.exp().sum(1), torch.ones(3, dtype=torch.float64))
+    assert_close(log_prob(hidden, weight, tree, bias), expected)
+    words = torch.arange(tree.vocab_size).flip(0).expand(3, -1)
+    found = candidate_log_prob(hidden, weight, words, tree, bias)
+    assert_close(found, expected.flip(1))
+    best = topk(*layer, k=tree.vocab_size)
+    ordered = expected.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(best.word, ordered.indices)
+    for options in ({}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 2}):
+        drawn = draw_many(layer, 400, **options)
+        limit = {"top_k": 2}.get(next(iter(options), ""), tree.vocab_size)
+        assert all(len(row.unique()) <= limit for row in drawn)
+    share = torch.stack([row.bincount(minlength=tree.vocab_size) for row in draw_many(layer, 400)])
+    deviation = (share / 400 - expected.exp()) / (expected.exp() / 400).sqrt().clamp(min=1e-3)
+    assert float(deviation.abs().max()) < 6
+
+
+@few_and_many
+@every_backend
+def test_loss_and_gradients_are_those_of_the_definition(examples: int) -> None:
+    """Of `F.cross_entropy` at depth 1; for any order of positions and constants of nodes."""
+    holds(loss_law, examples)
+
+
+@few_and_many
+@on("saved", "compiled", "triton")
+def test_row_wise_gradients_are_those_of_the_definition(examples: int) -> None:
+    holds(row_wise_law, examples)
+
+
+@few_and_many
+def test_decoding_is_exact(examples: int) -> None:
+    """All words sum to 1; candidates, top-k; draws are as frequent as they are probable."""
+    holds(distribution_law, examples)
+
+
+def chain(num_nodes: int) -> ClassTree:
+    """Every node has a word and the next node; the last one two words."""
+    clusters: list[Any] = [num_nodes - 1, num_nodes]
+    for word in reversed(range(num_nodes - 1)):
+        clusters = [word, clusters]
+    return ClassTree.from_clusters(clusters)
+
+
+def chain_log_prob(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Log-probabilities [P, N]: of not stopping at the nodes before, then of stopping."""
+    logits = F.linear(hidden, weight, bias).view(len(hidden), -1, 2)  # word, next node
+    stop, go_on = logits.log_softmax(2).unbind(2)
+    before = F.pad(go_on.cumsum(1), (1, 0))
+    return before + F.pad(stop, (0, 1))
+
+
+@pytest.mark.parametrize(
+    "num_nodes", [40, pytest.param(1000, marks=pytest.mark.long)], ids=lambda n: f"{n} nodes"
+)
+@on("saved", "compiled", "triton")
+def test_a_chain_of_nodes_is_a_tree_like_any_other(num_nodes: int) -> None:
+    tree = chain(num_nodes)
+    assert (tree.depth, tree.num_nodes) == (num_nodes, num_nodes)
+    *inputs, _ = problem(tree, 3)
+    target = torch.tensor([0, num_nodes // 2, num_nodes])
+    upstream = torch.randn(3, dtype=torch.float64)
+    every = chain_log_prob(*inputs)
+    each = -every.gather(1, target[:, None]).squeeze(1)
+    expected = [each.detach(), *torch.autograd.grad(each, inputs, upstream, retain_graph=True)]
+    actual = gradients(inputs, target, tree, upstream, "auto")
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    hidden, weight, bias = (tensor.detach() for tensor in inputs)
+    layer = hidden, weight, tree, bias
+    best = topk(*layer, k=3)
+    torch.testing.assert_close(best.log_prob, every.topk(3).values.detach(), rtol=0, atol=1e-9)
+    assert (every.gather(1, draw_many(layer, 50)).exp() > 0).all()
+
+
+def test_a_deep_tree_costs_the_compiled_backend_no_python_step_per_node() -> None:
+    """Only levels do, not visited nodes; dense and row-wise."""
+
+    def num_lines(num_words: int, row_wise: bool) -> int:
+        tree = ClassTree.balanced(num_words, 2)
+        hidden = torch.randn(512, H, requires_grad=True)
+        weight = torch.randn(tree.num_rows, H, requires_grad=True)
+        target = torch.arange(512) * num_words // 512
+        events = Counter[str]()
+
+        def count(frame: Any, event: str, argument: Any) -> Any:
+            events[event] += 1
+            return count
+
+        for measured in (False, True):  # compiles and compares with the reference first
+            sys.settrace(count if measured else None)
+            try:
+                loss = hierarchical_cross_entropy(
+                    hidden, weight, target, tree, row_wise=row_wise, backend="compiled"
+                )
+                loss.backward()  # type: ignore[no-untyped-call]
+            finally:
+                sys.settrace(None)
+        return events["line"]
+
+    for row_wise in (False, True):
+        shallow, deep = num_lines(32, row_wise), num_lines(1 << 14, row_wise)
+        assert shallow > 200
+        assert deep - shallow < 20 * (14 - 5) < 512 * 5  # of the nodes visited below level 9

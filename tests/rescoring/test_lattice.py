@@ -1,0 +1,202 @@
+"""Lattices: both formats, mistakes, and a search that finds the best of all paths."""
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lm
+from data_prep.errors import UserError
+from lm.rescoring.lattice import Lattice, is_lattice, read_lattices
+from lm.rescoring.lattice_search import WordModel, Words, search, to_nbest
+from lm.rescoring.models import ArpaScores
+from lm.rescoring.weights import Weights
+from tests.commands.test_rescore import ARPA
+from tests.conftest import ADVERBS, NOUNS, VERBS
+
+SLF = """\
+VERSION=1.0
+base=10
+lmscale=2 wdpenalty=-0.5
+N=5 L=5
+I=0 W=!NULL
+I=1 W=the
+I=2 W=a
+I=3 W="cat"
+I=4 W=!NULL
+J=0 S=0 E=1 a=-1 l=-2
+J=1 S=0 E=2 a=-2 l=-1
+J=2 S=1 E=3 a=-1 l=-1
+J=3 S=2 E=3 a=-1 l=-1.5
+J=4 S=3 E=4 a=-0.25
+"""
+SLF_OF_LINKS = """\
+# words belong to links
+base=10 lmscale=2
+wdpenalty=-0.5
+start=a end=d
+I=a
+I=b
+I=c
+I=d
+J=0 S=a E=b W=the a=-1 l=-2
+J=1 S=a E=b W=a a=-2 l=-1
+J=2 S=b E=c W=cat a=-1 l=-1
+J=3 S=c E=d W=!NULL a=-0.25
+"""
+KALDI = """\
+first
+0 1 the 2,1,3_4
+0 2 a 1,2,
+1 3 cat 1,1
+2 3 cat 1.5,1
+3 0,0.25,5
+
+second
+0 1 3 <eps> 0.5,0.5
+1 2 7 dog 1,2
+2
+"""
+
+
+def paths(lattice: Lattice, node: int = 0) -> Iterator[tuple[Words, float, float]]:
+    """All paths to the end: words, acoustic and first-pass score."""
+    if node == lattice.num_nodes - 1:
+        yield (), 0.0, 0.0
+    for arc in lattice.leaving[node]:
+        for words, acoustic, first_pass in paths(lattice, arc.target):
+            word = () if arc.word is None else (arc.word,)
+            yield (*word, *words), acoustic + arc.acoustic, first_pass + arc.first_pass
+
+
+def test_both_formats_have_the_same_paths() -> None:
+    nats = math.log(10)
+    expected = [
+        (("the", "cat"), -2.25 * nats, -3 * nats),
+        (("a", "cat"), -3.25 * nats, -2.5 * nats),
+    ]
+    (slf,) = read_lattices("folder/u1.slf", SLF.splitlines())
+    (links,) = read_lattices("folder/u2.slf.gz", SLF_OF_LINKS.splitlines())
+    assert (slf.id, links.id, slf.lm_scale) == ("u1", "u2", 2)
+    assert slf.word_penalty == pytest.approx(0.5 * nats)
+    for lattice, first_pass in ((slf, -2.5), (links, -2)):
+        found = sorted(paths(lattice), reverse=True)
+        values = [expected[0], (expected[1][0], expected[1][1], first_pass * nats)]
+        for (words, *scores), (given, *others) in zip(found, values, strict=True):
+            assert words == given
+            assert scores == pytest.approx(others)
+    first, second = read_lattices("lattices", KALDI.splitlines())
+    found = sorted(paths(first), reverse=True)
+    assert found == [(("the", "cat"), -2.25, -3), (("a", "cat"), -3.25, -2.5)]
+    assert [first.id, *paths(second)] == ["first", (("dog",), -2.5, -1.5)]
+    assert is_lattice(SLF.splitlines())
+    assert is_lattice(["", *KALDI.splitlines()])
+    for line in ("u-1", "u-1 0 1", "u\t-3\tthe", "0\t1\tone"):
+        assert not is_lattice([line, "u-2 the"])
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (SLF.replace("E=4", "E=7"), "line 14: the link has no node, or an unknown one: 7"),
+        (SLF.replace("J=4 S=3 E=4", "J=4 S=3 E=1"), "a cycle through the node [13]"),
+        (SLF.replace("S=3 E=4", "S=3 E=0"), "expected one start node, got none"),
+        (SLF + "J=5 S=3 E=1\n", "x.slf: a cycle through the node [13]"),
+        (SLF.replace("a=-1 l=-2", "a=-1 l=nan"), "line 10: expected a finite score, got 'nan'"),
+        (SLF.replace("J=0 ", "J=0 word "), "line 10: expected fields NAME=VALUE, got 'J=0 word"),
+        (SLF + "I=5 L=sub\n", "line 15: a lattice in a lattice is not supported"),
+        (SLF_OF_LINKS.replace("end=d", "end=e"), "x.slf: no end node"),
+        (SLF_OF_LINKS.replace("end=d", "end=a").replace("start=a", "start=d"), "no arc leads to"),
+        ("u\n0 1 the 1,1\n1 0 cat 1,1\n1\n", "utterance u: a cycle through the node [01]"),
+        ("u\n0 1 the 1,1\n", "line 1: utterance u: no end node"),
+        ("u\n0 1 the 1,1\n5\n", "utterance u: no arc leads to the end node 5"),
+        ("u\n0 1 the 1,1\n2 3 cat 1,1\n3\n", "utterance u: no path leads from the start"),
+        ("u\n0 1 the 1,x\n1\n", "line 2: expected a finite score, got 'x'"),
+        ("u\n0 1\n1\n", "line 2: expected two states, a word and costs"),
+        ("u\n0 1 7 1,1\n1\n", "the words are numbers: replace them"),
+        ("u\n0 1 the 1,1\n1\n\nu\n0\n", "utterance u has two lattices"),
+        ("u\n0 1 the 1,1\n1\n\nu v\n0\n", "line 5: expected the id of an utterance, got 'u v'"),
+    ],
+)
+def test_damaged_lattices_are_refused(text: str, error: str) -> None:
+    with pytest.raises(UserError, match=error) as raised:
+        read_lattices("x.slf", text.splitlines())
+    assert "\n" not in str(raised.value)
+
+
+def made_lattice(seed: int) -> Lattice:
+    """A lattice of six layers of one to three nodes, with alternatives, silence and skips."""
+    rng = random.Random(seed)
+    vocabulary = ["the", "a", "old", "zebra", *NOUNS[:3], *VERBS[:3], *ADVERBS[:2]]
+    layers = [["0"], *[[f"{k}{n}" for n in range(rng.randint(1, 3))] for k in range(1, 6)], ["end"]]
+    rows = []
+    for k, layer in enumerate(layers[:-1]):
+        for source in layer:
+            for target in layers[k + 1] + (layers[k + 2] if k < 4 else [])[:1]:
+                for _ in range(rng.randint(1, 2)):
+                    word = rng.choice([*vocabulary, "<eps>"])
+                    costs = f"{rng.uniform(0, 6):.3f},{rng.uniform(0, 6):.3f}"
+                    rows.append((source, target, word, costs))
+    number = {name: k for k, name in enumerate(dict.fromkeys(name for r in rows for name in r[:2]))}
+    lines = [f"{number[s]} {number[t]} {word} {costs}" for s, t, word, costs in rows]
+    (lattice,) = read_lattices("made", ["u", *lines, str(number["end"])])
+    return lattice
+
+
+def best_of_all(
+    lattice: Lattice, weights: Weights, lm_scores: Callable[[list[str]], list[np.ndarray]]
+) -> dict[Words, float]:
+    """The total of each sequence of words of a lattice, by its best path."""
+    totals: dict[Words, float] = {}
+    texts = sorted({" ".join(words) for words, *_ in paths(lattice)})
+    lm_score = dict(zip(texts, (float(s.sum()) for s in lm_scores(texts)), strict=True))
+    for words, acoustic, first_pass in paths(lattice):
+        r = weights.first_pass_share
+        language = (1 - r) * lm_score[" ".join(words)] + r * first_pass
+        value = acoustic + weights.lm_weight * language - weights.insertion_penalty * len(words)
+        totals[words] = max(totals.get(words, -math.inf), value)
+    return totals
+
+
+@pytest.mark.parametrize("name", ["lstm_run", "transformer_run", "both"])
+def test_a_large_beam_finds_the_best_of_all_paths(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    (tmp_path / "model.arpa").write_text(ARPA)
+    arpa = ArpaScores(tmp_path / "model.arpa")
+    run: Path = request.getfixturevalue("lstm_run" if name == "both" else name)
+    model = lm.load(run, vocabulary_size=1000)
+    models: list[WordModel] = [model, arpa] if name == "both" else [model]
+    share = 0.3 if name == "both" else 1.0
+
+    def lm_scores(texts: list[str]) -> list[np.ndarray]:
+        ours = [score.log_prob for score in model.score(texts)]
+        with np.errstate(divide="ignore"):
+            pairs = zip(ours, arpa(texts), strict=True)
+            return [np.logaddexp(np.log(share) + x, np.log(1 - share) + y) for x, y in pairs]
+
+    weights = Weights(lm_weight=0.7, insertion_penalty=-0.4, first_pass_share=0.25, mixture=share)
+    lattice = made_lattice(3)
+    totals = best_of_all(lattice, weights, lm_scores)
+    assert len(totals) > 100
+    found = search(lattice, weights, len(list(paths(lattice))), models)
+    assert [words for words, _ in found][:20] == sorted(totals, key=lambda w: -totals[w])[:20]
+    assert len(found) == len(totals)
+    narrow = search(lattice, weights, 2, models)
+    assert totals[narrow[0][0]] <= totals[found[0][0]]
+
+
+def test_the_first_pass_is_that_of_the_lattice_alone() -> None:
+    for seed in range(6):
+        lattice = made_lattice(seed)
+        nbest = to_nbest("made", [lattice])
+        totals: dict[str, float] = {}
+        for words, acoustic, first_pass in paths(lattice):
+            text, value = " ".join(words), acoustic + lattice.lm_scale * first_pass
+            totals[text] = max(totals.get(text, -math.inf), value)
+        best = sorted(totals, key=lambda text: -totals[text])[:100]
+        assert nbest.texts == best
+        assert nbest.scores @ [1, lattice.lm_scale] == pytest.approx([totals[t] for t in best])

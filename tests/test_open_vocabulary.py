@@ -1,0 +1,267 @@
+"""With an open vocabulary every string has a probability, the same in every way to ask for it."""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lm
+from data_prep.errors import UserError
+from lm.evaluation import evaluate_split, evaluate_text
+from lm.loaded import LoadedModel
+from lm.rescoring.models import RunScores
+from lm.run import Run
+from lm.scoring import Scorer
+from tests.conftest import main
+from tests.data_prep.tokenizer.spelling import Definition
+
+LINES = ["ab b ba", "b aab ab", "", "ba b <unk> ab bé", "b bab abb b ab", "aab abaab"] * 4
+LINES += ["abba baa bbab", "abab baab <unk>"]
+SENTENCES = ["ab baba b", "bbb é <unk> aba", "", "b ab", "日本"]
+OPTIONS = ["--train.max_steps=9", "--train.batch_size=2", "--model.hidden=8", "--model.layers=1"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`trained(name, *options)`: a run on `LINES`, words that occur once are `<unk>`."""
+    corpus = tmp_path_factory.mktemp("letters")
+    for split, lines in (("train", LINES), ("test", SENTENCES)):
+        (corpus / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    config = corpus / "letters.yaml"
+    config.write_text(
+        f"name: letters\ndata: {{dir: {corpus}, files: {{train: train.txt, test: test.txt}}}}\n"
+        "tokenizer: {min_count: 2}\ntrain: {seq_len: 4, threads: 1}\n"
+    )
+
+    def train(name: str, *options: str) -> Path:
+        folder = tmp_path_factory.mktemp(name) / "run"
+        arguments = [str(config), f"--run_dir={folder}", "--no-progress", *OPTIONS, *options]
+        assert main(["train", *arguments]) == 0
+        return folder
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def run(trained: Callable[..., Path]) -> Path:
+    return trained("words")
+
+
+@pytest.fixture(scope="module")
+def loaded(run: Path) -> LoadedModel:
+    loaded = lm.load(run, open_vocabulary=True)
+    loaded.model.double()
+    return loaded
+
+
+def log_shares(loaded: LoadedModel, words: list[str]) -> Any:
+    """log P(word | `<unk>`) by the run's speller."""
+    return Run(loaded._run.folder).speller.log_prob(words)
+
+
+def test_known_words_and_all_spellings_add_up_to_1(loaded: LoadedModel) -> None:
+    types = list(dict.fromkeys(word for line in LINES for word in line.split()))
+    definition = Definition([word for word in types if word != "<unk>"], 7)
+    known = [loaded.tokenizer.token(id) for id in range(loaded.vocab_size)]
+    words = definition.words(3)
+    numbers = [definition.others(word) - (word == "b~" and "bé" in known) for word in words]
+    mass = sum(definition.prob(each) / definition.others(each) for each in ["", *known])
+    longer = sum(definition.prob(word, ends=False) for word in words if len(word) == 3)
+    longer -= sum(definition.prob(word) for word in words if len(word) == 3)
+    in_longer = [word for word in known if len(word) > 3]
+    longer -= sum(definition.prob(word) / definition.others(word) for word in in_longer)
+    share = (5 + 0.5) / (5 + 5 + 1)  # of 5 literal `<unk>` among 10 unknown words of the text
+    for prefix in ("", "b aab", "ab zebra\nb"):
+        each = loaded.log_prob(prefix).exp()
+        unk = float(each[loaded.unk_id])
+        unknown = [word not in known for word in words]
+        prob = loaded.candidate_log_prob(prefix, words).exp().numpy() * numbers
+        (literal,) = loaded.candidate_log_prob(prefix, ["<unk>"]).exp().tolist()
+        assert literal == pytest.approx(unk * share, rel=1e-9)
+        rest = unk * (1 - share) * longer / (1 - mass)
+        total = float(each.sum()) - unk + prob[unknown].sum() + literal + rest
+        assert total == pytest.approx(1, abs=1e-9)
+
+
+def test_all_ways_to_score_agree(loaded: LoadedModel) -> None:
+    plain = lm.load(loaded._run.folder)
+    plain.model.double()
+    words: list[str | int] = ["ab", "baba", "<unk>", "b é", "日本", loaded.eos_id, "aba"]
+    shares = np.zeros(len(words))
+    for place in (1, 2, 3, 4, 6):
+        shares[place] = log_shares(loaded, [str(words[place]).split()[-1]])[0]
+    states, plain_states = ([each.start("b ab")] * len(words) for each in (loaded, plain))
+    steps = plain.step_many(plain_states, words)
+    expected = (np.array([step.log_prob for step in steps]) + shares).tolist()
+    assert [step.log_prob for step in loaded.step_many(states, words)] == pytest.approx(expected)
+    assert loaded.candidate_log_prob("b ab", words).tolist() == pytest.approx(expected)
+    (row,) = loaded.candidate_log_probs(states[:1], words).tolist()
+    assert row == pytest.approx(expected)
+    single = [word for word in words if word != "b é"]  # one token each
+    expected = [value for value, word in zip(expected, words, strict=True) if word != "b é"]
+    assert loaded.candidate_log_prob("b ab", single).tolist() == pytest.approx(expected)
+    assert loaded.candidate_log_probs(states[:2], single)[1].tolist() == pytest.approx(expected)
+    unk = loaded.unk_id
+    assert unk is not None
+    assert loaded.step(states[0], unk).log_prob == plain.step(plain_states[0], unk).log_prob
+    for sentence, score in zip(SENTENCES, loaded.score(SENTENCES), strict=True):
+        state, each = loaded.start(), []
+        units: list[str | int] = [*sentence.split(), loaded.eos_id]
+        for word in units:
+            log_prob, state = loaded.step(state, word)
+            each.append(log_prob)
+        assert score.log_prob == pytest.approx(each)
+
+
+def test_evaluation_and_stream_add_the_spellings(loaded: LoadedModel, run: Path) -> None:
+    text = "\n".join(SENTENCES)
+    plain = lm.load(run).evaluate(text)
+    spelling = -log_shares(loaded, ["baba", "bbb", "é", "<unk>", "aba", "日本"]).sum()
+    nll = plain.nll_nats + spelling
+    num_bytes = len(text.encode()) + 1
+    figures: dict[str, Any] = {
+        "nll_nats": nll,
+        "spelling_nats": spelling,
+        "perplexity": math.exp(nll / plain.tokens),
+        "word_perplexity": math.exp(nll / (plain.words + plain.lines)),
+        "bits_per_byte": nll / math.log(2) / num_bytes,
+    }
+    approximate: dict[str, Any] = {name: pytest.approx(each) for name, each in figures.items()}
+    expected = replace(plain, **approximate)
+    opened = Run(run)
+    assert evaluate_text(opened, SENTENCES, progress=False, open_vocabulary=True) == expected
+    assert evaluate_split(opened, "test", progress=False, open_vocabulary=True) == expected
+    assert lm.load(run, open_vocabulary=True).evaluate(text) == expected
+    context = opened.description.context
+    scorer = Scorer(opened.model, opened.tokenizer, context=context, speller=opened.speller)
+    total = sum(score.log_prob.sum() for score in scorer.stream(SENTENCES))
+    assert total == pytest.approx(-nll)
+
+
+def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
+    run: Path, trained: Callable[..., Path]
+) -> None:
+    def bits(folder: Path, line: str) -> float | None:
+        lines = [line, "b"]
+        return evaluate_text(Run(folder), lines, progress=False, open_vocabulary=True).bits_per_byte
+
+    assert bits(run, "ab zebra") is not None
+    for line in ("ab  zebra", " ab zebra", "ab zebra ", "ab\tzebra", "ab\u00a0zebra", "ab <eos> b"):
+        assert bits(run, line) is None
+    lower = trained("lower", "--tokenizer.lowercase=true")
+    assert bits(lower, "ab zebra") is None
+    marks = trained("marks", "--tokenizer.split_punctuation=true")
+    spelled = evaluate_text(Run(marks), ["zebra, b"], progress=False, open_vocabulary=True)
+    (expected,) = -Run(marks).speller.log_prob(["zebra"]) - Run(marks).speller.log_prob([","])
+    assert spelled.spelling_nats == pytest.approx(expected)
+    assert spelled.bits_per_byte is None
+
+
+def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
+    trained: Callable[..., Path],
+) -> None:
+    kind = ["--tokenizer.kind=sentencepiece", "--output.tree=full", "--tokenizer.min_count=1"]
+    whole = trained("bytes", *kind, "--tokenizer.byte_fallback=true", "--tokenizer.vocab_size=270")
+    plain, spelled = (
+        evaluate_split(Run(whole), "test", progress=False, open_vocabulary=is_open)
+        for is_open in (False, True)
+    )
+    assert (plain.bits_per_byte, plain.oov) == (None, 1)  # `<unk>` itself
+    assert spelled.nll_nats == plain.nll_nats
+    assert spelled.bits_per_byte == plain.nll_nats / math.log(2) / plain.utf8_bytes
+    partial = trained("pieces", *kind, "--tokenizer.vocab_size=10")
+    with pytest.raises(UserError, match="the text has pieces that the model does not know"):
+        evaluate_split(Run(partial), "test", progress=False, open_vocabulary=True)
+    with pytest.raises(UserError, match="run has pieces of words, which spell unknown words"):
+        lm.load(whole, open_vocabulary=True)
+
+
+def test_commands_spell_on_request(
+    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def printed(*arguments: object) -> str:
+        capsys.readouterr()
+        assert main([str(each) for each in arguments]) == 0
+        return capsys.readouterr().out
+
+    opened = Run(run)
+    expected = evaluate_split(opened, "test", progress=False, open_vocabulary=True)
+    found: dict[str, Any] = json.loads(printed("evaluate", run, "--open-vocabulary", "--json"))
+    assert found == expected.to_dict()
+    assert json.loads((run / "evaluate-test-open.json").read_text()) == found
+    table = printed("evaluate", run, "--open-vocabulary")
+    assert f"{expected.oov}, spelled in {expected.spelling_nats:.1f} nats" in table
+    assert f"{expected.bits_per_byte:.4f}" in table
+    assert "per word and line end, unknown words spelled" in table
+    (tmp_path / "text").write_text("\n".join(SENTENCES) + "\n")
+    options = [run, tmp_path / "text", "--open-vocabulary", "--format=json", "--unit=nats"]
+    *rows, _ = map(json.loads, printed("score", *options).splitlines())
+    scores = lm.load(run, open_vocabulary=True).score(SENTENCES)
+    expected_rows = [float(score.log_prob.sum()) for score in scores]
+    assert [row["log_prob"] for row in rows] == pytest.approx(expected_rows, rel=1e-6)
+    rescoring = RunScores(opened, SENTENCES, open_vocabulary=True)
+    assert [each.sum() for each in rescoring(SENTENCES)] == pytest.approx(expected_rows)
+    (tmp_path / "list").write_text("".join(f"a\t0\t{line}\n" for line in SENTENCES))
+    assert printed("rescore", run, tmp_path / "list", "--lm-weight=1", "--open-vocabulary")
+
+
+def test_drawn_unknown_words_are_spelled(run: Path) -> None:
+    model = lm.load(run)
+    options: dict[str, Any] = {"num_tokens": 60, "num_samples": 4, "seed": 5}
+    plain = model.generate(allow_unk=True, **options)
+    spelled = model.generate(spell_unk=True, **options)
+    assert "<unk>" in "".join(plain)
+    assert spelled == model.generate(spell_unk=True, **options)
+    drawn: list[str] = []
+    for before, after in zip(plain, spelled, strict=True):
+        pattern = re.escape(before).replace("<unk>", r"([ab]+)")
+        match = re.fullmatch(pattern, after)
+        assert match
+        drawn += match.groups()
+    assert len(set(drawn)) > 3
+    assert not {model.tokenizer.encode(word)[0] for word in drawn} - {model.unk_id}
+
+
+def test_a_run_without_a_speller_takes_that_of_its_prepared_data(
+    run: Path, tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    words = ["baba", "é"]
+    expected = Run(run).speller.log_prob(words).tolist()
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "speller.npz").unlink()
+    assert Run(copy).speller.log_prob(words).tolist() == expected
+    shutil.rmtree(copy / "data")
+    assert "is not a prepared folder" in complaint("score", copy, "--open-vocabulary")
+    for verb, options, message in (
+        ("score", ["--vocabulary-size=99"], "not allowed with argument"),
+        ("score", ["--details", "--level=word", "--format=tsv"], "--details excludes --open"),
+        ("evaluate", ["--arpa=x"], "--arpa excludes --open-vocabulary"),
+    ):
+        assert message in complaint(verb, run, "--open-vocabulary", *options)
+    both = "--allow-unk and --spell-unk exclude each other"
+    assert complaint("generate", run, "--allow-unk", "--spell-unk") == both
+    message = "--spell-unk cannot be combined with --beams"
+    assert message in complaint("generate", run, "--beams=2", "--spell-unk")
+    with pytest.raises(UserError, match="a vocabulary size and an open vocabulary exclude"):
+        lm.load(run, open_vocabulary=True, vocabulary_size=99)
+
+
+def test_a_split_whose_text_changed_is_refused(trained: Callable[..., Path]) -> None:
+    folder = trained("changed", "--train.max_steps=1")
+    opened = Run(folder)
+    text = Path(opened.config.data.dir, "test.txt")
+    content = text.read_text()
+    try:
+        text.write_text(content + "more\n")
+        with pytest.raises(UserError, match="the text of test is not the one that was prepared"):
+            evaluate_split(opened, "test", progress=False, open_vocabulary=True)
+    finally:
+        text.write_text(content)

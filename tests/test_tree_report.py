@@ -1,0 +1,90 @@
+"""Report and picture of trees of any depth."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm.cli import main
+from lm.output import ClassTree
+from lm.tree_picture import boxes_of
+from lm.tree_report import top_words_below, tree_report
+
+from .output.decoding.truth import TREES
+
+
+@pytest.mark.parametrize("shape", TREES)
+def test_figures_are_sums_over_the_paths_of_tokens(shape: str) -> None:
+    tree = TREES[shape](23)
+    counts = torch.arange(23) ** 2 + 1
+    report = tree_report(tree, counts, num_nodes=10**6, num_top_words=2)
+    share = counts.double() / counts.sum()
+    paths = [[node for node, _ in tree.path(word)] for word in range(23)]
+    columns = [int(tree.num_children[path].sum()) for path in paths]
+    for found, each in (
+        (report.visits_per_token, [len(path) for path in paths]),
+        (report.columns_per_token, columns),
+    ):
+        assert found == pytest.approx(float(share @ torch.tensor(each).double()))
+    assert sum(level.num_words for level in report.levels) == 23
+    assert sum(level.num_nodes for level in report.levels) == len(report.nodes) == tree.num_nodes
+    for node in report.nodes:
+        below = [word for word in range(23) if node.node in paths[word]]
+        assert node.words == len(below)
+        assert node.token_mass == pytest.approx(float(share[below].sum()))
+        assert node.top_words == tuple(sorted(below, reverse=True)[:2])
+    assert top_words_below(tree, counts, [0], 23) == [tuple(reversed(range(23)))]
+
+
+@pytest.mark.parametrize("shape", TREES)
+def test_boxes_of_children_fill_that_of_their_parent(shape: str) -> None:
+    tree = TREES[shape](23)
+    counts = torch.arange(23) + 1
+    boxes = boxes_of(tree, counts, 0.0)
+    assert len(boxes) == tree.num_rows + 1
+    for level in range(tree.depth):
+        nodes = sum(box.height for box in boxes if box.level == level and box.item < 0)
+        below = [box for box in boxes if box.level == level + 1]
+        assert sum(box.height for box in below) == pytest.approx(nodes)
+    words = {box.item: box.height for box in boxes if box.item >= 0}
+    assert [words[word] for word in range(23)] == pytest.approx((counts / counts.sum()).tolist())
+    assert sum(box.height for box in boxes_of(tree, counts, 0.05) if box.item >= 0) < 1
+
+
+def test_a_deep_tree_is_trained_used_reported_and_drawn(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--output.tree=multi_level", "--classes.depth=4", f"--run_dir={tmp_path / 'run'}"]
+    assert main(["train", str(tiny), *options, "--train.max_steps=3", "--no-progress"]) == 0
+    run = str(tmp_path / "run")
+    capsys.readouterr()
+    for verb in (["evaluate", run], ["generate", run, "--tokens=3"], ["info", run]):
+        assert main(verb) == 0
+    assert main(["generate", run, "--tokens=3", "--beams=2"]) == 0
+    capsys.readouterr()
+    assert main(["classes", run, "--json", f"--plot={tmp_path / 'tree.svg'}", "--nodes=7"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["depth"] == len(report["levels"]) == 4
+    assert len(report["nodes"]) == 7
+    assert report["nodes"][0]["top_words"][0] in (tmp_path / "tree.svg").read_text()
+    assert main(["classes", run, "--nodes=5"]) == 0
+    assert f"({report['num_nodes'] - 5:,} further nodes: --nodes)" in capsys.readouterr().out
+
+
+def test_a_taxonomy_is_a_tree(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("tea milk tea saw tea\n" * 5)
+    (tmp_path / "shop").write_text("tea\tfood/drinks\nmilk\tfood/drinks/cold\nsaw\ttools\n")
+    options = [f"--data.dir={tmp_path}", "--data.files={train: text.txt}", "--classes.depth=5"]
+    options += ["--output.tree=multi_level", "--classes.method=file", "--classes.file=shop"]
+    options += ["--classes.file_format=taxonomy", f"--run_dir={tmp_path / 'run'}"]
+    assert main(["prepare", str(tiny), *options]) == 0
+    assert main(["classes", str(tiny), *options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = {tuple(node["top_words"]) for node in report["nodes"]}
+    assert {("tea", "milk"), ("milk",), ("saw",)} < found
+    assert report["depth"] == 4
+    tree = ClassTree.from_levels([[0, 0, 1, 2, 2], [0, 0, -1, -1, -1], [-1, 0, -1, -1, -1]])
+    assert report["num_nodes"] == tree.num_nodes
