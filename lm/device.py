@@ -1,5 +1,6 @@
 """Where a model computes: devices, CPU threads, and the memory available there."""
 
+import ctypes
 import logging
 import os
 from pathlib import Path
@@ -16,6 +17,10 @@ CGROUPS = (
 """Of cgroups 2 and 1: files of limit and usage, and which usage is released on demand."""
 GPU_SHARE = 0.8
 """Part of a GPU's free memory that the weights of a model may take; states and batches follow."""
+KEPT_BYTES = 1 << 25
+"""Largest size of blocks that training keeps when they are freed; the most that glibc takes."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt, from glibc's malloc.h."""
 _log = logging.getLogger(__name__)
 
 
@@ -53,6 +58,21 @@ def set_num_threads(num_threads: int | None) -> None:
     if num_threads > processors:
         _log.warning("%d threads on %d processors: using %d", num_threads, processors, processors)
     torch.set_num_threads(min(num_threads, processors))
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep blocks of up to `KEPT_BYTES` that it frees for its next allocations.
+
+    By default, glibc returns them to the system, which clears them again page by page: allocating
+    the gradients of a training step can take as long as to compute them. Larger blocks would leave
+    gaps into which the next ones do not fit. Without glibc, or where the user has set one of its
+    variables MALLOC_…_, it does nothing.
+    """
+    is_set = any(name.startswith("MALLOC_") and name.endswith("_") for name in os.environ)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version") and not is_set:
+        library.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+        library.mallopt(M_TRIM_THRESHOLD, 8 * KEPT_BYTES)
 
 
 def available_bytes(device: torch.device) -> int | None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,3 +86,25 @@ def test_there_are_at_most_as_many_threads_as_processors(
     assert main(["evaluate", str(lstm_run), "--threads=1024"]) == 0
     assert counts == [2]
     assert "1024 threads on 2 processors: using 2" in caplog.messages
+
+
+def test_freed_memory_is_kept_unless_the_user_has_set_malloc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """32 MB is the most that glibc takes."""
+    calls: list[tuple[int, int]] = []
+    library = SimpleNamespace(
+        mallopt=lambda *setting: calls.append(setting), gnu_get_libc_version=str
+    )
+    monkeypatch.setattr("lm.device.ctypes.CDLL", lambda _: library)
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    module.keep_freed_memory()
+    assert calls == [(-3, 32 << 20), (-1, 256 << 20)]
+    monkeypatch.setenv("MALLOC_ARENA_MAX_", "4")
+    module.keep_freed_memory()
+    assert len(calls) == 2
+    monkeypatch.delenv("MALLOC_ARENA_MAX_")
+    del library.gnu_get_libc_version
+    module.keep_freed_memory()
+    assert len(calls) == 2

@@ -15,6 +15,7 @@ from typing import Any
 from data_prep.errors import UserError
 from data_prep.storage import locked, make_folder
 from lm.config import Config
+from lm.device import keep_freed_memory
 from lm.evaluation import perplexity_rule, token_unit
 from lm.model.files import DESCRIPTION
 from lm.run import Run
@@ -85,6 +86,7 @@ def train(
                 if is_main:
                     write_run_metadata(run)
                 loggers = open_loggers(config, state, progress=progress) if is_main else []
+                keep_freed_memory()  # of the steps, not of the initialization
                 try:
                     _fit(state, loggers, signals, stop_after_validation)
                 finally:

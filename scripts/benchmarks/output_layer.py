@@ -1,12 +1,15 @@
 """Time and memory of the output layer and its peers, forward and backward, and their lower bound.
 
 All methods run in one process, in turn, on the same hidden vectors and targets (Zipf: P(w) ∝ 1 /
-rank). A figure is the median over the rounds; compare ratios, not times. The methods:
+rank). A figure is the median over the rounds; compare ratios, not times. Our methods run with each
+of --backends, by default the one that users get, `auto`, and the reference. The methods:
 
   random     ours, two levels, √N classes of √N words assigned at random: nearly every class is
              visited, as with classes by meaning. "÷ ours" is relative to the first line: to this
              method on the first of --backends, unless it is left out
   blocks     ours, two levels, √N classes of √N words of neighbouring frequency rank
+  clustered  as `random`, with classes of uneven sizes (log-normal, at most 4 √N words), as clusters
+             of words have
   shortlist  the same, with the √N most frequent words as children of the root
   balanced   ours, three levels, N^1/3 children each
   huffman    ours, by frequency, 16 children each
@@ -45,7 +48,7 @@ from torch import Tensor
 
 from lm.device import available_bytes
 from lm.output import ClassTree, hierarchical_cross_entropy
-from lm.output.backends.base import row_size
+from lm.output.backends import base, choose_backend
 from lm.output.backends.triton.launch import instrumented
 from lm.output.functional import BackendName
 from scripts.benchmarks import measure, reporting
@@ -59,18 +62,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rows": [(10_000, 300), (33_278, 300), (267_735, 300)],
         "positions": 2048,
         "dtype": "fp32",
-        "backends": ["compiled", "reference"],
+        "backends": ["auto", "reference"],
     },
     "cuda": {
         "rows": [(33_278, 650), (267_735, 1024), (800_000, 1024), (10_000_000, 300)],
         "positions": 16384,
         "dtype": "bf16",
-        "backends": ["triton", "reference"],
+        "backends": ["auto", "reference"],
     },
 }
 TREES: dict[str, Callable[[int, Tensor], ClassTree]] = {
     "random": lambda n, counts: ClassTree.two_level(torch.randperm(n) % round(math.sqrt(n))),
     "blocks": lambda n, counts: rank_blocks(n),
+    "clustered": lambda n, counts: ClassTree.two_level(uneven_classes(n)),
     "shortlist": lambda n, counts: rank_blocks(n, round(math.sqrt(n))),
     "balanced": lambda n, counts: ClassTree.balanced(n, math.ceil(round(n ** (1 / 3), 9))),
     "huffman": lambda n, counts: ClassTree.huffman(counts, arity=16),
@@ -108,9 +112,21 @@ def rank_blocks(vocab_size: int, num_shortlist: int = 0) -> ClassTree:
     return ClassTree.two_level(word_class, num_shortlist)
 
 
+def uneven_classes(vocab_size: int) -> Tensor:
+    """Class [N] of each word, one of √N drawn in proportion to log-normal numbers."""
+    share = torch.randn(round(math.sqrt(vocab_size))).mul_(0.7).exp_()
+    share = share.clamp_(max=4 * float(share.mean()))
+    word_class = torch.multinomial(share, vocab_size, replacement=True)
+    number: Tensor = torch.unique(word_class, return_inverse=True)[1]
+    return number
+
+
 def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] = Method) -> Method:
     """This project's layer on one of the problem's trees."""
-    tree = problem.trees[name]
+    tree, hidden = problem.trees[name], problem.hidden
+    sizes = (problem.num_positions, problem.hidden_size)
+    posed = base.Problem.without_values(*sizes, tree, hidden.dtype)
+    chosen = choose_backend(backend, posed, hidden.device)
 
     def build() -> Layer:
         ((weight, bias),) = split_rows(problem.rows, problem.bias, 0, tree.num_rows)
@@ -120,10 +136,10 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
 
         return loss, [weight, bias]
 
-    slow = name == "tree_full" or (backend == "reference" and problem.hidden.is_cuda)
+    slow = name == "tree_full" or (chosen == "reference" and hidden.is_cuda)
     labels: dict[type[Method], str] = {GraphMethod: "graph", DependentMethod: "dependent"}
     label = labels.get(kind, name)
-    return kind(label, problem, build, tree=tree, backend=backend, slow=slow)
+    return kind(label, problem, build, tree=tree, backend=chosen, slow=slow)
 
 
 def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace) -> Problem:
@@ -141,7 +157,7 @@ def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace)
         hidden=torch.randn(options.positions, hidden_size, **like),
         target=target.to(options.device),
         trees=trees,
-        rows=torch.randn(num_rows, row_size(hidden_size), **like).mul_(0.05),
+        rows=torch.randn(num_rows, base.row_size(hidden_size), **like).mul_(0.05),
         bias=torch.randn(num_rows, **like).mul_(0.05),
         cutoffs=options.cutoffs or usual_cutoffs(vocab_size),
     )
@@ -155,7 +171,8 @@ def make_methods(problem: Problem, options: argparse.Namespace) -> list[Method]:
         for name in TREES
         if name in options.methods
     ]
-    if "triton" in options.backends and problem.hidden.is_cuda:
+    fused = any(method.backend == "triton" for method in methods)
+    if fused and problem.hidden.is_cuda:
         for name, kind in (("graph", GraphMethod), ("dependent", DependentMethod)):
             methods += [ours(problem, "random", "triton", kind)] * (name in options.methods)
     return methods + [make(problem) for name, make in PEERS.items() if name in options.methods]
@@ -249,8 +266,8 @@ def compare(
 
 def make_rows(methods: list[Method], peak: Work) -> list[Row]:
     """The figures of each method, as the log has them."""
-    base = next((m for m in methods if m.backend != "torch" and not m.refused), None)
-    base_seconds = base and statistics.median(base.seconds())
+    own = next((m for m in methods if m.backend != "torch" and not m.refused), None)
+    own_seconds = own and statistics.median(own.seconds())
     rows = []
     for method in methods:
         seconds = method.seconds()
@@ -270,8 +287,8 @@ def make_rows(methods: list[Method], peak: Work) -> list[Row]:
                 "seconds_min": min(seconds, default=None),
                 "rounds": len(seconds),
                 "timed_positions": method.num_positions,
-                "ours": base and base.label,
-                "ratio_to_ours": median / base_seconds if median and base_seconds else None,
+                "ours": own and own.label,
+                "ratio_to_ours": median / own_seconds if median and own_seconds else None,
                 "ratio_to_floor": median / floor_seconds if median and floor_seconds else None,
                 "loss": None if method.refused else float(method.last_loss),
                 "peak_bytes": method.peak_bytes,
@@ -311,7 +328,7 @@ def parse_options() -> argparse.Namespace:
     add(
         "--backends",
         nargs="+",
-        choices=["compiled", "reference", "triton"],
+        choices=["auto", "compiled", "reference", "triton"],
         help="backends of our methods",
     )
     add("--cutoffs", type=int, nargs="+", help="where clusters of the adaptive softmax begin")

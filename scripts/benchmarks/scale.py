@@ -41,7 +41,7 @@ import torch
 from scripts.benchmarks import reporting
 from scripts.benchmarks.measure import DTYPES, TOLERANCE, is_out_of_memory, memory_limit
 from scripts.benchmarks.reporting import Row, Table
-from scripts.benchmarks.steps import METHODS, NUM_SEQUENCES, measure
+from scripts.benchmarks.scale_methods import METHODS, NUM_SEQUENCES, measure
 
 AGREEING = ("layer", "dense", "gather", "host", "loop")
 """Methods that have the same loss."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lm.device import keep_freed_memory
 from lm.output import HierarchicalSoftmax
 from lm.output.backends.base import followed_by_zeros
 from lm.run import Run
@@ -53,6 +54,7 @@ def start_training(
     chosen += ["word_table.gradients=dense"] if name == "torch" else []
     run = Run.read(config_file, [*overrides, *(f"--{o}" for o in [*chosen, *others])])
     run.prepare()
+    keep_freed_memory()
     fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
     batches.num_steps = num_steps
     state = TrainingState(fabric, run, batches, None)

@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 from scripts.reproduction.runs import read_tables, validations
 from scripts.reproduction.tables import Row, read_log
 
+PARTS = ("data", "embedding", "backbone", "layer", "clipping", "optimizer", "loop")
+"""Of a training step, fields of the log `step`."""
 LAYERS = {
     "full": ("full softmax", "C3"),
     "adaptive": ("adaptive softmax", "C1"),
@@ -30,7 +32,9 @@ def draw_vocabularies(results: Path, path: Path) -> None:
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     for method, (label, color) in LAYERS.items():
-        rows = read_log(results, "output_layer", {"method": method, "refused": None})
+        rows = read_log(
+            results, "output_layer", {"method": method, "refused": None, "dtype": "fp32"}
+        )
         for row in rows:
             # Weights take as much memory as their gradients.
             row["memory"] = row["gradient_bytes"] + row["peak_bytes"]
@@ -46,6 +50,28 @@ def draw_vocabularies(results: Path, path: Path) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(True, alpha=0.3)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=120)
+
+
+def draw_steps(results: Path, path: Path) -> None:
+    """Draw the parts of training steps as bars, each with the plain loop's time, from `step`."""
+    rows = {(row["config"], row["tree"]): row for row in read_log(results, "step")}
+    figure = Figure(figsize=(9, 1.4 + 0.6 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    for place, row in enumerate(rows.values()):
+        begin = 0.0
+        for number, part in enumerate(PARTS):
+            width, label = 1e3 * row["seconds"] * row[part], part if place == 0 else None
+            axes.barh(place, width, left=begin, color=f"C{number}", label=label)
+            begin += width
+        plain = 1e3 * row["seconds"] / (1 + row["overhead"])
+        label = "plain loop" if place == 0 else None
+        axes.plot([plain, plain], [place - 0.4, place + 0.4], color="k", label=label)
+    labels = [f"{config.removesuffix('.yaml')}\n{tree.split(',')[0]}" for config, tree in rows]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set(xlabel="milliseconds per step")
+    axes.invert_yaxis()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=120)
 
 

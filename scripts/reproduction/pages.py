@@ -11,7 +11,13 @@ from pathlib import Path
 from data_prep.errors import UserError
 from lm.config.reference import sections
 from scripts import markdown
-from scripts.reproduction.figures import draw_curves, draw_ranks, draw_trees, draw_vocabularies
+from scripts.reproduction.figures import (
+    draw_curves,
+    draw_ranks,
+    draw_steps,
+    draw_trees,
+    draw_vocabularies,
+)
 from scripts.reproduction.runs import RESULTS, TOP
 from scripts.reproduction.tables import generate_tables
 
@@ -92,6 +98,7 @@ def write_pages() -> None:
     for page in pages():
         page.write_text(update(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
     draw_vocabularies(RESULTS, RESULTS / "vocabularies.png")
+    draw_steps(RESULTS, RESULTS / "step.png")
     draw_ranks(RESULTS, RESULTS / "log_prob_rank.png")
     draw_curves("ptb_time", RESULTS, RESULTS / "ptb_time" / "perplexity_over_time.png")
     draw_trees(RESULTS, RESULTS / "trees.png")

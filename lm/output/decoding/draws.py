@@ -204,7 +204,7 @@ class RejectionSampler:
         below = _Trial(trial.position, *(torch.empty_like(tensor) for tensor in trial[1:]))
         new_items = []
         expansions = self._expander.expand(trial.position, ~trial.item, trial.log_prob)
-        for visit, log_prob, item in expansions:
+        for visit, log_prob, item, only_words in expansions:
             parent, point = trial.select(visit), uniform[visit]
             log_weight = self._weigh(log_prob, item)
             if not self._exact:
@@ -213,7 +213,7 @@ class RejectionSampler:
                 share = (log_total - parent.log_weight).exp().clamp(max=1)
                 accepted[visit] = point < share
                 point = torch.where(accepted[visit], point / share, 0)  # uniform again
-                if bool((item < 0).any()):
+                if not only_words and bool((item < 0).any()):
                     self._log_weight[parent.position, parent.column] = -torch.inf
                     new_items.append(Children(parent.position, log_prob, item))
             child = draw(log_weight, point)

@@ -5,8 +5,9 @@ is item ~n = -1 - n. A penalty θ ≥ 1 multiplies the log-probabilities of some
 still, no word below a node is more probable than the node.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,7 @@ class Children(NamedTuple):
     row: Tensor  # [V'] int64, index of the visit or of the row
     log_prob: Tensor  # [V', M]
     item: Tensor  # [M] or [V', M] int64
+    only_words: bool = False  # whether all of them are known to be words
 
 
 class Penalty(NamedTuple):
@@ -84,34 +86,43 @@ class Expander:
         """
         return max(0.0, 1 - power) * self.tree.num_words_below.double().log()
 
-    def expand(self, position: Tensor, node: Tensor, log_prob: Tensor) -> Iterator[Children]:
+    @cached_property
+    def num_node_rows(self) -> int:
+        """How many rows there are up to the last one of a node: words alone have those after it."""
+        return int(self.tree.row_of_node.max()) + 1
+
+    def expand(self, position: Tensor, node: Tensor, log_prob: Tensor) -> list[Children]:
         """Expands node [V] of log_prob [V] at position [V]: the children of each distinct node.
 
-        A log-probability that is not finite raises a ValueError.
+        The host waits for the device a number of times that does not depend on how many nodes there
+        are. A log-probability that is not finite raises a ValueError.
         """
         order = node.argsort(stable=True)
+        found, finite = [], []
         for each in visited_nodes(node[order][None], self.tree):
             visit, rows = order[each.visits], each.rows
             bias = None if self.bias is None else self.bias[rows]
             log_q = node_log_softmax(self.hidden[position[visit]], self.weight[rows], bias)
-            self._check_finite(log_q, position[visit])
-            self.num_expanded += visit.numel()
+            finite.append(log_q.isfinite().all(dim=1))
             children = log_prob[visit, None] + log_q
             if self.penalty is not None:
                 factor, row = self.penalty
-                column = row[position[visit]] - rows.start  # [V', L], of which some are children
-                which = ((column >= 0) & (column < log_q.shape[1])).nonzero(as_tuple=True)
-                index = (which[0], column[which])
-                children[index] = (factor * children[index]).clamp(min=_LOWEST)
+                is_penalized = _among(row[position[visit]], rows)
+                penalized = (factor * children).clamp(min=_LOWEST)
+                children = torch.where(is_penalized, penalized, children)
             if self.excluded is not None:
-                column = self.excluded - rows.start
-                children[:, column[(column >= 0) & (column < log_q.shape[1])]] = _LOWEST
-            yield Children(visit, children, self.tree.item_of_row[rows])
+                children.masked_fill_(_among(self.excluded[None], rows), _LOWEST)
+            items, only_words = self.tree.item_of_row[rows], rows.start >= self.num_node_rows
+            found.append(Children(visit, children, items, only_words))
+        self.num_expanded += node.numel()
+        if found:
+            self._check_finite(torch.cat(finite), position[order])
+        return found
 
     def all_words(self, position: Tensor) -> Tensor:
         """Log-probabilities [V, N] of all words at position [V], as `expand` has them."""
         log_prob = word_log_prob(self.hidden[position], self.weight, self.tree, self.bias)
-        self._check_finite(log_prob, position)
+        self._check_finite(log_prob.isfinite().all(dim=1), position)
         self.num_expanded += position.numel() * self.tree.num_nodes
         if self.penalty is not None:
             word = self.tree.item_of_row[self.penalty.row[position]]
@@ -122,11 +133,19 @@ class Expander:
             log_prob[:, self.tree.item_of_row[self.excluded]] = _LOWEST
         return log_prob
 
-    def _check_finite(self, log_prob: Tensor, position: Tensor) -> None:
-        finite = log_prob.isfinite().all(dim=1)
+    def _check_finite(self, finite: Tensor, position: Tensor) -> None:
         if not bool(finite.all()):
             wrong = self.first_position + int(position[~finite][0])
             raise ValueError(f"log-probabilities of position {wrong} are not finite")
+
+
+def _among(row: Tensor, children: slice) -> Tensor:
+    """Which of a node's children [V', M] are among the rows [V', L], as bool."""
+    num = children.stop - children.start
+    column = row - children.start
+    column = column.where((column >= 0) & (column < num), num)
+    among = torch.zeros(len(row), num + 1, dtype=torch.bool, device=row.device)
+    return among.scatter_(1, column, True)[:, :num]
 
 
 def pack(children: Sequence[Children], like: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,14 +156,14 @@ def pack(children: Sequence[Children], like: Tensor) -> tuple[Tensor, Tensor]:
     num_rows = len(like)
     used = torch.zeros(num_rows, dtype=torch.int64, device=like.device)
     columns = []
-    for row, log_prob, _ in children:
+    for row, log_prob, *_ in children:
         num_items = log_prob.shape[1]
         columns.append(used[row, None] + torch.arange(num_items, device=like.device))
         used[row] += num_items
     width = int(used.max()) if children else 0
     packed_log_prob = like.new_full((num_rows, width), -torch.inf)
     packed_item = used.new_full((num_rows, width), ABSENT)
-    for (row, log_prob, item), column in zip(children, columns, strict=True):
+    for (row, log_prob, item, _), column in zip(children, columns, strict=True):
         packed_log_prob[row[:, None], column] = log_prob
         packed_item[row[:, None], column] = item
     return packed_log_prob, packed_item

@@ -59,26 +59,29 @@ class _Frontier:
         cost = self._expander.tree.num_children[self.node] + EXPANSION_COST
         return self.cost + (cost * chosen).sum(dim=1)
 
-    def expand(self, chosen: Tensor, max_words: int | None = None) -> TopK:
-        """Expands the chosen nodes [A, F] bool, adds child nodes and returns the words found.
-
-        Of each node only the `max_words` most probable words are returned.
-        """
+    def expand(self, chosen: Tensor) -> TopK:
+        """Expands the chosen nodes [A, F] bool, adds child nodes and returns the words found."""
         self.cost = self.cost_with(chosen)
         row, column = chosen.nonzero(as_tuple=True)
         node, above = self.node[row, column], self.log_prob[row, column]
         words, nodes = [], []
-        for visit, log_prob, item in self._expander.expand(self.position[row], node, above):
+        for visit, log_prob, item, only_words in self._expander.expand(
+            self.position[row], node, above
+        ):
+            items = item.expand(visit.numel(), -1)
+            if only_words:
+                words.append(Children(row[visit], log_prob, items))
+                continue
             is_word = item >= 0
-            below = TopK(log_prob[:, is_word], item[is_word].expand(visit.numel(), -1))
-            below = below if max_words is None else _best(below, max_words)
-            words.append(Children(row[visit], *below))
-            child = ~item[~is_word].expand(visit.numel(), -1)
-            nodes.append(Children(row[visit], log_prob[:, ~is_word], child))
-        log_prob, node = pack(nodes, like=self.log_prob)
-        log_probs = [self.log_prob.masked_fill(chosen, -torch.inf), log_prob]
-        self.log_prob = torch.cat(log_probs, dim=1)
-        self.node = torch.cat([self.node, node.masked_fill(node == ABSENT, 0)], dim=1)
+            words.append(Children(row[visit], log_prob[:, is_word], items[:, is_word]))
+            nodes.append(Children(row[visit], log_prob[:, ~is_word], ~items[:, ~is_word]))
+        log_prob = self.log_prob.masked_fill(chosen, -torch.inf)
+        if nodes:
+            new_log_prob, new_node = pack(nodes, like=self.log_prob)
+            log_prob = torch.cat([log_prob, new_log_prob], dim=1)
+            new_node = new_node.masked_fill(new_node == ABSENT, 0)
+            self.node = torch.cat([self.node, new_node], dim=1)
+        self.log_prob = log_prob
         return TopK(*pack(words, like=self.log_prob))
 
 
@@ -181,7 +184,7 @@ def _sets(
     """
     frontier, tree = _Frontier(expander), expander.tree
     most = MOST_COST * (tree.num_rows + SOFTMAX_COST * tree.num_nodes)
-    words = frontier.expand(torch.ones_like(frontier.log_prob, dtype=torch.bool), max_words)
+    words = frontier.expand(torch.ones_like(frontier.log_prob, dtype=torch.bool))
     while frontier.position.numel():
         words = words if max_words is None else _best(words, max_words)
         chosen, size = needed(frontier, words.log_prob)
@@ -194,7 +197,7 @@ def _sets(
         active &= ~many
         frontier.select(active)
         if frontier.position.numel():
-            more = frontier.expand(chosen[active], max_words)
+            more = frontier.expand(chosen[active])
             both = zip(words.select(active), more, strict=True)
             words = TopK(*(torch.cat(tensors, dim=1) for tensors in both))
 

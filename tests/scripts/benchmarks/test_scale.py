@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from lm.output import ClassTree, HierarchicalSoftmax
-from scripts.benchmarks import scale, steps
+from scripts.benchmarks import scale, scale_methods
 from scripts.benchmarks.measure import is_out_of_memory
 from scripts.benchmarks.methods import zipf
-from scripts.benchmarks.steps import (
+from scripts.benchmarks.scale_methods import (
     METHODS,
     Task,
     Timing,
@@ -82,9 +82,9 @@ def test_the_whole_step_has_the_loss_of_its_model_and_changes_visited_rows_alone
     parse: Parse,
 ) -> None:
     task = Task("step", 997, torch.float32, parse())
-    model = steps.step_model(task)
+    model = scale_methods.step_model(task)
     assert isinstance(model.output, HierarchicalSoftmax)
-    method = steps.step(task, model)
+    method = scale_methods.step(task, model)
     inputs, targets = task.words[0].view(2, 2, 32)
     with torch.no_grad():
         log_prob = model.output.log_prob(model(inputs)[0])
@@ -119,7 +119,7 @@ def test_a_loop_over_few_positions_is_scaled_to_all(
     parse: Parse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([Timing(9.0, 9.0, 1.0), Timing(0.5, 0.25, 1.0)])
-    monkeypatch.setattr(steps, "timed", lambda *_: next(times))
+    monkeypatch.setattr(scale_methods, "timed", lambda *_: next(times))
     row = measure("loop", 97, "fp32", parse("--steps", "1", "--time-limit", "1.9"))
     assert (row["seconds"], row["cpu_seconds"], row["run_positions"]) == (2.0, 1.0, 16)
     assert row["outcome"] == "time"

@@ -25,11 +25,9 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from lm.output.backends.base import Gradients, Needs, Problem
-from lm.output.backends.nodes import sorted_hidden
 from lm.output.backends.reference.backend import (
     ReferenceBackend,
     Saved,
-    gradient_of_hidden,
     saves_errors,
     sorted_d_nll,
 )
@@ -93,7 +91,8 @@ class CompiledBackend(ReferenceBackend):
         from lm.output.backends.compiled import node_loops
 
         saved = self._routed(problem, needs)
-        hidden = sorted_hidden(problem.hidden, saved.position, problem.weight.shape[1])
+        ones = saved.error.new_ones(len(saved.position))
+        hidden = _sorted_hidden(problem, saved.position, ones)
         log_prob = hidden.new_zeros(saved.node.shape)
         bias = hidden.new_empty(0) if problem.bias is None else problem.bias.to(hidden.dtype)
         tensors = (hidden, problem.weight, bias, saved.child, log_prob, *saved[3:5])
@@ -113,11 +112,13 @@ class CompiledBackend(ReferenceBackend):
 
         weight, bias, position = problem.weight, problem.bias, saved.position
         d_nll = sorted_d_nll(d_nll, problem, position)
-        hidden = sorted_hidden(problem.hidden, position, weight.shape[1]).mul_(d_nll[:, None])
+        hidden = _sorted_hidden(problem, position, d_nll)
         nodes = _nodes(saved.node, problem)
         d_hidden = None
         if needs.hidden:
-            d_hidden = gradient_of_hidden(saved.d_hidden_unscaled, d_nll, problem, position)
+            d_hidden = problem.hidden.new_empty(problem.hidden.shape)
+            unsorted = (position, saved.d_hidden_unscaled, d_nll, d_hidden)
+            node_loops.unsort_rows(*map(_array, unsorted))
         if needs.row_wise:
             rows = _row_gradients(nodes, problem, needs, saved.error, hidden, d_nll)
             return Gradients(d_hidden, *rows)
@@ -135,6 +136,15 @@ class CompiledBackend(ReferenceBackend):
             d_weight if needs.weight else None,
             d_bias.to(bias.dtype) if bias is not None and needs.bias else None,
         )
+
+
+def _sorted_hidden(problem: Problem, position: Tensor, factor: Tensor) -> Tensor:
+    """The hidden vectors [P, W] of the sorted positions times factors [P], in their dtype."""
+    from lm.output.backends.compiled.node_loops import sort_rows
+
+    hidden = factor.new_empty(len(position), problem.weight.shape[1])
+    sort_rows(*map(_array, (position, problem.hidden.contiguous(), factor, hidden)))
+    return hidden
 
 
 def _row_gradients(

@@ -7,9 +7,10 @@ order that does not depend on where its tile begins, so it is the same bit for b
 is divided among threads.
 """
 
+import hashlib
 import math
-import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -28,8 +29,11 @@ TERMS = 64
 """Rows that are summed up at a time, for the same reason."""
 CACHE_BYTES = 1 << 22
 """Gradients from this size on are not expected to be in a cache when they are used."""
-IS_CACHED = os.path.getmtime(vectors.__file__) <= os.path.getmtime(__file__)
-"""Whether compiled code is kept on disk: numba's cache notices changes to this file alone."""
+VECTORS = "e0c309e6a5d0acde"
+"""Of the SHA-256 of vectors.py. numba's cache of compiled code notices changes to this file alone,
+so a change to the other one must be noted here."""
+IS_CACHED = hashlib.sha256(Path(vectors.__file__).read_bytes()).hexdigest().startswith(VECTORS)
+"""Whether compiled code is kept on disk."""
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,20 +77,22 @@ def _dot_tile(typing, hidden, weight, num, starts, strides, out, last):
             _addresses(builder, *place) for place in zip(starts, strides, TILE, last, strict=True)
         )
 
+        ahead = builder.mul(strides[1], INT(TILE[1]))
+
         def step(index: Any, sums: list[Any], mask: Any) -> None:
             a = [emit.load(emit.pointer(x, hidden.dtype, index), hidden.dtype, mask) for x in h]
             for j, row in enumerate(w):
                 b = emit.load(emit.pointer(row, weight.dtype, index), weight.dtype, mask)
+                emit.prefetch(emit.pointer(builder.add(row, ahead), weight.dtype, index))
                 for i in range(TILE[0]):
                     k = i * TILE[1] + j
                     sums[k] = emit.multiply_add(a[i], b, sums[k])
 
-        sums = emit.row(num, [emit.zero] * (TILE[0] * TILE[1]), step)
+        sums = emit.sums(emit.row(num, [emit.zero] * (TILE[0] * TILE[1]), step))
         for i, row in enumerate(_addresses(builder, *out, TILE[0], last[0])):
             places = _addresses(builder, row, INT(emit.item_bytes), TILE[1], last[1])
             for j, place in enumerate(places):
-                total = emit.sum(sums[i * TILE[1] + j])
-                builder.store(total, emit.pointer(place, hidden.dtype))
+                builder.store(sums[i * TILE[1] + j], emit.pointer(place, hidden.dtype))
         return context.get_dummy_value()
 
     return signature, generate
@@ -189,10 +195,62 @@ def _exponentials(typing, row, address, num):
             value = value if mask is None else builder.select(mask, value, emit.zero)
             carried[0] = builder.fadd(carried[0], value)
 
-        total = emit.sum(emit.row(num, [emit.zero], add)[0])
+        (total,) = emit.sums(emit.row(num, [emit.zero], add))
         return context.make_tuple(builder, signature.return_type, [largest, total])
 
     return signature, generate
+
+
+@intrinsic
+def _scaled_row(typing, source, out, start, to, num, factor):
+    """out[k] = factor · source[k] for `num` numbers from the addresses `start` and `to` on.
+
+    `source` and `out` are arrays, for their dtypes; the factor has the dtype of sums.
+    """
+    integer = types.int64
+    signature = types.void(source, out, integer, integer, integer, factor)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        emit = Vectors(context, builder, signature.args[5])
+        start, to, num, factor = values[2:]
+        scale = emit.everywhere(factor)
+
+        def step(index: Any, _: list[Any], mask: Any) -> None:
+            value = emit.load(emit.pointer(start, source.dtype, index), source.dtype, mask)
+            value = builder.fmul(scale, value)
+            emit.store(value, emit.pointer(to, out.dtype, index), out.dtype, mask)
+
+        emit.row(num, [], step)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@_compiled
+def sort_rows(position, source, factor, out):
+    """out[i] = factor[i] · source[position[i]], followed by zeros.
+
+    Args:
+        position: [P].
+        source: [P, H].
+        factor: [P] in the dtype of sums.
+        out: [P, W], W ≥ H.
+    """
+    num = source.shape[1]
+    for i in range(len(out)):
+        start = source.ctypes.data + position[i] * source.strides[0]
+        to = out.ctypes.data + i * out.strides[0]
+        _scaled_row(source, out, start, to, num, factor[i])
+        out[i, num:] = 0
+
+
+@_compiled
+def unsort_rows(position, source, factor, out):
+    """out[position[i]] = factor[i] · source[i], as far as rows of `out` go; see `sort_rows`."""
+    for i in range(len(out)):
+        start = source.ctypes.data + i * source.strides[0]
+        to = out.ctypes.data + position[i] * out.strides[0]
+        _scaled_row(source, out, start, to, out.shape[1], factor[i])
 
 
 @_compiled

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, codegen, config
 
-HAS_AVX512 = bool(llvmlite.binding.get_host_cpu_features().get("avx512f", False))
+FEATURES = codegen.get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
+HAS_AVX512 = "+avx512f" in FEATURES.split(",")
+"""Of the processor that numba compiles for, which the variable NUMBA_CPU_FEATURES may limit."""
 VECTOR_BYTES = 64 if HAS_AVX512 else 32
 INT = ir.IntType(64)
 _FLOATS = {ir.FloatType(): (4, "f32"), ir.DoubleType(): (8, "f64"), ir.HalfType(): (2, "f16")}
@@ -107,12 +108,40 @@ class Vectors:
         """The largest of a vector's numbers."""
         return self._call(self._name("vector.reduce.fmax"), self.scalar, [value])
 
-    def sum(self, value: Any) -> Any:
-        """The sum of a vector's numbers, of halves, of halves of these, and so on."""
-        name = self._name("vector.reduce.fadd")
-        function = self._function(name, self.scalar, [self.scalar, self.vector])
-        start = ir.Constant(self.scalar, -0.0)
-        return self.builder.call(function, [start, value], fastmath=("reassoc",))
+    def sums(self, values: Sequence[Any]) -> list[Any]:
+        """The sum of each vector's numbers, of halves, of halves of these, and so on.
+
+        Halves of two vectors are added at a time, so that an addition serves all lanes.
+        """
+        found: list[Any] = []
+        for first in range(0, len(values), self.lanes):
+            group = list(values[first : first + self.lanes])
+            group += [self.zero] * (self.lanes - len(group))
+            half = self.lanes // 2
+            while half:
+                pairs = zip(group[::2], group[1::2], strict=True)
+                group = [self._halves_added(a, b, half) for a, b in pairs]
+                half //= 2
+            lanes = map(ir.IntType(32), range(self.lanes))
+            found += [self.builder.extract_element(group[0], lane) for lane in lanes]
+        return found[: len(values)]
+
+    def _halves_added(self, a: Any, b: Any, half: int) -> Any:
+        """Of each block of 2 · `half` numbers the sums of its two halves, those of a before b's."""
+        starts = range(0, 2 * self.lanes, 2 * half)
+        low = [start + i for start in starts for i in range(half)]
+        mask = ir.VectorType(ir.IntType(32), self.lanes)
+        lows, highs = (
+            self.builder.shuffle_vector(a, b, ir.Constant(mask, [i + shift for i in low]))
+            for shift in (0, half)
+        )
+        return self.builder.fadd(lows, highs)
+
+    def prefetch(self, pointer: Any) -> None:
+        """Bring memory into the caches before it is read; any address is allowed."""
+        builder, number = self.builder, ir.IntType(32)
+        arguments = [builder.bitcast(pointer, ir.IntType(8).as_pointer())]
+        self._call("llvm.prefetch.p0", ir.VoidType(), [*arguments, *map(number, (0, 3, 1))])
 
     def exp(self, x: Any) -> Any:
         """Exp x for x ≤ 0, to about one rounding; in fp32 0 below `_LEAST_EXP`.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGE_BYTES = 1 << 25
+LARGE_BYTES = 1 << 20
 """From this size on a gradient is mapped; malloc reuses smaller blocks."""
 REUSED_BYTES = 1 << 31
 """Most memory that is held for the next gradient."""
