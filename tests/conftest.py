@@ -216,3 +216,18 @@ def _contents(folder: Path) -> dict[str, str]:
 def contents() -> Callable[[Path], dict[str, str]]:
     """`contents(folder)`: SHA-256 of every file under it, by name; "" for a folder."""
     return _contents
+
+
+@pytest.fixture
+def untouched(
+    tmp_path: Path, complaint: Callable[..., str], contents: Callable[[Path], dict[str, str]]
+) -> Callable[..., str]:
+    """`complaint`, after which `tmp_path` must be unchanged."""
+
+    def run(*arguments: object) -> str:
+        before = contents(tmp_path)
+        message = complaint(*arguments)
+        assert contents(tmp_path) == before
+        return message
+
+    return run

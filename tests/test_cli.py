@@ -1,13 +1,11 @@
 """The command: results on stdout; a mistake is one line, exit code 2, and changes nothing."""
 
 import io
-import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from shutil import copytree
 
 import numpy as np
 import pytest
@@ -18,21 +16,6 @@ from lm.cli import main
 from lm.config.reference import USUAL_KEYS, describe_keys
 
 Complaint = Callable[..., str]
-Damage = Callable[[Path], None]
-Contents = Callable[[Path], dict[str, str]]
-
-
-@pytest.fixture
-def untouched(tmp_path: Path, complaint: Complaint, contents: Contents) -> Complaint:
-    """`complaint`, after which `tmp_path` must be unchanged."""
-
-    def run(*arguments: object) -> str:
-        before = contents(tmp_path)
-        message = complaint(*arguments)
-        assert contents(tmp_path) == before
-        return message
-
-    return run
 
 
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
@@ -108,8 +91,8 @@ def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (
             "--output.tree=oak",
-            r"output.tree: oak is neither a tree \(full, two_level, balanced, huffman, best,"
-            r" adaptive\) nor a file",
+            r"output.tree: oak is neither a tree \(full, two_level, multi_level, balanced, huffman,"
+            r" best, adaptive\) nor a file",
         ),
         ("--output.tree=FOLDER/tree.txt", "output.tree: FOLDER/tree.txt: .*"),
         (
@@ -232,51 +215,6 @@ def test_an_adaptive_softmax_does_not_generate(
     assert message == "generate: output.tree: adaptive does not support sampling"
 
 
-@pytest.fixture(params=["truncated", "flipped"])
-def damage(request: pytest.FixtureRequest, flip_bit: Callable[[Path], None]) -> Damage:
-    """`damage(path)` cuts a file to half, or flips one bit of it."""
-
-    def truncate(path: Path) -> None:
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-    return truncate if request.param == "truncated" else flip_bit
-
-
-@pytest.fixture
-def copied_run(lstm_run: Path, prepared_dir: Path, tmp_path: Path) -> Path:
-    """A copy of a trained run, with its data in its folder."""
-    run = copytree(lstm_run, tmp_path / "run")
-    copytree(prepared_dir, run / "data")
-    config = run / "config.yaml"
-    config.write_text(config.read_text().replace(f"prepared_dir: {prepared_dir}", ""))
-    return run
-
-
-def test_a_run_that_was_moved_is_evaluated_on_the_data_that_moved_with_it(
-    lstm_run: Path, copied_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = []
-    for run in (lstm_run, copied_run):
-        assert main(["evaluate", str(run), "--json"]) == 0
-        results.append(json.loads(capsys.readouterr().out))
-    assert results[0] == results[1]
-    assert json.loads((copied_run / "evaluate-test.json").read_text()) == results[0]
-
-
-def test_a_run_whose_training_is_not_complete_names_the_command_that_continues_it(
-    copied_run: Path, complaint: Complaint
-) -> None:
-    (copied_run / "model.json").unlink()
-    message = complaint("evaluate", copied_run)
-    assert message == (
-        f"{copied_run}: no trained model here (model.json is missing);"
-        f" `lm train {copied_run} --resume auto` continues the training"
-    )
-    options = ["--resume=auto", "--no-progress", "--train.max_steps=30"]
-    assert main(["train", str(copied_run), *options]) == 0
-    assert main(["evaluate", str(copied_run)]) == 0
-
-
 @pytest.mark.parametrize("options", [[], ["--json"]])
 @pytest.mark.parametrize("verb", ["evaluate", "generate"])
 def test_threads_are_those_of_the_run_unless_given(
@@ -287,32 +225,6 @@ def test_threads_are_those_of_the_run_unless_given(
     assert main([verb, str(lstm_run), *options]) == 0
     assert main([verb, str(lstm_run), "--threads=2", *options]) == 0
     assert counts == [1, 2]
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "model.json", "vocab.txt", "data/test.npy"])
-def test_a_damaged_file_of_a_run_is_named(
-    copied_run: Path, untouched: Complaint, name: str, damage: Damage
-) -> None:
-    path = copied_run / name
-    damage(path)
-    text = copied_run.parent / "text.txt"
-    text.write_text("the cat sees a dog today\n")
-    options = ["--text", text] if name == "vocab.txt" else []
-    message = untouched("evaluate", copied_run, *options)
-    # A flipped bit in model.json can change the recorded checksum of the weights.
-    assert message.startswith((str(path), str(path.with_name("model.safetensors"))))
-
-
-def test_a_damaged_checkpoint_is_named(
-    tiny: Path, copied_run: Path, untouched: Complaint, damage: Damage
-) -> None:
-    path = copied_run / "checkpoints" / "last.ckpt"
-    damage(path)
-    message = untouched(
-        *("train", tiny, "--resume=auto", "--train.max_steps=30", f"--run_dir={copied_run}"),
-        f"--data.prepared_dir={copied_run / 'data'}",
-    )
-    assert message.startswith(f"{path} is damaged")
 
 
 def test_evaluating_a_split_that_was_not_prepared_says_which_there_are(

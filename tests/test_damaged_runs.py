@@ -1,0 +1,84 @@
+"""Runs that were moved, are not complete or have a damaged file: a result, or one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+
+from lm.cli import main
+
+Complaint = Callable[..., str]
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(params=["truncated", "flipped"])
+def damage(request: pytest.FixtureRequest, flip_bit: Callable[[Path], None]) -> Damage:
+    """`damage(path)` cuts a file to half, or flips one bit of it."""
+
+    def truncate(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    return truncate if request.param == "truncated" else flip_bit
+
+
+@pytest.fixture
+def copied_run(lstm_run: Path, prepared_dir: Path, tmp_path: Path) -> Path:
+    """A copy of a trained run, with its data in its folder."""
+    run = copytree(lstm_run, tmp_path / "run")
+    copytree(prepared_dir, run / "data")
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace(f"prepared_dir: {prepared_dir}", ""))
+    return run
+
+
+def test_a_run_that_was_moved_is_evaluated_on_the_data_that_moved_with_it(
+    lstm_run: Path, copied_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = []
+    for run in (lstm_run, copied_run):
+        assert main(["evaluate", str(run), "--json"]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0] == results[1]
+    assert json.loads((copied_run / "evaluate-test.json").read_text()) == results[0]
+
+
+def test_a_run_whose_training_is_not_complete_names_the_command_that_continues_it(
+    copied_run: Path, complaint: Complaint
+) -> None:
+    (copied_run / "model.json").unlink()
+    message = complaint("evaluate", copied_run)
+    assert message == (
+        f"{copied_run}: no trained model here (model.json is missing);"
+        f" `lm train {copied_run} --resume auto` continues the training"
+    )
+    options = ["--resume=auto", "--no-progress", "--train.max_steps=30"]
+    assert main(["train", str(copied_run), *options]) == 0
+    assert main(["evaluate", str(copied_run)]) == 0
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.json", "vocab.txt", "data/test.npy"])
+def test_a_damaged_file_of_a_run_is_named(
+    copied_run: Path, untouched: Complaint, name: str, damage: Damage
+) -> None:
+    path = copied_run / name
+    damage(path)
+    text = copied_run.parent / "text.txt"
+    text.write_text("the cat sees a dog today\n")
+    options = ["--text", text] if name == "vocab.txt" else []
+    message = untouched("evaluate", copied_run, *options)
+    # A flipped bit in model.json can change the recorded checksum of the weights.
+    assert message.startswith((str(path), str(path.with_name("model.safetensors"))))
+
+
+def test_a_damaged_checkpoint_is_named(
+    tiny: Path, copied_run: Path, untouched: Complaint, damage: Damage
+) -> None:
+    path = copied_run / "checkpoints" / "last.ckpt"
+    damage(path)
+    message = untouched(
+        *("train", tiny, "--resume=auto", "--train.max_steps=30", f"--run_dir={copied_run}"),
+        f"--data.prepared_dir={copied_run / 'data'}",
+    )
+    assert message.startswith(f"{path} is damaged")
