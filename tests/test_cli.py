@@ -196,7 +196,7 @@ def test_a_corpus_that_is_not_text_is_named_with_the_reason(
 
 
 def test_a_folder_with_a_run_is_unchanged(
-    tiny: Path, lstm_run: Path, complaint: Complaint, contents: Contents
+    tiny: Path, lstm_run: Path, complaint: Complaint, contents: Callable[[Path], dict[str, str]]
 ) -> None:
     before = contents(lstm_run)
     message = complaint("train", tiny, f"--run_dir={lstm_run}")
