@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 
+import numpy as np
 import pytest
 
 from lm.cli import main
@@ -82,3 +83,26 @@ def test_a_damaged_checkpoint_is_named(
         f"--data.prepared_dir={copied_run / 'data'}",
     )
     assert message.startswith(f"{path} is damaged")
+
+
+@pytest.mark.parametrize("verb", ["classes", "info"])
+def test_data_prepared_with_other_classes_are_an_error(
+    tiny: Path, copied_run: Path, untouched: Complaint, verb: str
+) -> None:
+    data = copied_run / "data"
+    for source in ([tiny, f"--run_dir={copied_run}"], [copied_run]):
+        assert untouched(verb, *source, "--classes.method=random") == (
+            f"{data} was prepared with other settings (classes.method: exchange → random):"
+            " run `lm prepare` first"
+        )
+    classes = np.load(copied_run / "classes.npy")
+    np.save(copied_run / "classes.npy", classes[::-1])
+    assert untouched(verb, copied_run) == (
+        f"{data} was prepared again: its classes are not those of {copied_run}/classes.npy"
+    )
+    (copied_run / "classes.npy").write_bytes(b"not an array")
+    message = "classes.npy is damaged, or not an array of numbers"
+    assert untouched(verb, copied_run) == f"{copied_run}/{message}"
+    (copied_run / "classes.npy").unlink()
+    (data / "classes.npy").write_bytes(b"short")
+    assert untouched(verb, copied_run).startswith(f"{data}/classes.npy is damaged: 5 bytes")

@@ -24,7 +24,7 @@ def test_a_run_leaves_the_files_that_its_use_requires(train: Train, tmp_path: Pa
     files = {path.name for path in run.rglob("*") if path.is_file()}
     assert files == {
         *(".lock", "config.yaml", "classes.npy", "env.json", "tokenizer.json", "vocab.txt"),
-        *("best.ckpt", "last.ckpt", "metrics.csv", "curves.png"),
+        *("best.ckpt", "last.ckpt", "metrics.csv", "curves.png", "speller.npz"),
         *("model.json", "model.safetensors"),
     }
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -7,7 +7,6 @@ PyTorch's interfaces.
 """
 
 from collections.abc import Callable
-from types import NoneType
 from typing import Any, NoReturn
 
 import torch
@@ -146,4 +145,5 @@ def eager(*tensors: Tensor | None) -> bool:
     """Whether PyTorch itself executes the operations of these tensors as they are called."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    return all(type(each) in (Tensor, Parameter, NoneType) for each in tensors)
+    present = [tensor for tensor in tensors if tensor is not None]
+    return all(type(each) in (Tensor, Parameter) and not each.is_meta for each in present)
