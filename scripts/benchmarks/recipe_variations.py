@@ -1,0 +1,172 @@
+"""The recipe that `lm new` writes for a text, next to variations of it and a Kneser–Ney model.
+
+Each row is trained and evaluated by the commands of a user, on one thread and the same prepared
+data; `÷ best` is its test perplexity relative to the lowest of all rows of the text. `mixed` is
+that of the mixture with the Kneser–Ney 5-gram model of the same training tokens, with the share
+that is best on the validation split. Processor seconds and peak memory are those of the processes
+that prepare (classes included), train, or estimate the n-gram model. A row that FOLDER already
+holds is not trained again.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import NamedTuple
+
+from data_prep.errors import UserError
+from data_prep.prepared import open_prepared
+from data_prep.storage import write_json_atomically
+from lm.config import Config, load_config
+from scripts import run
+from scripts.benchmarks.reporting import TOP, Row, Table, benchmark_parser
+
+COLUMNS = {
+    "text": "{text}",
+    "row": "{row}",
+    "validation": "{valid_perplexity:.2f}",
+    "test": "{perplexity:.2f}",
+    "÷ best": "{ratio_to_best:.3f}",
+    "mixed": "{mixed_perplexity:.2f}",
+    "CPU s": "{cpu_seconds:,.0f}",
+    "peak MB": "{peak_bytes:,.0f/1e6}",
+}
+RECIPE = "recipe"
+
+
+class Done(NamedTuple):
+    """What a process printed and took."""
+
+    stdout: str
+    stderr: str
+    cpu_seconds: float
+    peak_bytes: int
+
+
+def measured(folder: Path, module: str, *arguments: object) -> Done:
+    """Run a Python module in a folder, on one thread.
+
+    Raises:
+        UserError: if it fails.
+    """
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1"}
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    if process.returncode:
+        raise UserError(f"{module} {' '.join(map(str, arguments))}: {texts[1].strip()[-500:]}")
+    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return Done(*texts, usage.ru_utime + usage.ru_stime, peak)
+
+
+def variations(config: Config) -> dict[str, list[str]]:
+    """Five changes of a recipe, by name."""
+    model, optim, train = config.model, config.optim, config.train
+    assert train.max_epochs is not None
+    return {
+        "dropout + 0.2": [f"--model.dropout={model.dropout + 0.2:g}"],
+        "dropout - 0.1": [f"--model.dropout={max(0.0, model.dropout - 0.1):g}"],
+        "half the rate": [f"--optim.lr={optim.lr / 2:g}"],
+        "1.5 × the hidden size": [f"--model.hidden={model.hidden * 3 // 2}"],
+        "1.5 × the epochs": [f"--train.max_epochs={train.max_epochs * 3 // 2}"],
+    }
+
+
+def prepare(text: Path, folder: Path) -> tuple[Path, Row]:
+    """The recipe of a text with its data prepared in a folder, and the row of the preparation."""
+    recipe, row_file = Path(f"{text.stem}.yaml"), folder / "data.json"
+    if not row_file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        new = measured(folder, "lm", "new", recipe, "--text", text.resolve())
+        done = measured(folder, "lm", "prepare", recipe, "--data.prepared_dir=data")
+        size = open_prepared(folder / "data")
+        row = {
+            "row": "prepare",
+            "tokens": size.splits["train"].tokens,
+            "vocab_size": size.vocab_size,
+            "announced": re.findall(r"training takes about .*", new.stdout),
+        }
+        write_json_atomically(row_file, row | cost(done))
+    return folder / recipe, json.loads(row_file.read_text())
+
+
+def train(recipe: Path, name: str, overrides: list[str]) -> Row:
+    """The figures of a variation of a recipe, trained and mixed with the n-gram model."""
+    folder = recipe.parent
+    row_file = folder / f"{re.sub('[^a-z0-9]+', '_', name.lower())}.json"
+    if not row_file.exists():
+        run_dir = row_file.with_suffix("").name
+        options = [f"--run_dir={run_dir}", "--data.prepared_dir=data", "--train.threads=1"]
+        done = measured(folder, "lm", "train", recipe.name, *options, *overrides)
+        arguments = ["--split=test", "--arpa=kneser_ney.arpa", "--json"]
+        figures = json.loads(measured(folder, "lm", "evaluate", run_dir, *arguments).stdout)
+        mixture, model = (
+            figures["mixture"],
+            json.loads((folder / run_dir / "model.json").read_text()),
+        )
+        row = {
+            "row": name,
+            "overrides": " ".join(overrides),
+            "valid_perplexity": model["valid_perplexity"],
+            "perplexity": figures["perplexity"],
+            "mixed_perplexity": mixture["perplexity"],
+            "share": mixture["weight"],
+            "ngram_perplexity": mixture["perplexity_ngram"],
+        }
+        write_json_atomically(row_file, row | cost(done))
+    return json.loads(row_file.read_text())
+
+
+def estimate_ngrams(folder: Path) -> Row:
+    """The cost of the Kneser–Ney model, whose perplexity `lm evaluate` finds."""
+    row_file = folder / "kneser_ney.json"
+    if not row_file.exists():
+        done = measured(
+            folder, "scripts.benchmarks.kneser_ney", "data", "kneser_ney.arpa", "--order=5"
+        )
+        write_json_atomically(row_file, {"row": "Kneser–Ney 5-gram"} | cost(done))
+    return json.loads(row_file.read_text())
+
+
+def cost(done: Done) -> Row:
+    """Processor seconds and memory of a process."""
+    return {"cpu_seconds": done.cpu_seconds, "peak_bytes": done.peak_bytes}
+
+
+def main() -> None:
+    """Print a table, and write a log if asked."""
+    parser = benchmark_parser(__doc__)
+    add = parser.add_argument
+    add("text", type=Path, help="text of one file, as for `lm new`")
+    add("folder", type=Path, help="folder for everything that is trained")
+    add("--title", help="name of the text (default: that of its file)")
+    add("--rows", nargs="*", metavar="NAME", help="names of variations (default: all five)")
+    add("--also", nargs="+", default=[], metavar="KEY=VALUE,…", help="further rows, for a search")
+    options = parser.parse_args()
+    recipe, prepared = prepare(options.text, options.folder)
+    ngram = estimate_ngrams(options.folder)
+    known = variations(load_config(recipe))
+    chosen = {name: known[name] for name in options.rows} if options.rows is not None else known
+    chosen |= {each: [f"--{key}" for key in each.split(",")] for each in options.also}
+    rows = [train(recipe, name, each) for name, each in ({RECIPE: []} | chosen).items()]
+    best = min(row["perplexity"] for row in rows)
+    ngram["perplexity"] = rows[0]["ngram_perplexity"]
+    table = Table(COLUMNS, options.json)
+    sizes = {name: prepared[name] for name in ("tokens", "vocab_size")}
+    for row in [*rows, ngram, prepared]:
+        if "perplexity" in row:
+            row["ratio_to_best"] = row["perplexity"] / best
+        table.add({"text": options.title or options.text.stem, **sizes, **row})
+
+
+if __name__ == "__main__":
+    run(main)
