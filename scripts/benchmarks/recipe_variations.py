@@ -71,13 +71,13 @@ def measured(folder: Path, module: str, *arguments: object) -> Done:
 def variations(config: Config) -> dict[str, list[str]]:
     """Five changes of a recipe, by name."""
     model, optim, train = config.model, config.optim, config.train
-    assert train.max_epochs is not None
+    length = "max_epochs" if train.max_epochs else "max_steps"
     return {
         "dropout + 0.2": [f"--model.dropout={model.dropout + 0.2:g}"],
         "dropout - 0.1": [f"--model.dropout={max(0.0, model.dropout - 0.1):g}"],
         "half the rate": [f"--optim.lr={optim.lr / 2:g}"],
         "1.5 × the hidden size": [f"--model.hidden={model.hidden * 3 // 2}"],
-        "1.5 × the epochs": [f"--train.max_epochs={train.max_epochs * 3 // 2}"],
+        "1.5 × the length": [f"--train.{length}={getattr(train, length) * 3 // 2}"],
     }
 
 
