@@ -54,10 +54,10 @@ optim: {optimizer: adamw, lr: 0.005, schedule: cosine}
 train: {max_steps: 300, batch_size: $batch, seq_len: 16, val_every_steps: 50, threads: $threads}
 """,
     5_000_000: """\
-model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: 0.1,
+model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: $dropout,
   count_word_dropout: 5, init_range: 0.1}
 optim: {optimizer: sgd, lr: 20, clip: 0.25, schedule: cosine}
-train: {max_epochs: 12, batch_size: 20, seq_len: 35, threads: $threads}
+train: {max_epochs: $epochs, batch_size: 20, seq_len: 35, threads: $threads}
 """,
     math.inf: """\
 model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: 0.1,
@@ -208,6 +208,20 @@ def measure(sample: Sample) -> tuple[int, int, str]:
     return num_tokens, num_words, f"{tokenizer}, split_punctuation: {json.dumps(split_punctuation)}"
 
 
+def repetition(num_tokens: int) -> tuple[int, float]:
+    """The epochs and the dropout of an LSTM for a text of up to 5 million tokens.
+
+    A smaller text is read more often, with more dropout: the recipes of `lm new` in
+    scripts/results.
+
+    Example:
+        >>> [repetition(num_tokens) for num_tokens in (50_000, 300_000, 1_000_000, 5_000_000)]
+        [(24, 0.5), (22, 0.39), (12, 0.26), (12, 0.1)]
+    """
+    share = math.log(max(num_tokens, 100_000) / 100_000) / math.log(50)
+    return round(min(24, max(12, 12_000 / num_tokens**0.5))), round(0.5 - 0.4 * share, 2)
+
+
 def fit(
     path: Path,
     files: dict[str, Path],
@@ -228,6 +242,9 @@ def fit(
     tree = ClassTree.balanced(num_words, math.isqrt(num_words) + 1)  # of about the same size
     names = {split: json.dumps(str(file), ensure_ascii=False) for split, file in files.items()}
     epochs = 12 if limit < math.inf else 2 if num_tokens < 20_000_000 else 1
+    dropout = 0.1
+    if backbone == "lstm" and limit < math.inf:
+        epochs, dropout = repetition(num_tokens)
     batch = min(8, max(1, num_tokens // 200))
     template, layers, threads = SETTINGS[limit], 1, min(8, torch.get_num_threads())
     if backbone == "transformer":
@@ -242,6 +259,7 @@ def fit(
         "clustered": f", clustered_words: {ALL_CLUSTERED}" if num_words > ALL_CLUSTERED else "",
         "batch": batch,
         "epochs": epochs,
+        "dropout": dropout,
         "layers": layers,
         "warmup": min(400, steps // 10),
         "threads": threads,

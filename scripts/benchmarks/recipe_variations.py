@@ -4,7 +4,7 @@ Each row is trained and evaluated by the commands of a user, on one thread and t
 data; `÷ best` is its test perplexity relative to the lowest of all rows of the text. `mixed` is
 that of the mixture with the Kneser–Ney 5-gram model of the same training tokens, with the share
 that is best on the validation split. Processor seconds and peak memory are those of the processes
-that prepare (classes included), train, or estimate the n-gram model. A row that FOLDER already
+that prepare (classes included), train, or estimate the n-gram model. What FOLDER already
 holds is not trained again.
 """
 
@@ -13,6 +13,9 @@ import os
 import re
 import subprocess
 import sys
+import time
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NamedTuple
@@ -20,7 +23,7 @@ from typing import NamedTuple
 from data_prep.errors import UserError
 from data_prep.prepared import open_prepared
 from data_prep.storage import write_json_atomically
-from lm.config import Config, load_config
+from lm.config import Config, load_config, to_dict
 from scripts import run
 from scripts.benchmarks.reporting import TOP, Row, Table, benchmark_parser
 
@@ -43,6 +46,7 @@ class Done(NamedTuple):
     stdout: str
     stderr: str
     cpu_seconds: float
+    seconds: float
     peak_bytes: int
 
 
@@ -54,6 +58,7 @@ def measured(folder: Path, module: str, *arguments: object) -> Done:
     """
     command = [sys.executable, "-m", module, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1"}
+    start = time.monotonic()
     with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err)
         _, status, usage = os.wait4(process.pid, 0)
@@ -65,7 +70,8 @@ def measured(folder: Path, module: str, *arguments: object) -> Done:
     if process.returncode:
         raise UserError(f"{module} {' '.join(map(str, arguments))}: {texts[1].strip()[-500:]}")
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Done(*texts, usage.ru_utime + usage.ru_stime, peak)
+    cpu_seconds, seconds = usage.ru_utime + usage.ru_stime, time.monotonic() - start
+    return Done(*texts, cpu_seconds, seconds, peak)
 
 
 def variations(config: Config) -> dict[str, list[str]]:
@@ -73,11 +79,11 @@ def variations(config: Config) -> dict[str, list[str]]:
     model, optim, train = config.model, config.optim, config.train
     length = "max_epochs" if train.max_epochs else "max_steps"
     return {
-        "dropout + 0.2": [f"--model.dropout={model.dropout + 0.2:g}"],
+        "dropout + 0.1": [f"--model.dropout={model.dropout + 0.1:g}"],
         "dropout - 0.1": [f"--model.dropout={max(0.0, model.dropout - 0.1):g}"],
         "half the rate": [f"--optim.lr={optim.lr / 2:g}"],
         "1.5 × the hidden size": [f"--model.hidden={model.hidden * 3 // 2}"],
-        "1.5 × the length": [f"--train.{length}={getattr(train, length) * 3 // 2}"],
+        "half the length": [f"--train.{length}={getattr(train, length) // 2}"],
     }
 
 
@@ -102,28 +108,31 @@ def prepare(text: Path, folder: Path) -> tuple[Path, Row]:
 def train(recipe: Path, name: str, overrides: list[str]) -> Row:
     """The figures of a variation of a recipe, trained and mixed with the n-gram model."""
     folder = recipe.parent
-    row_file = folder / f"{re.sub('[^a-z0-9]+', '_', name.lower())}.json"
+    shared = ["--data.prepared_dir=data", "--train.threads=1"]
+    run_dir = digest(load_config(recipe, [*shared, *overrides]))
+    row_file = folder / f"{run_dir}.json"
     if not row_file.exists():
-        run_dir = row_file.with_suffix("").name
-        options = [f"--run_dir={run_dir}", "--data.prepared_dir=data", "--train.threads=1"]
-        done = measured(folder, "lm", "train", recipe.name, *options, *overrides)
+        options = [f"--run_dir={run_dir}", *shared, *overrides]
+        done = measured(folder, "lm", "train", recipe.name, *options)
         arguments = ["--split=test", "--arpa=kneser_ney.arpa", "--json"]
         figures = json.loads(measured(folder, "lm", "evaluate", run_dir, *arguments).stdout)
-        mixture, model = (
-            figures["mixture"],
-            json.loads((folder / run_dir / "model.json").read_text()),
-        )
+        model = json.loads((folder / run_dir / "model.json").read_text())
         row = {
-            "row": name,
-            "overrides": " ".join(overrides),
             "valid_perplexity": model["valid_perplexity"],
             "perplexity": figures["perplexity"],
-            "mixed_perplexity": mixture["perplexity"],
-            "share": mixture["weight"],
-            "ngram_perplexity": mixture["perplexity_ngram"],
+            "mixed_perplexity": figures["mixture"]["perplexity"],
+            "share": figures["mixture"]["weight"],
+            "ngram_perplexity": figures["mixture"]["perplexity_ngram"],
         }
         write_json_atomically(row_file, row | cost(done))
-    return json.loads(row_file.read_text())
+    row = json.loads(row_file.read_text())
+    return {"row": name, "overrides": " ".join(overrides)} | row
+
+
+def digest(config: Config) -> str:
+    """A name for what a run trains, whatever the run is called."""
+    values = to_dict(replace(config, name="run", run_dir=None))
+    return sha256(json.dumps(values).encode()).hexdigest()[:12]
 
 
 def estimate_ngrams(folder: Path) -> Row:
@@ -138,8 +147,9 @@ def estimate_ngrams(folder: Path) -> Row:
 
 
 def cost(done: Done) -> Row:
-    """Processor seconds and memory of a process."""
-    return {"cpu_seconds": done.cpu_seconds, "peak_bytes": done.peak_bytes}
+    """Time and memory of a process."""
+    names = "cpu_seconds", "seconds", "peak_bytes"
+    return {name: getattr(done, name) for name in names}
 
 
 def main() -> None:

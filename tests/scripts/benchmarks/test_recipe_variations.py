@@ -48,9 +48,9 @@ def test_variations_change_one_key_each() -> None:
     )
     changes = [change for (change,) in variations(config).values()]
     assert changes == [
-        "--model.dropout=0.3",
+        "--model.dropout=0.2",
         "--model.dropout=0",
         "--optim.lr=10",
         "--model.hidden=300",
-        "--train.max_epochs=18",
+        "--train.max_epochs=6",
     ]
