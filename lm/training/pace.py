@@ -7,7 +7,7 @@ as it does with classes by meaning.
 import math
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,14 +26,14 @@ from lm.training.state import TrainingState
 class _Tokens:
     """An array of tokens that draws what is read."""
 
-    def __init__(self, size: int, cumulated: NDArray[np.float64]) -> None:
+    def __init__(self, size: int, cumulated: NDArray[Any]) -> None:
         self._size, self._cumulated = size, cumulated
         self._random = np.random.default_rng(1)
 
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    def __getitem__(self, places: NDArray[Any]) -> NDArray[Any]:
         return np.searchsorted(self._cumulated, self._random.random(places.shape))
 
 
@@ -50,7 +50,8 @@ class _RandomText:
         }
 
     def counts(self) -> NDArray[np.int64]:
-        return np.ceil(self._share * self.splits["train"].tokens).astype(np.int64)
+        counts: NDArray[np.int64] = np.ceil(self._share * self.splits["train"].tokens).astype("i8")
+        return counts
 
     def tokens(self, split: str) -> _Tokens:
         return _Tokens(self.splits[split].tokens, self._share.cumsum())

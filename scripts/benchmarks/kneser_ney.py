@@ -40,7 +40,7 @@ class Order(NamedTuple):
     first: Ids  # [g] where each occurs first
     history: Ids  # [g] index of its first n - 1 words among the n-grams of that order
     suffix: Ids  # [g] the same of its last n - 1 words
-    count: Ids  # [g]
+    frequency: Ids  # [g]
 
 
 class KneserNey:
@@ -102,12 +102,12 @@ class KneserNey:
         """a(g) of each n-gram of an order; 0 for `<s>` itself, which is not predicted."""
         ngrams = self.orders[n - 1]
         if n == len(self.orders):
-            return ngrams.count
-        adjusted = np.bincount(self.orders[n].suffix, minlength=len(ngrams.count))
+            return ngrams.frequency
+        adjusted = np.bincount(self.orders[n].suffix, minlength=len(ngrams.frequency))
         if n == 1:
             return adjusted
         begins = self.stream[ngrams.first] == self.begin
-        return np.where(begins, ngrams.count, adjusted)
+        return np.where(begins, ngrams.frequency, adjusted)
 
     def _discount(
         self, ngrams: Order, adjusted: Ids, n: int, num_histories: int
@@ -121,8 +121,10 @@ class KneserNey:
             by_count = [y] * 3
         discount = np.array([0.0, *by_count])[np.minimum(adjusted, 3)]
         history = np.zeros(len(adjusted), np.int64) if n == 1 else ngrams.history
-        total = np.bincount(history, adjusted, minlength=num_histories)
-        reserved = np.bincount(history, discount, minlength=num_histories)
+        total, reserved = (
+            np.bincount(history, each, minlength=num_histories).astype(np.float64)
+            for each in (adjusted, discount)
+        )
         return total, reserved, adjusted - discount
 
     def write_arpa(self, path: Path, words: list[str]) -> None:
@@ -130,7 +132,7 @@ class KneserNey:
         with path.open("w", encoding="utf-8") as file:
             file.write("\\data\\\n")
             for n, ngrams in enumerate(self.orders, 1):
-                file.write(f"ngram {n}={len(ngrams.count)}\n")
+                file.write(f"ngram {n}={len(ngrams.frequency)}\n")
             for n, ngrams in enumerate(self.orders, 1):
                 file.write(f"\n\\{n}-grams:\n")
                 ids = np.arange(self.begin + 1)[:, None] if n == 1 else self._ids(ngrams.first, n)
@@ -144,7 +146,8 @@ class KneserNey:
             file.write("\n\\end\\\n")
 
     def _ids(self, first: Ids, n: int) -> Ids:
-        return self.stream[first[:, None] + np.arange(n)]
+        ids: Ids = self.stream[first[:, None] + np.arange(n)]
+        return ids
 
 
 def estimate(prepared: Prepared, order: int) -> KneserNey:

@@ -44,7 +44,6 @@ class Done(NamedTuple):
     """What a process printed and took."""
 
     stdout: str
-    stderr: str
     cpu_seconds: float
     seconds: float
     peak_bytes: int
@@ -63,15 +62,14 @@ def measured(folder: Path, module: str, *arguments: object) -> Done:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read())
+        out.seek(0)
+        err.seek(0)
+        printed, problem = out.read(), err.read().strip()
     if process.returncode:
-        raise UserError(f"{module} {' '.join(map(str, arguments))}: {texts[1].strip()[-500:]}")
+        raise UserError(f"{module} {' '.join(map(str, arguments))}: {problem[-500:]}")
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     cpu_seconds, seconds = usage.ru_utime + usage.ru_stime, time.monotonic() - start
-    return Done(*texts, cpu_seconds, seconds, peak)
+    return Done(printed, cpu_seconds, seconds, peak)
 
 
 def variations(config: Config) -> dict[str, list[str]]:
@@ -102,7 +100,8 @@ def prepare(text: Path, folder: Path) -> tuple[Path, Row]:
             "announced": re.findall(r"training takes about .*", new.stdout),
         }
         write_json_atomically(row_file, row | cost(done))
-    return folder / recipe, json.loads(row_file.read_text())
+    row = json.loads(row_file.read_text())
+    return folder / recipe, row
 
 
 def train(recipe: Path, name: str, overrides: list[str]) -> Row:
@@ -117,15 +116,15 @@ def train(recipe: Path, name: str, overrides: list[str]) -> Row:
         arguments = ["--split=test", "--arpa=kneser_ney.arpa", "--json"]
         figures = json.loads(measured(folder, "lm", "evaluate", run_dir, *arguments).stdout)
         model = json.loads((folder / run_dir / "model.json").read_text())
-        row = {
+        found = {
             "valid_perplexity": model["valid_perplexity"],
             "perplexity": figures["perplexity"],
             "mixed_perplexity": figures["mixture"]["perplexity"],
             "share": figures["mixture"]["weight"],
             "ngram_perplexity": figures["mixture"]["perplexity_ngram"],
         }
-        write_json_atomically(row_file, row | cost(done))
-    row = json.loads(row_file.read_text())
+        write_json_atomically(row_file, found | cost(done))
+    row: Row = json.loads(row_file.read_text())
     return {"row": name, "overrides": " ".join(overrides)} | row
 
 
@@ -143,7 +142,8 @@ def estimate_ngrams(folder: Path) -> Row:
             folder, "scripts.benchmarks.kneser_ney", "data", "kneser_ney.arpa", "--order=5"
         )
         write_json_atomically(row_file, {"row": "Kneser–Ney 5-gram"} | cost(done))
-    return json.loads(row_file.read_text())
+    row: Row = json.loads(row_file.read_text())
+    return row
 
 
 def cost(done: Done) -> Row:
@@ -167,7 +167,8 @@ def main() -> None:
     known = variations(load_config(recipe))
     chosen = {name: known[name] for name in options.rows} if options.rows is not None else known
     chosen |= {each: [f"--{key}" for key in each.split(",")] for each in options.also}
-    rows = [train(recipe, name, each) for name, each in ({RECIPE: []} | chosen).items()]
+    rows = [train(recipe, RECIPE, [])]
+    rows += [train(recipe, name, overrides) for name, overrides in chosen.items()]
     best = min(row["perplexity"] for row in rows)
     ngram["perplexity"] = rows[0]["ngram_perplexity"]
     table = Table(COLUMNS, options.json)

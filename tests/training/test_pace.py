@@ -1,21 +1,22 @@
 """The estimate of a run's time before its data are prepared."""
 
+import time
 from itertools import count
+from typing import Literal
 
 import pytest
 
 from data_prep.settings import ClassesConfig
 from lm.config import Config, ModelConfig, TrainConfig
-from lm.training import clock
 from lm.training.clock import FORWARD_SHARE
 from lm.training.pace import training_seconds
 
 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 def test_the_estimate_counts_the_steps_and_validations_of_the_run(
-    backbone: str, monkeypatch: pytest.MonkeyPatch
+    backbone: Literal["lstm", "transformer"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clock.time, "perf_counter", count(0.0, 2.0).__next__)  # seconds per step
+    monkeypatch.setattr(time, "perf_counter", count(0.0, 2.0).__next__)  # seconds per step
     config = Config(
         name="run",
         model=ModelConfig(backbone=backbone, hidden=16, layers=1, input_embedding="path_sum"),
