@@ -133,6 +133,13 @@ class Run:
         return build_tree(self.config, self.prepared)
 
     @cached_property
+    def input_tree(self) -> "ClassTree | None":
+        """The tree whose paths input vectors sum, if it is not `tree`."""
+        from lm.model.build import build_input_tree
+
+        return build_input_tree(self.prepared) if self.config.has_input_tree else None
+
+    @cached_property
     def word_table(self) -> "WordTable":
         """The section `word_table`, resolved for this tree and the devices."""
         from lm.config import resolve_word_table
@@ -175,16 +182,16 @@ class Run:
 
         from lm.model.build import build_model, without_weights
 
-        config, tree = self.config, self.tree
+        config, tree, input_tree = self.config, self.tree, self.input_tree
         sections = config.model, config.output, self.word_table, tree, config.train.seq_len
         counts = torch.tensor(self.prepared.counts()) if tree is None else None
         with without_weights():
-            return build_model(*sections, counts=counts)
+            return build_model(*sections, input_tree=input_tree, counts=counts)
 
     def changed(self, config: Config) -> "Run":
         """A run of the same data and tree by another configuration."""
         run = Run(self.folder, config)
-        run.tree = self.tree
+        run.tree, run.input_tree = self.tree, self.input_tree
         if "prepared" in vars(self):
             run.prepared = self.prepared
         return run

@@ -12,7 +12,7 @@ import numpy as np
 
 from data_prep.errors import UserError
 from data_prep.storage import write_atomically
-from lm.commands.arguments import COUNT, JSON, SOURCE, Options
+from lm.commands.arguments import COUNT, JSON, PLOT, SOURCE, Options, check_picture
 from lm.run import Run
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 HELP = "report on the word classes"
 _SHOWN: Options = {
     "--words": COUNT | {"default": 8, "help": "number of words to show per class (default 8)"},
-    "--plot": {"metavar": "FILE.png|svg|pdf", "type": Path, "help": "also draw the classes"},
+    "--plot": PLOT | {"help": "also draw the classes"},
 }
 OPTIONS = SOURCE | _SHOWN | JSON
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     run.check_classes()
     prepared = run.prepared
     if options.plot:
-        _check_format(options.plot)
+        check_picture(options.plot)
     report = class_report(
         prepared.counts(),
         prepared.word_class(),
@@ -79,17 +79,6 @@ def _table(report: "ClassReport", top_words: list[list[str]], vocab_size: int) -
         for c in heaviest
     ]
     return "\n".join(summary + rows)
-
-
-def _check_format(path: Path) -> None:
-    """Raise a UserError unless pictures of this name can be drawn."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise UserError(
-            f"--plot {path}: the name must end in one of .{', .'.join(sorted(formats))}"
-        )
 
 
 def _families(text: str) -> tuple[list[str], set[str]]:

@@ -6,7 +6,17 @@ import logging
 from pathlib import Path
 
 from data_prep.errors import UserError
-from lm.commands.arguments import ARPA, COMPUTING, JSON, NO_PROGRESS, RUN, Options
+from lm.commands.arguments import (
+    ARPA,
+    COMPUTING,
+    JSON,
+    NO_PROGRESS,
+    PLOT,
+    RUN,
+    SWITCH,
+    Options,
+    check_picture,
+)
 from lm.run import Run
 
 HELP = "perplexity of a trained model on a text"
@@ -17,7 +27,11 @@ _TEXT: Options = {
         "help": "text instead of a split, with its rule for empty lines",
     },
 }
-OPTIONS = RUN | _TEXT | ARPA | COMPUTING | NO_PROGRESS | JSON
+_BY_FREQUENCY: Options = {
+    "--by-frequency": SWITCH | {"help": "also the loss by frequency rank of words"},
+    "--plot": PLOT | {"help": "draw it; with --by-frequency"},
+}
+OPTIONS = RUN | _TEXT | ARPA | _BY_FREQUENCY | COMPUTING | NO_PROGRESS | JSON
 EXCLUSIVE = tuple(_TEXT)
 _log = logging.getLogger(__name__)
 
@@ -26,9 +40,14 @@ def run(options: argparse.Namespace) -> None:
     """Print the figures, and write those of a split to `evaluate-<split>.json`."""
     if options.mixture is not None and options.arpa is None:
         raise UserError("--mixture requires --arpa")
+    if options.plot is not None and not options.by_frequency:
+        raise UserError("--plot requires --by-frequency")
+    if options.plot is not None:
+        check_picture(options.plot)
     from data_prep.corpus.lines import read_text
     from data_prep.storage import write_json_atomically
     from lm.evaluation import encode_text, evaluate_split, evaluate_text
+    from lm.scoring.frequency import draw_report, frequency_report
     from lm.scoring.mixture import Mixture, evaluate_mixture
 
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
@@ -41,14 +60,21 @@ def run(options: argparse.Namespace) -> None:
         result = evaluate_text(run, lines, progress=progress)
     values = result.to_dict()
     tables = [result.table(options.text or options.split)]
-    mixed = {}
-    if mixture:
+    further = {}
+    if mixture or options.by_frequency:
         is_split = options.text is None
         tokens = run.prepared.tokens(options.split) if is_split else encode_text(run, lines)[0]
+    if mixture:
         figures = evaluate_mixture(run, mixture, tokens)
-        mixed = {"mixture": figures.to_dict()}
+        further["mixture"] = figures.to_dict()
         tables.append(figures.table(f"mixture: {mixture.describe(run)}"))
-    print(json.dumps(values | mixed) if options.json else "\n".join(tables))
+    if options.by_frequency:
+        report = frequency_report(run, tokens)
+        further["by_frequency"] = report.to_dict()
+        tables.append(report.table())
+        if options.plot is not None:
+            draw_report(report, f"{run.folder}: {options.text or options.split}", options.plot)
+    print(json.dumps(values | further) if options.json else "\n".join(tables))
     if options.text is None:
         path = run.folder / f"evaluate-{options.split}.json"
         try:

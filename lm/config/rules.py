@@ -8,24 +8,18 @@ from lm.config.word_table import conflict_with_row_wise, skips_unvisited_rows
 def first_problem(config: Config) -> str | None:
     """A line on the first conflict between keys whose values are valid one by one, or None."""
     model, train, classes, table = config.model, config.train, config.classes, config.word_table
-    transformer, path_sum = model.backbone == "transformer", model.input_embedding == "path_sum"
+    transformer = model.backbone == "transformer"
     double = train.precision == "64-true"
     adaptive = config.output.tree == "adaptive"
     bf16, row_wise = table.dtype == "bf16", table.gradients == "row_wise"
     skips_rows, conflict = skips_unvisited_rows(config), conflict_with_row_wise(config)
     has_files, by_time = config.data.files != SplitFiles(), train.max_minutes
     has_limit = train.max_epochs or train.max_steps or by_time
-    unset = {"model.input_embedding: word": path_sum, "word_table.tied: false": table.tied}
     head_sizes = f"model.hidden = {model.hidden} must be a multiple of 2 × model.heads"
     problems = {
         "train.max_epochs, train.max_steps or train.max_minutes is required": not has_limit,
         f"{head_sizes} = {2 * (model.heads or 1)}": transformer
         and model.hidden % (2 * (model.heads or 1)),
-        f"output.tree: adaptive requires {', '.join(key for key in unset if unset[key])}": (
-            adaptive and any(unset.values())
-        ),
-        "model.input_embedding: path_sum cannot be combined with output.tree: full, which has no"
-        " classes: set model.input_embedding: word": path_sum and config.output.tree == "full",
         "tokenizer.kind: sentencepiece requires tokenizer.vocab_size": (
             config.tokenizer.kind == "sentencepiece" and config.tokenizer.vocab_size is None
         ),
@@ -63,8 +57,41 @@ def first_problem(config: Config) -> str | None:
             conflict and (bf16 or row_wise)
         ),
     }
-    problems |= _run_problems(config)
+    problems |= _tree_problems(config) | _run_problems(config)
     return next((problem for problem, applies in problems.items() if applies), None)
+
+
+def _tree_problems(config: Config) -> dict[str, bool]:
+    model, output, tied = config.model, config.output, config.word_table.tied
+    adaptive, sharded = output.tree == "adaptive", config.train.strategy == "shard_output"
+    path_sum = model.input_embedding == "path_sum"
+    sums_output_paths = path_sum and model.input_tree == "output"
+    unset = {
+        "model.input_embedding: word, or model.input_tree: two_level": sums_output_paths,
+        "word_table.tied: false": tied,
+    }
+    return {
+        f"output.tree: adaptive requires {', '.join(key for key in unset if unset[key])}": (
+            adaptive and any(unset.values())
+        ),
+        "model.input_embedding: path_sum cannot be combined with output.tree: full, which has no"
+        " classes: set model.input_embedding: word, or model.input_tree: two_level": (
+            sums_output_paths and output.tree == "full"
+        ),
+        "model.input_tree: two_level requires model.input_embedding: path_sum": (
+            model.input_tree == "two_level" and not path_sum
+        ),
+        f"model.input_tree: two_level with output.tree: {output.tree} cannot be combined"
+        f" with {'word_table.tied' if tied else 'train.strategy: shard_output'}": (
+            config.has_input_tree and (tied or sharded)
+        ),
+        f"output.tail_dropout requires output.tree: adaptive, got {output.tree}": (
+            output.tail_dropout > 0 and not adaptive
+        ),
+        "output.num_samples requires output.tree: full, and no train.strategy: shard_output": (
+            output.num_samples is not None and (output.tree != "full" or sharded)
+        ),
+    }
 
 
 def _run_problems(config: Config) -> dict[str, bool]:

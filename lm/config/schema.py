@@ -40,6 +40,9 @@ class ModelConfig(Strict):
     word's path in the tree (its classes' and the word's), so that rare words share what their class
     has learned (additive factors: Botha & Blunsom 2014). With `word_table.tied` these vectors are
     the output layer's rows."""
+    input_tree: Literal["output", "two_level"] = "output"
+    """path_sum: the tree whose paths are summed. output: `output.tree`. two_level: the word classes
+    of the section `classes`, which a full or an adaptive softmax then has at its input too."""
     count_word_dropout: NonNegativeFloat = 0.0
     """While training, a word that occurs n times in the training split loses its word vector with
     probability count_word_dropout / (count_word_dropout + n) (count-based word dropout: Xie et al.
@@ -69,14 +72,20 @@ class OutputConfig(Strict):
 
     tree: str = "two_level"
     """full | two_level | balanced | huffman, or a file of paths (one line per word: the word, then
-    child numbers); adaptive is PyTorch's adaptive softmax, for comparison. two_level alone uses
-    the section `classes`."""
+    child numbers); adaptive is PyTorch's adaptive softmax, for comparison. two_level uses the
+    section `classes`."""
     branching: Annotated[int, Field(ge=2)] | None = None
     """balanced: largest number of children of a node. Default: ⌈√N⌉ for a vocabulary of N words."""
     arity: Annotated[int, Field(ge=2)] = 2
     """huffman: number of children of a node."""
+    num_samples: Positive | None = None
+    """full: compare a target with so many words only, drawn by frequency for each batch, while
+    training (sampled softmax; for comparison). Evaluation computes all. Default: off."""
     cutoffs: list[Positive] | None = None
     """adaptive: frequency ranks at which its clusters begin. Default: N / 10 and N / 3."""
+    tail_dropout: Fraction = 0.0
+    """adaptive: dropout of the hidden vector within clusters, besides `model.dropout` (Baevski &
+    Auli 2019)."""
     bias: bool = True
     """Whether the rows have biases."""
     backend: Literal["auto", "compiled", "reference", "triton"] = "auto"
@@ -228,8 +237,15 @@ class Config(Strict):
 
     @property
     def needed_classes(self) -> ClassesConfig | None:
-        """The section `classes` if `output.tree` uses word classes, else None."""
-        return self.classes if self.output.tree == "two_level" else None
+        """The section `classes` if a tree of the model has word classes, else None."""
+        return self.classes if self.output.tree == "two_level" or self.has_input_tree else None
+
+    @property
+    def has_input_tree(self) -> bool:
+        """Whether input vectors are sums over the paths of another tree than `output.tree`."""
+        model = self.model
+        is_named = model.input_embedding == "path_sum" and model.input_tree == "two_level"
+        return is_named and self.output.tree != "two_level"
 
     @property
     def preparation(self) -> tuple[DataConfig, TokenizerConfig, ClassesConfig | None, Path]:

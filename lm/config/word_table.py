@@ -36,7 +36,7 @@ def resolve_word_table(config: Config, num_rows: int, num_devices: int) -> WordT
     table = config.word_table
     if table.gradients != "auto" or table.dtype == "bf16":
         row_wise = table.gradients != "dense"
-    elif config.output.tree == "full":  # every row is visited
+    elif config.output.tree == "full" and config.output.num_samples is None:  # visits every row
         row_wise = False
     else:
         can = num_devices == 1 or config.train.strategy == "shard_output"

@@ -5,6 +5,7 @@ fewer dimensions. It trains and evaluates like any other output layer, but does 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NoReturn
 
@@ -19,6 +20,11 @@ MAX_DIVISOR = 4
 IGNORE_INDEX = -100
 
 
+def _dropped(module: nn.Module, inputs: tuple[Tensor], *, probability: float) -> Tensor:
+    """Dropout of the hidden vectors before a module."""
+    return F.dropout(inputs[0], probability, module.training)
+
+
 class AdaptiveSoftmax(nn.Module):
     """`nn.AdaptiveLogSoftmaxWithLoss` as an `OutputLayer`; computes in fp32 under autocast.
 
@@ -28,6 +34,7 @@ class AdaptiveSoftmax(nn.Module):
         cutoffs: frequency ranks at which the clusters begin: increasing, at least one, within
             1 … N - 1. The first is the size of the shortlist. None: N / 10 and N / 3.
         bias: whether the shortlist has biases (the clusters have none).
+        tail_dropout: probability of zeroing an element of the hidden vectors within clusters.
 
     Attributes:
         index_of_word: [N] int64, index of each word in the wrapped module.
@@ -52,6 +59,7 @@ class AdaptiveSoftmax(nn.Module):
         cutoffs: Sequence[int] | None = None,
         *,
         bias: bool = True,
+        tail_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.vocab_size = len(counts)
@@ -79,6 +87,8 @@ class AdaptiveSoftmax(nn.Module):
             div_value=max(fits, default=1),
             head_bias=bias,
         )
+        for tail in self.softmax.tail:
+            tail.register_forward_pre_hook(partial(_dropped, probability=tail_dropout))
 
     def log_prob(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of all words, [..., N], for hidden [..., H]."""

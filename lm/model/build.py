@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from lm.model.adaptive import AdaptiveSoftmax
 from lm.model.language_model import Backbone, LanguageModel
 from lm.model.lstm import LSTM
 from lm.model.output_layer import OutputLayer
+from lm.model.sampled import SampledSoftmax
 from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.sharded import PlacementName, ShardedSoftmax
@@ -41,8 +42,7 @@ def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
     if output.tree == "huffman":
         return ClassTree.huffman(torch.tensor(prepared.counts()), output.arity)
     if output.tree == "two_level":
-        word_class = torch.from_numpy(prepared.word_class().astype("int64"))
-        return ClassTree.two_level(word_class, prepared.shortlist, torch.tensor(prepared.counts()))
+        return build_input_tree(prepared)
     tokenizer = prepared.tokenizer()
     words = [tokenizer.token(word) for word in range(vocab_size)]
     try:
@@ -56,6 +56,12 @@ def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
         raise UserError(f"output.tree: {error}") from error
 
 
+def build_input_tree(prepared: Prepared) -> ClassTree:
+    """Build the tree of the word classes, as for `output.tree: two_level`."""
+    word_class = torch.from_numpy(prepared.word_class().astype("int64"))
+    return ClassTree.two_level(word_class, prepared.shortlist, torch.tensor(prepared.counts()))
+
+
 def build_model(
     config: ModelConfig,
     output: OutputConfig,
@@ -63,6 +69,7 @@ def build_model(
     tree: ClassTree | None,
     context: int,
     *,
+    input_tree: ClassTree | None = None,
     counts: Tensor | None = None,
     placement: PlacementName | None = None,
 ) -> LanguageModel:
@@ -74,9 +81,11 @@ def build_model(
         word_table: the resolved section `word_table`.
         tree: the result of `build_tree`.
         context: T, number of positions that a Transformer attends to.
+        input_tree: the result of `build_input_tree`.
         counts: [N] occurrences of each word in the training split, for `count_word_dropout`
-            (without them there is none) and for the frequency ranks of `output.tree: adaptive`,
-            which requires them.
+            (without them there is none), for the frequency ranks of `output.tree: adaptive`, which
+            requires them, and for the samples of `output.num_samples` (without them there are
+            none: a model that is not trained needs none).
         placement: how the rows of the table of words are dealt to the processes of
             `torch.distributed`, see `ShardedSoftmax`; None: every process has all.
 
@@ -98,51 +107,75 @@ def build_model(
     word_dropout = None
     if config.count_word_dropout and counts is not None:
         word_dropout = config.count_word_dropout / (config.count_word_dropout + counts)
-        if config.input_embedding == "path_sum" and tree is not None:  # no path loses all vectors
-            word_dropout = word_dropout * (tree.node_of_row[tree.row_of_word] > 0)
+        paths = tree if input_tree is None else input_tree
+        if config.input_embedding == "path_sum" and paths is not None:  # none loses all vectors
+            word_dropout = word_dropout * (paths.node_of_row[paths.row_of_word] > 0)
     backbone = _build_backbone(config, context)
-    softmax: OutputLayer
-    if tree is None:
-        if counts is None:
-            raise ValueError("one of tree and counts is required")
-        try:
-            softmax = AdaptiveSoftmax(config.hidden, counts, output.cutoffs, bias=output.bias)
-        except ValueError as error:
-            raise UserError(f"output.cutoffs: {error}") from error
-    else:
-        kind: Any = HierarchicalSoftmax
-        if placement is not None:
-            kind = partial(ShardedSoftmax, placement=placement, counts=counts)
-        softmax = kind(
-            config.hidden,
-            tree,
-            bias=output.bias,
-            backend=output.backend,
-            row_wise=word_table.row_wise,
-            dtype=dtype,
-        )
+    fill = partial(nn.init.uniform_, a=-(config.init_range or 0), b=config.init_range or 0)
+    if config.init_range is not None and config.backbone == "lstm":
+        for parameter in cast(
+            nn.Module, backbone
+        ).parameters():  # the same ones whatever the output layer is
+            fill(parameter)
+    softmax = _build_softmax(config, output, word_table, tree, counts, placement)
     model = LanguageModel(
         backbone,
         softmax,
         embedding_size=None if word_table.tied else config.embedding or config.hidden,
         embedding_dtype=dtype,
         path_sum=config.input_embedding == "path_sum",
+        input_tree=input_tree,
         row_wise=word_table.row_wise,
         word_dropout=word_dropout,
         dropout=config.dropout,
         dropout_variational=config.dropout_variational,
     )
     if config.init_range is not None:
-        dealt, drawn = model.dealt_tables, ["embedding.", "output."]
-        drawn += ["backbone."] if config.backbone == "lstm" else []
-        fill = partial(nn.init.uniform_, a=-config.init_range, b=config.init_range)
-        for prefix in drawn:
+        dealt = model.dealt_tables
+        for prefix in ("embedding.", "output."):
             for name, parameter in model.named_parameters():
                 if name.startswith(prefix):
                     dealt[name].draw(parameter, fill) if name in dealt else fill(parameter)
         if isinstance(softmax, HierarchicalSoftmax):
             softmax.zero_padding()
     return model
+
+
+def _build_softmax(
+    config: ModelConfig,
+    output: OutputConfig,
+    word_table: WordTable,
+    tree: ClassTree | None,
+    counts: Tensor | None,
+    placement: PlacementName | None,
+) -> OutputLayer:
+    if tree is None:
+        if counts is None:
+            raise ValueError("one of tree and counts is required")
+        try:
+            return AdaptiveSoftmax(
+                config.hidden,
+                counts,
+                output.cutoffs,
+                bias=output.bias,
+                tail_dropout=output.tail_dropout,
+            )
+        except ValueError as error:
+            raise UserError(f"output.cutoffs: {error}") from error
+    kind: Any = HierarchicalSoftmax
+    if placement is not None:
+        kind = partial(ShardedSoftmax, placement=placement, counts=counts)
+    elif output.num_samples is not None and counts is not None:
+        kind = partial(SampledSoftmax, counts=counts, num_samples=output.num_samples)
+    softmax: OutputLayer = kind(
+        config.hidden,
+        tree,
+        bias=output.bias,
+        backend=output.backend,
+        row_wise=word_table.row_wise,
+        dtype=torch.bfloat16 if word_table.dtype == "bf16" else None,
+    )
+    return softmax
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from lm.output import ClassTree
 FORMAT_VERSION = 3
 WEIGHTS = "model.safetensors"
 DESCRIPTION = "model.json"
-_TREE = "output.tree."
-"""Prefix of the tree's arrays in a model's state."""
+_TREE, _INPUT_TREE = "output.tree.", "input_tree."
+"""Prefixes of the arrays of trees in a model's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,16 +87,18 @@ def load_model(
     config, context = description.model, description.context
     output = replace(description.output, backend="auto")  # of this device, not of the training
     table = replace(description.word_table, row_wise=False)
-    counts, tree = None, None
+    counts, tree, input_tree = None, None, None
     try:
         state = load_file(weights)
         if output.tree == "adaptive":
             counts = state.get("output.index_of_word")  # for their number: ranks are in the state
         else:
-            arrays = {k.removeprefix(_TREE): v for k, v in state.items() if k.startswith(_TREE)}
-            tree = ClassTree.from_state(arrays)
+            tree = _tree(state, _TREE)
+        if any(name.startswith(_INPUT_TREE) for name in state):
+            input_tree = _tree(state, _INPUT_TREE)
+        sections = config, output, table, tree, context
         with without_weights():
-            model = build_model(config, output, table, tree, context, counts=counts)
+            model = build_model(*sections, input_tree=input_tree, counts=counts)
         model.load_state_dict(state, assign=True)
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise UserError(f"{weights} does not fit {DESCRIPTION}: {error}") from error
@@ -125,6 +127,11 @@ def read_description(folder: Path) -> Description:
         raise UserError(problem)
     description: Description = read_json(path, Description, FORMAT_VERSION)
     return description
+
+
+def _tree(state: dict[str, Tensor], prefix: str) -> ClassTree:
+    arrays = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    return ClassTree.from_state(arrays)
 
 
 def _write_tensors(tensors: dict[str, Tensor], file: BinaryIO) -> str:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lm.model.lstm import Dropout
 from lm.model.output_layer import OutputLayer
 from lm.model.precision import backbone_autocast
-from lm.output import HierarchicalSoftmax
+from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.rowwise import lookup
 from lm.output.sharded import DealtRows, ShardedSoftmax
 
@@ -66,8 +66,9 @@ class LanguageModel(nn.Module):
             vectors (then E = H).
         embedding_dtype: type of the input vectors if they are not the output layer's rows; None is
             torch's default.
-        path_sum: whether the input vector of a word is the sum of the vectors on its path in the
-            output layer's tree, instead of one vector per word.
+        path_sum: whether the input vector of a word is the sum of the vectors on its path in a
+            tree, instead of one vector per word.
+        input_tree: that tree, if it is not the output layer's.
         row_wise: whether the gradient of the input vectors holds visited rows only (`RowGradient`).
         word_dropout: [N] probability with which, while training, a word loses its vector: the other
             vectors of its path remain, or with `path_sum=False` zero; None is 0.
@@ -86,13 +87,14 @@ class LanguageModel(nn.Module):
         embedding_size: int | None,
         embedding_dtype: torch.dtype | None = None,
         path_sum: bool = False,
+        input_tree: ClassTree | None = None,
         row_wise: bool = False,
         word_dropout: Tensor | None = None,
         dropout: float = 0.0,
         dropout_variational: bool = False,
     ) -> None:
         super().__init__()
-        uses_tree = embedding_size is None or path_sum
+        uses_tree = embedding_size is None or (path_sum and input_tree is None)
         if uses_tree and not isinstance(output, HierarchicalSoftmax):
             raise ValueError(
                 "shared rows and path sums require a HierarchicalSoftmax,"
@@ -102,6 +104,7 @@ class LanguageModel(nn.Module):
         self.output = output
         self.dropout = Dropout(dropout, dropout_variational)
         self.path_sum = path_sum
+        self.input_tree = input_tree
         self.row_wise = row_wise
         self.embedding_size = backbone.hidden_size if embedding_size is None else embedding_size
         self.word_dropout: Tensor | None
@@ -110,7 +113,7 @@ class LanguageModel(nn.Module):
         # Which input vectors this process has; None: all.
         self.dealt = output.dealt if isinstance(output, ShardedSoftmax) else None
         if embedding_size is not None:
-            num_vectors = self._tree_softmax.tree.num_rows if path_sum else output.vocab_size
+            num_vectors = self._paths.num_rows if path_sum else output.vocab_size
             if self.dealt is None:
                 self.embedding = nn.Embedding(num_vectors, embedding_size, dtype=embedding_dtype)
             else:
@@ -199,7 +202,7 @@ class LanguageModel(nn.Module):
             shared = self.embedding is None
             rows = self._tree_softmax.tree.row_of_word[tokens] if shared else tokens
             return self._lookup(rows, present)
-        rows = self._tree_softmax.tree.rows_on_path(tokens)
+        rows = self._paths.rows_on_path(tokens)
         used = rows >= 0
         if present is not None:
             used[..., 0] &= present
@@ -241,6 +244,11 @@ class LanguageModel(nn.Module):
     def _vectors(self) -> Tensor:
         """The table of input vectors, [N or R, W], W ≥ E."""
         return self._tree_softmax.weight if self.embedding is None else self.embedding.weight
+
+    @property
+    def _paths(self) -> ClassTree:
+        """The tree whose paths give input vectors."""
+        return self._tree_softmax.tree if self.input_tree is None else self.input_tree
 
     @property
     def _tree_softmax(self) -> HierarchicalSoftmax:

@@ -58,7 +58,8 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         "adam": 2 * table * max(element, 4),
     }[word_table.optimizer]
     gradients = others * element + (0 if word_table.row_wise else table * table_element)
-    tree_bytes = 0 if run.tree is None else sum(buffer.nbytes for buffer in run.tree.buffers())
+    trees = [tree for tree in (run.tree, run.input_tree) if tree is not None]
+    tree_bytes = sum(buffer.nbytes for tree in trees for buffer in tree.buffers())
     parts = {
         "weights": table * table_element + others * element,
         "gradients": gradients if run.num_devices == 1 else 2 * gradients,  # a copy is summed
@@ -101,12 +102,15 @@ def _batch_bytes(run: Run) -> int:
     if run.tree is None:  # the adaptive softmax, without its clusters, which few positions visit
         shortlist = (output.cutoffs or [run.prepared.vocab_size // 10])[0]
         return vectors + 2 * element * num_positions * shortlist
+    if output.num_samples is not None:
+        return vectors + 2 * element * num_positions * output.num_samples
     dtypes = {"64-true": torch.float64, "32-true": torch.float32}
     dtype = dtypes.get(train.precision, torch.bfloat16)
     problem = Problem.without_values(num_positions, model.hidden, run.tree, dtype)
     backend: str = output.backend
     if backend == "auto":
-        backend = choose_backend(backend, problem, torch.device("cuda" if run.on_gpu else "cpu"))
+        device = torch.device("cuda" if run.on_gpu else "cpu")
+        backend = choose_backend(backend, problem, device, verify=False)
     return vectors + 2 * saved_bytes(backend, problem, row_wise=run.word_table.row_wise)
 
 

@@ -32,6 +32,10 @@ MAX_NATS = 700.0
 """Loss per token from which a run counts as diverged: its perplexity has 300 digits."""
 
 
+class Diverged(UserError):
+    """The loss grew beyond `MAX_NATS`, or is not a number."""
+
+
 class CarriedLoss(nn.Module):
     """The loss of one batch after another, with the state of the backbone carried between them.
 
@@ -81,18 +85,14 @@ class TrainingState:
         self.fabric, self.run, self.batches = fabric, run, batches
         self.config = config = run.config
         self.progress = Progress()
-        tree, context, counts = run.tree, config.train.seq_len, torch.tensor(run.prepared.counts())
-        sections = config.model, config.output, run.word_table
+        sections = config.model, config.output, run.word_table, run.tree, config.train.seq_len
+        input_tree, counts = run.input_tree, torch.tensor(run.prepared.counts())
         placement = placement_of(run)[0] if sharded else None
         torch.manual_seed(config.seed)
         device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
         with fabric.strategy.precision.module_init_context(), device:
             self.model = build_model(
-                *sections,
-                tree,
-                context,
-                counts=counts,
-                placement=placement,
+                *sections, input_tree=input_tree, counts=counts, placement=placement
             )
         if fabric.global_rank:  # the same weights on every device, but different dropout
             torch.manual_seed(config.seed + fabric.global_rank)
@@ -198,7 +198,7 @@ class TrainingState:
 
     def _check_loss(self, loss: float) -> None:
         if not loss < MAX_NATS:
-            raise UserError(
+            raise Diverged(
                 f"the loss became {loss:.4g} nats per token before step {self.step};"
                 f" {what_remains(self.run.folder / 'checkpoints' / LAST)}"
                 " (a lower optim.lr or optim.clip may help)"

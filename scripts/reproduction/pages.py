@@ -21,6 +21,7 @@ PAGES = (
     "lm/output/README.md",
     "lm/output/sharded/README.md",
     "scripts/*/README.md",
+    "scripts/reproduction/PROTOCOL.md",
 )
 RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")
 """Labels in the header comment of every recipe."""

@@ -9,7 +9,9 @@ from typing import Any
 import yaml
 
 from scripts import markdown
+from scripts.reproduction.protocol import Protocol
 from scripts.reproduction.runs import Run, RunTable, read_tables
+from scripts.reproduction.search_tables import search_tables
 
 Row = dict[str, Any]
 LOG_TABLES = Path(__file__).with_name("log_tables.yaml")
@@ -46,6 +48,7 @@ def generate_tables(results: Path) -> dict[str, str]:
     overview = [row for each in tables.values() for row in compare(each, each.overview, results)]
     generated["summary"] = markdown.table_of_rows(SUMMARY, summary)
     generated["overview"] = markdown.table_of_rows(OVERVIEW, overview)
+    generated |= search_tables(Protocol.read(), results / "search")
     generated["vocabularies"] = markdown.table_of_rows(VOCABULARIES, vocabularies(results))
     return generated
 

@@ -4,37 +4,72 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from data_prep.errors import UserError
 from data_prep.storage import write_json_atomically
-from lm.evaluation import evaluate_split
+from lm.evaluation import evaluate_split, perplexity
 from lm.run import Run as OpenedRun
+from lm.scoring.frequency import frequency_report
+from lm.scoring.mixture import token_log_probs
 from lm.training.loop import train
 from lm.training.metrics import read_metrics
 from lm.training.run_folder import check_folder
+from lm.training.state import Diverged
 from scripts.benchmarks.reporting import commit
 from scripts.reproduction.runs import TOP, Run, validations
 
 
 def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
     """Train or resume a run in a folder of `runs`, evaluate it and write its log."""
+    log = train_and_validate(run, data_dir, runs, progress=progress)
+    opened = OpenedRun.open(runs / run.table / run.name)
+    test = evaluate_split(opened, "test", progress=progress).to_dict()
+    write_json_atomically(run.log_path, log | {"test": test})
+
+
+def train_and_validate(run: Run, data_dir: str, runs: Path, *, progress: bool) -> dict[str, Any]:
+    """Train or resume a run in a folder of `runs`, and write its curve.
+
+    Returns the content of its log, without test figures. A run that diverges ends there.
+    """
     folder = runs / run.table / run.name
-    _train(run, data_dir, folder, progress=progress)
-    test = evaluate_split(OpenedRun.open(folder), "test", progress=progress).to_dict()
-    last = read_metrics(folder / "metrics.csv")[-1]
+    diverged = None
+    try:
+        _train(run, data_dir, folder, progress=progress)
+    except Diverged as error:
+        diverged = str(error)
+    metrics = read_metrics(folder / "metrics.csv")
     run.log_path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / "metrics.csv", run.curve_path)
-    log = {
+    return {
         "row": run.row,
         "seed": run.seed,
         "command": run.command,
         "commit": commit(),
         "environment": json.loads((folder / "env.json").read_text()),
-        "tokens": last.tokens,
-        "seconds": last.seconds,
-        "test": test,
+        "tokens": metrics[-1].tokens if metrics else 0,
+        "seconds": metrics[-1].seconds if metrics else 0.0,
+        **({} if diverged is None else {"diverged": diverged}),
     }
-    write_json_atomically(run.log_path, log)
+
+
+def test_nats(run: Run, runs: Path) -> dict[str, Any]:
+    """The perplexity of a trained run on the test split, and the nats of each of its lines."""
+    opened = OpenedRun.open(runs / run.table / run.name)
+    tokens = opened.prepared.tokens("test")
+    nll = -token_log_probs(opened, tokens)
+    ends = np.flatnonzero(np.asarray(tokens) == opened.description.eos_id)
+    lines = np.add.reduceat(nll, np.concatenate([[0], ends[:-1] + 1]))
+    return {
+        "tokens": len(tokens),
+        "perplexity": perplexity(float(nll.sum()), len(tokens)),
+        "line_tokens": np.diff(ends, prepend=-1).tolist(),
+        "line_nats": [round(each, 4) for each in lines.tolist()],
+        "by_frequency": frequency_report(opened, tokens).to_dict(),
+    }
 
 
 def check_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> str:

@@ -1,12 +1,22 @@
 """Reading configurations: valid ones round-trip; mistakes are one line that names the key."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from data_prep.errors import UserError
-from lm.config import Config, OutputConfig, differences, load_config, to_dict, to_yaml, validate
+from lm.config import (
+    Config,
+    ModelConfig,
+    OutputConfig,
+    differences,
+    load_config,
+    to_dict,
+    to_yaml,
+    validate,
+)
 
 MINIMAL = "name: run\ntrain: {max_steps: 5}\n"
 BOMB = MINIMAL + "".join(
@@ -139,6 +149,8 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
 def test_only_the_two_level_tree_needs_classes(tree: str, needed: bool) -> None:
     config = Config(name="run", output=OutputConfig(tree=tree))
     assert config.needed_classes == (config.classes if needed else None)
+    model = ModelConfig(input_embedding="path_sum", input_tree="two_level")
+    assert replace(config, model=model).needed_classes == config.classes
 
 
 @pytest.mark.parametrize(

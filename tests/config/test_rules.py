@@ -12,15 +12,25 @@ train.max_epochs, train.max_steps or train.max_minutes is required
 model: {backbone: transformer, hidden: 20, heads: 8}
 model.hidden = 20 must be a multiple of 2 × model.heads = 16
 {model: {input_embedding: path_sum}, output: {tree: adaptive}}
-output.tree: adaptive requires model.input_embedding: word
+output.tree: adaptive requires model.input_embedding: word, or model.input_tree: two_level
 {model: {input_embedding: path_sum}, output: {tree: adaptive}, word_table: {tied: true}}
-output.tree: adaptive requires model.input_embedding: word, word_table.tied: false
+output.tree: adaptive requires model.input_embedding: word, or model.input_tree: two_level, \
+word_table.tied: false
 {model: {input_embedding: path_sum}, output: {tree: full}}
 model.input_embedding: path_sum cannot be combined with output.tree: full, which has no classes: \
-set model.input_embedding: word
+set model.input_embedding: word, or model.input_tree: two_level
+model: {input_tree: two_level}
+model.input_tree: two_level requires model.input_embedding: path_sum
+{model: {input_embedding: path_sum, input_tree: two_level}, output: {tree: full}, \
+word_table: {tied: true}}
+model.input_tree: two_level with output.tree: full cannot be combined with word_table.tied
 {train: {max_minutes: 0.5}, optim: {schedule: plateau}}
 train.max_minutes requires a schedule that ends with the time: set optim.schedule: cosine, got \
 plateau
+output: {tree: full, tail_dropout: 0.1}
+output.tail_dropout requires output.tree: adaptive, got full
+output: {tree: two_level, num_samples: 100}
+output.num_samples requires output.tree: full, and no train.strategy: shard_output
 tokenizer: {kind: sentencepiece}
 tokenizer.kind: sentencepiece requires tokenizer.vocab_size
 classes: {method: file}

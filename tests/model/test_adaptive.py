@@ -118,3 +118,20 @@ def test_candidates_have_the_probabilities_of_the_whole_distribution() -> None:
     word = torch.randint(6, (5, 9))
     expected = adaptive.log_prob(vectors).gather(1, word)
     torch.testing.assert_close(adaptive.candidate_log_prob(vectors, word), expected)
+
+
+def test_tail_dropout_acts_on_clusters_only_and_while_training_only() -> None:
+    adaptive = AdaptiveSoftmax(H, COUNTS, [9], tail_dropout=0.5).double()
+    frequent = (COUNTS.argsort(descending=True, stable=True))[:3]
+    rare = (COUNTS.argsort(stable=True))[:3]
+    vectors = hidden(3)
+    expected = adaptive.eval().loss(vectors, frequent, "none")
+    adaptive.train()
+    assert torch.equal(adaptive.loss(vectors, frequent, "none"), expected)
+    torch.manual_seed(0)
+    dropped = adaptive.loss(vectors, rare, "none")
+    torch.manual_seed(0)
+    kept = F.dropout(vectors, 0.5)
+    root = adaptive.nll_by_level(vectors, rare)[0]
+    within = adaptive.eval().nll_by_level(kept, rare)[1]
+    torch.testing.assert_close(dropped, root + within)

@@ -28,8 +28,11 @@ def saved(
     config = ModelConfig(**{"hidden": 8, "heads": 2, **settings})
     output = OutputConfig(tree=tree)
     classes, counts = torch.tensor([0, 1, 2, 0, 1, 1, 2]), torch.tensor([9, 2, 8, 3, 7, 4, 6])
-    class_tree = None if tree == "adaptive" else ClassTree.two_level(classes, 1)
-    model = build_model(config, output, WordTable(tied=tied), class_tree, 6, counts=counts)
+    two_level = ClassTree.two_level(classes, 1)
+    class_tree = {"adaptive": None, "full": ClassTree.full(7)}.get(tree, two_level)
+    input_tree = two_level if tree == "full" else None
+    table = WordTable(tied=tied)
+    model = build_model(config, output, table, class_tree, 6, input_tree=input_tree, counts=counts)
     figures: Any = {"context": 6, "eos_id": 1, "unk_id": 0, "step": 3, "valid_perplexity": 4.5}
     sections: Any = {"model": config, "output": output, "word_table": WordTable(tied=tied)}
     description = Description(**sections, tokenizer_sha256="t", **figures)
@@ -43,6 +46,7 @@ def saved(
     [
         *(("two_level", False, 8, 4), ("two_level", True, 8, None), ("two_level", True, 12, None)),
         ("adaptive", False, 8, None),
+        ("full", False, 8, None),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -56,6 +60,8 @@ def test_a_saved_model_predicts_the_same_when_it_is_loaded(
     tmp_path: Path,
 ) -> None:
     settings = {"backbone": backbone, "hidden": hidden, "embedding": embedding, "dropout": 0.5}
+    if tree == "full":
+        settings |= {"input_embedding": "path_sum", "input_tree": "two_level"}
     model = saved(tmp_path, tree, dtype, tied, **settings).eval()
     loaded, read = load_model(tmp_path)
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}

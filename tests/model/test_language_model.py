@@ -152,6 +152,22 @@ def test_path_sum_input_vectors_are_the_sums_on_the_paths(tree: ClassTree, tied:
     torch.testing.assert_close(model(tokens)[0], hidden, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("tree", [ClassTree.full(N), None], ids=["full", "adaptive"])
+def test_input_vectors_are_sums_on_the_paths_of_another_tree(tree: ClassTree | None) -> None:
+    classes = ClassTree.two_level(torch.arange(N) % 3, shortlist=2, counts=COUNTS)
+    config = ModelConfig(hidden=H, layers=1, input_embedding="path_sum", count_word_dropout=2.0)
+    sections = config, OutputConfig(), WordTable(), tree
+    model = build_model(*sections, T, input_tree=classes, counts=COUNTS).double().eval()
+    table, (tokens, _) = input_vectors(model), text()
+    vectors = torch.stack([table[[row for _, row in classes.path(w)]].sum(0) for w in range(N)])
+    hidden, _ = model.backbone(vectors[tokens])
+    torch.testing.assert_close(model(tokens)[0], hidden, rtol=1e-12, atol=1e-14)
+    assert model.word_dropout is not None
+    is_short = torch.tensor([len(classes.path(w)) == 1 for w in range(N)])
+    expected = (2 / (2 + COUNTS.double())).where(~is_short, 0)
+    torch.testing.assert_close(model.word_dropout, expected.to(model.word_dropout.dtype))
+
+
 @PATHS
 @pytest.mark.parametrize("embedding", ["word", "path_sum"])
 def test_a_word_loses_its_vector_with_the_probability_of_its_count(
@@ -217,6 +233,17 @@ def test_init_range_bounds_embedding_and_output(backbone: str) -> None:
     assert not softmax_of(model).weight[:, H:].any()
     for weight in (model.embedding.weight, softmax_of(model).weight[:, :H]):
         assert 0.009 < float(weight.detach().abs().max()) <= 0.01
+
+
+@pytest.mark.parametrize("init_range", [None, 0.1])
+@BACKBONES
+def test_a_seed_gives_the_same_backbone_whatever_the_output_layer_is(
+    backbone: str, init_range: float | None
+) -> None:
+    trees = ClassTree.full(N), ClassTree.two_level(torch.arange(N) % 3)
+    models = [make(backbone, tree, init_range=init_range) for tree in trees]
+    states = [model.backbone.state_dict() for model in models]  # type: ignore[attr-defined]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 @BACKBONES

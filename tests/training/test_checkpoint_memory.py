@@ -21,7 +21,7 @@ from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.evaluation import TextCounts, evaluate
 from lm.model.build import build_model
 from lm.model.files import Description, load_model, save_model
-from lm.output import ClassTree
+from lm.output import ClassTree, HierarchicalSoftmax
 from lm.run import Run
 from lm.training.batches import Batches
 from lm.training.checkpoint import save_checkpoint
@@ -58,6 +58,8 @@ def measure(folder: Path) -> dict[str, float]:
     """Peak memory of evaluating the model on a few tokens and of saving it, as multiples of the
     table; and of continuing a run as far as its first batch, as a multiple of its checkpoint.
     """
+    layer = HierarchicalSoftmax(HIDDEN, ClassTree.two_level(num_words=100))
+    layer.loss(torch.zeros(1, HIDDEN), torch.zeros(1, dtype=torch.int64))  # imports libraries
     start = resident("VmRSS")
     model, description = load_model(folder)
     tokens = np.arange(0, VOCAB_SIZE, VOCAB_SIZE // 16)

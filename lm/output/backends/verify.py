@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
 from lm.output.backends.reference.backend import ReferenceBackend
-from lm.output.rowwise import RowAdagrad
+from lm.output.rowwise.blocks import Rule
+from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tree.class_tree import ClassTree
 
 _NUM_WORDS, _NUM_CLASSES, _LEAST_SIZE = 3000, 70, 80
@@ -154,7 +155,19 @@ def _results(backend: Backend, problem: Problem, d_nll: Tensor) -> list[Tensor]:
     gradients = backend.backward(d_nll, problem, saved, needs)
     needs = Needs(hidden=False, weight=True, bias=False, row_wise=True)
     _, saved = backend.forward(problem, needs)
-    table = problem.weight.clone()
-    table.grad = backend.backward(d_nll, problem, saved, needs).d_weight
-    RowAdagrad([table], lr=0.1).step()
+    d_weight = backend.backward(d_nll, problem, saved, needs).d_weight
+    assert isinstance(d_weight, RowGradient)
+    table = _after_step(problem.weight.clone(), d_weight)
     return [nll, *(gradient for gradient in gradients if isinstance(gradient, Tensor)), table]
+
+
+def _after_step(table: Tensor, gradient: RowGradient) -> Tensor:
+    """The rows after a first step of `RowAdagrad`, whose class would import `torch.compile`."""
+    lr, eps = 0.1, 1e-8
+    if (part := gradient.factored()) is not None:
+        total = table.new_zeros(len(table), dtype=compute_dtype(table.dtype))
+        part.batch.update(table, Rule((lr, eps), {"total": total}), part.factor)
+        return table
+    values = gradient.to_dense().to(compute_dtype(table.dtype))
+    root = values.square().mean(1, keepdim=True).sqrt()
+    return table.sub_(lr * values / (root + eps))

@@ -177,14 +177,15 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
         ctx.table_like = table.detach()
         ctx.save_for_backward(index)
-        return table[index].masked_fill_(index.unsqueeze(-1) < 0, 0)
+        absent = (index < 0).view(*index.shape, *[1] * (table.dim() - 1))
+        return table[index].masked_fill_(absent, 0)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *d_rows: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         table = ctx.table_like
-        values = d_rows[0].reshape(index.numel(), table.shape[1])
+        values = d_rows[0].reshape(index.numel(), -1)
         read = index.flatten() >= 0
         return RowGradient(table, [Rows(index.flatten()[read], values[read])]), None
 
@@ -192,6 +193,8 @@ class _Lookup(torch.autograd.Function):
 @not_compiled
 def lookup(table: Tensor, index: Tensor) -> Tensor:
     """Rows [..., H] of a table [R, H], `torch.nn.functional.embedding` with a `RowGradient`.
+
+    Of a vector [R], numbers [...].
 
     Where the index [...] int64 is -1, there are zeros, and no row has a gradient.
 

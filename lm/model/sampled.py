@@ -1,0 +1,74 @@
+"""SampledSoftmax: a full softmax that trains on a sample of the words, for comparison."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output.functional import Reduction
+from lm.output.rowwise import lookup
+
+
+class SampledSoftmax(HierarchicalSoftmax):
+    """The full softmax, whose loss compares a target with S words only while it trains.
+
+    The words s_1 … s_S are drawn with replacement for each call of `loss`, one sample for all
+    positions, from Q(w) ∝ 1 + count of w. With the logits z, the loss of a target t is
+
+        -z_t + log(exp z_t + Σ_{i: s_i ≠ t} exp z_{s_i} / (S · Q(s_i)))
+
+    The expectation of the sum is that of the full softmax, Σ_{w ≠ t} exp z_w.
+
+    In evaluation mode it is a full softmax, of which every probability is computed.
+
+    Args:
+        hidden_size: H.
+        tree: `ClassTree.full(N)`.
+        counts: [N] occurrences of each word.
+        num_samples: S.
+        options: further arguments of `HierarchicalSoftmax`.
+
+    Source: Bengio & Senécal 2003; one sample for a batch: Jean et al. 2015, section 3.
+    """
+
+    def __init__(
+        self, hidden_size: int, tree: ClassTree, *, counts: Tensor, num_samples: int, **options: Any
+    ) -> None:
+        super().__init__(hidden_size, tree, **options)
+        self.num_samples = num_samples
+        with torch.device("cpu"):
+            share = (1 + counts.double()) / (1 + counts.double()).sum()
+        self.log_expected: Tensor
+        self.register_buffer("log_expected", (num_samples * share).log().float(), persistent=False)
+        self.cumulated: Tensor
+        self.register_buffer("cumulated", share.cumsum(0), persistent=False)
+
+    def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """Negative log-likelihood as `HierarchicalSoftmax.loss`, of a sample while training."""
+        if not self.training:
+            return super().loss(hidden, target, reduction)
+        flat, words = hidden.reshape(-1, self.hidden_size), target.flatten()
+        valid = words != self.ignore_index
+        words = words.where(valid, 0)
+        place = torch.rand(self.num_samples, dtype=torch.float64, device=words.device)
+        sample = torch.searchsorted(self.cumulated, place).clamp_(max=self.vocab_size - 1)
+        rows, drawn = (self._rows(each)[:, : self.hidden_size] for each in (words, sample))
+        own = (flat * rows.to(flat.dtype)).sum(-1, dtype=torch.float32) + self._bias(words)
+        others = F.linear(flat, drawn.to(flat.dtype)).float()
+        others = others + (self._bias(sample) - self.log_expected[sample])
+        others = others.masked_fill(sample == words[:, None], -torch.inf)
+        nll = torch.cat([own[:, None], others], 1).logsumexp(1) - own
+        nll = nll.where(valid, 0.0)
+        if reduction == "none":
+            return nll.view(target.shape)
+        return nll.sum() / (valid.sum().clamp(min=1) if reduction == "mean" else 1)
+
+    def _rows(self, words: Tensor) -> Tensor:
+        return lookup(self.weight, words) if self.row_wise else self.weight[words]
+
+    def _bias(self, words: Tensor) -> Tensor | float:
+        if self.bias is None:
+            return 0.0
+        return lookup(self.bias, words) if self.row_wise else self.bias[words]

@@ -1,0 +1,122 @@
+"""Loss by the frequency rank of the predicted word, and by that of the word before it.
+
+Ranks are those of the counts in the training split, 1 for the most frequent word; ties go by id.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.storage import write_atomically
+from lm.evaluation import perplexity
+from lm.run import Run
+from lm.scoring.mixture import token_log_probs
+
+LAST_RANKS = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
+"""Last ranks of bins; a further bin has the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrequencyBin:
+    """The tokens of a text whose word, or whose previous word, has a rank within limits."""
+
+    first_rank: int
+    last_rank: int
+    tokens: int
+    nll_nats: float  # sum over these tokens
+
+    @property
+    def mean_nats(self) -> float:
+        """Nats per token; NaN if there is none."""
+        return self.nll_nats / self.tokens if self.tokens else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrequencyReport:
+    """The negative log-likelihood of a text, divided into bins in two ways."""
+
+    target: list[FrequencyBin]  # by the predicted word
+    previous: list[FrequencyBin]  # by the word before it, `<eos>` at the start
+
+    def to_dict(self) -> dict[str, Any]:
+        """The bins for JSON."""
+        return asdict(self)
+
+    def table(self) -> str:
+        """Both divisions as lines of text."""
+        lines = []
+        for title, bins in (("predicted", self.target), ("previous", self.previous)):
+            total = sum(each.nll_nats for each in bins)
+            tokens = sum(each.tokens for each in bins)
+            head = f"rank of the {title} word"
+            lines.append(
+                f"{head:<30} {'tokens %':>9} {'nats/token':>11} {'perplexity':>11} {'nats %':>7}"
+            )
+            for each in bins:
+                ranks = f"{each.first_rank:,} … {each.last_rank:,}"
+                shares = 100 * each.tokens / tokens, 100 * each.nll_nats / total
+                figures = f"{each.mean_nats:11.4f} {perplexity(each.nll_nats, each.tokens):11.2f}"
+                lines.append(f"  {ranks:<28} {shares[0]:9.2f} {figures} {shares[1]:7.2f}")
+        return "\n".join(lines)
+
+
+def frequency_report(run: Run, tokens: NDArray[Any]) -> FrequencyReport:
+    """The report on a text of token ids [n], predicted as by `lm evaluate`."""
+    nll = -token_log_probs(run, tokens)
+    previous = np.concatenate([[run.description.eos_id], tokens[:-1]])
+    rank = ranks(run.prepared.counts())
+    return FrequencyReport(
+        target=_bins(rank[tokens], nll, len(rank)), previous=_bins(rank[previous], nll, len(rank))
+    )
+
+
+def ranks(counts: NDArray[Any]) -> NDArray[np.int64]:
+    """The frequency rank [N] of each word, from 1.
+
+    Example:
+        >>> ranks(np.array([5, 9, 5])).tolist()
+        [2, 1, 3]
+    """
+    rank = np.empty(len(counts), np.int64)
+    rank[np.argsort(-counts.astype(np.int64), kind="stable")] = np.arange(1, len(counts) + 1)
+    return rank
+
+
+def _bins(rank: NDArray[Any], nll: NDArray[Any], vocab_size: int) -> list[FrequencyBin]:
+    """Bins of tokens [n] with a rank and nats each."""
+    last = [each for each in LAST_RANKS if each < vocab_size] + [vocab_size]
+    number = np.searchsorted(last, rank)
+    tokens = np.bincount(number, minlength=len(last))
+    sums = np.bincount(number, nll, len(last))
+    return [
+        FrequencyBin(first_rank=first, last_rank=stop, tokens=int(num), nll_nats=float(total))
+        for first, stop, num, total in zip(
+            [1, *(each + 1 for each in last)], last, tokens, sums, strict=False
+        )
+    ]
+
+
+def draw_report(report: FrequencyReport, title: str, path: Path) -> None:
+    """Draw nats per token and the share of all nats of each bin."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    for axes, (name, bins) in zip(
+        figure.subplots(1, 2, sharey=True), vars(report).items(), strict=True
+    ):
+        labels = [f"… {each.last_rank:,}" for each in bins]
+        total = sum(each.nll_nats for each in bins)
+        bars = axes.bar(labels, [each.mean_nats for each in bins])
+        shares = [f"{100 * each.nll_nats / total:.0f} % of nats" for each in bins]
+        axes.bar_label(bars, shares, fontsize=7)
+        axes.set(xlabel=f"rank of the {'predicted' if name == 'target' else name} word")
+        axes.grid(True, axis="y", alpha=0.3)
+        axes.tick_params(axis="x", labelsize=8)
+    figure.axes[0].set_ylabel("nats per token")
+    figure.suptitle(title)
+    name = path.suffix[1:].lower()
+    write_atomically(path, lambda file: figure.savefig(file, format=name, dpi=120))

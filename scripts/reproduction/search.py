@@ -1,0 +1,97 @@
+"""The comparison of output layers that PROTOCOL.md describes: trials, final runs, test figures.
+
+  python -m scripts.reproduction.search trials --data-dir DIR   trains the trials without a log
+  python -m scripts.reproduction.search finals --data-dir DIR   trains the chosen points
+  python -m scripts.reproduction.search test                    test figures, once for each run
+  python -m scripts.reproduction.search show                    prints the tables
+
+An interrupted run resumes.
+"""
+
+import argparse
+import datetime
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import scripts
+from data_prep.errors import UserError
+from data_prep.storage import write_json_atomically
+from scripts.reproduction.protocol import PROTOCOL, SEARCH, Protocol, log_of
+from scripts.reproduction.runs import Run, validations
+from scripts.reproduction.search_tables import search_tables
+
+
+def train_missing(runs: Sequence[Run], data_dir: str, folder: Path, *, progress: bool) -> None:
+    """Train or resume the runs without a log, one after another, and write their logs.
+
+    A run whose loss is not finite has an infinite perplexity.
+    """
+    from scripts.reproduction.training import train_and_validate  # imports PyTorch
+
+    missing = [run for run in runs if log_of(run) is None]
+    for number, run in enumerate(missing, 1):
+        print(f"{number} of {len(missing)}: {run.row}, seed {run.seed}", file=sys.stderr)
+        log = train_and_validate(run, data_dir, folder, progress=progress)
+        curve = validations(run.curve_path)
+        figures = [row.valid_perplexity or math.inf for row in curve]
+        write_json_atomically(run.log_path, log | {"valid_perplexity": min(figures, default=1e99)})
+
+
+def test_missing(runs: Sequence[Run], folder: Path) -> None:
+    """Evaluate final runs on the test split, those that were not; write the figures and the date.
+
+    Raises:
+        UserError: if every run was evaluated.
+    """
+    from scripts.reproduction.training import test_nats
+
+    logs = {run: log for run in runs if (log := log_of(run)) is not None}
+    untested = [run for run, log in logs.items() if "test" not in log]
+    if not untested:
+        raise UserError(f"all {len(logs)} final runs with a log have been evaluated, once")
+    for run in untested:
+        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        test = {"date": when} | test_nats(run, folder)
+        write_json_atomically(run.log_path, logs[run] | {"test": test})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; raises UserError if the options do not fit."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.reproduction.search",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("what", choices=["trials", "finals", "test", "show"])
+    add("--data-dir", metavar="DIR", help="folder of the corpus")
+    add("--methods", nargs="+", metavar="NAME", help="only these methods")
+    add("--protocol", type=Path, default=PROTOCOL, help=argparse.SUPPRESS)
+    add("--runs", type=Path, default=Path("runs/reproduce"), help="folder of the runs")
+    add("--results", type=Path, default=SEARCH, help="folder of the logs")
+    add("--no-progress", action="store_true", help="no progress bars")
+    options = parser.parse_args(arguments)
+    protocol = Protocol.read(options.protocol)
+    for name in options.methods or ():
+        if name not in protocol.methods:
+            raise UserError(f"no method {name!r}; there are {', '.join(protocol.methods)}")
+    all_runs = protocol.trials if options.what == "trials" else protocol.finals
+    runs = [
+        run
+        for run in all_runs(options.results)
+        if not options.methods or run.row.split("-")[0] in options.methods
+    ]
+    if options.what in ("trials", "finals"):
+        if options.data_dir is None:
+            raise UserError("--data-dir is required, the folder of the corpus")
+        progress = not options.no_progress
+        train_missing(runs, options.data_dir, options.runs, progress=progress)
+    elif options.what == "test":
+        test_missing(runs, options.runs)
+    print("\n\n".join(search_tables(protocol, options.results).values()))
+
+
+if __name__ == "__main__":
+    scripts.run(main, "search")

@@ -1,0 +1,165 @@
+"""The tables of the comparison of output layers, and their statistics."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scripts import markdown
+from scripts.reproduction.protocol import Log, Protocol, log_of
+
+BLOCK_LINES, NUM_SAMPLES = 50, 10_000
+"""Of the bootstrap over test lines."""
+
+
+def search_tables(protocol: Protocol, results: Path) -> dict[str, str]:
+    """The tables by name, from the logs there are."""
+    trials: dict[str, list[Log]] = {method: [] for method in protocol.methods}
+    for run in protocol.trials(results):
+        if (log := log_of(run)) is not None:
+            trials[run.row.split("-")[0]].append(log)
+    finals: dict[str, dict[int, Log]] = {method: {} for method in protocol.methods}
+    for run in protocol.finals(results):
+        if (log := log_of(run)) is not None and "test" in log:
+            finals[run.row][run.seed] = log["test"]
+    return {
+        "search_trials": _trial_table(protocol, trials),
+        "search_finals": _final_table(protocol, finals),
+        "search_frequency": _frequency_table(protocol, finals),
+    }
+
+
+def expected_lowest(values: Sequence[float], num: int) -> float:
+    """The expected minimum of `num` of the values, drawn without replacement.
+
+    E = Σ_i x_(i) C(N - i, num - 1) / C(N, num), with the N values in increasing order. It has no
+    bias as an estimate of the expected minimum of `num` further trials.
+
+    Source: Tang, Lee, Xin, Liu, Yu & Lin 2020, section 3.
+
+    Example:
+        >>> expected_lowest([3.0, 1.0, 2.0], 2)  # of {1, 2}, {1, 3}, {2, 3}
+        1.3333333333333333
+    """
+    ordered = sorted(values)
+    rest = len(ordered) - 1 - np.arange(len(ordered))
+    chances = [math.comb(int(each), num - 1) for each in rest]
+    return sum(c * x for c, x in zip(chances, ordered, strict=True) if c) / sum(chances)
+
+
+def upper_bound(differences: Sequence[float]) -> float:
+    """The one-sided 95 % bound of the mean by Student's t; infinity for fewer than two.
+
+    Example:
+        >>> round(upper_bound([-1.0, 0.0, 1.0]), 3)
+        1.686
+    """
+    from scipy.stats import t  # takes a second
+
+    if len(differences) < 2:
+        return math.inf
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.fmean(differences) + float(t.ppf(0.95, len(differences) - 1)) * error
+
+
+def bootstrap_interval(
+    nats: NDArray[np.floating], other: NDArray[np.floating], tokens: NDArray[np.int64]
+) -> tuple[float, float]:
+    """The 95 % interval over texts of the difference in nats per token, ours less the other's.
+
+    Blocks of `BLOCK_LINES` lines are drawn with replacement; both models have the same blocks.
+
+    Args:
+        nats, other: [L], of each line.
+        tokens: [L], of each line.
+    """
+    starts = np.arange(0, len(tokens), BLOCK_LINES)
+    difference, sizes = (np.add.reduceat(each, starts) for each in (nats - other, tokens))
+    generator = np.random.default_rng(0)
+    drawn = generator.integers(len(starts), size=(NUM_SAMPLES, len(starts)))
+    means = difference[drawn].sum(1) / sizes[drawn].sum(1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _trial_table(protocol: Protocol, trials: dict[str, list[Log]]) -> str:
+    counts = [num for num in (1, 2, 4, 8, 12) if num <= protocol.num_trials]
+    rows = []
+    for method, logs in trials.items():
+        values = [log["valid_perplexity"] for log in logs]
+        expected = [
+            f"{expected_lowest(values, num):.2f}" if num <= len(values) else "–" for num in counts
+        ]
+        lowest, point = ("–", "–")
+        if values:
+            best = values.index(min(values))
+            lowest, point = f"{values[best]:.2f}", _point(protocol, method, logs[best])
+        rows.append([method, f"{len(values)} of {protocol.num_trials}", lowest, *expected, point])
+    titles = [f"expected of {num}" for num in counts]
+    return markdown.table(
+        ["method", "trials", "lowest validation perplexity", *titles, "its point"], rows
+    )
+
+
+def _point(protocol: Protocol, method: str, log: Log) -> str:
+    """What distinguishes a trial's command."""
+    keys = {*protocol.space, *protocol.methods[method].space, "optim.schedule"}
+    options = log["command"].split("--")
+    chosen = [each.strip() for each in options if each.split("=")[0] in keys]
+    return ", ".join(f"`{each}`" for each in chosen)
+
+
+def _final_table(protocol: Protocol, finals: dict[str, dict[int, Log]]) -> str:
+    baseline, rows = finals[protocol.baseline], []
+    for method, tests in finals.items():
+        if not tests:
+            continue
+        mean = statistics.fmean(test["perplexity"] for test in tests.values())
+        row = [method, f"{mean:.2f}", ", ".join(f"{tests[s]['perplexity']:.2f}" for s in tests)]
+        paired = [seed for seed in tests if seed in baseline]
+        if method == protocol.baseline or not paired:
+            rows.append([*row, "–", "–", "–", "–"])
+            continue
+        each = [tests[seed]["perplexity"] - baseline[seed]["perplexity"] for seed in paired]
+        bound = upper_bound(each)
+        nats, other = (_mean_nats(group, paired) for group in (tests, baseline))
+        low, high = bootstrap_interval(nats, other, np.array(tests[paired[0]]["line_tokens"]))
+        verdict = "not inferior" if bound < protocol.margin else "not shown"
+        cells = f"{statistics.fmean(each):+.2f}", f"{bound:+.2f}", f"{low:+.4f} … {high:+.4f}"
+        rows.append([*row, *cells, verdict])
+    titles = ["difference", "95 % bound", "nats per token, 95 % over texts", "margin"]
+    return markdown.table(["method", "test perplexity", "by seed", *titles], rows)
+
+
+def _mean_nats(tests: dict[int, Log], seeds: Sequence[int]) -> NDArray[np.float64]:
+    mean: NDArray[np.float64] = np.mean([tests[seed]["line_nats"] for seed in seeds], axis=0)
+    return mean
+
+
+def _frequency_table(protocol: Protocol, finals: dict[str, dict[int, Log]]) -> str:
+    """Nats per token of bins of the predicted word; of other methods, less the baseline's."""
+    titles: list[str] = []
+    rows = []
+    base: list[float] = []
+    for method in sorted(finals, key=lambda name: name != protocol.baseline):
+        tests = list(finals[method].values())
+        if not tests:
+            continue
+        bins = [test["by_frequency"]["target"] for test in tests]
+        titles = [f"{each['first_rank']:,} … {each['last_rank']:,}" for each in bins[0]]
+        means = [_bin_mean(each) for each in zip(*bins, strict=True)]
+        if method == protocol.baseline:
+            base = means
+            rows.append([method, *(f"{mean:.4f}" for mean in means)])
+        elif base:
+            pairs = zip(means, base, strict=True)
+            rows.append([method, *(f"{mean - other:+.4f}" for mean, other in pairs)])
+    return markdown.table(["method", *titles], rows)
+
+
+def _bin_mean(bins: Sequence[dict[str, Any]]) -> float:
+    return statistics.fmean(each["nll_nats"] / max(1, each["tokens"]) for each in bins)

@@ -1,0 +1,86 @@
+"""The sampled softmax: its loss while training, and that it is a full softmax otherwise."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lm.model.sampled import SampledSoftmax
+from lm.output import ClassTree
+from lm.output.rowwise import RowGradient
+
+N, H, S, P = 50, 6, 20, 12
+COUNTS = torch.arange(N) ** 2
+
+
+def make(num_samples: int = S, *, row_wise: bool = False) -> SampledSoftmax:
+    torch.manual_seed(0)
+    tree = ClassTree.full(N)
+    layer = SampledSoftmax(H, tree, counts=COUNTS, num_samples=num_samples, row_wise=row_wise)
+    layer.double()
+    torch.nn.init.normal_(layer.weight)
+    layer.zero_padding()
+    assert layer.bias is not None
+    torch.nn.init.normal_(layer.bias)
+    return layer
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(P, H, generator=generator, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(N, (P,), generator=generator)
+    target[3] = -100
+    return hidden, target
+
+
+def test_the_loss_is_that_of_its_definition() -> None:
+    layer, (hidden, target) = make(), inputs()
+    share = (1 + COUNTS.double()) / (1 + COUNTS.double()).sum()
+    torch.manual_seed(5)
+    drawn = torch.rand(S, dtype=torch.float64)
+    sample = [int((share.cumsum(0) < place).sum()) for place in drawn]
+    assert layer.bias is not None
+    logits = F.linear(hidden, layer.weight[:, :H], layer.bias)
+    corrected = logits - (S * share).log()
+    expected = []
+    for row, other, word in zip(logits, corrected, target.tolist(), strict=True):
+        if word >= 0:
+            others = [other[each] for each in sample if each != word]
+            expected.append(torch.stack([row[word], *others]).logsumexp(0) - row[word])
+    torch.manual_seed(5)
+    nll = layer.loss(hidden, target, "none")
+    assert nll[3] == 0
+    torch.testing.assert_close(nll[target >= 0], torch.stack(expected), rtol=1e-5, atol=1e-5)
+    torch.manual_seed(5)
+    torch.testing.assert_close(
+        layer.loss(hidden, target), torch.stack(expected).mean(), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_row_wise_gradients_are_the_dense_ones() -> None:
+    dense, row_wise, (hidden, target) = make(), make(row_wise=True), inputs()
+    for layer in (dense, row_wise):
+        torch.manual_seed(3)
+        torch.autograd.backward(layer.loss(hidden, target))
+    for one, other in zip(dense.parameters(), row_wise.parameters(), strict=True):
+        assert isinstance(other.grad, RowGradient)
+        assert one.grad is not None
+        assert other.grad.to_dense().count_nonzero(0).min() < N
+        torch.testing.assert_close(one.grad, other.grad.to_dense(), rtol=1e-6, atol=1e-9)
+
+
+def test_gradients_approach_those_of_the_full_softmax() -> None:
+    """Of 50 words and many samples: the estimate is consistent."""
+    layer, (hidden, target) = make(num_samples=200_000), inputs()
+    (sampled,) = torch.autograd.grad(layer.loss(hidden, target), hidden)
+    (full,) = torch.autograd.grad(layer.eval().loss(hidden, target), hidden)
+    assert full.abs().max() > 0.01
+    torch.testing.assert_close(sampled, full, rtol=0.02, atol=0.002)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_in_evaluation_it_is_a_full_softmax(reduction: str) -> None:
+    layer, (hidden, target) = make().eval(), inputs()
+    logits = F.linear(hidden, layer.weight[:, :H], layer.bias)
+    expected = F.cross_entropy(logits, target, reduction=reduction)
+    actual = layer.loss(hidden, target, reduction)  # type: ignore[arg-type]
+    torch.testing.assert_close(actual, expected)

@@ -1,0 +1,62 @@
+"""Loss by frequency rank: the bins of the definition, their sum, the picture."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lm.cli import main
+from lm.run import Run
+from lm.scoring import frequency
+from lm.scoring.mixture import token_log_probs
+
+
+def test_tokens_are_divided_by_the_rank_of_their_word_and_of_the_word_before(
+    lstm_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frequency, "LAST_RANKS", (3, 9, 10**9))
+    assert main(["evaluate", str(lstm_run), "--by-frequency", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    run = Run.open(lstm_run)
+    counts, tokens = run.prepared.counts(), np.array(run.prepared.tokens("test"))
+    nll = -token_log_probs(run, tokens)
+    by_count = sorted(range(len(counts)), key=lambda word: (-int(counts[word]), word))
+    previous = [run.description.eos_id, *tokens[:-1].tolist()]
+    for name, words in (("target", tokens.tolist()), ("previous", previous)):
+        rank = np.array([1 + by_count.index(word) for word in words])
+        bins = values["by_frequency"][name]
+        limits = [(each["first_rank"], each["last_rank"]) for each in bins]
+        assert limits == [(1, 3), (4, 9), (10, len(counts))]
+        for each, (first, last) in zip(bins, limits, strict=True):
+            inside = (first <= rank) & (rank <= last)
+            assert 0 < each["tokens"] == inside.sum()
+            assert each["nll_nats"] == pytest.approx(nll[inside].sum())
+        assert sum(each["nll_nats"] for each in bins) == pytest.approx(values["nll_nats"], rel=1e-5)
+
+
+def test_the_table_has_every_bin_and_the_picture_is_drawn(
+    lstm_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "bins.png"
+    assert main(["evaluate", str(lstm_run), "--by-frequency", f"--plot={picture}"]) == 0
+    rows = capsys.readouterr().out.split("rank of the ")[1:]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    for title, text in zip(("predicted", "previous"), rows, strict=True):
+        assert text.startswith(f"{title} word")
+        _, *lines = text.strip().splitlines()
+        cells = [line.split() for line in lines]
+        assert sum(float(row[3]) for row in cells) == pytest.approx(100, abs=0.05)
+        assert sum(float(row[6]) for row in cells) == pytest.approx(100, abs=0.05)
+        for row in cells:
+            assert math.exp(float(row[4])) == pytest.approx(float(row[5]), rel=1e-3)
+
+
+def test_a_picture_requires_the_table_and_a_known_format(
+    lstm_run: Path, complaint: Callable[..., str]
+) -> None:
+    evaluate = "evaluate", lstm_run
+    assert complaint(*evaluate, "--plot=a.png") == "--plot requires --by-frequency"
+    assert complaint(*evaluate, "--by-frequency", "--plot=a.xyz").startswith("--plot a.xyz: the na")

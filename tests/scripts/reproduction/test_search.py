@@ -1,0 +1,120 @@
+"""The comparison of output layers: equal points, a choice by validation, test figures once."""
+
+import itertools
+import json
+import math
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from data_prep.errors import UserError
+from lm.config import load_config
+from scripts.reproduction import search
+from scripts.reproduction.protocol import PROTOCOL, SEARCH, Protocol, draw, log_of
+from scripts.reproduction.runs import TOP, validations
+from scripts.reproduction.search_tables import bootstrap_interval, expected_lowest, upper_bound
+
+
+def test_every_method_has_the_same_points_and_valid_configurations() -> None:
+    protocol = Protocol.read()
+    for trial in range(protocol.num_trials):
+        shared = []
+        for method in protocol.methods:
+            for stage in ("trial", "final"):
+                options = protocol.options(method, trial, stage)
+                config = load_config(TOP / protocol.config, [f"--{each}" for each in options])
+            optim = config.optim
+            shared.append(
+                (optim.lr, optim.clip, optim.weight_decay, optim.schedule, config.model.dropout)
+            )
+        assert len(set(shared)) == 1
+    rates = [draw(protocol.space, f"{protocol.seed} {i}")["optim.lr"] for i in range(200)]
+    assert 5 <= min(rates) < 6 < 30 < max(rates) <= 40
+    assert 12 < statistics.median(rates) < 16.5  # √(5 · 40) = 14.1
+
+
+def test_logs_are_of_declared_runs() -> None:
+    protocol = Protocol.read()
+    runs = [*protocol.trials(SEARCH), *protocol.finals(SEARCH)]
+    declared = {run.log_path: run.command for run in runs}
+    for path in SEARCH.glob("*.json"):
+        assert json.loads(path.read_text())["command"] == declared[path]
+
+
+def test_the_expected_lowest_is_the_mean_over_all_choices() -> None:
+    values = [5.0, 3.5, 8.0, 3.0, 4.0]
+    for num in range(1, 6):
+        choices = itertools.combinations(values, num)
+        assert expected_lowest(values, num) == pytest.approx(statistics.fmean(map(min, choices)))
+
+
+def test_the_bound_is_exceeded_by_one_mean_in_twenty() -> None:
+    drawn = np.random.default_rng(1).normal(0.3, 2.0, (4000, 5))
+    share = np.mean([upper_bound(row.tolist()) < 0.3 for row in drawn])
+    assert share == pytest.approx(0.05, abs=0.012)
+    assert upper_bound([1.0]) == math.inf
+
+
+def test_the_interval_over_texts_has_the_width_of_its_blocks() -> None:
+    generator = np.random.default_rng(2)
+    tokens = generator.integers(5, 30, 4000)
+    other = tokens * 4.0
+    ours = other + 0.1 * tokens + np.repeat(generator.normal(0, 1, 80), 50) * tokens
+    low, high = bootstrap_interval(ours, other, tokens)
+    true = float((ours - other).sum() / tokens.sum())
+    assert low < true < high
+    assert (high - low) / 2 == pytest.approx(1.96 / math.sqrt(80), rel=0.25)
+
+
+def test_trials_choose_a_point_and_the_test_is_evaluated_once(
+    tiny: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = yaml.safe_load(PROTOCOL.read_text())
+    fields |= {"config": str(tiny), "num_trials": 2, "final_seeds": [1, 2]}
+    fields["shared"] = ["train.max_epochs=null", "classes.dimensions=4", "optim.optimizer=sgd"]
+    fields["stages"] = {"trial": ["train.max_steps=2"], "final": ["train.max_steps=3"]}
+    fields["methods"] = {
+        "full": {"options": ["output.tree=full"]},
+        "classes": {
+            "options": ["classes.method=random"],
+            "space": {"classes.shortlist": {"choice": [0, 3]}},
+        },
+    }
+    path, results = tmp_path / "protocol.yaml", tmp_path / "logs" / "search"
+    path.write_text(yaml.safe_dump(fields, sort_keys=False))
+    options = [f"--protocol={path}", f"--runs={tmp_path}", f"--results={results}", "--no-progress"]
+    data = f"--data-dir={corpus}"
+    with pytest.raises(UserError, match="--data-dir is required"):
+        search.main(["trials", *options])
+    search.main(["trials", *options, data])
+    protocol = Protocol.read(path)
+    for method in protocol.methods:
+        trials = [run for run in protocol.trials(results) if run.row.startswith(method)]
+        logs = [log_of(run) or {} for run in trials]
+        lowest = [
+            min(row.valid_perplexity or 0 for row in validations(run.curve_path)) for run in trials
+        ]
+        assert [log["valid_perplexity"] for log in logs] == lowest
+        assert "test" not in logs[0]
+        assert protocol.chosen(method, results) == lowest.index(min(lowest))
+    search.main(["finals", *options, data])
+    search.main(["test", *options])
+    table = capsys.readouterr().out.split("\n\n")[-2]
+    finals = list(protocol.finals(results))
+    assert [(run.row, run.seed) for run in finals] == [
+        *(("full", 1), ("classes", 1), ("full", 2), ("classes", 2))
+    ]
+    tests = [(log_of(run) or {})["test"] for run in finals]
+    for test in tests:
+        assert sum(test["line_tokens"]) == test["tokens"]
+        mean = sum(test["line_nats"]) / test["tokens"]
+        assert math.exp(mean) == pytest.approx(test["perplexity"], rel=1e-4)
+    one, two = (tests[i + 1]["perplexity"] - tests[i]["perplexity"] for i in (0, 2))
+    assert f"| {(one + two) / 2:+.2f} | {upper_bound([one, two]):+.2f} |" in table
+    with pytest.raises(UserError, match="all 4 final runs with a log have been evaluated, once"):
+        search.main(["test", *options])
+    with pytest.raises(UserError, match="no method 'oak'; there are full, classes"):
+        search.main(["trials", *options, "--methods", "oak"])
