@@ -27,7 +27,9 @@ from data_prep.tokenizer.tokenizer import STOPS, separate_words
 from lm.config import Config, validate
 from lm.output import ClassTree
 from lm.run import Run
+from lm.training.clock import in_words
 from lm.training.memory_estimate import estimate_memory
+from lm.training.pace import training_seconds
 
 RECIPE = """\
 # Every key can be changed here or on the command line; lm config explains them.
@@ -52,10 +54,10 @@ optim: {optimizer: adamw, lr: 0.005, schedule: cosine}
 train: {max_steps: 300, batch_size: $batch, seq_len: 16, val_every_steps: 50, threads: $threads}
 """,
     5_000_000: """\
-model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: 0.1,
+model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: $dropout,
   count_word_dropout: 5, init_range: 0.1}
 optim: {optimizer: sgd, lr: 20, clip: 0.25, schedule: cosine}
-train: {max_epochs: 12, batch_size: 20, seq_len: 35, threads: $threads}
+train: {max_epochs: $epochs, batch_size: 20, seq_len: 35, threads: $threads}
 """,
     math.inf: """\
 model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: 0.1,
@@ -122,7 +124,8 @@ def new_recipe(
     for each in (path, *files.values()):
         if CONTROL_CHARACTERS.search(str(each)):
             raise UserError(f"{str(each)!a}: a name must not have control characters")
-    sample, *_ = map(read_sample, files.values())
+    samples = {split: read_sample(file) for split, file in files.items()}
+    sample = samples["train"]
     last_change = text.stat().st_mtime_ns
     num_tokens, num_words, tokenizer = measure(sample)
     held_out = [split for split in ("valid", "test") if split not in files]
@@ -130,6 +133,8 @@ def new_recipe(
     if held_out and sample.num_units(unit or "lines") < MIN_UNITS:
         cut = f"none, the text has fewer than {MIN_UNITS} {unit or 'lines'}: no "
         cut, held_out = cut + " and no ".join(held_out), []
+    density = num_tokens / sample.num_bytes
+    tokens = {split: density * each.num_bytes for split, each in samples.items()}
     files |= {split: run / f"text/{split}.txt" for split in ("train", *held_out) if held_out}
     with ExitStack() as stack:  # a recipe that cannot be written leaves no splits
         stack.enter_context(folder_to_fill(path.parent))
@@ -138,9 +143,10 @@ def new_recipe(
             unfinished = stack.enter_context(new_folder(run / "text"))
             unit, sizes = split_text(text, unfinished, sample, held_out, unit)
             training = unfinished / "train.txt"
+            tokens |= {split: density * size for split, (_, size) in sizes.items()}
             parts = ", ".join(
-                f"{split} {units:,} {unit} (about {num_tokens * size // sample.num_bytes:,} tokens)"
-                for split, (units, size) in sizes.items()
+                f"{split} {units:,} {unit} (about {tokens[split]:,.0f} tokens)"
+                for split, (units, _) in sizes.items()
             )
             shares = f"one of {sample.period} for {' and one for '.join(held_out)}"
             cut = f"by {unit}, {parts}: {shares}, in {run / 'text'}"
@@ -149,17 +155,17 @@ def new_recipe(
         if sample.num_bytes <= COUNTED_BYTES and "kind: words" in tokenizer:
             about, num_words = "", count_vocabulary(training, tokenizer)
         content, model = fit(path, files, num_tokens, num_words, tokenizer, backbone)
+        config = validate(yaml.safe_load(content), str(path))
+        takes = in_words(training_seconds(config, num_words, tokens))
         summary = (
             f"{path}: for {text}, {sample.num_bytes:,} bytes, about {num_tokens:,} tokens and a"
-            f" vocabulary of {about}{num_words:,}\nsplit: {cut}\nmodel: {model}\n"
+            f" vocabulary of {about}{num_words:,}\nsplit: {cut}\n"
+            f"model: {model}; training takes about {takes} here\n"
         )
         header = "".join(f"# {line}" for line in summary.splitlines(keepends=True))
         write_hashed(path, [header.encode(), content.encode()])
     recipe, run_dir = shlex.quote(str(path)), shlex.quote(str(run))
-    return (
-        f"{summary}then: lm train {recipe}, which prints after its first steps how long it takes\n"
-        f"      lm generate {run_dir}"
-    )
+    return f"{summary}then: lm train {recipe}\n      lm generate {run_dir}"
 
 
 def count_vocabulary(training: Path, tokenizer: str) -> int:
@@ -205,6 +211,20 @@ def measure(sample: Sample) -> tuple[int, int, str]:
     return num_tokens, num_words, f"{tokenizer}, split_punctuation: {json.dumps(split_punctuation)}"
 
 
+def repetition(num_tokens: int) -> tuple[int, float]:
+    """The epochs and the dropout of an LSTM for a text of up to 5 million tokens.
+
+    A smaller text is read more often, with more dropout: the recipes of `lm new` in
+    scripts/results.
+
+    Example:
+        >>> [repetition(num_tokens) for num_tokens in (50_000, 300_000, 1_000_000, 5_000_000)]
+        [(24, 0.5), (22, 0.4), (12, 0.3), (12, 0.1)]
+    """
+    share = math.log(max(num_tokens, 100_000) / 100_000) / math.log(50)
+    return round(min(24, max(12, 12_000 / num_tokens**0.5))), round(0.5 - 0.4 * share, 1)
+
+
 def fit(
     path: Path,
     files: dict[str, Path],
@@ -225,6 +245,9 @@ def fit(
     tree = ClassTree.balanced(num_words, math.isqrt(num_words) + 1)  # of about the same size
     names = {split: json.dumps(str(file), ensure_ascii=False) for split, file in files.items()}
     epochs = 12 if limit < math.inf else 2 if num_tokens < 20_000_000 else 1
+    dropout = 0.1
+    if backbone == "lstm" and limit < math.inf:
+        epochs, dropout = repetition(num_tokens)
     batch = min(8, max(1, num_tokens // 200))
     template, layers, threads = SETTINGS[limit], 1, min(8, torch.get_num_threads())
     if backbone == "transformer":
@@ -239,6 +262,7 @@ def fit(
         "clustered": f", clustered_words: {ALL_CLUSTERED}" if num_words > ALL_CLUSTERED else "",
         "batch": batch,
         "epochs": epochs,
+        "dropout": dropout,
         "layers": layers,
         "length": min(64, max(2, num_tokens // 2)),
         "warmup": min(400, steps // 10),

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Literal
 from unittest.mock import Mock
 
 import pytest
@@ -18,18 +19,19 @@ from data_prep.errors import UserError
 from data_prep.prepared import open_prepared
 from lm import recipe
 from lm.cli import main
-from lm.config import Config, load_config, validate
+from lm.config import Config, OptimConfig, load_config, validate
 from lm.recipe import MAX_WORDS, fit, measure
 from lm.run import Run
+from lm.training.metrics import read_metrics
 from tests.conftest import toy_sentences
 
 Complaint = Callable[..., str]
-LATER = ", which prints after its first steps how long it takes"
 
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recipe, "training_seconds", lambda *_: 100.0)
 
 
 def new(text: str, *options: str) -> Config:
@@ -71,7 +73,7 @@ def test_a_recipe_with_splits_trains_and_is_better_than_the_unigram_model(
         r"one of 20 for valid and one for test, in runs/my/text\n",
         out,
     )
-    assert out.endswith(f"then: lm train my.yaml{LATER}\n      lm generate runs/my\n")
+    assert out.endswith("then: lm train my.yaml\n      lm generate runs/my\n")
     header = "".join(f"# {line}\n" for line in out.splitlines()[:3])
     assert Path("my.yaml").read_text().startswith(header)
     assert config.train.val_every_steps == 50
@@ -196,7 +198,7 @@ def test_names_of_files_with_special_characters_are_quoted(
     Path(name).write_text("the dog\n")
     assert main(["new", "my dog.yaml", "--text", name]) == 0
     assert load_config("my dog.yaml").data.files.train == name
-    then = f"then: lm train 'my dog.yaml'{LATER}\n      lm generate 'runs/my dog'\n"
+    then = "then: lm train 'my dog.yaml'\n      lm generate 'runs/my dog'\n"
     assert capsys.readouterr().out.endswith(then)
 
 
@@ -209,12 +211,14 @@ def test_the_size_of_a_compressed_text_is_that_of_its_content(
     assert load_config("my.yaml").train.max_epochs == 12
 
 
-def test_the_learning_rate_of_a_text_in_one_line_decays() -> None:
-    config = new("the dog sat on the mat " * 10_000)
-    assert (config.data.files.valid, config.model.hidden) == (None, 200)
-    assert config.optim.schedule == "cosine"
-    Path("my.yaml").unlink()
-    assert new("the dog sat on the mat\n" * 10_000).optim.schedule == "cosine"
+@pytest.mark.parametrize("space", [" ", "\n"], ids=["one line", "lines"])
+@pytest.mark.parametrize("length", ["--train.max_epochs=2", "--train.max_steps=40"])
+def test_the_learning_rate_decays_within_the_length_given(space: str, length: str) -> None:
+    config = new(f"the dog sat on the mat{space}" * 5_000)
+    assert (config.data.files.valid is None) == (space == " ")
+    assert main(["train", "my.yaml", "--no-progress", "--model.hidden=8", length]) == 0
+    rates = [line.learning_rate for line in read_metrics(Path("runs/my/metrics.csv"))]
+    assert 0.1 * config.optim.lr < rates[-1] < 0.12 * config.optim.lr
 
 
 @pytest.mark.parametrize("punctuated", [False, True])
@@ -267,6 +271,34 @@ def test_every_size_has_valid_settings(tokens: int) -> None:
     # Streams of an LSTM require a token for each sequence.
     assert config.train.batch_size <= tokens
     assert config.classes.shortlist < words
+
+
+@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
+@pytest.mark.parametrize("tokens", [2_000, 200_000, 40_000_000])
+@pytest.mark.parametrize("tree", ["adaptive", "full"])
+def test_another_tree_works_once_the_keys_of_the_message_are_set(
+    tree: str, tokens: int, backbone: Literal["lstm", "transformer"]
+) -> None:
+    content, _ = fit(Path("my.yaml"), {"train": Path("a")}, tokens, 1000, "kind: words", backbone)
+    for other in ("input_embedding", "input_tree"):  # the message names two ways
+        values = yaml.safe_load(content)
+        values["output"]["tree"] = tree
+        with pytest.raises(UserError) as caught:
+            validate(values, "")
+        for section, key, value in re.findall(r"(\w+)\.(\w+): (\w+)", str(caught.value)):
+            if key != other:
+                values[section][key] = yaml.safe_load(value)
+        assert validate(values, "").output.tree == tree
+
+
+def test_a_transformer_under_sgd_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    new("the dog sat on the mat\n" * 5_000)
+    options = ["--no-progress", "--train.max_steps=1", "--model.hidden=8"]
+    assert main(["train", "my.yaml", "--model.backbone=transformer", *options]) == 0
+    added = re.findall(r"(--optim\S+?)[, ]", caplog.text)
+    assert load_config("my.yaml", added).optim == OptimConfig(
+        optimizer="adamw", lr=0.001, clip=1, weight_decay=0.1, warmup_steps=400, schedule="cosine"
+    )
 
 
 def test_the_model_fits_into_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

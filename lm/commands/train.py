@@ -1,6 +1,7 @@
 """`lm train`: a trained model from a configuration."""
 
 import argparse
+import logging
 
 from lm.commands.arguments import NO_PROGRESS, SOURCE, Options
 from lm.run import Run
@@ -10,11 +11,19 @@ _RESUME: Options = {
     "--resume": {"metavar": "auto|PATH", "help": "continue the last checkpoint or that at PATH"}
 }
 OPTIONS = SOURCE | _RESUME | NO_PROGRESS
+_SGD_TRANSFORMER = (
+    "a Transformer trains poorly with optim.optimizer: sgd; add --optim.optimizer=adamw"
+    " --optim.lr=0.001 --optim.clip=1 --optim.weight_decay=0.1 --optim.warmup_steps=400, or write"
+    " the recipe with lm new --model.backbone=transformer"
+)
+_log = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace) -> None:
     """Train; print the folder of the run."""
     run, progress = Run.read(options.source, options.overrides), not options.no_progress
+    if run.config.model.backbone == "transformer" and run.config.optim.optimizer == "sgd":
+        _log.warning(_SGD_TRANSFORMER)
     # Imported after the configuration is known to be valid: torch takes seconds.
     from lm.training.devices import check_devices
     from lm.training.loggers import check_wandb

@@ -78,7 +78,8 @@ def _tree_problems(config: Config) -> dict[str, bool]:
             adaptive and any(unset.values())
         ),
         "model.input_embedding: path_sum cannot be combined with output.tree: full, which has no"
-        " classes: set model.input_embedding: word, or model.input_tree: two_level": (
+        " classes: set model.input_embedding: word, or model.input_tree: two_level"
+        f"{' and word_table.tied: false' if tied else ''}": (
             sums_output_paths and output.tree == "full"
         ),
         "model.input_tree: two_level requires model.input_embedding: path_sum": (
