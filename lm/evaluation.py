@@ -94,7 +94,7 @@ class Evaluation:
         if self.bits_per_byte is not None:
             bits = f"{self.bits_per_byte:.4f}"
         elif spelled:
-            bits = "not known: case, or white space other than single spaces, is not spelled"
+            bits = "not known: case, separated punctuation or several spaces are not spelled"
         elif not self.oov:
             bits = "not known: case or spaces are lost, a SentencePiece model keeps them"
         rows = {
@@ -104,7 +104,7 @@ class Evaluation:
             "negative log-likelihood": f"{self.nll_nats:.1f} nats",
             "perplexity": f"{self.perplexity:.2f}, {perplexity_rule(self.unit, spelled)}",
             "  without unknown words": f"{self.perplexity_excluding_oov:.2f}",
-            "  of classes × within classes": classes,
+            "  of classes × within classes": classes + ", unknown words as <unk>" * spelled,
             "  per word": per_word,
             "bits per byte": bits,
             "context": self.context,

@@ -29,7 +29,8 @@ _TEXT: Options = {
     },
 }
 _BY_FREQUENCY: Options = {
-    "--by-frequency": SWITCH | {"help": "also the loss by frequency rank of words"},
+    "--by-frequency": SWITCH
+    | {"help": "also the loss by frequency rank of tokens, <unk> and <eos> among them"},
     "--plot": PLOT | {"help": "draw it; with --by-frequency"},
 }
 OPTIONS = RUN | _TEXT | OPEN_VOCABULARY | ARPA | _BY_FREQUENCY | COMPUTING | NO_PROGRESS | JSON

@@ -125,6 +125,11 @@ def _read_slf(name: str, lines: Iterable[str]) -> Lattice:
                 links.append((place, fields))
         else:
             header |= fields
+    for key, long, found in (("N", "NODES", nodes), ("L", "LINKS", links)):
+        declared = header.get(key) or header.get(long)
+        if declared is not None and declared != str(len(found)):
+            counts = f"{long}={declared} in the header, and {len(found)} of them"
+            raise UserError(f"{name} is damaged or incomplete: {counts}")
     base = _number(header.get("base", str(math.e)), name)
     scale = math.log(base) if base > 0 else 0.0
     arcs = []

@@ -104,7 +104,12 @@ def test_both_formats_have_the_same_paths() -> None:
         (SLF.replace("E=4", "E=7"), "line 14: the link has no node, or an unknown one: 7"),
         (SLF.replace("J=4 S=3 E=4", "J=4 S=3 E=1"), "a cycle through the node [13]"),
         (SLF.replace("S=3 E=4", "S=3 E=0"), "expected one start node, got none"),
-        (SLF + "J=5 S=3 E=1\n", "x.slf: a cycle through the node [13]"),
+        (
+            SLF.replace("L=5", "L=6") + "J=5 S=3 E=1\n",
+            "x.slf: a cycle through the node [13]",
+        ),
+        (SLF[: SLF.index("J=4")], "x.slf is damaged or incomplete: LINKS=5 in the header, and 4"),
+        (SLF.replace("N=5", "N=6"), "incomplete: NODES=6 in the header, and 5 of them"),
         (SLF.replace("a=-1 l=-2", "a=-1 l=nan"), "line 10: expected a finite score, got 'nan'"),
         (SLF.replace("J=0 ", "J=0 word "), "line 10: expected fields NAME=VALUE, got 'J=0 word"),
         (SLF + "I=5 L=sub\n", "line 15: a lattice in a lattice is not supported"),
