@@ -82,7 +82,7 @@ def run_process() -> int:
 
 
 def _is_further_process() -> bool:
-    """Whether torchrun, SLURM or Fabric started this process beside a first one that reports."""
+    """Whether torchrun, SLURM or Fabric started this process after a first one that reports."""
     ranks = (os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
     return any(rank not in ("", "0") for rank in ranks)
 

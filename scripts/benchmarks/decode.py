@@ -1,4 +1,4 @@
-"""Decoding one position: sampling and exact top-k, top-p and min-p, beside opening everything.
+"""Decoding one position: sampling and exact top-k, top-p and min-p, against opening everything.
 
 The hidden vector is flat (every word is about as probable as any other) or peaked: its logits are
 those of a word and of its neighbours, `--sharpness` above the others. Each way runs in turn in one

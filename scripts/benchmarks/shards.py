@@ -8,7 +8,7 @@ of visits: 1 is even, and the number of processes is the worst. Bytes are those 
 process sends for a batch, forward and backward.
 
 --measure runs two and four processes connected by gloo on the same batches: columns, bytes handed
-to torch.distributed, and CPU seconds, beside what the plan says. --memory N:H measures memory of
+to torch.distributed, and CPU seconds, next to what the plan says. --memory N:H measures memory of
 each process for a layer of N words with row-wise gradients. --estimate N:H computes a step of eight
 GPUs.
 """

@@ -39,13 +39,13 @@ def train_missing(runs: Sequence[Run], data_dir: str, folder: Path, *, progress:
         write_json_atomically(run.log_path, log | {"valid_perplexity": min(figures, default=1e99)})
 
 
-def test_missing(runs: Sequence[Run], folder: Path) -> None:
+def evaluate_missing(runs: Sequence[Run], folder: Path) -> None:
     """Evaluate final runs on the test split, those that were not; write the figures and the date.
 
     Raises:
         UserError: if every run was evaluated.
     """
-    from scripts.reproduction.training import test_nats
+    from scripts.reproduction.training import nats_of_test
 
     logs = {run: log for run in runs if (log := log_of(run)) is not None}
     untested = [run for run, log in logs.items() if "test" not in log]
@@ -53,7 +53,7 @@ def test_missing(runs: Sequence[Run], folder: Path) -> None:
         raise UserError(f"all {len(logs)} final runs with a log have been evaluated, once")
     for run in untested:
         when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        test = {"date": when} | test_nats(run, folder)
+        test = {"date": when} | nats_of_test(run, folder)
         write_json_atomically(run.log_path, logs[run] | {"test": test})
 
 
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         progress = not options.no_progress
         train_missing(runs, options.data_dir, options.runs, progress=progress)
     elif options.what == "test":
-        test_missing(runs, options.runs)
+        evaluate_missing(runs, options.runs)
     print("\n\n".join(search_tables(protocol, options.results).values()))
 
 

@@ -57,7 +57,7 @@ def train_and_validate(run: Run, data_dir: str, runs: Path, *, progress: bool) -
     }
 
 
-def test_nats(run: Run, runs: Path) -> dict[str, Any]:
+def nats_of_test(run: Run, runs: Path) -> dict[str, Any]:
     """The perplexity of a trained run on the test split, and the nats of each of its lines."""
     opened = OpenedRun.open(runs / run.table / run.name)
     tokens = opened.prepared.tokens("test")

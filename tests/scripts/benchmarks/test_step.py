@@ -1,4 +1,4 @@
-"""The breakdown of a training step: its parts, and the plain loop beside it."""
+"""The breakdown of a training step: its parts, and the plain loop next to it."""
 
 import json
 import subprocess
