@@ -219,10 +219,11 @@ def repetition(num_tokens: int) -> tuple[int, float]:
 
     Example:
         >>> [repetition(num_tokens) for num_tokens in (50_000, 300_000, 1_000_000, 5_000_000)]
-        [(24, 0.5), (22, 0.4), (12, 0.3), (12, 0.1)]
+        [(24, 0.5), (22, 0.4), (12, 0.25), (12, 0.1)]
     """
     share = math.log(max(num_tokens, 100_000) / 100_000) / math.log(50)
-    return round(min(24, max(12, 12_000 / num_tokens**0.5))), round(0.5 - 0.4 * share, 1)
+    epochs = round(min(24, max(12, 12_000 / num_tokens**0.5)))
+    return epochs, round((0.5 - 0.4 * share) * 20) / 20
 
 
 def fit(

@@ -166,6 +166,8 @@ def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
     (expected,) = -Run(marks).speller.log_prob(["zebra"]) - Run(marks).speller.log_prob([","])
     assert spelled.spelling_nats == pytest.approx(expected)
     assert spelled.bits_per_byte is None
+    reason = "not known: marks are separated (tokenizer.split_punctuation: true)"
+    assert reason in spelled.table("text")
 
 
 def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
@@ -200,6 +202,11 @@ def test_commands_spell_on_request(
     found: dict[str, Any] = json.loads(printed("evaluate", run, "--open-vocabulary", "--json"))
     assert found == expected.to_dict()
     assert json.loads((run / "evaluate-test-open.json").read_text()) == found
+    for text in ([], [f"--text={opened.config.data.dir}/test.txt"]):
+        options = [run, "--open-vocabulary", "--by-frequency", "--json", *text]
+        bins = json.loads(printed("evaluate", *options))["by_frequency"]
+        for each in bins.values():
+            assert sum(part["nll_nats"] for part in each) == pytest.approx(expected.nll_nats)
     table = printed("evaluate", run, "--open-vocabulary")
     assert f"{expected.oov}, spelled in {expected.spelling_nats:.1f} nats" in table
     assert f"{expected.bits_per_byte:.4f}" in table

@@ -119,6 +119,8 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(figures | {"hypotheses": lines}, ensure_ascii=False))
         return
     _log_figures(figures)
+    if options.all:
+        _log.info("columns: utterance, acoustic score, log-probability by the models (nats), words")
     print("\n".join(lines))
 
 

@@ -58,7 +58,11 @@ def test_the_chosen_hypothesis_has_the_highest_sum(
 
 
 def test_both_layouts_and_the_printed_list_give_the_same_choice(
-    lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path
+    lstm_run: Path,
+    lists: Path,
+    rescored: Rescored,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     weights = ["--lm-weight=2", "--insertion-penalty=0.5"]
     references = ["--references", lists / "test.ref"]
@@ -69,6 +73,9 @@ def test_both_layouts_and_the_printed_list_give_the_same_choice(
     assert [row.replace("\t", " ") for row in rows] == kaldi
     assert values == kaldi_values
     printed, _ = rescored(lstm_run, lists / "test.nbest", *weights, "--all")
+    caplog.set_level("INFO")
+    assert main(["rescore", str(lstm_run), str(lists / "test.nbest"), *weights, "--all"]) == 0
+    assert caplog.messages[-1].startswith("columns: utterance, acoustic score, ")
     path = tmp_path / "all.nbest"
     path.write_text("\n".join(printed) + "\n")
     again, _ = rescored(lstm_run, path, *weights, "--first-pass-share=1")

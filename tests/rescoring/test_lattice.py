@@ -195,6 +195,20 @@ def test_a_large_beam_finds_the_best_of_all_paths(
     assert totals[narrow[0][0]] <= totals[found[0][0]]
 
 
+@pytest.mark.parametrize(
+    ("header", "id"),
+    [
+        ("", "file"),
+        ("UTTERANCE=an4.01", "an4.01"),
+        ("U=data/one.mfc", "one"),
+        ('UTTERANCE="two.lat"', "two"),
+    ],
+)
+def test_the_header_of_an_slf_file_names_the_utterance(header: str, id: str) -> None:
+    (lattice,) = read_lattices("folder/file.slf", [header, *SLF.splitlines()])
+    assert lattice.id == id
+
+
 def test_the_first_pass_is_that_of_the_lattice_alone() -> None:
     for seed in range(6):
         lattice = made_lattice(seed)
