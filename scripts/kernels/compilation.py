@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from data_prep.classes.word_classes import frequency_classes
 from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem, row_size
 from lm.output.backends.triton.backend import TritonBackend
@@ -59,6 +58,8 @@ def make_problem(
     word_class = torch.randperm(vocab_size) * num_classes // vocab_size
     target, counts = zipf(vocab_size, num_positions)
     if classes == "frequency":
+        from data_prep.classes.word_classes import frequency_classes  # imports scipy
+
         word_class = torch.from_numpy(frequency_classes(counts.numpy(), num_classes)).long()
     tree = ClassTree.two_level(word_class)
     hidden = torch.empty(num_positions, hidden_size, dtype=dtype)

@@ -273,9 +273,8 @@ def check_autocast(backbone: str) -> None:
     softmax.backend = "reference"
     assert_errors_are_small([ours, step(torch.float32), step(torch.float64)], 8 * EPSILON["bf16"])
     half, single = torch.bfloat16, torch.float32
-    assert dtypes == {(n, half) for n in ("sorted_hidden", "errors", "exp_logits")} | {
-        ("weight", single)
-    }
+    expected = {(n, half) for n in ("sorted_hidden", "errors", "exp_logits")}
+    assert dtypes == expected | {("weight", single)}, dtypes
 
 
 def check_counts(case: Case) -> None:
