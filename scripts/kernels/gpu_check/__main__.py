@@ -9,9 +9,10 @@ The steps, in this order, each alone with --steps:
   benchmark-33k     scripts.benchmarks.output_layer: floors, launches, memory, every peer that is
   benchmark-268k    installed
   counters          hardware counters of the three largest kernels by ncu
-  tests             `pytest -m gpu tests/output` in parallel parts: bf16, fp16, fp32 and tf32
-                    against fp64, no host synchronisation, CUDA graphs, torch.compile
+  tests             all GPU tests but those of `repeat`, in parallel parts: bf16, fp16, fp32 and
+                    tf32 against fp64, no host synchronisation, CUDA graphs, torch.compile
   repeat            1,000 steps bit for bit
+  dependent         `correctness` with programmatic dependent launches
   sanitizer         compute-sanitizer: memory and race checks of a few tests
   benchmark-800k    larger vocabularies; 1m with full softmaxes only
   benchmark-1m
