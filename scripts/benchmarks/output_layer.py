@@ -192,7 +192,7 @@ def attempt(method: Method, action: Callable[[Method], None]) -> None:
     try:
         if not method.refused:
             action(method)
-    except (RuntimeError, MemoryError, OSError, *refusable) as error:
+    except (RuntimeError, MemoryError, OSError, *refusable) as error:  # type: ignore[misc]
         if measure.is_out_of_memory(error):
             method.refuse("does not fit into memory")
         elif isinstance(error, refusable):
