@@ -129,6 +129,8 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
     tree, hidden = problem.trees[name], problem.hidden
     sizes = (problem.num_positions, problem.hidden_size)
     posed = base.Problem.without_values(*sizes, tree, hidden.dtype)
+    weight, bias = (x.to(problem.rows.dtype) for x in (posed.weight, posed.weight[:, 0]))
+    posed = posed._replace(weight=weight, bias=bias)
     chosen = choose_backend(backend, posed, hidden.device)
 
     def build() -> Layer:
@@ -156,8 +158,10 @@ def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace)
         if name in {"random", "tree_full", *options.methods}
     }
     num_rows = max(tree.num_rows for tree in trees.values())
+    hidden = torch.randn(options.positions, hidden_size, **like)
+    like["dtype"] = measure.DTYPES[options.rows_dtype or options.dtype]
     return Problem(
-        hidden=torch.randn(options.positions, hidden_size, **like),
+        hidden=hidden,
         target=target.to(options.device),
         trees=trees,
         rows=torch.randn(num_rows, base.row_size(hidden_size), **like).mul_(0.05),
@@ -271,7 +275,8 @@ def compare(
             attempt(method, warm_up)
         check_losses(methods)
         time_rounds(methods, options.rounds, clock)
-    shared = {"dtype": options.dtype, "seed": options.seed}
+    rows_dtype = options.rows_dtype or options.dtype
+    shared = {"dtype": options.dtype, "rows_dtype": rows_dtype, "seed": options.seed}
     print(f"\nN = {size[0]:,}, H = {size[1]}, {options.positions:,} positions")
     printed = Table(COLUMNS, options.json, options.device.type)
     for method, row in zip(methods, make_rows(methods, peak), strict=True):
@@ -343,6 +348,8 @@ def parse_options() -> argparse.Namespace:
     add("--rows", type=reporting.problem_size, nargs="+", metavar="N:H", help="words, hidden size")
     add("--positions", type=int, help="2048 on a CPU, 16384 on a GPU")
     add("--dtype", choices=measure.DTYPES, help="fp32 on a CPU, bf16 on a GPU")
+    rows_dtype = "of weights, if not --dtype: the methods then run under autocast to --dtype"
+    add("--rows-dtype", choices=measure.DTYPES, help=rows_dtype)
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     add(

@@ -120,7 +120,7 @@ def adaptive(problem: Problem) -> Method:
     divisor = min(4, int(size ** (1 / len(cutoffs))))
 
     def build() -> Layer:
-        like: dict[str, Any] = {"device": problem.hidden.device, "dtype": problem.hidden.dtype}
+        like: dict[str, Any] = {"device": problem.hidden.device, "dtype": problem.rows.dtype}
         layer = nn.AdaptiveLogSoftmaxWithLoss(size, problem.vocab_size, cutoffs, divisor, **like)
         return lambda hidden, target: layer(hidden, target).loss, list(layer.parameters())
 

@@ -8,6 +8,7 @@ The steps, in this order, each alone with --steps:
   correctness       a few tests in bf16; the comparison of the preflight in all dtypes
   benchmark-33k     scripts.benchmarks.output_layer: floors, launches, memory, every peer that is
   benchmark-268k    installed
+  benchmark-mixed   the same with fp32 rows under autocast, also with classes of uneven sizes
   counters          hardware counters of the three largest kernels by ncu
   tests             all GPU tests but those of `repeat`, in parallel parts: bf16, fp16, fp32 and
                     tf32 against fp64, no host synchronisation, CUDA graphs, torch.compile

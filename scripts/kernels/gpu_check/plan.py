@@ -20,6 +20,10 @@ DRY_TESTS = "tests/output/backends/triton/test_kernels.py"
 DRY_CHOICE = "empty_batch or nan_in_the_weight"
 METHODS = ["random", "graph", "dependent", "full", "chunked", "cce", "liger", "adaptive", "grouped"]
 FULL_SOFTMAX = ["random", "graph", "chunked", "cce"]
+LARGEST = ["random", "graph", "dependent", "cce", "adaptive", "grouped"]
+"""Without full softmaxes that hold logits, or that go through all rows for few positions at a time.
+"""
+MIXED = ["random", "clustered", "graph", "full", "adaptive"]
 
 
 class Size(NamedTuple):
@@ -28,14 +32,16 @@ class Size(NamedTuple):
     rows: str  # N:H
     expected: int  # seconds
     methods: list[str] = METHODS
+    options: tuple[str, ...] = ()
 
 
 BENCHMARKS = {
     "benchmark-33k": Size("33278:650", 30),
     "benchmark-268k": Size("267735:1024", 35),
+    "benchmark-mixed": Size("33278:650", 25, MIXED, ("--rows-dtype", "fp32")),
     "benchmark-800k": Size("800000:1024", 35),
     "benchmark-1m": Size("1000000:1024", 30, FULL_SOFTMAX),
-    "benchmark-10m": Size("10000000:300", 75),
+    "benchmark-10m": Size("10000000:300", 75, LARGEST),
 }
 COUNTED = ["33278:650", "267735:1024"]
 CANDIDATES = TOP / "scripts/results/tile_tuning.jsonl"
@@ -92,12 +98,14 @@ def steps(work: Path, capability: int, chosen: list[str] | None = None) -> list[
         sizes += COUNTED if "counters" in names else []
         sizes = list(dict.fromkeys(sizes or COUNTED))
         command = module("kernels.compilation", "--sm", str(capability), "--rows", *sizes)
+        command += ["--rows-dtypes", "bf16", "fp32"] * ("benchmark-mixed" in names)
         found.insert(0, Step("compile", [command], 45, 90))
     return found
 
 
 def _first_steps(work: Path) -> list[Step]:
-    sizes = [_benchmark_step(work, name) for name in ("benchmark-33k", "benchmark-268k")]
+    names = ("benchmark-33k", "benchmark-268k", "benchmark-mixed")
+    sizes = [_benchmark_step(work, name) for name in names]
     log = ["--json", str(work / "counters.jsonl")]
     counters = module("kernels.gpu_check.counters", "--rows", *COUNTED, *log)
     return [
@@ -158,7 +166,8 @@ def _longer_steps(work: Path, capability: int) -> list[Step]:
 
 def _benchmark_step(work: Path, name: str) -> Step:
     size = BENCHMARKS[name]
-    command = benchmark(work, size.methods, "--device", "cuda", "--rows", size.rows)
+    options = ["--device", "cuda", "--rows", size.rows, *size.options]
+    command = benchmark(work, size.methods, *options)
     return Step(name, [command], size.expected, 2 * size.expected)
 
 

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lm.output import ClassTree
 from scripts.benchmarks import output_layer, peers
@@ -121,6 +122,23 @@ def test_classes_beyond_one_grouped_product_are_multiplied_by_the_next(
     torch.testing.assert_close(grouped.hidden.grad, ours.hidden.grad)
 
 
+def test_rows_in_fp32_are_multiplied_in_half_precision(parse: Parse) -> None:
+    options = parse("--dtype", "bf16", "--rows-dtype", "fp32", "--methods", "random", "full")
+    problem = output_layer.make_problem(97, 8, options)
+    ours, full = output_layer.make_methods(problem, options)
+    exact = F.cross_entropy(
+        F.linear(problem.hidden, problem.rows[:97, :8].bfloat16()), problem.target
+    )
+    for method in (ours, full):
+        method.prepare()
+        method.step()
+        assert {x.dtype for x in method.parameters} == {torch.float32}
+        assert {x.grad.dtype for x in method.parameters if x.grad is not None} == {torch.float32}
+    assert float(full.last_loss) == pytest.approx(float(exact), rel=0.02)
+    vectors = (problem.trees["tree_full"].num_rows * 4 + 32 * 2) * 8
+    assert least_work(problem, problem.trees["tree_full"]).bytes == 3 * vectors
+
+
 def test_a_peer_with_another_loss_is_refused_and_one_of_ours_stops_the_run(
     stepped: list[Method], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +178,7 @@ def test_the_floor_of_a_tiny_problem_is_the_count_by_hand() -> None:
         hidden=torch.zeros(4, 5, dtype=torch.bfloat16),
         target=torch.tensor([0, 2, 5, 5]),
         trees={"random": tree, "tree_full": ClassTree.full(6)},
-        rows=torch.zeros(9, 5),
+        rows=torch.zeros(9, 5, dtype=torch.bfloat16),
         bias=torch.zeros(9),
         cutoffs=[2],
     )
@@ -212,7 +230,7 @@ def test_cut_cross_entropy_that_takes_no_bias_has_another_loss(
     """Its package is taken to be installed, and the hidden vectors to be on a GPU."""
 
     def linear_cross_entropy(e: Tensor, c: Tensor, targets: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(e @ c.T, targets)
+        return F.cross_entropy(e @ c.T, targets)
 
     package = ModuleType("cut_cross_entropy")
     package.__spec__ = ModuleSpec("cut_cross_entropy", None)

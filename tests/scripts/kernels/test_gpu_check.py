@@ -112,6 +112,8 @@ def test_chosen_steps_run_alone_and_unknown_ones_are_named(tmp_path: Path) -> No
 def test_kernels_of_the_chosen_benchmarks_are_compiled_first(tmp_path: Path) -> None:
     first, *_ = plan.steps(tmp_path, 90, ["compile", "benchmark-10m", "benchmark-800k"])
     assert first.commands[0][-2:] == ["800000:1024", "10000000:300"]
+    first, *_ = plan.steps(tmp_path, 90, ["compile", "benchmark-mixed"])
+    assert first.commands[0][-5:] == ["--rows", "33278:650", "--rows-dtypes", "bf16", "fp32"]
 
 
 def test_the_commands_of_the_readme_take_less_than_ten_minutes(tmp_path: Path) -> None:
