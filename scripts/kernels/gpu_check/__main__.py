@@ -59,7 +59,8 @@ def parse_options() -> argparse.Namespace:
     add("--list", action="store_true", help="print the steps with their expected seconds")
     add("--out", type=Path, default=Path("runs/gpu_check"), metavar="DIR")
     add("--seconds", type=float, default=570, help="for all steps; default: %(default)s")
-    unsafe = "accept a version of Triton that the backend refuses; all figures are marked unsafe"
+    unsafe = "accept a version of Triton that the backend refuses, or kernels whose results differ"
+    unsafe += " from the reference; all figures are marked unsafe"
     add("--timing-only", action="store_true", help=unsafe)
     add("--dry-run", action="store_true", help="without a GPU, tiny, interpreted")
     options = parser.parse_args()

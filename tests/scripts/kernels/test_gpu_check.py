@@ -278,6 +278,20 @@ def test_the_programs_of_the_check_import_only_what_it_requires() -> None:
     assert "test_gpu.py::test_results_repeat_bit_for_bit[1]" in done.stdout
 
 
+def test_kernels_that_differ_end_the_check_unless_it_is_for_timing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, facts in (("packages", {}), ("device", {"device": "G", "capability": 80})):
+        monkeypatch.setattr(preflight, name, lambda facts=facts, **_: facts)
+    monkeypatch.setattr(preflight, "comparison", lambda *_: {"fp16": None, "bf16": "nll is off"})
+    expected = r"^the kernels differ from the reference: bf16: nll is off; --timing-only runs"
+    with pytest.raises(preflight.MissingError, match=expected):
+        preflight.examine(["bf16"], dry=False, timing_only=False)
+    facts = preflight.examine(["bf16"], dry=False, timing_only=True)
+    assert facts["timing_only"] == "wrong results: timing only, unsafe"
+    assert facts["variables"] == {"SQRTLM_UNSAFE_TRITON": "1"}
+
+
 def test_without_a_c_compiler_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CC", raising=False)
