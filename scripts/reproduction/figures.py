@@ -18,6 +18,7 @@ LAYERS = {
 }
 """Method in the log `output_layer` → label and color."""
 
+TREE_TABLES = ("ptb_trees", "wikitext2_trees")
 DEPTHS = ("depth 3", "depth 4", "depth 8", "branching 2")
 """Trees of `scripts.benchmarks.trees` between the full softmax and the deepest one."""
 
@@ -93,6 +94,37 @@ def draw_curves(name: str, results: Path, path: Path) -> None:
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def draw_tree_curves(results: Path, path: Path) -> None:
+    """Draw validation perplexity against tokens and against time, a line for each tree.
+
+    Tables `ptb_trees` and `wikitext2_trees`. The time is that of the training steps alone, by the
+    table's log of speeds. Random classes are dashed, Huffman trees dotted.
+    """
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    for name, (left, right) in zip(TREE_TABLES, figure.subplots(2, 2, sharey="row"), strict=True):
+        table = read_tables()[name]
+        for number, run in enumerate(run for run in table.runs(results) if run.log and run.speed):
+            rows = validations(run.curve_path)
+            kind = run.row.split(",")[0].split()[0]
+            color = "black" if kind == "full" else f"C{number % 10}"
+            style = {"exchange": "o-", "random": "x--", "Huffman": "s:", "full": "o-"}[kind]
+            figures = [row.valid_perplexity or 0 for row in rows]
+            options = {"color": color, "label": run.row, "markersize": 3, "lw": 1}
+            left.plot([row.tokens / 1e6 for row in rows], figures, style, **options)
+            seconds = [row.tokens / run.speed["tokens_per_second"] for row in rows]
+            right.plot(seconds, figures, style, **options)
+        left.set(title=table.title, xlabel="million tokens", ylabel="validation perplexity")
+        right.set(title="the same against time", xlabel="seconds of training", xscale="log")
+        left.set_yscale("log")
+        for axes in (left, right):
+            axes.yaxis.set_major_formatter("{x:.0f}")
+            axes.yaxis.set_minor_formatter("{x:.0f}")
+            axes.grid(True, which="both", alpha=0.3)
+        right.xaxis.set_major_formatter("{x:g}")
+        right.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
 
 
 def draw_trees(results: Path, path: Path) -> None:
