@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lm.device import keep_freed_memory
 from lm.output import ClassTree, Sampling, hierarchical_cross_entropy
 from lm.output.backends.base import row_size
 from lm.output.backends.reference.gradient_memory import release
@@ -210,6 +211,7 @@ def main() -> None:
     options = parser.parse_args()
     require_positive(parser, options, ["positions", "rounds", "threads"])
     torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as in training
     for size in options.rows or [(10_000, 300), (33_278, 300), (267_735, 300)]:
         print(f"\nN = {size[0]:,}, H = {size[1]}, {options.positions:,} positions")
         found, table = trees(size[0], few=options.few), Table(COLUMNS, options.json)
