@@ -103,10 +103,10 @@ def check_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> str:
 def time_runs(runs: Sequence[Run], data_dir: str, folders: Path, num_rounds: int) -> None:
     """Time training steps of runs in turn, one process for all; append them to the table's log.
 
-    The data are those that each run was trained with, in a folder of `folders`.
+    The data are those that each row was trained with, in a folder of `folders`; one seed of each.
     """
     states = {}
-    for run in runs:
+    for run in {run.row: run for run in runs}.values():
         prepared = f"--data.prepared_dir={folders / run.table / run.name / 'data'}"
         options = [*run.options, f"--data.dir={data_dir}", prepared]
         opened = OpenedRun.read(TOP / run.config, options)
