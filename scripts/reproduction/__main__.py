@@ -6,8 +6,8 @@
                                                   validation and compares the perplexity: equal
                                                   in every digit on the same kind of machine, up
                                                   to some percent different elsewhere
-  scripts/reproduce TABLE --data-dir DIR --speed  times steps of the trained rows, one after
-                                                  another in one process; needs a quiet machine
+  scripts/reproduce TABLE --data-dir DIR --speed  times steps of the rows, one after another in
+                                                  one process; needs a quiet machine
   scripts/reproduce pages                         generates the tables and figures of all pages
 
 A row is trained once for each seed. An interrupted run resumes.
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(check_run(run, options.data_dir, options.runs, progress=progress), flush=True)
         return
     if options.speed:
-        time_runs([run for run in runs if run.log], options.data_dir, options.runs, options.rounds)
+        time_runs(runs, options.data_dir, options.runs, options.rounds)
         return
     for number, run in enumerate(missing, 1):
         where = f"{run.table}, {number} of {len(missing)}"
