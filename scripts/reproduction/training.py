@@ -112,6 +112,7 @@ def time_runs(runs: Sequence[Run], data_dir: str, folders: Path, num_rounds: int
         opened = OpenedRun.read(TOP / run.config, options)
         states[run.row] = new_state(opened, (num_rounds + 1) * STEPS)
     columns = {"row": "{row}", "tokens/s": "{tokens_per_second:,.0f}"}
+    runs[0].speed_path.parent.mkdir(parents=True, exist_ok=True)
     table = Table(columns, runs[0].speed_path)
     for row, rates in time_in_turn(states, num_rounds, STEPS).items():
         rate, batches = statistics.median(rates), states[row].config.train
