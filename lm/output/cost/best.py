@@ -51,7 +51,7 @@ def best_tree(counts: Tensor, batch: Batch, rates: Rates, *, row_wise: bool = Fa
         >>> from lm.output.cost.rates import CPU
         >>> counts = 1e6 / torch.arange(1, 10_001)
         >>> best_tree(counts, Batch(2048, 300), CPU)
-        ClassTree(vocab_size=10000, num_nodes=401, depth=4, max_path_columns=112)
+        ClassTree(vocab_size=10000, num_nodes=201, depth=4, max_path_columns=96)
 
     Args:
         counts: [N] of the words, > 0 in total.
