@@ -122,20 +122,21 @@ CPU = Rates(
     on_gpu=False,
     tile=4,
     dense=Work(
-        levels=2.85e-10,
-        vectors=4.79e-09,
-        nodes=2.21e-06,
-        visit_numbers=3.08e-10,
-        columns=1.75e-09,
-        products=1e-11,
-        row_numbers=1.74e-10,
-        zero_numbers=1.69e-10,
-        mapped_numbers=1.39e-09,
+        steps=0.000203,
+        levels=1.65e-08,
+        vectors=3.14e-09,
+        nodes=2.27e-06,
+        visit_numbers=1.73e-10,
+        columns=1.93e-09,
+        products=9.52e-12,
+        row_numbers=2.34e-10,
+        zero_numbers=2.06e-10,
+        mapped_numbers=1.51e-09,
     ),
     row_wise=Work(
-        steps=0.00629, nodes=5.08e-06, wide_nodes=2.28e-05, products=1.02e-11, row_numbers=4.76e-10
+        steps=0.00381, nodes=3.66e-06, wide_nodes=2.81e-05, products=1.14e-11, row_numbers=5.76e-10
     ),
-    blocks=Work(products=2.79e-11),
+    blocks=Work(products=2.75e-11),
     decoding=Decoding(
         steps=4.73e-05,
         levels=8.07e-05,
