@@ -5,6 +5,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from scripts.reproduction.runs import read_tables, validations
 from scripts.reproduction.tables import Row, read_log
@@ -122,7 +123,9 @@ def draw_tree_curves(results: Path, path: Path) -> None:
             axes.yaxis.set_major_formatter("{x:.0f}")
             axes.yaxis.set_minor_formatter("{x:.0f}")
             axes.grid(True, which="both", alpha=0.3)
+        right.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         right.xaxis.set_major_formatter("{x:g}")
+        right.xaxis.set_minor_formatter("")
         right.legend(fontsize=7)
     figure.savefig(path, dpi=110)
 
