@@ -100,13 +100,14 @@ def draw_curves(name: str, results: Path, path: Path) -> None:
 def draw_tree_curves(results: Path, path: Path) -> None:
     """Draw validation perplexity against tokens and against time, a line for each tree.
 
-    Tables `ptb_trees` and `wikitext2_trees`. The time is that of the training steps alone, by the
-    table's log of speeds. Random classes are dashed, Huffman trees dotted.
+    Tables `ptb_trees` and `wikitext2_trees`, also of runs that have not ended. The time is that of
+    the training steps alone, by the table's log of speeds. Random classes are dashed, Huffman trees dotted.
     """
     figure = Figure(figsize=(10, 9), layout="constrained")
     for name, (left, right) in zip(TREE_TABLES, figure.subplots(2, 2, sharey="row"), strict=True):
         table = read_tables()[name]
-        for number, run in enumerate(run for run in table.runs(results) if run.log and run.speed):
+        runs = [run for run in table.runs(results) if run.curve_path.exists() and run.speed]
+        for number, run in enumerate(runs):
             rows = validations(run.curve_path)
             kind = run.row.split(",")[0].split()[0]
             color = "black" if kind == "full" else f"C{number % 10}"
