@@ -101,7 +101,7 @@ def draw_tree_curves(results: Path, path: Path) -> None:
     """Draw validation perplexity against tokens and against time, a line for each tree.
 
     Tables `ptb_trees` and `wikitext2_trees`, also of runs that have not ended. The time is that of
-    the training steps alone, by the table's log of speeds. Random classes are dashed, Huffman trees dotted.
+    the training steps alone, by the log of speeds. Random classes are dashed, Huffman trees dotted.
     """
     figure = Figure(figsize=(10, 9), layout="constrained")
     for name, (left, right) in zip(TREE_TABLES, figure.subplots(2, 2, sharey="row"), strict=True):
