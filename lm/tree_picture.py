@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data_prep.storage import write_atomically
 
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
     from lm.output import ClassTree
 
 HEIGHT, WIDTH = 11.0, 14.0  # inches
-LEAST_HEIGHT = 0.004
-"""Inches of the smallest box."""
+LEAST_HEIGHT = 0.03
+"""Inches of the smallest box of a single node or word."""
 LINE, LETTER = 0.115, 0.062
 """Inches of a line of a label and of a letter."""
 
@@ -30,6 +29,7 @@ class Box(NamedTuple):
     height: float  # share of the tokens
     branch: int  # which child of the root it is or is below; -1 for the root
     item: int  # the word, or ~node
+    num_others: int = 0  # children of the node `item` that are too small for boxes of their own
 
 
 def fonts_of(text: str) -> tuple[list[str], set[str]]:
@@ -49,7 +49,8 @@ def fonts_of(text: str) -> tuple[list[str], set[str]]:
 def boxes_of(tree: "ClassTree", counts: "Tensor", least: float) -> list[Box]:
     """The nodes and words with at least this share of the tokens, parents first.
 
-    Children are stacked in the order of their rows, from the bottom of their parent's box.
+    Children are stacked by falling share, from the bottom of their parent's box; the smaller ones
+    are together in one box.
     """
     from lm.output.sharded.placement import visits_of_nodes
 
@@ -57,18 +58,23 @@ def boxes_of(tree: "ClassTree", counts: "Tensor", least: float) -> list[Box]:
     mass[tree.row_of_word.numpy()] = counts.numpy()
     mass[tree.row_of_node[1:].numpy()] = visits_of_nodes(tree, counts)[1:].numpy()
     mass /= float(counts.sum())
-    before: NDArray[np.float64] = np.concatenate([[0.0], mass.cumsum()])
     items, first_row = tree.item_of_row.numpy(), tree.first_row.numpy()
     boxes = [Box(0, 0.0, 1.0, -1, ~0)]
     for box in boxes:  # which grows meanwhile
-        if box.item >= 0:
+        if box.item >= 0 or box.num_others:
             continue
         first = int(first_row[~box.item])
         rows = np.arange(first, first + int(tree.num_children[~box.item]))
-        for row in rows[mass[rows] >= least].tolist():
-            bottom = box.bottom + float(before[row] - before[first])
+        rows = rows[np.argsort(-mass[rows], kind="stable")]
+        level, bottom = box.level + 1, box.bottom
+        shown = rows[mass[rows] >= least].tolist()
+        for row in shown:
             branch = row if box.branch < 0 else box.branch
-            boxes.append(Box(box.level + 1, bottom, float(mass[row]), branch, int(items[row])))
+            boxes.append(Box(level, bottom, float(mass[row]), branch, int(items[row])))
+            bottom += float(mass[row])
+        if num_others := len(rows) - len(shown):
+            others = float(mass[rows[len(shown) :]].sum())
+            boxes.append(Box(level, bottom, others, box.branch, box.item, num_others))
     return boxes
 
 
@@ -102,7 +108,7 @@ def draw_tree(tree: "ClassTree", counts: "Tensor", token: Callable[[int], str], 
     axes.spines[:].set_visible(False)
     axes.set_title(
         f"{tree.num_nodes:,} nodes over {tree.vocab_size:,} words, depth {tree.depth}; height:"
-        " share of the tokens; grey: words"
+        " share of the tokens; grey: words; white: too small to draw"
     )
     name = path.suffix[1:].lower()
     write_atomically(path, lambda file: figure.savefig(file, format=name, dpi=120))
@@ -111,6 +117,8 @@ def draw_tree(tree: "ClassTree", counts: "Tensor", token: Callable[[int], str], 
 def _color(box: Box) -> tuple[float, float, float]:
     from matplotlib.colors import hsv_to_rgb
 
+    if box.num_others:
+        return (1.0, 1.0, 1.0)
     if box.item >= 0:
         return (0.88, 0.88, 0.88)
     hue = box.branch * 0.618 % 1  # neighbouring branches differ
@@ -130,10 +138,13 @@ def _label(
 
     letters = int(WIDTH / boxes[-1].level / LETTER) - 1
     labelled = [box for box in boxes if box.height * HEIGHT >= LINE]
-    nodes = [~box.item for box in labelled if box.item < 0]
+    nodes = [~box.item for box in labelled if box.item < 0 and not box.num_others]
     below = dict(zip(nodes, top_words_below(tree, counts, nodes, letters), strict=True))
     labels = []
     for box in labelled:
+        if box.num_others:
+            labels.append(f"{box.num_others:,} smaller"[:letters])
+            continue
         words = map(token, below[~box.item] if box.item < 0 else (box.item,))
         text = next(words)[:letters]
         for word in words:

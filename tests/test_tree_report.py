@@ -8,7 +8,7 @@ import torch
 
 from lm.cli import main
 from lm.output import ClassTree
-from lm.tree_picture import boxes_of
+from lm.tree_picture import Box, boxes_of
 from lm.tree_report import top_words_below, tree_report
 
 from .output.decoding.truth import TREES
@@ -37,6 +37,10 @@ def test_figures_are_sums_over_the_paths_of_tokens(shape: str) -> None:
     assert top_words_below(tree, counts, [0], 23) == [tuple(reversed(range(23)))]
 
 
+def _is_node(box: Box) -> bool:
+    return box.item < 0 and not box.num_others
+
+
 @pytest.mark.parametrize("shape", TREES)
 def test_boxes_of_children_fill_that_of_their_parent(shape: str) -> None:
     tree = TREES[shape](23)
@@ -49,7 +53,12 @@ def test_boxes_of_children_fill_that_of_their_parent(shape: str) -> None:
         assert sum(box.height for box in below) == pytest.approx(nodes)
     words = {box.item: box.height for box in boxes if box.item >= 0}
     assert [words[word] for word in range(23)] == pytest.approx((counts / counts.sum()).tolist())
-    assert sum(box.height for box in boxes_of(tree, counts, 0.05) if box.item >= 0) < 1
+    few = boxes_of(tree, counts, 0.05)
+    assert sum(box.height for box in few if box.item >= 0) < 1
+    for level in range(tree.depth):  # those without boxes are in one box
+        nodes = sum(box.height for box in few if box.level == level and _is_node(box))
+        assert sum(box.height for box in few if box.level == level + 1) == pytest.approx(nodes)
+    assert sum(box.num_others for box in few) > 0
 
 
 def test_a_deep_tree_is_trained_used_reported_and_drawn(

@@ -10,6 +10,7 @@ Overrides of one layer follow its name after commas: two_level torch,train.matmu
 
 import statistics
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -53,15 +54,20 @@ def start_training(
     chosen = [f"output.tree={'full' if name in LOSSES else name}"]
     chosen += ["word_table.gradients=dense"] if name == "torch" else []
     run = Run.read(config_file, [*overrides, *(f"--{o}" for o in [*chosen, *others])])
-    run.prepare()
-    keep_freed_memory()
-    fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
-    batches.num_steps = num_steps
-    state = TrainingState(fabric, run, batches, None)
+    state = new_state(run, num_steps)
     if name in LOSSES:
         output = cast(HierarchicalSoftmax, state.model.output)
         output.loss = partial(LOSSES[name], output)  # type: ignore[method-assign]
     return state
+
+
+def new_state(run: Run, num_steps: int) -> TrainingState:
+    """The state of a new run of this many steps."""
+    run.prepare()
+    keep_freed_memory()
+    fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
+    batches.num_steps = num_steps
+    return TrainingState(fabric, run, batches, None)
 
 
 def time_steps(state: TrainingState, num_steps: int) -> float:
@@ -75,6 +81,19 @@ def time_steps(state: TrainingState, num_steps: int) -> float:
     return (state.progress.tokens_done - before) / (time.perf_counter() - start)
 
 
+def time_in_turn(
+    states: Mapping[str, TrainingState], num_rounds: int, num_steps: int
+) -> dict[str, list[float]]:
+    """Tokens per second of each run in each round of a few steps, after a round to warm up."""
+    rates: dict[str, list[float]] = {name: [] for name in states}
+    for turn in range(num_rounds + 1):
+        for name, state in states.items():
+            rate = time_steps(state, num_steps)
+            if turn:
+                rates[name].append(rate)
+    return rates
+
+
 def main() -> None:
     """Print a table, and write a log if asked."""
     parser = benchmark_parser(__doc__, takes_config=True)
@@ -86,17 +105,13 @@ def main() -> None:
     require_positive(parser, options, ["rounds", "steps", "threads"])
     if options.threads:
         torch.set_num_threads(options.threads)
-    total_steps = (options.rounds + 1) * options.steps
     states = {
-        layer: start_training(options.config, overrides, layer, total_steps)
+        layer: start_training(
+            options.config, overrides, layer, (options.rounds + 1) * options.steps
+        )
         for layer in options.trees
     }
-    rates: dict[str, list[float]] = {layer: [] for layer in states}
-    for turn in range(options.rounds + 1):
-        for layer, state in states.items():
-            rate = time_steps(state, options.steps)
-            if turn:  # the first round warms up
-                rates[layer].append(rate)
+    rates = time_in_turn(states, options.rounds, options.steps)
     reference = options.trees[-1]
     columns = {
         "tree": "{tree}",

@@ -37,10 +37,10 @@ LOG = Path(__file__).parents[1] / "results" / "trees.jsonl"
 OMITTED = {
     "row_wise": {"columns"},
     "decoding": {"columns"},
-    "blocks": set(Work._fields) - {"columns", "products", "row_numbers"},
+    "blocks": set(Work._fields) - {"products"},
 }
 """Units that logs do not tell apart from others, by the kind of constants: with one H, columns from
-products."""
+products; with the full softmax alone, all units."""
 
 
 class Measured(NamedTuple):

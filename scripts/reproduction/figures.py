@@ -5,6 +5,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from scripts.reproduction.runs import read_tables, validations
 from scripts.reproduction.tables import Row, read_log
@@ -18,6 +19,7 @@ LAYERS = {
 }
 """Method in the log `output_layer` → label and color."""
 
+TREE_TABLES = ("ptb_trees", "wikitext2_trees")
 DEPTHS = ("depth 3", "depth 4", "depth 8", "branching 2")
 """Trees of `scripts.benchmarks.trees` between the full softmax and the deepest one."""
 
@@ -93,6 +95,40 @@ def draw_curves(name: str, results: Path, path: Path) -> None:
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def draw_tree_curves(results: Path, path: Path) -> None:
+    """Draw validation perplexity against tokens and against time, a line for each tree.
+
+    Tables `ptb_trees` and `wikitext2_trees`, also of runs that have not ended. The time is that of
+    the training steps alone, by the log of speeds. Random classes are dashed, Huffman trees dotted.
+    """
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    for name, (left, right) in zip(TREE_TABLES, figure.subplots(2, 2, sharey="row"), strict=True):
+        table = read_tables()[name]
+        runs = [run for run in table.runs(results) if run.curve_path.exists() and run.speed]
+        for number, run in enumerate(runs):
+            rows = validations(run.curve_path)
+            kind = run.row.split(",")[0].split()[0]
+            color = "black" if kind == "full" else f"C{number % 10}"
+            style = {"exchange": "o-", "random": "x--", "Huffman": "s:", "full": "o-"}[kind]
+            figures = [row.valid_perplexity or 0 for row in rows]
+            options = {"color": color, "label": run.row, "markersize": 3, "lw": 1}
+            left.plot([row.tokens / 1e6 for row in rows], figures, style, **options)
+            seconds = [row.tokens / run.speed["tokens_per_second"] for row in rows]
+            right.plot(seconds, figures, style, **options)
+        left.set(title=table.title, xlabel="million tokens", ylabel="validation perplexity")
+        right.set(title="the same against time", xlabel="seconds of training", xscale="log")
+        left.set_yscale("log")
+        for axes in (left, right):
+            axes.yaxis.set_major_formatter("{x:.0f}")
+            axes.yaxis.set_minor_formatter("{x:.0f}")
+            axes.grid(True, which="both", alpha=0.3)
+        right.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        right.xaxis.set_major_formatter("{x:g}")
+        right.xaxis.set_minor_formatter("")
+        right.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
 
 
 def draw_trees(results: Path, path: Path) -> None:

@@ -15,6 +15,7 @@ from scripts.reproduction.figures import (
     draw_curves,
     draw_ranks,
     draw_steps,
+    draw_tree_curves,
     draw_trees,
     draw_vocabularies,
 )
@@ -102,3 +103,4 @@ def write_pages() -> None:
     draw_ranks(RESULTS, RESULTS / "log_prob_rank.png")
     draw_curves("ptb_time", RESULTS, RESULTS / "ptb_time" / "perplexity_over_time.png")
     draw_trees(RESULTS, RESULTS / "trees.png")
+    draw_tree_curves(RESULTS, RESULTS / "tree_curves.png")

@@ -50,6 +50,19 @@ class Run:
         return self.log_path.with_suffix(".csv")
 
     @property
+    def speed_path(self) -> Path:
+        """Tokens per second of the runs of the table, timed in turn."""
+        return self.results / self.table / "speed.jsonl"
+
+    @property
+    def speed(self) -> dict[str, Any]:
+        """The last row of this run in the log of speeds, without its origin; empty if none."""
+        lines = self.speed_path.read_text("utf-8").splitlines() if self.speed_path.exists() else []
+        rows = [row for row in map(json.loads, lines) if row["row"] == self.row]
+        names = "tokens_per_second", "step_milliseconds"
+        return {name: rows[-1][name] for name in names} if rows else {}
+
+    @property
     def command(self) -> str:
         """The training command, without its folders."""
         return f"lm train {self.config} --data.dir=DIR {' '.join(self.options)}"

@@ -1,6 +1,7 @@
 """The tables of results, made from logs of benchmarks and of training runs."""
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -105,7 +106,7 @@ def table_of_runs(table: RunTable, runs: Sequence[Run]) -> str:
     titles = [name.replace("_", " ").replace("oov", "OOV") for name in table.figures]
     rows = []
     for row in table.rows:
-        logs = [log for run in runs if run.row == row and (log := run.log)]
+        logs = [log | run.speed for run in runs if run.row == row and (log := run.log)]
         figures = [[_figure(log, name) for log in logs] for name in table.figures]
         if logs:
             first = zip((log["seed"] for log in logs), map(short, figures[0]), strict=True)
@@ -149,17 +150,25 @@ def vocabularies(results: Path) -> list[Row]:
 
 
 def short(value: float) -> str:
-    """A number with about four digits.
+    """A number with about four digits, and a dash for nan.
 
     Example:
         >>> [short(x) for x in (6890.67, 109.374, 2.9531, 1.0)]
         ['6,891', '109.37', '2.953', '1']
     """
+    if math.isnan(value):
+        return "–"
     if value >= 1000 or value == round(value):
         return f"{value:,.0f}"
     return f"{value:.2f}" if value >= 10 else f"{value:.4g}"
 
 
 def _figure(log: Row, name: str) -> float:
-    """A figure of the test split, or the minutes of training."""
-    return float(log["seconds"] / 60 if name == "minutes" else log["test"][name])
+    """A figure of the test split; minutes of training; or by the logged speed, nan without one."""
+    if name == "minutes":
+        return float(log["seconds"] / 60)
+    if name == "training_seconds":
+        return float(log["tokens"] / log.get("tokens_per_second", math.nan))
+    if name == "step_milliseconds":
+        return float(log.get(name, math.nan))
+    return float(log["test"][name])

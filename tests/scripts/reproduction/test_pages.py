@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from data_prep.errors import UserError
-from scripts.reproduction.figures import draw_curves, draw_ranks, draw_vocabularies
+from scripts.reproduction.figures import (
+    draw_curves,
+    draw_ranks,
+    draw_tree_curves,
+    draw_vocabularies,
+)
 from scripts.reproduction.pages import all_tables, pages, recipe_table, update
 from scripts.reproduction.runs import RESULTS, TOP
 from scripts.reproduction.tables import table_of_log
@@ -82,4 +87,5 @@ def test_figures_are_drawn_from_the_logs(tmp_path: Path) -> None:
     draw_vocabularies(RESULTS, tmp_path / "vocabularies.png")
     draw_curves("ptb_time", RESULTS, tmp_path / "curves.png")
     draw_ranks(RESULTS, tmp_path / "ranks.png")
+    draw_tree_curves(RESULTS, tmp_path / "tree_curves.png")
     assert min(path.stat().st_size for path in tmp_path.iterdir()) > 10_000

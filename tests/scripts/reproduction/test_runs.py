@@ -31,7 +31,7 @@ class Toy:
             "config": str(config),
             "shared": ["train.max_steps=2", "train.val_every_steps=1", "classes.dimensions=4"],
             "seeds": [1, 2],
-            "figures": ["perplexity", "oov", "minutes"],
+            "figures": ["perplexity", "oov", "minutes", "step_milliseconds", "training_seconds"],
             "rows": {
                 "full softmax": ["output.tree=full"],
                 "classes": {"config": str(config), "overrides": ["classes.method=random"]},
@@ -105,6 +105,23 @@ def test_a_check_trains_up_to_the_first_validation_and_compares_it_with_the_log(
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"toy"}
 
 
+def test_timed_steps_give_the_seconds_of_training(
+    toy: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy.train("--seeds=1")
+    line = next(line for line in capsys.readouterr().out.splitlines() if "| classes |" in line)
+    assert line.split(" | ")[4:6] == ["–", "–"]
+    toy.train("--seeds=1", "--speed", "--rounds=1")
+    full, classes = map(json.loads, (toy.logs / "speed.jsonl").read_text().splitlines())
+    assert (full["row"], classes["row"], full["rounds"]) == ("full softmax", "classes", 1)
+    rate, tokens = classes["tokens_per_second"], toy.log("classes-1")["tokens"]
+    capsys.readouterr()
+    toy.show("--show", "--seeds=1")
+    line = next(line for line in capsys.readouterr().out.splitlines() if "| classes |" in line)
+    found = [float(cell.replace(",", "")) for cell in line.split(" | ")[4:6]]
+    assert found == pytest.approx([1e3 * (tokens / 2) / rate, tokens / rate], rel=1e-3)
+
+
 def test_a_log_of_other_settings_counts_as_missing(
     toy: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,7 +161,8 @@ def test_every_row_of_the_tables_is_a_valid_configuration(name: str) -> None:
     for recipe, overrides in table.rows.values():
         options = [f"--{override}" for override in overrides]
         assert load_config(TOP / recipe, options).name == Path(recipe).stem
-    assert set(table.figures) <= {field.name for field in fields(Evaluation)} | {"minutes"}
+    of_runs = {"minutes", "step_milliseconds", "training_seconds"}
+    assert set(table.figures) <= {field.name for field in fields(Evaluation)} | of_runs
     compared = {*table.overview, *list(table.vocabulary.values())[1:]}
     assert compared <= set(table.summary) <= set(table.rows)
 
