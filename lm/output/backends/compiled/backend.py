@@ -92,14 +92,16 @@ class CompiledBackend(ReferenceBackend):
 
         saved = self._routed(problem, needs)
         ones = saved.error.new_ones(len(saved.position))
-        hidden = _sorted_hidden(problem, saved.position, ones)
-        log_prob = hidden.new_zeros(saved.node.shape)
-        bias = hidden.new_empty(0) if problem.bias is None else problem.bias.to(hidden.dtype)
+        is_bf16 = _multiplies_bf16(problem)
+        hidden = _sorted_hidden(problem, saved.position, ones, in_bf16=is_bf16)
+        log_prob = ones.new_zeros(saved.node.shape)
+        bias = ones.new_empty(0) if problem.bias is None else problem.bias.to(ones.dtype)
         tensors = (hidden, problem.weight, bias, saved.child, log_prob, *saved[3:5])
         nodes = _nodes(saved.node, problem)
         bounds = _bounds(nodes, len(hidden), by_rows=False)
         widest = int(nodes[:, 3].max(initial=0))
-        _divide(bounds, node_loops.forward, nodes, *map(_array, tensors), widest)
+        loops = node_loops.forward_bf16 if is_bf16 else node_loops.forward
+        _divide(bounds, loops, nodes, *map(_array, tensors), widest)
         return log_prob, saved
 
     def _backward(
@@ -112,7 +114,6 @@ class CompiledBackend(ReferenceBackend):
 
         weight, bias, position = problem.weight, problem.bias, saved.position
         d_nll = sorted_d_nll(d_nll, problem, position)
-        hidden = _sorted_hidden(problem, position, d_nll)
         nodes = _nodes(saved.node, problem)
         d_hidden = None
         if needs.hidden:
@@ -120,17 +121,21 @@ class CompiledBackend(ReferenceBackend):
             unsorted = (position, saved.d_hidden_unscaled, d_nll, d_hidden)
             node_loops.unsort_rows(*map(_array, unsorted))
         if needs.row_wise:
+            hidden = _sorted_hidden(problem, position, d_nll)
             rows = _row_gradients(nodes, problem, needs, saved.error, hidden, d_nll)
             return Gradients(d_hidden, *rows)
-        d_weight, d_bias = hidden.new_empty(0, hidden.shape[1]), hidden.new_empty(0)
+        is_bf16 = _multiplies_bf16(problem)
+        factor = torch.ones_like(d_nll) if is_bf16 else d_nll
+        hidden = _sorted_hidden(problem, position, factor, in_bf16=is_bf16)
+        d_weight, d_bias = weight.new_empty(0, weight.shape[1]), d_nll.new_empty(0)
         if needs.weight:
             first, num = torch.from_numpy(nodes[:, 2:4]).unbind(1)
             d_weight = zeros_except(first, num, weight)
         if bias is not None and needs.bias:
-            d_bias = hidden.new_zeros(bias.shape)
+            d_bias = d_nll.new_zeros(bias.shape)
         bounds = _bounds(nodes, len(weight), by_rows=True)
         arrays = map(_array, (saved.error, hidden, d_nll, d_weight, d_bias))
-        _divide(bounds, node_loops.backward, nodes, *arrays)
+        _divide(bounds, node_loops.backward_bf16 if is_bf16 else node_loops.backward, nodes, *arrays)
         return Gradients(
             d_hidden,
             d_weight if needs.weight else None,
@@ -138,11 +143,25 @@ class CompiledBackend(ReferenceBackend):
         )
 
 
-def _sorted_hidden(problem: Problem, position: Tensor, factor: Tensor) -> Tensor:
+def _multiplies_bf16(problem: Problem) -> bool:
+    """Whether the processor multiplies bf16 numbers, and hidden vectors have them.
+
+    Rows in fp32 are then rounded, as autocast rounds those of a linear layer.
+    """
+    from lm.output.backends.compiled.vectors import HAS_BF16
+
+    is_low = problem.hidden.dtype == torch.bfloat16
+    return HAS_BF16 and is_low and problem.weight.dtype in (torch.bfloat16, torch.float32)
+
+
+def _sorted_hidden(
+    problem: Problem, position: Tensor, factor: Tensor, *, in_bf16: bool = False
+) -> Tensor:
     """The hidden vectors [P, W] of the sorted positions times factors [P], in their dtype."""
     from lm.output.backends.compiled.node_loops import sort_rows
 
-    hidden = factor.new_empty(len(position), problem.weight.shape[1])
+    dtype = torch.bfloat16 if in_bf16 else factor.dtype
+    hidden = factor.new_empty(len(position), problem.weight.shape[1], dtype=dtype)
     sort_rows(*map(_array, (position, problem.hidden.contiguous(), factor, hidden)))
     return hidden
 

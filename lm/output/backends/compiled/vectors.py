@@ -16,13 +16,31 @@ from numba.core import cgutils, codegen, config
 FEATURES = codegen.get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
 HAS_AVX512 = "+avx512f" in FEATURES.split(",")
 """Of the processor that numba compiles for, which the variable NUMBA_CPU_FEATURES may limit."""
+HAS_BF16 = HAS_AVX512 and "+avx512bf16" in FEATURES.split(",")
+"""Whether there are instructions for bf16, which take numbers below 1.2e-38 for 0."""
 VECTOR_BYTES = 64 if HAS_AVX512 else 32
 INT = ir.IntType(64)
 _FLOATS = {ir.FloatType(): (4, "f32"), ir.DoubleType(): (8, "f64"), ir.HalfType(): (2, "f16")}
+_SCALARS = {
+    types.float64: ir.DoubleType(), types.float32: ir.FloatType(), types.uint16: ir.IntType(16)
+}
 _EXP = [1 / math.factorial(i) for i in range(7, -1, -1)]
 """Taylor series of exp: its rest is below a rounding of fp32 up to log(2) / 2."""
 _LEAST_EXP = -87.0
 """exp of smaller numbers is 0, before it is a subnormal number of fp32."""
+
+
+class _BFloat(ir.Type):
+    """bf16, which llvmlite has no type for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
 
 
 class Vectors:
@@ -30,13 +48,13 @@ class Vectors:
 
     Args:
         context, builder: of numba's code generation.
-        compute: fp32 or fp64, numba's type.
+        compute: fp32 or fp64, numba's type; or uint16 for numbers that stay in bf16.
     """
 
     def __init__(self, context: Any, builder: Any, compute: Any) -> None:
         self.builder = builder
-        self.scalar = ir.DoubleType() if compute == types.float64 else ir.FloatType()
-        self.item_bytes = _FLOATS[self.scalar][0]
+        self.scalar = _SCALARS[compute]
+        self.item_bytes = _size(self.scalar)[0]
         self.lanes = VECTOR_BYTES // self.item_bytes
         self.vector = ir.VectorType(self.scalar, self.lanes)
         self.zero = ir.Constant(self.vector, None)
@@ -100,6 +118,45 @@ class Vectors:
         """A · b + c, rounded once."""
         return self._call(self._name("fma"), self.vector, [a, b, c])
 
+    def dot(self, a: Any, b: Any, c: Any) -> Any:
+        """C in fp32 plus both products of the pairs of bf16 numbers in each lane of a and b."""
+        pairs = ir.VectorType(ir.IntType(32), self.lanes)
+        arguments = [c, *(self.builder.bitcast(pair, pairs) for pair in (a, b))]
+        return self._call("llvm.x86.avx512bf16.dpbf16ps.512", self.vector, arguments)
+
+    def interleaved(self, a: Any, b: Any) -> list[Any]:
+        """The pairs (a[k], b[k]) of bf16 numbers, two vectors of them.
+
+        The first one has half of each block of 8 k, the second one the other half: a processor has
+        an instruction for this order.
+        """
+        starts = range(0, self.lanes, 8)
+        halves = ([s + half + k for s in starts for k in range(4)] for half in (0, 4))
+        return [
+            self._shuffled(a, b, [i for k in half for i in (k, self.lanes + k)]) for half in halves
+        ]
+
+    def halves_split(self, a: Any, b: Any) -> list[Any]:
+        """Of each 8 numbers of the vectors a and b the first 4, and the others."""
+        starts = range(0, 2 * self.lanes, 8)
+        return [
+            self._shuffled(a, b, [s + half + k for s in starts for k in range(4)])
+            for half in (0, 4)
+        ]
+
+    def halves_merged(self, a: Any, b: Any) -> list[Any]:
+        """The opposite of `halves_split`."""
+        order = [i + k for s in range(0, self.lanes, 4) for i in (s, s + self.lanes) for k in range(4)]
+        return [self._shuffled(a, b, half) for half in (order[: self.lanes], order[self.lanes :])]
+
+    def paired(self, a: Any, b: Any) -> Any:
+        """The pairs of both vectors' numbers, rounded to bf16, in the lanes of one."""
+        builder, words = self.builder, ir.VectorType(ir.IntType(32), self.lanes)
+        short = ir.VectorType(ir.IntType(16), self.lanes)
+        low, high = (builder.zext(self._narrowed(value, short), words) for value in (a, b))
+        pairs = builder.or_(low, builder.shl(high, _all(words, 16)))
+        return builder.bitcast(pairs, self.vector)
+
     def maximum(self, a: Any, b: Any) -> Any:
         """The larger number of each lane; the other one if one is NaN."""
         return self._call(self._name("maxnum"), self.vector, [a, b])
@@ -130,12 +187,13 @@ class Vectors:
         """Of each block of 2 · `half` numbers the sums of its two halves, those of a before b's."""
         starts = range(0, 2 * self.lanes, 2 * half)
         low = [start + i for start in starts for i in range(half)]
-        mask = ir.VectorType(ir.IntType(32), self.lanes)
-        lows, highs = (
-            self.builder.shuffle_vector(a, b, ir.Constant(mask, [i + shift for i in low]))
-            for shift in (0, half)
-        )
+        lows, highs = (self._shuffled(a, b, [i + shift for i in low]) for shift in (0, half))
         return self.builder.fadd(lows, highs)
+
+    def _shuffled(self, a: Any, b: Any, order: list[int]) -> Any:
+        """Numbers of a, and of b from `lanes` on."""
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order)
+        return self.builder.shuffle_vector(a, b, mask)
 
     def prefetch(self, pointer: Any) -> None:
         """Bring memory into the caches before it is read; any address is allowed."""
@@ -211,6 +269,8 @@ class Vectors:
 
     def _widened(self, value: Any, to: Any) -> Any:
         """Numbers as they are in memory, a vector or a scalar, in the type `to`."""
+        if value.type == to:
+            return value
         if isinstance(getattr(value.type, "element", value.type), ir.IntType):
             word = _like(to, ir.IntType(32))
             value = self.builder.shl(self.builder.zext(value, word), _all(word, 16))
@@ -224,6 +284,8 @@ class Vectors:
             return value
         if not isinstance(to.element, ir.IntType):
             return builder.fptrunc(value, to)
+        if HAS_BF16 and value.type.element == ir.FloatType():
+            return builder.bitcast(builder.fptrunc(value, _like(to, _BFloat())), to)
         word = _like(to, ir.IntType(32))
         is_nan = builder.fcmp_unordered("uno", value, value)
         bits = (
