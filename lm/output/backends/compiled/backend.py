@@ -32,6 +32,7 @@ from lm.output.backends.reference.backend import (
     sorted_d_nll,
 )
 from lm.output.backends.reference.gradient_memory import zeros_except
+from lm.output.backends.visits import check_words
 from lm.output.backends.verify import Kind, verified
 from lm.output.rowwise.blocks import Part, Product, Rows
 from lm.output.rowwise.eager import constant_when_compiled
@@ -46,6 +47,10 @@ LEAST_COLUMNS = 1 << 15
 """Columns of all visits from which on work is divided among threads."""
 ROW_VISITS = 8
 """The time to write a row of a gradient, as a number of visits."""
+ALIGN = 32
+"""Vectors of hidden numbers begin at multiples of so many of them, as of whole lines of a cache."""
+_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+"""What numba gets numbers as that it has no type for, see `vectors`."""
 NARROW = 8
 """Most children of a node whose rows' values a row-wise gradient holds instead of factors."""
 
@@ -90,19 +95,38 @@ class CompiledBackend(ReferenceBackend):
             return super()._target_log_prob(problem, needs)
         from lm.output.backends.compiled import node_loops
 
-        saved = self._routed(problem, needs)
+        saved = self._with_visits(problem, needs)
         ones = saved.error.new_ones(len(saved.position))
         is_bf16 = _multiplies_bf16(problem)
         hidden = _sorted_hidden(problem, saved.position, ones, in_bf16=is_bf16)
         log_prob = ones.new_zeros(saved.node.shape)
-        bias = ones.new_empty(0) if problem.bias is None else problem.bias.to(ones.dtype)
-        tensors = (hidden, problem.weight, bias, saved.child, log_prob, *saved[3:5])
         nodes = _nodes(saved.node, problem)
         bounds = _bounds(nodes, len(hidden), by_rows=False)
         widest = int(nodes[:, 3].max(initial=0))
+        bias = ones.new_zeros(widest) if problem.bias is None else problem.bias.to(ones.dtype)
         loops = node_loops.forward_bf16 if is_bf16 else node_loops.forward
-        _divide(bounds, loops, nodes, *map(_array, tensors), widest)
+        results = map(_own, (saved.child, log_prob, *saved[3:5]))
+        _divide(
+            bounds,
+            loops,
+            nodes,
+            _own(hidden),
+            *map(_array, (problem.weight, bias)),
+            *results,
+            widest,
+        )
         return log_prob, saved
+
+    def _with_visits(self, problem: Problem, needs: Needs) -> Saved:
+        """What is saved, with its visits."""
+        from lm.output.backends.compiled.routing import route
+
+        saved = Saved(*self.new_saved(problem, needs))
+        target, ignored = problem.target.contiguous(), problem.ignore_index
+        arrays = tuple(map(_own, problem.tree[:7]))
+        if not route(_own(target), ignored, arrays, *map(_own, saved[:3])):
+            check_words("target", target, problem.vocab_size, ignored)
+        return saved
 
     def _backward(
         self, d_nll: Tensor, lse: Tensor | None, problem: Problem, saved: Saved, needs: Needs
@@ -118,8 +142,8 @@ class CompiledBackend(ReferenceBackend):
         d_hidden = None
         if needs.hidden:
             d_hidden = problem.hidden.new_empty(problem.hidden.shape)
-            unsorted = (position, saved.d_hidden_unscaled, d_nll, d_hidden)
-            node_loops.unsort_rows(*map(_array, unsorted))
+            unsorted = map(_own, (position, saved.d_hidden_unscaled, d_nll))
+            node_loops.unsort_rows(*unsorted, _array(d_hidden))
         if needs.row_wise:
             hidden = _sorted_hidden(problem, position, d_nll)
             rows = _row_gradients(nodes, problem, needs, saved.error, hidden, d_nll)
@@ -134,8 +158,10 @@ class CompiledBackend(ReferenceBackend):
         if bias is not None and needs.bias:
             d_bias = d_nll.new_zeros(bias.shape)
         bounds = _bounds(nodes, len(weight), by_rows=True)
-        arrays = map(_array, (saved.error, hidden, d_nll, d_weight, d_bias))
-        _divide(bounds, node_loops.backward_bf16 if is_bf16 else node_loops.backward, nodes, *arrays)
+        arrays = (*map(_own, (saved.error, hidden, d_nll)), *map(_array, (d_weight, d_bias)))
+        _divide(
+            bounds, node_loops.backward_bf16 if is_bf16 else node_loops.backward, nodes, *arrays
+        )
         return Gradients(
             d_hidden,
             d_weight if needs.weight else None,
@@ -160,9 +186,10 @@ def _sorted_hidden(
     """The hidden vectors [P, W] of the sorted positions times factors [P], in their dtype."""
     from lm.output.backends.compiled.node_loops import sort_rows
 
-    dtype = torch.bfloat16 if in_bf16 else factor.dtype
-    hidden = factor.new_empty(len(position), problem.weight.shape[1], dtype=dtype)
-    sort_rows(*map(_array, (position, problem.hidden.contiguous(), factor, hidden)))
+    dtype, size = torch.bfloat16 if in_bf16 else factor.dtype, problem.weight.shape[1]
+    hidden = factor.new_empty(len(position), -(-size // ALIGN) * ALIGN, dtype=dtype)[:, :size]
+    source = _array(problem.hidden.contiguous())
+    sort_rows(_own(position), source, _own(factor), _own(hidden))
     return hidden
 
 
@@ -180,7 +207,7 @@ def _row_gradients(
     formed[:, 2] = begin
     of_weight = hidden.new_empty(len(row) if needs.weight else 0, hidden.shape[1])
     of_bias = hidden.new_zeros(len(row) if needs.bias else 0)
-    arrays = map(_array, (error, hidden, d_nll, of_weight, of_bias))
+    arrays = map(_own, (error, hidden, d_nll, of_weight, of_bias))
     _divide(_bounds(formed, len(row), by_rows=True), node_loops.backward, formed, *arrays)
     weight_parts: list[Part] = [Rows(row, of_weight)] * (len(row) > 0)
     bias_parts: list[Part] = [Rows(row, of_bias[:, None])] * (len(row) > 0)
@@ -195,6 +222,13 @@ def _row_gradients(
     )
 
 
+def _own(tensor: Tensor) -> "Array":
+    """The same of a tensor that no caller will resize, in less time."""
+    bits = _BITS.get(tensor.dtype)
+    array: Array = (tensor if bits is None else tensor.view(bits)).numpy()
+    return array
+
+
 @constant_when_compiled
 def _has_numba() -> bool:
     return "numba" in sys.modules or find_spec("numba") is not None
@@ -202,7 +236,7 @@ def _has_numba() -> bool:
 
 def _array(tensor: Tensor) -> "Array":
     """A tensor's memory as numpy's, of bf16 and fp16 the bits, see `vectors`."""
-    bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(tensor.dtype)
+    bits = _BITS.get(tensor.dtype)
     alias = from_dlpack((tensor if bits is None else tensor.view(bits)).detach())
     array: Array = alias.numpy()  # which forbids to resize the storage: FSDP resizes the tensor's
     return array
@@ -213,7 +247,7 @@ def _nodes(node: Tensor, problem: Problem) -> "Array":
     from lm.output.backends.compiled.node_loops import list_nodes
 
     tree = problem.tree
-    nodes: Array = list_nodes(*map(_array, (node, tree.first_row, tree.num_children)))
+    nodes: Array = list_nodes(*map(_own, (node, tree.first_row, tree.num_children)))
     return nodes
 
 

@@ -16,9 +16,9 @@ from lm.output.backends.compiled import tiles, vectors
 from lm.output.backends.compiled.tiles import (
     TILE,
     dot_tile,
-    exponentials,
     paired_rows,
     scaled_row,
+    softmax_rows,
     sum_tile,
 )
 from lm.output.backends.compiled.vectors import VECTOR_BYTES
@@ -29,7 +29,7 @@ TERMS = 64
 """Rows that are summed up at a time, for the same reason."""
 CACHE_BYTES = 1 << 22
 """Gradients from this size on are not expected to be in a cache when they are used."""
-EMITTED = "1f837dbac61936c4"
+EMITTED = "f41aa46052c3233f"
 """Of the SHA-256 of vectors.py and tiles.py. numba's cache of compiled code notices changes to this
 file alone, so a change to the others must be noted here."""
 IS_CACHED = (
@@ -40,7 +40,7 @@ IS_CACHED = (
 """Whether compiled code is kept on disk."""
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function when it is first called; it runs without the interpreter's lock."""
     try:
         decorated: Callable[..., Any] = numba.njit(nogil=True, cache=IS_CACHED)(function)
@@ -49,7 +49,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return decorated
 
 
-@_compiled
+@compiled
 def sort_rows(position, source, factor, out):
     """out[i] = factor[i] · source[position[i]], followed by zeros.
 
@@ -67,7 +67,7 @@ def sort_rows(position, source, factor, out):
         out[i, num:] = 0
 
 
-@_compiled
+@compiled
 def unsort_rows(position, source, factor, out):
     """out[position[i]] = factor[i] · source[i], as far as rows of `out` go; see `sort_rows`."""
     for i in range(len(out)):
@@ -76,7 +76,7 @@ def unsort_rows(position, source, factor, out):
         scaled_row(source, out, start, to, out.shape[1], factor[i])
 
 
-@_compiled
+@compiled
 def list_nodes(node, first_row, num_children):
     """The visited nodes, in the order of their rows, of `node` [D, P], see `Visits`.
 
@@ -102,7 +102,7 @@ def list_nodes(node, first_row, num_children):
     return found[:num].copy()
 
 
-@_compiled
+@compiled
 def _dots(hidden, weight, num, n, starts, strides, out):
     """The products of `num` hidden vectors with `n` rows; addresses as of `dot_tile`."""
     item_bytes = max(hidden.itemsize, 4)
@@ -114,7 +114,7 @@ def _dots(hidden, weight, num, n, starts, strides, out):
             dot_tile(hidden, weight, hidden.shape[1], first, strides, to, last)
 
 
-@_compiled
+@compiled
 def _sums(factor, rows, out, num, num_terms, starts, strides, to, added, streamed):
     """`num` rows of sums of `num_terms` rows; addresses and flags as of `sum_tile`."""
     num_columns = out.shape[1]
@@ -129,20 +129,33 @@ def _sums(factor, rows, out, num, num_terms, starts, strides, to, added, streame
             )
 
 
-@_compiled
-def _errors(logits, bias, target):
-    """(2) and (4) in place of a visit's logits [n] without bias [n] or [0]; its log q[target]."""
-    if bias.size > 0:
-        logits += bias
-    logit = logits[target]
-    largest, total = exponentials(logits, logits.ctypes.data, len(logits))
-    log_q = logit - largest - math.log(total)
-    logits *= 1 / total
-    logits[target] = math.expm1(log_q)
-    return log_q
+@compiled
+def _softmaxes(rows, low, place, low_place, num, n, bias_address, child, log_prob, is_kept):
+    """(2) and (4) in place of the logits without biases of `num` visits of a node with `n` children.
+
+    Places are as of `softmax_rows`; child [num] and log_prob [num] are the visits'.
+    """
+    out = np.empty((TILE[0], 2), rows.dtype)
+    for v in range(0, num, TILE[0]):
+        here = (place[0] + v * place[1], place[1])
+        low_here = (low_place[0] + v * low_place[1], low_place[1])
+        last, address = num - 1 - v, child.ctypes.data + 8 * v
+        softmax_rows(
+            rows, low, here, low_here, last, n, bias_address, address, out.ctypes.data, is_kept
+        )
+        for i in range(min(TILE[0], num - v)):
+            log_prob[v + i] = out[i, 0] - math.log(out[i, 1])
 
 
-@_compiled
+@compiled
+def _set_unvisited(nodes, begin, end, d_hidden):
+    """Zeros in place of the rows from `begin` to `end` of positions that do not visit the root."""
+    visits_root = len(nodes) > 0 and nodes[0, 5] == 0
+    if d_hidden.size > 0:
+        d_hidden[max(begin, nodes[0, 1] if visits_root else 0) : end] = 0
+
+
+@compiled
 def forward(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_hidden, widest):
     """(1) to (5) of the sorted positions from `begin` to `end`.
 
@@ -150,51 +163,54 @@ def forward(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_h
         nodes: from `list_nodes`.
         hidden: [P, W] of the sorted positions; `bias` [R] and all results have its dtype.
         weight: [R, W].
-        bias: [R], or [0] for none.
+        bias: [R], or zeros [widest] for none.
         child: [D, P].
         log_prob: [D, P], set for each visit.
         error: flat, set to the errors; or [0], and they are not saved.
-        d_hidden: [P, W], to which (5) is added without d nll; or [0, W].
+        d_hidden: [P, W], set to (5) without d nll; or [0, W].
         widest: the most children of a node.
     """
-    size, is_saved = hidden.itemsize, error.size > 0
+    size, is_saved, has_bias = hidden.itemsize, error.size > 0, len(bias) == len(weight)
     rows = error if is_saved else np.empty(VISITS * widest, hidden.dtype)
     row_strides = (hidden.strides[0], weight.strides[0])
+    _set_unvisited(nodes, begin, end, d_hidden)
     for start, stop, row, n, offset, level in nodes:
         weight_address = weight.ctypes.data + row * weight.strides[0]
+        bias_address = bias.ctypes.data + (row * size if has_bias else 0)
         for v in range(max(start, begin), min(stop, end), VISITS):
             num = min(VISITS, min(stop, end) - v)
             first = offset + (v - start) * n if is_saved else 0
             address = rows.ctypes.data + first * size
             starts = (hidden.ctypes.data + v * hidden.strides[0], weight_address)
             _dots(hidden, weight, num, n, starts, row_strides, (address, n * size))
-            for i in range(num):
-                logits = rows[first + i * n : first + (i + 1) * n]
-                target = child[level, v + i]
-                log_prob[level, v + i] = _errors(logits, bias[row : row + n], target)
+            place, visits = (address, n * size), slice(v, v + num)
+            targets, found = child[level, visits], log_prob[level, visits]
+            _softmaxes(rows, rows, place, place, num, n, bias_address, targets, found, is_saved)
             if d_hidden.size > 0:
                 strides = (n * size, size, weight.strides[0])
                 to = (d_hidden.ctypes.data + v * d_hidden.strides[0], d_hidden.strides[0])
                 for j in range(0, n, TERMS):
                     starts = (address + j * size, weight_address + j * weight.strides[0])
-                    terms = min(TERMS, n - j)
-                    _sums(rows, weight, d_hidden, num, terms, starts, strides, to, True, False)
+                    terms, added = min(TERMS, n - j), level > 0 or j > 0
+                    _sums(rows, weight, d_hidden, num, terms, starts, strides, to, added, False)
 
 
-@_compiled
+@compiled
 def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_hidden, widest):
     """The same with products of bf16 numbers: hidden vectors, rows, and errors rounded to them.
 
     `hidden` has bf16, `weight` bf16 or fp32, the others fp32.
     """
-    is_saved, pairs = error.size > 0, (widest + 1) // 2
+    is_saved, has_bias, pairs = error.size > 0, len(bias) == len(weight), (widest + 1) // 2
     rows = error if is_saved else np.empty(VISITS * widest, np.float32)
-    low_rows = np.empty((widest if weight.itemsize > 2 else 0, hidden.shape[1]), np.uint16)
+    low_rows = np.empty((widest if weight.itemsize > 2 else 0, hidden.strides[0] // 2), np.uint16)
     low_errors = np.zeros((VISITS, 2 * pairs), np.uint16)
+    _set_unvisited(nodes, begin, end, d_hidden)
     for start, stop, row, n, offset, level in nodes:
         if max(start, begin) >= min(stop, end):
             continue
         row_address, row_stride = weight.ctypes.data + row * weight.strides[0], weight.strides[0]
+        bias_address = bias.ctypes.data + (row * 4 if has_bias else 0)
         if weight.itemsize > 2:
             for j in range(n):
                 to = low_rows.ctypes.data + j * low_rows.strides[0]
@@ -207,23 +223,26 @@ def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error
             address = rows.ctypes.data + first * 4
             starts = (hidden.ctypes.data + v * hidden.strides[0], row_address)
             _dots(hidden, hidden, num, n, starts, (hidden.strides[0], row_stride), (address, n * 4))
-            for i in range(num):
-                logits = rows[first + i * n : first + (i + 1) * n]
-                target = child[level, v + i]
-                log_prob[level, v + i] = _errors(logits, bias[row : row + n], target)
-                to = low_errors.ctypes.data + i * low_errors.strides[0]
-                scaled_row(rows, low_errors, address + i * n * 4, to, n, np.float32(1))
-                low_errors[i, n : n + n % 2] = 0
+            place, visits = (address, n * 4), slice(v, v + num)
+            low_place = (low_errors.ctypes.data, low_errors.strides[0])
+            targets, found = child[level, visits], log_prob[level, visits]
+            _softmaxes(
+                rows, low_errors, place, low_place, num, n, bias_address, targets, found, is_saved
+            )
+            if n % 2:
+                low_errors[:, n] = 0
             if d_hidden.size > 0:
                 strides = (low_errors.strides[0], 2, row_stride)
                 to = (d_hidden.ctypes.data + v * d_hidden.strides[0], d_hidden.strides[0])
                 for j in range(0, n, 2 * TERMS):
                     starts = (low_errors.ctypes.data + 2 * j, row_address + j * row_stride)
-                    terms = min(2 * TERMS, n - j)
-                    _sums(low_errors, hidden, d_hidden, num, terms, starts, strides, to, True, False)
+                    terms, added = min(2 * TERMS, n - j), level > 0 or j > 0
+                    _sums(
+                        low_errors, hidden, d_hidden, num, terms, starts, strides, to, added, False
+                    )
 
 
-@_compiled
+@compiled
 def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
     """(6) of the rows from `begin` to `end`.
 
@@ -253,7 +272,7 @@ def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
         _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset - row, n)
 
 
-@_compiled
+@compiled
 def backward_bf16(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
     """The same with products of bf16 numbers: hidden vectors, and errors times d_nll.
 
@@ -288,7 +307,7 @@ def backward_bf16(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
         _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset - row, n)
 
 
-@_compiled
+@compiled
 def _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset, n):
     """(6) of the biases of `num` rows from `first` on, whose errors begin at offset + row."""
     for v in range(start, stop if d_bias.size > 0 else start):

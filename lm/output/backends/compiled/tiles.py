@@ -74,10 +74,10 @@ def dot_tile(typing, hidden, weight, num, starts, strides, out, last):
                     sums[k] = multiply(a[i], b, sums[k])
 
         sums = emit.sums(read.row(num, [emit.zero] * (TILE[0] * TILE[1]), step))
+        num_stored = builder.add(last[1], INT(1))
         for i, row in enumerate(_addresses(builder, *out, TILE[0], last[0])):
-            places = _addresses(builder, row, INT(emit.item_bytes), TILE[1], last[1])
-            for j, place in enumerate(places):
-                builder.store(sums[i * TILE[1] + j], builder.inttoptr(place, emit.scalar.as_pointer()))
+            place = builder.inttoptr(row, emit.scalar.as_pointer())
+            emit.store_numbers(sums[i * TILE[1] : (i + 1) * TILE[1]], place, num_stored)
         return context.get_dummy_value()
 
     return signature, generate
@@ -189,9 +189,7 @@ class _Terms:
 
     def factor(self, address: Any) -> Any:
         """The factor, in all lanes."""
-        return self.emit.broadcast(
-            self.emit.pointer(address, self.factor_dtype), self.factor_dtype
-        )
+        return self.emit.broadcast(self.emit.pointer(address, self.factor_dtype), self.factor_dtype)
 
     def add(self, a: Any, b: Any, c: Any) -> Any:
         """C + a · b."""
@@ -243,35 +241,86 @@ class _Pairs(_Terms):
 
 
 @intrinsic
-def exponentials(typing, row, address, num):
-    """Replace `num` numbers z at an address by exp(z - m); their largest number m, and the sum.
+def softmax_rows(typing, rows, low, place, low_place, last, num, bias, child, out, kept):
+    """(2) and (4) in place of the logits without biases of a few visits, `TILE[0]` or less.
 
-    `row` is an array, for its dtype.
+    Args:
+        rows, low: arrays, for their dtypes.
+        place: address of the first visit's logits, and bytes from a visit to the next.
+        low_place: the same of their errors rounded to bf16, if that is the dtype of `low`.
+        last: the last visit there is.
+        num: how many children there are.
+        bias, child: addresses of the children's biases, and of the visits' targets.
+        out: address of two numbers for each visit: the target's logit less the largest one, and the
+            sum of exp(z - largest) over all.
+        kept: whether errors are needed.
     """
-    signature = types.UniTuple(row.dtype, 2)(row, types.int64, types.int64)
+    integer, pair = types.int64, types.UniTuple(types.int64, 2)
+    signature = types.void(
+        rows, low, pair, pair, integer, integer, integer, integer, integer, types.boolean
+    )
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        emit = Vectors(context, builder, row.dtype)
-        address, num = values[1:]
-        lowest = emit.constant(-math.inf)
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        dtype, many = rows.dtype, range(TILE[0])
+        emit = Vectors(context, builder, dtype)
+        place, low_place, last, num, bias, child, out, kept = values[2:]
+        visits = _addresses(builder, *_pair(builder, place), TILE[0], last)
+        lowest, one = emit.constant(-math.inf), emit.constant(1)
 
-        def compare(index: Any, carried: list[Any], mask: Any) -> None:
-            value = emit.load(emit.pointer(address, row.dtype, index), row.dtype, mask)
-            value = value if mask is None else builder.select(mask, value, lowest)
-            carried[0] = emit.maximum(carried[0], value)
+        def load(index: Any, mask: Any) -> list[Any]:
+            return [emit.load(emit.pointer(visit, dtype, index), dtype, mask) for visit in visits]
 
-        largest = emit.largest(emit.row(num, [lowest], compare)[0])
-        shift = emit.everywhere(largest)
+        def add_bias(index: Any, largest: list[Any], mask: Any) -> None:
+            added = emit.load(emit.pointer(bias, dtype, index), dtype, mask)
+            logits = [builder.fadd(value, added) for value in load(index, mask)]
+            for i in many:
+                emit.store(logits[i], emit.pointer(visits[i], dtype, index), dtype, mask)
+                value = logits[i] if mask is None else builder.select(mask, logits[i], lowest)
+                largest[i] = emit.maximum(largest[i], value)
 
-        def add(index: Any, carried: list[Any], mask: Any) -> None:
-            place = emit.pointer(address, row.dtype, index)
-            value = emit.exp(builder.fsub(emit.load(place, row.dtype, mask), shift))
-            emit.store(value, place, row.dtype, mask)
-            value = value if mask is None else builder.select(mask, value, emit.zero)
-            carried[0] = builder.fadd(carried[0], value)
+        largest = emit.reduced(emit.row(num, [lowest] * TILE[0], add_bias), emit.maximum)
+        targets = [
+            builder.load(builder.inttoptr(address, INT.as_pointer()))
+            for address in _addresses(builder, child, INT(8), TILE[0], last)
+        ]
+        logits = [
+            builder.load(emit.pointer(visit, dtype, target))
+            for visit, target in zip(visits, targets, strict=True)
+        ]
+        shifts = [emit.everywhere(value) for value in largest]
 
-        (total,) = emit.sums(emit.row(num, [emit.zero], add))
-        return context.make_tuple(builder, signature.return_type, [largest, total])
+        def exponentials(index: Any, totals: list[Any], mask: Any) -> None:
+            found = [
+                emit.exp(builder.fsub(value, shift))
+                for value, shift in zip(load(index, mask), shifts, strict=True)
+            ]
+            for i in many:
+                emit.store(found[i], emit.pointer(visits[i], dtype, index), dtype, mask)
+                value = found[i] if mask is None else builder.select(mask, found[i], emit.zero)
+                totals[i] = builder.fadd(totals[i], value)
+
+        totals = emit.sums(emit.row(num, [emit.zero] * TILE[0], exponentials))
+        for i, address in enumerate(
+            _addresses(builder, out, INT(2 * emit.item_bytes), TILE[0], last)
+        ):
+            builder.store(builder.fsub(logits[i], largest[i]), emit.pointer(address, dtype))
+            builder.store(totals[i], emit.pointer(address, dtype, INT(1)))
+        with builder.if_then(kept):
+            inverses = [emit.everywhere(builder.fdiv(emit.scalar(1.0), total)) for total in totals]
+            lows = _addresses(builder, *_pair(builder, low_place), TILE[0], last)
+
+            def scale(index: Any, _: list[Any], mask: Any) -> None:
+                for i, value in enumerate(load(index, mask)):
+                    error = builder.fmul(value, inverses[i])
+                    is_target = emit.lane_is(builder.sub(targets[i], index))
+                    error = builder.select(is_target, builder.fsub(error, one), error)
+                    emit.store(error, emit.pointer(visits[i], dtype, index), dtype, mask)
+                    if low.dtype == types.uint16:
+                        to = emit.pointer(lows[i], low.dtype, index)
+                        emit.store(error, to, low.dtype, mask)
+
+            emit.row(num, [], scale)
+        return context.get_dummy_value()
 
     return signature, generate
 

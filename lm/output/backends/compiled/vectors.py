@@ -22,7 +22,9 @@ VECTOR_BYTES = 64 if HAS_AVX512 else 32
 INT = ir.IntType(64)
 _FLOATS = {ir.FloatType(): (4, "f32"), ir.DoubleType(): (8, "f64"), ir.HalfType(): (2, "f16")}
 _SCALARS = {
-    types.float64: ir.DoubleType(), types.float32: ir.FloatType(), types.uint16: ir.IntType(16)
+    types.float64: ir.DoubleType(),
+    types.float32: ir.FloatType(),
+    types.uint16: ir.IntType(16),
 }
 _EXP = [1 / math.factorial(i) for i in range(7, -1, -1)]
 """Taylor series of exp: its rest is below a rounding of fp32 up to log(2) / 2."""
@@ -97,13 +99,24 @@ class Vectors:
             name = f"llvm.masked.store.v{self.lanes}{short}.p0"
             self._call(name, ir.VoidType(), [value, pointer, ir.IntType(32)(num_bytes), mask])
 
-    def everywhere(self, value: Any) -> Any:
+    def store_numbers(self, numbers: Sequence[Any], pointer: Any, num: Any) -> None:
+        """The first `num` of some numbers, or all of them, to memory; none of them is rounded."""
+        kind = ir.VectorType(self.scalar, len(numbers))
+        value = ir.Constant(kind, ir.Undefined)
+        for lane, number in enumerate(numbers):
+            value = self.builder.insert_element(value, number, ir.IntType(32)(lane))
+        name = f"llvm.masked.store.v{kind.count}{_size(self.scalar)[1]}.p0"
+        pointer = self.builder.bitcast(pointer, kind.as_pointer())
+        align, mask = ir.IntType(32)(self.item_bytes), self.mask(num, kind.count)
+        self._call(name, ir.VoidType(), [value, pointer, align, mask])
+
+    def everywhere(self, value: Any, lanes: int | None = None) -> Any:
         """A vector of one number."""
-        lanes = ir.VectorType(value.type, self.lanes)
+        kind = ir.VectorType(value.type, lanes or self.lanes)
         first = self.builder.insert_element(
-            ir.Constant(lanes, ir.Undefined), value, ir.IntType(32)(0)
+            ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0)
         )
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), None)
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), None)
         return self.builder.shuffle_vector(first, first, zeros)
 
     def broadcast(self, pointer: Any, dtype: Any) -> Any:
@@ -146,7 +159,9 @@ class Vectors:
 
     def halves_merged(self, a: Any, b: Any) -> list[Any]:
         """The opposite of `halves_split`."""
-        order = [i + k for s in range(0, self.lanes, 4) for i in (s, s + self.lanes) for k in range(4)]
+        order = [
+            i + k for s in range(0, self.lanes, 4) for i in (s, s + self.lanes) for k in range(4)
+        ]
         return [self._shuffled(a, b, half) for half in (order[: self.lanes], order[self.lanes :])]
 
     def paired(self, a: Any, b: Any) -> Any:
@@ -161,34 +176,35 @@ class Vectors:
         """The larger number of each lane; the other one if one is NaN."""
         return self._call(self._name("maxnum"), self.vector, [a, b])
 
-    def largest(self, value: Any) -> Any:
-        """The largest of a vector's numbers."""
-        return self._call(self._name("vector.reduce.fmax"), self.scalar, [value])
-
     def sums(self, values: Sequence[Any]) -> list[Any]:
-        """The sum of each vector's numbers, of halves, of halves of these, and so on.
+        """The sum of each vector's numbers, see `reduced`."""
+        return self.reduced(values, self.builder.fadd)
 
-        Halves of two vectors are added at a time, so that an addition serves all lanes.
+    def reduced(self, values: Sequence[Any], combine: Callable[[Any, Any], Any]) -> list[Any]:
+        """Each vector's numbers combined: of halves, of halves of these, and so on.
+
+        Halves of two vectors are combined at a time, so that an operation serves all lanes.
         """
         found: list[Any] = []
         for first in range(0, len(values), self.lanes):
             group = list(values[first : first + self.lanes])
-            group += [self.zero] * (self.lanes - len(group))
+            num = len(group)
             half = self.lanes // 2
             while half:
+                group += [group[0]] * (len(group) % 2)
                 pairs = zip(group[::2], group[1::2], strict=True)
-                group = [self._halves_added(a, b, half) for a, b in pairs]
+                group = [self._halves_combined(a, b, half, combine) for a, b in pairs]
                 half //= 2
-            lanes = map(ir.IntType(32), range(self.lanes))
+            lanes = map(ir.IntType(32), range(num))
             found += [self.builder.extract_element(group[0], lane) for lane in lanes]
-        return found[: len(values)]
+        return found
 
-    def _halves_added(self, a: Any, b: Any, half: int) -> Any:
-        """Of each block of 2 · `half` numbers the sums of its two halves, those of a before b's."""
+    def _halves_combined(self, a: Any, b: Any, half: int, combine: Callable[..., Any]) -> Any:
+        """Of each block of 2 · `half` numbers its two halves combined, those of a before b's."""
         starts = range(0, 2 * self.lanes, 2 * half)
         low = [start + i for start in starts for i in range(half)]
         lows, highs = (self._shuffled(a, b, [i + shift for i in low]) for shift in (0, half))
-        return self.builder.fadd(lows, highs)
+        return combine(lows, highs)
 
     def _shuffled(self, a: Any, b: Any, order: list[int]) -> Any:
         """Numbers of a, and of b from `lanes` on."""
@@ -223,10 +239,18 @@ class Vectors:
         is_tiny = builder.fcmp_ordered("<", x, self.constant(_LEAST_EXP))
         return builder.select(is_tiny, self.zero, builder.fmul(series, power))
 
-    def mask(self, num: Any) -> Any:
+    def mask(self, num: Any, lanes: int | None = None) -> Any:
         """Which lanes are below a number."""
-        lanes = ir.Constant(ir.VectorType(INT, self.lanes), list(range(self.lanes)))
-        return self.builder.icmp_signed("<", lanes, self.everywhere(num))
+        lanes = lanes or self.lanes
+        numbers = ir.Constant(ir.VectorType(INT, lanes), list(range(lanes)))
+        return self.builder.icmp_signed("<", numbers, self.everywhere(num, lanes))
+
+    def lane_is(self, number: Any) -> Any:
+        """Which lane has a number, if any."""
+        words = ir.VectorType(ir.IntType(32), self.lanes)
+        lanes = ir.Constant(words, list(range(self.lanes)))
+        wanted = self.everywhere(self.builder.trunc(number, words.element))
+        return self.builder.icmp_signed("==", lanes, wanted)
 
     @contextmanager
     def loop(self, stop: Any, step: int, carried: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
@@ -321,7 +345,7 @@ def _stored(dtype: Any) -> Any:
 
 
 def _size(kind: Any) -> tuple[int, str]:
-    """Bytes and name of an LLVM type."""
+    """Bytes and name of an LLVM type of numbers in memory."""
     return (2, "i16") if isinstance(kind, ir.IntType) else _FLOATS[kind]
 
 
