@@ -32,8 +32,8 @@ from lm.output.backends.reference.backend import (
     sorted_d_nll,
 )
 from lm.output.backends.reference.gradient_memory import zeros_except
-from lm.output.backends.visits import check_words
 from lm.output.backends.verify import Kind, verified
+from lm.output.backends.visits import check_words
 from lm.output.rowwise.blocks import Part, Product, Rows
 from lm.output.rowwise.eager import constant_when_compiled
 from lm.output.rowwise.row_gradient import RowGradient

@@ -15,6 +15,7 @@ import numpy as np
 from lm.output.backends.compiled import tiles, vectors
 from lm.output.backends.compiled.tiles import (
     TILE,
+    add_scaled_row,
     dot_tile,
     paired_rows,
     scaled_row,
@@ -29,7 +30,7 @@ TERMS = 64
 """Rows that are summed up at a time, for the same reason."""
 CACHE_BYTES = 1 << 22
 """Gradients from this size on are not expected to be in a cache when they are used."""
-EMITTED = "f41aa46052c3233f"
+EMITTED = "556b764200299564"
 """Of the SHA-256 of vectors.py and tiles.py. numba's cache of compiled code notices changes to this
 file alone, so a change to the others must be noted here."""
 IS_CACHED = (
@@ -131,7 +132,7 @@ def _sums(factor, rows, out, num, num_terms, starts, strides, to, added, streame
 
 @compiled
 def _softmaxes(rows, low, place, low_place, num, n, bias_address, child, log_prob, is_kept):
-    """(2) and (4) in place of the logits without biases of `num` visits of a node with `n` children.
+    """(2) and (4) in place of the logits without biases of a node's `num` visits and `n` children.
 
     Places are as of `softmax_rows`; child [num] and log_prob [num] are the visits'.
     """
@@ -258,6 +259,8 @@ def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
     is_large = d_weight.size * d_weight.itemsize > CACHE_BYTES
     for start, stop, row, n, offset, _ in nodes:
         first, num = max(row, begin), min(row + n, end) - max(row, begin)
+        if num <= 0:
+            continue
         streamed = is_large and stop - start <= step
         to = (d_weight.ctypes.data + first * d_weight.strides[0], d_weight.strides[0])
         strides = (size, n * size, hidden.strides[0])
@@ -311,6 +314,6 @@ def backward_bf16(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
 def _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset, n):
     """(6) of the biases of `num` rows from `first` on, whose errors begin at offset + row."""
     for v in range(start, stop if d_bias.size > 0 else start):
-        place = offset + (v - start) * n
-        for j in range(first, first + num):
-            d_bias[j] += error[place + j] * d_nll[v]
+        place = error.ctypes.data + error.itemsize * (offset + (v - start) * n + first)
+        to = d_bias.ctypes.data + d_bias.itemsize * first
+        add_scaled_row(error, d_bias, place, to, num, d_nll[v])

@@ -1,4 +1,4 @@
-"""From targets to visits in compiled loops; the results are those of `lm.output.backends.visits`."""
+"""From targets to visits in compiled loops: the results of `lm.output.backends.visits`."""
 
 import numpy as np
 

@@ -331,6 +331,16 @@ def scaled_row(typing, source, out, start, to, num, factor):
 
     `source` and `out` are arrays, for their dtypes; the factor has the dtype of sums.
     """
+    return _row_operation(source, out, factor, added=False)
+
+
+@intrinsic
+def add_scaled_row(typing, source, out, start, to, num, factor):
+    """out[k] += factor · source[k], see `scaled_row`."""
+    return _row_operation(source, out, factor, added=True)
+
+
+def _row_operation(source: Any, out: Any, factor: Any, *, added: bool) -> Any:
     integer = types.int64
     signature = types.void(source, out, integer, integer, integer, factor)
 
@@ -341,8 +351,12 @@ def scaled_row(typing, source, out, start, to, num, factor):
 
         def step(index: Any, _: list[Any], mask: Any) -> None:
             value = emit.load(emit.pointer(start, source.dtype, index), source.dtype, mask)
-            value = builder.fmul(scale, value)
-            emit.store(value, emit.pointer(to, out.dtype, index), out.dtype, mask)
+            place = emit.pointer(to, out.dtype, index)
+            if added:
+                value = emit.multiply_add(scale, value, emit.load(place, out.dtype, mask))
+            else:
+                value = builder.fmul(scale, value)
+            emit.store(value, place, out.dtype, mask)
 
         emit.row(num, [], step)
         return context.get_dummy_value()
