@@ -48,7 +48,7 @@ LEAST_COLUMNS = 1 << 15
 ROW_VISITS = 8
 """The time to write a row of a gradient, as a number of visits."""
 ALIGN = 32
-"""Vectors of hidden numbers begin at multiples of so many of them, as of whole lines of a cache."""
+"""Hidden vectors are followed by zeros up to a multiple of so many numbers."""
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 """What numba gets numbers as that it has no type for, see `vectors`."""
 NARROW = 8
@@ -183,11 +183,14 @@ def _multiplies_bf16(problem: Problem) -> bool:
 def _sorted_hidden(
     problem: Problem, position: Tensor, factor: Tensor, *, in_bf16: bool = False
 ) -> Tensor:
-    """The hidden vectors [P, W] of the sorted positions times factors [P], in their dtype."""
+    """The hidden vectors of the sorted positions times factors [P], in their dtype or bf16.
+
+    [P, W up to a multiple of `ALIGN`], so that each begins a line of a cache.
+    """
     from lm.output.backends.compiled.node_loops import sort_rows
 
     dtype, size = torch.bfloat16 if in_bf16 else factor.dtype, problem.weight.shape[1]
-    hidden = factor.new_empty(len(position), -(-size // ALIGN) * ALIGN, dtype=dtype)[:, :size]
+    hidden = factor.new_empty(len(position), -(-size // ALIGN) * ALIGN, dtype=dtype)
     source = _array(problem.hidden.contiguous())
     sort_rows(_own(position), source, _own(factor), _own(hidden))
     return hidden
@@ -196,7 +199,7 @@ def _sorted_hidden(
 def _row_gradients(
     nodes: "Array", problem: Problem, needs: Needs, error: Tensor, hidden: Tensor, d_nll: Tensor
 ) -> tuple[RowGradient | None, RowGradient | None]:
-    """Those of weight and bias, if needed; `hidden` [P, W] is multiplied by d_nll [P]."""
+    """Those of weight and bias, if needed; `hidden` [P, ≥ W] is multiplied by d_nll [P]."""
     from lm.output.backends.compiled import node_loops
 
     is_narrow = nodes[:, 3] <= NARROW
@@ -205,7 +208,8 @@ def _row_gradients(
     begin = num.cumsum(0) - num  # of each node, among the rows that are formed
     row = (first - begin).repeat_interleave(num) + torch.arange(int(num.sum()))
     formed[:, 2] = begin
-    of_weight = hidden.new_empty(len(row) if needs.weight else 0, hidden.shape[1])
+    size = problem.weight.shape[1]
+    of_weight = hidden.new_empty(len(row) if needs.weight else 0, size)
     of_bias = hidden.new_zeros(len(row) if needs.bias else 0)
     arrays = map(_own, (error, hidden, d_nll, of_weight, of_bias))
     _divide(_bounds(formed, len(row), by_rows=True), node_loops.backward, formed, *arrays)
@@ -213,7 +217,7 @@ def _row_gradients(
     bias_parts: list[Part] = [Rows(row, of_bias[:, None])] * (len(row) > 0)
     for start, end, first_row, n, offset, _ in nodes[~is_narrow].tolist():
         of_node = error[offset : offset + (end - start) * n].view(-1, n)
-        weight_parts.append(Product(first_row, of_node, hidden[start:end]))
+        weight_parts.append(Product(first_row, of_node, hidden[start:end, :size]))
         bias_parts.append(Product(first_row, of_node, d_nll[start:end, None]))
     weight, bias = problem.weight, problem.bias
     return (

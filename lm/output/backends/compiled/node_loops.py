@@ -104,15 +104,15 @@ def list_nodes(node, first_row, num_children):
 
 
 @compiled
-def _dots(hidden, weight, num, n, starts, strides, out):
-    """The products of `num` hidden vectors with `n` rows; addresses as of `dot_tile`."""
+def _dots(hidden, weight, size, num, n, starts, strides, out):
+    """The products of `num` hidden vectors [size] with `n` rows; addresses as of `dot_tile`."""
     item_bytes = max(hidden.itemsize, 4)
     for j in range(0, n, TILE[1]):
         for i in range(0, num, TILE[0]):
             first = (starts[0] + i * strides[0], starts[1] + j * strides[1])
             to = (out[0] + i * out[1] + j * item_bytes, out[1])
             last = (num - 1 - i, n - 1 - j)
-            dot_tile(hidden, weight, hidden.shape[1], first, strides, to, last)
+            dot_tile(hidden, weight, size, first, strides, to, last)
 
 
 @compiled
@@ -162,7 +162,7 @@ def forward(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_h
 
     Args:
         nodes: from `list_nodes`.
-        hidden: [P, W] of the sorted positions; `bias` [R] and all results have its dtype.
+        hidden: [P, ≥ W] of the sorted positions; `bias` [R] and all results have its dtype.
         weight: [R, W].
         bias: [R], or zeros [widest] for none.
         child: [D, P].
@@ -183,7 +183,7 @@ def forward(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_h
             first = offset + (v - start) * n if is_saved else 0
             address = rows.ctypes.data + first * size
             starts = (hidden.ctypes.data + v * hidden.strides[0], weight_address)
-            _dots(hidden, weight, num, n, starts, row_strides, (address, n * size))
+            _dots(hidden, weight, weight.shape[1], num, n, starts, row_strides, (address, n * size))
             place, visits = (address, n * size), slice(v, v + num)
             targets, found = child[level, visits], log_prob[level, visits]
             _softmaxes(rows, rows, place, place, num, n, bias_address, targets, found, is_saved)
@@ -204,7 +204,7 @@ def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error
     """
     is_saved, has_bias, pairs = error.size > 0, len(bias) == len(weight), (widest + 1) // 2
     rows = error if is_saved else np.empty(VISITS * widest, np.float32)
-    low_rows = np.empty((widest if weight.itemsize > 2 else 0, hidden.strides[0] // 2), np.uint16)
+    low_rows = np.empty((widest if weight.itemsize > 2 else 0, hidden.shape[1]), np.uint16)
     low_errors = np.zeros((VISITS, 2 * pairs), np.uint16)
     _set_unvisited(nodes, begin, end, d_hidden)
     for start, stop, row, n, offset, level in nodes:
@@ -216,14 +216,15 @@ def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error
             for j in range(n):
                 to = low_rows.ctypes.data + j * low_rows.strides[0]
                 start_j = row_address + j * row_stride
-                scaled_row(weight, low_rows, start_j, to, hidden.shape[1], np.float32(1))
+                scaled_row(weight, low_rows, start_j, to, weight.shape[1], np.float32(1))
             row_address, row_stride = low_rows.ctypes.data, low_rows.strides[0]
         for v in range(max(start, begin), min(stop, end), VISITS):
             num = min(VISITS, min(stop, end) - v)
             first = offset + (v - start) * n if is_saved else 0
             address = rows.ctypes.data + first * 4
             starts = (hidden.ctypes.data + v * hidden.strides[0], row_address)
-            _dots(hidden, hidden, num, n, starts, (hidden.strides[0], row_stride), (address, n * 4))
+            strides, size = (hidden.strides[0], row_stride), weight.shape[1]
+            _dots(hidden, hidden, size, num, n, starts, strides, (address, n * 4))
             place, visits = (address, n * 4), slice(v, v + num)
             low_place = (low_errors.ctypes.data, low_errors.strides[0])
             targets, found = child[level, visits], log_prob[level, visits]
@@ -233,13 +234,22 @@ def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error
             if n % 2:
                 low_errors[:, n] = 0
             if d_hidden.size > 0:
-                strides = (low_errors.strides[0], 2, row_stride)
+                of_errors = (low_errors.strides[0], 2, row_stride)
                 to = (d_hidden.ctypes.data + v * d_hidden.strides[0], d_hidden.strides[0])
                 for j in range(0, n, 2 * TERMS):
                     starts = (low_errors.ctypes.data + 2 * j, row_address + j * row_stride)
                     terms, added = min(2 * TERMS, n - j), level > 0 or j > 0
                     _sums(
-                        low_errors, hidden, d_hidden, num, terms, starts, strides, to, added, False
+                        low_errors,
+                        hidden,
+                        d_hidden,
+                        num,
+                        terms,
+                        starts,
+                        of_errors,
+                        to,
+                        added,
+                        False,
                     )
 
 
@@ -250,7 +260,7 @@ def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
     Args:
         nodes: from `list_nodes`.
         error: as `forward` saves it.
-        hidden: [P, W] of the sorted positions, multiplied by d_nll [P].
+        hidden: [P, ≥ W] of the sorted positions, multiplied by d_nll [P].
         d_weight: [R, W], of which the rows of visited nodes are set; or [0, W].
         d_bias: [R] in the dtype of hidden, to which gradients are added; or [0].
     """
