@@ -30,7 +30,7 @@ TERMS = 64
 """Rows that are summed up at a time, for the same reason."""
 CACHE_BYTES = 1 << 22
 """Gradients from this size on are not expected to be in a cache when they are used."""
-EMITTED = "556b764200299564"
+EMITTED = "91661cf5b93ddc4b"
 """Of the SHA-256 of vectors.py and tiles.py. numba's cache of compiled code notices changes to this
 file alone, so a change to the others must be noted here."""
 IS_CACHED = (

@@ -137,6 +137,11 @@ def sum_tile(typing, factor, rows, out, num, starts, strides, to, last, left, ad
                     for j in range(TILE[1]):
                         k = i * TILE[1] + j
                         carried[k] = terms.add(a, b[j], carried[k])
+            if is_bf16 and out.dtype == types.uint16:
+                for i, row in enumerate(outs):
+                    of_row = sums[i * TILE[1] : (i + 1) * TILE[1]]
+                    terms.store(of_row, row, read_masks, streamed=streamed)
+                return
             stored = zip(terms.in_order(sums), places, masks * TILE[0], strict=True)
             for value, place, mask in stored:
                 emit.store(value, place, out.dtype, mask, streamed=streamed)
@@ -238,6 +243,14 @@ class _Pairs(_Terms):
         """The opposite of `as_summed`."""
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [half for a, b in pairs for half in self.emit.halves_merged(a, b)]
+
+    def store(self, sums: list[Any], row: Any, masks: list[Any], *, streamed: bool) -> None:
+        """The sums of a row to memory, rounded to bf16."""
+        pairs = zip(sums[::2], sums[1::2], masks, strict=True)
+        for j, (a, b, mask) in enumerate(pairs):
+            place = self.emit.pointer(row, types.uint16, INT(j * self.read.lanes))
+            value = self.emit.rounded_halves(a, b)
+            self.read.store(value, place, types.uint16, mask, streamed=streamed)
 
 
 @intrinsic

@@ -83,21 +83,33 @@ class Vectors:
         """A vector to memory, rounded to the nearest number of `dtype`.
 
         A streamed one goes past the caches, which then do not read the memory first; it is aligned
-        to its size.
+        to its size, or one of bf16 numbers that are not rounded to half of it.
         """
         stored = ir.VectorType(_stored(dtype), self.lanes)
         value = self._narrowed(value, stored)
         pointer = self.builder.bitcast(pointer, stored.as_pointer())
         num_bytes, short = _size(stored.element)
-        if mask is None:
-            size = num_bytes * (self.lanes if streamed else 1)
-            instruction = self.builder.store(value, pointer, align=size)
-            if streamed:
-                once = self.builder.module.add_metadata([ir.IntType(32)(1)])
-                instruction.set_metadata("nontemporal", once)
+        if mask is None and streamed:
+            self._stream(value, pointer)
+        elif mask is None:
+            self.builder.store(value, pointer, align=num_bytes)
         else:
             name = f"llvm.masked.store.v{self.lanes}{short}.p0"
             self._call(name, ir.VoidType(), [value, pointer, ir.IntType(32)(num_bytes), mask])
+
+    def _stream(self, value: Any, pointer: Any) -> None:
+        """Store a vector of numbers past the caches; of more than 16 in bf16, half by half."""
+        num, whole = value.type.count, value.type.element
+        num_bytes = _size(whole)[0]
+        size = num // 2 if num == 2 * VECTOR_BYTES // 4 else num
+        once = self.builder.module.add_metadata([ir.IntType(32)(1)])
+        for start in range(0, num, size):
+            order = list(range(start, start + size))
+            part = value if size == num else self._shuffled(value, value, order)
+            place = self.builder.bitcast(pointer, part.type.as_pointer())
+            place = self.builder.gep(place, [INT(start // size)])
+            instruction = self.builder.store(part, place, align=num_bytes * size)
+            instruction.set_metadata("nontemporal", once)
 
     def store_numbers(self, numbers: Sequence[Any], pointer: Any, num: Any) -> None:
         """The first `num` of some numbers, or all of them, to memory; none of them is rounded."""
@@ -163,6 +175,17 @@ class Vectors:
             i + k for s in range(0, self.lanes, 4) for i in (s, s + self.lanes) for k in range(4)
         ]
         return [self._shuffled(a, b, half) for half in (order[: self.lanes], order[self.lanes :])]
+
+    def rounded_halves(self, a: Any, b: Any) -> Any:
+        """What `halves_merged` gives, rounded to bf16, in one vector."""
+        numbers = ir.VectorType(_BFloat(), 2 * self.lanes)
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        value = self.builder.bitcast(
+            self._call(name, numbers, [b, a]), ir.VectorType(ir.IntType(16), 2 * self.lanes)
+        )
+        starts = range(0, self.lanes, 4)
+        order = [i + k for s in starts for i in (s, s + self.lanes) for k in range(4)]
+        return self._shuffled(value, value, order)
 
     def paired(self, a: Any, b: Any) -> Any:
         """The pairs of both vectors' numbers, rounded to bf16, in the lanes of one."""
