@@ -20,8 +20,10 @@ from lm.output.decoding.expansion import ABSENT, Children, Expander, pack
 
 MOST_COST = 1 / 16
 """What a position's search costs node by node, at most, relative to all words in one product."""
-EXPANSION_COST, FAST_COST, SOFTMAX_COST = 512, 256, 24
-"""Of expanding a node, in `expand_best`, and of a softmax of all words, as numbers of rows."""
+EXPANSION_COST, SOFTMAX_COST = 512, 24
+"""Of expanding a node, and of one softmax among those of all words, as numbers of rows."""
+FAST_EXPANSION_COST = 1 << 17
+"""Of expanding a node in `_Frontier.expand_best`, as a number of multiply–adds."""
 BLOCK_ELEMENTS = 1 << 23
 """Most log-probabilities of all words in memory at once."""
 
@@ -68,12 +70,13 @@ class _Frontier:
         """
         expander, tree = self._expander, self._expander.tree
         nodes, cost = [(-0.0, 0)], 0
+        cost_of_node = FAST_EXPANSION_COST // expander.weight.shape[1]
         found, items = self.log_prob[0, :0], self.node[0, :0]
         while nodes and (not cost or cost <= most) and not enough(found, -nodes[0][0]):
             above, node = heapq.heappop(nodes)
             log_prob, rows = expander.children_of(0, node, -above)
             expander.check(log_prob, 0)
-            cost += rows.stop - rows.start + FAST_COST
+            cost += rows.stop - rows.start + cost_of_node
             log_prob, item = log_prob[0], tree.item_of_row[rows]
             if rows.start < expander.num_node_rows:
                 is_word = item >= 0
