@@ -4,8 +4,9 @@ The hidden vector is flat (every word is about as probable as any other) or peak
 those of a word and of its neighbours, `--sharpness` above the others; both are of layers that are
 not trained. With `--runs`, hidden vectors are those of trained models, at positions of their
 validation text, one in each round. Ways take turns in one process, each for a few calls in
-succession, as one position follows another in generation; figures are medians over all calls. `all` evaluates the log-probabilities of all words under
-the same tree and selects among them; `full` does the same with a full softmax of as many words.
+succession, as one position follows another in generation; figures are medians over all calls. `all`
+evaluates the log-probabilities of all words under the same tree and selects among them; `full` does
+the same with a full softmax of as many words.
 
 `same` says whether the words found are those of `all`.
 """
