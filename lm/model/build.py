@@ -116,9 +116,8 @@ def build_model(
     backbone = _build_backbone(config, context)
     fill = partial(nn.init.uniform_, a=-(config.init_range or 0), b=config.init_range or 0)
     if config.init_range is not None and config.backbone == "lstm":
-        for parameter in cast(
-            nn.Module, backbone
-        ).parameters():  # the same ones whatever the output layer is
+        # Drawn before the output layer is built, so that they do not depend on it.
+        for parameter in cast(nn.Module, backbone).parameters():
             fill(parameter)
     softmax = _build_softmax(config, output, word_table, tree, counts, placement)
     model = LanguageModel(
