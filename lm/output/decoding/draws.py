@@ -150,17 +150,17 @@ def sample_words(expander: Expander, uniforms: Uniforms, sampling: Sampling) -> 
 
 def _descend(expander: Expander, uniforms: Uniforms) -> Tensor:
     """A word for each position [P] at T = 1: what `RejectionSampler` draws, in fewer operations."""
-    words = []
+    words, numbers = [], uniforms.first(expander.tree.depth)
     for position in range(len(expander.hidden)):
-        item, log_prob, index = -1, 0.0, torch.tensor([position])
-        while item < 0:
+        item, log_prob = -1, 0.0
+        for level in range(expander.tree.depth):
             children, rows = expander.children_of(position, ~item, log_prob)
             expander.check(children, position)
-            column = int(draw(children.double(), uniforms.draw(index)))
-            item, log_prob = (
-                int(expander.tree.item_of_row[rows][column]),
-                float(children[0, column]),
-            )
+            column = int(draw(children.double(), numbers[position, level : level + 1]))
+            item = int(expander.tree.item_of_row[rows.start + column])
+            if item >= 0:
+                break
+            log_prob = float(children[0, column])
         words.append(item)
     return torch.tensor(words)
 

@@ -28,6 +28,10 @@ BLOCK_ELEMENTS = 1 << 23
 """Most log-probabilities of all words in memory at once."""
 
 
+NEAR = 1.0
+"""Nodes whose log-probabilities differ by less are likely to be needed together."""
+
+
 class TopK(NamedTuple):
     """The most probable words of each position in descending order, ties by the lowest word."""
 
@@ -71,8 +75,10 @@ class _Frontier:
         expander, tree = self._expander, self._expander.tree
         nodes, cost = [(-0.0, 0)], 0
         cost_of_node = FAST_EXPANSION_COST // expander.weight.shape[1]
-        found, items = self.log_prob[0, :0], self.node[0, :0]
-        while nodes and (not cost or cost <= most) and not enough(found, -nodes[0][0]):
+        found, items, near = self.log_prob[0, :0], self.node[0, :0], 1
+        while nodes and (not cost or max(cost, near * cost_of_node) <= most):
+            if enough(found, -nodes[0][0]):
+                break
             above, node = heapq.heappop(nodes)
             log_prob, rows = expander.children_of(0, node, -above)
             expander.check(log_prob, 0)
@@ -83,6 +89,7 @@ class _Frontier:
                 below = zip((-log_prob[~is_word]).tolist(), (~item[~is_word]).tolist(), strict=True)
                 nodes.extend(below)
                 heapq.heapify(nodes)
+                near = sum(each[0] < nodes[0][0] + NEAR for each in nodes)
                 log_prob, item = log_prob[is_word], item[is_word]
             found, items = torch.cat([found, log_prob]), torch.cat([items, item])
         left = torch.tensor(nodes or [(math.inf, 0)], dtype=torch.float64)
