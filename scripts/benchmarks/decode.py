@@ -14,7 +14,7 @@ the same with a full softmax of as many words.
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -97,8 +97,9 @@ def ways(case: Case, hidden: Tensor, way: str) -> list[Finder]:
     ]
 
 
-def untrained(vocab_size: int, size: int, options: argparse.Namespace) -> Iterator[Case]:
-    """A flat and a peaked distribution."""
+def untrained(problem: tuple[int, int], options: argparse.Namespace) -> Iterator[Case]:
+    """A flat and a peaked distribution, of a problem (N, H)."""
+    vocab_size, size = problem
     torch.manual_seed(0)
     tree = ClassTree.two_level(num_words=vocab_size)
     weight = torch.zeros(tree.num_rows, row_size(size))
@@ -168,7 +169,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     table = Table(COLUMNS, options.json)
     sizes = options.rows or [(33_278, 512), (267_735, 512), (1_000_000, 300)]
-    cases = chain.from_iterable(untrained(*size, options) for size in sizes)
+    cases: Iterable[Case] = chain.from_iterable(untrained(size, options) for size in sizes)
     if options.runs:
         cases = (trained(folder, options) for folder in options.runs)
     with torch.no_grad():

@@ -73,7 +73,7 @@ class _Frontier:
         `enough` is given the log-probabilities [M] of the words found and of the best node.
         """
         expander, tree = self._expander, self._expander.tree
-        nodes, cost = [(-0.0, 0)], 0
+        nodes, cost = [(-0.0, 0)], 0  # a heap of negative log-probabilities and nodes
         cost_of_node = FAST_EXPANSION_COST // expander.weight.shape[1]
         found, items, near = self.log_prob[0, :0], self.node[0, :0], 1
         while nodes and (not cost or max(cost, near * cost_of_node) <= most):

@@ -96,6 +96,6 @@ def test_few_positions_find_what_many_find(
         monkeypatch.setattr(expansion, "FEW", few)
         torch.manual_seed(1)
         hidden = sharpness * torch.randn(20, 8)
-        found.append([WAYS[way](layer, each) for each in hidden.split(1)])
+        found.append([WAYS[way](layer, each) for each in torch.split(hidden, 1)])
     for few, many in zip(*found, strict=True):
         torch.testing.assert_close(few, many)

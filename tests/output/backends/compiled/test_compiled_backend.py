@@ -138,8 +138,8 @@ def test_results_do_not_depend_on_the_number_of_threads(
 @pytest.mark.parametrize("tree", [*TREES.values(), ClassTree.two_level(torch.arange(70_000) // 2)])
 def test_visits_are_those_of_the_reference(tree: ClassTree) -> None:
     """Ranks of the last tree's nodes have three digits."""
-    *inputs, target = problem(tree, 300)
-    solved = Problem.of(*inputs[:2], target, tree, inputs[2])
+    hidden, weight, bias, target = problem(tree, 300)
+    solved = Problem.of(hidden, weight, target, tree, bias)
     saved = CompiledBackend()._with_visits(solved, ALL)
     expected = route(target, tree.arrays, tree.depth, -100)
     for ours, theirs in zip(saved, expected, strict=False):
