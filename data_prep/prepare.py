@@ -161,7 +161,7 @@ def open_made_by(
     if changed := setting_changes(prepared.meta.settings, requested):
         changes = "; ".join(chain.from_iterable(changed.values()))
         mistake = f"{folder} was prepared with other settings ({changes})"
-        raise UserError(f"{mistake}: run `lm prepare` first")
+        raise UserError(f"{mistake}: run `lm prepare` with these settings first")
     if classes is not None and prepared.meta.classes is None:
         raise UserError(f"{folder} was prepared without word classes: run `lm prepare` first")
     return prepared

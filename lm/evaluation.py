@@ -15,7 +15,7 @@ single spaces, without others at its ends, and no line has the word `<eos>`.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -93,8 +93,10 @@ class Evaluation:
         bits = "not known: unknown words are not spelled, as by --open-vocabulary"
         if self.bits_per_byte is not None:
             bits = f"{self.bits_per_byte:.4f}"
+        elif self.unit == token_unit(TokenizerConfig(split_punctuation=True)):
+            bits = "not known: marks are separated (tokenizer.split_punctuation: true)"
         elif spelled:
-            bits = "not known: case, separated punctuation or several spaces are not spelled"
+            bits = "not known: case or several spaces are not spelled"
         elif not self.oov:
             bits = "not known: case or spaces are lost, a SentencePiece model keeps them"
         rows = {
@@ -272,17 +274,14 @@ def evaluate_text(
 
 def _spelled(result: Evaluation, run: Run, lines: list[str]) -> Evaluation:
     """The figures of a text with its unknown words spelled."""
-    is_spelled = True
+    is_spelled, spelling = True, float(spelling_nats(run, lines).sum())
     if isinstance(run.tokenizer, WordTokenizer):
-        spelling = -float(run.speller.log_prob(run.tokenizer.unknown_occurrences(lines)).sum())
         for line in lines:
             words = line.split()
             is_spelled &= line == " ".join(words) and EOS not in words
-    else:
-        spelling = 0.0
-        if result.oov != sum(line.split().count(UNK) for line in lines):
-            remedy = "a model with tokenizer.byte_fallback: true knows all"
-            raise UserError(f"the text has pieces that the model does not know: {remedy}")
+    elif result.oov != sum(line.split().count(UNK) for line in lines):
+        remedy = "a model with tokenizer.byte_fallback: true knows all"
+        raise UserError(f"the text has pieces that the model does not know: {remedy}")
     nll = result.nll_nats + spelling
     return replace(
         result,
@@ -292,6 +291,13 @@ def _spelled(result: Evaluation, run: Run, lines: list[str]) -> Evaluation:
         bits_per_byte=nll / math.log(2) / result.utf8_bytes if is_spelled else None,
         spelling_nats=spelling,
     )
+
+
+def spelling_nats(run: Run, lines: Sequence[str]) -> NDArray[np.float64]:
+    """-log P(word | `<unk>`) of each unknown word of lines, in order; none of a model of pieces."""
+    if not isinstance(run.tokenizer, WordTokenizer):
+        return np.zeros(0)
+    return -run.speller.log_prob(run.tokenizer.unknown_occurrences(lines))
 
 
 def encode_text(run: Run, lines: Iterable[str]) -> tuple[NDArray[Any], TextCounts]:

@@ -75,7 +75,10 @@ optim: {optimizer: adamw, lr: 0.001, weight_decay: 0.1, clip: 1.0, schedule: cos
 train: {max_epochs: $epochs, batch_size: $batch, seq_len: $length, threads: $threads}
 """
 """For texts of all sizes, with the optimizer of configs/wikitext2_transformer.yaml."""
-HIDDEN_SIZES = {20_000: (64,), 5_000_000: (200, 128, 64), math.inf: (300, 200, 128, 64)}
+HIDDEN_SIZES = {
+    "lstm": {20_000: (64,), 200_000: (200, 128, 64), math.inf: (300, 200, 128, 64)},
+    "transformer": {20_000: (64,), 5_000_000: (256, 128, 64), math.inf: (320, 256, 128, 64)},
+}
 """Sizes of the model for texts of fewer tokens; the first one that fits is taken."""
 MEMORY_SHARE = 0.7
 """Part of the available memory that a recipe's training may take."""
@@ -219,10 +222,11 @@ def repetition(num_tokens: int) -> tuple[int, float]:
 
     Example:
         >>> [repetition(num_tokens) for num_tokens in (50_000, 300_000, 1_000_000, 5_000_000)]
-        [(24, 0.5), (22, 0.4), (12, 0.3), (12, 0.1)]
+        [(24, 0.5), (22, 0.4), (12, 0.25), (12, 0.1)]
     """
     share = math.log(max(num_tokens, 100_000) / 100_000) / math.log(50)
-    return round(min(24, max(12, 12_000 / num_tokens**0.5))), round(0.5 - 0.4 * share, 1)
+    epochs = round(min(24, max(12, 12_000 / num_tokens**0.5)))
+    return epochs, round((0.5 - 0.4 * share) * 20) / 20
 
 
 def fit(
@@ -268,9 +272,8 @@ def fit(
         "warmup": min(400, steps // 10),
         "threads": threads,
     }
-    for hidden in HIDDEN_SIZES[limit]:
-        if backbone == "transformer":
-            hidden = 64 * math.ceil(hidden / 64)  # heads of equal, even sizes
+    by_tokens = HIDDEN_SIZES[backbone]
+    for hidden in by_tokens[next(below for below in by_tokens if num_tokens < below)]:
         content = Template(RECIPE + template).substitute(values, hidden=hidden)
         config = validate(yaml.safe_load(content), str(path))
         run = Run(config.run_path, config)

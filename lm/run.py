@@ -3,6 +3,7 @@
 Every verb and `lm.load` receive a `Run`. This module imports torch only where a part requires it.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from lm.model.files import Description
     from lm.model.language_model import LanguageModel
     from lm.output import ClassTree
+
+_log = logging.getLogger(__name__)
 
 
 class Run:
@@ -84,9 +87,10 @@ class Run:
     def keeps_empty_lines(self) -> bool:
         """Whether an empty line of a text is a line, as in the corpus: `data.keep_empty_lines`.
 
-        Without a `config.yaml` in the folder of a model, it is.
+        Without a `config.yaml` in the folder of a model, it is, with a warning.
         """
         if self._is_trained and not (self.folder / "config.yaml").exists():
+            _log.warning("%s has no config.yaml: empty lines are counted as lines", self.folder)
             return True
         return self.config.data.keep_empty_lines
 

@@ -55,6 +55,11 @@ def test_a_run_whose_training_is_not_complete_names_the_command_that_continues_i
         f" `lm train {copied_run} --resume auto` continues the training"
     )
     options = ["--resume=auto", "--no-progress", "--train.max_steps=30"]
+    tokenizer = copied_run / "tokenizer.json"
+    content = tokenizer.read_text()
+    tokenizer.write_text(content[:20])
+    assert complaint("train", copied_run, *options).startswith(f"{tokenizer} is damaged")
+    tokenizer.write_text(content)
     assert main(["train", str(copied_run), *options]) == 0
     assert main(["evaluate", str(copied_run)]) == 0
 
@@ -85,6 +90,18 @@ def test_a_damaged_checkpoint_is_named(
     assert message.startswith(f"{path} is damaged")
 
 
+def test_the_rule_of_empty_lines_of_a_run_without_a_configuration_is_reported(
+    copied_run: Path, corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = ["evaluate", str(copied_run), "--text", str(corpus / "test.txt")]
+    assert main(text) == 0
+    (copied_run / "config.yaml").unlink()
+    assert "config.yaml" not in caplog.text
+    assert main(text) == 0
+    message = f"{copied_run} has no config.yaml: empty lines are counted as lines"
+    assert caplog.messages.count(message) == 1
+
+
 @pytest.mark.parametrize("verb", ["classes", "info"])
 def test_data_prepared_with_other_classes_are_an_error(
     tiny: Path, copied_run: Path, untouched: Complaint, verb: str
@@ -93,7 +110,7 @@ def test_data_prepared_with_other_classes_are_an_error(
     for source in ([tiny, f"--run_dir={copied_run}"], [copied_run]):
         assert untouched(verb, *source, "--classes.method=random") == (
             f"{data} was prepared with other settings (classes.method: exchange → random):"
-            " run `lm prepare` first"
+            " run `lm prepare` with these settings first"
         )
     classes = np.load(copied_run / "classes.npy")
     np.save(copied_run / "classes.npy", classes[::-1])

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,14 @@ import pytest
 
 import lm
 from data_prep.errors import UserError
+from lm.commands.rescore import _models, _with_states
 from lm.evaluation import evaluate_split, evaluate_text
 from lm.loaded import LoadedModel
-from lm.rescoring.models import RunScores
+from lm.rescoring.models import ArpaScores, RunScores
+from lm.rescoring.utterances import Utterances
 from lm.run import Run
 from lm.scoring import Scorer
+from lm.scoring.ngram import NGramModel
 from tests.conftest import main
 from tests.data_prep.tokenizer.spelling import Definition
 
@@ -162,6 +166,8 @@ def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
     (expected,) = -Run(marks).speller.log_prob(["zebra"]) - Run(marks).speller.log_prob([","])
     assert spelled.spelling_nats == pytest.approx(expected)
     assert spelled.bits_per_byte is None
+    reason = "not known: marks are separated (tokenizer.split_punctuation: true)"
+    assert reason in spelled.table("text")
 
 
 def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
@@ -196,6 +202,11 @@ def test_commands_spell_on_request(
     found: dict[str, Any] = json.loads(printed("evaluate", run, "--open-vocabulary", "--json"))
     assert found == expected.to_dict()
     assert json.loads((run / "evaluate-test-open.json").read_text()) == found
+    for text in ([], [f"--text={opened.config.data.dir}/test.txt"]):
+        options = [run, "--open-vocabulary", "--by-frequency", "--json", *text]
+        bins = json.loads(printed("evaluate", *options))["by_frequency"]
+        for each in bins.values():
+            assert sum(part["nll_nats"] for part in each) == pytest.approx(expected.nll_nats)
     table = printed("evaluate", run, "--open-vocabulary")
     assert f"{expected.oov}, spelled in {expected.spelling_nats:.1f} nats" in table
     assert f"{expected.bits_per_byte:.4f}" in table
@@ -210,6 +221,50 @@ def test_commands_spell_on_request(
     assert [each.sum() for each in rescoring(SENTENCES)] == pytest.approx(expected_rows)
     (tmp_path / "list").write_text("".join(f"a\t0\t{line}\n" for line in SENTENCES))
     assert printed("rescore", run, tmp_path / "list", "--lm-weight=1", "--open-vocabulary")
+
+
+ARPA = """\
+\\data\\
+ngram 1=5
+
+\\1-grams:
+-99\t<s>
+-0.7\t</s>
+-1.0\t<unk>
+-0.5\tab
+-0.9\tbbb
+
+\\end\\
+"""
+
+
+RESCORE = {"second_run": None, "vocabulary_size": None, "device": "cpu", "threads": 1}
+
+
+def test_an_arpa_model_spells_the_words_that_it_lacks(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.arpa").write_text(ARPA)
+    (tmp_path / "list.slf").write_text("I=0\nI=1\nJ=0 S=0 E=1 W=ab\n")
+    speller, ngram = Run(run).speller, NGramModel(tmp_path / "model.arpa")
+    scores = ArpaScores(ngram, speller=speller)
+    lines, spelled = ["ab b bbb", "日本 <unk>"], ["b", "日本", "<unk>"]
+    ten = {"ab": -0.5, "bbb": -0.9, "<eos>": -0.7} | dict.fromkeys(spelled, -1.0)
+    of_unknown = speller.outside(["ab", "bbb", "<unk>"]).log_prob(spelled)
+    nats = {word: math.log(10) * value for word, value in ten.items()}
+    for word, value in zip(spelled, of_unknown.tolist(), strict=True):
+        nats[word] += value
+    for line, found in zip(lines, scores(lines), strict=True):
+        assert found == pytest.approx([nats[word] for word in [*line.split(), "<eos>"]])
+    words: list[str | int] = ["b", "ab", ngram.eos_id, "日本"]
+    (row,) = scores.candidate_log_probs([scores.start()], words)
+    assert row == pytest.approx([nats["b"], nats["ab"], nats["<eos>"], nats["日本"]])
+    lists = [Utterances.read(str(tmp_path / "list.slf"), None)]
+    options = {"arpa": str(tmp_path / "model.arpa"), "open_vocabulary": True}
+    runs, models = _models(Namespace(**RESCORE | {"run_dir": str(run)} | options), lists)
+    (ours, theirs) = (each(lines)[1][0] for each in models)
+    steps = [
+        model.candidate_log_probs([model.start()], ["日本"]) for model in _with_states(runs, models)
+    ]
+    assert [float(step[0, 0]) for step in steps] == pytest.approx([ours, theirs])
 
 
 def test_drawn_unknown_words_are_spelled(run: Path) -> None:

@@ -26,6 +26,7 @@ import io
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,11 +131,17 @@ class Speller:
             key = empty._suffix(unique, length - 1)  # of each distinct n-gram
         counts.reverse()
         speller = cls(alphabet, counts)
-        words, known = iter(vocabulary), float(np.exp(speller._log_p([""])[0]))
-        while chunk := list(islice(words, WORDS_PER_CHUNK)):
-            known += float(np.exp(speller._log_p(chunk)).sum())
-        speller.log_unknown = float(np.log1p(-literal_share) - np.log1p(-known))
         speller.log_literal = float(np.log(literal_share))
+        return speller.outside(vocabulary)
+
+    def outside(self, vocabulary: Iterable[str]) -> "Speller":
+        """Equation (2) with another vocabulary, `<unk>` included, of as many texts."""
+        words, known = iter(vocabulary), float(np.exp(self._log_p([""])[0]))
+        while chunk := list(islice(words, WORDS_PER_CHUNK)):
+            known += float(np.exp(self._log_p(chunk)).sum())
+        speller = copy(self)
+        literal_share = np.exp(self.log_literal)
+        speller.log_unknown = float(np.log1p(-literal_share) - np.log1p(-known))
         return speller
 
     def log_prob(self, words: Sequence[str]) -> Floats:

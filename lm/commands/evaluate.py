@@ -48,9 +48,9 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("--plot requires --by-frequency")
     if options.plot is not None:
         check_picture(options.plot)
-    from data_prep.corpus.lines import read_text
+    from data_prep.corpus.lines import read_lines, read_text
     from data_prep.storage import write_json_atomically
-    from lm.evaluation import encode_text, evaluate_split, evaluate_text
+    from lm.evaluation import encode_text, evaluate_split, evaluate_text, spelling_nats
     from lm.scoring.frequency import draw_report, frequency_report
     from lm.scoring.mixture import Mixture, evaluate_mixture
 
@@ -73,7 +73,12 @@ def run(options: argparse.Namespace) -> None:
         further["mixture"] = figures.to_dict()
         tables.append(figures.table(f"mixture: {mixture.describe(run)}"))
     if options.by_frequency:
-        report = frequency_report(run, tokens)
+        spelling = None
+        if options.open_vocabulary:
+            if options.text is None:
+                lines = list(read_lines(run.config.data, options.split))
+            spelling = spelling_nats(run, lines)
+        report = frequency_report(run, tokens, spelling)
         further["by_frequency"] = report.to_dict()
         tables.append(report.table())
         if options.plot is not None:

@@ -15,11 +15,11 @@ _TREES: Options = {
 OPTIONS = SOURCE | _TREES | JSON
 _DECODING = "sample_ms", "topk_ms"
 _TREE_TITLES = (
-    "step, ms  ratio  depth      nodes  columns/token  rows/batch  sample, ms  top-10, ms"
+    "output layer, ms  ratio  depth      nodes  columns/token  rows/batch  sample, ms  top-10, ms"
     "     MiB  tree"
 )
 _TREE = (
-    "{step_ms:8.2f}  {ratio:5.2f}  {depth:5}  {nodes:9,}  {columns:13,.0f}  {visited_rows:10,.0f}"
+    "{step_ms:16.2f}  {ratio:5.2f}  {depth:5}  {nodes:9,}  {columns:13,.0f}  {visited_rows:10,.0f}"
     "  {sample_ms:>10}  {topk_ms:>10}  {memory_mib:6,.0f}  {tree}"
 )
 

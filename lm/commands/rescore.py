@@ -61,8 +61,8 @@ OPTIONS: Options = (
     | {
         "--vocabulary-size": VOCABULARY_SIZE["--vocabulary-size"]
         | {
-            "help": "spread P(<unk>) of a run over the words missing to V, <eos> counted; N is all"
-            " of it for each (default: N + 999999, more if the lists have more unknown words)"
+            "help": "spread P(<unk>) over the words missing to V, <eos> counted; the size of RUN is"
+            " all of it for each (default: a million more than the models know, or as lists have)"
         }
     }
     | OPEN_VOCABULARY
@@ -119,6 +119,8 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(figures | {"hypotheses": lines}, ensure_ascii=False))
         return
     _log_figures(figures)
+    if options.all:
+        _log.info("columns: utterance, acoustic score, log-probability by the models (nats), words")
     print("\n".join(lines))
 
 
@@ -151,7 +153,8 @@ def _models(
     """The runs, and all models; how unknown words are scored and why they are many is logged."""
     from data_prep.tokenizer.token_file import log_literals
     from lm.model.files import read_description
-    from lm.rescoring.models import ArpaScores, RunScores
+    from lm.rescoring.models import ArpaScores, RunScores, common_vocabulary_size
+    from lm.scoring.ngram import NGramModel
 
     hypotheses = [text for each in lists for text in each.texts]
     references = [text for each in lists if each.errors for text in each.errors.references]
@@ -162,15 +165,23 @@ def _models(
     words = {word for run in runs for word in run.tokenizer.literals}
     literals = {word: sum(text.count(word) for text in hypotheses) for word in sorted(words)}
     log_literals("hypotheses", literals)
-    rule = {"open_vocabulary": options.open_vocabulary}
-    scores = [RunScores(run, hypotheses, options.vocabulary_size, **rule) for run in runs]
-    for each in scores:
+    ngram = None if options.arpa is None else NGramModel(Path(options.arpa))
+    size, is_open, scores = options.vocabulary_size, options.open_vocabulary, []
+    if size is None and not is_open:
+        size = common_vocabulary_size(runs, ngram, hypotheses)
+    for run in runs:
+        has_size = run.tokenizer.kind == "words" or options.vocabulary_size is not None
+        each = RunScores(run, hypotheses, size if has_size else None, open_vocabulary=is_open)
+        scores.append(each)
         _log.info("%s", each.rule)
         for what, texts in (("hypotheses", hypotheses), ("references", references)):
             if warning := each.unknown_words(texts).warning(what):
                 _log.warning("%s: %s", each.run.folder, warning)
-    arpa = [ArpaScores(Path(options.arpa))] if options.arpa is not None else []
-    return scores, [*scores, *arpa]
+    if ngram is None:
+        return scores, list(scores)
+    arpa = ArpaScores(ngram, size, runs[0].speller if is_open else None)
+    _log.info("%s", arpa.rule(hypotheses))
+    return scores, [*scores, arpa]
 
 
 def _with_states(
@@ -179,7 +190,12 @@ def _with_states(
     """The same models for a search, which needs their states."""
     from lm.loaded import LoadedModel
 
-    loaded = [LoadedModel(run.run, vocabulary_size=run.vocabulary_size) for run in runs]
+    loaded = [
+        LoadedModel(
+            each.run, vocabulary_size=each.vocabulary_size, open_vocabulary=each.open_vocabulary
+        )
+        for each in runs
+    ]
     return [*loaded, *models[len(runs) :]]  # type: ignore[list-item]
 
 

@@ -1,8 +1,9 @@
 """Word lattices of a recogniser: HTK's standard lattice format (SLF) and Kaldi's text lattices.
 
-- SLF: a file for each utterance, whose name without ending is its id; a folder of `*.slf`, `*.lat`
-  or `*.htk` files, compressed or not, is a list of them. Words belong to nodes or to links. Scores
-  are logarithms in the base of the header (by default natural).
+- SLF: a file for each utterance. Its id is `UTTERANCE` (or `U`) of the header without folder and
+  ending of a file of features or sound, else the file's name without ending. A folder of `*.slf`,
+  `*.lat` or `*.htk` files, compressed or not, is a list of them. Words belong to nodes or to
+  links. Scores are logarithms in the base of the header (by default natural).
 - Kaldi: one file with, for each utterance, its id on a line, lines `from to word costs`, lines
   `final-state costs`, and an empty line; costs are `graph,acoustic,transitions`. Lattices that are
   not compact have `from to input-label word costs`. Costs are negative natural log-probabilities.
@@ -26,6 +27,7 @@ from data_prep.errors import UserError
 NO_WORD = re.compile(r"!NULL|!SENT_START|!SENT_END|</?s>|<eps>|<sil>|\+\+.*\+\+|\[.*\]")
 """Labels of arcs that are no words: silence, noise, ends."""
 SLF_NAME = re.compile(r"(.+)\.(slf|lat|htk)(\.\w+)?")
+_UTTERANCE = re.compile(r"(?:.*/)?(.+?)(?:\.(?:mfc|plp|fbank|fea|wav|sph|slf|lat|htk))?")
 KALDI_LM_SCALE = 10.0
 """Kaldi writes acoustic scores without the scale of the decoder, which is usually 0.1."""
 
@@ -92,7 +94,7 @@ def read_lattices(name: str, lines: Iterable[str] = ()) -> list[Lattice]:
         if not files:
             raise UserError(f"{name}: no lattice here (expected *.slf, *.lat or *.htk)")
         lattices = [_read_slf(str(path), list(read_text(str(path)))) for path in files]
-    elif "=" in next((line for line in lines if not line.startswith("#")), ""):
+    elif "=" in next((line for line in lines if not re.match(r"#|\s*$", line)), ""):
         lattices = [_read_slf(name, lines)]
     else:
         lattices = list(_read_kaldi(name, lines))
@@ -150,6 +152,8 @@ def _read_slf(name: str, lines: Iterable[str]) -> Lattice:
     if len(starts) != 1 or starts[0] not in nodes:
         raise UserError(f"{name}: expected one start node, got {' '.join(starts) or 'none'}")
     match = SLF_NAME.fullmatch(Path(name).name)
+    if utterance := header.get("UTTERANCE") or header.get("U"):
+        match = _UTTERANCE.fullmatch(utterance)
     return _ordered(
         arcs,
         place=name,

@@ -64,9 +64,19 @@ class FrequencyReport:
         return "\n".join(lines)
 
 
-def frequency_report(run: Run, tokens: NDArray[Any]) -> FrequencyReport:
-    """The report on a text of token ids [n], predicted as by `lm evaluate`."""
+def frequency_report(
+    run: Run, tokens: NDArray[Any], spelling: NDArray[np.float64] | None = None
+) -> FrequencyReport:
+    """The report on a text of token ids [n], predicted as by `lm evaluate`.
+
+    Args:
+        run: the run.
+        tokens: [n] ids.
+        spelling: nats of the spelling of each unknown word, in order; None: `<unk>` is one word.
+    """
     nll = -token_log_probs(run, tokens)
+    if spelling is not None and len(spelling):
+        nll[tokens == run.description.unk_id] += spelling
     previous = np.concatenate([[run.description.eos_id], tokens[:-1]])
     rank = ranks(run.prepared.counts())
     return FrequencyReport(

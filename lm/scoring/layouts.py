@@ -154,7 +154,7 @@ class Layout:
 
     def _units(self, score: LineScore) -> list[dict[str, Any]]:
         """The figures of each unit, by name: sums over its tokens."""
-        units = []
+        units, num_tokens = [], np.bincount(score.unit_of_token, minlength=len(score.words) + 1)
         for place, word in enumerate([*score.words, EOS]):
             values: dict[str, Any] = {
                 "position": place + 1,
@@ -162,6 +162,7 @@ class Layout:
                 "log_prob": self._number(score.log_prob[place]),
                 "surprisal": self._number(-score.log_prob[place], "bits"),
                 "oov": int(score.is_oov[place]),
+                "tokens": int(num_tokens[place]),
                 "context": int(score.context[place]),
             }
             rank, entropy = score.tokens.rank, score.tokens.entropy

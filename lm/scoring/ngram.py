@@ -13,6 +13,7 @@ them), so that one search in a sorted array finds the next level of many histori
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ class NGramModel:
         order: the largest n.
         begin: id of `<s>`, which is no token.
         eos_id: id of `</s>`.
+        unk_id: id of `<unk>`, of a model without a tokenizer.
 
     Raises:
         UserError: if the file cannot be read or is no complete ARPA file.
@@ -57,8 +59,8 @@ class NGramModel:
         self.path, self._tokenizer = path, tokenizer
         self._words: dict[str, int] = {}
         if tokenizer is None:
-            self.eos_id, self._unk_id = self._own_id("</s>"), self._own_id(UNK)
-            self._words["<UNK>"] = self._unk_id
+            self.eos_id, self.unk_id = self._own_id("</s>"), self._own_id(UNK)
+            self._words["<UNK>"] = self.unk_id
             ngrams = read_arpa(path, self._own_id)
             self.begin = self._own_id("<s>")
             num_ids = len(self._words)
@@ -68,8 +70,8 @@ class NGramModel:
             num_ids = tokenizer.vocab_size + 1
         self.order, self._none = len(ngrams), num_ids
         self._levels = self._build(ngrams, num_ids + 1)
-        if tokenizer is None and np.isnan(self._levels[0].log_prob[self._unk_id]):
-            self._levels[0].log_prob[self._unk_id] = NO_UNK
+        if tokenizer is None and np.isnan(self._levels[0].log_prob[self.unk_id]):
+            self._levels[0].log_prob[self.unk_id] = NO_UNK
 
     def _own_id(self, word: str) -> int:
         return self._words.setdefault(word, len(self._words))
@@ -128,8 +130,24 @@ class NGramModel:
     def word_ids(self, words: Iterable[str]) -> Ints:
         """Ids of words, of a model without a tokenizer: `<unk>` for those that it lacks."""
         reserved = "<s>", "</s>"
-        ids = [self._unk_id if w in reserved else self._words.get(w, self._unk_id) for w in words]
+        ids = [self.unk_id if w in reserved else self._words.get(w, self.unk_id) for w in words]
         return np.array(ids, dtype=np.int64)
+
+    @property
+    def words(self) -> list[str]:
+        """The words of a model without a tokenizer, without `<s>`, `</s>` and `<unk>`."""
+        special = self.begin, self.eos_id, self.unk_id
+        return [word for word, id in self._words.items() if id not in special]
+
+    @property
+    def num_known(self) -> int:
+        """The number of `words` and `</s>`."""
+        return len(self.words) + 1
+
+    def unknown_types(self, texts: Iterable[str]) -> list[str]:
+        """The distinct words of texts that a model without a tokenizer has not."""
+        words = list(dict.fromkeys(word for text in texts for word in text.split()))
+        return list(compress(words, self.word_ids(words) == self.unk_id))
 
     def log_prob(self, tokens: Iterable[int]) -> Floats:
         """Equation (1) for each token of a text [n], `<eos>` at the end of each line, in nats.

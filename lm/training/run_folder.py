@@ -5,7 +5,7 @@ from pathlib import Path
 from data_prep.errors import UserError
 from data_prep.prepared import Prepared
 from data_prep.storage import sha256_file, write_hashed, write_json_atomically
-from data_prep.tokenizer.serialization import TOKENIZER
+from data_prep.tokenizer.serialization import TOKENIZER, verify_tokenizer
 from lm.config import Config, differences, load_config, to_yaml
 from lm.run import Run
 from lm.training.checkpoint import BEST, LAST
@@ -70,10 +70,11 @@ def check_tokenizer(folder: Path, prepared: Prepared) -> None:
     """Check that the prepared data still have the tokenizer that a run started with.
 
     Raises:
-        UserError: if the data were prepared again with another tokenizer.
+        UserError: if the data were prepared again with another tokenizer, or the run's is damaged.
     """
     path = folder / TOKENIZER
-    if path.exists() and sha256_file(path) != prepared.tokenizer_sha256:
+    if path.exists() and (found := sha256_file(path)) != prepared.tokenizer_sha256:
+        verify_tokenizer(folder, found)
         raise UserError(
             f"{prepared.folder} was prepared again, with another tokenizer than that of {folder}"
         )

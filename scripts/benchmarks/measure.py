@@ -149,8 +149,10 @@ def least_work(problem: Problem, tree: ClassTree) -> Work:
     node = node[node >= 0]
     rows = int(tree.num_children[torch.unique(node)].sum())
     columns = int(tree.num_children[node].sum())
-    vectors, size = rows + problem.num_positions, problem.hidden_size
-    return Work(3 * vectors * size * problem.hidden.element_size(), 6 * columns * size)
+    size, hidden = problem.hidden_size, problem.hidden
+    row_bytes, hidden_bytes = (size * x.element_size() for x in (problem.rows, hidden))
+    num_bytes = 3 * (rows * row_bytes + problem.num_positions * hidden_bytes)
+    return Work(num_bytes, 6 * columns * size)
 
 
 def launches(method: Method) -> dict[str, list[str]]:

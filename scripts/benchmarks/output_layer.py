@@ -27,10 +27,10 @@ of --backends, by default the one that users get, `auto`, and the reference. The
   loop       the classes of `random`, one position after the other; timed on a few positions and
              scaled
 
-Methods that compute the same probabilities must have the same loss, otherwise nothing is timed. A
-method that does not fit into the free memory is refused. Slow methods are timed in every third
-round. On a GPU every step begins with an idle device and unrelated data in the L2 cache, so launch
-overhead counts.
+Methods that compute the same probabilities must have the same loss: a peer that has another one is
+refused, and if one of ours has, nothing is timed. A method that does not fit into the free memory
+is refused. Slow methods are timed in every third round. On a GPU every step begins with an idle
+device and unrelated data in the L2 cache, so launch overhead counts.
 
 The lower bound (column "÷ floor") is the larger of bytes / bandwidth (each visited row and each
 hidden vector read twice, their gradients written once) and multiply–adds / matrix rate (three
@@ -38,7 +38,9 @@ products for each position and child on its path); both rates are measured in th
 """
 
 import argparse
+import importlib.util
 import math
+import os
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +51,7 @@ from torch import Tensor
 from lm.device import available_bytes
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import base, choose_backend
+from lm.output.backends.triton.backend import TIMING_ONLY, failures
 from lm.output.backends.triton.launch import instrumented
 from lm.output.functional import BackendName
 from scripts.benchmarks import measure, reporting
@@ -126,6 +129,8 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
     tree, hidden = problem.trees[name], problem.hidden
     sizes = (problem.num_positions, problem.hidden_size)
     posed = base.Problem.without_values(*sizes, tree, hidden.dtype)
+    weight, bias = (x.to(problem.rows.dtype) for x in (posed.weight, posed.weight[:, 0]))
+    posed = posed._replace(weight=weight, bias=bias)
     chosen = choose_backend(backend, posed, hidden.device)
 
     def build() -> Layer:
@@ -153,8 +158,10 @@ def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace)
         if name in {"random", "tree_full", *options.methods}
     }
     num_rows = max(tree.num_rows for tree in trees.values())
+    hidden = torch.randn(options.positions, hidden_size, **like)
+    like["dtype"] = measure.DTYPES[options.rows_dtype or options.dtype]
     return Problem(
-        hidden=torch.randn(options.positions, hidden_size, **like),
+        hidden=hidden,
         target=target.to(options.device),
         trees=trees,
         rows=torch.randn(num_rows, base.row_size(hidden_size), **like).mul_(0.05),
@@ -183,17 +190,26 @@ def attempt(method: Method, action: Callable[[Method], None]) -> None:
 
     An error of this project's layer is raised, unless triton does not support the tree.
     """
+    refusable: tuple[type[Exception], ...] = (ValueError,) * (method.backend == "triton")
+    if method.backend == "torch":
+        refusable = peer_failures()
     try:
         if not method.refused:
             action(method)
-    except (RuntimeError, MemoryError, OSError, ValueError) as error:
-        refusable = {"torch": RuntimeError, "triton": ValueError}.get(method.backend)
+    except (RuntimeError, MemoryError, OSError, *refusable) as error:  # type: ignore[misc]
         if measure.is_out_of_memory(error):
             method.refuse("does not fit into memory")
-        elif refusable and isinstance(error, refusable):
-            method.refuse(f"failed: {str(error).splitlines()[0]}")
+        elif isinstance(error, refusable):
+            first, *_ = [*str(error).splitlines(), ""]
+            method.refuse(f"failed: {type(error).__name__}: {first}")
         else:
             raise
+
+
+def peer_failures() -> tuple[type[Exception], ...]:
+    """What packages of others raise where they do not suit a version of torch or Triton."""
+    found = RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError
+    return (*found, *failures()) if importlib.util.find_spec("triton") else found
 
 
 def warm_up(method: Method) -> None:
@@ -207,14 +223,22 @@ def warm_up(method: Method) -> None:
 
 
 def check_losses(methods: list[Method]) -> None:
-    """Compare the losses of methods with the same tree; raises SystemExit if two differ."""
+    """Compare the losses of methods with the same tree; a peer that differs is refused.
+
+    Raises SystemExit if one of ours differs, unless figures are for timing only.
+    """
     firsts: dict[ClassTree, Method] = {}
     for method in methods:
         if method.tree is not None and method.exact and not method.refused:
             first = firsts.setdefault(method.tree, method)
             truth, value = _loss_of(first, method), float(method.last_loss)
             if not abs(value - truth) <= measure.TOLERANCE[first.hidden.dtype] * abs(truth):
-                raise SystemExit(f"loss of {method.label} is {value}, of {first.label} {truth}")
+                found = f"loss of {method.label} is {value}, of {first.label} {truth}"
+                if method.backend == "torch":
+                    method.refuse(found)
+                elif os.environ.get(TIMING_ONLY) != "1":
+                    raise SystemExit(found)
+                print(found)
 
 
 def _loss_of(method: Method, other: Method) -> float:
@@ -251,7 +275,8 @@ def compare(
             attempt(method, warm_up)
         check_losses(methods)
         time_rounds(methods, options.rounds, clock)
-    shared = {"dtype": options.dtype, "seed": options.seed}
+    rows_dtype = options.rows_dtype or options.dtype
+    shared = {"dtype": options.dtype, "rows_dtype": rows_dtype, "seed": options.seed}
     print(f"\nN = {size[0]:,}, H = {size[1]}, {options.positions:,} positions")
     printed = Table(COLUMNS, options.json, options.device.type)
     for method, row in zip(methods, make_rows(methods, peak), strict=True):
@@ -323,6 +348,8 @@ def parse_options() -> argparse.Namespace:
     add("--rows", type=reporting.problem_size, nargs="+", metavar="N:H", help="words, hidden size")
     add("--positions", type=int, help="2048 on a CPU, 16384 on a GPU")
     add("--dtype", choices=measure.DTYPES, help="fp32 on a CPU, bf16 on a GPU")
+    rows_dtype = "of weights, if not --dtype: the methods then run under autocast to --dtype"
+    add("--rows-dtype", choices=measure.DTYPES, help=rows_dtype)
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     add(

@@ -7,6 +7,7 @@ biases except `adaptive`, which has none by default.
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -82,10 +83,24 @@ def chunked(problem: Problem) -> Method:
     return full_softmax(problem, "chunked", load, refused=refused, exact=exact)
 
 
-def cce() -> CrossEntropy:
-    """Apple's cut-cross-entropy: the full softmax without logits in memory."""
-    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-    return lambda hidden, weight, bias, target: function(hidden, weight, target, bias=bias)
+def cce(problem: Problem) -> Method:
+    """Apple's cut-cross-entropy: the full softmax without logits in memory.
+
+    A version that takes no bias, as 25.1.1, has another loss.
+    """
+    package, takes_bias = "cut_cross_entropy", True
+    if problem.hidden.is_cuda and importlib.util.find_spec(package):
+        function = importlib.import_module(package).linear_cross_entropy
+        takes_bias = "bias" in inspect.signature(function).parameters
+
+    def load() -> CrossEntropy:
+        def loss(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
+            found: Tensor = function(hidden, weight, target, **{"bias": bias} if takes_bias else {})
+            return found
+
+        return loss
+
+    return full_softmax(problem, "cce", load, package=package, exact=takes_bias)
 
 
 def liger() -> CrossEntropy:
@@ -105,7 +120,7 @@ def adaptive(problem: Problem) -> Method:
     divisor = min(4, int(size ** (1 / len(cutoffs))))
 
     def build() -> Layer:
-        like: dict[str, Any] = {"device": problem.hidden.device, "dtype": problem.hidden.dtype}
+        like: dict[str, Any] = {"device": problem.hidden.device, "dtype": problem.rows.dtype}
         layer = nn.AdaptiveLogSoftmaxWithLoss(size, problem.vocab_size, cutoffs, divisor, **like)
         return lambda hidden, target: layer(hidden, target).loss, list(layer.parameters())
 
@@ -186,7 +201,7 @@ def loop(problem: Problem) -> Method:
 PEERS: dict[str, Callable[[Problem], Method]] = {
     "full": partial(full_softmax, name="full", load=lambda: methods.full_loss),
     "chunked": chunked,
-    "cce": partial(full_softmax, name="cce", load=cce, package="cut_cross_entropy"),
+    "cce": cce,
     "liger": partial(full_softmax, name="liger", load=liger, package="liger_kernel"),
     "adaptive": adaptive,
     "gather": gather,

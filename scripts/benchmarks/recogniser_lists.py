@@ -35,6 +35,7 @@ from lm.rescoring.utterances import Utterances
 from lm.rescoring.weights import ScoredList, Weights, tune
 from lm.run import Run
 from lm.scoring import Scorer
+from lm.scoring.ngram import NGramModel
 from scripts import run
 from scripts.benchmarks.reporting import Table, benchmark_parser
 
@@ -197,16 +198,18 @@ def add_rows(table: Table, folder: Path, run_dir: Path, arpa: Path | None, fixed
     assert tuned.errors is not None
     assert report.errors is not None
     scores = SharedScores(run_dir, [*tuned.nbest.texts, *report.nbest.texts])
-    default = scores.shared_among(NUM_UNSEEN)
     ways: dict[str, list[WordScores]] = {
         f"run, tuned, U = {unseen:,}": [scores.shared_among(unseen)]
         for unseen in (1, 100, 10_000, 100_000, NUM_UNSEEN, 10_000_000)
     }
     if arpa is not None:
-        ngram = ArpaScores(arpa)
-        ways |= {"n-gram model, tuned": [ngram], "run and n-gram model, tuned": [default, ngram]}
+        ngram, known = NGramModel(arpa), scores.vocab_size - 1
+        size = max(known, ngram.num_known) + NUM_UNSEEN
+        run, shared = scores.shared_among(size - known), ArpaScores(ngram, size)
+        ways |= {"n-gram model, tuned": [shared], "run and n-gram model, tuned": [run, shared]}
+        ways["the same, n-gram model with U = 1"] = [run, ArpaScores(ngram)]
     plain = Weights(lm_weight=fixed)
-    scored = ScoredList(report.nbest, [default])
+    scored = ScoredList(report.nbest, [scores.shared_among(NUM_UNSEEN)])
     figures = report.errors.report(report.nbest, scored.choose(scored.totals(plain)))
     common = {"lists": folder.resolve().name, "vocab_size": scores.vocab_size}
     common |= {name: figures[name] for name in ("utterances", "hypotheses", "words")}
@@ -243,7 +246,7 @@ def main() -> None:
     lists.add_argument("folder", type=Path, help="folder to write")
     lists.add_argument("--utterances", type=int, default=60, help="of each list")
     lists.add_argument("--hypotheses", type=int, default=50, help="at most, of each utterance")
-    lists.add_argument("--snr", type=float, default=30.0, help="decibels; 20: 70 % errors")
+    lists.add_argument("--snr", type=float, default=35.0, help="decibels")
     lists.add_argument("--seed", type=int, default=1)
     table = commands.add_parser("table", help="word error rates on such lists")
     table.add_argument("run_dir", type=Path, metavar="RUN")

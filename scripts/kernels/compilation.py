@@ -14,13 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from data_prep.classes.word_classes import frequency_classes
 from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem, row_size
 from lm.output.backends.triton.backend import TritonBackend
@@ -59,6 +59,8 @@ def make_problem(
     word_class = torch.randperm(vocab_size) * num_classes // vocab_size
     target, counts = zipf(vocab_size, num_positions)
     if classes == "frequency":
+        from data_prep.classes.word_classes import frequency_classes  # imports scipy
+
         word_class = torch.from_numpy(frequency_classes(counts.numpy(), num_classes)).long()
     tree = ClassTree.two_level(word_class)
     hidden = torch.empty(num_positions, hidden_size, dtype=dtype)
@@ -154,13 +156,15 @@ def main() -> None:
     add("--rows", type=problem_size, nargs="+", required=True, metavar="N:H")
     add("--positions", type=int, default=16_384)
     add("--dtype", choices=DTYPES, default="bf16")
+    add("--rows-dtypes", choices=DTYPES, nargs="+", metavar="DTYPE", help="default: --dtype")
     add("--sm", type=int, default=90, help="compute capability x 10")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("compilation: TRITON_INTERPRET must not be 1")
     begin, jobs = time.monotonic(), []
-    for n, h in options.rows:
-        problem = make_problem(n, h, options.positions, DTYPES[options.dtype], bias=True)
+    for (n, h), rows in product(options.rows, options.rows_dtypes or [options.dtype]):
+        dtypes: dict[str, Any] = {"dtype": DTYPES[options.dtype], "weight_dtype": DTYPES[rows]}
+        problem = make_problem(n, h, options.positions, **dtypes, bias=True)
         found = launches(moved(problem, "meta"), options.sm)
         jobs += [(launch, options.sm) for launch in found]
     compile_all(jobs)

@@ -3,11 +3,18 @@
 In eager mode the host launches one kernel after another; a GPU that is done sooner waits for it.
 The Python path is the public function and its backward, where launches are made and not executed.
 What Triton does for a launch is measured up to the call of the driver, whose time is an assumption.
+
+  python -m scripts.kernels.host_time --json host_time.jsonl
+
+prints both, and their sum, for fp32 and bf16.
 """
 
+import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,20 +22,27 @@ import torch
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
+from scripts.benchmarks.measure import DTYPES
+from scripts.benchmarks.reporting import Row, Table, benchmark_parser
 from scripts.kernels.compilation import compiled_launch
 from scripts.kernels.rates import DRIVER_LAUNCH, Range
 
 PYTHON = "Python"
 """Name of the path without its launches."""
+SUMS, RANGE = ("python", "launching", "host"), Range._fields
+"""Names of times in rows."""
 _POSITIONS, _SIZE, _WORDS = 64, 64, 300
 """Small: the operations of torch on the CPU take no time of their own."""
 
 
-def host_seconds(capability: int, rounds: int = 300) -> dict[str, Range]:
+def host_seconds(
+    capability: int, rounds: int = 300, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Range]:
     """Seconds of the Python path and of each launch, by name: see `timed`."""
     tree = ClassTree.two_level(num_words=_WORDS)
-    hidden = torch.zeros(_POSITIONS, _SIZE, requires_grad=True)
-    weight = torch.zeros(tree.num_rows, _SIZE, requires_grad=True)
+    options: dict[str, Any] = {"dtype": dtype, "requires_grad": True}
+    hidden = torch.zeros(_POSITIONS, _SIZE, **options)
+    weight = torch.zeros(tree.num_rows, _SIZE, **options)
     target = torch.arange(_POSITIONS)
     found: list[Launch] = []
 
@@ -67,3 +81,37 @@ def timed(step: Callable[[], object], rounds: int) -> Range:
         step()
         seconds.append(time.process_time() - begin)
     return Range(statistics.quantiles(seconds, n=10)[0], statistics.median(seconds))
+
+
+def row_of(seconds: dict[str, Range]) -> Row:
+    """The Python path, all launches and their sum in µs, and each in seconds."""
+    launches = [value for name, value in seconds.items() if name != PYTHON]
+    each = seconds[PYTHON], Range(*map(sum, zip(*launches, strict=True)))
+    sums = dict(zip(SUMS, [*each, each[0].plus(each[1])], strict=True))
+    ends = {f"{name}_{end}_us": 1e6 * getattr(sums[name], end) for name in SUMS for end in RANGE}
+    return {"launches": len(launches), **ends, "seconds": seconds}
+
+
+def logged_seconds(log: Path) -> dict[str, Range]:
+    """`host_seconds` of the last row of a log."""
+    seconds = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])["seconds"]
+    return {name: Range(*ends) for name, ends in seconds.items()}
+
+
+def main() -> None:
+    """Print the table, and write a log if asked."""
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--sm", type=int, default=90, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=300, help="default: %(default)s")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    ranges = {name: f"{{{name}_low_us:.0f}} – {{{name}_high_us:.0f}}" for name in SUMS}
+    columns = {"dtype": "{dtype}", **{f"{name} µs": text for name, text in ranges.items()}}
+    table = Table(columns, log=options.json)
+    for name in ("fp32", "bf16"):
+        dtype = DTYPES.get(name, torch.float32)
+        table.add({"dtype": name, **row_of(host_seconds(options.sm, options.rounds, dtype))})
+
+
+if __name__ == "__main__":
+    main()

@@ -12,8 +12,9 @@ bias, two levels of √N classes, inverse-rank targets. A launch uses
 
 and `scripts.kernels.rates` makes a range of time of them, to which the overhead of a launch is
 added. These are times within a CUDA graph. In eager mode, the step takes as long as the host if
-that is longer: for peers an assumption per launch, for the fused kernels the measured time of the
-Python path. Methods whose ranges overlap are "level with" each other.
+that is longer: for peers an assumption per launch, for the fused kernels the measured time of
+`scripts.kernels.host_time`, or that of its log, `--host`. Methods whose ranges overlap are "level
+with" each other.
 
 Classes are random ones of one size, or of equal sums of √count. With rows in fp32, hidden vectors
 are cast to bf16 as under autocast.
@@ -29,6 +30,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product, starmap
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -40,7 +42,7 @@ from lm.output.backends.triton.tile_shapes import Tiles
 from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size
 from scripts.kernels.compilation import Classes, compiled_launch, launches, make_problem, moved
 from scripts.kernels.compilation_matrix import resources
-from scripts.kernels.host_time import PYTHON, host_seconds
+from scripts.kernels.host_time import PYTHON, host_seconds, logged_seconds
 from scripts.kernels.peer_work import PEERS, Operation, loss_operations
 from scripts.kernels.rates import (
     CLOCKS_PER_INSTRUCTION,
@@ -278,11 +280,13 @@ def main() -> None:
     add("--sizes", type=problem_size, nargs="+", default=SIZES, metavar="N:H")
     add("--positions", type=int, default=16_384)
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="dtypes of the weight")
+    add("--host", type=Path, metavar="FILE", help="a log of scripts.kernels.host_time")
     kinds = get_args(Classes)
     add("--classes", nargs="+", choices=kinds, default=kinds, help="of one size, or unequal")
     options = parser.parse_args()
     print("A model of an H200; nothing is measured on it.", file=sys.stderr)
-    table, host = Table(COLUMNS, log=options.json), host_seconds(CAPABILITY)
+    table = Table(COLUMNS, log=options.json)
+    host = logged_seconds(options.host) if options.host else host_seconds(CAPABILITY)
     for classes, size in product(options.classes, options.sizes):
         for row in report(size, options.positions, host, options.rows, classes):
             table.add({**row, "model": True})

@@ -17,6 +17,7 @@ from lm.rescoring.nbest import read_nbest
 from lm.rescoring.weights import Weights
 from lm.run import Run
 from lm.scoring import Scorer
+from lm.scoring.ngram import NGramModel
 
 ARPA = """\
 \\data\\
@@ -57,7 +58,11 @@ def test_the_chosen_hypothesis_has_the_highest_sum(
 
 
 def test_both_layouts_and_the_printed_list_give_the_same_choice(
-    lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path
+    lstm_run: Path,
+    lists: Path,
+    rescored: Rescored,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     weights = ["--lm-weight=2", "--insertion-penalty=0.5"]
     references = ["--references", lists / "test.ref"]
@@ -68,6 +73,9 @@ def test_both_layouts_and_the_printed_list_give_the_same_choice(
     assert [row.replace("\t", " ") for row in rows] == kaldi
     assert values == kaldi_values
     printed, _ = rescored(lstm_run, lists / "test.nbest", *weights, "--all")
+    caplog.set_level("INFO")
+    assert main(["rescore", str(lstm_run), str(lists / "test.nbest"), *weights, "--all"]) == 0
+    assert caplog.messages[-1].startswith("columns: utterance, acoustic score, ")
     path = tmp_path / "all.nbest"
     path.write_text("\n".join(printed) + "\n")
     again, _ = rescored(lstm_run, path, *weights, "--first-pass-share=1")
@@ -144,7 +152,7 @@ def test_a_second_run_and_an_arpa_model_take_their_share(
     assert other == rescored(transformer_run, lists / "test.nbest", "--lm-weight=2")[0]
     path = tmp_path / "model.arpa"
     path.write_text(ARPA)
-    scores = ArpaScores(path)(["the cat", "", "the  zebra"])
+    scores = ArpaScores(NGramModel(path))(["the cat", "", "the  zebra"])
     ten = [[-0.5, -0.2, -0.7], [-0.7], [-0.5, -1.25, -0.7]]
     for score, expected in itertools.zip_longest(scores, ten):
         assert score == pytest.approx(math.log(10) * np.array(expected), rel=1e-6)
@@ -254,8 +262,13 @@ def test_unknown_words_share_p_unk(
         (NUM_UNSEEN, fixed, 10**6, "each of the 3 unknown words of the lists has 1/1,000,000 of"),
         (2, fixed, 4, f"has 1/4 of P(<unk>), as by --vocabulary-size={size + 3}"),
         (2, tuning, 5, f"has 1/5 of P(<unk>), as by --vocabulary-size={size + 4}"),
-        (2, [*fixed, f"--vocabulary-size={size}"], 1, "has 1/1 of P(<unk>), by --vocabulary-size"),
-        (2, [*fixed, f"--vocabulary-size={size + 9}"], 10, "has 1/10 of P(<unk>), by --vocab"),
+        (
+            2,
+            [*fixed, f"--vocabulary-size={size}"],
+            1,
+            "has 1/1 of P(<unk>), as by --vocabulary-size",
+        ),
+        (2, [*fixed, f"--vocabulary-size={size + 9}"], 10, "has 1/10 of P(<unk>), as by --vocab"),
     ):
         monkeypatch.setattr("lm.rescoring.models.NUM_UNSEEN", least)
         caplog.clear()
@@ -282,8 +295,13 @@ def test_unknown_words_of_references_and_of_first_and_chosen_hypotheses_are_coun
     assert (without["references"], without["chosen"]) == (None, 1)
 
 
-def test_an_arpa_model_keeps_its_own_probabilities_of_words_that_the_run_lacks(
-    lstm_run: Path, unknown: Path, rescored: Rescored, tmp_path: Path
+def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
+    lstm_run: Path,
+    unknown: Path,
+    rescored: Rescored,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    complaint: Callable[..., str],
 ) -> None:
     path = tmp_path / "model.arpa"
     path.write_text(
@@ -291,17 +309,48 @@ def test_an_arpa_model_keeps_its_own_probabilities_of_words_that_the_run_lacks(
     )
     run = Run(lstm_run, device="cpu")
     scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
-    for options in ([], [f"--vocabulary-size={run.model.vocab_size + 6}"]):
+    size = run.model.vocab_size
+    for options, expected_size in (
+        ([], size - 1 + NUM_UNSEEN),
+        ([f"--vocabulary-size={size + 6}"], size + 6),
+    ):
+        caplog.clear()
         mixed = ["--arpa", path, "--mixture=0.3", "--lm-weight=1", "--all", *options]
         rows, values = rescored(lstm_run, unknown, *mixed)
         (figures,) = values["unknown"]
-        num_unseen = figures["vocabulary_size"] - (run.model.vocab_size - 1)
+        assert figures["vocabulary_size"] == expected_size
+        ours_share, theirs = (f"1/{expected_size - known:,} of P(<unk>)" for known in (size - 1, 4))
+        ours_rule, rule = (m for m in caplog.messages if "of P(<unk>)" in m)
+        assert ours_rule.startswith(f"{lstm_run}: each of the 3 unknown")
+        assert ours_share in ours_rule
+        lacked = len({word for row in rows for word in row.split("\t")[3].split()}) - 3
+        assert rule.startswith(
+            f"{path}: each of the {lacked} unknown words of the lists has {theirs}"
+        )
         for text, value in lm_column(rows).items():
             (score,) = scorer.sentences([text])
-            (arpa,) = ArpaScores(path)([text])
-            ours = np.exp(score.log_prob) / np.where(score.is_oov, num_unseen, 1)
+            (arpa,) = ArpaScores(NGramModel(path))([text])
+            arpa -= [
+                0.0 if word in ("the", "cat", "zebra", "</s>") else math.log(expected_size - 4)
+                for word in [*text.split(), "</s>"]
+            ]
+            unseen = expected_size - (size - 1)
+            ours = np.exp(score.log_prob) / np.where(score.is_oov, unseen, 1)
             expected = np.log(0.3 * ours + 0.7 * np.exp(arpa)).sum()
             assert value == pytest.approx(expected, rel=1e-5)
+    more = "".join(f"-2\tw{k}\t0\n" for k in range(size))
+    path.write_text(
+        path.read_text()
+        .replace("1=6", f"1={size + 6}")
+        .replace("-0.5\tthe\t", f"{more}-0.5\tthe\t")
+    )
+    _, values = rescored(lstm_run, unknown, "--arpa", path, "--lm-weight=1")
+    assert values["unknown"][0]["vocabulary_size"] == size + 4 + NUM_UNSEEN
+    options = ["--arpa", str(path), "--lm-weight=1", f"--vocabulary-size={size + 4}"]
+    message = (
+        f"vocabulary size {size + 4}: expected at least {size + 5}, one word more than {path} has"
+    )
+    assert complaint("rescore", lstm_run, unknown, *options) == message
 
 
 def test_models_whose_tuned_weight_is_0_are_named(

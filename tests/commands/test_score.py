@@ -116,7 +116,7 @@ def test_units_layouts_and_ids_agree(lstm_run: Path, printed: Printed) -> None:
     options = ["--ids", "--format=json", "--unit=nats", "--level=word", "--details"]
     *sentences, _ = map(json.loads, printed(lstm_run, with_ids, *options))
     header, *words = printed(lstm_run, with_ids, *options, "--format=tsv")
-    assert header == "id\tposition\tword\tnats\tsurprisal\toov\tcontext\trank\tentropy_nats"
+    assert header == "id\tposition\tword\tnats\tsurprisal\toov\ttokens\tcontext\trank\tentropy_nats"
     for sentence in sentences:
         for place, word in enumerate(sentence["words"], 1):
             assert word["position"] == place
@@ -131,7 +131,7 @@ def test_csv_readers_read_every_row_of_a_table(lstm_run: Path, printed: Printed)
     lines = ['say " now', '"', "NA nan null 'the cat\""]
     rows = printed(lstm_run, lines, "--format=tsv", "--level=word")
     header, *table = csv.reader(rows, delimiter="\t")
-    assert header == ["id", "position", "word", "log10", "surprisal", "oov", "context"]
+    assert header == ["id", "position", "word", "log10", "surprisal", "oov", "tokens", "context"]
     words = [word for line in lines for word in [*line.split(), "<eos>"]]
     assert [row[2] for row in table] == words
     if importlib.util.find_spec("pandas") is None:
@@ -160,6 +160,7 @@ def test_figures_of_words_of_several_pieces_are_sums(
     assert len(score.unit_of_token) > len(rows) == 6
     for place, row in enumerate(rows):
         tokens = score.unit_of_token == place
+        assert int(row["tokens"]) == tokens.sum()
         assert score.tokens.rank is not None
         assert score.tokens.entropy is not None
         assert int(row["rank"]) == score.tokens.rank[tokens].sum()

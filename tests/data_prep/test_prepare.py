@@ -153,7 +153,7 @@ def test_only_the_settings_that_made_a_folder_open_it(corpus: Corpus) -> None:
         open_made_by(corpus.data, corpus.tokenizer, corpus.classes, folder)
     assert str(refused.value) == (
         f"{folder} was prepared with other settings (tokenizer.lowercase: False → True;"
-        " classes.num_word_classes: None → 2): run `lm prepare` first"
+        " classes.num_word_classes: None → 2): run `lm prepare` with these settings first"
     )
 
 

@@ -14,6 +14,7 @@ from lm.rescoring.lattice import Lattice, is_lattice, read_lattices
 from lm.rescoring.lattice_search import WordModel, Words, search, to_nbest
 from lm.rescoring.models import ArpaScores
 from lm.rescoring.weights import Weights
+from lm.scoring.ngram import NGramModel
 from tests.commands.test_rescore import ARPA
 from tests.conftest import ADVERBS, NOUNS, VERBS
 
@@ -171,7 +172,7 @@ def test_a_large_beam_finds_the_best_of_all_paths(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     (tmp_path / "model.arpa").write_text(ARPA)
-    arpa = ArpaScores(tmp_path / "model.arpa")
+    arpa = ArpaScores(NGramModel(tmp_path / "model.arpa"), 1000)
     run: Path = request.getfixturevalue("lstm_run" if name == "both" else name)
     model = lm.load(run, vocabulary_size=1000)
     models: list[WordModel] = [model, arpa] if name == "both" else [model]
@@ -192,6 +193,20 @@ def test_a_large_beam_finds_the_best_of_all_paths(
     assert len(found) == len(totals)
     narrow = search(lattice, weights, 2, models)
     assert totals[narrow[0][0]] <= totals[found[0][0]]
+
+
+@pytest.mark.parametrize(
+    ("header", "id"),
+    [
+        ("", "file"),
+        ("UTTERANCE=an4.01", "an4.01"),
+        ("U=data/one.mfc", "one"),
+        ('UTTERANCE="two.lat"', "two"),
+    ],
+)
+def test_the_header_of_an_slf_file_names_the_utterance(header: str, id: str) -> None:
+    (lattice,) = read_lattices("folder/file.slf", [header, *SLF.splitlines()])
+    assert lattice.id == id
 
 
 def test_the_first_pass_is_that_of_the_lattice_alone() -> None:

@@ -65,7 +65,7 @@ def definition(ngrams: NGrams, line: list[str], order: int) -> list[float]:
 def test_scores_are_those_of_the_definition(order: int, has_unk: bool, tmp_path: Path) -> None:
     ngrams, path, rng = random_ngrams(order, has_unk), tmp_path / "model.arpa", random.Random(1)
     write(path, ngrams, order)
-    scores = ArpaScores(path)
+    scores = ArpaScores(NGramModel(path))
     lines = [rng.choices(["a", "b", "c", "d", "zebra", "</s>"], k=k % 9) for k in range(60)]
     for line, found in zip(lines, scores([" ".join(line) for line in lines]), strict=True):
         expected = math.log(10) * np.array(definition(ngrams, line, order))

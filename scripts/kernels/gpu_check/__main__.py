@@ -8,10 +8,12 @@ The steps, in this order, each alone with --steps:
   correctness       a few tests in bf16; the comparison of the preflight in all dtypes
   benchmark-33k     scripts.benchmarks.output_layer: floors, launches, memory, every peer that is
   benchmark-268k    installed
+  benchmark-mixed   the same with fp32 rows under autocast, also with classes of uneven sizes
   counters          hardware counters of the three largest kernels by ncu
-  tests             `pytest -m gpu tests/output` in parallel parts: bf16, fp16, fp32 and tf32
-                    against fp64, no host synchronisation, CUDA graphs, torch.compile
+  tests             all GPU tests but those of `repeat`, in parallel parts: bf16, fp16, fp32 and
+                    tf32 against fp64, no host synchronisation, CUDA graphs, torch.compile
   repeat            1,000 steps bit for bit
+  dependent         `correctness` with programmatic dependent launches
   sanitizer         compute-sanitizer: memory and race checks of a few tests
   benchmark-800k    larger vocabularies; 1m with full softmaxes only
   benchmark-1m
@@ -57,7 +59,8 @@ def parse_options() -> argparse.Namespace:
     add("--list", action="store_true", help="print the steps with their expected seconds")
     add("--out", type=Path, default=Path("runs/gpu_check"), metavar="DIR")
     add("--seconds", type=float, default=570, help="for all steps; default: %(default)s")
-    unsafe = "accept a version of Triton that the backend refuses; all figures are marked unsafe"
+    unsafe = "accept a version of Triton that the backend refuses, or kernels whose results differ"
+    unsafe += " from the reference; all figures are marked unsafe"
     add("--timing-only", action="store_true", help=unsafe)
     add("--dry-run", action="store_true", help="without a GPU, tiny, interpreted")
     options = parser.parse_args()

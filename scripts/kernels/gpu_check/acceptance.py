@@ -40,7 +40,8 @@ def _line(
 
 
 def _is(row: Row, size: int, label: str) -> bool:
-    return bool(row["vocab_size"] == size and row["label"] == label)
+    same = row.get("rows_dtype") in (None, row.get("dtype"))
+    return bool(row["vocab_size"] == size and row["label"] == label and same)
 
 
 def _row(rows: list[Row], size: int, label: str) -> Row | None:

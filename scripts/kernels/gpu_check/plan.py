@@ -14,10 +14,16 @@ FIRST = "bfloat16 and errors and (two_level or shortlist or huffman) and (300 or
 FIRST += " or three_kernels or nothing_to_predict"
 REPEATED = "repeat_bit_for_bit or thousand_steps"
 SANITIZED = "repeat_bit_for_bit and (17 or 700)"
+MEMCHECK = ["memcheck", "--report-api-errors", "no"]
+"""Failing calls of the driver are no errors of kernels: libraries try what a driver may lack."""
 DRY_TESTS = "tests/output/backends/triton/test_kernels.py"
 DRY_CHOICE = "empty_batch or nan_in_the_weight"
 METHODS = ["random", "graph", "dependent", "full", "chunked", "cce", "liger", "adaptive", "grouped"]
 FULL_SOFTMAX = ["random", "graph", "chunked", "cce"]
+LARGEST = ["random", "graph", "dependent", "cce", "adaptive", "grouped"]
+"""Without full softmaxes that hold logits, or that go through all rows for few positions at a time.
+"""
+MIXED = ["random", "clustered", "graph", "full", "adaptive"]
 
 
 class Size(NamedTuple):
@@ -26,14 +32,16 @@ class Size(NamedTuple):
     rows: str  # N:H
     expected: int  # seconds
     methods: list[str] = METHODS
+    options: tuple[str, ...] = ()
 
 
 BENCHMARKS = {
     "benchmark-33k": Size("33278:650", 30),
     "benchmark-268k": Size("267735:1024", 35),
+    "benchmark-mixed": Size("33278:650", 25, MIXED, ("--rows-dtype", "fp32")),
     "benchmark-800k": Size("800000:1024", 35),
     "benchmark-1m": Size("1000000:1024", 30, FULL_SOFTMAX),
-    "benchmark-10m": Size("10000000:300", 75),
+    "benchmark-10m": Size("10000000:300", 75, LARGEST),
 }
 COUNTED = ["33278:650", "267735:1024"]
 CANDIDATES = TOP / "scripts/results/tile_tuning.jsonl"
@@ -90,12 +98,14 @@ def steps(work: Path, capability: int, chosen: list[str] | None = None) -> list[
         sizes += COUNTED if "counters" in names else []
         sizes = list(dict.fromkeys(sizes or COUNTED))
         command = module("kernels.compilation", "--sm", str(capability), "--rows", *sizes)
+        command += ["--rows-dtypes", "bf16", "fp32"] * ("benchmark-mixed" in names)
         found.insert(0, Step("compile", [command], 45, 90))
     return found
 
 
 def _first_steps(work: Path) -> list[Step]:
-    sizes = [_benchmark_step(work, name) for name in ("benchmark-33k", "benchmark-268k")]
+    names = ("benchmark-33k", "benchmark-268k", "benchmark-mixed")
+    sizes = [_benchmark_step(work, name) for name in names]
     log = ["--json", str(work / "counters.jsonl")]
     counters = module("kernels.gpu_check.counters", "--rows", *COUNTED, *log)
     return [
@@ -115,7 +125,7 @@ def _first_steps(work: Path) -> list[Step]:
 
 def _longer_steps(work: Path, capability: int) -> list[Step]:
     num_parts = max(1, min(12, (os.cpu_count() or 1) - 2))
-    tests = [*PYTEST, "-m", "gpu", "tests/output", "-k", f"not ({REPEATED})", "--shard"]
+    tests = [*PYTEST, "-m", "gpu", GPU_TESTS, "-k", f"not ({REPEATED})", "--shard"]
     sanitizer = shutil.which("compute-sanitizer") or ""
     check = [sanitizer, "--error-exitcode", "7", "--tool"]
     some = [*PYTEST, "-m", "gpu", GPU_TESTS, "-k", SANITIZED]
@@ -137,7 +147,7 @@ def _longer_steps(work: Path, capability: int) -> list[Step]:
         ),
         Step(
             "sanitizer",
-            [[*check, tool, *some] for tool in ("memcheck", "racecheck")],
+            [[*check, *tool, *some] for tool in (MEMCHECK, ["racecheck"])],
             60,
             120,
             {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # whose blocks hide accesses between tensors
@@ -156,8 +166,10 @@ def _longer_steps(work: Path, capability: int) -> list[Step]:
 
 def _benchmark_step(work: Path, name: str) -> Step:
     size = BENCHMARKS[name]
-    command = benchmark(work, size.methods, "--device", "cuda", "--rows", size.rows)
-    return Step(name, [command], size.expected, 2 * size.expected)
+    options = ["--device", "cuda", "--rows", size.rows, *size.options]
+    options += ["--backends", "triton", "reference"]  # also where auto would not take the kernels
+    command = benchmark(work, size.methods, *options)
+    return Step(name, [command], size.expected, 3 * size.expected)
 
 
 def dry_steps(work: Path, capability: int, chosen: list[str] | None = None) -> list[Step]:

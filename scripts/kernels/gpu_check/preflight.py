@@ -18,6 +18,8 @@ import subprocess
 import sys
 import sysconfig
 import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,25 +35,45 @@ class MissingError(Exception):
     """What is missing, as one sentence."""
 
 
-def packages() -> dict[str, Any]:
-    """Versions of Python and of the required packages; which peers are installed."""
+def packages(*, dry: bool = False) -> dict[str, Any]:
+    """Versions of Python, of the required packages and of the peers that are installed."""
     if sys.version_info < LEAST_PYTHON:
         raise MissingError(f"Python 3.11 is required, this is {platform.python_version()}")
     for name in PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise MissingError(f"the package {name} is not installed")
+    import numpy as np
     import torch
     import triton
 
-    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < LEAST_TORCH:
+    if _release(torch.__version__) < LEAST_TORCH:
         raise MissingError(f"torch 2.10 is required, this is {torch.__version__}")
+    versions = triton.__version__, np.__version__
+    if dry and _release(versions[0]) < (3, 7) and _release(versions[1]) >= (2, 4):
+        raise MissingError(
+            f"the interpreter of Triton {versions[0]} requires numpy before 2.4, this is"
+            f" {versions[1]}; only --dry-run needs it"
+        )
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
-        "peers": [name for name in PEERS if importlib.util.find_spec(name)],
+        "numpy": np.__version__,
+        "peers": {name: _version(name) for name in PEERS if importlib.util.find_spec(name)},
     }
+
+
+def _version(package: str) -> str | None:
+    """Its version, if it has been installed and not merely copied."""
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))
 
 
 def device() -> dict[str, Any]:
@@ -192,11 +214,12 @@ def examine(dtypes: list[str], *, dry: bool, timing_only: bool) -> dict[str, Any
         facts.update(found)
         print("; ".join(f"{name}: {value}" for name, value in found.items()), flush=True)
 
-    add(packages())
+    add(packages(dry=dry))
     add({"device": None, "capability": 90} if dry else device())
     capability = facts["capability"]
     add(tools(capability))
     add(support(capability, dry=dry, timing_only=timing_only))
+    from lm.output.backends.triton.backend import TIMING_ONLY
     from scripts.benchmarks.reporting import commit, environment
 
     begin = time.monotonic()
@@ -206,7 +229,12 @@ def examine(dtypes: list[str], *, dry: bool, timing_only: bool) -> dict[str, Any
     facts["device"] = facts["device"] or facts["processor"]
     bad = "; ".join(f"{dtype}: {found}" for dtype, found in differences.items() if found)
     if bad and facts.get("timing_only") is None:
-        raise MissingError(f"the kernels differ from the reference: {bad}")
+        found = f"the kernels differ from the reference: {bad}"
+        if not timing_only:
+            raise MissingError(f"{found}; --timing-only runs all steps, and marks their figures")
+        variables = {TIMING_ONLY: "1"}
+        facts |= {"timing_only": "wrong results: timing only, unsafe", "variables": variables}
+        facts |= {"obstacle": found}
     return facts
 
 
@@ -219,7 +247,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp16", "fp32"], default=["bf16"])
-    parser.add_argument("--timing-only", action="store_true", help="accept any version of Triton")
+    unsafe = "accept any version of Triton, and results that differ"
+    parser.add_argument("--timing-only", action="store_true", help=unsafe)
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     if options.dry_run:

@@ -30,6 +30,7 @@ COLUMNS: dict[str, markdown.Columns] = {
     "output_layer.jsonl": {
         "N:H": "{vocab_size}:{hidden}",
         "method": "{label}",
+        "rows": "{rows_dtype}",
         "milliseconds": "{seconds_median:.3f/1e-3}",
         "÷ ours": "{ratio_to_ours:.2f}",
         "÷ floor": "{ratio_to_floor:.2f}",

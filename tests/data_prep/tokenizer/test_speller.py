@@ -37,6 +37,9 @@ def test_probabilities_are_those_of_the_definition() -> None:
     expected = [truth(Definition(TYPES, ORDER), KNOWN, word) for word in words]
     assert found == pytest.approx(expected, rel=1e-12)
     assert NUM_SCALARS == TRUE_NUM_SCALARS
+    other = ["<unk>", "b", "abb"]
+    expected = [truth(Definition(TYPES, ORDER), other, word) for word in words]
+    assert np.exp(trained().outside(other).log_prob(words)) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_large_alphabet_has_shorter_ngrams() -> None:

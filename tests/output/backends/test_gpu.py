@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
+from lm.output.backends import BACKENDS
+from lm.output.backends.base import Problem
 from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD
 
 from ..definition import assert_errors_are_small, gradients
@@ -72,6 +74,20 @@ def test_errors_are_within_twice_those_of_plain_torch(
     inputs, target, tree, upstream = problem(TREES[name](), 1000, size, dtype)
     ours = gradients(inputs, target, tree, upstream, "triton")
     baseline = plain(inputs, target, tree, upstream)
+    truth = plain([x.double() for x in inputs], target, tree, upstream.double())
+    assert_errors_are_small([ours, baseline, truth], 8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("size", [300, 1024])
+@pytest.mark.parametrize("name", ["two_level"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_errors_with_rows_in_fp32_under_autocast_are_those_of_half_precision(
+    name: str, dtype: torch.dtype, size: int
+) -> None:
+    inputs, target, tree, upstream = problem(TREES[name](), 1000, size, torch.float32)
+    with torch.autocast("cuda", dtype):
+        ours = gradients(inputs, target, tree, upstream, "triton")
+    baseline = plain([x.to(dtype) for x in inputs], target, tree, upstream)
     truth = plain([x.double() for x in inputs], target, tree, upstream.double())
     assert_errors_are_small([ours, baseline, truth], 8 * torch.finfo(dtype).eps)
 
@@ -281,15 +297,29 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     assert int((ours[2] != 0).any(1).sum()) == root + last
 
 
-def test_the_reference_solves_wide_trees_and_fp64() -> None:
-    tree = ClassTree.full(200_000).cuda()
-    hidden, weight = torch.randn(8000, 32, device="cuda"), torch.randn(200_000, 32, device="cuda")
-    target = torch.arange(8000, device="cuda")
-    with pytest.raises(ValueError, match=r"would save more than .* bytes"):
-        hierarchical_cross_entropy(hidden, weight, target, tree, backend="triton")
-    with pytest.warns(UserWarning, match=r"slowly on cuda:0: backend triton would save .* bytes"):
-        actual = hierarchical_cross_entropy(hidden, weight, target, tree)
-    truth = torch.nn.functional.cross_entropy(hidden @ weight.T, target)
-    torch.testing.assert_close(actual, truth, rtol=1e-4, atol=1e-4)
+def test_a_batch_that_would_save_too_much_is_computed_in_parts() -> None:
+    tree = ClassTree.full(100_000).cuda()
+    hidden, weight = torch.randn(8000, 32, device="cuda"), torch.randn(100_000, 32, device="cuda")
+    target, leaves = torch.arange(8000, device="cuda"), [hidden, weight]
+    sizes = Problem.without_values(8000, 32, tree, torch.float32)
+    assert BACKENDS["triton"].part_size(sizes) < 8000
+    results = []
+    for leaf in leaves:
+        leaf.requires_grad_()
+    for loss in (
+        hierarchical_cross_entropy(hidden, weight, target, tree, backend="triton"),
+        torch.nn.functional.cross_entropy(hidden @ weight.T, target),
+    ):
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_the_reference_solves_fp64() -> None:
+    (hidden, weight, bias), target, tree, _ = problem(TREES["full"](), 50, 32, torch.float64)
     with pytest.raises(ValueError, match="does not support fp64"):
-        hierarchical_cross_entropy(hidden.double(), weight.double(), target, tree, backend="triton")
+        hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
+    with pytest.warns(UserWarning, match="slowly on cuda:0: backend triton does not support fp64"):
+        actual = hierarchical_cross_entropy(hidden, weight, target, tree, bias, reduction="sum")
+    logits = hidden @ weight.T + bias
+    truth = torch.nn.functional.cross_entropy(logits, target, reduction="sum")
+    torch.testing.assert_close(actual, truth)

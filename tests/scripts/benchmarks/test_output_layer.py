@@ -5,11 +5,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lm.output import ClassTree
 from scripts.benchmarks import output_layer, peers
@@ -119,11 +122,40 @@ def test_classes_beyond_one_grouped_product_are_multiplied_by_the_next(
     torch.testing.assert_close(grouped.hidden.grad, ours.hidden.grad)
 
 
-def test_a_method_with_another_loss_stops_the_run(stepped: list[Method]) -> None:
+def test_rows_in_fp32_are_multiplied_in_half_precision(parse: Parse) -> None:
+    options = parse("--dtype", "bf16", "--rows-dtype", "fp32", "--methods", "random", "full")
+    problem = output_layer.make_problem(97, 8, options)
+    ours, full = output_layer.make_methods(problem, options)
+    exact = F.cross_entropy(
+        F.linear(problem.hidden, problem.rows[:97, :8].bfloat16()), problem.target
+    )
+    for method in (ours, full):
+        method.prepare()
+        method.step()
+        assert {x.dtype for x in method.parameters} == {torch.float32}
+        assert {x.grad.dtype for x in method.parameters if x.grad is not None} == {torch.float32}
+    assert float(full.last_loss) == pytest.approx(float(exact), rel=0.02)
+    vectors = (problem.trees["tree_full"].num_rows * 4 + 32 * 2) * 8
+    assert least_work(problem, problem.trees["tree_full"]).bytes == 3 * vectors
+
+
+def test_a_peer_with_another_loss_is_refused_and_one_of_ours_stops_the_run(
+    stepped: list[Method], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     output_layer.check_losses(stepped)
-    by_name(stepped)["gather"].last_loss += 0.001
-    with pytest.raises(SystemExit, match=r"loss of gather is .*, of random/reference"):
-        output_layer.check_losses(stepped)
+    methods = by_name(stepped)
+    methods["gather"].last_loss += 0.001
+    output_layer.check_losses(stepped)
+    assert [method.name for method in stepped if method.refused] == ["gather"]
+    assert str(methods["gather"].refused).startswith("loss of gather is ")
+    wrong = output_layer.ours(stepped[0].problem, "random", "reference")
+    wrong.last_loss = stepped[0].last_loss + 0.001
+    with pytest.raises(SystemExit, match=r"loss of random/reference is .*, of random/reference"):
+        output_layer.check_losses([stepped[0], wrong])
+    monkeypatch.setenv("SQRTLM_UNSAFE_TRITON", "1")  # for timing only
+    capsys.readouterr()
+    output_layer.check_losses([stepped[0], wrong])
+    assert "loss of random/reference is" in capsys.readouterr().out
 
 
 def test_the_loop_is_compared_on_the_positions_it_runs_and_scaled_to_all(
@@ -146,7 +178,7 @@ def test_the_floor_of_a_tiny_problem_is_the_count_by_hand() -> None:
         hidden=torch.zeros(4, 5, dtype=torch.bfloat16),
         target=torch.tensor([0, 2, 5, 5]),
         trees={"random": tree, "tree_full": ClassTree.full(6)},
-        rows=torch.zeros(9, 5),
+        rows=torch.zeros(9, 5, dtype=torch.bfloat16),
         bias=torch.zeros(9),
         cutoffs=[2],
     )
@@ -178,13 +210,39 @@ def test_running_out_of_memory_and_a_peer_that_fails_are_reported(stepped: list[
     def fail(method: Method) -> None:
         raise RuntimeError("cannot\nat all")
 
+    def unsuitable(method: Method) -> None:
+        assert not method
+
     attempt(methods["random"], out_of_memory)
     attempt(methods["full"], fail)
+    attempt(methods["chunked"], unsuitable)
     assert methods["random"].refused == "does not fit into memory"
-    assert methods["full"].refused == "failed: cannot"
+    assert methods["full"].refused == "failed: RuntimeError: cannot"
+    assert str(methods["chunked"].refused).startswith("failed: AssertionError: ")
     assert methods["random"].parameters == []
     with pytest.raises(RuntimeError, match="cannot"):
         attempt(methods["blocks"], fail)
+
+
+def test_cut_cross_entropy_that_takes_no_bias_has_another_loss(
+    stepped: list[Method], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its package is taken to be installed, and the hidden vectors to be on a GPU."""
+
+    def linear_cross_entropy(e: Tensor, c: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(e @ c.T, targets)
+
+    package = ModuleType("cut_cross_entropy")
+    package.__spec__ = ModuleSpec("cut_cross_entropy", None)
+    package.linear_cross_entropy = linear_cross_entropy  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", package)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    method = peers.cce(stepped[0].problem)
+    monkeypatch.undo()
+    assert (method.refused, method.exact) == (None, False)
+    method.prepare()
+    method.step()
+    assert float(method.last_loss) == pytest.approx(float(by_name(stepped)["full"].last_loss), 0.1)
 
 
 def test_zipf_draws_words_by_inverse_rank() -> None:

@@ -49,7 +49,7 @@ def test_the_table_has_the_rates_of_each_way_to_choose(
     done = run_benchmark("recogniser_lists", *arguments)
     assert done.returncode == 0, done.stderr
     rows_by_name = {row["row"]: row for row in map(json.loads, log.read_text().splitlines())}
-    assert len(rows_by_name) == 11
+    assert len(rows_by_name) == 12
     oracle = rows_by_name["oracle"]["wer"]
     for row in rows_by_name.values():
         assert 0 <= oracle <= row["wer"] <= 100

@@ -112,6 +112,8 @@ def test_chosen_steps_run_alone_and_unknown_ones_are_named(tmp_path: Path) -> No
 def test_kernels_of_the_chosen_benchmarks_are_compiled_first(tmp_path: Path) -> None:
     first, *_ = plan.steps(tmp_path, 90, ["compile", "benchmark-10m", "benchmark-800k"])
     assert first.commands[0][-2:] == ["800000:1024", "10000000:300"]
+    first, *_ = plan.steps(tmp_path, 90, ["compile", "benchmark-mixed"])
+    assert first.commands[0][-5:] == ["--rows", "33278:650", "--rows-dtypes", "bf16", "fp32"]
 
 
 def test_the_commands_of_the_readme_take_less_than_ten_minutes(tmp_path: Path) -> None:
@@ -245,6 +247,49 @@ def test_an_old_version_of_triton_is_refused_unless_for_timing(
     assert found["variables"] == {"SQRTLM_UNSAFE_TRITON": "1"}
     monkeypatch.setattr("triton.__version__", "3.9.0")
     assert preflight.support(90, dry=False, timing_only=True) == {"variables": {}}
+
+
+def test_numpy_that_an_old_interpreter_cannot_use_is_refused_for_a_dry_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+    monkeypatch.setattr("numpy.__version__", "2.5.2")
+    expected = r"interpreter of Triton 3.6.0 requires numpy before 2.4, this is 2.5.2"
+    with pytest.raises(preflight.MissingError, match=expected):
+        preflight.packages(dry=True)
+    assert preflight.packages()["numpy"] == "2.5.2"
+
+
+def test_the_programs_of_the_check_import_only_what_it_requires() -> None:
+    """Neither the packages of this project nor those of its other tests."""
+    blocked = ["scipy", "numba", "yaml", "datasets", "lightning", "pydantic", "hypothesis"]
+    blocked += ["wandb", "sentencepiece", "safetensors", "matplotlib", "pandas", "pyarrow"]
+    names = ["benchmarks.output_layer", "kernels.compilation", "kernels.tile_tuning"]
+    names += [f"kernels.gpu_check.{name}" for name in ("__main__", "preflight", "counters")]
+    code = f"import sys, importlib\nfor name in {blocked}: sys.modules[name] = None\n"
+    code += "".join(f"importlib.import_module('scripts.{name}')\n" for name in names)
+    collect = ["-q", "--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    collect += ["-m", "gpu", plan.GPU_TESTS]
+    code += f"import pytest; sys.exit(pytest.main({collect}))"
+    variables = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TOP, env=variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_gpu.py::test_results_repeat_bit_for_bit[1]" in done.stdout
+
+
+def test_kernels_that_differ_end_the_check_unless_it_is_for_timing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, facts in (("packages", {}), ("device", {"device": "G", "capability": 80})):
+        monkeypatch.setattr(preflight, name, lambda facts=facts, **_: facts)
+    monkeypatch.setattr(preflight, "comparison", lambda *_: {"fp16": None, "bf16": "nll is off"})
+    expected = r"^the kernels differ from the reference: bf16: nll is off; --timing-only runs"
+    with pytest.raises(preflight.MissingError, match=expected):
+        preflight.examine(["bf16"], dry=False, timing_only=False)
+    facts = preflight.examine(["bf16"], dry=False, timing_only=True)
+    assert facts["timing_only"] == "wrong results: timing only, unsafe"
+    assert facts["variables"] == {"SQRTLM_UNSAFE_TRITON": "1"}
 
 
 def test_without_a_c_compiler_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

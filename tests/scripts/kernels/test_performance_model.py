@@ -1,11 +1,15 @@
 """The schedule and ranges of the performance model; its counts: `tests/output/backends/triton`."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from lm.output import ClassTree
 from lm.output.backends.base import Problem
+from scripts.kernels.host_time import PYTHON, logged_seconds, row_of
 from scripts.kernels.peer_work import cce
 from scripts.kernels.performance_model import makespan, operation_seconds
 from scripts.kernels.rates import A100, H200, Range, Use, seconds_of
@@ -42,3 +46,13 @@ def test_the_range_contains_the_published_time_of_cut_cross_entropy() -> None:
     assert both[0] < 134.8e-3 < both[1]
     assert forward == pytest.approx([38.8e-3, 63.6e-3], rel=0.01)
     assert both == pytest.approx([93.7e-3, 163.4e-3], rel=0.01)
+
+
+def test_the_host_takes_the_python_path_and_all_launches(tmp_path: Path) -> None:
+    seconds = {PYTHON: Range(2e-6, 3e-6), "one": Range(1e-6, 4e-6), "two": Range(5e-6, 6e-6)}
+    row = row_of(seconds)
+    ends = [(row[f"{name}_low_us"], row[f"{name}_high_us"]) for name in ("launching", "host")]
+    assert ends == [pytest.approx((6, 10)), pytest.approx((8, 13))]
+    assert row["launches"] == 2
+    (tmp_path / "log").write_text(json.dumps({"seconds": {}}) + "\n" + json.dumps(row) + "\n")
+    assert logged_seconds(tmp_path / "log") == seconds

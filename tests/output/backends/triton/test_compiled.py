@@ -114,13 +114,13 @@ COUNTED = [
 THREE_LEVELS = Case(tree="three levels", size=136)
 UNEQUAL = Case(tree="classes of 1 to 300 words", size=136, positions=200)
 WIDE = Case(tree="wide classes", size=136, positions=97)
-MUTATED = [THREE_LEVELS, UNEQUAL]
+MUTATED = [THREE_LEVELS._replace(mean=True), UNEQUAL]
 ALL_MUTATED = [
-    THREE_LEVELS._replace(positions=200),
+    THREE_LEVELS._replace(positions=200, mean=True),
     WIDE,
-    UNEQUAL._replace(size=264),
-    WIDE._replace(target="all ignored"),
-    WIDE._replace(size=160, rows="fp32"),
+    UNEQUAL._replace(size=264, mean=True),
+    WIDE._replace(target="all ignored", mean=True),
+    WIDE._replace(size=160, rows="fp32", mean=True),
     UNEQUAL._replace(size=160, positions=333, rows="fp32"),
     WIDE._replace(size=160, rows="fp32", target="all ignored"),
 ]
