@@ -104,6 +104,7 @@ class CompiledBackend(ReferenceBackend):
         bounds = _bounds(nodes, len(hidden), by_rows=False)
         widest = int(nodes[:, 3].max(initial=0))
         bias = ones.new_zeros(widest) if problem.bias is None else problem.bias.to(ones.dtype)
+        bias = bias.contiguous()  # which the loops read by address
         loops = node_loops.forward_bf16 if is_bf16 else node_loops.forward
         results = map(_own, (saved.child, log_prob, *saved[3:5]))
         _divide(
