@@ -1,31 +1,40 @@
 """Decoding one position: sampling and exact top-k, top-p and min-p, against opening everything.
 
 The hidden vector is flat (every word is about as probable as any other) or peaked: its logits are
-those of a word and of its neighbours, `--sharpness` above the others. Each way runs in turn in one
-process; figures are medians over rounds. `all` evaluates the log-probabilities of all words under
-the same tree and selects among them; `full` does the same with a full softmax of as many words.
+those of a word and of its neighbours, `--sharpness` above the others; both are of layers that are
+not trained. With `--runs`, hidden vectors are those of trained models, at positions of their
+validation text, one in each round. Ways take turns in one process, each for a few calls in
+succession, as one position follows another in generation; figures are medians over all calls. `all`
+evaluates the log-probabilities of all words under the same tree and selects among them; `full` does
+the same with a full softmax of as many words.
 
 `same` says whether the words found are those of `all`.
 """
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output import ClassTree
+from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends.base import row_size
 from lm.output.decoding import search
 from lm.output.decoding.distribution import log_prob, sample
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.expansion import Expander, checked_hidden
+from lm.run import Run
 from scripts import run
 from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size, require_positive
 
 TOP_K, TOP_P, MIN_P = 10, 0.9, 0.1
+CALLS = 5
+"""Of a way in succession; the first one finds other data in the caches."""
 COLUMNS = {
     "N": "{vocab_size:,}",
     "distribution": "{distribution}",
@@ -52,13 +61,25 @@ def chosen(log_probs: Tensor, way: str) -> Tensor:
     return ordered.indices[: int((mass < TOP_P * mass[-1]).sum()) + 1]
 
 
-def ways(hidden: Tensor, weight: Tensor, tree: ClassTree, full: Tensor, way: str) -> list[Finder]:
-    """Ours, that of `all`, and that of `full`."""
+class Case(NamedTuple):
+    """A layer, and the hidden vectors that it decodes."""
+
+    distribution: str
+    hidden: Tensor  # [rounds, H]
+    weight: Tensor
+    tree: ClassTree
+    bias: Tensor | None
+    full: Tensor  # [N, H], rows of a full softmax
+
+
+def ways(case: Case, hidden: Tensor, way: str) -> list[Finder]:
+    """Ours for a hidden vector [1, H], that of `all`, and that of `full`."""
+    weight, tree, bias = case.weight, case.tree, case.bias
 
     def ours() -> Tensor:
         if way == "sample":
-            return sample(hidden, weight, tree, None, Sampling())
-        expander = Expander(checked_hidden(hidden, weight, tree, None), weight, tree)
+            return sample(hidden, weight, tree, bias, Sampling())
+        expander = Expander(checked_hidden(hidden, weight, tree, bias), weight, tree, bias)
         if way == "top-k":
             return search.topk(expander, TOP_K).word[0]
         sets = (
@@ -71,9 +92,67 @@ def ways(hidden: Tensor, weight: Tensor, tree: ClassTree, full: Tensor, way: str
 
     return [
         ours,
-        lambda: chosen(log_prob(hidden, weight, tree)[0], way),
-        lambda: chosen(F.linear(hidden, full).log_softmax(dim=1)[0], way),
+        lambda: chosen(log_prob(hidden, weight, tree, bias)[0], way),
+        lambda: chosen(F.linear(hidden, case.full).log_softmax(dim=1)[0], way),
     ]
+
+
+def untrained(problem: tuple[int, int], options: argparse.Namespace) -> Iterator[Case]:
+    """A flat and a peaked distribution, of a problem (N, H)."""
+    vocab_size, size = problem
+    torch.manual_seed(0)
+    tree = ClassTree.two_level(num_words=vocab_size)
+    weight = torch.zeros(tree.num_rows, row_size(size))
+    weight[:, :size].normal_(std=0.02)
+    full = torch.zeros(vocab_size, size).normal_(std=0.02)
+    path = [row for _, row in tree.path(vocab_size // 3)]
+    near = [weight[row : row + 20, :size].mean(dim=0, keepdim=True) for row in path]
+    peak = torch.cat(near).sum(dim=0, keepdim=True)
+    peak = options.sharpness * len(path) * peak / (weight[path, :size] @ peak.T).sum()
+    for name, hidden in (("flat", torch.randn(1, size) / 50), ("peaked", peak)):
+        yield Case(name, hidden.expand(options.rounds, -1), weight, tree, None, full)
+
+
+@torch.no_grad()
+def trained(folder: str, options: argparse.Namespace) -> Case:
+    """Hidden vectors of a run's model at evenly spaced positions of the validation text."""
+    opened = Run.open(folder)
+    layer = opened.model.output
+    assert isinstance(layer, HierarchicalSoftmax)
+    split = opened.prepared.tokens("valid")[: 100 * options.rounds]
+    tokens = torch.from_numpy(split.astype("int64"))
+    hidden = opened.model(tokens[:, None])[0][50::100, 0].float()
+    full = torch.zeros(layer.tree.vocab_size, hidden.shape[1]).normal_(std=0.02)
+    return Case("trained", hidden, layer.weight, layer.tree, layer.bias, full)
+
+
+def measure(case: Case, way: str, rounds: int) -> dict[str, Any]:
+    """The figures of one way."""
+    seconds: list[list[float]] = [[], [], []]
+    same, num_words = True, 0
+    for turn in range(-1, rounds):  # the first one warms up
+        finders = ways(case, case.hidden[max(turn, 0), None], way)
+        found = []
+        for each, finder in zip(seconds, finders, strict=True):
+            for _ in range(CALLS if turn >= 0 else 1):
+                start = time.perf_counter()
+                words = finder()
+                each += [time.perf_counter() - start] * (turn >= 0)
+            found.append(words)
+        same &= set(found[0].tolist()) == set(found[1].tolist())
+        num_words = max(num_words, len(found[0]))
+    ours, all_words, of_full = map(statistics.median, seconds)
+    return {
+        "vocab_size": case.tree.vocab_size,
+        "hidden_size": case.hidden.shape[1],
+        "distribution": case.distribution,
+        "way": way,
+        "seconds": ours,
+        "ratio_to_all": ours / all_words,
+        "full_to_ours": of_full / ours,
+        "num_words": num_words,
+        "same": "" if way == "sample" else same,
+    }
 
 
 def main() -> None:
@@ -81,6 +160,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     add = parser.add_argument
     add("--rows", type=problem_size, nargs="+", metavar="N:H")
+    add("--runs", nargs="+", metavar="RUN", help="trained models, in place of --rows")
     add("--rounds", type=int, default=15)
     add("--sharpness", type=float, default=12.0, help="of the peaked distribution, in nats")
     add("--threads", type=int, default=1)
@@ -88,41 +168,14 @@ def main() -> None:
     require_positive(parser, options, ["rounds", "threads"])
     torch.set_num_threads(options.threads)
     table = Table(COLUMNS, options.json)
-    for vocab_size, size in options.rows or [(33_278, 512), (267_735, 512), (1_000_000, 300)]:
-        torch.manual_seed(0)
-        tree = ClassTree.two_level(num_words=vocab_size)
-        weight = torch.zeros(tree.num_rows, row_size(size))
-        weight[:, :size].normal_(std=0.02)
-        full = torch.zeros(vocab_size, size).normal_(std=0.02)
-        path = [row for _, row in tree.path(vocab_size // 3)]
-        near = [weight[row : row + 20, :size].mean(dim=0, keepdim=True) for row in path]
-        peak = torch.cat(near).sum(dim=0, keepdim=True)
-        peak = options.sharpness * len(path) * peak / (weight[path, :size] @ peak.T).sum()
-        for name, hidden in (("flat", torch.randn(1, size) / 50), ("peaked", peak)):
+    sizes = options.rows or [(33_278, 512), (267_735, 512), (1_000_000, 300)]
+    cases: Iterable[Case] = chain.from_iterable(untrained(size, options) for size in sizes)
+    if options.runs:
+        cases = (trained(folder, options) for folder in options.runs)
+    with torch.no_grad():
+        for case in cases:
             for way in ("sample", "top-k", "top-p", "min-p"):
-                finders = ways(hidden, weight, tree, full, way)
-                seconds: list[list[float]] = [[], [], []]
-                found = [finder() for finder in finders]  # warms up
-                for _ in range(options.rounds):
-                    for each, finder in zip(seconds, finders, strict=True):
-                        start = time.perf_counter()
-                        finder()
-                        each.append(time.perf_counter() - start)
-                ours, all_words, of_full = map(statistics.median, seconds)
-                same = "" if way == "sample" else set(found[0].tolist()) == set(found[1].tolist())
-                table.add(
-                    {
-                        "vocab_size": vocab_size,
-                        "hidden_size": size,
-                        "distribution": name,
-                        "way": way,
-                        "seconds": ours,
-                        "ratio_to_all": ours / all_words,
-                        "full_to_ours": of_full / ours,
-                        "num_words": len(found[0]),
-                        "same": same,
-                    }
-                )
+                table.add(measure(case, way, options.rounds))
 
 
 if __name__ == "__main__":

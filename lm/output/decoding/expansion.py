@@ -5,6 +5,7 @@ is item ~n = -1 - n. A penalty θ ≥ 1 multiplies the log-probabilities of some
 still, no word below a node is more probable than the node.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,8 @@ from lm.output.tree.class_tree import ClassTree
 
 ABSENT = torch.iinfo(torch.int64).max
 """Item that pads shorter rows, with log-probability -∞; sorts after every word."""
+FEW = 4
+"""Most positions that are treated one after another."""
 _LOWEST = -1e30
 """Log-probability of excluded words, and the least with a penalty, with which words are found."""
 
@@ -118,6 +121,31 @@ class Expander:
         if found:
             self._check_finite(torch.cat(finite), position[order])
         return found
+
+    @property
+    def is_few(self) -> bool:
+        """Whether a call of PyTorch for each node and position takes less time than sorting them.
+
+        Then the log-probabilities of no word are changed, and no device has to be waited for.
+        """
+        return len(self.hidden) <= FEW and not self.hidden.is_cuda and self.is_plain
+
+    def children_of(self, position: int, node: int, log_prob: float) -> tuple[Tensor, slice]:
+        """What `expand` finds for one visit: log-probabilities [1, M] of the children, their rows.
+
+        They are not checked.
+        """
+        first = int(self.tree.first_row[node])
+        rows = slice(first, first + int(self.tree.num_children[node]))
+        bias = None if self.bias is None else self.bias[rows]
+        hidden = self.hidden[position : position + 1]
+        self.num_expanded += 1
+        return node_log_softmax(hidden, self.weight[rows], bias).add_(log_prob), rows
+
+    def check(self, log_prob: Tensor, position: int) -> None:
+        """Raise a ValueError unless the log-probabilities [1, M] of a position are finite."""
+        if not math.isfinite(float(log_prob.sum())):
+            self._check_finite(log_prob.isfinite().all(dim=1), torch.tensor([position]))
 
     def all_words(self, position: Tensor) -> Tensor:
         """Log-probabilities [V, N] of all words at position [V], as `expand` has them."""

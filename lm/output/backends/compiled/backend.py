@@ -33,6 +33,7 @@ from lm.output.backends.reference.backend import (
 )
 from lm.output.backends.reference.gradient_memory import zeros_except
 from lm.output.backends.verify import Kind, verified
+from lm.output.backends.visits import check_words
 from lm.output.rowwise.blocks import Part, Product, Rows
 from lm.output.rowwise.eager import constant_when_compiled
 from lm.output.rowwise.row_gradient import RowGradient
@@ -46,6 +47,10 @@ LEAST_COLUMNS = 1 << 15
 """Columns of all visits from which on work is divided among threads."""
 ROW_VISITS = 8
 """The time to write a row of a gradient, as a number of visits."""
+ALIGN = 32
+"""Hidden vectors are followed by zeros up to a multiple of so many numbers."""
+_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+"""What numba gets numbers as that it has no type for, see `vectors`."""
 NARROW = 8
 """Most children of a node whose rows' values a row-wise gradient holds instead of factors."""
 
@@ -90,17 +95,39 @@ class CompiledBackend(ReferenceBackend):
             return super()._target_log_prob(problem, needs)
         from lm.output.backends.compiled import node_loops
 
-        saved = self._routed(problem, needs)
+        saved = self._with_visits(problem, needs)
         ones = saved.error.new_ones(len(saved.position))
-        hidden = _sorted_hidden(problem, saved.position, ones)
-        log_prob = hidden.new_zeros(saved.node.shape)
-        bias = hidden.new_empty(0) if problem.bias is None else problem.bias.to(hidden.dtype)
-        tensors = (hidden, problem.weight, bias, saved.child, log_prob, *saved[3:5])
+        is_bf16 = _multiplies_bf16(problem)
+        hidden = _sorted_hidden(problem, saved.position, ones, in_bf16=is_bf16)
+        log_prob = ones.new_zeros(saved.node.shape)
         nodes = _nodes(saved.node, problem)
         bounds = _bounds(nodes, len(hidden), by_rows=False)
         widest = int(nodes[:, 3].max(initial=0))
-        _divide(bounds, node_loops.forward, nodes, *map(_array, tensors), widest)
+        bias = ones.new_zeros(widest) if problem.bias is None else problem.bias.to(ones.dtype)
+        bias = bias.contiguous()  # which the loops read by address
+        loops = node_loops.forward_bf16 if is_bf16 else node_loops.forward
+        results = map(_own, (saved.child, log_prob, *saved[3:5]))
+        _divide(
+            bounds,
+            loops,
+            nodes,
+            _own(hidden),
+            *map(_array, (problem.weight, bias)),
+            *results,
+            widest,
+        )
         return log_prob, saved
+
+    def _with_visits(self, problem: Problem, needs: Needs) -> Saved:
+        """What is saved, with its visits."""
+        from lm.output.backends.compiled.routing import route
+
+        saved = Saved(*self.new_saved(problem, needs))
+        target, ignored = problem.target.contiguous(), problem.ignore_index
+        arrays = tuple(map(_own, problem.tree[:7]))
+        if not route(_own(target), ignored, arrays, *map(_own, saved[:3])):
+            check_words("target", target, problem.vocab_size, ignored)
+        return saved
 
     def _backward(
         self, d_nll: Tensor, lse: Tensor | None, problem: Problem, saved: Saved, needs: Needs
@@ -112,25 +139,30 @@ class CompiledBackend(ReferenceBackend):
 
         weight, bias, position = problem.weight, problem.bias, saved.position
         d_nll = sorted_d_nll(d_nll, problem, position)
-        hidden = _sorted_hidden(problem, position, d_nll)
         nodes = _nodes(saved.node, problem)
         d_hidden = None
         if needs.hidden:
             d_hidden = problem.hidden.new_empty(problem.hidden.shape)
-            unsorted = (position, saved.d_hidden_unscaled, d_nll, d_hidden)
-            node_loops.unsort_rows(*map(_array, unsorted))
+            unsorted = map(_own, (position, saved.d_hidden_unscaled, d_nll))
+            node_loops.unsort_rows(*unsorted, _array(d_hidden))
         if needs.row_wise:
+            hidden = _sorted_hidden(problem, position, d_nll)
             rows = _row_gradients(nodes, problem, needs, saved.error, hidden, d_nll)
             return Gradients(d_hidden, *rows)
-        d_weight, d_bias = hidden.new_empty(0, hidden.shape[1]), hidden.new_empty(0)
+        is_bf16 = _multiplies_bf16(problem)
+        factor = torch.ones_like(d_nll) if is_bf16 else d_nll
+        hidden = _sorted_hidden(problem, position, factor, in_bf16=is_bf16)
+        d_weight, d_bias = weight.new_empty(0, weight.shape[1]), d_nll.new_empty(0)
         if needs.weight:
             first, num = torch.from_numpy(nodes[:, 2:4]).unbind(1)
             d_weight = zeros_except(first, num, weight)
         if bias is not None and needs.bias:
-            d_bias = hidden.new_zeros(bias.shape)
+            d_bias = d_nll.new_zeros(bias.shape)
         bounds = _bounds(nodes, len(weight), by_rows=True)
-        arrays = map(_array, (saved.error, hidden, d_nll, d_weight, d_bias))
-        _divide(bounds, node_loops.backward, nodes, *arrays)
+        arrays = (*map(_own, (saved.error, hidden, d_nll)), *map(_array, (d_weight, d_bias)))
+        _divide(
+            bounds, node_loops.backward_bf16 if is_bf16 else node_loops.backward, nodes, *arrays
+        )
         return Gradients(
             d_hidden,
             d_weight if needs.weight else None,
@@ -138,19 +170,37 @@ class CompiledBackend(ReferenceBackend):
         )
 
 
-def _sorted_hidden(problem: Problem, position: Tensor, factor: Tensor) -> Tensor:
-    """The hidden vectors [P, W] of the sorted positions times factors [P], in their dtype."""
+def _multiplies_bf16(problem: Problem) -> bool:
+    """Whether the processor multiplies bf16 numbers, and hidden vectors have them.
+
+    Rows in fp32 are then rounded, as autocast rounds those of a linear layer.
+    """
+    from lm.output.backends.compiled.vectors import HAS_BF16
+
+    is_low = problem.hidden.dtype == torch.bfloat16
+    return HAS_BF16 and is_low and problem.weight.dtype in (torch.bfloat16, torch.float32)
+
+
+def _sorted_hidden(
+    problem: Problem, position: Tensor, factor: Tensor, *, in_bf16: bool = False
+) -> Tensor:
+    """The hidden vectors of the sorted positions times factors [P], in their dtype or bf16.
+
+    [P, W up to a multiple of `ALIGN`], so that each begins a line of a cache.
+    """
     from lm.output.backends.compiled.node_loops import sort_rows
 
-    hidden = factor.new_empty(len(position), problem.weight.shape[1])
-    sort_rows(*map(_array, (position, problem.hidden.contiguous(), factor, hidden)))
+    dtype, size = torch.bfloat16 if in_bf16 else factor.dtype, problem.weight.shape[1]
+    hidden = factor.new_empty(len(position), -(-size // ALIGN) * ALIGN, dtype=dtype)
+    source = _array(problem.hidden.contiguous())
+    sort_rows(_own(position), source, _own(factor), _own(hidden))
     return hidden
 
 
 def _row_gradients(
     nodes: "Array", problem: Problem, needs: Needs, error: Tensor, hidden: Tensor, d_nll: Tensor
 ) -> tuple[RowGradient | None, RowGradient | None]:
-    """Those of weight and bias, if needed; `hidden` [P, W] is multiplied by d_nll [P]."""
+    """Those of weight and bias, if needed; `hidden` [P, ≥ W] is multiplied by d_nll [P]."""
     from lm.output.backends.compiled import node_loops
 
     is_narrow = nodes[:, 3] <= NARROW
@@ -159,21 +209,29 @@ def _row_gradients(
     begin = num.cumsum(0) - num  # of each node, among the rows that are formed
     row = (first - begin).repeat_interleave(num) + torch.arange(int(num.sum()))
     formed[:, 2] = begin
-    of_weight = hidden.new_empty(len(row) if needs.weight else 0, hidden.shape[1])
+    size = problem.weight.shape[1]
+    of_weight = hidden.new_empty(len(row) if needs.weight else 0, size)
     of_bias = hidden.new_zeros(len(row) if needs.bias else 0)
-    arrays = map(_array, (error, hidden, d_nll, of_weight, of_bias))
+    arrays = map(_own, (error, hidden, d_nll, of_weight, of_bias))
     _divide(_bounds(formed, len(row), by_rows=True), node_loops.backward, formed, *arrays)
     weight_parts: list[Part] = [Rows(row, of_weight)] * (len(row) > 0)
     bias_parts: list[Part] = [Rows(row, of_bias[:, None])] * (len(row) > 0)
     for start, end, first_row, n, offset, _ in nodes[~is_narrow].tolist():
         of_node = error[offset : offset + (end - start) * n].view(-1, n)
-        weight_parts.append(Product(first_row, of_node, hidden[start:end]))
+        weight_parts.append(Product(first_row, of_node, hidden[start:end, :size]))
         bias_parts.append(Product(first_row, of_node, d_nll[start:end, None]))
     weight, bias = problem.weight, problem.bias
     return (
         RowGradient(weight, weight_parts) if needs.weight else None,
         RowGradient(bias, bias_parts) if bias is not None and needs.bias else None,
     )
+
+
+def _own(tensor: Tensor) -> "Array":
+    """The same of a tensor that no caller will resize, in less time."""
+    bits = _BITS.get(tensor.dtype)
+    array: Array = (tensor if bits is None else tensor.view(bits)).numpy()
+    return array
 
 
 @constant_when_compiled
@@ -183,7 +241,7 @@ def _has_numba() -> bool:
 
 def _array(tensor: Tensor) -> "Array":
     """A tensor's memory as numpy's, of bf16 and fp16 the bits, see `vectors`."""
-    bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(tensor.dtype)
+    bits = _BITS.get(tensor.dtype)
     alias = from_dlpack((tensor if bits is None else tensor.view(bits)).detach())
     array: Array = alias.numpy()  # which forbids to resize the storage: FSDP resizes the tensor's
     return array
@@ -194,7 +252,7 @@ def _nodes(node: Tensor, problem: Problem) -> "Array":
     from lm.output.backends.compiled.node_loops import list_nodes
 
     tree = problem.tree
-    nodes: Array = list_nodes(*map(_array, (node, tree.first_row, tree.num_children)))
+    nodes: Array = list_nodes(*map(_own, (node, tree.first_row, tree.num_children)))
     return nodes
 
 

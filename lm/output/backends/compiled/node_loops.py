@@ -1,10 +1,6 @@
-"""The loops over visited nodes, compiled by numba, and the products of tiles that they consist of.
+"""The loops over visited nodes, compiled by numba.
 
-The letters and equations are those of the reference backend. A *tile* is a small part of a matrix
-whose numbers are in registers. Where it exceeds the matrix, the matrix's last rows are computed and
-stored again, and columns are masked: one piece of code serves all sizes. Each result is a sum in an
-order that does not depend on where its tile begins, so it is the same bit for bit however the work
-is divided among threads.
+The letters and equations are those of the reference backend.
 """
 
 import hashlib
@@ -15,28 +11,37 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
-from lm.output.backends.compiled import vectors
-from lm.output.backends.compiled.vectors import HAS_AVX512, INT, VECTOR_BYTES, Vectors
+from lm.output.backends.compiled import tiles, vectors
+from lm.output.backends.compiled.tiles import (
+    TILE,
+    add_scaled_row,
+    dot_tile,
+    paired_rows,
+    scaled_row,
+    softmax_rows,
+    sum_tile,
+)
+from lm.output.backends.compiled.vectors import VECTOR_BYTES
 
-TILE = (4, 4) if HAS_AVX512 else (4, 3)
-"""Vectors of a tile; processors have 32 or 16 registers for them."""
 VISITS = 16
 """Visits whose hidden vectors stay in the first cache while a node's rows are read."""
 TERMS = 64
 """Rows that are summed up at a time, for the same reason."""
 CACHE_BYTES = 1 << 22
 """Gradients from this size on are not expected to be in a cache when they are used."""
-VECTORS = "e0c309e6a5d0acde"
-"""Of the SHA-256 of vectors.py. numba's cache of compiled code notices changes to this file alone,
-so a change to the other one must be noted here."""
-IS_CACHED = hashlib.sha256(Path(vectors.__file__).read_bytes()).hexdigest().startswith(VECTORS)
+EMITTED = "91661cf5b93ddc4b"
+"""Of the SHA-256 of vectors.py and tiles.py. numba's cache of compiled code notices changes to this
+file alone, so a change to the others must be noted here."""
+IS_CACHED = (
+    hashlib.sha256(b"".join(Path(each.__file__).read_bytes() for each in (vectors, tiles)))
+    .hexdigest()
+    .startswith(EMITTED)
+)
 """Whether compiled code is kept on disk."""
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function when it is first called; it runs without the interpreter's lock."""
     try:
         decorated: Callable[..., Any] = numba.njit(nogil=True, cache=IS_CACHED)(function)
@@ -45,188 +50,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return decorated
 
 
-def _addresses(builder: Any, first: Any, stride: Any, num: int, last: Any) -> list[Any]:
-    """Of `num` rows; of row number `last` again beyond it."""
-    inside = [builder.icmp_signed("<", INT(i), last) for i in range(num)]
-    rows = [builder.select(is_inside, INT(i), last) for i, is_inside in enumerate(inside)]
-    return [builder.add(first, builder.mul(row, stride)) for row in rows]
-
-
-def _pair(builder: Any, value: Any) -> tuple[Any, Any]:
-    return builder.extract_value(value, 0), builder.extract_value(value, 1)
-
-
-@intrinsic
-def _dot_tile(typing, hidden, weight, num, starts, strides, out, last):
-    """out[i, j] = hidden[i] · weight[j] for rows i and j of a tile.
-
-    Args:
-        hidden, weight: arrays, for their dtypes; `out` has that of hidden.
-        num: the length of the vectors.
-        starts, strides: addresses of the first rows of hidden and weight, and bytes between rows.
-        out: address of out[0, 0], and bytes between its rows.
-        last: the last i and the last j there are in the tile.
-    """
-    pair = types.UniTuple(types.int64, 2)
-    signature = types.void(hidden, weight, types.int64, pair, pair, pair, pair)
-
-    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
-        emit = Vectors(context, builder, hidden.dtype)
-        num, starts, strides, out, last = values[2], *(_pair(builder, v) for v in values[3:])
-        h, w = (
-            _addresses(builder, *place) for place in zip(starts, strides, TILE, last, strict=True)
-        )
-
-        ahead = builder.mul(strides[1], INT(TILE[1]))
-
-        def step(index: Any, sums: list[Any], mask: Any) -> None:
-            a = [emit.load(emit.pointer(x, hidden.dtype, index), hidden.dtype, mask) for x in h]
-            for j, row in enumerate(w):
-                b = emit.load(emit.pointer(row, weight.dtype, index), weight.dtype, mask)
-                emit.prefetch(emit.pointer(builder.add(row, ahead), weight.dtype, index))
-                for i in range(TILE[0]):
-                    k = i * TILE[1] + j
-                    sums[k] = emit.multiply_add(a[i], b, sums[k])
-
-        sums = emit.sums(emit.row(num, [emit.zero] * (TILE[0] * TILE[1]), step))
-        for i, row in enumerate(_addresses(builder, *out, TILE[0], last[0])):
-            places = _addresses(builder, row, INT(emit.item_bytes), TILE[1], last[1])
-            for j, place in enumerate(places):
-                builder.store(sums[i * TILE[1] + j], emit.pointer(place, hidden.dtype))
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@intrinsic
-def _sum_tile(typing, factor, rows, out, num, starts, strides, to, last, left, added, streamed):
-    """out[i, k] = Σ_n factor[i, n] · rows[n, k], or += it, for rows i and columns k of a tile.
-
-    Args:
-        factor, rows, out: arrays, for their dtypes; sums have that of factor.
-        num: how many n there are.
-        starts: addresses of factor[0, 0] and rows[0, 0].
-        strides: bytes of factor from an i to the next, of factor and rows from an n to the next.
-        to: address of out[0, 0], and bytes between its rows.
-        last: the last i there is in the tile.
-        left: how many columns there are from the tile's first one on.
-        added: whether sums are added to `out`, which then has the dtype of factor.
-        streamed: whether `out` is too large for the caches, and sums are not added.
-    """
-    integer, flag, pair = types.int64, types.boolean, types.UniTuple(types.int64, 2)
-    three = types.UniTuple(integer, 3)
-    signature = types.void(
-        factor, rows, out, integer, pair, three, pair, integer, integer, flag, flag
-    )
-
-    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
-        emit = Vectors(context, builder, factor.dtype)
-        num, starts, strides, to, last, left, added, streamed = values[3:]
-        factor_start, row_start = _pair(builder, starts)
-        stride_i, stride_n, row_stride = (builder.extract_value(strides, i) for i in range(3))
-        factors = _addresses(builder, factor_start, stride_i, TILE[0], last)
-        outs = _addresses(builder, *_pair(builder, to), TILE[0], last)
-        offsets = [INT(j * emit.lanes) for j in range(TILE[1])]
-
-        def tile(masks: list[Any], *, streamed: bool = False) -> None:
-            places = [emit.pointer(row, out.dtype, offset) for row in outs for offset in offsets]
-            variables = emit.variables([emit.zero] * len(places))
-            with builder.if_then(added):
-                loaded = zip(places, masks * TILE[0], strict=True)
-                emit.assign(variables, [emit.load(x, out.dtype, mask) for x, mask in loaded])
-            sums = [builder.load(variable) for variable in variables]
-            with emit.loop(num, 1, sums) as (n, carried):
-                row = builder.add(row_start, builder.mul(n, row_stride))
-                b = [
-                    emit.load(emit.pointer(row, rows.dtype, offset), rows.dtype, mask)
-                    for offset, mask in zip(offsets, masks, strict=True)
-                ]
-                for i, address in enumerate(factors):
-                    place = builder.add(address, builder.mul(n, stride_n))
-                    a = emit.broadcast(emit.pointer(place, factor.dtype), factor.dtype)
-                    for j in range(TILE[1]):
-                        k = i * TILE[1] + j
-                        carried[k] = emit.multiply_add(a, b[j], carried[k])
-            for value, place, mask in zip(sums, places, masks * TILE[0], strict=True):
-                emit.store(value, place, out.dtype, mask, streamed=streamed)
-
-        vector_bytes = emit.lanes * out.dtype.bitwidth // 8
-        rest = builder.and_(builder.or_(*_pair(builder, to)), INT(vector_bytes - 1))
-        is_aligned = builder.icmp_signed("==", rest, INT(0))
-        full = builder.icmp_signed(">=", left, INT(TILE[1] * emit.lanes))
-        with builder.if_else(full) as (whole, partly):
-            with whole, builder.if_else(builder.and_(streamed, is_aligned)) as (past, through):
-                with past:
-                    tile([None] * TILE[1], streamed=True)
-                with through:
-                    tile([None] * TILE[1])
-            with partly:
-                tile([emit.mask(builder.sub(left, offset)) for offset in offsets])
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@intrinsic
-def _exponentials(typing, row, address, num):
-    """Replace `num` numbers z at an address by exp(z - m); their largest number m, and the sum.
-
-    `row` is an array, for its dtype.
-    """
-    signature = types.UniTuple(row.dtype, 2)(row, types.int64, types.int64)
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        emit = Vectors(context, builder, row.dtype)
-        address, num = values[1:]
-        lowest = emit.constant(-math.inf)
-
-        def compare(index: Any, carried: list[Any], mask: Any) -> None:
-            value = emit.load(emit.pointer(address, row.dtype, index), row.dtype, mask)
-            value = value if mask is None else builder.select(mask, value, lowest)
-            carried[0] = emit.maximum(carried[0], value)
-
-        largest = emit.largest(emit.row(num, [lowest], compare)[0])
-        shift = emit.everywhere(largest)
-
-        def add(index: Any, carried: list[Any], mask: Any) -> None:
-            place = emit.pointer(address, row.dtype, index)
-            value = emit.exp(builder.fsub(emit.load(place, row.dtype, mask), shift))
-            emit.store(value, place, row.dtype, mask)
-            value = value if mask is None else builder.select(mask, value, emit.zero)
-            carried[0] = builder.fadd(carried[0], value)
-
-        (total,) = emit.sums(emit.row(num, [emit.zero], add))
-        return context.make_tuple(builder, signature.return_type, [largest, total])
-
-    return signature, generate
-
-
-@intrinsic
-def _scaled_row(typing, source, out, start, to, num, factor):
-    """out[k] = factor · source[k] for `num` numbers from the addresses `start` and `to` on.
-
-    `source` and `out` are arrays, for their dtypes; the factor has the dtype of sums.
-    """
-    integer = types.int64
-    signature = types.void(source, out, integer, integer, integer, factor)
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        emit = Vectors(context, builder, signature.args[5])
-        start, to, num, factor = values[2:]
-        scale = emit.everywhere(factor)
-
-        def step(index: Any, _: list[Any], mask: Any) -> None:
-            value = emit.load(emit.pointer(start, source.dtype, index), source.dtype, mask)
-            value = builder.fmul(scale, value)
-            emit.store(value, emit.pointer(to, out.dtype, index), out.dtype, mask)
-
-        emit.row(num, [], step)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@_compiled
+@compiled
 def sort_rows(position, source, factor, out):
     """out[i] = factor[i] · source[position[i]], followed by zeros.
 
@@ -240,20 +64,20 @@ def sort_rows(position, source, factor, out):
     for i in range(len(out)):
         start = source.ctypes.data + position[i] * source.strides[0]
         to = out.ctypes.data + i * out.strides[0]
-        _scaled_row(source, out, start, to, num, factor[i])
+        scaled_row(source, out, start, to, num, factor[i])
         out[i, num:] = 0
 
 
-@_compiled
+@compiled
 def unsort_rows(position, source, factor, out):
     """out[position[i]] = factor[i] · source[i], as far as rows of `out` go; see `sort_rows`."""
     for i in range(len(out)):
         start = source.ctypes.data + i * source.strides[0]
         to = out.ctypes.data + position[i] * out.strides[0]
-        _scaled_row(source, out, start, to, out.shape[1], factor[i])
+        scaled_row(source, out, start, to, out.shape[1], factor[i])
 
 
-@_compiled
+@compiled
 def list_nodes(node, first_row, num_children):
     """The visited nodes, in the order of their rows, of `node` [D, P], see `Visits`.
 
@@ -279,86 +103,164 @@ def list_nodes(node, first_row, num_children):
     return found[:num].copy()
 
 
-@_compiled
-def _dots(hidden, weight, num, n, starts, out):
-    """The products of `num` hidden vectors with `n` rows; addresses as of `_dot_tile`."""
-    strides = (hidden.strides[0], weight.strides[0])
+@compiled
+def _dots(hidden, weight, size, num, n, starts, strides, out):
+    """The products of `num` hidden vectors [size] with `n` rows; addresses as of `dot_tile`."""
+    item_bytes = max(hidden.itemsize, 4)
     for j in range(0, n, TILE[1]):
         for i in range(0, num, TILE[0]):
             first = (starts[0] + i * strides[0], starts[1] + j * strides[1])
-            to = (out[0] + i * out[1] + j * hidden.itemsize, out[1])
+            to = (out[0] + i * out[1] + j * item_bytes, out[1])
             last = (num - 1 - i, n - 1 - j)
-            _dot_tile(hidden, weight, hidden.shape[1], first, strides, to, last)
+            dot_tile(hidden, weight, size, first, strides, to, last)
 
 
-@_compiled
+@compiled
 def _sums(factor, rows, out, num, num_terms, starts, strides, to, added, streamed):
-    """`num` rows of sums of `num_terms` rows; addresses and flags as of `_sum_tile`."""
-    num_columns, columns = out.shape[1], TILE[1] * (VECTOR_BYTES // factor.itemsize)
+    """`num` rows of sums of `num_terms` rows; addresses and flags as of `sum_tile`."""
+    num_columns = out.shape[1]
+    columns = TILE[1] * (VECTOR_BYTES // max(factor.itemsize, 4))
     for k in range(0, num_columns, columns):
         for i in range(0, num, TILE[0]):
             first = (starts[0] + i * strides[0], starts[1] + k * rows.itemsize)
             place = (to[0] + i * to[1] + k * out.itemsize, to[1])
             last, left = num - 1 - i, num_columns - k
-            _sum_tile(
+            sum_tile(
                 factor, rows, out, num_terms, first, strides, place, last, left, added, streamed
             )
 
 
-@_compiled
+@compiled
+def _softmaxes(rows, low, place, low_place, num, n, bias_address, child, log_prob, is_kept):
+    """(2) and (4) in place of the logits without biases of a node's `num` visits and `n` children.
+
+    Places are as of `softmax_rows`; child [num] and log_prob [num] are the visits'.
+    """
+    out = np.empty((TILE[0], 2), rows.dtype)
+    for v in range(0, num, TILE[0]):
+        here = (place[0] + v * place[1], place[1])
+        low_here = (low_place[0] + v * low_place[1], low_place[1])
+        last, address = num - 1 - v, child.ctypes.data + 8 * v
+        softmax_rows(
+            rows, low, here, low_here, last, n, bias_address, address, out.ctypes.data, is_kept
+        )
+        for i in range(min(TILE[0], num - v)):
+            log_prob[v + i] = out[i, 0] - math.log(out[i, 1])
+
+
+@compiled
+def _set_unvisited(nodes, begin, end, d_hidden):
+    """Zeros in place of the rows from `begin` to `end` of positions that do not visit the root."""
+    visits_root = len(nodes) > 0 and nodes[0, 5] == 0
+    if d_hidden.size > 0:
+        d_hidden[max(begin, nodes[0, 1] if visits_root else 0) : end] = 0
+
+
+@compiled
 def forward(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_hidden, widest):
     """(1) to (5) of the sorted positions from `begin` to `end`.
 
     Args:
         nodes: from `list_nodes`.
-        hidden: [P, W] of the sorted positions; `bias` [R] and all results have its dtype.
+        hidden: [P, ≥ W] of the sorted positions; `bias` [R] and all results have its dtype.
         weight: [R, W].
-        bias: [R], or [0] for none.
+        bias: [R], or zeros [widest] for none.
         child: [D, P].
         log_prob: [D, P], set for each visit.
         error: flat, set to the errors; or [0], and they are not saved.
-        d_hidden: [P, W], to which (5) is added without d nll; or [0, W].
+        d_hidden: [P, W], set to (5) without d nll; or [0, W].
         widest: the most children of a node.
     """
-    size, is_saved = hidden.itemsize, error.size > 0
+    size, is_saved, has_bias = hidden.itemsize, error.size > 0, len(bias) == len(weight)
     rows = error if is_saved else np.empty(VISITS * widest, hidden.dtype)
+    row_strides = (hidden.strides[0], weight.strides[0])
+    _set_unvisited(nodes, begin, end, d_hidden)
     for start, stop, row, n, offset, level in nodes:
         weight_address = weight.ctypes.data + row * weight.strides[0]
+        bias_address = bias.ctypes.data + (row * size if has_bias else 0)
         for v in range(max(start, begin), min(stop, end), VISITS):
             num = min(VISITS, min(stop, end) - v)
             first = offset + (v - start) * n if is_saved else 0
             address = rows.ctypes.data + first * size
             starts = (hidden.ctypes.data + v * hidden.strides[0], weight_address)
-            _dots(hidden, weight, num, n, starts, (address, n * size))
-            for i in range(num):
-                logits = rows[first + i * n : first + (i + 1) * n]
-                if bias.size > 0:
-                    logits += bias[row : row + n]
-                target = child[level, v + i]
-                logit = logits[target]
-                largest, total = _exponentials(rows, address + i * n * size, n)
-                log_q = logit - largest - math.log(total)
-                log_prob[level, v + i] = log_q
-                if is_saved:
-                    logits *= 1 / total
-                    logits[target] = math.expm1(log_q)
+            _dots(hidden, weight, weight.shape[1], num, n, starts, row_strides, (address, n * size))
+            place, visits = (address, n * size), slice(v, v + num)
+            targets, found = child[level, visits], log_prob[level, visits]
+            _softmaxes(rows, rows, place, place, num, n, bias_address, targets, found, is_saved)
             if d_hidden.size > 0:
                 strides = (n * size, size, weight.strides[0])
                 to = (d_hidden.ctypes.data + v * d_hidden.strides[0], d_hidden.strides[0])
                 for j in range(0, n, TERMS):
                     starts = (address + j * size, weight_address + j * weight.strides[0])
-                    terms = min(TERMS, n - j)
-                    _sums(rows, weight, d_hidden, num, terms, starts, strides, to, True, False)
+                    terms, added = min(TERMS, n - j), level > 0 or j > 0
+                    _sums(rows, weight, d_hidden, num, terms, starts, strides, to, added, False)
 
 
-@_compiled
+@compiled
+def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_hidden, widest):
+    """The same with products of bf16 numbers: hidden vectors, rows, and errors rounded to them.
+
+    `hidden` has bf16, `weight` bf16 or fp32, the others fp32.
+    """
+    is_saved, has_bias, pairs = error.size > 0, len(bias) == len(weight), (widest + 1) // 2
+    rows = error if is_saved else np.empty(VISITS * widest, np.float32)
+    low_rows = np.empty((widest if weight.itemsize > 2 else 0, hidden.shape[1]), np.uint16)
+    low_errors = np.zeros((VISITS, 2 * pairs), np.uint16)
+    _set_unvisited(nodes, begin, end, d_hidden)
+    for start, stop, row, n, offset, level in nodes:
+        if max(start, begin) >= min(stop, end):
+            continue
+        row_address, row_stride = weight.ctypes.data + row * weight.strides[0], weight.strides[0]
+        bias_address = bias.ctypes.data + (row * 4 if has_bias else 0)
+        if weight.itemsize > 2:
+            for j in range(n):
+                to = low_rows.ctypes.data + j * low_rows.strides[0]
+                start_j = row_address + j * row_stride
+                scaled_row(weight, low_rows, start_j, to, weight.shape[1], np.float32(1))
+            row_address, row_stride = low_rows.ctypes.data, low_rows.strides[0]
+        for v in range(max(start, begin), min(stop, end), VISITS):
+            num = min(VISITS, min(stop, end) - v)
+            first = offset + (v - start) * n if is_saved else 0
+            address = rows.ctypes.data + first * 4
+            starts = (hidden.ctypes.data + v * hidden.strides[0], row_address)
+            strides, size = (hidden.strides[0], row_stride), weight.shape[1]
+            _dots(hidden, hidden, size, num, n, starts, strides, (address, n * 4))
+            place, visits = (address, n * 4), slice(v, v + num)
+            low_place = (low_errors.ctypes.data, low_errors.strides[0])
+            targets, found = child[level, visits], log_prob[level, visits]
+            _softmaxes(
+                rows, low_errors, place, low_place, num, n, bias_address, targets, found, is_saved
+            )
+            if n % 2:
+                low_errors[:, n] = 0
+            if d_hidden.size > 0:
+                of_errors = (low_errors.strides[0], 2, row_stride)
+                to = (d_hidden.ctypes.data + v * d_hidden.strides[0], d_hidden.strides[0])
+                for j in range(0, n, 2 * TERMS):
+                    starts = (low_errors.ctypes.data + 2 * j, row_address + j * row_stride)
+                    terms, added = min(2 * TERMS, n - j), level > 0 or j > 0
+                    _sums(
+                        low_errors,
+                        hidden,
+                        d_hidden,
+                        num,
+                        terms,
+                        starts,
+                        of_errors,
+                        to,
+                        added,
+                        False,
+                    )
+
+
+@compiled
 def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
     """(6) of the rows from `begin` to `end`.
 
     Args:
         nodes: from `list_nodes`.
         error: as `forward` saves it.
-        hidden: [P, W] of the sorted positions, multiplied by d_nll [P].
+        hidden: [P, ≥ W] of the sorted positions, multiplied by d_nll [P].
         d_weight: [R, W], of which the rows of visited nodes are set; or [0, W].
         d_bias: [R] in the dtype of hidden, to which gradients are added; or [0].
     """
@@ -367,6 +269,8 @@ def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
     is_large = d_weight.size * d_weight.itemsize > CACHE_BYTES
     for start, stop, row, n, offset, _ in nodes:
         first, num = max(row, begin), min(row + n, end) - max(row, begin)
+        if num <= 0:
+            continue
         streamed = is_large and stop - start <= step
         to = (d_weight.ctypes.data + first * d_weight.strides[0], d_weight.strides[0])
         strides = (size, n * size, hidden.strides[0])
@@ -378,7 +282,48 @@ def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
             )
             terms = min(step, stop - v)
             _sums(error, hidden, d_weight, num, terms, starts, strides, to, v > start, streamed)
-        for v in range(start, stop if d_bias.size > 0 else start):
-            place = offset + (v - start) * n - row
-            for j in range(first, first + num):
-                d_bias[j] += error[place + j] * d_nll[v]
+        _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset - row, n)
+
+
+@compiled
+def backward_bf16(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
+    """The same with products of bf16 numbers: hidden vectors, and errors times d_nll.
+
+    `hidden` has bf16 and is not multiplied by d_nll.
+    """
+    is_rounded = d_weight.itemsize == 2
+    step = len(hidden) + 1 if is_rounded else 2 * TERMS
+    is_large = d_weight.size * d_weight.itemsize > CACHE_BYTES
+    most_visits, most_rows = 0, 0
+    for start, stop, row, n, _, _ in nodes:
+        most_visits = max(most_visits, min(stop - start, step))
+        most_rows = max(most_rows, min(row + n, end) - max(row, begin))
+    pairs = np.empty((most_visits + 1) // 2 * most_rows * 2, np.uint16)
+    for start, stop, row, n, offset, _ in nodes:
+        first, num = max(row, begin), min(row + n, end) - max(row, begin)
+        if num <= 0:
+            continue
+        streamed = is_large and stop - start <= step
+        to = (d_weight.ctypes.data + first * d_weight.strides[0], d_weight.strides[0])
+        for v in range(start, stop if d_weight.size > 0 else start, step):
+            terms = min(step, stop - v)
+            for m in range(0, terms, 2):
+                place = error.ctypes.data + 4 * (offset + (v + m - start) * n + first - row)
+                is_pair = m + 1 < terms
+                other = place + 4 * n if is_pair else place
+                factor = d_nll[v + m + 1] if is_pair else np.float32(0)
+                pair_place = pairs.ctypes.data + 2 * m * num
+                paired_rows(error, place, other, pair_place, num, d_nll[v + m], factor)
+            starts = (pairs.ctypes.data, hidden.ctypes.data + v * hidden.strides[0])
+            strides = (4, 2 * num, hidden.strides[0])
+            _sums(pairs, hidden, d_weight, num, terms, starts, strides, to, v > start, streamed)
+        _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset - row, n)
+
+
+@compiled
+def _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset, n):
+    """(6) of the biases of `num` rows from `first` on, whose errors begin at offset + row."""
+    for v in range(start, stop if d_bias.size > 0 else start):
+        place = error.ctypes.data + error.itemsize * (offset + (v - start) * n + first)
+        to = d_bias.ctypes.data + d_bias.itemsize * first
+        add_scaled_row(error, d_bias, place, to, num, d_nll[v])

@@ -16,13 +16,33 @@ from numba.core import cgutils, codegen, config
 FEATURES = codegen.get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
 HAS_AVX512 = "+avx512f" in FEATURES.split(",")
 """Of the processor that numba compiles for, which the variable NUMBA_CPU_FEATURES may limit."""
+HAS_BF16 = HAS_AVX512 and "+avx512bf16" in FEATURES.split(",")
+"""Whether there are instructions for bf16, which take numbers below 1.2e-38 for 0."""
 VECTOR_BYTES = 64 if HAS_AVX512 else 32
 INT = ir.IntType(64)
 _FLOATS = {ir.FloatType(): (4, "f32"), ir.DoubleType(): (8, "f64"), ir.HalfType(): (2, "f16")}
+_SCALARS = {
+    types.float64: ir.DoubleType(),
+    types.float32: ir.FloatType(),
+    types.uint16: ir.IntType(16),
+}
 _EXP = [1 / math.factorial(i) for i in range(7, -1, -1)]
 """Taylor series of exp: its rest is below a rounding of fp32 up to log(2) / 2."""
 _LEAST_EXP = -87.0
 """exp of smaller numbers is 0, before it is a subnormal number of fp32."""
+
+
+class _BFloat(ir.Type):
+    """bf16, which llvmlite has no type for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
 
 
 class Vectors:
@@ -30,13 +50,13 @@ class Vectors:
 
     Args:
         context, builder: of numba's code generation.
-        compute: fp32 or fp64, numba's type.
+        compute: fp32 or fp64, numba's type; or uint16 for numbers that stay in bf16.
     """
 
     def __init__(self, context: Any, builder: Any, compute: Any) -> None:
         self.builder = builder
-        self.scalar = ir.DoubleType() if compute == types.float64 else ir.FloatType()
-        self.item_bytes = _FLOATS[self.scalar][0]
+        self.scalar = _SCALARS[compute]
+        self.item_bytes = _size(self.scalar)[0]
         self.lanes = VECTOR_BYTES // self.item_bytes
         self.vector = ir.VectorType(self.scalar, self.lanes)
         self.zero = ir.Constant(self.vector, None)
@@ -63,29 +83,52 @@ class Vectors:
         """A vector to memory, rounded to the nearest number of `dtype`.
 
         A streamed one goes past the caches, which then do not read the memory first; it is aligned
-        to its size.
+        to its size, or one of bf16 numbers that are not rounded to half of it.
         """
         stored = ir.VectorType(_stored(dtype), self.lanes)
         value = self._narrowed(value, stored)
         pointer = self.builder.bitcast(pointer, stored.as_pointer())
         num_bytes, short = _size(stored.element)
-        if mask is None:
-            size = num_bytes * (self.lanes if streamed else 1)
-            instruction = self.builder.store(value, pointer, align=size)
-            if streamed:
-                once = self.builder.module.add_metadata([ir.IntType(32)(1)])
-                instruction.set_metadata("nontemporal", once)
+        if mask is None and streamed:
+            self._stream(value, pointer)
+        elif mask is None:
+            self.builder.store(value, pointer, align=num_bytes)
         else:
             name = f"llvm.masked.store.v{self.lanes}{short}.p0"
             self._call(name, ir.VoidType(), [value, pointer, ir.IntType(32)(num_bytes), mask])
 
-    def everywhere(self, value: Any) -> Any:
+    def _stream(self, value: Any, pointer: Any) -> None:
+        """Store a vector of numbers past the caches; of more than 16 in bf16, half by half."""
+        num, whole = value.type.count, value.type.element
+        num_bytes = _size(whole)[0]
+        size = num // 2 if num == 2 * VECTOR_BYTES // 4 else num
+        once = self.builder.module.add_metadata([ir.IntType(32)(1)])
+        for start in range(0, num, size):
+            order = list(range(start, start + size))
+            part = value if size == num else self._shuffled(value, value, order)
+            place = self.builder.bitcast(pointer, part.type.as_pointer())
+            place = self.builder.gep(place, [INT(start // size)])
+            instruction = self.builder.store(part, place, align=num_bytes * size)
+            instruction.set_metadata("nontemporal", once)
+
+    def store_numbers(self, numbers: Sequence[Any], pointer: Any, num: Any) -> None:
+        """The first `num` of some numbers, or all of them, to memory; none of them is rounded."""
+        kind = ir.VectorType(self.scalar, len(numbers))
+        value = ir.Constant(kind, ir.Undefined)
+        for lane, number in enumerate(numbers):
+            value = self.builder.insert_element(value, number, ir.IntType(32)(lane))
+        name = f"llvm.masked.store.v{kind.count}{_size(self.scalar)[1]}.p0"
+        pointer = self.builder.bitcast(pointer, kind.as_pointer())
+        align, mask = ir.IntType(32)(self.item_bytes), self.mask(num, kind.count)
+        self._call(name, ir.VoidType(), [value, pointer, align, mask])
+
+    def everywhere(self, value: Any, lanes: int | None = None) -> Any:
         """A vector of one number."""
-        lanes = ir.VectorType(value.type, self.lanes)
+        kind = ir.VectorType(value.type, lanes or self.lanes)
         first = self.builder.insert_element(
-            ir.Constant(lanes, ir.Undefined), value, ir.IntType(32)(0)
+            ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0)
         )
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), None)
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), None)
         return self.builder.shuffle_vector(first, first, zeros)
 
     def broadcast(self, pointer: Any, dtype: Any) -> Any:
@@ -100,42 +143,96 @@ class Vectors:
         """A · b + c, rounded once."""
         return self._call(self._name("fma"), self.vector, [a, b, c])
 
+    def dot(self, a: Any, b: Any, c: Any) -> Any:
+        """C in fp32 plus both products of the pairs of bf16 numbers in each lane of a and b."""
+        pairs = ir.VectorType(ir.IntType(32), self.lanes)
+        arguments = [c, *(self.builder.bitcast(pair, pairs) for pair in (a, b))]
+        return self._call("llvm.x86.avx512bf16.dpbf16ps.512", self.vector, arguments)
+
+    def interleaved(self, a: Any, b: Any) -> list[Any]:
+        """The pairs (a[k], b[k]) of bf16 numbers, two vectors of them.
+
+        The first one has half of each block of 8 k, the second one the other half: a processor has
+        an instruction for this order.
+        """
+        starts = range(0, self.lanes, 8)
+        halves = ([s + half + k for s in starts for k in range(4)] for half in (0, 4))
+        return [
+            self._shuffled(a, b, [i for k in half for i in (k, self.lanes + k)]) for half in halves
+        ]
+
+    def halves_split(self, a: Any, b: Any) -> list[Any]:
+        """Of each 8 numbers of the vectors a and b the first 4, and the others."""
+        starts = range(0, 2 * self.lanes, 8)
+        return [
+            self._shuffled(a, b, [s + half + k for s in starts for k in range(4)])
+            for half in (0, 4)
+        ]
+
+    def halves_merged(self, a: Any, b: Any) -> list[Any]:
+        """The opposite of `halves_split`."""
+        order = [
+            i + k for s in range(0, self.lanes, 4) for i in (s, s + self.lanes) for k in range(4)
+        ]
+        return [self._shuffled(a, b, half) for half in (order[: self.lanes], order[self.lanes :])]
+
+    def rounded_halves(self, a: Any, b: Any) -> Any:
+        """What `halves_merged` gives, rounded to bf16, in one vector."""
+        numbers = ir.VectorType(_BFloat(), 2 * self.lanes)
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        value = self.builder.bitcast(
+            self._call(name, numbers, [b, a]), ir.VectorType(ir.IntType(16), 2 * self.lanes)
+        )
+        starts = range(0, self.lanes, 4)
+        order = [i + k for s in starts for i in (s, s + self.lanes) for k in range(4)]
+        return self._shuffled(value, value, order)
+
+    def paired(self, a: Any, b: Any) -> Any:
+        """The pairs of both vectors' numbers, rounded to bf16, in the lanes of one."""
+        builder, words = self.builder, ir.VectorType(ir.IntType(32), self.lanes)
+        short = ir.VectorType(ir.IntType(16), self.lanes)
+        low, high = (builder.zext(self._narrowed(value, short), words) for value in (a, b))
+        pairs = builder.or_(low, builder.shl(high, _all(words, 16)))
+        return builder.bitcast(pairs, self.vector)
+
     def maximum(self, a: Any, b: Any) -> Any:
         """The larger number of each lane; the other one if one is NaN."""
         return self._call(self._name("maxnum"), self.vector, [a, b])
 
-    def largest(self, value: Any) -> Any:
-        """The largest of a vector's numbers."""
-        return self._call(self._name("vector.reduce.fmax"), self.scalar, [value])
-
     def sums(self, values: Sequence[Any]) -> list[Any]:
-        """The sum of each vector's numbers, of halves, of halves of these, and so on.
+        """The sum of each vector's numbers, see `reduced`."""
+        return self.reduced(values, self.builder.fadd)
 
-        Halves of two vectors are added at a time, so that an addition serves all lanes.
+    def reduced(self, values: Sequence[Any], combine: Callable[[Any, Any], Any]) -> list[Any]:
+        """Each vector's numbers combined: of halves, of halves of these, and so on.
+
+        Halves of two vectors are combined at a time, so that an operation serves all lanes.
         """
         found: list[Any] = []
         for first in range(0, len(values), self.lanes):
             group = list(values[first : first + self.lanes])
-            group += [self.zero] * (self.lanes - len(group))
+            num = len(group)
             half = self.lanes // 2
             while half:
+                group += [group[0]] * (len(group) % 2)
                 pairs = zip(group[::2], group[1::2], strict=True)
-                group = [self._halves_added(a, b, half) for a, b in pairs]
+                group = [self._halves_combined(a, b, half, combine) for a, b in pairs]
                 half //= 2
-            lanes = map(ir.IntType(32), range(self.lanes))
+            lanes = map(ir.IntType(32), range(num))
             found += [self.builder.extract_element(group[0], lane) for lane in lanes]
-        return found[: len(values)]
+        return found
 
-    def _halves_added(self, a: Any, b: Any, half: int) -> Any:
-        """Of each block of 2 · `half` numbers the sums of its two halves, those of a before b's."""
+    def _halves_combined(self, a: Any, b: Any, half: int, combine: Callable[..., Any]) -> Any:
+        """Of each block of 2 · `half` numbers its two halves combined, those of a before b's."""
         starts = range(0, 2 * self.lanes, 2 * half)
         low = [start + i for start in starts for i in range(half)]
-        mask = ir.VectorType(ir.IntType(32), self.lanes)
-        lows, highs = (
-            self.builder.shuffle_vector(a, b, ir.Constant(mask, [i + shift for i in low]))
-            for shift in (0, half)
-        )
-        return self.builder.fadd(lows, highs)
+        lows, highs = (self._shuffled(a, b, [i + shift for i in low]) for shift in (0, half))
+        return combine(lows, highs)
+
+    def _shuffled(self, a: Any, b: Any, order: list[int]) -> Any:
+        """Numbers of a, and of b from `lanes` on."""
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order)
+        return self.builder.shuffle_vector(a, b, mask)
 
     def prefetch(self, pointer: Any) -> None:
         """Bring memory into the caches before it is read; any address is allowed."""
@@ -165,10 +262,18 @@ class Vectors:
         is_tiny = builder.fcmp_ordered("<", x, self.constant(_LEAST_EXP))
         return builder.select(is_tiny, self.zero, builder.fmul(series, power))
 
-    def mask(self, num: Any) -> Any:
+    def mask(self, num: Any, lanes: int | None = None) -> Any:
         """Which lanes are below a number."""
-        lanes = ir.Constant(ir.VectorType(INT, self.lanes), list(range(self.lanes)))
-        return self.builder.icmp_signed("<", lanes, self.everywhere(num))
+        lanes = lanes or self.lanes
+        numbers = ir.Constant(ir.VectorType(INT, lanes), list(range(lanes)))
+        return self.builder.icmp_signed("<", numbers, self.everywhere(num, lanes))
+
+    def lane_is(self, number: Any) -> Any:
+        """Which lane has a number, if any."""
+        words = ir.VectorType(ir.IntType(32), self.lanes)
+        lanes = ir.Constant(words, list(range(self.lanes)))
+        wanted = self.everywhere(self.builder.trunc(number, words.element))
+        return self.builder.icmp_signed("==", lanes, wanted)
 
     @contextmanager
     def loop(self, stop: Any, step: int, carried: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
@@ -211,6 +316,8 @@ class Vectors:
 
     def _widened(self, value: Any, to: Any) -> Any:
         """Numbers as they are in memory, a vector or a scalar, in the type `to`."""
+        if value.type == to:
+            return value
         if isinstance(getattr(value.type, "element", value.type), ir.IntType):
             word = _like(to, ir.IntType(32))
             value = self.builder.shl(self.builder.zext(value, word), _all(word, 16))
@@ -224,6 +331,8 @@ class Vectors:
             return value
         if not isinstance(to.element, ir.IntType):
             return builder.fptrunc(value, to)
+        if HAS_BF16 and value.type.element == ir.FloatType():
+            return builder.bitcast(builder.fptrunc(value, _like(to, _BFloat())), to)
         word = _like(to, ir.IntType(32))
         is_nan = builder.fcmp_unordered("uno", value, value)
         bits = (
@@ -259,7 +368,7 @@ def _stored(dtype: Any) -> Any:
 
 
 def _size(kind: Any) -> tuple[int, str]:
-    """Bytes and name of an LLVM type."""
+    """Bytes and name of an LLVM type of numbers in memory."""
     return (2, "i16") if isinstance(kind, ir.IntType) else _FLOATS[kind]
 
 

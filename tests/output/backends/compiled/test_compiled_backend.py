@@ -14,9 +14,11 @@ from torch import Tensor
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS, choose_backend, verify
 from lm.output.backends.base import Backend, Gradients, Needs, Problem
-from lm.output.backends.compiled import backend, node_loops
+from lm.output.backends.compiled import backend, node_loops, vectors
+from lm.output.backends.compiled.backend import CompiledBackend
+from lm.output.backends.visits import route
 
-from ...definition import gradients, nll, problem, two_level
+from ...definition import TREES, assert_errors_are_small, gradients, nll, problem, two_level
 
 CPU = torch.device("cpu")
 ALL = Needs(hidden=True, weight=True, bias=True)
@@ -40,6 +42,35 @@ def test_results_are_those_of_the_reference_for_all_sizes_of_tiles(
         for ours, true in zip(actual, expected, strict=True):
             difference = (ours - true).abs().max()
             assert difference <= 40 * torch.finfo(dtype).eps * true.abs().max()
+
+
+@pytest.mark.parametrize("has_instructions", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("size", "num_words", "num_classes", "num_positions"),
+    [(1, 7, 3, 5), (17, 91, 4, 201), (33, 299, 2, 70), (304, 5000, 70, 150)],
+)
+def test_products_of_bf16_numbers_are_as_exact_as_those_of_pytorch(
+    size: int,
+    num_words: int,
+    num_classes: int,
+    num_positions: int,
+    dtype: torch.dtype,
+    has_instructions: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hidden vectors are in bf16, rows and biases in `dtype`; plain torch has all in bf16."""
+    monkeypatch.setattr(vectors, "HAS_BF16", vectors.HAS_BF16 and has_instructions)
+    tree = two_level(num_words, num_classes)
+    hidden, *parameters, target = problem(tree, num_positions, size=size, dtype=torch.float32)
+    inputs = [hidden.bfloat16(), *(tensor.to(dtype) for tensor in parameters)]
+    upstream = torch.randn(num_positions, dtype=torch.float64)
+    true = gradients([x.double() for x in inputs], target, tree, upstream, "reference")
+    plain = [x.bfloat16() for x in inputs]
+    base = gradients(plain, target, tree, upstream, "reference")
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = gradients(inputs, target, tree, upstream, "compiled")
+    assert_errors_are_small([actual, base, true], slack=torch.finfo(torch.bfloat16).eps)
 
 
 def test_exp_is_right_to_two_roundings_down_to_the_smallest_numbers() -> None:
@@ -85,10 +116,13 @@ def _gradients(solved: Problem, d_nll: Tensor) -> Gradients:
     return compiled.backward(d_nll, solved, saved, ALL)
 
 
-def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_do_not_depend_on_the_number_of_threads(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(backend, "LEAST_COLUMNS", 0)
     tree = ClassTree.balanced(3000, 12)
-    *inputs, target = problem(tree, 333, size=37, dtype=torch.float32)
+    *inputs, target = problem(tree, 333, size=37, dtype=dtype)
     upstream, before = torch.randn(333), torch.get_num_threads()
     try:
         found = []
@@ -99,6 +133,17 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
         torch.set_num_threads(before)
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.parametrize("tree", [*TREES.values(), ClassTree.two_level(torch.arange(70_000) // 2)])
+def test_visits_are_those_of_the_reference(tree: ClassTree) -> None:
+    """Ranks of the last tree's nodes have three digits."""
+    hidden, weight, bias, target = problem(tree, 300)
+    solved = Problem.of(hidden, weight, target, tree, bias)
+    saved = CompiledBackend()._with_visits(solved, ALL)
+    expected = route(target, tree.arrays, tree.depth, -100)
+    for ours, theirs in zip(saved, expected, strict=False):
+        assert torch.equal(ours, theirs)
 
 
 def test_threads_divide_the_work_evenly() -> None:
@@ -160,12 +205,12 @@ def test_wrong_loops_are_replaced_with_one_warning(monkeypatch: pytest.MonkeyPat
     assert choose_backend("auto", example, CPU) == "reference"  # warnings are errors
 
 
-def without_avx512(code: str) -> str:
-    """What code prints where numba compiles for a processor without AVX-512."""
+def without(name: str, code: str) -> str:
+    """What code prints where numba compiles for a processor without some instructions."""
     from numba.core import codegen
 
     features = codegen.get_host_cpu_features()  # type: ignore[no-untyped-call]
-    limited = features.replace("+avx512", "-avx512")
+    limited = features.replace(f"+{name}", f"-{name}")
     environment = os.environ | {"NUMBA_CPU_FEATURES": limited}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
@@ -175,12 +220,14 @@ def without_avx512(code: str) -> str:
 
 
 def test_vectors_are_as_wide_as_the_instructions_that_numba_compiles_for() -> None:
-    code = "from lm.output.backends.compiled import vectors; print(vectors.VECTOR_BYTES)"
-    assert without_avx512(code) == "32"
+    code = "from lm.output.backends.compiled.vectors import *; print(VECTOR_BYTES, HAS_BF16)"
+    assert without("avx512", code) == "32 False"
+    assert without("avx512bf16", code).endswith("False")
 
 
 @pytest.mark.long
-def test_loops_without_avx512_agree_with_the_reference() -> None:
+@pytest.mark.parametrize("name", ["avx512", "avx512bf16"])
+def test_loops_without_instructions_agree_with_the_reference(name: str) -> None:
     code = (
         "import torch\n"
         "from lm.output.backends import BACKENDS, verify\n"
@@ -188,7 +235,7 @@ def test_loops_without_avx512_agree_with_the_reference() -> None:
         "    kind = verify.Kind(dtype, dtype, dtype)\n"
         "    print(verify.difference(BACKENDS['compiled'], torch.device('cpu'), kind, ()))\n"
     )
-    assert without_avx512(code).split() == ["None"] * 4
+    assert without(name, code).split() == ["None"] * 4
 
 
 def test_importing_the_layer_imports_no_compiler() -> None:
@@ -197,10 +244,10 @@ def test_importing_the_layer_imports_no_compiler() -> None:
 
 
 def test_code_is_kept_on_disk_only_if_its_cache_notices_all_changes(tmp_path: Path) -> None:
-    """numba looks at the file of a function alone, which has a hash of `vectors`."""
-    assert node_loops.IS_CACHED, "node_loops.VECTORS is not the hash of vectors.py"
+    """numba looks at the file of a function alone, which has a hash of `vectors` and `tiles`."""
+    assert node_loops.IS_CACHED, "node_loops.EMITTED is not the hash of the others"
     folder = Path(node_loops.__file__).parent
-    for name in ("vectors.py", "node_loops.py"):
+    for name in ("vectors.py", "tiles.py", "node_loops.py"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     code = (
         "import sys, lm.output.backends.compiled as package\n"

@@ -1,0 +1,405 @@
+"""Products of tiles and operations on rows: code of LLVM that the loops over nodes are made of.
+
+A *tile* is a small part of a matrix whose numbers are in registers. Where it exceeds the matrix,
+the matrix's last rows are computed and stored again, and columns are masked: one piece of code
+serves all sizes. Each result is a sum in an order that does not depend on where its tile begins, so
+it is the same bit for bit however the work is divided among threads.
+
+Factors in bf16 are multiplied two at a time, by an instruction that adds both products to a number
+in fp32 (`vectors.HAS_BF16`). A *pair* of them is next to each other in memory.
+"""
+
+import math
+from typing import Any
+
+from numba import types
+from numba.extending import intrinsic
+
+from lm.output.backends.compiled.vectors import HAS_AVX512, INT, Vectors
+
+TILE = (4, 4) if HAS_AVX512 else (4, 3)
+"""Vectors of a tile; processors have 32 or 16 registers for them."""
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype of sums of products of two factors: fp32 for bf16, else the factors'."""
+    return types.float32 if dtype == types.uint16 else dtype
+
+
+def _addresses(builder: Any, first: Any, stride: Any, num: int, last: Any) -> list[Any]:
+    """Of `num` rows; of row number `last` again beyond it."""
+    inside = [builder.icmp_signed("<", INT(i), last) for i in range(num)]
+    rows = [builder.select(is_inside, INT(i), last) for i, is_inside in enumerate(inside)]
+    return [builder.add(first, builder.mul(row, stride)) for row in rows]
+
+
+def _pair(builder: Any, value: Any) -> tuple[Any, Any]:
+    return builder.extract_value(value, 0), builder.extract_value(value, 1)
+
+
+@intrinsic
+def dot_tile(typing, hidden, weight, num, starts, strides, out, last):
+    """out[i, j] = hidden[i] · weight[j] for rows i and j of a tile.
+
+    Args:
+        hidden, weight: arrays, for their dtypes; `out` has that of hidden, or is fp32 for two of
+            bf16.
+        num: the length of the vectors.
+        starts, strides: addresses of the first rows of hidden and weight, and bytes between rows.
+        out: address of out[0, 0], and bytes between its rows.
+        last: the last i and the last j there are in the tile.
+    """
+    pair = types.UniTuple(types.int64, 2)
+    signature = types.void(hidden, weight, types.int64, pair, pair, pair, pair)
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        emit = Vectors(context, builder, sum_dtype(hidden.dtype))
+        is_bf16 = hidden.dtype == types.uint16
+        read = Vectors(context, builder, hidden.dtype) if is_bf16 else emit
+        multiply = emit.dot if is_bf16 else emit.multiply_add
+        num, starts, strides, out, last = values[2], *(_pair(builder, v) for v in values[3:])
+        h, w = (
+            _addresses(builder, *place) for place in zip(starts, strides, TILE, last, strict=True)
+        )
+
+        ahead = builder.mul(strides[1], INT(TILE[1]))
+
+        def step(index: Any, sums: list[Any], mask: Any) -> None:
+            a = [read.load(emit.pointer(x, hidden.dtype, index), hidden.dtype, mask) for x in h]
+            for j, row in enumerate(w):
+                b = read.load(emit.pointer(row, weight.dtype, index), weight.dtype, mask)
+                emit.prefetch(emit.pointer(builder.add(row, ahead), weight.dtype, index))
+                for i in range(TILE[0]):
+                    k = i * TILE[1] + j
+                    sums[k] = multiply(a[i], b, sums[k])
+
+        sums = emit.sums(read.row(num, [emit.zero] * (TILE[0] * TILE[1]), step))
+        num_stored = builder.add(last[1], INT(1))
+        for i, row in enumerate(_addresses(builder, *out, TILE[0], last[0])):
+            place = builder.inttoptr(row, emit.scalar.as_pointer())
+            emit.store_numbers(sums[i * TILE[1] : (i + 1) * TILE[1]], place, num_stored)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def sum_tile(typing, factor, rows, out, num, starts, strides, to, last, left, added, streamed):
+    """out[i, k] = Σ_n factor[i, n] · rows[n, k], or += it, for rows i and columns k of a tile.
+
+    Factors in bf16 are in pairs, of an n and the next one; of an odd number, the last pair has a 0.
+
+    Args:
+        factor, rows, out: arrays, for their dtypes; sums have that of factor, or are in fp32 for
+            factors and rows in bf16.
+        num: how many n there are.
+        starts: addresses of factor[0, 0] and rows[0, 0].
+        strides: bytes of factor from an i to the next, of factor and rows from an n to the next;
+            of pairs half of what is from one to the next.
+        to: address of out[0, 0], and bytes between its rows.
+        last: the last i there is in the tile.
+        left: how many columns there are from the tile's first one on.
+        added: whether sums are added to `out`, which then has their dtype.
+        streamed: whether `out` is too large for the caches, and sums are not added.
+    """
+    integer, flag, pair = types.int64, types.boolean, types.UniTuple(types.int64, 2)
+    three = types.UniTuple(integer, 3)
+    signature = types.void(
+        factor, rows, out, integer, pair, three, pair, integer, integer, flag, flag
+    )
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        emit = Vectors(context, builder, sum_dtype(factor.dtype))
+        num, starts, strides, to, last, left, added, streamed = values[3:]
+        factor_start, row_start = _pair(builder, starts)
+        stride_i, stride_n, row_stride = (builder.extract_value(strides, i) for i in range(3))
+        factors = _addresses(builder, factor_start, stride_i, TILE[0], last)
+        outs = _addresses(builder, *_pair(builder, to), TILE[0], last)
+        offsets = [INT(j * emit.lanes) for j in range(TILE[1])]
+        is_bf16 = factor.dtype == types.uint16
+        terms = (_Pairs if is_bf16 else _Terms)(context, builder, factor.dtype, rows.dtype)
+
+        def tile(left: Any = None, *, streamed: bool = False) -> None:
+            masks = [left and emit.mask(builder.sub(left, offset)) for offset in offsets]
+            places = [emit.pointer(row, out.dtype, offset) for row in outs for offset in offsets]
+            variables = emit.variables([emit.zero] * len(places))
+            with builder.if_then(added):
+                loaded = zip(places, masks * TILE[0], strict=True)
+                before = [emit.load(x, out.dtype, mask) for x, mask in loaded]
+                emit.assign(variables, terms.as_summed(before))
+            sums = [builder.load(variable) for variable in variables]
+            read_masks = terms.masks(left)
+            with emit.loop(num, terms.step, sums) as (n, carried):
+                row = builder.add(row_start, builder.mul(n, row_stride))
+                b = terms.rows(row, row_stride, builder.sub(num, n), read_masks)
+                for i, address in enumerate(factors):
+                    a = terms.factor(builder.add(address, builder.mul(n, stride_n)))
+                    for j in range(TILE[1]):
+                        k = i * TILE[1] + j
+                        carried[k] = terms.add(a, b[j], carried[k])
+            if is_bf16 and out.dtype == types.uint16:
+                for i, row in enumerate(outs):
+                    of_row = sums[i * TILE[1] : (i + 1) * TILE[1]]
+                    terms.store(of_row, row, read_masks, streamed=streamed)
+                return
+            stored = zip(terms.in_order(sums), places, masks * TILE[0], strict=True)
+            for value, place, mask in stored:
+                emit.store(value, place, out.dtype, mask, streamed=streamed)
+
+        vector_bytes = emit.lanes * out.dtype.bitwidth // 8
+        rest = builder.and_(builder.or_(*_pair(builder, to)), INT(vector_bytes - 1))
+        is_aligned = builder.icmp_signed("==", rest, INT(0))
+        full = builder.icmp_signed(">=", left, INT(TILE[1] * emit.lanes))
+        with builder.if_else(full) as (whole, partly):
+            with whole, builder.if_else(builder.and_(streamed, is_aligned)) as (past, through):
+                with past:
+                    tile(streamed=True)
+                with through:
+                    tile()
+            with partly:
+                tile(left)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+class _Terms:
+    """Emits what `sum_tile` adds up: the products of a factor and a row, one n at a time."""
+
+    step = 1
+
+    def __init__(self, context: Any, builder: Any, factor_dtype: Any, row_dtype: Any) -> None:
+        self.builder = builder
+        self.emit = Vectors(context, builder, sum_dtype(factor_dtype))
+        self.factor_dtype, self.row_dtype = factor_dtype, row_dtype
+        self.read = self.emit
+        self.num_loads = TILE[1]
+
+    def masks(self, left: Any) -> list[Any]:
+        """Of the loads of a row; None for all columns."""
+        starts = (INT(j * self.read.lanes) for j in range(self.num_loads))
+        return [left and self.read.mask(self.builder.sub(left, start)) for start in starts]
+
+    def loaded(self, row: Any, masks: list[Any]) -> list[Any]:
+        """The row at an address."""
+        places = (
+            self.emit.pointer(row, self.row_dtype, INT(j * self.read.lanes))
+            for j in range(self.num_loads)
+        )
+        return [self.read.load(x, self.row_dtype, m) for x, m in zip(places, masks, strict=True)]
+
+    def rows(self, row: Any, stride: Any, num_left: Any, masks: list[Any]) -> list[Any]:
+        """The vectors to be multiplied, of the row of this n."""
+        return self.loaded(row, masks)
+
+    def factor(self, address: Any) -> Any:
+        """The factor, in all lanes."""
+        return self.emit.broadcast(self.emit.pointer(address, self.factor_dtype), self.factor_dtype)
+
+    def add(self, a: Any, b: Any, c: Any) -> Any:
+        """C + a · b."""
+        return self.emit.multiply_add(a, b, c)
+
+    def as_summed(self, values: list[Any]) -> list[Any]:
+        """Vectors of columns in the order in which they are summed up."""
+        return values
+
+    def in_order(self, sums: list[Any]) -> list[Any]:
+        """The opposite of `as_summed`."""
+        return sums
+
+
+class _Pairs(_Terms):
+    """The same of bf16 numbers, two n at a time."""
+
+    step = 2
+
+    def __init__(self, context: Any, builder: Any, factor_dtype: Any, row_dtype: Any) -> None:
+        super().__init__(context, builder, factor_dtype, row_dtype)
+        self.read = Vectors(context, builder, row_dtype)
+        self.num_loads = TILE[1] // 2
+
+    def rows(self, row: Any, stride: Any, num_left: Any, masks: list[Any]) -> list[Any]:
+        """Pairs of the rows of this n and the next one, or of this one twice if it is the last."""
+        has_next = self.builder.icmp_signed(">", num_left, INT(1))
+        following = self.builder.select(has_next, self.builder.add(row, stride), row)
+        both = zip(self.loaded(row, masks), self.loaded(following, masks), strict=True)
+        return [pairs for a, b in both for pairs in self.read.interleaved(a, b)]
+
+    def factor(self, address: Any) -> Any:
+        """The pair of factors, in all lanes."""
+        return self.emit.broadcast(self.emit.pointer(address, types.float32), types.float32)
+
+    def add(self, a: Any, b: Any, c: Any) -> Any:
+        """C + both products."""
+        return self.emit.dot(a, b, c)
+
+    def as_summed(self, values: list[Any]) -> list[Any]:
+        """See `Vectors.interleaved`."""
+        pairs = zip(values[::2], values[1::2], strict=True)
+        return [half for a, b in pairs for half in self.emit.halves_split(a, b)]
+
+    def in_order(self, sums: list[Any]) -> list[Any]:
+        """The opposite of `as_summed`."""
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        return [half for a, b in pairs for half in self.emit.halves_merged(a, b)]
+
+    def store(self, sums: list[Any], row: Any, masks: list[Any], *, streamed: bool) -> None:
+        """The sums of a row to memory, rounded to bf16."""
+        pairs = zip(sums[::2], sums[1::2], masks, strict=True)
+        for j, (a, b, mask) in enumerate(pairs):
+            place = self.emit.pointer(row, types.uint16, INT(j * self.read.lanes))
+            value = self.emit.rounded_halves(a, b)
+            self.read.store(value, place, types.uint16, mask, streamed=streamed)
+
+
+@intrinsic
+def softmax_rows(typing, rows, low, place, low_place, last, num, bias, child, out, kept):
+    """(2) and (4) in place of the logits without biases of a few visits, `TILE[0]` or less.
+
+    Args:
+        rows, low: arrays, for their dtypes.
+        place: address of the first visit's logits, and bytes from a visit to the next.
+        low_place: the same of their errors rounded to bf16, if that is the dtype of `low`.
+        last: the last visit there is.
+        num: how many children there are.
+        bias, child: addresses of the children's biases, and of the visits' targets.
+        out: address of two numbers for each visit: the target's logit less the largest one, and the
+            sum of exp(z - largest) over all.
+        kept: whether errors are needed.
+    """
+    integer, pair = types.int64, types.UniTuple(types.int64, 2)
+    signature = types.void(
+        rows, low, pair, pair, integer, integer, integer, integer, integer, types.boolean
+    )
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        dtype, many = rows.dtype, range(TILE[0])
+        emit = Vectors(context, builder, dtype)
+        place, low_place, last, num, bias, child, out, kept = values[2:]
+        visits = _addresses(builder, *_pair(builder, place), TILE[0], last)
+        lowest, one = emit.constant(-math.inf), emit.constant(1)
+
+        def load(index: Any, mask: Any) -> list[Any]:
+            return [emit.load(emit.pointer(visit, dtype, index), dtype, mask) for visit in visits]
+
+        def add_bias(index: Any, largest: list[Any], mask: Any) -> None:
+            added = emit.load(emit.pointer(bias, dtype, index), dtype, mask)
+            logits = [builder.fadd(value, added) for value in load(index, mask)]
+            for i in many:
+                emit.store(logits[i], emit.pointer(visits[i], dtype, index), dtype, mask)
+                value = logits[i] if mask is None else builder.select(mask, logits[i], lowest)
+                largest[i] = emit.maximum(largest[i], value)
+
+        largest = emit.reduced(emit.row(num, [lowest] * TILE[0], add_bias), emit.maximum)
+        targets = [
+            builder.load(builder.inttoptr(address, INT.as_pointer()))
+            for address in _addresses(builder, child, INT(8), TILE[0], last)
+        ]
+        logits = [
+            builder.load(emit.pointer(visit, dtype, target))
+            for visit, target in zip(visits, targets, strict=True)
+        ]
+        shifts = [emit.everywhere(value) for value in largest]
+
+        def exponentials(index: Any, totals: list[Any], mask: Any) -> None:
+            found = [
+                emit.exp(builder.fsub(value, shift))
+                for value, shift in zip(load(index, mask), shifts, strict=True)
+            ]
+            for i in many:
+                emit.store(found[i], emit.pointer(visits[i], dtype, index), dtype, mask)
+                value = found[i] if mask is None else builder.select(mask, found[i], emit.zero)
+                totals[i] = builder.fadd(totals[i], value)
+
+        totals = emit.sums(emit.row(num, [emit.zero] * TILE[0], exponentials))
+        for i, address in enumerate(
+            _addresses(builder, out, INT(2 * emit.item_bytes), TILE[0], last)
+        ):
+            builder.store(builder.fsub(logits[i], largest[i]), emit.pointer(address, dtype))
+            builder.store(totals[i], emit.pointer(address, dtype, INT(1)))
+        with builder.if_then(kept):
+            inverses = [emit.everywhere(builder.fdiv(emit.scalar(1.0), total)) for total in totals]
+            lows = _addresses(builder, *_pair(builder, low_place), TILE[0], last)
+
+            def scale(index: Any, _: list[Any], mask: Any) -> None:
+                for i, value in enumerate(load(index, mask)):
+                    error = builder.fmul(value, inverses[i])
+                    is_target = emit.lane_is(builder.sub(targets[i], index))
+                    error = builder.select(is_target, builder.fsub(error, one), error)
+                    emit.store(error, emit.pointer(visits[i], dtype, index), dtype, mask)
+                    if low.dtype == types.uint16:
+                        to = emit.pointer(lows[i], low.dtype, index)
+                        emit.store(error, to, low.dtype, mask)
+
+            emit.row(num, [], scale)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def scaled_row(typing, source, out, start, to, num, factor):
+    """out[k] = factor · source[k] for `num` numbers from the addresses `start` and `to` on.
+
+    `source` and `out` are arrays, for their dtypes; the factor has the dtype of sums.
+    """
+    return _row_operation(source, out, factor, added=False)
+
+
+@intrinsic
+def add_scaled_row(typing, source, out, start, to, num, factor):
+    """out[k] += factor · source[k], see `scaled_row`."""
+    return _row_operation(source, out, factor, added=True)
+
+
+def _row_operation(source: Any, out: Any, factor: Any, *, added: bool) -> Any:
+    integer = types.int64
+    signature = types.void(source, out, integer, integer, integer, factor)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        emit = Vectors(context, builder, signature.args[5])
+        start, to, num, factor = values[2:]
+        scale = emit.everywhere(factor)
+
+        def step(index: Any, _: list[Any], mask: Any) -> None:
+            value = emit.load(emit.pointer(start, source.dtype, index), source.dtype, mask)
+            place = emit.pointer(to, out.dtype, index)
+            if added:
+                value = emit.multiply_add(scale, value, emit.load(place, out.dtype, mask))
+            else:
+                value = builder.fmul(scale, value)
+            emit.store(value, place, out.dtype, mask)
+
+        emit.row(num, [], step)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def paired_rows(typing, source, start, other, to, num, factor, other_factor):
+    """Pairs of factor · source[k] and other_factor · source[k] in bf16, for `num` k.
+
+    `source` is an array in fp32, for its dtype; the rows begin at the addresses `start` and
+    `other`, the pairs at `to`.
+    """
+    integer, number = types.int64, types.float32
+    signature = types.void(source, integer, integer, integer, integer, number, number)
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        emit = Vectors(context, builder, number)
+        start, other, to, num, *factors = values[1:]
+        scales = [emit.everywhere(factor) for factor in factors]
+
+        def step(index: Any, _: list[Any], mask: Any) -> None:
+            both = [
+                builder.fmul(scale, emit.load(emit.pointer(row, number, index), number, mask))
+                for row, scale in zip((start, other), scales, strict=True)
+            ]
+            emit.store(emit.paired(*both), emit.pointer(to, number, index), number, mask)
+
+        emit.row(num, [], step)
+        return context.get_dummy_value()
+
+    return signature, generate
