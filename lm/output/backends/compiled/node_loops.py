@@ -12,16 +12,14 @@ from typing import Any
 import numba
 import numpy as np
 
-from lm.output.backends.compiled import tiles, vectors
-from lm.output.backends.compiled.tiles import (
-    TILE,
+from lm.output.backends.compiled import row_operations, tiles, vectors
+from lm.output.backends.compiled.row_operations import (
     add_scaled_row,
-    dot_tile,
     paired_rows,
     scaled_row,
     softmax_rows,
-    sum_tile,
 )
+from lm.output.backends.compiled.tiles import TILE, dot_tile, sum_tile
 from lm.output.backends.compiled.vectors import VECTOR_BYTES
 
 VISITS = 16
@@ -30,11 +28,12 @@ TERMS = 64
 """Rows that are summed up at a time, for the same reason."""
 CACHE_BYTES = 1 << 22
 """Gradients from this size on are not expected to be in a cache when they are used."""
-EMITTED = "91661cf5b93ddc4b"
-"""Of the SHA-256 of vectors.py and tiles.py. numba's cache of compiled code notices changes to this
+EMITTING = (vectors, tiles, row_operations)
+EMITTED = "80d41d4d787d8cd7"
+"""Of the SHA-256 of the files of `EMITTING`. numba's cache of compiled code notices changes to this
 file alone, so a change to the others must be noted here."""
 IS_CACHED = (
-    hashlib.sha256(b"".join(Path(each.__file__).read_bytes() for each in (vectors, tiles)))
+    hashlib.sha256(b"".join(Path(each.__file__).read_bytes() for each in EMITTING))
     .hexdigest()
     .startswith(EMITTED)
 )

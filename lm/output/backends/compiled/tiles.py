@@ -1,4 +1,4 @@
-"""Products of tiles and operations on rows: code of LLVM that the loops over nodes are made of.
+"""Products of tiles: code of LLVM that the loops over nodes are made of.
 
 A *tile* is a small part of a matrix whose numbers are in registers. Where it exceeds the matrix,
 the matrix's last rows are computed and stored again, and columns are masked: one piece of code
@@ -9,7 +9,6 @@ Factors in bf16 are multiplied two at a time, by an instruction that adds both p
 in fp32 (`vectors.HAS_BF16`). A *pair* of them is next to each other in memory.
 """
 
-import math
 from typing import Any
 
 from numba import types
@@ -26,14 +25,15 @@ def sum_dtype(dtype: Any) -> Any:
     return types.float32 if dtype == types.uint16 else dtype
 
 
-def _addresses(builder: Any, first: Any, stride: Any, num: int, last: Any) -> list[Any]:
+def addresses(builder: Any, first: Any, stride: Any, num: int, last: Any) -> list[Any]:
     """Of `num` rows; of row number `last` again beyond it."""
     inside = [builder.icmp_signed("<", INT(i), last) for i in range(num)]
     rows = [builder.select(is_inside, INT(i), last) for i, is_inside in enumerate(inside)]
     return [builder.add(first, builder.mul(row, stride)) for row in rows]
 
 
-def _pair(builder: Any, value: Any) -> tuple[Any, Any]:
+def pair_of(builder: Any, value: Any) -> tuple[Any, Any]:
+    """The two members of a tuple."""
     return builder.extract_value(value, 0), builder.extract_value(value, 1)
 
 
@@ -57,9 +57,9 @@ def dot_tile(typing, hidden, weight, num, starts, strides, out, last):
         is_bf16 = hidden.dtype == types.uint16
         read = Vectors(context, builder, hidden.dtype) if is_bf16 else emit
         multiply = emit.dot if is_bf16 else emit.multiply_add
-        num, starts, strides, out, last = values[2], *(_pair(builder, v) for v in values[3:])
+        num, starts, strides, out, last = values[2], *(pair_of(builder, v) for v in values[3:])
         h, w = (
-            _addresses(builder, *place) for place in zip(starts, strides, TILE, last, strict=True)
+            addresses(builder, *place) for place in zip(starts, strides, TILE, last, strict=True)
         )
 
         ahead = builder.mul(strides[1], INT(TILE[1]))
@@ -75,7 +75,7 @@ def dot_tile(typing, hidden, weight, num, starts, strides, out, last):
 
         sums = emit.sums(read.row(num, [emit.zero] * (TILE[0] * TILE[1]), step))
         num_stored = builder.add(last[1], INT(1))
-        for i, row in enumerate(_addresses(builder, *out, TILE[0], last[0])):
+        for i, row in enumerate(addresses(builder, *out, TILE[0], last[0])):
             place = builder.inttoptr(row, emit.scalar.as_pointer())
             emit.store_numbers(sums[i * TILE[1] : (i + 1) * TILE[1]], place, num_stored)
         return context.get_dummy_value()
@@ -111,10 +111,10 @@ def sum_tile(typing, factor, rows, out, num, starts, strides, to, last, left, ad
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
         emit = Vectors(context, builder, sum_dtype(factor.dtype))
         num, starts, strides, to, last, left, added, streamed = values[3:]
-        factor_start, row_start = _pair(builder, starts)
+        factor_start, row_start = pair_of(builder, starts)
         stride_i, stride_n, row_stride = (builder.extract_value(strides, i) for i in range(3))
-        factors = _addresses(builder, factor_start, stride_i, TILE[0], last)
-        outs = _addresses(builder, *_pair(builder, to), TILE[0], last)
+        factors = addresses(builder, factor_start, stride_i, TILE[0], last)
+        outs = addresses(builder, *pair_of(builder, to), TILE[0], last)
         offsets = [INT(j * emit.lanes) for j in range(TILE[1])]
         is_bf16 = factor.dtype == types.uint16
         terms = (_Pairs if is_bf16 else _Terms)(context, builder, factor.dtype, rows.dtype)
@@ -147,7 +147,7 @@ def sum_tile(typing, factor, rows, out, num, starts, strides, to, last, left, ad
                 emit.store(value, place, out.dtype, mask, streamed=streamed)
 
         vector_bytes = emit.lanes * out.dtype.bitwidth // 8
-        rest = builder.and_(builder.or_(*_pair(builder, to)), INT(vector_bytes - 1))
+        rest = builder.and_(builder.or_(*pair_of(builder, to)), INT(vector_bytes - 1))
         is_aligned = builder.icmp_signed("==", rest, INT(0))
         full = builder.icmp_signed(">=", left, INT(TILE[1] * emit.lanes))
         with builder.if_else(full) as (whole, partly):
@@ -251,155 +251,3 @@ class _Pairs(_Terms):
             place = self.emit.pointer(row, types.uint16, INT(j * self.read.lanes))
             value = self.emit.rounded_halves(a, b)
             self.read.store(value, place, types.uint16, mask, streamed=streamed)
-
-
-@intrinsic
-def softmax_rows(typing, rows, low, place, low_place, last, num, bias, child, out, kept):
-    """(2) and (4) in place of the logits without biases of a few visits, `TILE[0]` or less.
-
-    Args:
-        rows, low: arrays, for their dtypes.
-        place: address of the first visit's logits, and bytes from a visit to the next.
-        low_place: the same of their errors rounded to bf16, if that is the dtype of `low`.
-        last: the last visit there is.
-        num: how many children there are.
-        bias, child: addresses of the children's biases, and of the visits' targets.
-        out: address of two numbers for each visit: the target's logit less the largest one, and the
-            sum of exp(z - largest) over all.
-        kept: whether errors are needed.
-    """
-    integer, pair = types.int64, types.UniTuple(types.int64, 2)
-    signature = types.void(
-        rows, low, pair, pair, integer, integer, integer, integer, integer, types.boolean
-    )
-
-    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
-        dtype, many = rows.dtype, range(TILE[0])
-        emit = Vectors(context, builder, dtype)
-        place, low_place, last, num, bias, child, out, kept = values[2:]
-        visits = _addresses(builder, *_pair(builder, place), TILE[0], last)
-        lowest, one = emit.constant(-math.inf), emit.constant(1)
-
-        def load(index: Any, mask: Any) -> list[Any]:
-            return [emit.load(emit.pointer(visit, dtype, index), dtype, mask) for visit in visits]
-
-        def add_bias(index: Any, largest: list[Any], mask: Any) -> None:
-            added = emit.load(emit.pointer(bias, dtype, index), dtype, mask)
-            logits = [builder.fadd(value, added) for value in load(index, mask)]
-            for i in many:
-                emit.store(logits[i], emit.pointer(visits[i], dtype, index), dtype, mask)
-                value = logits[i] if mask is None else builder.select(mask, logits[i], lowest)
-                largest[i] = emit.maximum(largest[i], value)
-
-        largest = emit.reduced(emit.row(num, [lowest] * TILE[0], add_bias), emit.maximum)
-        targets = [
-            builder.load(builder.inttoptr(address, INT.as_pointer()))
-            for address in _addresses(builder, child, INT(8), TILE[0], last)
-        ]
-        logits = [
-            builder.load(emit.pointer(visit, dtype, target))
-            for visit, target in zip(visits, targets, strict=True)
-        ]
-        shifts = [emit.everywhere(value) for value in largest]
-
-        def exponentials(index: Any, totals: list[Any], mask: Any) -> None:
-            found = [
-                emit.exp(builder.fsub(value, shift))
-                for value, shift in zip(load(index, mask), shifts, strict=True)
-            ]
-            for i in many:
-                emit.store(found[i], emit.pointer(visits[i], dtype, index), dtype, mask)
-                value = found[i] if mask is None else builder.select(mask, found[i], emit.zero)
-                totals[i] = builder.fadd(totals[i], value)
-
-        totals = emit.sums(emit.row(num, [emit.zero] * TILE[0], exponentials))
-        for i, address in enumerate(
-            _addresses(builder, out, INT(2 * emit.item_bytes), TILE[0], last)
-        ):
-            builder.store(builder.fsub(logits[i], largest[i]), emit.pointer(address, dtype))
-            builder.store(totals[i], emit.pointer(address, dtype, INT(1)))
-        with builder.if_then(kept):
-            inverses = [emit.everywhere(builder.fdiv(emit.scalar(1.0), total)) for total in totals]
-            lows = _addresses(builder, *_pair(builder, low_place), TILE[0], last)
-
-            def scale(index: Any, _: list[Any], mask: Any) -> None:
-                for i, value in enumerate(load(index, mask)):
-                    error = builder.fmul(value, inverses[i])
-                    is_target = emit.lane_is(builder.sub(targets[i], index))
-                    error = builder.select(is_target, builder.fsub(error, one), error)
-                    emit.store(error, emit.pointer(visits[i], dtype, index), dtype, mask)
-                    if low.dtype == types.uint16:
-                        to = emit.pointer(lows[i], low.dtype, index)
-                        emit.store(error, to, low.dtype, mask)
-
-            emit.row(num, [], scale)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@intrinsic
-def scaled_row(typing, source, out, start, to, num, factor):
-    """out[k] = factor · source[k] for `num` numbers from the addresses `start` and `to` on.
-
-    `source` and `out` are arrays, for their dtypes; the factor has the dtype of sums.
-    """
-    return _row_operation(source, out, factor, added=False)
-
-
-@intrinsic
-def add_scaled_row(typing, source, out, start, to, num, factor):
-    """out[k] += factor · source[k], see `scaled_row`."""
-    return _row_operation(source, out, factor, added=True)
-
-
-def _row_operation(source: Any, out: Any, factor: Any, *, added: bool) -> Any:
-    integer = types.int64
-    signature = types.void(source, out, integer, integer, integer, factor)
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        emit = Vectors(context, builder, signature.args[5])
-        start, to, num, factor = values[2:]
-        scale = emit.everywhere(factor)
-
-        def step(index: Any, _: list[Any], mask: Any) -> None:
-            value = emit.load(emit.pointer(start, source.dtype, index), source.dtype, mask)
-            place = emit.pointer(to, out.dtype, index)
-            if added:
-                value = emit.multiply_add(scale, value, emit.load(place, out.dtype, mask))
-            else:
-                value = builder.fmul(scale, value)
-            emit.store(value, place, out.dtype, mask)
-
-        emit.row(num, [], step)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@intrinsic
-def paired_rows(typing, source, start, other, to, num, factor, other_factor):
-    """Pairs of factor · source[k] and other_factor · source[k] in bf16, for `num` k.
-
-    `source` is an array in fp32, for its dtype; the rows begin at the addresses `start` and
-    `other`, the pairs at `to`.
-    """
-    integer, number = types.int64, types.float32
-    signature = types.void(source, integer, integer, integer, integer, number, number)
-
-    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
-        emit = Vectors(context, builder, number)
-        start, other, to, num, *factors = values[1:]
-        scales = [emit.everywhere(factor) for factor in factors]
-
-        def step(index: Any, _: list[Any], mask: Any) -> None:
-            both = [
-                builder.fmul(scale, emit.load(emit.pointer(row, number, index), number, mask))
-                for row, scale in zip((start, other), scales, strict=True)
-            ]
-            emit.store(emit.paired(*both), emit.pointer(to, number, index), number, mask)
-
-        emit.row(num, [], step)
-        return context.get_dummy_value()
-
-    return signature, generate

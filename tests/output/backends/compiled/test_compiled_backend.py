@@ -244,10 +244,10 @@ def test_importing_the_layer_imports_no_compiler() -> None:
 
 
 def test_code_is_kept_on_disk_only_if_its_cache_notices_all_changes(tmp_path: Path) -> None:
-    """numba looks at the file of a function alone, which has a hash of `vectors` and `tiles`."""
+    """numba looks at the file of a function alone, which has a hash of the files that emit code."""
     assert node_loops.IS_CACHED, "node_loops.EMITTED is not the hash of the others"
     folder = Path(node_loops.__file__).parent
-    for name in ("vectors.py", "tiles.py", "node_loops.py"):
+    for name in ("vectors.py", "tiles.py", "row_operations.py", "node_loops.py"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     code = (
         "import sys, lm.output.backends.compiled as package\n"

@@ -1,0 +1,193 @@
+"""Operations on rows: the code of LLVM that loops over nodes consist of, besides `tiles`."""
+
+import math
+from typing import Any
+
+from numba import types
+from numba.extending import intrinsic
+
+from lm.output.backends.compiled.tiles import TILE, addresses, pair_of
+from lm.output.backends.compiled.vectors import INT, Vectors
+
+
+@intrinsic
+def softmax_rows(typing, rows, low, place, low_place, last, num, bias, child, out, kept):
+    """(2) and (4) in place of the logits without biases of a few visits, `TILE[0]` or less.
+
+    Args:
+        rows, low: arrays, for their dtypes.
+        place: address of the first visit's logits, and bytes from a visit to the next.
+        low_place: the same of their errors rounded to bf16, if that is the dtype of `low`.
+        last: the last visit there is.
+        num: how many children there are.
+        bias, child: addresses of the children's biases, and of the visits' targets.
+        out: address of two numbers for each visit: the target's logit less the largest one, and the
+            sum of exp(z - largest) over all.
+        kept: whether errors are needed.
+    """
+    integer, pair = types.int64, types.UniTuple(types.int64, 2)
+    signature = types.void(
+        rows, low, pair, pair, integer, integer, integer, integer, integer, types.boolean
+    )
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        emit = Vectors(context, builder, rows.dtype)
+        place, low_place, last, num, bias, child, out, kept = values[2:]
+        visits = addresses(builder, *pair_of(builder, place), TILE[0], last)
+        logits = _Logits(emit, rows.dtype, visits, num)
+        largest = logits.add_bias(bias)
+        targets = [
+            builder.load(builder.inttoptr(address, INT.as_pointer()))
+            for address in addresses(builder, child, INT(8), TILE[0], last)
+        ]
+        logit = [builder.load(logits.pointer(i, target)) for i, target in enumerate(targets)]
+        totals = logits.exponentials([emit.everywhere(value) for value in largest])
+        results = addresses(builder, out, INT(2 * emit.item_bytes), TILE[0], last)
+        for i, address in enumerate(results):
+            builder.store(builder.fsub(logit[i], largest[i]), emit.pointer(address, rows.dtype))
+            builder.store(totals[i], emit.pointer(address, rows.dtype, INT(1)))
+        with builder.if_then(kept):
+            inverses = [emit.everywhere(builder.fdiv(emit.scalar(1.0), total)) for total in totals]
+            lows = addresses(builder, *pair_of(builder, low_place), TILE[0], last)
+            logits.errors(inverses, targets, low.dtype, lows)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+class _Logits:
+    """The logits of a few visits, which (2) and (4) replace step by step.
+
+    Args:
+        emit: operations on vectors of the logits' dtype.
+        dtype: that dtype.
+        visits: addresses of each visit's first logit.
+        num: how many logits a visit has.
+    """
+
+    def __init__(self, emit: Vectors, dtype: Any, visits: list[Any], num: Any) -> None:
+        self.emit, self.dtype, self.visits, self.num = emit, dtype, visits, num
+
+    def pointer(self, visit: int, index: Any) -> Any:
+        """To one of a visit's logits."""
+        return self.emit.pointer(self.visits[visit], self.dtype, index)
+
+    def load(self, index: Any, mask: Any) -> list[Any]:
+        """A vector of each visit's logits."""
+        places = (self.pointer(visit, index) for visit in range(len(self.visits)))
+        return [self.emit.load(place, self.dtype, mask) for place in places]
+
+    def store(self, visit: int, index: Any, value: Any, mask: Any, otherwise: Any) -> Any:
+        """Store a vector; the vector with another number where there is no logit."""
+        self.emit.store(value, self.pointer(visit, index), self.dtype, mask)
+        return value if mask is None else self.emit.builder.select(mask, value, otherwise)
+
+    def add_bias(self, bias: Any) -> list[Any]:
+        """Add the biases from an address on; the largest logit of each visit."""
+        emit, lowest = self.emit, self.emit.constant(-math.inf)
+
+        def step(index: Any, largest: list[Any], mask: Any) -> None:
+            added = emit.load(emit.pointer(bias, self.dtype, index), self.dtype, mask)
+            for i, value in enumerate(self.load(index, mask)):
+                logit = self.store(i, index, emit.builder.fadd(value, added), mask, lowest)
+                largest[i] = emit.maximum(largest[i], logit)
+
+        return emit.reduced(emit.row(self.num, [lowest] * len(self.visits), step), emit.maximum)
+
+    def exponentials(self, shifts: list[Any]) -> list[Any]:
+        """Replace logits z by exp(z - shift); their sums."""
+        emit, builder = self.emit, self.emit.builder
+
+        def step(index: Any, totals: list[Any], mask: Any) -> None:
+            for i, value in enumerate(self.load(index, mask)):
+                value = emit.exp(builder.fsub(value, shifts[i]))
+                value = self.store(i, index, value, mask, emit.zero)
+                totals[i] = builder.fadd(totals[i], value)
+
+        return emit.sums(emit.row(self.num, [emit.zero] * len(self.visits), step))
+
+    def errors(self, inverses: list[Any], targets: list[Any], low: Any, lows: list[Any]) -> None:
+        """Replace exponentials by their product with `inverses`, less 1 at the target.
+
+        If the dtype `low` is bf16, they are stored in it as well, from the addresses `lows` on.
+        """
+        emit, builder = self.emit, self.emit.builder
+        one = emit.constant(1)
+
+        def step(index: Any, _: list[Any], mask: Any) -> None:
+            for i, value in enumerate(self.load(index, mask)):
+                error = builder.fmul(value, inverses[i])
+                is_target = emit.lane_is(builder.sub(targets[i], index))
+                error = builder.select(is_target, builder.fsub(error, one), error)
+                emit.store(error, self.pointer(i, index), self.dtype, mask)
+                if low == types.uint16:
+                    emit.store(error, emit.pointer(lows[i], low, index), low, mask)
+
+        emit.row(self.num, [], step)
+
+
+@intrinsic
+def scaled_row(typing, source, out, start, to, num, factor):
+    """out[k] = factor · source[k] for `num` numbers from the addresses `start` and `to` on.
+
+    `source` and `out` are arrays, for their dtypes; the factor has the dtype of sums.
+    """
+    return _row_operation(source, out, factor, added=False)
+
+
+@intrinsic
+def add_scaled_row(typing, source, out, start, to, num, factor):
+    """out[k] += factor · source[k], see `scaled_row`."""
+    return _row_operation(source, out, factor, added=True)
+
+
+def _row_operation(source: Any, out: Any, factor: Any, *, added: bool) -> Any:
+    integer = types.int64
+    signature = types.void(source, out, integer, integer, integer, factor)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        emit = Vectors(context, builder, signature.args[5])
+        start, to, num, factor = values[2:]
+        scale = emit.everywhere(factor)
+
+        def step(index: Any, _: list[Any], mask: Any) -> None:
+            value = emit.load(emit.pointer(start, source.dtype, index), source.dtype, mask)
+            place = emit.pointer(to, out.dtype, index)
+            if added:
+                value = emit.multiply_add(scale, value, emit.load(place, out.dtype, mask))
+            else:
+                value = builder.fmul(scale, value)
+            emit.store(value, place, out.dtype, mask)
+
+        emit.row(num, [], step)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def paired_rows(typing, source, start, other, to, num, factor, other_factor):
+    """Pairs of factor · source[k] and other_factor · source[k] in bf16, for `num` k.
+
+    `source` is an array in fp32, for its dtype; the rows begin at the addresses `start` and
+    `other`, the pairs at `to`.
+    """
+    integer, number = types.int64, types.float32
+    signature = types.void(source, integer, integer, integer, integer, number, number)
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        emit = Vectors(context, builder, number)
+        start, other, to, num, *factors = values[1:]
+        scales = [emit.everywhere(factor) for factor in factors]
+
+        def step(index: Any, _: list[Any], mask: Any) -> None:
+            both = [
+                builder.fmul(scale, emit.load(emit.pointer(row, number, index), number, mask))
+                for row, scale in zip((start, other), scales, strict=True)
+            ]
+            emit.store(emit.paired(*both), emit.pointer(to, number, index), number, mask)
+
+        emit.row(num, [], step)
+        return context.get_dummy_value()
+
+    return signature, generate
