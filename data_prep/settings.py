@@ -18,6 +18,8 @@ Files = str | list[str] | None
 
 BYTE_ORDER_MARK = "\ufeff"
 """First character of some text files; not part of the text."""
+ALL_LEVELS = 1_000_000
+"""`ClassesConfig.depth` that leaves out no level of a file."""
 
 
 class Strict:
@@ -112,9 +114,9 @@ class ClassesConfig(Strict):
     C classes contain words.
     """
     depth: Annotated[int, Field(ge=2)] | None = None
-    """multi_level: largest number of nodes on a word's path (default 3). Words are assigned to C
-    classes, these by the same method to C^((depth - 2) / (depth - 1)) classes, and so on up to the
-    root. file: what the file says beyond depth - 1 levels of classes is ignored.
+    """multi_level: largest number of nodes on a word's path (default 3; file: that of the file).
+    Words are assigned to C classes, these by the same method to C^((depth - 2) / (depth - 1))
+    classes, and so on up to the root. file: levels of classes beyond depth - 1 are left out.
     """
     shortlist: NonNegative = 0
     """Number of most frequent words that are children of the root, next to the classes, and in no

@@ -86,7 +86,7 @@ def test_a_taxonomy_is_a_tree(
 ) -> None:
     (tmp_path / "text.txt").write_text("tea milk tea saw tea\n" * 5)
     (tmp_path / "shop").write_text("tea\tfood/drinks\nmilk\tfood/drinks/cold\nsaw\ttools\n")
-    options = [f"--data.dir={tmp_path}", "--data.files={train: text.txt}", "--classes.depth=5"]
+    options = [f"--data.dir={tmp_path}", "--data.files={train: text.txt}"]
     options += ["--output.tree=multi_level", "--classes.method=file", "--classes.file=shop"]
     options += ["--classes.file_format=taxonomy", f"--run_dir={tmp_path / 'run'}"]
     assert main(["prepare", str(tiny), *options]) == 0

@@ -1,5 +1,6 @@
 """Word classes read from files: of mkcls, Brown clustering, SRILM, and taxonomies."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,8 @@ from numpy.typing import NDArray
 
 from data_prep.corpus.lines import text_lines
 from data_prep.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 FileFormat = Literal["mkcls", "brown", "srilm", "taxonomy"]
 
@@ -56,6 +59,11 @@ def read_class_levels(
         raise UserError(
             f"{path}: {len(unknown)} of the vocabulary's {len(words)} words have no class, "
             f"the first is {unknown[0]!r}"
+        )
+    deepest = max((len(_parts(name, file_format)) for name in name_of_id.values()), default=0)
+    if depth is not None and deepest >= depth:
+        _log.warning(
+            "%s: %d of %d levels of classes are used (classes.depth)", path, depth - 1, deepest
         )
     number: list[dict[tuple[str, ...], int]] = []
     word_class: list[tuple[int, int, int]] = []  # level, word, class

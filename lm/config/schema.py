@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from data_prep.settings import (
+    ALL_LEVELS,
     ClassesConfig,
     DataConfig,
     Fraction,
@@ -243,7 +244,8 @@ class Config(Strict):
     def needed_classes(self) -> ClassesConfig | None:
         """The section `classes` if a tree of the model has word classes, else None."""
         if self.output.tree == "multi_level":
-            return replace(self.classes, depth=self.classes.depth or 3)
+            default = ALL_LEVELS if self.classes.method == "file" else 3
+            return replace(self.classes, depth=self.classes.depth or default)
         return self.classes if self.output.tree == "two_level" or self.has_input_tree else None
 
     @property

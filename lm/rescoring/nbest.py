@@ -4,6 +4,7 @@ There are two layouts; only the first has tabs:
 
 - `id TAB hypothesis`, with up to two columns of scores between them: the acoustic
   log-probability, and the log-probability of the language model of the first pass, both natural.
+  An id has no spaces.
 - `utterance-N hypothesis` for the N-th hypothesis, Kaldi's layout. The scores are in separate files
   of lines `utterance-N cost`, where a cost is a negative natural log-probability.
 
@@ -106,6 +107,8 @@ def read_nbest(
                     f" {len(columns)} scores"
                 )
             scores = [_number(column, place) for column in columns]
+        if id.split() != [id] and id:
+            raise UserError(f"{place}: expected a tab after an id without spaces, got {id!r}")
         if "\t" in text or not id:
             missing = "no tab" if is_kaldi else "an id before the first tab"
             raise UserError(f"{place}: expected {missing}")

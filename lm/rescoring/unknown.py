@@ -16,7 +16,7 @@ class _Cause(NamedTuple):
 
     name: str
     change: Callable[[str], str]  # of a word, which undoes the difference
-    remedy: str
+    remedy: str  # {what} stands for the texts
 
 
 def _bare(word: str) -> str:
@@ -27,13 +27,13 @@ _CAUSES = (
     _Cause(
         "upper case",
         str.lower,
-        "convert lists and references to lower case, or train with --tokenizer.lowercase=true",
+        "convert the {what} to lower case, or train with --tokenizer.lowercase=true",
     ),
-    _Cause("lower case", str.upper, "convert lists and references to upper case"),
+    _Cause("lower case", str.upper, "convert the {what} to upper case"),
     _Cause(
         "marks of pieces of words",
         lambda word: re.sub("\u2581|^##|@@$", "", word),
-        "join the pieces of the lists and references into words",
+        "join the pieces of the {what} into words",
     ),
     _Cause(
         "attached punctuation",
@@ -44,7 +44,7 @@ _CAUSES = (
     _Cause(
         "upper case and attached punctuation",
         lambda word: _bare(word).lower(),
-        "convert lists and references to lower case and separate or remove punctuation, or train"
+        "convert the {what} to lower case and separate or remove punctuation, or train"
         " with --tokenizer.lowercase=true --tokenizer.split_punctuation=true",
     ),
     _Cause(
@@ -97,7 +97,7 @@ class UnknownWords:
         cause, mended_share = _CAUSES[mended.index(num_mended)], 100 * num_mended / self.num_unknown
         return (
             f"{problem}; likely cause: {cause.name}, without which {mended_share:.0f} % of these"
-            f" are known: {cause.remedy}"
+            f" are known: {cause.remedy.format(what=what)}"
         )
 
     def _num_mended(self, change: Callable[[str], str]) -> int:

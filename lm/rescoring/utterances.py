@@ -1,5 +1,6 @@
 """The utterances of a file: an n-best list or lattices, and their references."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from lm.rescoring.lattice import Lattice, is_lattice, read_lattices
 from lm.rescoring.lattice_search import WordModel, to_nbest
 from lm.rescoring.nbest import NBest, References, WordErrors, read_nbest
 from lm.rescoring.weights import Weights
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,11 @@ class Utterances:
             nbest = read_nbest(name, costs, lines=lines, hint=hint)
         said = References.read(references) if references else None
         errors = WordErrors.compare(said, nbest) if said else None
+        if said and (num_unused := len(said.words) - len(nbest.ids)):
+            others = (
+                f"{num_unused:,} of {len(said.words):,} references have no hypotheses in {name}"
+            )
+            _log.warning("%s: %s; they do not count as errors", references, others)
         return cls(nbest=nbest, lattices=lattices, references=said, errors=errors)
 
     @property

@@ -156,8 +156,12 @@ class ProgressBar(Logger):
         if clock.limit is not None and clock.progress.elapsed_seconds + left >= clock.limit - 1:
             steps = min(steps, step + left / pace)
         epochs = f"{steps / self._epoch_steps:.1f}".removesuffix(".0")
-        text = f"about {in_words(left)} left for " if step > 100 else f"about {in_words(left)} for "
-        text += f"{epochs} epoch{'s' * (epochs != '1')} ({steps:,.0f} steps of {pace:.2g} s"
+        text = f"{epochs} epoch{'s' * (epochs != '1')} ("
+        if step > 100:  # resumed
+            text = f"about {in_words(left)} left of {text}step {step:,} of {steps:,.0f}"
+            text += f", {pace:.2g} s each"
+        else:
+            text = f"about {in_words(left)} for {text}{steps:,.0f} steps of {pace:.2g} s"
         if clock.validation_seconds:
             text += f", validations of {in_words(clock.validation_seconds)}"
         return text + ")"

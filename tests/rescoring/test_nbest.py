@@ -1,13 +1,17 @@
 """Word errors are those of the definition, and their intervals those of samples of utterances."""
 
+import logging
 import random
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lm.rescoring.nbest import NBest, WordErrors, word_errors
+from data_prep.errors import UserError
+from lm.rescoring.nbest import NBest, WordErrors, read_nbest, word_errors
+from lm.rescoring.utterances import Utterances
 
 
 def definition(reference: Sequence[str], hypothesis: Sequence[str]) -> tuple[int, ...]:
@@ -63,3 +67,20 @@ def test_intervals_of_error_rates_are_those_of_samples_of_utterances() -> None:
         mean, error = 25 * each.mean(), 25 * each.std() / size**0.5  # four words each
         assert report[f"wer_{name}_low"] == pytest.approx(mean - 1.96 * error, abs=error / 4)
         assert report[f"wer_{name}_high"] == pytest.approx(mean + 1.96 * error, abs=error / 4)
+
+
+def test_an_id_ends_with_a_tab() -> None:
+    with pytest.raises(UserError, match="expected a tab after an id without spaces, got 'u02"):
+        read_nbest("list", lines=["u01\tit was", "u02 0.5\tit was"])
+
+
+def test_references_without_hypotheses_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "list").write_text("u1\t0.5\tit was\n")
+    (tmp_path / "said").write_text("u1 it was\nu2 it is\n")
+    with caplog.at_level(logging.WARNING):
+        read = Utterances.read(str(tmp_path / "list"), str(tmp_path / "said"))
+    assert "1 of 2 references have no hypotheses" in caplog.text
+    assert read.errors is not None
+    assert read.errors.num_words == 2

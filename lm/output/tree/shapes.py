@@ -290,7 +290,10 @@ def check_size(name: str, value: int, least: int) -> None:
 
 def _integers(name: str, array: Tensor | Collection[int], least: int = 0) -> Tensor:
     """Integers of at least `least`, checked, as int64 on the CPU."""
-    tensor = torch.as_tensor(array)
+    try:
+        tensor = torch.as_tensor(array)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be integers: {error}") from error
     inexact = tensor.is_floating_point() or tensor.is_complex()
     if tensor.dim() != 1 or tensor.numel() == 0 or inexact:
         found = f"{tensor.dtype} {list(tensor.shape)}" if tensor.dim() else f"{array!r}"

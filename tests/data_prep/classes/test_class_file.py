@@ -54,7 +54,7 @@ def test_class_files_are_read_and_special_words_get_a_separate_class(
     ],
 )
 def test_files_of_paths_have_a_class_on_each_level(
-    tmp_path: Path, file_format: Any, text: str
+    tmp_path: Path, file_format: Any, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "map").write_text(text)
     settings = ClassesConfig(method="file", file="map", file_format=file_format, depth=9)
@@ -62,7 +62,9 @@ def test_files_of_paths_have_a_class_on_each_level(
     build = partial(build_class_levels, counts, tokens=tokens, words=lambda: WORDS, folder=tmp_path)
     levels = [[2, 0, 0, 1, 2], [-1, 1, 0, -1, -1], [-1, 0, -1, -1, -1]]
     assert build(settings).tolist() == levels
+    assert not caplog.text
     assert build(replace(settings, depth=3)).tolist() == levels[:2]
+    assert "2 of 3 levels of classes are used (classes.depth)" in caplog.text
 
 
 def test_a_class_file_may_contain_the_special_words(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
         (lambda: ClassTree.huffman([1, 2], arity=1), "arity must be at least 2, got 1"),
         (lambda: ClassTree.huffman([1, -2]), "counts must be ≥ 0, got -2"),
         (lambda: ClassTree.from_paths([[0], []]), "path of word 1 must be integers"),
+        (lambda: ClassTree.from_paths([["noun"]]), "child numbers must be integers: "),  # type: ignore[list-item]
         (lambda: ClassTree.from_paths([[0], [0]]), "path of word 0"),
         (lambda: ClassTree.from_paths([[0], [0, 1]]), "path of word 0"),
         (lambda: ClassTree.from_state({}), "not a saved tree"),
