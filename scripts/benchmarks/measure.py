@@ -4,6 +4,8 @@ import ctypes
 import errno
 import math
 import resource
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,6 +61,22 @@ def cold_clock() -> Clock:
         return event_clock(step)
 
     return clock
+
+
+def gpu_clocks(device: torch.device) -> list[int] | None:
+    """Clocks of a GPU's processors and memory, MHz, while it writes; None if they are unknown."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return None
+    command = [program, f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"]
+    command += ["--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits"]
+    written = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        while process.poll() is None:
+            written.zero_()
+            torch.cuda.synchronize(device)
+        values = [value.strip() for value in process.stdout.read().split(",")]
+    return [int(value) for value in values] if all(map(str.isdecimal, values)) else None
 
 
 class Work(NamedTuple):

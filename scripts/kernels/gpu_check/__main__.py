@@ -15,6 +15,8 @@ The steps, in this order, each alone with --steps:
   repeat            1,000 steps bit for bit
   dependent         `correctness` with programmatic dependent launches
   sanitizer         compute-sanitizer: memory and race checks of a few tests
+  benchmark-tf32    fp32 with products in TF32
+  benchmark-few     1,024 positions
   benchmark-800k    larger vocabularies; 1m with full softmaxes only
   benchmark-1m
   benchmark-10m

@@ -39,6 +39,8 @@ BENCHMARKS = {
     "benchmark-33k": Size("33278:650", 30),
     "benchmark-268k": Size("267735:1024", 35),
     "benchmark-mixed": Size("33278:650", 25, MIXED, ("--rows-dtype", "fp32")),
+    "benchmark-tf32": Size("33278:650", 40, MIXED, ("--dtype", "fp32", "--tf32")),
+    "benchmark-few": Size("33278:650", 25, MIXED, ("--positions", "1024")),
     "benchmark-800k": Size("800000:1024", 35),
     "benchmark-1m": Size("1000000:1024", 30, FULL_SOFTMAX),
     "benchmark-10m": Size("10000000:300", 75, LARGEST),
@@ -153,7 +155,10 @@ def _longer_steps(work: Path, capability: int) -> list[Step]:
             {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # whose blocks hide accesses between tensors
             skipped=None if sanitizer else "compute-sanitizer is not installed",
         ),
-        *(_benchmark_step(work, f"benchmark-{name}") for name in ("800k", "1m", "10m")),
+        *(
+            _benchmark_step(work, f"benchmark-{name}")
+            for name in ("tf32", "few", "800k", "1m", "10m")
+        ),
         Step(
             "tuning",
             [module("kernels.tile_tuning", *tuning)],
