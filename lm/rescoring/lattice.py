@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from data_prep.corpus.lines import read_text
 from data_prep.errors import UserError
+from lm.rescoring.nbest import finite_number
 
 NO_WORD = re.compile(r"!NULL|!SENT_START|!SENT_END|</?s>|<eps>|<sil>|\+\+.*\+\+|\[.*\]")
 """Labels of arcs that are no words: silence, noise, ends."""
@@ -132,7 +133,7 @@ def _read_slf(name: str, lines: Iterable[str]) -> Lattice:
         if declared is not None and declared != str(len(found)):
             counts = f"{long}={declared} in the header, and {len(found)} of them"
             raise UserError(f"{name} is damaged or incomplete: {counts}")
-    base = _number(header.get("base", str(math.e)), name)
+    base = finite_number(header.get("base", str(math.e)), name)
     scale = math.log(base) if base > 0 else 0.0
     arcs = []
     for place, fields in links:
@@ -162,8 +163,8 @@ def _read_slf(name: str, lines: Iterable[str]) -> Lattice:
         first_word=nodes[starts[0]],
         finals=[(node, 0.0, 0.0) for node in finals if node in nodes],
         has_first_pass=any("l" in fields or "language" in fields for _, fields in links),
-        lm_scale=_number(header.get("lmscale", "1"), name),
-        word_penalty=-_number(header.get("wdpenalty", "0"), name) * scale,
+        lm_scale=finite_number(header.get("lmscale", "1"), name),
+        word_penalty=-finite_number(header.get("wdpenalty", "0"), name) * scale,
     )
 
 
@@ -187,7 +188,7 @@ def _read_kaldi(name: str, lines: Iterable[str]) -> Iterator[Lattice]:
         for row, fields in rows:
             *states, costs = fields if "," in fields[-1] else [*fields, "0,0"]
             first_pass, acoustic, *_ = [*costs.split(","), "0"]
-            scores = -_number(acoustic, row), -_number(first_pass, row)
+            scores = -finite_number(acoustic, row), -finite_number(first_pass, row)
             if not all(map(str.isdecimal, states[:2])) or not 1 <= len(states) <= 4:
                 raise UserError(f"{row}: expected two states, a word and costs")
             if len(states) == 1:
@@ -267,21 +268,11 @@ def _reached(node: str, neighbours: dict[str, set[str]]) -> set[str]:
     return reached
 
 
-def _number(text: str, place: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise UserError(f"{place}: expected a finite score, got {text!r}")
-    return value
-
-
 def _scaled(text: str | None, scale: float, place: str) -> float:
     """A natural logarithm: of a logarithm in another base, or of a probability (scale 0)."""
     if text is None:
         return 0.0
-    value = _number(text, place)
+    value = finite_number(text, place)
     if scale:
         return value * scale
     if value <= 0:

@@ -106,7 +106,7 @@ def read_nbest(
                     f"{place}: expected an id, {expected} scores and a hypothesis, got"
                     f" {len(columns)} scores"
                 )
-            scores = [_number(column, place) for column in columns]
+            scores = [finite_number(column, place) for column in columns]
         if id.split() != [id] and id:
             raise UserError(f"{place}: expected a tab after an id without spaces, got {id!r}")
         if "\t" in text or not id:
@@ -124,7 +124,8 @@ def read_nbest(
     )
 
 
-def _number(text: str, place: str) -> float:
+def finite_number(text: str, place: str) -> float:
+    """The number that a text is; UserError with its place in the file if it is not a finite one."""
     try:
         value = float(text)
     except ValueError:
@@ -157,7 +158,7 @@ def read_costs(name: str) -> dict[str, float]:
         if len(words) != 1:
             line = " ".join([key, *words])
             raise UserError(f"{place}: expected utterance-N and a cost, got {line!r}")
-        costs[key] = _number(words[0], place)
+        costs[key] = finite_number(words[0], place)
     return costs
 
 

@@ -17,7 +17,7 @@ from tests.conftest import toy_sentences
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 BOOK = """\
-" It's a well-known , old house ! " he said ; then : " Come . "
+" It's a well-known , old garden ! " he said ; then : " Come . "
 In 1812 he came . The old man sees the dog . The old man sees the dog .
 """
 HAS_RECOGNISER = bool(shutil.which("flite") and importlib.util.find_spec("pocketsphinx"))
@@ -25,10 +25,10 @@ HAS_RECOGNISER = bool(shutil.which("flite") and importlib.util.find_spec("pocket
 
 def test_sentences_have_letters_and_apostrophes_only() -> None:
     texts = [" ".join(words) for words in sentences(BOOK.splitlines())]
-    said = ["it's a well known old house", "he said", "then", "come"]
+    said = ["it's a well known old garden", "he said", "then", "come"]
     assert texts == [*said, *["the old man sees the dog"] * 2]
     drawn = draw(BOOK.splitlines(), 2, seed=1)
-    assert sorted(map(" ".join, drawn)) == ["it's a well known old house", texts[-1]]
+    assert sorted(map(" ".join, drawn)) == ["it's a well known old garden", texts[-1]]
 
 
 def test_the_table_has_the_rates_of_each_way_to_choose(
