@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lm.output.decoding import compiled
 from lm.output.decoding.expansion import Children, Expander, pack
 from lm.output.decoding.search import nuclei, topk, within_ratio
 from lm.output.decoding.uniforms import Uniforms
@@ -131,8 +132,8 @@ def sample_words(expander: Expander, uniforms: Uniforms, sampling: Sampling) -> 
         sets, top_p = nuclei(expander, power, top_p), None
     elif min_p:
         sets = within_ratio(expander, power, min_p)
-    elif power == 1 and expander.is_few:
-        return _descend(expander, uniforms)
+    elif compiled.is_usable(expander):
+        return compiled.draw_words(expander, uniforms.seeds, power)
     else:
         return RejectionSampler(expander, uniforms, power).sample()
     for position, words in sets:
@@ -146,23 +147,6 @@ def sample_words(expander: Expander, uniforms: Uniforms, sampling: Sampling) -> 
         column = draw(log_weight, uniforms.draw(position))
         word[position] = words.word.gather(1, column[:, None]).squeeze(1)
     return word
-
-
-def _descend(expander: Expander, uniforms: Uniforms) -> Tensor:
-    """A word for each position [P] at T = 1: what `RejectionSampler` draws, in fewer operations."""
-    words, numbers = [], uniforms.first(expander.tree.depth)
-    for position in range(len(expander.hidden)):
-        item, log_prob = -1, 0.0
-        for level in range(expander.tree.depth):
-            children, rows = expander.children_of(position, ~item, log_prob)
-            expander.check(children, position)
-            column = int(draw(children.double(), numbers[position, level : level + 1]))
-            item = int(expander.tree.item_of_row[rows.start + column])
-            if item >= 0:
-                break
-            log_prob = float(children[0, column])
-        words.append(item)
-    return torch.tensor(words)
 
 
 class _Trial(NamedTuple):

@@ -5,11 +5,10 @@ is item ~n = -1 - n. A penalty θ ≥ 1 multiplies the log-probabilities of some
 still, no word below a node is more probable than the node.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,9 +19,7 @@ from lm.output.tree.class_tree import ClassTree
 
 ABSENT = torch.iinfo(torch.int64).max
 """Item that pads shorter rows, with log-probability -∞; sorts after every word."""
-FEW = 4
-"""Most positions that are treated one after another."""
-_LOWEST = -1e30
+LOWEST = -1e30
 """Log-probability of excluded words, and the least with a penalty, with which words are found."""
 
 
@@ -111,41 +108,16 @@ class Expander:
             if self.penalty is not None:
                 factor, row = self.penalty
                 is_penalized = _among(row[position[visit]], rows)
-                penalized = (factor * children).clamp(min=_LOWEST)
+                penalized = (factor * children).clamp(min=LOWEST)
                 children = torch.where(is_penalized, penalized, children)
             if self.excluded is not None:
-                children.masked_fill_(_among(self.excluded[None], rows), _LOWEST)
+                children.masked_fill_(_among(self.excluded[None], rows), LOWEST)
             items, only_words = self.tree.item_of_row[rows], rows.start >= self.num_node_rows
             found.append(Children(visit, children, items, only_words))
         self.num_expanded += node.numel()
         if found:
             self._check_finite(torch.cat(finite), position[order])
         return found
-
-    @property
-    def is_few(self) -> bool:
-        """Whether a call of PyTorch for each node and position takes less time than sorting them.
-
-        Then the log-probabilities of no word are changed, and no device has to be waited for.
-        """
-        return len(self.hidden) <= FEW and not self.hidden.is_cuda and self.is_plain
-
-    def children_of(self, position: int, node: int, log_prob: float) -> tuple[Tensor, slice]:
-        """What `expand` finds for one visit: log-probabilities [1, M] of the children, their rows.
-
-        They are not checked.
-        """
-        first = int(self.tree.first_row[node])
-        rows = slice(first, first + int(self.tree.num_children[node]))
-        bias = None if self.bias is None else self.bias[rows]
-        hidden = self.hidden[position : position + 1]
-        self.num_expanded += 1
-        return node_log_softmax(hidden, self.weight[rows], bias).add_(log_prob), rows
-
-    def check(self, log_prob: Tensor, position: int) -> None:
-        """Raise a ValueError unless the log-probabilities [1, M] of a position are finite."""
-        if not math.isfinite(float(log_prob.sum())):
-            self._check_finite(log_prob.isfinite().all(dim=1), torch.tensor([position]))
 
     def all_words(self, position: Tensor) -> Tensor:
         """Log-probabilities [V, N] of all words at position [V], as `expand` has them."""
@@ -156,15 +128,19 @@ class Expander:
             word = self.tree.item_of_row[self.penalty.row[position]]
             index = (self.penalty.row[position] >= 0).nonzero(as_tuple=True)
             index = (index[0], word[index])
-            log_prob[index] = (self.penalty.factor * log_prob[index]).clamp(min=_LOWEST)
+            log_prob[index] = (self.penalty.factor * log_prob[index]).clamp(min=LOWEST)
         if self.excluded is not None:
-            log_prob[:, self.tree.item_of_row[self.excluded]] = _LOWEST
+            log_prob[:, self.tree.item_of_row[self.excluded]] = LOWEST
         return log_prob
 
     def _check_finite(self, finite: Tensor, position: Tensor) -> None:
         if not bool(finite.all()):
-            wrong = self.first_position + int(position[~finite][0])
-            raise ValueError(f"log-probabilities of position {wrong} are not finite")
+            self.refuse(int(position[~finite][0]))
+
+    def refuse(self, position: int) -> NoReturn:
+        """Raise the ValueError for a position."""
+        wrong = self.first_position + position
+        raise ValueError(f"log-probabilities of position {wrong} are not finite")
 
 
 def _among(row: Tensor, children: slice) -> Tensor:

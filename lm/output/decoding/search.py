@@ -7,7 +7,6 @@ nodes of a position have more than a small part of all rows, all its words are e
 product: no search costs much more than that.
 """
 
-import heapq
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -16,20 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lm.output.decoding import compiled
 from lm.output.decoding.expansion import ABSENT, Children, Expander, pack
 
 MOST_COST = 1 / 16
 """What a position's search costs node by node, at most, relative to all words in one product."""
 EXPANSION_COST, SOFTMAX_COST = 512, 24
 """Of expanding a node, and of one softmax among those of all words, as numbers of rows."""
-FAST_EXPANSION_COST = 1 << 17
-"""Of expanding a node in `_Frontier.expand_best`, as a number of multiply–adds."""
 BLOCK_ELEMENTS = 1 << 23
 """Most log-probabilities of all words in memory at once."""
-
-
-NEAR = 1.0
-"""Nodes whose log-probabilities differ by less are likely to be needed together."""
 
 
 class TopK(NamedTuple):
@@ -65,37 +59,6 @@ class _Frontier:
         """The cost [A] once the chosen nodes [A, F] bool are expanded."""
         cost = self._expander.tree.num_children[self.node] + EXPANSION_COST
         return self.cost + (cost * chosen).sum(dim=1)
-
-    def expand_best(self, enough: Callable[[Tensor, float], bool], most: float) -> TopK:
-        """Expands nodes of the only position, the most probable one first; returns words found.
-
-        In few operations, it finds most of the nodes that are needed, at a cost up to `most`.
-        `enough` is given the log-probabilities [M] of the words found and of the best node.
-        """
-        expander, tree = self._expander, self._expander.tree
-        nodes, cost = [(-0.0, 0)], 0  # a heap of negative log-probabilities and nodes
-        cost_of_node = FAST_EXPANSION_COST // expander.weight.shape[1]
-        found, items, near = self.log_prob[0, :0], self.node[0, :0], 1
-        while nodes and (not cost or max(cost, near * cost_of_node) <= most):
-            if enough(found, -nodes[0][0]):
-                break
-            above, node = heapq.heappop(nodes)
-            log_prob, rows = expander.children_of(0, node, -above)
-            expander.check(log_prob, 0)
-            cost += rows.stop - rows.start + cost_of_node
-            log_prob, item = log_prob[0], tree.item_of_row[rows]
-            if rows.start < expander.num_node_rows:
-                is_word = item >= 0
-                below = zip((-log_prob[~is_word]).tolist(), (~item[~is_word]).tolist(), strict=True)
-                nodes.extend(below)
-                heapq.heapify(nodes)
-                near = sum(each[0] < nodes[0][0] + NEAR for each in nodes)
-                log_prob, item = log_prob[is_word], item[is_word]
-            found, items = torch.cat([found, log_prob]), torch.cat([items, item])
-        left = torch.tensor(nodes or [(math.inf, 0)], dtype=torch.float64)
-        self.log_prob, self.node = -left[None, :, 0].to(found.dtype), left[None, :, 1].long()
-        self.cost += cost
-        return TopK(found[None], items[None])
 
     def expand(self, chosen: Tensor) -> TopK:
         """Expands the chosen nodes [A, F] bool, adds child nodes and returns the words found."""
@@ -143,10 +106,8 @@ def topk(expander: Expander, k: int) -> TopK:
     best_log_prob = expander.hidden.new_empty(len(expander.hidden), k)
     best_word = torch.empty_like(best_log_prob, dtype=torch.int64)
 
-    def enough(found: Tensor, log_prob: float) -> bool:
-        return len(found) >= k and int((found > log_prob).sum()) >= k
-
-    for position, words in _sets(expander, needed, enough, max_words=k):
+    goal = compiled.Goal("top_k", k)
+    for position, words in _sets(expander, needed, goal, max_words=k):
         best_log_prob[position], best_word[position] = words
     return TopK(best_log_prob, best_word)
 
@@ -196,10 +157,7 @@ def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Ten
         chosen = can_hold_word | ((~reached | uncertain) & is_heavy)
         return chosen & (frontier.log_prob > -torch.inf), j.squeeze(1) + 1
 
-    def enough(found: Tensor, log_prob: float) -> bool:
-        return float(found[found > log_prob].double().exp().sum()) >= top_p
-
-    return _sets(expander, needed, enough if exact else None)
+    return _sets(expander, needed, compiled.Goal("top_p", power=power, share=top_p))
 
 
 def within_ratio(expander: Expander, power: float, min_p: float) -> Iterator[tuple[Tensor, TopK]]:
@@ -214,29 +172,30 @@ def within_ratio(expander: Expander, power: float, min_p: float) -> Iterator[tup
         chosen = power * frontier.log_prob.double() >= cut
         return chosen, (power * log_prob.double() >= cut).sum(dim=1)
 
-    def enough(found: Tensor, log_prob: float) -> bool:
-        return len(found) > 0 and power * log_prob < power * float(found.max()) + math.log(min_p)
-
-    return _sets(expander, needed, enough)
+    return _sets(expander, needed, compiled.Goal("min_p", power=power, share=min_p))
 
 
 def _sets(
     expander: Expander,
     needed: Callable[[_Frontier, Tensor], tuple[Tensor, Tensor]],
-    enough: Callable[[Tensor, float], bool] | None,
+    goal: compiled.Goal,
     max_words: int | None = None,
 ) -> Iterator[tuple[Tensor, TopK]]:
-    """Sets of most probable words, of at most `max_words`; `enough` is of `expand_best`, if known.
+    """Sets of most probable words, of at most `max_words`; `goal` is the same for compiled loops.
 
     `needed` returns, for the log-probabilities [A, M] of the words found, the nodes to expand
     [A, F] bool, and where there are none, the size of the set [A].
     """
+    if compiled.is_usable(expander):
+        for position, size, *found in compiled.sets(expander, goal):
+            done = size >= 0
+            if bool(done.any()):
+                yield position[done], TopK(*found).select(done)
+            yield from _of_all_words(expander, position[~done], needed, max_words)
+        return
     frontier, tree = _Frontier(expander), expander.tree
     most = MOST_COST * (tree.num_rows + SOFTMAX_COST * tree.num_nodes)
-    if enough and expander.is_few and len(expander.hidden) == 1:
-        words = frontier.expand_best(enough, 2 * most)
-    else:
-        words = frontier.expand(torch.ones_like(frontier.log_prob, dtype=torch.bool))
+    words = frontier.expand(torch.ones_like(frontier.log_prob, dtype=torch.bool))
     while frontier.position.numel():
         words = words if max_words is None else _best(words, max_words)
         chosen, size = needed(frontier, words.log_prob)

@@ -41,15 +41,11 @@ class Uniforms:
     """Uniform random numbers in [0, 1), fp64: a sequence for each position's seed, [P] int64."""
 
     def __init__(self, seeds: Tensor) -> None:
-        self._seeds = seeds
+        self.seeds = seeds
         self._num_used = torch.zeros_like(seeds)
 
     def draw(self, position: Tensor) -> Tensor:
         """The next number [V] for each of V distinct positions [V] int64."""
         used = self._num_used[position]
         self._num_used[position] += 1
-        return _uniform(derive_seeds(self._seeds[position], used))
-
-    def first(self, num: int) -> Tensor:
-        """The first numbers [P, num] of all positions, as the first calls of `draw` give them."""
-        return _uniform(derive_seeds(self._seeds[:, None], torch.arange(num)))
+        return _uniform(derive_seeds(self.seeds[position], used))

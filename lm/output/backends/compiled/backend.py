@@ -66,7 +66,7 @@ class CompiledBackend(ReferenceBackend):
         """See `Backend.obstacle`."""
         if device.type != "cpu":
             return f"requires a CPU, got {device}"
-        if not _has_numba():
+        if not has_numba():
             return "requires the package numba"
         weight, bias = problem.weight, problem.bias
         if weight.stride(1) != 1:
@@ -106,13 +106,13 @@ class CompiledBackend(ReferenceBackend):
         bias = ones.new_zeros(widest) if problem.bias is None else problem.bias.to(ones.dtype)
         bias = bias.contiguous()  # which the loops read by address
         loops = node_loops.forward_bf16 if is_bf16 else node_loops.forward
-        results = map(_own, (saved.child, log_prob, *saved[3:5]))
+        results = map(own_array, (saved.child, log_prob, *saved[3:5]))
         _divide(
             bounds,
             loops,
             nodes,
-            _own(hidden),
-            *map(_array, (problem.weight, bias)),
+            own_array(hidden),
+            *map(array_of, (problem.weight, bias)),
             *results,
             widest,
         )
@@ -124,8 +124,8 @@ class CompiledBackend(ReferenceBackend):
 
         saved = Saved(*self.new_saved(problem, needs))
         target, ignored = problem.target.contiguous(), problem.ignore_index
-        arrays = tuple(map(_own, problem.tree[:7]))
-        if not route(_own(target), ignored, arrays, *map(_own, saved[:3])):
+        arrays = tuple(map(own_array, problem.tree[:7]))
+        if not route(own_array(target), ignored, arrays, *map(own_array, saved[:3])):
             check_words("target", target, problem.vocab_size, ignored)
         return saved
 
@@ -143,8 +143,8 @@ class CompiledBackend(ReferenceBackend):
         d_hidden = None
         if needs.hidden:
             d_hidden = problem.hidden.new_empty(problem.hidden.shape)
-            unsorted = map(_own, (position, saved.d_hidden_unscaled, d_nll))
-            node_loops.unsort_rows(*unsorted, _array(d_hidden))
+            unsorted = map(own_array, (position, saved.d_hidden_unscaled, d_nll))
+            node_loops.unsort_rows(*unsorted, array_of(d_hidden))
         if needs.row_wise:
             hidden = _sorted_hidden(problem, position, d_nll)
             rows = _row_gradients(nodes, problem, needs, saved.error, hidden, d_nll)
@@ -159,7 +159,7 @@ class CompiledBackend(ReferenceBackend):
         if bias is not None and needs.bias:
             d_bias = d_nll.new_zeros(bias.shape)
         bounds = _bounds(nodes, len(weight), by_rows=True)
-        arrays = (*map(_own, (saved.error, hidden, d_nll)), *map(_array, (d_weight, d_bias)))
+        arrays = (*map(own_array, (saved.error, hidden, d_nll)), *map(array_of, (d_weight, d_bias)))
         _divide(
             bounds, node_loops.backward_bf16 if is_bf16 else node_loops.backward, nodes, *arrays
         )
@@ -192,8 +192,8 @@ def _sorted_hidden(
 
     dtype, size = torch.bfloat16 if in_bf16 else factor.dtype, problem.weight.shape[1]
     hidden = factor.new_empty(len(position), -(-size // ALIGN) * ALIGN, dtype=dtype)
-    source = _array(problem.hidden.contiguous())
-    sort_rows(_own(position), source, _own(factor), _own(hidden))
+    source = array_of(problem.hidden.contiguous())
+    sort_rows(own_array(position), source, own_array(factor), own_array(hidden))
     return hidden
 
 
@@ -212,7 +212,7 @@ def _row_gradients(
     size = problem.weight.shape[1]
     of_weight = hidden.new_empty(len(row) if needs.weight else 0, size)
     of_bias = hidden.new_zeros(len(row) if needs.bias else 0)
-    arrays = map(_own, (error, hidden, d_nll, of_weight, of_bias))
+    arrays = map(own_array, (error, hidden, d_nll, of_weight, of_bias))
     _divide(_bounds(formed, len(row), by_rows=True), node_loops.backward, formed, *arrays)
     weight_parts: list[Part] = [Rows(row, of_weight)] * (len(row) > 0)
     bias_parts: list[Part] = [Rows(row, of_bias[:, None])] * (len(row) > 0)
@@ -227,7 +227,7 @@ def _row_gradients(
     )
 
 
-def _own(tensor: Tensor) -> "Array":
+def own_array(tensor: Tensor) -> "Array":
     """The same of a tensor that no caller will resize, in less time."""
     bits = _BITS.get(tensor.dtype)
     array: Array = (tensor if bits is None else tensor.view(bits)).numpy()
@@ -235,11 +235,11 @@ def _own(tensor: Tensor) -> "Array":
 
 
 @constant_when_compiled
-def _has_numba() -> bool:
+def has_numba() -> bool:
     return "numba" in sys.modules or find_spec("numba") is not None
 
 
-def _array(tensor: Tensor) -> "Array":
+def array_of(tensor: Tensor) -> "Array":
     """A tensor's memory as numpy's, of bf16 and fp16 the bits, see `vectors`."""
     bits = _BITS.get(tensor.dtype)
     alias = from_dlpack((tensor if bits is None else tensor.view(bits)).detach())
@@ -252,7 +252,7 @@ def _nodes(node: Tensor, problem: Problem) -> "Array":
     from lm.output.backends.compiled.node_loops import list_nodes
 
     tree = problem.tree
-    nodes: Array = list_nodes(*map(_own, (node, tree.first_row, tree.num_children)))
+    nodes: Array = list_nodes(*map(own_array, (node, tree.first_row, tree.num_children)))
     return nodes
 
 

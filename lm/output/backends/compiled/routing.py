@@ -31,7 +31,7 @@ def route(target, ignore_index, arrays, position, node, child):
             rank[p] = preorder[node_of_row[row_of_word[word]]]
         else:
             return False
-    _sort(rank, len(preorder), position)
+    sort_by_rank(rank, len(preorder), position)
     node[:] = -1
     child[:] = 0
     for i in range(len(position)):
@@ -47,7 +47,7 @@ def route(target, ignore_index, arrays, position, node, child):
 
 
 @compiled
-def _sort(rank, largest, position):
+def sort_by_rank(rank, largest, position):
     """The positions in the order of their ranks, equal ones in their own: a radix sort."""
     order, other = np.arange(len(rank)), np.empty(len(rank), np.int64)
     end = np.empty(1 << BITS, np.int64)

@@ -94,14 +94,17 @@ class _Logits:
 
         return emit.reduced(emit.row(self.num, [lowest] * len(self.visits), step), emit.maximum)
 
-    def exponentials(self, shifts: list[Any]) -> list[Any]:
-        """Replace logits z by exp(z - shift); their sums."""
+    def exponentials(self, shifts: list[Any], *, stored: bool = True) -> list[Any]:
+        """The sums of exp(z - shift), by which logits z are replaced if `stored`."""
         emit, builder = self.emit, self.emit.builder
 
         def step(index: Any, totals: list[Any], mask: Any) -> None:
             for i, value in enumerate(self.load(index, mask)):
                 value = emit.exp(builder.fsub(value, shifts[i]))
-                value = self.store(i, index, value, mask, emit.zero)
+                if stored:
+                    value = self.store(i, index, value, mask, emit.zero)
+                elif mask is not None:
+                    value = builder.select(mask, value, emit.zero)
                 totals[i] = builder.fadd(totals[i], value)
 
         return emit.sums(emit.row(self.num, [emit.zero] * len(self.visits), step))
@@ -124,6 +127,44 @@ class _Logits:
                     emit.store(error, emit.pointer(lows[i], low, index), low, mask)
 
         emit.row(self.num, [], step)
+
+
+@intrinsic
+def log_softmax_row(typing, rows, place, num, bias, above, probs, out):
+    """Log-probabilities of words or nodes in place of a visit's logits without biases.
+
+    Args:
+        rows: array, for its dtype, which all numbers have.
+        place: address of the logits.
+        num: how many children there are.
+        bias: address of their biases.
+        above: log-probability of their parent, which is added.
+        probs: address of their probabilities, to be set.
+        out: address of the sum of the log-probabilities, which is finite if they are.
+    """
+    integer, number = types.int64, rows.dtype
+    signature = types.void(rows, integer, integer, integer, number, integer, integer)
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        emit = Vectors(context, builder, number)
+        place, num, bias, above, probs, out = values[1:]
+        logits = _Logits(emit, number, [place], num)
+        largest = emit.everywhere(logits.add_bias(bias)[0])
+        (total,) = logits.exponentials([largest], stored=False)
+        shift = emit.everywhere(builder.fsub(above, emit.log(total)))
+
+        def step(index: Any, sums: list[Any], mask: Any) -> None:
+            (value,) = logits.load(index, mask)
+            value = builder.fadd(builder.fsub(value, largest), shift)
+            value = logits.store(0, index, value, mask, emit.zero)
+            emit.store(emit.exp(value), emit.pointer(probs, number, index), number, mask)
+            sums[0] = builder.fadd(sums[0], value)
+
+        (total,) = emit.sums(emit.row(num, [emit.zero], step))
+        builder.store(total, emit.pointer(out, number))
+        return context.get_dummy_value()
+
+    return signature, generate
 
 
 @intrinsic

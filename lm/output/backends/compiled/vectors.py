@@ -262,6 +262,10 @@ class Vectors:
         is_tiny = builder.fcmp_ordered("<", x, self.constant(_LEAST_EXP))
         return builder.select(is_tiny, self.zero, builder.fmul(series, power))
 
+    def log(self, x: Any) -> Any:
+        """Natural logarithm of one number."""
+        return self._call(f"llvm.log.{_FLOATS[x.type][1]}", x.type, [x])
+
     def mask(self, num: Any, lanes: int | None = None) -> Any:
         """Which lanes are below a number."""
         lanes = lanes or self.lanes

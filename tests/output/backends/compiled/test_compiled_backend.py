@@ -188,7 +188,7 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch
 
 
 def test_without_numba_auto_warns_and_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_has_numba", lambda: False)
+    monkeypatch.setattr(backend, "has_numba", lambda: False)
     example = Problem.without_values(30, 8, two_level(90, 9), torch.float32)
     with pytest.warns(UserWarning, match="slowly on cpu: .* requires the package numba"):
         assert choose_backend("auto", example, CPU) == "reference"
@@ -247,7 +247,7 @@ def test_code_is_kept_on_disk_only_if_its_cache_notices_all_changes(tmp_path: Pa
     """numba looks at the file of a function alone, which has a hash of the files that emit code."""
     assert node_loops.IS_CACHED, "node_loops.EMITTED is not the hash of the others"
     folder = Path(node_loops.__file__).parent
-    for name in ("vectors.py", "tiles.py", "row_operations.py", "node_loops.py"):
+    for name in ("vectors.py", "tiles.py", "row_operations.py", "routing.py", "node_loops.py"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     code = (
         "import sys, lm.output.backends.compiled as package\n"

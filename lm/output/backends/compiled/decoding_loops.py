@@ -1,0 +1,512 @@
+"""Decoding one position after another, compiled by numba: draws, and best-first search.
+
+What is drawn and found is defined by `lm.output.decoding.draws` and `lm.output.decoding.search`.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from lm.output.backends.compiled.node_loops import compiled
+from lm.output.backends.compiled.routing import sort_by_rank
+from lm.output.backends.compiled.row_operations import log_softmax_row, scaled_row
+from lm.output.backends.compiled.tiles import ROW, dot_row
+
+TOP_K, TOP_P, MIN_P = range(3)
+UNFINISHED, WRONG = -1, -2
+"""Sizes of sets that are not searched to the end, or whose log-probabilities are not finite."""
+SCALE, NUM_BINS = 64, 2048
+"""Of the histogram of words by log-probability: bins per nat, and the last one has all the rest."""
+THRESHOLD, BEST, MASS, ABOVE, EDGE, TARGET = range(6)
+"""Numbers of a search.
+
+Words less probable than `THRESHOLD` are not needed. `BEST` is the largest log-probability of a word
+and `MASS` the weight of all words found. `ABOVE` is that of the bins before number `EDGE`, and at
+least `TARGET` unless that is the last one.
+"""
+
+QUEUED, FOUND, KEPT, OPENED = range(4)
+"""Counts of a search: nodes in its heap, words found, words in the heap of the best ones, and nodes
+opened."""
+
+
+class Layer(NamedTuple):
+    """The arrays of an `Expander`."""
+
+    hidden: np.ndarray  # [P, W]
+    weight: np.ndarray  # [R, W]
+    bias: np.ndarray  # [R] or [0]
+    first_row: np.ndarray  # of the tree, as all that follow
+    num_children: np.ndarray
+    item_of_row: np.ndarray
+    num_words_below: np.ndarray
+    excluded: np.ndarray  # [K] rows, sorted
+    penalized: np.ndarray  # [P, L] rows, sorted; L = 0 for none
+    factor: float
+    lowest: float  # log-probability of excluded words, and the least with a penalty
+
+
+class Goal(NamedTuple):
+    """What to search for, see `search`."""
+
+    kind: int  # TOP_K, TOP_P or MIN_P
+    k: int
+    power: float
+    share: float  # top_p or min_p
+    is_exact: bool  # whether power is 1 and all probabilities add up to 1
+    most_rows: int  # opened of a position, beyond which it is left unfinished
+    most_nodes: int  # opened in the order of probability
+
+
+class Buffers(NamedTuple):
+    """Memory of a search, used again for each position."""
+
+    log_q: np.ndarray  # [widest], log-probabilities of a node's children
+    prob: np.ndarray  # [widest + 1], their probabilities
+    key: np.ndarray  # [I], a heap of negative log-probabilities of nodes
+    node: np.ndarray  # [I]
+    best: np.ndarray  # [k], a heap of the largest log-probabilities of words
+    bins: np.ndarray  # [NUM_BINS], weights of words
+    state: np.ndarray  # fp64, THRESHOLD …
+    count: np.ndarray  # int64, QUEUED …
+
+
+@compiled
+def _open(layer, position, node, above, log_q, prob):
+    """Set log-probabilities and probabilities [n] of a node's children; whether they are finite.
+
+    With a penalty or excluded words, the probabilities are those without.
+    """
+    hidden, weight, bias = layer.hidden, layer.weight, layer.bias
+    row, n, size = layer.first_row[node], layer.num_children[node], hidden.itemsize
+    strides = (hidden.strides[0], weight.strides[0])
+    start = hidden.ctypes.data + position * strides[0]
+    for j in range(0, n, ROW):
+        starts = (start, weight.ctypes.data + (row + j) * strides[1])
+        out = (log_q.ctypes.data + j * size, strides[0])
+        dot_row(hidden, weight, weight.shape[1], starts, strides, out, (0, n - 1 - j))
+    address = prob.ctypes.data
+    if len(bias) == 0:
+        prob[:n] = 0
+    else:
+        one = hidden.dtype.type(1)
+        scaled_row(bias, prob, bias.ctypes.data + row * bias.itemsize, address, n, one)
+    parent = hidden.dtype.type(above)
+    total = address + n * size
+    log_softmax_row(log_q, log_q.ctypes.data, n, address, parent, address, total)
+    is_finite = math.isfinite(prob[n])
+    if layer.penalized.shape[1] > 0:
+        rows = layer.penalized[position]
+        for i in range(np.searchsorted(rows, row), len(rows)):
+            if rows[i] >= row + n:
+                break
+            if i == 0 or rows[i - 1] != rows[i]:
+                j = rows[i] - row
+                log_q[j] = max(layer.factor * log_q[j], layer.lowest)
+    for i in range(np.searchsorted(layer.excluded, row), len(layer.excluded)):
+        if layer.excluded[i] >= row + n:
+            break
+        log_q[layer.excluded[i] - row] = layer.lowest
+    return is_finite
+
+
+@compiled
+def _log_weight(layer, power, log_prob, item):
+    """Logarithm of (1) of `draws`."""
+    bound = 0.0
+    if item < 0 and power < 1:
+        bound = (1 - power) * math.log(layer.num_words_below[~item])
+    return power * log_prob + bound
+
+
+@compiled
+def _uniform(seed, index):
+    """Number `index` of a seed, see `lm.output.decoding.uniforms`."""
+    bits = np.uint64(seed) + np.uint64(index + 1) * np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    bits = bits ^ (bits >> np.uint64(31))
+    return float(bits >> np.uint64(11)) * 2.0**-53
+
+
+@compiled
+def _draw(log_weight, num, uniform, cumulative):
+    """The first of `num` indices at which the sum of the weights exceeds that share of all."""
+    largest, total = log_weight[:num].max(), 0.0
+    for i in range(num):
+        total += math.exp(log_weight[i] - largest)
+        cumulative[i] = total
+    return np.searchsorted(cumulative[:num], uniform * total, side="right")
+
+
+@compiled
+def _joined(known, new, num, num_new):
+    """An array with room for new items after `num` known ones, which has them."""
+    if num + num_new > len(known):
+        longer = np.empty(2 * (num + num_new), known.dtype)
+        longer[:num] = known[:num]
+        known = longer
+    known[num : num + num_new] = new[:num_new]
+    return known
+
+
+@compiled
+def draw_words(layer, seeds, power, is_exact, widest, word, opened):
+    """Set word [P], drawn as `RejectionSampler` draws it.
+
+    Args:
+        layer: see `Layer`.
+        seeds: [P] int64.
+        power, is_exact: see `Goal`.
+        widest: the most children of a node, or more.
+        word: to be set.
+        opened: [P], set to the number of nodes.
+
+    Returns:
+        The first position whose log-probabilities are not finite, or -1.
+    """
+    log_q, prob = np.empty(widest, layer.hidden.dtype), np.empty(widest + 1, layer.hidden.dtype)
+    log_weight, cumulative = np.empty(widest), np.empty(widest)
+    known, known_log_prob = np.empty(0, np.int64), np.empty(0, log_q.dtype)
+    known_log_weight = np.empty(0)
+    for p in range(len(word)):
+        num, used, column, node, above, weight = 0, 0, -1, 0, 0.0, 0.0
+        opened[p] = 0
+        while True:  # a node is opened, or a trial begins
+            opened[p] += 1
+            row, n = layer.first_row[node], layer.num_children[node]
+            if not _open(layer, p, node, above, log_q, prob):
+                return p
+            items, has_nodes = layer.item_of_row[row : row + n], False
+            for j in range(n):
+                log_weight[j] = _log_weight(layer, power, log_q[j], items[j])
+                has_nodes |= items[j] < 0
+            base, is_accepted, point = num, True, 0.0
+            if column >= 0:
+                point = _uniform(seeds[p], used)
+                used += 1
+            if column >= 0 and not is_exact:
+                largest = log_weight[:n].max()
+                total = largest + math.log(np.exp(log_weight[:n] - largest).sum())
+                share = min(1.0, math.exp(total - weight))
+                is_accepted = point < share
+                point = point / share if is_accepted else 0.0
+                known_log_weight[column] = -math.inf if has_nodes else total
+            if column < 0 or (has_nodes and not is_exact):
+                known = _joined(known, items, num, n)
+                known_log_prob = _joined(known_log_prob, log_q, num, n)
+                known_log_weight = _joined(known_log_weight, log_weight, num, n)
+                num += n
+            if column < 0 or not is_accepted:
+                point = _uniform(seeds[p], used)
+                used += 1
+                if num > len(cumulative):
+                    cumulative = np.empty(2 * num)
+                column = _draw(known_log_weight, num, point, cumulative)
+                item, above = known[column], float(known_log_prob[column])
+                weight = known_log_weight[column]
+            else:
+                child = _draw(log_weight, n, point, cumulative)
+                column, item, above = base + child, items[child], float(log_q[child])
+                weight = log_weight[child]
+            if item >= 0:
+                word[p] = item
+                break
+            node = ~item
+    return -1
+
+
+@compiled
+def _push(key, value, num, new_key, new_value):
+    """Add to a heap, whose least key comes first."""
+    i = num
+    while i > 0 and key[(i - 1) >> 1] > new_key:
+        key[i], value[i] = key[(i - 1) >> 1], value[(i - 1) >> 1]
+        i = (i - 1) >> 1
+    key[i], value[i] = new_key, new_value
+
+
+@compiled
+def _replace_first(key, value, num, new_key, new_value):
+    """Put another item in the place of a heap's first one."""
+    i, child = 0, 1
+    while child < num:
+        if child + 1 < num and key[child + 1] < key[child]:
+            child += 1
+        if key[child] >= new_key:
+            break
+        key[i], value[i] = key[child], value[child]
+        i, child = child, 2 * child + 1
+    key[i], value[i] = new_key, new_value
+
+
+@compiled
+def _lower_edge(state, bins):
+    """Raise the threshold as far as the target allows."""
+    edge = int(state[EDGE])
+    while edge > 0 and state[ABOVE] - bins[edge - 1] >= state[TARGET]:
+        edge -= 1
+        state[ABOVE] -= bins[edge]
+    state[EDGE] = edge
+    if edge < NUM_BINS:
+        state[THRESHOLD] = max(state[THRESHOLD], -edge / SCALE)
+
+
+@compiled
+def _add_weights(goal, buffers, items):
+    """The weights of a node's words, for top-p; relative to that of the best word, unless exact."""
+    log_q, state, bins = buffers.log_q, buffers.state, buffers.bins
+    largest = state[BEST]
+    if not goal.is_exact:
+        for j in range(len(items)):
+            if items[j] >= 0 and log_q[j] > largest:
+                largest = float(log_q[j])
+        if largest > state[BEST]:
+            ratio = math.exp(goal.power * (state[BEST] - largest))
+            bins *= ratio
+            for each in (MASS, ABOVE, TARGET):
+                state[each] *= ratio
+            state[BEST] = largest
+    edge, mass, above = int(state[EDGE]), 0.0, 0.0
+    for j in range(len(items)):
+        if items[j] >= 0:
+            if goal.is_exact:
+                weight = float(buffers.prob[j])
+            else:
+                weight = math.exp(goal.power * (log_q[j] - largest))
+            place = int(min(-log_q[j] * SCALE, NUM_BINS - 1.0))
+            mass += weight
+            bins[place] += weight
+            above += weight if place < edge else 0.0
+    state[MASS] += mass
+    state[ABOVE] += above
+    if state[ABOVE] >= state[TARGET]:
+        _lower_edge(state, bins)
+
+
+@compiled
+def _raise_threshold(goal, buffers, words):
+    """The threshold for top-k or min-p, with the log-probabilities of more words."""
+    state, best, count = buffers.state, buffers.best, buffers.count
+    if goal.kind == MIN_P:
+        for value in words:
+            state[BEST] = max(state[BEST], value)
+        cut = (goal.power * state[BEST] + math.log(goal.share)) / goal.power
+        state[THRESHOLD] = cut - 1e-14 * abs(cut)  # the division is rounded
+        return
+    for value in words:
+        if count[KEPT] < goal.k:
+            _push(best, best, count[KEPT], value, value)
+            count[KEPT] += 1
+        elif value > best[0]:
+            _replace_first(best, best, goal.k, value, value)
+    if count[KEPT] == goal.k:
+        state[THRESHOLD] = best[0]
+
+
+@compiled
+def _visit(layer, p, goal, buffers, node, above, log_prob, word):
+    """Open a node, add the words that are needed to those found; whether all are finite."""
+    log_q, count = buffers.log_q, buffers.count
+    count[OPENED] += 1
+    if not _open(layer, p, node, above, log_q, buffers.prob):
+        return False
+    row = layer.first_row[node]
+    items = layer.item_of_row[row : row + layer.num_children[node]]
+    threshold, found = buffers.state[THRESHOLD], count[FOUND]
+    num = found
+    for j in range(len(items)):
+        if items[j] >= 0 and log_q[j] >= threshold:
+            log_prob[num], word[num] = log_q[j], items[j]
+            num += 1
+    count[FOUND] = num
+    if goal.kind == TOP_P:
+        _add_weights(goal, buffers, items)
+    elif num > found:
+        _raise_threshold(goal, buffers, log_prob[found:num])
+    return True
+
+
+@compiled
+def _rest(layer, goal, buffers):
+    """The bound of the weights below the nodes that are not opened, see `_add_weights`."""
+    shift, total = 0.0 if goal.is_exact else goal.power * buffers.state[BEST], 0.0
+    for i in range(buffers.count[QUEUED]):
+        above = -buffers.key[i]
+        total += math.exp(_log_weight(layer, goal.power, above, ~buffers.node[i]) - shift)
+    return total
+
+
+@compiled
+def _open_all(layer, p, goal, buffers, log_prob, word):
+    """Open all nodes that are needed, in the order of their rows; whether all are finite.
+
+    The others are in the heap then, in any order.
+    """
+    key, node, count = buffers.key, buffers.node, buffers.count
+    above = np.full(len(layer.first_row), -np.inf)
+    for i in range(count[QUEUED]):
+        above[node[i]] = -key[i]
+    needs_all = goal.kind == TOP_P and not goal.is_exact
+    count[QUEUED] = 0
+    for each in range(len(above)):
+        if above[each] == -np.inf:
+            continue
+        if above[each] < buffers.state[THRESHOLD] and not needs_all:
+            key[count[QUEUED]], node[count[QUEUED]] = -above[each], each
+            count[QUEUED] += 1
+            continue
+        if not _visit(layer, p, goal, buffers, each, above[each], log_prob, word):
+            return False
+        row = layer.first_row[each]
+        for j in range(layer.num_children[each]):
+            item = layer.item_of_row[row + j]
+            if item < 0:
+                above[~item] = buffers.log_q[j]
+    return True
+
+
+@compiled
+def _sort(log_prob, word, bits):
+    """Sort words in place: the most probable ones first, ties by number.
+
+    `bits` is a number of the type of integers with as many bits as a log-probability.
+    """
+    rank = np.abs(log_prob).view(bits.dtype).astype(np.int64)
+    rank -= rank.min()
+    order = np.empty(len(rank), np.int64)
+    sort_by_rank(rank, rank.max(), order)
+    log_prob[:], word[:] = log_prob[order], word[order]
+    start = 0
+    for i in range(1, len(word) + 1):
+        if i == len(word) or log_prob[i] != log_prob[start]:
+            if i - start > 1:
+                word[start:i].sort()
+            start = i
+
+
+@compiled
+def _num_reaching(goal, buffers, log_prob, totals):
+    """How many words, most probable first, reach the share of each of two totals."""
+    shift = 0.0 if goal.is_exact else goal.power * buffers.state[BEST]
+    sizes, mass = np.full(2, len(log_prob)), 0.0
+    for i in range(len(log_prob)):
+        mass += math.exp(goal.power * log_prob[i] - shift)
+        for which in range(2):
+            if mass >= goal.share * totals[which]:
+                sizes[which] = min(sizes[which], i + 1)
+        if mass >= goal.share * totals[0]:
+            break
+    return sizes
+
+
+@compiled
+def _select(goal, buffers, bits, log_prob, word):
+    """Sort the words found that are needed."""
+    num = 0
+    for i in range(buffers.count[FOUND]):
+        if log_prob[i] >= buffers.state[THRESHOLD]:
+            log_prob[num], word[num] = log_prob[i], word[i]
+            num += 1
+    buffers.count[FOUND] = num
+    _sort(log_prob[:num], word[:num], bits)
+
+
+@compiled
+def _find(layer, p, goal, buffers, bits, log_prob, word):
+    """The size of the set of position p, or `UNFINISHED` or `WRONG`; see `search`."""
+    key, node, state, count = buffers.key, buffers.node, buffers.state, buffers.count
+    count[:], state[:], buffers.bins[:] = 0, 0.0, 0.0
+    key[0], node[0] = 0.0, 0
+    state[THRESHOLD] = state[BEST] = -math.inf
+    state[EDGE], state[TARGET] = NUM_BINS, math.inf
+    count[QUEUED] = 1
+    if goal.is_exact:
+        state[TARGET] = goal.share * (1 + 1e-5)  # more than rounding changes the sum of all
+    is_loose = goal.kind == TOP_P and not goal.is_exact
+    num_rows, least, next_check, is_sorted = 0, 0, 0, False
+    while True:
+        while count[QUEUED] and (-key[0] >= state[THRESHOLD] or count[OPENED] < least):
+            if num_rows > goal.most_rows:
+                return UNFINISHED
+            if count[OPENED] >= goal.most_nodes:
+                if not _open_all(layer, p, goal, buffers, log_prob, word):
+                    return WRONG
+                break
+            above, each = -key[0], node[0]
+            count[QUEUED] -= 1
+            last = count[QUEUED]
+            _replace_first(key, node, last, key[last], node[last])
+            if not _visit(layer, p, goal, buffers, each, above, log_prob, word):
+                return WRONG
+            row, n = layer.first_row[each], layer.num_children[each]
+            for j in range(n):
+                item = layer.item_of_row[row + j]
+                if item < 0:
+                    _push(key, node, count[QUEUED], -float(buffers.log_q[j]), ~item)
+                    count[QUEUED] += 1
+            num_rows += n
+            if is_loose and count[OPENED] >= next_check:
+                next_check = count[OPENED] + 1 + count[OPENED] // 4
+                state[TARGET] = goal.share * (state[MASS] + _rest(layer, goal, buffers))
+                if state[ABOVE] >= state[TARGET]:
+                    _lower_edge(state, buffers.bins)
+        if not is_sorted:
+            _select(goal, buffers, bits, log_prob, word)
+            is_sorted = True
+        found = log_prob[: count[FOUND]]
+        if goal.kind == TOP_K:
+            return goal.k
+        if goal.kind == MIN_P:
+            cut = goal.power * found[0] + math.log(goal.share)
+            return np.searchsorted(-goal.power * found, -cut, side="right")
+        rest = _rest(layer, goal, buffers)
+        low = state[MASS] + (rest if goal.is_exact else 0.0)
+        sizes = _num_reaching(goal, buffers, found, (state[MASS] + rest, low))
+        if sizes[0] == sizes[1] or count[QUEUED] == 0:
+            return sizes[0]
+        least = count[OPENED] + 1 + count[OPENED] // 4
+
+
+@compiled
+def search(layer, goal, bits, widest, log_prob, word, size, opened):
+    """The most probable words of each position, as the functions of `decoding.search` define them.
+
+    Nodes are opened in the order of probability, while they may hold a word that is needed. After
+    `most_nodes`, the others are gone through in the order of their rows.
+
+    Args:
+        layer, goal: see `Layer` and `Goal`.
+        bits: see `_sort`.
+        widest: the most children of a node, or more.
+        log_prob: [P, N], set to those of each set as far as it goes; then to -∞ up to the largest.
+        word: [P, N], likewise; then to 0.
+        size: [P], set to the number of words, or `UNFINISHED`.
+        opened: [P], set to the number of nodes.
+
+    Returns:
+        The first position whose log-probabilities are not finite, or -1.
+    """
+    num_nodes, dtype = len(layer.first_row), layer.hidden.dtype
+    buffers = Buffers(
+        np.empty(widest, dtype),
+        np.empty(widest + 1, dtype),
+        np.empty(num_nodes),
+        np.empty(num_nodes, np.int64),
+        np.empty(goal.k),
+        np.empty(NUM_BINS),
+        np.empty(6),
+        np.empty(4, np.int64),
+    )
+    for p in range(len(size)):
+        size[p] = _find(layer, p, goal, buffers, bits, log_prob[p], word[p])
+        opened[p] = buffers.count[OPENED]
+        if size[p] == WRONG:
+            return p
+    largest = size.max()
+    for p in range(len(size)):
+        start = max(0, size[p])
+        log_prob[p, start:largest] = -np.inf
+        word[p, start:largest] = 0
+    return -1

@@ -1,0 +1,149 @@
+"""Search and draws on a CPU in compiled loops, one position after another.
+
+They find and draw what the operations of PyTorch in `search` and `draws` do, up to the rounding of
+log-probabilities, without a call of PyTorch per node.
+"""
+
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lm.output.backends.compiled.backend import DTYPES, array_of, has_numba, own_array
+from lm.output.decoding.expansion import LOWEST, Expander, word_log_prob
+from lm.output.tree.class_tree import ClassTree
+
+if TYPE_CHECKING:
+    from lm.output.backends.compiled.decoding_loops import Layer
+
+FEW = 4
+"""Positions up to which each one reads the table for itself, however much of it."""
+MOST_ROWS = 1 / 8
+"""Of the table, opened for each of more positions; then a product for all of them takes less."""
+NODE_COST = 4096
+"""Of the order in which nodes are opened, in numbers of rows read, times 16."""
+BLOCK_ELEMENTS = 1 << 26
+"""Addresses of log-probabilities that are reserved, of which memory is taken for words found."""
+
+
+class Goal(NamedTuple):
+    """What to search for: see the functions of `search`."""
+
+    kind: Literal["top_k", "top_p", "min_p"]
+    k: int = 1
+    power: float = 1.0
+    share: float = 1.0
+
+
+def is_usable(expander: Expander) -> bool:
+    """Whether loops can be compiled for an expander, and are right."""
+    weight, bias = expander.weight, expander.bias
+    dtypes = (expander.hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    return (
+        expander.hidden.device.type == "cpu"
+        and has_numba()
+        and weight.stride(1) == 1
+        and DTYPES.issuperset(dtypes)
+        and _verified(*dtypes)
+    )
+
+
+def sets(expander: Expander, goal: Goal) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Sets of the most probable words of blocks of positions.
+
+    Yields positions [A], sizes of their sets [A], -1 for those that are left to an evaluation of
+    all words, and log-probabilities and words [A, largest size], in order.
+    """
+    from lm.output.backends.compiled import decoding_loops as loops
+
+    import numpy as np
+
+    tree, num_positions = expander.tree, len(expander.hidden)
+    many = goal.kind == "top_k" and num_positions > FEW
+    most_rows = int(MOST_ROWS * tree.num_rows) if many else tree.num_rows
+    most_nodes = max(16, expander.weight.numel() // NODE_COST)
+    is_exact = goal.power == 1 and expander.is_plain
+    kind = getattr(loops, goal.kind.upper())
+    arguments = loops.Goal(kind, *goal[1:], is_exact, most_rows, most_nodes)
+    bits = np.empty(0, np.int64 if expander.hidden.dtype == torch.float64 else np.int32)
+    block = max(1, BLOCK_ELEMENTS // tree.vocab_size)
+    for start in range(0, num_positions, block):
+        position = torch.arange(start, min(start + block, num_positions))
+        hidden = expander.hidden[start : start + len(position)]
+        log_prob = hidden.new_empty(len(position), tree.vocab_size)
+        word = position.new_empty(log_prob.shape)
+        size, opened = torch.empty_like(position), torch.empty_like(position)
+        layer = _layer(expander, start, len(position))
+        found = map(own_array, (log_prob, word, size, opened))
+        wrong = loops.search(layer, arguments, bits, tree.max_path_columns, *found)
+        if wrong >= 0:
+            expander.refuse(start + wrong)
+        expander.num_expanded += int(opened.sum())
+        largest = max(0, int(size.max()))
+        yield position, size, log_prob[:, :largest], word[:, :largest]
+
+
+def draw_words(expander: Expander, seeds: Tensor, power: float) -> Tensor:
+    """A word for each position [P], as `draws.RejectionSampler` draws it; seeds [P] int64."""
+    from lm.output.backends.compiled import decoding_loops as loops
+
+    word, opened = torch.empty_like(seeds), torch.empty_like(seeds)
+    is_exact = power == 1 and expander.is_plain
+    layer, width = _layer(expander, 0, len(word)), expander.tree.max_path_columns
+    arrays = map(own_array, (word, opened))
+    wrong = loops.draw_words(layer, own_array(seeds.contiguous()), power, is_exact, width, *arrays)
+    if wrong >= 0:
+        expander.refuse(wrong)
+    expander.num_expanded += int(opened.sum())
+    return word
+
+
+def _layer(expander: Expander, start: int, num: int) -> "Layer":
+    """The arrays of some positions."""
+    from lm.output.backends.compiled.decoding_loops import Layer
+
+    tree, bias, penalty = expander.tree, expander.bias, expander.penalty
+    none = tree.first_row[:0]
+    excluded = none if expander.excluded is None else expander.excluded.sort().values
+    penalized = none.view(1, 0) if penalty is None else penalty.row[start:][:num].sort().values
+    of_tree = (tree.first_row, tree.num_children, tree.item_of_row, tree.num_words_below)
+    return Layer(
+        own_array(expander.hidden[start:][:num].detach().contiguous()),
+        array_of(expander.weight),
+        array_of(expander.hidden.new_empty(0) if bias is None else bias.contiguous()),
+        *map(own_array, (*of_tree, excluded, penalized.contiguous())),
+        1.0 if penalty is None else float(penalty.factor),
+        LOWEST,
+    )
+
+
+@cache
+def _verified(hidden: torch.dtype, weight: torch.dtype, bias: torch.dtype) -> bool:
+    """Whether a search of a small layer finds the log-probabilities of all its words.
+
+    It warns if not.
+    """
+    from numba.core.errors import NumbaError
+
+    tree, generator = ClassTree.two_level(torch.arange(300) % 17), torch.Generator().manual_seed(0)
+    shapes = ((2, 40), (tree.num_rows, 40), (tree.num_rows,))
+    layer = [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
+    tensors = [x.to(dtype) for x, dtype in zip(layer, (hidden, weight, bias), strict=True)]
+    expander = Expander(tensors[0], tensors[1], tree, tensors[2])
+    expected = word_log_prob(tensors[0], tensors[1], tree, tensors[2])
+    try:
+        ((_, _, log_prob, word),) = sets(expander, Goal("top_k", tree.vocab_size))
+        draw_words(expander, torch.arange(2), 1.0)
+        error = float((log_prob - expected.gather(1, word)).abs().max())
+        limit = 64 * torch.finfo(hidden).eps * float(expected.abs().max())
+        problem = "" if error <= limit else f"log-probabilities are off by {error:.2g}"
+    except (NumbaError, RuntimeError, OSError) as failure:
+        problem = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
+    if problem:
+        warnings.warn(
+            f"words are found and drawn slowly, without compiled loops: {problem}", stacklevel=2
+        )
+    return not problem

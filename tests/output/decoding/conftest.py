@@ -1,0 +1,11 @@
+"""Every test runs with compiled loops, and with operations of PyTorch alone."""
+
+import pytest
+
+from lm.output.decoding import compiled
+
+
+@pytest.fixture(autouse=True, params=["compiled", "reference"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "reference":
+        monkeypatch.setattr(compiled, "is_usable", lambda expander: False)
