@@ -7,7 +7,7 @@ log-probabilities, without a call of PyTorch per node.
 import warnings
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,12 +54,12 @@ def is_usable(expander: Expander) -> bool:
 def sets(expander: Expander, goal: Goal) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Sets of the most probable words of blocks of positions.
 
-    Yields positions [A], sizes of their sets [A], -1 for those that are left to an evaluation of
-    all words, and log-probabilities and words [A, largest size], in order.
+    Yields positions [A], log-probabilities and words [A, largest size], in order and padded with
+    log_prob -∞, and positions that are left to an evaluation of all words.
     """
-    from lm.output.backends.compiled import decoding_loops as loops
-
     import numpy as np
+
+    from lm.output.backends.compiled import decoding_loops as loops
 
     tree, num_positions = expander.tree, len(expander.hidden)
     many = goal.kind == "top_k" and num_positions > FEW
@@ -78,12 +78,17 @@ def sets(expander: Expander, goal: Goal) -> Iterator[tuple[Tensor, Tensor, Tenso
         size, opened = torch.empty_like(position), torch.empty_like(position)
         layer = _layer(expander, start, len(position))
         found = map(own_array, (log_prob, word, size, opened))
-        wrong = loops.search(layer, arguments, bits, tree.max_path_columns, *found)
+        wrong, largest, is_done = loops.search(
+            layer, arguments, bits, tree.max_path_columns, *found
+        )
         if wrong >= 0:
             expander.refuse(start + wrong)
         expander.num_expanded += int(opened.sum())
-        largest = max(0, int(size.max()))
-        yield position, size, log_prob[:, :largest], word[:, :largest]
+        done, log_prob, word = position, log_prob[:, :largest], word[:, :largest]
+        if not is_done:
+            is_found = size >= 0
+            done, log_prob, word = (each[is_found] for each in (position, log_prob, word))
+        yield done, log_prob, word, position[:0] if is_done else position[~is_found]
 
 
 def draw_words(expander: Expander, seeds: Tensor, power: float) -> Tensor:
@@ -135,7 +140,7 @@ def _verified(hidden: torch.dtype, weight: torch.dtype, bias: torch.dtype) -> bo
     expander = Expander(tensors[0], tensors[1], tree, tensors[2])
     expected = word_log_prob(tensors[0], tensors[1], tree, tensors[2])
     try:
-        ((_, _, log_prob, word),) = sets(expander, Goal("top_k", tree.vocab_size))
+        ((_, log_prob, word, _),) = sets(expander, Goal("top_k", tree.vocab_size))
         draw_words(expander, torch.arange(2), 1.0)
         error = float((log_prob - expected.gather(1, word)).abs().max())
         limit = 64 * torch.finfo(hidden).eps * float(expected.abs().max())

@@ -127,10 +127,12 @@ def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Ten
     - else those that can hold a word as probable as the last of the j + 1;
     - if there are none: the heaviest ones, with at least half of high - low.
     """
-    log_bound, exact = expander.log_bound(power), power == 1 and expander.is_plain
+    exact = power == 1 and expander.is_plain
 
     def needed(frontier: _Frontier, log_prob: Tensor) -> tuple[Tensor, Tensor]:
-        node_log_weight = power * frontier.log_prob.double() + log_bound[frontier.node]
+        node_log_weight = (
+            power * frontier.log_prob.double() + expander.log_bound(power)[frontier.node]
+        )
         sorted_log_prob = log_prob
         if bool((log_prob[:, 1:] > log_prob[:, :-1]).any()):
             sorted_log_prob = log_prob.sort(dim=1, descending=True).values
@@ -187,11 +189,10 @@ def _sets(
     [A, F] bool, and where there are none, the size of the set [A].
     """
     if compiled.is_usable(expander):
-        for position, size, *found in compiled.sets(expander, goal):
-            done = size >= 0
-            if bool(done.any()):
-                yield position[done], TopK(*found).select(done)
-            yield from _of_all_words(expander, position[~done], needed, max_words)
+        for position, *found, unfinished in compiled.sets(expander, goal):
+            if len(position):
+                yield position, TopK(*found)
+            yield from _of_all_words(expander, unfinished, needed, max_words)
         return
     frontier, tree = _Frontier(expander), expander.tree
     most = MOST_COST * (tree.num_rows + SOFTMAX_COST * tree.num_nodes)

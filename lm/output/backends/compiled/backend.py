@@ -236,6 +236,7 @@ def own_array(tensor: Tensor) -> "Array":
 
 @constant_when_compiled
 def has_numba() -> bool:
+    """Whether loops can be compiled."""
     return "numba" in sys.modules or find_spec("numba") is not None
 
 

@@ -112,12 +112,9 @@ def _open(layer, position, node, above, log_q, prob):
 
 
 @compiled
-def _log_weight(layer, power, log_prob, item):
-    """Logarithm of (1) of `draws`."""
-    bound = 0.0
-    if item < 0 and power < 1:
-        bound = (1 - power) * math.log(layer.num_words_below[~item])
-    return power * log_prob + bound
+def _log_weight(power, log_prob, num_words):
+    """Logarithm of (1) of `draws`, of a node with so many words below it, or of a word."""
+    return power * log_prob + max(0.0, 1 - power) * math.log(num_words)
 
 
 @compiled
@@ -169,7 +166,7 @@ def draw_words(layer, seeds, power, is_exact, widest, word, opened):
     log_q, prob = np.empty(widest, layer.hidden.dtype), np.empty(widest + 1, layer.hidden.dtype)
     log_weight, cumulative = np.empty(widest), np.empty(widest)
     known, known_log_prob = np.empty(0, np.int64), np.empty(0, log_q.dtype)
-    known_log_weight = np.empty(0)
+    known_log_weight, below = np.empty(0), layer.num_words_below
     for p in range(len(word)):
         num, used, column, node, above, weight = 0, 0, -1, 0, 0.0, 0.0
         opened[p] = 0
@@ -180,7 +177,8 @@ def draw_words(layer, seeds, power, is_exact, widest, word, opened):
                 return p
             items, has_nodes = layer.item_of_row[row : row + n], False
             for j in range(n):
-                log_weight[j] = _log_weight(layer, power, log_q[j], items[j])
+                num_words = below[~items[j]] if items[j] < 0 else 1
+                log_weight[j] = _log_weight(power, log_q[j], num_words)
                 has_nodes |= items[j] < 0
             base, is_accepted, point = num, True, 0.0
             if column >= 0:
@@ -334,7 +332,8 @@ def _rest(layer, goal, buffers):
     shift, total = 0.0 if goal.is_exact else goal.power * buffers.state[BEST], 0.0
     for i in range(buffers.count[QUEUED]):
         above = -buffers.key[i]
-        total += math.exp(_log_weight(layer, goal.power, above, ~buffers.node[i]) - shift)
+        num_words = layer.num_words_below[buffers.node[i]]
+        total += math.exp(_log_weight(goal.power, above, num_words) - shift)
     return total
 
 
@@ -381,7 +380,10 @@ def _sort(log_prob, word, bits):
     start = 0
     for i in range(1, len(word) + 1):
         if i == len(word) or log_prob[i] != log_prob[start]:
-            if i - start > 1:
+            if i - start == 2:  # as most ties
+                first, second = word[start], word[start + 1]
+                word[start], word[start + 1] = min(first, second), max(first, second)
+            elif i - start > 2:
                 word[start:i].sort()
             start = i
 
@@ -422,9 +424,11 @@ def _find(layer, p, goal, buffers, bits, log_prob, word):
     state[THRESHOLD] = state[BEST] = -math.inf
     state[EDGE], state[TARGET] = NUM_BINS, math.inf
     count[QUEUED] = 1
-    if goal.is_exact:
-        state[TARGET] = goal.share * (1 + 1e-5)  # more than rounding changes the sum of all
     is_loose = goal.kind == TOP_P and not goal.is_exact
+    if goal.kind == TOP_P and goal.is_exact:
+        state[TARGET] = goal.share * (1 + 1e-5)  # more than rounding changes the sum of all
+        if state[TARGET] < 1:  # words with less than the mean of what is left out are not needed
+            state[THRESHOLD] = math.log((1 - state[TARGET]) / len(word))
     num_rows, least, next_check, is_sorted = 0, 0, 0, False
     while True:
         while count[QUEUED] and (-key[0] >= state[THRESHOLD] or count[OPENED] < least):
@@ -486,7 +490,8 @@ def search(layer, goal, bits, widest, log_prob, word, size, opened):
         opened: [P], set to the number of nodes.
 
     Returns:
-        The first position whose log-probabilities are not finite, or -1.
+        The first position whose log-probabilities are not finite, or -1; the largest size; whether
+        all are searched to the end.
     """
     num_nodes, dtype = len(layer.first_row), layer.hidden.dtype
     buffers = Buffers(
@@ -503,10 +508,10 @@ def search(layer, goal, bits, widest, log_prob, word, size, opened):
         size[p] = _find(layer, p, goal, buffers, bits, log_prob[p], word[p])
         opened[p] = buffers.count[OPENED]
         if size[p] == WRONG:
-            return p
-    largest = size.max()
+            return p, 0, False
+    largest = max(0, size.max())
     for p in range(len(size)):
         start = max(0, size[p])
         log_prob[p, start:largest] = -np.inf
         word[p, start:largest] = 0
-    return -1
+    return -1, largest, size.min() >= 0

@@ -64,7 +64,8 @@ def _dots(tile: tuple[int, int]) -> Any:
             multiply = emit.dot if is_bf16 else emit.multiply_add
             num, starts, strides, out, last = values[2], *(pair_of(builder, v) for v in values[3:])
             h, w = (
-                addresses(builder, *place) for place in zip(starts, strides, tile, last, strict=True)
+                addresses(builder, *place)
+                for place in zip(starts, strides, tile, last, strict=True)
             )
 
             ahead = builder.mul(strides[1], INT(tile[1]))
