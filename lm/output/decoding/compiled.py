@@ -73,7 +73,7 @@ def sets(expander: Expander, goal: Goal) -> Iterator[tuple[Tensor, Tensor, Tenso
     for start in range(0, num_positions, block):
         position = torch.arange(start, min(start + block, num_positions))
         hidden = expander.hidden[start : start + len(position)]
-        log_prob = hidden.new_empty(len(position), tree.vocab_size)
+        log_prob = hidden.new_empty(len(position), tree.vocab_size + 1)
         word = position.new_empty(log_prob.shape)
         size, opened = torch.empty_like(position), torch.empty_like(position)
         layer = _layer(expander, start, len(position))

@@ -63,7 +63,7 @@ class Buffers(NamedTuple):
     """Memory of a search, used again for each position."""
 
     log_q: np.ndarray  # [widest], log-probabilities of a node's children
-    prob: np.ndarray  # [widest + 1], their probabilities
+    bias: np.ndarray  # [widest + 1], their biases
     key: np.ndarray  # [I], a heap of negative log-probabilities of nodes
     node: np.ndarray  # [I]
     best: np.ndarray  # [k], a heap of the largest log-probabilities of words
@@ -73,11 +73,8 @@ class Buffers(NamedTuple):
 
 
 @compiled
-def _open(layer, position, node, above, log_q, prob):
-    """Set log-probabilities and probabilities [n] of a node's children; whether they are finite.
-
-    With a penalty or excluded words, the probabilities are those without.
-    """
+def _open(layer, position, node, above, log_q, bias_of_child):
+    """Set the log-probabilities [n] of a node's children; whether they are finite."""
     hidden, weight, bias = layer.hidden, layer.weight, layer.bias
     row, n, size = layer.first_row[node], layer.num_children[node], hidden.itemsize
     strides = (hidden.strides[0], weight.strides[0])
@@ -86,16 +83,15 @@ def _open(layer, position, node, above, log_q, prob):
         starts = (start, weight.ctypes.data + (row + j) * strides[1])
         out = (log_q.ctypes.data + j * size, strides[0])
         dot_row(hidden, weight, weight.shape[1], starts, strides, out, (0, n - 1 - j))
-    address = prob.ctypes.data
+    address = bias_of_child.ctypes.data
     if len(bias) == 0:
-        prob[:n] = 0
+        bias_of_child[:n] = 0
     else:
         one = hidden.dtype.type(1)
-        scaled_row(bias, prob, bias.ctypes.data + row * bias.itemsize, address, n, one)
+        scaled_row(bias, bias_of_child, bias.ctypes.data + row * bias.itemsize, address, n, one)
     parent = hidden.dtype.type(above)
-    total = address + n * size
-    log_softmax_row(log_q, log_q.ctypes.data, n, address, parent, address, total)
-    is_finite = math.isfinite(prob[n])
+    log_softmax_row(log_q, log_q.ctypes.data, n, address, parent, address + n * size)
+    is_finite = math.isfinite(bias_of_child[n])
     if layer.penalized.shape[1] > 0:
         rows = layer.penalized[position]
         for i in range(np.searchsorted(rows, row), len(rows)):
@@ -163,7 +159,8 @@ def draw_words(layer, seeds, power, is_exact, widest, word, opened):
     Returns:
         The first position whose log-probabilities are not finite, or -1.
     """
-    log_q, prob = np.empty(widest, layer.hidden.dtype), np.empty(widest + 1, layer.hidden.dtype)
+    dtype = layer.hidden.dtype
+    log_q, bias = np.empty(widest, dtype), np.empty(widest + 1, dtype)
     log_weight, cumulative = np.empty(widest), np.empty(widest)
     known, known_log_prob = np.empty(0, np.int64), np.empty(0, log_q.dtype)
     known_log_weight, below = np.empty(0), layer.num_words_below
@@ -173,7 +170,7 @@ def draw_words(layer, seeds, power, is_exact, widest, word, opened):
         while True:  # a node is opened, or a trial begins
             opened[p] += 1
             row, n = layer.first_row[node], layer.num_children[node]
-            if not _open(layer, p, node, above, log_q, prob):
+            if not _open(layer, p, node, above, log_q, bias):
                 return p
             items, has_nodes = layer.item_of_row[row : row + n], False
             for j in range(n):
@@ -252,34 +249,34 @@ def _lower_edge(state, bins):
 
 
 @compiled
-def _add_weights(goal, buffers, items):
-    """The weights of a node's words, for top-p; relative to that of the best word, unless exact."""
+def _add_weights(goal, buffers, items, kept):
+    """The weights of a node's words, for top-p.
+
+    `kept` has the log-probabilities of those that may be needed. Weights are relative to that of
+    the best word, unless their sum is known.
+    """
     log_q, state, bins = buffers.log_q, buffers.state, buffers.bins
-    largest = state[BEST]
+    shift = 0.0
     if not goal.is_exact:
-        for j in range(len(items)):
-            if items[j] >= 0 and log_q[j] > largest:
-                largest = float(log_q[j])
-        if largest > state[BEST]:
+        if len(kept) and kept.max() > state[BEST]:
+            largest = float(kept.max())
             ratio = math.exp(goal.power * (state[BEST] - largest))
             bins *= ratio
             for each in (MASS, ABOVE, TARGET):
                 state[each] *= ratio
             state[BEST] = largest
-    edge, mass, above = int(state[EDGE]), 0.0, 0.0
-    for j in range(len(items)):
-        if items[j] >= 0:
-            if goal.is_exact:
-                weight = float(buffers.prob[j])
-            else:
-                weight = math.exp(goal.power * (log_q[j] - largest))
-            place = int(min(-log_q[j] * SCALE, NUM_BINS - 1.0))
-            mass += weight
-            bins[place] += weight
-            above += weight if place < edge else 0.0
-    state[MASS] += mass
-    state[ABOVE] += above
-    if state[ABOVE] >= state[TARGET]:
+        shift = goal.power * state[BEST]
+        for j in range(len(items)):
+            if items[j] >= 0:
+                state[MASS] += math.exp(goal.power * log_q[j] - shift)
+    edge, above = int(state[EDGE]), state[ABOVE]
+    for value in kept:
+        weight = math.exp(goal.power * value - shift)
+        place = int(min(-value * SCALE, NUM_BINS - 1.0))
+        bins[place] += weight
+        above += weight if place < edge else 0.0
+    state[ABOVE] = above
+    if above >= state[TARGET]:
         _lower_edge(state, bins)
 
 
@@ -308,19 +305,18 @@ def _visit(layer, p, goal, buffers, node, above, log_prob, word):
     """Open a node, add the words that are needed to those found; whether all are finite."""
     log_q, count = buffers.log_q, buffers.count
     count[OPENED] += 1
-    if not _open(layer, p, node, above, log_q, buffers.prob):
+    if not _open(layer, p, node, above, log_q, buffers.bias):
         return False
     row = layer.first_row[node]
     items = layer.item_of_row[row : row + layer.num_children[node]]
     threshold, found = buffers.state[THRESHOLD], count[FOUND]
     num = found
-    for j in range(len(items)):
-        if items[j] >= 0 and log_q[j] >= threshold:
-            log_prob[num], word[num] = log_q[j], items[j]
-            num += 1
+    for j in range(len(items)):  # without branches that are taken for half of the words
+        log_prob[num], word[num] = log_q[j], items[j]
+        num += (items[j] >= 0) & (log_q[j] >= threshold)
     count[FOUND] = num
     if goal.kind == TOP_P:
-        _add_weights(goal, buffers, items)
+        _add_weights(goal, buffers, items, log_prob[found:num])
     elif num > found:
         _raise_threshold(goal, buffers, log_prob[found:num])
     return True
@@ -328,8 +324,8 @@ def _visit(layer, p, goal, buffers, node, above, log_prob, word):
 
 @compiled
 def _rest(layer, goal, buffers):
-    """The bound of the weights below the nodes that are not opened, see `_add_weights`."""
-    shift, total = 0.0 if goal.is_exact else goal.power * buffers.state[BEST], 0.0
+    """The bound of the weights below the nodes that are not opened, relative to the best word's."""
+    shift, total = goal.power * buffers.state[BEST], 0.0
     for i in range(buffers.count[QUEUED]):
         above = -buffers.key[i]
         num_words = layer.num_words_below[buffers.node[i]]
@@ -428,7 +424,7 @@ def _find(layer, p, goal, buffers, bits, log_prob, word):
     if goal.kind == TOP_P and goal.is_exact:
         state[TARGET] = goal.share * (1 + 1e-5)  # more than rounding changes the sum of all
         if state[TARGET] < 1:  # words with less than the mean of what is left out are not needed
-            state[THRESHOLD] = math.log((1 - state[TARGET]) / len(word))
+            state[THRESHOLD] = math.log((1 - state[TARGET]) / (len(word) - 1))
     num_rows, least, next_check, is_sorted = 0, 0, 0, False
     while True:
         while count[QUEUED] and (-key[0] >= state[THRESHOLD] or count[OPENED] < least):
@@ -465,9 +461,10 @@ def _find(layer, p, goal, buffers, bits, log_prob, word):
         if goal.kind == MIN_P:
             cut = goal.power * found[0] + math.log(goal.share)
             return np.searchsorted(-goal.power * found, -cut, side="right")
-        rest = _rest(layer, goal, buffers)
-        low = state[MASS] + (rest if goal.is_exact else 0.0)
-        sizes = _num_reaching(goal, buffers, found, (state[MASS] + rest, low))
+        totals = (1.0, 1.0)
+        if not goal.is_exact:
+            totals = (state[MASS] + _rest(layer, goal, buffers), state[MASS])
+        sizes = _num_reaching(goal, buffers, found, totals)
         if sizes[0] == sizes[1] or count[QUEUED] == 0:
             return sizes[0]
         least = count[OPENED] + 1 + count[OPENED] // 4
@@ -484,8 +481,8 @@ def search(layer, goal, bits, widest, log_prob, word, size, opened):
         layer, goal: see `Layer` and `Goal`.
         bits: see `_sort`.
         widest: the most children of a node, or more.
-        log_prob: [P, N], set to those of each set as far as it goes; then to -∞ up to the largest.
-        word: [P, N], likewise; then to 0.
+        log_prob: [P, N + 1], set to those of each set; then to -∞ up to the largest set's size.
+        word: [P, N + 1], likewise; then to 0.
         size: [P], set to the number of words, or `UNFINISHED`.
         opened: [P], set to the number of nodes.
 

@@ -130,24 +130,23 @@ class _Logits:
 
 
 @intrinsic
-def log_softmax_row(typing, rows, place, num, bias, above, probs, out):
-    """Log-probabilities of words or nodes in place of a visit's logits without biases.
+def log_softmax_row(typing, rows, place, num, bias, above, out):
+    """Log-probabilities of a node's children in place of a visit's logits without biases.
 
     Args:
         rows: array, for its dtype, which all numbers have.
         place: address of the logits.
         num: how many children there are.
         bias: address of their biases.
-        above: log-probability of their parent, which is added.
-        probs: address of their probabilities, to be set.
+        above: log-probability of the node, which is added.
         out: address of the sum of the log-probabilities, which is finite if they are.
     """
     integer, number = types.int64, rows.dtype
-    signature = types.void(rows, integer, integer, integer, number, integer, integer)
+    signature = types.void(rows, integer, integer, integer, number, integer)
 
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
         emit = Vectors(context, builder, number)
-        place, num, bias, above, probs, out = values[1:]
+        place, num, bias, above, out = values[1:]
         logits = _Logits(emit, number, [place], num)
         largest = emit.everywhere(logits.add_bias(bias)[0])
         (total,) = logits.exponentials([largest], stored=False)
@@ -156,9 +155,7 @@ def log_softmax_row(typing, rows, place, num, bias, above, probs, out):
         def step(index: Any, sums: list[Any], mask: Any) -> None:
             (value,) = logits.load(index, mask)
             value = builder.fadd(builder.fsub(value, largest), shift)
-            value = logits.store(0, index, value, mask, emit.zero)
-            emit.store(emit.exp(value), emit.pointer(probs, number, index), number, mask)
-            sums[0] = builder.fadd(sums[0], value)
+            sums[0] = builder.fadd(sums[0], logits.store(0, index, value, mask, emit.zero))
 
         (total,) = emit.sums(emit.row(num, [emit.zero], step))
         builder.store(total, emit.pointer(out, number))

@@ -20,6 +20,8 @@ TILE = (4, 4) if HAS_AVX512 else (4, 3)
 """Vectors of a tile; processors have 32 or 16 registers for them."""
 ROW = 8
 """Rows that one hidden vector is multiplied with at a time."""
+AHEAD_BYTES = 12 << 10
+"""How far rows are read ahead for it: they come from memory, and are used once."""
 
 
 def sum_dtype(dtype: Any) -> Any:
@@ -62,13 +64,11 @@ def _dots(tile: tuple[int, int]) -> Any:
             is_bf16 = hidden.dtype == types.uint16
             read = Vectors(context, builder, hidden.dtype) if is_bf16 else emit
             multiply = emit.dot if is_bf16 else emit.multiply_add
-            num, starts, strides, out, last = values[2], *(pair_of(builder, v) for v in values[3:])
-            h, w = (
-                addresses(builder, *place)
-                for place in zip(starts, strides, tile, last, strict=True)
-            )
-
-            ahead = builder.mul(strides[1], INT(tile[1]))
+            num, pairs = values[2], (pair_of(builder, value) for value in values[3:])
+            starts, strides, out, last = pairs
+            places = zip(starts, strides, tile, last, strict=True)
+            h, w = (addresses(builder, *place) for place in places)
+            ahead = INT(AHEAD_BYTES) if tile[0] == 1 else builder.mul(strides[1], INT(tile[1]))
 
             def step(index: Any, sums: list[Any], mask: Any) -> None:
                 a = [read.load(emit.pointer(x, hidden.dtype, index), hidden.dtype, mask) for x in h]
