@@ -17,16 +17,17 @@ from lm.output.decoding.expansion import LOWEST, Expander, word_log_prob
 from lm.output.tree.class_tree import ClassTree
 
 if TYPE_CHECKING:
-    from lm.output.backends.compiled.decoding_loops import Layer
+    from lm.output.backends.compiled.expansion_loops import Layer
 
 FEW = 4
 """Positions up to which each one reads the table for itself, however much of it."""
 MOST_ROWS = 1 / 8
 """Of the table, opened for each of more positions; then a product for all of them takes less."""
 NODE_COST = 4096
-"""Of the order in which nodes are opened, in numbers of rows read, times 16."""
-BLOCK_ELEMENTS = 1 << 26
-"""Addresses of log-probabilities that are reserved, of which memory is taken for words found."""
+"""Numbers of the table for each node that is opened in the order of probability: reading them takes
+ten times as long as finding the node."""
+BLOCK_ELEMENTS = 1 << 23
+"""Most words there is room for at once; memory is taken for those found."""
 
 
 class Goal(NamedTuple):
@@ -57,33 +58,32 @@ def sets(expander: Expander, goal: Goal) -> Iterator[tuple[Tensor, Tensor, Tenso
     Yields positions [A], log-probabilities and words [A, largest size], in order and padded with
     log_prob -∞, and positions that are left to an evaluation of all words.
     """
-    import numpy as np
-
-    from lm.output.backends.compiled import decoding_loops as loops
+    from lm.output.backends.compiled import search_loops
 
     tree, num_positions = expander.tree, len(expander.hidden)
     many = goal.kind == "top_k" and num_positions > FEW
     most_rows = int(MOST_ROWS * tree.num_rows) if many else tree.num_rows
-    most_nodes = max(16, expander.weight.numel() // NODE_COST)
+    most_nodes = expander.weight.numel() // NODE_COST
     is_exact = goal.power == 1 and expander.is_plain
-    kind = getattr(loops, goal.kind.upper())
-    arguments = loops.Goal(kind, *goal[1:], is_exact, most_rows, most_nodes)
-    bits = np.empty(0, np.int64 if expander.hidden.dtype == torch.float64 else np.int32)
+    kind = getattr(search_loops, goal.kind.upper())
+    arguments = search_loops.Goal(kind, *goal[1:], is_exact, most_rows, most_nodes)
+    is_double = expander.hidden.dtype == torch.float64
+    bits = own_array(torch.empty(0, dtype=torch.int64 if is_double else torch.int32))
     block = max(1, BLOCK_ELEMENTS // tree.vocab_size)
     for start in range(0, num_positions, block):
         position = torch.arange(start, min(start + block, num_positions))
         hidden = expander.hidden[start : start + len(position)]
         log_prob = hidden.new_empty(len(position), tree.vocab_size + 1)
         word = position.new_empty(log_prob.shape)
-        size, opened = torch.empty_like(position), torch.empty_like(position)
+        size = torch.empty_like(position)
         layer = _layer(expander, start, len(position))
-        found = map(own_array, (log_prob, word, size, opened))
-        wrong, largest, is_done = loops.search(
+        found = map(own_array, (log_prob, word, size))
+        wrong, num_opened, largest, is_done = search_loops.search(
             layer, arguments, bits, tree.max_path_columns, *found
         )
         if wrong >= 0:
             expander.refuse(start + wrong)
-        expander.num_expanded += int(opened.sum())
+        expander.num_expanded += num_opened
         done, log_prob, word = position, log_prob[:, :largest], word[:, :largest]
         if not is_done:
             is_found = size >= 0
@@ -93,35 +93,39 @@ def sets(expander: Expander, goal: Goal) -> Iterator[tuple[Tensor, Tensor, Tenso
 
 def draw_words(expander: Expander, seeds: Tensor, power: float) -> Tensor:
     """A word for each position [P], as `draws.RejectionSampler` draws it; seeds [P] int64."""
-    from lm.output.backends.compiled import decoding_loops as loops
+    from lm.output.backends.compiled import draw_loops
 
-    word, opened = torch.empty_like(seeds), torch.empty_like(seeds)
+    word = torch.empty_like(seeds)
     is_exact = power == 1 and expander.is_plain
     layer, width = _layer(expander, 0, len(word)), expander.tree.max_path_columns
-    arrays = map(own_array, (word, opened))
-    wrong = loops.draw_words(layer, own_array(seeds.contiguous()), power, is_exact, width, *arrays)
+    arrays = own_array(seeds.contiguous()), power, is_exact, width, own_array(word)
+    wrong, num_opened = draw_loops.draw_words(layer, *arrays)
     if wrong >= 0:
         expander.refuse(wrong)
-    expander.num_expanded += int(opened.sum())
+    expander.num_expanded += num_opened
     return word
 
 
 def _layer(expander: Expander, start: int, num: int) -> "Layer":
     """The arrays of some positions."""
-    from lm.output.backends.compiled.decoding_loops import Layer
+    from lm.output.backends.compiled.expansion_loops import Layer
 
     tree, bias, penalty = expander.tree, expander.bias, expander.penalty
     none = tree.first_row[:0]
     excluded = none if expander.excluded is None else expander.excluded.sort().values
     penalized = none.view(1, 0) if penalty is None else penalty.row[start:][:num].sort().values
-    of_tree = (tree.first_row, tree.num_children, tree.item_of_row, tree.num_words_below)
     return Layer(
-        own_array(expander.hidden[start:][:num].detach().contiguous()),
-        array_of(expander.weight),
-        array_of(expander.hidden.new_empty(0) if bias is None else bias.contiguous()),
-        *map(own_array, (*of_tree, excluded, penalized.contiguous())),
-        1.0 if penalty is None else float(penalty.factor),
-        LOWEST,
+        hidden=own_array(expander.hidden[start:][:num].detach().contiguous()),
+        weight=array_of(expander.weight),
+        bias=array_of(expander.hidden[:0, 0] if bias is None else bias.contiguous()),
+        first_row=own_array(tree.first_row),
+        num_children=own_array(tree.num_children),
+        item_of_row=own_array(tree.item_of_row),
+        num_words_below=own_array(tree.num_words_below),
+        excluded=own_array(excluded),
+        penalized=own_array(penalized.contiguous()),
+        factor=1.0 if penalty is None else float(penalty.factor),
+        lowest=LOWEST,
     )
 
 
@@ -141,7 +145,6 @@ def _verified(hidden: torch.dtype, weight: torch.dtype, bias: torch.dtype) -> bo
     expected = word_log_prob(tensors[0], tensors[1], tree, tensors[2])
     try:
         ((_, log_prob, word, _),) = sets(expander, Goal("top_k", tree.vocab_size))
-        draw_words(expander, torch.arange(2), 1.0)
         error = float((log_prob - expected.gather(1, word)).abs().max())
         limit = 64 * torch.finfo(hidden).eps * float(expected.abs().max())
         problem = "" if error <= limit else f"log-probabilities are off by {error:.2g}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree
-from lm.output.decoding import search
+from lm.output.decoding import compiled, search
 from lm.output.decoding.distribution import topk
 from lm.output.decoding.expansion import Expander, Penalty
 
@@ -18,6 +18,8 @@ from .truth import H, N, P, all_shapes, node_log_prob, random_layer, restricted,
 @pytest.fixture(autouse=True)
 def _node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "MOST_COST", math.inf)
+    monkeypatch.setattr(compiled, "FEW", math.inf)
+    monkeypatch.setattr(compiled, "NODE_COST", 1)
 
 
 @all_shapes
@@ -26,7 +28,10 @@ def _node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_results_are_the_same_if_all_words_are_evaluated_at_once(
     shape: str, scale: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With penalties and excluded words; in several blocks."""
+    """With penalties and excluded words; in several blocks.
+
+    Compiled loops go through all nodes of a position, or leave it to a product.
+    """
     monkeypatch.setattr(search, "BLOCK_ELEMENTS", 2 * N)
     layer = random_layer(shape, scale=scale)
     tree = layer[2]
@@ -42,6 +47,9 @@ def test_results_are_the_same_if_all_words_are_evaluated_at_once(
         found = []
         for most in (math.inf, share):
             monkeypatch.setattr(search, "MOST_COST", most)
+            if most < math.inf:
+                monkeypatch.setattr(compiled, "FEW", 0 if share else math.inf)
+                monkeypatch.setattr(compiled, "NODE_COST", 1 << 40)
             expander = Expander(*layer, excluded=rows, penalty=penalty)
             sets = [
                 (int(each), *(x[words.log_prob[i] > -math.inf] for x in (word, log_prob)))
@@ -109,7 +117,8 @@ def test_peaked_distribution_expands_one_class_and_flat_one_all(
     monkeypatch.setattr(search, "MOST_COST", 0.5)
     at_once = Expander(hidden, weight, tree, bias)
     assert search.topk(at_once, 300).word.tolist() == [list(range(300))] * 3
-    assert at_once.num_expanded == 3 * (1 + tree.num_nodes)
+    is_usable = compiled.is_usable(at_once)  # opens no node twice
+    assert at_once.num_expanded == 3 * (tree.num_nodes + (not is_usable))
     monkeypatch.setattr(search, "MOST_COST", math.inf)
     bias[7] = 20.0
     peaked = Expander(hidden, weight, tree, bias)

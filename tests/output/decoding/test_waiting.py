@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.output.decoding import expansion, search
+from lm.output.decoding import compiled, search
 
 NUM_CLASSES = 40
 READS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
@@ -64,10 +64,10 @@ def test_the_host_waits_as_often_for_many_opened_classes_as_for_one(
 ) -> None:
     """Position i has nearly all of its probability in class i, and opens that.
 
-    A few positions on a CPU, where nothing has to be waited for, are treated one by one.
+    Compiled loops run on a CPU alone, where nothing has to be waited for.
     """
     monkeypatch.setattr(search, "MOST_COST", torch.inf)
-    monkeypatch.setattr(expansion, "FEW", 0)
+    monkeypatch.setattr(compiled, "is_usable", lambda expander: False)
     tree = ClassTree.two_level(torch.arange(400) % NUM_CLASSES)
     layer = HierarchicalSoftmax(NUM_CLASSES, tree)
     weight = torch.zeros(tree.num_rows, NUM_CLASSES)
@@ -81,21 +81,3 @@ def test_the_host_waits_as_often_for_many_opened_classes_as_for_one(
         waits.append(scalars.num + lists.num)
     assert waits[0] == waits[1]
     assert waits[0] > 0
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("sharpness", [0.1, 3.0])
-def test_few_positions_find_what_many_find(
-    way: str, sharpness: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tree = ClassTree.balanced(700, 9)
-    layer = HierarchicalSoftmax(8, tree)
-    layer.weight.detach().normal_()
-    found = []
-    for few in (expansion.FEW, 0):
-        monkeypatch.setattr(expansion, "FEW", few)
-        torch.manual_seed(1)
-        hidden = sharpness * torch.randn(20, 8)
-        found.append([WAYS[way](layer, each) for each in torch.split(hidden, 1)])
-    for few, many in zip(*found, strict=True):
-        torch.testing.assert_close(few, many)

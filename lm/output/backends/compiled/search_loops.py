@@ -1,6 +1,6 @@
-"""Decoding one position after another, compiled by numba: draws, and best-first search.
+"""Best-first search at one position after another, compiled by numba.
 
-What is drawn and found is defined by `lm.output.decoding.draws` and `lm.output.decoding.search`.
+What is found is defined by `lm.output.decoding.search`.
 """
 
 import math
@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lm.output.backends.compiled.expansion_loops import expand, item_log_weight
 from lm.output.backends.compiled.node_loops import compiled
 from lm.output.backends.compiled.routing import sort_by_rank
-from lm.output.backends.compiled.row_operations import log_softmax_row, scaled_row
-from lm.output.backends.compiled.tiles import ROW, dot_row
 
 TOP_K, TOP_P, MIN_P = range(3)
 UNFINISHED, WRONG = -1, -2
@@ -29,22 +28,6 @@ least `TARGET` unless that is the last one.
 QUEUED, FOUND, KEPT, OPENED = range(4)
 """Counts of a search: nodes in its heap, words found, words in the heap of the best ones, and nodes
 opened."""
-
-
-class Layer(NamedTuple):
-    """The arrays of an `Expander`."""
-
-    hidden: np.ndarray  # [P, W]
-    weight: np.ndarray  # [R, W]
-    bias: np.ndarray  # [R] or [0]
-    first_row: np.ndarray  # of the tree, as all that follow
-    num_children: np.ndarray
-    item_of_row: np.ndarray
-    num_words_below: np.ndarray
-    excluded: np.ndarray  # [K] rows, sorted
-    penalized: np.ndarray  # [P, L] rows, sorted; L = 0 for none
-    factor: float
-    lowest: float  # log-probability of excluded words, and the least with a penalty
 
 
 class Goal(NamedTuple):
@@ -70,146 +53,6 @@ class Buffers(NamedTuple):
     bins: np.ndarray  # [NUM_BINS], weights of words
     state: np.ndarray  # fp64, THRESHOLD …
     count: np.ndarray  # int64, QUEUED …
-
-
-@compiled
-def _open(layer, position, node, above, log_q, bias_of_child):
-    """Set the log-probabilities [n] of a node's children; whether they are finite."""
-    hidden, weight, bias = layer.hidden, layer.weight, layer.bias
-    row, n, size = layer.first_row[node], layer.num_children[node], hidden.itemsize
-    strides = (hidden.strides[0], weight.strides[0])
-    start = hidden.ctypes.data + position * strides[0]
-    for j in range(0, n, ROW):
-        starts = (start, weight.ctypes.data + (row + j) * strides[1])
-        out = (log_q.ctypes.data + j * size, strides[0])
-        dot_row(hidden, weight, weight.shape[1], starts, strides, out, (0, n - 1 - j))
-    address = bias_of_child.ctypes.data
-    if len(bias) == 0:
-        bias_of_child[:n] = 0
-    else:
-        one = hidden.dtype.type(1)
-        scaled_row(bias, bias_of_child, bias.ctypes.data + row * bias.itemsize, address, n, one)
-    parent = hidden.dtype.type(above)
-    log_softmax_row(log_q, log_q.ctypes.data, n, address, parent, address + n * size)
-    is_finite = math.isfinite(bias_of_child[n])
-    if layer.penalized.shape[1] > 0:
-        rows = layer.penalized[position]
-        for i in range(np.searchsorted(rows, row), len(rows)):
-            if rows[i] >= row + n:
-                break
-            if i == 0 or rows[i - 1] != rows[i]:
-                j = rows[i] - row
-                log_q[j] = max(layer.factor * log_q[j], layer.lowest)
-    for i in range(np.searchsorted(layer.excluded, row), len(layer.excluded)):
-        if layer.excluded[i] >= row + n:
-            break
-        log_q[layer.excluded[i] - row] = layer.lowest
-    return is_finite
-
-
-@compiled
-def _log_weight(power, log_prob, num_words):
-    """Logarithm of (1) of `draws`, of a node with so many words below it, or of a word."""
-    return power * log_prob + max(0.0, 1 - power) * math.log(num_words)
-
-
-@compiled
-def _uniform(seed, index):
-    """Number `index` of a seed, see `lm.output.decoding.uniforms`."""
-    bits = np.uint64(seed) + np.uint64(index + 1) * np.uint64(0x9E3779B97F4A7C15)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    bits = bits ^ (bits >> np.uint64(31))
-    return float(bits >> np.uint64(11)) * 2.0**-53
-
-
-@compiled
-def _draw(log_weight, num, uniform, cumulative):
-    """The first of `num` indices at which the sum of the weights exceeds that share of all."""
-    largest, total = log_weight[:num].max(), 0.0
-    for i in range(num):
-        total += math.exp(log_weight[i] - largest)
-        cumulative[i] = total
-    return np.searchsorted(cumulative[:num], uniform * total, side="right")
-
-
-@compiled
-def _joined(known, new, num, num_new):
-    """An array with room for new items after `num` known ones, which has them."""
-    if num + num_new > len(known):
-        longer = np.empty(2 * (num + num_new), known.dtype)
-        longer[:num] = known[:num]
-        known = longer
-    known[num : num + num_new] = new[:num_new]
-    return known
-
-
-@compiled
-def draw_words(layer, seeds, power, is_exact, widest, word, opened):
-    """Set word [P], drawn as `RejectionSampler` draws it.
-
-    Args:
-        layer: see `Layer`.
-        seeds: [P] int64.
-        power, is_exact: see `Goal`.
-        widest: the most children of a node, or more.
-        word: to be set.
-        opened: [P], set to the number of nodes.
-
-    Returns:
-        The first position whose log-probabilities are not finite, or -1.
-    """
-    dtype = layer.hidden.dtype
-    log_q, bias = np.empty(widest, dtype), np.empty(widest + 1, dtype)
-    log_weight, cumulative = np.empty(widest), np.empty(widest)
-    known, known_log_prob = np.empty(0, np.int64), np.empty(0, log_q.dtype)
-    known_log_weight, below = np.empty(0), layer.num_words_below
-    for p in range(len(word)):
-        num, used, column, node, above, weight = 0, 0, -1, 0, 0.0, 0.0
-        opened[p] = 0
-        while True:  # a node is opened, or a trial begins
-            opened[p] += 1
-            row, n = layer.first_row[node], layer.num_children[node]
-            if not _open(layer, p, node, above, log_q, bias):
-                return p
-            items, has_nodes = layer.item_of_row[row : row + n], False
-            for j in range(n):
-                num_words = below[~items[j]] if items[j] < 0 else 1
-                log_weight[j] = _log_weight(power, log_q[j], num_words)
-                has_nodes |= items[j] < 0
-            base, is_accepted, point = num, True, 0.0
-            if column >= 0:
-                point = _uniform(seeds[p], used)
-                used += 1
-            if column >= 0 and not is_exact:
-                largest = log_weight[:n].max()
-                total = largest + math.log(np.exp(log_weight[:n] - largest).sum())
-                share = min(1.0, math.exp(total - weight))
-                is_accepted = point < share
-                point = point / share if is_accepted else 0.0
-                known_log_weight[column] = -math.inf if has_nodes else total
-            if column < 0 or (has_nodes and not is_exact):
-                known = _joined(known, items, num, n)
-                known_log_prob = _joined(known_log_prob, log_q, num, n)
-                known_log_weight = _joined(known_log_weight, log_weight, num, n)
-                num += n
-            if column < 0 or not is_accepted:
-                point = _uniform(seeds[p], used)
-                used += 1
-                if num > len(cumulative):
-                    cumulative = np.empty(2 * num)
-                column = _draw(known_log_weight, num, point, cumulative)
-                item, above = known[column], float(known_log_prob[column])
-                weight = known_log_weight[column]
-            else:
-                child = _draw(log_weight, n, point, cumulative)
-                column, item, above = base + child, items[child], float(log_q[child])
-                weight = log_weight[child]
-            if item >= 0:
-                word[p] = item
-                break
-            node = ~item
-    return -1
 
 
 @compiled
@@ -305,7 +148,7 @@ def _visit(layer, p, goal, buffers, node, above, log_prob, word):
     """Open a node, add the words that are needed to those found; whether all are finite."""
     log_q, count = buffers.log_q, buffers.count
     count[OPENED] += 1
-    if not _open(layer, p, node, above, log_q, buffers.bias):
+    if not expand(layer, p, node, above, log_q, buffers.bias):
         return False
     row = layer.first_row[node]
     items = layer.item_of_row[row : row + layer.num_children[node]]
@@ -329,7 +172,7 @@ def _rest(layer, goal, buffers):
     for i in range(buffers.count[QUEUED]):
         above = -buffers.key[i]
         num_words = layer.num_words_below[buffers.node[i]]
-        total += math.exp(_log_weight(goal.power, above, num_words) - shift)
+        total += math.exp(item_log_weight(goal.power, above, num_words) - shift)
     return total
 
 
@@ -471,7 +314,7 @@ def _find(layer, p, goal, buffers, bits, log_prob, word):
 
 
 @compiled
-def search(layer, goal, bits, widest, log_prob, word, size, opened):
+def search(layer, goal, bits, widest, log_prob, word, size):
     """The most probable words of each position, as the functions of `decoding.search` define them.
 
     Nodes are opened in the order of probability, while they may hold a word that is needed. After
@@ -484,11 +327,10 @@ def search(layer, goal, bits, widest, log_prob, word, size, opened):
         log_prob: [P, N + 1], set to those of each set; then to -∞ up to the largest set's size.
         word: [P, N + 1], likewise; then to 0.
         size: [P], set to the number of words, or `UNFINISHED`.
-        opened: [P], set to the number of nodes.
 
     Returns:
-        The first position whose log-probabilities are not finite, or -1; the largest size; whether
-        all are searched to the end.
+        The first position whose log-probabilities are not finite, or -1; the number of nodes
+        opened; the largest size; whether all are searched to the end.
     """
     num_nodes, dtype = len(layer.first_row), layer.hidden.dtype
     buffers = Buffers(
@@ -501,14 +343,15 @@ def search(layer, goal, bits, widest, log_prob, word, size, opened):
         np.empty(6),
         np.empty(4, np.int64),
     )
+    opened = 0
     for p in range(len(size)):
         size[p] = _find(layer, p, goal, buffers, bits, log_prob[p], word[p])
-        opened[p] = buffers.count[OPENED]
+        opened += buffers.count[OPENED]
         if size[p] == WRONG:
-            return p, 0, False
+            return p, opened, 0, False
     largest = max(0, size.max())
     for p in range(len(size)):
         start = max(0, size[p])
         log_prob[p, start:largest] = -np.inf
         word[p, start:largest] = 0
-    return -1, largest, size.min() >= 0
+    return -1, opened, largest, size.min() >= 0
