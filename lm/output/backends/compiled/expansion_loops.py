@@ -7,7 +7,7 @@ import numpy as np
 
 from lm.output.backends.compiled.node_loops import compiled
 from lm.output.backends.compiled.row_operations import log_softmax_row, scaled_row
-from lm.output.backends.compiled.tiles import ROW, dot_row
+from lm.output.backends.compiled.tiles import ROWS, dot_rows
 
 
 class Layer(NamedTuple):
@@ -31,12 +31,10 @@ def expand(layer, position, node, above, log_q, bias_of_child):
     """Set the log-probabilities [n] of a node's children; whether they are finite."""
     hidden, weight, bias = layer.hidden, layer.weight, layer.bias
     row, n, size = layer.first_row[node], layer.num_children[node], hidden.itemsize
-    strides = (hidden.strides[0], weight.strides[0])
-    start = hidden.ctypes.data + position * strides[0]
-    for j in range(0, n, ROW):
-        starts = (start, weight.ctypes.data + (row + j) * strides[1])
-        out = (log_q.ctypes.data + j * size, strides[0])
-        dot_row(hidden, weight, weight.shape[1], starts, strides, out, (0, n - 1 - j))
+    start, stride = hidden.ctypes.data + position * hidden.strides[0], weight.strides[0]
+    for j in range(0, n, ROWS):
+        row_address, out = weight.ctypes.data + (row + j) * stride, log_q.ctypes.data + j * size
+        dot_rows(hidden, weight, weight.shape[1], start, row_address, stride, out, n - 1 - j)
     address = bias_of_child.ctypes.data
     if len(bias) == 0:
         bias_of_child[:n] = 0

@@ -28,7 +28,7 @@ TERMS = 64
 CACHE_BYTES = 1 << 22
 """Gradients from this size on are not expected to be in a cache when they are used."""
 EMITTING = ("vectors.py", "tiles.py", "row_operations.py", "routing.py", "expansion_loops.py")
-EMITTED = "d44a60d6a48c10a6"
+EMITTED = "846445ce8f246fe2"
 """Of the SHA-256 of the files of `EMITTING`. numba's cache of compiled code notices changes to a
 function's own file alone, so a change to the others must be noted here."""
 IS_CACHED = (

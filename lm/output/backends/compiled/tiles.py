@@ -18,10 +18,10 @@ from lm.output.backends.compiled.vectors import HAS_AVX512, INT, Vectors
 
 TILE = (4, 4) if HAS_AVX512 else (4, 3)
 """Vectors of a tile; processors have 32 or 16 registers for them."""
-ROW = 8
+ROWS = 8
 """Rows that one hidden vector is multiplied with at a time."""
 AHEAD_BYTES = 12 << 10
-"""How far rows are read ahead for it: they come from memory, and are used once."""
+"""How far rows are read ahead for it."""
 
 
 def sum_dtype(dtype: Any) -> Any:
@@ -41,57 +41,90 @@ def pair_of(builder: Any, value: Any) -> tuple[Any, Any]:
     return builder.extract_value(value, 0), builder.extract_value(value, 1)
 
 
-def _dots(tile: tuple[int, int]) -> Any:
-    """The operation on tiles of so many rows i and j."""
+@intrinsic
+def dot_tile(typing, hidden, weight, num, starts, strides, out, last):
+    """out[i, j] = hidden[i] · weight[j] for rows i and j of a tile.
 
-    def dots(typing, hidden, weight, num, starts, strides, out, last):
-        """out[i, j] = hidden[i] · weight[j] for rows i and j of a tile.
+    Args:
+        hidden, weight: arrays, for their dtypes; `out` has that of hidden, or is fp32 for two of
+            bf16.
+        num: the length of the vectors.
+        starts, strides: addresses of the first rows of hidden and weight, and bytes between rows.
+        out: address of out[0, 0], and bytes between its rows.
+        last: the last i and the last j there are in the tile.
+    """
+    pair = types.UniTuple(types.int64, 2)
+    signature = types.void(hidden, weight, types.int64, pair, pair, pair, pair)
 
-        Args:
-            hidden, weight: arrays, for their dtypes; `out` has that of hidden, or is fp32 for two
-                of bf16.
-            num: the length of the vectors.
-            starts, strides: addresses of the first rows of hidden and weight, and bytes between
-                rows.
-            out: address of out[0, 0], and bytes between its rows.
-            last: the last i and the last j there are in the tile.
-        """
-        pair = types.UniTuple(types.int64, 2)
-        signature = types.void(hidden, weight, types.int64, pair, pair, pair, pair)
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        emit = Vectors(context, builder, sum_dtype(hidden.dtype))
+        is_bf16 = hidden.dtype == types.uint16
+        read = Vectors(context, builder, hidden.dtype) if is_bf16 else emit
+        multiply = emit.dot if is_bf16 else emit.multiply_add
+        num, starts, strides, out, last = values[2], *(pair_of(builder, v) for v in values[3:])
+        h, w = (
+            addresses(builder, *place) for place in zip(starts, strides, TILE, last, strict=True)
+        )
 
-        def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
-            emit = Vectors(context, builder, sum_dtype(hidden.dtype))
-            is_bf16 = hidden.dtype == types.uint16
-            read = Vectors(context, builder, hidden.dtype) if is_bf16 else emit
-            multiply = emit.dot if is_bf16 else emit.multiply_add
-            num, pairs = values[2], (pair_of(builder, value) for value in values[3:])
-            starts, strides, out, last = pairs
-            places = zip(starts, strides, tile, last, strict=True)
-            h, w = (addresses(builder, *place) for place in places)
-            ahead = INT(AHEAD_BYTES) if tile[0] == 1 else builder.mul(strides[1], INT(tile[1]))
+        ahead = builder.mul(strides[1], INT(TILE[1]))
 
-            def step(index: Any, sums: list[Any], mask: Any) -> None:
-                a = [read.load(emit.pointer(x, hidden.dtype, index), hidden.dtype, mask) for x in h]
-                for j, row in enumerate(w):
-                    b = read.load(emit.pointer(row, weight.dtype, index), weight.dtype, mask)
-                    emit.prefetch(emit.pointer(builder.add(row, ahead), weight.dtype, index))
-                    for i in range(tile[0]):
-                        k = i * tile[1] + j
-                        sums[k] = multiply(a[i], b, sums[k])
+        def step(index: Any, sums: list[Any], mask: Any) -> None:
+            a = [read.load(emit.pointer(x, hidden.dtype, index), hidden.dtype, mask) for x in h]
+            for j, row in enumerate(w):
+                b = read.load(emit.pointer(row, weight.dtype, index), weight.dtype, mask)
+                emit.prefetch(emit.pointer(builder.add(row, ahead), weight.dtype, index))
+                for i in range(TILE[0]):
+                    k = i * TILE[1] + j
+                    sums[k] = multiply(a[i], b, sums[k])
 
-            sums = emit.sums(read.row(num, [emit.zero] * (tile[0] * tile[1]), step))
-            num_stored = builder.add(last[1], INT(1))
-            for i, row in enumerate(addresses(builder, *out, tile[0], last[0])):
-                place = builder.inttoptr(row, emit.scalar.as_pointer())
-                emit.store_numbers(sums[i * tile[1] : (i + 1) * tile[1]], place, num_stored)
-            return context.get_dummy_value()
+        sums = emit.sums(read.row(num, [emit.zero] * (TILE[0] * TILE[1]), step))
+        num_stored = builder.add(last[1], INT(1))
+        for i, row in enumerate(addresses(builder, *out, TILE[0], last[0])):
+            place = builder.inttoptr(row, emit.scalar.as_pointer())
+            emit.store_numbers(sums[i * TILE[1] : (i + 1) * TILE[1]], place, num_stored)
+        return context.get_dummy_value()
 
-        return signature, generate
-
-    return intrinsic(dots)
+    return signature, generate
 
 
-dot_tile, dot_row = _dots(TILE), _dots((1, ROW))
+@intrinsic
+def dot_rows(typing, hidden, weight, num, start, row, stride, out, last):
+    """out[j] = hidden · weight[j] for one hidden vector and `ROWS` rows.
+
+    Reading the rows from memory takes all the time: this is fastest in the order of addresses.
+
+    Args:
+        hidden, weight: arrays, for their dtypes; `out` has that of hidden, fp32 or fp64.
+        num: the length of the vectors.
+        start, row: addresses of the hidden vector and of the first row.
+        stride: bytes between rows.
+        out: address of out[0].
+        last: the last j there is; it stands for those beyond it, which are not stored.
+    """
+    integer = types.int64
+    signature = types.void(hidden, weight, *[integer] * 6)
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        emit = Vectors(context, builder, hidden.dtype)
+        num, start, row, stride, out, last = values[2:]
+        sums = []
+        for each in addresses(builder, row, stride, ROWS, last):
+            ahead = builder.add(each, INT(AHEAD_BYTES))
+
+            def step(
+                index: Any, carried: list[Any], mask: Any, each: Any = each, ahead: Any = ahead
+            ) -> None:
+                a = emit.load(emit.pointer(start, hidden.dtype, index), hidden.dtype, mask)
+                b = emit.load(emit.pointer(each, weight.dtype, index), weight.dtype, mask)
+                emit.prefetch(emit.pointer(ahead, weight.dtype, index))
+                carried[0] = emit.multiply_add(a, b, carried[0])
+
+            sums += emit.row(num, [emit.zero], step)
+        place = builder.inttoptr(out, emit.scalar.as_pointer())
+        emit.store_numbers(emit.sums(sums), place, builder.add(last, INT(1)))
+        return context.get_dummy_value()
+
+    return signature, generate
 
 
 @intrinsic
