@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm.output.backends.compiled.backend import NARROW
+from lm.output.backends.compiled.factors import NARROW
 from lm.output.cost.candidates import by_frequency, even_tree, splits_of_depth
 from lm.output.cost.rates import Rates, cost_of, gradients, seconds
 from lm.output.cost.work import Batch, Gradient, Shape, Work, work_of_nodes

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import row_size
-from lm.output.backends.compiled.backend import NARROW
+from lm.output.backends.compiled.factors import NARROW
 from lm.output.decoding.search import EXPANSION_COST, MOST_COST, SOFTMAX_COST
 from lm.output.tree.class_tree import ClassTree
 

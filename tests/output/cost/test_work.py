@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lm.output import ClassTree, hierarchical_cross_entropy
-from lm.output.backends.compiled.backend import NARROW
+from lm.output.backends.compiled.factors import NARROW
 from lm.output.backends.visits import route
 from lm.output.cost.candidates import even_tree, splits_of_depth
 from lm.output.cost.work import (

@@ -86,10 +86,10 @@ def test_autograd_adds_another_gradient_to_the_memory_in_place(
     """Of rows that are input vectors too; nothing else refers to the memory, not even a view."""
     monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 16)
     tree = ClassTree.two_level(torch.arange(400) // 20)
-    weight = torch.randn(tree.num_rows, 80, requires_grad=True)
     for num_words in (400, 10):  # in reused memory, in freshly mapped memory
-        target, places = torch.arange(300) % num_words, []
-        made = memory.zeros_except
+        weight = torch.randn(tree.num_rows, 80, requires_grad=True)
+        target = torch.arange(300) % num_words
+        made, places = memory.zeros_except, list[int]()
 
         def noted(*arguments: Tensor, made: Any = made, places: list[int] = places) -> Tensor:
             out: Tensor = made(*arguments)
@@ -98,9 +98,7 @@ def test_autograd_adds_another_gradient_to_the_memory_in_place(
 
         for module in (reference, compiled):
             monkeypatch.setattr(module, "zeros_except", noted)
-        weight.grad = None
         hidden = torch.nn.functional.embedding(target, weight)
         hierarchical_cross_entropy(hidden, weight, target, tree).backward()  # type: ignore[no-untyped-call]
         assert weight.grad is not None
         assert places == [weight.grad.data_ptr()]
-        weight.grad = None
