@@ -91,24 +91,38 @@ def update_rows(rule, nodes, begin, end, error, hidden, formed, more, table, sta
     both = few.ctypes.data + TERMS * few.strides[0]
     k = np.searchsorted(more[0], begin)
     for start, stop, row, n, offset, _, place in nodes:
-        first, last = max(row, begin), min(row + n, end)
+        first, last, vectors = max(row, begin), min(row + n, end), hidden.ctypes.data
         if first >= last:
             continue
         k = _update_more(k, first, rule, few, more, table, states, numbers)
+        vectors, stride = vectors + start * hidden.strides[0], hidden.strides[0]
+        is_linear = rule == SGD and place < 0 and stop - start <= TERMS
+        if is_linear:  # the products are added to the rows, vectors multiplied by the step
+            for v in range(stop - start):
+                to = few.ctypes.data + v * few.strides[0]
+                change = few.dtype.type(-numbers[0] * numbers[1])
+                scaled_row(few, few, vectors + v * stride, to, num_columns, change)
+            vectors, stride = few.ctypes.data, few.strides[0]
         for j in range(first, last, TERMS):
-            num, address, stride = min(TERMS, last - j), few.ctypes.data, few.strides[0]
-            if place >= 0:
-                stride = formed.strides[0]
-                address = formed.ctypes.data + (place + j - row) * stride
+            num = min(TERMS, last - j)
+            starts, strides = (
+                (error.ctypes.data + (offset + j - row) * size, vectors),
+                (size, n * size, stride),
+            )
+            if is_linear:
+                to = table.ctypes.data + j * table.strides[0], table.strides[0]
+                sums(error, few, table, num, stop - start, starts, strides, to, True, False)
+                k = _update_more(k, j + num, rule, few, more, table, states, numbers)
+                continue
+            at, row_stride = few.ctypes.data, few.strides[0]
+            if place < 0:
+                to = at, row_stride
+                sums(error, few, few, num, stop - start, starts, strides, to, False, False)
             else:
-                starts = (
-                    error.ctypes.data + (offset + j - row) * size,
-                    hidden.ctypes.data + start * hidden.strides[0],
-                )
-                strides, to = (size, n * size, hidden.strides[0]), (address, stride)
-                sums(error, hidden, few, num, stop - start, starts, strides, to, False, False)
+                row_stride = formed.strides[0]
+                at = formed.ctypes.data + (place + j - row) * row_stride
             for i in range(num):
-                of_row = address + i * stride
+                of_row = at + i * row_stride
                 if k < len(more[0]) and more[0][k] == j + i:
                     other = more[1].ctypes.data + k * more[1].strides[0]
                     scaled_row(few, few, of_row, both, num_columns, one)
