@@ -6,11 +6,8 @@ from typing import Literal
 from data_prep.errors import UserError
 from lm.config.schema import Config
 
-ROW_WISE_ELEMENTS = 1 << 23
-"""Size from which gradients are row-wise by default: a smaller dense one is faster.
-
-It has 32 MB, up to which `lm.device.keep_freed_memory` works.
-"""
+ROW_WISE_ELEMENTS = 1 << 22
+"""Size from which gradients are row-wise by default: a smaller dense one is faster."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The state of a training run: everything that a continuation needs, and how it is restored."""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -85,6 +85,9 @@ class TrainingState:
         self.fabric, self.run, self.batches = fabric, run, batches
         self.config = config = run.config
         self.progress = Progress()
+        if saved is not None and run.word_table.row_wise and "optimizers" not in saved["optimizer"]:
+            # of a version in which `auto` meant dense gradients of a table of this size
+            run.word_table = replace(run.word_table, row_wise=False, optimizer=None)
         sections = config.model, config.output, run.word_table, run.tree, config.train.seq_len
         input_tree, counts = run.input_tree, torch.tensor(run.prepared.counts())
         placement = placement_of(run)[0] if sharded else None

@@ -237,3 +237,21 @@ def test_the_same_configuration_gives_the_same_run_and_another_seed_another(
     assert_same(train(tmp_path / "same"), lstm_run)
     other = outcome_of(train(tmp_path / "other", "--seed=2"))
     assert other["metrics"] != outcome_of(lstm_run)["metrics"]
+
+
+def test_a_run_with_dense_gradients_keeps_them_where_others_would_have_row_wise_ones(
+    train: Train,
+    arguments: list[str],
+    tmp_path: Path,
+    assert_same: AssertSame,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`auto` depends on a size that versions may change."""
+    options = ["--optim.optimizer=sgd", "--optim.lr=0.5", "--optim.weight_decay=0"]
+    options += ["--log.every_steps=4", "--train.val_every_steps=4"]
+    truth = train(tmp_path / "truth", *options, "--train.max_steps=12")
+    assert main([*arguments, *options, "--train.max_steps=8"]) == 0
+    monkeypatch.setattr("lm.config.word_table.ROW_WISE_ELEMENTS", 0)
+    assert Run.read(tmp_path / "run" / "config.yaml", []).word_table.row_wise
+    assert main([*arguments, *options, "--train.max_steps=12", "--resume", "auto"]) == 0
+    assert_same(tmp_path / "run", truth)

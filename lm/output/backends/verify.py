@@ -164,7 +164,8 @@ def _results(backend: Backend, problem: Problem, d_nll: Tensor) -> list[Tensor]:
 def _after_step(table: Tensor, gradient: RowGradient) -> Tensor:
     """The rows after a first step of `RowAdagrad`, whose class would import `torch.compile`."""
     lr, eps = 0.1, 1e-8
-    if (part := gradient.factored()) is not None:
+    part = gradient.factored()
+    if part is not None and part.batch.can_update(table):
         total = table.new_zeros(len(table), dtype=compute_dtype(table.dtype))
         part.batch.update(table, Rule((lr, eps), {"total": total}), part.factor)
         return table

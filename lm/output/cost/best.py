@@ -14,9 +14,7 @@ frequent; so t_d depends on their share p and number n alone:
 
 tabulated for powers of √2 and interpolated. In (1), an interval begins at a multiple of about
 i / 4096, and its length is one of about 60 multiples of this; so the cost is within some per mille
-of the least. The trees of all depths are then compared by their exact expected cost. Row-wise
-gradients make t_1 jump after `NARROW` children, which interpolation blurs: a tree of even nodes
-with no more is compared too.
+of the least. The trees of all depths are then compared by their exact expected cost.
 """
 
 import math
@@ -25,8 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm.output.backends.compiled.backend import NARROW
-from lm.output.cost.candidates import by_frequency, even_tree, splits_of_depth
+from lm.output.cost.candidates import by_frequency
 from lm.output.cost.rates import Rates, cost_of, gradients, seconds
 from lm.output.cost.work import Batch, Gradient, Shape, Work, work_of_nodes
 from lm.output.tree import shapes
@@ -78,9 +75,6 @@ def best_tree(counts: Tensor, batch: Batch, rates: Rates, *, row_wise: bool = Fa
             least = found.seconds
             with torch.device("cpu"):
                 trees.append(ClassTree(*shapes.nested(order, found.stop, found.splits)))
-    if row_wise:
-        depth = max(2, math.ceil(math.log(len(order), NARROW)))
-        trees.append(even_tree(order, splits_of_depth(len(order), depth)))
     costs = [
         cost_of(Shape.of(tree, counts), batch, rates, row_wise=row_wise).seconds for tree in trees
     ]

@@ -133,9 +133,7 @@ CPU = Rates(
         zero_numbers=2.06e-10,
         mapped_numbers=1.51e-09,
     ),
-    row_wise=Work(
-        steps=0.00381, nodes=3.66e-06, wide_nodes=2.81e-05, products=1.14e-11, row_numbers=5.76e-10
-    ),
+    row_wise=Work(steps=0.00364, nodes=2.5e-06, products=1.05e-11, row_numbers=5e-10),
     blocks=Work(products=2.75e-11),
     decoding=Decoding(
         steps=4.73e-05,

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import row_size
-from lm.output.backends.compiled.backend import NARROW
 from lm.output.decoding.search import EXPANSION_COST, MOST_COST, SOFTMAX_COST
 from lm.output.tree.class_tree import ClassTree
 
@@ -39,7 +38,6 @@ class Work(NamedTuple):
     levels: Amount = 0.0  # P · depth: every position is routed on every level
     vectors: Amount = 0.0  # P · W numbers of hidden vectors
     nodes: Amount = 0.0  # visited
-    wide_nodes: Amount = 0.0  # of these, nodes whose row-wise gradient is held as factors
     visits: Amount = 0.0  # (position, node) pairs
     visit_numbers: Amount = 0.0  # visits · W
     columns: Amount = 0.0  # (visit, child) pairs
@@ -152,7 +150,6 @@ def work_of_nodes(
     visited = nodes * width * row
     return Work(
         nodes=nodes,
-        wide_nodes=nodes * (num_children > NARROW) if gradient == "row_wise" else 0 * nodes,
         visits=visits,
         visit_numbers=visits * row,
         columns=visits * width,

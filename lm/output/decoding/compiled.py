@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lm.output.backends.compiled.backend import DTYPES, array_of, has_numba, own_array
+from lm.output.backends.compiled.arrays import as_array, own
+from lm.output.backends.compiled.backend import DTYPES, has_numba
 from lm.output.decoding.expansion import LOWEST, Expander, word_log_prob
 from lm.output.tree.class_tree import ClassTree
 
@@ -68,7 +69,7 @@ def sets(expander: Expander, goal: Goal) -> Iterator[tuple[Tensor, Tensor, Tenso
     kind = getattr(search_loops, goal.kind.upper())
     arguments = search_loops.Goal(kind, *goal[1:], is_exact, most_rows, most_nodes)
     is_double = expander.hidden.dtype == torch.float64
-    bits = own_array(torch.empty(0, dtype=torch.int64 if is_double else torch.int32))
+    bits = own(torch.empty(0, dtype=torch.int64 if is_double else torch.int32))
     block = max(1, BLOCK_ELEMENTS // tree.vocab_size)
     for start in range(0, num_positions, block):
         position = torch.arange(start, min(start + block, num_positions))
@@ -77,7 +78,7 @@ def sets(expander: Expander, goal: Goal) -> Iterator[tuple[Tensor, Tensor, Tenso
         word = position.new_empty(log_prob.shape)
         size = torch.empty_like(position)
         layer = _layer(expander, start, len(position))
-        found = map(own_array, (log_prob, word, size))
+        found = map(own, (log_prob, word, size))
         wrong, num_opened, largest, is_done = search_loops.search(
             layer, arguments, bits, tree.max_path_columns, *found
         )
@@ -98,7 +99,7 @@ def draw_words(expander: Expander, seeds: Tensor, power: float) -> Tensor:
     word = torch.empty_like(seeds)
     is_exact = power == 1 and expander.is_plain
     layer, width = _layer(expander, 0, len(word)), expander.tree.max_path_columns
-    arrays = own_array(seeds.contiguous()), power, is_exact, width, own_array(word)
+    arrays = own(seeds.contiguous()), power, is_exact, width, own(word)
     wrong, num_opened = draw_loops.draw_words(layer, *arrays)
     if wrong >= 0:
         expander.refuse(wrong)
@@ -115,15 +116,15 @@ def _layer(expander: Expander, start: int, num: int) -> "Layer":
     excluded = none if expander.excluded is None else expander.excluded.sort().values
     penalized = none.view(1, 0) if penalty is None else penalty.row[start:][:num].sort().values
     return Layer(
-        hidden=own_array(expander.hidden[start:][:num].detach().contiguous()),
-        weight=array_of(expander.weight),
-        bias=array_of(expander.hidden[:0, 0] if bias is None else bias.contiguous()),
-        first_row=own_array(tree.first_row),
-        num_children=own_array(tree.num_children),
-        item_of_row=own_array(tree.item_of_row),
-        num_words_below=own_array(tree.num_words_below),
-        excluded=own_array(excluded),
-        penalized=own_array(penalized.contiguous()),
+        hidden=own(expander.hidden[start:][:num].detach().contiguous()),
+        weight=as_array(expander.weight),
+        bias=as_array(expander.hidden[:0, 0] if bias is None else bias.contiguous()),
+        first_row=own(tree.first_row),
+        num_children=own(tree.num_children),
+        item_of_row=own(tree.item_of_row),
+        num_words_below=own(tree.num_words_below),
+        excluded=own(excluded),
+        penalized=own(penalized.contiguous()),
         factor=1.0 if penalty is None else float(penalty.factor),
         lowest=LOWEST,
     )

@@ -4,15 +4,15 @@ The gradient of a visited node's rows is Σ_{v of n} e_v (d nll_p h_p)ᵀ: a pro
 visits] and [visits, H]. The backward has the factors anyway; the product would be as large as the
 visited rows. So it is formed in portions that fit in a cache, when the gradient is used: for the
 norm of clipping, and in the optimizer's step. Rows that are read as input vectors have a gradient
-each. The fused kernels have factors of their own, for all nodes of a batch: what they cannot do, as
-adding up gradients of several batches, is done with rows in memory.
+each. Compiled loops and fused kernels have factors of their own, for all nodes of a batch: what
+they cannot do, as adding up gradients of several batches, is done with these parts.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,13 +46,22 @@ class Rule(NamedTuple):
 
 
 class Unformed(Protocol):
-    """The gradient of a whole batch that a backend's kernels form and use at once, in registers."""
+    """The gradient of a whole batch that a backend forms a few rows at a time, when it uses them.
 
-    def rows(self) -> Rows:
-        """The gradient in memory that nothing else refers to."""
+    It can do less than `Block` can: see `RowGradient.append` and `RowOptimizer`.
+    """
+
+    def parts(self) -> "list[Part]":
+        """The gradient in a form that can do everything."""
+
+    def plus(self, rows: Rows) -> "Unformed | None":
+        """With the gradients of single rows added; None if the backend cannot."""
 
     def square_norm(self) -> Tensor:
         """The sum of its squares, a scalar."""
+
+    def can_update(self, table: Tensor) -> bool:
+        """Whether the backend can change the rows of a table."""
 
     def update(self, table: Tensor, rule: Rule, factor: float | Tensor) -> None:
         """Change the rows and the state of an optimizer by factor · gradient."""
@@ -64,15 +73,23 @@ class Factored(NamedTuple):
     batch: Unformed
     factor: float | Tensor
 
-    def rows(self) -> Rows:
-        """The gradient in memory."""
-        row, values = self.batch.rows()
-        if isinstance(self.factor, Tensor) or self.factor != 1:
-            values *= self.factor
-        return Rows(row, values)
+    def parts(self) -> "list[Part]":
+        """The gradient in a form that can do everything."""
+        return [scaled(part, self.factor) for part in self.batch.parts()]
+
+    def plus(self, rows: Rows) -> "Factored | None":
+        """With the gradients of single rows added; None if the backend cannot."""
+        is_one = not isinstance(self.factor, Tensor) and self.factor == 1
+        batch = self.batch.plus(rows) if is_one else None
+        return None if batch is None else Factored(batch, 1)
 
 
 Part = Product | Rows | Factored
+
+
+def scaled(part: Any, number: float | Tensor) -> Any:
+    """A part times a number; its last field is a factor of it."""
+    return part._make([*part[:-1], part[-1] * number])
 
 
 @dataclass(eq=False)
@@ -135,7 +152,6 @@ class Block:
 
 def blocks_of(parts: Sequence[Part]) -> Iterator[Block]:
     """The rows that have a gradient, each in one block, in portions that fit in a cache."""
-    parts = [part.rows() if isinstance(part, Factored) else part for part in parts]
     products: defaultdict[int, list[Product]] = defaultdict(list)
     for part in parts:
         if isinstance(part, Product):

@@ -67,7 +67,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         self._begin(param, table, wide)
         if isinstance(grad, RowGradient) and table.is_contiguous():
             part, rule = grad.factored(), self._rule(param, group)
-            if part is not None and rule is not None:
+            if part is not None and rule is not None and part.batch.can_update(table):
                 part.batch.update(table, rule, part.factor)
                 return
         noise = None

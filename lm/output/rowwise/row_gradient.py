@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.output.rowwise.blocks import Block, Factored, Part, Product, Rows, as_one_block, blocks_of
+from lm.output.rowwise.blocks import (
+    Block,
+    Factored,
+    Part,
+    Product,
+    Rows,
+    as_one_block,
+    blocks_of,
+    scaled,
+)
 from lm.output.rowwise.eager import differentiable_once, not_compiled
 
 
@@ -49,11 +58,20 @@ class RowGradient(Tensor):
         return f"RowGradient({list(self.shape)}, {shown})"
 
     def append(self, part: Part) -> None:
-        """Add a part; factors of a batch are formed once there is a further part."""
-        if self.parts and isinstance(self.parts[0], Factored):
-            self.parts = [self.parts[0].rows()]
+        """Add a part; of a batch's factors, what the backend cannot add to them is in parts."""
+        first = self.parts[0] if self.parts else None
+        if isinstance(first, Factored):
+            joined = first.plus(part) if isinstance(part, Rows) else None
+            if joined is not None:
+                self.parts = [joined]
+                return
+            self.parts = []
+            for each in first.parts():
+                self.append(each)
         if self.parts and isinstance(part, Factored):
-            part = part.rows()
+            for each in part.parts():
+                self.append(each)
+            return
         dtype = torch.promote_types(self.dtype, torch.float32)
         if isinstance(part, Factored):
             self.parts.append(part)
@@ -65,7 +83,9 @@ class RowGradient(Tensor):
 
     def blocks(self) -> Iterator[Block]:
         """The rows that have a gradient, each in one block, in portions that fit in a cache."""
-        blocks = blocks_of(self.parts)
+        of_batch = self.factored()
+        parts = self.parts if of_batch is None else RowGradient(self, of_batch.parts()).parts
+        blocks = blocks_of(parts)
         yield from blocks if self.dim() > 1 else as_one_block(list(blocks))
 
     def factored(self) -> Factored | None:
@@ -131,7 +151,7 @@ def _mul(one: Any, number: Any) -> RowGradient:
     one, number = (one, number) if isinstance(one, RowGradient) else (number, one)
     if isinstance(number, Tensor) and number.dim():
         raise NotImplementedError("a RowGradient can be multiplied by numbers only")
-    return RowGradient(one, [part._make([*part[:-1], part[-1] * number]) for part in one.parts])
+    return RowGradient(one, [scaled(part, number) for part in one.parts])
 
 
 def _mul_(one: RowGradient, number: Tensor | float) -> Tensor:

@@ -6,8 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from lm.output import ClassTree, hierarchical_cross_entropy
-from lm.output.backends.compiled.backend import NARROW
+from lm.output import ClassTree
 from lm.output.backends.visits import route
 from lm.output.cost.candidates import even_tree, splits_of_depth
 from lm.output.cost.work import (
@@ -19,8 +18,6 @@ from lm.output.cost.work import (
     work_of_step,
     work_of_topk,
 )
-from lm.output.rowwise import RowGradient
-from lm.output.rowwise.blocks import Product
 
 TREES = {
     "two levels": ClassTree.two_level([0, 0, 1, 1, 2]),
@@ -74,27 +71,6 @@ def test_visits_in_tiles_are_the_sum_over_binomial_numbers(tile: int) -> None:
 def test_a_node_of_one_child_costs_nothing() -> None:
     work = work_of_nodes(torch.ones(1).double(), torch.ones(1), Batch(7, 8), TILE, "mapped")
     assert [float(torch.as_tensor(each).sum()) for each in work] == [0.0] * len(work)
-
-
-def test_wide_nodes_are_those_whose_row_wise_gradient_has_factors() -> None:
-    """Of expected nodes; in dense gradients there are none."""
-    width = torch.tensor([NARROW, NARROW + 1, 1000])
-    share = torch.tensor([1.0, 0.5, 0.25]).double()
-    work = work_of_nodes(share, width, Batch(2, 8), TILE, "row_wise")
-    torch.testing.assert_close(work.wide_nodes, torch.tensor([0, 0.75, 0.4375]).double())
-    dense = work_of_nodes(share, width, Batch(2, 8), TILE, "zeroed")
-    assert float(torch.as_tensor(dense.wide_nodes).sum()) == 0
-    tree = ClassTree.balanced(NARROW * (NARROW + 1), NARROW + 1)
-    target, hidden = torch.arange(tree.vocab_size), torch.randn(tree.vocab_size, 8)
-    weight = torch.randn(tree.num_rows, 8, requires_grad=True)
-    nll = hierarchical_cross_entropy(
-        hidden, weight, target, tree, row_wise=True, backend="compiled"
-    )
-    (d_weight,) = torch.autograd.grad(nll, [weight])
-    assert isinstance(d_weight, RowGradient)
-    factors = [part for part in d_weight.parts if isinstance(part, Product)]
-    everything = work_of_step(Shape.of(tree), Batch(10**6, 8), TILE, "row_wise")
-    assert len(factors) == pytest.approx(float(everything.wide_nodes)) == NARROW
 
 
 def test_a_draw_expands_the_path_of_the_word() -> None:

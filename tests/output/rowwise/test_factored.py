@@ -1,6 +1,7 @@
-"""Gradients that the fused kernels form in registers: norms and steps equal the reference's."""
+"""Gradients that kernels or loops form when they use them: norms and steps are the reference's."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends.compiled import division, factors
 from lm.output.backends.triton.launch import instrumented
 from lm.output.functional import BackendName
-from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowOptimizer, RowSGD
+from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowOptimizer, RowSGD, lookup
 from lm.output.rowwise.blocks import Factored
 
 from ..definition import SMALL_TILES, two_level, zipf_targets
@@ -80,37 +82,82 @@ def trained(
     return [*(param.detach() for param in params), *state, *found]
 
 
-def in_registers() -> Any:
+def not_in_memory() -> Any:
     """A context in which no gradient is formed in memory."""
-    return mock.patch.object(Factored, "rows", side_effect=AssertionError("formed in memory"))
+    return mock.patch.object(Factored, "parts", side_effect=AssertionError("formed in memory"))
 
 
 @pytest.mark.parametrize(
-    ("tree", "name", "dtype"),
+    ("tree", "name", "dtype", "backend"),
     [
-        *((tree, "adagrad", torch.float64) for tree in TREES if tree != "huffman"),
-        pytest.param("huffman", "adagrad", torch.float64, marks=pytest.mark.long),
-        *(("shortlist", name, dtype) for name in OPTIMIZERS for dtype in (torch.float32,)),
-        ("three levels", "sgd", torch.float64),
-        ("three levels", "adam", torch.float64),
+        *((tree, "adagrad", torch.float64, "triton") for tree in TREES if tree != "huffman"),
+        pytest.param("huffman", "adagrad", torch.float64, "triton", marks=pytest.mark.long),
+        *(("shortlist", name, torch.float32, "triton") for name in OPTIMIZERS),
+        ("three levels", "sgd", torch.float64, "triton"),
+        ("three levels", "adam", torch.float64, "triton"),
+        *((tree, name, torch.float64, "compiled") for tree in TREES for name in OPTIMIZERS),
+        *(("shortlist", name, torch.float32, "compiled") for name in OPTIMIZERS),
     ],
 )
-def test_clipped_steps_are_those_of_the_reference(tree: str, name: str, dtype: torch.dtype) -> None:
+def test_clipped_steps_are_those_of_the_reference(
+    tree: str, name: str, dtype: torch.dtype, backend: BackendName
+) -> None:
     expected = trained(name, TREES[tree], "reference", dtype)
-    with in_registers():
-        found = trained(name, TREES[tree], "triton", dtype)
+    with not_in_memory():
+        found = trained(name, TREES[tree], backend, dtype)
     near = 1e-10 if dtype == torch.float64 else 2e-4
     torch.testing.assert_close(found, expected, rtol=near, atol=near)
 
 
+@pytest.mark.parametrize("visits", [1, 5, 100])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_that_are_input_vectors_too_are_never_formed_on_a_cpu(
+    name: str, visits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of visited nodes and of others, formed once or at each use; for 1 to 3 threads."""
+    monkeypatch.setattr(factors, "FORMED_VISITS", visits)
+    monkeypatch.setattr(factors, "NARROW", 2)
+    monkeypatch.setattr(division, "LEAST_COLUMNS", 1)
+    tree, before, results = ClassTree.balanced(60, 4), torch.get_num_threads(), []
+    index = torch.tensor([0, 3, 3, 17, 40, 41, tree.num_rows - 1, -1])
+    backends: list[tuple[BackendName, int]] = [("reference", 1)]
+    backends += [("compiled", num_threads) for num_threads in (1, 2, 3)]
+    for backend, num_threads in backends:
+        params = table(tree, torch.float64)
+        optimizer = OPTIMIZERS[name](params, lr=0.3)
+        torch.manual_seed(0)
+        try:
+            torch.set_num_threads(num_threads)
+            for step in range(2):
+                optimizer.zero_grad()
+                upstream = torch.randn(8, W, dtype=torch.float64)
+                if step:  # before the layer's, or after it
+                    torch.autograd.backward(lookup(params[0], index), upstream)
+                accumulate(params, tree, step, backend, positions=9)
+                if not step:
+                    torch.autograd.backward(lookup(params[0], index), upstream)
+                with not_in_memory() if backend == "compiled" and not step else nullcontext():
+                    norm = torch.nn.utils.clip_grad_norm_(params, 2.0)
+                    optimizer.step()
+        finally:
+            torch.set_num_threads(before)
+        results.append([*(param.detach() for param in params), norm])
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=1e-10, atol=1e-10)
+        assert all(map(torch.equal, found, results[1]))
+
+
+@pytest.mark.parametrize("backend", ["triton", "compiled"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("positions", [0, 2])
-def test_a_batch_without_targets_changes_nothing(name: str, positions: int) -> None:
+def test_a_batch_without_targets_changes_nothing(
+    name: str, positions: int, backend: BackendName
+) -> None:
     """Of the two positions, one is ignored, and so is the other."""
     tree, optimizers = TREES["two levels"], OPTIMIZERS
     params = table(tree, torch.float32)
     optimizer = optimizers[name](params, lr=0.3)
-    accumulate(params, tree, 0, "triton")
+    accumulate(params, tree, 0, backend)
     optimizer.step()
     optimizer.zero_grad()
     before = [param.detach().clone() for param in params]
@@ -118,7 +165,7 @@ def test_a_batch_without_targets_changes_nothing(name: str, positions: int) -> N
         {n: v.clone() for n, v in optimizer.state[p].items() if torch.is_tensor(v)} for p in params
     ]
     with mock.patch(f"{__name__}.zipf_targets", lambda _, size: torch.full((size,), -100)):
-        accumulate(params, tree, 1, "triton", positions)
+        accumulate(params, tree, 1, backend, positions)
     norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
     optimizer.step()
     assert float(norm) == 0
@@ -130,7 +177,8 @@ def test_a_batch_without_targets_changes_nothing(name: str, positions: int) -> N
 def test_other_uses_form_the_rows() -> None:
     """Inspection, several batches, and gradients that are multiplied by a number."""
     tree, grads = TREES["two levels"], []
-    for backend in ("triton", "reference"):
+    backends: list[BackendName] = ["triton", "compiled", "reference"]
+    for backend in backends:
         params = table(tree, torch.float64)
         accumulate(params, tree, 0, backend)
         single = [param.grad for param in params]
@@ -146,7 +194,8 @@ def test_other_uses_form_the_rows() -> None:
         norms += [grad.norm() for grad in sums if grad is not None]
         RowAdagrad(params, lr=0.1).step()
         grads.append([*shown, *norms, *(param.detach() for param in params)])
-    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+    for found in grads[:-1]:
+        torch.testing.assert_close(found, grads[-1], rtol=1e-10, atol=1e-10)
 
 
 def test_norms_do_not_depend_on_the_order_in_which_lists_are_written() -> None:

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from lm.output.backends import nodes
-from lm.output.backends.compiled import backend as compiled
+from lm.output.backends.compiled import factors
 from lm.output.backends.reference import backend as reference
+from lm.output.functional import BackendName
 from lm.output.rowwise import Product, RowAdagrad, RowGradient, Rows, lookup
 
 from .tables import SHORTLIST, H, N, P, Table, accumulate, batch, in_blocks, table
@@ -213,16 +214,25 @@ def test_casting_bf16_rows_a_few_at_a_time_changes_nothing(
         torch.testing.assert_close(portions, whole, rtol=1e-2, atol=1e-5)
 
 
-def test_gradients_of_classes_are_always_products(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["reference", "compiled"])
+def test_gradients_of_classes_are_products(
+    backend: BackendName, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As rows they would be larger than the visited rows, for any number of columns.
 
-    Except for narrow ones in the compiled backend.
+    Except for nodes that are narrow or have many visits in the compiled backend.
     """
     monkeypatch.setattr(reference, "SAVED_ELEMENTS", 0)
-    monkeypatch.setattr(compiled, "NARROW", 0)
+    monkeypatch.setattr(factors, "NARROW", 0)
+    monkeypatch.setattr(factors, "FORMED_VISITS", P + 1)
     weight, bias = table(TWO_LEVEL)
     hidden, target = torch.randn(P, H, dtype=torch.float64), torch.randint(0, N, (P,))
-    nll = hierarchical_cross_entropy(hidden, weight, target, TWO_LEVEL, bias, row_wise=True)
+    nll = hierarchical_cross_entropy(
+        hidden, weight, target, TWO_LEVEL, bias, row_wise=True, backend=backend
+    )
     (d_weight,) = torch.autograd.grad(nll, weight)
     assert isinstance(d_weight, RowGradient)
-    assert all(isinstance(part, Product) for part in d_weight.parts)
+    of_batch = d_weight.factored()
+    parts = d_weight.parts if of_batch is None else of_batch.parts()
+    assert parts
+    assert all(isinstance(part, Product) for part in parts)

@@ -5,26 +5,21 @@ visit costs no call of PyTorch, rows are read where they are, and they are still
 (5) follows (1). Work is divided among PyTorch's number of threads, forward by positions and
 backward by rows; the results are the same bit for bit for any number.
 
-A row-wise gradient holds the products of wide nodes as factors, as the reference backend does; the
-rows of narrow nodes, of which a deep tree visits many, are formed at once. The loops give softmaxes
-with so many columns that errors are not saved (a full softmax is one large product, best left to
-PyTorch) and shards to the reference backend.
+Row-wise gradients are formed when they are used, see `factors`. The loops give softmaxes with so
+many columns that errors are not saved (a full softmax is one large product, best left to PyTorch)
+and shards to the reference backend.
 """
 
-import os
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
 from importlib.util import find_spec
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from lm.output.backends.base import Gradients, Needs, Problem
+from lm.output.backends.compiled.arrays import Array, as_array, own
+from lm.output.backends.compiled.division import bounds_of, divide
+from lm.output.backends.compiled.factors import Factors
 from lm.output.backends.reference.backend import (
     ReferenceBackend,
     Saved,
@@ -34,25 +29,13 @@ from lm.output.backends.reference.backend import (
 from lm.output.backends.reference.gradient_memory import zeros_except
 from lm.output.backends.verify import Kind, verified
 from lm.output.backends.visits import check_words
-from lm.output.rowwise.blocks import Part, Product, Rows
+from lm.output.rowwise.blocks import Factored
 from lm.output.rowwise.eager import constant_when_compiled
 from lm.output.rowwise.row_gradient import RowGradient
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
 DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
-LEAST_COLUMNS = 1 << 15
-"""Columns of all visits from which on work is divided among threads."""
-ROW_VISITS = 8
-"""The time to write a row of a gradient, as a number of visits."""
 ALIGN = 32
 """Hidden vectors are followed by zeros up to a multiple of so many numbers."""
-_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-"""What numba gets numbers as that it has no type for, see `vectors`."""
-NARROW = 8
-"""Most children of a node whose rows' values a row-wise gradient holds instead of factors."""
 
 
 class CompiledBackend(ReferenceBackend):
@@ -101,18 +84,18 @@ class CompiledBackend(ReferenceBackend):
         hidden = _sorted_hidden(problem, saved.position, ones, in_bf16=is_bf16)
         log_prob = ones.new_zeros(saved.node.shape)
         nodes = _nodes(saved.node, problem)
-        bounds = _bounds(nodes, len(hidden), by_rows=False)
+        bounds = bounds_of(nodes, len(hidden), by_rows=False)
         widest = int(nodes[:, 3].max(initial=0))
         bias = ones.new_zeros(widest) if problem.bias is None else problem.bias.to(ones.dtype)
         bias = bias.contiguous()  # which the loops read by address
         loops = node_loops.forward_bf16 if is_bf16 else node_loops.forward
-        results = map(own_array, (saved.child, log_prob, *saved[3:5]))
-        _divide(
+        results = map(own, (saved.child, log_prob, *saved[3:5]))
+        divide(
             bounds,
             loops,
             nodes,
-            own_array(hidden),
-            *map(array_of, (problem.weight, bias)),
+            own(hidden),
+            *map(as_array, (problem.weight, bias)),
             *results,
             widest,
         )
@@ -124,8 +107,8 @@ class CompiledBackend(ReferenceBackend):
 
         saved = Saved(*self.new_saved(problem, needs))
         target, ignored = problem.target.contiguous(), problem.ignore_index
-        arrays = tuple(map(own_array, problem.tree[:7]))
-        if not route(own_array(target), ignored, arrays, *map(own_array, saved[:3])):
+        arrays = tuple(map(own, problem.tree[:7]))
+        if not route(own(target), ignored, arrays, *map(own, saved[:3])):
             check_words("target", target, problem.vocab_size, ignored)
         return saved
 
@@ -143,31 +126,37 @@ class CompiledBackend(ReferenceBackend):
         d_hidden = None
         if needs.hidden:
             d_hidden = problem.hidden.new_empty(problem.hidden.shape)
-            unsorted = map(own_array, (position, saved.d_hidden_unscaled, d_nll))
-            node_loops.unsort_rows(*unsorted, array_of(d_hidden))
+            unsorted = map(own, (position, saved.d_hidden_unscaled, d_nll))
+            node_loops.unsort_rows(*unsorted, as_array(d_hidden))
         if needs.row_wise:
-            hidden = _sorted_hidden(problem, position, d_nll)
-            rows = _row_gradients(nodes, problem, needs, saved.error, hidden, d_nll)
-            return Gradients(d_hidden, *rows)
-        is_bf16 = _multiplies_bf16(problem)
-        factor = torch.ones_like(d_nll) if is_bf16 else d_nll
-        hidden = _sorted_hidden(problem, position, factor, in_bf16=is_bf16)
+            return Gradients(d_hidden, *_row_gradients(nodes, problem, saved, needs, d_nll))
         d_weight, d_bias = weight.new_empty(0, weight.shape[1]), d_nll.new_empty(0)
         if needs.weight:
             first, num = torch.from_numpy(nodes[:, 2:4]).unbind(1)
             d_weight = zeros_except(first, num, weight)
         if bias is not None and needs.bias:
             d_bias = d_nll.new_zeros(bias.shape)
-        bounds = _bounds(nodes, len(weight), by_rows=True)
-        arrays = (*map(own_array, (saved.error, hidden, d_nll)), *map(array_of, (d_weight, d_bias)))
-        _divide(
-            bounds, node_loops.backward_bf16 if is_bf16 else node_loops.backward, nodes, *arrays
-        )
+        _form(problem, saved, d_nll, nodes, d_weight, d_bias)
         return Gradients(
             d_hidden,
             d_weight if needs.weight else None,
             d_bias.to(bias.dtype) if bias is not None and needs.bias else None,
         )
+
+
+def _form(
+    problem: Problem, saved: Saved, d_nll: Tensor, nodes: Array, d_weight: Tensor, d_bias: Tensor
+) -> None:
+    """(6) of the rows of some nodes, see `node_loops.backward`."""
+    from lm.output.backends.compiled import node_loops
+
+    is_bf16 = _multiplies_bf16(problem)
+    factor = torch.ones_like(d_nll) if is_bf16 else d_nll
+    hidden = _sorted_hidden(problem, saved.position, factor, in_bf16=is_bf16)
+    loops = node_loops.backward_bf16 if is_bf16 else node_loops.backward
+    arrays = (*map(own, (saved.error, hidden, d_nll)), *map(as_array, (d_weight, d_bias)))
+    num_rows = max(len(d_weight), len(d_bias))
+    divide(bounds_of(nodes, num_rows, by_rows=True), loops, nodes, *arrays)
 
 
 def _multiplies_bf16(problem: Problem) -> bool:
@@ -192,46 +181,9 @@ def _sorted_hidden(
 
     dtype, size = torch.bfloat16 if in_bf16 else factor.dtype, problem.weight.shape[1]
     hidden = factor.new_empty(len(position), -(-size // ALIGN) * ALIGN, dtype=dtype)
-    source = array_of(problem.hidden.contiguous())
-    sort_rows(own_array(position), source, own_array(factor), own_array(hidden))
+    source = as_array(problem.hidden.contiguous())
+    sort_rows(own(position), source, own(factor), own(hidden))
     return hidden
-
-
-def _row_gradients(
-    nodes: "Array", problem: Problem, needs: Needs, error: Tensor, hidden: Tensor, d_nll: Tensor
-) -> tuple[RowGradient | None, RowGradient | None]:
-    """Those of weight and bias, if needed; `hidden` [P, ≥ W] is multiplied by d_nll [P]."""
-    from lm.output.backends.compiled import node_loops
-
-    is_narrow = nodes[:, 3] <= NARROW
-    formed = nodes[is_narrow]
-    first, num = torch.from_numpy(formed[:, 2:4]).unbind(1)
-    begin = num.cumsum(0) - num  # of each node, among the rows that are formed
-    row = (first - begin).repeat_interleave(num) + torch.arange(int(num.sum()))
-    formed[:, 2] = begin
-    size = problem.weight.shape[1]
-    of_weight = hidden.new_empty(len(row) if needs.weight else 0, size)
-    of_bias = hidden.new_zeros(len(row) if needs.bias else 0)
-    arrays = map(own_array, (error, hidden, d_nll, of_weight, of_bias))
-    _divide(_bounds(formed, len(row), by_rows=True), node_loops.backward, formed, *arrays)
-    weight_parts: list[Part] = [Rows(row, of_weight)] * (len(row) > 0)
-    bias_parts: list[Part] = [Rows(row, of_bias[:, None])] * (len(row) > 0)
-    for start, end, first_row, n, offset, _ in nodes[~is_narrow].tolist():
-        of_node = error[offset : offset + (end - start) * n].view(-1, n)
-        weight_parts.append(Product(first_row, of_node, hidden[start:end, :size]))
-        bias_parts.append(Product(first_row, of_node, d_nll[start:end, None]))
-    weight, bias = problem.weight, problem.bias
-    return (
-        RowGradient(weight, weight_parts) if needs.weight else None,
-        RowGradient(bias, bias_parts) if bias is not None and needs.bias else None,
-    )
-
-
-def own_array(tensor: Tensor) -> "Array":
-    """The same of a tensor that no caller will resize, in less time."""
-    bits = _BITS.get(tensor.dtype)
-    array: Array = (tensor if bits is None else tensor.view(bits)).numpy()
-    return array
 
 
 @constant_when_compiled
@@ -240,62 +192,34 @@ def has_numba() -> bool:
     return "numba" in sys.modules or find_spec("numba") is not None
 
 
-def array_of(tensor: Tensor) -> "Array":
-    """A tensor's memory as numpy's, of bf16 and fp16 the bits, see `vectors`."""
-    bits = _BITS.get(tensor.dtype)
-    alias = from_dlpack((tensor if bits is None else tensor.view(bits)).detach())
-    array: Array = alias.numpy()  # which forbids to resize the storage: FSDP resizes the tensor's
-    return array
+def _row_gradients(
+    nodes: Array, problem: Problem, saved: Saved, needs: Needs, d_nll: Tensor
+) -> tuple[RowGradient | None, RowGradient | None]:
+    """Those of weight and bias, if needed, given d_nll [P] of the sorted positions."""
+    weight, bias, d_weight, d_bias = problem.weight, problem.bias, None, None
+    none = d_nll.new_empty(0)
+
+    def form(found: Array, rows: Tensor) -> None:
+        _form(problem, saved, d_nll, found, rows, none)
+
+    def form_bias(found: Array, rows: Tensor) -> None:
+        _form(problem, saved, d_nll, found, none[:, None], rows.view(-1).zero_())
+
+    if needs.weight:
+        hidden = _sorted_hidden(problem, saved.position, d_nll)
+        of_weight = Factors.of(nodes, saved.error, hidden, form, weight.shape)
+        d_weight = RowGradient(weight, [Factored(of_weight, 1)])
+    if bias is not None and needs.bias:
+        shape = len(bias), 1
+        of_bias = Factors.of(nodes, saved.error, d_nll[:, None], form_bias, shape)
+        d_bias = RowGradient(bias, [Factored(of_bias, 1)])
+    return d_weight, d_bias
 
 
-def _nodes(node: Tensor, problem: Problem) -> "Array":
+def _nodes(node: Tensor, problem: Problem) -> Array:
     """See `node_loops.list_nodes`."""
     from lm.output.backends.compiled.node_loops import list_nodes
 
     tree = problem.tree
-    nodes: Array = list_nodes(*map(own_array, (node, tree.first_row, tree.num_children)))
+    nodes: Array = list_nodes(*map(own, (node, tree.first_row, tree.num_children)))
     return nodes
-
-
-def _bounds(nodes: "Array", num: int, *, by_rows: bool) -> list[int]:
-    """Where the threads' parts of `num` positions or rows begin, and the end of the last one.
-
-    A row costs its visits, and as much as `ROW_VISITS` to be written.
-    """
-    num_threads = torch.get_num_threads()
-    num_visits, first_row, num_children = nodes[:, 1] - nodes[:, 0], nodes[:, 2], nodes[:, 3]
-    if num_threads == 1 or int(num_visits @ num_children) < LEAST_COLUMNS:
-        return [0, num]
-    if not by_rows:
-        return [num * i // num_threads for i in range(num_threads + 1)]
-    cost = (num_visits + ROW_VISITS) * num_children
-    before = cost.cumsum() - cost
-    bounds = [0]
-    for i in range(1, num_threads):
-        share = int(cost.sum()) * i // num_threads
-        node = int(before.searchsorted(share, side="right")) - 1
-        inside = (share - before[node]) * num_children[node] // cost[node]
-        bounds.append(int(first_row[node] + inside))
-    return [*bounds, num]
-
-
-@cache
-def _threads(process: int, num: int) -> ThreadPoolExecutor:
-    """Threads of a process; a forked one has none of its parent's."""
-    return ThreadPoolExecutor(num, "sqrtlm")
-
-
-def _divide(bounds: list[int], loops: Callable[..., None], nodes: "Array", *arguments: Any) -> None:
-    """Run loops over nodes for each part, all but the first one in threads of their own."""
-    parts = list(pairwise(bounds))
-    if len(parts) == 1:
-        loops(nodes, *parts[0], *arguments)
-        return
-    threads = _threads(os.getpid(), len(parts) - 1)
-    others = [threads.submit(loops, nodes, *part, *arguments) for part in parts[1:]]
-    try:
-        loops(nodes, *parts[0], *arguments)
-    finally:
-        wait(others)
-    for other in others:
-        other.result()

@@ -7,8 +7,12 @@ import math
 
 import numpy as np
 
+from lm.output.backends.compiled.compilation import compiler
 from lm.output.backends.compiled.expansion_loops import expand, item_log_weight
-from lm.output.backends.compiled.node_loops import compiled
+
+EMITTED = "eabf68e0774720bc"
+"""See `compiler`."""
+compiled = compiler(EMITTED)
 
 
 @compiled

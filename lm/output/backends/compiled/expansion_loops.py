@@ -3,9 +3,9 @@
 import math
 from typing import NamedTuple
 
+import numba
 import numpy as np
 
-from lm.output.backends.compiled.node_loops import compiled
 from lm.output.backends.compiled.row_operations import log_softmax_row, scaled_row
 from lm.output.backends.compiled.tiles import ROWS, dot_rows
 
@@ -26,7 +26,7 @@ class Layer(NamedTuple):
     lowest: float  # log-probability of excluded words, and the least with a penalty
 
 
-@compiled
+@numba.njit(nogil=True)
 def expand(layer, position, node, above, log_q, bias_of_child):
     """Set the log-probabilities [n] of a node's children; whether they are finite."""
     hidden, weight, bias = layer.hidden, layer.weight, layer.bias
@@ -59,7 +59,7 @@ def expand(layer, position, node, above, log_q, bias_of_child):
     return is_finite
 
 
-@compiled
+@numba.njit(nogil=True)
 def item_log_weight(power, log_prob, num_words):
     """Logarithm of (1) of `draws`, of a node with so many words below it, or of a word."""
     return power * log_prob + max(0.0, 1 - power) * math.log(num_words)

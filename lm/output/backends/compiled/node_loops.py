@@ -3,49 +3,19 @@
 The letters and equations are those of the reference backend.
 """
 
-import hashlib
-import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import numba
 import numpy as np
 
-from lm.output.backends.compiled.row_operations import (
-    add_scaled_row,
-    paired_rows,
-    scaled_row,
-    softmax_rows,
-)
-from lm.output.backends.compiled.tiles import TILE, dot_tile, sum_tile
-from lm.output.backends.compiled.vectors import VECTOR_BYTES
+from lm.output.backends.compiled.compilation import compiler
+from lm.output.backends.compiled.row_operations import add_scaled_row, paired_rows, scaled_row
+from lm.output.backends.compiled.tile_loops import TERMS, dots, softmaxes, sums
 
+EMITTED = "eabf68e0774720bc"
+"""See `compiler`."""
 VISITS = 16
 """Visits whose hidden vectors stay in the first cache while a node's rows are read."""
-TERMS = 64
-"""Rows that are summed up at a time, for the same reason."""
 CACHE_BYTES = 1 << 22
 """Gradients from this size on are not expected to be in a cache when they are used."""
-EMITTING = ("vectors.py", "tiles.py", "row_operations.py", "routing.py", "expansion_loops.py")
-EMITTED = "846445ce8f246fe2"
-"""Of the SHA-256 of the files of `EMITTING`. numba's cache of compiled code notices changes to a
-function's own file alone, so a change to the others must be noted here."""
-IS_CACHED = (
-    hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in EMITTING))
-    .hexdigest()
-    .startswith(EMITTED)
-)
-"""Whether compiled code is kept on disk."""
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function when it is first called; it runs without the interpreter's lock."""
-    try:
-        decorated: Callable[..., Any] = numba.njit(nogil=True, cache=IS_CACHED)(function)
-    except RuntimeError:  # no folder for a cache can be written
-        decorated = numba.njit(nogil=True)(function)
-    return decorated
+compiled = compiler(EMITTED)
 
 
 @compiled
@@ -102,51 +72,6 @@ def list_nodes(node, first_row, num_children):
 
 
 @compiled
-def _dots(hidden, weight, size, num, n, starts, strides, out):
-    """The products of `num` hidden vectors [size] with `n` rows; addresses as of `dot_tile`."""
-    item_bytes = max(hidden.itemsize, 4)
-    for j in range(0, n, TILE[1]):
-        for i in range(0, num, TILE[0]):
-            first = (starts[0] + i * strides[0], starts[1] + j * strides[1])
-            to = (out[0] + i * out[1] + j * item_bytes, out[1])
-            last = (num - 1 - i, n - 1 - j)
-            dot_tile(hidden, weight, size, first, strides, to, last)
-
-
-@compiled
-def _sums(factor, rows, out, num, num_terms, starts, strides, to, added, streamed):
-    """`num` rows of sums of `num_terms` rows; addresses and flags as of `sum_tile`."""
-    num_columns = out.shape[1]
-    columns = TILE[1] * (VECTOR_BYTES // max(factor.itemsize, 4))
-    for k in range(0, num_columns, columns):
-        for i in range(0, num, TILE[0]):
-            first = (starts[0] + i * strides[0], starts[1] + k * rows.itemsize)
-            place = (to[0] + i * to[1] + k * out.itemsize, to[1])
-            last, left = num - 1 - i, num_columns - k
-            sum_tile(
-                factor, rows, out, num_terms, first, strides, place, last, left, added, streamed
-            )
-
-
-@compiled
-def _softmaxes(rows, low, place, low_place, num, n, bias_address, child, log_prob, is_kept):
-    """(2) and (4) in place of the logits without biases of a node's `num` visits and `n` children.
-
-    Places are as of `softmax_rows`; child [num] and log_prob [num] are the visits'.
-    """
-    out = np.empty((TILE[0], 2), rows.dtype)
-    for v in range(0, num, TILE[0]):
-        here = (place[0] + v * place[1], place[1])
-        low_here = (low_place[0] + v * low_place[1], low_place[1])
-        last, address = num - 1 - v, child.ctypes.data + 8 * v
-        softmax_rows(
-            rows, low, here, low_here, last, n, bias_address, address, out.ctypes.data, is_kept
-        )
-        for i in range(min(TILE[0], num - v)):
-            log_prob[v + i] = out[i, 0] - math.log(out[i, 1])
-
-
-@compiled
 def _set_unvisited(nodes, begin, end, d_hidden):
     """Zeros in place of the rows from `begin` to `end` of positions that do not visit the root."""
     visits_root = len(nodes) > 0 and nodes[0, 5] == 0
@@ -181,17 +106,17 @@ def forward(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_h
             first = offset + (v - start) * n if is_saved else 0
             address = rows.ctypes.data + first * size
             starts = (hidden.ctypes.data + v * hidden.strides[0], weight_address)
-            _dots(hidden, weight, weight.shape[1], num, n, starts, row_strides, (address, n * size))
+            dots(hidden, weight, weight.shape[1], num, n, starts, row_strides, (address, n * size))
             place, visits = (address, n * size), slice(v, v + num)
             targets, found = child[level, visits], log_prob[level, visits]
-            _softmaxes(rows, rows, place, place, num, n, bias_address, targets, found, is_saved)
+            softmaxes(rows, rows, place, place, num, n, bias_address, targets, found, is_saved)
             if d_hidden.size > 0:
                 strides = (n * size, size, weight.strides[0])
                 to = (d_hidden.ctypes.data + v * d_hidden.strides[0], d_hidden.strides[0])
                 for j in range(0, n, TERMS):
                     starts = (address + j * size, weight_address + j * weight.strides[0])
                     terms, added = min(TERMS, n - j), level > 0 or j > 0
-                    _sums(rows, weight, d_hidden, num, terms, starts, strides, to, added, False)
+                    sums(rows, weight, d_hidden, num, terms, starts, strides, to, added, False)
 
 
 @compiled
@@ -222,11 +147,11 @@ def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error
             address = rows.ctypes.data + first * 4
             starts = (hidden.ctypes.data + v * hidden.strides[0], row_address)
             strides, size = (hidden.strides[0], row_stride), weight.shape[1]
-            _dots(hidden, hidden, size, num, n, starts, strides, (address, n * 4))
+            dots(hidden, hidden, size, num, n, starts, strides, (address, n * 4))
             place, visits = (address, n * 4), slice(v, v + num)
             low_place = (low_errors.ctypes.data, low_errors.strides[0])
             targets, found = child[level, visits], log_prob[level, visits]
-            _softmaxes(
+            softmaxes(
                 rows, low_errors, place, low_place, num, n, bias_address, targets, found, is_saved
             )
             if n % 2:
@@ -237,7 +162,7 @@ def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error
                 for j in range(0, n, 2 * TERMS):
                     starts = (low_errors.ctypes.data + 2 * j, row_address + j * row_stride)
                     terms, added = min(2 * TERMS, n - j), level > 0 or j > 0
-                    _sums(
+                    sums(
                         low_errors,
                         hidden,
                         d_hidden,
@@ -279,7 +204,7 @@ def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
                 hidden.ctypes.data + v * hidden.strides[0],
             )
             terms = min(step, stop - v)
-            _sums(error, hidden, d_weight, num, terms, starts, strides, to, v > start, streamed)
+            sums(error, hidden, d_weight, num, terms, starts, strides, to, v > start, streamed)
         _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset - row, n)
 
 
@@ -314,7 +239,7 @@ def backward_bf16(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
                 paired_rows(error, place, other, pair_place, num, d_nll[v + m], factor)
             starts = (pairs.ctypes.data, hidden.ctypes.data + v * hidden.strides[0])
             strides = (4, 2 * num, hidden.strides[0])
-            _sums(pairs, hidden, d_weight, num, terms, starts, strides, to, v > start, streamed)
+            sums(pairs, hidden, d_weight, num, terms, starts, strides, to, v > start, streamed)
         _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset - row, n)
 
 

@@ -2,10 +2,12 @@
 
 import numpy as np
 
-from lm.output.backends.compiled.node_loops import compiled
+from lm.output.backends.compiled.compilation import compiler
+from lm.output.backends.compiled.sorting import sort_by_rank
 
-BITS = 8
-"""Of a rank that positions are sorted by at a time."""
+EMITTED = "eabf68e0774720bc"
+"""See `compiler`."""
+compiled = compiler(EMITTED)
 
 
 @compiled
@@ -44,23 +46,3 @@ def route(target, ignore_index, arrays, position, node, child):
                 child[level[n], i] = row - first_row[n]
             row = row_of_node[n]
     return True
-
-
-@compiled
-def sort_by_rank(rank, largest, position):
-    """The positions in the order of their ranks, equal ones in their own: a radix sort."""
-    order, other = np.arange(len(rank)), np.empty(len(rank), np.int64)
-    end = np.empty(1 << BITS, np.int64)
-    for shift in range(0, 64, BITS):
-        if shift and not largest >> shift:
-            break
-        end[:] = 0
-        for p in order:
-            end[rank[p] >> shift & len(end) - 1] += 1
-        begin = np.cumsum(end) - end
-        for p in order:
-            digit = rank[p] >> shift & len(end) - 1
-            other[begin[digit]] = p
-            begin[digit] += 1
-        order, other = other, order
-    position[:] = order

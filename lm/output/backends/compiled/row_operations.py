@@ -229,3 +229,66 @@ def paired_rows(typing, source, start, other, to, num, factor, other_factor):
         return context.get_dummy_value()
 
     return signature, generate
+
+
+@intrinsic
+def row_product(typing, source, start, other, num):
+    """The sum of the products of `num` numbers from two addresses on; `source` gives the dtype."""
+    signature = source.dtype(source, types.int64, types.int64, types.int64)
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        emit = Vectors(context, builder, source.dtype)
+        starts, num = values[1:3], values[3]
+
+        def step(index: Any, total: list[Any], mask: Any) -> None:
+            places = (emit.pointer(start, source.dtype, index) for start in starts)
+            a, b = (emit.load(place, source.dtype, mask) for place in places)
+            total[0] = emit.multiply_add(a, b, total[0])
+
+        return emit.sums(emit.row(num, [emit.zero], step))[0]
+
+    return signature, generate
+
+
+@intrinsic
+def adam_row(typing, rows, start, places, num, numbers):
+    """A step of Adam for `num` numbers.
+
+        m += a (g - m), s = b s + c g², row -= lr m / (√s / d + eps)
+
+    Args:
+        rows: array, for the dtype of everything.
+        start: address of the gradient.
+        places: addresses of row, m and s.
+        num: of the numbers of a row.
+        numbers: the factor of the gradient, a, b, c, lr, d and eps.
+    """
+    signature = types.void(rows, types.int64, places, types.int64, numbers)
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        dtype = rows.dtype
+        emit = Vectors(context, builder, dtype)
+        start, places, num, numbers = values[1:]
+        addresses = [builder.extract_value(places, i) for i in range(3)]
+        factor, a, b, c, lr, d, eps = (
+            emit.everywhere(builder.extract_value(numbers, i)) for i in range(7)
+        )
+
+        def step(index: Any, _: list[Any], mask: Any) -> None:
+            row, mean, square = (emit.pointer(each, dtype, index) for each in addresses)
+            g = emit.load(emit.pointer(start, dtype, index), dtype, mask)
+            g = builder.fmul(factor, g)
+            m = emit.load(mean, dtype, mask)
+            m = emit.multiply_add(a, builder.fsub(g, m), m)
+            s = builder.fmul(b, emit.load(square, dtype, mask))
+            s = emit.multiply_add(c, builder.fmul(g, g), s)
+            root = builder.fadd(builder.fdiv(emit.square_root(s), d), eps)
+            change = builder.fdiv(builder.fmul(lr, m), root)
+            emit.store(m, mean, dtype, mask)
+            emit.store(s, square, dtype, mask)
+            emit.store(builder.fsub(emit.load(row, dtype, mask), change), row, dtype, mask)
+
+        emit.row(num, [], step)
+        return context.get_dummy_value()
+
+    return signature, generate

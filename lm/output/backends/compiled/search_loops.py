@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lm.output.backends.compiled.compilation import compiler
 from lm.output.backends.compiled.expansion_loops import expand, item_log_weight
-from lm.output.backends.compiled.node_loops import compiled
-from lm.output.backends.compiled.routing import sort_by_rank
+from lm.output.backends.compiled.sorting import sort_by_rank
 
+EMITTED = "eabf68e0774720bc"
+"""See `compiler`."""
 TOP_K, TOP_P, MIN_P = range(3)
 UNFINISHED, WRONG = -1, -2
 """Sizes of sets that are not searched to the end, or whose log-probabilities are not finite."""
@@ -28,6 +30,7 @@ least `TARGET` unless that is the last one.
 QUEUED, FOUND, KEPT, OPENED = range(4)
 """Counts of a search: nodes in its heap, words found, words in the heap of the best ones, and nodes
 opened."""
+compiled = compiler(EMITTED)
 
 
 class Goal(NamedTuple):

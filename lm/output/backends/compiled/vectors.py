@@ -199,6 +199,10 @@ class Vectors:
         """The larger number of each lane; the other one if one is NaN."""
         return self._call(self._name("maxnum"), self.vector, [a, b])
 
+    def square_root(self, x: Any) -> Any:
+        """√x."""
+        return self._call(self._name("sqrt"), self.vector, [x])
+
     def sums(self, values: Sequence[Any]) -> list[Any]:
         """The sum of each vector's numbers, see `reduced`."""
         return self.reduced(values, self.builder.fadd)

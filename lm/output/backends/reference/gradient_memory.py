@@ -34,7 +34,8 @@ _free: list[mmap.mmap] = []
 def zeros_except(first: Tensor, num: Tensor, like: Tensor) -> Tensor:
     """A gradient like `like` [R, …] that is zero outside of the rows that the caller fills in.
 
-    These are `num` [n] rows from `first` [n] on, intervals that are ascending and disjoint.
+    These are `num` [n] rows from `first` [n] on, intervals that are ascending and disjoint. The
+    gradient is no view, whose base would be a second owner: autograd adds others to it in place.
     """
     num_bytes, dtype = like.numel() * like.element_size(), like.dtype
     if like.device.type != "cpu" or num_bytes < LARGE_BYTES:
@@ -42,7 +43,7 @@ def zeros_except(first: Tensor, num: Tensor, like: Tensor) -> Tensor:
     share = int(num.sum()) / like.shape[0]
     if is_mapped(num_bytes, share):
         fresh = mmap.mmap(-1, num_bytes, **_MAPPING)
-        return torch.frombuffer(fresh, dtype=dtype).view(like.shape)
+        return torch.frombuffer(fresh, dtype=dtype).resize_(like.shape)
     try:
         memory = _free.pop()
     except IndexError:
@@ -52,7 +53,7 @@ def zeros_except(first: Tensor, num: Tensor, like: Tensor) -> Tensor:
         memory = mmap.mmap(-1, num_bytes, **_MAPPING)
     lease = (ctypes.c_char * num_bytes).from_buffer(memory)
     weakref.finalize(lease, _give_back, memory).atexit = False
-    out = torch.frombuffer(lease, dtype=dtype).view(like.shape)
+    out = torch.frombuffer(lease, dtype=dtype).resize_(like.shape)
     return _zero_between(out, first, num) if is_used else out
 
 

@@ -12,7 +12,7 @@ from lm.output.backends.base import Problem, compute_dtype
 from lm.output.backends.triton.launch import SLOT, Saved, arguments, launch
 from lm.output.backends.triton.routing import sizes
 from lm.output.backends.triton.tile_shapes import Tiles
-from lm.output.rowwise.blocks import Rows, Rule
+from lm.output.rowwise.blocks import Part, Rows, Rule
 
 ROW_PROGRAMS = 2048
 """Most programs for tiles of heavy nodes' rows: they step through a list that may be short."""
@@ -81,8 +81,8 @@ class Factors:
     partial_rows: Tensor | None  # sums of chunks
     partial_bias: Tensor | None
 
-    def rows(self) -> Rows:
-        """See `Unformed.rows`. The host waits for the number of rows."""
+    def parts(self) -> list[Part]:
+        """See `Unformed.parts`: one, of rows. The host waits for their number."""
         tree, routing = self.problem.tree, self.saved.routing
         visited = routing.visited.bool()
         width = torch.where(visited, tree.num_children, 0)
@@ -98,7 +98,14 @@ class Factors:
         }
         where = width.cumsum(0) - width
         write_rows(self.problem, self.saved, self.shape, sums, **output, written_row=where)
-        return Rows(index, values)
+        return [Rows(index, values)]
+
+    def plus(self, rows: Rows) -> None:
+        """See `Unformed.plus`."""
+
+    def can_update(self, table: Tensor) -> bool:
+        """See `Unformed.can_update`."""
+        return True
 
     def square_norm(self) -> Tensor:
         """See `Unformed.square_norm`."""

@@ -14,7 +14,17 @@ from torch import Tensor
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS, choose_backend, verify
 from lm.output.backends.base import Backend, Gradients, Needs, Problem
-from lm.output.backends.compiled import backend, node_loops, vectors
+from lm.output.backends.compiled import (
+    backend,
+    compilation,
+    division,
+    draw_loops,
+    node_loops,
+    routing,
+    row_loops,
+    search_loops,
+    vectors,
+)
 from lm.output.backends.compiled.backend import CompiledBackend
 from lm.output.backends.visits import route
 
@@ -120,7 +130,7 @@ def _gradients(solved: Problem, d_nll: Tensor) -> Gradients:
 def test_results_do_not_depend_on_the_number_of_threads(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "LEAST_COLUMNS", 0)
+    monkeypatch.setattr(division, "LEAST_COLUMNS", 0)
     tree = ClassTree.balanced(3000, 12)
     *inputs, target = problem(tree, 333, size=37, dtype=dtype)
     upstream, before = torch.randn(333), torch.get_num_threads()
@@ -152,11 +162,11 @@ def test_threads_divide_the_work_evenly() -> None:
 
     classes = [(10 * c, 10 * (c + 1), 50 + 40 * c, 40, 0, 1) for c in range(50)]
     nodes = np.array([(0, 500, 0, 50, 0, 0), *classes])
-    cost = torch.cat([torch.full((50,), 500), torch.full((2000,), 10)]) + backend.ROW_VISITS
+    cost = torch.cat([torch.full((50,), 500), torch.full((2000,), 10)]) + division.ROW_VISITS
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        bounds = backend._bounds(nodes, 2050, by_rows=True)
+        bounds = division.bounds_of(nodes, 2050, by_rows=True)
     finally:
         torch.set_num_threads(before)
     parts = [int(cost[start:end].sum()) for start, end in pairwise(bounds)]
@@ -245,17 +255,20 @@ def test_importing_the_layer_imports_no_compiler() -> None:
 
 def test_code_is_kept_on_disk_only_if_its_cache_notices_all_changes(tmp_path: Path) -> None:
     """numba looks at the file of a function alone, which has a hash of the files that emit code."""
-    assert node_loops.IS_CACHED, "node_loops.EMITTED is not the hash of the others"
+    emitted = compilation.EMITTED
+    for module in (node_loops, row_loops, routing, draw_loops, search_loops):
+        assert emitted == module.EMITTED, f"EMITTED has to be {emitted}"
     folder = Path(node_loops.__file__).parent
-    for name in (*node_loops.EMITTING, "node_loops.py"):
+    for module in (*compilation.EMITTING, node_loops):
+        name = Path(str(module.__file__)).name
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     code = (
         "import sys, lm.output.backends.compiled as package\n"
         f"package.__path__.insert(0, {str(tmp_path)!r})\n"
         "from lm.output.backends.compiled import node_loops\n"
-        "print(node_loops.IS_CACHED)"
+        "print(type(node_loops.forward._cache).__name__)"
     )
-    for change, kept in (("", "True"), ("# another line", "False")):
+    for change, kept in (("", "FunctionCache"), ("# another line", "NullCache")):
         with (tmp_path / "vectors.py").open("a") as file:
             file.write(change)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

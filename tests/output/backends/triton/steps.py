@@ -54,7 +54,7 @@ def check_step(case: Case, name: str) -> None:
     first = None
     for order in case.orders:
         emulator = Emulator(case.capability, order)
-        with mock.patch.object(Factored, "rows", side_effect=AssertionError("formed in memory")):
+        with mock.patch.object(Factored, "parts", side_effect=AssertionError("formed in memory")):
             torch.manual_seed(1)  # for the rounding
             found = emulated(case, given, emulator, use=lambda rows: stepped(name, params, rows))
         assert not emulator.ambiguous

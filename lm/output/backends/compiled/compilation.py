@@ -1,0 +1,42 @@
+"""How loops are compiled, and when the compiled code is kept on disk."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+
+from lm.output.backends.compiled import (
+    expansion_loops,
+    row_operations,
+    sorting,
+    tile_loops,
+    tiles,
+    vectors,
+)
+
+EMITTING = (vectors, tiles, row_operations, tile_loops, expansion_loops, sorting)
+EMITTED = hashlib.sha256(
+    b"".join(Path(str(module.__file__)).read_bytes() for module in EMITTING)
+).hexdigest()[:16]
+"""Of the files that compiled functions in other files are made of."""
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def compiler(emitted: str) -> Decorator:
+    """A decorator: compile a function when it is first called; it does not hold Python's lock.
+
+    numba keeps compiled code on disk, and notices changes to the file of the function alone. So
+    that file must contain the current `EMITTED`, or nothing is kept.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            found: Callable[..., Any] = numba.njit(nogil=True, cache=emitted == EMITTED)(function)
+        except RuntimeError:  # no folder for a cache can be written
+            found = numba.njit(nogil=True)(function)
+        return found
+
+    return compiled

@@ -1,0 +1,58 @@
+"""Products and softmaxes of a node's visits, in tiles: what the loops over nodes consist of."""
+
+import math
+
+import numba
+import numpy as np
+
+from lm.output.backends.compiled.row_operations import softmax_rows
+from lm.output.backends.compiled.tiles import TILE, dot_tile, sum_tile
+from lm.output.backends.compiled.vectors import VECTOR_BYTES
+
+TERMS = 64
+"""Rows that are summed up at a time, for the same reason."""
+
+
+@numba.njit(nogil=True)
+def dots(hidden, weight, size, num, n, starts, strides, out):
+    """The products of `num` hidden vectors [size] with `n` rows; addresses as of `dot_tile`."""
+    item_bytes = max(hidden.itemsize, 4)
+    for j in range(0, n, TILE[1]):
+        for i in range(0, num, TILE[0]):
+            first = (starts[0] + i * strides[0], starts[1] + j * strides[1])
+            to = (out[0] + i * out[1] + j * item_bytes, out[1])
+            last = (num - 1 - i, n - 1 - j)
+            dot_tile(hidden, weight, size, first, strides, to, last)
+
+
+@numba.njit(nogil=True)
+def sums(factor, rows, out, num, num_terms, starts, strides, to, added, streamed):
+    """`num` rows of sums of `num_terms` rows; addresses and flags as of `sum_tile`."""
+    num_columns = out.shape[1]
+    columns = TILE[1] * (VECTOR_BYTES // max(factor.itemsize, 4))
+    for k in range(0, num_columns, columns):
+        for i in range(0, num, TILE[0]):
+            first = (starts[0] + i * strides[0], starts[1] + k * rows.itemsize)
+            place = (to[0] + i * to[1] + k * out.itemsize, to[1])
+            last, left = num - 1 - i, num_columns - k
+            sum_tile(
+                factor, rows, out, num_terms, first, strides, place, last, left, added, streamed
+            )
+
+
+@numba.njit(nogil=True)
+def softmaxes(rows, low, place, low_place, num, n, bias_address, child, log_prob, is_kept):
+    """(2) and (4) in place of the logits without biases of a node's `num` visits and `n` children.
+
+    Places are as of `softmax_rows`; child [num] and log_prob [num] are the visits'.
+    """
+    out = np.empty((TILE[0], 2), rows.dtype)
+    for v in range(0, num, TILE[0]):
+        here = (place[0] + v * place[1], place[1])
+        low_here = (low_place[0] + v * low_place[1], low_place[1])
+        last, address = num - 1 - v, child.ctypes.data + 8 * v
+        softmax_rows(
+            rows, low, here, low_here, last, n, bias_address, address, out.ctypes.data, is_kept
+        )
+        for i in range(min(TILE[0], num - v)):
+            log_prob[v + i] = out[i, 0] - math.log(out[i, 1])
