@@ -4,7 +4,7 @@ No word below a node is more probable than the node itself. A node therefore nee
 only while it is at least as probable as the least probable word of the result: few nodes if most of
 the probability lies in a few classes, nearly all if it is flat, as in an untrained layer. Once the
 nodes of a position have more than a small part of all rows, all its words are evaluated in one
-product: no search costs much more than that.
+product: no search costs much more than that. On a CPU, `compiled` does the same in other steps.
 """
 
 import math
