@@ -112,13 +112,15 @@ def _layer(expander: Expander, start: int, num: int) -> "Layer":
     from lm.output.backends.compiled.expansion_loops import Layer
 
     tree, bias, penalty = expander.tree, expander.bias, expander.penalty
-    none = tree.first_row[:0]
-    excluded = none if expander.excluded is None else expander.excluded.sort().values
-    penalized = none.view(1, 0) if penalty is None else penalty.row[start:][:num].sort().values
+    hidden, no_rows = expander.hidden.detach(), tree.first_row[:0]
+    excluded = no_rows if expander.excluded is None else expander.excluded.sort().values
+    penalized = no_rows[None] if penalty is None else penalty.row[start:][:num].sort().values
+    if num < len(hidden):
+        hidden = hidden[start:][:num]
     return Layer(
-        hidden=own(expander.hidden[start:][:num].detach().contiguous()),
+        hidden=own(hidden.contiguous()),
         weight=as_array(expander.weight),
-        bias=as_array(expander.hidden[:0, 0] if bias is None else bias.contiguous()),
+        bias=as_array(hidden[:0, 0] if bias is None else bias.contiguous()),
         first_row=own(tree.first_row),
         num_children=own(tree.num_children),
         item_of_row=own(tree.item_of_row),

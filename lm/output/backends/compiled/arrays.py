@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -26,6 +26,6 @@ def own(tensor: Tensor) -> Array:
 def as_array(tensor: Tensor) -> Array:
     """A tensor's memory as numpy's, of bf16 and fp16 the bits, see `vectors`."""
     bits = _BITS.get(tensor.dtype)
-    alias = from_dlpack((tensor if bits is None else tensor.view(bits)).detach())
+    alias = from_dlpack(to_dlpack((tensor if bits is None else tensor.view(bits)).detach()))
     array: Array = alias.numpy()  # which forbids to resize the storage: FSDP resizes the tensor's
     return array
