@@ -30,36 +30,48 @@ def square_norms(nodes, begin, end, error, hidden, formed, more, out):
     See `update_rows`. Of a node with errors E [v, n] and hidden vectors X [v, H] it is
     ‖EᵀX‖² = Σ (E Eᵀ) ∘ (X Xᵀ), since v is small where rows are not formed.
     """
-    size, num_columns, k = error.itemsize, formed.shape[1], np.searchsorted(more[0], begin)
+    num_columns, k = formed.shape[1], np.searchsorted(more[0], begin)
     for m in range(len(nodes)):
         start, stop, row, n, offset, _, place = nodes[m]
+        num_visits = stop - start if place < 0 else 0  # of rows that are not formed
+        vectors = hidden.ctypes.data + start * hidden.strides[0]
         k = _more_norms(k, min(row, end), error, num_columns, more, len(nodes), out)
-        errors, vectors = error.ctypes.data + offset * size, hidden.ctypes.data
-        vectors, rows = vectors + start * hidden.strides[0], formed.ctypes.data
-        if begin <= row < end:
-            out[m] = 0
-            for j in range(place, place + n if place >= 0 else place):
-                address = rows + j * formed.strides[0]
-                out[m] += row_product(formed, address, address, num_columns)
-            for a in range(stop - start if place < 0 else 0):
-                for b in range(a + 1):
-                    e = errors + a * n * size, errors + b * n * size
-                    x = vectors + a * hidden.strides[0], vectors + b * hidden.strides[0]
-                    product = row_product(error, e[0], e[1], n)
-                    product *= row_product(error, x[0], x[1], num_columns)
-                    out[m] += product if a == b else 2 * product
+        if begin <= row < end and place >= 0:
+            total = 0.0
+            for j in range(place, place + n):
+                address = formed.ctypes.data + j * formed.strides[0]
+                total += row_product(formed, address, address, num_columns)
+            out[m] = total
+        elif begin <= row < end:
+            out[m] = _norm_of_products(error, hidden, offset, start, num_visits, n, num_columns)
         while k < len(more[0]) and more[0][k] < min(row + n, end):
             x, j = more[1].ctypes.data + k * more[1].strides[0], more[0][k] - row
             total = row_product(error, x, x, num_columns)
             if place >= 0:
-                address = rows + (place + j) * formed.strides[0]
+                address = formed.ctypes.data + (place + j) * formed.strides[0]
                 total += 2 * row_product(error, x, address, num_columns)
-            for a in range(stop - start if place < 0 else 0):
+            for a in range(num_visits):
                 product = row_product(error, x, vectors + a * hidden.strides[0], num_columns)
                 total += 2 * error[offset + a * n + j] * product
             out[len(nodes) + k] = total
             k += 1
     _more_norms(k, end, error, num_columns, more, len(nodes), out)
+
+
+@compiled
+def _norm_of_products(error, hidden, offset, start, num_visits, n, num_columns):
+    """The squared norm of a node's rows from its errors and hidden vectors."""
+    size, total = error.itemsize, 0.0
+    errors = error.ctypes.data + offset * size
+    vectors = hidden.ctypes.data + start * hidden.strides[0]
+    for a in range(num_visits):
+        for b in range(a + 1):
+            e = errors + a * n * size, errors + b * n * size
+            x = vectors + a * hidden.strides[0], vectors + b * hidden.strides[0]
+            product = row_product(error, e[0], e[1], n)
+            product *= row_product(error, x[0], x[1], num_columns)
+            total += product if a == b else 2 * product
+    return total
 
 
 @compiled
