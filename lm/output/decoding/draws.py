@@ -132,7 +132,7 @@ def sample_words(expander: Expander, uniforms: Uniforms, sampling: Sampling) -> 
         sets, top_p = nuclei(expander, power, top_p), None
     elif min_p:
         sets = within_ratio(expander, power, min_p)
-    elif compiled.is_usable(expander):
+    elif compiled.is_usable(expander, "draws"):
         return compiled.draw_words(expander, uniforms.seeds, power)
     else:
         return RejectionSampler(expander, uniforms, power).sample()

@@ -188,7 +188,7 @@ def _sets(
     `needed` returns, for the log-probabilities [A, M] of the words found, the nodes to expand
     [A, F] bool, and where there are none, the size of the set [A].
     """
-    if compiled.is_usable(expander):
+    if compiled.is_usable(expander, "search"):
         for position, *found, unfinished in compiled.sets(expander, goal):
             if len(position):
                 yield position, TopK(*found)

@@ -1,10 +1,14 @@
 """Compiled loops find and draw what operations of PyTorch do, also in larger trees."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.decoding import compiled
+from lm.output.decoding.expansion import Expander
 
 from .truth import Options
 
@@ -39,7 +43,7 @@ def test_draws_are_those_of_the_reference(
     if "previous" in options:
         options = options | {"previous": options["previous"].expand(12, -1)}
     words = layer.sample(hidden, seeds=torch.arange(12), **options)
-    monkeypatch.setattr(compiled, "is_usable", lambda expander: False)
+    monkeypatch.setattr(compiled, "is_usable", lambda *arguments: False)
     assert torch.equal(words, layer.sample(hidden, seeds=torch.arange(12), **options))
 
 
@@ -57,13 +61,22 @@ def test_many_ties_are_in_the_order_of_words() -> None:
 def test_loops_that_are_wrong_are_replaced_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def draw(expander: Expander, seeds: Tensor, power: float) -> Tensor:
+        return torch.zeros_like(seeds)
+
     monkeypatch.setattr(compiled, "sets", lambda *arguments: iter([WRONG]))
+    monkeypatch.setattr(compiled, "draw_words", draw)
     compiled._verified.cache_clear()
-    layer = HierarchicalSoftmax(8, TREES["two_level"])
+    layer, hidden = HierarchicalSoftmax(8, TREES["two_level"]), torch.ones(2, 8)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "are off by": lambda: layer.topk(hidden, 9).word,
+        "of 16 words differ": lambda: layer.sample(hidden, seeds=torch.arange(2)),
+    }
     try:
-        with pytest.warns(UserWarning, match="drawn slowly, without compiled loops: .* are off by"):
-            words = layer.sample(torch.ones(2, 8), seeds=torch.arange(2))
-        assert torch.equal(words, layer.sample(torch.ones(2, 8), seeds=torch.arange(2)))
+        for problem, find in ways.items():
+            with pytest.warns(UserWarning, match=f"drawn slowly, .* compiled loops: .* {problem}"):
+                words = find()
+            assert torch.equal(words, find())
     finally:
         compiled._verified.cache_clear()
 

@@ -117,7 +117,7 @@ def test_peaked_distribution_expands_one_class_and_flat_one_all(
     monkeypatch.setattr(search, "MOST_COST", 0.5)
     at_once = Expander(hidden, weight, tree, bias)
     assert search.topk(at_once, 300).word.tolist() == [list(range(300))] * 3
-    is_usable = compiled.is_usable(at_once)  # opens no node twice
+    is_usable = compiled.is_usable(at_once, "search")  # opens no node twice
     assert at_once.num_expanded == 3 * (tree.num_nodes + (not is_usable))
     monkeypatch.setattr(search, "MOST_COST", math.inf)
     bias[7] = 20.0
