@@ -135,14 +135,7 @@ CPU = Rates(
     ),
     row_wise=Work(steps=0.00364, nodes=2.5e-06, products=1.05e-11, row_numbers=5e-10),
     blocks=Work(products=2.75e-11),
-    decoding=Decoding(
-        steps=4.73e-05,
-        levels=8.07e-05,
-        nodes=0.000155,
-        products=3.59e-10,
-        softmaxes=3.03e-06,
-        table_numbers=4.48e-10,
-    ),
+    decoding=Decoding(steps=7e-05, nodes=1.19e-06, products=1.54e-10),
 )
 _GPU = Work(
     levels=9.28e-09,

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import row_size
-from lm.output.decoding.search import EXPANSION_COST, MOST_COST, SOFTMAX_COST
 from lm.output.tree.class_tree import ClassTree
 
 Amount = Tensor | float
@@ -68,13 +67,9 @@ class Decoding(NamedTuple):
     """What it takes to find a word or the k best words of one position."""
 
     steps: float = 0.0
-    levels: float = 0.0  # of expansions, one after another
     nodes: float = 0.0  # expanded
     columns: float = 0.0  # of these
     products: float = 0.0  # columns · W
-    softmaxes: float = 0.0  # of all nodes, where all words are evaluated in one product
-    words: float = 0.0  # N · depth then, and 0 otherwise
-    table_numbers: float = 0.0  # R · W then
 
 
 class Shape(NamedTuple):
@@ -183,30 +178,18 @@ def work_of_sample(shape: Shape, hidden_size: int) -> Decoding:
     """The expected work of drawing a word at temperature 1, if P(w) is the words' frequency."""
     columns = float(shape.share @ shape.num_children.double())
     nodes = float(shape.share.sum())
-    return Decoding(1.0, nodes, nodes, columns, columns * row_size(hidden_size))
+    return Decoding(1.0, nodes, columns, columns * row_size(hidden_size))
 
 
 def work_of_topk(shape: Shape, kth_share: float, hidden_size: int) -> Decoding:
     """The work of finding the k most probable words, if P(w) is the words' frequency.
 
-    Nodes more probable than the k-th word are expanded; all words at once where these are many.
+    Nodes more probable than the k-th word are expanded.
 
     Args:
         kth_share: the share of the k-th most frequent word.
     """
-    row, opened = row_size(hidden_size), shape.share > kth_share
+    opened = shape.share > kth_share
     opened[0] = True
-    width, level = shape.num_children[opened], shape.level[opened]
-    most = MOST_COST * (shape.num_rows + SOFTMAX_COST * len(shape.share))
-    levels, nodes, columns = 0, 0, 0
-    for each in range(int(level.max()) + 1):
-        here = width[level == each]
-        more = columns + int(here.sum())
-        if each and more + EXPANSION_COST * (nodes + len(here)) > most:
-            words = float(shape.vocab_size * shape.depth)
-            whole = float(len(shape.share)), words, float(shape.num_rows * row)
-            break
-        levels, nodes, columns = levels + 1, nodes + len(here), more
-    else:
-        whole = 0.0, 0.0, 0.0
-    return Decoding(1.0, float(levels), float(nodes), float(columns), float(columns * row), *whole)
+    columns = float(shape.num_children[opened].sum())
+    return Decoding(1.0, float(opened.sum()), columns, columns * row_size(hidden_size))
