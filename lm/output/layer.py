@@ -19,6 +19,9 @@ from lm.output.rowwise.eager import not_compiled
 from lm.output.tree.class_tree import ClassTree
 
 
+_P_ITSELF = Sampling()
+
+
 class Loss(NamedTuple):
     """Result of `HierarchicalSoftmax.forward`, as of `nn.AdaptiveLogSoftmaxWithLoss`."""
 
@@ -276,7 +279,7 @@ class HierarchicalSoftmax(nn.Module):
         """
         if not isinstance(sampling, Sampling | None):
             raise ValueError(f"sampling must be a Sampling, got {sampling!r}")
-        sampling = replace(sampling or Sampling(), **options)
+        sampling = replace(sampling or _P_ITSELF, **options) if options else sampling or _P_ITSELF
         inputs = self._decoded(hidden)
         return distribution.sample(*inputs, sampling, previous, seeds, generator)
 

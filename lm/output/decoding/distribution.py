@@ -129,7 +129,7 @@ def sample(
             block = seeds[expander.first_position :][: len(expander.hidden)]
             if len(block):
                 words.append(sample_words(expander, Uniforms(block), sampling))
-    return torch.cat(words).view(shape)
+    return words[-1].view(shape) if len(words) == 2 else torch.cat(words).view(shape)
 
 
 def _expanders(
@@ -137,7 +137,8 @@ def _expanders(
 ) -> list[Expander]:
     """Blocks of positions, at least one, small enough for the logits of a whole path."""
     step, rows = max(1, _BLOCK_ELEMENTS // tree.max_path_columns), None
-    blocks = torch.split(checked_hidden(hidden, weight, tree, bias), step)
+    flat = checked_hidden(hidden, weight, tree, bias)
+    blocks = torch.split(flat, step) if len(flat) > step else (flat,)
     if excluded:
         words = torch.tensor(excluded, device=hidden.device)
         check_words("excluded word", words, tree.vocab_size, ignore_index=0)
