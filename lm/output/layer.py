@@ -18,7 +18,6 @@ from lm.output.functional import BackendName, Reduction, hierarchical_cross_entr
 from lm.output.rowwise.eager import not_compiled
 from lm.output.tree.class_tree import ClassTree
 
-
 _P_ITSELF = Sampling()
 
 
