@@ -8,11 +8,12 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from lm.output.backends.compiled.arrays import as_array, own
+from lm.output.backends.compiled.arrays import Array, as_array, own
 from lm.output.backends.compiled.backend import DTYPES, has_numba
 from lm.output.decoding.expansion import LOWEST, Expander, word_log_prob
 from lm.output.decoding.uniforms import Uniforms
@@ -30,6 +31,10 @@ NODE_COST = 4096
 ten times as long as finding the node."""
 BLOCK_ELEMENTS = 1 << 23
 """Most words there is room for at once; memory is taken for those found."""
+
+
+_of_tree: "WeakKeyDictionary[ClassTree, tuple[Array, ...]]" = WeakKeyDictionary()
+"""Arrays of trees, which never change."""
 
 
 class Goal(NamedTuple):
@@ -113,21 +118,25 @@ def _layer(expander: Expander, start: int, num: int) -> "Layer":
     from lm.output.backends.compiled.expansion_loops import Layer
 
     tree, bias, penalty = expander.tree, expander.bias, expander.penalty
-    hidden, no_rows = expander.hidden.detach(), tree.first_row[:0]
-    excluded = no_rows if expander.excluded is None else expander.excluded.sort().values
-    penalized = no_rows[None] if penalty is None else penalty.row[start:][:num].sort().values
+    hidden = expander.hidden.detach()
+    if (of_tree := _of_tree.get(tree)) is None:
+        tensors = tree.first_row, tree.num_children, tree.item_of_row, tree.num_words_below
+        of_tree = _of_tree[tree] = tuple(map(as_array, tensors))
+    no_rows, excluded, penalized = of_tree[0][:0], expander.excluded, of_tree[0][None, :0]
+    if penalty is not None:
+        penalized = own(penalty.row[start:][:num].sort().values.contiguous())
     if num < len(hidden):
         hidden = hidden[start:][:num]
     return Layer(
         hidden=own(hidden.contiguous()),
         weight=as_array(expander.weight),
         bias=as_array(hidden[:0, 0] if bias is None else bias.contiguous()),
-        first_row=own(tree.first_row),
-        num_children=own(tree.num_children),
-        item_of_row=own(tree.item_of_row),
-        num_words_below=own(tree.num_words_below),
-        excluded=own(excluded),
-        penalized=own(penalized.contiguous()),
+        first_row=of_tree[0],
+        num_children=of_tree[1],
+        item_of_row=of_tree[2],
+        num_words_below=of_tree[3],
+        excluded=no_rows if excluded is None else own(excluded.sort().values),
+        penalized=penalized,
         factor=1.0 if penalty is None else float(penalty.factor),
         lowest=LOWEST,
     )
