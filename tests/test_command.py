@@ -33,7 +33,7 @@ HEAVY = [
         ("--help", set()),
         ("train --help-all", set()),
         ("config", set()),
-        ("generate RUN --tokens=3", {"torch", "tqdm", "numba", "scipy"}),
+        ("generate RUN --tokens=3", {"torch", "tqdm"}),
         ("evaluate RUN", {"torch", "tqdm", "numba", "scipy"}),  # numba imports scipy
         ("evaluate RUN --text=TEXT", {"torch", "tqdm", "numba", "scipy", "fsspec"}),
         ("info RUN", {"torch", "tqdm"}),

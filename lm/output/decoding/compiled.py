@@ -22,6 +22,9 @@ from lm.output.tree.class_tree import ClassTree
 if TYPE_CHECKING:
     from lm.output.backends.compiled.expansion_loops import Layer
 
+SMALL = 1 << 21
+"""Numbers of a table below which operations of PyTorch are fast enough: numba takes 120 MB of
+memory, half a second to import, and seconds to compile once."""
 FEW = 4
 """Positions up to which each one reads the table for itself, however much of it."""
 MOST_ROWS = 1 / 8
@@ -52,6 +55,7 @@ def is_usable(expander: Expander, way: Literal["search", "draws"]) -> bool:
     dtypes = (expander.hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     return (
         expander.hidden.device.type == "cpu"
+        and weight.numel() >= SMALL
         and has_numba()
         and weight.stride(1) == 1
         and DTYPES.issuperset(dtypes)
