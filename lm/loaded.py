@@ -181,6 +181,20 @@ class LoadedModel:
         return log_prob
 
     @torch.no_grad()
+    def topk(self, prefix: Prefix = "", k: int = 10) -> list[tuple[str, float]]:
+        """The k most probable next tokens but `<unk>`, with their log-probabilities, best first.
+
+        They are exact; a tree computes only the classes that may hold one of them.
+
+        Raises:
+            ValueError: if k is not within 1 … N - 1.
+        """
+        hidden, excluded = self._state(prefix).hidden, self._excluded(False)
+        log_prob, word = self.model.output.topk(hidden, k, excluded=excluded)
+        texts = map(self.tokenizer.token, word.tolist())
+        return list(zip(texts, log_prob.tolist(), strict=True))
+
+    @torch.no_grad()
     def candidate_log_prob(self, prefix: Prefix, words: Sequence[Word]) -> Tensor:
         """Log-probabilities [K] of some next words, at the cost of their paths in the tree.
 

@@ -45,6 +45,18 @@ def one_pass(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
         return loaded.model.output.log_prob(hidden[:, 0])
 
 
+def test_topk_is_the_start_of_the_sorted_distribution_without_unknown_words(
+    loaded: LoadedModel,
+) -> None:
+    log_prob = loaded.log_prob(SENTENCE)
+    log_prob[loaded.unk_id] = -torch.inf
+    best = log_prob.topk(4)
+    words, found = zip(*loaded.topk(SENTENCE, 4), strict=True)
+    assert list(words) == [loaded.tokenizer.token(word) for word in best.indices.tolist()]
+    torch.testing.assert_close(torch.tensor(found).double(), best.values, rtol=0, atol=1e-6)
+    assert loaded.topk(loaded.start(SENTENCE), 1) == loaded.topk(SENTENCE, 1)
+
+
 def test_step_by_step_equals_one_pass(loaded: LoadedModel) -> None:
     ids = loaded.encode(SENTENCE)
     truth = one_pass(loaded, ids)

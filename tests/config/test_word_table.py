@@ -10,7 +10,7 @@ from lm.config import WordTable, resolve_word_table, validate
 SGD = {"optimizer": "sgd"}
 
 
-def resolved(num_rows: int = 1 << 15, *, num_devices: int = 1, **sections: Any) -> WordTable:
+def resolved(num_rows: int = 1 << 14, *, num_devices: int = 1, **sections: Any) -> WordTable:
     """The table of `num_rows` rows of 256 elements."""
     minimal = {"name": "run", "train": {"max_steps": 5}, "model": {"hidden": 256}}
     return resolve_word_table(validate(minimal | sections, "c"), num_rows, num_devices)
@@ -19,16 +19,16 @@ def resolved(num_rows: int = 1 << 15, *, num_devices: int = 1, **sections: Any) 
 @pytest.mark.parametrize(
     ("row_wise", "num_rows", "sections"),
     [
-        (True, 1 << 15, {"optim": SGD}),
-        (False, (1 << 15) - 1, {"optim": SGD}),
-        (True, 1 << 15, {"word_table": {"optimizer": "adagrad"}}),
-        (False, 1 << 15, {"optim": {"optimizer": "adamw"}}),
-        (False, 1 << 15, {"optim": SGD | {"momentum": 0.9}}),
-        (False, 1 << 15, {"optim": SGD | {"weight_decay": 0.1}}),
-        (False, 1 << 15, {"optim": SGD, "output": {"tree": "adaptive"}}),
-        (False, 1 << 15, {"optim": SGD, "output": {"tree": "full"}}),  # every row has a gradient
-        (False, 1 << 15, {"optim": SGD, "train": {"max_steps": 5, "devices": 2}}),
-        (False, 1 << 15, {"optim": SGD, "word_table": {"gradients": "dense"}}),
+        (True, 1 << 14, {"optim": SGD}),
+        (False, (1 << 14) - 1, {"optim": SGD}),
+        (True, 1 << 14, {"word_table": {"optimizer": "adagrad"}}),
+        (False, 1 << 14, {"optim": {"optimizer": "adamw"}}),
+        (False, 1 << 14, {"optim": SGD | {"momentum": 0.9}}),
+        (False, 1 << 14, {"optim": SGD | {"weight_decay": 0.1}}),
+        (False, 1 << 14, {"optim": SGD, "output": {"tree": "adaptive"}}),
+        (False, 1 << 14, {"optim": SGD, "output": {"tree": "full"}}),  # every row has a gradient
+        (False, 1 << 14, {"optim": SGD, "train": {"max_steps": 5, "devices": 2}}),
+        (False, 1 << 14, {"optim": SGD, "word_table": {"gradients": "dense"}}),
         (True, 10, {"optim": SGD, "word_table": {"gradients": "row_wise"}}),
         (True, 10, {"word_table": {"optimizer": "adam", "dtype": "bf16"}}),
     ],

@@ -12,7 +12,7 @@ from torch import Tensor
 from lm.output.backends.nodes import node_log_softmax, visited_nodes, with_rows
 from lm.output.backends.visits import check_words
 from lm.output.decoding import search
-from lm.output.decoding.draws import Sampling, sample_words
+from lm.output.decoding.draws import Sampling, sample_words, word_ids
 from lm.output.decoding.expansion import Expander, Penalty, checked_hidden, word_log_prob
 from lm.output.decoding.uniforms import Uniforms
 from lm.output.tree.class_tree import ClassTree
@@ -79,6 +79,7 @@ def topk(
     excluded: Sequence[int] = (),
 ) -> search.TopK:
     """The k most probable words of each position, log_prob and word [..., k]."""
+    excluded = word_ids("excluded", excluded)
     expanders = _expanders(hidden, weight, tree, bias, excluded)
     num_words = tree.vocab_size - len(set(excluded))
     if not isinstance(k, SupportsIndex) or not 1 <= k <= num_words:
@@ -108,7 +109,8 @@ def sample(
             raise ValueError("repetition_penalty requires the previous words")
         if previous.shape[:-1] != shape or previous.dtype != torch.int64:
             found = f"{list(previous.shape)} {previous.dtype}"
-            raise ValueError(f"previous must be {[*shape, 'L']} int64, got {found}")
+            expected = ", ".join(map(str, [*shape, "L"]))
+            raise ValueError(f"previous must be [{expected}] int64, got {found}")
         highest = tree.vocab_size - 1
         if previous.numel() and not -1 <= int(previous.min()) <= int(previous.max()) <= highest:
             raise ValueError(f"previous must be words 0 … {highest}, or -1")

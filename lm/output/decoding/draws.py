@@ -27,6 +27,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
+from operator import index
 from typing import NamedTuple, SupportsIndex
 
 import torch
@@ -42,6 +43,20 @@ _MIN_TEMPERATURE = 1e-200
 """Lower temperatures count as 0: log-probabilities divided by them would overflow fp64."""
 _MAX_TEMPERATURE = 1e25
 """Higher temperatures count as this one, at which all words but those excluded are as probable."""
+
+
+def word_ids(what: str, words: object) -> tuple[int, ...]:
+    """Words given as integers: in a list, a tensor, an array or any other collection.
+
+    Raises:
+        ValueError: if they are none; `what` names them.
+    """
+    values = words.tolist() if hasattr(words, "tolist") else words
+    if isinstance(values, Iterable):
+        ids = list(values)
+        if all(isinstance(word, SupportsIndex) for word in ids):
+            return tuple(map(index, ids))
+    raise ValueError(f"{what} must be token ids, got {words!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +106,7 @@ class Sampling:
             if not (isinstance(value, kind) or (value is None and may_be_none)):
                 expected = "an integer" if kind is Integral else "a number"
                 raise ValueError(f"{name} must be {expected}, got {value!r}")
-        is_list = isinstance(self.excluded, Iterable)
-        if not is_list or not all(isinstance(word, SupportsIndex) for word in self.excluded):
-            raise ValueError(f"excluded must be token ids, got {self.excluded!r}")
+        object.__setattr__(self, "excluded", word_ids("excluded", self.excluded))
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:

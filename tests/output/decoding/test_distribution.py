@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends import nodes
 from lm.output.decoding import distribution
 from lm.output.decoding.distribution import log_prob, topk
@@ -130,3 +131,16 @@ def test_wrong_k_or_shapes_raise() -> None:
         log_prob(hidden, weight, tree, bias[1:])
     with pytest.raises(ValueError, match=r"hidden must be .* floating point, got torch.int64"):
         sample(hidden.long(), weight, tree, bias)
+
+
+@pytest.mark.parametrize(
+    "excluded", [[1, 2], {1, 2}, torch.tensor([1, 2]), torch.tensor([2, 1]).numpy(), range(1, 3)]
+)
+def test_excluded_words_are_any_collection_of_integers(excluded: Any) -> None:
+    layer, hidden = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1, 1])), torch.ones(4)
+    assert set(layer.topk(hidden, 2, excluded=excluded).word.tolist()) == {0, 3}
+    assert int(layer.sample(hidden, excluded=excluded)) in (0, 3)
+    wrongs: list[Any] = [0, "12", [1.5]]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match="excluded must be token ids"):
+            layer.topk(hidden, 1, excluded=wrong)

@@ -263,7 +263,7 @@ def test_frequencies_match_with_seeds_that_are_consecutive_or_derived() -> None:
         ({"repetition_penalty": 1.1}, "repetition_penalty requires the previous words"),
         (
             {"repetition_penalty": 1.1, "previous": torch.zeros(2, 3, dtype=torch.int64)},
-            r"previous must be \[6, 'L'\] int64, got \[2, 3\] torch.int64",
+            r"previous must be \[6, L\] int64, got \[2, 3\] torch.int64",
         ),
         (
             {"repetition_penalty": 1.1, "previous": torch.full((P, 1), N)},
