@@ -33,7 +33,7 @@ NODE_COST = 4096
 """Numbers of the table for each node that is opened in the order of probability: reading them takes
 ten times as long as finding the node."""
 BLOCK_ELEMENTS = 1 << 23
-"""Most words there is room for at once; memory is taken for those found."""
+"""Most words that memory is reserved for at once; only those found take it."""
 
 
 _of_tree: "WeakKeyDictionary[ClassTree, tuple[Array, ...]]" = WeakKeyDictionary()

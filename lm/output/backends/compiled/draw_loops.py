@@ -37,7 +37,7 @@ def _draw(log_weight, num, uniform, cumulative):
 
 @compiled
 def _joined(known, new, num, num_new):
-    """An array with room for new items after `num` known ones, which has them."""
+    """An array whose `num` known items are followed by the new ones, maybe a longer one."""
     if num + num_new > len(known):
         longer = np.empty(2 * (num + num_new), known.dtype)
         longer[:num] = known[:num]
