@@ -78,7 +78,18 @@ def run_process() -> int:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     codecs.register_error("json", _escape)
     sys.stdout.reconfigure(errors="json")  # type: ignore[union-attr]
-    return main()
+    try:
+        code = main()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    if code and "torch" in sys.modules:
+        from torch import distributed
+
+        # Threads of gloo may still wait for lost processes. One that asks for the interpreter
+        # while it is finalized ends the process with SIGABRT.
+        if distributed.is_available() and distributed.is_initialized():
+            os._exit(code)  # `main` has written what was printed
+    return code
 
 
 def _is_further_process() -> bool:

@@ -148,6 +148,22 @@ def test_if_a_process_is_killed_the_run_ends_with_one_line(two: Two, tmp_path: P
     assert "another process of the run" in message.splitlines()[-1]
 
 
+def test_after_an_error_a_process_of_a_group_ends_without_finalization(tmp_path: Path) -> None:
+    program = f"""
+import atexit, sys
+from torch import distributed
+from lm.cli import run_process
+store = "file://{tmp_path}/store"
+distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+atexit.register(print, "finalized")
+sys.argv[1:] = ["info", "missing"]
+sys.exit(run_process())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("lm: missing")
+
+
 def test_clusters_without_a_target_train_and_each_process_draws_different_dropout(
     two: Two, tmp_path: Path
 ) -> None:
