@@ -14,7 +14,6 @@ from lm.output.backends.visits import check_words
 from lm.output.decoding import search
 from lm.output.decoding.draws import Sampling, sample_words, word_ids
 from lm.output.decoding.expansion import Expander, Penalty, checked_hidden, word_log_prob
-from lm.output.decoding.uniforms import Uniforms
 from lm.output.tree.class_tree import ClassTree
 
 _BLOCK_ELEMENTS = 1 << 23
@@ -125,13 +124,16 @@ def sample(
     elif seeds.shape != shape or seeds.dtype != torch.int64:
         found = f"{list(seeds.shape)} {seeds.dtype}"
         raise ValueError(f"seeds must be {list(shape)} int64, got {found}")
-    words, seeds = [seeds.new_empty(0, device=device)], seeds.to(device).flatten()
+    sizes = [len(each.hidden) for each in expanders]
+    blocks = torch.split(seeds.to(device).flatten(), sizes)
     with torch.autocast(device.type, enabled=False):
-        for expander in expanders:
-            block = seeds[expander.first_position :][: len(expander.hidden)]
-            if len(block):
-                words.append(sample_words(expander, Uniforms(block), sampling))
-    return words[-1].view(shape) if len(words) == 2 else torch.cat(words).view(shape)
+        words = [
+            sample_words(expander, block, sampling)
+            for expander, block in zip(expanders, blocks, strict=True)
+            if len(block)
+        ]
+    drawn = words[0] if len(words) == 1 else torch.cat([blocks[0][:0], *words])
+    return drawn.view(shape)
 
 
 def _expanders(

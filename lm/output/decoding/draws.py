@@ -132,23 +132,23 @@ def draw(log_weight: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, point, right=True).squeeze(1)
 
 
-def sample_words(expander: Expander, uniforms: Uniforms, sampling: Sampling) -> Tensor:
-    """A word for each position [P]."""
+def sample_words(expander: Expander, seeds: Tensor, sampling: Sampling) -> Tensor:
+    """A word for each position [P], at least one, with seeds [P] int64."""
     top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
     if sampling.temperature < _MIN_TEMPERATURE:
         return topk(expander, 1).word.squeeze(1)
     power = 1 / min(sampling.temperature, _MAX_TEMPERATURE)
-    word = expander.hidden.new_empty(len(expander.hidden), dtype=torch.int64)
     if top_k is not None and top_k < expander.tree.vocab_size:
-        sets = iter([(torch.arange(len(word), device=word.device), topk(expander, top_k))])
+        sets = iter([(torch.arange(len(seeds), device=seeds.device), topk(expander, top_k))])
     elif top_p is not None and top_p < 1:
         sets, top_p = nuclei(expander, power, top_p), None
     elif min_p:
         sets = within_ratio(expander, power, min_p)
     elif compiled.is_usable(expander, "draws"):
-        return compiled.draw_words(expander, uniforms.seeds, power)
+        return compiled.draw_words(expander, seeds, power)
     else:
-        return RejectionSampler(expander, uniforms, power).sample()
+        return RejectionSampler(expander, Uniforms(seeds), power).sample()
+    word, uniforms = torch.empty_like(seeds), Uniforms(seeds)
     for position, words in sets:
         log_weight = power * words.log_prob.double()
         if top_p is not None and top_p < 1:

@@ -9,8 +9,9 @@ import numpy as np
 
 from lm.output.backends.compiled.compilation import compiler
 from lm.output.backends.compiled.expansion_loops import expand, item_log_weight
+from lm.output.backends.compiled.row_operations import exp_row
 
-EMITTED = "eabf68e0774720bc"
+EMITTED = "bd5defabae8cf51e"
 """See `compiler`."""
 compiled = compiler(EMITTED)
 
@@ -28,9 +29,11 @@ def _uniform(seed, index):
 @compiled
 def _draw(log_weight, num, uniform, cumulative):
     """The first of `num` indices at which the sum of the weights exceeds that share of all."""
-    largest, total = log_weight[:num].max(), 0.0
+    start, to = log_weight.ctypes.data, cumulative.ctypes.data
+    exp_row(log_weight, cumulative, start, to, num, 1.0, log_weight[:num].max())
+    total = 0.0
     for i in range(num):
-        total += math.exp(log_weight[i] - largest)
+        total += cumulative[i]
         cumulative[i] = total
     return np.searchsorted(cumulative[:num], uniform * total, side="right")
 

@@ -62,4 +62,6 @@ def expand(layer, position, node, above, log_q, bias_of_child):
 @numba.njit(nogil=True)
 def item_log_weight(power, log_prob, num_words):
     """Logarithm of (1) of `draws`, of a node with so many words below it, or of a word."""
-    return power * log_prob + max(0.0, 1 - power) * math.log(num_words)
+    if power >= 1:
+        return power * log_prob
+    return power * log_prob + (1 - power) * math.log(num_words)

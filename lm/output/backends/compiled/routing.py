@@ -5,7 +5,7 @@ import numpy as np
 from lm.output.backends.compiled.compilation import compiler
 from lm.output.backends.compiled.sorting import sort_by_rank
 
-EMITTED = "eabf68e0774720bc"
+EMITTED = "bd5defabae8cf51e"
 """See `compiler`."""
 compiled = compiler(EMITTED)
 

@@ -165,6 +165,31 @@ def log_softmax_row(typing, rows, place, num, bias, above, out):
 
 
 @intrinsic
+def exp_row(typing, source, out, start, to, num, factor, shift):
+    """out[k] = exp(factor · source[k] - shift) in fp64, for `num` numbers; see `scaled_row`.
+
+    No exponent is much above 0.
+    """
+    integer, number = types.int64, types.float64
+    signature = types.void(source, out, integer, integer, integer, number, number)
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        emit = Vectors(context, builder, number)
+        start, to, num, *both = values[2:]
+        factor, shift = map(emit.everywhere, both)
+
+        def step(index: Any, _: list[Any], mask: Any) -> None:
+            value = emit.load(emit.pointer(start, source.dtype, index), source.dtype, mask)
+            value = builder.fsub(builder.fmul(factor, value), shift)
+            emit.store(emit.exp(value), emit.pointer(to, number, index), number, mask)
+
+        emit.row(num, [], step)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
 def scaled_row(typing, source, out, start, to, num, factor):
     """out[k] = factor · source[k] for `num` numbers from the addresses `start` and `to` on.
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from lm.output.backends.compiled.compilation import compiler
 from lm.output.backends.compiled.expansion_loops import expand, item_log_weight
+from lm.output.backends.compiled.row_operations import exp_row
 from lm.output.backends.compiled.sorting import sort_by_rank
 
-EMITTED = "eabf68e0774720bc"
+EMITTED = "bd5defabae8cf51e"
 """See `compiler`."""
 TOP_K, TOP_P, MIN_P = range(3)
 UNFINISHED, WRONG = -1, -2
@@ -49,6 +50,7 @@ class Buffers(NamedTuple):
     """Memory of a search, used again for each position."""
 
     log_q: np.ndarray  # [widest], log-probabilities of a node's children
+    weight: np.ndarray  # [widest] fp64
     bias: np.ndarray  # [widest + 1], their biases
     key: np.ndarray  # [I], a heap of negative log-probabilities of nodes
     node: np.ndarray  # [I]
@@ -101,8 +103,8 @@ def _add_weights(goal, buffers, items, kept):
     `kept` has the log-probabilities of those that may be needed. Weights are relative to that of
     the best word, unless their sum is known.
     """
-    log_q, state, bins = buffers.log_q, buffers.state, buffers.bins
-    shift = 0.0
+    weight, state, bins = buffers.weight, buffers.state, buffers.bins
+    shift, to = 0.0, weight.ctypes.data
     if not goal.is_exact:
         if len(kept) and kept.max() > state[BEST]:
             largest = float(kept.max())
@@ -112,15 +114,16 @@ def _add_weights(goal, buffers, items, kept):
                 state[each] *= ratio
             state[BEST] = largest
         shift = goal.power * state[BEST]
+        log_q = buffers.log_q
+        exp_row(log_q, weight, log_q.ctypes.data, to, len(items), goal.power, shift)
         for j in range(len(items)):
-            if items[j] >= 0:
-                state[MASS] += math.exp(goal.power * log_q[j] - shift)
+            state[MASS] += weight[j] if items[j] >= 0 else 0.0
+    exp_row(kept, weight, kept.ctypes.data, to, len(kept), goal.power, shift)
     edge, above = int(state[EDGE]), state[ABOVE]
-    for value in kept:
-        weight = math.exp(goal.power * value - shift)
-        place = int(min(-value * SCALE, NUM_BINS - 1.0))
-        bins[place] += weight
-        above += weight if place < edge else 0.0
+    for j in range(len(kept)):
+        place = int(min(-kept[j] * SCALE, NUM_BINS - 1.0))
+        bins[place] += weight[j]
+        above += weight[j] if place < edge else 0.0
     state[ABOVE] = above
     if above >= state[TARGET]:
         _lower_edge(state, bins)
@@ -234,9 +237,11 @@ def _sort(log_prob, word, bits):
 def _num_reaching(goal, buffers, log_prob, totals):
     """How many words, most probable first, reach the share of each of two totals."""
     shift = 0.0 if goal.is_exact else goal.power * buffers.state[BEST]
-    sizes, mass = np.full(2, len(log_prob)), 0.0
+    sizes, mass, weight = np.full(2, len(log_prob)), 0.0, np.empty(len(log_prob))
+    start, to = log_prob.ctypes.data, weight.ctypes.data
+    exp_row(log_prob, weight, start, to, len(log_prob), goal.power, shift)
     for i in range(len(log_prob)):
-        mass += math.exp(goal.power * log_prob[i] - shift)
+        mass += weight[i]
         for which in range(2):
             if mass >= goal.share * totals[which]:
                 sizes[which] = min(sizes[which], i + 1)
@@ -338,6 +343,7 @@ def search(layer, goal, bits, widest, log_prob, word, size):
     num_nodes, dtype = len(layer.first_row), layer.hidden.dtype
     buffers = Buffers(
         np.empty(widest, dtype),
+        np.empty(widest),
         np.empty(widest + 1, dtype),
         np.empty(num_nodes),
         np.empty(num_nodes, np.int64),

@@ -26,10 +26,10 @@ _SCALARS = {
     types.float32: ir.FloatType(),
     types.uint16: ir.IntType(16),
 }
-_EXP = [1 / math.factorial(i) for i in range(7, -1, -1)]
-"""Taylor series of exp: its rest is below a rounding of fp32 up to log(2) / 2."""
-_LEAST_EXP = -87.0
-"""exp of smaller numbers is 0, before it is a subnormal number of fp32."""
+_TERMS = {"f32": 8, "f64": 14}
+"""Of the Taylor series of exp, whose rest is below a rounding up to log(2) / 2."""
+_LEAST_EXP = {"f32": -87.0, "f64": -708.0}
+"""exp of smaller numbers is 0, before it is a subnormal number."""
 
 
 class _BFloat(ir.Type):
@@ -245,25 +245,29 @@ class Vectors:
         self._call("llvm.prefetch.p0", ir.VoidType(), [*arguments, *map(number, (0, 3, 1))])
 
     def exp(self, x: Any) -> Any:
-        """Exp x for x ≤ 0, to about one rounding; in fp32 0 below `_LEAST_EXP`.
+        """Exp x for x ≤ 0, to about one rounding; 0 below `_LEAST_EXP`.
 
-        In fp32 it is 2ⁿ exp r with an integer n and |r| ≤ log(2) / 2.
+        It is 2ⁿ exp r with an integer n and |r| ≤ log(2) / 2.
         """
-        if self.scalar == ir.DoubleType():
-            return self._call(self._name("exp"), self.vector, [x])
-        builder, integers = self.builder, ir.VectorType(ir.IntType(32), self.lanes)
+        builder, name = self.builder, _FLOATS[self.scalar][1]
         n = builder.fmul(x, self.constant(1 / math.log(2)))
         n = self._call(self._name("nearbyint"), self.vector, [n])
-        n = self.maximum(n, self.constant(-126.0))
+        width, fraction = (32, 23) if name == "f32" else (64, 52)
+        bias = (1 << width - fraction - 2) - 1
+        n = self.maximum(n, self.constant(1.0 - bias))
         high = 0.693359375  # log(2) to 10 bits, so that n · high is exact
         r = self.multiply_add(n, self.constant(-high), x)
         r = self.multiply_add(n, self.constant(high - math.log(2)), r)
-        series = self.constant(_EXP[0])
-        for coefficient in _EXP[1:]:
-            series = self.multiply_add(series, r, self.constant(coefficient))
-        exponent = builder.add(builder.fptosi(n, integers), _all(integers, 127))
-        power = builder.bitcast(builder.shl(exponent, _all(integers, 23)), self.vector)
-        is_tiny = builder.fcmp_ordered("<", x, self.constant(_LEAST_EXP))
+        series = self.constant(1 / math.factorial(_TERMS[name] - 1))
+        for i in range(_TERMS[name] - 2, -1, -1):
+            series = self.multiply_add(series, r, self.constant(1 / math.factorial(i)))
+        words = ir.VectorType(ir.IntType(32), self.lanes)  # all processors convert to 32 bits
+        exponent = builder.add(builder.fptosi(n, words), _all(words, bias))
+        if width == 64:
+            exponent = builder.sext(exponent, ir.VectorType(INT, self.lanes))
+        power = builder.shl(exponent, _all(exponent.type, fraction))
+        power = builder.bitcast(power, self.vector)
+        is_tiny = builder.fcmp_ordered("<", x, self.constant(_LEAST_EXP[name]))
         return builder.select(is_tiny, self.zero, builder.fmul(series, power))
 
     def log(self, x: Any) -> Any:
