@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.prepared import Prepared
 from data_prep.storage import write_atomically
 from lm.evaluation import perplexity
 from lm.run import Run
@@ -77,8 +78,15 @@ def frequency_report(
     nll = -token_log_probs(run, tokens)
     if spelling is not None and len(spelling):
         nll[tokens == run.description.unk_id] += spelling
-    previous = np.concatenate([[run.description.eos_id], tokens[:-1]])
-    rank = ranks(run.prepared.counts())
+    return divided_by_frequency(run.prepared, tokens, nll)
+
+
+def divided_by_frequency(
+    prepared: Prepared, tokens: NDArray[Any], nll: NDArray[np.float64]
+) -> FrequencyReport:
+    """The report on tokens [n] of which any model has the nats [n]."""
+    previous = np.concatenate([[prepared.eos_id], tokens[:-1]])
+    rank = ranks(prepared.counts())
     return FrequencyReport(
         target=_bins(rank[tokens], nll, len(rank)), previous=_bins(rank[previous], nll, len(rank))
     )

@@ -156,6 +156,16 @@ def estimate(prepared: Prepared, order: int) -> KneserNey:
     return KneserNey(tokens, prepared.vocab_size, prepared.eos_id, order)
 
 
+def write_model(folder: Path, arpa: Path, order: int) -> KneserNey:
+    """Estimate the model of a folder of prepared data and write its ARPA file."""
+    prepared, tokenizer = open_prepared(folder), load_tokenizer(folder)
+    words = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
+    words[prepared.eos_id] = "</s>"
+    model = estimate(prepared, order)
+    model.write_arpa(arpa, [*words, "<s>"])
+    return model
+
+
 def main() -> None:
     """Write the ARPA file."""
     parser = argparse.ArgumentParser(description="Kneser–Ney model of prepared data")
@@ -163,11 +173,7 @@ def main() -> None:
     parser.add_argument("arpa", type=Path, help="file to write, for `lm evaluate --arpa`")
     parser.add_argument("--order", type=int, default=5, help="largest n, at least 2")
     options = parser.parse_args()
-    prepared = open_prepared(options.folder)
-    tokenizer = load_tokenizer(options.folder)
-    words = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
-    words[prepared.eos_id] = "</s>"
-    estimate(prepared, options.order).write_arpa(options.arpa, [*words, "<s>"])
+    write_model(options.folder, options.arpa, options.order)
 
 
 if __name__ == "__main__":

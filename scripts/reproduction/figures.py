@@ -7,7 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
+from scripts.reproduction.protocol import Protocol
 from scripts.reproduction.runs import read_tables, validations
+from scripts.reproduction.search_tables import final_logs, frequency_means
 from scripts.reproduction.tables import Row, read_log
 
 PARTS = ("data", "embedding", "backbone", "layer", "clipping", "optimizer", "loop")
@@ -94,6 +96,30 @@ def draw_curves(name: str, results: Path, path: Path) -> None:
     axes.yaxis.set_minor_formatter("{x:.0f}")
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def draw_frequencies(protocol: Protocol, results: Path, path: Path) -> None:
+    """Draw nats per token less those of the baseline, for bins of words, if there are any."""
+    finals = final_logs(protocol, results)
+    if protocol.baseline not in finals:
+        return
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    both = ("target", "previous")
+    for axes, which in zip(figure.subplots(1, 2, sharey=True), both, strict=True):
+        base = frequency_means(finals[protocol.baseline].values(), which)
+        for method, logs in finals.items():
+            means = frequency_means(logs.values(), which)
+            difference = [mean - other for mean, other in zip(means, base, strict=True)]
+            axes.plot(difference, "o-", label=method)
+        test = next(iter(finals[protocol.baseline].values()))["test"]
+        labels = [f"… {each['last_rank']:,}" for each in test["by_frequency"][which]]
+        axes.set_xticks(range(len(labels)), labels, fontsize=8)
+        axes.set_xlabel(f"rank of the {'predicted' if which == 'target' else which} word")
+        axes.grid(True, alpha=0.3)
+    figure.axes[0].set_ylabel(f"nats per token less those of: {protocol.baseline}")
+    figure.axes[0].legend(fontsize=8)
+    figure.suptitle(protocol.title)
     figure.savefig(path, dpi=120)
 
 

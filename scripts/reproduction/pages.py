@@ -13,12 +13,14 @@ from lm.config.reference import sections
 from scripts import markdown
 from scripts.reproduction.figures import (
     draw_curves,
+    draw_frequencies,
     draw_ranks,
     draw_steps,
     draw_tree_curves,
     draw_trees,
     draw_vocabularies,
 )
+from scripts.reproduction.protocol import PROTOCOLS, SEARCH, Protocol
 from scripts.reproduction.runs import RESULTS, TOP
 from scripts.reproduction.tables import generate_tables
 
@@ -104,3 +106,6 @@ def write_pages() -> None:
     draw_curves("ptb_time", RESULTS, RESULTS / "ptb_time" / "perplexity_over_time.png")
     draw_trees(RESULTS, RESULTS / "trees.png")
     draw_tree_curves(RESULTS, RESULTS / "tree_curves.png")
+    for corpus, path in PROTOCOLS.items():
+        name = f"{SEARCH.name}{corpus}"
+        draw_frequencies(Protocol.read(path), RESULTS / name, RESULTS / f"{name}.png")

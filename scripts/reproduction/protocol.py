@@ -14,6 +14,11 @@ import yaml
 from scripts.reproduction.runs import RESULTS, Run
 
 PROTOCOL = Path(__file__).with_name("protocol.yaml")
+PROTOCOLS = {
+    corpus: PROTOCOL.with_name(f"protocol{corpus}.yaml")
+    for corpus in ("", "_wikitext2", "_hungarian")
+}
+"""What follows `search` in the name of a comparison's folder of logs → its declaration."""
 SEARCH = RESULTS / "search"
 Stage = Literal["trial", "final"]
 Log = dict[str, Any]
@@ -36,6 +41,7 @@ class Protocol:
     config: str
     seed: int
     num_trials: int
+    ngram_order: int
     final_seeds: list[int]
     baseline: str
     margin: float

@@ -5,7 +5,8 @@
   python -m scripts.reproduction.search test                    test figures, once for each run
   python -m scripts.reproduction.search show                    prints the tables
 
-An interrupted run resumes.
+`--protocol scripts/reproduction/protocol_wikitext2.yaml` does the same for another corpus. An
+interrupted run resumes.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from data_prep.errors import UserError
 from data_prep.storage import write_json_atomically
 from scripts.reproduction.protocol import PROTOCOL, SEARCH, Protocol, log_of
 from scripts.reproduction.runs import Run, validations
-from scripts.reproduction.search_tables import search_tables
+from scripts.reproduction.search_tables import NGRAM_LOG, search_tables
 
 
 def train_missing(runs: Sequence[Run], data_dir: str, folder: Path, *, progress: bool) -> None:
@@ -39,22 +40,32 @@ def train_missing(runs: Sequence[Run], data_dir: str, folder: Path, *, progress:
         write_json_atomically(run.log_path, log | {"valid_perplexity": min(figures, default=1e99)})
 
 
-def evaluate_missing(runs: Sequence[Run], folder: Path) -> None:
+def evaluate_missing(runs: Sequence[Run], folder: Path, order: int, ngram_path: Path) -> None:
     """Evaluate final runs on the test split, those that were not; write the figures and the date.
+
+    The first time, an n-gram model of their data is evaluated as well.
 
     Raises:
         UserError: if every run was evaluated.
     """
-    from scripts.reproduction.training import nats_of_test
+    from scripts.benchmarks.reporting import commit
+    from scripts.reproduction.training import nats_of_ngrams, nats_of_test
 
     logs = {run: log for run in runs if (log := log_of(run)) is not None}
     untested = [run for run, log in logs.items() if "test" not in log]
     if not untested:
         raise UserError(f"all {len(logs)} final runs with a log have been evaluated, once")
     for run in untested:
-        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        test = {"date": when} | nats_of_test(run, folder)
+        test = {"date": _now()} | nats_of_test(run, folder)
         write_json_atomically(run.log_path, logs[run] | {"test": test})
+    if not ngram_path.exists():
+        test = {"date": _now()} | nats_of_ngrams(untested[0], folder, order)
+        command = "python -m scripts.reproduction.search test"
+        write_json_atomically(ngram_path, {"command": command, "commit": commit(), "test": test})
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -68,19 +79,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("what", choices=["trials", "finals", "test", "show"])
     add("--data-dir", metavar="DIR", help="folder of the corpus")
     add("--methods", nargs="+", metavar="NAME", help="only these methods")
-    add("--protocol", type=Path, default=PROTOCOL, help=argparse.SUPPRESS)
+    add("--protocol", type=Path, default=PROTOCOL, help="declaration of the comparison")
     add("--runs", type=Path, default=Path("runs/reproduce"), help="folder of the runs")
-    add("--results", type=Path, default=SEARCH, help="folder of the logs")
+    add("--results", type=Path, help="folder of the logs")
     add("--no-progress", action="store_true", help="no progress bars")
     options = parser.parse_args(arguments)
     protocol = Protocol.read(options.protocol)
+    name = options.protocol.stem.replace("protocol", SEARCH.name)
+    results = options.results or SEARCH.with_name(name)
     for name in options.methods or ():
         if name not in protocol.methods:
             raise UserError(f"no method {name!r}; there are {', '.join(protocol.methods)}")
     all_runs = protocol.trials if options.what == "trials" else protocol.finals
     runs = [
         run
-        for run in all_runs(options.results)
+        for run in all_runs(results)
         if not options.methods or run.row.split("-")[0] in options.methods
     ]
     if options.what in ("trials", "finals"):
@@ -89,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         progress = not options.no_progress
         train_missing(runs, options.data_dir, options.runs, progress=progress)
     elif options.what == "test":
-        evaluate_missing(runs, options.runs)
-    print("\n\n".join(search_tables(protocol, options.results).values()))
+        evaluate_missing(runs, options.runs, protocol.ngram_order, results / NGRAM_LOG)
+    print("\n\n".join(search_tables(protocol, results).values()))
 
 
 if __name__ == "__main__":

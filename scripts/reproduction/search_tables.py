@@ -1,10 +1,10 @@
 """The tables of the comparison of output layers, and their statistics."""
 
+import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from scripts.reproduction.protocol import Log, Protocol, log_of
 
 BLOCK_LINES, NUM_SAMPLES = 50, 10_000
 """Of the bootstrap over test lines."""
+NGRAM_LOG = "ngrams.json"
+"""Log of the n-gram model, which no seed changes."""
 
 
 def search_tables(protocol: Protocol, results: Path) -> dict[str, str]:
@@ -22,15 +24,43 @@ def search_tables(protocol: Protocol, results: Path) -> dict[str, str]:
     for run in protocol.trials(results):
         if (log := log_of(run)) is not None:
             trials[run.row.split("-")[0]].append(log)
-    finals: dict[str, dict[int, Log]] = {method: {} for method in protocol.methods}
+    finals = final_logs(protocol, results)
+    tables = {
+        "trials": _trial_table(protocol, trials),
+        "finals": _final_table(protocol, finals),
+        "by_target": _frequency_table(protocol, finals, "target"),
+        "by_previous": _frequency_table(protocol, finals, "previous"),
+    }
+    if protocol.baseline in finals:
+        tables["by_previous"] += f"\n\n![Nats by frequency](../results/{results.name}.png)"
+    return {f"{results.name}_{name}": table for name, table in tables.items()}
+
+
+def final_logs(protocol: Protocol, results: Path) -> dict[str, dict[int, Log]]:
+    """The logs of final runs with test figures, by method and seed; the baseline first.
+
+    The n-gram model has the same log for all seeds.
+    """
+    names = sorted(protocol.methods, key=lambda name: name != protocol.baseline)
+    finals: dict[str, dict[int, Log]] = {name: {} for name in names}
     for run in protocol.finals(results):
         if (log := log_of(run)) is not None and "test" in log:
-            finals[run.row][run.seed] = log["test"]
-    return {
-        "search_trials": _trial_table(protocol, trials),
-        "search_finals": _final_table(protocol, finals),
-        "search_frequency": _frequency_table(protocol, finals),
-    }
+            finals[run.row][run.seed] = log
+    path = results / NGRAM_LOG
+    if path.exists():
+        log = json.loads(path.read_text(encoding="utf-8"))
+        name = f"Kneser–Ney {protocol.ngram_order}-gram"
+        finals[name] = dict.fromkeys(protocol.final_seeds, log)
+    return {name: logs for name, logs in finals.items() if logs}
+
+
+def frequency_means(logs: Iterable[Log], which: str) -> list[float]:
+    """Nats per token of each bin of the `target` or `previous` word, the mean over runs."""
+    bins = [log["test"]["by_frequency"][which] for log in logs]
+    return [
+        statistics.fmean(each["nll_nats"] / max(1, each["tokens"]) for each in group)
+        for group in zip(*bins, strict=True)
+    ]
 
 
 def expected_lowest(values: Sequence[float], num: int) -> float:
@@ -114,52 +144,52 @@ def _point(protocol: Protocol, method: str, log: Log) -> str:
 
 
 def _final_table(protocol: Protocol, finals: dict[str, dict[int, Log]]) -> str:
-    baseline, rows = finals[protocol.baseline], []
-    for method, tests in finals.items():
-        if not tests:
-            continue
-        mean = statistics.fmean(test["perplexity"] for test in tests.values())
-        row = [method, f"{mean:.2f}", ", ".join(f"{tests[s]['perplexity']:.2f}" for s in tests)]
-        paired = [seed for seed in tests if seed in baseline]
-        if method == protocol.baseline or not paired:
-            rows.append([*row, "–", "–", "–", "–"])
-            continue
-        each = [tests[seed]["perplexity"] - baseline[seed]["perplexity"] for seed in paired]
-        bound = upper_bound(each)
-        nats, other = (_mean_nats(group, paired) for group in (tests, baseline))
-        low, high = bootstrap_interval(nats, other, np.array(tests[paired[0]]["line_tokens"]))
-        verdict = "not inferior" if bound < protocol.margin else "not shown"
-        cells = f"{statistics.fmean(each):+.2f}", f"{bound:+.2f}", f"{low:+.4f} … {high:+.4f}"
-        rows.append([*row, *cells, verdict])
+    baseline, rows = finals.get(protocol.baseline, {}), []
+    for method, logs in finals.items():
+        perplexity = {seed: log["test"]["perplexity"] for seed, log in logs.items()}
+        by_seed = ", ".join(f"{each:.2f}" for each in dict.fromkeys(perplexity.values()))
+        row = [method, f"{statistics.fmean(perplexity.values()):.2f}", by_seed]
+        paired = [seed for seed in logs if seed in baseline]
+        compared = ["–"] * 4
+        if method != protocol.baseline and paired:
+            each = [perplexity[seed] - baseline[seed]["test"]["perplexity"] for seed in paired]
+            bound = upper_bound(each)
+            nats, other = (_mean_nats(group, paired) for group in (logs, baseline))
+            line_tokens = np.array(logs[paired[0]]["test"]["line_tokens"])
+            low, high = bootstrap_interval(nats, other, line_tokens)
+            compared = [
+                *(f"{statistics.fmean(each):+.2f}", f"{bound:+.2f}", f"{low:+.4f} … {high:+.4f}"),
+                "not inferior" if bound < protocol.margin else "not shown",
+            ]
+        minutes = [log["cpu_seconds"] / 60 for log in logs.values() if log.get("cpu_seconds")]
+        cost = [
+            f"{next(iter(logs.values()))['test']['parameters'] / 1e6:.2f}M",
+            f"{statistics.fmean(minutes):.0f}" if minutes else "–",
+        ]
+        rows.append([*row, *compared, *cost])
     titles = ["difference", "95 % bound", "nats per token, 95 % over texts", "margin"]
+    titles += ["parameters", "CPU minutes"]
     return markdown.table(["method", "test perplexity", "by seed", *titles], rows)
 
 
-def _mean_nats(tests: dict[int, Log], seeds: Sequence[int]) -> NDArray[np.float64]:
-    mean: NDArray[np.float64] = np.mean([tests[seed]["line_nats"] for seed in seeds], axis=0)
+def _mean_nats(logs: dict[int, Log], seeds: Sequence[int]) -> NDArray[np.float64]:
+    mean: NDArray[np.float64]
+    mean = np.mean([logs[seed]["test"]["line_nats"] for seed in seeds], axis=0)
     return mean
 
 
-def _frequency_table(protocol: Protocol, finals: dict[str, dict[int, Log]]) -> str:
-    """Nats per token of bins of the predicted word; of other methods, less the baseline's."""
-    titles: list[str] = []
-    rows = []
-    base: list[float] = []
-    for method in sorted(finals, key=lambda name: name != protocol.baseline):
-        tests = list(finals[method].values())
-        if not tests:
-            continue
-        bins = [test["by_frequency"]["target"] for test in tests]
-        titles = [f"{each['first_rank']:,} … {each['last_rank']:,}" for each in bins[0]]
-        means = [_bin_mean(each) for each in zip(*bins, strict=True)]
-        if method == protocol.baseline:
-            base = means
-            rows.append([method, *(f"{mean:.4f}" for mean in means)])
-        elif base:
-            pairs = zip(means, base, strict=True)
-            rows.append([method, *(f"{mean - other:+.4f}" for mean, other in pairs)])
+def _frequency_table(protocol: Protocol, finals: dict[str, dict[int, Log]], which: str) -> str:
+    """Nats per token of bins of a word's rank; of other methods, less the baseline's."""
+    if protocol.baseline not in finals:
+        return markdown.table(["method"], [])
+    means = {name: frequency_means(logs.values(), which) for name, logs in finals.items()}
+    base = means.pop(protocol.baseline)
+    rows = [[protocol.baseline, *(f"{mean:.4f}" for mean in base)]]
+    for method, each in means.items():
+        differences = (mean - other for mean, other in zip(each, base, strict=True))
+        rows.append([method, *(f"{difference:+.4f}" for difference in differences)])
+    first = next(iter(finals[protocol.baseline].values()))["test"]
+    titles = [
+        f"{each['first_rank']:,} … {each['last_rank']:,}" for each in first["by_frequency"][which]
+    ]
     return markdown.table(["method", *titles], rows)
-
-
-def _bin_mean(bins: Sequence[dict[str, Any]]) -> float:
-    return statistics.fmean(each["nll_nats"] / max(1, each["tokens"]) for each in bins)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from scripts import markdown
-from scripts.reproduction.protocol import Protocol
+from scripts.reproduction.protocol import PROTOCOLS, SEARCH, Protocol
 from scripts.reproduction.runs import Run, RunTable, read_tables
 from scripts.reproduction.search_tables import search_tables
 
@@ -49,7 +49,8 @@ def generate_tables(results: Path) -> dict[str, str]:
     overview = [row for each in tables.values() for row in compare(each, each.overview, results)]
     generated["summary"] = markdown.table_of_rows(SUMMARY, summary)
     generated["overview"] = markdown.table_of_rows(OVERVIEW, overview)
-    generated |= search_tables(Protocol.read(), results / "search")
+    for corpus, path in PROTOCOLS.items():
+        generated |= search_tables(Protocol.read(path), results / f"{SEARCH.name}{corpus}")
     generated["vocabularies"] = markdown.table_of_rows(VOCABULARIES, vocabularies(results))
     return generated
 

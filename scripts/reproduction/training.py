@@ -4,22 +4,26 @@ import json
 import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_prep.errors import UserError
 from data_prep.storage import write_json_atomically
 from lm.evaluation import evaluate_split, perplexity
 from lm.run import Run as OpenedRun
-from lm.scoring.frequency import frequency_report
+from lm.scoring.frequency import divided_by_frequency
 from lm.scoring.mixture import token_log_probs
+from lm.scoring.ngram import NGramModel
 from lm.training.loop import train
 from lm.training.metrics import read_metrics
 from lm.training.run_folder import check_folder
 from lm.training.state import Diverged
+from scripts.benchmarks.kneser_ney import write_model
 from scripts.benchmarks.reporting import Table, commit
 from scripts.benchmarks.training_speed import new_state, time_in_turn
 from scripts.reproduction.runs import TOP, Run, validations
@@ -40,14 +44,16 @@ def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
 def train_and_validate(run: Run, data_dir: str, runs: Path, *, progress: bool) -> dict[str, Any]:
     """Train or resume a run in a folder of `runs`, and write its curve.
 
-    Returns the content of its log, without test figures. A run that diverges ends there.
+    Returns the content of its log, without test figures. A run that diverges ends there. Seconds of
+    the processor are those of this process, and unknown if an earlier one trained a part.
     """
     folder = runs / run.table / run.name
-    diverged = None
+    diverged, start, resumes = None, time.process_time(), (folder / "metrics.csv").exists()
     try:
         _train(run, data_dir, folder, progress=progress)
     except Diverged as error:
         diverged = str(error)
+    cpu_seconds = None if resumes else time.process_time() - start
     metrics = read_metrics(folder / "metrics.csv")
     run.log_path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / "metrics.csv", run.curve_path)
@@ -59,6 +65,7 @@ def train_and_validate(run: Run, data_dir: str, runs: Path, *, progress: bool) -
         "environment": json.loads((folder / "env.json").read_text()),
         "tokens": metrics[-1].tokens if metrics else 0,
         "seconds": metrics[-1].seconds if metrics else 0.0,
+        "cpu_seconds": cpu_seconds,
         **({} if diverged is None else {"diverged": diverged}),
     }
 
@@ -67,7 +74,26 @@ def nats_of_test(run: Run, runs: Path) -> dict[str, Any]:
     """The perplexity of a trained run on the test split, and the nats of each of its lines."""
     opened = OpenedRun.open(runs / run.table / run.name)
     tokens = opened.prepared.tokens("test")
-    nll = -token_log_probs(opened, tokens)
+    num_parameters = sum(parameter.numel() for parameter in opened.model.parameters())
+    figures = _test_figures(opened, tokens, -token_log_probs(opened, tokens))
+    return {"parameters": num_parameters} | figures
+
+
+def nats_of_ngrams(run: Run, runs: Path, order: int) -> dict[str, Any]:
+    """The same figures of the Kneser–Ney model of a trained run's data; it has n-grams."""
+    opened = OpenedRun.open(runs / run.table / run.name)
+    tokens = opened.prepared.tokens("test")
+    with tempfile.TemporaryDirectory() as folder:
+        arpa = Path(folder) / "model.arpa"
+        model = write_model(opened.prepared.folder, arpa, order)
+        nll = -NGramModel(arpa, opened.tokenizer).log_prob(tokens)
+    num_ngrams = sum(len(each.frequency) for each in model.orders)
+    return {"parameters": num_ngrams} | _test_figures(opened, tokens, nll)
+
+
+def _test_figures(
+    opened: OpenedRun, tokens: NDArray[Any], nll: NDArray[np.float64]
+) -> dict[str, Any]:
     ends = np.flatnonzero(np.asarray(tokens) == opened.description.eos_id)
     lines = np.add.reduceat(nll, np.concatenate([[0], ends[:-1] + 1]))
     return {
@@ -75,7 +101,7 @@ def nats_of_test(run: Run, runs: Path) -> dict[str, Any]:
         "perplexity": perplexity(float(nll.sum()), len(tokens)),
         "line_tokens": np.diff(ends, prepend=-1).tolist(),
         "line_nats": [round(each, 4) for each in lines.tolist()],
-        "by_frequency": frequency_report(opened, tokens).to_dict(),
+        "by_frequency": divided_by_frequency(opened.prepared, tokens, nll).to_dict(),
     }
 
 

@@ -13,13 +13,20 @@ import yaml
 from data_prep.errors import UserError
 from lm.config import load_config
 from scripts.reproduction import search
-from scripts.reproduction.protocol import PROTOCOL, SEARCH, Protocol, draw, log_of
+from scripts.reproduction.figures import draw_frequencies
+from scripts.reproduction.protocol import PROTOCOL, PROTOCOLS, SEARCH, Protocol, draw, log_of
 from scripts.reproduction.runs import TOP, validations
-from scripts.reproduction.search_tables import bootstrap_interval, expected_lowest, upper_bound
+from scripts.reproduction.search_tables import (
+    NGRAM_LOG,
+    bootstrap_interval,
+    expected_lowest,
+    upper_bound,
+)
 
 
-def test_every_method_has_the_same_points_and_valid_configurations() -> None:
-    protocol = Protocol.read()
+@pytest.mark.parametrize("path", PROTOCOLS.values(), ids=lambda path: path.stem)
+def test_every_method_has_the_same_points_and_valid_configurations(path: Path) -> None:
+    protocol = Protocol.read(path)
     for trial in range(protocol.num_trials):
         shared = []
         for method in protocol.methods:
@@ -31,16 +38,21 @@ def test_every_method_has_the_same_points_and_valid_configurations() -> None:
                 (optim.lr, optim.clip, optim.weight_decay, optim.schedule, config.model.dropout)
             )
         assert len(set(shared)) == 1
-    rates = [draw(protocol.space, f"{protocol.seed} {i}")["optim.lr"] for i in range(200)]
+
+
+def test_rates_are_drawn_evenly_on_a_logarithmic_scale() -> None:
+    space = {"rate": {"log_uniform": [5.0, 40.0]}}
+    rates = [draw(space, f"1 {i}")["rate"] for i in range(200)]
     assert 5 <= min(rates) < 6 < 30 < max(rates) <= 40
     assert 12 < statistics.median(rates) < 16.5  # √(5 · 40) = 14.1
 
 
-def test_logs_are_of_declared_runs() -> None:
-    protocol = Protocol.read()
-    runs = [*protocol.trials(SEARCH), *protocol.finals(SEARCH)]
+@pytest.mark.parametrize("corpus", PROTOCOLS)
+def test_logs_are_of_declared_runs(corpus: str) -> None:
+    protocol, results = Protocol.read(PROTOCOLS[corpus]), SEARCH.with_name(f"search{corpus}")
+    runs = [*protocol.trials(results), *protocol.finals(results)]
     declared = {run.log_path: run.command for run in runs}
-    for path in SEARCH.glob("*.json"):
+    for path in results.glob("*-*.json"):
         assert json.loads(path.read_text())["command"] == declared[path]
 
 
@@ -102,7 +114,8 @@ def test_trials_choose_a_point_and_the_test_is_evaluated_once(
         assert protocol.chosen(method, results) == lowest.index(min(lowest))
     search.main(["finals", *options, data])
     search.main(["test", *options])
-    table = capsys.readouterr().out.split("\n\n")[-2]
+    _, table, targets, previous, picture = capsys.readouterr().out.strip().split("\n\n")[-5:]
+    assert picture == "![Nats by frequency](../results/search.png)"
     finals = list(protocol.finals(results))
     assert [(run.row, run.seed) for run in finals] == [
         *(("full", 1), ("classes", 1), ("full", 2), ("classes", 2))
@@ -114,6 +127,20 @@ def test_trials_choose_a_point_and_the_test_is_evaluated_once(
         assert math.exp(mean) == pytest.approx(test["perplexity"], rel=1e-4)
     one, two = (tests[i + 1]["perplexity"] - tests[i]["perplexity"] for i in (0, 2))
     assert f"| {(one + two) / 2:+.2f} | {upper_bound([one, two]):+.2f} |" in table
+    assert "| Kneser–Ney 5-gram |" in table
+    ngrams = json.loads((results / NGRAM_LOG).read_text())["test"]
+    assert ngrams["line_tokens"] == tests[0]["line_tokens"]
+    assert f"| {ngrams['perplexity']:.2f} |" in table
+    for which, shown in (("target", targets), ("previous", previous)):
+        for group, row in ((tests[1::2], "classes"), ([ngrams], "Kneser–Ney 5-gram")):
+            means = [
+                statistics.fmean(test["by_frequency"][which][0]["nll_nats"] for test in each)
+                / tests[0]["by_frequency"][which][0]["tokens"]
+                for each in (group, tests[::2])
+            ]
+            assert f"| {row} | {means[0] - means[1]:+.4f} |" in shown
+    draw_frequencies(protocol, results, tmp_path / "bins.png")
+    assert (tmp_path / "bins.png").stat().st_size > 10_000
     with pytest.raises(UserError, match="all 4 final runs with a log have been evaluated, once"):
         search.main(["test", *options])
     with pytest.raises(UserError, match="no method 'oak'; there are full, classes"):
