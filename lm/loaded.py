@@ -282,7 +282,9 @@ class LoadedModel:
         min_p, repetition_penalty, excluded.
         """
         if unknown := sampling.keys() - {each.name for each in fields(Sampling)}:
-            raise ValueError(f"generate has no argument {min(unknown)}")
+            known = "num_tokens, num_samples, stop, seed, allow_unk, spell_unk"
+            known = ", ".join([known, *(each.name for each in fields(Sampling))])
+            raise ValueError(f"generate has no argument {min(unknown)}; its arguments: {known}")
         (samples,) = generate_text(
             self.model,
             self.tokenizer,

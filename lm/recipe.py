@@ -23,7 +23,7 @@ from data_prep.corpus.split import MIN_UNITS, Sample, Unit, read_sample, split_t
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
 from data_prep.storage import folder_to_fill, new_folder, write_hashed
-from data_prep.tokenizer.tokenizer import STOPS, separate_words
+from data_prep.tokenizer.tokenizer import STOPS, UNK, separate_words
 from lm.config import Config, validate
 from lm.output import ClassTree
 from lm.run import Run
@@ -141,7 +141,7 @@ def new_recipe(
     files |= {split: run / f"text/{split}.txt" for split in ("train", *held_out) if held_out}
     with ExitStack() as stack:  # a recipe that cannot be written leaves no splits
         stack.enter_context(folder_to_fill(path.parent))
-        about, training = "about ", text
+        about, training, unknown = "about ", text, ""
         if held_out:
             unfinished = stack.enter_context(new_folder(run / "text"))
             unit, sizes = split_text(text, unfinished, sample, held_out, unit)
@@ -156,13 +156,13 @@ def new_recipe(
         if text.stat().st_mtime_ns != last_change:
             raise UserError(f"{text} changed while it was read: try again")
         if sample.num_bytes <= COUNTED_BYTES and "kind: words" in tokenizer:
-            about, num_words = "", count_vocabulary(training, tokenizer)
+            about, num_words, unknown = "", *count_vocabulary(training, tokenizer)
         content, model = fit(path, files, num_tokens, num_words, tokenizer, backbone)
         config = validate(yaml.safe_load(content), str(path))
         takes = in_words(training_seconds(config, num_words, tokens))
         summary = (
             f"{path}: for {text}, {sample.num_bytes:,} bytes, about {num_tokens:,} tokens and a"
-            f" vocabulary of {about}{num_words:,}\nsplit: {cut}\n"
+            f" vocabulary of {about}{num_words:,}{unknown}\nsplit: {cut}\n"
             f"model: {model}; training takes about {takes} here\n"
         )
         header = "".join(f"# {line}" for line in summary.splitlines(keepends=True))
@@ -171,13 +171,18 @@ def new_recipe(
     return f"{summary}then: lm train {recipe}\n      lm generate {run_dir}"
 
 
-def count_vocabulary(training: Path, tokenizer: str) -> int:
-    """The number of words that the preparation finds in a training text."""
+def count_vocabulary(training: Path, tokenizer: str) -> tuple[int, str]:
+    """The number of words that the preparation finds in a training text, and those left out."""
     from data_prep.tokenizer.vocabulary import count_words  # imports pyarrow and numba
 
     settings = TokenizerConfig(**yaml.safe_load(f"{{{tokenizer}}}"))
     lines = (line for line in text_lines(training) if line.strip())
-    return len(count_words(lines, settings)[0])
+    found = count_words(lines, settings)
+    num_unknown, num_tokens = int(found.counts[found.words.id(UNK)]), int(found.counts.sum())
+    if not num_unknown:
+        return len(found.words), ""
+    share = f"{num_unknown / num_tokens:.1%}".replace("%", " %")
+    return len(found.words), f" ({share} of the training tokens are other words, `<unk>`)"
 
 
 def measure(sample: Sample) -> tuple[int, int, str]:

@@ -231,11 +231,15 @@ def test_the_vocabulary_announced_is_that_of_the_prepared_data(
     mark = "," if punctuated else ""
     words = [f"w{int(20_000 * random.random() ** 4)}{mark}" for _ in range(60_000)]
     new("\n".join(" ".join(words[i : i + 12]) for i in range(0, len(words), 12)))
-    (announced,) = re.findall(r"a vocabulary of ([\d,]+)\n", capsys.readouterr().out)
+    printed = r"a vocabulary of ([\d,]+) \(([\d.]+) % of the training tokens are other words"
+    ((announced, share),) = re.findall(printed, capsys.readouterr().out)
     assert main(["prepare", "my.yaml", "--no-progress"]) == 0
     config = load_config("my.yaml")
     assert config.tokenizer.split_punctuation == punctuated
-    assert open_prepared(config.prepared_path).vocab_size == int(announced.replace(",", "")) > 1000
+    prepared = open_prepared(config.prepared_path)
+    assert prepared.vocab_size == int(announced.replace(",", "")) > 1000
+    counts = prepared.counts()
+    assert float(share) == round(100 * counts[prepared.unk_id] / counts.sum(), 1) > 0.5
 
 
 def test_a_transformer_has_adamw_with_warm_up() -> None:

@@ -269,7 +269,8 @@ class HierarchicalSoftmax(nn.Module):
             previous: [..., L] int64, the words that the repetition penalty applies to, in any
                 order; each counts once, -1 is skipped.
             seeds: [...] int64, one for each position; None draws them from `generator`.
-            generator: source of the seeds, on any device; None is torch's default.
+            generator: source of the seeds, on any device, if they are not given; None is torch's
+                default.
             options: fields of `Sampling`, which replace those of `sampling`.
 
         Raises:

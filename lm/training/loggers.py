@@ -126,34 +126,43 @@ class ProgressBar(Logger):
             total=self.total_steps,
             initial=step,
             desc="train",
-            bar_format="",
+            bar_format=self._format(step, None),
             disable=None,
         )
         self._next_line = time.monotonic()
-        self._show_left(step)
         self._valid = ""
 
     def step(self, step: int) -> None:
         """Show the step and, once it is known, how long the run takes."""
-        left = self._show_left(step)
+        left = self._clock.seconds_left(step)
+        self.bar.bar_format = self._format(step, left)
         self.bar.update(step - self.bar.n)
         if left is not None and not self._announced:
             self._announced = True
             self.bar.clear()
             _log.info("%s", self._announcement(step, left))
 
-    def _show_left(self, step: int) -> float | None:
-        left = self._clock.seconds_left(step)
+    def _format(self, step: int, left: float | None) -> str:
         shown = "?" if left is None else str(timedelta(seconds=round(left)))
-        total = "?" if self.total_steps is None else "{total_fmt}"
-        self.bar.bar_format = f"{{desc}} {{n_fmt}}/{total} [{{elapsed}}<{shown}]{{postfix}}"
-        return left
+        total, pace = "{total_fmt}", self._clock.step_seconds
+        if self.total_steps is None or self._ends_by_time(left):
+            total = "?"
+            if self._clock.limit is not None and left is not None and pace:
+                total = f"about {step + left / pace:.0f}"
+        return f"{{desc}} {{n_fmt}}/{total} [{{elapsed}}<{shown}]{{postfix}}"
+
+    def _ends_by_time(self, left: float | None) -> bool:
+        """Whether `train.max_minutes` ends the run, or may do so, before the last step."""
+        clock = self._clock
+        if clock.limit is None:
+            return False
+        return left is None or clock.progress.elapsed_seconds + left >= clock.limit - 1
 
     def _announcement(self, step: int, left: float) -> str:
         clock = self._clock
         pace = clock.step_seconds or 0.0
         steps = step + left / pace if self.total_steps is None else self.total_steps
-        if clock.limit is not None and clock.progress.elapsed_seconds + left >= clock.limit - 1:
+        if self._ends_by_time(left):
             steps = min(steps, step + left / pace)
         epochs = f"{steps / self._epoch_steps:.1f}".removesuffix(".0")
         text = f"{epochs} epoch{'s' * (epochs != '1')} ("
@@ -177,11 +186,13 @@ class ProgressBar(Logger):
         is_milestone = valid is not None or metrics.step == self.total_steps
         if self.bar.disable and (is_milestone or time.monotonic() >= self._next_line):
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-            of = "" if self.total_steps is None else f" of {self.total_steps}"
+            left = self._clock.seconds_left(metrics.step)
+            is_open = self.total_steps is None or self._ends_by_time(left)
+            of = "" if is_open else f" of {self.total_steps}"
             text = f"step {metrics.step}{of}: epoch {metrics.epoch:.2f}, "
             text += (self._valid if valid is not None else "") + figures
-            left = round(self._clock.seconds_left(metrics.step) or 0)
-            _log.info("%s%s", text, f", {timedelta(seconds=left)} left" if left else "")
+            seconds = round(left or 0)
+            _log.info("%s%s", text, f", {timedelta(seconds=seconds)} left" if seconds else "")
 
     def close(self) -> None:
         """Leave the bar as it is."""

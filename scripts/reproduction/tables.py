@@ -165,11 +165,12 @@ def short(value: float) -> str:
 
 
 def _figure(log: Row, name: str) -> float:
-    """A figure of the test split; minutes of training; or by the logged speed, nan without one."""
+    """A figure of the test split; minutes of training; or by the logged speed; nan without one."""
     if name == "minutes":
         return float(log["seconds"] / 60)
     if name == "training_seconds":
         return float(log["tokens"] / log.get("tokens_per_second", math.nan))
     if name == "step_milliseconds":
         return float(log.get(name, math.nan))
-    return float(log["test"][name])
+    value = log["test"][name]
+    return math.nan if value is None else float(value)

@@ -139,9 +139,9 @@ def test_the_curves_of_a_complete_run_are_drawn_again(train: Train, tmp_path: Pa
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def a_clock(num_steps: int) -> Clock:
+def a_clock(num_steps: int, max_minutes: float | None = None) -> Clock:
     fabric = Fabric(accelerator="cpu", devices=1)
-    options: Any = {"max_minutes": None, "validation_steps": None, "relative_size": 0.0}
+    options: Any = {"max_minutes": max_minutes, "validation_steps": None, "relative_size": 0.0}
     return Clock(fabric, Progress(), num_steps=num_steps, **options)
 
 
@@ -201,6 +201,27 @@ def test_lines_without_a_terminal_have_the_time_left_and_a_validation_once(
         "step 75 of 150: epoch 12.50, valid ppl 88.50, ppl 123.5, 13061 tokens/s, 0:05:00 left",
         "step 85 of 150: epoch 12.50, ppl 123.5, 13061 tokens/s, 0:04:20 left",
     ]
+
+
+def test_a_run_that_ends_by_time_shows_the_steps_it_will_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: seconds[0])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    clock = a_clock(1500, max_minutes=2.0)
+    bar = ProgressBar(0, clock, 12.5)
+    for step in range(1, 31):
+        seconds[0] += 1.0
+        clock.progress.elapsed_seconds = seconds[0]
+        clock.step()
+        bar.step(step)
+    bar.log(figures(30, None))
+    bar.close()
+    shown = capsys.readouterr().err
+    assert "train 0/? [" in shown
+    assert "train 30/about 120 [" in shown
+    assert "/1500" not in shown
 
 
 def test_the_curve_leaves_out_perplexities_of_few_steps(

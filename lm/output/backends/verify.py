@@ -5,9 +5,13 @@ backend only after this comparison, made once per process, device and `Kind` of 
 about a second, and some more if the code is not in the compiler's cache yet.
 """
 
+import logging
 import math
+import threading
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -19,6 +23,9 @@ from lm.output.rowwise.blocks import Rule
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tree.class_tree import ClassTree
 
+PATIENCE = 2.0
+"""Seconds that a comparison takes at most where nothing is compiled, on most machines."""
+_log = logging.getLogger(__name__)
 _NUM_WORDS, _NUM_CLASSES, _LEAST_SIZE = 3000, 70, 80
 _HEAVY_VISITS = 131  # of a class that the kernels of heavy nodes work on, in two tiles
 _NAMES = ("nll", "d_hidden", "d_weight", "d_bias", "row-wise step")
@@ -62,7 +69,7 @@ def verified(backend: Backend, device: torch.device, kind: Kind, failures: Failu
                 'backend "auto" verifies the kernels at its first use, which cannot be captured in'
                 " a CUDA graph: run a step before the capture"
             )
-        with ThreadPoolExecutor(1) as thread:
+        with compiling(f"the output layer ({backend.name})"), ThreadPoolExecutor(1) as thread:
             _differences[key] = thread.submit(difference, backend, device, kind, failures).result()
         if _differences[key] is not None:
             warnings.warn(
@@ -72,6 +79,19 @@ def verified(backend: Backend, device: torch.device, kind: Kind, failures: Failu
                 stacklevel=2,
             )
     return _differences[key] is None
+
+
+@contextmanager
+def compiling(what: str) -> Iterator[None]:
+    """Log a line if the block takes longer than it does with code that is in a compiler's cache."""
+    text = "compiling %s: this takes some seconds, where its code is kept only once"
+    timer = threading.Timer(PATIENCE, _log.info, (text, what))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def difference(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lm.output.backends.compiled.arrays import Array, as_array, own
 from lm.output.backends.compiled.backend import DTYPES, has_numba
+from lm.output.backends.verify import compiling
 from lm.output.decoding.expansion import LOWEST, Expander, word_log_prob
 from lm.output.decoding.uniforms import Uniforms
 from lm.output.tree.class_tree import ClassTree
@@ -160,7 +161,9 @@ def _verified(way: str, hidden: torch.dtype, weight: torch.dtype, bias: torch.dt
     tensors = [x.to(dtype) for x, dtype in zip(layer, (hidden, weight, bias), strict=True)]
     expander = Expander(tensors[0], tensors[1], tree, tensors[2])
     try:
-        problem = _difference_of_sets(expander) if way == "search" else _different_draws(expander)
+        with compiling(f"the output layer's {way}"):
+            is_search = way == "search"
+            problem = _difference_of_sets(expander) if is_search else _different_draws(expander)
     except (NumbaError, RuntimeError, OSError) as failure:
         problem = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
     if problem:

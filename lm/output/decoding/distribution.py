@@ -118,6 +118,8 @@ def sample(
         for each in expanders:
             block = rows[each.first_position :][: len(each.hidden)]
             each.penalty = Penalty(sampling.repetition_penalty, block)
+    if seeds is not None and generator is not None:
+        raise ValueError("seeds and generator: expected one of the two")
     if seeds is None:
         source = device if generator is None else generator.device
         seeds = torch.empty(shape, dtype=torch.int64, device=source).random_(generator=generator)

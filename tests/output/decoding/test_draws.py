@@ -269,6 +269,10 @@ def test_frequencies_match_with_seeds_that_are_consecutive_or_derived() -> None:
             {"repetition_penalty": 1.1, "previous": torch.full((P, 1), N)},
             f"previous must be words 0 … {N - 1}, or -1",
         ),
+        (
+            {"seeds": torch.arange(P), "generator": torch.Generator()},
+            "seeds and generator: expected one of the two",
+        ),
         ({"seeds": torch.zeros(P)}, r"seeds must be \[6\] int64, got \[6\] torch.float32"),
     ],
 )
