@@ -89,7 +89,7 @@ def ways(case: Case, hidden: Tensor, way: str) -> list[Finder]:
             else search.within_ratio(expander, 1.0, MIN_P)
         )
         ((_, words),) = sets
-        return words.word[0][words.log_prob[0] > -torch.inf]
+        return words.word[0]  # of one position: nothing is padded
 
     return [
         ours,
