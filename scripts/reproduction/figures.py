@@ -9,7 +9,12 @@ from matplotlib.ticker import LogLocator
 
 from scripts.reproduction.protocol import Protocol
 from scripts.reproduction.runs import read_tables, validations
-from scripts.reproduction.search_tables import final_logs, frequency_means
+from scripts.reproduction.search_tables import (
+    expected_lowest,
+    final_logs,
+    frequency_means,
+    trial_logs,
+)
 from scripts.reproduction.tables import Row, read_log
 
 PARTS = ("data", "embedding", "backbone", "layer", "clipping", "optimizer", "loop")
@@ -97,6 +102,23 @@ def draw_curves(name: str, results: Path, path: Path) -> None:
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def draw_trials(protocol: Protocol, results: Path, path: Path) -> None:
+    """Draw the expected lowest validation perplexity of so many trials, if there are any."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for method, logs in trial_logs(protocol, results).items():
+        values = [log["valid_perplexity"] for log in logs]
+        lowest = [expected_lowest(values, num + 1) for num in range(len(values))]
+        if lowest:
+            axes.plot(range(1, len(lowest) + 1), lowest, "o-", label=f"{method} ({len(values)})")
+    if not axes.lines:
+        return
+    axes.set(title=protocol.title, xlabel="trials", ylabel="expected lowest validation perplexity")
+    axes.grid(True, alpha=0.3)
+    axes.legend(title="method (trials done)")
+    figure.savefig(path, dpi=110)
 
 
 def draw_frequencies(protocol: Protocol, results: Path, path: Path) -> None:

@@ -18,6 +18,7 @@ from scripts.reproduction.figures import (
     draw_steps,
     draw_tree_curves,
     draw_trees,
+    draw_trials,
     draw_vocabularies,
 )
 from scripts.reproduction.protocol import PROTOCOLS, SEARCH, Protocol
@@ -107,5 +108,6 @@ def write_pages() -> None:
     draw_trees(RESULTS, RESULTS / "trees.png")
     draw_tree_curves(RESULTS, RESULTS / "tree_curves.png")
     for corpus, path in PROTOCOLS.items():
-        name = f"{SEARCH.name}{corpus}"
-        draw_frequencies(Protocol.read(path), RESULTS / name, RESULTS / f"{name}.png")
+        name, protocol = f"{SEARCH.name}{corpus}", Protocol.read(path)
+        draw_trials(protocol, RESULTS / name, RESULTS / f"{name}_trials.png")
+        draw_frequencies(protocol, RESULTS / name, RESULTS / f"{name}.png")

@@ -20,20 +20,27 @@ NGRAM_LOG = "ngrams.json"
 
 def search_tables(protocol: Protocol, results: Path) -> dict[str, str]:
     """The tables by name, from the logs there are."""
-    trials: dict[str, list[Log]] = {method: [] for method in protocol.methods}
-    for run in protocol.trials(results):
-        if (log := log_of(run)) is not None:
-            trials[run.row.split("-")[0]].append(log)
-    finals = final_logs(protocol, results)
+    trials, finals = trial_logs(protocol, results), final_logs(protocol, results)
     tables = {
         "trials": _trial_table(protocol, trials),
         "finals": _final_table(protocol, finals),
         "by_target": _frequency_table(protocol, finals, "target"),
         "by_previous": _frequency_table(protocol, finals, "previous"),
     }
+    if any(trials.values()):
+        tables["trials"] += f"\n\n![Expected lowest](../results/{results.name}_trials.png)"
     if protocol.baseline in finals:
         tables["by_previous"] += f"\n\n![Nats by frequency](../results/{results.name}.png)"
     return {f"{results.name}_{name}": table for name, table in tables.items()}
+
+
+def trial_logs(protocol: Protocol, results: Path) -> dict[str, list[Log]]:
+    """The logs of trials by method."""
+    trials: dict[str, list[Log]] = {method: [] for method in protocol.methods}
+    for run in protocol.trials(results):
+        if (log := log_of(run)) is not None:
+            trials[run.row.split("-")[0]].append(log)
+    return trials
 
 
 def final_logs(protocol: Protocol, results: Path) -> dict[str, dict[int, Log]]:
