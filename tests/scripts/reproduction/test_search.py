@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,6 +82,12 @@ def test_the_interval_over_texts_has_the_width_of_its_blocks() -> None:
     assert (high - low) / 2 == pytest.approx(1.96 / math.sqrt(80), rel=0.25)
 
 
+def first_mean(tests: list[dict[str, Any]], which: str) -> float:
+    """Nats per token of the first bin, the mean over runs."""
+    bins = [test["by_frequency"][which][0] for test in tests]
+    return statistics.fmean(each["nll_nats"] / each["tokens"] for each in bins)
+
+
 def test_trials_choose_a_point_and_the_test_is_evaluated_once(
     tiny: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,13 +139,9 @@ def test_trials_choose_a_point_and_the_test_is_evaluated_once(
     assert ngrams["line_tokens"] == tests[0]["line_tokens"]
     assert f"| {ngrams['perplexity']:.2f} |" in table
     for which, shown in (("target", targets), ("previous", previous)):
-        for group, row in ((tests[1::2], "classes"), ([ngrams], "Kneser–Ney 5-gram")):
-            means = [
-                statistics.fmean(test["by_frequency"][which][0]["nll_nats"] for test in each)
-                / tests[0]["by_frequency"][which][0]["tokens"]
-                for each in (group, tests[::2])
-            ]
-            assert f"| {row} | {means[0] - means[1]:+.4f} |" in shown
+        for row, logs in (("classes", tests[1::2]), ("Kneser–Ney 5-gram", [ngrams])):
+            difference = first_mean(logs, which) - first_mean(tests[::2], which)
+            assert f"| {row} | {difference:+.4f} |" in shown
     draw_frequencies(protocol, results, tmp_path / "bins.png")
     assert (tmp_path / "bins.png").stat().st_size > 10_000
     with pytest.raises(UserError, match="all 4 final runs with a log have been evaluated, once"):
