@@ -145,7 +145,7 @@ class ProgressBar(Logger):
     def _format(self, step: int, left: float | None) -> str:
         shown = "?" if left is None else str(timedelta(seconds=round(left)))
         total, pace = "{total_fmt}", self._clock.step_seconds
-        if self.total_steps is None or self._ends_by_time(left):
+        if self._ends_by_time(left):
             total = "?"
             if self._clock.limit is not None and left is not None and pace:
                 total = f"about {step + left / pace:.0f}"
@@ -154,8 +154,8 @@ class ProgressBar(Logger):
     def _ends_by_time(self, left: float | None) -> bool:
         """Whether `train.max_minutes` ends the run, or may do so, before the last step."""
         clock = self._clock
-        if clock.limit is None:
-            return False
+        if clock.limit is None or self.total_steps is None:
+            return self.total_steps is None
         return left is None or clock.progress.elapsed_seconds + left >= clock.limit - 1
 
     def _announcement(self, step: int, left: float) -> str:
@@ -187,8 +187,7 @@ class ProgressBar(Logger):
         if self.bar.disable and (is_milestone or time.monotonic() >= self._next_line):
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
             left = self._clock.seconds_left(metrics.step)
-            is_open = self.total_steps is None or self._ends_by_time(left)
-            of = "" if is_open else f" of {self.total_steps}"
+            of = "" if self._ends_by_time(left) else f" of {self.total_steps}"
             text = f"step {metrics.step}{of}: epoch {metrics.epoch:.2f}, "
             text += (self._valid if valid is not None else "") + figures
             seconds = round(left or 0)

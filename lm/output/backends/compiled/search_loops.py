@@ -20,6 +20,8 @@ UNFINISHED, WRONG = -1, -2
 """Sizes of sets that are not searched to the end, or whose log-probabilities are not finite."""
 SCALE, NUM_BINS = 64, 2048
 """Of the histogram of words by log-probability: bins per nat, and the last one has all the rest."""
+CHUNK = 512
+"""Words whose weights are computed at a time."""
 THRESHOLD, BEST, MASS, ABOVE, EDGE, TARGET = range(6)
 """Numbers of a search.
 
@@ -116,8 +118,10 @@ def _add_weights(goal, buffers, items, kept):
         shift = goal.power * state[BEST]
         log_q = buffers.log_q
         exp_row(log_q, weight, log_q.ctypes.data, to, len(items), goal.power, shift)
+        mass = 0.0
         for j in range(len(items)):
-            state[MASS] += weight[j] if items[j] >= 0 else 0.0
+            mass += weight[j] if items[j] >= 0 else 0.0
+        state[MASS] += mass
     exp_row(kept, weight, kept.ctypes.data, to, len(kept), goal.power, shift)
     edge, above = int(state[EDGE]), state[ABOVE]
     for j in range(len(kept)):
@@ -237,16 +241,18 @@ def _sort(log_prob, word, bits):
 def _num_reaching(goal, buffers, log_prob, totals):
     """How many words, most probable first, reach the share of each of two totals."""
     shift = 0.0 if goal.is_exact else goal.power * buffers.state[BEST]
-    sizes, mass, weight = np.full(2, len(log_prob)), 0.0, np.empty(len(log_prob))
-    start, to = log_prob.ctypes.data, weight.ctypes.data
-    exp_row(log_prob, weight, start, to, len(log_prob), goal.power, shift)
-    for i in range(len(log_prob)):
-        mass += weight[i]
-        for which in range(2):
-            if mass >= goal.share * totals[which]:
-                sizes[which] = min(sizes[which], i + 1)
-        if mass >= goal.share * totals[0]:
-            break
+    sizes, mass, weight = np.full(2, len(log_prob)), 0.0, np.empty(CHUNK)
+    for first in range(0, len(log_prob), CHUNK):
+        num = min(CHUNK, len(log_prob) - first)
+        start = log_prob.ctypes.data + first * log_prob.itemsize
+        exp_row(log_prob, weight, start, weight.ctypes.data, num, goal.power, shift)
+        for i in range(num):
+            mass += weight[i]
+            for which in range(2):
+                if mass >= goal.share * totals[which]:
+                    sizes[which] = min(sizes[which], first + i + 1)
+            if mass >= goal.share * totals[0]:
+                return sizes
     return sizes
 
 
