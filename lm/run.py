@@ -5,6 +5,7 @@ Every verb and `lm.load` receive a `Run`. This module imports torch only where a
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data_prep.errors import UserError
+from data_prep.storage import write_hashed
 from lm.config import Config, load_config, load_run_config, with_tree_of
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from lm.model.language_model import LanguageModel
     from lm.output import ClassTree
 
+TREE = "tree.txt"
+"""Copy of the file of the tree in the folder of a run."""
 _log = logging.getLogger(__name__)
 
 
@@ -160,7 +164,23 @@ class Run:
         from lm.model.build import build_tree
 
         self.choose_tree()
-        return build_tree(self.config, self.prepared)
+        config = self.config
+        if self._keeps_tree():
+            config = replace(config, output=replace(config.output, tree=str(self.folder / TREE)))
+        return build_tree(config, self.prepared)
+
+    def keep_tree(self) -> None:
+        """Copy the file that `output.tree` names, if it is one, to the folder of the run."""
+        if self.config.tree_is_file and not self._keeps_tree():
+            write_hashed(self.folder / TREE, [Path(self.config.output.tree).read_bytes()])
+
+    def _keeps_tree(self) -> bool:
+        """Whether the folder has the tree of a run that has begun, from a file."""
+        folder, started = self.folder, self.folder / "config.yaml"
+        if not (self.config.tree_is_file and (folder / TREE).exists() and started.exists()):
+            return False
+        has_begun = (folder / "model.json").exists() or any(folder.glob("checkpoints/*.ckpt"))
+        return has_begun and load_config(started).output.tree == self.config.output.tree
 
     @cached_property
     def input_tree(self) -> "ClassTree | None":

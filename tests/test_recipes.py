@@ -143,6 +143,11 @@ def test_a_tree_from_a_file_trains_like_the_same_tree_from_name(
     from_file = train(tmp_path / "file", f"--output.tree={tmp_path / 'tree.txt'}", steps)
     assert_trained(from_file, validated(from_file))
     assert validated(from_file) == pytest.approx(validated(from_name), rel=1e-4)
+    (tmp_path / "tree.txt").unlink()  # the run has a copy
+    assert main(["classes", str(from_file), "--json"]) == 0
+    more = ["--train.max_steps=4", "--resume=auto", "--no-progress"]
+    assert main(["train", str(from_file), *more]) == 0
+    assert read_metrics(from_file / "metrics.csv")[-1].step == 4
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])

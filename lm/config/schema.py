@@ -67,18 +67,22 @@ class ModelConfig(Strict):
     Default: each module's initialization."""
 
 
+TREES = ("full", "two_level", "multi_level", "balanced", "huffman", "best", "adaptive")
+"""Names of `output.tree`; another one is a file."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig(Strict):
     """The output layer: its tree of softmaxes and its implementation."""
 
     tree: str = "two_level"
     """full | two_level | multi_level | balanced | huffman, or a file of paths (one line per word:
-    the word, then child numbers); adaptive is PyTorch's adaptive softmax, for comparison. two_level
-    (classes of words) and multi_level (classes of classes) use the section `classes`. best: the
-    fastest one by the cost model of `lm info --trees`, chosen when the run begins and named in the
-    configuration that its folder has: the number of classes and the shortlist of two_level, or with
-    classes.method: frequency, a tree of any depth whose neighbouring words are about equally
-    frequent."""
+    the word, then child numbers), of which a run keeps a copy; adaptive is PyTorch's adaptive
+    softmax, for comparison. two_level (classes of words) and multi_level (classes of classes) use
+    the section `classes`. best: the fastest one by the cost model of `lm info --trees`, chosen when
+    the run begins and named in the configuration that its folder has: the number of classes and the
+    shortlist of two_level, or with classes.method: frequency, a tree of any depth whose
+    neighbouring words are about equally frequent."""
     branching: Annotated[int, Field(ge=2)] | None = None
     """balanced: largest number of children of a node. Default: ⌈√N⌉ for a vocabulary of N words."""
     arity: Annotated[int, Field(ge=2)] = 2
@@ -247,6 +251,11 @@ class Config(Strict):
             default = ALL_LEVELS if self.classes.method == "file" else 3
             return replace(self.classes, depth=self.classes.depth or default)
         return self.classes if self.output.tree == "two_level" or self.has_input_tree else None
+
+    @property
+    def tree_is_file(self) -> bool:
+        """Whether `output.tree` names a file."""
+        return self.output.tree not in TREES
 
     @property
     def has_input_tree(self) -> bool:

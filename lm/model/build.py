@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from data_prep.errors import UserError
 from data_prep.prepared import Prepared
 from lm.config import Config, ModelConfig, OutputConfig, WordTable
+from lm.config.schema import TREES
 from lm.model.adaptive import AdaptiveSoftmax
 from lm.model.language_model import Backbone, LanguageModel
 from lm.model.lstm import LSTM
@@ -52,8 +53,7 @@ def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
         return ClassTree.from_file(output.tree, words)
     except FileNotFoundError as error:
         raise UserError(
-            f"output.tree: {output.tree} is neither a tree (full, two_level, multi_level,"
-            " balanced, huffman, best, adaptive) nor a file"
+            f"output.tree: {output.tree} is neither a tree ({', '.join(TREES)}) nor a file"
         ) from error
     except ValueError as error:
         raise UserError(f"output.tree: {error}") from error

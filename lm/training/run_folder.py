@@ -81,7 +81,11 @@ def check_tokenizer(folder: Path, prepared: Prepared) -> None:
 
 
 def write_run_metadata(run: Run) -> None:
-    """Write what is known before the first step: configuration, tokenizer, classes, environment."""
+    """Write what is known before the first step.
+
+    That is the configuration, tokenizer, classes or the file of the tree, and the environment.
+    """
+    run.keep_tree()
     run.prepared.copy_to(run.folder, classes=run.config.needed_classes is not None)
     write_hashed(run.folder / "config.yaml", [to_yaml(run.config).encode()])
     write_json_atomically(run.folder / "env.json", describe_environment())

@@ -262,7 +262,7 @@ class ClassTree(nn.Module):
             path: UTF-8 text; word and child numbers separated by white space, lines in any order.
             words: the N words in the order of ids, exactly those of the file.
         """
-        return cls.from_paths(shapes.read_paths(path, words))
+        return cls._from_shape(shapes.from_paths, shapes.read_paths(path, words), words)
 
     @classmethod
     def _from_shape(cls, shape: Callable[..., shapes.Arrays], *args: Any) -> "ClassTree":

@@ -169,8 +169,8 @@ def nested(order: Tensor, stop: Tensor, splits: Tensor) -> Arrays:
     )
 
 
-def from_paths(paths: Iterable[Sequence[int]]) -> Arrays:
-    """The shape of `ClassTree.from_paths`."""
+def from_paths(paths: Iterable[Sequence[int]], words: Sequence[str] = ()) -> Arrays:
+    """The shape of `ClassTree.from_paths`; errors name words by `words`, or their numbers."""
     word_paths = list(paths)
     check_size("number of paths", len(word_paths), 1)
     length = torch.tensor(list(map(len, word_paths)))
@@ -192,8 +192,9 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Arrays:
     shared = (uses[owner] > 1)[label.numel() :]
     if bool(shared.any()):
         first = int(shared.nonzero()[0])
+        name = repr(words[first]) if words else first
         raise ValueError(
-            f"path of word {first} ({list(word_paths[first])}) equals or begins the path of another"
+            f"path of word {name} ({list(word_paths[first])}) equals or begins the path of another"
             " word"
         )
     return _number_breadth_first(parent, rank, len(word_paths))
@@ -229,10 +230,10 @@ def read_paths(path: str | Path, words: Sequence[str]) -> list[list[int]]:
             word, *children = line.split() or [""]
             if not word:
                 continue
-            if word not in word_id or not children or not all(c.isdecimal() for c in children):
-                raise ValueError(
-                    f"{path}:{number}: expected a word of the vocabulary and its child numbers"
-                )
+            if word not in word_id:
+                raise ValueError(f"{path}:{number}: {word!r} is not in the vocabulary")
+            if not children or not all(c.isdecimal() for c in children):
+                raise ValueError(f"{path}:{number}: expected child numbers, integers ≥ 0")
             if word_id[word] in paths:
                 raise ValueError(f"{path}:{number}: {word} has a path already")
             paths[word_id[word]] = [int(c) for c in children]

@@ -214,8 +214,9 @@ def test_arrays_that_define_no_tree_raise(
     ("text", "message"),
     [
         ("a 0\nb 1\n", "no path for 1 words, the first of them 'c'"),
-        ("a 0\nb 1\nd 2\n", ":3: expected a word of the vocabulary"),
-        ("a 0\nb x\nc 1\n", ":2: expected a word"),
+        ("a 0\nb 1\nd 2\n", ":3: 'd' is not in the vocabulary"),
+        ("a 0\nb x\nc 1\n", ":2: expected child numbers, integers"),
+        ("a 0\nb 1\nc 1 0\n", r"path of word 'b' \(\[1\]\) equals or begins"),
         ("a 0\nb 1\na 2\n", ":3: a has a path already"),
     ],
 )
