@@ -49,7 +49,8 @@ def hierarchical_cross_entropy(
         backend: "reference" runs node by node, on any device; "compiled" in compiled loops over
             nodes, on a CPU with numba; "triton" in fused kernels, on CUDA. "auto" takes "triton" on
             CUDA and "compiled" on a CPU where it can, and else "reference", with a warning that
-            says why: in fp64 on CUDA, for example.
+            says why: in fp64 on CUDA, for example. Without gradients, "compiled" is loaded after
+            so many positions that it saves the time that this takes.
         row_wise: whether the gradients of `weight` and `bias` are `RowGradient`s, of the rows of
             visited nodes alone, for the optimizers of `lm.output.rowwise`. Not within
             `torch.compile`. With "triton" they are factors, and the host waits for the number of
@@ -76,8 +77,6 @@ def hierarchical_cross_entropy(
         raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
     refuse_transforms(*(each for each in (hidden, weight, bias) if isinstance(each, Tensor)))
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
-    name = choose_backend(backend, problem, hidden.device)
-    problem = problem._replace(mean=reduction == "mean" and BACKENDS[name].divides)
     enabled = torch.is_grad_enabled()
     needs = Needs(
         hidden=enabled and hidden.requires_grad,
@@ -85,6 +84,8 @@ def hierarchical_cross_entropy(
         bias=enabled and bias is not None and bias.requires_grad,
         row_wise=enabled and row_wise,
     )
+    name = choose_backend(backend, problem, hidden.device, has_gradient=needs.any)
+    problem = problem._replace(mean=reduction == "mean" and BACKENDS[name].divides)
     if needs.row_wise:
         nll = row_wise_nll(BACKENDS[name], needs, *problem[:-1])
     elif eager(hidden, weight, target, bias):

@@ -155,7 +155,7 @@ class HierarchicalSoftmax(nn.Module):
             `loss(hidden, target, "none")`.
         """
         problem = self._problem(hidden, target)
-        backend = BACKENDS[choose_backend(self.backend, problem, hidden.device)]
+        backend = BACKENDS[choose_backend(self.backend, problem, hidden.device, has_gradient=False)]
         return backend.nll_by_level(problem).view(self.tree.depth, *target.shape)
 
     def lse_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:

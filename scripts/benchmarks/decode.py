@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends.base import row_size
-from lm.output.decoding import search
+from lm.output.decoding import compiled, search
 from lm.output.decoding.distribution import log_prob, sample
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.expansion import Expander, checked_hidden
@@ -176,6 +176,7 @@ def main() -> None:
     add("--sharpness", type=float, default=12.0, help="of the peaked distribution, in nats")
     add("--threads", type=int, default=1)
     options = parser.parse_args()
+    compiled.FREE_SECONDS = 0.0  # the loops are loaded at once
     require_positive(parser, options, ["rounds", "threads"])
     torch.set_num_threads(options.threads)
     table = Table(COLUMNS, options.json)

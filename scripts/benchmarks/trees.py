@@ -31,6 +31,7 @@ from lm.output import ClassTree, Sampling, hierarchical_cross_entropy
 from lm.output.backends.base import row_size
 from lm.output.backends.reference.gradient_memory import release
 from lm.output.cost.rates import CPU
+from lm.output.decoding import compiled
 from lm.output.decoding.distribution import sample, topk
 from lm.output.rowwise import RowSGD
 from scripts import run
@@ -209,6 +210,7 @@ def main() -> None:
     add("--rounds", type=int, default=9)
     add("--threads", type=int, default=1)
     options = parser.parse_args()
+    compiled.FREE_SECONDS = 0.0  # the loops are loaded at once
     require_positive(parser, options, ["positions", "rounds", "threads"])
     torch.set_num_threads(options.threads)
     keep_freed_memory()  # as in training

@@ -29,12 +29,18 @@ def check_backend(requested: str) -> None:
 
 
 def choose_backend(
-    requested: str, problem: Problem, device: torch.device, *, verify: bool = True
+    requested: str,
+    problem: Problem,
+    device: torch.device,
+    *,
+    verify: bool = True,
+    has_gradient: bool = True,
 ) -> str:
     """The name of the backend that solves a problem, by its sizes, dtypes and strides, on a device.
 
     A warning says why "auto" cannot choose a backend that is made for the device. Without `verify`,
-    its code is taken to be right, and is not compiled.
+    its code is taken to be right, and is not compiled. Where no gradient is needed, it is loaded
+    only after so many columns that it saves the time.
 
     Raises:
         ValueError: if the requested backend cannot solve the problem, or there is no such backend.
@@ -48,7 +54,13 @@ def choose_backend(
     for name, backend in BACKENDS.items():
         if device.type in backend.automatic_on:
             obstacle = backend.obstacle(problem, device)
-            if obstacle is None and (not verify or backend.verified(problem, device)):
+            if obstacle is None and not verify:
+                return name
+            if obstacle is None and not backend.is_worth_loading(
+                problem, has_gradient=has_gradient
+            ):
+                return "reference"
+            if obstacle is None and backend.verified(problem, device):
                 return name
             if obstacle is not None:
                 _warn(f"the output layer computes slowly on {device}: backend {name} {obstacle}")

@@ -23,9 +23,13 @@ from lm.output.tree.class_tree import ClassTree
 if TYPE_CHECKING:
     from lm.output.backends.compiled.expansion_loops import Layer
 
-SMALL = 1 << 21
-"""Numbers of a table below which operations of PyTorch are fast enough: numba takes 120 MB of
-memory, half a second to import, and seconds to compile once."""
+FREE_SECONDS = 1.0
+"""Time in operations of PyTorch, by the two figures below, before loops are loaded, which takes as
+long and 120 MB of memory, and ten to twenty seconds to compile once."""
+SECONDS_OF_DRAW = 0.0015
+"""That operations of PyTorch take for a position."""
+SECONDS_OF_ROW = 5e-7
+"""The same of a search, for each row, where the distribution is flat."""
 FEW = 4
 """Positions up to which each one reads the table for itself, however much of it."""
 MOST_ROWS = 1 / 8
@@ -37,6 +41,7 @@ BLOCK_ELEMENTS = 1 << 23
 """Most words that memory is reserved for at once; only those found take it."""
 
 
+_seconds_so_far = dict.fromkeys(("search", "draws"), 0.0)
 _of_tree: "WeakKeyDictionary[ClassTree, tuple[Array, ...]]" = WeakKeyDictionary()
 """Arrays of trees, which never change."""
 
@@ -51,17 +56,25 @@ class Goal(NamedTuple):
 
 
 def is_usable(expander: Expander, way: Literal["search", "draws"]) -> bool:
-    """Whether loops can be compiled for an expander, and are right."""
+    """Whether loops can be compiled for an expander, are right, and worth it by `FREE_SECONDS`."""
     weight, bias = expander.weight, expander.bias
     dtypes = (expander.hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     return (
         expander.hidden.device.type == "cpu"
-        and weight.numel() >= SMALL
         and has_numba()
         and weight.stride(1) == 1
         and DTYPES.issuperset(dtypes)
+        and _is_worth_loading(expander, way)
         and _verified(way, *dtypes)
     )
+
+
+def _is_worth_loading(expander: Expander, way: Literal["search", "draws"]) -> bool:
+    """Whether positions so far, these included, take `FREE_SECONDS` by operations of PyTorch."""
+    if _seconds_so_far[way] < FREE_SECONDS:
+        each = SECONDS_OF_DRAW if way == "draws" else SECONDS_OF_ROW * expander.tree.num_rows
+        _seconds_so_far[way] += len(expander.hidden) * each
+    return _seconds_so_far[way] >= FREE_SECONDS
 
 
 def sets(expander: Expander, goal: Goal) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:

@@ -44,6 +44,10 @@ SAVED_ELEMENTS_OF_ONE_NODE = 1 << 20
 """The same for a tree of one node, the full softmax."""
 
 
+CACHED_ELEMENTS = 1 << 18
+"""Log-probabilities that are computed at once where none is saved: 1 MB in fp32."""
+
+
 class Saved(NamedTuple):
     """What the forward saves, by sorted position; without elements if it is not needed."""
 
@@ -65,6 +69,10 @@ class ReferenceBackend:
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """None: it solves every problem."""
         return None
+
+    def is_worth_loading(self, problem: Problem, *, has_gradient: bool) -> bool:
+        """Always: there is nothing to load."""
+        return True
 
     def verified(self, problem: Problem, device: torch.device) -> bool:
         """Always: the reference is the definition."""
@@ -205,12 +213,14 @@ class ReferenceBackend:
                         saved.lse[place] = sums.largest + sums.total.log()
                     continue
                 rows = rows.to(hidden.dtype) if len(blocks) == 1 else rows  # for both products
-                columns = node.columns(saved.error) if needs.any else None
-                error = node_log_softmax(node_hidden, rows, bias, columns)  # so far log q
+                if not needs.any:
+                    log_prob[place] = _log_prob_of_child(node_hidden, rows, bias, child)
+                    continue
+                error = node.columns(saved.error)
+                node_log_softmax(node_hidden, rows, bias, error)  # so far log q
                 target_log_q = error.gather(1, child[:, None])
                 log_prob[place] = target_log_q.squeeze(1)
-                if needs.any:
-                    error.exp_().scatter_(1, child[:, None], target_log_q.expm1())
+                error.exp_().scatter_(1, child[:, None], target_log_q.expm1())
                 for children in reversed(blocks) if needs.hidden else ():
                     block = rows[children].to(hidden.dtype)
                     saved.d_hidden_unscaled[node.visits].addmm_(error[:, children], block)
@@ -242,6 +252,14 @@ def saves_errors(depth: int, num_columns: int, row_wise: bool) -> bool:
     if depth == 1:
         return num_columns <= SAVED_ELEMENTS_OF_ONE_NODE
     return row_wise or num_columns <= SAVED_ELEMENTS
+
+
+def _log_prob_of_child(hidden: Tensor, rows: Tensor, bias: Tensor | None, child: Tensor) -> Tensor:
+    """The log q [V] of a node's visits [V, W], as many at once as the cache has room for."""
+    visits = max(1, CACHED_ELEMENTS // len(rows))
+    parts = zip(torch.split(hidden, visits), torch.split(child, visits), strict=True)
+    each = [node_log_softmax(h, rows, bias).gather(1, c[:, None]) for h, c in parts]
+    return torch.cat(each).squeeze(1)
 
 
 class _Sums(NamedTuple):

@@ -85,6 +85,10 @@ class TritonBackend:
     automatic_on: frozenset[str] = frozenset({"cuda"})
     divides = True
 
+    def is_worth_loading(self, problem: Problem, *, has_gradient: bool) -> bool:
+        """Always."""
+        return True
+
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""
         hidden, weight = problem.hidden, problem.weight
