@@ -78,6 +78,10 @@ class ReferenceBackend:
         """Always: the reference is the definition."""
         return True
 
+    def saves_errors(self, problem: Problem, *, row_wise: bool) -> bool:
+        """Whether the forward saves the errors of all visits."""
+        return saves_errors(problem.depth, problem.num_columns, row_wise)
+
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.forward`."""
         log_prob, saved = self._target_log_prob(problem, needs)
@@ -137,7 +141,7 @@ class ReferenceBackend:
         hidden = sorted_hidden(problem.hidden, position, weight.shape[1])
         d_nll = sorted_d_nll(d_nll, problem, position)
         scaled = hidden * d_nll[:, None]  # d_nll_p h_p of (6)
-        errors = lse is None and saves_errors(problem.depth, problem.num_columns, needs.row_wise)
+        errors = lse is None and self.saves_errors(problem, row_wise=needs.row_wise)
         if not errors:
             unscaled = torch.zeros_like(hidden)
         nodes = visited_nodes(visited, problem.tree)
@@ -175,7 +179,7 @@ class ReferenceBackend:
         """See `Backend.new_saved`."""
         hidden, dtype, depth = problem.hidden, compute_dtype(problem.hidden.dtype), problem.depth
         num_positions, width = hidden.shape[0], problem.weight.shape[1]
-        errors = saves_errors(depth, problem.num_columns, needs.row_wise)
+        errors = self.saves_errors(problem, row_wise=needs.row_wise)
         return [
             problem.target.new_empty(num_positions),
             *(problem.target.new_empty(depth, num_positions) for _ in range(2)),
@@ -198,7 +202,7 @@ class ReferenceBackend:
         saved, weight = self._routed(problem, needs), problem.weight
         hidden = sorted_hidden(problem.hidden, saved.position, weight.shape[1])
         log_prob = hidden.new_zeros(saved.node.shape)
-        errors = saves_errors(problem.depth, problem.num_columns, needs.row_wise)
+        errors = self.saves_errors(problem, row_wise=needs.row_wise)
         with torch.autocast(hidden.device.type, enabled=False):
             for node in visited_nodes(saved.node, problem.tree):
                 place = (node.level, node.visits)
@@ -248,7 +252,7 @@ def gradient_of_hidden(
 
 
 def saves_errors(depth: int, num_columns: int, row_wise: bool) -> bool:
-    """Whether the forward saves the errors of all visits."""
+    """Whether the errors of so many columns are saved."""
     if depth == 1:
         return num_columns <= SAVED_ELEMENTS_OF_ONE_NODE
     return row_wise or num_columns <= SAVED_ELEMENTS
