@@ -34,8 +34,8 @@ HEAVY = [
         ("train --help-all", set()),
         ("config", set()),
         ("generate RUN --tokens=3", {"torch", "tqdm"}),
-        ("evaluate RUN", {"torch", "tqdm", "numba", "scipy"}),  # numba imports scipy
-        ("evaluate RUN --text=TEXT", {"torch", "tqdm", "numba", "scipy", "fsspec"}),
+        ("evaluate RUN", {"torch", "tqdm"}),
+        ("evaluate RUN --text=TEXT", {"torch", "tqdm", "fsspec"}),
         ("info RUN", {"torch", "tqdm"}),
         ("classes RUN", {"scipy", "tqdm"}),
         ("prepare RUN/config.yaml", {"tqdm"}),  # which has been done
