@@ -28,7 +28,8 @@ def pieces_of_words(config: Config, prepared: "Prepared") -> Tensor | None:
     tokenizer = prepared.tokenizer()
     words = [tokenizer.token(word) for word in range(prepared.vocab_size)]
     without = (prepared.eos_id, prepared.unk_id)
-    return torch.from_numpy(find_pieces(words, config.model.input_pieces, without))
+    counts, num_pieces = prepared.counts(), config.model.input_pieces
+    return torch.from_numpy(find_pieces(words, counts, num_pieces, without))
 
 
 class InputPieces(nn.Module):
