@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 MAX_PIECES = 8
 """Of a word; the others at its end are left out."""
+MAX_COUNT = 50
+"""A more frequent word counts as one of this frequency: else it would be a piece as a whole."""
 RARE = "\N{REPLACEMENT CHARACTER}"
 """Takes the place of characters that have no piece."""
 
@@ -52,7 +54,9 @@ def find_pieces(
     spelled = [word.translate(rare) if rare else word for word in words]
     excluded = set(without)
     known = [
-        f"{word}\t{max(1, counts[id])}" for id, word in enumerate(spelled) if id not in excluded
+        f"{word}\t{min(max(1, counts[id]), MAX_COUNT)}"
+        for id, word in enumerate(spelled)
+        if id not in excluded
     ]
     if not known:
         return np.full((len(words), 1), -1, np.int32)
@@ -68,7 +72,7 @@ def find_pieces(
         normalization_rule_name="identity",
         bos_id=-1,
         eos_id=-1,
-        seed_sentencepiece_size=50_000,
+        seed_sentencepiece_size=max(50_000, 10 * num_pieces),
         shrinking_factor=0.5,
         num_sub_iterations=1,  # with the lines above, a fourth of the time
         num_threads=1,  # the sums of unigram training depend on it
