@@ -191,7 +191,7 @@ class Run:
 
     @cached_property
     def pieces(self) -> "torch.Tensor | None":
-        """The pieces of words whose vectors input vectors have in addition."""
+        """The pieces of each word, if input vectors have theirs in addition; else None."""
         from lm.model.input_pieces import pieces_of_words
 
         return pieces_of_words(self.config, self.prepared)
