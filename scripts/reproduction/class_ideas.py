@@ -3,8 +3,8 @@
   python -m scripts.reproduction.class_ideas IDEA --data-dir DIR
 
 trains one seed and appends a row to `class_ideas.jsonl`. Penn Treebank has six epochs of its
-recipe, WikiText-2 0.8M tokens, Hungarian novels 2.5M tokens with 60,000 words. Of the ideas, the pieces of
-words are a part of the product: `model.input_pieces`.
+recipe, WikiText-2 0.8M tokens, Hungarian novels 2.5M tokens with 60,000 words. Of the ideas, the
+pieces of words are a part of the product: `model.input_pieces`.
 """
 
 import argparse
@@ -52,7 +52,10 @@ CORPORA = {
             f"classes.shortlist={SHORTLIST}",
         ],
     ),
-    "WikiText-2": ("configs/wikitext2_lstm.yaml", ["train.max_epochs=null", "train.max_steps=1200"]),
+    "WikiText-2": (
+        "configs/wikitext2_lstm.yaml",
+        ["train.max_epochs=null", "train.max_steps=1200"],
+    ),
     "Hungarian novels": (
         "configs/eltec_hun_lstm.yaml",
         ["train.max_epochs=null", "train.max_steps=600", "tokenizer.vocab_size=60000"],
