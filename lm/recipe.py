@@ -55,13 +55,13 @@ train: {max_steps: 300, batch_size: $batch, seq_len: 16, val_every_steps: 50, th
 """,
     5_000_000: """\
 model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: $dropout,
-  count_word_dropout: 5, init_range: 0.1}
+  count_word_dropout: 5, init_range: 0.1$pieces}
 optim: {optimizer: sgd, lr: 20, clip: 0.25, schedule: cosine}
 train: {max_epochs: $epochs, batch_size: 20, seq_len: 35, threads: $threads}
 """,
     math.inf: """\
 model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: 0.1,
-  count_word_dropout: 5, init_range: 0.1}
+  count_word_dropout: 5, init_range: 0.1$pieces}
 optim: {optimizer: sgd, lr: 20, clip: 0.25, schedule: cosine}
 train: {max_epochs: $epochs, batch_size: 64, seq_len: 64, threads: $threads, val_every_steps: 500}
 """,
@@ -87,6 +87,9 @@ COUNTED_BYTES = 1 << 28
 """Texts up to this size are counted, and not estimated from a sample."""
 ALL_CLUSTERED = 60_000
 """Vocabularies up to this size have no other classes than those found in the text."""
+INPUT_PIECES = 4_000
+"""Pieces of the words at most, and of a smaller vocabulary a fourth of its words: they lower the
+perplexity of English and of Hungarian (scripts/reproduction/PROTOCOL.md)."""
 PIECES, PIECES_BYTES = 8_000, 1_000_000
 """Texts without spaces have SentencePiece units from this size on, and else characters."""
 CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -262,6 +265,7 @@ def fit(
     if backbone == "transformer":
         template, layers = TRANSFORMER, 2 if limit < math.inf else 4
         batch = min(32, batch if limit == 20_000 else 32)
+    pieces = min(INPUT_PIECES, max(8, num_words // 4))
     steps = max(1, num_tokens // (batch * 64)) * epochs
     values = {
         "name": json.dumps(path.stem, ensure_ascii=False),
@@ -269,6 +273,7 @@ def fit(
         "tokenizer": tokenizer,
         "shortlist": min(1000, num_words // 33),
         "clustered": f", clustered_words: {ALL_CLUSTERED}" if num_words > ALL_CLUSTERED else "",
+        "pieces": f", input_pieces: {pieces}" if "kind: words" in tokenizer else "",
         "batch": batch,
         "epochs": epochs,
         "dropout": dropout,

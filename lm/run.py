@@ -190,6 +190,13 @@ class Run:
         return build_input_tree(self.prepared) if self.config.has_input_tree else None
 
     @cached_property
+    def pieces(self) -> "torch.Tensor | None":
+        """The pieces of each word, if input vectors have theirs in addition; else None."""
+        from lm.model.input_pieces import pieces_of_words
+
+        return pieces_of_words(self.config, self.prepared)
+
+    @cached_property
     def word_table(self) -> "WordTable":
         """The section `word_table`, resolved for this tree and the devices."""
         from lm.config import resolve_word_table
@@ -230,13 +237,16 @@ class Run:
         """The model to be trained, with meta tensors as parameters: for its sizes."""
         import torch
 
+        from data_prep.tokenizer.pieces import MAX_PIECES
         from lm.model.build import build_model, without_weights
 
         config, tree, input_tree = self.config, self.tree, self.input_tree
         sections = config.model, config.output, self.word_table, tree, config.train.seq_len
         counts = torch.tensor(self.prepared.counts()) if tree is None else None
+        num_words = self.prepared.vocab_size if tree is None else tree.vocab_size
         with without_weights():
-            return build_model(*sections, input_tree=input_tree, counts=counts)
+            pieces = torch.empty(num_words, MAX_PIECES, dtype=torch.int32)
+            return build_model(*sections, input_tree=input_tree, pieces=pieces, counts=counts)
 
     def changed(self, config: Config) -> "Run":
         """A run of the same data and tree by another configuration."""

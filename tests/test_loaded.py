@@ -1,5 +1,6 @@
 """A loaded model has the probabilities of the network, in every form in which it gives them."""
 
+import json
 import math
 import subprocess
 import sys
@@ -69,6 +70,26 @@ def test_step_by_step_equals_one_pass(loaded: LoadedModel) -> None:
     torch.testing.assert_close(loaded.log_prob(SENTENCE), truth[-1], rtol=0, atol=1e-12)
     torch.testing.assert_close(loaded.log_prob(ids), truth[-1], rtol=0, atol=1e-12)
     assert (state.num_tokens, state.num_unknown) == (len(ids), 1)
+
+
+def test_a_model_with_pieces_of_words_is_used_without_finding_them_again(
+    train: Callable[..., Path],
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = train(tmp_path / "run", "--model.input_pieces=40", "--train.max_steps=8")
+    monkeypatch.setattr("data_prep.tokenizer.pieces.find_pieces", None)
+    loaded = lm.load(run)
+    text = (corpus / "valid.txt").read_text()
+    trained = json.loads((run / "model.json").read_text())["valid_perplexity"]
+    assert loaded.perplexity(text) == pytest.approx(trained, rel=1e-6)
+    capsys.readouterr()
+    assert main(["info", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["input_pieces_parameters"] == 40 * 12
+    loaded.model.double()
+    test_step_by_step_equals_one_pass(loaded)
 
 
 def test_forks_do_not_change_the_state_they_start_from(loaded: LoadedModel) -> None:

@@ -268,6 +268,14 @@ def fitted(num_tokens: int, num_words: int) -> Config:
     return validate(yaml.safe_load(content), "")
 
 
+def test_words_of_an_lstm_have_pieces_from_20_000_tokens_on() -> None:
+    words = {10_000: None, 30_000: 1_000, 400_000: 4_000, 40_000_000: 4_000}
+    for tokens, pieces in words.items():
+        assert fitted(tokens, min(MAX_WORDS, 4_000 * tokens // 30_000)).model.input_pieces == pieces
+    content, _ = fit(Path("my.yaml"), {}, 400_000, 8_000, "kind: sentencepiece, vocab_size: 8000")
+    assert validate(yaml.safe_load(content), "").model.input_pieces is None
+
+
 @pytest.mark.parametrize("tokens", [1, 300, 20_000, 200_000, 5_000_000, 40_000_000, 10**10])
 def test_every_size_has_valid_settings(tokens: int) -> None:
     words = min(MAX_WORDS, 1 + tokens // 4)

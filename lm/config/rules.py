@@ -23,6 +23,9 @@ def first_problem(config: Config) -> str | None:
         "tokenizer.kind: sentencepiece requires tokenizer.vocab_size": (
             config.tokenizer.kind == "sentencepiece" and config.tokenizer.vocab_size is None
         ),
+        f"model.input_pieces requires tokenizer.kind: words, got {config.tokenizer.kind}": (
+            model.input_pieces is not None and config.tokenizer.kind != "words"
+        ),
         "data.hub and data.files exclude each other: omit the files, or set data.hub to null": (
             has_files and config.data.hub is not None
         ),

@@ -44,12 +44,18 @@ class ModelConfig(Strict):
     input_tree: Literal["output", "two_level"] = "output"
     """path_sum: the tree whose paths are summed. output: `output.tree`. two_level: the word classes
     of the section `classes`, which a full or an adaptive softmax then has at its input too."""
+    input_pieces: Annotated[int, Field(ge=8, le=2**20)] | None = None
+    """Number of pieces of words, such as stems and endings, that have input vectors: the sum of a
+    word's, divided by the root of their number, is added to its input vector, so that rare words
+    share what others have learned (Botha & Blunsom 2014; Bojanowski et al. 2017). The pieces are
+    found in the vocabulary (unigram model: Kudo 2018), at most 8 of a word. Requires
+    `tokenizer.kind: words`. Default: off."""
     count_word_dropout: NonNegativeFloat = 0.0
     """While training, a word that occurs n times in the training split loses its word vector with
     probability count_word_dropout / (count_word_dropout + n) (count-based word dropout: Xie et al.
     2017). With input_embedding: path_sum the vectors of its classes remain, and words without a
-    class never lose their vector; with input_embedding: word the input vector is zero. Default:
-    off."""
+    class never lose their vector; with input_embedding: word the input vector is zero. The
+    vectors of its pieces remain. Default: off."""
     dropout: Fraction = 0.0
     """Dropout of the input vectors, between layers and of the backbone's output."""
     dropout_weight: Fraction = 0.0

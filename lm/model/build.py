@@ -15,6 +15,7 @@ from data_prep.prepared import Prepared
 from lm.config import Config, ModelConfig, OutputConfig, WordTable
 from lm.config.schema import TREES
 from lm.model.adaptive import AdaptiveSoftmax
+from lm.model.input_pieces import InputPieces
 from lm.model.language_model import Backbone, LanguageModel
 from lm.model.lstm import LSTM
 from lm.model.output_layer import OutputLayer
@@ -73,6 +74,7 @@ def build_model(
     context: int,
     *,
     input_tree: ClassTree | None = None,
+    pieces: Tensor | None = None,
     counts: Tensor | None = None,
     placement: PlacementName | None = None,
 ) -> LanguageModel:
@@ -85,6 +87,7 @@ def build_model(
         tree: the result of `build_tree`.
         context: T, number of positions that a Transformer attends to.
         input_tree: the result of `build_input_tree`.
+        pieces: the result of `pieces_of_words`, which `input_pieces` requires.
         counts: [N] occurrences of each word in the training split, for `count_word_dropout`
             (without them there is none), for the frequency ranks of `output.tree: adaptive`, which
             requires them, and for the samples of `output.num_samples` (without them there are
@@ -97,7 +100,7 @@ def build_model(
 
     Raises:
         UserError: if `output.cutoffs` do not fit the vocabulary.
-        ValueError: if tree and counts are None.
+        ValueError: if tree and counts are None, or pieces are missing.
 
     Example:
         >>> tree = ClassTree.balanced(vocab_size=100, branching=10)
@@ -127,6 +130,7 @@ def build_model(
         embedding_dtype=dtype,
         path_sum=config.input_embedding == "path_sum",
         input_tree=input_tree,
+        input_pieces=_build_input_pieces(config, pieces),
         row_wise=word_table.row_wise,
         word_dropout=word_dropout,
         dropout=config.dropout,
@@ -134,13 +138,21 @@ def build_model(
     )
     if config.init_range is not None:
         dealt = model.dealt_tables
-        for prefix in ("embedding.", "output."):
+        for prefix in ("embedding.", "output.", "input_pieces."):
             for name, parameter in model.named_parameters():
                 if name.startswith(prefix):
                     dealt[name].draw(parameter, fill) if name in dealt else fill(parameter)
         if isinstance(softmax, HierarchicalSoftmax):
             softmax.zero_padding()
     return model
+
+
+def _build_input_pieces(config: ModelConfig, pieces: Tensor | None) -> InputPieces | None:
+    if config.input_pieces is None:
+        return None
+    if pieces is None:
+        raise ValueError("model.input_pieces requires the pieces of the words")
+    return InputPieces(pieces, config.input_pieces, config.embedding or config.hidden)
 
 
 def _build_softmax(

@@ -20,6 +20,7 @@ from data_prep.settings import NonNegative, Positive, Strict
 from data_prep.storage import read_json, sha256_file, write_atomically, write_json_atomically
 from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.model.build import build_model, without_weights
+from lm.model.input_pieces import PIECES
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 
@@ -98,7 +99,9 @@ def load_model(
             input_tree = _tree(state, _INPUT_TREE)
         sections = config, output, table, tree, context
         with without_weights():
-            model = build_model(*sections, input_tree=input_tree, counts=counts)
+            model = build_model(
+                *sections, input_tree=input_tree, pieces=state.get(PIECES), counts=counts
+            )
         model.load_state_dict(state, assign=True)
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise UserError(f"{weights} does not fit {DESCRIPTION}: {error}") from error

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lm.model.input_pieces import InputPieces
 from lm.model.lstm import Dropout
 from lm.model.output_layer import OutputLayer
 from lm.model.precision import backbone_autocast
@@ -69,6 +70,8 @@ class LanguageModel(nn.Module):
         path_sum: whether the input vector of a word is the sum of the vectors on its path in a
             tree, instead of one vector per word.
         input_tree: that tree, if it is not the output layer's.
+        input_pieces: adds to the input vectors those of the words' pieces, of the same size; None:
+            nothing.
         row_wise: whether the gradient of the input vectors holds visited rows only (`RowGradient`).
         word_dropout: [N] probability with which, while training, a word loses its vector: the other
             vectors of its path remain, or with `path_sum=False` zero; None is 0.
@@ -88,6 +91,7 @@ class LanguageModel(nn.Module):
         embedding_dtype: torch.dtype | None = None,
         path_sum: bool = False,
         input_tree: ClassTree | None = None,
+        input_pieces: InputPieces | None = None,
         row_wise: bool = False,
         word_dropout: Tensor | None = None,
         dropout: float = 0.0,
@@ -105,6 +109,7 @@ class LanguageModel(nn.Module):
         self.dropout = Dropout(dropout, dropout_variational)
         self.path_sum = path_sum
         self.input_tree = input_tree
+        self.input_pieces = input_pieces
         self.row_wise = row_wise
         self.embedding_size = backbone.hidden_size if embedding_size is None else embedding_size
         self.word_dropout: Tensor | None
@@ -180,6 +185,8 @@ class LanguageModel(nn.Module):
             hidden [T, B, H], each of which predicts the next word, and the state after `tokens`.
         """
         embedded = self._embed(tokens)[..., : self.embedding_size]
+        if self.input_pieces is not None:
+            embedded = embedded + self.input_pieces(tokens)
         with backbone_autocast(embedded.device):
             hidden, state = self.backbone(self.dropout(embedded), state)
         return self.dropout(hidden), state

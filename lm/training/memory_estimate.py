@@ -33,7 +33,7 @@ class MemoryEstimate:
     gradients: int  # dense ones
     optimizer: int
     batch: int  # what the forward pass of a batch saves, including row-wise gradients
-    other: int  # the tree, the vocabulary and the libraries
+    other: int  # the trees, the pieces, the vocabulary and the libraries
 
     @property
     def total(self) -> int:
@@ -58,14 +58,14 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         "adam": 2 * table * max(element, 4),
     }[word_table.optimizer]
     gradients = others * element + (0 if word_table.row_wise else table * table_element)
-    trees = [tree for tree in (run.tree, run.input_tree) if tree is not None]
-    tree_bytes = sum(buffer.nbytes for tree in trees for buffer in tree.buffers())
+    constants = run.tree, run.input_tree, model.input_pieces
+    buffers = [buffer for each in constants if each is not None for buffer in each.buffers()]
     parts = {
         "weights": table * table_element + others * element,
         "gradients": gradients if run.num_devices == 1 else 2 * gradients,  # a copy is summed
         "optimizer": num_moments * others * element + table_state,
         "batch": _batch_bytes(run),
-        "other": LIBRARY_BYTES + tree_bytes + 12 * model.vocab_size,
+        "other": LIBRARY_BYTES + sum(buffer.nbytes for buffer in buffers) + 12 * model.vocab_size,
     }
     num_processes = 1 if run.on_gpu else run.num_devices
     parts = {name: num_processes * size for name, size in parts.items()}
@@ -98,7 +98,8 @@ def _batch_bytes(run: Run) -> int:
     num_positions = train.batch_size // run.num_devices * train.seq_len
     per_position = 12 if model.backbone == "lstm" else 24
     element = 8 if train.precision == "64-true" else 4
-    vectors = element * num_positions * model.hidden * (per_position * model.layers + 4)
+    num_others = 4 if model.input_pieces is None else 6
+    vectors = element * num_positions * model.hidden * (per_position * model.layers + num_others)
     if run.tree is None:  # the adaptive softmax, without its clusters, which few positions visit
         shortlist = (output.cutoffs or [run.prepared.vocab_size // 10])[0]
         return vectors + 2 * element * num_positions * shortlist

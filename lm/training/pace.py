@@ -71,6 +71,8 @@ def training_seconds(config: Config, vocab_size: int, num_tokens: Mapping[str, f
     word_class = torch.randperm(vocab_size) % num_classes
     counts = torch.tensor(run.prepared.counts())
     run.tree = ClassTree.two_level(word_class, config.classes.shortlist, counts)
+    if config.model.input_pieces is not None:
+        run.pieces = torch.randint(config.model.input_pieces, (vocab_size, 3), dtype=torch.int32)
     fabric, batches = build_fabric(run), training_batches(config, run.prepared)
     with launched(fabric, config.train):
         state = TrainingState(fabric, run, batches, None)

@@ -12,6 +12,7 @@ from data_prep.errors import UserError
 from lm.evaluation import evaluate
 from lm.model.build import build_model, without_weights
 from lm.model.files import Description, save_model
+from lm.model.input_pieces import PIECES
 from lm.model.language_model import LanguageModel, State
 from lm.run import Run
 from lm.training.batches import Batch, Batches
@@ -90,12 +91,18 @@ class TrainingState:
             run.word_table = replace(run.word_table, row_wise=False, optimizer=None)
         sections = config.model, config.output, run.word_table, run.tree, config.train.seq_len
         input_tree, counts = run.input_tree, torch.tensor(run.prepared.counts())
+        if saved is not None and PIECES in saved["model"]:
+            run.pieces = saved["model"][PIECES]
         placement = placement_of(run)[0] if sharded else None
         torch.manual_seed(config.seed)
         device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
         with fabric.strategy.precision.module_init_context(), device:
             self.model = build_model(
-                *sections, input_tree=input_tree, counts=counts, placement=placement
+                *sections,
+                input_tree=input_tree,
+                pieces=run.pieces,
+                counts=counts,
+                placement=placement,
             )
         if fabric.global_rank:  # the same weights on every device, but different dropout
             torch.manual_seed(config.seed + fabric.global_rank)

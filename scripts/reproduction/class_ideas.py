@@ -1,9 +1,10 @@
-"""Ideas for better classes, by validation alone: what each gives, and what it costs in time.
+"""Ideas for better classes and input vectors, by validation alone: what each gives and costs.
 
   python -m scripts.reproduction.class_ideas IDEA --data-dir DIR
 
 trains one seed and appends a row to `class_ideas.jsonl`. Penn Treebank has six epochs of its
-recipe, Hungarian novels 2.5M tokens with 60,000 words. None of the ideas is a part of the product.
+recipe, WikiText-2 0.8M tokens, Hungarian novels 2.5M tokens with 60,000 words. Of the ideas, the
+pieces of words are a part of the product: `model.input_pieces`.
 """
 
 import argparse
@@ -11,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
@@ -27,7 +27,6 @@ from data_prep.classes.bigrams import count_bigrams
 from data_prep.classes.exchange import exchange
 from data_prep.errors import UserError
 from lm.model import build
-from lm.model.language_model import LanguageModel
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.run import Run
 from lm.training.loop import train
@@ -52,6 +51,10 @@ CORPORA = {
             *("train.max_epochs=6", "model.dropout=0.25", "optim.weight_decay=1e-6"),
             f"classes.shortlist={SHORTLIST}",
         ],
+    ),
+    "WikiText-2": (
+        "configs/wikitext2_lstm.yaml",
+        ["train.max_epochs=null", "train.max_steps=1200"],
     ),
     "Hungarian novels": (
         "configs/eltec_hun_lstm.yaml",
@@ -157,25 +160,6 @@ class TwoTrees(HierarchicalSoftmax):
         return levels
 
 
-class WithPieces(LanguageModel):
-    """Adds the vectors of a word's pieces, divided by the root of their number, to its own."""
-
-    pieces_of_word: ClassVar[Tensor]  # [N, P], one more than the last piece where there is none
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        absent = int(self.pieces_of_word.max())
-        self.pieces = nn.Embedding(absent + 1, self.embedding_size, padding_idx=absent)
-        nn.init.uniform_(self.pieces.weight[:absent], -0.1, 0.1)
-        self.absent = absent
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        vectors, pieces = super()._embed(tokens), self.pieces_of_word[tokens]
-        number = (pieces != self.absent).sum(-1, keepdim=True).clamp(min=1)
-        added = self.pieces(pieces).sum(-2) / number.sqrt()
-        return vectors + F.pad(added, (0, vectors.shape[-1] - added.shape[-1]))
-
-
 def classes_of(opened: Run, bigrams: sparse.csr_array, start: NDArray[np.int64]) -> ClassTree:
     """The tree of the classes that exchange finds from a start, for counts of pairs of words."""
     counts = np.array(opened.prepared.counts()).astype(np.int64)
@@ -232,29 +216,6 @@ def expected_counts(opened: Run, base: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def pieces(opened: Run, _: Path) -> Iterator[None]:
-    """4,000 pieces of a unigram model of the vocabulary, at most 8 of each word."""
-    import sentencepiece
-
-    tokenizer, counts = opened.prepared.tokenizer(), opened.prepared.counts()
-    words = [tokenizer.token(word) for word in range(len(counts))]
-    known = zip(words, counts.tolist(), strict=True)
-    lines = (word for word, count in known if word[0] != "<" for _ in range(min(count, 50)))
-    file = BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_writer=file, vocab_size=4000, minloglevel=2, num_threads=1
-    )
-    model = sentencepiece.SentencePieceProcessor(model_proto=file.getvalue())
-    found = [model.encode(word)[:8] for word in words]
-    table = torch.full((len(words), 8), model.get_piece_size())
-    for row, ids in zip(table, found, strict=True):
-        row[: len(ids)] = torch.tensor(ids)
-    WithPieces.pieces_of_word = table
-    with patch.object(build, "LanguageModel", WithPieces):
-        yield
-
-
 def layer(kind: type[HierarchicalSoftmax]) -> Callable[..., AbstractContextManager[Any]]:
     """Trains with another layer."""
     return lambda *_: patch.object(build, "HierarchicalSoftmax", kind)
@@ -266,6 +227,13 @@ class Idea(NamedTuple):
     corpus: str
     meaning: str
     applied: Callable[[Run, Path], AbstractContextManager[Any]] = lambda *_: nullcontext()
+    overrides: tuple[str, ...] = ()
+
+
+def with_pieces(corpus: str, number: int) -> Idea:
+    """Input vectors with those of the pieces of words in addition."""
+    meaning = f"the same with {number:,} pieces of the words"
+    return Idea(corpus, meaning, overrides=(f"model.input_pieces={number}",))
 
 
 IDEAS = {
@@ -275,7 +243,12 @@ IDEAS = {
     "mixture": Idea("Penn Treebank", "mixture of four softmaxes at the root", layer(RootMixture)),
     "counts": Idea("Penn Treebank", "exchange on the model's expected counts", expected_counts),
     "hungarian": Idea("Hungarian novels", "exchange classes, path sums"),
-    "pieces": Idea("Hungarian novels", "the same with pieces of the words", pieces),
+    "pieces": with_pieces("Hungarian novels", 4000),
+    "pieces_2000": with_pieces("Hungarian novels", 2000),
+    "pieces_8000": with_pieces("Hungarian novels", 8000),
+    "ptb_pieces": with_pieces("Penn Treebank", 4000),
+    "wikitext2": Idea("WikiText-2", "exchange classes, path sums"),
+    "wikitext2_pieces": with_pieces("WikiText-2", 4000),
 }
 
 
@@ -293,7 +266,13 @@ def main() -> None:
     if folder.exists():
         raise UserError(f"{folder} already exists")
     config, own = CORPORA[idea.corpus]
-    overrides = [*SHARED, *own, f"data.dir={options.data_dir}", f"run_dir={folder}"]
+    overrides = [
+        *SHARED,
+        *own,
+        *idea.overrides,
+        f"data.dir={options.data_dir}",
+        f"run_dir={folder}",
+    ]
     opened = Run.read(TOP / config, [f"--{each}" for each in overrides])
     opened.prepare(progress=False)
     with idea.applied(opened, options.runs / "base"):

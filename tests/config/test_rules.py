@@ -33,6 +33,8 @@ output: {tree: two_level, num_samples: 100}
 output.num_samples requires output.tree: full, and no train.strategy: shard_output
 tokenizer: {kind: sentencepiece}
 tokenizer.kind: sentencepiece requires tokenizer.vocab_size
+{tokenizer: {kind: sentencepiece, vocab_size: 99}, model: {input_pieces: 8}}
+model.input_pieces requires tokenizer.kind: words, got sentencepiece
 classes: {method: file}
 classes.method: file requires classes.file
 {classes: {method: file, file: c.txt}, output: {tree: multi_level}}

@@ -32,10 +32,12 @@ def saved(
     class_tree = {"adaptive": None, "full": ClassTree.full(7)}.get(tree, two_level)
     input_tree = two_level if tree == "full" else None
     table = WordTable(tied=tied)
-    model = build_model(config, output, table, class_tree, 6, input_tree=input_tree, counts=counts)
+    sections: Any = config, output, table, class_tree, 6
+    pieces = torch.tensor([[0, 1], [-1, -1], [2, -1], [7, 3], [4, 5], [6, -1], [1, 1]]).int()
+    model = build_model(*sections, input_tree=input_tree, pieces=pieces, counts=counts)
     figures: Any = {"context": 6, "eos_id": 1, "unk_id": 0, "step": 3, "valid_perplexity": 4.5}
-    sections: Any = {"model": config, "output": output, "word_table": WordTable(tied=tied)}
-    description = Description(**sections, tokenizer_sha256="t", **figures)
+    named: Any = {"model": config, "output": output, "word_table": table}
+    description = Description(**named, tokenizer_sha256="t", **figures)
     save_model(folder, model.to(dtype).state_dict(), description)
     return model
 
@@ -60,6 +62,7 @@ def test_a_saved_model_predicts_the_same_when_it_is_loaded(
     tmp_path: Path,
 ) -> None:
     settings = {"backbone": backbone, "hidden": hidden, "embedding": embedding, "dropout": 0.5}
+    settings |= {"input_pieces": 8} if hidden == 12 or embedding == 4 else {}
     if tree == "full":
         settings |= {"input_embedding": "path_sum", "input_tree": "two_level"}
     model = saved(tmp_path, tree, dtype, tied, **settings).eval()
@@ -76,6 +79,16 @@ def test_a_saved_model_predicts_the_same_when_it_is_loaded(
     torch.testing.assert_close(nll, same, rtol=near, atol=near)
     assert not loaded.training
     assert (read.step, read.valid_perplexity, read.context) == (3, 4.5, 6)
+
+
+def test_a_model_of_a_version_without_pieces_is_loaded(tmp_path: Path) -> None:
+    model = saved(tmp_path).eval()
+    path = rewritten(tmp_path)
+    values = json.loads(path.read_text())
+    assert values["model"].pop("input_pieces", 1) is None
+    path.write_text(json.dumps(values))
+    tokens = torch.tensor([[1, 5], [3, 2]])
+    torch.testing.assert_close(load_model(tmp_path)[0](tokens)[0], model(tokens)[0])
 
 
 def test_a_loaded_model_can_be_changed_and_saved_over_its_own_file(tmp_path: Path) -> None:

@@ -50,11 +50,11 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("output", "stops"),
     [
-        ([], [["--train.max_steps=4"], ["--resume", "auto"]]),
+        (["--model.input_pieces=40"], [["--train.max_steps=4"], ["--resume", "auto"]]),
         # The batches of a process may have no target in a cluster.
         (["--output.tree=adaptive", "--output.cutoffs=[15,21]"], [[]]),
     ],
-    ids=["two_level", "adaptive"],
+    ids=["pieces of words", "adaptive"],
 )
 def test_two_processes_train_as_one_and_continue_where_they_stopped(
     two: Two, train: Callable[..., Path], tmp_path: Path, output: list[str], stops: list[list[str]]
@@ -81,6 +81,7 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
         [
             "--train.shard_by=class",
             "--optim.clip=0.1",
+            "--model.input_pieces=40",
             "--word_table.tied=true",
             "--word_table.optimizer=adagrad",
             "--word_table.lr=0.05",
@@ -99,7 +100,7 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
             marks=pytest.mark.long,
         ),
     ],
-    ids=["tied, adagrad", "by class, clipped", "path sums, row-wise", "adamw"],
+    ids=["tied, adagrad", "by class, clipped, pieces", "path sums, row-wise", "adamw"],
 )
 def test_dealt_rows_train_as_those_of_one_process_and_continue_on_any_number(
     two: Two, train: Callable[..., Path], tmp_path: Path, table: list[str]

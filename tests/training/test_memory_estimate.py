@@ -76,8 +76,9 @@ def available(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         (["optim.optimizer=sgd"], TABLE + VECTORS + LSTM, 4, 0),
         (["optim.optimizer=sgd", "optim.momentum=0.9"], TABLE + VECTORS + LSTM, 4, 1),
         (["train.precision=bf16-true"], TABLE + VECTORS + LSTM, 2, 2),
+        (["model.input_pieces=4000"], TABLE + VECTORS + LSTM + 4000 * 300, 4, 2),
     ],
-    ids=["adamw", "tied", "sgd", "momentum", "bf16"],
+    ids=["adamw", "tied", "sgd", "momentum", "bf16", "pieces"],
 )
 def test_dense_gradients_need_weights_gradients_and_states(
     config: Configured, overrides: list[str], parameters: int, bytes_each: int, states: int

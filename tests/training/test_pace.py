@@ -19,7 +19,7 @@ def test_the_estimate_counts_the_steps_and_validations_of_the_run(
     monkeypatch.setattr(time, "perf_counter", count(0.0, 2.0).__next__)  # seconds per step
     config = Config(
         name="run",
-        model=ModelConfig(backbone=backbone, hidden=16, layers=1, input_embedding="path_sum"),
+        model=ModelConfig(backbone=backbone, hidden=16, layers=1, input_pieces=8),
         classes=ClassesConfig(shortlist=10),
         train=TrainConfig(max_epochs=3, batch_size=4, seq_len=5, threads=1),
     )

@@ -47,6 +47,10 @@ RECIPES = {
         *("--model.input_embedding=path_sum", "--model.count_word_dropout=3"),
         *("--classes.shortlist=4", "--word_table.tied=true", "--train.val_every_steps=6"),
     ],
+    "pieces of words": [
+        *("--model.input_pieces=40", "--model.count_word_dropout=3"),
+        *("--train.precision=bf16-true", "--train.val_every_steps=6"),
+    ],
     "sampled softmax, path sums of another tree": [
         *("--output.tree=full", "--output.num_samples=9", "--train.val_every_steps=6"),
         *("--model.input_embedding=path_sum", "--model.input_tree=two_level"),
