@@ -244,7 +244,6 @@ IDEAS = {
     "counts": Idea("Penn Treebank", "exchange on the model's expected counts", expected_counts),
     "hungarian": Idea("Hungarian novels", "exchange classes, path sums"),
     "pieces": with_pieces("Hungarian novels", 4000),
-    "pieces_2000": with_pieces("Hungarian novels", 2000),
     "pieces_8000": with_pieces("Hungarian novels", 8000),
     "ptb_pieces": with_pieces("Penn Treebank", 4000),
     "wikitext2": Idea("WikiText-2", "exchange classes, path sums"),
