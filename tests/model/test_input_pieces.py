@@ -103,18 +103,6 @@ def test_gradients_are_those_of_the_definition(embedding: str, tied: bool, row_w
         torch.testing.assert_close(grad, expected.grad, rtol=1e-9, atol=1e-13, msg=name)
 
 
-@BACKBONES
-def test_word_by_word_with_the_state_equals_all_at_once(backbone: str) -> None:
-    model, (tokens, _) = make(backbone).eval(), text()
-    state, parts = model.init_state(B), []
-    for t in range(T):
-        hidden, new_state = model(tokens[t : t + 1], state)
-        assert new_state is not None
-        state = new_state
-        parts.append(hidden)
-    torch.testing.assert_close(torch.cat(parts), model(tokens)[0], rtol=1e-10, atol=1e-12)
-
-
 def test_a_word_that_loses_its_vector_keeps_its_pieces() -> None:
     model = make(tied=True, count_word_dropout=2.0)
     read: list[Tensor] = []

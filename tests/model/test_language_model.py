@@ -22,7 +22,12 @@ COUNTS = torch.arange(N) ** 2
 
 
 def make(
-    backbone: str, tree: ClassTree | None = None, *, tied: bool = False, **settings: Any
+    backbone: str,
+    tree: ClassTree | None = None,
+    *,
+    tied: bool = False,
+    pieces: Tensor | None = None,
+    **settings: Any,
 ) -> LanguageModel:
     """A small model in fp64."""
     torch.manual_seed(0)
@@ -30,7 +35,8 @@ def make(
     if tree is None:
         tree = ClassTree.two_level(torch.arange(N) % 3)
     table = WordTable(tied=tied)
-    return build_model(config, OutputConfig(), table, tree, T, counts=COUNTS).double()
+    sections = config, OutputConfig(), table, tree
+    return build_model(*sections, T, pieces=pieces, counts=COUNTS).double()
 
 
 def softmax_of(model: LanguageModel) -> HierarchicalSoftmax:
@@ -71,9 +77,14 @@ def test_a_word_does_not_change_what_is_predicted_before_it(backbone: str) -> No
     assert (before[3:] - after[3:]).abs().amax(dim=2).min() > 1e-6
 
 
+@pytest.mark.parametrize("num_pieces", [None, 8])
 @BACKBONES
-def test_word_by_word_with_the_state_equals_all_at_once(backbone: str) -> None:
-    model, (tokens, _) = make(backbone).eval(), text()
+def test_word_by_word_with_the_state_equals_all_at_once(
+    backbone: str, num_pieces: int | None
+) -> None:
+    pieces = torch.arange(2 * N, dtype=torch.int32).view(N, 2) % 8
+    model = make(backbone, pieces=pieces, input_pieces=num_pieces).eval()
+    tokens, _ = text()
     state, parts = model.init_state(B), []
     for t in range(T):
         hidden, new_state = model(tokens[t : t + 1], state)

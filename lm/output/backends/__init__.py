@@ -54,16 +54,14 @@ def choose_backend(
     for name, backend in BACKENDS.items():
         if device.type in backend.automatic_on:
             obstacle = backend.obstacle(problem, device)
-            if obstacle is None and not verify:
-                return name
-            if obstacle is None and not backend.is_worth_loading(
-                problem, has_gradient=has_gradient
-            ):
-                return "reference"
-            if obstacle is None and backend.verified(problem, device):
-                return name
             if obstacle is not None:
                 _warn(f"the output layer computes slowly on {device}: backend {name} {obstacle}")
+            elif not verify:
+                return name
+            elif not backend.is_worth_loading(problem, has_gradient=has_gradient):
+                return "reference"
+            elif backend.verified(problem, device):
+                return name
     return "reference"
 
 

@@ -36,8 +36,6 @@ from lm.output.rowwise.row_gradient import RowGradient
 DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 ALIGN = 32
 """Hidden vectors are followed by zeros up to a multiple of so many numbers."""
-
-
 FREE_COLUMNS = 150_000_000
 """Columns without a gradient that the reference backend computes before the loops are loaded, which
 takes a second and 140 MB of memory, and tens of seconds to compile once. The loops save 5 to 12 ns
@@ -62,12 +60,12 @@ class CompiledBackend(ReferenceBackend):
         return self._num_columns > FREE_COLUMNS
 
     def saves_errors(self, problem: Problem, *, row_wise: bool) -> bool:
-        """Also those of a full softmax up to 32 MB, where products of bf16 numbers are fast.
+        """Also those of a full softmax up to 64 MB, where products of bf16 numbers are fast.
 
         There it takes half the time of computing the logits again in PyTorch's products.
         """
-        if problem.depth == 1 and not row_wise and _multiplies_bf16(problem):
-            return saves_errors(1, problem.num_columns // 8, row_wise)
+        if problem.depth == 1 and _multiplies_bf16(problem):
+            return saves_errors(1, problem.num_columns // 16, row_wise)
         return super().saves_errors(problem, row_wise=row_wise)
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:

@@ -42,8 +42,6 @@ SAVED_ELEMENTS = 1 << 26
 """Most errors saved: 256 MB in fp32."""
 SAVED_ELEMENTS_OF_ONE_NODE = 1 << 20
 """The same for a tree of one node, the full softmax."""
-
-
 CACHED_ELEMENTS = 1 << 18
 """Log-probabilities that are computed at once where none is saved: 1 MB in fp32."""
 
@@ -259,7 +257,7 @@ def saves_errors(depth: int, num_columns: int, row_wise: bool) -> bool:
 
 
 def _log_prob_of_child(hidden: Tensor, rows: Tensor, bias: Tensor | None, child: Tensor) -> Tensor:
-    """The log q [V] of a node's visits [V, W], as many at once as the cache has room for."""
+    """The log q [V] of a node's visits [V, W], `CACHED_ELEMENTS` at a time."""
     visits = max(1, CACHED_ELEMENTS // len(rows))
     parts = zip(torch.split(hidden, visits), torch.split(child, visits), strict=True)
     each = [node_log_softmax(h, rows, bias).gather(1, c[:, None]) for h, c in parts]
