@@ -252,8 +252,9 @@ class HierarchicalSoftmax(nn.Module):
         """One word per position, [...] int64, drawn exactly from the full distribution.
 
         Unrestricted draws evaluate the class that is drawn (and, with a temperature or a penalty,
-        those of rejected trials); restricted ones search as `topk` does. A position's word depends
-        on its hidden vector, its previous words and its seed, not on the other positions.
+        those of rejected trials); `top_p` alone, on a CPU, those that tell whether that word is in
+        the nucleus; other restrictions search as `topk` does. A position's word depends on its
+        hidden vector, its previous words and its seed, not on the other positions.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))

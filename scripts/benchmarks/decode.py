@@ -1,5 +1,8 @@
 """Decoding one position: sampling and exact top-k, top-p and min-p, against opening everything.
 
+`sample` draws a word; `draw top-p` draws one from the nucleus, and not the first word, as
+`lm generate` leaves out unknown words. The others find sets of words.
+
 The hidden vector is flat (every word is about as probable as any other) or peaked: its logits are
 those of a word and of its neighbours, `--sharpness` above the others; both are of layers that are
 not trained. With `--runs`, hidden vectors are those of trained models, at positions of their
@@ -34,6 +37,8 @@ from scripts import run
 from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size, require_positive
 
 TOP_K, TOP_P, MIN_P = 10, 0.9, 0.1
+DRAWS = {"sample": Sampling(), "draw top-p": Sampling(top_p=TOP_P, excluded=(0,))}
+WAYS = (*DRAWS, "top-k", "top-p", "min-p")
 CALLS = 5
 """Of a way in succession; the first one finds other data in the caches."""
 COLUMNS = {
@@ -52,6 +57,10 @@ def chosen(log_probs: Tensor, way: str) -> Tensor:
     """The words of a way among all words [N], in order."""
     if way == "sample":
         return torch.multinomial(log_probs.exp(), 1) if len(log_probs) <= 1 << 24 else log_probs[:0]
+    if way == "draw top-p":
+        log_probs[0] = -torch.inf
+        nucleus = chosen(log_probs, "top-p")
+        return nucleus[torch.multinomial(log_probs[nucleus].exp(), 1)]
     if way == "top-k":
         return log_probs.topk(TOP_K).indices  # in any order if some are equal
     if way == "min-p":
@@ -78,8 +87,8 @@ def ways(case: Case, hidden: Tensor, way: str) -> list[Finder]:
     weight, tree, bias = case.weight, case.tree, case.bias
 
     def ours() -> Tensor:
-        if way == "sample":
-            return sample(hidden, weight, tree, bias, Sampling())
+        if way in DRAWS:
+            return sample(hidden, weight, tree, bias, DRAWS[way])
         expander = Expander(checked_hidden(hidden, weight, tree, bias), weight, tree, bias)
         if way == "top-k":
             return search.topk(expander, TOP_K).word[0]
@@ -150,7 +159,7 @@ def measure(case: Case, way: str, rounds: int) -> dict[str, Any]:
                 words = finder()
                 each += [time.perf_counter() - start] * (turn >= 0)
             found.append(words)
-        same &= way == "sample" or torch.equal(found[0], defined(case, hidden, way))
+        same &= way in DRAWS or torch.equal(found[0], defined(case, hidden, way))
         num_words = max(num_words, len(found[0]))
     ours, all_words, of_full = map(statistics.median, seconds)
     return {
@@ -162,7 +171,7 @@ def measure(case: Case, way: str, rounds: int) -> dict[str, Any]:
         "ratio_to_all": ours / all_words,
         "full_to_ours": of_full / ours,
         "num_words": num_words,
-        "same": "" if way == "sample" else same,
+        "same": "" if way in DRAWS else same,
     }
 
 
@@ -186,7 +195,7 @@ def main() -> None:
         cases = (trained(folder, options) for folder in options.runs)
     with torch.no_grad():
         for case in cases:
-            for way in ("sample", "top-k", "top-p", "min-p"):
+            for way in WAYS:
                 table.add(measure(case, way, options.rounds))
 
 

@@ -42,8 +42,8 @@ BLOCK_ELEMENTS = 1 << 23
 
 
 _seconds_so_far = dict.fromkeys(("search", "draws"), 0.0)
-_of_tree: "WeakKeyDictionary[ClassTree, tuple[Array, ...]]" = WeakKeyDictionary()
-"""Arrays of trees, which never change."""
+_of_tree: "WeakKeyDictionary[ClassTree, tuple[tuple[Array, ...], int]]" = WeakKeyDictionary()
+"""Arrays of trees and their `Expander.num_node_rows`, which never change."""
 
 
 class Goal(NamedTuple):
@@ -55,8 +55,13 @@ class Goal(NamedTuple):
     share: float = 1.0
 
 
-def is_usable(expander: Expander, way: Literal["search", "draws"]) -> bool:
-    """Whether loops can be compiled for an expander, are right, and worth it by `FREE_SECONDS`."""
+def is_usable(
+    expander: Expander, way: Literal["search", "draws"], *, searches: bool = False
+) -> bool:
+    """Whether loops can be compiled for an expander, are right, and worth it by `FREE_SECONDS`.
+
+    `searches` tells whether operations of PyTorch would search for such draws.
+    """
     weight, bias = expander.weight, expander.bias
     dtypes = (expander.hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     return (
@@ -64,15 +69,15 @@ def is_usable(expander: Expander, way: Literal["search", "draws"]) -> bool:
         and has_numba()
         and weight.stride(1) == 1
         and DTYPES.issuperset(dtypes)
-        and _is_worth_loading(expander, way)
+        and _is_worth_loading(expander, way, searches or way == "search")
         and _verified(way, *dtypes)
     )
 
 
-def _is_worth_loading(expander: Expander, way: Literal["search", "draws"]) -> bool:
+def _is_worth_loading(expander: Expander, way: str, searches: bool) -> bool:
     """Whether positions so far, these included, take `FREE_SECONDS` by operations of PyTorch."""
     if _seconds_so_far[way] < FREE_SECONDS:
-        each = SECONDS_OF_DRAW if way == "draws" else SECONDS_OF_ROW * expander.tree.num_rows
+        each = SECONDS_OF_ROW * expander.tree.num_rows if searches else SECONDS_OF_DRAW
         _seconds_so_far[way] += len(expander.hidden) * each
     return _seconds_so_far[way] >= FREE_SECONDS
 
@@ -89,9 +94,9 @@ def sets(expander: Expander, goal: Goal) -> Iterator[tuple[Tensor, Tensor, Tenso
     many = goal.kind == "top_k" and num_positions > FEW
     most_rows = int(MOST_ROWS * tree.num_rows) if many else tree.num_rows
     most_nodes = expander.weight.numel() // NODE_COST
-    is_exact = goal.power == 1 and expander.is_plain
+    is_plain = goal.power == 1 and expander.penalty is None
     kind = getattr(search_loops, goal.kind.upper())
-    arguments = search_loops.Goal(kind, *goal[1:], is_exact, most_rows, most_nodes)
+    arguments = search_loops.Goal(kind, *goal[1:], is_plain, most_rows, most_nodes)
     is_double = expander.hidden.dtype == torch.float64
     bits = own(torch.empty(0, dtype=torch.int64 if is_double else torch.int32))
     block = max(1, BLOCK_ELEMENTS // tree.vocab_size)
@@ -116,15 +121,22 @@ def sets(expander: Expander, goal: Goal) -> Iterator[tuple[Tensor, Tensor, Tenso
         yield done, log_prob, word, position[:0] if is_done else position[~is_found]
 
 
-def draw_words(expander: Expander, seeds: Tensor, power: float) -> Tensor:
-    """A word for each position [P], as `draws.RejectionSampler` draws it; seeds [P] int64."""
+def draw_words(
+    expander: Expander, seeds: Tensor, power: float, top_p: float = 1.0, num_draws: int = 1
+) -> Tensor:
+    """A word for each position [P], as `draws.RejectionSampler` draws it; seeds [P] int64.
+
+    With `top_p`, it is the first one that is in the nucleus, or -1 if none of `num_draws` is.
+    """
     from lm.output.backends.compiled import draw_loops
 
     word = torch.empty_like(seeds)
-    is_exact = power == 1 and expander.is_plain
+    is_plain = power == 1 and expander.penalty is None
     layer, width = _layer(expander, 0, len(word)), expander.tree.max_path_columns
-    arrays = own(seeds.contiguous()), power, is_exact, width, own(word)
-    wrong, num_opened = draw_loops.draw_words(layer, *arrays)
+    goal = draw_loops.Goal(power, is_plain, float(top_p), num_draws)
+    wrong, num_opened = draw_loops.draw_words(
+        layer, own(seeds.contiguous()), goal, width, own(word)
+    )
     if wrong >= 0:
         expander.refuse(wrong)
     expander.num_expanded += num_opened
@@ -139,8 +151,9 @@ def _layer(expander: Expander, start: int, num: int) -> "Layer":
     hidden = expander.hidden.detach()
     if (of_tree := _of_tree.get(tree)) is None:
         tensors = tree.first_row, tree.num_children, tree.item_of_row, tree.num_words_below
-        of_tree = _of_tree[tree] = tuple(map(as_array, tensors))
-    no_rows, excluded, penalized = of_tree[0][:0], expander.excluded, of_tree[0][None, :0]
+        of_tree = _of_tree[tree] = (tuple(map(as_array, tensors)), expander.num_node_rows)
+    arrays, num_node_rows = of_tree
+    no_rows, excluded, penalized = arrays[0][:0], expander.excluded, arrays[0][None, :0]
     if penalty is not None:
         penalized = own(penalty.row[start:][:num].sort().values.contiguous())
     if num < len(hidden):
@@ -149,10 +162,11 @@ def _layer(expander: Expander, start: int, num: int) -> "Layer":
         hidden=own(hidden.contiguous()),
         weight=as_array(expander.weight),
         bias=as_array(hidden[:0, 0] if bias is None else bias.contiguous()),
-        first_row=of_tree[0],
-        num_children=of_tree[1],
-        item_of_row=of_tree[2],
-        num_words_below=of_tree[3],
+        first_row=arrays[0],
+        num_children=arrays[1],
+        item_of_row=arrays[2],
+        num_words_below=arrays[3],
+        num_node_rows=num_node_rows,
         excluded=no_rows if excluded is None else own(excluded.sort().values),
         penalized=penalized,
         factor=1.0 if penalty is None else float(penalty.factor),

@@ -21,6 +21,14 @@ each uses what the rejected ones have expanded: t replaces b_n. For T = 1 no tri
 
 A repetition penalty θ gives words that occurred before the weight P^(βθ) instead of P^β. Since
 θ ≥ 1 the bounds (1) remain valid, and nothing else changes; at T = 1 trials may then be rejected.
+
+Top-p restricts the draw to the nucleus, the smallest set of most probable words with a share p of
+Z. The first drawn word that is in it has that distribution, and at least every second one is for
+p ≥ 1/2. Word w is in it if the words before it, which are more probable, have less than p of Z.
+That is often known from the nodes that are opened and bounds (1) of the others: for a probable
+word, as most drawn ones are, once words with 1 - p of Z are known to come after it. So a draw opens
+few nodes, where the set itself needs nearly all of a trained model's (half of the words for p = 0.9
+are improbable).
 """
 
 import math
@@ -36,13 +44,18 @@ from torch.nn import functional as F
 
 from lm.output.decoding import compiled
 from lm.output.decoding.expansion import Children, Expander, pack
-from lm.output.decoding.search import nuclei, topk, within_ratio
-from lm.output.decoding.uniforms import Uniforms
+from lm.output.decoding.search import TopK, nuclei, topk, within_ratio
+from lm.output.decoding.uniforms import Uniforms, derive_seeds
 
 _MIN_TEMPERATURE = 1e-200
 """Lower temperatures count as 0: log-probabilities divided by them would overflow fp64."""
 _MAX_TEMPERATURE = 1e25
 """Higher temperatures count as this one, at which all words but those excluded are as probable."""
+LEAST_SHARE = 0.5
+"""Top-p from which on words are drawn until one is in the nucleus, on a CPU; on a GPU, each drawn
+word would be waited for."""
+NUM_DRAWS = 8
+"""Words drawn at most; all are outside with a probability of 0.4 % or less."""
 
 
 def word_ids(what: str, words: object) -> tuple[int, ...]:
@@ -141,6 +154,8 @@ def sample_words(expander: Expander, seeds: Tensor, sampling: Sampling) -> Tenso
     if top_k is not None and top_k < expander.tree.vocab_size:
         sets = iter([(torch.arange(len(seeds), device=seeds.device), topk(expander, top_k))])
     elif top_p is not None and top_p < 1:
+        if top_p >= LEAST_SHARE and not min_p and expander.hidden.device.type == "cpu":
+            return _draw_from_nuclei(expander, seeds, power, top_p)
         sets, top_p = nuclei(expander, power, top_p), None
     elif min_p:
         sets = within_ratio(expander, power, min_p)
@@ -148,6 +163,17 @@ def sample_words(expander: Expander, seeds: Tensor, sampling: Sampling) -> Tenso
         return compiled.draw_words(expander, seeds, power)
     else:
         return RejectionSampler(expander, Uniforms(seeds), power).sample()
+    return _draw_from_sets(sets, seeds, power, top_p, min_p)
+
+
+def _draw_from_sets(
+    sets: Iterable[tuple[Tensor, TopK]],
+    seeds: Tensor,
+    power: float,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> Tensor:
+    """A word for each position [P] from its set of most probable words."""
     word, uniforms = torch.empty_like(seeds), Uniforms(seeds)
     for position, words in sets:
         log_weight = power * words.log_prob.double()
@@ -159,6 +185,31 @@ def sample_words(expander: Expander, seeds: Tensor, sampling: Sampling) -> Tenso
             log_weight = log_weight.masked_fill(log_weight < cut, -torch.inf)
         column = draw(log_weight, uniforms.draw(position))
         word[position] = words.word.gather(1, column[:, None]).squeeze(1)
+    return word
+
+
+def _draw_from_nuclei(expander: Expander, seeds: Tensor, power: float, top_p: float) -> Tensor:
+    """The first of `NUM_DRAWS` words drawn for a position [P] that is in its nucleus.
+
+    Compiled loops open some nodes more than those on its path to tell whether it is, here all are
+    opened that may have a word of the nucleus. If no word is in it, one of its words is drawn.
+    """
+    if compiled.is_usable(expander, "draws", searches=True):
+        word = compiled.draw_words(expander, seeds, power, top_p, NUM_DRAWS)
+    else:
+        word = torch.full_like(seeds, -1)
+        sampler = RejectionSampler(expander, Uniforms(seeds), power)
+        for position, words in nuclei(expander, power, top_p):
+            for _ in range(NUM_DRAWS):
+                drawn = sampler.sample(position)
+                is_same = (words.word == drawn[:, None]) & (words.log_prob > -torch.inf)
+                is_found = is_same.any(dim=1)
+                word[position[is_found]] = drawn[is_found]
+                position, words = position[~is_found], words.select(~is_found)
+    left = (word < 0).nonzero().squeeze(1)
+    if len(left):
+        sets = nuclei(expander.select(left), power, top_p)
+        word[left] = _draw_from_sets(sets, derive_seeds(seeds[left], -1), power)
     return word
 
 
@@ -195,9 +246,11 @@ class RejectionSampler:
         self._log_weight = self._weigh(self._log_prob, self._item)
         self._word = torch.empty_like(position)
 
-    def sample(self) -> Tensor:
-        """A word for each position, [P] int64."""
-        position = torch.arange(len(self._word), device=self._word.device)
+    def sample(self, positions: Tensor | None = None) -> Tensor:
+        """A word for each of some positions [A] int64, or for all of them."""
+        if positions is None:
+            positions = torch.arange(len(self._word), device=self._word.device)
+        position = positions
         while position.numel():
             column = draw(self._log_weight[position], self._uniforms.draw(position))
             known = (self._item, self._log_prob, self._log_weight)
@@ -211,7 +264,7 @@ class RejectionSampler:
                 self._word[trial.position] = trial.item
                 trial = trial.select(accepted & (trial.item < 0))
             position = torch.cat(rejected)
-        return self._word
+        return self._word[positions]
 
     def _expand(self, trial: _Trial) -> tuple[_Trial, Tensor]:
         """Replaces each trial's node by one of its children; also, which trials are accepted."""

@@ -6,7 +6,7 @@ still, no word below a node is more probable than the node.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, NoReturn
 
@@ -76,6 +76,14 @@ class Expander:
     def is_plain(self) -> bool:
         """Whether the probabilities of the words below a node sum to that of the node."""
         return self.penalty is None and self.excluded is None
+
+    def select(self, position: Tensor) -> "Expander":
+        """That of some positions [A]."""
+        penalty = self.penalty
+        if penalty is not None:
+            penalty = Penalty(penalty.factor, penalty.row[position])
+        hidden = self.hidden[position]
+        return replace(self, hidden=hidden, penalty=penalty, num_expanded=0)
 
     def log_bound(self, power: float) -> Tensor:
         """Upper bound [I] fp64 of log Σ q^power over the words below each node.

@@ -17,7 +17,8 @@ WAYS: list[Options] = [
     {}, {"temperature": 0.6}, {"temperature": 1.6}, {"excluded": [0, 699]}, {"top_k": 30},
     {"top_p": 0.9}, {"repetition_penalty": 1.3, "previous": PREVIOUS}, {"min_p": 0.1},
     {"top_p": 0.9, "temperature": 0.7}, {"top_p": 0.7, "temperature": 1.5}, {"top_p": 0.999999},
-    {"min_p": 0.1, "temperature": 1.5},
+    {"min_p": 0.1, "temperature": 1.5}, {"top_p": 0.6, "temperature": 0.4, "excluded": [5, 9]},
+    {"top_p": 0.3}, {"top_p": 0.9, "min_p": 0.01}, {"top_p": 0.5, "excluded": [7, 7, *range(99)]},
     {"top_p": 0.8, "repetition_penalty": 1.3, "previous": PREVIOUS, "excluded": [5]},
 ]  # fmt: skip
 TREES = {
@@ -43,7 +44,7 @@ def test_draws_are_those_of_the_reference(
     if "previous" in options:
         options = options | {"previous": options["previous"].expand(12, -1)}
     words = layer.sample(hidden, seeds=torch.arange(12), **options)
-    monkeypatch.setattr(compiled, "is_usable", lambda *arguments: False)
+    monkeypatch.setattr(compiled, "is_usable", lambda *arguments, **options: False)
     assert torch.equal(words, layer.sample(hidden, seeds=torch.arange(12), **options))
 
 

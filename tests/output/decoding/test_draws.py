@@ -1,12 +1,15 @@
 """Sampling: draws follow the full distribution, and expand few nodes."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from lm.output import ClassTree
+from lm.output.decoding import draws
 from lm.output.decoding.distribution import log_prob
-from lm.output.decoding.draws import RejectionSampler, draw
+from lm.output.decoding.draws import RejectionSampler, Sampling, draw, sample_words
 from lm.output.decoding.expansion import Expander, Penalty
 from lm.output.decoding.uniforms import Uniforms, derive_seeds
 
@@ -134,6 +137,39 @@ def test_temperature_one_expands_only_the_path_of_the_word(shape: str) -> None:
     uniforms = Uniforms(torch.arange(P))
     words = RejectionSampler(expander, uniforms, 1.0).sample()
     assert expander.num_expanded == sum(len(layer[2].path(word)) for word in words.tolist())
+
+
+@all_shapes
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_words_given_up_are_drawn_from_the_nucleus(
+    shape: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draws, "NUM_DRAWS", 1)  # half of the first words are outside
+    layer = random_layer(shape, num_positions=1)
+    (drawn,) = draw_many(layer, 7000, top_p=0.5, temperature=temperature)
+    full = word_log_prob(*layer)[0]
+    assert_distributed(drawn, restricted(full, temperature, top_p=0.5))
+
+
+@pytest.mark.parametrize("_way", ["compiled"], indirect=True)
+@pytest.mark.parametrize("excluded", [(), (9,)])
+def test_few_nodes_are_opened_to_draw_from_a_nucleus(excluded: tuple[int, ...]) -> None:
+    """Half of the probability is in class 0, the rest in the other 99 alike, and so in each class.
+
+    A nucleus of 0.9 has words of all classes. A word is in it for sure once a tenth is known to be
+    less probable: soon for the first word of class 0, in a third of the classes for first words.
+    """
+    tree = ClassTree.two_level(torch.arange(10_000) % 100)
+    hidden, weight = torch.zeros(500, H), torch.zeros(tree.num_rows, H)
+    bias = torch.zeros(tree.num_rows)
+    bias[[0, *tree.row_of_word[:100].tolist()]] = math.log(99)
+    expander = Expander(hidden, weight, tree, bias)
+    if excluded:
+        expander.excluded = tree.row_of_word[torch.tensor(excluded)]
+    words = sample_words(expander, torch.arange(500), Sampling(top_p=0.9))
+    assert expander.num_expanded < 500 * 35  # of 101, all of which the set of words needs
+    full = log_prob(hidden[:1], weight, tree, bias)[0].double()
+    assert_distributed(words, restricted(full, top_p=0.9, excluded=excluded))
 
 
 def test_nodes_of_rejected_trials_become_less_likely() -> None:

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.output.decoding import compiled, search
+from lm.output.decoding import compiled, draws, search
 
 NUM_CLASSES = 40
 READS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
@@ -67,7 +67,8 @@ def test_the_host_waits_as_often_for_many_opened_classes_as_for_one(
     Compiled loops run on a CPU alone, where nothing has to be waited for.
     """
     monkeypatch.setattr(search, "MOST_COST", torch.inf)
-    monkeypatch.setattr(compiled, "is_usable", lambda *arguments: False)
+    monkeypatch.setattr(draws, "LEAST_SHARE", 1.0)  # as on a GPU
+    monkeypatch.setattr(compiled, "is_usable", lambda *arguments, **options: False)
     tree = ClassTree.two_level(torch.arange(400) % NUM_CLASSES)
     layer = HierarchicalSoftmax(NUM_CLASSES, tree)
     weight = torch.zeros(tree.num_rows, NUM_CLASSES)

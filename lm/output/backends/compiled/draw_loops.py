@@ -4,14 +4,20 @@ Words are drawn as `lm.output.decoding.draws.RejectionSampler` does it.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from lm.output.backends.compiled.compilation import compiler
-from lm.output.backends.compiled.expansion_loops import expand, item_log_weight
+from lm.output.backends.compiled.expansion_loops import (
+    expand,
+    item_log_weight,
+    num_excluded,
+)
 from lm.output.backends.compiled.row_operations import exp_row
+from lm.output.backends.compiled.sorting import push, replace_first
 
-EMITTED = "bd5defabae8cf51e"
+EMITTED = "61513296c6b54680"
 """See `compiler`."""
 compiled = compiler(EMITTED)
 
@@ -38,79 +44,247 @@ def _draw(log_weight, num, uniform, cumulative):
     return np.searchsorted(cumulative[:num], uniform * total, side="right")
 
 
-@compiled
-def _joined(known, new, num, num_new):
-    """An array whose `num` known items are followed by the new ones, maybe a longer one."""
-    if num + num_new > len(known):
-        longer = np.empty(2 * (num + num_new), known.dtype)
-        longer[:num] = known[:num]
-        known = longer
-    known[num : num + num_new] = new[:num_new]
-    return known
+class Goal(NamedTuple):
+    """What to draw."""
+
+    power: float  # 1 / T
+    is_plain: bool  # whether power is 1, and there is no penalty
+    share: float  # of the nucleus that words must be in; 1 if they may be any
+    num_draws: int  # after which words outside it are given up
+
+
+class Trials(NamedTuple):
+    """The known items of a position; the memory is used again for each position."""
+
+    item: np.ndarray  # [R]
+    log_prob: np.ndarray  # [R]
+    log_weight: np.ndarray  # [R] fp64
+    cumulative: np.ndarray  # [R] fp64
+    log_q: np.ndarray  # [widest], log-probabilities of a node's children
+    bias: np.ndarray  # [widest + 1], their biases
+    child_log_weight: np.ndarray  # [widest] fp64
+    count: np.ndarray  # int64, KNOWN …
+
+
+KNOWN, USED, OPENED = range(3)
+"""Counts of `Trials`: known items, random numbers used, and nodes opened."""
+
+
+class Found(NamedTuple):
+    """What is known of the nodes of a position, some of which are opened, to search for a nucleus.
+
+    The memory is used again for each position.
+    """
+
+    log_prob: np.ndarray  # [N], of words below nodes that are opened
+    word: np.ndarray  # [N]
+    weight: np.ndarray  # [N] fp64
+    key: np.ndarray  # [I], a heap of negative log-probabilities of nodes that are not
+    node: np.ndarray  # [I]
+    log_q: np.ndarray  # [widest], log-probabilities of a node's children
+    bias: np.ndarray  # [widest + 1], their biases
+    count: np.ndarray  # int64, WORDS …
+
+
+WORDS, NODES, EXCLUDED, NODES_OPENED = range(4)
+"""Counts of `Found`: words, nodes in its heap, excluded words, and nodes opened."""
+LARGEST_EXPONENT = 600.0
+"""Of a weight relative to that of a drawn word: sums of larger ones might not be finite."""
 
 
 @compiled
-def draw_words(layer, seeds, power, is_exact, widest, word):
+def _open(layer, p, found):
+    """Open the most probable node; whether all log-probabilities are finite."""
+    count, key, nodes, log_q = found.count, found.key, found.node, found.log_q
+    above, node, last = -key[0], nodes[0], count[NODES] - 1
+    replace_first(key, nodes, last, key[last], nodes[last])
+    count[NODES] = last
+    if not expand(layer, p, node, above, log_q, found.bias):
+        return False
+    row, num = layer.first_row[node], count[WORDS]
+    for j in range(layer.num_children[node]):
+        item = layer.item_of_row[row + j]
+        if item >= 0:
+            found.log_prob[num], found.word[num] = log_q[j], item
+            num += 1
+        else:
+            push(key, nodes, count[NODES], -float(log_q[j]), ~item)
+            count[NODES] += 1
+    count[WORDS] = num
+    count[NODES_OPENED] += 1
+    count[EXCLUDED] += num_excluded(layer, node)
+    return True
+
+
+@compiled
+def _may_have_excluded(layer, node, count):
+    """Whether excluded words may be below a node that is not opened."""
+    if count[EXCLUDED] == len(layer.excluded):
+        return False
+    return layer.first_row[node] < layer.num_node_rows or num_excluded(layer, node) > 0
+
+
+@compiled
+def _add_words(found, first, power, shift, word, log_prob):
+    """The weights of words from number `first` on: of all, and of those before a word."""
+    num, weight, total, before = found.count[WORDS] - first, found.weight, 0.0, 0.0
+    for i in range(num):
+        weight[i] = min(power * found.log_prob[first + i] - shift, LARGEST_EXPONENT)
+    exp_row(weight, weight, weight.ctypes.data, weight.ctypes.data, num, 1.0, 0.0)
+    for i in range(num):
+        other = found.log_prob[first + i]
+        is_before = other > log_prob or (other == log_prob and found.word[first + i] < word)
+        total += weight[i]
+        before += weight[i] if is_before else 0.0
+    return total, before
+
+
+@compiled
+def _is_in_nucleus(layer, p, goal, found, word, log_prob):
+    """Whether a word is in the nucleus of position p; -1 if log-probabilities are not finite.
+
+    It is if words before it, more probable ones and equal ones with lower numbers, have less than
+    that share of Z. Nodes are opened in the order of probability until bounds of both tell.
+    Weights are relative to that of the word.
+    """
+    count, power, share, shift = found.count, goal.power, goal.share, goal.power * log_prob
+    mass, before = _add_words(found, 0, power, shift, word, log_prob)
+    next_check = 0
+    while True:
+        if count[NODES_OPENED] >= next_check or count[NODES] == 0:
+            next_check = count[NODES_OPENED] + 1 + count[NODES_OPENED] // 4
+            rest, rest_before, low = 0.0, 0.0, mass
+            for i in range(count[NODES]):
+                above, node = -found.key[i], found.node[i]
+                bound = item_log_weight(power, above, layer.num_words_below[node]) - shift
+                weight = math.exp(min(bound, LARGEST_EXPONENT))
+                rest += weight
+                rest_before += weight if above >= log_prob else 0.0
+                low += (
+                    weight if goal.is_plain and not _may_have_excluded(layer, node, count) else 0.0
+                )
+            if before >= share * (mass + rest):
+                return 0
+            if before + rest_before < share * low or rest == 0:
+                return 1
+        first = count[WORDS]
+        if not _open(layer, p, found):
+            return -1
+        more, more_before = _add_words(found, first, power, shift, word, log_prob)
+        mass, before = mass + more, before + more_before
+
+
+@compiled
+def _weigh(layer, power, node, log_q, log_weight):
+    """Set the logarithms of the weights (1) of a node's children; whether some are nodes."""
+    row, has_nodes = layer.first_row[node], False
+    for j in range(layer.num_children[node]):
+        item = layer.item_of_row[row + j]
+        num_words = layer.num_words_below[~item] if item < 0 else 1
+        log_weight[j] = item_log_weight(power, log_q[j], num_words)
+        has_nodes |= item < 0
+    return has_nodes
+
+
+@compiled
+def _draw_word(layer, p, seed, power, is_exact, trials):
+    """A word of position p by trials (2) and its log-probability; word -1 if one is not finite."""
+    known, known_log_weight, count = trials.item, trials.log_weight, trials.count
+    log_q, log_weight, cumulative = trials.log_q, trials.child_log_weight, trials.cumulative
+    column, node, above, weight = -1, 0, 0.0, 0.0
+    begins = count[KNOWN] > 0
+    while True:
+        if begins:
+            point = _uniform(seed, count[USED])
+            count[USED] += 1
+            column = _draw(known_log_weight, count[KNOWN], point, cumulative)
+            item, above = known[column], float(trials.log_prob[column])
+            weight = known_log_weight[column]
+            if item >= 0:
+                return item, above
+            node = ~item
+        row, n, base = layer.first_row[node], layer.num_children[node], count[KNOWN]
+        count[OPENED] += 1
+        if not expand(layer, p, node, above, log_q, trials.bias):
+            return -1, 0.0
+        items = layer.item_of_row[row : row + n]
+        has_nodes = _weigh(layer, power, node, log_q, log_weight)
+        begins, point = column < 0, 0.0
+        if column >= 0:
+            point = _uniform(seed, count[USED])
+            count[USED] += 1
+            if not is_exact:
+                largest = log_weight[:n].max()
+                total = largest + math.log(np.exp(log_weight[:n] - largest).sum())
+                share = min(1.0, math.exp(total - weight))
+                begins = point >= share
+                point = 0.0 if begins else point / share
+                known_log_weight[column] = -math.inf if has_nodes else total
+        if column < 0 or (has_nodes and not is_exact):
+            known[base : base + n] = items
+            trials.log_prob[base : base + n] = log_q[:n]
+            known_log_weight[base : base + n] = log_weight[:n]
+            count[KNOWN] += n
+        if not begins:
+            child = _draw(log_weight, n, point, cumulative)
+            column, item, above = base + child, items[child], float(log_q[child])
+            weight = log_weight[child]
+            if item >= 0:
+                return item, above
+            node = ~item
+
+
+@compiled
+def draw_words(layer, seeds, goal, widest, word):
     """Set word [P], drawn as `RejectionSampler` draws it.
 
     Args:
-        layer: see `Layer`.
+        layer, goal: see `Layer` and `Goal`.
         seeds: [P] int64.
-        power, is_exact: see `Goal`.
         widest: the most children of a node, or more.
-        word: to be set.
+        word: to be set; to -1 where words are given up.
 
     Returns:
         The first position whose log-probabilities are not finite, or -1; the number of nodes
         opened.
     """
-    dtype = layer.hidden.dtype
-    log_q, bias = np.empty(widest, dtype), np.empty(widest + 1, dtype)
-    log_weight, cumulative = np.empty(widest), np.empty(widest)
-    known, known_log_prob = np.empty(0, np.int64), np.empty(0, log_q.dtype)
-    known_log_weight, below, opened = np.empty(0), layer.num_words_below, 0
+    dtype, num_nodes, opened = layer.hidden.dtype, len(layer.first_row), 0
+    log_q, bias, num_rows = np.empty(widest, dtype), np.empty(widest + 1, dtype), len(layer.weight)
+    trials = Trials(
+        np.empty(num_rows, np.int64),
+        np.empty(num_rows, dtype),
+        np.empty(num_rows),
+        np.empty(num_rows),
+        log_q,
+        bias,
+        np.empty(widest),
+        np.empty(3, np.int64),
+    )
+    num_words = layer.num_words_below[0] if goal.share < 1 else 0
+    found = Found(
+        np.empty(num_words, dtype),
+        np.empty(num_words, np.int64),
+        np.empty(num_words),
+        np.empty(num_nodes),
+        np.empty(num_nodes, np.int64),
+        log_q,
+        bias,
+        np.empty(4, np.int64),
+    )
+    is_exact = goal.is_plain and len(layer.excluded) == 0
     for p in range(len(word)):
-        num, used, column, node, above, weight = 0, 0, -1, 0, 0.0, 0.0
-        while True:  # a node is opened, or a trial begins
-            opened += 1
-            row, n = layer.first_row[node], layer.num_children[node]
-            if not expand(layer, p, node, above, log_q, bias):
+        trials.count[:], found.count[:] = 0, 0
+        found.key[0], found.node[0], found.count[NODES] = 0.0, 0, 1
+        word[p] = -1
+        for _ in range(goal.num_draws):
+            drawn, log_prob = _draw_word(layer, p, seeds[p], goal.power, is_exact, trials)
+            is_wanted = 1 if drawn >= 0 else -1
+            if drawn >= 0 and goal.share < 1:
+                is_wanted = _is_in_nucleus(layer, p, goal, found, drawn, log_prob)
+            if is_wanted < 0:
                 return p, opened
-            items, has_nodes = layer.item_of_row[row : row + n], False
-            for j in range(n):
-                num_words = below[~items[j]] if items[j] < 0 else 1
-                log_weight[j] = item_log_weight(power, log_q[j], num_words)
-                has_nodes |= items[j] < 0
-            base, is_accepted, point = num, True, 0.0
-            if column >= 0:
-                point = _uniform(seeds[p], used)
-                used += 1
-            if column >= 0 and not is_exact:
-                largest = log_weight[:n].max()
-                total = largest + math.log(np.exp(log_weight[:n] - largest).sum())
-                share = min(1.0, math.exp(total - weight))
-                is_accepted = point < share
-                point = point / share if is_accepted else 0.0
-                known_log_weight[column] = -math.inf if has_nodes else total
-            if column < 0 or (has_nodes and not is_exact):
-                known = _joined(known, items, num, n)
-                known_log_prob = _joined(known_log_prob, log_q, num, n)
-                known_log_weight = _joined(known_log_weight, log_weight, num, n)
-                num += n
-            if column < 0 or not is_accepted:
-                point = _uniform(seeds[p], used)
-                used += 1
-                if num > len(cumulative):
-                    cumulative = np.empty(2 * num)
-                column = _draw(known_log_weight, num, point, cumulative)
-                item, above = known[column], float(known_log_prob[column])
-                weight = known_log_weight[column]
-            else:
-                child = _draw(log_weight, n, point, cumulative)
-                column, item, above = base + child, items[child], float(log_q[child])
-                weight = log_weight[child]
-            if item >= 0:
-                word[p] = item
+            if is_wanted:
+                word[p] = drawn
                 break
-            node = ~item
+        opened += trials.count[OPENED] + found.count[NODES_OPENED]
     return -1, opened

@@ -20,6 +20,7 @@ class Layer(NamedTuple):
     num_children: np.ndarray
     item_of_row: np.ndarray
     num_words_below: np.ndarray
+    num_node_rows: int  # nodes with later rows have words alone
     excluded: np.ndarray  # [K] rows, sorted
     penalized: np.ndarray  # [P, L] rows, sorted; L = 0 for none
     factor: float
@@ -57,6 +58,13 @@ def expand(layer, position, node, above, log_q, bias_of_child):
             break
         log_q[layer.excluded[i] - row] = layer.lowest
     return is_finite
+
+
+@numba.njit(nogil=True)
+def num_excluded(layer, node):
+    """How many of a node's children are excluded words."""
+    row, n = layer.first_row[node], layer.num_children[node]
+    return np.searchsorted(layer.excluded, row + n) - np.searchsorted(layer.excluded, row)
 
 
 @numba.njit(nogil=True)

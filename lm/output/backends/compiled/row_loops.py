@@ -16,7 +16,7 @@ from lm.output.backends.compiled.row_operations import (
 )
 from lm.output.backends.compiled.tile_loops import TERMS, sums
 
-EMITTED = "bd5defabae8cf51e"
+EMITTED = "61513296c6b54680"
 """See `compiler`."""
 SGD, ADAGRAD, ADAM = range(3)
 """Rules of `update_rows`."""

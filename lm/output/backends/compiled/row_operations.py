@@ -168,7 +168,7 @@ def log_softmax_row(typing, rows, place, num, bias, above, out):
 def exp_row(typing, source, out, start, to, num, factor, shift):
     """out[k] = exp(factor · source[k] - shift) in fp64, for `num` numbers; see `scaled_row`.
 
-    No exponent is much above 0.
+    No exponent is above 700.
     """
     integer, number = types.int64, types.float64
     signature = types.void(source, out, integer, integer, integer, number, number)

@@ -9,11 +9,15 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.output.backends.compiled.compilation import compiler
-from lm.output.backends.compiled.expansion_loops import expand, item_log_weight
+from lm.output.backends.compiled.expansion_loops import (
+    expand,
+    item_log_weight,
+    num_excluded,
+)
 from lm.output.backends.compiled.row_operations import exp_row
-from lm.output.backends.compiled.sorting import sort_by_rank
+from lm.output.backends.compiled.sorting import push, replace_first, sort_by_rank
 
-EMITTED = "bd5defabae8cf51e"
+EMITTED = "61513296c6b54680"
 """See `compiler`."""
 TOP_K, TOP_P, MIN_P = range(3)
 UNFINISHED, WRONG = -1, -2
@@ -30,9 +34,9 @@ and `MASS` the weight of all words found. `ABOVE` is that of the bins before num
 least `TARGET` unless that is the last one.
 """
 
-QUEUED, FOUND, KEPT, OPENED = range(4)
-"""Counts of a search: nodes in its heap, words found, words in the heap of the best ones, and nodes
-opened."""
+QUEUED, FOUND, KEPT, OPENED, EXCLUDED = range(5)
+"""Counts of a search: nodes in its heap, words found, words in the heap of the best ones, nodes
+opened, and excluded words below these."""
 compiled = compiler(EMITTED)
 
 
@@ -43,7 +47,7 @@ class Goal(NamedTuple):
     k: int
     power: float
     share: float  # top_p or min_p
-    is_exact: bool  # whether power is 1 and all probabilities add up to 1
+    is_plain: bool  # whether power is 1, and there is no penalty
     most_rows: int  # opened of a position, beyond which it is left unfinished
     most_nodes: int  # opened in the order of probability
 
@@ -63,30 +67,6 @@ class Buffers(NamedTuple):
 
 
 @compiled
-def _push(key, value, num, new_key, new_value):
-    """Add to a heap, whose least key comes first."""
-    i = num
-    while i > 0 and key[(i - 1) >> 1] > new_key:
-        key[i], value[i] = key[(i - 1) >> 1], value[(i - 1) >> 1]
-        i = (i - 1) >> 1
-    key[i], value[i] = new_key, new_value
-
-
-@compiled
-def _replace_first(key, value, num, new_key, new_value):
-    """Put another item in the place of a heap's first one."""
-    i, child = 0, 1
-    while child < num:
-        if child + 1 < num and key[child + 1] < key[child]:
-            child += 1
-        if key[child] >= new_key:
-            break
-        key[i], value[i] = key[child], value[child]
-        i, child = child, 2 * child + 1
-    key[i], value[i] = new_key, new_value
-
-
-@compiled
 def _lower_edge(state, bins):
     """Raise the threshold as far as the target allows."""
     edge = int(state[EDGE])
@@ -99,15 +79,28 @@ def _lower_edge(state, bins):
 
 
 @compiled
-def _add_weights(goal, buffers, items, kept):
+def _is_exact(layer, goal):
+    """Whether the weights of all words add up to 1."""
+    return goal.is_plain and len(layer.excluded) == 0
+
+
+@compiled
+def _knows_rest(layer, goal, count):
+    """Whether the weights below a node that is not opened add up to its own."""
+    return goal.is_plain and count[EXCLUDED] == len(layer.excluded)
+
+
+@compiled
+def _add_weights(goal, buffers, items, kept, is_exact, whole):
     """The weights of a node's words, for top-p.
 
     `kept` has the log-probabilities of those that may be needed. Weights are relative to that of
-    the best word, unless their sum is known.
+    the best word, unless their sum is known; `whole` is the logarithm of the node's own one if that
+    is their sum, or 1.
     """
     weight, state, bins = buffers.weight, buffers.state, buffers.bins
     shift, to = 0.0, weight.ctypes.data
-    if not goal.is_exact:
+    if not is_exact:
         if len(kept) and kept.max() > state[BEST]:
             largest = float(kept.max())
             ratio = math.exp(goal.power * (state[BEST] - largest))
@@ -116,12 +109,14 @@ def _add_weights(goal, buffers, items, kept):
                 state[each] *= ratio
             state[BEST] = largest
         shift = goal.power * state[BEST]
-        log_q = buffers.log_q
-        exp_row(log_q, weight, log_q.ctypes.data, to, len(items), goal.power, shift)
-        mass = 0.0
-        for j in range(len(items)):
-            mass += weight[j] if items[j] >= 0 else 0.0
-        state[MASS] += mass
+        if whole <= 0:
+            state[MASS] += math.exp(whole - shift)
+        else:
+            log_q, mass = buffers.log_q, 0.0
+            exp_row(log_q, weight, log_q.ctypes.data, to, len(items), goal.power, shift)
+            for j in range(len(items)):
+                mass += weight[j] if items[j] >= 0 else 0.0
+            state[MASS] += mass
     exp_row(kept, weight, kept.ctypes.data, to, len(kept), goal.power, shift)
     edge, above = int(state[EDGE]), state[ABOVE]
     for j in range(len(kept)):
@@ -145,10 +140,10 @@ def _raise_threshold(goal, buffers, words):
         return
     for value in words:
         if count[KEPT] < goal.k:
-            _push(best, best, count[KEPT], value, value)
+            push(best, best, count[KEPT], value, value)
             count[KEPT] += 1
         elif value > best[0]:
-            _replace_first(best, best, goal.k, value, value)
+            replace_first(best, best, goal.k, value, value)
     if count[KEPT] == goal.k:
         state[THRESHOLD] = best[0]
 
@@ -163,13 +158,17 @@ def _visit(layer, p, goal, buffers, node, above, log_prob, word):
     row = layer.first_row[node]
     items = layer.item_of_row[row : row + layer.num_children[node]]
     threshold, found = buffers.state[THRESHOLD], count[FOUND]
-    num = found
+    num, has_nodes = found, False
     for j in range(len(items)):  # without branches that are taken for half of the words
         log_prob[num], word[num] = log_q[j], items[j]
         num += (items[j] >= 0) & (log_q[j] >= threshold)
+        has_nodes |= items[j] < 0
     count[FOUND] = num
     if goal.kind == TOP_P:
-        _add_weights(goal, buffers, items, log_prob[found:num])
+        without = num_excluded(layer, node)
+        count[EXCLUDED] += without
+        whole = above if goal.is_plain and without == 0 and not has_nodes else 1.0
+        _add_weights(goal, buffers, items, log_prob[found:num], _is_exact(layer, goal), whole)
     elif num > found:
         _raise_threshold(goal, buffers, log_prob[found:num])
     return True
@@ -196,7 +195,7 @@ def _open_all(layer, p, goal, buffers, log_prob, word):
     above = np.full(len(layer.first_row), -np.inf)
     for i in range(count[QUEUED]):
         above[node[i]] = -key[i]
-    needs_all = goal.kind == TOP_P and not goal.is_exact
+    needs_all = goal.kind == TOP_P and not _knows_rest(layer, goal, count)
     count[QUEUED] = 0
     for each in range(len(above)):
         if above[each] == -np.inf:
@@ -238,9 +237,11 @@ def _sort(log_prob, word, bits):
 
 
 @compiled
-def _num_reaching(goal, buffers, log_prob, totals):
-    """How many words, most probable first, reach the share of each of two totals."""
-    shift = 0.0 if goal.is_exact else goal.power * buffers.state[BEST]
+def _num_reaching(goal, log_prob, totals, shift):
+    """How many words, most probable first, reach the share of each of two totals.
+
+    `shift` is the logarithm of what weights are relative to.
+    """
     sizes, mass, weight = np.full(2, len(log_prob)), 0.0, np.empty(CHUNK)
     for first in range(0, len(log_prob), CHUNK):
         num = min(CHUNK, len(log_prob) - first)
@@ -277,8 +278,9 @@ def _find(layer, p, goal, buffers, bits, log_prob, word):
     state[THRESHOLD] = state[BEST] = -math.inf
     state[EDGE], state[TARGET] = NUM_BINS, math.inf
     count[QUEUED] = 1
-    is_loose = goal.kind == TOP_P and not goal.is_exact
-    if goal.kind == TOP_P and goal.is_exact:
+    is_exact = _is_exact(layer, goal)
+    is_loose = goal.kind == TOP_P and not is_exact
+    if goal.kind == TOP_P and is_exact:
         state[TARGET] = goal.share * (1 + 1e-5)  # more than rounding changes the sum of all
         if state[TARGET] < 1:  # words with less than the mean of what is left out are not needed
             state[THRESHOLD] = math.log((1 - state[TARGET]) / (len(word) - 1))
@@ -294,14 +296,14 @@ def _find(layer, p, goal, buffers, bits, log_prob, word):
             above, each = -key[0], node[0]
             count[QUEUED] -= 1
             last = count[QUEUED]
-            _replace_first(key, node, last, key[last], node[last])
+            replace_first(key, node, last, key[last], node[last])
             if not _visit(layer, p, goal, buffers, each, above, log_prob, word):
                 return WRONG
             row, n = layer.first_row[each], layer.num_children[each]
             for j in range(n):
                 item = layer.item_of_row[row + j]
                 if item < 0:
-                    _push(key, node, count[QUEUED], -float(buffers.log_q[j]), ~item)
+                    push(key, node, count[QUEUED], -float(buffers.log_q[j]), ~item)
                     count[QUEUED] += 1
             num_rows += n
             if is_loose and count[OPENED] >= next_check:
@@ -318,10 +320,11 @@ def _find(layer, p, goal, buffers, bits, log_prob, word):
         if goal.kind == MIN_P:
             cut = goal.power * found[0] + math.log(goal.share)
             return np.searchsorted(-goal.power * found, -cut, side="right")
-        totals = (1.0, 1.0)
-        if not goal.is_exact:
-            totals = (state[MASS] + _rest(layer, goal, buffers), state[MASS])
-        sizes = _num_reaching(goal, buffers, found, totals)
+        totals, shift = (1.0, 1.0), 0.0
+        if is_loose:
+            high, shift = state[MASS] + _rest(layer, goal, buffers), goal.power * state[BEST]
+            totals = (high, high if _knows_rest(layer, goal, count) else state[MASS])
+        sizes = _num_reaching(goal, found, totals, shift)
         if sizes[0] == sizes[1] or count[QUEUED] == 0:
             return sizes[0]
         least = count[OPENED] + 1 + count[OPENED] // 4
@@ -356,7 +359,7 @@ def search(layer, goal, bits, widest, log_prob, word, size):
         np.empty(goal.k),
         np.empty(NUM_BINS),
         np.empty(6),
-        np.empty(4, np.int64),
+        np.empty(5, np.int64),
     )
     opened = 0
     for p in range(len(size)):
