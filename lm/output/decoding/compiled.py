@@ -94,9 +94,9 @@ def sets(expander: Expander, goal: Goal) -> Iterator[tuple[Tensor, Tensor, Tenso
     many = goal.kind == "top_k" and num_positions > FEW
     most_rows = int(MOST_ROWS * tree.num_rows) if many else tree.num_rows
     most_nodes = expander.weight.numel() // NODE_COST
-    is_plain = goal.power == 1 and expander.penalty is None
+    is_exact = goal.power == 1 and expander.is_plain
     kind = getattr(search_loops, goal.kind.upper())
-    arguments = search_loops.Goal(kind, *goal[1:], is_plain, most_rows, most_nodes)
+    arguments = search_loops.Goal(kind, *goal[1:], is_exact, most_rows, most_nodes)
     is_double = expander.hidden.dtype == torch.float64
     bits = own(torch.empty(0, dtype=torch.int64 if is_double else torch.int32))
     block = max(1, BLOCK_ELEMENTS // tree.vocab_size)

@@ -9,15 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.output.backends.compiled.compilation import compiler
-from lm.output.backends.compiled.expansion_loops import (
-    expand,
-    item_log_weight,
-    num_excluded,
-)
+from lm.output.backends.compiled.expansion_loops import expand, item_log_weight
 from lm.output.backends.compiled.row_operations import exp_row
 from lm.output.backends.compiled.sorting import push, replace_first
 
-EMITTED = "61513296c6b54680"
+EMITTED = "8e7c0b59f1ce7827"
 """See `compiler`."""
 compiled = compiler(EMITTED)
 
@@ -93,6 +89,13 @@ LARGEST_EXPONENT = 600.0
 
 
 @compiled
+def _num_excluded(layer, node):
+    """How many of a node's children are excluded words."""
+    row, n = layer.first_row[node], layer.num_children[node]
+    return np.searchsorted(layer.excluded, row + n) - np.searchsorted(layer.excluded, row)
+
+
+@compiled
 def _open(layer, p, found):
     """Open the most probable node; whether all log-probabilities are finite."""
     count, key, nodes, log_q = found.count, found.key, found.node, found.log_q
@@ -112,7 +115,7 @@ def _open(layer, p, found):
             count[NODES] += 1
     count[WORDS] = num
     count[NODES_OPENED] += 1
-    count[EXCLUDED] += num_excluded(layer, node)
+    count[EXCLUDED] += _num_excluded(layer, node)
     return True
 
 
@@ -121,7 +124,7 @@ def _may_have_excluded(layer, node, count):
     """Whether excluded words may be below a node that is not opened."""
     if count[EXCLUDED] == len(layer.excluded):
         return False
-    return layer.first_row[node] < layer.num_node_rows or num_excluded(layer, node) > 0
+    return layer.first_row[node] < layer.num_node_rows or _num_excluded(layer, node) > 0
 
 
 @compiled

@@ -61,13 +61,6 @@ def expand(layer, position, node, above, log_q, bias_of_child):
 
 
 @numba.njit(nogil=True)
-def num_excluded(layer, node):
-    """How many of a node's children are excluded words."""
-    row, n = layer.first_row[node], layer.num_children[node]
-    return np.searchsorted(layer.excluded, row + n) - np.searchsorted(layer.excluded, row)
-
-
-@numba.njit(nogil=True)
 def item_log_weight(power, log_prob, num_words):
     """Logarithm of (1) of `draws`, of a node with so many words below it, or of a word."""
     if power >= 1:

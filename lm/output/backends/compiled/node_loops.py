@@ -9,7 +9,7 @@ from lm.output.backends.compiled.compilation import compiler
 from lm.output.backends.compiled.row_operations import add_scaled_row, paired_rows, scaled_row
 from lm.output.backends.compiled.tile_loops import TERMS, dots, softmaxes, sums
 
-EMITTED = "61513296c6b54680"
+EMITTED = "8e7c0b59f1ce7827"
 """See `compiler`."""
 VISITS = 16
 """Visits whose hidden vectors stay in the first cache while a node's rows are read."""

@@ -5,7 +5,7 @@ import numpy as np
 from lm.output.backends.compiled.compilation import compiler
 from lm.output.backends.compiled.sorting import sort_by_rank
 
-EMITTED = "61513296c6b54680"
+EMITTED = "8e7c0b59f1ce7827"
 """See `compiler`."""
 compiled = compiler(EMITTED)
 

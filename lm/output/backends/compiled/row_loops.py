@@ -16,7 +16,7 @@ from lm.output.backends.compiled.row_operations import (
 )
 from lm.output.backends.compiled.tile_loops import TERMS, sums
 
-EMITTED = "61513296c6b54680"
+EMITTED = "8e7c0b59f1ce7827"
 """See `compiler`."""
 SGD, ADAGRAD, ADAM = range(3)
 """Rules of `update_rows`."""

@@ -9,15 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.output.backends.compiled.compilation import compiler
-from lm.output.backends.compiled.expansion_loops import (
-    expand,
-    item_log_weight,
-    num_excluded,
-)
+from lm.output.backends.compiled.expansion_loops import expand, item_log_weight
 from lm.output.backends.compiled.row_operations import exp_row
 from lm.output.backends.compiled.sorting import push, replace_first, sort_by_rank
 
-EMITTED = "61513296c6b54680"
+EMITTED = "8e7c0b59f1ce7827"
 """See `compiler`."""
 TOP_K, TOP_P, MIN_P = range(3)
 UNFINISHED, WRONG = -1, -2
@@ -34,9 +30,9 @@ and `MASS` the weight of all words found. `ABOVE` is that of the bins before num
 least `TARGET` unless that is the last one.
 """
 
-QUEUED, FOUND, KEPT, OPENED, EXCLUDED = range(5)
-"""Counts of a search: nodes in its heap, words found, words in the heap of the best ones, nodes
-opened, and excluded words below these."""
+QUEUED, FOUND, KEPT, OPENED = range(4)
+"""Counts of a search: nodes in its heap, words found, words in the heap of the best ones, and nodes
+opened."""
 compiled = compiler(EMITTED)
 
 
@@ -47,7 +43,7 @@ class Goal(NamedTuple):
     k: int
     power: float
     share: float  # top_p or min_p
-    is_plain: bool  # whether power is 1, and there is no penalty
+    is_exact: bool  # whether power is 1 and all probabilities add up to 1
     most_rows: int  # opened of a position, beyond which it is left unfinished
     most_nodes: int  # opened in the order of probability
 
@@ -79,28 +75,15 @@ def _lower_edge(state, bins):
 
 
 @compiled
-def _is_exact(layer, goal):
-    """Whether the weights of all words add up to 1."""
-    return goal.is_plain and len(layer.excluded) == 0
-
-
-@compiled
-def _knows_rest(layer, goal, count):
-    """Whether the weights below a node that is not opened add up to its own."""
-    return goal.is_plain and count[EXCLUDED] == len(layer.excluded)
-
-
-@compiled
-def _add_weights(goal, buffers, items, kept, is_exact, whole):
+def _add_weights(goal, buffers, items, kept):
     """The weights of a node's words, for top-p.
 
     `kept` has the log-probabilities of those that may be needed. Weights are relative to that of
-    the best word, unless their sum is known; `whole` is the logarithm of the node's own one if that
-    is their sum, or 1.
+    the best word, unless their sum is known.
     """
     weight, state, bins = buffers.weight, buffers.state, buffers.bins
     shift, to = 0.0, weight.ctypes.data
-    if not is_exact:
+    if not goal.is_exact:
         if len(kept) and kept.max() > state[BEST]:
             largest = float(kept.max())
             ratio = math.exp(goal.power * (state[BEST] - largest))
@@ -109,14 +92,12 @@ def _add_weights(goal, buffers, items, kept, is_exact, whole):
                 state[each] *= ratio
             state[BEST] = largest
         shift = goal.power * state[BEST]
-        if whole <= 0:
-            state[MASS] += math.exp(whole - shift)
-        else:
-            log_q, mass = buffers.log_q, 0.0
-            exp_row(log_q, weight, log_q.ctypes.data, to, len(items), goal.power, shift)
-            for j in range(len(items)):
-                mass += weight[j] if items[j] >= 0 else 0.0
-            state[MASS] += mass
+        log_q = buffers.log_q
+        exp_row(log_q, weight, log_q.ctypes.data, to, len(items), goal.power, shift)
+        mass = 0.0
+        for j in range(len(items)):
+            mass += weight[j] if items[j] >= 0 else 0.0
+        state[MASS] += mass
     exp_row(kept, weight, kept.ctypes.data, to, len(kept), goal.power, shift)
     edge, above = int(state[EDGE]), state[ABOVE]
     for j in range(len(kept)):
@@ -158,17 +139,13 @@ def _visit(layer, p, goal, buffers, node, above, log_prob, word):
     row = layer.first_row[node]
     items = layer.item_of_row[row : row + layer.num_children[node]]
     threshold, found = buffers.state[THRESHOLD], count[FOUND]
-    num, has_nodes = found, False
+    num = found
     for j in range(len(items)):  # without branches that are taken for half of the words
         log_prob[num], word[num] = log_q[j], items[j]
         num += (items[j] >= 0) & (log_q[j] >= threshold)
-        has_nodes |= items[j] < 0
     count[FOUND] = num
     if goal.kind == TOP_P:
-        without = num_excluded(layer, node)
-        count[EXCLUDED] += without
-        whole = above if goal.is_plain and without == 0 and not has_nodes else 1.0
-        _add_weights(goal, buffers, items, log_prob[found:num], _is_exact(layer, goal), whole)
+        _add_weights(goal, buffers, items, log_prob[found:num])
     elif num > found:
         _raise_threshold(goal, buffers, log_prob[found:num])
     return True
@@ -195,7 +172,7 @@ def _open_all(layer, p, goal, buffers, log_prob, word):
     above = np.full(len(layer.first_row), -np.inf)
     for i in range(count[QUEUED]):
         above[node[i]] = -key[i]
-    needs_all = goal.kind == TOP_P and not _knows_rest(layer, goal, count)
+    needs_all = goal.kind == TOP_P and not goal.is_exact
     count[QUEUED] = 0
     for each in range(len(above)):
         if above[each] == -np.inf:
@@ -237,11 +214,9 @@ def _sort(log_prob, word, bits):
 
 
 @compiled
-def _num_reaching(goal, log_prob, totals, shift):
-    """How many words, most probable first, reach the share of each of two totals.
-
-    `shift` is the logarithm of what weights are relative to.
-    """
+def _num_reaching(goal, buffers, log_prob, totals):
+    """How many words, most probable first, reach the share of each of two totals."""
+    shift = 0.0 if goal.is_exact else goal.power * buffers.state[BEST]
     sizes, mass, weight = np.full(2, len(log_prob)), 0.0, np.empty(CHUNK)
     for first in range(0, len(log_prob), CHUNK):
         num = min(CHUNK, len(log_prob) - first)
@@ -278,9 +253,8 @@ def _find(layer, p, goal, buffers, bits, log_prob, word):
     state[THRESHOLD] = state[BEST] = -math.inf
     state[EDGE], state[TARGET] = NUM_BINS, math.inf
     count[QUEUED] = 1
-    is_exact = _is_exact(layer, goal)
-    is_loose = goal.kind == TOP_P and not is_exact
-    if goal.kind == TOP_P and is_exact:
+    is_loose = goal.kind == TOP_P and not goal.is_exact
+    if goal.kind == TOP_P and goal.is_exact:
         state[TARGET] = goal.share * (1 + 1e-5)  # more than rounding changes the sum of all
         if state[TARGET] < 1:  # words with less than the mean of what is left out are not needed
             state[THRESHOLD] = math.log((1 - state[TARGET]) / (len(word) - 1))
@@ -320,11 +294,10 @@ def _find(layer, p, goal, buffers, bits, log_prob, word):
         if goal.kind == MIN_P:
             cut = goal.power * found[0] + math.log(goal.share)
             return np.searchsorted(-goal.power * found, -cut, side="right")
-        totals, shift = (1.0, 1.0), 0.0
-        if is_loose:
-            high, shift = state[MASS] + _rest(layer, goal, buffers), goal.power * state[BEST]
-            totals = (high, high if _knows_rest(layer, goal, count) else state[MASS])
-        sizes = _num_reaching(goal, found, totals, shift)
+        totals = (1.0, 1.0)
+        if not goal.is_exact:
+            totals = (state[MASS] + _rest(layer, goal, buffers), state[MASS])
+        sizes = _num_reaching(goal, buffers, found, totals)
         if sizes[0] == sizes[1] or count[QUEUED] == 0:
             return sizes[0]
         least = count[OPENED] + 1 + count[OPENED] // 4
@@ -359,7 +332,7 @@ def search(layer, goal, bits, widest, log_prob, word, size):
         np.empty(goal.k),
         np.empty(NUM_BINS),
         np.empty(6),
-        np.empty(5, np.int64),
+        np.empty(4, np.int64),
     )
     opened = 0
     for p in range(len(size)):
