@@ -31,6 +31,8 @@ class NodeReport:
     """A node of the tree."""
 
     node: int
+    parent: int | None
+    """The node that it is a child of; None for the root."""
     level: int
     """Number of ancestors."""
     children: int
@@ -75,8 +77,8 @@ def tree_report(
         >>> report = tree_report(tree, torch.tensor([5, 3, 1, 1]))
         >>> report.visits_per_token, report.columns_per_token
         (1.7, 3.4)
-        >>> [(node.level, node.top_words) for node in report.nodes]
-        [(0, (0, 1, 2, 3)), (1, (1, 2, 3)), (2, (2, 3))]
+        >>> [(node.node, node.parent, node.top_words) for node in report.nodes]
+        [(0, None, (0, 1, 2, 3)), (1, 0, (1, 2, 3)), (2, 1, (2, 3))]
     """
     tree = tree.copy().to("cpu")
     of_node = visits_of_nodes(tree, counts) / counts.sum()
@@ -87,6 +89,7 @@ def tree_report(
     nodes = tuple(
         NodeReport(
             node=node,
+            parent=int(tree.node_of_row[tree.row_of_node[node]]) if node else None,
             level=int(tree.level[node]),
             children=int(tree.num_children[node]),
             words=int(tree.num_words_below[node]),

@@ -32,6 +32,8 @@ def test_figures_are_sums_over_the_paths_of_tokens(shape: str) -> None:
     for node in report.nodes:
         below = [word for word in range(23) if node.node in paths[word]]
         assert node.words == len(below)
+        above = paths[below[0]][: node.level]
+        assert node.parent == (above[-1] if above else None)
         assert node.token_mass == pytest.approx(float(share[below].sum()))
         assert node.top_words == tuple(sorted(below, reverse=True)[:2])
     assert top_words_below(tree, counts, [0], 23) == [tuple(reversed(range(23)))]
