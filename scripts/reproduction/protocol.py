@@ -30,6 +30,7 @@ class Method:
 
     options: list[str]
     space: dict[str, dict[str, Any]] = field(default_factory=dict)
+    trials: list[int] | None = None  # fewer than those of others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +70,11 @@ class Protocol:
     def trials(self, results: Path) -> Iterator[Run]:
         """All trials, the first one of every method first."""
         for trial in range(self.num_trials):
-            for method in self.methods:
-                options = self.options(method, trial, "trial")
-                row = f"{method}-trial{trial}"
-                yield Run(results.name, row, 1, self.config, tuple(options), results.parent)
+            for method, each in self.methods.items():
+                if each.trials is None or trial in each.trials:
+                    options = self.options(method, trial, "trial")
+                    row = f"{method}-trial{trial}"
+                    yield Run(results.name, row, 1, self.config, tuple(options), results.parent)
 
     def finals(self, results: Path) -> Iterator[Run]:
         """The final runs of the methods whose trials are complete, seed by seed."""
@@ -85,9 +87,11 @@ class Protocol:
 
     def chosen(self, method: str, results: Path) -> int | None:
         """The trial of the lowest validation perplexity; None while trials are missing."""
-        found = [log_of(run) for run in self.trials(results) if run.row.startswith(f"{method}-")]
-        lowest = [log["valid_perplexity"] for log in found if log is not None]
-        return lowest.index(min(lowest)) if len(lowest) == len(found) else None
+        runs = [run for run in self.trials(results) if run.row.startswith(f"{method}-")]
+        lowest = {run: log["valid_perplexity"] for run in runs if (log := log_of(run)) is not None}
+        if len(lowest) < len(runs):
+            return None
+        return int(min(lowest, key=lowest.__getitem__).row.removeprefix(f"{method}-trial"))
 
 
 def draw(space: Mapping[str, Mapping[str, Any]], seed: str) -> dict[str, Any]:
