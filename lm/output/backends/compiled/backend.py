@@ -21,9 +21,9 @@ from lm.output.backends.compiled.arrays import Array, as_array, own
 from lm.output.backends.compiled.division import bounds_of, divide
 from lm.output.backends.compiled.factors import Factors
 from lm.output.backends.reference.backend import (
+    SAVED_ELEMENTS,
     ReferenceBackend,
     Saved,
-    saves_errors,
     sorted_d_nll,
 )
 from lm.output.backends.reference.gradient_memory import zeros_except
@@ -60,12 +60,12 @@ class CompiledBackend(ReferenceBackend):
         return self._num_columns > FREE_COLUMNS
 
     def saves_errors(self, problem: Problem, *, row_wise: bool) -> bool:
-        """Also those of a full softmax up to 64 MB, where products of bf16 numbers are fast.
+        """Also those of a full softmax, as of other trees, where products of bf16 numbers are fast.
 
         There it takes half the time of computing the logits again in PyTorch's products.
         """
         if problem.depth == 1 and _multiplies_bf16(problem):
-            return saves_errors(1, problem.num_columns // 16, row_wise)
+            return problem.num_columns <= SAVED_ELEMENTS
         return super().saves_errors(problem, row_wise=row_wise)
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
