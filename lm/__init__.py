@@ -20,6 +20,7 @@ def load(
     path: str | Path,
     *,
     device: str | torch.device = "auto",
+    threads: int | None = None,
     vocabulary_size: int | None = None,
     open_vocabulary: bool = False,
 ) -> LoadedModel:
@@ -29,6 +30,9 @@ def load(
         path: folder of the run.
         device: where the model computes: `auto`, `cpu`, `cuda[:N]` or a device of torch; auto is
             the GPU if there is one where the model fits, else the CPU.
+        threads: number of CPU threads, of the whole process; None leaves that of torch. The
+            commands take that of the training, with which figures agree to the last digit. On a
+            computer that has other work, 1 is fastest.
         vocabulary_size: V, the number of words that exist, `<eos>` included and `<unk>` not: each
             of the V - (N - 1) words that the model of N words lacks has an equal share of
             P(`<unk>`). None: each has all of it, as V = N.
@@ -40,11 +44,18 @@ def load(
             model was trained with, there is no such device, V is less than N, V or an open
             vocabulary is asked of a model of pieces of words, or there is no speller.
     """
+    import sys
     from pathlib import Path
 
+    from lm.openmp import limit_spinning
+
+    if "torch" not in sys.modules:
+        limit_spinning()
+    from lm.device import set_num_threads
     from lm.loaded import LoadedModel
     from lm.run import Run
 
+    set_num_threads(threads)
     run = Run(Path(path), device=str(device))
     return LoadedModel(run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary)
 

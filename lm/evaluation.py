@@ -83,6 +83,7 @@ class Evaluation:
     def table(self, title: str) -> str:
         """The figures as lines of text below a title."""
         classes = f"{self.class_perplexity:.2f} × {self.within_class_perplexity:.2f}"
+        classes += ", unknown words as <unk>" * (self.spelling_nats is not None)
         per_word = f"{self.word_perplexity:.2f}, of {self.words:,} words + {self.lines:,} line ends"
         if self.utf8_bytes > MAX_WORD_BYTES * self.words:
             size = round(self.utf8_bytes / max(1, self.words))
@@ -106,12 +107,14 @@ class Evaluation:
             "negative log-likelihood": f"{self.nll_nats:.1f} nats",
             "perplexity": f"{self.perplexity:.2f}, {perplexity_rule(self.unit, spelled)}",
             "  without unknown words": f"{self.perplexity_excluding_oov:.2f}",
-            "  of classes × within classes": classes + ", unknown words as <unk>" * spelled,
+            "  of classes × within classes": classes,
             "  per word": per_word,
             "bits per byte": bits,
             "context": self.context,
             "line ends": self.eos_rule,
         }
+        if self.within_class_perplexity == 1:
+            del rows["  of classes × within classes"]  # there are none
         width = max(map(len, rows))
         return "\n".join([title, *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
 

@@ -198,7 +198,8 @@ class LoadedModel:
     def candidate_log_prob(self, prefix: Prefix, words: Sequence[Word]) -> Tensor:
         """Log-probabilities [K] of some next words, at the cost of their paths in the tree.
 
-        Words of several tokens cost a step for each token as well.
+        Words of several tokens, and phrases, cost a step for each token as well; all their tokens
+        come next, one after another.
         """
         words = _listed("words", words)
         state, (tokens, of_unknown) = self._state(prefix), self._tokens_of_all(words)

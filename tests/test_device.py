@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import lm
 from lm import device as module
 from lm.cli import main
 from lm.run import Run
@@ -86,6 +87,17 @@ def test_there_are_at_most_as_many_threads_as_processors(
     assert main(["evaluate", str(lstm_run), "--threads=1024"]) == 0
     assert counts == [2]
     assert "1024 threads on 2 processors: using 2" in caplog.messages
+
+
+def test_a_loaded_model_changes_the_number_of_threads_only_if_asked(
+    lstm_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    lm.load(lstm_run)
+    assert counts == []
+    lm.load(lstm_run, threads=1)
+    assert counts == [1]
 
 
 def test_freed_memory_is_kept_unless_the_user_has_set_malloc(

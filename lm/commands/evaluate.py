@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 from data_prep.errors import UserError
 from lm.commands.arguments import (
@@ -33,28 +34,34 @@ _BY_FREQUENCY: Options = {
     | {"help": "also the loss by frequency rank of tokens, <unk> and <eos> among them"},
     "--plot": PLOT | {"help": "draw it; with --by-frequency"},
 }
-OPTIONS = RUN | _TEXT | OPEN_VOCABULARY | ARPA | _BY_FREQUENCY | COMPUTING | NO_PROGRESS | JSON
+_COMPARE: Options = {
+    "--compare": {
+        "nargs": "+",
+        "default": [],
+        "metavar": "RUN",
+        "help": "other runs on the same text: differences in nats per token with 95 %% intervals",
+    },
+}
+OPTIONS = (
+    RUN | _TEXT | OPEN_VOCABULARY | ARPA | _BY_FREQUENCY | _COMPARE | COMPUTING | NO_PROGRESS | JSON
+)
 EXCLUSIVE = tuple(_TEXT)
 _log = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the figures, and write those of a split to `evaluate-<split>[-open].json`."""
-    if options.mixture is not None and options.arpa is None:
-        raise UserError("--mixture requires --arpa")
-    if options.arpa and options.open_vocabulary:
-        raise UserError("--arpa excludes --open-vocabulary: <unk> is one word for both")
-    if options.plot is not None and not options.by_frequency:
-        raise UserError("--plot requires --by-frequency")
-    if options.plot is not None:
-        check_picture(options.plot)
+    _check(options)
     from data_prep.corpus.lines import read_lines, read_text
     from data_prep.storage import write_json_atomically
     from lm.evaluation import encode_text, evaluate_split, evaluate_text, spelling_nats
+    from lm.scoring.comparison import check_comparable, compare
     from lm.scoring.frequency import draw_report, frequency_report
     from lm.scoring.mixture import Mixture, evaluate_mixture
 
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
+    others = [Run(Path(each), device=options.device) for each in options.compare]
+    check_comparable(run, others)
     settings = {"progress": not options.no_progress, "open_vocabulary": options.open_vocabulary}
     lines = [] if options.text is None else list(read_text(options.text))
     mixture = options.arpa and Mixture.open(run, Path(options.arpa), options.mixture)
@@ -64,8 +71,8 @@ def run(options: argparse.Namespace) -> None:
         result = evaluate_text(run, lines, **settings)
     values = result.to_dict()
     tables = [result.table(options.text or options.split)]
-    further = {}
-    if mixture or options.by_frequency:
+    further: dict[str, Any] = {}
+    if mixture or options.by_frequency or options.compare:
         is_split = options.text is None
         tokens = run.prepared.tokens(options.split) if is_split else encode_text(run, lines)[0]
     if mixture:
@@ -83,6 +90,10 @@ def run(options: argparse.Namespace) -> None:
         tables.append(report.table())
         if options.plot is not None:
             draw_report(report, f"{run.folder}: {options.text or options.split}", options.plot)
+    if others:
+        found = compare(run, others, tokens, by_frequency=options.by_frequency)
+        further["compared"] = [each.to_dict() for each in found]
+        tables += [each.table(report.target if options.by_frequency else None) for each in found]
     print(json.dumps(values | further) if options.json else "\n".join(tables))
     if options.text is None:
         suffix = "-open" if options.open_vocabulary else ""
@@ -91,3 +102,17 @@ def run(options: argparse.Namespace) -> None:
             write_json_atomically(path, values)
         except UserError as error:
             _log.warning("the figures are printed only: %s", error)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises UserError if options exclude each other."""
+    if options.mixture is not None and options.arpa is None:
+        raise UserError("--mixture requires --arpa")
+    if options.arpa and options.open_vocabulary:
+        raise UserError("--arpa excludes --open-vocabulary: <unk> is one word for both")
+    if options.compare and (options.arpa or options.open_vocabulary):
+        raise UserError("--compare excludes --arpa and --open-vocabulary")
+    if options.plot is not None and not options.by_frequency:
+        raise UserError("--plot requires --by-frequency")
+    if options.plot is not None:
+        check_picture(options.plot)

@@ -137,6 +137,8 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
         results = map(search, prompts)
     if streams:
         print(prompts[0], end="", flush=True)
+        if sys.stdout.isatty():
+            logging.getLogger("lm.output.backends.verify").addFilter(_on_a_new_line)
     for number, (prompt, found) in enumerate(zip(prompts, results, strict=True), 1):
         samples = found[: options.samples]
         if streams:
@@ -151,6 +153,12 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
             for text in texts:
                 is_separated = "\n" in text and len(prompts) * len(texts) > 1
                 print(text, *["---"] * is_separated, sep="\n", flush=True)
+
+
+def _on_a_new_line(_: logging.LogRecord) -> bool:
+    """Ends the line of a text that is being printed before a line is logged."""
+    print(flush=True)
+    return True
 
 
 def _report_unknown_words(tokenizer: "Tokenizer", prompts: list[str]) -> None:

@@ -25,6 +25,7 @@ def run(options: argparse.Namespace) -> None:
     if run.config.model.backbone == "transformer" and run.config.optim.optimizer == "sgd":
         _log.warning(_SGD_TRANSFORMER)
     # Imported after the configuration is known to be valid: torch takes seconds.
+    from lm.model.build import check_tree
     from lm.training.devices import check_devices
     from lm.training.loggers import check_wandb
     from lm.training.loop import train
@@ -34,6 +35,8 @@ def run(options: argparse.Namespace) -> None:
     check_wandb(run.config)
     check_devices(run)
     checkpoint = check_folder(run.config, options.resume)
+    if checkpoint is None:
+        check_tree(run.config.output)
     run.prepare(keep=checkpoint is not None, progress=progress)
     if train(run, resume=options.resume, progress=progress):
         print(run.folder)

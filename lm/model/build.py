@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -48,16 +49,20 @@ def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
     if output.tree == "multi_level":
         levels = torch.from_numpy(prepared.class_levels().astype("int64"))
         return ClassTree.from_levels(levels, prepared.shortlist, torch.tensor(prepared.counts()))
+    check_tree(output)
     tokenizer = prepared.tokenizer()
     words = [tokenizer.token(word) for word in range(vocab_size)]
     try:
         return ClassTree.from_file(output.tree, words)
-    except FileNotFoundError as error:
-        raise UserError(
-            f"output.tree: {output.tree} is neither a tree ({', '.join(TREES)}) nor a file"
-        ) from error
     except ValueError as error:
         raise UserError(f"output.tree: {error}") from error
+
+
+def check_tree(output: OutputConfig) -> None:
+    """Raises UserError if `output.tree` is neither the name of a tree nor a file."""
+    if output.tree not in TREES and not Path(output.tree).exists():
+        trees = ", ".join(TREES)
+        raise UserError(f"output.tree: {output.tree} is neither a tree ({trees}) nor a file")
 
 
 def build_input_tree(prepared: Prepared) -> ClassTree:

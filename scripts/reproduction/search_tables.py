@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lm.scoring.comparison import bootstrap_interval
 from scripts import markdown
 from scripts.reproduction.protocol import Log, Protocol, log_of
 
-BLOCK_LINES, NUM_SAMPLES = 50, 10_000
-"""Of the bootstrap over test lines."""
 NGRAM_LOG = "ngrams.json"
 """Log of the n-gram model, which no seed changes."""
 
@@ -101,26 +100,6 @@ def upper_bound(differences: Sequence[float]) -> float:
         return math.inf
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.fmean(differences) + float(t.ppf(0.95, len(differences) - 1)) * error
-
-
-def bootstrap_interval(
-    nats: NDArray[np.floating], other: NDArray[np.floating], tokens: NDArray[np.int64]
-) -> tuple[float, float]:
-    """The 95 % interval over texts of the difference in nats per token, ours less the other's.
-
-    Blocks of `BLOCK_LINES` lines are drawn with replacement; both models have the same blocks.
-
-    Args:
-        nats, other: [L], of each line.
-        tokens: [L], of each line.
-    """
-    starts = np.arange(0, len(tokens), BLOCK_LINES)
-    difference, sizes = (np.add.reduceat(each, starts) for each in (nats - other, tokens))
-    generator = np.random.default_rng(0)
-    drawn = generator.integers(len(starts), size=(NUM_SAMPLES, len(starts)))
-    means = difference[drawn].sum(1) / sizes[drawn].sum(1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
 
 
 def _trial_table(protocol: Protocol, trials: dict[str, list[Log]]) -> str:

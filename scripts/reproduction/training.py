@@ -16,6 +16,7 @@ from data_prep.errors import UserError
 from data_prep.storage import write_json_atomically
 from lm.evaluation import evaluate_split, perplexity
 from lm.run import Run as OpenedRun
+from lm.scoring.comparison import sums_of_lines
 from lm.scoring.frequency import divided_by_frequency
 from lm.scoring.mixture import token_log_probs
 from lm.scoring.ngram import NGramModel
@@ -94,13 +95,13 @@ def nats_of_ngrams(run: Run, runs: Path, order: int) -> dict[str, Any]:
 def _test_figures(
     opened: OpenedRun, tokens: NDArray[Any], nll: NDArray[np.float64]
 ) -> dict[str, Any]:
-    ends = np.flatnonzero(np.asarray(tokens) == opened.description.eos_id)
-    lines = np.add.reduceat(nll, np.concatenate([[0], ends[:-1] + 1]))
+    eos_id = opened.description.eos_id
+    line_tokens = sums_of_lines(np.ones(len(tokens)), tokens, eos_id)
     return {
         "tokens": len(tokens),
         "perplexity": perplexity(float(nll.sum()), len(tokens)),
-        "line_tokens": np.diff(ends, prepend=-1).tolist(),
-        "line_nats": [round(each, 4) for each in lines.tolist()],
+        "line_tokens": line_tokens.astype(int).tolist(),
+        "line_nats": [round(each, 4) for each in sums_of_lines(nll, tokens, eos_id).tolist()],
         "by_frequency": divided_by_frequency(opened.prepared, tokens, nll).to_dict(),
     }
 

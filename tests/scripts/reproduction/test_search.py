@@ -17,12 +17,7 @@ from scripts.reproduction import search
 from scripts.reproduction.figures import draw_frequencies
 from scripts.reproduction.protocol import PROTOCOL, PROTOCOLS, SEARCH, Protocol, draw, log_of
 from scripts.reproduction.runs import TOP, validations
-from scripts.reproduction.search_tables import (
-    NGRAM_LOG,
-    bootstrap_interval,
-    expected_lowest,
-    upper_bound,
-)
+from scripts.reproduction.search_tables import NGRAM_LOG, expected_lowest, upper_bound
 
 
 @pytest.mark.parametrize("path", PROTOCOLS.values(), ids=lambda path: path.stem)
@@ -69,17 +64,6 @@ def test_the_bound_is_exceeded_by_one_mean_in_twenty() -> None:
     share = np.mean([upper_bound(row.tolist()) < 0.3 for row in drawn])
     assert share == pytest.approx(0.05, abs=0.012)
     assert upper_bound([1.0]) == math.inf
-
-
-def test_the_interval_over_texts_has_the_width_of_its_blocks() -> None:
-    generator = np.random.default_rng(2)
-    tokens = generator.integers(5, 30, 4000)
-    other = tokens * 4.0
-    ours = other + 0.1 * tokens + np.repeat(generator.normal(0, 1, 80), 50) * tokens
-    low, high = bootstrap_interval(ours, other, tokens)
-    true = float((ours - other).sum() / tokens.sum())
-    assert low < true < high
-    assert (high - low) / 2 == pytest.approx(1.96 / math.sqrt(80), rel=0.25)
 
 
 def first_mean(tests: list[dict[str, Any]], which: str) -> float:

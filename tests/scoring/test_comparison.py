@@ -1,0 +1,73 @@
+"""Paired comparison of runs: figures of both evaluations, an interval that covers the truth."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lm.cli import main
+from lm.scoring.comparison import bootstrap_interval, sums_of_lines
+
+
+def test_differences_are_those_of_both_evaluations(
+    lstm_run: Path, transformer_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = []
+    for run, *others in ((lstm_run, transformer_run, lstm_run), (transformer_run,)):
+        options = ["--compare", *map(str, others)] if others else []
+        assert main(["evaluate", str(run), "--by-frequency", "--json", *options]) == 0
+        values.append(json.loads(capsys.readouterr().out))
+    ours, theirs = values
+    found, same = ours["compared"]
+    assert found["perplexity"] == pytest.approx(theirs["perplexity"], rel=1e-6)
+    difference = math.log(ours["perplexity"]) - math.log(theirs["perplexity"])
+    assert found["difference"] == pytest.approx(difference, abs=1e-6)
+    assert found["low"] <= found["difference"] <= found["high"]
+    assert (same["difference"], same["low"], same["high"]) == (0, 0, 0)
+    bins = theirs["by_frequency"]["target"]
+    assert [each["tokens"] for each in found["by_frequency"]] == [each["tokens"] for each in bins]
+    assert found["by_frequency"][0]["nll_nats"] == pytest.approx(bins[0]["nll_nats"])
+
+
+def test_the_table_has_the_differences_by_rank(
+    lstm_run: Path, transformer_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compared = ["evaluate", str(lstm_run), "--compare", str(transformer_run)]
+    assert main([*compared, "--split=valid"]) == 0
+    assert "rank" not in capsys.readouterr().out.partition("compared with ")[2]
+    assert main([*compared, "--by-frequency"]) == 0
+    assert "  rank 1 … 10  " in capsys.readouterr().out.partition("compared with ")[2]
+
+
+def test_runs_that_cannot_be_compared(
+    lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    compared = ["evaluate", lstm_run, "--compare"]
+    assert "no trained model here" in complaint(*compared, tmp_path / "absent")
+    assert "--compare excludes" in complaint(*compared, lstm_run, "--open-vocabulary")
+    other = tmp_path / "other"
+    shutil.copytree(lstm_run, other)
+    description = json.loads((other / "model.json").read_text())
+    description["tokenizer_sha256"] = "0" * 64
+    (other / "model.json").write_text(json.dumps(description))
+    assert "has another tokenizer than" in complaint(*compared, other)
+
+
+def test_lines_end_with_their_last_token() -> None:
+    tokens = np.array([3, 0, 0, 4, 5, 0])
+    assert sums_of_lines(np.arange(6.0), tokens, 0).tolist() == [1, 2, 12]
+
+
+def test_the_interval_over_texts_has_the_width_of_its_blocks() -> None:
+    generator = np.random.default_rng(2)
+    tokens = generator.integers(5, 30, 4000)
+    other = tokens * 4.0
+    ours = other + 0.1 * tokens + np.repeat(generator.normal(0, 1, 80), 50) * tokens
+    low, high = bootstrap_interval(ours, other, tokens)
+    true = float((ours - other).sum() / tokens.sum())
+    assert low < true < high
+    assert (high - low) / 2 == pytest.approx(1.96 / math.sqrt(80), rel=0.25)
