@@ -31,6 +31,8 @@ class Method:
     options: list[str]
     space: dict[str, dict[str, Any]] = field(default_factory=dict)
     trials: list[int] | None = None  # fewer than those of others
+    title: str = ""  # in README.md
+    speed: str = ""  # its name in training_speed.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,6 @@ class RunTable:
     open_vocabulary: bool = False
     published: str = "–"
     summary: dict[str, str | None] = field(default_factory=dict)
-    overview: list[str] = field(default_factory=list)
     vocabulary: dict[str, Any] = field(default_factory=dict)
 
     def runs(self, results: Path, rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[Run]:

@@ -132,13 +132,12 @@ def _point(protocol: Protocol, method: str, log: Log) -> str:
 def _final_table(protocol: Protocol, finals: dict[str, dict[int, Log]]) -> str:
     baseline, rows = finals.get(protocol.baseline, {}), []
     for method, logs in finals.items():
-        perplexity = {seed: log["test"]["perplexity"] for seed, log in logs.items()}
-        by_seed = ", ".join(f"{each:.2f}" for each in dict.fromkeys(perplexity.values()))
-        row = [method, f"{statistics.fmean(perplexity.values()):.2f}", by_seed]
+        perplexity = [log["test"]["perplexity"] for log in logs.values()]
+        by_seed = ", ".join(f"{each:.2f}" for each in dict.fromkeys(perplexity))
+        row = [method, f"{statistics.fmean(perplexity):.2f}", by_seed]
         paired = [seed for seed in logs if seed in baseline]
         compared = ["–"] * 4
-        if method != protocol.baseline and paired:
-            each = [perplexity[seed] - baseline[seed]["test"]["perplexity"] for seed in paired]
+        if each := differences(logs, baseline):
             bound = upper_bound(each)
             nats, other = (_mean_nats(group, paired) for group in (logs, baseline))
             line_tokens = np.array(logs[paired[0]]["test"]["line_tokens"])
@@ -156,6 +155,19 @@ def _final_table(protocol: Protocol, finals: dict[str, dict[int, Log]]) -> str:
     titles = ["difference", "95 % bound", "nats per token, 95 % over texts", "margin"]
     titles += ["parameters", "CPU minutes"]
     return markdown.table(["method", "test perplexity", "by seed", *titles], rows)
+
+
+def differences(logs: dict[int, Log], baseline: dict[int, Log]) -> list[float]:
+    """Those of the perplexity with each seed that both have; none of the baseline itself.
+
+    Example:
+        >>> log = lambda perplexity: {"test": {"perplexity": perplexity}}
+        >>> differences({1: log(3.0), 2: log(5.0)}, {1: log(4.0)})
+        [-1.0]
+    """
+    seeds = [seed for seed in logs if seed in baseline and logs is not baseline]
+    of_both = [[each[seed]["test"]["perplexity"] for each in (logs, baseline)] for seed in seeds]
+    return [ours - other for ours, other in of_both]
 
 
 def _mean_nats(logs: dict[int, Log], seeds: Sequence[int]) -> NDArray[np.float64]:

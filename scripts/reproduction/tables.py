@@ -10,9 +10,14 @@ from typing import Any
 import yaml
 
 from scripts import markdown
-from scripts.reproduction.protocol import PROTOCOLS, SEARCH, Protocol
+from scripts.reproduction.protocol import PROTOCOL, PROTOCOLS, SEARCH, Protocol
 from scripts.reproduction.runs import Run, RunTable, read_tables
-from scripts.reproduction.search_tables import search_tables
+from scripts.reproduction.search_tables import (
+    differences,
+    final_logs,
+    search_tables,
+    upper_bound,
+)
 
 Row = dict[str, Any]
 LOG_TABLES = Path(__file__).with_name("log_tables.yaml")
@@ -25,7 +30,12 @@ SUMMARY = {
     "relative tokens/s": "{ratio:.2f}",
 }
 OVERVIEW = {
-    name: SUMMARY[name] for name in ("output layer", "test perplexity", "relative tokens/s")
+    "output layer": "{title}",
+    "seeds": "{seeds}",
+    "test perplexity": "{perplexity:.1f}",
+    "difference": "{difference:+.1f}",
+    "95 % bound": "{bound:+.1f}",
+    "relative tokens/s": "{ratio:.2f}",
 }
 VOCABULARIES = {
     "N": "{words:,}",
@@ -46,9 +56,8 @@ def generate_tables(results: Path) -> dict[str, str]:
     for name, layout in yaml.safe_load(LOG_TABLES.read_text(encoding="utf-8")).items():
         generated[name] = table_of_log(results, **{"log": name, **layout})
     summary = [row for each in tables.values() for row in compare(each, each.summary, results)]
-    overview = [row for each in tables.values() for row in compare(each, each.overview, results)]
     generated["summary"] = markdown.table_of_rows(SUMMARY, summary)
-    generated["overview"] = markdown.table_of_rows(OVERVIEW, overview)
+    generated["overview"] = markdown.table_of_rows(OVERVIEW, overview(results))
     for corpus, path in PROTOCOLS.items():
         generated |= search_tables(Protocol.read(path), results / f"{SEARCH.name}{corpus}")
     generated["vocabularies"] = markdown.table_of_rows(VOCABULARIES, vocabularies(results))
@@ -148,6 +157,24 @@ def vocabularies(results: Path) -> list[Row]:
     (large,) = read_log(results, "ten_million", {"what": "steps 1 to 100", "table": "fp32"})
     speed = {"tokens_per_second_median": large["tokens_per_second"]}
     return [*found, {"words": 10_000_000, "text": "synthetic", **speed}]
+
+
+def overview(results: Path) -> list[Row]:
+    """The methods of the comparison on Penn Treebank that were tested."""
+    protocol = Protocol.read(PROTOCOL)
+    finals = final_logs(protocol, results / SEARCH.name)
+    found: list[Row] = []
+    for name, method in protocol.methods.items():
+        if logs := finals.get(name):
+            row: Row = {"title": method.title, "seeds": len(logs)}
+            row["perplexity"] = statistics.fmean(log["test"]["perplexity"] for log in logs.values())
+            if each := differences(logs, finals[protocol.baseline]):
+                row["difference"] = statistics.fmean(each)
+                row["bound"] = upper_bound(each) if len(each) > 1 else None
+            where = {"config": Path(protocol.config).name, "precision": "bf16-mixed"}
+            speeds = read_log(results, "training_speed", where | {"tree": method.speed})
+            found.append((speeds or [{}])[-1] | row)
+    return found
 
 
 def short(value: float) -> str:
