@@ -295,3 +295,11 @@ def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(
         assert main(["info", str(lstm_run), "--json"]) == 141
     monkeypatch.undo()
     assert capsys.readouterr().err == ""
+
+
+def test_a_mistyped_tree_is_reported_before_the_text_is_prepared(
+    tiny: Path, tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    folder = tmp_path / "run"
+    assert "neither a tree" in complaint("train", tiny, f"--run_dir={folder}", "--output.tree=oak")
+    assert not folder.exists()

@@ -379,3 +379,16 @@ def test_a_tokenizer_of_another_run_is_refused(
     (run / "tokenizer.json").write_text(text.replace('"lowercase": false', '"lowercase": true'))
     errors = complaint("evaluate", run, "--text", run / "config.yaml")
     assert errors == f"{run}: the tokenizer is not the one that the model was trained with"
+
+
+def test_a_full_softmax_has_no_classes_to_print(
+    lstm_run: Path,
+    train: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full = train(tmp_path, "--output.tree=full", "--train.max_steps=2")
+    for run, num_lines in ((lstm_run, 1), (full, 0)):
+        capsys.readouterr()
+        assert main(["evaluate", str(run)]) == 0
+        assert capsys.readouterr().out.count("within classes") == num_lines

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     from lm.evaluation import encode_text, evaluate_split, evaluate_text, spelling_nats
     from lm.scoring.comparison import check_comparable, compare
     from lm.scoring.frequency import draw_report, frequency_report
-    from lm.scoring.mixture import Mixture, evaluate_mixture
+    from lm.scoring.mixture import Mixture, evaluate_mixture, token_log_probs
 
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
     others = [Run(Path(each), device=options.device) for each in options.compare]
@@ -79,19 +79,21 @@ def run(options: argparse.Namespace) -> None:
         figures = evaluate_mixture(run, mixture, tokens)
         further["mixture"] = figures.to_dict()
         tables.append(figures.table(f"mixture: {mixture.describe(run)}"))
+    if options.by_frequency or others:
+        nll = -token_log_probs(run, tokens)
     if options.by_frequency:
         spelling = None
         if options.open_vocabulary:
             if options.text is None:
                 lines = list(read_lines(run.config.data, options.split))
             spelling = spelling_nats(run, lines)
-        report = frequency_report(run, tokens, spelling)
+        report = frequency_report(run, tokens, nll, spelling)
         further["by_frequency"] = report.to_dict()
         tables.append(report.table())
         if options.plot is not None:
             draw_report(report, f"{run.folder}: {options.text or options.split}", options.plot)
     if others:
-        found = compare(run, others, tokens, by_frequency=options.by_frequency)
+        found = compare(run, others, tokens, nll, by_frequency=options.by_frequency)
         further["compared"] = [each.to_dict() for each in found]
         tables += [each.table(report.target if options.by_frequency else None) for each in found]
     print(json.dumps(values | further) if options.json else "\n".join(tables))

@@ -4,7 +4,8 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -137,8 +138,19 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
         results = map(search, prompts)
     if streams:
         print(prompts[0], end="", flush=True)
-        if sys.stdout.isatty():
-            logging.getLogger("lm.output.backends.verify").addFilter(_on_a_new_line)
+    with _on_new_lines() if streams and sys.stdout.isatty() else nullcontext():
+        _print(options, run, prompts, results, streams=streams)
+
+
+def _print(
+    options: argparse.Namespace,
+    run: Run,
+    prompts: list[str],
+    results: "Iterable[list[Sample]]",
+    *,
+    streams: bool,
+) -> None:
+    """Print the continuations of each prompt."""
     for number, (prompt, found) in enumerate(zip(prompts, results, strict=True), 1):
         samples = found[: options.samples]
         if streams:
@@ -155,10 +167,20 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
                 print(text, *["---"] * is_separated, sep="\n", flush=True)
 
 
-def _on_a_new_line(_: logging.LogRecord) -> bool:
-    """Ends the line of a text that is being printed before a line is logged."""
-    print(flush=True)
-    return True
+@contextmanager
+def _on_new_lines() -> Iterator[None]:
+    """A line that is logged ends that of the text which is being printed to the terminal."""
+
+    def end_line(_: logging.LogRecord) -> bool:
+        print(flush=True)
+        return True
+
+    log = logging.getLogger("lm.output.backends.verify")
+    log.addFilter(end_line)
+    try:
+        yield
+    finally:
+        log.removeFilter(end_line)
 
 
 def _report_unknown_words(tokenizer: "Tokenizer", prompts: list[str]) -> None:

@@ -52,11 +52,23 @@ class Comparison:
 
 
 def compare(
-    run: Run, others: Sequence[Run], tokens: NDArray[Any], *, by_frequency: bool = False
+    run: Run,
+    others: Sequence[Run],
+    tokens: NDArray[Any],
+    ours: NDArray[np.float64],
+    *,
+    by_frequency: bool = False,
 ) -> list[Comparison]:
-    """Compare a run with others of the same tokenizer on a text of token ids [n]."""
+    """Compare a run with others of the same tokenizer on a text.
+
+    Args:
+        run: the run.
+        others: others, see `check_comparable`.
+        tokens: [n] ids.
+        ours: [n], nats of each token by the run.
+        by_frequency: whether losses of the others are divided by the rank of the predicted word.
+    """
     description = run.description
-    ours = -token_log_probs(run, tokens)
     sums = [
         sums_of_lines(each, tokens, description.eos_id) for each in (ours, np.ones(len(tokens)))
     ]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from lm.cli import main
 from lm.generation.text import encode_prompt
 from lm.model import reader
 from lm.model.language_model import LanguageModel
+from lm.output import HierarchicalSoftmax
 from lm.run import Run
 from lm.training.metrics import read_metrics
 
@@ -73,6 +75,30 @@ def test_tiny_model_memorises_a_short_text(song_run: Path) -> None:
     lines = read_metrics(song_run / "metrics.csv")
     assert lines[0].train_perplexity > 3
     assert lines[-1].train_perplexity < 1.5
+
+
+def test_a_line_that_is_logged_is_not_in_the_text(
+    lstm_run: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a terminal: compilation is announced while words are printed."""
+    command = (lstm_run, "--prompt=the cat", "--tokens=6")
+    text = printed(*command)
+    log, sample = logging.getLogger("lm.output.backends.verify"), HierarchicalSoftmax.sample
+    drawn: list[Tensor] = []
+
+    def logging_sample(layer: HierarchicalSoftmax, *arguments: Any, **options: Any) -> Tensor:
+        drawn.append(sample(layer, *arguments, **options))
+        if len(drawn) % 6 == 3:
+            log.warning("compiling")
+        return drawn[-1]
+
+    monkeypatch.setattr(HierarchicalSoftmax, "sample", logging_sample)
+    assert printed(*command) == text
+    monkeypatch.setattr("lm.commands.generate.sys.stdout.isatty", lambda: True)
+    broken = printed(*command)
+    assert broken.replace("\n", "") == text.replace("\n", "")
+    assert broken.count("\n") == text.count("\n") + 1
+    assert not log.filters
 
 
 def test_greedy_generation_reproduces_the_text(song_run: Path, printed: Printed) -> None:
