@@ -6,10 +6,22 @@ The letters and equations are those of the reference backend.
 import numpy as np
 
 from lm.output.backends.compiled.compilation import compiler
-from lm.output.backends.compiled.row_operations import add_scaled_row, paired_rows, scaled_row
-from lm.output.backends.compiled.tile_loops import TERMS, dots, softmaxes, sums
+from lm.output.backends.compiled.row_operations import (
+    LINE_BYTES,
+    add_scaled_row,
+    paired_rows,
+    scaled_row,
+)
+from lm.output.backends.compiled.tile_loops import (
+    STREAMED_BYTES,
+    TERMS,
+    dots,
+    softmaxes,
+    streamed_sums,
+    sums,
+)
 
-EMITTED = "8e7c0b59f1ce7827"
+EMITTED = "656336d65c91b05f"
 """See `compiler`."""
 VISITS = 16
 """Visits whose hidden vectors stay in the first cache while a node's rows are read."""
@@ -116,7 +128,7 @@ def forward(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_h
                 for j in range(0, n, TERMS):
                     starts = (address + j * size, weight_address + j * weight.strides[0])
                     terms, added = min(TERMS, n - j), level > 0 or j > 0
-                    sums(rows, weight, d_hidden, num, terms, starts, strides, to, added, False)
+                    sums(rows, weight, d_hidden, num, terms, starts, strides, to, added)
 
 
 @compiled
@@ -172,7 +184,6 @@ def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error
                         of_errors,
                         to,
                         added,
-                        False,
                     )
 
 
@@ -189,7 +200,9 @@ def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
     """
     size = hidden.itemsize
     step = TERMS if d_weight.itemsize == size else len(hidden)  # rounded once
-    is_large = d_weight.size * d_weight.itemsize > CACHE_BYTES
+    row_bytes = d_weight.shape[1] * d_weight.itemsize
+    is_large = len(d_weight) * row_bytes > CACHE_BYTES and d_weight.strides[0] == row_bytes
+    buffer = np.empty(max(STREAMED_BYTES, row_bytes + 2 * LINE_BYTES), np.uint8)
     for start, stop, row, n, offset, _ in nodes:
         first, num = max(row, begin), min(row + n, end) - max(row, begin)
         if num <= 0:
@@ -204,7 +217,10 @@ def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
                 hidden.ctypes.data + v * hidden.strides[0],
             )
             terms = min(step, stop - v)
-            sums(error, hidden, d_weight, num, terms, starts, strides, to, v > start, streamed)
+            if streamed:
+                streamed_sums(error, hidden, d_weight, num, terms, starts, strides, to[0], buffer)
+            else:
+                sums(error, hidden, d_weight, num, terms, starts, strides, to, v > start)
         _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset - row, n)
 
 
@@ -216,7 +232,9 @@ def backward_bf16(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
     """
     is_rounded = d_weight.itemsize == 2
     step = len(hidden) + 1 if is_rounded else 2 * TERMS
-    is_large = d_weight.size * d_weight.itemsize > CACHE_BYTES
+    row_bytes = d_weight.shape[1] * d_weight.itemsize
+    is_large = len(d_weight) * row_bytes > CACHE_BYTES and d_weight.strides[0] == row_bytes
+    buffer = np.empty(max(STREAMED_BYTES, row_bytes + 2 * LINE_BYTES), np.uint8)
     most_visits, most_rows = 0, 0
     for start, stop, row, n, _, _ in nodes:
         most_visits = max(most_visits, min(stop - start, step))
@@ -239,7 +257,10 @@ def backward_bf16(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
                 paired_rows(error, place, other, pair_place, num, d_nll[v + m], factor)
             starts = (pairs.ctypes.data, hidden.ctypes.data + v * hidden.strides[0])
             strides = (4, 2 * num, hidden.strides[0])
-            sums(pairs, hidden, d_weight, num, terms, starts, strides, to, v > start, streamed)
+            if streamed:
+                streamed_sums(pairs, hidden, d_weight, num, terms, starts, strides, to[0], buffer)
+            else:
+                sums(pairs, hidden, d_weight, num, terms, starts, strides, to, v > start)
         _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset - row, n)
 
 

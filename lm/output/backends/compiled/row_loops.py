@@ -16,7 +16,7 @@ from lm.output.backends.compiled.row_operations import (
 )
 from lm.output.backends.compiled.tile_loops import TERMS, sums
 
-EMITTED = "8e7c0b59f1ce7827"
+EMITTED = "656336d65c91b05f"
 """See `compiler`."""
 SGD, ADAGRAD, ADAM = range(3)
 """Rules of `update_rows`."""
@@ -123,13 +123,13 @@ def update_rows(rule, nodes, begin, end, error, hidden, formed, more, table, sta
             )
             if is_linear:
                 to = table.ctypes.data + j * table.strides[0], table.strides[0]
-                sums(error, few, table, num, stop - start, starts, strides, to, True, False)
+                sums(error, few, table, num, stop - start, starts, strides, to, True)
                 k = _update_more(k, j + num, rule, few, more, table, states, numbers)
                 continue
             at, row_stride = few.ctypes.data, few.strides[0]
             if place < 0:
                 to = at, row_stride
-                sums(error, few, few, num, stop - start, starts, strides, to, False, False)
+                sums(error, few, few, num, stop - start, starts, strides, to, False)
             else:
                 row_stride = formed.strides[0]
                 at = formed.ctypes.data + (place + j - row) * row_stride

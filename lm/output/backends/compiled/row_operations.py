@@ -3,11 +3,16 @@
 import math
 from typing import Any
 
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lm.output.backends.compiled.tiles import TILE, addresses, pair_of
+from lm.output.backends.compiled.tiles import AHEAD_BYTES, TILE, addresses, pair_of
 from lm.output.backends.compiled.vectors import INT, Vectors
+
+LINE_BYTES = 64
+"""A line of a cache."""
 
 
 @intrinsic
@@ -217,12 +222,50 @@ def _row_operation(source: Any, out: Any, factor: Any, *, added: bool) -> Any:
             value = emit.load(emit.pointer(start, source.dtype, index), source.dtype, mask)
             place = emit.pointer(to, out.dtype, index)
             if added:
+                ahead = builder.add(to, INT(AHEAD_BYTES))
+                emit.prefetch(emit.pointer(ahead, out.dtype, index))
                 value = emit.multiply_add(scale, value, emit.load(place, out.dtype, mask))
             else:
                 value = builder.fmul(scale, value)
             emit.store(value, place, out.dtype, mask)
 
         emit.row(num, [], step)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def stream(typing, source, to, num):
+    """Copy `num` bytes past the caches, which then do not read the memory at `to` first.
+
+    Both addresses have the same remainder of `LINE_BYTES`. The lines at both ends, which are not
+    copied as a whole, go through the caches.
+    """
+    integer = types.int64
+    signature = types.void(integer, integer, integer)
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        source, to, num = values
+        line = ir.VectorType(ir.IntType(8), LINE_BYTES)
+        once = builder.module.add_metadata([ir.IntType(32)(1)])
+
+        def pointer(address: Any, kind: Any) -> Any:
+            return builder.inttoptr(address, kind.as_pointer())
+
+        def copy(start: Any, num: Any) -> None:
+            ends = (pointer(builder.add(each, start), ir.IntType(8)) for each in (to, source))
+            cgutils.raw_memcpy(builder, *ends, num, 1)
+
+        head = builder.and_(builder.neg(to), INT(LINE_BYTES - 1))
+        head = builder.select(builder.icmp_signed("<", head, num), head, num)
+        end = builder.add(head, builder.and_(builder.sub(num, head), INT(-LINE_BYTES)))
+        copy(INT(0), head)
+        with cgutils.for_range_slice(builder, head, end, INT(LINE_BYTES), inc=True) as (at, _):
+            value = builder.load(pointer(builder.add(source, at), line), align=LINE_BYTES)
+            store = builder.store(value, pointer(builder.add(to, at), line), align=LINE_BYTES)
+            store.set_metadata("nontemporal", once)
+        copy(end, builder.sub(num, end))
         return context.get_dummy_value()
 
     return signature, generate

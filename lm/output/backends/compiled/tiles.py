@@ -21,7 +21,9 @@ TILE = (4, 4) if HAS_AVX512 else (4, 3)
 ROWS = 8
 """Rows that one hidden vector is multiplied with at a time."""
 AHEAD_BYTES = 12 << 10
-"""How far rows are read ahead for it."""
+"""How far rows are read ahead."""
+ADDED_AHEAD_BYTES = 128 << 10
+"""The same of rows that sums are added to: a loop comes back to some for each tile of columns."""
 
 
 def sum_dtype(dtype: Any) -> Any:
@@ -66,13 +68,12 @@ def dot_tile(typing, hidden, weight, num, starts, strides, out, last):
             addresses(builder, *place) for place in zip(starts, strides, TILE, last, strict=True)
         )
 
-        ahead = builder.mul(strides[1], INT(TILE[1]))
-
         def step(index: Any, sums: list[Any], mask: Any) -> None:
             a = [read.load(emit.pointer(x, hidden.dtype, index), hidden.dtype, mask) for x in h]
             for j, row in enumerate(w):
                 b = read.load(emit.pointer(row, weight.dtype, index), weight.dtype, mask)
-                emit.prefetch(emit.pointer(builder.add(row, ahead), weight.dtype, index))
+                ahead = builder.add(row, INT(AHEAD_BYTES))
+                emit.prefetch(emit.pointer(ahead, weight.dtype, index))
                 for i in range(TILE[0]):
                     k = i * TILE[1] + j
                     sums[k] = multiply(a[i], b, sums[k])
@@ -128,7 +129,7 @@ def dot_rows(typing, hidden, weight, num, start, row, stride, out, last):
 
 
 @intrinsic
-def sum_tile(typing, factor, rows, out, num, starts, strides, to, last, left, added, streamed):
+def sum_tile(typing, factor, rows, out, num, starts, strides, to, last, left, added):
     """out[i, k] = Σ_n factor[i, n] · rows[n, k], or += it, for rows i and columns k of a tile.
 
     Factors in bf16 are in pairs, of an n and the next one; of an odd number, the last pair has a 0.
@@ -144,17 +145,14 @@ def sum_tile(typing, factor, rows, out, num, starts, strides, to, last, left, ad
         last: the last i there is in the tile.
         left: how many columns there are from the tile's first one on.
         added: whether sums are added to `out`, which then has their dtype.
-        streamed: whether `out` is too large for the caches, and sums are not added.
     """
     integer, flag, pair = types.int64, types.boolean, types.UniTuple(types.int64, 2)
     three = types.UniTuple(integer, 3)
-    signature = types.void(
-        factor, rows, out, integer, pair, three, pair, integer, integer, flag, flag
-    )
+    signature = types.void(factor, rows, out, integer, pair, three, pair, integer, integer, flag)
 
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
         emit = Vectors(context, builder, sum_dtype(factor.dtype))
-        num, starts, strides, to, last, left, added, streamed = values[3:]
+        num, starts, strides, to, last, left, added = values[3:]
         factor_start, row_start = pair_of(builder, starts)
         stride_i, stride_n, row_stride = (builder.extract_value(strides, i) for i in range(3))
         factors = addresses(builder, factor_start, stride_i, TILE[0], last)
@@ -163,13 +161,17 @@ def sum_tile(typing, factor, rows, out, num, starts, strides, to, last, left, ad
         is_bf16 = factor.dtype == types.uint16
         terms = (_Pairs if is_bf16 else _Terms)(context, builder, factor.dtype, rows.dtype)
 
-        def tile(left: Any = None, *, streamed: bool = False) -> None:
+        def tile(left: Any = None) -> None:
             masks = [left and emit.mask(builder.sub(left, offset)) for offset in offsets]
             places = [emit.pointer(row, out.dtype, offset) for row in outs for offset in offsets]
             variables = emit.variables([emit.zero] * len(places))
             with builder.if_then(added):
                 loaded = zip(places, masks * TILE[0], strict=True)
                 before = [emit.load(x, out.dtype, mask) for x, mask in loaded]
+                for row in outs:
+                    ahead = builder.add(row, INT(ADDED_AHEAD_BYTES))
+                    for offset in offsets:
+                        emit.prefetch(emit.pointer(ahead, out.dtype, offset))
                 emit.assign(variables, terms.as_summed(before))
             sums = [builder.load(variable) for variable in variables]
             read_masks = terms.masks(left)
@@ -184,22 +186,16 @@ def sum_tile(typing, factor, rows, out, num, starts, strides, to, last, left, ad
             if is_bf16 and out.dtype == types.uint16:
                 for i, row in enumerate(outs):
                     of_row = sums[i * TILE[1] : (i + 1) * TILE[1]]
-                    terms.store(of_row, row, read_masks, streamed=streamed)
+                    terms.store(of_row, row, read_masks)
                 return
             stored = zip(terms.in_order(sums), places, masks * TILE[0], strict=True)
             for value, place, mask in stored:
-                emit.store(value, place, out.dtype, mask, streamed=streamed)
+                emit.store(value, place, out.dtype, mask)
 
-        vector_bytes = emit.lanes * out.dtype.bitwidth // 8
-        rest = builder.and_(builder.or_(*pair_of(builder, to)), INT(vector_bytes - 1))
-        is_aligned = builder.icmp_signed("==", rest, INT(0))
         full = builder.icmp_signed(">=", left, INT(TILE[1] * emit.lanes))
         with builder.if_else(full) as (whole, partly):
-            with whole, builder.if_else(builder.and_(streamed, is_aligned)) as (past, through):
-                with past:
-                    tile(streamed=True)
-                with through:
-                    tile()
+            with whole:
+                tile()
             with partly:
                 tile(left)
         return context.get_dummy_value()
@@ -288,10 +284,10 @@ class _Pairs(_Terms):
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [half for a, b in pairs for half in self.emit.halves_merged(a, b)]
 
-    def store(self, sums: list[Any], row: Any, masks: list[Any], *, streamed: bool) -> None:
+    def store(self, sums: list[Any], row: Any, masks: list[Any]) -> None:
         """The sums of a row to memory, rounded to bf16."""
         pairs = zip(sums[::2], sums[1::2], masks, strict=True)
         for j, (a, b, mask) in enumerate(pairs):
             place = self.emit.pointer(row, types.uint16, INT(j * self.read.lanes))
             value = self.emit.rounded_halves(a, b)
-            self.read.store(value, place, types.uint16, mask, streamed=streamed)
+            self.read.store(value, place, types.uint16, mask)

@@ -77,39 +77,17 @@ class Vectors:
         name = f"llvm.masked.load.v{self.lanes}{short}.p0"
         return self._widened(self._call(name, stored, arguments), self.vector)
 
-    def store(
-        self, value: Any, pointer: Any, dtype: Any, mask: Any = None, *, streamed: bool = False
-    ) -> None:
-        """A vector to memory, rounded to the nearest number of `dtype`.
-
-        A streamed one goes past the caches, which then do not read the memory first; it is aligned
-        to its size, or one of bf16 numbers that are not rounded to half of it.
-        """
+    def store(self, value: Any, pointer: Any, dtype: Any, mask: Any = None) -> None:
+        """A vector to memory, rounded to the nearest number of `dtype`."""
         stored = ir.VectorType(_stored(dtype), self.lanes)
         value = self._narrowed(value, stored)
         pointer = self.builder.bitcast(pointer, stored.as_pointer())
         num_bytes, short = _size(stored.element)
-        if mask is None and streamed:
-            self._stream(value, pointer)
-        elif mask is None:
+        if mask is None:
             self.builder.store(value, pointer, align=num_bytes)
         else:
             name = f"llvm.masked.store.v{self.lanes}{short}.p0"
             self._call(name, ir.VoidType(), [value, pointer, ir.IntType(32)(num_bytes), mask])
-
-    def _stream(self, value: Any, pointer: Any) -> None:
-        """Store a vector of numbers past the caches; of more than 16 in bf16, half by half."""
-        num, whole = value.type.count, value.type.element
-        num_bytes = _size(whole)[0]
-        size = num // 2 if num == 2 * VECTOR_BYTES // 4 else num
-        once = self.builder.module.add_metadata([ir.IntType(32)(1)])
-        for start in range(0, num, size):
-            order = list(range(start, start + size))
-            part = value if size == num else self._shuffled(value, value, order)
-            place = self.builder.bitcast(pointer, part.type.as_pointer())
-            place = self.builder.gep(place, [INT(start // size)])
-            instruction = self.builder.store(part, place, align=num_bytes * size)
-            instruction.set_metadata("nontemporal", once)
 
     def store_numbers(self, numbers: Sequence[Any], pointer: Any, num: Any) -> None:
         """The first `num` of some numbers, or all of them, to memory; none of them is rounded."""
@@ -239,10 +217,13 @@ class Vectors:
         return self.builder.shuffle_vector(a, b, mask)
 
     def prefetch(self, pointer: Any) -> None:
-        """Bring memory into the caches before it is read; any address is allowed."""
+        """Bring memory into the second cache before it is read; any address is allowed.
+
+        To wait for the first cache would occupy its few places for what is missing.
+        """
         builder, number = self.builder, ir.IntType(32)
         arguments = [builder.bitcast(pointer, ir.IntType(8).as_pointer())]
-        self._call("llvm.prefetch.p0", ir.VoidType(), [*arguments, *map(number, (0, 3, 1))])
+        self._call("llvm.prefetch.p0", ir.VoidType(), [*arguments, *map(number, (0, 2, 1))])
 
     def exp(self, x: Any) -> Any:
         """Exp x for x ≤ 0, to about one rounding; 0 below `_LEAST_EXP`.
