@@ -18,7 +18,9 @@ from lm.run import Run
 from lm.scoring.frequency import FrequencyBin, divided_by_frequency
 from lm.scoring.mixture import token_log_probs
 
-BLOCK_LINES, NUM_SAMPLES = 50, 10_000
+BLOCK_LINES, LEAST_BLOCKS, NUM_SAMPLES = 50, 20, 10_000
+SAMPLED_NUMBERS = 1 << 22
+"""Numbers of blocks that are drawn at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +30,7 @@ class Comparison:
     other: str  # folder of the other run
     perplexity: float  # of the other run
     difference: float  # in nats per token, ours less the other's
-    low: float  # limits of its 95 % interval over texts
-    high: float
+    interval: tuple[float, float] | None  # its 95 % interval over texts, see `bootstrap_interval`
     by_frequency: list[FrequencyBin] | None  # losses of the other run, by the predicted word
 
     def to_dict(self) -> dict[str, Any]:
@@ -41,8 +42,11 @@ class Comparison:
         rows = {
             "perplexity of the other": f"{self.perplexity:.2f}",
             "difference": f"{self.difference:+.4f} nats/token",
-            "  95 % over texts": f"{self.low:+.4f} … {self.high:+.4f}",
+            "  95 % over texts": f"not known: fewer than {LEAST_BLOCKS} lines",
         }
+        if self.interval is not None:
+            low, high = self.interval
+            rows["  95 % over texts"] = f"{low:+.4f} … {high:+.4f}"
         for mine, other in zip(ours or (), self.by_frequency or (), strict=True):
             ranks = f"  rank {mine.first_rank:,} … {mine.last_rank:,}"
             rows[ranks] = f"{mine.mean_nats - other.mean_nats:+.4f}"
@@ -76,7 +80,6 @@ def compare(
     for other in others:
         theirs = -token_log_probs(other, tokens)
         lines = sums_of_lines(theirs, tokens, description.eos_id)
-        low, high = bootstrap_interval(sums[0], lines, sums[1])
         bins = None
         if by_frequency:
             bins = divided_by_frequency(run.prepared, tokens, theirs).target
@@ -85,8 +88,7 @@ def compare(
                 other=str(other.folder),
                 perplexity=perplexity(float(theirs.sum()), len(tokens)),
                 difference=float((ours - theirs).mean()),
-                low=low,
-                high=high,
+                interval=bootstrap_interval(sums[0], lines, sums[1]),
                 by_frequency=bins,
             )
         )
@@ -111,19 +113,28 @@ def sums_of_lines(
 
 def bootstrap_interval(
     nats: NDArray[np.floating], other: NDArray[np.floating], tokens: NDArray[np.number]
-) -> tuple[float, float]:
+) -> tuple[float, float] | None:
     """The 95 % interval over texts of the difference in nats per token, ours less the other's.
 
-    Blocks of `BLOCK_LINES` lines are drawn with replacement; both models have the same blocks.
+    Blocks of `BLOCK_LINES` lines, or fewer in a short text, are drawn with replacement; both models
+    have the same blocks.
 
     Args:
         nats, other: [L], of each line.
         tokens: [L], of each line.
+
+    Returns:
+        Its limits; None of a text that has fewer than `LEAST_BLOCKS` lines.
     """
-    starts = np.arange(0, len(tokens), BLOCK_LINES)
+    if len(tokens) < LEAST_BLOCKS:
+        return None
+    starts = np.arange(0, len(tokens), min(BLOCK_LINES, len(tokens) // LEAST_BLOCKS))
     difference, sizes = (np.add.reduceat(each, starts) for each in (nats - other, tokens))
-    generator = np.random.default_rng(0)
-    drawn = generator.integers(len(starts), size=(NUM_SAMPLES, len(starts)))
-    means = difference[drawn].sum(1) / sizes[drawn].sum(1)
-    low, high = np.quantile(means, [0.025, 0.975])
+    generator, means = np.random.default_rng(0), np.empty(NUM_SAMPLES)
+    step = max(1, SAMPLED_NUMBERS // len(starts))
+    for first in range(0, NUM_SAMPLES, step):
+        part = means[first : first + step]
+        drawn = generator.integers(len(starts), size=(len(part), len(starts)))
+        part[:] = difference[drawn].sum(1) / sizes[drawn].sum(1)
+    low, high = np.quantile(means, [0.025, 0.975]) + 0.0  # no -0.0
     return float(low), float(high)

@@ -141,9 +141,10 @@ def _final_table(protocol: Protocol, finals: dict[str, dict[int, Log]]) -> str:
             bound = upper_bound(each)
             nats, other = (_mean_nats(group, paired) for group in (logs, baseline))
             line_tokens = np.array(logs[paired[0]]["test"]["line_tokens"])
-            low, high = bootstrap_interval(nats, other, line_tokens)
+            interval = bootstrap_interval(nats, other, line_tokens)
             compared = [
-                *(f"{statistics.fmean(each):+.2f}", f"{bound:+.2f}", f"{low:+.4f} … {high:+.4f}"),
+                *(f"{statistics.fmean(each):+.2f}", f"{bound:+.2f}"),
+                " … ".join(f"{limit:+.4f}" for limit in interval or ()) or "–",
                 "not inferior" if bound < protocol.margin else "not shown",
             ]
         minutes = [log["cpu_seconds"] / 60 for log in logs.values() if log.get("cpu_seconds")]

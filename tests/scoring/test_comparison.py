@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lm.cli import main
+from lm.scoring import comparison
 from lm.scoring.comparison import bootstrap_interval, sums_of_lines
 
 
@@ -26,8 +27,9 @@ def test_differences_are_those_of_both_evaluations(
     assert found["perplexity"] == pytest.approx(theirs["perplexity"], rel=1e-6)
     difference = math.log(ours["perplexity"]) - math.log(theirs["perplexity"])
     assert found["difference"] == pytest.approx(difference, abs=1e-6)
-    assert found["low"] <= found["difference"] <= found["high"]
-    assert (same["difference"], same["low"], same["high"]) == (0, 0, 0)
+    low, high = found["interval"]
+    assert low <= found["difference"] <= high
+    assert (same["difference"], same["interval"]) == (0, [0, 0])
     bins = theirs["by_frequency"]["target"]
     assert [each["tokens"] for each in found["by_frequency"]] == [each["tokens"] for each in bins]
     assert found["by_frequency"][0]["nll_nats"] == pytest.approx(bins[0]["nll_nats"])
@@ -62,12 +64,40 @@ def test_lines_end_with_their_last_token() -> None:
     assert sums_of_lines(np.arange(6.0), tokens, 0).tolist() == [1, 2, 12]
 
 
+def test_a_text_of_few_lines_has_no_interval(
+    lstm_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text"
+    for num_lines, interval in ((19, "not known: fewer than 20 lines"), (20, "+0.0000 … +0.0000")):
+        text.write_text("it was\n" * num_lines)
+        options = ["--text", str(text), "--compare", str(lstm_run)]
+        assert main(["evaluate", str(lstm_run), *options]) == 0
+        assert interval in capsys.readouterr().out
+
+
+def test_a_short_text_has_smaller_blocks() -> None:
+    tokens, zeros = np.ones(60), np.zeros(60)
+    low, high = bootstrap_interval(np.arange(60.0), zeros, tokens) or (0, 0)
+    assert (high - low) / 2 == pytest.approx(1.96 * 60 / math.sqrt(12 * 20), rel=0.1)
+
+
+def test_the_interval_does_not_depend_on_how_many_numbers_are_drawn_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nats, tokens = np.random.default_rng(1).normal(size=(2, 2000))
+    at_once = bootstrap_interval(nats, 0 * nats, tokens**2)
+    monkeypatch.setattr(comparison, "SAMPLED_NUMBERS", 1234)
+    assert bootstrap_interval(nats, 0 * nats, tokens**2) == at_once
+
+
 def test_the_interval_over_texts_has_the_width_of_its_blocks() -> None:
     generator = np.random.default_rng(2)
     tokens = generator.integers(5, 30, 4000)
     other = tokens * 4.0
     ours = other + 0.1 * tokens + np.repeat(generator.normal(0, 1, 80), 50) * tokens
-    low, high = bootstrap_interval(ours, other, tokens)
+    interval = bootstrap_interval(ours, other, tokens)
+    assert interval is not None
+    low, high = interval
     true = float((ours - other).sum() / tokens.sum())
     assert low < true < high
     assert (high - low) / 2 == pytest.approx(1.96 / math.sqrt(80), rel=0.25)
