@@ -171,6 +171,9 @@ def test_the_end_of_a_training_run_names_its_model_and_the_next_command(
     assert capsys.readouterr().out == f"{run}\n"
     steps = [re.sub(":.*", "", line) for line in caplog.messages if line.startswith("step ")]
     assert steps == ["step 1 of 6", "step 6 of 6"]  # the others follow within 30 seconds
+    peak = re.fullmatch(r"most memory of the process: ([\d,]+) MB", caplog.messages[-3])
+    assert peak
+    assert 100 < int(peak[1].replace(",", "")) < 10_000
     assert caplog.messages[-2:] == [
         f"{run} has the model of step 6: no validation split",
         f"next: lm evaluate {run} --split train",

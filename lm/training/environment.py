@@ -10,7 +10,7 @@ import torch
 
 import lm
 
-CPUINFO = Path("/proc/cpuinfo")
+CPUINFO, STATUS = Path("/proc/cpuinfo"), Path("/proc/self/status")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """Instruction sets that decide how fast matrices are multiplied, and whether bf16 pays."""
 
@@ -29,6 +29,18 @@ def describe_environment() -> dict[str, str | int | None]:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def peak_memory() -> str | None:
+    """The most memory that this process has held, and its tensors on a GPU; None if not known."""
+    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    if "VmHWM" not in fields:
+        return None
+    text = f"{int(fields['VmHWM'].split()[0]) * 1024 / 1e6:,.0f} MB"
+    if torch.cuda.is_available() and (of_gpu := torch.cuda.max_memory_allocated()):
+        text += f", {of_gpu / 1e6:,.0f} MB on the GPU"
+    return text
 
 
 def processor_name() -> str:

@@ -23,6 +23,7 @@ from lm.training.batches import Batches, training_batches
 from lm.training.checkpoint import load_checkpoint
 from lm.training.clock import Progress
 from lm.training.devices import build_fabric, launched, reporting_lost_processes
+from lm.training.environment import peak_memory
 from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
 from lm.training.metrics import draw_curves
@@ -92,6 +93,8 @@ def train(
                 finally:
                     for logger in loggers:
                         logger.close()
+            if is_main and (peak := peak_memory()):
+                _log.info("most memory of the process: %s", peak)
         elif checkpoint.resolve().parent.parent == folder.resolve():
             _log.info("%s: training is already complete", folder)
         else:
