@@ -188,6 +188,15 @@ def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error
 
 
 @compiled
+def _buffer(d_weight):
+    """For `streamed_sums`; empty of a small gradient, or one whose rows have gaps between them."""
+    row_bytes = d_weight.shape[1] * d_weight.itemsize
+    is_large = len(d_weight) * row_bytes > CACHE_BYTES and d_weight.strides[0] == row_bytes
+    num_bytes = max(STREAMED_BYTES, row_bytes + 2 * LINE_BYTES)
+    return np.empty(num_bytes if is_large else 0, np.uint8)
+
+
+@compiled
 def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
     """(6) of the rows from `begin` to `end`.
 
@@ -200,14 +209,12 @@ def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
     """
     size = hidden.itemsize
     step = TERMS if d_weight.itemsize == size else len(hidden)  # rounded once
-    row_bytes = d_weight.shape[1] * d_weight.itemsize
-    is_large = len(d_weight) * row_bytes > CACHE_BYTES and d_weight.strides[0] == row_bytes
-    buffer = np.empty(max(STREAMED_BYTES, row_bytes + 2 * LINE_BYTES), np.uint8)
+    buffer = _buffer(d_weight)
     for start, stop, row, n, offset, _ in nodes:
         first, num = max(row, begin), min(row + n, end) - max(row, begin)
         if num <= 0:
             continue
-        streamed = is_large and stop - start <= step
+        streamed = len(buffer) > 0 and stop - start <= step
         to = (d_weight.ctypes.data + first * d_weight.strides[0], d_weight.strides[0])
         strides = (size, n * size, hidden.strides[0])
         for v in range(start, stop if d_weight.size > 0 else start, step):
@@ -232,9 +239,7 @@ def backward_bf16(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
     """
     is_rounded = d_weight.itemsize == 2
     step = len(hidden) + 1 if is_rounded else 2 * TERMS
-    row_bytes = d_weight.shape[1] * d_weight.itemsize
-    is_large = len(d_weight) * row_bytes > CACHE_BYTES and d_weight.strides[0] == row_bytes
-    buffer = np.empty(max(STREAMED_BYTES, row_bytes + 2 * LINE_BYTES), np.uint8)
+    buffer = _buffer(d_weight)
     most_visits, most_rows = 0, 0
     for start, stop, row, n, _, _ in nodes:
         most_visits = max(most_visits, min(stop - start, step))
@@ -244,7 +249,7 @@ def backward_bf16(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
         first, num = max(row, begin), min(row + n, end) - max(row, begin)
         if num <= 0:
             continue
-        streamed = is_large and stop - start <= step
+        streamed = len(buffer) > 0 and stop - start <= step
         to = (d_weight.ctypes.data + first * d_weight.strides[0], d_weight.strides[0])
         for v in range(start, stop if d_weight.size > 0 else start, step):
             terms = min(step, stop - v)
