@@ -48,7 +48,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.device import available_bytes
+from lm.device import available_bytes, keep_freed_memory
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import base, choose_backend
 from lm.output.backends.triton.backend import TIMING_ONLY, failures
@@ -383,6 +383,7 @@ def main() -> None:
     options = parse_options()
     if options.threads:
         torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as in training
     torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
     clock: Clock = measure.cold_clock() if options.device.type == "cuda" else measure.cpu_clock
     peak = measure.best_rates(clock, options.device, measure.DTYPES[options.dtype])

@@ -11,6 +11,7 @@ best left to PyTorch) and shards to the reference backend.
 """
 
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -156,7 +157,7 @@ class CompiledBackend(ReferenceBackend):
         d_weight, d_bias = weight.new_empty(0, weight.shape[1]), d_nll.new_empty(0)
         if needs.weight:
             first, num = torch.from_numpy(nodes[:, 2:4]).unbind(1)
-            d_weight = zeros_except(first, num, weight)
+            d_weight = zeros_except(first, num, weight, partial(_zero_between, nodes))
         if bias is not None and needs.bias:
             d_bias = d_nll.new_zeros(bias.shape)
         _form(problem, saved, d_nll, nodes, d_weight, d_bias)
@@ -165,6 +166,15 @@ class CompiledBackend(ReferenceBackend):
             d_weight if needs.weight else None,
             d_bias.to(bias.dtype) if bias is not None and needs.bias else None,
         )
+
+
+def _zero_between(nodes: Array, out: Tensor, *_: Tensor) -> None:
+    """See `zeros_except`."""
+    from lm.output.backends.compiled import node_loops
+
+    num_threads = torch.get_num_threads()
+    bounds = [len(out) * i // num_threads for i in range(num_threads + 1)]
+    divide(bounds, node_loops.zero_between, nodes, own(out))
 
 
 def _form(

@@ -11,6 +11,7 @@ from lm.output.backends.compiled.row_operations import (
     add_scaled_row,
     paired_rows,
     scaled_row,
+    stream,
 )
 from lm.output.backends.compiled.tile_loops import (
     STREAMED_BYTES,
@@ -188,12 +189,37 @@ def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error
 
 
 @compiled
-def _buffer(d_weight):
-    """For `streamed_sums`; empty of a small gradient, or one whose rows have gaps between them."""
+def _is_streamed(d_weight):
+    """Whether a gradient is written past the caches: a large one without gaps between its rows."""
     row_bytes = d_weight.shape[1] * d_weight.itemsize
-    is_large = len(d_weight) * row_bytes > CACHE_BYTES and d_weight.strides[0] == row_bytes
-    num_bytes = max(STREAMED_BYTES, row_bytes + 2 * LINE_BYTES)
-    return np.empty(num_bytes if is_large else 0, np.uint8)
+    return len(d_weight) * row_bytes > CACHE_BYTES and d_weight.strides[0] == row_bytes
+
+
+@compiled
+def _buffer(d_weight):
+    """For `streamed_sums`; empty if the gradient is not streamed."""
+    num_bytes = max(STREAMED_BYTES, d_weight.shape[1] * d_weight.itemsize + 2 * LINE_BYTES)
+    return np.empty(num_bytes if _is_streamed(d_weight) else 0, np.uint8)
+
+
+@compiled
+def zero_between(nodes, begin, end, out):
+    """Zeros in the rows of `out` [R, W] from `begin` to `end` that belong to no node.
+
+    `out` is a gradient without gaps between its rows.
+    """
+    row_bytes, before = out.shape[1] * out.itemsize, 0
+    zeros = np.zeros(STREAMED_BYTES + LINE_BYTES if _is_streamed(out) else 0, np.uint8)
+    for i in range(len(nodes) + 1):
+        first, num = (nodes[i, 2], nodes[i, 3]) if i < len(nodes) else (len(out), 0)
+        start, stop, before = max(before, begin), min(first, end), first + num
+        if len(zeros) == 0:
+            out[start:stop] = 0
+            continue
+        to, num_bytes = out.ctypes.data + start * row_bytes, (stop - start) * row_bytes
+        here = zeros.ctypes.data + (to - zeros.ctypes.data) % LINE_BYTES
+        for j in range(0, num_bytes, STREAMED_BYTES):
+            stream(here, to + j, min(STREAMED_BYTES, num_bytes - j))
 
 
 @compiled

@@ -9,6 +9,7 @@ which only the rows in between are zeroed.
 import ctypes
 import mmap
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,15 +32,35 @@ _free: list[mmap.mmap] = []
 """Memory of a gradient that no longer exists, one at most."""
 
 
-def zeros_except(first: Tensor, num: Tensor, like: Tensor) -> Tensor:
+def zero_between(out: Tensor, first: Tensor, num: Tensor) -> None:
+    """Set the rows of `out` [R, …] to zero that `zeros_except` is not to leave to its caller."""
+    begin = torch.cat([first.new_zeros(1), first + num])
+    end = torch.cat([first, first.new_full((1,), len(out))])
+    is_gap = begin < end
+    if int(is_gap.sum()) * ROWS_PER_CALL > len(out):  # many small gaps, as of a deep, narrow tree
+        out.zero_()
+        return
+    for rows in zip(begin[is_gap].tolist(), end[is_gap].tolist(), strict=True):
+        out[slice(*rows)] = 0
+
+
+def zeros_except(
+    first: Tensor,
+    num: Tensor,
+    like: Tensor,
+    zero_between: Callable[[Tensor, Tensor, Tensor], None] = zero_between,
+) -> Tensor:
     """A gradient like `like` [R, …] that is zero outside of the rows that the caller fills in.
 
     These are `num` [n] rows from `first` [n] on, intervals that are ascending and disjoint. The
     gradient is no view, whose base would be a second owner: autograd adds others to it in place.
+    `zero_between` is called with it, `first` and `num` if its memory may have other numbers.
     """
     num_bytes, dtype = like.numel() * like.element_size(), like.dtype
     if like.device.type != "cpu" or num_bytes < LARGE_BYTES:
-        return _zero_between(torch.empty(like.shape, dtype=dtype, device=like.device), first, num)
+        out = torch.empty(like.shape, dtype=dtype, device=like.device)
+        zero_between(out, first, num)
+        return out
     share = int(num.sum()) / like.shape[0]
     if is_mapped(num_bytes, share):
         fresh = mmap.mmap(-1, num_bytes, **_MAPPING)
@@ -54,7 +75,9 @@ def zeros_except(first: Tensor, num: Tensor, like: Tensor) -> Tensor:
     lease = (ctypes.c_char * num_bytes).from_buffer(memory)
     weakref.finalize(lease, _give_back, memory).atexit = False
     out = torch.frombuffer(lease, dtype=dtype).resize_(like.shape)
-    return _zero_between(out, first, num) if is_used else out
+    if is_used:
+        zero_between(out, first, num)
+    return out
 
 
 def is_mapped(num_bytes: float, share: float) -> bool:
@@ -70,14 +93,3 @@ def release() -> None:
 
 def _give_back(memory: mmap.mmap) -> None:
     _free[:] = [memory]
-
-
-def _zero_between(out: Tensor, first: Tensor, num: Tensor) -> Tensor:
-    begin = torch.cat([first.new_zeros(1), first + num])
-    end = torch.cat([first, first.new_full((1,), len(out))])
-    is_gap = begin < end
-    if int(is_gap.sum()) * ROWS_PER_CALL > len(out):  # many small gaps, as of a deep, narrow tree
-        return out.zero_()
-    for rows in zip(begin[is_gap].tolist(), end[is_gap].tolist(), strict=True):
-        out[slice(*rows)] = 0
-    return out

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.compiled import backend as compiled
+from lm.output.backends.compiled import node_loops
 from lm.output.backends.reference import backend as reference
 from lm.output.backends.reference import gradient_memory as memory
 
@@ -60,6 +61,41 @@ def test_a_gradient_in_reused_memory_is_zero_where_nothing_was_written(
     assert fresh.data_ptr() != place
     torch.testing.assert_close(fresh, dense_gradient(hidden, weight, seldom, tree))
     assert len(memory._free) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_zeros_of_a_large_gradient_are_written_past_the_caches(
+    dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the compiled backend, in rows that are no multiple of a line of a cache."""
+    monkeypatch.setattr(memory, "_free", [])
+    tree = ClassTree.two_level(torch.arange(40_000) // 173)
+    weight = torch.randn(tree.num_rows, 77, dtype=dtype).requires_grad_()
+    assert weight.numel() * weight.element_size() > node_loops.CACHE_BYTES
+    hidden = torch.randn(120, 77, dtype=dtype)
+
+    def gradient(target: Tensor, backend: Any) -> Tensor:
+        nll = hierarchical_cross_entropy(hidden, weight, target, tree, backend=backend)
+        return torch.autograd.grad(nll, weight)[0]
+
+    words, before = torch.arange(120), torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        first = gradient(words * 333, "compiled")
+        place = first.data_ptr()
+        first.fill_(torch.nan)
+        del first
+        for target in (39_999 - words * 200, words * 200, words * 331 + 400):
+            found = gradient(target, "compiled")
+            assert found.data_ptr() == place
+            is_zero = gradient(target, "reference") == 0
+            torch.testing.assert_close(found == 0, is_zero)
+            assert bool(is_zero.any())
+            found.fill_(torch.nan)
+            del found
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made(
