@@ -41,6 +41,20 @@ _COUNTED = ("tokens", "words", "lines", "utf8_bytes", "oov")
 WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out")
 
 
+def as_json(figures: Any) -> dict[str, Any]:
+    """The fields of a dataclass for JSON, which has no infinity and no NaN: these are None."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    found: dict[str, Any] = finite(asdict(figures))
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextCounts:
     """What is counted in the original text, before it is cut into tokens."""
@@ -74,11 +88,8 @@ class Evaluation:
     # of what is derived from it, but not of the two class figures; None: they are one word `<unk>`
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures for JSON, which has no infinity and no NaN: these are None."""
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(self).items()
-        }
+        """The figures for JSON, see `as_json`."""
+        return as_json(self)
 
     def table(self, title: str) -> str:
         """The figures as lines of text below a title."""

@@ -5,15 +5,16 @@ interval says what other texts of the kind would give. It says nothing about oth
 training: for that, train and compare several.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
-from lm.evaluation import perplexity
+from lm.evaluation import as_json, perplexity
 from lm.run import Run
 from lm.scoring.frequency import FrequencyBin, divided_by_frequency
 from lm.scoring.mixture import token_log_probs
@@ -34,8 +35,8 @@ class Comparison:
     by_frequency: list[FrequencyBin] | None  # losses of the other run, by the predicted word
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures for JSON."""
-        return asdict(self)
+        """The figures for JSON, see `as_json`."""
+        return as_json(self)
 
     def table(self, ours: list[FrequencyBin] | None = None) -> str:
         """The figures as lines of text; with `ours`, differences by the predicted word too."""
@@ -117,7 +118,9 @@ def bootstrap_interval(
     """The 95 % interval over texts of the difference in nats per token, ours less the other's.
 
     Blocks of `BLOCK_LINES` lines, or fewer in a short text, are drawn with replacement; both models
-    have the same blocks.
+    have the same blocks. Means of n drawn blocks vary less than those of n new ones, and n - 1
+    degrees of freedom make their spread uncertain: the interval is wider by √(n / (n - 1)), and by
+    the ratio of the quantiles of Student's t and of the normal distribution.
 
     Args:
         nats, other: [L], of each line.
@@ -126,6 +129,8 @@ def bootstrap_interval(
     Returns:
         Its limits; None of a text that has fewer than `LEAST_BLOCKS` lines.
     """
+    from scipy.special import ndtri, stdtrit
+
     if len(tokens) < LEAST_BLOCKS:
         return None
     starts = np.arange(0, len(tokens), min(BLOCK_LINES, len(tokens) // LEAST_BLOCKS))
@@ -136,5 +141,7 @@ def bootstrap_interval(
         part = means[first : first + step]
         drawn = generator.integers(len(starts), size=(len(part), len(starts)))
         part[:] = difference[drawn].sum(1) / sizes[drawn].sum(1)
-    low, high = np.quantile(means, [0.025, 0.975]) + 0.0  # no -0.0
+    num, mean = len(starts), difference.sum() / sizes.sum()
+    wider = math.sqrt(num / (num - 1)) * stdtrit(num - 1, 0.975) / ndtri(0.975)
+    low, high = mean + wider * (np.quantile(means, [0.025, 0.975]) - mean) + 0.0  # no -0.0
     return float(low), float(high)

@@ -4,7 +4,7 @@ Ranks are those of the counts in the training split, 1 for the most frequent wor
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from data_prep.prepared import Prepared
 from data_prep.storage import write_atomically
-from lm.evaluation import perplexity
+from lm.evaluation import as_json, perplexity
 from lm.run import Run
 
 LAST_RANKS = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
@@ -43,8 +43,8 @@ class FrequencyReport:
     previous: list[FrequencyBin]  # by the word before it, `<eos>` at the start
 
     def to_dict(self) -> dict[str, Any]:
-        """The bins for JSON."""
-        return asdict(self)
+        """The bins for JSON, see `as_json`."""
+        return as_json(self)
 
     def table(self) -> str:
         """Both divisions as lines of text."""

@@ -6,9 +6,8 @@ Both predict the same tokens. The model reads on over lines in a text, as in `lm
 n-gram model begins each line at `<s>`.
 """
 
-import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
-from lm.evaluation import perplexity
+from lm.evaluation import as_json, perplexity
 from lm.model.reader import read_text
 from lm.run import Run
 from lm.scoring.arpa import Floats
@@ -92,9 +91,8 @@ class MixtureEvaluation:
     perplexity: float  # of the mixture
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures for JSON; infinity is None."""
-        values = asdict(self)
-        return {k: None if v == math.inf else v for k, v in values.items()}
+        """The figures for JSON, see `as_json`."""
+        return as_json(self)
 
     def table(self, title: str) -> str:
         """The figures as lines of text below a title."""

@@ -11,7 +11,8 @@ import pytest
 
 from lm.cli import main
 from lm.scoring import comparison
-from lm.scoring.comparison import bootstrap_interval, sums_of_lines
+from lm.scoring.comparison import Comparison, bootstrap_interval, sums_of_lines
+from lm.scoring.frequency import FrequencyBin, FrequencyReport
 
 
 def test_differences_are_those_of_both_evaluations(
@@ -79,6 +80,31 @@ def test_a_short_text_has_smaller_blocks() -> None:
     tokens, zeros = np.ones(60), np.zeros(60)
     low, high = bootstrap_interval(np.arange(60.0), zeros, tokens) or (0, 0)
     assert (high - low) / 2 == pytest.approx(1.96 * 60 / math.sqrt(12 * 20), rel=0.1)
+
+
+def test_intervals_of_short_texts_cover_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "NUM_SAMPLES", 1000)
+    generator, zeros, tokens = np.random.default_rng(3), np.zeros(20), np.ones(20)
+    found = [bootstrap_interval(generator.normal(size=20), zeros, tokens) for _ in range(2000)]
+    covering = [limits is not None and limits[0] <= 0 <= limits[1] for limits in found]
+    assert 0.94 < np.mean(covering) < 0.965  # 0.93 without the correction
+
+
+def test_json_has_no_infinities() -> None:
+    bins = [FrequencyBin(first_rank=1, last_rank=10, tokens=1, nll_nats=math.inf)]
+    diverged = Comparison(
+        other="other",
+        perplexity=math.inf,
+        difference=math.nan,
+        interval=(-math.inf, 0.5),
+        by_frequency=bins,
+    )
+    found = json.loads(json.dumps(diverged.to_dict(), allow_nan=False))
+    assert (found["perplexity"], found["difference"]) == (None, None)
+    assert found["interval"] == [None, 0.5]
+    assert found["by_frequency"][0]["nll_nats"] is None
+    report = FrequencyReport(target=bins, previous=bins).to_dict()
+    assert report["previous"][0]["nll_nats"] is None
 
 
 def test_the_interval_does_not_depend_on_how_many_numbers_are_drawn_at_a_time(

@@ -208,8 +208,10 @@ def _draw_from_nuclei(expander: Expander, seeds: Tensor, power: float, top_p: fl
                 position, words = position[~is_found], words.select(~is_found)
     left = (word < 0).nonzero().squeeze(1)
     if len(left):
-        sets = nuclei(expander.select(left), power, top_p)
+        rest = expander.select(left)
+        sets = nuclei(rest, power, top_p)
         word[left] = _draw_from_sets(sets, derive_seeds(seeds[left], -1), power)
+        expander.num_expanded += rest.num_expanded
     return word
 
 

@@ -71,6 +71,7 @@ class Expander:
     excluded: Tensor | None = None  # [K] int64, rows of words that are never found
     penalty: Penalty | None = None
     num_expanded: int = 0  # (position, node) pairs so far
+    chosen: Tensor | None = None  # [P] int64, which of the caller's positions these are, if not all
 
     @property
     def is_plain(self) -> bool:
@@ -83,7 +84,7 @@ class Expander:
         if penalty is not None:
             penalty = Penalty(penalty.factor, penalty.row[position])
         hidden = self.hidden[position]
-        return replace(self, hidden=hidden, penalty=penalty, num_expanded=0)
+        return replace(self, hidden=hidden, penalty=penalty, num_expanded=0, chosen=position)
 
     def log_bound(self, power: float) -> Tensor:
         """Upper bound [I] fp64 of log Σ q^power over the words below each node.
@@ -147,6 +148,8 @@ class Expander:
 
     def refuse(self, position: int) -> NoReturn:
         """Raise the ValueError for a position."""
+        if self.chosen is not None:
+            position = int(self.chosen[position])
         wrong = self.first_position + position
         raise ValueError(f"log-probabilities of position {wrong} are not finite")
 

@@ -35,6 +35,8 @@ ALIGN = 32
 FULL_SAVED_ELEMENTS = 1 << 28
 """The same as `SAVED_ELEMENTS` for a full softmax whose products are of bf16 numbers: 1 GB, a third
 of what PyTorch's `cross_entropy` of as many logits takes."""
+LEAST_ZEROS = 1 << 18
+"""Size of a gradient from which on threads divide the rows that are set to zero."""
 FREE_COLUMNS = 150_000_000
 """Columns without a gradient that the reference backend computes before the loops are loaded, which
 takes a second and 140 MB of memory, and tens of seconds to compile once. The loops save 5 to 12 ns
@@ -171,7 +173,7 @@ def _zero_between(nodes: Array, out: Tensor, *_: Tensor) -> None:
     """See `zeros_except`."""
     from lm.output.backends.compiled import node_loops
 
-    num_threads = torch.get_num_threads()
+    num_threads = torch.get_num_threads() if out.numel() >= LEAST_ZEROS else 1
     bounds = [len(out) * i // num_threads for i in range(num_threads + 1)]
     divide(bounds, node_loops.zero_between, nodes, own(out))
 

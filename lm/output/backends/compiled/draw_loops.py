@@ -13,7 +13,7 @@ from lm.output.backends.compiled.expansion_loops import expand, item_log_weight
 from lm.output.backends.compiled.row_operations import exp_row
 from lm.output.backends.compiled.sorting import push, replace_first
 
-EMITTED = "b298a5ab57c567c0"
+EMITTED = "28a473edb10c37a2"
 """See `compiler`."""
 compiled = compiler(EMITTED)
 
@@ -168,7 +168,7 @@ def _is_in_nucleus(layer, p, goal, found, word, log_prob):
                 )
             if before >= share * (mass + rest):
                 return 0
-            if before + rest_before < share * low or rest == 0:
+            if before + rest_before < share * low or rest == 0:  # the latter once none is left
                 return 1
         first = count[WORDS]
         if not _open(layer, p, found):

@@ -16,7 +16,7 @@ from lm.output.backends.compiled.row_operations import (
 )
 from lm.output.backends.compiled.tile_loops import TERMS, sums
 
-EMITTED = "b298a5ab57c567c0"
+EMITTED = "28a473edb10c37a2"
 """See `compiler`."""
 SGD, ADAGRAD, ADAM = range(3)
 """Rules of `update_rows`."""

@@ -52,6 +52,7 @@ def streamed_sums(factor, rows, out, num, num_terms, starts, strides, to, buffer
         buffer: [`STREAMED_BYTES` or a row and two lines of a cache, whichever is more] bytes.
     """
     row_bytes, first = out.shape[1] * out.itemsize, -buffer.ctypes.data % LINE_BYTES
+    # As many whole tiles as fit; of rows so long that no tile fits, as many rows as do.
     few = (len(buffer) - 2 * LINE_BYTES) // row_bytes
     few = max(few - few % TILE[0], min(few, TILE[0]))
     for i in range(0, num, few):
