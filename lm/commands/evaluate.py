@@ -39,7 +39,7 @@ _COMPARE: Options = {
         "nargs": "+",
         "default": [],
         "metavar": "RUN",
-        "help": "other runs on the same text: differences in nats per token with 95 %% intervals",
+        "help": "other runs on the same text: differences in nats per token, and 95 %% intervals",
     },
 }
 OPTIONS = (

@@ -35,7 +35,8 @@ OPTIONS: Options = (
     | {
         "--stream": SWITCH | {"help": "all lines are one text (default: independent sentences)"},
         "--details": SWITCH | {"help": "rank of each word, entropy of its distribution"},
-        "--ids": SWITCH | {"help": "each line begins with an id and a tab or space"},
+        "--ids": SWITCH
+        | {"help": "each line begins with an id and a tab, or a space if there is no tab"},
     }
     | VOCABULARY_SIZE
     | OPEN_VOCABULARY

@@ -1,8 +1,8 @@
 """A paired comparison of trained models on one text: the difference in nats, and how sure it is.
 
 Both models predict the same tokens, so that the difference varies far less than either loss. The
-interval says what other texts of the kind would give. It says nothing about other seeds of the
-training: for that, train and compare several.
+interval says what other lines of this text would give: lines of one document resemble each other,
+so that another document, or another seed of the training, can differ by more. Compare several.
 """
 
 import math
@@ -31,7 +31,7 @@ class Comparison:
     other: str  # folder of the other run
     perplexity: float  # of the other run
     difference: float  # in nats per token, ours less the other's
-    interval: tuple[float, float] | None  # its 95 % interval over texts, see `bootstrap_interval`
+    interval: tuple[float, float] | None  # its 95 % interval, see `bootstrap_interval`
     by_frequency: list[FrequencyBin] | None  # losses of the other run, by the predicted word
 
     def to_dict(self) -> dict[str, Any]:
@@ -43,11 +43,11 @@ class Comparison:
         rows = {
             "perplexity of the other": f"{self.perplexity:.2f}",
             "difference": f"{self.difference:+.4f} nats/token",
-            "  95 % over texts": f"not known: fewer than {LEAST_BLOCKS} lines",
+            "  95 % within the text": f"not known: fewer than {LEAST_BLOCKS} lines",
         }
         if self.interval is not None:
             low, high = self.interval
-            rows["  95 % over texts"] = f"{low:+.4f} … {high:+.4f}"
+            rows["  95 % within the text"] = f"{low:+.4f} … {high:+.4f}"
         for mine, other in zip(ours or (), self.by_frequency or (), strict=True):
             ranks = f"  rank {mine.first_rank:,} … {mine.last_rank:,}"
             rows[ranks] = f"{mine.mean_nats - other.mean_nats:+.4f}"
@@ -100,7 +100,9 @@ def check_comparable(run: Run, others: Sequence[Run]) -> None:
     """Raises UserError if a run is not trained, or has another tokenizer, thus other tokens."""
     for other in others:
         if other.description.tokenizer_sha256 != run.description.tokenizer_sha256:
-            raise UserError(f"{other.folder} has another tokenizer than {run.folder}")
+            raise UserError(
+                f"{other.folder} has another tokenizer than {run.folder}, so other tokens"
+            )
 
 
 def sums_of_lines(
@@ -115,7 +117,7 @@ def sums_of_lines(
 def bootstrap_interval(
     nats: NDArray[np.floating], other: NDArray[np.floating], tokens: NDArray[np.number]
 ) -> tuple[float, float] | None:
-    """The 95 % interval over texts of the difference in nats per token, ours less the other's.
+    """The 95 % interval of the difference in nats per token within a text, ours less the other's.
 
     Blocks of `BLOCK_LINES` lines, or fewer in a short text, are drawn with replacement; both models
     have the same blocks. Means of n drawn blocks vary less than those of n new ones, and n - 1

@@ -14,7 +14,6 @@ import csv
 import io
 import json
 import math
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ class Layout:
     level: str  # `summary`, `sentence` or `word`; all but `tsv` print what is above it as well
     name: str  # `kenlm`, `tsv` or `json`
     unit: str  # of log-probabilities and entropies: `log10`, `nats` or `bits`
-    has_ids: bool  # whether lines begin with an id and a tab or space; else an id is their number
+    has_ids: bool  # whether lines begin with an id, see `--ids`; else it is their number
     keep_empty_lines: bool = True  # of a stream; independent sentences may be empty
 
     def rows(self, lines: Iterable[str], *, stream: bool) -> Iterator[str]:
@@ -107,7 +106,7 @@ class Layout:
         for number, line in enumerate(lines, 1):
             id, rest = str(number), [line]
             if self.has_ids:
-                id, *rest = re.split("[\t ]", line, maxsplit=1)
+                id, *rest = line.split("\t" if "\t" in line else " ", maxsplit=1)
             if not id:
                 expected = "expected an id, a tab or space, and a sentence"
                 raise UserError(f"line {number}: {expected}")

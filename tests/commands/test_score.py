@@ -104,6 +104,14 @@ def test_a_stream_has_the_perplexity_of_evaluate(
     assert summary["log_prob"] == pytest.approx(-expected["nll_nats"], rel=1e-12)
 
 
+def test_ids_end_at_a_tab_or_else_at_a_space(lstm_run: Path, printed: Printed) -> None:
+    lines = [f"item 1\t{LINES[0]}", f"item {LINES[0]}"]
+    _, first, second = printed(lstm_run, lines, "--ids", "--format=tsv")
+    assert first.split("\t")[0] == "item 1"
+    assert second.split("\t")[0] == "item"
+    assert first.split("\t")[1:] == second.split("\t")[1:]
+
+
 def test_units_layouts_and_ids_agree(lstm_run: Path, printed: Printed) -> None:
     with_ids = [f"utt{k}\t{line}" for k, line in enumerate(LINES)]
     rows = printed(lstm_run, with_ids, "--ids")
