@@ -131,7 +131,7 @@ def bootstrap_interval(
     Returns:
         Its limits; None of a text that has fewer than `LEAST_BLOCKS` lines.
     """
-    from scipy.special import ndtri, stdtrit
+    from scipy.special import ndtri, stdtrit  # for comparisons alone
 
     if len(tokens) < LEAST_BLOCKS:
         return None

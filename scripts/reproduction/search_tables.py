@@ -153,7 +153,7 @@ def _final_table(protocol: Protocol, finals: dict[str, dict[int, Log]]) -> str:
             f"{statistics.fmean(minutes):.0f}" if minutes else "–",
         ]
         rows.append([*row, *compared, *cost])
-    titles = ["difference", "95 % bound", "nats per token, 95 % over texts", "margin"]
+    titles = ["difference", "95 % bound", "nats per token, 95 % within the text", "margin"]
     titles += ["parameters", "CPU minutes"]
     return markdown.table(["method", "test perplexity", "by seed", *titles], rows)
 

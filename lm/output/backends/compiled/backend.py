@@ -158,7 +158,7 @@ class CompiledBackend(ReferenceBackend):
         d_weight, d_bias = weight.new_empty(0, weight.shape[1]), d_nll.new_empty(0)
         if needs.weight:
             first, num = torch.from_numpy(nodes[:, 2:4]).unbind(1)
-            d_weight = zeros_except(first, num, weight, partial(_zero_between, nodes))
+            d_weight = zeros_except(first, num, weight, partial(_zero_gaps, nodes))
         if bias is not None and needs.bias:
             d_bias = d_nll.new_zeros(bias.shape)
         _form(problem, saved, d_nll, nodes, d_weight, d_bias)
@@ -169,13 +169,13 @@ class CompiledBackend(ReferenceBackend):
         )
 
 
-def _zero_between(nodes: Array, out: Tensor, *_: Tensor) -> None:
+def _zero_gaps(nodes: Array, out: Tensor, *_: Tensor) -> None:
     """See `zeros_except`."""
     from lm.output.backends.compiled import node_loops
 
     num_threads = torch.get_num_threads() if out.numel() >= LEAST_ZEROS else 1
     bounds = [len(out) * i // num_threads for i in range(num_threads + 1)]
-    divide(bounds, node_loops.zero_between, nodes, own(out))
+    divide(bounds, node_loops.zero_gaps, nodes, own(out))
 
 
 def _form(

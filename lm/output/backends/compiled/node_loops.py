@@ -203,7 +203,7 @@ def _buffer(d_weight):
 
 
 @compiled
-def zero_between(nodes, begin, end, out):
+def zero_gaps(nodes, begin, end, out):
     """Zeros in the rows of `out` [R, W] from `begin` to `end` that belong to no node.
 
     `out` is a gradient without gaps between its rows.

@@ -48,18 +48,18 @@ def zeros_except(
     first: Tensor,
     num: Tensor,
     like: Tensor,
-    zero_between: Callable[[Tensor, Tensor, Tensor], None] = zero_between,
+    zero: Callable[[Tensor, Tensor, Tensor], None] = zero_between,
 ) -> Tensor:
     """A gradient like `like` [R, …] that is zero outside of the rows that the caller fills in.
 
     These are `num` [n] rows from `first` [n] on, intervals that are ascending and disjoint. The
     gradient is no view, whose base would be a second owner: autograd adds others to it in place.
-    `zero_between` is called with it, `first` and `num` if its memory may have other numbers.
+    `zero` is called with it, `first` and `num` if its memory may have other numbers.
     """
     num_bytes, dtype = like.numel() * like.element_size(), like.dtype
     if like.device.type != "cpu" or num_bytes < LARGE_BYTES:
         out = torch.empty(like.shape, dtype=dtype, device=like.device)
-        zero_between(out, first, num)
+        zero(out, first, num)
         return out
     share = int(num.sum()) / like.shape[0]
     if is_mapped(num_bytes, share):
@@ -76,7 +76,7 @@ def zeros_except(
     weakref.finalize(lease, _give_back, memory).atexit = False
     out = torch.frombuffer(lease, dtype=dtype).resize_(like.shape)
     if is_used:
-        zero_between(out, first, num)
+        zero(out, first, num)
     return out
 
 
