@@ -8,6 +8,8 @@ from typing import Any
 import numba
 
 from lm.output.backends.compiled import (
+    column_loops,
+    columns,
     expansion_loops,
     row_operations,
     sorting,
@@ -16,7 +18,16 @@ from lm.output.backends.compiled import (
     vectors,
 )
 
-EMITTING = (vectors, tiles, row_operations, tile_loops, expansion_loops, sorting)
+EMITTING = (
+    vectors,
+    tiles,
+    row_operations,
+    tile_loops,
+    columns,
+    column_loops,
+    expansion_loops,
+    sorting,
+)
 EMITTED = hashlib.sha256(
     b"".join(Path(str(module.__file__)).read_bytes() for module in EMITTING)
 ).hexdigest()[:16]

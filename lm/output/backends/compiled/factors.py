@@ -13,7 +13,8 @@ from lm.output.backends.compiled.division import bounds_of, divide
 from lm.output.rowwise.blocks import Part, Product, Rows, Rule
 
 FORMED_VISITS = 16
-"""Visits from which on a node's rows are formed once, not at each use."""
+"""Visits from which on a node's rows are formed once, not at each use: at most `BLOCK`, from which
+on errors have another order, see `column_loops.forward_blocks`."""
 NARROW = 8
 """Most children of a node of which the same is true: its factors are larger than its rows."""
 

@@ -5,6 +5,14 @@ The letters and equations are those of the reference backend.
 
 import numpy as np
 
+from lm.output.backends.compiled.column_loops import (
+    add_blocks_to_bias,
+    forward_blocks,
+    is_many,
+    new_space,
+    pair_blocks,
+)
+from lm.output.backends.compiled.columns import BLOCK
 from lm.output.backends.compiled.compilation import compiler
 from lm.output.backends.compiled.row_operations import (
     LINE_BYTES,
@@ -17,12 +25,14 @@ from lm.output.backends.compiled.tile_loops import (
     STREAMED_BYTES,
     TERMS,
     dots,
+    row_sums,
     softmaxes,
+    streamed_row_sums,
     streamed_sums,
     sums,
 )
 
-EMITTED = "28a473edb10c37a2"
+EMITTED = "4e39a4d599dab510"
 """See `compiler`."""
 VISITS = 16
 """Visits whose hidden vectors stay in the first cache while a node's rows are read."""
@@ -129,63 +139,86 @@ def forward(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_h
                 for j in range(0, n, TERMS):
                     starts = (address + j * size, weight_address + j * weight.strides[0])
                     terms, added = min(TERMS, n - j), level > 0 or j > 0
-                    sums(rows, weight, d_hidden, num, terms, starts, strides, to, added)
+                    sums(rows, weight, d_hidden, num, terms, starts, strides, to, added, None)
 
 
 @compiled
 def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_hidden, widest):
     """The same with products of bf16 numbers: hidden vectors, rows, and errors rounded to them.
 
-    `hidden` has bf16, `weight` bf16 or fp32, the others fp32.
+    `hidden` has bf16, `weight` bf16 or fp32, the others fp32. Errors of many visits are as
+    `forward_blocks` saves them.
     """
-    is_saved, has_bias, pairs = error.size > 0, len(bias) == len(weight), (widest + 1) // 2
-    rows = error if is_saved else np.empty(VISITS * widest, np.float32)
-    low_rows = np.empty((widest if weight.itemsize > 2 else 0, hidden.shape[1]), np.uint16)
-    low_errors = np.zeros((VISITS, 2 * pairs), np.uint16)
+    is_saved, has_bias = error.size > 0, len(bias) == len(weight)
+    is_low = weight.itemsize == 2 and weight.shape[1] % 2 == 0  # whole pairs
+    rows = error if is_saved else np.empty(BLOCK * widest, np.float32)
+    low_rows = np.zeros((0 if is_low else widest, hidden.shape[1]), np.uint16)
+    low_errors = np.zeros((VISITS, widest + widest % 2), np.uint16)
+    space = new_space(widest, hidden.shape[1])
     _set_unvisited(nodes, begin, end, d_hidden)
-    for start, stop, row, n, offset, level in nodes:
+    for m in range(len(nodes)):
+        start, stop, row, n, offset, level = nodes[m]
         if max(start, begin) >= min(stop, end):
             continue
-        row_address, row_stride = weight.ctypes.data + row * weight.strides[0], weight.strides[0]
-        bias_address = bias.ctypes.data + (row * 4 if has_bias else 0)
-        if weight.itemsize > 2:
+        address, stride, size = _row_address(weight, row), weight.strides[0], weight.shape[1]
+        ahead = (nodes[m + 1, 2] - row) * stride if is_low and m + 1 < len(nodes) else 0
+        if not is_low:
             for j in range(n):
-                to = low_rows.ctypes.data + j * low_rows.strides[0]
-                start_j = row_address + j * row_stride
-                scaled_row(weight, low_rows, start_j, to, weight.shape[1], np.float32(1))
-            row_address, row_stride = low_rows.ctypes.data, low_rows.strides[0]
-        for v in range(max(start, begin), min(stop, end), VISITS):
-            num = min(VISITS, min(stop, end) - v)
-            first = offset + (v - start) * n if is_saved else 0
-            address = rows.ctypes.data + first * 4
-            starts = (hidden.ctypes.data + v * hidden.strides[0], row_address)
-            strides, size = (hidden.strides[0], row_stride), weight.shape[1]
-            dots(hidden, hidden, size, num, n, starts, strides, (address, n * 4))
-            place, visits = (address, n * 4), slice(v, v + num)
-            low_place = (low_errors.ctypes.data, low_errors.strides[0])
-            targets, found = child[level, visits], log_prob[level, visits]
-            softmaxes(
-                rows, low_errors, place, low_place, num, n, bias_address, targets, found, is_saved
+                to, one = _row_address(low_rows, j), np.float32(1)
+                scaled_row(weight, low_rows, address + j * stride, to, size, one)
+            address, stride = low_rows.ctypes.data, low_rows.strides[0]
+        node = start, stop, n, offset if is_saved else -1, level > 0
+        of_rows = address, stride, size
+        bias_address = bias.ctypes.data + (row * 4 if has_bias else 0)
+        visits = child[level], log_prob[level]
+        if is_many(stop - start, n):
+            forward_blocks(
+                node, begin, end, hidden, of_rows, bias_address, *visits, rows, d_hidden, space
             )
-            if n % 2:
-                low_errors[:, n] = 0
-            if d_hidden.size > 0:
-                of_errors = (low_errors.strides[0], 2, row_stride)
-                to = (d_hidden.ctypes.data + v * d_hidden.strides[0], d_hidden.strides[0])
-                for j in range(0, n, 2 * TERMS):
-                    starts = (low_errors.ctypes.data + 2 * j, row_address + j * row_stride)
-                    terms, added = min(2 * TERMS, n - j), level > 0 or j > 0
-                    sums(
-                        low_errors,
-                        hidden,
-                        d_hidden,
-                        num,
-                        terms,
-                        starts,
-                        of_errors,
-                        to,
-                        added,
-                    )
+        else:
+            _forward_few(
+                node,
+                begin,
+                end,
+                hidden,
+                of_rows,
+                bias_address,
+                *visits,
+                rows,
+                d_hidden,
+                low_errors,
+                ahead,
+            )
+
+
+@compiled
+def _forward_few(node, begin, end, hidden, row, bias, child, log_prob, rows, d_hidden, low, ahead):
+    """The same as `forward_blocks` for a node of few visits, whose errors are [visits, n].
+
+    Args:
+        low: space for errors in bf16, zeros at first.
+        ahead: bytes from the node's rows to those that are needed next.
+    """
+    start, stop, n, offset, is_added = node
+    end = min(stop, end)
+    for v in range(max(start, begin), end, VISITS):
+        num, first = min(VISITS, end - v), offset + (v - start) * n if offset >= 0 else 0
+        place = rows.ctypes.data + first * 4, n * 4
+        starts, strides = (_row_address(hidden, v), row[0]), (hidden.strides[0], row[1])
+        dots(hidden, hidden, row[2], num, n, starts, strides, place)
+        low_place, visits = (low.ctypes.data, low.strides[0]), slice(v, v + num)
+        targets, found = child[visits], log_prob[visits]
+        softmaxes(rows, low, place, low_place, num, n, bias, targets, found, offset >= 0)
+        if n % 2:
+            low[:, n] = 0
+        if d_hidden.size > 0:
+            of_errors = (low.strides[0], 2, row[1])
+            to = (_row_address(d_hidden, v), d_hidden.strides[0])
+            distance = ahead if v + VISITS >= end else 0
+            for j in range(0, n, 2 * TERMS):
+                starts = (low.ctypes.data + 2 * j, row[0] + j * row[1])
+                terms, added = min(2 * TERMS, n - j), is_added or j > 0
+                sums(low, hidden, d_hidden, num, terms, starts, of_errors, to, added, distance)
 
 
 @compiled
@@ -253,7 +286,7 @@ def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
             if streamed:
                 streamed_sums(error, hidden, d_weight, num, terms, starts, strides, to[0], buffer)
             else:
-                sums(error, hidden, d_weight, num, terms, starts, strides, to, v > start)
+                sums(error, hidden, d_weight, num, terms, starts, strides, to, v > start, None)
         _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset - row, n)
 
 
@@ -264,7 +297,8 @@ def backward_bf16(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
     `hidden` has bf16 and is not multiplied by d_nll.
     """
     is_rounded = d_weight.itemsize == 2
-    step = len(hidden) + 1 if is_rounded else 2 * TERMS
+    step = len(hidden) + BLOCK if is_rounded else 2 * TERMS
+    step -= step % BLOCK
     buffer = _buffer(d_weight)
     most_visits, most_rows = 0, 0
     for start, stop, row, n, _, _ in nodes:
@@ -276,23 +310,46 @@ def backward_bf16(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
         if num <= 0:
             continue
         streamed = len(buffer) > 0 and stop - start <= step
-        to = (d_weight.ctypes.data + first * d_weight.strides[0], d_weight.strides[0])
+        to = (_row_address(d_weight, first), d_weight.strides[0])
+        node, in_blocks = (start, stop, n, offset), is_many(stop - start, n)
         for v in range(start, stop if d_weight.size > 0 else start, step):
             terms = min(step, stop - v)
-            for m in range(0, terms, 2):
-                place = error.ctypes.data + 4 * (offset + (v + m - start) * n + first - row)
-                is_pair = m + 1 < terms
-                other = place + 4 * n if is_pair else place
-                factor = d_nll[v + m + 1] if is_pair else np.float32(0)
-                pair_place = pairs.ctypes.data + 2 * m * num
-                paired_rows(error, place, other, pair_place, num, d_nll[v + m], factor)
-            starts = (pairs.ctypes.data, hidden.ctypes.data + v * hidden.strides[0])
-            strides = (4, 2 * num, hidden.strides[0])
-            if streamed:
-                streamed_sums(pairs, hidden, d_weight, num, terms, starts, strides, to[0], buffer)
+            starts = (pairs.ctypes.data, _row_address(hidden, v))
+            if in_blocks:
+                pair_blocks(error, d_nll, pairs, node, first - row, num, v, terms)
+                strides = (2 * (terms + terms % 2), 2, hidden.strides[0])
             else:
-                sums(pairs, hidden, d_weight, num, terms, starts, strides, to, v > start)
-        _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset - row, n)
+                _pair_rows(error, d_nll, pairs, node, first - row, num, v, terms)
+                strides = (4, 2 * num, hidden.strides[0])
+            if streamed:
+                streamed_row_sums(
+                    pairs, hidden, d_weight, num, terms, starts, strides, to[0], buffer
+                )
+            else:
+                row_sums(pairs, hidden, d_weight, num, terms, starts, strides, to, v > start, None)
+        if in_blocks and d_bias.size > 0:
+            add_blocks_to_bias(d_bias, error, d_nll, node, first, first - row, num)
+        elif not in_blocks:
+            _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset - row, n)
+
+
+@compiled
+def _pair_rows(error, d_nll, pairs, node, first, num, v, terms):
+    """The same as `pair_blocks` for a node of few visits: [terms / 2, num] pairs."""
+    start, _, n, offset = node
+    for m in range(0, terms, 2):
+        place = error.ctypes.data + 4 * (offset + (v + m - start) * n + first)
+        is_pair = m + 1 < terms
+        other = place + 4 * n if is_pair else place
+        factor = d_nll[v + m + 1] if is_pair else np.float32(0)
+        to = pairs.ctypes.data + 2 * m * num
+        paired_rows(error, place, other, to, num, d_nll[v + m], factor)
+
+
+@compiled
+def _row_address(rows, i):
+    """The address of a row."""
+    return rows.ctypes.data + i * rows.strides[0]
 
 
 @compiled

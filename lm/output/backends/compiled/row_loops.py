@@ -16,7 +16,7 @@ from lm.output.backends.compiled.row_operations import (
 )
 from lm.output.backends.compiled.tile_loops import TERMS, sums
 
-EMITTED = "28a473edb10c37a2"
+EMITTED = "4e39a4d599dab510"
 """See `compiler`."""
 SGD, ADAGRAD, ADAM = range(3)
 """Rules of `update_rows`."""
@@ -123,13 +123,13 @@ def update_rows(rule, nodes, begin, end, error, hidden, formed, more, table, sta
             )
             if is_linear:
                 to = table.ctypes.data + j * table.strides[0], table.strides[0]
-                sums(error, few, table, num, stop - start, starts, strides, to, True)
+                sums(error, few, table, num, stop - start, starts, strides, to, True, None)
                 k = _update_more(k, j + num, rule, few, more, table, states, numbers)
                 continue
             at, row_stride = few.ctypes.data, few.strides[0]
             if place < 0:
                 to = at, row_stride
-                sums(error, few, few, num, stop - start, starts, strides, to, False)
+                sums(error, few, few, num, stop - start, starts, strides, to, False, None)
             else:
                 row_stride = formed.strides[0]
                 at = formed.ctypes.data + (place + j - row) * row_stride

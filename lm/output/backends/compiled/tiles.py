@@ -17,11 +17,15 @@ from numba.extending import intrinsic
 from lm.output.backends.compiled.vectors import HAS_AVX512, INT, Vectors
 
 TILE = (4, 4) if HAS_AVX512 else (4, 3)
-"""Vectors of a tile; processors have 32 or 16 registers for them."""
+"""Rows and vectors of a tile; processors have 32 or 16 registers for vectors."""
+VISIT_TILE = (8, 2) if HAS_AVX512 else TILE
+"""The same of sums for the visits of a block, see `columns`."""
+ROW_TILE = (6, 4) if HAS_AVX512 else TILE
+"""The same of sums of products of bf16 numbers for a node's rows."""
 ROWS = 8
 """Rows that one hidden vector is multiplied with at a time."""
 AHEAD_BYTES = 12 << 10
-"""How far rows are read ahead."""
+"""How far rows are read ahead that are read in the order of addresses."""
 ADDED_AHEAD_BYTES = 128 << 10
 """The same of rows that sums are added to: a loop comes back to some for each tile of columns."""
 
@@ -128,76 +132,90 @@ def dot_rows(typing, hidden, weight, num, start, row, stride, out, last):
     return signature, generate
 
 
-@intrinsic
-def sum_tile(typing, factor, rows, out, num, starts, strides, to, last, left, added):
-    """out[i, k] = Σ_n factor[i, n] · rows[n, k], or += it, for rows i and columns k of a tile.
+def sum_tile(tile: tuple[int, int]) -> Any:
+    """An intrinsic for a tile of some shape."""
 
-    Factors in bf16 are in pairs, of an n and the next one; of an odd number, the last pair has a 0.
+    @intrinsic
+    def sum_tile(typing, factor, rows, out, num, starts, strides, to, last, left, added, ahead):
+        """out[i, k] = Σ_n factor[i, n] · rows[n, k], or += it, for rows i and columns k of a tile.
 
-    Args:
-        factor, rows, out: arrays, for their dtypes; sums have that of factor, or are in fp32 for
-            factors and rows in bf16.
-        num: how many n there are.
-        starts: addresses of factor[0, 0] and rows[0, 0].
-        strides: bytes of factor from an i to the next, of factor and rows from an n to the next;
-            of pairs half of what is from one to the next.
-        to: address of out[0, 0], and bytes between its rows.
-        last: the last i there is in the tile.
-        left: how many columns there are from the tile's first one on.
-        added: whether sums are added to `out`, which then has their dtype.
-    """
+        Factors in bf16 are in pairs, of an n and the next one; of an odd number, the last pair has
+        a 0.
+
+        Args:
+            factor, rows, out: arrays, for their dtypes; sums have that of factor, or are in fp32
+                for factors and rows in bf16.
+            num: how many n there are.
+            starts: addresses of factor[0, 0] and rows[0, 0].
+            strides: bytes of factor from an i to the next, of factor and rows from an n to the
+                next; of pairs half of what is from one to the next.
+            to: address of out[0, 0], and bytes between its rows.
+            last: the last i there is in the tile.
+            left: how many columns there are from the tile's first one on.
+            added: whether sums are added to `out`, which then has their dtype.
+            ahead: bytes from a row to what is read ahead meanwhile, or None.
+        """
+        return _sum_tile(tile, factor, rows, out, ahead)
+
+    return sum_tile
+
+
+def _sum_tile(tile: tuple[int, int], factor: Any, rows: Any, out: Any, ahead: Any) -> Any:
     integer, flag, pair = types.int64, types.boolean, types.UniTuple(types.int64, 2)
     three = types.UniTuple(integer, 3)
-    signature = types.void(factor, rows, out, integer, pair, three, pair, integer, integer, flag)
+    sizes = (integer, pair, three, pair, integer, integer, flag)
+    signature = types.void(factor, rows, out, *sizes, ahead)
 
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
         emit = Vectors(context, builder, sum_dtype(factor.dtype))
-        num, starts, strides, to, last, left, added = values[3:]
+        num, starts, strides, to, last, left, added, distance = values[3:]
         factor_start, row_start = pair_of(builder, starts)
         stride_i, stride_n, row_stride = (builder.extract_value(strides, i) for i in range(3))
-        factors = addresses(builder, factor_start, stride_i, TILE[0], last)
-        outs = addresses(builder, *pair_of(builder, to), TILE[0], last)
-        offsets = [INT(j * emit.lanes) for j in range(TILE[1])]
+        factors = addresses(builder, factor_start, stride_i, tile[0], last)
+        outs = addresses(builder, *pair_of(builder, to), tile[0], last)
+        offsets = [INT(j * emit.lanes) for j in range(tile[1])]
         is_bf16 = factor.dtype == types.uint16
-        terms = (_Pairs if is_bf16 else _Terms)(context, builder, factor.dtype, rows.dtype)
+        terms = (_Pairs if is_bf16 else _Terms)(context, builder, (factor, rows), tile[1])
 
-        def tile(left: Any = None) -> None:
+        def whole_or_part(left: Any = None) -> None:
             masks = [left and emit.mask(builder.sub(left, offset)) for offset in offsets]
             places = [emit.pointer(row, out.dtype, offset) for row in outs for offset in offsets]
             variables = emit.variables([emit.zero] * len(places))
             with builder.if_then(added):
-                loaded = zip(places, masks * TILE[0], strict=True)
+                loaded = zip(places, masks * tile[0], strict=True)
                 before = [emit.load(x, out.dtype, mask) for x, mask in loaded]
                 for row in outs:
-                    ahead = builder.add(row, INT(ADDED_AHEAD_BYTES))
+                    later = builder.add(row, INT(ADDED_AHEAD_BYTES))
                     for offset in offsets:
-                        emit.prefetch(emit.pointer(ahead, out.dtype, offset))
+                        emit.prefetch(emit.pointer(later, out.dtype, offset))
                 emit.assign(variables, terms.as_summed(before))
             sums = [builder.load(variable) for variable in variables]
             read_masks = terms.masks(left)
             with emit.loop(num, terms.step, sums) as (n, carried):
                 row = builder.add(row_start, builder.mul(n, row_stride))
                 b = terms.rows(row, row_stride, builder.sub(num, n), read_masks)
+                if not isinstance(ahead, types.NoneType):
+                    terms.read_ahead(builder.add(row, distance), row_stride)
                 for i, address in enumerate(factors):
                     a = terms.factor(builder.add(address, builder.mul(n, stride_n)))
-                    for j in range(TILE[1]):
-                        k = i * TILE[1] + j
+                    for j in range(tile[1]):
+                        k = i * tile[1] + j
                         carried[k] = terms.add(a, b[j], carried[k])
             if is_bf16 and out.dtype == types.uint16:
                 for i, row in enumerate(outs):
-                    of_row = sums[i * TILE[1] : (i + 1) * TILE[1]]
+                    of_row = sums[i * tile[1] : (i + 1) * tile[1]]
                     terms.store(of_row, row, read_masks)
                 return
-            stored = zip(terms.in_order(sums), places, masks * TILE[0], strict=True)
+            stored = zip(terms.in_order(sums), places, masks * tile[0], strict=True)
             for value, place, mask in stored:
                 emit.store(value, place, out.dtype, mask)
 
-        full = builder.icmp_signed(">=", left, INT(TILE[1] * emit.lanes))
+        full = builder.icmp_signed(">=", left, INT(tile[1] * emit.lanes))
         with builder.if_else(full) as (whole, partly):
             with whole:
-                tile()
+                whole_or_part()
             with partly:
-                tile(left)
+                whole_or_part(left)
         return context.get_dummy_value()
 
     return signature, generate
@@ -208,25 +226,33 @@ class _Terms:
 
     step = 1
 
-    def __init__(self, context: Any, builder: Any, factor_dtype: Any, row_dtype: Any) -> None:
+    def __init__(self, context: Any, builder: Any, arrays: tuple[Any, Any], width: int) -> None:
         self.builder = builder
-        self.emit = Vectors(context, builder, sum_dtype(factor_dtype))
-        self.factor_dtype, self.row_dtype = factor_dtype, row_dtype
+        self.factor_dtype, self.row_dtype = (array.dtype for array in arrays)
+        self.emit = Vectors(context, builder, sum_dtype(self.factor_dtype))
         self.read = self.emit
-        self.num_loads = TILE[1]
+        self.num_loads = width
 
     def masks(self, left: Any) -> list[Any]:
         """Of the loads of a row; None for all columns."""
         starts = (INT(j * self.read.lanes) for j in range(self.num_loads))
         return [left and self.read.mask(self.builder.sub(left, start)) for start in starts]
 
+    def places(self, row: Any) -> list[Any]:
+        """The pointers to what is loaded of the row at an address."""
+        starts = (INT(j * self.read.lanes) for j in range(self.num_loads))
+        return [self.emit.pointer(row, self.row_dtype, start) for start in starts]
+
+    def read_ahead(self, row: Any, stride: Any) -> None:
+        """Bring the rows of an n, which are at an address, into a cache."""
+        for i in range(self.step):
+            for place in self.places(self.builder.add(row, self.builder.mul(stride, INT(i)))):
+                self.emit.prefetch(place)
+
     def loaded(self, row: Any, masks: list[Any]) -> list[Any]:
         """The row at an address."""
-        places = (
-            self.emit.pointer(row, self.row_dtype, INT(j * self.read.lanes))
-            for j in range(self.num_loads)
-        )
-        return [self.read.load(x, self.row_dtype, m) for x, m in zip(places, masks, strict=True)]
+        both = zip(self.places(row), masks, strict=True)
+        return [self.read.load(place, self.row_dtype, mask) for place, mask in both]
 
     def rows(self, row: Any, stride: Any, num_left: Any, masks: list[Any]) -> list[Any]:
         """The vectors to be multiplied, of the row of this n."""
@@ -254,10 +280,10 @@ class _Pairs(_Terms):
 
     step = 2
 
-    def __init__(self, context: Any, builder: Any, factor_dtype: Any, row_dtype: Any) -> None:
-        super().__init__(context, builder, factor_dtype, row_dtype)
-        self.read = Vectors(context, builder, row_dtype)
-        self.num_loads = TILE[1] // 2
+    def __init__(self, context: Any, builder: Any, arrays: tuple[Any, Any], width: int) -> None:
+        super().__init__(context, builder, arrays, width)
+        self.read = Vectors(context, builder, self.row_dtype)
+        self.num_loads = width // 2
 
     def rows(self, row: Any, stride: Any, num_left: Any, masks: list[Any]) -> list[Any]:
         """Pairs of the rows of this n and the next one, or of this one twice if it is the last."""

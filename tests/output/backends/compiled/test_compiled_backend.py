@@ -88,6 +88,43 @@ def test_products_of_bf16_numbers_are_as_exact_as_those_of_pytorch(
     assert_errors_are_small([actual, base, true], slack=torch.finfo(torch.bfloat16).eps)
 
 
+@pytest.mark.parametrize("num_words", [11, 12, 13, 150])
+@pytest.mark.parametrize("num_positions", [31, 32, 33, 64, 95])
+def test_many_visits_of_a_node_have_the_results_of_few(num_positions: int, num_words: int) -> None:
+    """From 32 visits and 12 children on, and with fewer, which are computed in another order."""
+    tree = ClassTree.full(num_words)
+    *inputs, target = problem(tree, num_positions, size=37, dtype=torch.bfloat16)
+    upstream = torch.randn(num_positions)
+    together = gradients(inputs, target, tree, upstream, "compiled")
+    hidden, *parameters = inputs
+    parts = [
+        gradients([hidden[part], *parameters], target[part], tree, upstream[part], "compiled")
+        for part in torch.split(torch.arange(num_positions), 9)
+    ]
+    nll, d_hidden, *sums = zip(*parts, strict=True)
+    torch.testing.assert_close(together[0], torch.cat(nll), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(together[1], torch.cat(d_hidden), rtol=0.01, atol=0.01)
+    for ours, theirs in zip(together[2:], sums, strict=True):
+        torch.testing.assert_close(ours, sum(theirs), rtol=0.05, atol=0.05)
+
+
+def test_a_visit_without_numbers_leaves_the_others_as_they_are() -> None:
+    tree = ClassTree.full(40)
+    *inputs, target = problem(tree, 70, size=16, dtype=torch.bfloat16)
+    hidden, *parameters = (tensor.detach() for tensor in inputs)
+    broken = hidden.clone()
+    broken[[3, 40, 69]] = torch.nan
+    upstream, others = torch.ones(70), torch.ones(70).bool()
+    others[[3, 40, 69]] = False
+    found = (
+        gradients([x, *parameters], target, tree, upstream, "compiled")[:2]
+        for x in (hidden, broken)
+    )
+    for whole, actual in zip(*found, strict=True):
+        assert torch.equal(whole[others], actual[others])
+        assert actual[~others].isnan().all()
+
+
 def test_exp_is_right_to_two_roundings_down_to_the_smallest_numbers() -> None:
     """The error of a word is its probability: exp of its logit, as the other one's is 0."""
     logit = -torch.linspace(0, 120, 4001)
