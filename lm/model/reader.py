@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lm.model.language_model import LanguageModel, State
 
-CHUNK_TOKENS = 2048
+CHUNK_TOKENS = 1280
 """Positions of a text or of a prefix that are computed at once."""
 BATCH_TOKENS = 2048
 """Largest number of positions of a batch of lines, and of a part of one long line."""
