@@ -7,7 +7,7 @@ import numpy as np
 
 from lm.output.backends.compiled.columns import (
     BLOCK,
-    ROWS,
+    BLOCK_ROWS,
     dot_columns,
     error_columns,
     exp_columns,
@@ -16,14 +16,13 @@ from lm.output.backends.compiled.columns import (
 )
 from lm.output.backends.compiled.row_operations import add_scaled_row
 from lm.output.backends.compiled.tile_loops import TERMS, visit_sums
-from lm.output.backends.compiled.tiles import ROWS as DOT_ROWS
-from lm.output.backends.compiled.tiles import dot_rows
+from lm.output.backends.compiled.tiles import ROWS, dot_rows
 
 
 @numba.njit(nogil=True)
 def is_many(num_visits, num_children):
-    """Whether a node's visits are computed in blocks: one is full, as is a tile of `ROWS`."""
-    return num_visits >= BLOCK and num_children >= ROWS
+    """Whether a node's visits are computed in blocks: one is full, as are `BLOCK_ROWS`."""
+    return num_visits >= BLOCK and num_children >= BLOCK_ROWS
 
 
 @numba.njit(nogil=True)
@@ -41,7 +40,11 @@ def block_of(visit, num_visits, n):
 
 @numba.njit(nogil=True)
 def new_space(widest, size):
-    """Memory for `forward_blocks`: hidden vectors, low errors, and numbers of each visit."""
+    """Memory for `forward_blocks`: hidden vectors, errors in bf16, and four numbers of each visit.
+
+    These are the largest logit, the total, its inverse, and the target's logit less the largest.
+    Lanes without a visit have any numbers.
+    """
     hidden = np.empty((size // 2, BLOCK), np.float32)
     return (
         hidden,
@@ -54,8 +57,9 @@ def new_space(widest, size):
 def forward_blocks(node, begin, end, hidden, row, bias, child, log_prob, rows, d_hidden, space):
     """What `node_loops.forward_bf16` computes for a node of many visits.
 
-    Its errors are in blocks: those of the first `BLOCK` visits, of the others. Of a block they are
-    [n, visits].
+    Block b has the visits from 32 b on: w = 32, in the last one fewer. Its errors begin 32 b n
+    after the node's, and that of child j and visit i of the block is j w + i after them. Threads
+    may begin and end within a block, and write their own lanes.
 
     Args:
         node: first visit and end, number of children, index of the first error, or -1 if they are
@@ -66,7 +70,7 @@ def forward_blocks(node, begin, end, hidden, row, bias, child, log_prob, rows, d
             each row.
         bias: address of the first bias.
         child, log_prob: [P].
-        rows: in which errors are saved, or as much memory as one block takes.
+        rows: in which errors are saved, or memory for the logits of one block, [n, BLOCK].
         d_hidden: [P, W] or [0, W].
         space: see `new_space`.
     """
@@ -83,8 +87,8 @@ def forward_blocks(node, begin, end, hidden, row, bias, child, log_prob, rows, d
         vectors = hidden.ctypes.data + v * hidden.strides[0]
         transposed_pairs(vectors, hidden.strides[0], num, len(pairs), pairs.ctypes.data)
         largest[:] = -np.inf
-        for j in range(0, n, ROWS):
-            j = min(j, n - ROWS)  # what is left is computed again with rows before it
+        for j in range(0, n, BLOCK_ROWS):
+            j = min(j, n - BLOCK_ROWS)  # what is left is computed again with rows before it
             dot_columns(
                 pairs.ctypes.data,
                 (row[2] + 1) // 2,
@@ -127,7 +131,9 @@ def _add_products(low, hidden, d_hidden, v, num, n, row, added):
 
 @numba.njit(nogil=True)
 def pair_blocks(error, d_nll, pairs, node, first, num, v, terms):
-    """The errors of `terms` visits from v on times d nll: [num, terms, to an even number] in bf16.
+    """The errors of `terms` visits from v on times d nll: [num, terms] in bf16.
+
+    If `terms` is odd, a 0 follows those of each row.
 
     Args:
         error, d_nll: as of `node_loops.backward_bf16`; v - start is a multiple of `BLOCK`.
@@ -154,7 +160,7 @@ def add_blocks_to_bias(d_bias, error, d_nll, node, row, first, num):
         place, width, _ = block_of(v - start, stop - start, n)
         address = error.ctypes.data + 4 * (offset + place + first * width)
         factor = d_nll.ctypes.data + 4 * v
-        for j in range(0, num, DOT_ROWS):
+        for j in range(0, num, ROWS):
             at, out = address + 4 * width * j, found.ctypes.data + 4 * j
             dot_rows(d_nll, error, width, factor, at, 4 * width, out, num - 1 - j)
         to = d_bias.ctypes.data + 4 * row

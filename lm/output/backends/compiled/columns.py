@@ -1,8 +1,8 @@
 """Products and softmaxes of many visits of a node: a lane of a vector is a visit.
 
-The sums over a hidden vector and over a node's children are then sums of vectors: none of the
-numbers of one. Factors are in bf16, in pairs next to each other in memory, all else is in fp32. A
-*block* is the numbers of `BLOCK` visits or fewer, those of a child next to each other.
+The sums over a hidden vector and over a node's children are then sums of vectors: no vector is
+reduced to one number. Factors are in bf16, in pairs next to each other in memory, all else is in
+fp32. A *block* is the numbers of `BLOCK` visits or fewer, those of a child next to each other.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from lm.output.backends.compiled.vectors import INT, Vectors
 
 BLOCK = 32
 """Visits of a block, those of two vectors."""
-ROWS = 12
+BLOCK_ROWS = 12
 """Rows that a block of hidden vectors is multiplied with at a time: 24 vectors of sums."""
 NUMBER = types.float32
 
 
 class _Block:
-    """The vectors of a block, of which the last `visits` lanes may be missing.
+    """The vectors of a block. Lanes from `visits` on are read as 0 and not written.
 
     Args:
         context, builder: of numba's code generation.
@@ -100,7 +100,7 @@ def transposed_pairs(typing, start, stride, visits, num, out):
 
 @intrinsic
 def dot_columns(typing, pairs, num, row, row_stride, bias, start, stride, visits, largest):
-    """z[j, i] = row j · hidden vector i + bias[j] for `ROWS` rows, and the largest of each i.
+    """z[j, i] = row j · hidden vector i + bias[j] for `BLOCK_ROWS` rows, and the largest of each i.
 
     Args:
         pairs, num: address of the hidden vectors, see `transposed_pairs`, and their pairs.
@@ -114,16 +114,16 @@ def dot_columns(typing, pairs, num, row, row_stride, bias, start, stride, visits
         row, row_stride, bias, *place, largest = more
         block = _Block(context, builder, *place)
         emit, vectors = block.emit, len(block.lanes)
-        rows = [builder.add(row, builder.mul(row_stride, INT(j))) for j in range(ROWS)]
-        sums = [emit.zero] * (ROWS * vectors)
+        rows = [builder.add(row, builder.mul(row_stride, INT(j))) for j in range(BLOCK_ROWS)]
+        sums = [emit.zero] * (BLOCK_ROWS * vectors)
         with emit.loop(num, 1, sums) as (k, carried):
             hidden = block.vectors(builder.add(pairs, builder.mul(k, INT(4 * BLOCK))))
             for j, address in enumerate(rows):
-                pair = emit.broadcast(emit.pointer(address, NUMBER, k), NUMBER)
+                pair = emit.everywhere(builder.load(emit.pointer(address, NUMBER, k), align=2))
                 for i, vector in enumerate(hidden, vectors * j):
                     carried[i] = emit.dot(vector, pair, carried[i])
         most = block.vectors(largest)
-        for j in range(ROWS):
+        for j in range(BLOCK_ROWS):
             added = emit.broadcast(emit.pointer(bias, NUMBER, INT(j)), NUMBER)
             z = [builder.fadd(x, added) for x in sums[vectors * j : vectors * (j + 1)]]
             block.store(INT(j), z)
@@ -164,12 +164,14 @@ def exp_columns(typing, start, stride, visits, num, largest, totals):
 
 @intrinsic
 def error_columns(typing, start, stride, visits, num, factor, pairs):
-    """Errors in place of the numbers x of `num` children: factor · x.
+    """Errors factor · x in place of the numbers x of `num` children.
+
+    x is what `exp_columns` leaves, less the total at the target.
 
     Args:
         start, stride, visits: see `_Block`.
         num: how many children there are.
-        factor: address of a number for each visit [BLOCK].
+        factor: address of 1 / total of each visit [BLOCK].
         pairs: address of pairs [⌈num / 2⌉, BLOCK], of the errors of a child and of the next one, or
             0 after the last, rounded to bf16.
     """
@@ -197,7 +199,9 @@ def error_columns(typing, start, stride, visits, num, factor, pairs):
 
 @intrinsic
 def paired_columns(typing, start, stride, visits, num, factor, out, out_stride):
-    """out[j, i] = factor[i] · x[j, i] in bf16 of `num` children j; up to an even number, 0 for i.
+    """out[j, i] = factor[i] · x[j, i] in bf16, of `num` children j and an even number of visits i.
+
+    If the number of visits is odd, the last one is 0.
 
     Args:
         start, stride, visits: see `_Block`.

@@ -13,7 +13,7 @@ from lm.output.backends.compiled.expansion_loops import expand, item_log_weight
 from lm.output.backends.compiled.row_operations import exp_row
 from lm.output.backends.compiled.sorting import push, replace_first
 
-EMITTED = "4e39a4d599dab510"
+EMITTED = "3b03e5c193f27c3d"
 """See `compiler`."""
 compiled = compiler(EMITTED)
 

@@ -27,7 +27,7 @@ class Factors:
     """
 
     nodes: Array  # see `row_loops.update_rows`
-    error: Tensor  # as `node_loops.forward` saves it
+    error: Tensor  # as `node_loops.forward` saves it; of rows that are not formed, [visits, n]
     hidden: Tensor  # [P, ≥ W] of the sorted positions, multiplied by their d nll
     formed: Tensor  # [F, W]
     more: Rows  # ascending, each row once

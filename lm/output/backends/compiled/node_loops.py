@@ -32,7 +32,7 @@ from lm.output.backends.compiled.tile_loops import (
     sums,
 )
 
-EMITTED = "4e39a4d599dab510"
+EMITTED = "3b03e5c193f27c3d"
 """See `compiler`."""
 VISITS = 16
 """Visits whose hidden vectors stay in the first cache while a node's rows are read."""
@@ -146,14 +146,17 @@ def forward(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_h
 def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_hidden, widest):
     """The same with products of bf16 numbers: hidden vectors, rows, and errors rounded to them.
 
-    `hidden` has bf16, `weight` bf16 or fp32, the others fp32. Errors of many visits are as
-    `forward_blocks` saves them.
+    `hidden` has bf16, `weight` bf16 or fp32, the others fp32. Many visits of a node are computed by
+    `forward_blocks`, whose sums have another order: the last bits depend on how many there are.
     """
     is_saved, has_bias = error.size > 0, len(bias) == len(weight)
     is_low = weight.itemsize == 2 and weight.shape[1] % 2 == 0  # whole pairs
     rows = error if is_saved else np.empty(BLOCK * widest, np.float32)
     low_rows = np.zeros((0 if is_low else widest, hidden.shape[1]), np.uint16)
-    low_errors = np.zeros((VISITS, widest + widest % 2), np.uint16)
+    widest_of_few = 0
+    for start, stop, _, n, _, _ in nodes:
+        widest_of_few = max(widest_of_few, 0 if is_many(stop - start, n) else n)
+    low_errors = np.zeros((VISITS, widest_of_few + widest_of_few % 2), np.uint16)
     space = new_space(widest, hidden.shape[1])
     _set_unvisited(nodes, begin, end, d_hidden)
     for m in range(len(nodes)):

@@ -16,9 +16,11 @@ from lm.output.backends import BACKENDS, choose_backend, verify
 from lm.output.backends.base import Backend, Gradients, Needs, Problem
 from lm.output.backends.compiled import (
     backend,
+    columns,
     compilation,
     division,
     draw_loops,
+    factors,
     node_loops,
     routing,
     row_loops,
@@ -106,6 +108,10 @@ def test_many_visits_of_a_node_have_the_results_of_few(num_positions: int, num_w
     torch.testing.assert_close(together[1], torch.cat(d_hidden), rtol=0.01, atol=0.01)
     for ours, theirs in zip(together[2:], sums, strict=True):
         torch.testing.assert_close(ours, sum(theirs), rtol=0.05, atol=0.05)
+
+
+def test_errors_that_are_read_row_by_row_are_not_in_blocks() -> None:
+    assert factors.FORMED_VISITS <= columns.BLOCK
 
 
 def test_a_visit_without_numbers_leaves_the_others_as_they_are() -> None:
