@@ -19,7 +19,9 @@ GPU_SHARE = 0.8
 """Part of a GPU's free memory that the weights of a model may take; states and batches follow."""
 KEPT_BYTES = 1 << 30
 """Most memory at the end of its heap that training keeps when it is freed."""
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+RETURNED_BYTES = 6 << 20
+"""Size from which on blocks are returned that scoring frees."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 """Parameters of mallopt, from glibc's malloc.h."""
 _log = logging.getLogger(__name__)
 
@@ -67,11 +69,27 @@ def keep_freed_memory() -> None:
     clears them again page by page: a tenth of the time of a training step. Without glibc, or where
     the user has set one of its variables MALLOC_…_, this does nothing.
     """
+    # No block is a mapping of its own.
+    _set_malloc({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: KEPT_BYTES})
+
+
+def return_freed_memory() -> None:
+    """Let this process return large blocks, from `RETURNED_BYTES` on, when it frees them.
+
+    By default, glibc does so up to the first one that is freed, and then keeps blocks of that size:
+    between batches of many sizes, gaps remain, 3 % of the memory of `lm score`. See
+    `keep_freed_memory` for where this does nothing.
+    """
+    _set_malloc({M_MMAP_THRESHOLD: RETURNED_BYTES})
+
+
+def _set_malloc(settings: dict[int, int]) -> None:
+    """Set parameters of glibc's malloc, unless the user has set some or there is no glibc."""
     is_set = any(name.startswith("MALLOC_") and name.endswith("_") for name in os.environ)
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version") and not is_set:
-        library.mallopt(M_MMAP_MAX, 0)  # no block is a mapping of its own
-        library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        for setting in settings.items():
+            library.mallopt(*setting)
 
 
 def available_bytes(device: torch.device) -> int | None:

@@ -139,6 +139,8 @@ def test_freed_memory_is_kept_unless_the_user_has_set_malloc(
         monkeypatch.delenv(name)
     module.keep_freed_memory()
     assert calls == [(-4, 0), (-1, 1 << 30)]
+    module.return_freed_memory()
+    assert calls.pop() == (-3, 6 << 20)
     monkeypatch.setenv("MALLOC_ARENA_MAX_", "4")
     module.keep_freed_memory()
     assert len(calls) == 2

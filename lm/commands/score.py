@@ -49,24 +49,16 @@ _log = logging.getLogger(__name__)
 
 def run(options: argparse.Namespace) -> None:
     """Print the scores, line by line."""
-    if options.details and (options.format == "kenlm" or options.level != "word"):
-        raise UserError("--details requires --level word and --format tsv or json")
-    if options.mixture is not None and options.arpa is None:
-        raise UserError("--mixture requires --arpa")
-    if options.details and options.open_vocabulary:
-        raise UserError("--details excludes --open-vocabulary: it ranks N words")
-    if options.arpa and (options.details or options.vocabulary_size or options.open_vocabulary):
-        raise UserError(
-            "--arpa excludes --details, --vocabulary-size and --open-vocabulary: <unk> is one word"
-            " for both"
-        )
+    _check(options)
     from data_prep.corpus.lines import read_text
     from data_prep.tokenizer.token_file import counted_literals, log_literals
+    from lm.device import return_freed_memory
     from lm.evaluation import perplexity_rule, token_unit
     from lm.scoring import Scorer
     from lm.scoring.layouts import Layout
     from lm.scoring.mixture import Mixture
 
+    return_freed_memory()
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
     mixture = options.arpa and Mixture.open(run, Path(options.arpa), options.mixture)
     scorer = Scorer(
@@ -107,3 +99,18 @@ def run(options: argparse.Namespace) -> None:
             )
         print(row)
     log_literals("text", literals)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that exclude each other."""
+    if options.details and (options.format == "kenlm" or options.level != "word"):
+        raise UserError("--details requires --level word and --format tsv or json")
+    if options.mixture is not None and options.arpa is None:
+        raise UserError("--mixture requires --arpa")
+    if options.details and options.open_vocabulary:
+        raise UserError("--details excludes --open-vocabulary: it ranks N words")
+    if options.arpa and (options.details or options.vocabulary_size or options.open_vocabulary):
+        raise UserError(
+            "--arpa excludes --details, --vocabulary-size and --open-vocabulary: <unk> is one word"
+            " for both"
+        )
