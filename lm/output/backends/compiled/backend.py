@@ -36,7 +36,7 @@ FULL_SAVED_ELEMENTS = 1 << 28
 """The same as `SAVED_ELEMENTS` for a full softmax whose products are of bf16 numbers: 1 GB, a third
 of what PyTorch's `cross_entropy` of as many logits takes."""
 LEAST_ZEROS = 1 << 18
-"""Size of a gradient from which on threads divide the rows that are set to zero."""
+"""Numbers from which on threads divide the rows that are set to zero."""
 FREE_COLUMNS = 150_000_000
 """Columns without a gradient that the reference backend computes before the loops are loaded, which
 takes a second and 140 MB of memory, and tens of seconds to compile once. The loops save 5 to 12 ns
@@ -106,7 +106,7 @@ class CompiledBackend(ReferenceBackend):
         saved = self._with_visits(problem, needs)
         ones = saved.error.new_ones(len(saved.position))
         is_bf16 = _multiplies_bf16(problem)
-        hidden = _sorted_hidden(problem, saved.position, ones, in_bf16=is_bf16)
+        hidden = saved.hidden if len(saved.hidden) else _new_sorted(problem, ones, is_bf16=is_bf16)
         log_prob = ones.new_zeros(saved.node.shape)
         nodes = _nodes(saved.node, problem)
         bounds = bounds_of(nodes, len(hidden), by_rows=False)
@@ -119,12 +119,21 @@ class CompiledBackend(ReferenceBackend):
             bounds,
             loops,
             nodes,
+            (own(saved.position), as_array(problem.hidden.contiguous()), own(ones)),
             own(hidden),
             *map(as_array, (problem.weight, bias)),
             *results,
             widest,
         )
         return log_prob, saved
+
+    def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
+        """See `Backend.new_saved`; of bf16 numbers the sorted hidden vectors too, read again."""
+        *saved, none = super().new_saved(problem, needs)
+        errors = self.saves_errors(problem, row_wise=needs.row_wise)
+        if needs.any and errors and _multiplies_bf16(problem):
+            return [*saved, _new_sorted(problem, saved[0], is_bf16=True)]
+        return [*saved, none]
 
     def _with_visits(self, problem: Problem, needs: Needs) -> Saved:
         """What is saved, with its visits."""
@@ -173,7 +182,8 @@ def _zero_gaps(nodes: Array, out: Tensor, *_: Tensor) -> None:
     """See `zeros_except`."""
     from lm.output.backends.compiled import node_loops
 
-    num_threads = torch.get_num_threads() if out.numel() >= LEAST_ZEROS else 1
+    num_zeros = (len(out) - int(nodes[:, 3].sum())) * out.shape[1]
+    num_threads = torch.get_num_threads() if num_zeros >= LEAST_ZEROS else 1
     bounds = [len(out) * i // num_threads for i in range(num_threads + 1)]
     divide(bounds, node_loops.zero_gaps, nodes, own(out))
 
@@ -185,8 +195,7 @@ def _form(
     from lm.output.backends.compiled import node_loops
 
     is_bf16 = _multiplies_bf16(problem)
-    factor = torch.ones_like(d_nll) if is_bf16 else d_nll
-    hidden = _sorted_hidden(problem, saved.position, factor, in_bf16=is_bf16)
+    hidden = saved.hidden if is_bf16 else _scaled_hidden(problem, saved.position, d_nll)
     loops = node_loops.backward_bf16 if is_bf16 else node_loops.backward
     arrays = (*map(own, (saved.error, hidden, d_nll)), *map(as_array, (d_weight, d_bias)))
     num_rows = max(len(d_weight), len(d_bias))
@@ -198,25 +207,30 @@ def _multiplies_bf16(problem: Problem) -> bool:
 
     Rows in fp32 are then rounded, as autocast rounds those of a linear layer.
     """
+    if problem.hidden.dtype != torch.bfloat16:
+        return False
     from lm.output.backends.compiled.vectors import HAS_BF16
 
-    is_low = problem.hidden.dtype == torch.bfloat16
-    return HAS_BF16 and is_low and problem.weight.dtype in (torch.bfloat16, torch.float32)
+    return HAS_BF16 and problem.weight.dtype in (torch.bfloat16, torch.float32)
 
 
-def _sorted_hidden(
-    problem: Problem, position: Tensor, factor: Tensor, *, in_bf16: bool = False
-) -> Tensor:
-    """The hidden vectors of the sorted positions times factors [P], in their dtype or bf16.
+def _new_sorted(problem: Problem, like: Tensor, *, is_bf16: bool) -> Tensor:
+    """Memory for the hidden vectors of the sorted positions, in the dtype of `like` or bf16.
 
     [P, W up to a multiple of `ALIGN`], so that each begins a line of a cache.
     """
+    size = -(-problem.weight.shape[1] // ALIGN) * ALIGN
+    dtype = torch.bfloat16 if is_bf16 else like.dtype
+    return like.new_empty(problem.num_positions, size, dtype=dtype)
+
+
+def _scaled_hidden(problem: Problem, position: Tensor, d_nll: Tensor) -> Tensor:
+    """The hidden vectors of the sorted positions times their d_nll [P]."""
     from lm.output.backends.compiled.node_loops import sort_rows
 
-    dtype, size = torch.bfloat16 if in_bf16 else factor.dtype, problem.weight.shape[1]
-    hidden = factor.new_empty(len(position), -(-size // ALIGN) * ALIGN, dtype=dtype)
+    hidden = _new_sorted(problem, d_nll, is_bf16=False)
     source = as_array(problem.hidden.contiguous())
-    sort_rows(own(position), source, own(factor), own(hidden))
+    sort_rows(0, len(hidden), own(position), source, own(d_nll), own(hidden))
     return hidden
 
 
@@ -240,7 +254,7 @@ def _row_gradients(
         _form(problem, saved, d_nll, found, none[:, None], rows.view(-1).zero_())
 
     if needs.weight:
-        hidden = _sorted_hidden(problem, saved.position, d_nll)
+        hidden = _scaled_hidden(problem, saved.position, d_nll)
         of_weight = Factors.of(nodes, saved.error, hidden, form, weight.shape)
         d_weight = RowGradient(weight, [Factored(of_weight, 1)])
     if bias is not None and needs.bias:

@@ -1,10 +1,17 @@
-"""The division of loops over nodes among threads: forward by positions, backward by rows."""
+"""The division of loops over nodes among threads: forward by positions, backward by rows.
 
+The threads are those of PyTorch's OpenMP library. After each parallel operation of PyTorch they
+spin for some milliseconds, unless told otherwise, and would keep threads of our own off the
+processors for as long.
+"""
+
+import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +22,8 @@ LEAST_COLUMNS = 1 << 15
 """Columns of all visits from which on work is divided among threads."""
 ROW_VISITS = 8
 """The time to write a row of a gradient, as a number of visits."""
+_REGION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_PROCESS = os.getpid()
 
 
 def bounds_of(nodes: Array, num: int, *, by_rows: bool) -> list[int]:
@@ -39,23 +48,57 @@ def bounds_of(nodes: Array, num: int, *, by_rows: bool) -> list[int]:
     return [*bounds, num]
 
 
-@cache
-def _threads(process: int, num: int) -> ThreadPoolExecutor:
-    """Threads of a process; a forked one has none of its parent's."""
-    return ThreadPoolExecutor(num, "sqrtlm")
-
-
 def divide(bounds: list[int], loops: Callable[..., None], nodes: Array, *arguments: Any) -> None:
-    """Run loops over nodes for each part, all but the first one in threads of their own."""
+    """Run loops over nodes for each part, in a thread each."""
     parts = list(pairwise(bounds))
     if len(parts) == 1:
         loops(nodes, *parts[0], *arguments)
         return
-    threads = _threads(os.getpid(), len(parts) - 1)
-    others = [threads.submit(loops, nodes, *part, *arguments) for part in parts[1:]]
+    remaining, errors = iter(parts), []
+
+    def run(_: int | None = None) -> None:
+        try:
+            for part in remaining:  # a team can have fewer threads than parts
+                loops(nodes, *part, *arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    _in_threads(run, len(parts))
+    if errors:
+        raise errors[0]
+
+
+def _in_threads(run: Callable[[int | None], None], num_threads: int) -> None:
+    """Call a function, which raises nothing, in so many threads, of which this one is the first."""
+    start_team = _openmp(os.getpid())
+    if start_team is not None:
+        start_team(_REGION(run), None, num_threads, 0)
+        return
+    threads = _threads(os.getpid(), num_threads - 1)
+    others = [threads.submit(run, None) for _ in range(num_threads - 1)]
+    run(None)
+    wait(others)
+
+
+@cache
+def _openmp(process: int) -> Callable[..., None] | None:
+    """`GOMP_parallel` of PyTorch's OpenMP library, GNU's or LLVM's, which has it on Linux.
+
+    None where there is none, and in a forked process, where GNU's waits for its parent's threads.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if process != _PROCESS or not library.exists():
+        return None
     try:
-        loops(nodes, *parts[0], *arguments)
-    finally:
-        wait(others)
-    for other in others:
-        other.result()
+        start_team: Callable[..., None] = ctypes.CDLL(str(library)).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    start_team.argtypes = [_REGION, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]  # type: ignore[attr-defined]
+    start_team.restype = None  # type: ignore[attr-defined]
+    return start_team
+
+
+@cache
+def _threads(process: int, num: int) -> ThreadPoolExecutor:
+    """Threads of a process; a forked one has none of its parent's."""
+    return ThreadPoolExecutor(num, "sqrtlm")

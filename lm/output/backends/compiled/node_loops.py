@@ -42,8 +42,8 @@ compiled = compiler(EMITTED)
 
 
 @compiled
-def sort_rows(position, source, factor, out):
-    """out[i] = factor[i] · source[position[i]], followed by zeros.
+def sort_rows(begin, end, position, source, factor, out):
+    """out[i] = factor[i] · source[position[i]], followed by zeros, for i from `begin` to `end`.
 
     Args:
         position: [P].
@@ -52,7 +52,7 @@ def sort_rows(position, source, factor, out):
         out: [P, W], W ≥ H.
     """
     num = source.shape[1]
-    for i in range(len(out)):
+    for i in range(begin, end):
         start = source.ctypes.data + position[i] * source.strides[0]
         to = out.ctypes.data + i * out.strides[0]
         scaled_row(source, out, start, to, num, factor[i])
@@ -103,12 +103,16 @@ def _set_unvisited(nodes, begin, end, d_hidden):
 
 
 @compiled
-def forward(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_hidden, widest):
+def forward(
+    nodes, begin, end, unsorted, hidden, weight, bias, child, log_prob, error, d_hidden, widest
+):
     """(1) to (5) of the sorted positions from `begin` to `end`.
 
     Args:
         nodes: from `list_nodes`.
-        hidden: [P, ≥ W] of the sorted positions; `bias` [R] and all results have its dtype.
+        unsorted: the positions and what else `sort_rows` reads.
+        hidden: [P, ≥ W], set to that of the sorted positions; `bias` [R] and all results have its
+            dtype.
         weight: [R, W].
         bias: [R], or zeros [widest] for none.
         child: [D, P].
@@ -120,6 +124,7 @@ def forward(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_h
     size, is_saved, has_bias = hidden.itemsize, error.size > 0, len(bias) == len(weight)
     rows = error if is_saved else np.empty(VISITS * widest, hidden.dtype)
     row_strides = (hidden.strides[0], weight.strides[0])
+    sort_rows(begin, end, *unsorted, hidden)
     _set_unvisited(nodes, begin, end, d_hidden)
     for start, stop, row, n, offset, level in nodes:
         weight_address = weight.ctypes.data + row * weight.strides[0]
@@ -143,7 +148,9 @@ def forward(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_h
 
 
 @compiled
-def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error, d_hidden, widest):
+def forward_bf16(
+    nodes, begin, end, unsorted, hidden, weight, bias, child, log_prob, error, d_hidden, widest
+):
     """The same with products of bf16 numbers: hidden vectors, rows, and errors rounded to them.
 
     `hidden` has bf16, `weight` bf16 or fp32, the others fp32. Many visits of a node are computed by
@@ -158,6 +165,7 @@ def forward_bf16(nodes, begin, end, hidden, weight, bias, child, log_prob, error
         widest_of_few = max(widest_of_few, 0 if is_many(stop - start, n) else n)
     low_errors = np.zeros((VISITS, widest_of_few + widest_of_few % 2), np.uint16)
     space = new_space(widest, hidden.shape[1])
+    sort_rows(begin, end, *unsorted, hidden)
     _set_unvisited(nodes, begin, end, d_hidden)
     for m in range(len(nodes)):
         start, stop, row, n, offset, level = nodes[m]

@@ -55,6 +55,7 @@ class Saved(NamedTuple):
     error: Tensor  # [P · max_path_columns], (4) of all visits, node by node; the rest undefined
     d_hidden_unscaled: Tensor  # [P, W], Σ W_nᵀ e_v of (5)
     lse: Tensor  # [D, P], (2) of each visit; 0 where there is none
+    hidden: Tensor  # [P, …] of the sorted positions, where they are read again
 
 
 class ReferenceBackend:
@@ -114,7 +115,7 @@ class ReferenceBackend:
                 logit[place] = sums.target_logit.where(node_child >= 0, 0)
         lse, logit = (torch.empty_like(x).index_copy_(1, position, x) for x in (lse, logit))
         nothing = hidden.new_empty(0)
-        return lse, logit, [position, visited, child, *(nothing for _ in range(3))]
+        return lse, logit, [position, visited, child, *(nothing for _ in range(4))]
 
     def partial_backward(
         self, d_nll: Tensor, lse: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
@@ -132,7 +133,7 @@ class ReferenceBackend:
         self, d_nll: Tensor, lse: Tensor | None, problem: Problem, saved: Saved, needs: Needs
     ) -> Gradients:
         """The gradients by the errors that the forward saved, or by log-sum-exps."""
-        position, visited, child, saved_error, unscaled, saved_lse = saved
+        position, visited, child, saved_error, unscaled, saved_lse, _ = saved
         if lse is not None:
             saved_lse = lse.index_select(1, position)
         weight, bias = problem.weight, problem.bias
@@ -184,6 +185,7 @@ class ReferenceBackend:
             hidden.new_empty(problem.num_columns if needs.any and errors else 0, dtype=dtype),
             hidden.new_empty(num_positions if needs.hidden and errors else 0, width, dtype=dtype),
             hidden.new_empty(depth if needs.any and not errors else 0, num_positions, dtype=dtype),
+            hidden.new_empty(0),
         ]
 
     def _routed(self, problem: Problem, needs: Needs) -> Saved:

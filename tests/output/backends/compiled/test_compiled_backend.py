@@ -1,12 +1,16 @@
 """Compiled loops: sizes, roundings, threads, and what "auto" does where they do not work."""
 
+import gc
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+import weakref
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -174,6 +178,17 @@ def _gradients(solved: Problem, d_nll: Tensor) -> Gradients:
     return compiled.backward(d_nll, solved, saved, ALL)
 
 
+@pytest.fixture(params=["OpenMP's threads", "others"])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What divides work: the threads of PyTorch's OpenMP library, or without it others."""
+    if request.param == "others":
+        monkeypatch.setattr(division, "_openmp", lambda _: None)
+    elif sys.platform != "linux":
+        pytest.skip("known on Linux alone")
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_do_not_depend_on_the_number_of_threads(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -204,10 +219,43 @@ def test_visits_are_those_of_the_reference(tree: ClassTree) -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_parts_run_side_by_side_and_hold_nothing_afterwards(threads: str) -> None:
+    class Argument:
+        pass
+
+    barrier, parts, names = threading.Barrier(3, timeout=60), [], set()
+
+    def loops(nodes: object, begin: int, end: int, argument: Argument) -> None:
+        barrier.wait()
+        parts.append((begin, end))
+        names.add(threading.current_thread().name.split("_")[0])
+
+    argument = Argument()
+    reference = weakref.ref(argument)
+    gc.disable()
+    try:
+        division.divide([0, 4, 5, 9], loops, np.empty(0), argument)
+        del argument
+        assert reference() is None
+    finally:
+        gc.enable()
+    assert sorted(parts) == [(0, 4), (4, 5), (5, 9)]
+    assert ("sqrtlm" in names) == (threads == "others")
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_in_any_thread_is_raised(failing: int) -> None:
+    def loops(nodes: object, begin: int, end: int) -> None:
+        if begin == failing:
+            raise KeyboardInterrupt(begin)
+
+    with pytest.raises(KeyboardInterrupt, match=str(failing)):
+        division.divide([0, 1, 2, 3], loops, np.empty(0))
+
+
 def test_threads_divide_the_work_evenly() -> None:
     """Of a root with many visits and of classes with few, by rows."""
-    import numpy as np
-
     classes = [(10 * c, 10 * (c + 1), 50 + 40 * c, 40, 0, 1) for c in range(50)]
     nodes = np.array([(0, 500, 0, 50, 0, 0), *classes])
     cost = torch.cat([torch.full((50,), 500), torch.full((2000,), 10)]) + division.ROW_VISITS
