@@ -143,7 +143,8 @@ def _final_table(protocol: Protocol, finals: dict[str, dict[int, Log]]) -> str:
             line_tokens = np.array(logs[paired[0]]["test"]["line_tokens"])
             interval = bootstrap_interval(nats, other, line_tokens)
             compared = [
-                *(f"{statistics.fmean(each):+.2f}", f"{bound:+.2f}"),
+                f"{statistics.fmean(each):+.2f}",
+                f"{bound:+.2f}" if math.isfinite(bound) else "–",
                 " … ".join(f"{limit:+.4f}" for limit in interval or ()) or "–",
                 "not inferior" if bound < protocol.margin else "not shown",
             ]

@@ -131,7 +131,7 @@ class CompiledBackend(ReferenceBackend):
         """See `Backend.new_saved`; of bf16 numbers the sorted hidden vectors too, read again."""
         *saved, none = super().new_saved(problem, needs)
         errors = self.saves_errors(problem, row_wise=needs.row_wise)
-        if needs.any and errors and _multiplies_bf16(problem):
+        if (needs.weight or needs.bias) and errors and _multiplies_bf16(problem):
             return [*saved, _new_sorted(problem, saved[0], is_bf16=True)]
         return [*saved, none]
 
@@ -170,7 +170,8 @@ class CompiledBackend(ReferenceBackend):
             d_weight = zeros_except(first, num, weight, partial(_zero_gaps, nodes))
         if bias is not None and needs.bias:
             d_bias = d_nll.new_zeros(bias.shape)
-        _form(problem, saved, d_nll, nodes, d_weight, d_bias)
+        if needs.weight or needs.bias:
+            _form(problem, saved, d_nll, nodes, d_weight, d_bias)
         return Gradients(
             d_hidden,
             d_weight if needs.weight else None,

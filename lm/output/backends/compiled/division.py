@@ -5,9 +5,11 @@ spin for some milliseconds, unless told otherwise, and would keep threads of our
 processors for as long.
 """
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from itertools import pairwise
@@ -22,7 +24,7 @@ LEAST_COLUMNS = 1 << 15
 """Columns of all visits from which on work is divided among threads."""
 ROW_VISITS = 8
 """The time to write a row of a gradient, as a number of visits."""
-_REGION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_REGION = ctypes.CFUNCTYPE(None)  # a pointer that it is called with is left out
 _PROCESS = os.getpid()
 
 
@@ -56,46 +58,58 @@ def divide(bounds: list[int], loops: Callable[..., None], nodes: Array, *argumen
         return
     remaining, errors = iter(parts), []
 
-    def run(_: int | None = None) -> None:
+    def work() -> Iterator[None]:
         try:
-            for part in remaining:  # a team can have fewer threads than parts
+            yield  # so that handlers of signals raise their errors below
+            for part in remaining:
                 loops(nodes, *part, *arguments)
+        except GeneratorExit:
+            return
         except BaseException as error:
             errors.append(error)
+        yield
 
-    _in_threads(run, len(parts))
+    workers = [work() for _ in parts]
+    for worker in workers:
+        next(worker)
+    _in_threads(map(next, workers).__next__, len(parts))
+    for part in () if errors else remaining:  # a team can have fewer threads
+        loops(nodes, *part, *arguments)
     if errors:
-        raise errors[0]
+        del errors[1:]
+        raise errors.pop()  # no cycle of references is left
 
 
-def _in_threads(run: Callable[[int | None], None], num_threads: int) -> None:
-    """Call a function, which raises nothing, in so many threads, of which this one is the first."""
+def _in_threads(run: Callable[[], None], num_threads: int) -> None:
+    """Call a function, which raises nothing, in so many threads or fewer, this one among them."""
     start_team = _openmp(os.getpid())
     if start_team is not None:
         start_team(_REGION(run), None, num_threads, 0)
         return
     threads = _threads(os.getpid(), num_threads - 1)
-    others = [threads.submit(run, None) for _ in range(num_threads - 1)]
-    run(None)
+    others = [threads.submit(run) for _ in range(num_threads - 1)]
+    run()
     wait(others)
 
 
 @cache
 def _openmp(process: int) -> Callable[..., None] | None:
-    """`GOMP_parallel` of PyTorch's OpenMP library, GNU's or LLVM's, which has it on Linux.
+    """`GOMP_parallel` of the OpenMP library that PyTorch calls, GNU's or LLVM's, on Linux.
 
-    None where there is none, and in a forked process, where GNU's waits for its parent's threads.
+    None where there is none, and in a process that was forked after this module was imported:
+    GNU's waits for its parent's threads there.
     """
+    if process != _PROCESS or sys.platform != "linux":
+        return None
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if process != _PROCESS or not library.exists():
-        return None
-    try:
-        start_team: Callable[..., None] = ctypes.CDLL(str(library)).GOMP_parallel
-    except (OSError, AttributeError):
-        return None
-    start_team.argtypes = [_REGION, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]  # type: ignore[attr-defined]
-    start_team.restype = None  # type: ignore[attr-defined]
-    return start_team
+    for name in (None, str(library)):  # None: the symbols of all, as PyTorch's calls find them
+        with contextlib.suppress(OSError, AttributeError):
+            start_team: Callable[..., None] = ctypes.CDLL(name).GOMP_parallel
+            numbers = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            start_team.argtypes = [_REGION, *numbers]  # type: ignore[attr-defined]
+            start_team.restype = None  # type: ignore[attr-defined]
+            return start_team
+    return None
 
 
 @cache

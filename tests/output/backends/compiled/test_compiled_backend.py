@@ -3,9 +3,11 @@
 import gc
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from itertools import pairwise
 from pathlib import Path
@@ -183,8 +185,8 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """What divides work: the threads of PyTorch's OpenMP library, or without it others."""
     if request.param == "others":
         monkeypatch.setattr(division, "_openmp", lambda _: None)
-    elif sys.platform != "linux":
-        pytest.skip("known on Linux alone")
+    elif sys.platform != "linux" or {"OMP_THREAD_LIMIT", "OMP_DYNAMIC"} & os.environ.keys():
+        pytest.skip("on Linux, with as many threads as asked for")
     return str(request.param)
 
 
@@ -243,6 +245,13 @@ def test_parts_run_side_by_side_and_hold_nothing_afterwards(threads: str) -> Non
     assert ("sqrtlm" in names) == (threads == "others")
 
 
+def test_parts_that_no_thread_took_run_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = []
+    monkeypatch.setattr(division, "_in_threads", lambda *_: None)
+    division.divide([0, 4, 5], lambda _, *part: parts.append(part), np.empty(0))
+    assert parts == [(0, 4), (4, 5)]
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_error_in_any_thread_is_raised(failing: int) -> None:
@@ -252,6 +261,32 @@ def test_an_error_in_any_thread_is_raised(failing: int) -> None:
 
     with pytest.raises(KeyboardInterrupt, match=str(failing)):
         division.divide([0, 1, 2, 3], loops, np.empty(0))
+
+
+@pytest.mark.usefixtures("threads")
+def test_no_interrupt_is_lost() -> None:
+    """A signal is handled at any time; without its error all parts have run."""
+    parts, raised, num = [], 0, 200
+
+    def loops(nodes: object, begin: int, end: int) -> None:
+        time.sleep(5e-4)
+        parts.append(begin)
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for turn in range(num):
+            try:
+                parts.clear()
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + turn % 20 * 3e-5)
+                division.divide([0, 1, 2, 3, 4], loops, np.empty(0))
+                assert sorted(parts) == [0, 1, 2, 3]
+                for _ in range(1000):  # another thread may have got the signal
+                    time.sleep(1e-3)
+            except KeyboardInterrupt:
+                raised += 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert raised == num
 
 
 def test_threads_divide_the_work_evenly() -> None:
