@@ -1,18 +1,10 @@
-"""Compiled loops: sizes, roundings, threads, and what "auto" does where they do not work."""
+"""Compiled loops: sizes, roundings, and what "auto" does where they do not work."""
 
-import gc
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-import weakref
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,7 +16,6 @@ from lm.output.backends.compiled import (
     backend,
     columns,
     compilation,
-    division,
     draw_loops,
     factors,
     node_loops,
@@ -36,7 +27,7 @@ from lm.output.backends.compiled import (
 from lm.output.backends.compiled.backend import CompiledBackend
 from lm.output.backends.visits import route
 
-from ...definition import TREES, assert_errors_are_small, gradients, nll, problem, two_level
+from ...definition import TREES, assert_errors_are_small, gradients, problem, two_level
 
 CPU = torch.device("cpu")
 ALL = Needs(hidden=True, weight=True, bias=True)
@@ -180,36 +171,6 @@ def _gradients(solved: Problem, d_nll: Tensor) -> Gradients:
     return compiled.backward(d_nll, solved, saved, ALL)
 
 
-@pytest.fixture(params=["OpenMP's threads", "others"])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What divides work: the threads of PyTorch's OpenMP library, or without it others."""
-    if request.param == "others":
-        monkeypatch.setattr(division, "_openmp", lambda _: None)
-    elif sys.platform != "linux" or {"OMP_THREAD_LIMIT", "OMP_DYNAMIC"} & os.environ.keys():
-        pytest.skip("on Linux, with as many threads as asked for")
-    return str(request.param)
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_results_do_not_depend_on_the_number_of_threads(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(division, "LEAST_COLUMNS", 0)
-    tree = ClassTree.balanced(3000, 12)
-    *inputs, target = problem(tree, 333, size=37, dtype=dtype)
-    upstream, before = torch.randn(333), torch.get_num_threads()
-    try:
-        found = []
-        for num_threads in (1, 2, 3, 7):
-            torch.set_num_threads(num_threads)
-            found.append(gradients(inputs, target, tree, upstream, "compiled"))
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
-
-
 @pytest.mark.parametrize("tree", [*TREES.values(), ClassTree.two_level(torch.arange(70_000) // 2)])
 def test_visits_are_those_of_the_reference(tree: ClassTree) -> None:
     """Ranks of the last tree's nodes have three digits."""
@@ -219,113 +180,6 @@ def test_visits_are_those_of_the_reference(tree: ClassTree) -> None:
     expected = route(target, tree.arrays, tree.depth, -100)
     for ours, theirs in zip(saved, expected, strict=False):
         assert torch.equal(ours, theirs)
-
-
-def test_parts_run_side_by_side_and_hold_nothing_afterwards(threads: str) -> None:
-    class Argument:
-        pass
-
-    barrier, parts, names = threading.Barrier(3, timeout=60), [], set()
-
-    def loops(nodes: object, begin: int, end: int, argument: Argument) -> None:
-        barrier.wait()
-        parts.append((begin, end))
-        names.add(threading.current_thread().name.split("_")[0])
-
-    argument = Argument()
-    reference = weakref.ref(argument)
-    gc.disable()
-    try:
-        division.divide([0, 4, 5, 9], loops, np.empty(0), argument)
-        del argument
-        assert reference() is None
-    finally:
-        gc.enable()
-    assert sorted(parts) == [(0, 4), (4, 5), (5, 9)]
-    assert ("sqrtlm" in names) == (threads == "others")
-
-
-def test_parts_that_no_thread_took_run_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = []
-    monkeypatch.setattr(division, "_in_threads", lambda *_: None)
-    division.divide([0, 4, 5], lambda _, *part: parts.append(part), np.empty(0))
-    assert parts == [(0, 4), (4, 5)]
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_an_error_in_any_thread_is_raised(failing: int) -> None:
-    def loops(nodes: object, begin: int, end: int) -> None:
-        if begin == failing:
-            raise KeyboardInterrupt(begin)
-
-    with pytest.raises(KeyboardInterrupt, match=str(failing)):
-        division.divide([0, 1, 2, 3], loops, np.empty(0))
-
-
-@pytest.mark.usefixtures("threads")
-def test_no_interrupt_is_lost() -> None:
-    """A signal is handled at any time; without its error all parts have run."""
-    parts, raised, num = [], 0, 200
-
-    def loops(nodes: object, begin: int, end: int) -> None:
-        time.sleep(5e-4)
-        parts.append(begin)
-
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        for turn in range(num):
-            try:
-                parts.clear()
-                signal.setitimer(signal.ITIMER_REAL, 1e-5 + turn % 20 * 3e-5)
-                division.divide([0, 1, 2, 3, 4], loops, np.empty(0))
-                assert sorted(parts) == [0, 1, 2, 3]
-                for _ in range(1000):  # another thread may have got the signal
-                    time.sleep(1e-3)
-            except KeyboardInterrupt:
-                raised += 1
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert raised == num
-
-
-def test_threads_divide_the_work_evenly() -> None:
-    """Of a root with many visits and of classes with few, by rows."""
-    classes = [(10 * c, 10 * (c + 1), 50 + 40 * c, 40, 0, 1) for c in range(50)]
-    nodes = np.array([(0, 500, 0, 50, 0, 0), *classes])
-    cost = torch.cat([torch.full((50,), 500), torch.full((2000,), 10)]) + division.ROW_VISITS
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        bounds = division.bounds_of(nodes, 2050, by_rows=True)
-    finally:
-        torch.set_num_threads(before)
-    parts = [int(cost[start:end].sum()) for start, end in pairwise(bounds)]
-    assert sum(parts) == cost.sum()
-    assert max(parts) <= 1.05 * cost.sum() / 3
-
-
-def _loss_in_child(queue: "multiprocessing.Queue[float]") -> None:
-    torch.set_num_threads(2)
-    queue.put(_loss())
-
-
-def _loss() -> float:
-    torch.manual_seed(1)
-    tree = two_level(4000, 60)
-    *inputs, target = problem(tree, 600, dtype=torch.float32)
-    return float(nll([*inputs, target], tree, reduction="mean", backend="compiled").detach())
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # OpenMP's would not survive a fork
-    expected, context = _loss(), multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=lambda: queue.put(_loss()))
-    child.start()
-    assert queue.get(timeout=60) == expected
-    child.join()
 
 
 def test_without_numba_auto_warns_and_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
