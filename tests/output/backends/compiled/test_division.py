@@ -92,9 +92,13 @@ def test_an_error_in_any_thread_is_raised(failing: int) -> None:
         division.divide([0, 1, 2, 3], loops, np.empty(0))
 
 
-@pytest.mark.usefixtures("threads")
 def test_no_interrupt_is_lost() -> None:
-    """A signal is handled at any time; without its error all parts have run."""
+    """A signal is handled at any time; without its error all parts have run.
+
+    Not with threads of our own: what `concurrent.futures` does with an interrupt is its own.
+    """
+    if division._openmp(os.getpid()) is None:
+        pytest.skip("requires OpenMP's threads")
     parts, raised, num = [], 0, 200
 
     def loops(nodes: object, begin: int, end: int) -> None:
@@ -102,6 +106,7 @@ def test_no_interrupt_is_lost() -> None:
         parts.append(begin)
 
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    gc.disable()  # Python drops errors that are raised within finalizers
     try:
         for turn in range(num):
             try:
@@ -114,6 +119,7 @@ def test_no_interrupt_is_lost() -> None:
             except KeyboardInterrupt:
                 raised += 1
     finally:
+        gc.enable()
         signal.signal(signal.SIGALRM, before)
     assert raised == num
 
