@@ -24,7 +24,7 @@ LEAST_COLUMNS = 1 << 15
 """Columns of all visits from which on work is divided among threads."""
 ROW_VISITS = 8
 """The time to write a row of a gradient, as a number of visits."""
-_REGION = ctypes.CFUNCTYPE(None)  # a pointer that it is called with is left out
+_REGION = ctypes.CFUNCTYPE(None)  # ignores the pointer that OpenMP calls it with
 _PROCESS = os.getpid()
 
 
