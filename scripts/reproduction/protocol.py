@@ -16,7 +16,7 @@ from scripts.reproduction.runs import RESULTS, Run
 PROTOCOL = Path(__file__).with_name("protocol.yaml")
 PROTOCOLS = {
     corpus: PROTOCOL.with_name(f"protocol{corpus}.yaml")
-    for corpus in ("", "_wikitext2", "_hungarian")
+    for corpus in ("", "_ptb_650", "_wikitext2", "_hungarian", "_hungarian_all_words")
 }
 """What follows `search` in the name of a comparison's folder of logs → its declaration."""
 SEARCH = RESULTS / "search"
@@ -88,7 +88,12 @@ class Protocol:
                     yield Run(results.name, method, seed, self.config, options, results.parent)
 
     def chosen(self, method: str, results: Path) -> int | None:
-        """The trial of the lowest validation perplexity; None while trials are missing."""
+        """The trial of the lowest validation perplexity; None while trials are missing.
+
+        Without trials, the one point there is.
+        """
+        if self.num_trials == 0:
+            return 0
         runs = [run for run in self.trials(results) if run.row.startswith(f"{method}-")]
         lowest = {run: log["valid_perplexity"] for run in runs if (log := log_of(run)) is not None}
         if len(lowest) < len(runs):

@@ -23,7 +23,7 @@ from scripts.reproduction.search_tables import NGRAM_LOG, expected_lowest, upper
 @pytest.mark.parametrize("path", PROTOCOLS.values(), ids=lambda path: path.stem)
 def test_every_method_has_the_same_points_and_valid_configurations(path: Path) -> None:
     protocol = Protocol.read(path)
-    for trial in range(protocol.num_trials):
+    for trial in range(max(1, protocol.num_trials)):
         shared = []
         for method in protocol.methods:
             for stage in ("trial", "final"):
@@ -34,6 +34,14 @@ def test_every_method_has_the_same_points_and_valid_configurations(path: Path) -
                 (optim.lr, optim.clip, optim.weight_decay, optim.schedule, config.model.dropout)
             )
         assert len(set(shared)) == 1
+
+
+def test_without_trials_final_runs_have_the_one_point(tmp_path: Path) -> None:
+    protocol = Protocol.read(PROTOCOLS["_ptb_650"])
+    runs = list(protocol.finals(tmp_path / "search"))
+    assert [run.row for run in runs] == list(protocol.methods)
+    assert all("optim.lr=32.9" in run.overrides for run in runs)
+    assert len({draw(protocol.space, f"{i}")["optim.lr"] for i in range(20)}) == 1
 
 
 def test_rates_are_drawn_evenly_on_a_logarithmic_scale() -> None:
