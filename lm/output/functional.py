@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lm.output.backends import BACKENDS, OPS, choose_backend
 from lm.output.backends.autograd import eager, eager_nll, refuse_transforms, row_wise_nll
-from lm.output.backends.base import Needs, Problem, num_targets
+from lm.output.backends.base import Needs, Problem
 from lm.output.tree.class_tree import ClassTree
 
 BackendName = Literal["auto", "compiled", "reference", "triton"]
@@ -85,7 +85,7 @@ def hierarchical_cross_entropy(
         row_wise=enabled and row_wise,
     )
     name = choose_backend(backend, problem, hidden.device, has_gradient=needs.any)
-    problem = problem._replace(mean=reduction == "mean" and BACKENDS[name].divides)
+    problem = problem._replace(mean=reduction == "mean")
     if needs.row_wise:
         nll = row_wise_nll(BACKENDS[name], needs, *problem[:-1])
     elif eager(hidden, weight, target, bias):
@@ -94,6 +94,4 @@ def hierarchical_cross_entropy(
         nll = OPS[name](*problem[:-1], needs)[0]
     if reduction == "none":
         return nll.view(target.shape)
-    if reduction == "sum" or problem.mean:
-        return nll.sum()
-    return nll.sum() / num_targets(problem)
+    return nll.sum()

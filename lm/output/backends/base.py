@@ -123,7 +123,6 @@ class Backend(Protocol):
 
     name: str  # as in the argument `backend` of the public functions
     automatic_on: frozenset[str]  # types of devices where "auto" prefers it to the reference
-    divides: bool  # whether it can solve a `Problem` of a `mean`
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""

@@ -21,7 +21,7 @@ from lm.output.backends.base import Gradients, Needs, Problem
 from lm.output.backends.compiled.arrays import Array, as_array, own
 from lm.output.backends.compiled.division import bounds_of, divide
 from lm.output.backends.compiled.factors import Factors
-from lm.output.backends.reference.backend import ReferenceBackend, Saved, sorted_d_nll
+from lm.output.backends.reference.backend import ReferenceBackend, Saved
 from lm.output.backends.reference.gradient_memory import zeros_except
 from lm.output.backends.verify import Kind, verified, was_verified
 from lm.output.backends.visits import check_words
@@ -48,7 +48,6 @@ class CompiledBackend(ReferenceBackend):
 
     name = "compiled"
     automatic_on: frozenset[str] = frozenset({"cpu"})
-    divides = False
 
     def __init__(self) -> None:
         self._num_columns = 0  # without a gradient, so far
@@ -104,14 +103,16 @@ class CompiledBackend(ReferenceBackend):
         from lm.output.backends.compiled import node_loops
 
         saved = self._with_visits(problem, needs)
-        ones = saved.error.new_ones(len(saved.position))
-        is_bf16 = _multiplies_bf16(problem)
-        hidden = saved.hidden if len(saved.hidden) else _new_sorted(problem, ones, is_bf16=is_bf16)
-        log_prob = ones.new_zeros(saved.node.shape)
+        log_prob = saved.error.new_zeros(saved.node.shape)
+        is_bf16, ones = _multiplies_bf16(problem), log_prob[0, :0]
+        hidden = saved.hidden
+        if len(hidden) == 0:
+            hidden = _new_sorted(problem, log_prob, is_bf16=is_bf16)
         nodes = _nodes(saved.node, problem)
         bounds = bounds_of(nodes, len(hidden), by_rows=False)
         widest = int(nodes[:, 3].max(initial=0))
-        bias = ones.new_zeros(widest) if problem.bias is None else problem.bias.to(ones.dtype)
+        bias = problem.bias
+        bias = ones.new_zeros(widest) if bias is None else bias.to(ones.dtype)
         bias = bias.contiguous()  # which the loops read by address
         loops = node_loops.forward_bf16 if is_bf16 else node_loops.forward
         results = map(own, (saved.child, log_prob, *saved[3:5]))
@@ -127,6 +128,15 @@ class CompiledBackend(ReferenceBackend):
         )
         return log_prob, saved
 
+    def _nll(self, log_prob: Tensor, position: Tensor, problem: Problem, needs: Needs) -> Tensor:
+        if not self.saves_errors(problem, row_wise=needs.row_wise):
+            return super()._nll(log_prob, position, problem, needs)
+        from lm.output.backends.compiled.routing import nll_of
+
+        nll = log_prob.new_empty(problem.num_positions)
+        nll_of(own(position), own(log_prob), *_targets(problem), own(nll))
+        return nll
+
     def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """See `Backend.new_saved`; of bf16 numbers the sorted hidden vectors too, read again."""
         *saved, none = super().new_saved(problem, needs)
@@ -140,10 +150,10 @@ class CompiledBackend(ReferenceBackend):
         from lm.output.backends.compiled.routing import route
 
         saved = Saved(*self.new_saved(problem, needs))
-        target, ignored = problem.target.contiguous(), problem.ignore_index
+        target, ignored, _ = _targets(problem)
         arrays = tuple(map(own, problem.tree[:7]))
-        if not route(own(target), ignored, arrays, *map(own, saved[:3])):
-            check_words("target", target, problem.vocab_size, ignored)
+        if not route(target, ignored, arrays, *map(own, saved[:3])):
+            check_words("target", problem.target, problem.vocab_size, ignored)
         return saved
 
     def _backward(
@@ -155,13 +165,14 @@ class CompiledBackend(ReferenceBackend):
         from lm.output.backends.compiled import node_loops
 
         weight, bias, position = problem.weight, problem.bias, saved.position
-        d_nll = sorted_d_nll(d_nll, problem, position)
+        d_nll = _sorted_d_nll(d_nll, problem, position)
         nodes = _nodes(saved.node, problem)
         d_hidden = None
         if needs.hidden:
             d_hidden = problem.hidden.new_empty(problem.hidden.shape)
             unsorted = map(own, (position, saved.d_hidden_unscaled, d_nll))
-            node_loops.unsort_rows(*unsorted, as_array(d_hidden))
+            bounds = bounds_of(nodes, len(d_hidden), by_rows=False)
+            divide(bounds, node_loops.unsort_rows, *unsorted, as_array(d_hidden))
         if needs.row_wise:
             return Gradients(d_hidden, *_row_gradients(nodes, problem, saved, needs, d_nll))
         d_weight, d_bias = weight.new_empty(0, weight.shape[1]), d_nll.new_empty(0)
@@ -177,6 +188,21 @@ class CompiledBackend(ReferenceBackend):
             d_weight if needs.weight else None,
             d_bias.to(bias.dtype) if bias is not None and needs.bias else None,
         )
+
+
+def _targets(problem: Problem) -> tuple[Array, int, bool]:
+    """What `routing` reads: targets [P], which of them are ignored, and whether for a mean."""
+    return own(problem.target.contiguous()), problem.ignore_index, problem.mean
+
+
+def _sorted_d_nll(d_nll: Tensor, problem: Problem, position: Tensor) -> Tensor:
+    """See `lm.output.backends.reference.backend.sorted_d_nll`."""
+    from lm.output.backends.compiled.routing import sort_d_nll
+
+    sorted_ = torch.empty_like(d_nll, memory_format=torch.contiguous_format)
+    arrays = map(own, (position, d_nll.contiguous()))
+    sort_d_nll(*arrays, *_targets(problem), own(sorted_))
+    return sorted_
 
 
 def _zero_gaps(nodes: Array, out: Tensor, *_: Tensor) -> None:

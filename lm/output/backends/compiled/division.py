@@ -50,11 +50,11 @@ def bounds_of(nodes: Array, num: int, *, by_rows: bool) -> list[int]:
     return [*bounds, num]
 
 
-def divide(bounds: list[int], loops: Callable[..., None], nodes: Array, *arguments: Any) -> None:
-    """Run loops over nodes for each part, in a thread each."""
+def divide(bounds: list[int], loops: Callable[..., None], *arguments: Any) -> None:
+    """Run loops for each part, given its begin and end, in a thread each."""
     parts = list(pairwise(bounds))
     if len(parts) == 1:
-        loops(nodes, *parts[0], *arguments)
+        loops(*parts[0], *arguments)
         return
     remaining, errors = iter(parts), []
 
@@ -62,7 +62,7 @@ def divide(bounds: list[int], loops: Callable[..., None], nodes: Array, *argumen
         try:
             yield  # so that handlers of signals raise their errors below
             for part in remaining:
-                loops(nodes, *part, *arguments)
+                loops(*part, *arguments)
         except GeneratorExit:
             return
         except BaseException as error:
@@ -74,7 +74,7 @@ def divide(bounds: list[int], loops: Callable[..., None], nodes: Array, *argumen
         next(worker)
     _in_threads(map(next, workers).__next__, len(parts))
     for part in () if errors else remaining:  # a team can have fewer threads
-        loops(nodes, *part, *arguments)
+        loops(*part, *arguments)
     if errors:
         del errors[1:]
         raise errors.pop()  # no cycle of references is left

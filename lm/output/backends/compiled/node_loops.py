@@ -48,21 +48,22 @@ def sort_rows(begin, end, position, source, factor, out):
     Args:
         position: [P].
         source: [P, H].
-        factor: [P] in the dtype of sums.
+        factor: [P] in the dtype of sums, or [0] for ones.
         out: [P, W], W ≥ H.
     """
     num = source.shape[1]
     for i in range(begin, end):
         start = source.ctypes.data + position[i] * source.strides[0]
         to = out.ctypes.data + i * out.strides[0]
-        scaled_row(source, out, start, to, num, factor[i])
+        scale = factor[i] if len(factor) > 0 else factor.dtype.type(1)
+        scaled_row(source, out, start, to, num, scale)
         out[i, num:] = 0
 
 
 @compiled
-def unsort_rows(position, source, factor, out):
+def unsort_rows(begin, end, position, source, factor, out):
     """out[position[i]] = factor[i] · source[i], as far as rows of `out` go; see `sort_rows`."""
-    for i in range(len(out)):
+    for i in range(begin, end):
         start = source.ctypes.data + i * source.strides[0]
         to = out.ctypes.data + position[i] * out.strides[0]
         scaled_row(source, out, start, to, out.shape[1], factor[i])
@@ -104,7 +105,7 @@ def _set_unvisited(nodes, begin, end, d_hidden):
 
 @compiled
 def forward(
-    nodes, begin, end, unsorted, hidden, weight, bias, child, log_prob, error, d_hidden, widest
+    begin, end, nodes, unsorted, hidden, weight, bias, child, log_prob, error, d_hidden, widest
 ):
     """(1) to (5) of the sorted positions from `begin` to `end`.
 
@@ -149,7 +150,7 @@ def forward(
 
 @compiled
 def forward_bf16(
-    nodes, begin, end, unsorted, hidden, weight, bias, child, log_prob, error, d_hidden, widest
+    begin, end, nodes, unsorted, hidden, weight, bias, child, log_prob, error, d_hidden, widest
 ):
     """The same with products of bf16 numbers: hidden vectors, rows, and errors rounded to them.
 
@@ -247,7 +248,7 @@ def _buffer(d_weight):
 
 
 @compiled
-def zero_gaps(nodes, begin, end, out):
+def zero_gaps(begin, end, nodes, out):
     """Zeros in the rows of `out` [R, W] from `begin` to `end` that belong to no node.
 
     `out` is a gradient without gaps between its rows.
@@ -267,7 +268,7 @@ def zero_gaps(nodes, begin, end, out):
 
 
 @compiled
-def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
+def backward(begin, end, nodes, error, hidden, d_nll, d_weight, d_bias):
     """(6) of the rows from `begin` to `end`.
 
     Args:
@@ -302,7 +303,7 @@ def backward(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
 
 
 @compiled
-def backward_bf16(nodes, begin, end, error, hidden, d_nll, d_weight, d_bias):
+def backward_bf16(begin, end, nodes, error, hidden, d_nll, d_weight, d_bias):
     """The same with products of bf16 numbers: hidden vectors, and errors times d_nll.
 
     `hidden` has bf16 and is not multiplied by d_nll.

@@ -1,4 +1,7 @@
-"""From targets to visits in compiled loops: the results of `lm.output.backends.visits`."""
+"""From targets to visits, and from visits to nll and back, in compiled loops.
+
+The results are those of `lm.output.backends.visits` and of the reference backend.
+"""
 
 import numpy as np
 
@@ -46,3 +49,32 @@ def route(target, ignore_index, arrays, position, node, child):
                 child[level[n], i] = row - first_row[n]
             row = row_of_node[n]
     return True
+
+
+@compiled
+def _divisor(target, ignore_index, mean, like):
+    """What nll are divided by: 1, or the number of targets for their mean, in the dtype of nll."""
+    num = 0
+    for word in target if mean else target[:0]:
+        num += word != ignore_index
+    return like.dtype.type(max(num, 1))
+
+
+@compiled
+def nll_of(position, log_prob, target, ignore_index, mean, nll):
+    """Set nll [P] to -Σ log_prob [D, P] of the sorted positions; divided for a mean."""
+    divisor = _divisor(target, ignore_index, mean, nll)
+    for i in range(len(position)):
+        total = log_prob[0, i]
+        for level in range(1, len(log_prob)):
+            total += log_prob[level, i]
+        nll[position[i]] = -total / divisor
+
+
+@compiled
+def sort_d_nll(position, d_nll, target, ignore_index, mean, out):
+    """Set `out` to d_nll [P] of the sorted positions; 0 if ignored, divided for a mean."""
+    divisor = _divisor(target, ignore_index, mean, out)
+    for i in range(len(position)):
+        p = position[i]
+        out[i] = 0 if target[p] == ignore_index else d_nll[p] / divisor

@@ -24,7 +24,7 @@ compiled = compiler(EMITTED)
 
 
 @compiled
-def square_norms(nodes, begin, end, error, hidden, formed, more, out):
+def square_norms(begin, end, nodes, error, hidden, formed, more, out):
     """Set `out` [M + K] to parts of the squared norm: of nodes, and what `more` adds to them.
 
     See `update_rows`. Of a node with errors E [v, n] and hidden vectors X [v, H] it is
@@ -85,7 +85,7 @@ def _more_norms(k, until, error, num_columns, more, num_nodes, out):
 
 
 @compiled
-def update_rows(rule, nodes, begin, end, error, hidden, formed, more, table, states, numbers):
+def update_rows(rule, begin, end, nodes, error, hidden, formed, more, table, states, numbers):
     """Change the rows from `begin` to `end`, whose gradients are formed a few at a time.
 
     Args:

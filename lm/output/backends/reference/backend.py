@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
+from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype, num_targets
 from lm.output.backends.nodes import (
     Node,
     node_log_softmax,
@@ -63,7 +63,6 @@ class ReferenceBackend:
 
     name = "reference"
     automatic_on: frozenset[str] = frozenset()
-    divides = False
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """None: it solves every problem."""
@@ -84,10 +83,15 @@ class ReferenceBackend:
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.forward`."""
         log_prob, saved = self._target_log_prob(problem, needs)
+        return self._nll(log_prob, saved.position, problem, needs), list(saved)
+
+    def _nll(self, log_prob: Tensor, position: Tensor, problem: Problem, _: Needs) -> Tensor:
+        """(3) [P] from the log q [D, P] of sorted positions, divided for a mean."""
         total = log_prob.new_zeros(len(problem.hidden))
         for level in log_prob:
             total += level
-        return torch.empty_like(total).index_copy_(0, saved.position, total.neg_()), list(saved)
+        nll = torch.empty_like(total).index_copy_(0, position, total.neg_())
+        return nll / num_targets(problem) if problem.mean else nll
 
     def part_size(self, problem: Problem) -> int:
         """All of them."""
@@ -237,8 +241,13 @@ def _route(problem: Problem) -> Visits:
 
 
 def sorted_d_nll(d_nll: Tensor, problem: Problem, position: Tensor) -> Tensor:
-    """D nll [P] of the sorted positions in the dtype of sums; 0 where the target is ignored."""
+    """D nll [P] of the sorted positions in the dtype of sums; 0 where the target is ignored.
+
+    Divided for a mean.
+    """
     d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
+    if problem.mean:
+        d_nll = d_nll / num_targets(problem)
     return d_nll.to(compute_dtype(problem.hidden.dtype)).index_select(0, position)
 
 

@@ -83,7 +83,6 @@ class TritonBackend:
 
     name = "triton"
     automatic_on: frozenset[str] = frozenset({"cuda"})
-    divides = True
 
     def is_worth_loading(self, problem: Problem, *, has_gradient: bool) -> bool:
         """Always."""

@@ -56,7 +56,7 @@ def test_parts_run_side_by_side_and_hold_nothing_afterwards(threads: str) -> Non
 
     barrier, parts, names = threading.Barrier(3, timeout=60), [], set()
 
-    def loops(nodes: object, begin: int, end: int, argument: Argument) -> None:
+    def loops(begin: int, end: int, argument: Argument) -> None:
         barrier.wait()
         parts.append((begin, end))
         names.add(threading.current_thread().name.split("_")[0])
@@ -65,7 +65,7 @@ def test_parts_run_side_by_side_and_hold_nothing_afterwards(threads: str) -> Non
     reference = weakref.ref(argument)
     gc.disable()
     try:
-        division.divide([0, 4, 5, 9], loops, np.empty(0), argument)
+        division.divide([0, 4, 5, 9], loops, argument)
         del argument
         assert reference() is None
     finally:
@@ -77,19 +77,19 @@ def test_parts_run_side_by_side_and_hold_nothing_afterwards(threads: str) -> Non
 def test_parts_that_no_thread_took_run_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = []
     monkeypatch.setattr(division, "_in_threads", lambda *_: None)
-    division.divide([0, 4, 5], lambda _, *part: parts.append(part), np.empty(0))
+    division.divide([0, 4, 5], lambda *part: parts.append(part))
     assert parts == [(0, 4), (4, 5)]
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_error_in_any_thread_is_raised(failing: int) -> None:
-    def loops(nodes: object, begin: int, end: int) -> None:
+    def loops(begin: int, end: int) -> None:
         if begin == failing:
             raise KeyboardInterrupt(begin)
 
     with pytest.raises(KeyboardInterrupt, match=str(failing)):
-        division.divide([0, 1, 2, 3], loops, np.empty(0))
+        division.divide([0, 1, 2, 3], loops)
 
 
 def test_no_interrupt_is_lost() -> None:
@@ -101,7 +101,7 @@ def test_no_interrupt_is_lost() -> None:
         pytest.skip("requires OpenMP's threads")
     parts, raised, num = [], 0, 200
 
-    def loops(nodes: object, begin: int, end: int) -> None:
+    def loops(begin: int, end: int) -> None:
         time.sleep(5e-4)
         parts.append(begin)
 
@@ -112,7 +112,7 @@ def test_no_interrupt_is_lost() -> None:
             try:
                 parts.clear()
                 signal.setitimer(signal.ITIMER_REAL, 1e-5 + turn % 20 * 3e-5)
-                division.divide([0, 1, 2, 3, 4], loops, np.empty(0))
+                division.divide([0, 1, 2, 3, 4], loops)
                 assert sorted(parts) == [0, 1, 2, 3]
                 for _ in range(1000):  # another thread may have got the signal
                     time.sleep(1e-3)
