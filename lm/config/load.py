@@ -29,17 +29,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             the nearest valid one) or given twice, if a value has the wrong type or is out
             of range, or if keys are in conflict. The message names the file and the key.
     """
+    values = read_values(path, "the configuration")
+    for override in overrides:
+        _apply(values, override)
+    return validate(values, str(path))
+
+
+def read_values(path: str | Path, what: str) -> dict[str, Any]:
+    """The keys of a YAML file; raises UserError if it cannot be read, naming `what` it is."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UserError(f"{path}: cannot read the configuration: {reason}") from error
+        raise UserError(f"{path}: cannot read {what}: {reason}") from error
     values = _parse(text, str(path))
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected sections with keys, got {type(values).__name__}")
-    for override in overrides:
-        _apply(values, override)
-    return validate(values, str(path))
+    return values
 
 
 def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
@@ -62,7 +68,9 @@ def validate(values: dict[str, Any], source: str) -> Config:
     try:
         config = _ADAPTER.validate_json(json.dumps(values))
     except ValidationError as error:
-        raise UserError(f"{source}: {_describe(error)}") from error
+        blank = to_dict(Config(name="name"))
+        known = sorted({*_flatten(blank), *blank})
+        raise UserError(f"{source}: {first_error(error, known)}") from error
     except TypeError as error:
         raise UserError(f"{source}: a value is neither a number nor text: {error}") from error
     if problem := first_problem(config):
@@ -180,13 +188,12 @@ def _apply(values: dict[str, Any], override: str) -> None:
     values[key] = _parse(text, f"--{name}")
 
 
-def _describe(error: ValidationError) -> str:
-    """A single line about the first problem that pydantic found."""
+def first_error(error: ValidationError, known: Sequence[str]) -> str:
+    """A single line about the first problem that pydantic found, given the known keys."""
     problem = error.errors()[0]
     key = ".".join(str(step) for step in problem["loc"] if step not in _UNION_BRANCHES)
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        blank = to_dict(Config(name="name"))
-        return f"unknown key {key}" + nearest(key, sorted({*_flatten(blank), *blank}))
+        return f"unknown key {key}" + nearest(key, known)
     if problem["type"] in ("missing", "missing_argument"):
         return f"{key} is missing"
     message = " ".join(problem["msg"].split())

@@ -61,7 +61,7 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
         if changes:
             raise UserError(
                 f"{written.parent} was started with another configuration ({', '.join(changes)}):"
-                " set these back to continue it, or choose another --name for a new run"
+                " set these back to continue it, or start a new run in another folder"
             )
     return checkpoint
 

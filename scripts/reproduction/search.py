@@ -6,7 +6,7 @@
   python -m scripts.reproduction.search show                    prints the tables
 
 `--protocol scripts/reproduction/protocol_wikitext2.yaml` does the same for another corpus. An
-interrupted run resumes.
+interrupted run resumes. PROTOCOL.md describes how to declare a comparison of your own.
 """
 
 import argparse
@@ -46,12 +46,14 @@ def evaluate_missing(runs: Sequence[Run], folder: Path, order: int, ngram_path: 
     The first time, an n-gram model of their data is evaluated as well.
 
     Raises:
-        UserError: if every run was evaluated.
+        UserError: if every run was evaluated, or none was trained.
     """
     from scripts.benchmarks.reporting import commit
     from scripts.reproduction.training import nats_of_ngrams, nats_of_test
 
     logs = {run: log for run in runs if (log := log_of(run)) is not None}
+    if not logs:
+        raise UserError("no final run has been trained: run `search finals` first")
     untested = [run for run, log in logs.items() if "test" not in log]
     if not untested:
         raise UserError(f"all {len(logs)} final runs with a log have been evaluated, once")
@@ -79,9 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("what", choices=["trials", "finals", "test", "show"])
     add("--data-dir", metavar="DIR", help="folder of the corpus")
     add("--methods", nargs="+", metavar="NAME", help="only these methods")
-    add("--protocol", type=Path, default=PROTOCOL, help="declaration of the comparison")
-    add("--runs", type=Path, default=Path("runs/reproduce"), help="folder of the runs")
-    add("--results", type=Path, help="folder of the logs")
+    add("--protocol", type=Path, default=PROTOCOL, metavar="FILE", help="the declaration")
+    usual = Path("runs/reproduce")
+    add("--runs", type=Path, default=usual, metavar="DIR", help=f"of the runs (default: {usual})")
+    logs = "scripts/results/search…, after the name of the protocol"
+    add("--results", type=Path, metavar="DIR", help=f"of the logs (default: {logs})")
     add("--no-progress", action="store_true", help="no progress bars")
     options = parser.parse_args(arguments)
     protocol = Protocol.read(options.protocol)
@@ -90,12 +94,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.methods or ():
         if name not in protocol.methods:
             raise UserError(f"no method {name!r}; there are {', '.join(protocol.methods)}")
-    all_runs = protocol.trials if options.what == "trials" else protocol.finals
+    trials, finals = list(protocol.trials(results)), list(protocol.finals(results))
     runs = [
         run
-        for run in all_runs(results)
+        for run in (trials if options.what == "trials" else finals)
         if not options.methods or run.row.split("-")[0] in options.methods
     ]
+    if options.what in ("finals", "test") and not runs:
+        raise UserError("no method has all of its trials: run `search trials` first")
     if options.what in ("trials", "finals"):
         if options.data_dir is None:
             raise UserError("--data-dir is required, the folder of the corpus")
@@ -103,7 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train_missing(runs, options.data_dir, options.runs, progress=progress)
     elif options.what == "test":
         evaluate_missing(runs, options.runs, protocol.ngram_order, results / NGRAM_LOG)
-    print("\n\n".join(search_tables(protocol, results).values()))
+    if stale := [run.name for run in trials + finals if run.log_path.exists() and not log_of(run)]:
+        print(f"not shown, logs of another declaration: {', '.join(stale)}", file=sys.stderr)
+    for title, table in search_tables(protocol, results).items():
+        print(f"{title}:\n\n{table}\n")
 
 
 if __name__ == "__main__":

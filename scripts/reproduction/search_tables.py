@@ -151,12 +151,16 @@ def _final_table(protocol: Protocol, finals: dict[str, dict[int, Log]]) -> str:
         minutes = [log["cpu_seconds"] / 60 for log in logs.values() if log.get("cpu_seconds")]
         cost = [
             f"{next(iter(logs.values()))['test']['parameters'] / 1e6:.2f}M",
-            f"{statistics.fmean(minutes):.0f}" if minutes else "–",
+            _minutes(statistics.fmean(minutes)) if minutes else "–",
         ]
         rows.append([*row, *compared, *cost])
     titles = ["difference", "95 % bound", "nats per token, 95 % within the text", "margin"]
     titles += ["parameters", "CPU minutes"]
     return markdown.table(["method", "test perplexity", "by seed", *titles], rows)
+
+
+def _minutes(mean: float) -> str:
+    return f"{mean:.0f}" if mean >= 10 else f"{mean:.1f}"
 
 
 def differences(logs: dict[int, Log], baseline: dict[int, Log]) -> list[float]:

@@ -44,6 +44,71 @@ def test_without_trials_final_runs_have_the_one_point(tmp_path: Path) -> None:
     assert len({draw(protocol.space, f"{i}")["optim.lr"] for i in range(20)}) == 1
 
 
+OWN = TOP / "scripts" / "reproduction" / "PROTOCOL.md"
+
+
+def own_protocol(tmp_path: Path, **changes: Any) -> Path:
+    """The protocol of PROTOCOL.md, "A comparison of your own", with other keys; None for none."""
+    text = OWN.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
+    fields = yaml.safe_load(text) | {"config": "configs/ptb_lstm_small.yaml"} | changes
+    path = tmp_path / "protocol.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in fields.items() if v is not None}))
+    return path
+
+
+def test_the_example_of_the_page_is_a_protocol(tmp_path: Path) -> None:
+    protocol = Protocol.read(own_protocol(tmp_path))
+    assert len(list(protocol.trials(tmp_path / "search"))) == 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_trial": 3}, "unknown key num_trial; did you mean num_trials?"),
+        ({"ngram_order": None}, "ngram_order is missing"),
+        ({"final_seeds": "1"}, "final_seeds: Input should be a valid array, got '1'"),
+        ({"baseline": "ful"}, "baseline: 'ful' is not one of the methods; did you mean full?"),
+        (
+            {"space": {"optim.lr": {"loguniform": [5, 40]}}},
+            "'choice', 'uniform' or 'log_uniform', got 'loguniform'",
+        ),
+        (
+            {"space": {"optim.lr": {"log_uniform": [0, 40]}}},
+            r"space.optim.lr: log_uniform takes two numbers \[low, high\], got \[0, 40\]",
+        ),
+        ({"space": {"optim.lr": {}}}, "space.optim.lr: expected one of choice, .*, got 0"),
+        ({"space": {"optim.lr": {"choice": []}}}, "space.optim.lr: choice has no values"),
+        ({"space": {"schedule": {"choice": ["cosin"]}}}, "'cosin' is not one of the schedules"),
+        ({"stages": {"trial": []}}, "stages.final is missing"),
+        ({"methods": {"full": {"options": ["output.trees=full"]}}}, "unknown key output.trees"),
+        ({"config": "nothing.yaml"}, "nothing.yaml: cannot read the configuration"),
+    ],
+)
+def test_a_mistake_in_a_protocol_is_one_line_that_names_it(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = own_protocol(tmp_path, **changes)
+    with pytest.raises(UserError, match=message) as error:
+        Protocol.read(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_missing_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "results"
+    options = [f"--protocol={own_protocol(tmp_path)}", f"--results={results}"]
+    with pytest.raises(UserError, match="cannot read the protocol: No such file"):
+        search.main(["show", f"--protocol={tmp_path / 'none.yaml'}"])
+    for what in ("finals", "test"):
+        with pytest.raises(UserError, match="no method has all of its trials"):
+            search.main([what, *options])
+    run = next(Protocol.read(own_protocol(tmp_path)).trials(results))
+    run.log_path.parent.mkdir()
+    run.log_path.write_text('{"command": "another"}')
+    search.main(["show", *options])
+    assert f"not shown, logs of another declaration: {run.name}\n" in capsys.readouterr().err
+
+
 def test_rates_are_drawn_evenly_on_a_logarithmic_scale() -> None:
     space = {"rate": {"log_uniform": [5.0, 40.0]}}
     rates = [draw(space, f"1 {i}")["rate"] for i in range(200)]
@@ -113,7 +178,7 @@ def test_trials_choose_a_point_and_the_test_is_evaluated_once(
         assert protocol.chosen(method, results) == lowest.index(min(lowest))
     search.main(["finals", *options, data])
     search.main(["test", *options])
-    _, table, targets, previous, picture = capsys.readouterr().out.strip().split("\n\n")[-5:]
+    *_, table, _, targets, _, previous, picture = capsys.readouterr().out.strip().split("\n\n")
     assert picture == "![Nats by frequency](../results/search.png)"
     finals = list(protocol.finals(results))
     assert [(run.row, run.seed) for run in finals] == [
