@@ -100,8 +100,8 @@ def test_a_changed_configuration_is_refused_naming_the_keys(
     options = ["--model.hidden=16", "--optim.lr=1", "--train.max_steps=99", "--log.every_steps=2"]
     assert failed(lstm_run, "--resume", "auto", *options) == (
         f"{lstm_run} was started with another configuration"
-        " (model.hidden: 12 → 16, optim.lr: 0.01 → 1.0): set these back to continue it, or choose"
-        " another --name for a new run"
+        " (model.hidden: 12 → 16, optim.lr: 0.01 → 1.0): set these back to continue it, or start"
+        " a new run in another folder"
     )
     assert contents(lstm_run) == before
 
