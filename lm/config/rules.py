@@ -81,17 +81,14 @@ def _tree_problems(config: Config) -> dict[str, bool]:
             adaptive and any(unset.values())
         ),
         "model.input_embedding: path_sum cannot be combined with output.tree: full, which has no"
-        " classes: set model.input_embedding: word, or model.input_tree: two_level"
-        f"{' and word_table.tied: false' if tied else ''}": (
+        " classes: set model.input_embedding: word, or model.input_tree: two_level": (
             sums_output_paths and output.tree == "full"
         ),
         "model.input_tree: two_level requires model.input_embedding: path_sum": (
             model.input_tree == "two_level" and not path_sum
         ),
         f"model.input_tree: two_level with output.tree: {output.tree} cannot be combined"
-        f" with {'word_table.tied' if tied else 'train.strategy: shard_output'}": (
-            config.has_input_tree and (tied or sharded)
-        ),
+        " with train.strategy: shard_output": config.has_input_tree and sharded,
         f"output.tail_dropout requires output.tree: adaptive, got {output.tree}": (
             output.tail_dropout > 0 and not adaptive
         ),

@@ -63,8 +63,9 @@ class LanguageModel(nn.Module):
     Args:
         backbone: maps input vectors of size E to hidden vectors of size H.
         output: the softmax over words.
-        embedding_size: E; None uses the first H numbers of the output layer's rows as input
-            vectors (then E = H).
+        embedding_size: E; None uses the first H numbers of the words' rows of the output layer as
+            input vectors (then E = H), and with `path_sum` those of the classes' rows, unless
+            `input_tree` has other classes: then each of them has a vector of its own.
         embedding_dtype: type of the input vectors if they are not the output layer's rows; None is
             torch's default.
         path_sum: whether the input vector of a word is the sum of the vectors on its path in a
@@ -98,7 +99,8 @@ class LanguageModel(nn.Module):
         dropout_variational: bool = False,
     ) -> None:
         super().__init__()
-        uses_tree = embedding_size is None or (path_sum and input_tree is None)
+        self.tied = embedding_size is None
+        uses_tree = self.tied or (path_sum and input_tree is None)
         if uses_tree and not isinstance(output, HierarchicalSoftmax):
             raise ValueError(
                 "shared rows and path sums require a HierarchicalSoftmax,"
@@ -117,8 +119,11 @@ class LanguageModel(nn.Module):
         self.embedding = None
         # Which input vectors this process has; None: all.
         self.dealt = output.dealt if isinstance(output, ShardedSoftmax) else None
-        if embedding_size is not None:
+        if embedding_size is not None or input_tree is not None:
+            embedding_size = self.embedding_size
             num_vectors = self._paths.num_rows if path_sum else output.vocab_size
+            if self._ties_words_alone:
+                num_vectors = self._paths.num_nodes  # the root's is not used
             if self.dealt is None:
                 self.embedding = nn.Embedding(num_vectors, embedding_size, dtype=embedding_dtype)
             else:
@@ -206,17 +211,22 @@ class LanguageModel(nn.Module):
         """One row of the input vectors per word, or the sum of those on its path, [T, B, W]."""
         present = self._draw_present(tokens)
         if not self.path_sum:
-            shared = self.embedding is None
-            rows = self._tree_softmax.tree.row_of_word[tokens] if shared else tokens
-            return self._lookup(rows, present)
+            index = self._tree_softmax.tree.row_of_word[tokens] if self.tied else tokens
+            return self._lookup(self._vectors, index, present)
         rows = self._paths.rows_on_path(tokens)
         used = rows >= 0
         if present is not None:
             used[..., 0] &= present
         rows = rows.clamp(min=0)
+        if self._ties_words_alone:
+            own = self._tree_softmax.tree.row_of_word[tokens]
+            vectors = self._lookup(self._tree_softmax.weight, own, used[..., 0])
+            node = ~self._paths.item_of_row[rows[..., 1:]].clamp(max=-1)
+            classes = self._lookup(self._vectors, node, used[..., 1:]).sum(-2)
+            return vectors[..., : self.embedding_size] + classes
         row_wise = self.training and self.row_wise
         if row_wise or self.dealt is not None or self._vectors.dtype != self.dtype:
-            return self._lookup(rows, used).sum(-2)
+            return self._lookup(self._vectors, rows, used).sum(-2)
         summed = F.embedding_bag(
             rows.flatten(0, -2),
             self._vectors,
@@ -233,24 +243,28 @@ class LanguageModel(nn.Module):
         drawn = torch.rand(tokens.shape, dtype=torch.float32, device=tokens.device)
         return drawn >= self.word_dropout[tokens]
 
-    def _lookup(self, index: Tensor, used: Tensor | None) -> Tensor:
-        """Rows of the input vectors, [..., W], in the backbone's type; zeros where not `used`."""
+    def _lookup(self, vectors: Tensor, index: Tensor, used: Tensor | None) -> Tensor:
+        """Rows of a table, [..., W], in the backbone's type; zeros where not `used`."""
         row_wise = self.training and self.row_wise
         if row_wise or self.dealt is not None:
             read = index if used is None else index.masked_fill(~used, -1)
             if isinstance(self.output, ShardedSoftmax) and self.dealt is not None:
                 if self.embedding is None:
                     return self.output.lookup(read, row_wise=row_wise).to(self.dtype)
-                vectors = self.dealt.lookup(self._vectors, read, row_wise=row_wise)
-                return vectors.to(self.dtype)
-            return lookup(self._vectors, read).to(self.dtype)
-        vectors = F.embedding(index, self._vectors).to(self.dtype)
-        return vectors if used is None else vectors * used.unsqueeze(-1)
+                return self.dealt.lookup(vectors, read, row_wise=row_wise).to(self.dtype)
+            return lookup(vectors, read).to(self.dtype)
+        rows = F.embedding(index, vectors).to(self.dtype)
+        return rows if used is None else rows * used.unsqueeze(-1)
 
     @property
     def _vectors(self) -> Tensor:
-        """The table of input vectors, [N or R, W], W ≥ E."""
+        """The table of input vectors, [N or R, W], W ≥ E; [I, E] of classes if words are tied."""
         return self._tree_softmax.weight if self.embedding is None else self.embedding.weight
+
+    @property
+    def _ties_words_alone(self) -> bool:
+        """Whether words have the output layer's rows, and their classes vectors of their own."""
+        return self.tied and self.input_tree is not None
 
     @property
     def _paths(self) -> ClassTree:

@@ -22,8 +22,9 @@ set model.input_embedding: word, or model.input_tree: two_level
 model: {input_tree: two_level}
 model.input_tree: two_level requires model.input_embedding: path_sum
 {model: {input_embedding: path_sum, input_tree: two_level}, output: {tree: full}, \
-word_table: {tied: true}}
-model.input_tree: two_level with output.tree: full cannot be combined with word_table.tied
+train: {max_steps: 5, strategy: shard_output}}
+model.input_tree: two_level with output.tree: full cannot be combined with train.strategy: \
+shard_output
 {train: {max_minutes: 0.5}, optim: {schedule: plateau}}
 train.max_minutes requires a schedule that ends with the time: set optim.schedule: cosine, got \
 plateau

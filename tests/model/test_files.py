@@ -48,7 +48,7 @@ def saved(
     [
         *(("two_level", False, 8, 4), ("two_level", True, 8, None), ("two_level", True, 12, None)),
         ("adaptive", False, 8, None),
-        ("full", False, 8, None),
+        *(("full", False, 8, None), ("full", True, 8, None)),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

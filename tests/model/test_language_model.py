@@ -163,20 +163,55 @@ def test_path_sum_input_vectors_are_the_sums_on_the_paths(tree: ClassTree, tied:
     torch.testing.assert_close(model(tokens)[0], hidden, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("tree", [ClassTree.full(N), None], ids=["full", "adaptive"])
-def test_input_vectors_are_sums_on_the_paths_of_another_tree(tree: ClassTree | None) -> None:
-    classes = ClassTree.two_level(torch.arange(N) % 3, shortlist=2, counts=COUNTS)
+@pytest.mark.parametrize("shortlist", [2, N])
+@pytest.mark.parametrize(
+    ("tree", "tied"),
+    [(ClassTree.full(N), False), (ClassTree.full(N), True), (None, False)],
+    ids=["full", "full tied", "adaptive"],
+)
+def test_input_vectors_are_sums_on_the_paths_of_another_tree(
+    tree: ClassTree | None, tied: bool, shortlist: int
+) -> None:
+    classes = ClassTree.two_level(torch.arange(N) % 3, shortlist, counts=COUNTS)
     config = ModelConfig(hidden=H, layers=1, input_embedding="path_sum", count_word_dropout=2.0)
-    sections = config, OutputConfig(), WordTable(), tree
+    sections = config, OutputConfig(), WordTable(tied=tied), tree
     model = build_model(*sections, T, input_tree=classes, counts=COUNTS).double().eval()
-    table, (tokens, _) = input_vectors(model), text()
-    vectors = torch.stack([table[[row for _, row in classes.path(w)]].sum(0) for w in range(N)])
+    assert model.embedding is not None
+    table, (tokens, _) = model.embedding.weight, text()
+    if tied:
+        words = softmax_of(model).weight[softmax_of(model).tree.row_of_word, :H]
+        nodes = [[node for node, _ in classes.path(w)[1:]] for w in range(N)]
+        vectors = words + torch.stack([table[node].sum(0) for node in nodes])
+    else:
+        vectors = torch.stack([table[[row for _, row in classes.path(w)]].sum(0) for w in range(N)])
     hidden, _ = model.backbone(vectors[tokens])
     torch.testing.assert_close(model(tokens)[0], hidden, rtol=1e-12, atol=1e-14)
-    assert model.word_dropout is not None
     is_short = torch.tensor([len(classes.path(w)) == 1 for w in range(N)])
     expected = (2 / (2 + COUNTS.double())).where(~is_short, 0)
+    assert model.word_dropout is not None
     torch.testing.assert_close(model.word_dropout, expected.to(model.word_dropout.dtype))
+
+
+@pytest.mark.parametrize("row_wise", [False, True])
+def test_a_tied_word_that_loses_its_vector_keeps_those_of_its_classes(row_wise: bool) -> None:
+    classes = ClassTree.two_level(torch.arange(N) % 3, shortlist=2, counts=COUNTS)
+    config = ModelConfig(hidden=H, layers=1, input_embedding="path_sum", count_word_dropout=2.0)
+    sections = config, OutputConfig(), WordTable(tied=True, row_wise=row_wise), ClassTree.full(N)
+    model = build_model(*sections, T, input_tree=classes, counts=COUNTS)
+    assert model.embedding is not None
+    read: list[Tensor] = []
+    model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
+    model.word_dropout = torch.ones(N)
+    tokens, targets = text()
+    loss, _ = model.train().loss(tokens, targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    nodes = [[node for node, _ in classes.path(w)[1:]] for w in range(N)]
+    vectors = torch.stack([model.embedding.weight[node].sum(0) for node in nodes])
+    torch.testing.assert_close(read[0], vectors[tokens])
+    gradient = model.embedding.weight.grad
+    assert gradient is not None
+    used = {node for word in tokens.flatten().tolist() for node in nodes[word]}
+    assert set(gradient.to_dense().any(1).nonzero().flatten().tolist()) == used
 
 
 @PATHS

@@ -54,6 +54,7 @@ RECIPES = {
     "sampled softmax, path sums of another tree": [
         *("--output.tree=full", "--output.num_samples=9", "--train.val_every_steps=6"),
         *("--model.input_embedding=path_sum", "--model.input_tree=two_level"),
+        *("--word_table.tied=true", "--model.count_word_dropout=3"),
     ],
     "row-wise gradients, row-wise adam": [
         *("--word_table.gradients=row_wise", "--word_table.optimizer=adam"),
