@@ -288,30 +288,47 @@ def evaluate_text(
 
 def _spelled(result: Evaluation, run: Run, lines: list[str]) -> Evaluation:
     """The figures of a text with its unknown words spelled."""
-    is_spelled, spelling = True, float(spelling_nats(run, lines).sum())
-    if isinstance(run.tokenizer, WordTokenizer):
-        for line in lines:
-            words = line.split()
-            is_spelled &= line == " ".join(words) and EOS not in words
-    elif result.oov != sum(line.split().count(UNK) for line in lines):
-        remedy = "a model with tokenizer.byte_fallback: true knows all"
-        raise UserError(f"the text has pieces that the model does not know: {remedy}")
+    spelling = float(spelling_nats(run, lines, result.oov).sum())
     nll = result.nll_nats + spelling
+    bits = nll / math.log(2) / result.utf8_bytes
     return replace(
         result,
         nll_nats=nll,
         perplexity=perplexity(nll, result.tokens),
         word_perplexity=perplexity(nll, result.words + result.lines),
-        bits_per_byte=nll / math.log(2) / result.utf8_bytes if is_spelled else None,
+        bits_per_byte=bits if determines_bytes(run, lines) else None,
         spelling_nats=spelling,
     )
 
 
-def spelling_nats(run: Run, lines: Sequence[str]) -> NDArray[np.float64]:
-    """-log P(word | `<unk>`) of each unknown word of lines, in order; none of a model of pieces."""
-    if not isinstance(run.tokenizer, WordTokenizer):
-        return np.zeros(0)
-    return -run.speller.log_prob(run.tokenizer.unknown_occurrences(lines))
+def spelling_nats(run: Run, lines: Sequence[str], oov: int) -> NDArray[np.float64]:
+    """-log P(word | `<unk>`) of each unknown word of lines, in order; none of a model of pieces.
+
+    Raises:
+        UserError: if there is no speller; or if `oov`, the number of tokens `<unk>`, shows that a
+            model of pieces does not know one, which has no spelling.
+    """
+    if isinstance(run.tokenizer, WordTokenizer):
+        return -run.speller.log_prob(run.tokenizer.unknown_occurrences(lines))
+    if oov != sum(line.split().count(UNK) for line in lines):
+        remedy = "a model with tokenizer.byte_fallback: true knows all"
+        raise UserError(f"the text has pieces that the model does not know: {remedy}")
+    return np.zeros(0)
+
+
+def determines_bytes(run: Run, lines: Iterable[str]) -> bool:
+    """Whether tokens and spelled words determine every byte of lines, so that bits per byte exist.
+
+    Pieces do; words do if the tokenizer keeps case and punctuation, single spaces separate them,
+    and none is `<eos>`.
+    """
+    tokenizer = run.tokenizer
+    if not isinstance(tokenizer, WordTokenizer):
+        return True
+    if tokenizer.lowercase or tokenizer.split_punctuation:
+        return False
+    words = ((line, line.split()) for line in lines)
+    return all(line == " ".join(each) and EOS not in each for line, each in words)
 
 
 def encode_text(run: Run, lines: Iterable[str]) -> tuple[NDArray[Any], TextCounts]:

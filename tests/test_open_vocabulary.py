@@ -170,23 +170,94 @@ def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
     assert reason in spelled.table("text")
 
 
-def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
+PIECES = ["--tokenizer.kind=sentencepiece", "--output.tree=full", "--tokenizer.min_count=1"]
+
+
+@pytest.fixture(scope="module")
+def bytes_run(trained: Callable[..., Path]) -> Path:
+    return trained("bytes", *PIECES, "--tokenizer.byte_fallback=true", "--tokenizer.vocab_size=270")
+
+
+def test_words_and_pieces_are_compared_in_bits_per_byte(
+    run: Path,
+    bytes_run: Path,
     trained: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    complaint: Callable[..., str],
 ) -> None:
-    kind = ["--tokenizer.kind=sentencepiece", "--output.tree=full", "--tokenizer.min_count=1"]
-    whole = trained("bytes", *kind, "--tokenizer.byte_fallback=true", "--tokenizer.vocab_size=270")
+    lines = [*SENTENCES, "b <unk>", "bab"] * 5
+    (tmp_path / "text").write_text("\n".join(lines) + "\n")
+    other = trained("other", "--model.hidden=6")
+    command = [
+        "evaluate",
+        str(run),
+        f"--text={tmp_path / 'text'}",
+        "--open-vocabulary",
+        "--compare",
+    ]
+    capsys.readouterr()
+    assert main([*command, str(bytes_run), str(other), "--by-frequency", "--json"]) == 0
+    *compared, ours = (found := json.loads(capsys.readouterr().out))["compared"], found
+    (pieces, words) = compared[0]
+    for each, folder in ((pieces, bytes_run), (words, other)):
+        theirs = evaluate_text(Run(folder), lines, progress=False, open_vocabulary=True)
+        assert each["unit"] == "bits/byte"
+        assert each["bits_per_byte"] == pytest.approx(theirs.bits_per_byte, rel=1e-6)
+        difference = ours["bits_per_byte"] - each["bits_per_byte"]
+        assert each["difference"] == pytest.approx(difference, abs=1e-6)
+        assert each["perplexity"] == pytest.approx(theirs.perplexity, rel=1e-6)
+        low, high = each["interval"]
+        assert low <= each["difference"] <= high
+    assert pieces["by_frequency"] is None
+    nats = [part["nll_nats"] for part in words["by_frequency"]]
+    theirs = evaluate_text(Run(other), lines, progress=False, open_vocabulary=True)
+    assert sum(nats) == pytest.approx(theirs.nll_nats)
+    assert main([*command, str(bytes_run), str(other), "--by-frequency"]) == 0
+    tables = capsys.readouterr().out.split("compared with ")[1:]
+    assert all("bits per byte of the other" in table for table in tables)
+    assert ["rank 1 … 10" in table for table in tables] == [False, True]
+
+    # Spaces that no model of words spells: losses of the same tokens alone can be compared.
+    (tmp_path / "text").write_text(" b ab zebra\n" * 20)
+    assert main([*command, str(other), "--json"]) == 0
+    (spaced,) = json.loads(capsys.readouterr().out)["compared"]
+    assert (spaced["unit"], spaced["bits_per_byte"]) == ("nats/token", None)
+    assert "run does not spell case or spaces" in complaint(*command, bytes_run)
+    closed = [each for each in command if each != "--open-vocabulary"]
+    assert "add --open-vocabulary" in complaint(*closed, bytes_run)
+
+
+def test_comparisons_need_the_same_lines(
+    run: Path, trained: Callable[..., Path], tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    dropping = trained(
+        "dropping",
+        *PIECES,
+        "--tokenizer.byte_fallback=true",
+        "--tokenizer.vocab_size=270",
+        "--data.keep_empty_lines=false",
+    )
+    (tmp_path / "text").write_text("b ab\n\nab\n" * 9)
+    command = ["evaluate", run, f"--text={tmp_path / 'text'}", "--open-vocabulary", "--compare"]
+    assert "leaves out empty lines: remove them" in complaint(*command, dropping)
+
+
+def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
+    bytes_run: Path, trained: Callable[..., Path]
+) -> None:
     plain, spelled = (
-        evaluate_split(Run(whole), "test", progress=False, open_vocabulary=is_open)
+        evaluate_split(Run(bytes_run), "test", progress=False, open_vocabulary=is_open)
         for is_open in (False, True)
     )
     assert (plain.bits_per_byte, plain.oov) == (None, 1)  # `<unk>` itself
     assert spelled.nll_nats == plain.nll_nats
     assert spelled.bits_per_byte == plain.nll_nats / math.log(2) / plain.utf8_bytes
-    partial = trained("pieces", *kind, "--tokenizer.vocab_size=10")
+    partial = trained("pieces", *PIECES, "--tokenizer.vocab_size=10")
     with pytest.raises(UserError, match="the text has pieces that the model does not know"):
         evaluate_split(Run(partial), "test", progress=False, open_vocabulary=True)
     with pytest.raises(UserError, match="run has pieces of words, which spell unknown words"):
-        lm.load(whole, open_vocabulary=True)
+        lm.load(bytes_run, open_vocabulary=True)
 
 
 def test_commands_spell_on_request(

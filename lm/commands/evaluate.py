@@ -39,7 +39,8 @@ _COMPARE: Options = {
         "nargs": "+",
         "default": [],
         "metavar": "RUN",
-        "help": "other runs on the same text: differences in nats per token, and 95 %% intervals",
+        "help": "other runs on the same text: differences in nats per token, or with"
+        " --open-vocabulary in bits per byte, and 95 %% intervals",
     },
 }
 OPTIONS = (
@@ -54,48 +55,46 @@ def run(options: argparse.Namespace) -> None:
     _check(options)
     from data_prep.corpus.lines import read_lines, read_text
     from data_prep.storage import write_json_atomically
-    from lm.evaluation import encode_text, evaluate_split, evaluate_text, spelling_nats
-    from lm.scoring.comparison import check_comparable, compare
-    from lm.scoring.frequency import draw_report, frequency_report
-    from lm.scoring.mixture import Mixture, evaluate_mixture, token_log_probs
+    from lm.evaluation import encode_text, evaluate_split, evaluate_text
+    from lm.scoring.comparison import TextLosses, check_comparable, compare
+    from lm.scoring.frequency import draw_report
+    from lm.scoring.mixture import Mixture, evaluate_mixture
 
+    is_split, is_open = options.text is None, options.open_vocabulary
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
     others = [Run(Path(each), device=options.device) for each in options.compare]
-    check_comparable(run, others)
-    settings = {"progress": not options.no_progress, "open_vocabulary": options.open_vocabulary}
-    lines = [] if options.text is None else list(read_text(options.text))
+    check_comparable(run, others, open_vocabulary=is_open)
+    settings = {"progress": not options.no_progress, "open_vocabulary": is_open}
+    lines = [] if is_split else list(read_text(options.text))
     mixture = options.arpa and Mixture.open(run, Path(options.arpa), options.mixture)
-    if options.text is None:
+    if is_split:
         result = evaluate_split(run, options.split, **settings)
     else:
         result = evaluate_text(run, lines, **settings)
     values = result.to_dict()
     tables = [result.table(options.text or options.split)]
     further: dict[str, Any] = {}
-    if mixture or options.by_frequency or options.compare:
-        is_split = options.text is None
+    if mixture or options.by_frequency or others:
         tokens = run.prepared.tokens(options.split) if is_split else encode_text(run, lines)[0]
     if mixture:
         figures = evaluate_mixture(run, mixture, tokens)
         further["mixture"] = figures.to_dict()
         tables.append(figures.table(f"mixture: {mixture.describe(run)}"))
     if options.by_frequency or others:
-        nll = -token_log_probs(run, tokens)
+        if is_split and is_open:
+            lines = list(read_lines(run.config.data, options.split))
+        text = [line for line in lines if run.keeps_empty_lines or line.strip()]
+        losses, report = TextLosses.of(run, tokens, text if is_open else None), None
     if options.by_frequency:
-        spelling = None
-        if options.open_vocabulary:
-            if options.text is None:
-                lines = list(read_lines(run.config.data, options.split))
-            spelling = spelling_nats(run, lines)
-        report = frequency_report(run, tokens, nll, spelling)
+        report = losses.report()
         further["by_frequency"] = report.to_dict()
         tables.append(report.table())
         if options.plot is not None:
             draw_report(report, f"{run.folder}: {options.text or options.split}", options.plot)
     if others:
-        found = compare(run, others, tokens, nll, by_frequency=options.by_frequency)
+        found = compare(losses, others, by_frequency=options.by_frequency)
         further["compared"] = [each.to_dict() for each in found]
-        tables += [each.table(report.target if options.by_frequency else None) for each in found]
+        tables += [each.table(report.target if report else None) for each in found]
     print(json.dumps(values | further) if options.json else "\n".join(tables))
     if options.text is None:
         suffix = "-open" if options.open_vocabulary else ""
@@ -112,8 +111,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--mixture requires --arpa")
     if options.arpa and options.open_vocabulary:
         raise UserError("--arpa excludes --open-vocabulary: <unk> is one word for both")
-    if options.compare and (options.arpa or options.open_vocabulary):
-        raise UserError("--compare excludes --arpa and --open-vocabulary")
+    if options.compare and options.arpa:
+        raise UserError("--compare excludes --arpa")
     if options.plot is not None and not options.by_frequency:
         raise UserError("--plot requires --by-frequency")
     if options.plot is not None:

@@ -1,6 +1,7 @@
-"""A paired comparison of trained models on one text: the difference in nats, and how sure it is.
+"""A paired comparison of trained models on one text: the difference of losses, and how sure it is.
 
-Both models predict the same tokens, so that the difference varies far less than either loss. The
+Both models predict the same tokens, or with an open vocabulary the same bytes, so that the
+difference varies far less than either loss. The
 interval says what other lines of this text would give: lines of one document resemble each other,
 so that another document, or another seed of the training, can differ by more. Compare several.
 """
@@ -8,15 +9,15 @@ so that another document, or another seed of the training, can differ by more. C
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
-from lm.evaluation import as_json, perplexity
+from lm.evaluation import as_json, determines_bytes, encode_text, perplexity, spelling_nats
 from lm.run import Run
-from lm.scoring.frequency import FrequencyBin, divided_by_frequency
+from lm.scoring.frequency import FrequencyBin, FrequencyReport, frequency_report
 from lm.scoring.mixture import token_log_probs
 
 BLOCK_LINES, LEAST_BLOCKS, NUM_SAMPLES = 50, 20, 10_000
@@ -25,12 +26,59 @@ SAMPLED_NUMBERS = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextLosses:
+    """The losses of a run on a text.
+
+    Attributes:
+        run: the run.
+        tokens: [n] ids.
+        nats: [n], of each token, with the spelling of an unknown word if the vocabulary is open.
+        lines: the text as it was read, to count bytes; None if the vocabulary is not open.
+    """
+
+    run: Run
+    tokens: NDArray[Any]
+    nats: NDArray[np.float64]
+    lines: list[str] | None = None
+
+    @classmethod
+    def of(cls, run: Run, tokens: NDArray[Any], lines: list[str] | None = None) -> "TextLosses":
+        """The losses of a run on the tokens [n] of a text, whose unknown words `lines` spell.
+
+        Raises:
+            UserError: as `spelling_nats`.
+        """
+        nats = -token_log_probs(run, tokens)
+        if lines is not None:
+            is_unknown = tokens == run.description.unk_id
+            spelling = spelling_nats(run, lines, int(is_unknown.sum()))
+            if len(spelling):
+                nats[is_unknown] += spelling
+        return cls(run=run, tokens=tokens, nats=nats, lines=lines)
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether the losses are those of all bytes of the text."""
+        return self.lines is not None and determines_bytes(self.run, self.lines)
+
+    def sums(self, values: NDArray[np.floating]) -> NDArray[np.floating]:
+        """The sums [L] of values [n] of tokens over lines."""
+        return sums_of_lines(values, self.tokens, self.run.description.eos_id)
+
+    def report(self) -> FrequencyReport:
+        """The losses by frequency rank."""
+        return frequency_report(self.run.prepared, self.tokens, self.nats)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """A model and another one on a text, both evaluated as by `lm evaluate`."""
 
     other: str  # folder of the other run
-    perplexity: float  # of the other run
-    difference: float  # in nats per token, ours less the other's
+    perplexity: float  # of the other run, per token of its own
+    bits_per_byte: float | None  # of the other run; None if one of both does not spell every byte
+    unit: Literal["nats/token", "bits/byte"]  # of the difference: bits if both spell every byte
+    difference: float  # ours less the other's
     interval: tuple[float, float] | None  # its 95 % interval, see `bootstrap_interval`
     by_frequency: list[FrequencyBin] | None  # losses of the other run, by the predicted word
 
@@ -42,67 +90,89 @@ class Comparison:
         """The figures as lines of text; with `ours`, differences by the predicted word too."""
         rows = {
             "perplexity of the other": f"{self.perplexity:.2f}",
-            "difference": f"{self.difference:+.4f} nats/token",
+            "difference": f"{self.difference:+.4f} {self.unit}",
             "  95 % within the text": f"not known: fewer than {LEAST_BLOCKS} lines",
         }
+        if self.bits_per_byte is not None:
+            del rows["perplexity of the other"]  # its tokens may be others
+            rows = {"bits per byte of the other": f"{self.bits_per_byte:.4f}"} | rows
         if self.interval is not None:
             low, high = self.interval
             rows["  95 % within the text"] = f"{low:+.4f} … {high:+.4f}"
-        for mine, other in zip(ours or (), self.by_frequency or (), strict=True):
-            ranks = f"  rank {mine.first_rank:,} … {mine.last_rank:,}"
-            rows[ranks] = f"{mine.mean_nats - other.mean_nats:+.4f}"
+        if ours is not None and self.by_frequency is not None:
+            for mine, other in zip(ours, self.by_frequency, strict=True):
+                ranks = f"  rank {mine.first_rank:,} … {mine.last_rank:,}"
+                rows[ranks] = f"{mine.mean_nats - other.mean_nats:+.4f} nats/token"
         width = max(map(len, rows))
         title = f"compared with {self.other} (negative: ours is better)"
         return "\n".join([title, *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
 
 
 def compare(
-    run: Run,
-    others: Sequence[Run],
-    tokens: NDArray[Any],
-    ours: NDArray[np.float64],
-    *,
-    by_frequency: bool = False,
+    ours: TextLosses, others: Sequence[Run], *, by_frequency: bool = False
 ) -> list[Comparison]:
-    """Compare a run with others of the same tokenizer on a text.
+    """Compare a run with others on a text.
+
+    The difference is in bits per byte if the vocabulary is open and all words are spelled by both,
+    else in nats per token.
 
     Args:
-        run: the run.
+        ours: losses of the run.
         others: others, see `check_comparable`.
-        tokens: [n] ids.
-        ours: [n], nats of each token by the run.
-        by_frequency: whether losses of the others are divided by the rank of the predicted word.
+        by_frequency: whether losses of the others are divided by the rank of the predicted word,
+            which requires the same tokens.
+
+    Raises:
+        UserError: if another run has other tokens or lines, and does not spell the same bytes.
     """
-    description = run.description
-    sums = [
-        sums_of_lines(each, tokens, description.eos_id) for each in (ours, np.ones(len(tokens)))
-    ]
-    found = []
-    for other in others:
-        theirs = -token_log_probs(other, tokens)
-        lines = sums_of_lines(theirs, tokens, description.eos_id)
-        bins = None
-        if by_frequency:
-            bins = divided_by_frequency(run.prepared, tokens, theirs).target
-        found.append(
-            Comparison(
-                other=str(other.folder),
-                perplexity=perplexity(float(theirs.sum()), len(tokens)),
-                difference=float((ours - theirs).mean()),
-                interval=bootstrap_interval(sums[0], lines, sums[1]),
-                by_frequency=bins,
-            )
+    return [_compare(ours, other, by_frequency) for other in others]
+
+
+def _compare(ours: TextLosses, other: Run, by_frequency: bool) -> Comparison:
+    same_tokens = not _other_tokenizer(ours.run, other)
+    tokens = ours.tokens
+    if not same_tokens and ours.lines is not None:
+        tokens, _ = encode_text(other, ours.lines)
+    theirs = TextLosses.of(other, tokens, ours.lines)
+    sizes, scale, has_bytes = ours.sums(np.ones(len(ours.tokens))), 1.0, False
+    if ours.lines is not None and ours.has_bytes and theirs.has_bytes:
+        sizes = np.array([len(line.encode()) + 1.0 for line in ours.lines])
+        scale, has_bytes = 1 / math.log(2), True
+    elif not same_tokens:
+        lossy = other if ours.has_bytes else ours.run
+        raise UserError(
+            f"{lossy.folder} does not spell case or spaces of this text, and {other.folder} has"
+            f" other tokens than {ours.run.folder}: they cannot be compared"
         )
-    return found
+    sums = ours.sums(ours.nats) * scale, theirs.sums(theirs.nats) * scale
+    if len(sums[0]) != len(sums[1]):
+        raise UserError(
+            f"one of {ours.run.folder} and {other.folder} leaves out empty lines: remove them"
+        )
+    nats = float(theirs.nats.sum())
+    return Comparison(
+        other=str(other.folder),
+        perplexity=perplexity(nats, len(tokens)),
+        bits_per_byte=nats * scale / float(sizes.sum()) if has_bytes else None,
+        unit="bits/byte" if has_bytes else "nats/token",
+        difference=float((sums[0] - sums[1]).sum() / sizes.sum()),
+        interval=bootstrap_interval(*sums, sizes),
+        by_frequency=theirs.report().target if by_frequency and same_tokens else None,
+    )
 
 
-def check_comparable(run: Run, others: Sequence[Run]) -> None:
-    """Raises UserError if a run is not trained, or has another tokenizer, thus other tokens."""
+def check_comparable(run: Run, others: Sequence[Run], *, open_vocabulary: bool = False) -> None:
+    """Raises UserError if a run is not trained, or has other tokens and no open vocabulary."""
     for other in others:
-        if other.description.tokenizer_sha256 != run.description.tokenizer_sha256:
+        if _other_tokenizer(run, other) and not open_vocabulary:
             raise UserError(
-                f"{other.folder} has another tokenizer than {run.folder}, so other tokens"
+                f"{other.folder} has another tokenizer than {run.folder}, so other tokens: add"
+                " --open-vocabulary"
             )
+
+
+def _other_tokenizer(run: Run, other: Run) -> bool:
+    return other.description.tokenizer_sha256 != run.description.tokenizer_sha256
 
 
 def sums_of_lines(

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from data_prep.prepared import Prepared
 from data_prep.storage import write_atomically
 from lm.evaluation import as_json, perplexity
-from lm.run import Run
 
 LAST_RANKS = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
 """Last ranks of bins; a further bin has the rest."""
@@ -65,26 +64,6 @@ class FrequencyReport:
 
 
 def frequency_report(
-    run: Run,
-    tokens: NDArray[Any],
-    nll: NDArray[np.float64],
-    spelling: NDArray[np.float64] | None = None,
-) -> FrequencyReport:
-    """The report on a text that a run has predicted.
-
-    Args:
-        run: the run.
-        tokens: [n] ids.
-        nll: [n], nats of each token.
-        spelling: nats of the spelling of each unknown word, in order; None: `<unk>` is one word.
-    """
-    if spelling is not None and len(spelling):
-        nll = nll.copy()
-        nll[tokens == run.description.unk_id] += spelling
-    return divided_by_frequency(run.prepared, tokens, nll)
-
-
-def divided_by_frequency(
     prepared: Prepared, tokens: NDArray[Any], nll: NDArray[np.float64]
 ) -> FrequencyReport:
     """The report on tokens [n] of which any model has the nats [n]."""

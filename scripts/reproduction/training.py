@@ -17,7 +17,7 @@ from data_prep.storage import write_json_atomically
 from lm.evaluation import evaluate_split, perplexity
 from lm.run import Run as OpenedRun
 from lm.scoring.comparison import sums_of_lines
-from lm.scoring.frequency import divided_by_frequency
+from lm.scoring.frequency import frequency_report
 from lm.scoring.mixture import token_log_probs
 from lm.scoring.ngram import NGramModel
 from lm.training.loop import train
@@ -102,7 +102,7 @@ def _test_figures(
         "perplexity": perplexity(float(nll.sum()), len(tokens)),
         "line_tokens": line_tokens.astype(int).tolist(),
         "line_nats": [round(each, 4) for each in sums_of_lines(nll, tokens, eos_id).tolist()],
-        "by_frequency": divided_by_frequency(opened.prepared, tokens, nll).to_dict(),
+        "by_frequency": frequency_report(opened.prepared, tokens, nll).to_dict(),
     }
 
 
