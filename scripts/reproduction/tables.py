@@ -144,19 +144,29 @@ def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
 
 
 def vocabularies(results: Path) -> list[Row]:
-    """The full softmax and classes of one corpus for each size of the vocabulary."""
+    """Speeds of the full softmax and of classes for each size of the vocabulary.
+
+    Perplexities are means over the final runs of the declared comparison on the corpus.
+    """
     found: list[Row] = []
     for table in read_tables().values():
         if chosen := table.vocabulary:
             names = [chosen[name] for name in ("ours", "full") if name in chosen]
-            ours, *full = compare(table, names, results)
+            ours, *_ = compare(table, names, results)
             ours["text"], ours["words"] = table.title.split(",")[0], chosen["words"]
             ours["full_tokens_per_second"] = ours["tokens_per_second_median"] / ours["ratio"]
-            ours["full_perplexity"] = full[0]["perplexity"] if full else None
+            protocol = Protocol.read(PROTOCOLS[chosen["search"]])
+            finals = final_logs(protocol, results / f"{SEARCH.name}{chosen['search']}")
+            ours["perplexity"] = _mean_perplexity(finals[chosen["method"]])
+            ours["full_perplexity"] = _mean_perplexity(finals["full"]) if "full" in finals else None
             found.append(ours)
     (large,) = read_log(results, "ten_million", {"what": "steps 1 to 100", "table": "fp32"})
     speed = {"tokens_per_second_median": large["tokens_per_second"]}
     return [*found, {"words": 10_000_000, "text": "synthetic", **speed}]
+
+
+def _mean_perplexity(logs: Mapping[int, Row]) -> float:
+    return statistics.fmean(log["test"]["perplexity"] for log in logs.values())
 
 
 def overview(results: Path) -> list[Row]:
@@ -167,7 +177,7 @@ def overview(results: Path) -> list[Row]:
     for name, method in protocol.methods.items():
         if logs := finals.get(name):
             row: Row = {"title": method.title, "seeds": len(logs)}
-            row["perplexity"] = statistics.fmean(log["test"]["perplexity"] for log in logs.values())
+            row["perplexity"] = _mean_perplexity(logs)
             if each := differences(logs, finals[protocol.baseline]):
                 row["difference"] = statistics.fmean(each)
                 row["bound"] = upper_bound(each) if len(each) > 1 else None

@@ -81,6 +81,8 @@ def test_speeds_are_relative_to_the_full_softmax_of_the_corpus() -> None:
     for row in sizes[:3]:
         full, ours, speedup = (float(text.replace(",", "")) for text in row[2:5])
         assert speedup == pytest.approx(ours / full, rel=0.05)
+    of_layer = {row[0]: row[2] for row in cells(tables["overview"])}
+    assert sizes[0][5:] == [of_layer["full softmax"], of_layer["exchange classes"]]
 
 
 def test_figures_are_drawn_from_the_logs(tmp_path: Path) -> None:
