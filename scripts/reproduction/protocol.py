@@ -108,6 +108,11 @@ class Protocol(Strict):
                     return f"{method}, {stage} of trial {trial}: {error}"
         return None
 
+    @property
+    def ngram_name(self) -> str:
+        """The name of the n-gram model in tables."""
+        return f"Kneser–Ney {self.ngram_order}-gram"
+
     def options(self, method: str, trial: int, stage: Stage) -> list[str]:
         """The overrides of a trial's point, `section.key=value`."""
         point = draw(self.space, f"{self.seed} {trial}")

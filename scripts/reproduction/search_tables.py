@@ -55,8 +55,7 @@ def final_logs(protocol: Protocol, results: Path) -> dict[str, dict[int, Log]]:
     path = results / NGRAM_LOG
     if path.exists():
         log = json.loads(path.read_text(encoding="utf-8"))
-        name = f"Kneser–Ney {protocol.ngram_order}-gram"
-        finals[name] = dict.fromkeys(protocol.final_seeds, log)
+        finals[protocol.ngram_name] = dict.fromkeys(protocol.final_seeds, log)
     return {name: logs for name, logs in finals.items() if logs}
 
 

@@ -37,6 +37,18 @@ OVERVIEW = {
     "95 % bound": "{bound:+.1f}",
     "relative tokens/s": "{ratio:.2f}",
 }
+COMPARISONS = {
+    "text, model": "{title}",
+    "training tokens": "{tokens:.1f/1e6}M",
+    "seeds": "{seeds}",
+    "full softmax": "{full:.1f}",
+    "classes": "{classes:.1f}",
+    "full, path sums": "{full_path_sum:.1f}",
+    "classes, path sums": "{classes_path_sum:.1f}",
+    "adaptive": "{adaptive:.1f}",
+    "sampled": "{sampled:.1f}",
+    "5-gram": "{ngram:.1f}",
+}
 VOCABULARIES = {
     "N": "{words:,}",
     "text": "{text}",
@@ -58,6 +70,7 @@ def generate_tables(results: Path) -> dict[str, str]:
     summary = [row for each in tables.values() for row in compare(each, each.summary, results)]
     generated["summary"] = markdown.table_of_rows(SUMMARY, summary)
     generated["overview"] = markdown.table_of_rows(OVERVIEW, overview(results))
+    generated["comparisons"] = markdown.table_of_rows(COMPARISONS, comparisons(results))
     for corpus, path in PROTOCOLS.items():
         generated |= search_tables(Protocol.read(path), results / f"{SEARCH.name}{corpus}")
     generated["vocabularies"] = markdown.table_of_rows(VOCABULARIES, vocabularies(results))
@@ -163,6 +176,22 @@ def vocabularies(results: Path) -> list[Row]:
     (large,) = read_log(results, "ten_million", {"what": "steps 1 to 100", "table": "fp32"})
     speed = {"tokens_per_second_median": large["tokens_per_second"]}
     return [*found, {"words": 10_000_000, "text": "synthetic", **speed}]
+
+
+def comparisons(results: Path) -> list[Row]:
+    """Test perplexities of all declared comparisons, of each method the mean over its seeds."""
+    found: list[Row] = []
+    for corpus, path in PROTOCOLS.items():
+        protocol = Protocol.read(path)
+        finals = final_logs(protocol, results / f"{SEARCH.name}{corpus}")
+        row: Row = {name: _mean_perplexity(logs) for name, logs in finals.items()}
+        row["ngram"] = row.get(protocol.ngram_name)
+        trained = [logs for name, logs in finals.items() if name in protocol.methods]
+        seeds = sorted({len(logs) for logs in trained})
+        row["seeds"] = " to ".join(map(str, dict.fromkeys([seeds[0], seeds[-1]])))
+        row["tokens"] = next(iter(trained[0].values()))["tokens"]
+        found.append(row | {"title": protocol.title.removesuffix(", equal search")})
+    return found
 
 
 def _mean_perplexity(logs: Mapping[int, Row]) -> float:

@@ -82,6 +82,9 @@ def test_speeds_are_relative_to_the_full_softmax_of_the_corpus() -> None:
         full, ours, speedup = (float(text.replace(",", "")) for text in row[2:5])
         assert speedup == pytest.approx(ours / full, rel=0.05)
     of_layer = {row[0]: row[2] for row in cells(tables["overview"])}
+    first, *others = cells(tables["comparisons"])
+    assert [first[3], first[4]] == [of_layer["full softmax"], of_layer["exchange classes"]]
+    assert [row[3] == "–" for row in others] == [False, False, False, True]
     assert sizes[0][5:] == [of_layer["full softmax"], of_layer["exchange classes"]]
 
 
