@@ -108,7 +108,8 @@ class Evaluation:
         elif self.unit == token_unit(TokenizerConfig(split_punctuation=True)):
             bits = "not known: marks are separated (tokenizer.split_punctuation: true)"
         elif spelled:
-            bits = "not known: case or several spaces are not spelled"
+            bits = "not known: a line has other spaces than single ones between words"
+            bits += ", or case is lost (tokenizer.lowercase)"
         elif not self.oov:
             bits = "not known: case or spaces are lost, a SentencePiece model keeps them"
         rows = {
@@ -212,6 +213,8 @@ def token_unit(tokenizer: Tokenizer | TokenizerConfig) -> str:
 
 def perplexity_rule(unit: str, spelled: bool = False) -> str:
     """What *the* perplexity counts, in words; `unit` is what a token is."""
+    if unit == "piece":
+        return "per piece and line end"
     rule = "spelled" if spelled else "counted as <unk>"
     return f"per {unit} and line end, unknown words {rule}"
 
@@ -241,7 +244,11 @@ def evaluate_split(
         result = evaluate_text(run, lines, progress=progress, open_vocabulary=True)
         before = prepared.splits[split]
         if any(getattr(result, each) != getattr(before, each) for each in _COUNTED):
-            raise UserError(f"the text of {split} is not the one that was prepared")
+            where = run.config.data.hub or run.config.data.dir
+            raise UserError(
+                f"{split}: the text in {where}, which --open-vocabulary reads again, is not the one"
+                " that was prepared: restore it, or give it as --text"
+            )
         return result
     result = evaluate(
         model,
@@ -312,7 +319,7 @@ def spelling_nats(run: Run, lines: Sequence[str], oov: int) -> NDArray[np.float6
         return -run.speller.log_prob(run.tokenizer.unknown_occurrences(lines))
     if oov != sum(line.split().count(UNK) for line in lines):
         remedy = "a model with tokenizer.byte_fallback: true knows all"
-        raise UserError(f"the text has pieces that the model does not know: {remedy}")
+        raise UserError(f"the text has pieces that {run.folder} does not know: {remedy}")
     return np.zeros(0)
 
 

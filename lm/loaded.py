@@ -92,7 +92,7 @@ class LoadedModel:
             self.tokenizer,
             context=self.description.context,
             vocabulary_size=vocabulary_size,
-            speller=run.speller if open_vocabulary else None,
+            speller=run.open_speller if open_vocabulary else None,
         )
         self._open_vocabulary = open_vocabulary
         self.num_unseen = self._scorer.num_unseen

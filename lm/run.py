@@ -277,15 +277,23 @@ class Run:
 
     @cached_property
     def speller(self) -> "Speller":
-        """The spellings of unknown words: of the run, or of its prepared data."""
+        """The spellings of unknown words, of the run or of its prepared data."""
         from data_prep.tokenizer.speller import SPELLER, Speller
 
         path = self.folder / SPELLER
         if self.tokenizer.kind != "words":
-            raise UserError(f"{self.folder} has pieces of words, which spell unknown words")
+            raise UserError(
+                f"{self.folder} has pieces that do not spell every word: an open vocabulary"
+                " requires words, or pieces with tokenizer.byte_fallback: true"
+            )
         if not path.exists():
             return self.prepared.speller()
         return Speller.load(path, self.description.tokenizer_sha256)
+
+    @property
+    def open_speller(self) -> "Speller | None":
+        """The speller for an open vocabulary; None: pieces with bytes leave no word unknown."""
+        return None if self.tokenizer.has_bytes else self.speller
 
     @cached_property
     def model(self) -> "LanguageModel":

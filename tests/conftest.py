@@ -22,6 +22,12 @@ optim: {{lr: 0.01}}
 train: {{max_steps: 24, batch_size: 4, seq_len: 8, threads: 1}}
 log: {{every_steps: 5}}
 """
+LETTERS = ["ab b ba", "b aab ab", "", "ba b <unk> ab bé", "b bab abb b ab", "aab abaab"] * 4
+LETTERS += ["abba baa bbab", "abab baab <unk>"]
+OTHER_LETTERS = ["ab baba b", "bbb é <unk> aba", "", "b ab", "日本"]
+"""Training and test lines of the runs of `letters`."""
+PIECES = ["--tokenizer.kind=sentencepiece", "--output.tree=full", "--tokenizer.min_count=1"]
+PIECES_WITH_BYTES = [*PIECES, "--tokenizer.byte_fallback=true", "--tokenizer.vocab_size=270"]
 NOUNS = ("cat", "dog", "bird", "man", "woman", "child", "horse", "fish")
 VERBS = ("sees", "hears", "likes", "follows", "finds")
 ADVERBS = ("today", "now", "again", "often", "slowly")
@@ -163,6 +169,27 @@ def lstm_run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 def transformer_run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained Transformer, read-only."""
     return train(tmp_path_factory.mktemp("transformer_run"), "--model.backbone=transformer")
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`letters(name, *options)`: a run on `LETTERS`, words that occur once are `<unk>`."""
+    corpus = tmp_path_factory.mktemp("letters")
+    for split, lines in (("train", LETTERS), ("test", OTHER_LETTERS)):
+        (corpus / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    config = corpus / "letters.yaml"
+    config.write_text(
+        f"name: letters\ndata: {{dir: {corpus}, files: {{train: train.txt, test: test.txt}}}}\n"
+        "tokenizer: {min_count: 2}\nmodel: {hidden: 8, layers: 1}\n"
+        "train: {seq_len: 4, threads: 1, max_steps: 9, batch_size: 2}\n"
+    )
+
+    def train(name: str, *options: str) -> Path:
+        folder = tmp_path_factory.mktemp(name) / "run"
+        assert main(["train", str(config), f"--run_dir={folder}", "--no-progress", *options]) == 0
+        return folder
+
+    return train
 
 
 @pytest.fixture

@@ -23,39 +23,19 @@ from lm.rescoring.utterances import Utterances
 from lm.run import Run
 from lm.scoring import Scorer
 from lm.scoring.ngram import NGramModel
-from tests.conftest import main
+from tests.conftest import LETTERS, PIECES, PIECES_WITH_BYTES, main
+from tests.conftest import OTHER_LETTERS as SENTENCES
 from tests.data_prep.tokenizer.spelling import Definition
 
-LINES = ["ab b ba", "b aab ab", "", "ba b <unk> ab bé", "b bab abb b ab", "aab abaab"] * 4
-LINES += ["abba baa bbab", "abab baab <unk>"]
-SENTENCES = ["ab baba b", "bbb é <unk> aba", "", "b ab", "日本"]
-OPTIONS = ["--train.max_steps=9", "--train.batch_size=2", "--model.hidden=8", "--model.layers=1"]
+
+@pytest.fixture(scope="module")
+def run(letters: Callable[..., Path]) -> Path:
+    return letters("words")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`trained(name, *options)`: a run on `LINES`, words that occur once are `<unk>`."""
-    corpus = tmp_path_factory.mktemp("letters")
-    for split, lines in (("train", LINES), ("test", SENTENCES)):
-        (corpus / f"{split}.txt").write_text("\n".join(lines) + "\n")
-    config = corpus / "letters.yaml"
-    config.write_text(
-        f"name: letters\ndata: {{dir: {corpus}, files: {{train: train.txt, test: test.txt}}}}\n"
-        "tokenizer: {min_count: 2}\ntrain: {seq_len: 4, threads: 1}\n"
-    )
-
-    def train(name: str, *options: str) -> Path:
-        folder = tmp_path_factory.mktemp(name) / "run"
-        arguments = [str(config), f"--run_dir={folder}", "--no-progress", *OPTIONS, *options]
-        assert main(["train", *arguments]) == 0
-        return folder
-
-    return train
-
-
-@pytest.fixture(scope="module")
-def run(trained: Callable[..., Path]) -> Path:
-    return trained("words")
+def bytes_run(letters: Callable[..., Path]) -> Path:
+    return letters("bytes", *PIECES_WITH_BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +51,7 @@ def log_shares(loaded: LoadedModel, words: list[str]) -> Any:
 
 
 def test_known_words_and_all_spellings_add_up_to_1(loaded: LoadedModel) -> None:
-    types = list(dict.fromkeys(word for line in LINES for word in line.split()))
+    types = list(dict.fromkeys(word for line in LETTERS for word in line.split()))
     definition = Definition([word for word in types if word != "<unk>"], 7)
     known = [loaded.tokenizer.token(id) for id in range(loaded.vocab_size)]
     words = definition.words(3)
@@ -150,7 +130,7 @@ def test_evaluation_and_stream_add_the_spellings(loaded: LoadedModel, run: Path)
 
 
 def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
-    run: Path, trained: Callable[..., Path]
+    run: Path, letters: Callable[..., Path]
 ) -> None:
     def bits(folder: Path, line: str) -> float | None:
         lines = [line, "b"]
@@ -159,9 +139,9 @@ def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
     assert bits(run, "ab zebra") is not None
     for line in ("ab  zebra", " ab zebra", "ab zebra ", "ab\tzebra", "ab\u00a0zebra", "ab <eos> b"):
         assert bits(run, line) is None
-    lower = trained("lower", "--tokenizer.lowercase=true")
+    lower = letters("lower", "--tokenizer.lowercase=true")
     assert bits(lower, "ab zebra") is None
-    marks = trained("marks", "--tokenizer.split_punctuation=true")
+    marks = letters("marks", "--tokenizer.split_punctuation=true")
     spelled = evaluate_text(Run(marks), ["zebra, b"], progress=False, open_vocabulary=True)
     (expected,) = -Run(marks).speller.log_prob(["zebra"]) - Run(marks).speller.log_prob([","])
     assert spelled.spelling_nats == pytest.approx(expected)
@@ -170,81 +150,8 @@ def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
     assert reason in spelled.table("text")
 
 
-PIECES = ["--tokenizer.kind=sentencepiece", "--output.tree=full", "--tokenizer.min_count=1"]
-
-
-@pytest.fixture(scope="module")
-def bytes_run(trained: Callable[..., Path]) -> Path:
-    return trained("bytes", *PIECES, "--tokenizer.byte_fallback=true", "--tokenizer.vocab_size=270")
-
-
-def test_words_and_pieces_are_compared_in_bits_per_byte(
-    run: Path,
-    bytes_run: Path,
-    trained: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    complaint: Callable[..., str],
-) -> None:
-    lines = [*SENTENCES, "b <unk>", "bab"] * 5
-    (tmp_path / "text").write_text("\n".join(lines) + "\n")
-    other = trained("other", "--model.hidden=6")
-    command = [
-        "evaluate",
-        str(run),
-        f"--text={tmp_path / 'text'}",
-        "--open-vocabulary",
-        "--compare",
-    ]
-    capsys.readouterr()
-    assert main([*command, str(bytes_run), str(other), "--by-frequency", "--json"]) == 0
-    *compared, ours = (found := json.loads(capsys.readouterr().out))["compared"], found
-    (pieces, words) = compared[0]
-    for each, folder in ((pieces, bytes_run), (words, other)):
-        theirs = evaluate_text(Run(folder), lines, progress=False, open_vocabulary=True)
-        assert each["unit"] == "bits/byte"
-        assert each["bits_per_byte"] == pytest.approx(theirs.bits_per_byte, rel=1e-6)
-        difference = ours["bits_per_byte"] - each["bits_per_byte"]
-        assert each["difference"] == pytest.approx(difference, abs=1e-6)
-        assert each["perplexity"] == pytest.approx(theirs.perplexity, rel=1e-6)
-        low, high = each["interval"]
-        assert low <= each["difference"] <= high
-    assert pieces["by_frequency"] is None
-    nats = [part["nll_nats"] for part in words["by_frequency"]]
-    theirs = evaluate_text(Run(other), lines, progress=False, open_vocabulary=True)
-    assert sum(nats) == pytest.approx(theirs.nll_nats)
-    assert main([*command, str(bytes_run), str(other), "--by-frequency"]) == 0
-    tables = capsys.readouterr().out.split("compared with ")[1:]
-    assert all("bits per byte of the other" in table for table in tables)
-    assert ["rank 1 … 10" in table for table in tables] == [False, True]
-
-    # Spaces that no model of words spells: losses of the same tokens alone can be compared.
-    (tmp_path / "text").write_text(" b ab zebra\n" * 20)
-    assert main([*command, str(other), "--json"]) == 0
-    (spaced,) = json.loads(capsys.readouterr().out)["compared"]
-    assert (spaced["unit"], spaced["bits_per_byte"]) == ("nats/token", None)
-    assert "run does not spell case or spaces" in complaint(*command, bytes_run)
-    closed = [each for each in command if each != "--open-vocabulary"]
-    assert "add --open-vocabulary" in complaint(*closed, bytes_run)
-
-
-def test_comparisons_need_the_same_lines(
-    run: Path, trained: Callable[..., Path], tmp_path: Path, complaint: Callable[..., str]
-) -> None:
-    dropping = trained(
-        "dropping",
-        *PIECES,
-        "--tokenizer.byte_fallback=true",
-        "--tokenizer.vocab_size=270",
-        "--data.keep_empty_lines=false",
-    )
-    (tmp_path / "text").write_text("b ab\n\nab\n" * 9)
-    command = ["evaluate", run, f"--text={tmp_path / 'text'}", "--open-vocabulary", "--compare"]
-    assert "leaves out empty lines: remove them" in complaint(*command, dropping)
-
-
 def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
-    bytes_run: Path, trained: Callable[..., Path]
+    bytes_run: Path, letters: Callable[..., Path]
 ) -> None:
     plain, spelled = (
         evaluate_split(Run(bytes_run), "test", progress=False, open_vocabulary=is_open)
@@ -253,11 +160,14 @@ def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
     assert (plain.bits_per_byte, plain.oov) == (None, 1)  # `<unk>` itself
     assert spelled.nll_nats == plain.nll_nats
     assert spelled.bits_per_byte == plain.nll_nats / math.log(2) / plain.utf8_bytes
-    partial = trained("pieces", *PIECES, "--tokenizer.vocab_size=10")
-    with pytest.raises(UserError, match="the text has pieces that the model does not know"):
+    partial = letters("pieces", *PIECES, "--tokenizer.vocab_size=10")
+    with pytest.raises(UserError, match=r"the text has pieces that .*run does not know"):
         evaluate_split(Run(partial), "test", progress=False, open_vocabulary=True)
-    with pytest.raises(UserError, match="run has pieces of words, which spell unknown words"):
-        lm.load(bytes_run, open_vocabulary=True)
+    with pytest.raises(UserError, match="run has pieces that do not spell every word"):
+        lm.load(partial, open_vocabulary=True)
+    scores = [lm.load(bytes_run, open_vocabulary=each).score(SENTENCES) for each in (False, True)]
+    for one, other in zip(*scores, strict=True):
+        assert one.log_prob.tolist() == other.log_prob.tolist()
 
 
 def test_commands_spell_on_request(
@@ -276,8 +186,14 @@ def test_commands_spell_on_request(
     for text in ([], [f"--text={opened.config.data.dir}/test.txt"]):
         options = [run, "--open-vocabulary", "--by-frequency", "--json", *text]
         bins = json.loads(printed("evaluate", *options))["by_frequency"]
-        for each in bins.values():
-            assert sum(part["nll_nats"] for part in each) == pytest.approx(expected.nll_nats)
+        assert (bins["num_spelled"], bins["spelling_nats"]) == (
+            expected.oov,
+            expected.spelling_nats,
+        )
+        for each in (bins["target"], bins["previous"]):
+            nats = sum(part["nll_nats"] for part in each) + bins["spelling_nats"]
+            assert nats == pytest.approx(expected.nll_nats)
+    assert printed("evaluate", run, "--open-vocabulary", "--by-frequency").count("spelling of") == 2
     table = printed("evaluate", run, "--open-vocabulary")
     assert f"{expected.oov}, spelled in {expected.spelling_nats:.1f} nats" in table
     assert f"{expected.bits_per_byte:.4f}" in table
@@ -380,14 +296,14 @@ def test_a_run_without_a_speller_takes_that_of_its_prepared_data(
         lm.load(run, open_vocabulary=True, vocabulary_size=99)
 
 
-def test_a_split_whose_text_changed_is_refused(trained: Callable[..., Path]) -> None:
-    folder = trained("changed", "--train.max_steps=1")
+def test_a_split_whose_text_changed_is_refused(letters: Callable[..., Path]) -> None:
+    folder = letters("changed", "--train.max_steps=1")
     opened = Run(folder)
     text = Path(opened.config.data.dir, "test.txt")
     content = text.read_text()
     try:
         text.write_text(content + "more\n")
-        with pytest.raises(UserError, match="the text of test is not the one that was prepared"):
+        with pytest.raises(UserError, match="is not the one that was prepared: restore it"):
             evaluate_split(opened, "test", progress=False, open_vocabulary=True)
     finally:
         text.write_text(content)

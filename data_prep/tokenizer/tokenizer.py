@@ -62,12 +62,14 @@ class Tokenizer(ABC):
         literals: special words that are recognized in a text.
         lowercase: whether letters are converted to lower case.
         split_punctuation: whether punctuation marks are tokens of their own.
+        has_bytes: whether every byte is a token, so that nothing is outside the vocabulary.
     """
 
     kind: ClassVar[Literal["words", "sentencepiece"]]
     literals: ClassVar[tuple[str, ...]] = (UNK,)
     lowercase: bool = False
     split_punctuation: bool = False
+    has_bytes: bool = False
     vocab_size: int
     eos_id: int
     unk_id: int
@@ -235,6 +237,7 @@ class SentencePieceTokenizer(Tokenizer):
         except RuntimeError as error:
             raise ValueError(f"{len(model)} bytes that are not a sentencepiece model") from error
         self.vocab_size = self._processor.vocab_size()
+        self.has_bytes = any(map(self._processor.is_byte, range(self.vocab_size)))
         self.eos_id = self._processor.eos_id()
         self.unk_id = self._processor.unk_id()
         if self.eos_id < 0:

@@ -60,14 +60,14 @@ def run(options: argparse.Namespace) -> None:
     from lm.scoring.frequency import draw_report
     from lm.scoring.mixture import Mixture, evaluate_mixture
 
-    is_split, is_open = options.text is None, options.open_vocabulary
+    is_open = options.open_vocabulary
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
     others = [Run(Path(each), device=options.device) for each in options.compare]
-    check_comparable(run, others, open_vocabulary=is_open)
+    lines = None if options.text is None else list(read_text(options.text))
+    check_comparable(run, others, open_vocabulary=is_open, lines=lines)
     settings = {"progress": not options.no_progress, "open_vocabulary": is_open}
-    lines = [] if is_split else list(read_text(options.text))
     mixture = options.arpa and Mixture.open(run, Path(options.arpa), options.mixture)
-    if is_split:
+    if lines is None:
         result = evaluate_split(run, options.split, **settings)
     else:
         result = evaluate_text(run, lines, **settings)
@@ -75,16 +75,18 @@ def run(options: argparse.Namespace) -> None:
     tables = [result.table(options.text or options.split)]
     further: dict[str, Any] = {}
     if mixture or options.by_frequency or others:
-        tokens = run.prepared.tokens(options.split) if is_split else encode_text(run, lines)[0]
+        if lines is None:
+            tokens = run.prepared.tokens(options.split)
+        else:
+            tokens, _ = encode_text(run, lines)
     if mixture:
         figures = evaluate_mixture(run, mixture, tokens)
         further["mixture"] = figures.to_dict()
         tables.append(figures.table(f"mixture: {mixture.describe(run)}"))
     if options.by_frequency or others:
-        if is_split and is_open:
+        if is_open and lines is None:
             lines = list(read_lines(run.config.data, options.split))
-        text = [line for line in lines if run.keeps_empty_lines or line.strip()]
-        losses, report = TextLosses.of(run, tokens, text if is_open else None), None
+        losses, report = TextLosses.of(run, tokens, lines if is_open else None), None
     if options.by_frequency:
         report = losses.report()
         further["by_frequency"] = report.to_dict()

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
         run.tokenizer,
         context=run.description.context,
         vocabulary_size=options.vocabulary_size,
-        speller=run.speller if options.open_vocabulary else None,
+        speller=run.open_speller if options.open_vocabulary else None,
         details=options.details,
         mixture=mixture or None,
     )

@@ -43,8 +43,9 @@ class ModelConfig(Strict):
     the output layer's rows."""
     input_tree: Literal["output", "two_level"] = "output"
     """path_sum: the tree whose paths are summed. output: `output.tree`. two_level: the word classes
-    of the section `classes`, which a full or an adaptive softmax then has at its input too; with
-    `word_table.tied` the vectors of words are the output layer's rows, those of classes are not."""
+    of the section `classes`, which a full or an adaptive softmax then has at its input too (words
+    of `classes.shortlist` have none); with `word_table.tied` the vectors of words are the output
+    layer's rows, those of classes are not."""
     input_pieces: Annotated[int, Field(ge=8, le=2**20)] | None = None
     """Number of pieces of words, such as stems and endings, that have input vectors: the sum of a
     word's, divided by the root of their number, is added to its input vector, so that rare words

@@ -95,7 +95,7 @@ class RunScores:
             run.tokenizer,
             context=run.description.context,
             vocabulary_size=vocabulary_size,
-            speller=run.speller if open_vocabulary else None,
+            speller=run.open_speller if open_vocabulary else None,
         )
 
     def unknown_words(self, texts: Iterable[str]) -> UnknownWords:

@@ -32,29 +32,32 @@ class TextLosses:
     Attributes:
         run: the run.
         tokens: [n] ids.
-        nats: [n], of each token, with the spelling of an unknown word if the vocabulary is open.
-        lines: the text as it was read, to count bytes; None if the vocabulary is not open.
+        nats: [n], of each token, an unknown word being `<unk>`.
+        spelling: nats of the spelling of each unknown word; None if the vocabulary is not open.
+        lines: the text, to count bytes; None if the vocabulary is not open.
     """
 
     run: Run
     tokens: NDArray[Any]
     nats: NDArray[np.float64]
+    spelling: NDArray[np.float64] | None = None
     lines: list[str] | None = None
 
     @classmethod
     def of(cls, run: Run, tokens: NDArray[Any], lines: list[str] | None = None) -> "TextLosses":
         """The losses of a run on the tokens [n] of a text, whose unknown words `lines` spell.
 
+        Empty lines that the run leaves out may be among `lines`.
+
         Raises:
             UserError: as `spelling_nats`.
         """
-        nats = -token_log_probs(run, tokens)
+        nats, spelling = -token_log_probs(run, tokens), None
         if lines is not None:
-            is_unknown = tokens == run.description.unk_id
-            spelling = spelling_nats(run, lines, int(is_unknown.sum()))
-            if len(spelling):
-                nats[is_unknown] += spelling
-        return cls(run=run, tokens=tokens, nats=nats, lines=lines)
+            lines = [line for line in lines if run.keeps_empty_lines or line.strip()]
+            oov = int((tokens == run.description.unk_id).sum())
+            spelling = spelling_nats(run, lines, oov)
+        return cls(run=run, tokens=tokens, nats=nats, spelling=spelling, lines=lines)
 
     @property
     def has_bytes(self) -> bool:
@@ -65,9 +68,18 @@ class TextLosses:
         """The sums [L] of values [n] of tokens over lines."""
         return sums_of_lines(values, self.tokens, self.run.description.eos_id)
 
+    @property
+    def nats_of_lines(self) -> NDArray[np.floating]:
+        """Nats [L] of lines, spellings included."""
+        nats = self.nats
+        if self.spelling is not None and len(self.spelling):
+            nats = nats.copy()
+            nats[self.tokens == self.run.description.unk_id] += self.spelling
+        return self.sums(nats)
+
     def report(self) -> FrequencyReport:
         """The losses by frequency rank."""
-        return frequency_report(self.run.prepared, self.tokens, self.nats)
+        return frequency_report(self.run.prepared, self.tokens, self.nats, self.spelling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +102,7 @@ class Comparison:
         """The figures as lines of text; with `ours`, differences by the predicted word too."""
         rows = {
             "perplexity of the other": f"{self.perplexity:.2f}",
-            "difference": f"{self.difference:+.4f} {self.unit}",
+            "difference": f"{_signed(self.difference)} {self.unit}",
             "  95 % within the text": f"not known: fewer than {LEAST_BLOCKS} lines",
         }
         if self.bits_per_byte is not None:
@@ -98,11 +110,12 @@ class Comparison:
             rows = {"bits per byte of the other": f"{self.bits_per_byte:.4f}"} | rows
         if self.interval is not None:
             low, high = self.interval
-            rows["  95 % within the text"] = f"{low:+.4f} … {high:+.4f}"
-        if ours is not None and self.by_frequency is not None:
-            for mine, other in zip(ours, self.by_frequency, strict=True):
-                ranks = f"  rank {mine.first_rank:,} … {mine.last_rank:,}"
-                rows[ranks] = f"{mine.mean_nats - other.mean_nats:+.4f} nats/token"
+            rows["  95 % within the text"] = f"{_signed(low)} … {_signed(high)}"
+        if ours is not None and self.by_frequency is None:
+            rows["  by rank"] = "not known: the other has other tokens"
+        for mine, other in zip(ours or (), self.by_frequency or (), strict=False):
+            ranks = f"  rank {mine.first_rank:,} … {mine.last_rank:,}"
+            rows[ranks] = f"{_signed(mine.mean_nats - other.mean_nats)} nats/token"
         width = max(map(len, rows))
         title = f"compared with {self.other} (negative: ours is better)"
         return "\n".join([title, *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
@@ -144,12 +157,8 @@ def _compare(ours: TextLosses, other: Run, by_frequency: bool) -> Comparison:
             f"{lossy.folder} does not spell case or spaces of this text, and {other.folder} has"
             f" other tokens than {ours.run.folder}: they cannot be compared"
         )
-    sums = ours.sums(ours.nats) * scale, theirs.sums(theirs.nats) * scale
-    if len(sums[0]) != len(sums[1]):
-        raise UserError(
-            f"one of {ours.run.folder} and {other.folder} leaves out empty lines: remove them"
-        )
-    nats = float(theirs.nats.sum())
+    sums = ours.nats_of_lines * scale, theirs.nats_of_lines * scale
+    nats = float(theirs.nats_of_lines.sum())
     return Comparison(
         other=str(other.folder),
         perplexity=perplexity(nats, len(tokens)),
@@ -161,9 +170,33 @@ def _compare(ours: TextLosses, other: Run, by_frequency: bool) -> Comparison:
     )
 
 
-def check_comparable(run: Run, others: Sequence[Run], *, open_vocabulary: bool = False) -> None:
-    """Raises UserError if a run is not trained, or has other tokens and no open vocabulary."""
+def _signed(value: float) -> str:
+    return f"{round(value, 4) + 0.0:+.4f}"  # no -0.0000
+
+
+def check_comparable(
+    run: Run,
+    others: Sequence[Run],
+    *,
+    open_vocabulary: bool = False,
+    lines: Sequence[str] | None = None,
+) -> None:
+    """Raises UserError if a run is not trained, or would not evaluate the same text alone.
+
+    Args:
+        run: the run.
+        others: others.
+        open_vocabulary: whether other tokens are allowed.
+        lines: the text, empty lines included; None: a split, whose text may have some.
+    """
     for other in others:
+        same_rule = other.keeps_empty_lines == run.keeps_empty_lines
+        if not same_rule and not all(map(str.strip, lines or [""])):
+            dropping, keeping = (run, other) if other.keeps_empty_lines else (other, run)
+            raise UserError(
+                f"{dropping.folder} leaves out empty lines, {keeping.folder} does not"
+                " (data.keep_empty_lines): compare them with --text on a text without any"
+            )
         if _other_tokenizer(run, other) and not open_vocabulary:
             raise UserError(
                 f"{other.folder} has another tokenizer than {run.folder}, so other tokens: add"

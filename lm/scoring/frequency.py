@@ -40,6 +40,8 @@ class FrequencyReport:
 
     target: list[FrequencyBin]  # by the predicted word
     previous: list[FrequencyBin]  # by the word before it, `<eos>` at the start
+    num_spelled: int = 0  # unknown words that are spelled
+    spelling_nats: float | None = None  # of their spellings, in no bin; None: they are `<unk>`
 
     def to_dict(self) -> dict[str, Any]:
         """The bins for JSON, see `as_json`."""
@@ -49,7 +51,7 @@ class FrequencyReport:
         """Both divisions as lines of text."""
         lines = []
         for title, bins in (("predicted", self.target), ("previous", self.previous)):
-            total = sum(each.nll_nats for each in bins)
+            total = sum(each.nll_nats for each in bins) + (self.spelling_nats or 0)
             tokens = sum(each.tokens for each in bins)
             head = f"rank of the {title} word"
             lines.append(
@@ -60,17 +62,35 @@ class FrequencyReport:
                 shares = 100 * each.tokens / tokens, 100 * each.nll_nats / total
                 figures = f"{each.mean_nats:11.4f} {perplexity(each.nll_nats, each.tokens):11.2f}"
                 lines.append(f"  {ranks:<28} {shares[0]:9.2f} {figures} {shares[1]:7.2f}")
+            if self.spelling_nats is not None:
+                share, nats = 100 * self.num_spelled / tokens, self.spelling_nats
+                mean = nats / self.num_spelled if self.num_spelled else math.nan
+                figures = f"{share:9.2f} {mean:11.4f} {'':11} {100 * nats / total:7.2f}"
+                lines.append(f"  {'spelling of unknown words':<28} {figures}")
         return "\n".join(lines)
 
 
 def frequency_report(
-    prepared: Prepared, tokens: NDArray[Any], nll: NDArray[np.float64]
+    prepared: Prepared,
+    tokens: NDArray[Any],
+    nll: NDArray[np.float64],
+    spelling: NDArray[np.float64] | None = None,
 ) -> FrequencyReport:
-    """The report on tokens [n] of which any model has the nats [n]."""
+    """The report on a text that any model has predicted.
+
+    Args:
+        prepared: has the counts.
+        tokens: [n] ids.
+        nll: [n], nats of each token.
+        spelling: nats of the spelling of each unknown word; None: unknown words are not spelled.
+    """
     previous = np.concatenate([[prepared.eos_id], tokens[:-1]])
     rank = ranks(prepared.counts())
     return FrequencyReport(
-        target=_bins(rank[tokens], nll, len(rank)), previous=_bins(rank[previous], nll, len(rank))
+        target=_bins(rank[tokens], nll, len(rank)),
+        previous=_bins(rank[previous], nll, len(rank)),
+        num_spelled=0 if spelling is None else len(spelling),
+        spelling_nats=None if spelling is None else float(spelling.sum()),
     )
 
 
@@ -105,15 +125,16 @@ def draw_report(report: FrequencyReport, title: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
+    divisions = {"predicted": report.target, "previous": report.previous}
     for axes, (name, bins) in zip(
-        figure.subplots(1, 2, sharey=True), vars(report).items(), strict=True
+        figure.subplots(1, 2, sharey=True), divisions.items(), strict=True
     ):
         labels = [f"… {each.last_rank:,}" for each in bins]
         total = sum(each.nll_nats for each in bins)
         bars = axes.bar(labels, [each.mean_nats for each in bins])
         shares = [f"{100 * each.nll_nats / total:.0f} % of nats" for each in bins]
         axes.bar_label(bars, shares, fontsize=7)
-        axes.set(xlabel=f"rank of the {'predicted' if name == 'target' else name} word")
+        axes.set(xlabel=f"rank of the {name} word")
         axes.grid(True, axis="y", alpha=0.3)
         axes.tick_params(axis="x", labelsize=8)
     figure.axes[0].set_ylabel("nats per token")

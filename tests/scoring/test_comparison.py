@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from lm.cli import main
+from lm.evaluation import evaluate_text
+from lm.run import Run
 from lm.scoring import comparison
 from lm.scoring.comparison import Comparison, bootstrap_interval, sums_of_lines
 from lm.scoring.frequency import FrequencyBin, FrequencyReport
+from tests.conftest import OTHER_LETTERS, PIECES_WITH_BYTES
 
 
 def test_differences_are_those_of_both_evaluations(
@@ -58,6 +61,67 @@ def test_runs_that_cannot_be_compared(
     description["tokenizer_sha256"] = "0" * 64
     (other / "model.json").write_text(json.dumps(description))
     assert "has another tokenizer than" in complaint(*compared, other)
+
+
+def test_words_and_pieces_are_compared_in_bits_per_byte(
+    letters: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    complaint: Callable[..., str],
+) -> None:
+    run, other = letters("words"), letters("other", "--model.hidden=6")
+    bytes_run = letters("bytes", *PIECES_WITH_BYTES)
+    lines = [*OTHER_LETTERS, "b <unk>", "bab"] * 5
+    (tmp_path / "text").write_text("\n".join(lines) + "\n")
+    command = ["evaluate", str(run), f"--text={tmp_path / 'text'}"]
+    command += ["--open-vocabulary", "--compare"]
+    capsys.readouterr()
+    assert main([*command, str(bytes_run), str(other), "--by-frequency", "--json"]) == 0
+    *compared, ours = (found := json.loads(capsys.readouterr().out))["compared"], found
+    (pieces, words) = compared[0]
+    for each, folder in ((pieces, bytes_run), (words, other)):
+        theirs = evaluate_text(Run(folder), lines, progress=False, open_vocabulary=True)
+        assert each["unit"] == "bits/byte"
+        assert each["bits_per_byte"] == pytest.approx(theirs.bits_per_byte, rel=1e-6)
+        difference = ours["bits_per_byte"] - each["bits_per_byte"]
+        assert each["difference"] == pytest.approx(difference, abs=1e-6)
+        assert each["perplexity"] == pytest.approx(theirs.perplexity, rel=1e-6)
+        low, high = each["interval"]
+        assert low <= each["difference"] <= high
+    assert pieces["by_frequency"] is None
+    nats = [part["nll_nats"] for part in words["by_frequency"]]
+    theirs = evaluate_text(Run(other), lines, progress=False, open_vocabulary=True)
+    assert theirs.spelling_nats is not None
+    assert sum(nats) == pytest.approx(theirs.nll_nats - theirs.spelling_nats)
+    assert main([*command, str(bytes_run), str(other), "--by-frequency"]) == 0
+    tables = capsys.readouterr().out.split("compared with ")[1:]
+    assert all("bits per byte of the other" in table for table in tables)
+    assert ["rank 1 … 10" in table for table in tables] == [False, True]
+    assert "by rank                   not known: the other has other tokens" in tables[0]
+
+    # Spaces that no model of words spells: losses of the same tokens alone can be compared.
+    (tmp_path / "text").write_text(" b ab zebra\n" * 20)
+    assert main([*command, str(other), "--json"]) == 0
+    (spaced,) = json.loads(capsys.readouterr().out)["compared"]
+    assert (spaced["unit"], spaced["bits_per_byte"]) == ("nats/token", None)
+    assert "run does not spell case or spaces" in complaint(*command, bytes_run)
+    closed = [each for each in command if each != "--open-vocabulary"]
+    assert "add --open-vocabulary" in complaint(*closed, bytes_run)
+
+
+def test_comparisons_need_the_same_lines(
+    letters: Callable[..., Path], tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    run = letters("words")
+    dropping = letters("dropping", *PIECES_WITH_BYTES, "--data.keep_empty_lines=false")
+    (tmp_path / "text").write_text("b ab\n\nab\n" * 9)
+    options = ["--open-vocabulary", "--compare"]
+    for first, second in ((run, dropping), (dropping, run)):
+        for text in ([], [f"--text={tmp_path / 'text'}"]):
+            told = complaint("evaluate", first, *text, *options, second)
+            assert told.startswith(f"{dropping} leaves out empty lines, {run} does not")
+    (tmp_path / "text").write_text("b ab\nab\n" * 9)
+    assert main(["evaluate", str(run), f"--text={tmp_path / 'text'}", *options, str(dropping)]) == 0
 
 
 def test_lines_end_with_their_last_token() -> None:

@@ -89,7 +89,9 @@ def was_verified(name: str) -> bool:
 @contextmanager
 def compiling(what: str) -> Iterator[None]:
     """Log a line if the block takes longer than it does with code that is in a compiler's cache."""
-    text = "compiling %s for some seconds: only once, if its code can be kept"
+    text = (
+        "compiling %s for some seconds: once for each precision and size, if the code can be kept"
+    )
     timer = threading.Timer(PATIENCE, _log.info, (text, what))
     timer.daemon = True
     timer.start()
