@@ -12,7 +12,7 @@ from scripts.reproduction.runs import read_tables, validations
 from scripts.reproduction.search_tables import (
     expected_lowest,
     final_logs,
-    frequency_means,
+    frequency_differences,
     trial_logs,
 )
 from scripts.reproduction.tables import Row, read_log
@@ -129,11 +129,9 @@ def draw_frequencies(protocol: Protocol, results: Path, path: Path) -> None:
     figure = Figure(figsize=(9, 4), layout="constrained")
     both = ("target", "previous")
     for axes, which in zip(figure.subplots(1, 2, sharey=True), both, strict=True):
-        base = frequency_means(finals[protocol.baseline].values(), which)
+        base = finals[protocol.baseline]
         for method, logs in finals.items():
-            means = frequency_means(logs.values(), which)
-            difference = [mean - other for mean, other in zip(means, base, strict=True)]
-            axes.plot(difference, "o-", label=method)
+            axes.plot(frequency_differences(logs, base, which), "o-", label=method)
         test = next(iter(finals[protocol.baseline].values()))["test"]
         labels = [f"… {each['last_rank']:,}" for each in test["by_frequency"][which]]
         axes.set_xticks(range(len(labels)), labels, fontsize=8)

@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +66,17 @@ def frequency_means(logs: Iterable[Log], which: str) -> list[float]:
         statistics.fmean(each["nll_nats"] / max(1, each["tokens"]) for each in group)
         for group in zip(*bins, strict=True)
     ]
+
+
+def frequency_differences(
+    logs: Mapping[int, Log], base: Mapping[int, Log], which: str
+) -> list[float]:
+    """Nats per token of each bin less those of the baseline, with the seeds of both; or nothing."""
+    seeds = [seed for seed in logs if seed in base]
+    if not seeds:
+        return []
+    ours, other = (frequency_means((of[seed] for seed in seeds), which) for of in (logs, base))
+    return [mean - its for mean, its in zip(ours, other, strict=True)]
 
 
 def expected_lowest(values: Sequence[float], num: int) -> float:
@@ -185,12 +196,11 @@ def _frequency_table(protocol: Protocol, finals: dict[str, dict[int, Log]], whic
     """Nats per token of bins of a word's rank; of other methods, less the baseline's."""
     if protocol.baseline not in finals:
         return markdown.table(["method"], [])
-    means = {name: frequency_means(logs.values(), which) for name, logs in finals.items()}
-    base = means.pop(protocol.baseline)
-    rows = [[protocol.baseline, *(f"{mean:.4f}" for mean in base)]]
-    for method, each in means.items():
-        differences = (mean - other for mean, other in zip(each, base, strict=True))
-        rows.append([method, *(f"{difference:+.4f}" for difference in differences)])
+    base = finals[protocol.baseline]
+    rows = [[protocol.baseline, *(f"{mean:.4f}" for mean in frequency_means(base.values(), which))]]
+    for method, logs in finals.items():
+        if method != protocol.baseline and (found := frequency_differences(logs, base, which)):
+            rows.append([method, *(f"{difference:+.4f}" for difference in found)])
     first = next(iter(finals[protocol.baseline].values()))["test"]
     titles = [
         f"{each['first_rank']:,} … {each['last_rank']:,}" for each in first["by_frequency"][which]

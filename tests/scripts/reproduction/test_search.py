@@ -17,7 +17,12 @@ from scripts.reproduction import search
 from scripts.reproduction.figures import draw_frequencies
 from scripts.reproduction.protocol import PROTOCOL, PROTOCOLS, SEARCH, Protocol, draw, log_of
 from scripts.reproduction.runs import TOP, validations
-from scripts.reproduction.search_tables import NGRAM_LOG, expected_lowest, upper_bound
+from scripts.reproduction.search_tables import (
+    NGRAM_LOG,
+    expected_lowest,
+    frequency_differences,
+    upper_bound,
+)
 
 
 @pytest.mark.parametrize("path", PROTOCOLS.values(), ids=lambda path: path.stem)
@@ -205,3 +210,13 @@ def test_trials_choose_a_point_and_the_test_is_evaluated_once(
         search.main(["test", *options])
     with pytest.raises(UserError, match="no method 'oak'; there are full, classes"):
         search.main(["trials", *options, "--methods", "oak"])
+
+
+def test_differences_by_frequency_are_those_of_the_seeds_of_both() -> None:
+    def log(nats: float) -> dict[str, Any]:
+        bins = [{"tokens": 2, "nll_nats": 2 * nats}, {"tokens": 1, "nll_nats": 4 * nats}]
+        return {"test": {"by_frequency": {"target": bins}}}
+
+    ours, base = {1: log(1.0), 3: log(9.0)}, {1: log(1.5), 2: log(7.0)}
+    assert frequency_differences(ours, base, "target") == [-0.5, -2.0]
+    assert frequency_differences({3: log(9.0)}, base, "target") == []
