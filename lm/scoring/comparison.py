@@ -158,7 +158,9 @@ def _compare(ours: TextLosses, other: Run, by_frequency: bool) -> Comparison:
             f" other tokens than {ours.run.folder}: they cannot be compared"
         )
     sums = ours.nats_of_lines * scale, theirs.nats_of_lines * scale
-    nats = float(theirs.nats_of_lines.sum())
+    nats, bins = float(theirs.nats_of_lines.sum()), None
+    if by_frequency and same_tokens:  # by our ranks: the other may have other training text
+        bins = frequency_report(ours.run.prepared, tokens, theirs.nats).target
     return Comparison(
         other=str(other.folder),
         perplexity=perplexity(nats, len(tokens)),
@@ -166,7 +168,7 @@ def _compare(ours: TextLosses, other: Run, by_frequency: bool) -> Comparison:
         unit="bits/byte" if has_bytes else "nats/token",
         difference=float((sums[0] - sums[1]).sum() / sizes.sum()),
         interval=bootstrap_interval(*sums, sizes),
-        by_frequency=theirs.report().target if by_frequency and same_tokens else None,
+        by_frequency=bins,
     )
 
 

@@ -109,6 +109,20 @@ def test_words_and_pieces_are_compared_in_bits_per_byte(
     assert "add --open-vocabulary" in complaint(*closed, bytes_run)
 
 
+def test_ranks_are_those_of_the_first_run(
+    letters: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = letters("words"), letters("other", "--model.hidden=6")
+    (other / "data").rename(other / "away")
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--compare", str(other), "--by-frequency", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (compared,) = found["compared"]
+    bins = found["by_frequency"]["target"], compared["by_frequency"]
+    tokens = [[each["tokens"] for each in part] for part in bins]
+    assert tokens[0] == tokens[1]
+
+
 def test_comparisons_need_the_same_lines(
     letters: Callable[..., Path], tmp_path: Path, complaint: Callable[..., str]
 ) -> None:
