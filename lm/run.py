@@ -6,7 +6,7 @@ Every verb and `lm.load` receive a `Run`. This module imports torch only where a
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from data_prep.errors import UserError
 from data_prep.storage import write_hashed
-from lm.config import Config, load_config, load_run_config, with_tree_of
+from lm.config import Config, load_config, load_run_config
 
 if TYPE_CHECKING:
     import torch
@@ -56,9 +56,6 @@ class Run:
         """Open a configuration: a YAML file, or the folder of a run, with overrides."""
         is_folder = Path(source).is_dir()
         config = (load_run_config if is_folder else load_config)(Path(source), overrides)
-        started = config.run_path / "config.yaml"
-        if config.output.tree == "best" and started.exists():
-            config = with_tree_of(load_config(started), config)
         return cls(config.run_path, config)
 
     @classmethod
@@ -106,10 +103,8 @@ class Run:
         from data_prep.prepare import prepare
 
         others = sorted(self.config.run_path.absolute().parent.glob("*/data"))
-        prepare_data = partial(prepare, keep=keep, progress=progress, others=others)
-        if self.config.output.tree == "best":
-            self.choose_tree(prepare_data(*self.config.preparation))
-        self.prepared = prepare_data(*self.config.preparation)
+        preparation = self.config.preparation
+        self.prepared = prepare(*preparation, keep=keep, progress=progress, others=others)
 
     @cached_property
     def prepared(self) -> "Prepared":
@@ -118,7 +113,6 @@ class Run:
         from data_prep.prepared import open_prepared
 
         if not self._is_trained:
-            self.choose_tree()
             return open_made_by(*self.config.preparation)
         prepared = open_prepared(self.config.prepared_path)
         if prepared.tokenizer_sha256 != self.description.tokenizer_sha256:
@@ -127,19 +121,6 @@ class Run:
                 f" {self.folder}"
             )
         return prepared
-
-    def choose_tree(self, prepared: "Prepared | None" = None) -> None:
-        """Replace `output.tree: best` in the configuration by the tree that it is.
-
-        It depends on the counts of `prepared`, by default of the prepared folder.
-        """
-        if self.config.output.tree != "best":
-            return
-        from data_prep.prepare import open_made_by
-        from lm.model.best_tree import with_best_tree
-
-        prepared = prepared or open_made_by(*self.config.preparation)
-        self.config = with_best_tree(self.config, prepared, self.num_devices, on_gpu=self.on_gpu)
 
     def check_classes(self) -> None:
         """Check that the folder of the run has the classes of the prepared data, if it has any.
@@ -163,7 +144,6 @@ class Run:
         """The tree of softmaxes over the words of the prepared data; None for `adaptive`."""
         from lm.model.build import build_tree
 
-        self.choose_tree()
         config = self.config
         if self._keeps_tree():
             config = replace(config, output=replace(config.output, tree=str(self.folder / TREE)))

@@ -35,7 +35,6 @@ LABELLED_CLASSES = 25  # in the picture: those with the most tokens
 def run(options: argparse.Namespace) -> None:
     """Print the report, and draw it if asked to."""
     run = Run.read(options.source, options.overrides)
-    run.choose_tree()
     if run.config.needed_classes is None and run.config.output.tree in ("full", "adaptive"):
         raise UserError(f"output.tree: {run.config.output.tree} has no word classes to report on")
     run.check_classes()

@@ -7,7 +7,6 @@ from lm.config.load import (
     to_dict,
     to_yaml,
     validate,
-    with_tree_of,
 )
 from lm.config.schema import (
     Config,
@@ -34,5 +33,4 @@ __all__ = [
     "to_dict",
     "to_yaml",
     "validate",
-    "with_tree_of",
 ]

@@ -53,13 +53,6 @@ def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     return replace(load_config(folder / "config.yaml", overrides), run_dir=str(folder))
 
 
-def with_tree_of(started: Config, config: Config) -> Config:
-    """A configuration with the tree that a run was started with in place of `output.tree: best`."""
-    sizes = {name: getattr(started.classes, name) for name in ("num_word_classes", "shortlist")}
-    output = replace(config.output, tree=started.output.tree)
-    return replace(config, output=output, classes=replace(config.classes, **sizes))
-
-
 def validate(values: dict[str, Any], source: str) -> Config:
     """Convert plain values, section → key → value, to a `Config`, without coercion.
 

@@ -61,7 +61,6 @@ def first_problem(config: Config) -> str | None:
 
 def _tree_problems(config: Config) -> dict[str, bool]:
     model, output, tied = config.model, config.output, config.word_table.tied
-    classes = config.classes
     adaptive, sharded = output.tree == "adaptive", config.train.strategy == "shard_output"
     path_sum = model.input_embedding == "path_sum"
     sums_output_paths = path_sum and model.input_tree == "output"
@@ -70,13 +69,6 @@ def _tree_problems(config: Config) -> dict[str, bool]:
         "word_table.tied: false": tied,
     }
     return {
-        "output.tree: best chooses classes.num_word_classes and classes.shortlist: omit them": (
-            output.tree == "best" and bool(classes.num_word_classes or classes.shortlist)
-        ),
-        "output.tree: best cannot be combined with classes.method: file, nor with"
-        " model.input_tree: two_level": (
-            output.tree == "best" and (classes.method == "file" or config.has_input_tree)
-        ),
         f"output.tree: adaptive requires {', '.join(key for key in unset if unset[key])}": (
             adaptive and any(unset.values())
         ),

@@ -75,7 +75,7 @@ class ModelConfig(Strict):
     Default: each module's initialization."""
 
 
-TREES = ("full", "two_level", "multi_level", "balanced", "huffman", "best", "adaptive")
+TREES = ("full", "two_level", "multi_level", "balanced", "huffman", "adaptive")
 """Names of `output.tree`; another one is a file."""
 
 
@@ -87,10 +87,7 @@ class OutputConfig(Strict):
     """full | two_level | multi_level | balanced | huffman, or a file of paths (one line per word:
     the word, then child numbers), of which a run keeps a copy; adaptive is PyTorch's adaptive
     softmax, for comparison. two_level (classes of words) and multi_level (classes of classes) use
-    the section `classes`. best: the fastest one by the cost model of `lm info --trees`, chosen when
-    the run begins and named in the configuration that its folder has: the number of classes and the
-    shortlist of two_level, or with classes.method: frequency, a tree of any depth whose
-    neighbouring words are about equally frequent."""
+    the section `classes`."""
     branching: Annotated[int, Field(ge=2)] | None = None
     """balanced: largest number of children of a node. Default: ⌈√N⌉ for a vocabulary of N words."""
     arity: Annotated[int, Field(ge=2)] = 2

@@ -11,17 +11,16 @@ nearly as many nodes as with classes by meaning.
   row_wise  the same with row-wise gradients, and the update by `RowSGD`
   sample    a word, for one position; the layer's P(w) is about the frequency of w
   topk      the ten most probable words, for one position
-
-`--best` adds the trees that the cost model (`lm.output.cost`) chooses.
 """
 
 import argparse
+import math
+import operator
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
-from pathlib import Path
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ from lm.device import keep_freed_memory
 from lm.output import ClassTree, Sampling, hierarchical_cross_entropy
 from lm.output.backends.base import row_size
 from lm.output.backends.reference.gradient_memory import release
-from lm.output.cost.rates import CPU
 from lm.output.decoding import compiled
 from lm.output.decoding.distribution import sample, topk
 from lm.output.rowwise import RowSGD
@@ -44,9 +42,9 @@ from scripts.benchmarks.reporting import (
     problem_size,
     require_positive,
 )
-from scripts.benchmarks.tree_rates import fitted_rates
-from scripts.benchmarks.tree_shapes import BASELINE, best_trees, trees
 
+BASELINE = "two_level"
+"""The tree that a layer has by default: √N classes of neighbouring words."""
 TOP_K = 10
 KINDS = ("memory", "dense", "row_wise")
 DECODED = 17
@@ -61,6 +59,70 @@ COLUMNS = {
     "÷ two_level": "{ratio:.2f}",
     "peak MiB": "{peak_bytes:.1f/1048576}",
 }
+
+
+def even_tree(order: Tensor, splits: Sequence[int], shortlist: int = 0) -> ClassTree:
+    """A tree whose nodes split their words evenly, below a shortlist.
+
+    Example:
+        >>> even_tree(torch.arange(9), [2], shortlist=1).num_children.tolist()
+        [3, 4, 4]
+
+    Args:
+        order: [N], every word once; its first words are the shortlist.
+        splits: numbers of children, root first; the last nodes have the words as children.
+        shortlist: number of words that are children of the root.
+    """
+    place = torch.arange(len(order) - shortlist)
+    levels = torch.full((len(splits), len(order)), -1)
+    for level, num_parts in zip(levels, accumulate(splits, operator.mul), strict=True):
+        level[order[shortlist:]] = place * num_parts // len(place)
+    return ClassTree.from_levels(levels)
+
+
+def splits_of_depth(vocab_size: int, depth: int) -> list[int]:
+    """Nearly equal numbers of children on each level but the last, for `even_tree`.
+
+    Example:
+        >>> splits_of_depth(10_000, 3), splits_of_depth(10_000, 8)
+        ([21, 22], [3, 3, 3, 3, 3, 3, 4])
+    """
+    splits = [max(1, math.floor(vocab_size ** (1 / depth) + 1e-9))] * depth
+    for level in reversed(range(depth)):
+        if math.prod(splits) >= vocab_size:
+            break
+        splits[level] += 1
+    return splits[:-1]
+
+
+def trees(vocab_size: int, *, few: bool = False) -> dict[str, ClassTree]:
+    """Name → tree; `few` leaves out those that differ little, and the slowest."""
+    rank, root = torch.arange(vocab_size), round(math.sqrt(vocab_size))
+    shuffled = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))
+    found = {BASELINE: ClassTree.two_level(num_words=vocab_size)}
+    if not few:
+        found["full"] = ClassTree.full(vocab_size)
+    shapes = {f"depth {depth}": splits_of_depth(vocab_size, depth) for depth in (3, 4, 8)}
+    for branching in (2, 8, 32):
+        depth = math.ceil(round(math.log(vocab_size, branching), 9))
+        shapes[f"branching {branching}"] = [branching] * (depth - 1)
+    if few:
+        del shapes["depth 8"], shapes["branching 2"]
+    for name, splits in shapes.items():
+        found[f"{name}, clustered"] = even_tree(rank, splits)
+        found[f"{name}, random"] = even_tree(shuffled, splits)
+    found["two_level, random"] = even_tree(shuffled, [root])
+    for name, splits in {"two_level": [root], "depth 3": shapes["depth 3"]}.items():
+        for factor in (0.25, 1, 4) if name == "two_level" else (1,):
+            shortlist = round(factor * root)
+            found[f"{name}, shortlist {factor:g}√N"] = even_tree(rank, splits, shortlist)
+    for factor in (0.25, 0.5, 2, 4):
+        found[f"two_level, {factor:g}√N classes"] = even_tree(rank, [round(factor * root)])
+    counts = zipf(vocab_size, 0)[1]
+    found["huffman 16"] = ClassTree.huffman(counts, 16)
+    if not few:
+        found["huffman 2"] = ClassTree.huffman(counts, 2)
+    return found
 
 
 class TreeMethod(Method):
@@ -203,10 +265,8 @@ def main() -> None:
     add("--positions", type=int, default=2048)
     add("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     add("--few", action="store_true", help="fewer trees")
-    add("--best", action="store_true", help="also the trees that the cost model chooses")
-    add("--rates", type=Path, metavar="LOG", help="choose by constants fitted to this log")
     add("--no-decoding", action="store_true", help="training steps alone")
-    add("--role", default="fit", help="noted in the log: fit, or check of the cost model")
+    add("--role", default="fit", help="noted in the log, for tables: fit or check")
     add("--rounds", type=int, default=9)
     add("--threads", type=int, default=1)
     options = parser.parse_args()
@@ -219,9 +279,6 @@ def main() -> None:
         found, table = trees(size[0], few=options.few), Table(COLUMNS, options.json)
         of = {"vocab_size": size[0], "hidden_size": size[1], "role": options.role}
         of |= {"positions": options.positions}
-        if options.best:
-            rates = CPU if options.rates is None else fitted_rates(CPU, options.rates)
-            found |= best_trees(size, options.positions, rates)
         decoding = [] if options.no_decoding else decoding_rows(size, found)
         for row in chain(training_rows(size, found, options), decoding):
             tree = found[row["tree"]]

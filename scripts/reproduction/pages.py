@@ -30,8 +30,7 @@ PAGES = (
     "*/README.md",
     "lm/output/*.md",
     "lm/output/sharded/README.md",
-    "scripts/*/README.md",
-    "scripts/reproduction/PROTOCOL.md",
+    "scripts/*/*.md",
 )
 RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")
 """Labels in the header comment of every recipe."""

@@ -131,44 +131,6 @@ def huffman(counts: Tensor | Collection[int], arity: int) -> Arrays:
     return _number_breadth_first(parent, rank, num_words)
 
 
-def nested(order: Tensor, stop: Tensor, splits: Tensor) -> Arrays:
-    """The words `order` [N] in intervals, each the words below one child of the root.
-
-    Args:
-        order: every word once, for instance by falling frequency.
-        stop: [B], ascending, where each interval ends; the last is N. An interval of one word is a
-            child of the root itself.
-        splits: [B, L] integers ≥ 1: an interval is split into splits[b, 0] nodes of equal size,
-            each of these into splits[b, 1], and so on; the last ones have its words as children.
-            A 1 splits nothing and adds no level.
-    """
-    num_words, size = order.numel(), stop.diff(prepend=stop.new_zeros(1))
-    block = torch.repeat_interleave(torch.arange(len(stop)), size)  # of each word
-    place = torch.arange(num_words) - (stop - size)[block]
-    parent_of_word, num_nodes = torch.zeros_like(order), 1
-    parents, parts = [], torch.ones_like(stop)
-    for level in range(splits.shape[1] + 1):
-        before = parts
-        parts = torch.minimum(parts * splits[:, level - 1], size) if level else parts
-        divides = parts > before if level else size > 1
-        word = divides[block].nonzero().squeeze(1)
-        part = place[word] * parts[block[word]] // size[block[word]]
-        keys, node = torch.unique(block[word] * (num_words + 1) + part, return_inverse=True)
-        parent = torch.zeros_like(keys)
-        parent[node] = parent_of_word[word]
-        parents.append(parent)
-        parent_of_word[word] = num_nodes + node
-        num_nodes += len(keys)
-    by_word = torch.empty_like(order)
-    by_word[order] = parent_of_word
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(num_words)
-    nodes = num_words + torch.arange(num_nodes - 1)  # after words, in the order of their words
-    return _number_breadth_first(
-        torch.cat([*parents, by_word]), torch.cat([nodes, rank]), num_words
-    )
-
-
 def from_paths(paths: Iterable[Sequence[int]], words: Sequence[str] = ()) -> Arrays:
     """The shape of `ClassTree.from_paths`; errors name words by `words`, or their numbers."""
     word_paths = list(paths)
