@@ -91,7 +91,7 @@ def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
         (
             "--output.tree=oak",
             r"output.tree: oak is neither a tree \(full, two_level, multi_level, balanced, huffman,"
-            r" best, adaptive\) nor a file",
+            r" adaptive\) nor a file",
         ),
         ("--output.tree=FOLDER/tree.txt", "output.tree: FOLDER/tree.txt: .*"),
         (

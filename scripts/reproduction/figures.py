@@ -213,48 +213,6 @@ def draw_trees(results: Path, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_ranks(results: Path, path: Path) -> None:
-    """Draw singular values for each H, of the log `log_prob_rank`, and perplexity against H.
-
-    Singular values are divided by the first one; a dashed line is at H + 1, the rank of a full
-    softmax.
-    """
-    rows = {(row["tree"], row["hidden_size"]): row for row in read_log(results, "log_prob_rank")}
-    perplexity: dict[str, dict[int, float]] = {}  # of the runs `ptb_rank`, by tree and H
-    for run in read_tables()["ptb_rank"].runs(results):
-        tree, size = run.row.split(", H = ")
-        if run.log is not None:
-            tree = tree if "depth" in tree or "classes" not in tree else f"{tree}, depth 2"
-            perplexity.setdefault(tree, {})[int(size)] = run.log["test"]["perplexity"]
-    sizes = sorted({size for _, size in rows})
-    figure = Figure(figsize=(5.5 * (len(sizes) + 1), 5), layout="constrained")
-    *spectra, last = figure.subplots(1, len(sizes) + 1, squeeze=False)[0]
-    for axes, size in zip(spectra, sizes, strict=True):
-        axes.axvline(size + 1, color="black", ls="--", lw=0.8)
-        axes.set(title=f"singular values, H = {size}", xlabel="index", ylim=(1e-9, 1.5))
-        axes.set(xscale="log", yscale="log")
-    last.set(title="test perplexity", xlabel="H", xscale="log", yscale="log")
-    ticks = sorted({size for each in perplexity.values() for size in each})
-    last.set_xticks(ticks, list(map(str, ticks)), minor=False)
-    last.xaxis.set_minor_formatter("")
-    for axis in (last.yaxis.set_major_formatter, last.yaxis.set_minor_formatter):
-        axis("{x:.0f}")
-    for number, (tree, by_size) in enumerate(perplexity.items()):
-        style = {"color": f"C{number}", "label": tree}
-        mine = {size: rows[tree, size] for size in sizes if (tree, size) in rows}
-        for axes, size in zip(spectra, sizes, strict=True):
-            if size in mine:
-                values = mine[size]["singular_values"]
-                axes.plot(mine[size]["index"], [each / values[0] for each in values], **style)
-        last.plot(list(by_size), list(by_size.values()), "o-", **style)
-    for axes in (*spectra, last):
-        axes.grid(True, which="both", alpha=0.2)
-    figure.legend(
-        *last.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9
-    )
-    figure.savefig(path, dpi=120)
-
-
 def _line(axes: Axes, rows: list[Row], field: str, unit: float = 1, **style: Any) -> None:
     sizes = [row["vocab_size"] for row in rows]
     axes.plot(sizes, [row[field] / unit for row in rows], marker="o", **style)

@@ -14,7 +14,6 @@ from scripts import markdown
 from scripts.reproduction.figures import (
     draw_curves,
     draw_frequencies,
-    draw_ranks,
     draw_steps,
     draw_tree_curves,
     draw_trees,
@@ -102,7 +101,6 @@ def write_pages() -> None:
         page.write_text(update(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
     draw_vocabularies(RESULTS, RESULTS / "vocabularies.png")
     draw_steps(RESULTS, RESULTS / "step.png")
-    draw_ranks(RESULTS, RESULTS / "log_prob_rank.png")
     draw_curves("ptb_time", RESULTS, RESULTS / "ptb_time" / "perplexity_over_time.png")
     draw_trees(RESULTS, RESULTS / "trees.png")
     draw_tree_curves(RESULTS, RESULTS / "tree_curves.png")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lm.cli import main
-from scripts.benchmarks.nbest_lists import ErrorSource
 from tests.conftest import toy_sentences
+from tests.nbest_lists import ErrorSource
 
 
 @pytest.fixture(scope="module")

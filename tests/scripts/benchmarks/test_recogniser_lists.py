@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from lm.rescoring.nbest import read_nbest
-from scripts.benchmarks.nbest_lists import ErrorSource
 from scripts.benchmarks.recogniser_lists import draw, sentences
 from tests.commands.test_rescore import ARPA
 from tests.conftest import toy_sentences
+from tests.nbest_lists import ErrorSource
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 BOOK = """\

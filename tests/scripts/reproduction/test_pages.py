@@ -8,7 +8,6 @@ import pytest
 from data_prep.errors import UserError
 from scripts.reproduction.figures import (
     draw_curves,
-    draw_ranks,
     draw_tree_curves,
     draw_vocabularies,
 )
@@ -91,6 +90,5 @@ def test_speeds_are_relative_to_the_full_softmax_of_the_corpus() -> None:
 def test_figures_are_drawn_from_the_logs(tmp_path: Path) -> None:
     draw_vocabularies(RESULTS, tmp_path / "vocabularies.png")
     draw_curves("ptb_time", RESULTS, tmp_path / "curves.png")
-    draw_ranks(RESULTS, tmp_path / "ranks.png")
     draw_tree_curves(RESULTS, tmp_path / "tree_curves.png")
     assert min(path.stat().st_size for path in tmp_path.iterdir()) > 10_000
