@@ -27,9 +27,7 @@ from data_prep.tokenizer.tokenizer import STOPS, UNK, separate_words
 from lm.config import Config, validate
 from lm.output import ClassTree
 from lm.run import Run
-from lm.training.clock import in_words
 from lm.training.memory_estimate import estimate_memory
-from lm.training.pace import training_seconds
 
 RECIPE = """\
 # Every key can be changed here or on the command line; lm config explains them.
@@ -130,8 +128,7 @@ def new_recipe(
     for each in (path, *files.values()):
         if CONTROL_CHARACTERS.search(str(each)):
             raise UserError(f"{str(each)!a}: a name must not have control characters")
-    samples = {split: read_sample(file) for split, file in files.items()}
-    sample = samples["train"]
+    sample, *_ = map(read_sample, files.values())
     last_change = text.stat().st_mtime_ns
     num_tokens, num_words, tokenizer = measure(sample)
     held_out = [split for split in ("valid", "test") if split not in files]
@@ -140,7 +137,6 @@ def new_recipe(
         cut = f"none, the text has fewer than {MIN_UNITS} {unit or 'lines'}: no "
         cut, held_out = cut + " and no ".join(held_out), []
     density = num_tokens / sample.num_bytes
-    tokens = {split: density * each.num_bytes for split, each in samples.items()}
     files |= {split: run / f"text/{split}.txt" for split in ("train", *held_out) if held_out}
     with ExitStack() as stack:  # a recipe that cannot be written leaves no splits
         stack.enter_context(folder_to_fill(path.parent))
@@ -149,10 +145,9 @@ def new_recipe(
             unfinished = stack.enter_context(new_folder(run / "text"))
             unit, sizes = split_text(text, unfinished, sample, held_out, unit)
             training = unfinished / "train.txt"
-            tokens |= {split: density * size for split, (_, size) in sizes.items()}
             parts = ", ".join(
-                f"{split} {units:,} {unit} (about {tokens[split]:,.0f} tokens)"
-                for split, (units, _) in sizes.items()
+                f"{split} {units:,} {unit} (about {density * size:,.0f} tokens)"
+                for split, (units, size) in sizes.items()
             )
             shares = f"one of {sample.period} for {' and one for '.join(held_out)}"
             cut = f"by {unit}, {parts}: {shares}, in {run / 'text'}"
@@ -161,12 +156,10 @@ def new_recipe(
         if sample.num_bytes <= COUNTED_BYTES and "kind: words" in tokenizer:
             about, num_words, unknown = "", *count_vocabulary(training, tokenizer)
         content, model = fit(path, files, num_tokens, num_words, tokenizer, backbone)
-        config = validate(yaml.safe_load(content), str(path))
-        takes = in_words(training_seconds(config, num_words, tokens))
         summary = (
             f"{path}: for {text}, {sample.num_bytes:,} bytes, about {num_tokens:,} tokens and a"
             f" vocabulary of {about}{num_words:,}{unknown}\nsplit: {cut}\n"
-            f"model: {model}; training takes about {takes} here\n"
+            f"model: {model}\n"
         )
         header = "".join(f"# {line}" for line in summary.splitlines(keepends=True))
         write_hashed(path, [header.encode(), content.encode()])

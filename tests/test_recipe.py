@@ -31,7 +31,6 @@ Complaint = Callable[..., str]
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipe, "training_seconds", lambda *_: 100.0)
 
 
 def new(text: str, *options: str) -> Config:
