@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from scripts.reproduction.protocol import Protocol
-from scripts.reproduction.runs import read_tables, validations
+from scripts.reproduction.runs import read_tables
 from scripts.reproduction.search_tables import (
     expected_lowest,
     final_logs,
@@ -91,10 +91,10 @@ def draw_curves(name: str, results: Path, path: Path) -> None:
     axes = figure.add_subplot()
     for run in table.runs(results):
         if run.log:
-            rows = validations(run.curve_path)
+            rows = run.curve
             minutes = [row.seconds / 60 for row in rows]
             label = f"{run.row} (seed {run.seed})"
-            axes.plot(minutes, [row.valid_perplexity or 0 for row in rows], "o-", label=label)
+            axes.plot(minutes, [row.valid_perplexity for row in rows], "o-", label=label)
     axes.set(title=table.title, xlabel="minutes of training", ylabel="validation perplexity")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:.0f}")
@@ -152,13 +152,13 @@ def draw_tree_curves(results: Path, path: Path) -> None:
     figure = Figure(figsize=(10, 9), layout="constrained")
     for name, (left, right) in zip(TREE_TABLES, figure.subplots(2, 2, sharey="row"), strict=True):
         table = read_tables()[name]
-        runs = [run for run in table.runs(results) if run.curve_path.exists() and run.speed]
+        runs = [run for run in table.runs(results) if run.curve and run.speed]
         for number, run in enumerate(runs):
-            rows = validations(run.curve_path)
+            rows = run.curve
             kind = run.row.split(",")[0].split()[0]
             color = "black" if kind == "full" else f"C{number % 10}"
             style = {"exchange": "o-", "random": "x--", "Huffman": "s:", "full": "o-"}[kind]
-            figures = [row.valid_perplexity or 0 for row in rows]
+            figures = [row.valid_perplexity for row in rows]
             options = {"color": color, "label": run.row, "markersize": 3, "lw": 1}
             left.plot([row.tokens / 1e6 for row in rows], figures, style, **options)
             seconds = [row.tokens / run.speed["tokens_per_second"] for row in rows]

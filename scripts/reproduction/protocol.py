@@ -186,7 +186,5 @@ def draw(space: Mapping[Any, Mapping[Any, Any]], seed: str) -> dict[str, Any]:
 
 def log_of(run: Run) -> Log | None:
     """The log of a run, if it has the run's command; a final run's test figures are in `test`."""
-    if not run.log_path.exists():
-        return None
-    log: Log = json.loads(run.log_path.read_text(encoding="utf-8"))
-    return log if log["command"] == run.command else None
+    log = run.entry
+    return log if log and log["command"] == run.command else None

@@ -1,25 +1,36 @@
 """The training runs behind the tables of results, and their logs.
 
-A run is `lm train` with a recipe and overrides, then `lm evaluate` on the test split. Its log is
-TABLE/ROW-SEED.json in the folder of results: the command, the commit, the environment and the test
-figures; TABLE/ROW-SEED.csv is its metrics.csv.
+A run is `lm train` with a recipe and overrides, then `lm evaluate` on the test split. Its log is a
+line of TABLE/runs.jsonl in the folder of results: the command, the commit, the environment, the
+validations and the test figures. Of several lines with its row and seed the last counts.
 """
 
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from data_prep.errors import UserError
-from lm.training.metrics import Metrics, read_metrics
 
+Log = dict[str, Any]
 TOP = Path(__file__).resolve().parents[2]
 TABLES = Path(__file__).with_name("tables.yaml")
 RESULTS = TOP / "scripts" / "results"
+LOG = "runs.jsonl"
+
+
+class Validation(NamedTuple):
+    """A validation of a run."""
+
+    step: int
+    tokens: int
+    seconds: float
+    valid_perplexity: float
 
 
 @dataclass(frozen=True)
@@ -36,18 +47,22 @@ class Run:
 
     @property
     def name(self) -> str:
-        """File name of the log, without suffix."""
+        """Name of the run's folder."""
         return re.sub(r"[^\w.]+", "_", self.row) + f"-{self.seed}"
 
     @property
-    def log_path(self) -> Path:
-        """Command, environment and test figures."""
-        return self.results / self.table / f"{self.name}.json"
+    def entry(self) -> Log | None:
+        """The last log of the row and seed, whatever its command; None if there is none."""
+        return read_logs(self.results / self.table).get((self.row, self.seed))
 
     @property
-    def curve_path(self) -> Path:
-        """The run's metrics.csv."""
-        return self.log_path.with_suffix(".csv")
+    def curve(self) -> list[Validation]:
+        """The validations of the logged run."""
+        return [Validation(*each) for each in (self.entry or {"curve": []})["curve"]]
+
+    def write(self, log: Log) -> None:
+        """Append a log."""
+        append_log(self.results / self.table, {"row": self.row, "seed": self.seed} | log)
 
     @property
     def speed_path(self) -> Path:
@@ -68,12 +83,10 @@ class Run:
         return f"lm train {self.config} --data.dir=DIR {' '.join(self.options)}"
 
     @property
-    def log(self) -> dict[str, Any] | None:
+    def log(self) -> Log | None:
         """The log, if there is one of this command with test figures."""
-        if not (self.log_path.exists() and self.curve_path.exists()):
-            return None
-        log: dict[str, Any] = json.loads(self.log_path.read_text(encoding="utf-8"))
-        return log if "test" in log and log["command"] == self.command else None
+        log = self.entry
+        return log if log and "test" in log and log["command"] == self.command else None
 
     @property
     def options(self) -> list[str]:
@@ -124,6 +137,24 @@ def _table(
     return RunTable(name=name, rows=resolved, **others)
 
 
-def validations(path: Path) -> list[Metrics]:
-    """The rows of a metrics.csv that have a validation perplexity."""
-    return [row for row in read_metrics(path) if row.valid_perplexity is not None]
+def append_log(folder: Path, log: Log) -> None:
+    """Append a line to the log of a table, in a single write."""
+    folder.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(log, ensure_ascii=False, allow_nan=False) + "\n"
+    with (folder / LOG).open("ab", buffering=0) as file:
+        file.write(line.encode())
+
+
+def read_logs(folder: Path) -> dict[tuple[str, int], Log]:
+    """The last log of each row and seed of a table."""
+    path = folder / LOG
+    if not path.exists():
+        return {}
+    status = path.stat()
+    return _read_logs(path, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=32)
+def _read_logs(path: Path, _last_change: int, _size: int) -> dict[tuple[str, int], Log]:
+    logs = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {(log["row"], log["seed"]): log for log in logs}

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import scripts
 from data_prep.errors import UserError
-from data_prep.storage import write_json_atomically
 from scripts.reproduction.protocol import PROTOCOL, SEARCH, Protocol, log_of
-from scripts.reproduction.runs import Run, validations
-from scripts.reproduction.search_tables import NGRAM_LOG, search_tables
+from scripts.reproduction.runs import Run, append_log, read_logs
+from scripts.reproduction.search_tables import NGRAMS, search_tables, write_lines
 
 
 def train_missing(runs: Sequence[Run], data_dir: str, folder: Path, *, progress: bool) -> None:
@@ -35,12 +34,11 @@ def train_missing(runs: Sequence[Run], data_dir: str, folder: Path, *, progress:
     for number, run in enumerate(missing, 1):
         print(f"{number} of {len(missing)}: {run.row}, seed {run.seed}", file=sys.stderr)
         log = train_and_validate(run, data_dir, folder, progress=progress)
-        curve = validations(run.curve_path)
-        figures = [row.valid_perplexity or math.inf for row in curve]
-        write_json_atomically(run.log_path, log | {"valid_perplexity": min(figures, default=1e99)})
+        figures = [perplexity or math.inf for *_, perplexity in log["curve"]]
+        run.write(log | {"valid_perplexity": min(figures, default=1e99)})
 
 
-def evaluate_missing(runs: Sequence[Run], folder: Path, order: int, ngram_path: Path) -> None:
+def evaluate_missing(runs: Sequence[Run], folder: Path, order: int, results: Path) -> None:
     """Evaluate final runs on the test split, those that were not; write the figures and the date.
 
     The first time, an n-gram model of their data is evaluated as well.
@@ -58,12 +56,15 @@ def evaluate_missing(runs: Sequence[Run], folder: Path, order: int, ngram_path: 
     if not untested:
         raise UserError(f"all {len(logs)} final runs with a log have been evaluated, once")
     for run in untested:
-        test = {"date": _now()} | nats_of_test(run, folder)
-        write_json_atomically(run.log_path, logs[run] | {"test": test})
-    if not ngram_path.exists():
-        test = {"date": _now()} | nats_of_ngrams(untested[0], folder, order)
-        command = "python -m scripts.reproduction.search test"
-        write_json_atomically(ngram_path, {"command": command, "commit": commit(), "test": test})
+        test, lines = nats_of_test(run, folder)
+        write_lines(results, run.name, lines)
+        run.write(logs[run] | {"test": {"date": _now()} | test})
+    if NGRAMS not in read_logs(results):
+        test, lines = nats_of_ngrams(untested[0], folder, order)
+        write_lines(results, NGRAMS[0], lines)
+        name = {"row": NGRAMS[0], "seed": NGRAMS[1]}
+        command = {"command": "python -m scripts.reproduction.search test", "commit": commit()}
+        append_log(results, {**name, **command, "test": {"date": _now()} | test})
 
 
 def _now() -> str:
@@ -108,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         progress = not options.no_progress
         train_missing(runs, options.data_dir, options.runs, progress=progress)
     elif options.what == "test":
-        evaluate_missing(runs, options.runs, protocol.ngram_order, results / NGRAM_LOG)
-    if stale := [run.name for run in trials + finals if run.log_path.exists() and not log_of(run)]:
+        evaluate_missing(runs, options.runs, protocol.ngram_order, results)
+    if stale := [run.name for run in trials + finals if run.entry and not log_of(run)]:
         print(f"not shown, logs of another declaration: {', '.join(stale)}", file=sys.stderr)
     for title, table in search_tables(protocol, results).items():
         print(f"{title}:\n\n{table}\n")

@@ -1,20 +1,55 @@
 """The tables of the comparison of output layers, and their statistics."""
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.errors import UserError
+from data_prep.storage import write_atomically
 from lm.scoring.comparison import bootstrap_interval
 from scripts import markdown
 from scripts.reproduction.protocol import Log, Protocol, log_of
+from scripts.reproduction.runs import read_logs
 
-NGRAM_LOG = "ngrams.json"
-"""Log of the n-gram model, which no seed changes."""
+NGRAMS = ("ngrams", 0)
+"""Row and seed of the log of the n-gram model, which no seed changes."""
+LINES = "lines.npz"
+"""The lines of the test split: `tokens` [lines], and the nats [lines] of each run by its name, in
+hundredths."""
+
+
+class Lines(NamedTuple):
+    """Of each line of the test split."""
+
+    tokens: NDArray[np.int64]  # [lines]
+    nats: NDArray[np.float64]  # [lines]
+
+
+def write_lines(results: Path, name: str, lines: Lines) -> None:
+    """Add the nats of a run to those of the comparison.
+
+    Raises:
+        UserError: if the lines are not those of the other runs.
+    """
+    known = _read_lines(results)
+    if "tokens" in known and not np.array_equal(known["tokens"], lines.tokens):
+        raise UserError(f"{results / LINES} has lines of another test split than {name}")
+    hundredths = np.round(100 * lines.nats).astype(np.int32)
+    arrays: dict[str, Any] = known | {"tokens": lines.tokens.astype(np.int32), name: hundredths}
+    write_atomically(results / LINES, lambda file: np.savez_compressed(file, **arrays))
+
+
+def _read_lines(results: Path) -> dict[str, NDArray[np.int32]]:
+    path = results / LINES
+    if not path.exists():
+        return {}
+    with np.load(path) as arrays:
+        return dict(arrays)
 
 
 def search_tables(protocol: Protocol, results: Path) -> dict[str, str]:
@@ -45,16 +80,21 @@ def trial_logs(protocol: Protocol, results: Path) -> dict[str, list[Log]]:
 def final_logs(protocol: Protocol, results: Path) -> dict[str, dict[int, Log]]:
     """The logs of final runs with test figures, by method and seed; the baseline first.
 
-    The n-gram model has the same log for all seeds.
+    Their test figures have `lines`. The n-gram model has the same log for all seeds.
     """
+    arrays = _read_lines(results)
+
+    def with_lines(log: Log, name: str) -> Log:
+        lines = Lines(arrays["tokens"].astype(np.int64), arrays[name] / 100)
+        return log | {"test": log["test"] | {"lines": lines}}
+
     names = sorted(protocol.methods, key=lambda name: name != protocol.baseline)
     finals: dict[str, dict[int, Log]] = {name: {} for name in names}
     for run in protocol.finals(results):
         if (log := log_of(run)) is not None and "test" in log:
-            finals[run.row][run.seed] = log
-    path = results / NGRAM_LOG
-    if path.exists():
-        log = json.loads(path.read_text(encoding="utf-8"))
+            finals[run.row][run.seed] = with_lines(log, run.name)
+    if (log := read_logs(results).get(NGRAMS)) is not None:
+        log = with_lines(log, NGRAMS[0])
         finals[protocol.ngram_name] = dict.fromkeys(protocol.final_seeds, log)
     return {name: logs for name, logs in finals.items() if logs}
 
@@ -150,8 +190,7 @@ def _final_table(protocol: Protocol, finals: dict[str, dict[int, Log]]) -> str:
         if each := differences(logs, baseline):
             bound = upper_bound(each)
             nats, other = (_mean_nats(group, paired) for group in (logs, baseline))
-            line_tokens = np.array(logs[paired[0]]["test"]["line_tokens"])
-            interval = bootstrap_interval(nats, other, line_tokens)
+            interval = bootstrap_interval(nats, other, logs[paired[0]]["test"]["lines"].tokens)
             compared = [
                 f"{statistics.fmean(each):+.2f}",
                 f"{bound:+.2f}" if math.isfinite(bound) else "–",
@@ -188,7 +227,7 @@ def differences(logs: dict[int, Log], baseline: dict[int, Log]) -> list[float]:
 
 def _mean_nats(logs: dict[int, Log], seeds: Sequence[int]) -> NDArray[np.float64]:
     mean: NDArray[np.float64]
-    mean = np.mean([logs[seed]["test"]["line_nats"] for seed in seeds], axis=0)
+    mean = np.mean([logs[seed]["test"]["lines"].nats for seed in seeds], axis=0)
     return mean
 
 

@@ -1,11 +1,10 @@
 """Training a run of a table and writing its log, or comparing it with its log."""
 
 import json
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
-from data_prep.storage import write_json_atomically
 from lm.evaluation import evaluate_split, perplexity
 from lm.run import Run as OpenedRun
 from lm.scoring.comparison import sums_of_lines
@@ -21,13 +19,14 @@ from lm.scoring.frequency import frequency_report
 from lm.scoring.mixture import token_log_probs
 from lm.scoring.ngram import NGramModel
 from lm.training.loop import train
-from lm.training.metrics import read_metrics
+from lm.training.metrics import Metrics, read_metrics
 from lm.training.run_folder import check_folder
 from lm.training.state import Diverged
 from scripts.benchmarks.kneser_ney import write_model
 from scripts.benchmarks.reporting import Table, commit
 from scripts.benchmarks.training_speed import new_state, time_in_turn
-from scripts.reproduction.runs import TOP, Run, validations
+from scripts.reproduction.runs import TOP, Run, Validation
+from scripts.reproduction.search_tables import Lines
 
 STEPS = 5
 """Of each run in a round of `time_runs`."""
@@ -39,11 +38,11 @@ def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
     opened = OpenedRun.open(runs / run.table / run.name)
     settings = {"progress": progress, "open_vocabulary": run.open_vocabulary}
     test = evaluate_split(opened, "test", **settings).to_dict()
-    write_json_atomically(run.log_path, log | {"test": test})
+    run.write(log | {"test": test})
 
 
 def train_and_validate(run: Run, data_dir: str, runs: Path, *, progress: bool) -> dict[str, Any]:
-    """Train or resume a run in a folder of `runs`, and write its curve.
+    """Train or resume a run in a folder of `runs`.
 
     Returns the content of its log, without test figures. A run that diverges ends there. Seconds of
     the processor are those of this process, and unknown if an earlier one trained a part.
@@ -56,11 +55,7 @@ def train_and_validate(run: Run, data_dir: str, runs: Path, *, progress: bool) -
         diverged = str(error)
     cpu_seconds = None if resumes else time.process_time() - start
     metrics = read_metrics(folder / "metrics.csv")
-    run.log_path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(folder / "metrics.csv", run.curve_path)
     return {
-        "row": run.row,
-        "seed": run.seed,
         "command": run.command,
         "commit": commit(),
         "environment": json.loads((folder / "env.json").read_text()),
@@ -68,19 +63,28 @@ def train_and_validate(run: Run, data_dir: str, runs: Path, *, progress: bool) -
         "seconds": metrics[-1].seconds if metrics else 0.0,
         "cpu_seconds": cpu_seconds,
         **({} if diverged is None else {"diverged": diverged}),
+        "curve": _validations(metrics),
     }
 
 
-def nats_of_test(run: Run, runs: Path) -> dict[str, Any]:
+def _validations(metrics: Iterable[Metrics]) -> list[Validation]:
+    return [
+        Validation(row.step, row.tokens, row.seconds, row.valid_perplexity)
+        for row in metrics
+        if row.valid_perplexity is not None
+    ]
+
+
+def nats_of_test(run: Run, runs: Path) -> tuple[dict[str, Any], Lines]:
     """The perplexity of a trained run on the test split, and the nats of each of its lines."""
     opened = OpenedRun.open(runs / run.table / run.name)
     tokens = opened.prepared.tokens("test")
     num_parameters = sum(parameter.numel() for parameter in opened.model.parameters())
-    figures = _test_figures(opened, tokens, -token_log_probs(opened, tokens))
-    return {"parameters": num_parameters} | figures
+    figures, lines = _test_figures(opened, tokens, -token_log_probs(opened, tokens))
+    return {"parameters": num_parameters} | figures, lines
 
 
-def nats_of_ngrams(run: Run, runs: Path, order: int) -> dict[str, Any]:
+def nats_of_ngrams(run: Run, runs: Path, order: int) -> tuple[dict[str, Any], Lines]:
     """The same figures of the Kneser–Ney model of a trained run's data; it has n-grams."""
     opened = OpenedRun.open(runs / run.table / run.name)
     tokens = opened.prepared.tokens("test")
@@ -89,21 +93,22 @@ def nats_of_ngrams(run: Run, runs: Path, order: int) -> dict[str, Any]:
         model = write_model(opened.prepared.folder, arpa, order)
         nll = -NGramModel(arpa, opened.tokenizer).log_prob(tokens)
     num_ngrams = sum(len(each.frequency) for each in model.orders)
-    return {"parameters": num_ngrams} | _test_figures(opened, tokens, nll)
+    figures, lines = _test_figures(opened, tokens, nll)
+    return {"parameters": num_ngrams} | figures, lines
 
 
 def _test_figures(
     opened: OpenedRun, tokens: NDArray[Any], nll: NDArray[np.float64]
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Lines]:
     eos_id = opened.description.eos_id
     line_tokens = sums_of_lines(np.ones(len(tokens)), tokens, eos_id)
-    return {
+    figures = {
         "tokens": len(tokens),
         "perplexity": perplexity(float(nll.sum()), len(tokens)),
-        "line_tokens": line_tokens.astype(int).tolist(),
-        "line_nats": [round(each, 4) for each in sums_of_lines(nll, tokens, eos_id).tolist()],
         "by_frequency": frequency_report(opened.prepared, tokens, nll).to_dict(),
     }
+    line_nats = sums_of_lines(nll, tokens, eos_id).astype(np.float64)
+    return figures, Lines(line_tokens.astype(np.int64), line_nats)
 
 
 def check_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> str:
@@ -114,11 +119,11 @@ def check_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> str:
     with tempfile.TemporaryDirectory(dir=runs) as temporary:
         folder = Path(temporary) / "run"
         _train(run, data_dir, folder, progress=progress, stop_after_validation=True)
-        measured = validations(folder / "metrics.csv")
+        measured = _validations(read_metrics(folder / "metrics.csv"))
     if not measured:
         raise UserError(f"{run.config}: {run.row} has no validation split")
-    now, logged = measured[0], validations(run.curve_path)[0]
-    perplexity, expected = now.valid_perplexity or 0, logged.valid_perplexity or 0
+    now, logged = measured[0], run.curve[0]
+    perplexity, expected = now.valid_perplexity, logged.valid_perplexity
     result = f"{run.row}, seed {run.seed}: {perplexity:.2f} after {now.step} steps"
     if logged.step != now.step:
         return f"{result}; the log's first validation is after {logged.step}"

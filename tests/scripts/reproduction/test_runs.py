@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ import yaml
 from data_prep.errors import UserError
 from lm.config import load_config
 from lm.evaluation import Evaluation
-from lm.training.metrics import read_metrics
 from scripts.reproduction.__main__ import main
-from scripts.reproduction.runs import RESULTS, TOP, read_tables, validations
+from scripts.reproduction.runs import RESULTS, TOP, append_log, read_logs, read_tables
 
 TABLES = read_tables()
 
@@ -49,10 +49,9 @@ class Toy:
         """Run the command with the corpus."""
         self.show(f"--data-dir={self.corpus}", *arguments)
 
-    def log(self, name: str) -> dict[str, Any]:
-        """A log, by its file name."""
-        log: dict[str, Any] = json.loads((self.logs / f"{name}.json").read_text())
-        return log
+    def log(self, row: str, seed: int) -> dict[str, Any]:
+        """A log, to be changed."""
+        return deepcopy(read_logs(self.logs)[row, seed])
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def test_a_row_is_trained_once_per_seed_and_the_table_has_the_means(
 ) -> None:
     toy.train()
     shown = capsys.readouterr().out
-    first, second = toy.log("full_softmax-1"), toy.log("full_softmax-2")
+    first, second = toy.log("full softmax", 1), toy.log("full softmax", 2)
     assert second["command"].endswith("--output.tree=full --seed=2")
     assert str(toy.corpus) not in second["command"]
     assert "commit" in first
@@ -75,7 +74,11 @@ def test_a_row_is_trained_once_per_seed_and_the_table_has_the_means(
     assert f"| {(one + two) / 2:.2f} |" in line
     assert f"1: {one:.2f}, 2: {two:.2f}" in line
     assert f"| {(first['seconds'] + second['seconds']) / 120:.4g} |" in line
-    assert read_metrics(toy.logs / "classes-1.csv")[-1].step == 2
+    steps, tokens, seconds, perplexities = zip(*toy.log("classes", 1)["curve"], strict=True)
+    assert steps == (1, 2)
+    assert list(tokens) == sorted(tokens)
+    assert list(seconds) == sorted(seconds)
+    assert min(perplexities) > 1
     toy.show()  # requires no corpus, because nothing is missing
     assert capsys.readouterr().out == shown
 
@@ -84,10 +87,10 @@ def test_a_check_trains_up_to_the_first_validation_and_compares_it_with_the_log(
     toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     toy.train("--seeds=1")
-    full, classes = toy.logs / "full_softmax-1.csv", toy.logs / "classes-1.csv"
-    text = classes.read_text()
-    expected, other = (validations(path)[0].valid_perplexity or 0 for path in (full, classes))
-    classes.write_text(text.replace(str(other), "40.0"))
+    full, classes = toy.log("full softmax", 1), toy.log("classes", 1)
+    expected, other = full["curve"][0][-1], classes["curve"][0][-1]
+    classes["curve"][0][-1] = 40.0
+    append_log(toy.logs, classes)
     capsys.readouterr()
     toy.train("--seeds=1", "--check")
     same, changed = capsys.readouterr().out.splitlines()
@@ -96,8 +99,9 @@ def test_a_check_trains_up_to_the_first_validation_and_compares_it_with_the_log(
         == f"full softmax, seed 1: {expected:.2f} after 1 steps, equal to the log in every digit"
     )
     assert changed.endswith(f"{other:.2f} after 1 steps, 40.00 in the log ({other / 40 - 1:+.1%})")
-    classes.write_text(text.replace("\n1,", "\n7,"))
-    full.unlink()
+    classes["curve"][0][0] = 7
+    append_log(toy.logs, classes)
+    append_log(toy.logs, full | {"command": "another"})
     toy.train("--seeds=1", "--check")
     missing, later = capsys.readouterr().out.splitlines()
     assert missing == "full softmax, seed 1: no log"
@@ -114,7 +118,7 @@ def test_timed_steps_give_the_seconds_of_training(
     toy.train("--seeds=1", "--speed", "--rounds=1")
     full, classes = map(json.loads, (toy.logs / "speed.jsonl").read_text().splitlines())
     assert (full["row"], classes["row"], full["rounds"]) == ("full softmax", "classes", 1)
-    rate, tokens = classes["tokens_per_second"], toy.log("classes-1")["tokens"]
+    rate, tokens = classes["tokens_per_second"], toy.log("classes", 1)["tokens"]
     capsys.readouterr()
     toy.show("--show", "--seeds=1")
     line = next(line for line in capsys.readouterr().out.splitlines() if "| classes |" in line)
@@ -127,15 +131,14 @@ def test_a_log_of_other_settings_counts_as_missing(
 ) -> None:
     one = ["--rows", "classes", "--seeds", "1"]
     toy.train(*one)
-    log = toy.log("classes-1")
-    log["command"] = log["command"].replace("random", "uniform")
-    (toy.logs / "classes-1.json").write_text(json.dumps(log))
+    log = toy.log("classes", 1)
+    append_log(toy.logs, log | {"command": log["command"].replace("random", "uniform")})
     capsys.readouterr()
     toy.show("--show")
     assert "| classes |" not in capsys.readouterr().out
     toy.train(*one)
     assert "| classes |" in capsys.readouterr().out
-    assert "--classes.method=random" in toy.log("classes-1")["command"]
+    assert "--classes.method=random" in toy.log("classes", 1)["command"]
 
 
 def test_mistakes_are_errors_that_name_the_choices(toy: Toy) -> None:
@@ -169,8 +172,8 @@ def test_every_row_of_the_tables_is_a_valid_configuration(name: str) -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_log_belongs_to_a_row_and_has_its_command(name: str) -> None:
-    runs = {run.log_path: run for run in TABLES[name].runs(RESULTS)}
-    logs = list((RESULTS / name).glob("*.json"))
+    runs = {(run.row, run.seed): run for run in TABLES[name].runs(RESULTS)}
+    logs = read_logs(RESULTS / name)
     assert logs
-    for path in logs:
-        assert json.loads(path.read_text())["command"] == runs[path].command
+    for key, log in logs.items():
+        assert log["command"] == runs[key].command

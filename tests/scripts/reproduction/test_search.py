@@ -1,7 +1,6 @@
 """The comparison of output layers: equal points, a choice by validation, test figures once."""
 
 import itertools
-import json
 import math
 import statistics
 from pathlib import Path
@@ -16,12 +15,16 @@ from lm.config import load_config
 from scripts.reproduction import search
 from scripts.reproduction.figures import draw_frequencies
 from scripts.reproduction.protocol import PROTOCOL, PROTOCOLS, SEARCH, Protocol, draw, log_of
-from scripts.reproduction.runs import TOP, validations
+from scripts.reproduction.runs import TOP, read_logs
 from scripts.reproduction.search_tables import (
-    NGRAM_LOG,
+    LINES,
+    NGRAMS,
+    Lines,
     expected_lowest,
+    final_logs,
     frequency_differences,
     upper_bound,
+    write_lines,
 )
 
 
@@ -108,8 +111,7 @@ def test_what_is_missing_comes_first(tmp_path: Path, capsys: pytest.CaptureFixtu
         with pytest.raises(UserError, match="no method has all of its trials"):
             search.main([what, *options])
     run = next(Protocol.read(own_protocol(tmp_path)).trials(results))
-    run.log_path.parent.mkdir()
-    run.log_path.write_text('{"command": "another"}')
+    run.write({"command": "another"})
     search.main(["show", *options])
     assert f"not shown, logs of another declaration: {run.name}\n" in capsys.readouterr().err
 
@@ -125,9 +127,15 @@ def test_rates_are_drawn_evenly_on_a_logarithmic_scale() -> None:
 def test_logs_are_of_declared_runs(corpus: str) -> None:
     protocol, results = Protocol.read(PROTOCOLS[corpus]), SEARCH.with_name(f"search{corpus}")
     runs = [*protocol.trials(results), *protocol.finals(results)]
-    declared = {run.log_path: run.command for run in runs}
-    for path in results.glob("*-*.json"):
-        assert json.loads(path.read_text())["command"] == declared[path]
+    declared = {(run.row, run.seed): run.command for run in runs}
+    logs = read_logs(results)
+    ngrams = logs.pop(NGRAMS, None)
+    assert logs
+    for key, log in logs.items():
+        assert log["command"] == declared[key]
+    evaluated = {f"{row}-{seed}" for (row, seed), log in logs.items() if "test" in log}
+    with np.load(results / LINES) as lines:
+        assert set(lines) == evaluated | {"tokens"} | ({NGRAMS[0]} if ngrams else set())
 
 
 def test_the_expected_lowest_is_the_mean_over_all_choices() -> None:
@@ -175,9 +183,7 @@ def test_trials_choose_a_point_and_the_test_is_evaluated_once(
     for method in protocol.methods:
         trials = [run for run in protocol.trials(results) if run.row.startswith(method)]
         logs = [log_of(run) or {} for run in trials]
-        lowest = [
-            min(row.valid_perplexity or 0 for row in validations(run.curve_path)) for run in trials
-        ]
+        lowest = [min(row.valid_perplexity for row in run.curve) for run in trials]
         assert [log["valid_perplexity"] for log in logs] == lowest
         assert "test" not in logs[0]
         assert protocol.chosen(method, results) == lowest.index(min(lowest))
@@ -189,16 +195,16 @@ def test_trials_choose_a_point_and_the_test_is_evaluated_once(
     assert [(run.row, run.seed) for run in finals] == [
         *(("full", 1), ("classes", 1), ("full", 2), ("classes", 2))
     ]
-    tests = [(log_of(run) or {})["test"] for run in finals]
-    for test in tests:
-        assert sum(test["line_tokens"]) == test["tokens"]
-        mean = sum(test["line_nats"]) / test["tokens"]
-        assert math.exp(mean) == pytest.approx(test["perplexity"], rel=1e-4)
+    by_method = final_logs(protocol, results)
+    tests = [by_method[run.row][run.seed]["test"] for run in finals]
+    (ngrams,) = {id(log): log["test"] for log in by_method["Kneser–Ney 5-gram"].values()}.values()
+    for test in [*tests, ngrams]:
+        assert test["lines"].tokens.sum() == test["tokens"]
+        mean = test["lines"].nats.sum() / test["tokens"]
+        assert math.exp(mean) == pytest.approx(test["perplexity"], rel=1e-3)
     one, two = (tests[i + 1]["perplexity"] - tests[i]["perplexity"] for i in (0, 2))
     assert f"| {(one + two) / 2:+.2f} | {upper_bound([one, two]):+.2f} |" in table
     assert "| Kneser–Ney 5-gram |" in table
-    ngrams = json.loads((results / NGRAM_LOG).read_text())["test"]
-    assert ngrams["line_tokens"] == tests[0]["line_tokens"]
     assert f"| {ngrams['perplexity']:.2f} |" in table
     for which, shown in (("target", targets), ("previous", previous)):
         for row, logs in (("classes", tests[1::2]), ("Kneser–Ney 5-gram", [ngrams])):
@@ -220,3 +226,14 @@ def test_differences_by_frequency_are_those_of_the_seeds_of_both() -> None:
     ours, base = {1: log(1.0), 3: log(9.0)}, {1: log(1.5), 2: log(7.0)}
     assert frequency_differences(ours, base, "target") == [-0.5, -2.0]
     assert frequency_differences({3: log(9.0)}, base, "target") == []
+
+
+def test_lines_of_another_test_split_are_refused(tmp_path: Path) -> None:
+    write_lines(tmp_path, "full-1", Lines(np.array([3, 5]), np.array([1.25, 7.0])))
+    with pytest.raises(UserError, match=r"lines.npz has lines of another test split than full-2"):
+        write_lines(tmp_path, "full-2", Lines(np.array([3, 4]), np.array([1.0, 2.0])))
+    with np.load(tmp_path / LINES) as lines:
+        assert {name: lines[name].tolist() for name in lines} == {
+            "tokens": [3, 5],
+            "full-1": [125, 700],
+        }
