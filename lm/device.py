@@ -14,7 +14,7 @@ CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of cgroups 2 and 1: files of limit and usage, and which usage is released on demand."""
+"""Memory of cgroups 2 and 1: files of limit and usage, and which usage is released on demand."""
 GPU_SHARE = 0.8
 """Part of a GPU's free memory that the weights of a model may take; states and batches follow."""
 KEPT_BYTES = 1 << 30

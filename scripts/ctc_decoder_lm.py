@@ -55,7 +55,7 @@ def decoder_lm(base: Any, state_class: Any) -> Any:
             return child, self.scores[child]
 
         def finish(self, state: Any) -> tuple[Any, float]:
-            """The same state, and the log-probability of `<eos>`."""
+            """The state, and the log-probability of `<eos>`."""
             log_prob = self.model.candidate_log_prob(self.states[state], [self.model.eos_id])
             return state, float(log_prob)
 

@@ -224,7 +224,7 @@ def test_the_learning_rate_decays_within_the_length_given(space: str, length: st
 def test_the_vocabulary_announced_is_that_of_the_prepared_data(
     punctuated: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a text that is much larger than the sample, whose rare words are <unk>."""
+    """The text is much larger than the sample, and its rare words are <unk>."""
     monkeypatch.setattr("data_prep.corpus.split.SAMPLE_BYTES", 4096)
     random = Random(1)
     mark = "," if punctuated else ""

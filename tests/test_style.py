@@ -1,6 +1,7 @@
-"""Files and functions are short."""
+"""Files and functions are short, and docstrings begin with what they describe."""
 
 import ast
+import re
 from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
@@ -27,3 +28,14 @@ def test_functions_are_short_without_their_docstrings() -> None:
                 if length > MAX_FUNCTION_LINES:
                     long[f"{path}:{node.lineno} {node.name}"] = length
     assert long == {}
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                text = str(node.value.value)
+                if re.match(r"\s*(Of|The same|Those|That|Likewise)\b", text):
+                    found.append(f"{path}:{node.lineno} {text}")
+    assert found == []

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_PIECES = 8
-"""Of a word; the others at its end are left out."""
+"""Most pieces of a word; the others at its end are left out."""
 MAX_COUNT = 50
 """A more frequent word counts as one of this frequency: else it would be a piece as a whole."""
 RARE = "\N{REPLACEMENT CHARACTER}"

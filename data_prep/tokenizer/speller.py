@@ -43,7 +43,7 @@ SPELLER = "speller.npz"
 ORDER = 7
 """n; less if the keys of n-grams would not fit into 64 bits."""
 MAX_TYPES = 500_000
-"""Of more types every k-th one is counted, most frequent first, so that all frequencies are."""
+"""Most types counted; of more, every k-th in order of frequency."""
 _DAMAGED = (ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What reading a damaged file raises, `NotImplementedError` included."""
 MAX_CHARACTERS = (1 << 16) - 3

@@ -48,7 +48,7 @@ def log_literals(name: str, counts: Mapping[str, int]) -> None:
 
 
 def counted_literals(lines: Iterable[str], counts: dict[str, int]) -> Iterator[str]:
-    """The same lines; adds to `counts` how often they contain each of its keys."""
+    """Pass lines on; adds to `counts` how often they contain each of its keys."""
     for line in lines:
         for word in counts:
             counts[word] += line.count(word)

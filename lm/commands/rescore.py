@@ -61,8 +61,9 @@ OPTIONS: Options = (
     | {
         "--vocabulary-size": VOCABULARY_SIZE["--vocabulary-size"]
         | {
-            "help": "spread P(<unk>) over the words missing to V, <eos> counted; the size of RUN is"
-            " all of it for each (default: a million more than the models know, or as lists have)"
+            "help": "share P(<unk>) among the unknown words of a vocabulary of V words, <eos>"
+            " included; with the size of RUN's own, each unknown word has all of it (default: a"
+            " million more than the models know, or as many as the lists require)"
         }
     }
     | OPEN_VOCABULARY
@@ -187,7 +188,7 @@ def _models(
 def _with_states(
     runs: "list[RunScores]", models: "list[RunScores | ArpaScores]"
 ) -> "list[WordModel]":
-    """The same models for a search, which needs their states."""
+    """The models for a search, which needs their states."""
     from lm.loaded import LoadedModel
 
     loaded = [

@@ -18,7 +18,7 @@ from lm.config.rules import first_problem
 from lm.config.schema import Config
 
 MAX_VALUES = 100_000
-"""Of a YAML file, aliases replaced: a few lines of aliases can stand for billions of values."""
+"""Largest number of values of a YAML file, aliases replaced: a few lines can stand for billions."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -18,7 +18,7 @@ from data_prep.settings import (
 )
 
 MAX_THREADS = 1024
-"""Of a process: with many more, the OpenMP library ends the process."""
+"""Most threads of a process: with many more, the OpenMP library ends the process."""
 Size = Annotated[int, Field(gt=0, le=2**20)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]

@@ -49,8 +49,8 @@ def hierarchical_cross_entropy(
         backend: "reference" runs node by node, on any device; "compiled" in compiled loops over
             nodes, on a CPU with numba; "triton" in fused kernels, on CUDA. "auto" takes "triton" on
             CUDA and "compiled" on a CPU where it can, and else "reference", with a warning that
-            says why: in fp64 on CUDA, for example. Without gradients, "compiled" is loaded after
-            so many positions that it saves the time that this takes.
+            says why: in fp64 on CUDA, for example. Without gradients, "auto" begins with
+            "reference" and loads "compiled" once the loops save more time than loading takes.
         row_wise: whether the gradients of `weight` and `bias` are `RowGradient`s, of the rows of
             visited nodes alone, for the optimizers of `lm.output.rowwise`. Not within
             `torch.compile`. With "triton" they are factors, and the host waits for the number of

@@ -50,7 +50,7 @@ class CarriedLoss(nn.Module):
         self.model = model
         self.num_batches = num_batches  # per optimizer step
         self.carried: State | None = None  # after the last batch; None before the first one
-        self.losses: list[tuple[Tensor, int]] = []  # undivided, and tokens, until gathered
+        self.losses: list[tuple[Tensor, int]] = []  # mean nll and tokens of each batch
 
     def forward(self, batch: Batch) -> Tensor:
         """The mean nll of a batch, divided by `num_batches`."""

@@ -112,7 +112,7 @@ class KneserNey:
     def _discount(
         self, ngrams: Order, adjusted: Ids, n: int, num_histories: int
     ) -> tuple[Floats, Floats, Floats]:
-        """Of each history the sum of a and of D; of each n-gram a - D."""
+        """The sums of a and of D for each history, and a - D for each n-gram."""
         ones, twos, threes, fours = (int((adjusted == k).sum()) for k in (1, 2, 3, 4))
         y = ones / max(1, ones + 2 * twos)
         ratios = twos / max(1, ones), threes / max(1, twos), fours / max(1, threes)

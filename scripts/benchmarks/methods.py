@@ -149,7 +149,7 @@ class GraphMethod(Method):
 
 
 def parameter(tensor: Tensor) -> Tensor:
-    """The same memory as a leaf that requires a gradient."""
+    """The tensor's memory as a leaf that requires a gradient."""
     return tensor.detach().requires_grad_()
 
 

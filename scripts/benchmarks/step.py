@@ -119,7 +119,7 @@ def mark_parts(state: TrainingState, watch: Stopwatch) -> list[Any]:
 
 
 def plain_steps(state: TrainingState) -> Iterator[None]:
-    """The same training in plain PyTorch, a step at a time."""
+    """Training in plain PyTorch, a step at a time."""
     model, batches, config = state.model, state.batches, state.config
     optimizer: torch.optim.Optimizer = state.optimizer.optimizer
     carried: State | None = None

@@ -50,7 +50,7 @@ KINDS = ("memory", "dense", "row_wise")
 DECODED = 17
 """Positions that are decoded one after another."""
 MOST_SECONDS = 2
-"""Of decoding with one tree, after three positions."""
+"""Longest decoding with one tree, after three positions."""
 COLUMNS = {
     "tree": "{tree}",
     "depth": "{depth}",

@@ -35,7 +35,7 @@ from scripts.kernels import sass
 from scripts.kernels.compilation import compiled_launch, launches, make_problem
 
 PROCESSOR_SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
-"""Of which each program takes 1 KiB."""
+"""Shared memory of a processor, of which each program takes 1 KiB."""
 PROCESSOR_REGISTERS, PROCESSOR_THREADS, PROCESSOR_PROGRAMS = 65_536, 2048, 32
 KINDS = ["bf16", "fp16", "tf32", "fp32", "bf16*fp32", "fp16*fp32"]
 TENSOR_CORES = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)")

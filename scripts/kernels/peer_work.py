@@ -26,7 +26,7 @@ from scripts.benchmarks.peers import usual_cutoffs
 ITEM, SINGLE, ALIGNED = 2, 4, 16
 """Bytes of a number, of a number of sums, and that divide strides of grouped products."""
 PROCESSORS = 132
-"""Of an H200; a tile of 256 × 256 takes two."""
+"""Processors of an H200; a tile of 256 × 256 takes two."""
 CCE_KEPT = 0.2
 """Share of blocks whose gradients cut-cross-entropy does not skip, as its authors estimate."""
 
@@ -43,7 +43,7 @@ class Operation(NamedTuple):
 
 
 STAGES, CCE_STAGES = 4, 3
-"""Of products: tiles of 128 × 64 and 256 × 64 in bf16 fit into shared memory four times."""
+"""Stages of products: tiles of 128 × 64 and 256 × 64 in bf16 fit into shared memory four times."""
 
 
 def loss_operations(problem: Problem, *, fused: bool) -> Iterator[Operation]:

@@ -63,17 +63,16 @@ A100 = Device(108, 1.41e9, 312e12, 2.039e12)
 REACHED_MEMORY = Range(0.75, 0.85)
 """Share of the peak of memory that kernels reach: what copies of large tensors usually measure."""
 REACHED_CACHE = Range(0.45, 0.65)
-"""Of the second-level cache: 4.0 to 5.8 TB/s on an H200. An assumption.
-"""
+"""Share of the second-level cache's rate: 4.0 to 5.8 TB/s on an H200. An assumption."""
 REACHED_MATRIX = Range(0.6, 0.8)
-"""Of tensor cores: 590 to 790 TFLOP/s on an H200. An assumption; the published forward of
-cut-cross-entropy on an A100 reaches 0.67.
+"""Share of tensor cores' rate: 590 to 790 TFLOP/s on an H200. An assumption; the published forward
+of cut-cross-entropy on an A100 reaches 0.67.
 """
 SCHEDULERS = 4
-"""Of a processor; each issues one instruction a clock."""
+"""Schedulers of a processor; each issues one instruction a clock."""
 CLOCKS_PER_INSTRUCTION = Range(2, 4)
-"""Of one warp: instructions of other warps fill the rest. An instruction that needs the result of
-the last one waits for 4 clocks (Jia et al. 2018, of Volta).
+"""Time of an instruction of one warp: those of other warps fill the rest. An instruction that needs
+the result of the last one waits for 4 clocks (Jia et al. 2018, of Volta).
 """
 CLOCKS_PER_LOAD = Range(480, 800)
 """Until a load arrives, on an idle and on a busy device. Assumptions; microbenchmarks of an idle

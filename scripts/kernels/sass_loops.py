@@ -20,7 +20,7 @@ from scripts.kernels.sass import Instruction, disassemble, parse_line, written
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 TOP, SOURCES = Path(__file__).resolve().parents[2], "/lm/output/"
 WARPS_PER_GROUP = 4
-"""That issue a wgmma together."""
+"""Warps that issue a wgmma together."""
 _LINE = re.compile(r'File "([^"]+)", line (\d+)( inlined at)?')
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _BRANCH = re.compile(r"\bBRA.*?`\((\.L_x_\d+)\)")

@@ -18,7 +18,7 @@ from scripts.reproduction.search_tables import (
 from scripts.reproduction.tables import Row, read_log
 
 PARTS = ("data", "embedding", "backbone", "layer", "clipping", "optimizer", "loop")
-"""Of a training step, fields of the log `step`."""
+"""Parts of a training step, fields of the log `step`."""
 LAYERS = {
     "full": ("full softmax", "C3"),
     "adaptive": ("adaptive softmax", "C1"),

@@ -24,7 +24,7 @@ hundredths."""
 
 
 class Lines(NamedTuple):
-    """Of each line of the test split."""
+    """Tokens and nats of each line of the test split."""
 
     tokens: NDArray[np.int64]  # [lines]
     nats: NDArray[np.float64]  # [lines]
@@ -213,7 +213,7 @@ def _minutes(mean: float) -> str:
 
 
 def differences(logs: dict[int, Log], baseline: dict[int, Log]) -> list[float]:
-    """Those of the perplexity with each seed that both have; none of the baseline itself.
+    """Differences of the perplexity with each seed that both have; none of the baseline itself.
 
     Example:
         >>> log = lambda perplexity: {"test": {"perplexity": perplexity}}

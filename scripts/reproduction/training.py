@@ -29,7 +29,7 @@ from scripts.reproduction.runs import TOP, Run, Validation
 from scripts.reproduction.search_tables import Lines
 
 STEPS = 5
-"""Of each run in a round of `time_runs`."""
+"""Steps of each run in a round of `time_runs`."""
 
 
 def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
@@ -85,7 +85,7 @@ def nats_of_test(run: Run, runs: Path) -> tuple[dict[str, Any], Lines]:
 
 
 def nats_of_ngrams(run: Run, runs: Path, order: int) -> tuple[dict[str, Any], Lines]:
-    """The same figures of the Kneser–Ney model of a trained run's data; it has n-grams."""
+    """Figures of the Kneser–Ney model of a trained run's data; its parameters are n-grams."""
     opened = OpenedRun.open(runs / run.table / run.name)
     tokens = opened.prepared.tokens("test")
     with tempfile.TemporaryDirectory() as folder:

@@ -69,7 +69,7 @@ def test_row_wise_gradients_are_the_dense_ones() -> None:
 
 
 def test_gradients_approach_those_of_the_full_softmax() -> None:
-    """Of 50 words and many samples: the estimate is consistent."""
+    """With 50 words and many samples: the estimate is consistent."""
     layer, (hidden, target) = make(num_samples=200_000), inputs()
     (sampled,) = torch.autograd.grad(layer.loss(hidden, target), hidden)
     (full,) = torch.autograd.grad(layer.eval().loss(hidden, target), hidden)

@@ -156,7 +156,7 @@ def test_cached_chunks_equal_one_window(sizes: list[int], context: int) -> None:
 
 
 def test_hidden_depends_on_distances_only() -> None:
-    """The same inputs at later positions give the same hidden vectors."""
+    """Inputs at later positions give the same hidden vectors."""
     model, embedded = make(), inputs()
     keys, values, position = model.init_state(B)
     late, _ = model(embedded, (keys, values, position + 1000))

@@ -18,7 +18,7 @@ TREE = ClassTree.two_level((torch.arange(N) * 7) % 5, shortlist=3)
 
 
 def with_long_rows(inputs: list[Tensor]) -> list[Tensor]:
-    """The same problem with arbitrary numbers after the H of each row of the weight."""
+    """The problem with arbitrary numbers after the H of each row of the weight."""
     hidden, weight, *others = inputs
     weight = torch.cat([weight, torch.randn(len(weight), W - H, dtype=weight.dtype)], 1)
     return [hidden, weight.detach().requires_grad_(), *others]

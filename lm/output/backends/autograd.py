@@ -138,7 +138,7 @@ class _EagerNll(torch.autograd.Function):
 eager_nll: Callable[..., Tensor] = _EagerNll.apply
 """The nll [P] of a backend, needs and fields of a `Problem`."""
 row_wise_nll: Callable[..., Tensor] = not_compiled(_EagerNll.apply)
-"""The same, outside of `torch.compile`."""
+"""`eager_nll`, kept out of `torch.compile`."""
 
 
 def eager(*tensors: Tensor | None) -> bool:

@@ -150,7 +150,7 @@ class Backend(Protocol):
         """
 
     def part_size(self, problem: Problem) -> int:
-        """How many positions the memory saved for a backward is of, at most, at any time."""
+        """Most positions computed at once, so that what a backward requires fits in memory."""
 
     def nll_by_level(self, problem: Problem) -> Tensor:
         """The nll of every position at each level of the tree, [D, P], without gradient."""

@@ -16,7 +16,7 @@ from lm.output.tree.class_tree import ClassTree, TreeArrays
 BLOCK_ELEMENTS = 1 << 20
 """Most logits in memory at once where they are not saved: 4 MB in fp32, for a CPU's cache."""
 CUDA_BLOCK_ELEMENTS = 1 << 25
-"""The same on CUDA, where the number of launches counts."""
+"""Most logits in memory at once on CUDA, where the number of launches counts."""
 CAST_ELEMENTS = 1 << 23
 """Most elements of rows in a lower precision cast at once: 32 MB in fp32."""
 

@@ -27,13 +27,13 @@ FREE_SECONDS = 1.0
 """Time in operations of PyTorch, by the two figures below, before loops are loaded, which takes as
 long and 120 MB of memory, and ten to twenty seconds to compile once."""
 SECONDS_OF_DRAW = 0.0015
-"""That operations of PyTorch take for a position."""
+"""Time of a draw for one position by operations of PyTorch."""
 SECONDS_OF_ROW = 5e-7
-"""The same of a search, for each row, where the distribution is flat."""
+"""Time of a search for each row by operations of PyTorch, where the distribution is flat."""
 FEW = 4
 """Positions up to which each one reads the table for itself, however much of it."""
 MOST_ROWS = 1 / 8
-"""Of the table, opened for each of more positions; then a product for all of them takes less."""
+"""Share of the table opened for each of more positions; beyond it one product takes less time."""
 NODE_COST = 4096
 """Numbers of the table for each node that is opened in the order of probability: reading them takes
 ten times as long as finding the node."""

@@ -79,7 +79,7 @@ class Expander:
         return self.penalty is None and self.excluded is None
 
     def select(self, position: Tensor) -> "Expander":
-        """That of some positions [A]."""
+        """The expander of some positions [A]."""
         penalty = self.penalty
         if penalty is not None:
             penalty = Penalty(penalty.factor, penalty.row[position])

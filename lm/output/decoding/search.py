@@ -21,7 +21,7 @@ from lm.output.decoding.expansion import ABSENT, Children, Expander, pack
 MOST_COST = 1 / 16
 """What a position's search costs node by node, at most, relative to all words in one product."""
 EXPANSION_COST, SOFTMAX_COST = 512, 24
-"""Of expanding a node, and of one softmax among those of all words, as numbers of rows."""
+"""Costs of expanding a node, and of one softmax among those of all words, in rows read."""
 BLOCK_ELEMENTS = 1 << 23
 """Most log-probabilities of all words in memory at once."""
 
@@ -33,7 +33,7 @@ class TopK(NamedTuple):
     word: Tensor  # [..., k] int64
 
     def select(self, rows: Tensor) -> "TopK":
-        """Those of some positions."""
+        """The words of some positions."""
         return TopK(self.log_prob[rows], self.word[rows])
 
 

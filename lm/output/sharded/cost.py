@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """Of forward, backward and update of the process with the most work."""
+    """Cost of forward, backward and update of the process with the most work."""
 
     placement: PlacementName
     load: float  # the most columns of a process divided by the mean

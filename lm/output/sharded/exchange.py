@@ -45,7 +45,7 @@ class Route(NamedTuple):
         return cls(recipients.nonzero()[:, 1], counts.tolist(), received.tolist(), group)
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Of [P, ...], what this process gets from all, one process after another."""
+        """Send [P, ...] to its recipients; returns what this process receives, by sender."""
         received = tensor.new_empty(sum(self.received), *tensor.shape[1:])
         sent = tensor.index_select(0, self.position)
         dist.all_to_all_single(received, sent, self.received, self.sent, group=self.group)

@@ -185,7 +185,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
         self._decoded(hidden)
 
     def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> NoReturn:
-        """Likewise."""
+        """Not available for a part of the rows."""
         self._decoded(hidden)
 
     def _decoded(self, hidden: Tensor) -> NoReturn:

@@ -27,9 +27,9 @@ PlacementName = Literal["word", "class"]
 SPLIT, GATHERED = -1, -2
 """Owners of nodes whose rows are dealt to all processes; the second are gathered for each batch."""
 LARGEST_SHARE = 0.1
-"""Of the work of a process: nodes that cost more are split by word."""
+"""Share of the work of a process: nodes that cost more are split by word."""
 MOST_ROWS = 1.1
-"""Of the mean: rows that a process may hold."""
+"""Most rows that a process may hold, relative to the mean."""
 
 
 class Plan(NamedTuple):

@@ -30,7 +30,7 @@ class DealtRows(NamedTuple):
 
     @classmethod
     def of(cls, num_rows: int, group: Any = None) -> "DealtRows":
-        """Those of this process."""
+        """The rows of this process."""
         return cls(num_rows, dist.get_rank(group), dist.get_world_size(group), group)
 
     @property

@@ -278,7 +278,7 @@ class ClassTree(nn.Module):
         return cls(*(state[name] for name in _SAVED))
 
     def copy(self) -> "ClassTree":
-        """The same tree as another module, which moves by itself. The arrays share their memory."""
+        """Another module with this tree, which moves by itself. The arrays share their memory."""
         return copy.deepcopy(self, {id(array): array.detach() for array in self.arrays})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ClassTree":

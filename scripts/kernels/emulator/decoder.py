@@ -125,7 +125,7 @@ class Decoder:
         return unmasked if local and by.guard is None else act
 
     def actions(self) -> dict[int, tuple[list[tuple[Instruction, Action]], int]]:
-        """Of every block by its first instruction: the actions, and where it ends."""
+        """The actions of every block by its first instruction, and where it ends."""
         every = self.kernel.instructions
         blocks = self.kernel.blocks()
         return {each.start: (self.block([every[i] for i in each]), each.stop) for each in blocks}

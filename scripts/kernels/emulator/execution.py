@@ -41,7 +41,7 @@ class Code:
         self.element_bytes = min([PIECE, *map(transfers.shared_width, self.kernel.instructions)])
 
     def changed(self, by: Instruction) -> "Code":
-        """The same with another instruction in the place of the one with its index."""
+        """The code with another instruction in the place of the one with its index."""
         other, instructions = copy(self), [*self.kernel.instructions]
         instructions[by.index] = by
         other.kernel = replace(self.kernel, instructions=instructions)
@@ -67,7 +67,7 @@ class Request(NamedTuple):
     values: list[Any]  # of the parameters: addresses and numbers
 
     def copy(self) -> "Request":
-        """The same, with the values that the tensors have now."""
+        """The request with the values that the tensors have now."""
         copied = [
             each._replace(contents=each.contents.copy(), has_values=each.has_values.copy())
             for each in self.tensors

@@ -191,7 +191,7 @@ class _GroupProduct:
         return found
 
     def _addresses(self, descriptor: int, rows: int, transposed: bool) -> Array:
-        """Of every piece: [rows, depth / core], or [rows / core, depth] of a transposed matrix."""
+        """Addresses of pieces: [rows, depth / core], or [rows / core, depth] if transposed."""
         start, leading, stride = (((descriptor >> shift) & 0x3FFF) << 4 for shift in (0, 16, 32))
         if (descriptor >> 49) & 7:
             raise Unsupported(f"base offset of a descriptor in {self.by.text}")

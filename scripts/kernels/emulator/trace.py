@@ -15,7 +15,7 @@ SHARED, GLOBAL, ORDER = range(3)
 """Where a place is; all accesses of global memory, and atomics with an order, are one of the last.
 """
 _BITS = {"program": 12, "space": 2, "place": 24, "epoch": 14, "actor": 8, "write": 1}
-"""Of an access, which is kept as one number."""
+"""Bits of the fields of an access, which is kept as one number."""
 GROUP = 255
 """The actor of what several warps do together: another one than each of them."""
 _MOST = 1 << 22

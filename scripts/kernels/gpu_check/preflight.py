@@ -187,7 +187,7 @@ def comparison(dtypes: list[str], capability: int) -> dict[str, str | None]:
 
 
 def interpreted_comparison() -> dict[str, str | None]:
-    """The same in the interpreter, on a smaller problem."""
+    """The comparison in the interpreter, on a smaller problem."""
     import torch
 
     from lm.output import ClassTree, hierarchical_cross_entropy

@@ -22,7 +22,7 @@ from scripts.kernels.gpu_check.plan import LOGS
 
 ARCHIVE_BYTES = 16_000_000
 LOG_BYTES = 1_000_000
-"""Of the beginning, and of the end, of each log."""
+"""Bytes of the beginning, and of the end, of each log."""
 SUMMARY_CHARACTERS = 9_500
 FILES = ("gpu_check.json", "summary.txt", "logs.tar.gz", *LOGS)
 Row = dict[str, Any]

@@ -315,7 +315,7 @@ def test_a_line_makes_the_classes_of_a_configuration(method: Any) -> None:
 
 @pytest.mark.parametrize("method", ["random", "uniform", "frequency", "embedding", "exchange"])
 def test_each_level_has_classes_of_the_classes_below(method: Any) -> None:
-    """Those that the method makes of the text in which words are replaced by their classes."""
+    """They are made by the method from the text in which words are replaced by their classes."""
     tokens, _ = planted_text(6, 15, 3_000)
     levels = data_prep.class_levels(tokens, 90, 27, depth=4, method=method)
     assert levels.dtype == np.int32

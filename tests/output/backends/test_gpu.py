@@ -45,7 +45,7 @@ def problem(
 
 
 def plain(inputs: list[Tensor], target: Tensor, tree: ClassTree, upstream: Tensor) -> list[Tensor]:
-    """The same with the products and log_softmax in the dtype of the inputs."""
+    """The gradients with the products and log_softmax in the dtype of the inputs."""
     inputs = [tensor.detach().requires_grad_() for tensor in inputs]
     hidden, weight, bias = inputs
     logits = hidden @ weight.T + bias

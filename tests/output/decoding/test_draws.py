@@ -28,7 +28,7 @@ from .truth import (
 )  # fmt: skip
 
 SIGNIFICANCE = 1e-5
-"""Of one test, of about 500: a seed for which one of them fails is a matter of half a percent."""
+"""Significance of one test of about 500: one of them fails for half a percent of seeds."""
 PENALTY: Options = {"repetition_penalty": 1.5, "previous": [0, 2, 2, -1, 11, 22, *range(4, 9)]}
 
 EXCLUDED: Options = {"excluded": (0, 3, 11, 3)}

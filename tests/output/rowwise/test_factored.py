@@ -153,7 +153,7 @@ def test_rows_that_are_input_vectors_too_are_never_formed_on_a_cpu(
 def test_a_batch_without_targets_changes_nothing(
     name: str, positions: int, backend: BackendName
 ) -> None:
-    """Of the two positions, one is ignored, and so is the other."""
+    """Both positions are ignored."""
     tree, optimizers = TREES["two levels"], OPTIMIZERS
     params = table(tree, torch.float32)
     optimizer = optimizers[name](params, lr=0.3)

@@ -159,7 +159,7 @@ def test_numbers_of_bf16_are_not_rounded(value: float) -> None:
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x400000, -1])
 def test_nan_remains_nan(bits: int) -> None:
-    """Of any bits: 0x7FFFFFFF is that of a GPU, 0xFFC00000 that of a CPU."""
+    """NaN of any bits: 0x7FFFFFFF is that of a GPU, 0xFFC00000 that of a CPU."""
     number = torch.full((300, 7), bits, dtype=torch.int32).view(torch.float32)
     assert at_random(number).isnan().all()
 

@@ -116,7 +116,7 @@ def distribution_law(tree: ClassTree) -> None:
 @few_and_many
 @every_backend
 def test_loss_and_gradients_are_those_of_the_definition(examples: int) -> None:
-    """Of `F.cross_entropy` at depth 1; for any order of positions and constants of nodes."""
+    """Depth 1 is `F.cross_entropy`; for any order of positions and constants of nodes."""
     holds(loss_law, examples)
 
 

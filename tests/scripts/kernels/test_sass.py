@@ -137,7 +137,7 @@ def test_code_that_is_not_understood_is_refused() -> None:
 
 
 def test_the_installed_version_compiles_the_kernel_without_hazard(tmp_path: Path) -> None:
-    """Of Triton, whose package brings the disassembler."""
+    """Triton's package brings the disassembler."""
     pytest.importorskip("triton.backends.nvidia")
     path = tmp_path / "kernel.py"  # Triton reads the source of a kernel from its file
     path.write_text(KERNEL)

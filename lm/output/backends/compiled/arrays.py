@@ -17,7 +17,7 @@ _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 
 def own(tensor: Tensor) -> Array:
-    """The same of a tensor that no caller will resize, in less time."""
+    """`as_array` of a tensor that no caller will resize, which takes less time."""
     bits = _BITS.get(tensor.dtype)
     array: Array = (tensor if bits is None else tensor.view(bits)).numpy()
     return array

@@ -33,7 +33,7 @@ DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16}
 ALIGN = 32
 """Hidden vectors are followed by zeros up to a multiple of so many numbers."""
 FULL_SAVED_ELEMENTS = 1 << 28
-"""The same as `SAVED_ELEMENTS` for a full softmax whose products are of bf16 numbers: 1 GB, a third
+"""Most errors saved of a full softmax whose products are of bf16 numbers: 1 GB, a third
 of what PyTorch's `cross_entropy` of as many logits takes."""
 LEAST_ZEROS = 1 << 18
 """Numbers from which on threads divide the rows that are set to zero."""
@@ -270,7 +270,7 @@ def has_numba() -> bool:
 def _row_gradients(
     nodes: Array, problem: Problem, saved: Saved, needs: Needs, d_nll: Tensor
 ) -> tuple[RowGradient | None, RowGradient | None]:
-    """Those of weight and bias, if needed, given d_nll [P] of the sorted positions."""
+    """Gradients of weight and bias, if needed, given d_nll [P] of the sorted positions."""
     weight, bias, d_weight, d_bias = problem.weight, problem.bias, None, None
     none = d_nll.new_empty(0)
 

@@ -31,7 +31,7 @@ EMITTING = (
 EMITTED = hashlib.sha256(
     b"".join(Path(str(module.__file__)).read_bytes() for module in EMITTING)
 ).hexdigest()[:16]
-"""Of the files that compiled functions in other files are made of."""
+"""Hash of the files whose code is compiled into functions of other files."""
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -85,7 +85,7 @@ class Found(NamedTuple):
 WORDS, NODES, EXCLUDED, NODES_OPENED = range(4)
 """Counts of `Found`: words, nodes in its heap, excluded words, and nodes opened."""
 LARGEST_EXPONENT = 600.0
-"""Of a weight relative to that of a drawn word: sums of larger ones might not be finite."""
+"""Largest log of a weight relative to a drawn word's: sums of larger ones might not be finite."""
 
 
 @compiled

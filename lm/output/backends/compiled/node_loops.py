@@ -152,7 +152,7 @@ def forward(
 def forward_bf16(
     begin, end, nodes, unsorted, hidden, weight, bias, child, log_prob, error, d_hidden, widest
 ):
-    """The same with products of bf16 numbers: hidden vectors, rows, and errors rounded to them.
+    """`forward` with products of bf16 numbers: hidden vectors, rows, and errors rounded to bf16.
 
     `hidden` has bf16, `weight` bf16 or fp32, the others fp32. Many visits of a node are computed by
     `forward_blocks`, whose sums have another order: the last bits depend on how many there are.
@@ -205,7 +205,7 @@ def forward_bf16(
 
 @compiled
 def _forward_few(node, begin, end, hidden, row, bias, child, log_prob, rows, d_hidden, low, ahead):
-    """The same as `forward_blocks` for a node of few visits, whose errors are [visits, n].
+    """`forward_blocks` for a node of few visits, whose errors are [visits, n].
 
     Args:
         low: space for errors in bf16, zeros at first.
@@ -304,7 +304,7 @@ def backward(begin, end, nodes, error, hidden, d_nll, d_weight, d_bias):
 
 @compiled
 def backward_bf16(begin, end, nodes, error, hidden, d_nll, d_weight, d_bias):
-    """The same with products of bf16 numbers: hidden vectors, and errors times d_nll.
+    """`backward` with products of bf16 numbers: hidden vectors, and errors times d_nll.
 
     `hidden` has bf16 and is not multiplied by d_nll.
     """
@@ -347,7 +347,7 @@ def backward_bf16(begin, end, nodes, error, hidden, d_nll, d_weight, d_bias):
 
 @compiled
 def _pair_rows(error, d_nll, pairs, node, first, num, v, terms):
-    """The same as `pair_blocks` for a node of few visits: [terms / 2, num] pairs."""
+    """`pair_blocks` for a node of few visits: [terms / 2, num] pairs."""
     start, _, n, offset = node
     for m in range(0, terms, 2):
         place = error.ctypes.data + 4 * (offset + (v + m - start) * n + first)

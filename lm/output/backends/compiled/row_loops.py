@@ -76,7 +76,7 @@ def _norm_of_products(error, hidden, offset, start, num_visits, n, num_columns):
 
 @compiled
 def _more_norms(k, until, error, num_columns, more, num_nodes, out):
-    """Those of `more` from number k on whose rows are below `until`; the next one's number."""
+    """Norms² of `more` from number k on, for rows below `until`; returns the next number."""
     while k < len(more[0]) and more[0][k] < until:
         x = more[1].ctypes.data + k * more[1].strides[0]
         out[num_nodes + k] = row_product(error, x, x, num_columns)
@@ -146,7 +146,7 @@ def update_rows(rule, begin, end, nodes, error, hidden, formed, more, table, sta
 
 @compiled
 def _update_more(k, until, rule, few, more, table, states, numbers):
-    """Those of `more` from number k on whose rows are below `until`; the next one's number."""
+    """Update by `more` from number k on, for rows below `until`; returns the next number."""
     while k < len(more[0]) and more[0][k] < until:
         address = more[1].ctypes.data + k * more[1].strides[0]
         _update_row(rule, few, address, more[0][k], table, states, numbers)

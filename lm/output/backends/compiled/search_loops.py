@@ -19,7 +19,7 @@ TOP_K, TOP_P, MIN_P = range(3)
 UNFINISHED, WRONG = -1, -2
 """Sizes of sets that are not searched to the end, or whose log-probabilities are not finite."""
 SCALE, NUM_BINS = 64, 2048
-"""Of the histogram of words by log-probability: bins per nat, and the last one has all the rest."""
+"""Bins per nat of the histogram of words by log-probability, and all; the last has the rest."""
 CHUNK = 512
 """Words whose weights are computed at a time."""
 THRESHOLD, BEST, MASS, ABOVE, EDGE, TARGET = range(6)

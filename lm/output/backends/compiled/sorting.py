@@ -4,7 +4,7 @@ import numba
 import numpy as np
 
 BITS = 8
-"""Of a rank that is sorted by at a time."""
+"""Digits of the radix sort, in bits."""
 
 
 @numba.njit(nogil=True)

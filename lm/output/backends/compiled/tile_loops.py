@@ -56,7 +56,7 @@ sums, visit_sums, row_sums = map(_sums, (TILE, VISIT_TILE, ROW_TILE))
 def _streamed(sums: Any, height: int) -> Any:
     @numba.njit(nogil=True)
     def streamed_sums(factor, rows, out, num, num_terms, starts, strides, to, buffer):
-        """The same of rows next to each other, from the address `to` on, past the caches.
+        """`sums` for rows next to each other, stored from the address `to` on, past the caches.
 
         Args:
             buffer: [`STREAMED_BYTES` or a row and two lines of a cache, whichever is more] bytes.

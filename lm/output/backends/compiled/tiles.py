@@ -19,15 +19,15 @@ from lm.output.backends.compiled.vectors import HAS_AVX512, INT, Vectors
 TILE = (4, 4) if HAS_AVX512 else (4, 3)
 """Rows and vectors of a tile; processors have 32 or 16 registers for vectors."""
 VISIT_TILE = (8, 2) if HAS_AVX512 else TILE
-"""The same of sums for the visits of a block, see `columns`."""
+"""Tile of sums for the visits of a block, see `columns`."""
 ROW_TILE = (6, 4) if HAS_AVX512 else TILE
-"""The same of sums of products of bf16 numbers for a node's rows."""
+"""Tile of sums of products of bf16 numbers for a node's rows."""
 ROWS = 8
 """Rows that one hidden vector is multiplied with at a time."""
 AHEAD_BYTES = 12 << 10
 """How far rows are read ahead that are read in the order of addresses."""
 ADDED_AHEAD_BYTES = 128 << 10
-"""The same of rows that sums are added to: a loop comes back to some for each tile of columns."""
+"""How far rows that sums are added to are read ahead, some for each tile of columns."""
 
 
 def sum_dtype(dtype: Any) -> Any:
@@ -36,7 +36,7 @@ def sum_dtype(dtype: Any) -> Any:
 
 
 def addresses(builder: Any, first: Any, stride: Any, num: int, last: Any) -> list[Any]:
-    """Of `num` rows; of row number `last` again beyond it."""
+    """Addresses of `num` rows; beyond row number `last`, its address again."""
     inside = [builder.icmp_signed("<", INT(i), last) for i in range(num)]
     rows = [builder.select(is_inside, INT(i), last) for i, is_inside in enumerate(inside)]
     return [builder.add(first, builder.mul(row, stride)) for row in rows]
@@ -234,7 +234,7 @@ class _Terms:
         self.num_loads = width
 
     def masks(self, left: Any) -> list[Any]:
-        """Of the loads of a row; None for all columns."""
+        """Masks of the loads of a row; None for all columns."""
         starts = (INT(j * self.read.lanes) for j in range(self.num_loads))
         return [left and self.read.mask(self.builder.sub(left, start)) for start in starts]
 
@@ -276,7 +276,7 @@ class _Terms:
 
 
 class _Pairs(_Terms):
-    """The same of bf16 numbers, two n at a time."""
+    """Terms of bf16 numbers, two n at a time."""
 
     step = 2
 

@@ -15,7 +15,7 @@ from numba.core import cgutils, codegen, config
 
 FEATURES = codegen.get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
 HAS_AVX512 = "+avx512f" in FEATURES.split(",")
-"""Of the processor that numba compiles for, which the variable NUMBA_CPU_FEATURES may limit."""
+"""Whether numba compiles for a processor with AVX-512; NUMBA_CPU_FEATURES may limit it."""
 HAS_BF16 = HAS_AVX512 and "+avx512bf16" in FEATURES.split(",")
 """Whether there are instructions for bf16, which take numbers below 1.2e-38 for 0."""
 VECTOR_BYTES = 64 if HAS_AVX512 else 32
@@ -27,7 +27,7 @@ _SCALARS = {
     types.uint16: ir.IntType(16),
 }
 _TERMS = {"f32": 8, "f64": 14}
-"""Of the Taylor series of exp, whose rest is below a rounding up to log(2) / 2."""
+"""Terms of the Taylor series of exp, whose rest is below a rounding up to log(2) / 2."""
 _LEAST_EXP = {"f32": -87.0, "f64": -708.0}
 """exp of smaller numbers is 0, before it is a subnormal number."""
 
@@ -140,7 +140,7 @@ class Vectors:
         ]
 
     def halves_split(self, a: Any, b: Any) -> list[Any]:
-        """Of each 8 numbers of the vectors a and b the first 4, and the others."""
+        """The first 4 of each 8 numbers of the vectors a and b, and the other 4."""
         starts = range(0, 2 * self.lanes, 8)
         return [
             self._shuffled(a, b, [s + half + k for s in starts for k in range(4)])
@@ -205,7 +205,7 @@ class Vectors:
         return found
 
     def _halves_combined(self, a: Any, b: Any, half: int, combine: Callable[..., Any]) -> Any:
-        """Of each block of 2 · `half` numbers its two halves combined, those of a before b's."""
+        """Combine the two halves of each block of 2 · `half` numbers, those of a before b's."""
         starts = range(0, 2 * self.lanes, 2 * half)
         low = [start + i for start in starts for i in range(half)]
         lows, highs = (self._shuffled(a, b, [i + shift for i in low]) for shift in (0, half))

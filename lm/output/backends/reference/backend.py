@@ -41,7 +41,7 @@ from lm.output.rowwise.row_gradient import RowGradient
 SAVED_ELEMENTS = 1 << 26
 """Most errors saved: 256 MB in fp32."""
 SAVED_ELEMENTS_OF_ONE_NODE = 1 << 20
-"""The same for a tree of one node, the full softmax."""
+"""Most errors saved of a tree of one node, the full softmax."""
 CACHED_ELEMENTS = 1 << 18
 """Log-probabilities that are computed at once where none is saved: 1 MB in fp32."""
 
@@ -276,7 +276,7 @@ def _log_prob_of_child(hidden: Tensor, rows: Tensor, bias: Tensor | None, child:
 
 
 class _Sums(NamedTuple):
-    """Of a node's visits, [V] each; the lse is largest + log total."""
+    """Sums over a node's children for each visit, [V] each; the lse is largest + log total."""
 
     largest: Tensor  # logit
     total: Tensor  # Σ exp(z - largest)

@@ -20,7 +20,7 @@ LARGE_BYTES = 1 << 20
 REUSED_BYTES = 1 << 31
 """Most memory that is held for the next gradient."""
 REUSED_SHARE = 0.25
-"""Of the rows; gradients with a smaller share of written rows are freshly mapped."""
+"""Least share of written rows; gradients with a smaller one are freshly mapped."""
 ROWS_PER_CALL = 16
 """The time of a call of PyTorch, as a number of rows set to zero."""
 _MAPPING: dict[str, Any] = (

@@ -194,7 +194,7 @@ def _store_rows(matrix, row, row_mask, h, H, stride, values):
 
 @triton.jit
 def _store_block(matrix, first, row_mask, h, H, stride, values):
-    """The same for neighbouring rows from the first one on."""
+    """Store neighbouring rows from the first one on."""
     row = tl.arange(0, row_mask.shape[0])
     mask = row_mask[:, None] & (h < H)[None, :]
     place = matrix + tl.full((), first, tl.int64) * stride + (row[:, None] * stride + h[None, :])

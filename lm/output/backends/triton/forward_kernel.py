@@ -45,7 +45,7 @@ def _first_slot(column, n, d, mask=None):
 
 @triton.jit
 def _first_block(column, n, d, BLOCK_C: tl.constexpr, mask=None):
-    """The same for blocks of children: each level may leave one partly empty."""
+    """Where blocks of a node's children begin: each level may leave one partly empty."""
     return tl.load(column + n, mask=mask, other=None if mask is None else 0) // BLOCK_C + d
 
 

@@ -15,8 +15,8 @@ from lm.output.backends.base import Problem
 from lm.output.backends.triton.tile_shapes import Tiles
 
 RUN_SIZES, MOST_RUNS = (32, 128, 512), 64
-"""Keys of a sorted run, the first that is enough or the last, and most runs: each key is compared
-with some of every run.
+"""Lengths of sorted runs, of which the first is taken that makes at most `MOST_RUNS`; every run is
+searched for each key.
 """
 MAX_SPLITS = 16
 """Most programs that share a tile in the forward, or the visits of a split node."""
@@ -25,7 +25,7 @@ NUM_LISTS = 8
 FILLING_PROGRAMS = 512
 """Programs from which on more of them would not make d_weight faster."""
 BYTES_PER_VISIT = 1 << 15
-"""Of rows that a device reads and writes while a program of d_weight adds up a visit."""
+"""Bytes of rows that a device reads and writes while a program of d_weight adds up a visit."""
 
 
 class Routing(NamedTuple):

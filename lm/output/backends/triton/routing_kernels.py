@@ -18,7 +18,7 @@ from lm.output.backends.triton.launch import VARYING
 
 @triton.jit
 def _begin(DEPENDENT: tl.constexpr):
-    """Of every kernel, before it reads or writes anything: see `launch.DEPENDENT`.
+    """Begin a kernel, before it reads or writes anything: see `launch.DEPENDENT`.
 
     Waits until the launches in front have ended and all they wrote is visible, so that the order of
     all accesses is that of the launches. Then lets programs of the next launch begin, and wait.

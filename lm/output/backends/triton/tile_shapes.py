@@ -14,7 +14,7 @@ import torch
 from lm.output.rowwise.eager import constant_when_compiled
 
 MAX_REGISTERS = 255
-"""Of a thread; without it the assembler spills to fit more programs on a processor."""
+"""Registers of a thread; without it the assembler spills to fit more programs on a processor."""
 
 SPILLS_LESS = (3, 9, 0)
 """The first version of Triton that needs no registers beyond a thread's for wide tiles of d_hidden
@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
     errors: Tile  # its `c` is that of the forward
     heavy: Tile  # `v` x `h` of d_hidden, in two halves, and `c` x `h` of d_weight
     light: Tile  # its `v` is the most visits of a light node, its warps those of rows of heavy ones
-    chunk: int = 512  # fewest visits that a program of d_weight adds up where others take the rest
+    chunk: int = 512  # least number of visits per program where several share the rows of a node
 
 
 _HALF_ERRORS, _SINGLE_ERRORS = Tile(16, 128, 0, 4, 1), Tile(16, 64, 0, 4, 1)

@@ -125,7 +125,7 @@ def test_no_interrupt_is_lost() -> None:
 
 
 def test_threads_divide_the_work_evenly() -> None:
-    """Of a root with many visits and of classes with few, by rows."""
+    """A root with many visits and classes with few are divided by rows."""
     classes = [(10 * c, 10 * (c + 1), 50 + 40 * c, 40, 0, 1) for c in range(50)]
     nodes = np.array([(0, 500, 0, 50, 0, 0), *classes])
     cost = torch.cat([torch.full((50,), 500), torch.full((2000,), 10)]) + division.ROW_VISITS

@@ -119,7 +119,7 @@ def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made(
 def test_autograd_adds_another_gradient_to_the_memory_in_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of rows that are input vectors too; nothing else refers to the memory, not even a view."""
+    """The rows are input vectors too; nothing else refers to the memory, not even a view."""
     monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 16)
     tree = ClassTree.two_level(torch.arange(400) // 20)
     for num_words in (400, 10):  # in reused memory, in freshly mapped memory

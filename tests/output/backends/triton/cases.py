@@ -54,7 +54,7 @@ TREES: dict[str, Callable[[], ClassTree]] = {
 FAR = 1 << 24
 """Elements from row to row: within a tile of 128 rows, offsets have 32 bits."""
 ALLOCATION = r"@%p\d+ tcgen05\.alloc\..*?tcgen05\.relinquish_alloc_permit\."
-"""Of tensor memory."""
+"""The allocation of tensor memory."""
 ORDERS = ("forward", "backward", "interleaved")
 LOADED = ("sorted_hidden", "weight", "errors", "exp_logits", "partial_hidden", "partial_rows")
 SECTORS = ("sorted_hidden", "weight", "errors", "exp_logits", "hidden")

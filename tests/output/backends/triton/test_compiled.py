@@ -128,7 +128,7 @@ ALL_MUTATED = [
 one dtype have the same compiled kernels. The smaller ones come first.
 """
 NUM_MUTANTS, ALL_MUTANTS = 1, 3
-"""Of each kind in each kernel of an architecture."""
+"""Mutants of each kind in each kernel of an architecture."""
 SCAN = "(standard.py:"
 """Where a scan is written: in Triton."""
 ORDERING = KINDS.keys() - CHANGED - {"predicate", "barrier", "descriptor"}
@@ -147,7 +147,7 @@ def executor() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, executor: ProcessPoolExecutor) -> Results:
-    """Of the cases whose tests run, in that order."""
+    """Results of the cases whose tests run, in that order."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
     cases = [each["case"] for each in parameters if isinstance(each.get("case"), Case)]

@@ -43,7 +43,7 @@ def _verified_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 
 def test_correct_kernels_are_taken_after_one_comparison() -> None:
-    """Of a problem with all that programs work on."""
+    """The problem has all that programs work on."""
     names: list[str] = []
     num_entries = torch.zeros(8)
 
