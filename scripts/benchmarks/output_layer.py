@@ -15,7 +15,6 @@ of --backends, by default the one that users get, `auto`, and the reference. The
   huffman    ours, by frequency, 16 children each
   tree_full  ours, one level: the full softmax
   graph      `random` by triton, its step captured in a CUDA graph: no launch overhead
-  dependent  the same, with programmatic dependent launches
   full       torch: linear + cross_entropy
   chunked    torch: linear_cross_entropy, which holds few logits at once
   cce        Apple's cut-cross-entropy, on CUDA, if installed
@@ -52,7 +51,6 @@ from lm.device import available_bytes, keep_freed_memory
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import base, choose_backend
 from lm.output.backends.triton.backend import TIMING_ONLY, failures
-from lm.output.backends.triton.launch import instrumented
 from lm.output.functional import BackendName
 from scripts.benchmarks import measure, reporting
 from scripts.benchmarks.measure import Clock, Work
@@ -100,14 +98,6 @@ KERNELS = ("_forward", "_errors", "_heavy", "_rows")
 """Prefixes of the names of this project's kernels, except routing kernels."""
 
 
-class DependentMethod(GraphMethod):
-    """A graph whose kernels begin before the kernels in front of them have ended."""
-
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        with instrumented(dependent=True):
-            return super()._capture()
-
-
 def rank_blocks(vocab_size: int, num_shortlist: int = 0) -> ClassTree:
     """√N classes of neighbouring ranks, with the first words as children of the root."""
     num_classes = round(math.sqrt(vocab_size))
@@ -142,8 +132,7 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
         return loss, [weight, bias]
 
     slow = name == "tree_full" or (chosen == "reference" and hidden.is_cuda)
-    labels: dict[type[Method], str] = {GraphMethod: "graph", DependentMethod: "dependent"}
-    label = labels.get(kind, name)
+    label = "graph" if kind is GraphMethod else name
     return kind(label, problem, build, tree=tree, backend=chosen, slow=slow)
 
 
@@ -180,8 +169,7 @@ def make_methods(problem: Problem, options: argparse.Namespace) -> list[Method]:
     ]
     fused = any(method.backend == "triton" for method in methods)
     if fused and problem.hidden.is_cuda:
-        for name, kind in (("graph", GraphMethod), ("dependent", DependentMethod)):
-            methods += [ours(problem, "random", "triton", kind)] * (name in options.methods)
+        methods += [ours(problem, "random", "triton", GraphMethod)] * ("graph" in options.methods)
     return methods + [make(problem) for name, make in PEERS.items() if name in options.methods]
 
 
@@ -349,7 +337,7 @@ def parse_options() -> argparse.Namespace:
     """Options of the command line, with the defaults of the device."""
     parser = reporting.benchmark_parser(__doc__)
     add = parser.add_argument
-    names = [*TREES, "graph", "dependent", *PEERS]
+    names = [*TREES, "graph", *PEERS]
     add("--rows", type=reporting.problem_size, nargs="+", metavar="N:H", help="words, hidden size")
     add("--positions", type=int, help="2048 on a CPU, 16384 on a GPU")
     add("--dtype", choices=measure.DTYPES, help="fp32 on a CPU, bf16 on a GPU")

@@ -13,7 +13,6 @@ The steps, in this order, each alone with --steps:
   tests             all GPU tests but those of `repeat`, in parallel parts: bf16, fp16, fp32 and
                     tf32 against fp64, no host synchronisation, CUDA graphs, torch.compile
   repeat            1,000 steps bit for bit
-  dependent         `correctness` with programmatic dependent launches
   sanitizer         compute-sanitizer: memory and race checks of a few tests
   benchmark-tf32    fp32 with products in TF32
   benchmark-few     1,024 positions

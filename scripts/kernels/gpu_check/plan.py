@@ -18,9 +18,9 @@ MEMCHECK = ["memcheck", "--report-api-errors", "no"]
 """Failing calls of the driver are no errors of kernels: libraries try what a driver may lack."""
 DRY_TESTS = "tests/output/backends/triton/test_kernels.py"
 DRY_CHOICE = "empty_batch or nan_in_the_weight"
-METHODS = ["random", "graph", "dependent", "full", "chunked", "cce", "liger", "adaptive", "grouped"]
+METHODS = ["random", "graph", "full", "chunked", "cce", "liger", "adaptive", "grouped"]
 FULL_SOFTMAX = ["random", "graph", "chunked", "cce"]
-LARGEST = ["random", "graph", "dependent", "cce", "adaptive", "grouped"]
+LARGEST = ["random", "graph", "cce", "adaptive", "grouped"]
 """Without full softmaxes that hold logits, or that go through all rows for few positions at a time.
 """
 MIXED = ["random", "clustered", "graph", "full", "adaptive"]
@@ -136,17 +136,6 @@ def _longer_steps(work: Path, capability: int) -> list[Step]:
     return [
         Step("tests", [[*tests, f"{i}/{num_parts}"] for i in range(num_parts)], 155, 260),
         Step("repeat", [[*PYTEST, "-m", "gpu", GPU_TESTS, "-k", REPEATED]], 45, 90),
-        Step(
-            "dependent",
-            [
-                [*PYTEST, "-m", "gpu", GPU_TESTS, "-k", FIRST],
-                module("kernels.gpu_check.preflight", "--dtypes", "bf16", "fp16", "fp32"),
-            ],
-            60,
-            120,
-            {"SQRTLM_DEPENDENT_LAUNCHES": "1"},
-            skipped=None if capability >= 90 else "requires compute capability 9.0",
-        ),
         Step(
             "sanitizer",
             [[*check, *tool, *some] for tool in (MEMCHECK, ["racecheck"])],

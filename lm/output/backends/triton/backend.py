@@ -154,7 +154,7 @@ class TritonBackend:
         all_valid = _route(problem, known, special)
         num_tiles = saved.routing.heavy_tiles.numel() + saved.routing.light_nodes.numel()
         launch(forward_kernel._forward, num_tiles * splits, tile, known, **special)
-        if nll.is_cuda and problem.num_positions:  # last, as it ends a series of dependent launches
+        if nll.is_cuda and problem.num_positions:
             torch._assert_async(all_valid, "a target is neither a word nor ignore_index")
         return nll, _flat(saved)
 

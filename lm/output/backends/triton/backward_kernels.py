@@ -20,7 +20,6 @@ import triton.language as tl
 
 from lm.output.backends.triton.forward_kernel import _block, _divisor, _first_block, _first_slot
 from lm.output.backends.triton.launch import VARYING
-from lm.output.backends.triton.routing_kernels import _begin
 
 
 @triton.jit
@@ -43,10 +42,9 @@ def _errors(
     position, node, child, num_children, column,
     exp_logits, block_max, lse, target_logit, errors,
     P, D, path_slots, path_blocks, d_nll_stride,
-    ACC: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
+    ACC: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """(9) for a tile of positions and all their visits."""
-    _begin(DEPENDENT)
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     p = tl.load(position + v, mask=v < P, other=0).to(tl.int64)
     upstream = tl.load(d_nll + p * d_nll_stride, mask=v < P, other=0.0).to(ACC)
@@ -96,10 +94,8 @@ def _heavy(
     P, D, row_programs, path_slots, h_units, sorted_units, weight_units,
     ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Chunks of (6), then heavy nodes' (5)."""
-    _begin(DEPENDENT)
     num_slots, padded = path_slots * 16, sorted_units * 16
     num_h = tl.cdiv(padded, BLOCK_H)
     if tl.program_id(0) < row_programs:

@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 
 from lm.output.backends.triton.launch import VARYING
-from lm.output.backends.triton.routing_kernels import _begin
 
 
 @triton.jit
@@ -70,10 +69,9 @@ def _forward(
     P, D, max_heavy, num_splits, path_slots, path_blocks, sorted_units, weight_units,
     LIGHT: tl.constexpr, SAVE: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, WEIGHT_ALIGN: tl.constexpr, FLATTEN: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The nll [P], with lse and z[y] (`target_logit`) [D, P] of every visit."""
-    _begin(DEPENDENT)
     tile, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     inputs = (sorted_hidden, weight, bias, sorted_units * 16, weight_units * WEIGHT_ALIGN)
     tree = (first_row, num_children, column)

@@ -5,7 +5,6 @@ shapes.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -27,11 +26,6 @@ VARYING = [
     "max_nodes", "seed",
 ]  # fmt: skip
 """Arguments that differ between batches; no kernel is compiled again for 1 or multiples of 16."""
-DEPENDENT = "SQRTLM_DEPENDENT_LAUNCHES"
-"""The environment variable that, as "1", puts the programs of a launch on processors that become
-free before the launch in front of it has ended (programmatic dependent launch), on devices of
-compute capability 9.0 and above. Not run on a GPU yet.
-"""
 FILLING_TILES = 2048
 """Programs from which on more of them would not make the forward faster."""
 
@@ -62,8 +56,7 @@ class Launch(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """Options of the compiler."""
-        dependent = {"launch_pdl": True} if self.arguments["DEPENDENT"] else {}
-        return compiler_options(self.tile) | dependent
+        return compiler_options(self.tile)
 
 
 class _Instruments(NamedTuple):
@@ -71,7 +64,6 @@ class _Instruments(NamedTuple):
     tiles: Tiles | None = None
     capability: int | None = None
     num_splits: int | None = None
-    dependent: bool | None = None
 
 
 _instruments = _Instruments()  # not a context variable: autograd runs backwards in other threads
@@ -84,7 +76,6 @@ def instrumented(
     tiles: Tiles | None = None,
     capability: int | None = None,
     num_splits: int | None = None,
-    dependent: bool | None = None,
 ) -> Iterator[None]:
     """Replace how the kernels are launched while the context is active, in all threads.
 
@@ -95,10 +86,9 @@ def instrumented(
         tiles: the tile shapes of all kernels.
         capability: the compute capability x 10 that the device is taken to have.
         num_splits: programs that share a tile in the forward.
-        dependent: in place of the environment variable `DEPENDENT`.
     """
     global _instruments
-    outer, inner = _instruments, _Instruments(run, tiles, capability, num_splits, dependent)
+    outer, inner = _instruments, _Instruments(run, tiles, capability, num_splits)
     given = {name: value for name, value in inner._asdict().items() if value is not None}
     _instruments = outer._replace(**given)
     try:
@@ -144,7 +134,6 @@ def arguments(problem: Problem, saved: Saved) -> dict[str, Any]:
         "PRECISION": "tf32" if hidden.dtype == torch.float32 and tf32() else "ieee",
         "ALIGN": align,
         "WEIGHT_ALIGN": weight_align,
-        "DEPENDENT": dependent_launches(hidden.device),
         "h_units": hidden.shape[1] // align,
         "sorted_units": saved.sorted_hidden.shape[1] // SLOT,
         "weight_units": problem.weight.shape[1] // weight_align,
@@ -178,14 +167,6 @@ def capability(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def dependent_launches(device: torch.device) -> bool:
-    """Whether programs of a launch may be on processors before the launch in front of it ends."""
-    asked = _instruments.dependent
-    if asked is None:
-        asked = device.type == "cuda" and os.environ.get(DEPENDENT) == "1"
-    return asked and capability(device) >= 90
 
 
 def tiles_for(problem: Problem) -> Tiles:

@@ -17,18 +17,6 @@ from lm.output.backends.triton.launch import VARYING
 
 
 @triton.jit
-def _begin(DEPENDENT: tl.constexpr):
-    """Begin a kernel, before it reads or writes anything: see `launch.DEPENDENT`.
-
-    Waits until the launches in front have ended and all they wrote is visible, so that the order of
-    all accesses is that of the launches. Then lets programs of the next launch begin, and wait.
-    """
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def _lower_bound(keys, size, probe, steps, BITS: tl.constexpr):
     """How many of `size` < 2^(steps · BITS) sorted keys are smaller than each probe.
 
@@ -56,10 +44,9 @@ def _sort(
     target, row_of_word, node_of_row, preorder,
     keys, visited, num_entries, all_valid,
     P, N, num_nodes, ignore_index,
-    NUM_LISTS: tl.constexpr, SORTED: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_LISTS: tl.constexpr, SORTED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Some keys, sorted or not; targets that are no words last. Also the initial values."""
-    _begin(DEPENDENT)
     lane = tl.arange(0, BLOCK_V)
     i = tl.program_id(0) * BLOCK_V + lane
     word = tl.load(target + i, mask=i < P, other=0)
@@ -82,13 +69,12 @@ def _merge(
     target, row_of_word, node_of_row, local_row, row_of_node, level, first_row, num_children, keys,
     position, rank, node, child, num_missing, num_entries, nll, all_valid,
     P, N, D, mean, ignore_index, num_runs, run_size, steps, num_splits,
-    RUNS: tl.constexpr, BITS: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
+    RUNS: tl.constexpr, BITS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The sorted positions and their paths. `num_missing` is how many programs compute each nll.
 
     In a shard, `node_of_row` and `local_row` are of `Shard`; the child is -1 if it is elsewhere.
     """
-    _begin(DEPENDENT)
     key = tl.load(keys + tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V))
     # the threads of a warp search the same run for neighbouring keys
     probe = key[None, :] + tl.zeros([RUNS, BLOCK_V], tl.int64)
@@ -144,10 +130,9 @@ def _plan(
     P, D, chunk, num_plans, steps, h_units, sorted_units,
     ALIGN: tl.constexpr, LIGHT: tl.constexpr, BLOCK_V: tl.constexpr, TILE_V: tl.constexpr,
     TILE_C: tl.constexpr, BITS: tl.constexpr, NUM_LISTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Heavy or light, and the entries of all lists; hidden vectors in the order of positions."""
-    _begin(DEPENDENT)
     if tl.program_id(0) < num_plans:
         _plan_visits(
             rank, node, (preorder, preorder_stop, num_children), light_level, visited,

@@ -21,7 +21,6 @@ from lm.output.backends.triton.backward_kernels import (
 )
 from lm.output.backends.triton.forward_kernel import _block, _first_slot
 from lm.output.backends.triton.launch import VARYING
-from lm.output.backends.triton.routing_kernels import _begin
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -34,13 +33,12 @@ def _rows(
     weight_units,
     LIGHT: tl.constexpr, LIGHT_C: tl.constexpr, LIGHT_H: tl.constexpr, LIGHT_STAGES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """(6) for all rows, and (5) for light groups; 0 for the R rows without visits.
 
     `written_row` [I] is where the gradients of each node's rows begin.
     """
-    _begin(DEPENDENT)
     H, columns, num_slots = h_units * ALIGN, weight_units * WEIGHT_ALIGN, path_slots * 16
     padded = sorted_units * 16
     num_h, light_h = tl.cdiv(columns, BLOCK_H), tl.cdiv(columns, LIGHT_H)

@@ -23,7 +23,6 @@ import triton.language as tl
 from lm.output.backends.triton.backward_kernels import _bias_sums, _row_sums, _scaled
 from lm.output.backends.triton.forward_kernel import _first_slot
 from lm.output.backends.triton.launch import VARYING
-from lm.output.backends.triton.routing_kernels import _begin
 from lm.output.backends.triton.row_kernel import _chunk_bias_sums, _chunk_sums
 
 
@@ -35,10 +34,9 @@ def _update(
     P, row_programs, max_nodes, seed, path_slots, sorted_units, weight_units,
     LIGHT: tl.constexpr, LIGHT_C: tl.constexpr, LIGHT_H: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One of (10) to (13) for all rows of visited nodes; `numbers` are f and those of the rule."""
-    _begin(DEPENDENT)
     num_slots = path_slots * 16
     columns = 1 if sorted_hidden is None else weight_units * WEIGHT_ALIGN
     inputs = (sorted_hidden, partial, sorted_units * 16, scale)

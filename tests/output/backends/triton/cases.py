@@ -5,7 +5,6 @@ The functions run in processes of `pool`, where kernels are compiled, not interp
 
 import mmap
 import os
-import re
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -26,7 +25,7 @@ from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import SLOT, Launch, execute, instrumented, tiles_for
 from lm.output.rowwise import RowGradient
 from scripts.benchmarks import measure
-from scripts.kernels.compilation import compiled_launch, launches
+from scripts.kernels.compilation import compiled_launch
 from scripts.kernels.emulator import Emulator
 from scripts.kernels.emulator.execution import Run
 from scripts.kernels.emulator.judge import Judge
@@ -53,8 +52,6 @@ TREES: dict[str, Callable[[], ClassTree]] = {
 }
 FAR = 1 << 24
 """Elements from row to row: within a tile of 128 rows, offsets have 32 bits."""
-ALLOCATION = r"@%p\d+ tcgen05\.alloc\..*?tcgen05\.relinquish_alloc_permit\."
-"""The allocation of tensor memory."""
 ORDERS = ("forward", "backward", "interleaved")
 LOADED = ("sorted_hidden", "weight", "errors", "exp_logits", "partial_hidden", "partial_rows")
 SECTORS = ("sorted_hidden", "weight", "errors", "exp_logits", "hidden")
@@ -79,7 +76,7 @@ class Case(NamedTuple):
     target: str = "some ignored"
     rows: str = ""  # dtype of weight and bias, by default that of hidden
     mean: bool = False
-    switched: bool = False  # dependent launches, and one loop over blocks of children and of H
+    switched: bool = False  # one loop over blocks of children and of H
 
     def __str__(self) -> str:
         sizes = f"{self.positions} x {self.size}" + f" + {self.further}" * (self.further > 0)
@@ -132,7 +129,7 @@ def emulated(
     with instrumented(capability=case.capability):
         tiles = tiles_for(problem)._replace(chunk=64)
     tiles = tiles._replace(forward=tiles.forward._replace(flatten=case.switched))
-    hooks: dict[str, Any] = {"run": run, "tiles": tiles, "dependent": case.switched}
+    hooks: dict[str, Any] = {"run": run, "tiles": tiles}
     with emulator, instrumented(capability=case.capability, **hooks):
         nll, saved = backend.forward(problem, needs)
         d_hidden, *rows = backend.backward(upstream, problem, saved, needs)
@@ -154,14 +151,9 @@ def check(case: Case) -> Counter[str]:
     tensors, target, tree, upstream = given = inputs(case)
     first, ambiguous = None, Counter[str]()
 
-    def run(launch: Launch) -> None:
-        execute(launch)
-        waits = waits_first(compiled_launch(launch, case.capability).asm["ptx"])
-        assert waits == case.switched, launch.kernel.__name__
-
     for order in case.orders:
         emulator = Emulator(case.capability, order)
-        found = emulated(case, given, emulator, run)
+        found = emulated(case, given, emulator)
         ambiguous += emulator.ambiguous
         first = first or found
         same = [torch.equal(a, b) for a, b in zip(found, first, strict=True)]
@@ -176,38 +168,6 @@ def check(case: Case) -> Counter[str]:
     )
     assert_errors_are_small([first, baseline, truth], 8 * EPSILON[case.dtype])
     return ambiguous
-
-
-def waits_first(ptx: str) -> bool:
-    """Whether a kernel waits for earlier launches; raises unless it does so before all accesses.
-
-    Only after that wait it lets the next launch begin. On sm_100, tensor memory is allocated before
-    it, whose address passes through the program's own shared memory.
-    """
-    body = ptx[ptx.index("{", ptx.index(".entry")) :]
-    if "griddepcontrol" not in body:
-        return False
-    before, after = body.split("griddepcontrol.wait")
-    other = r"\.(global|shared)\b|\b(bra|ret|exit|atom|red|cp|membar|fence|call|griddepcontrol)\b"
-    assert ".global" not in before
-    found = re.search(other, re.sub(ALLOCATION, "", before, flags=re.DOTALL))
-    assert not found, f"{found} before griddepcontrol.wait"
-    assert after.count("griddepcontrol.launch_dependents") == 1
-    return True
-
-
-def check_dependent(capability: int) -> None:
-    """Raise unless every kernel waits for the launches in front of it, where it can."""
-    problem = inputs(Case(row_wise=True))
-    (hidden, weight, bias), target, tree, _ = problem
-    of = Problem.of(hidden, weight, target, tree, bias)
-    with instrumented(dependent=True):
-        found = launches(of, capability, row_wise=(False, True))
-    assert {"_sort", "_update"} <= {launch.kernel.__name__ for launch in found}
-    for launch in found:
-        binary = compiled_launch(launch, capability)
-        assert waits_first(binary.asm["ptx"]) == (capability >= 90), launch.kernel.__name__
-        assert binary.metadata.launch_pdl == (capability >= 90)
 
 
 def check_far(case: Case) -> list[Run]:
@@ -240,7 +200,7 @@ def check_far(case: Case) -> list[Run]:
         changes |= {name: stride for name, stride in strides.items() if name in launch.arguments}
         execute(launch._replace(arguments=launch.arguments | changes))
 
-    found = emulated(case, given, emulator, run)
+    found = emulated(case, given, emulator)
     expected = emulated(case, given, Emulator(case.capability))
     same = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
     assert all(same), f"results with rows far apart are those of dense rows: {same}"

@@ -23,7 +23,6 @@ from .cases import (
     check,
     check_autocast,
     check_counts,
-    check_dependent,
     faults,
     narrowed_products,
     num_compilations,
@@ -71,8 +70,8 @@ CASES = [
     FIRST[4]._replace(orders=("together",), target="all ignored"),
 ]
 """Every dtype and architecture with two levels, half of them in all orders of programs and with
-one other tree; widths and kinds of gradients in turn; two have dependent launches and one loop over
-children and H. Then classes of unequal sizes, whose children take several splits and blocks. In
+one other tree; widths and kinds of gradients in turn; two have one loop over children
+and H. Then classes of unequal sizes, whose children take several splits and blocks. In
 half precision, most have fp32 rows. `GRID` has all combinations.
 """
 GRID = [
@@ -197,15 +196,6 @@ def test_counts_of_updates_are_those_of_the_compiled_kernel(
     step_of: Case, name: str, executor: ProcessPoolExecutor
 ) -> None:
     executor.submit(check_updates, step_of._replace(row_wise=True), name).result()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_dependent_launches_wait_before_they_access_memory(
-    capability: int, executor: ProcessPoolExecutor
-) -> None:
-    """All kernels; those of one case are among the tests above."""
-    executor.submit(check_dependent, capability).result()
 
 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])

@@ -16,7 +16,6 @@ from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton import backend as triton_backend
 from lm.output.backends.triton.launch import (
     Launch,
-    dependent_launches,
     execute,
     instrumented,
     path_slots,
@@ -70,24 +69,6 @@ def test_instruments_nest_and_are_undone(launches: list[Launch]) -> None:
     default = tiles((torch.float32, torch.float32), 90, (16, 16), tensor_cores=False).forward
     assert [launch.tile for launch in forwards] == [narrow.forward, wide.forward, default]
     assert [launch.arguments["num_splits"] for launch in forwards] == [3, 1, 1]
-
-
-def test_launches_depend_on_one_another_only_where_asked_and_from_sm_90_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    for value, capability, asked, expected in [
-        ("0", 90, None, False),
-        ("1", 80, None, False),
-        ("1", 90, None, True),
-        ("1", 90, False, False),
-        ("0", 80, True, False),
-        ("0", 100, True, True),
-    ]:
-        monkeypatch.setenv("SQRTLM_DEPENDENT_LAUNCHES", value)
-        with instrumented(capability=capability, dependent=asked):
-            assert dependent_launches(gpu) == expected
-            assert dependent_launches(cpu) == bool(asked and expected)
 
 
 @pytest.mark.parametrize("precisions", [("high", "highest"), ("highest", "high")])
