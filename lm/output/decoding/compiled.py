@@ -1,7 +1,7 @@
 """Search and draws on a CPU in compiled loops, one position after another.
 
-They find and draw what the operations of PyTorch in `search` and `draws` do, up to the rounding of
-log-probabilities, without a call of PyTorch per node.
+They find and draw what the operations of PyTorch in `search` and `rejection` do, up to the rounding
+of log-probabilities, without a call of PyTorch per node.
 """
 
 import warnings
@@ -17,6 +17,7 @@ from lm.output.backends.compiled.arrays import Array, as_array, own
 from lm.output.backends.compiled.backend import DTYPES, has_numba
 from lm.output.backends.verify import compiling
 from lm.output.decoding.expansion import LOWEST, Expander, word_log_prob
+from lm.output.decoding.rejection import RejectionSampler
 from lm.output.decoding.uniforms import Uniforms
 from lm.output.tree.class_tree import ClassTree
 
@@ -124,7 +125,7 @@ def sets(expander: Expander, goal: Goal) -> Iterator[tuple[Tensor, Tensor, Tenso
 def draw_words(
     expander: Expander, seeds: Tensor, power: float, top_p: float = 1.0, num_draws: int = 1
 ) -> Tensor:
-    """A word for each position [P], as `draws.RejectionSampler` draws it; seeds [P] int64.
+    """A word for each position [P], as `RejectionSampler` draws it; seeds [P] int64.
 
     With `top_p`, it is the first one that is in the nucleus, or -1 if none of `num_draws` is.
     """
@@ -213,8 +214,6 @@ def _difference_of_sets(expander: Expander) -> str:
 
 def _different_draws(expander: Expander) -> str:
     """What is wrong with drawn words, or nothing: rounding may change one."""
-    from lm.output.decoding.draws import RejectionSampler
-
     seeds = torch.arange(len(expander.hidden))
     expected = RejectionSampler(expander, Uniforms(seeds), 1.0).sample()
     num = int((draw_words(expander, seeds, 1.0) != expected).sum())

@@ -9,8 +9,9 @@ from torch import Tensor
 from lm.output import ClassTree
 from lm.output.decoding import draws
 from lm.output.decoding.distribution import log_prob
-from lm.output.decoding.draws import RejectionSampler, Sampling, draw, sample_words
+from lm.output.decoding.draws import Sampling, sample_words
 from lm.output.decoding.expansion import Expander, Penalty
+from lm.output.decoding.rejection import RejectionSampler, draw
 from lm.output.decoding.uniforms import Uniforms, derive_seeds
 
 from .truth import (

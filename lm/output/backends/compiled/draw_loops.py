@@ -1,6 +1,6 @@
 """Drawing a word at one position after another, compiled by numba.
 
-Words are drawn as `lm.output.decoding.draws.RejectionSampler` does it.
+Words are drawn as `lm.output.decoding.rejection.RejectionSampler` does it.
 """
 
 import math
@@ -13,7 +13,7 @@ from lm.output.backends.compiled.expansion_loops import expand, item_log_weight
 from lm.output.backends.compiled.row_operations import exp_row
 from lm.output.backends.compiled.sorting import push, replace_first
 
-EMITTED = "3b03e5c193f27c3d"
+EMITTED = "91a13dec0e6a41fe"
 """See `compiler`."""
 compiled = compiler(EMITTED)
 
