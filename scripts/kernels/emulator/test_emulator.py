@@ -1,6 +1,9 @@
 """What the emulator reports of small kernels written by hand, and the example of its page."""
 
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -13,12 +16,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from scripts.kernels.emulator import Fault, Unsupported
-from scripts.kernels.emulator.execution import Code, Request, Run
-from scripts.kernels.emulator.global_memory import SPACING, Buffer, GlobalMemory
-from scripts.kernels.emulator.judge import SEEN, Judge
+from . import Fault, Unsupported
+from .execution import Code, Request, Run
+from .global_memory import SPACING, Buffer, GlobalMemory
+from .judge import SEEN, Judge
 
-from .processes import TOP, run_python
+FOLDER = Path(__file__).resolve().parent
 
 KERNEL = """
 .extern .shared .align 16 .b8 global_smem[];
@@ -303,11 +306,14 @@ def test_races_in_shared_memory_are_those_of_the_definition() -> None:
 
 def test_the_example_of_the_page_prints_what_the_page_says(tmp_path: Path) -> None:
     """Names of PTX instructions and registers are left out: they may change with Triton."""
-    page = (TOP / "scripts/kernels/README.md").read_text(encoding="utf-8")
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
     example, expected = re.findall(
         r"^```(?:python|text)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE
     )
     (tmp_path / "softmax.py").write_text(example)
-    done = run_python("softmax.py", cwd=tmp_path)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(FOLDER.parents[2])
+    command = [sys.executable, "softmax.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     instruction = re.compile(r"at #.* \(")
     assert instruction.sub("(", done.stdout) == instruction.sub("(", expected), done.stderr[-2000:]
