@@ -11,6 +11,8 @@ import torch
 from lm.output.backends.triton.launch import Launch
 
 KERNELS = ("_sort", "_merge", "_plan")
+TILES = ("row_tiles", "chunk_tiles", "split_tiles")
+"""Lists whose entries are four numbers."""
 _Arrays = dict[str, Any]
 
 
@@ -21,6 +23,8 @@ def write_routing(launches: list[Launch]) -> None:
         name: value.numpy() if torch.is_tensor(value) and not value.is_floating_point() else value
         for name, value in named.items()
     }
+    a |= {name: a[name].reshape(a["D"], -1) for name in ("node", "child")}
+    a |= {name: a[name].reshape(-1, 4) for name in TILES}
     _write_paths(a)
     _write_lists(a, launches[-1].tile.v)
 
@@ -71,8 +75,9 @@ def _write_lists(a: _Arrays, block_v: int) -> None:
     lists = [flat[order][kind[order] > 0] for kind in chosen]
     rows = order[chosen[-1][order] > 0]
     lists[3:], num_sums = _tiles(a, flat[rows], start[rows], stop[rows], width[rows])
-    names = "heavy_tiles", "light_nodes", "light_groups", "row_tiles", "chunk_tiles", "split_tiles"
-    for name, entries in zip(names, lists, strict=True):
+    for name, entries in zip(
+        ("heavy_tiles", "light_nodes", "light_groups", *TILES), lists, strict=True
+    ):
         a[name][: len(entries)] = entries
     a["num_entries"][:] = [*map(len, lists), num_sums, a["num_entries"][7]]
     a["light_level"][:] = top

@@ -32,7 +32,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lm.output.backends.base import Problem
-from lm.output.backends.triton.launch import Launch, capability, execute, tiles_for
+from lm.output.backends.triton.launch import Launch, capability, execute
+from lm.output.backends.triton.plan import tiles_for
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 from scripts.benchmarks.measure import DTYPES, cpu_clock, event_clock
 from scripts.benchmarks.reporting import Table, append_row, benchmark_parser, problem_size

@@ -18,7 +18,7 @@ from lm.output.backends.base import Problem
 from lm.output.backends.triton.launch import SLOT, Launch
 from lm.output.backends.triton.tile_shapes import Tiles
 from scripts.kernels.compilation import Classes, launches, make_problem
-from scripts.kernels.routed import KERNELS, write_routing
+from scripts.kernels.routed import KERNELS, TILES, write_routing
 
 Counts = NDArray[Any]
 """Numbers of the programs, visits, nodes or entries of a launch."""
@@ -91,7 +91,7 @@ class _Arguments:
             self.vector_bytes = self.padded * self.item  # of a sorted hidden vector
         if "num_children" in self.arguments:
             self.width: Counts = self["num_children"]
-            self.node: Counts = self["node"]
+            self.node: Counts = self["node"].reshape(-1, self.P)
             self.slots = -(-self.width // SLOT) * SLOT  # saved columns of each node
 
     def __getitem__(self, name: str) -> Any:
@@ -104,7 +104,8 @@ class _Arguments:
 
     def entries(self, name: str, place: int) -> Counts:
         """The entries of a list of the routing."""
-        found: Counts = self[name][: self["num_entries"][place]]
+        entries = self[name].reshape(-1, 4) if name in TILES else self[name]
+        found: Counts = entries[: self["num_entries"][place]]
         return found
 
     def sectors(self, columns: int, *, halves: bool = True) -> float:

@@ -211,6 +211,7 @@ def test_norms_do_not_depend_on_the_order_in_which_lists_are_written() -> None:
         for place, name in ((1, "light_nodes"), (3, "row_tiles"), (5, "split_tiles")):
             entries = getattr(batch.saved.routing, name)  # type: ignore[attr-defined]
             num_entries = int(batch.saved.routing.num_entries[place])  # type: ignore[attr-defined]
+            entries = entries.view(-1, 4 if name.endswith("tiles") else 1)
             entries[:num_entries] = entries[:num_entries].flip(0)
         with instrumented(tiles=SMALL_TILES):
             assert torch.equal(part.batch.square_norm(), first)

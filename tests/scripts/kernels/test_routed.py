@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from lm.output.backends.base import Problem
 from lm.output.backends.triton.launch import Launch, execute
 from scripts.kernels.compilation import Classes, launches, make_problem
-from scripts.kernels.routed import KERNELS, write_routing
+from scripts.kernels.routed import KERNELS, TILES, write_routing
 
 
 def routing(problem: Problem, *, interpreted: bool) -> dict[str, torch.Tensor]:
@@ -31,7 +31,8 @@ def routing(problem: Problem, *, interpreted: bool) -> dict[str, torch.Tensor]:
     lists = [name for name in lists if torch.is_tensor(arguments[name])]
     assert len(lists) == 6
     for name, length in zip(lists, arguments["num_entries"].tolist(), strict=False):
-        arguments[name] = arguments[name][:length]
+        of_tiles = name in TILES
+        arguments[name] = arguments[name].view(-1, 4 if of_tiles else 1)[:length]
     return {name: arguments[name] for name in (*names, *lists)}
 
 

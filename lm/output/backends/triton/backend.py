@@ -13,26 +13,9 @@ from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype, num_targets
 from lm.output.backends.triton.backward import gradients, summed
-from lm.output.backends.triton.launch import (
-    SLOT,
-    Saved,
-    alignment,
-    arguments,
-    capability,
-    launch,
-    path_blocks,
-    path_slots,
-    splits_for,
-    tiles_for,
-)
-from lm.output.backends.triton.routing import (
-    MOST_RUNS,
-    NUM_LISTS,
-    RUN_SIZES,
-    Routing,
-    chunk_size,
-    new_routing,
-)
+from lm.output.backends.triton.launch import capability, launch
+from lm.output.backends.triton.plan import Plan, alignment, arguments, path_slots, plan_for
+from lm.output.backends.triton.routing import MOST_RUNS, RUN_SIZES
 from lm.output.backends.triton.tile_shapes import Tile, tf32, triton_version
 from lm.output.backends.verify import Failures, Kind, verified
 from lm.output.backends.visits import check_words
@@ -138,25 +121,25 @@ class TritonBackend:
             check_words("target", problem.target, problem.vocab_size, problem.ignore_index)
         if needs.any and self.part_size(problem) < problem.num_positions:
             return self.forward(problem, Needs(False, False, False))[0], []
-        problem = _contiguous(problem)
-        saved = _new_saved(problem, needs)
-        tile, splits = tiles_for(problem).forward, splits_for(problem)
-        nll = torch.empty_like(saved.lse[0])
-        special = {
-            "partial_lse": nll.new_empty(splits, problem.depth, problem.num_positions),
-            "num_missing": torch.empty_like(nll, dtype=torch.int32),
+        problem, plan, dtype = _contiguous(problem), plan_for(problem), self._sums(problem)
+        memory = plan.new(problem, dtype, has_gradient=needs.any)
+        hidden, splits, lists = problem.hidden, plan.num_splits, plan.sizes
+        nll = hidden.new_empty(problem.num_positions, dtype=dtype)
+        partial_lse = hidden.new_empty(splits * problem.depth * problem.num_positions, dtype=dtype)
+        known = arguments(plan, problem, plan.unflatten(memory)) | {
+            "partial_lse": partial_lse,
             "nll": nll,
-            "max_heavy": saved.routing.heavy_tiles.numel(),
+            "mean": int(problem.mean),
+            "max_heavy": lists.heavy_tiles,
             "num_splits": splits,
             "SAVE": needs.any,
         }
-        known = arguments(problem, saved)
-        all_valid = _route(problem, known, special)
-        num_tiles = saved.routing.heavy_tiles.numel() + saved.routing.light_nodes.numel()
-        launch(forward_kernel._forward, num_tiles * splits, tile, known, **special)
+        all_valid = _route(plan, problem, known)
+        num_programs = (lists.heavy_tiles + lists.light_nodes) * splits
+        launch(forward_kernel._forward, num_programs, plan.tiles.forward, known)
         if nll.is_cuda and problem.num_positions:
             torch._assert_async(all_valid, "a target is neither a word nor ignore_index")
-        return nll, _flat(saved)
+        return nll, memory
 
     def backward(
         self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
@@ -168,14 +151,12 @@ class TritonBackend:
         """See `Backend.partial`."""
         if self.part_size(problem) < problem.num_positions:
             needs = Needs(False, False, False)
-        _, tensors = self.forward(problem, needs)
-        routing, _, _, lse, logit, _ = unflatten(tensors)
-        visits = routing.node >= 0
-        lse = torch.where(visits, lse, -torch.inf)
-        logit = torch.where(visits & (routing.child >= 0), logit, 0)
-        position = routing.position.long()
+        _, memory = self.forward(problem, needs)
+        position, node, child, lse, logit = _by_level(problem, memory)
+        lse = torch.where(node >= 0, lse, -torch.inf)
+        logit = torch.where((node >= 0) & (child >= 0), logit, 0)
         lse, logit = (torch.empty_like(x).index_copy_(1, position, x) for x in (lse, logit))
-        return lse, logit, tensors if needs.any else []
+        return lse, logit, memory if needs.any else []
 
     def partial_backward(
         self, d_nll: Tensor, lse: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
@@ -188,39 +169,44 @@ class TritonBackend:
         d_nll: Tensor,
         lse: Tensor | None,
         problem: Problem,
-        tensors: list[Tensor],
+        memory: list[Tensor],
         needs: Needs,
     ) -> Gradients:
         """The gradients, by the log-sum-exps of the forward or by those of all shards."""
         problem = _contiguous(problem)
-        if not tensors and problem.num_positions:
+        if not memory and problem.num_positions:
             if problem.mean:  # over all parts
                 d_nll, problem = d_nll / num_targets(problem), problem._replace(mean=False)
             size = self.part_size(problem)
             parts = (slice(i, i + size) for i in range(0, problem.num_positions, size))
             each = (self._of_part(d_nll, lse, problem, part, needs) for part in parts)
             return summed(each, problem)
-        saved = unflatten(tensors)
+        plan = plan_for(problem)
+        if not plan.fits(memory):
+            raise RuntimeError(
+                "the precision of fp32 products (torch.set_float32_matmul_precision) must be the"
+                " same in the forward and the backward"
+            )
+        saved = plan.unflatten(memory)
         if lse is not None:
             saved = saved._replace(lse=lse.index_select(1, saved.routing.position))
-        return gradients(d_nll, problem, saved, needs)
+        return gradients(d_nll, plan, problem, saved, needs)
 
     def _of_part(
         self, d_nll: Tensor, lse: Tensor | None, problem: Problem, part: slice, needs: Needs
     ) -> Gradients:
         """The gradients of some positions, whose forward is made again."""
         some = problem._replace(hidden=problem.hidden[part], target=problem.target[part])
-        tensors = self.forward(some, needs)[1]
+        memory = self.forward(some, needs)[1]
         lse = None if lse is None else lse[:, part]
-        return self._backward(d_nll[part], lse, some, tensors, needs)
+        return self._backward(d_nll[part], lse, some, memory, needs)
 
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""
-        _, tensors = self.forward(problem, Needs(hidden=False, weight=False, bias=False))
-        saved = unflatten(tensors)
-        routing = saved.routing
-        nll = torch.where(routing.node >= 0, saved.lse - saved.target_logit, 0)
-        return torch.empty_like(nll).index_copy_(1, routing.position.long(), nll)
+        _, memory = self.forward(problem, Needs(hidden=False, weight=False, bias=False))
+        position, node, _, lse, logit = _by_level(problem, memory)
+        nll = torch.where(node >= 0, lse - logit, 0)
+        return torch.empty_like(nll).index_copy_(1, position, nll)
 
     def part_size(self, problem: Problem) -> int:
         """See `Backend.part_size`."""
@@ -233,32 +219,17 @@ class TritonBackend:
         """See `Backend.new_saved`."""
         if needs.any and self.part_size(problem) < problem.num_positions:
             return []
-        return _flat(_new_saved(problem, needs))
+        return plan_for(problem).new(problem, self._sums(problem), has_gradient=needs.any)
+
+    def _sums(self, problem: Problem) -> torch.dtype:
+        return compute_dtype(problem.hidden.dtype)
 
 
-def unflatten(tensors: list[Tensor]) -> Saved:
-    """What a forward saved, given its tensors."""
-    num_lists = len(Routing._fields)
-    return Saved(Routing(*tensors[:num_lists]), *tensors[num_lists:])
-
-
-def _flat(saved: Saved) -> list[Tensor]:
-    return [*saved.routing, *saved[1:]]
-
-
-def _new_saved(problem: Problem, needs: Needs) -> Saved:
-    """Uninitialised memory for what the forward saves."""
-    hidden, dtype = problem.hidden, compute_dtype(problem.hidden.dtype)
-    positions, by_level = problem.num_positions, (problem.depth, problem.num_positions)
-    slots, blocks = (path_slots(problem), path_blocks(problem)) if needs.any else (0, 0)
-    return Saved(
-        new_routing(problem, tiles_for(problem)),
-        exp_logits=hidden.new_empty(positions, slots),
-        block_max=hidden.new_empty(positions, blocks, dtype=dtype),
-        lse=hidden.new_empty(by_level, dtype=dtype),
-        target_logit=hidden.new_empty(by_level, dtype=dtype),
-        sorted_hidden=hidden.new_empty(positions, -(-hidden.shape[1] // SLOT) * SLOT),
-    )
+def _by_level(problem: Problem, memory: list[Tensor]) -> list[Tensor]:
+    """The sorted positions [P] int64; nodes, children, lse and target's logit of visits [D, P]."""
+    routing, *sums = plan_for(problem).unflatten(memory)[:3]
+    visits = (each.view(problem.depth, -1) for each in (routing.node, routing.child, *sums))
+    return [routing.position.long(), *visits]
 
 
 def _contiguous(problem: Problem) -> Problem:
@@ -267,7 +238,7 @@ def _contiguous(problem: Problem) -> Problem:
     return problem._replace(hidden=hidden, bias=bias, target=target)
 
 
-def _route(problem: Problem, known: dict[str, Any], special: dict[str, Any]) -> Tensor:
+def _route(plan: Plan, problem: Problem, known: dict[str, Any]) -> Tensor:
     """Launch the kernels that write the routing, and 0 for positions without visits.
 
     Returns:
@@ -275,35 +246,33 @@ def _route(problem: Problem, known: dict[str, Any], special: dict[str, Any]) -> 
     """
     from lm.output.backends.triton import routing_kernels as kernels
 
-    positions, target, shape = problem.num_positions, problem.target, tiles_for(problem)
+    positions, target = problem.num_positions, problem.target
     run_size = next((size for size in RUN_SIZES if size >= positions), RUN_SIZES[-1])
     num_runs = max(1, -(-positions // run_size))
-    keys = target.new_empty(num_runs * run_size)
     is_sorted = num_runs <= MOST_RUNS
-    all_valid = target.new_empty((), dtype=torch.int32)
-    special = special | {
-        "keys": keys,
-        "rank": torch.empty_like(known["position"]),
+    scratch = target.new_empty(plan.scratch.total, dtype=torch.int32)
+    rank, known["num_missing"], all_valid = plan.scratch.tensors(scratch)
+    known |= {
+        "keys": target.new_empty(num_runs * run_size),
+        "rank": rank,
         "all_valid": all_valid,
-        "chunk": chunk_size(problem, shape),
-        "NUM_LISTS": NUM_LISTS,
+        "chunk": plan.chunk,
         "SORTED": is_sorted,
         "RUNS": _MERGED_RUNS,
-        "TILE_V": shape.forward.v,
-        "TILE_C": shape.heavy.c,
+        "TILE_V": plan.tiles.forward.v,
+        "TILE_C": plan.tiles.heavy.c,
         "local_row": None,
+        **({} if problem.shard is None else problem.shard._asdict()),
     }
-    if problem.shard is not None:
-        special |= problem.shard._asdict()
-    tile = Tile(run_size, 0, 0, 8, 1)
-    launch(kernels._sort, num_runs, tile, known, **special)
+    launch(kernels._sort, num_runs, Tile(run_size, 0, 0, 8, 1), known)
     if not is_sorted:
-        num_runs, run_size, special["keys"] = 1, keys.numel(), torch.sort(keys).values
-    special |= {"num_runs": num_runs, "run_size": run_size}
-    special |= {"BITS": _MERGE_BITS, "steps": -(-run_size.bit_length() // _MERGE_BITS)}
+        num_runs, run_size, known["keys"] = 1, known["keys"].numel(), torch.sort(known["keys"])[0]
+    steps = -(-run_size.bit_length() // _MERGE_BITS)
+    special = {"num_runs": num_runs, "run_size": run_size, "BITS": _MERGE_BITS, "steps": steps}
     launch(kernels._merge, -(-positions // _MERGE.v), _MERGE, known, **special)
     plans, copies = -(-positions // _PLAN.v), -(-positions // _COPIED_ROWS)
-    special |= {"BITS": _SEARCH_BITS, "steps": -(-positions.bit_length() // _SEARCH_BITS)}
-    special |= {"num_plans": plans, "ROWS": _COPIED_ROWS, "COLUMNS": 128}
+    steps = -(-positions.bit_length() // _SEARCH_BITS)
+    special = {"num_plans": plans, "BITS": _SEARCH_BITS, "steps": steps}
+    special |= {"ROWS": _COPIED_ROWS, "COLUMNS": 128}
     launch(kernels._plan, plans + copies, _PLAN, known, **special)
     return all_valid

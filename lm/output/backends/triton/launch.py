@@ -4,20 +4,21 @@
 shapes.
 """
 
-import math
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
+from operator import itemgetter
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from lm.output.backends.base import Problem
-from lm.output.backends.triton.routing import MAX_SPLITS, Routing
-from lm.output.backends.triton.tile_shapes import Tile, Tiles, compiler_options, tf32, tiles
+from lm.output.backends.triton.tile_shapes import Tile, Tiles, compiler_options
+from lm.output.rowwise.eager import constant_when_compiled
 
 SLOT = 16
-"""The children of a node begin at multiples of so many in `Saved.exp_logits`."""
+"""The children of a node begin at multiples of so many in `plan.Saved.exp_logits`."""
 
 
 VARYING = [
@@ -26,23 +27,6 @@ VARYING = [
     "max_nodes", "seed",
 ]  # fmt: skip
 """Arguments that differ between batches; no kernel is compiled again for 1 or multiples of 16."""
-FILLING_TILES = 2048
-"""Programs from which on more of them would not make the forward faster."""
-
-
-class Saved(NamedTuple):
-    """What the forward saves: the batch, and the results of (7) and (8) of `forward_kernel`.
-
-    Without a backward there are no slots and blocks. Values [D, P] are undefined where there is no
-    visit.
-    """
-
-    routing: Routing
-    exp_logits: Tensor  # [P, slots] in the dtype of hidden, k of the children on a path
-    block_max: Tensor  # [P, blocks], m
-    lse: Tensor  # [D, P]
-    target_logit: Tensor  # [D, P]
-    sorted_hidden: Tensor  # [P, H up to a multiple of 16]: hidden by sorted position, then zeros
 
 
 class Launch(NamedTuple):
@@ -97,47 +81,19 @@ def instrumented(
         _instruments = outer
 
 
+def instruments() -> _Instruments:
+    """What `instrumented` has set."""
+    return _instruments
+
+
 def execute(launch: Launch) -> None:
     """Run a launch on the device of its arguments, or interpret it on a CPU."""
     if not launch.num_programs:
         return
     device = next(value.device for value in launch.arguments.values() if torch.is_tensor(value))
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        grid = (launch.num_programs,)
-        launch.kernel[grid](**launch.arguments, **launch.options)
-
-
-def arguments(problem: Problem, saved: Saved) -> dict[str, Any]:
-    """What the kernels of a batch take, by name.
-
-    The problem (hidden, target, bias and rows of the weight are contiguous), its tree, and what the
-    forward saved; their sizes and strides; the constants of the arithmetic.
-    """
-    import triton.language as tl
-
-    hidden, routing = problem.hidden, saved.routing
-    align, weight_align = alignment(problem)
-    return {
-        **problem._asdict(),
-        **problem.tree._asdict(),
-        **saved._asdict(),
-        **routing._asdict(),
-        "P": problem.num_positions,
-        "mean": int(problem.mean),
-        "D": problem.depth,
-        "N": problem.vocab_size,
-        "num_nodes": routing.visited.numel(),
-        "path_slots": saved.exp_logits.shape[1] // SLOT,
-        "path_blocks": saved.block_max.shape[1],
-        "LIGHT": tiles_for(problem).light.v,
-        "ACC": tl.float64 if hidden.dtype == torch.float64 else tl.float32,
-        "PRECISION": "tf32" if hidden.dtype == torch.float32 and tf32() else "ieee",
-        "ALIGN": align,
-        "WEIGHT_ALIGN": weight_align,
-        "h_units": hidden.shape[1] // align,
-        "sorted_units": saved.sorted_hidden.shape[1] // SLOT,
-        "weight_units": problem.weight.shape[1] // weight_align,
-    }
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else nullcontext():
+        launch.kernel[(launch.num_programs,)](**launch.arguments, **launch.options)
 
 
 def launch(
@@ -149,63 +105,34 @@ def launch(
         kernel: the jit function; it takes its arguments by name, and its constants from the tile.
         num_programs: size of the grid.
         tile: what a program works on.
-        known: `arguments` of the batch.
-        special: further ones, which have priority.
+        known: arguments of the kernels of a batch, to which those of this launch are added.
+        special: the latter.
     """
-    sizes = {"BLOCK_V": tile.v, "BLOCK_C": tile.c, "BLOCK_H": tile.h, "STEP": tile.step}
-    sizes["FLATTEN"] = tile.flatten
-    values = known | sizes | special
-    given = {name: values[name] for name in kernel.arg_names}
+    known["BLOCK_V"], known["BLOCK_C"], known["BLOCK_H"], *_, known["STEP"], known["FLATTEN"] = tile
+    known.update(special)
+    given = dict(zip(kernel.arg_names, _values(kernel.fn)(known), strict=True))
     (_instruments.run or execute)(Launch(kernel, num_programs, tile, given))
+
+
+@cache
+def _values(function: FunctionType) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """From a dictionary, the values of the parameters of a kernel's function."""
+    return itemgetter(*inspect.signature(function).parameters)
 
 
 def capability(device: torch.device) -> int:
     """Compute capability x 10 of a device; that of an H100 for the interpreter."""
     if _instruments.capability is not None:
         return _instruments.capability
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return 90 if device.type != "cuda" else _capability(device)
 
 
-def tiles_for(problem: Problem) -> Tiles:
-    """The tile shapes for a problem on its device."""
-    if _instruments.tiles is not None:
-        return _instruments.tiles
-    dtypes, device = (problem.hidden.dtype, problem.weight.dtype), problem.hidden.device
-    tensor_cores = dtypes[0] == torch.float32 and tf32()
-    return tiles(dtypes, capability(device), alignment(problem), tensor_cores=tensor_cores)
+@constant_when_compiled
+def _capability(device: torch.device) -> int:
+    if device not in _capabilities:
+        major, minor = torch.cuda.get_device_capability(device)
+        _capabilities[device] = 10 * major + minor
+    return _capabilities[device]
 
 
-def splits_for(problem: Problem) -> int:
-    """Programs that share a tile of a problem in the forward.
-
-    As many as fill a device, and at most one per block of children of a node of average width.
-    """
-    if _instruments.num_splits is not None:
-        return _instruments.num_splits
-    tile, depth = tiles_for(problem).forward, problem.depth
-    visits, num_nodes = depth * problem.num_positions, problem.tree.num_children.numel()
-    num_tiles = min(visits, num_nodes) + visits // tile.v
-    blocks = -(-problem.max_path_columns // (depth * tile.c))
-    return max(1, min(blocks, MAX_SPLITS, -(-FILLING_TILES // max(num_tiles, 1))))
-
-
-def path_slots(problem: Problem) -> int:
-    """Columns of `Saved.exp_logits`: each level may leave some of its last ones empty."""
-    return (problem.max_path_columns // SLOT + problem.depth) * SLOT
-
-
-def path_blocks(problem: Problem) -> int:
-    """Columns of `Saved.block_max`: each level may leave a block of children partly empty."""
-    return problem.max_path_columns // tiles_for(problem).forward.c + problem.depth
-
-
-def alignment(problem: Problem) -> tuple[int, int]:
-    """The largest powers of two up to 16 that divide H, and the number of columns of the weight.
-
-    Kernels take both in units of so many elements, so that the compiler knows what divides them:
-    rows of 300 halves are not multiples of 16, but of 4.
-    """
-    return math.gcd(problem.hidden.shape[1], 16), math.gcd(problem.weight.shape[1], 16)
+_capabilities: dict[torch.device, int] = {}

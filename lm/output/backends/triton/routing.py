@@ -33,21 +33,21 @@ class Routing(NamedTuple):
 
     The lists are as long as a batch of this size can require; `num_entries` says
     how many there are, in the order of the fields, then the rows of partial sums, and last what
-    each nll is divided by, 0 for nothing.
+    each nll is divided by, 0 for nothing. Tensors are flat.
     """
 
     position: Tensor  # [P], sorted by their target's node, depth first; ignored ones last
-    node: Tensor  # [D, P], that a sorted position visits on each level, root first; -1 for none
-    child: Tensor  # [D, P], which child of the node is on the target's path; 0 for none
+    node: Tensor  # [D · P], that a sorted position visits on each level, root first; -1 for none
+    child: Tensor  # [D · P], which child of the node is on the target's path; 0 for none
     light_level: Tensor  # [P], first level on which a position visits a light node; D for none
     visited: Tensor  # [I] int8, whether a node has visits
     num_entries: Tensor  # [8]
     heavy_tiles: Tensor  # flat of the first visit of every tile of visits of a heavy node
     light_nodes: Tensor  # flat of the first visit of every light node
-    light_groups: Tensor  # the same of those below no other light node
-    row_tiles: Tensor  # [., 4]: flat, end of visits, block of children, unused
-    chunk_tiles: Tensor  # [., 4]: flat, end of visits, block of children, row of sums
-    split_tiles: Tensor  # [., 4]: flat, number of sums, block of children, row of the first
+    light_groups: Tensor  # those of them below no other light node
+    row_tiles: Tensor  # [. · 4]: flat, end of visits, block of children, unused
+    chunk_tiles: Tensor  # [. · 4]: flat, end of visits, block of children, row of sums
+    split_tiles: Tensor  # [. · 4]: flat, number of sums, block of children, row of the first
 
 
 class Sizes(NamedTuple):
@@ -72,14 +72,14 @@ def sizes(problem: Problem, tiles: Tiles) -> Sizes:
     positions, columns = problem.num_positions, problem.max_path_columns
     visits, light, block = problem.depth * positions, tiles.light.v, tiles.heavy.c
     chunk = chunk_size(problem, tiles)
-    num_heavy, num_split = _least(visits // (light + 1), num_nodes), visits // (chunk + 1)
-    products, any_split = positions * columns // chunk, _least(num_split, 1)
-    rows_of_split = _least(num_rows, num_split * columns)
+    num_heavy, num_split = at_most(visits // (light + 1), num_nodes), visits // (chunk + 1)
+    products, any_split = positions * columns // chunk, at_most(num_split, 1)
+    rows_of_split = at_most(num_rows, num_split * columns)
     return Sizes(
         heavy_tiles=visits // min(light + 1, tiles.forward.v // 2),
-        light_nodes=_least(visits, num_nodes),
-        light_groups=_least(positions, num_nodes),
-        row_tiles=_least(num_rows, num_heavy * columns) // block + num_heavy,
+        light_nodes=at_most(visits, num_nodes),
+        light_groups=at_most(positions, num_nodes),
+        row_tiles=at_most(num_rows, num_heavy * columns) // block + num_heavy,
         chunk_tiles=any_split
         * (products // block + visits // chunk + rows_of_split // block + num_split),
         split_tiles=any_split * (products // block + num_split),
@@ -96,13 +96,13 @@ def chunk_size(problem: Problem, tiles: Tiles) -> int:
     tile, columns = tiles.heavy, problem.max_path_columns
     programs = -(-columns // tile.c) * -(-problem.weight.shape[1] // tile.h)
     splits = max(1, min(FILLING_PROGRAMS // max(programs, 1), MAX_SPLITS))
-    rows = _least(problem.weight.shape[0], problem.num_positions * columns)
+    rows = at_most(problem.weight.shape[0], problem.num_positions * columns)
     num_bytes = rows * problem.weight.shape[1] * problem.weight.element_size()
-    shared = _most(tiles.chunk, -(-problem.num_positions // splits))
-    return _most(shared, num_bytes // BYTES_PER_VISIT)
+    shared = at_least(tiles.chunk, -(-problem.num_positions // splits))
+    return at_least(shared, num_bytes // BYTES_PER_VISIT)
 
 
-def _least(one: Any, other: Any) -> int:
+def at_most(one: Any, other: Any) -> int:
     """`min`; of symbolic sizes within `torch.compile`, without a guard on which of them it is."""
     if isinstance(one, int) and isinstance(other, int):
         return min(one, other)
@@ -110,33 +110,9 @@ def _least(one: Any, other: Any) -> int:
     return least
 
 
-def _most(one: Any, other: Any) -> int:
-    """`max`, likewise."""
+def at_least(one: Any, other: Any) -> int:
+    """`max`, without a guard as `at_most`."""
     if isinstance(one, int) and isinstance(other, int):
         return max(one, other)
     most: int = torch.sym_max(one, other)  # type: ignore[no-untyped-call]
     return most
-
-
-def new_routing(problem: Problem, tiles: Tiles) -> Routing:
-    """Uninitialised memory for the routing of a problem."""
-    positions, by_level = (problem.num_positions,), (problem.depth, problem.num_positions)
-    lists, target = sizes(problem, tiles), problem.target
-
-    def new(*shape: int) -> Tensor:
-        return target.new_empty(shape, dtype=torch.int32)
-
-    return Routing(
-        position=new(*positions),
-        node=new(*by_level),
-        child=new(*by_level),
-        light_level=new(*positions),
-        visited=target.new_empty(problem.tree.num_children.numel(), dtype=torch.int8),
-        num_entries=new(NUM_LISTS),
-        heavy_tiles=new(lists.heavy_tiles),
-        light_nodes=new(lists.light_nodes),
-        light_groups=new(lists.light_groups),
-        row_tiles=new(lists.row_tiles, 4),
-        chunk_tiles=new(lists.chunk_tiles, 4),
-        split_tiles=new(lists.split_tiles, 4),
-    )

@@ -1,6 +1,5 @@
 """Gradients of rows: the launch that writes them, and the factors that optimizers use instead."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Problem, compute_dtype
-from lm.output.backends.triton.launch import SLOT, Saved, arguments, launch
-from lm.output.backends.triton.routing import sizes
-from lm.output.backends.triton.tile_shapes import Tiles
+from lm.output.backends.triton.launch import SLOT, launch
+from lm.output.backends.triton.plan import Plan, Saved, arguments
 from lm.output.rowwise.blocks import Part, Rows, Rule
 
 ROW_PROGRAMS = 2048
@@ -23,33 +21,31 @@ _COLUMNS, _ADAM_COLUMNS = 64, 32
 
 
 def write_rows(
-    problem: Problem,
-    saved: Saved,
-    shape: Tiles,
-    sums: Mapping[str, Any],
+    plan: Plan,
+    known: dict[str, Any],
     *,
     d_hidden: Tensor | None = None,
     d_weight: Tensor | None = None,
     d_bias: Tensor | None = None,
     written_row: Tensor | None = None,
 ) -> None:
-    """Launch the kernel that writes what is given, from what the other launches left in `sums`.
+    """Launch the kernel that writes what is given.
+
+    `known` are the arguments of kernels, among them what the other launches wrote.
 
     `written_row` [I] is where each node's rows begin in d_weight and d_bias; None if these have all
     rows, of which those of nodes without visits are set to 0.
     """
     from lm.output.backends.triton import row_kernel
 
-    lists, of_rows = sizes(problem, shape), d_weight is not None or d_bias is not None
+    lists, of_rows = plan.sizes, d_weight is not None or d_bias is not None
     row_tiles, split_tiles = (lists.row_tiles, lists.split_tiles) if of_rows else (0, 0)
-    num_rows = problem.tree.node_of_row.numel() if of_rows and written_row is None else 0
-    columns, tile = problem.weight.shape[1], shape.heavy
+    num_rows = known["node_of_row"].numel() if of_rows and written_row is None else 0
+    columns, tile, light = known["weight"].shape[1], plan.tiles.heavy, plan.tiles.light
     row_programs = min(row_tiles * -(-columns // tile.h), ROW_PROGRAMS)
-    num_programs = (lists.light_groups + split_tiles) * -(-columns // shape.light.h)
+    num_programs = (lists.light_groups + split_tiles) * -(-columns // light.h)
     num_programs += row_programs + min(-(-num_rows // tile.c), _ZEROING_PROGRAMS)
     special = {
-        **dict.fromkeys(("partial_hidden", "partial_rows", "partial_bias")),
-        **sums,
         "d_hidden": d_hidden,
         "d_weight": d_weight,
         "d_bias": d_bias,
@@ -58,12 +54,12 @@ def write_rows(
         "max_split_tiles": split_tiles,
         "max_groups": lists.light_groups,
         "R": num_rows,
-        "LIGHT_C": shape.light.c,
-        "LIGHT_H": shape.light.h,
-        "LIGHT_STAGES": shape.light.stages,
+        "LIGHT_C": light.c,
+        "LIGHT_H": light.h,
+        "LIGHT_STAGES": light.stages,
     }
-    tile = tile._replace(warps=shape.light.warps)
-    launch(row_kernel._rows, num_programs, tile, arguments(problem, saved), **special)
+    tile = tile._replace(warps=light.warps)
+    launch(row_kernel._rows, num_programs, tile, known, **special)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,7 +72,7 @@ class Factors:
 
     problem: Problem  # without autograd's history
     saved: Saved  # `exp_logits` are the errors
-    shape: Tiles  # of the forward
+    plan: Plan
     scale: Tensor | None
     partial_rows: Tensor | None  # sums of chunks
     partial_bias: Tensor | None
@@ -90,14 +86,9 @@ class Factors:
         columns = self.problem.weight.shape[1] if self.partial_bias is None else 1
         values = self._new(index.numel(), columns)
         output = {"d_weight": values} if self.partial_bias is None else {"d_bias": values.view(-1)}
-        sums = {
-            "errors": self.saved.exp_logits,
-            "scale": self.scale,
-            "partial_rows": self.partial_rows,
-            "partial_bias": self.partial_bias,
-        }
-        where = width.cumsum(0) - width
-        write_rows(self.problem, self.saved, self.shape, sums, **output, written_row=where)
+        sums = {"partial_hidden": None, "partial_rows": self.partial_rows}
+        known = self._known | sums | {"partial_bias": self.partial_bias}
+        write_rows(self.plan, known, **output, written_row=width.cumsum(0) - width)
         return [Rows(index, values)]
 
     def plus(self, rows: Rows) -> None:
@@ -134,21 +125,26 @@ class Factors:
         self._launch(numbers=self._new(1).fill_(1), squares=squares, sums=sums)
         return squares, sums
 
+    @cached_property
+    def _known(self) -> dict[str, Any]:
+        """The arguments of kernels that all launches share."""
+        known = arguments(self.plan, self.problem, self.saved)
+        return known | {"errors": self.saved.exp_logits, "scale": self.scale}
+
     def _launch(self, **special: Any) -> None:
         from lm.output.backends.triton import update_kernel
 
-        lists = sizes(self.problem, self.shape)
+        lists = self.plan.sizes
         row_programs = min(lists.row_tiles, ROW_PROGRAMS)
         most = _COLUMNS if special.get("mean") is None else _ADAM_COLUMNS
         light, tile = (
-            each._replace(h=min(each.h, most)) for each in (self.shape.light, self.shape.heavy)
+            each._replace(h=min(each.h, most))
+            for each in (self.plan.tiles.light, self.plan.tiles.heavy)
         )
         special = {
             **dict.fromkeys(("table", "total", "mean", "square", "squares", "sums"), None),
             "seed": 0,
             **special,
-            "errors": self.saved.exp_logits,
-            "scale": self.scale,
             "partial": self.partial_rows if self.partial_bias is None else self.partial_bias,
             "row_programs": row_programs,
             "max_nodes": lists.light_nodes,
@@ -160,8 +156,7 @@ class Factors:
             special["sorted_hidden"] = None
         num_programs = row_programs + lists.light_nodes + lists.split_tiles
         kernel = update_kernel._update
-        known = arguments(self.problem, self.saved)
-        launch(kernel, num_programs, tile, known, **special)
+        launch(kernel, num_programs, tile, {**self._known}, **special)
 
     def _new(self, *shape: int) -> Tensor:
         return self.saved.lse.new_empty(shape)

@@ -6,6 +6,7 @@ Chosen by what the compiler reports for sm_80, sm_90 and sm_100; not yet timed o
 import importlib
 import importlib.util
 import re
+import sys
 from functools import cache
 from typing import NamedTuple
 
@@ -128,13 +129,19 @@ def tf32() -> bool:
 @constant_when_compiled
 def triton_version() -> tuple[int, int, int] | None:
     """Version of the installed Triton, without a suffix; None if there is none."""
-    if importlib.util.find_spec("triton") is None:
+    if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
         return None
-    version = re.match(r"(\d+)\.(\d+)\.(\d+)", importlib.import_module("triton").__version__)
-    assert version is not None
-    return int(version[1]), int(version[2]), int(version[3])
+    return _parsed(importlib.import_module("triton").__version__)
 
 
+@cache
+def _parsed(version: str) -> tuple[int, int, int]:
+    parts = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    assert parts is not None
+    return int(parts[1]), int(parts[2]), int(parts[3])
+
+
+@cache
 def compiler_options(tile: Tile) -> dict[str, int]:
     """Options of the compiler for the kernel of a tile."""
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}

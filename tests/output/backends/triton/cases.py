@@ -22,7 +22,8 @@ from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
-from lm.output.backends.triton.launch import SLOT, Launch, execute, instrumented, tiles_for
+from lm.output.backends.triton.launch import SLOT, Launch, execute, instrumented
+from lm.output.backends.triton.plan import tiles_for
 from lm.output.rowwise import RowGradient
 from scripts.benchmarks import measure
 from scripts.kernels.compilation import compiled_launch

@@ -12,7 +12,8 @@ from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton import backend as triton_backend
-from lm.output.backends.triton.launch import instrumented, path_slots
+from lm.output.backends.triton.launch import instrumented
+from lm.output.backends.triton.plan import path_slots
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
 from ...definition import SMALL_TILES, gradients, two_level, zipf_targets

@@ -18,8 +18,8 @@ from lm.output.backends.triton.launch import (
     Launch,
     execute,
     instrumented,
-    path_slots,
 )
+from lm.output.backends.triton.plan import path_slots
 from lm.output.backends.triton.tile_shapes import Tiles, tiles
 
 from ...definition import SMALL_TILE, nll, problem, two_level

@@ -9,8 +9,9 @@ import torch
 from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton import backend
-from lm.output.backends.triton.backend import TritonBackend, unflatten
+from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import execute, instrumented
+from lm.output.backends.triton.plan import plan_for
 from lm.output.backends.triton.routing import Routing, chunk_size, sizes
 from lm.output.backends.visits import route
 
@@ -18,6 +19,7 @@ from ...definition import SMALL_TILES, two_level, zipf_targets
 
 pytest.importorskip("triton")
 TILE, LIGHT, BLOCK = SMALL_TILES.forward.v, SMALL_TILES.light.v, SMALL_TILES.heavy.c
+TILES = ("row_tiles", "chunk_tiles", "split_tiles")
 ROUTING = ("_sort", "_merge", "_plan")
 
 
@@ -28,7 +30,10 @@ def routed(tree: ClassTree, num_positions: int) -> tuple[Problem, Routing]:
     problem = Problem.of(hidden, weight, target, tree)
     with instrumented(run=lambda each: execute(each) if each.kernel.__name__ in ROUTING else None):
         _, saved = TritonBackend().forward(problem, Needs(True, True, False))
-    return problem, unflatten(saved).routing
+    found = plan_for(problem).unflatten(saved).routing
+    by_level = {name: getattr(found, name).view(tree.depth, -1) for name in ("node", "child")}
+    tiles = {name: getattr(found, name).view(-1, 4) for name in TILES}
+    return problem, found._replace(**by_level, **tiles)
 
 
 @pytest.mark.parametrize(
