@@ -18,14 +18,12 @@ RUN_SIZES, MOST_RUNS = (32, 128, 512), 64
 """Lengths of sorted runs, of which the first is taken that makes at most `MOST_RUNS`; every run is
 searched for each key.
 """
-MAX_SPLITS = 16
-"""Most programs that share a tile in the forward, or the visits of a split node."""
 NUM_LISTS = 8
 """The fields of `Sizes` and one more, a power of two."""
-FILLING_PROGRAMS = 512
+FILLING_PROGRAMS = 256
 """Programs from which on more of them would not make d_weight faster."""
-BYTES_PER_VISIT = 1 << 15
-"""Bytes of rows that a device reads and writes while a program of d_weight adds up a visit."""
+MAX_CHUNKS = 12
+"""Most programs among which the visits of a split node are shared."""
 
 
 class Routing(NamedTuple):
@@ -90,16 +88,14 @@ def sizes(problem: Problem, tiles: Tiles) -> Sizes:
 def chunk_size(problem: Problem, tiles: Tiles) -> int:
     """Most visits of a node that one program of d_weight adds up.
 
-    As many as keep it busy while the other programs read and write all rows, but few enough where
-    there would be too few programs.
+    A program that added up all visits of the root would be the last to finish, by far. Its chunks
+    fill the device, with as few programs as that takes: the best choice, or level with it, of those
+    timed on an H100 for 33k to 10M words (`constants-h100`).
     """
-    tile, columns = tiles.heavy, problem.max_path_columns
-    programs = -(-columns // tile.c) * -(-problem.weight.shape[1] // tile.h)
-    splits = max(1, min(FILLING_PROGRAMS // max(programs, 1), MAX_SPLITS))
-    rows = at_most(problem.weight.shape[0], problem.num_positions * columns)
-    num_bytes = rows * problem.weight.shape[1] * problem.weight.element_size()
-    shared = at_least(tiles.chunk, -(-problem.num_positions // splits))
-    return at_least(shared, num_bytes // BYTES_PER_VISIT)
+    tile = tiles.heavy
+    programs = -(-problem.max_path_columns // tile.c) * -(-problem.weight.shape[1] // tile.h)
+    chunks = max(1, min(FILLING_PROGRAMS // max(programs, 1), MAX_CHUNKS))
+    return at_least(tiles.chunk, -(-problem.num_positions // chunks))
 
 
 def at_most(one: Any, other: Any) -> int:
