@@ -19,9 +19,17 @@ from typing import Literal
 import torch
 import yaml
 
-from data_prep.corpus.hints import find_text, warn_of
-from data_prep.corpus.lines import text_lines
-from data_prep.corpus.split import MIN_UNITS, Sample, Unit, check_file, read_sample, split_text
+from data_prep.corpus.hints import NUM_LINES, find_text, warn_of
+from data_prep.corpus.lines import TextFile, text_lines
+from data_prep.corpus.split import (
+    MIN_UNITS,
+    Sample,
+    Sizes,
+    Unit,
+    check_file,
+    read_sample,
+    split_text,
+)
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
 from data_prep.storage import folder_to_fill, new_folder, write_hashed
@@ -140,19 +148,11 @@ def new_recipe(
     """
     files = {"train": text} | ({"valid": valid} if valid else {}) | ({"test": test} if test else {})
     run = Config(name=path.stem).run_path
-    for each in (path, run / "config.yaml"):
-        if each.exists():
-            raise UserError(f"{each} already exists: choose another name")
-    for each in (path, *files.values()):
-        if CONTROL_CHARACTERS.search(str(each)):
-            raise UserError(f"{str(each)!a}: a name must not have control characters")
-    for each in files.values():
-        check_file(each)
-    texts = {split: find_text(file, text_field) for split, file in files.items()}
+    texts = _check(path, run, files, text_field)
     samples = {split: read_sample(each) for split, each in texts.items()}
-    sample = samples["train"]
-    warn_of(sample.lines, str(text))
     last_change = text.stat().st_mtime_ns
+    sample = samples["train"]
+    warn_of(sample.lines[:NUM_LINES], str(text))
     num_tokens, num_words, tokenizer = measure(sample)
     held_out = [split for split in ("valid", "test") if split not in files]
     cut = "the given files"
@@ -171,17 +171,12 @@ def new_recipe(
             unfinished = stack.enter_context(new_folder(run / "text"))
             training = unfinished / "train.txt" if "train" in written else text
         for split in copied:
-            with (unfinished / f"{split}.txt").open("wb") as file:
-                file.writelines(line.encode() + b"\n" for line in texts[split].lines())
+            lines = (line.encode() + b"\n" for line in texts[split].lines())
+            write_hashed(unfinished / f"{split}.txt", lines)
         if held_out:
             unit, sizes = split_text(texts["train"], unfinished, sample, held_out, unit)
             tokens |= {split: density * size for split, (_, size) in sizes.items()}
-            parts = ", ".join(
-                f"{split} {units:,} {unit} (about {tokens[split]:,.0f} tokens)"
-                for split, (units, _) in sizes.items()
-            )
-            shares = f"one of {sample.period} for {' and one for '.join(held_out)}"
-            cut = f"by {unit}, {parts}: {shares}, in {run / 'text'}"
+            cut = f"{_shares(unit, sizes, tokens, sample.period)}, in {run / 'text'}"
         if text.stat().st_mtime_ns != last_change:
             raise UserError(f"{text} changed while it was read: try again")
         if sample.num_bytes <= COUNTED_BYTES and "kind: words" in tokenizer:
@@ -198,6 +193,31 @@ def new_recipe(
         write_hashed(path, [header.encode(), content.encode()])
     recipe, run_dir = shlex.quote(str(path)), shlex.quote(str(run))
     return f"{summary}then: lm train {recipe}\n      lm generate {run_dir}"
+
+
+def _check(
+    path: Path, run: Path, files: dict[str, Path], text_field: str | None
+) -> dict[str, TextFile]:
+    """The texts of files; UserError if there are none, or a name exists or is unusable."""
+    for each in (path, run / "config.yaml"):
+        if each.exists():
+            raise UserError(f"{each} already exists: choose another name")
+    for each in (path, *files.values()):
+        if CONTROL_CHARACTERS.search(str(each)):
+            raise UserError(f"{str(each)!a}: a name must not have control characters")
+    for each in files.values():
+        check_file(each)
+    return {split: find_text(file, text_field) for split, file in files.items()}
+
+
+def _shares(unit: Unit, sizes: Sizes, tokens: dict[str, float], period: int) -> str:
+    """What a text was cut into, and the size of each split."""
+    parts = ", ".join(
+        f"{split} {units:,} {unit} (about {tokens[split]:,.0f} tokens)"
+        for split, (units, _) in sizes.items()
+    )
+    held_out = " and one for ".join(split for split in sizes if split != "train")
+    return f"by {unit}, {parts}: one of {period} for {held_out}"
 
 
 def count_vocabulary(training: Path, tokenizer: str) -> tuple[int, str]:

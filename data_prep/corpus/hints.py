@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from data_prep.storage import open_to_read
 
 NUM_LINES = 100
 """Lines and rows that decide."""
+MANY_REPEATED = 0.2
+"""Share of a split's characters, so that short lines that all texts have are few."""
 _FORMAT_OF_SUFFIX = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
 }
 _MARKER = re.compile(r"<\|?/?\w+\|?>|\[[A-Z_]+\]")
-_CLOSING_TAG = re.compile(r"</(?!s>)[\w:.-]+>|<\?xml |<!doctype ", re.IGNORECASE)
+_CLOSING_TAG = re.compile(r"</(?!s>)[\w:.-]+>|\S</s>|<\?xml |<!doctype ", re.IGNORECASE)
 
 logger = logging.getLogger("data_prep")
 
@@ -51,7 +53,7 @@ def find_text(path: Path, field: str | None) -> TextFile:
     names = [str(name) for name in rows[0]]
     texts = [name for name in names if all(_is_text(row.get(name)) for row in rows)]
     sentences = [name for name in texts if all(" " in row[name] for row in rows)]
-    likely = (["text"] if "text" in texts else texts, sentences)
+    likely = (["text"] if "text" in names else texts, sentences)
     found = [field] if field in names else [each[0] for each in likely if len(each) == 1]
     if not found or field not in (None, found[0]):
         columns = ", ".join(map(repr, names))
@@ -119,3 +121,32 @@ def warn_of(lines: Iterable[str], name: str) -> None:
                 where,
                 marker,
             )
+
+
+def compared(lines: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """The same training lines; warns of held-out splits of which they contain a large part."""
+    unseen: dict[str, dict[int, tuple[int, int]]] = {split: {} for split in held_out}
+    for split, others in held_out.items():
+        for line in map(str.strip, others):
+            if line:
+                count, size = unseen[split].get(hash(line), (0, 0))
+                unseen[split][hash(line)] = count + 1, size + len(line)
+    before = {split: _totals(found) for split, found in unseen.items()}
+    for line in lines:
+        for found in unseen.values():
+            found.pop(hash(line.strip()), None)
+        yield line
+    for split, (num_lines, size) in before.items():
+        num_unseen, unseen_size = _totals(unseen[split])
+        if size - unseen_size > MANY_REPEATED * size:
+            logger.warning(
+                "%s: %.0f %% of its lines are lines of the training text too, so its perplexity is"
+                " lower than that of new text: remove repeated lines before the text is split",
+                split,
+                100 * (num_lines - num_unseen) / num_lines,
+            )
+
+
+def _totals(found: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """The sums over lines of their counts and of their sizes."""
+    return sum(count for count, _ in found.values()), sum(size for _, size in found.values())

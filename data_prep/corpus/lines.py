@@ -18,7 +18,7 @@ from data_prep.errors import UserError
 from data_prep.settings import BYTE_ORDER_MARK, DataConfig
 from data_prep.storage import open_to_read
 
-CSV_SEPARATORS = ",\t;"
+CSV_SEPARATORS = ",\t;|"
 
 
 def read_lines(data: DataConfig, split: str) -> Iterator[str]:
@@ -117,9 +117,7 @@ def records(path: Path, format: str, field: str | None = None) -> Iterator[dict[
         header = next(lines, "")
         separator = max(CSV_SEPARATORS, key=header.count)
         if field not in (None, header) and separator not in header:
-            expected = (
-                "expected columns separated by commas, tabs or semicolons, as in its first line"
-            )
+            expected = "expected a first line of names, separated by a comma, tab, semicolon or |"
             raise UserError(f"{path}: {expected}, got {header!r:.60}")
         rows = (f"{line}\n" for line in chain([header], lines))
         yield from csv.DictReader(rows, delimiter=separator, strict=True)

@@ -119,8 +119,20 @@ def test_columns_of_other_formats_are_split_into_lines(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"body": rows}), tmp_path / "x.parquet")
     assert read(tmp_path, "x.jsonl", format="json", text_field="body") == expected
     assert read(tmp_path, "x.parquet", format="parquet", text_field="body") == expected
-    write(tmp_path, b'n,body\n1,"a\nb"\n2,c\n', "x.csv")
-    assert read(tmp_path, "x.csv", format="csv", text_field="body") == ["a", "b", "c"]
+    write(tmp_path, json.dumps([{"body": row} for row in rows], indent=1).encode(), "x.json")
+    assert read(tmp_path, "x.json", format="json", text_field="body") == expected
+    for separator in (b",", b"\t", b";", b"|"):
+        content = b'\xef\xbb\xbfn,body\r\n1,"a\nb"\n\n2,c\n'.replace(b",", separator)
+        write(tmp_path, gzip.compress(content), "x.csv.gz")
+        assert read(tmp_path, "x.csv.gz", format="csv", text_field="body") == ["a", "b", "c"]
+
+
+def test_text_that_looks_like_numbers_or_dates_is_text(tmp_path: Path) -> None:
+    rows = ["2024-05-17", "12", "1e5", "true", "2024-05-17T12:03:00Z", "x" * 200_000]
+    write(tmp_path, "\n".join(json.dumps({"text": row}) for row in rows).encode(), "x.json")
+    write(tmp_path, "\n".join(["text", *rows]).encode(), "x.csv")
+    for format in ("json", "csv"):
+        assert read(tmp_path, f"x.{format}", format=format) == rows
 
 
 def test_no_text_of_a_csv_file_is_a_missing_value(tmp_path: Path) -> None:
@@ -211,7 +223,7 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     for format, message in (
         ("json", "ValueError: line 1 is not JSON: Expecting value"),
         ("parquet", "ArrowInvalid: Parquet magic bytes not found"),
-        ("csv", "expected columns separated by commas, tabs or semicolons, as in its first line"),
+        ("csv", "expected a first line of names, separated by a comma, tab, sem"),
     ):
         with pytest.raises(UserError, match=rf"corpus\.txt(: | cannot be read: ){message}"):
             read(tmp_path, "corpus.txt", format=format)
