@@ -48,7 +48,9 @@ class AlignedLine(NamedTuple):
 
     words: list[str]
     ids: list[int]  # [n], as `Tokenizer.encode` returns them
-    word_of_id: list[int]  # [n], index in `words`; len(words): the whitespace after the last word
+    word_of_id: Sequence[
+        int
+    ]  # [n], index in `words`; len(words): the whitespace after the last word
 
 
 class Tokenizer(ABC):
@@ -162,7 +164,7 @@ class WordTokenizer(Tokenizer):
         """Encode one line; a word has several ids if punctuation is split."""
         words = line.split()
         if not self.split_punctuation:
-            return AlignedLine(words, self.encode(line), list(range(len(words))))
+            return AlignedLine(words, self.encode(line), range(len(words)))
         num_ids = [len(self._separate([word]).split()) for word in words]
         word_of_id = [place for place, number in enumerate(num_ids) for _ in range(number)]
         return AlignedLine(words, self.encode(line), word_of_id)

@@ -10,7 +10,9 @@ from tests.conftest import toy_sentences
 
 WORDS = WordTokenizer(["<eos>", "<unk>", "the", "cat", "sees", "do", "n't", "well", "-", "known"])
 CAPITALS = WordTokenizer(["<eos>", "<unk>", "THE", "CAT", "SEES"])
-FORMS = WordTokenizer(["<eos>", "<unk>", "été", "e\u0301ta\u0301", "it's", "l\u2019an", "x-y", "ab"])
+FORMS = WordTokenizer(
+    ["<eos>", "<unk>", "été", "e\u0301ta\u0301", "it's", "l\u2019an", "x-y", "ab"]
+)
 
 
 @pytest.mark.parametrize(
