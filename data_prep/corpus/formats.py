@@ -28,7 +28,9 @@ COMPRESSIONS: dict[re.Pattern[bytes], Callable[[], Any]] = {
     re.compile(b"\x1f\x8b"): lambda: zlib.decompressobj(31),
     re.compile(b"BZh[1-9](1AY&SY|\x17rE8P\x90)"): bz2.BZ2Decompressor,
     re.compile(b"\xfd7zXZ\0|]\0\0"): lzma.LZMADecompressor,
-    re.compile(rb"\x28\xb5\x2f\xfd"): lambda: zstandard.ZstdDecompressor().decompressobj(),
+    re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"): lambda: (
+        zstandard.ZstdDecompressor().decompressobj()
+    ),
 }
 ZIP = re.compile(b"PK(\3\4|\5\6|\7\x08)")
 COMPRESSED_NAME = re.compile(r"\.(gz|bz2|xz|lzma|zst|zip)$", re.IGNORECASE)
@@ -43,7 +45,7 @@ _EXPORT = "export its text as UTF-8"
 NO_TEXT = {
     rb".{257}ustar": f"a tar archive: {_UNPACK}",
     rb"7z\xbc\xaf'\x1c|Rar!\x1a\x07": f"an archive: {_UNPACK}",
-    rb"\x1f[\x8b\x9d\xa0]|BZh[1-9]1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|\x04\"M\x18|PK\x03\x04": (
+    rb"\x1f[\x8b\x9d\xa0]|BZh[1-9]1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|\x04\"M\x18|PK[\x03\x05]": (
         "compressed, in a way that is not read here: decompress it"
     ),
     PARQUET.pattern: "a parquet file: its text is read by data.format: parquet",
@@ -186,17 +188,25 @@ def wide_encoding(head: bytes) -> str | None:
     zeros = [count > most for count in counts]
     found = {
         (False, True, True, True): "UTF-32LE",
+        (False, False, True, True): "UTF-32LE",
         (True, True, True, False): "UTF-32BE",
+        (True, True, False, False): "UTF-32BE",
         (False, True, False, True): "UTF-16LE",
         (True, False, True, False): "UTF-16BE",
     }
-    return found.get((zeros[0], zeros[1], zeros[2], zeros[3])) if len(head) >= 8 else None
+    if len(head) >= 8 and (likely := found.get((zeros[0], zeros[1], zeros[2], zeros[3]))):
+        return likely
+    for newline, encoding in ((b"\n\0", "UTF-16LE"), (b"\0\n", "UTF-16BE")):  # Chinese
+        if 0 < head[:-1].count(b"\n") <= head.count(newline):
+            return encoding
+    return None
 
 
 def likely_encoding(line: bytes) -> str:
     """What to do with a line that is not UTF-8, for a message."""
-    characters = line.decode(errors="replace").replace("\N{REPLACEMENT CHARACTER}", "")
-    if not characters.isascii():
+    characters = line.decode(errors="replace")
+    others = [each for each in characters if not each.isascii()]
+    if len(others) >= 2 * others.count("\N{REPLACEMENT CHARACTER}"):
         return "the other characters of the line are UTF-8, so it is damaged"
     if re.search(rb"[\x80-\xff]{3}", line):
         return "if the text is in GB18030, SHIFT_JIS, WINDOWS-1251 or another encoding, " + (

@@ -25,7 +25,7 @@ _FORMAT_OF_SUFFIX = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
 }
-_MARKER = re.compile(r"<\|?/?\w+\|?>|\[[A-Z_]+\]")
+_MARKER = re.compile(r"<\|?/?\w+\|?>|\[/?[A-Z_]+\]")
 _CLOSING_TAG = re.compile(r"</(?!s>)[\w:.-]+>|\S</s>|<\?xml |<!doctype ", re.IGNORECASE)
 
 logger = logging.getLogger("data_prep")

@@ -110,6 +110,7 @@ def test_a_column_that_is_not_clear_is_asked_for(
             "[CLS] the cat [SEP]",
             [r"a: the lines begin with \[CLS\], ", r"a: the lines end with \[S"],
         ),
+        ("[INST] the cat [/INST]", ["a: the lines begin", r"a: the lines end with \[/INST\], "]),
         ("the cat <|endoftext|>", [r"a: the lines end with <\|endoftext\|>, "]),
         ("- the <unk> </s> cat .", []),
         ("[1] the cat", []),
