@@ -265,7 +265,7 @@ class SentencePieceTokenizer(Tokenizer):
         return [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in special.encode()]
 
     def align(self, line: str) -> AlignedLine:
-        """Encode one line; a piece is part of the word of its last character, spaces of the next."""
+        """Encode one line; a piece belongs to the word of its last character, or to the next."""
         text = f" {line}" if line else ""
         ids: list[int] = []
         ends: list[int] = []  # in `text`

@@ -279,6 +279,9 @@ def test_text_of_every_arrow_type_of_strings_is_text(tmp_path: Path) -> None:
     for kind in (pa.string(), pa.large_string(), pa.string_view()):
         parquet.write_table(pa.table({"text": pa.array(["a", "é"], kind)}), tmp_path / "a.parquet")
         assert read(tmp_path, "a.parquet", format="parquet") == ["a", "é"]
+    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"the corpus has no line \(.*a\.parquet\)$"):
+        read(tmp_path, "a.parquet", format="parquet")
 
 
 def test_the_text_of_a_pipe_is_read(tmp_path: Path) -> None:
