@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import cast
 
+from data_prep.corpus.hints import compared, noted
 from data_prep.corpus.lines import read_lines
 from data_prep.corpus.loader import SPLITS
 from data_prep.errors import UserError
@@ -359,6 +360,11 @@ class _Stages:
 
     def _encode(self, meta: Meta, split: Split, tokenizer: Tokenizer) -> Meta:
         lines, path = read_lines(self.data, split), self.folder / f"{split}.npy"
+        if split == "train":
+            others = {
+                each: read_lines(self.data, each) for each in meta.inputs if each in SPLITS[1:]
+            }
+            lines = noted(compared(lines, others), "train")
         info, occurrences = encode_split(lines, tokenizer, path, progress=self.progress)
         logger.info("%s: %d lines, %d tokens, %d unknown", split, info.lines, info.tokens, info.oov)
         meta = replace(meta, splits={**meta.splits, split: info})

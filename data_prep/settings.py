@@ -50,9 +50,11 @@ class DataConfig(Strict):
     dir: str = "."
     """Folder at which relative paths in `files` start."""
     files: SplitFiles = field(default_factory=SplitFiles)
-    """Local files of each split; compressed files (.gz .bz2 .xz .zst) are read directly."""
+    """Local files of each split, which may be compressed (.gz .bz2 .xz .zst, .zip of one)."""
     format: Literal["text", "json", "parquet", "csv"] = "text"
-    """Format of the local files: lines of text, JSON lines, parquet or CSV."""
+    """Format of the local files: lines of text, JSON (lines or one array), parquet, or CSV with a
+    line of names, separated by commas, tabs, semicolons or vertical bars.
+    """
     hub: str | None = None
     """Name of a dataset on the hub (or a folder in the hub's layout), read instead of `files`; its
     splits are train, validation and test.
@@ -82,7 +84,9 @@ class TokenizerConfig(Strict):
     min_count: Positive = 1
     """words: words that occur less often become `<unk>`."""
     lowercase: bool = False
-    """words: convert the text to lower case first."""
+    """words: convert the text to lower case first, in all languages alike: the Turkish capital I,
+    with or without a dot, becomes i.
+    """
     split_punctuation: bool = False
     """words: punctuation marks before and after a word become separate words; marks inside one
     belong to it, as in `EU:n` and `--max-size` (for raw text; not for corpora that are already

@@ -6,6 +6,7 @@ model smaller where it does not fit. Nothing is tuned on the text.
 """
 
 import json
+import logging
 import math
 import re
 import shlex
@@ -18,8 +19,17 @@ from typing import Literal
 import torch
 import yaml
 
-from data_prep.corpus.lines import text_lines
-from data_prep.corpus.split import MIN_UNITS, Sample, Unit, read_sample, split_text
+from data_prep.corpus.hints import NUM_LINES, find_text, warn_of
+from data_prep.corpus.lines import TextFile, text_lines
+from data_prep.corpus.split import (
+    MIN_UNITS,
+    Sample,
+    Sizes,
+    Unit,
+    check_file,
+    read_sample,
+    split_text,
+)
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
 from data_prep.storage import folder_to_fill, new_folder, write_hashed
@@ -95,6 +105,16 @@ NO_SPACES = re.compile(
     "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uff66-\uff9f\U00020000-\U0003ffff]"
 )
 """Letters of Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese."""
+ITEMS = "kind: words, min_count: 1, split_punctuation: false"
+"""The tokenizer of item ids, which have digits: all are words, and they have no stems."""
+MANY_RARE, MOSTLY_RARE = 0.2, 0.4
+"""Shares of words that occur once: above the first one warns, above the second words are spelled.
+
+About the same share of new text is unknown (Good & Turing 1953)."""
+FEW_WORDS = 1_000
+"""Of fewer words these shares say little."""
+
+logger = logging.getLogger(__name__)
 
 
 def new_recipe(
@@ -105,8 +125,11 @@ def new_recipe(
     test: Path | None,
     unit: Unit | None,
     backbone: Literal["lstm", "transformer"] = "lstm",
+    text_field: str | None = None,
 ) -> str:
     """Write a recipe and, unless both are given, the validation and test split of its text.
+
+    The text of files with columns is copied.
 
     Returns a summary for the user.
 
@@ -116,20 +139,18 @@ def new_recipe(
         valid, test: text of these splits.
         unit: what the text is cut into; None: documents if there are enough, else lines.
         backbone: network of the model.
+        text_field: column of the text, if the files have columns; None: it is found.
 
     Raises:
         UserError: if the recipe, the run or its text exists, or a text cannot be read.
     """
     files = {"train": text} | ({"valid": valid} if valid else {}) | ({"test": test} if test else {})
     run = Config(name=path.stem).run_path
-    for each in (path, run / "config.yaml"):
-        if each.exists():
-            raise UserError(f"{each} already exists: choose another name")
-    for each in (path, *files.values()):
-        if CONTROL_CHARACTERS.search(str(each)):
-            raise UserError(f"{str(each)!a}: a name must not have control characters")
-    sample, *_ = map(read_sample, files.values())
+    texts = _check(path, run, files, text_field)
+    samples = {split: read_sample(each) for split, each in texts.items()}
     last_change = text.stat().st_mtime_ns
+    sample = samples["train"]
+    warn_of(sample.lines[:NUM_LINES], str(text))
     num_tokens, num_words, tokenizer = measure(sample)
     held_out = [split for split in ("valid", "test") if split not in files]
     cut = "the given files"
@@ -137,20 +158,22 @@ def new_recipe(
         cut = f"none, the text has fewer than {MIN_UNITS} {unit or 'lines'}: no "
         cut, held_out = cut + " and no ".join(held_out), []
     density = num_tokens / sample.num_bytes
-    files |= {split: run / f"text/{split}.txt" for split in ("train", *held_out) if held_out}
+    copied = [split for split in texts if texts[split].format != "text"]
+    written = dict.fromkeys([*copied, *(["train", *held_out] if held_out else [])])
+    files |= {split: run / f"text/{split}.txt" for split in written}
     with ExitStack() as stack:  # a recipe that cannot be written leaves no splits
         stack.enter_context(folder_to_fill(path.parent))
         about, training, unknown = "about ", text, ""
-        if held_out:
+        if written:
             unfinished = stack.enter_context(new_folder(run / "text"))
-            unit, sizes = split_text(text, unfinished, sample, held_out, unit)
-            training = unfinished / "train.txt"
-            parts = ", ".join(
-                f"{split} {units:,} {unit} (about {density * size:,.0f} tokens)"
-                for split, (units, size) in sizes.items()
-            )
-            shares = f"one of {sample.period} for {' and one for '.join(held_out)}"
-            cut = f"by {unit}, {parts}: {shares}, in {run / 'text'}"
+            training = unfinished / "train.txt" if "train" in written else text
+        for split in copied:
+            lines = (line.encode() + b"\n" for line in texts[split].lines())
+            write_hashed(unfinished / f"{split}.txt", lines)
+        if held_out:
+            unit, sizes = split_text(texts["train"], unfinished, sample, held_out, unit)
+            tokens = {split: density * size for split, (_, size) in sizes.items()}
+            cut = f"{_shares(unit, sizes, tokens, sample.period)}, in {run / 'text'}"
         if text.stat().st_mtime_ns != last_change:
             raise UserError(f"{text} changed while it was read: try again")
         if sample.num_bytes <= COUNTED_BYTES and "kind: words" in tokenizer:
@@ -167,6 +190,31 @@ def new_recipe(
     return f"{summary}then: lm train {recipe}\n      lm generate {run_dir}"
 
 
+def _check(
+    path: Path, run: Path, files: dict[str, Path], text_field: str | None
+) -> dict[str, TextFile]:
+    """The texts of files; UserError if there are none, or a name exists or is unusable."""
+    for each in (path, run / "config.yaml"):
+        if each.exists():
+            raise UserError(f"{each} already exists: choose another name")
+    for each in (path, *files.values()):
+        if CONTROL_CHARACTERS.search(str(each)):
+            raise UserError(f"{str(each)!a}: a name must not have control characters")
+    for each in files.values():
+        check_file(each)
+    return {split: find_text(file, text_field) for split, file in files.items()}
+
+
+def _shares(unit: Unit, sizes: Sizes, tokens: dict[str, float], period: int) -> str:
+    """What a text was cut into, and the size of each split."""
+    parts = ", ".join(
+        f"{split} {units:,} {unit} (about {tokens[split]:,.0f} tokens)"
+        for split, (units, _) in sizes.items()
+    )
+    held_out = " and one for ".join(split for split in sizes if split != "train")
+    return f"by {unit}, {parts}: one of {period} for {held_out}"
+
+
 def count_vocabulary(training: Path, tokenizer: str) -> tuple[int, str]:
     """The number of words that the preparation finds in a training text, and those left out."""
     from data_prep.tokenizer.vocabulary import count_words  # imports pyarrow and numba
@@ -175,6 +223,14 @@ def count_vocabulary(training: Path, tokenizer: str) -> tuple[int, str]:
     lines = (line for line in text_lines(training) if line.strip())
     found = count_words(lines, settings)
     num_unknown, num_tokens = int(found.counts[found.words.id(UNK)]), int(found.counts.sum())
+    rare = (num_unknown or int((found.counts == 1).sum())) / num_tokens
+    if rare > MANY_RARE and num_tokens >= FEW_WORDS:
+        logger.warning(
+            "%.0f %% of the training tokens occur once, and about as many of other text are"
+            " unknown: pieces of words spell them, --model.input_pieces=null"
+            " --tokenizer='{kind: sentencepiece, vocab_size: 8000, byte_fallback: true}'",
+            100 * rare,
+        )
     if not num_unknown:
         return len(found.words), ""
     share = f"{num_unknown / num_tokens:.1%}".replace("%", " %")
@@ -188,31 +244,46 @@ def measure(sample: Sample) -> tuple[int, int, str]:
     the sample.
     """
     words = [word for line in sample.lines for word in line.split()]
-    characters = "".join(words)
-    has_no_spaces = 2 * len(NO_SPACES.findall(characters)) > len(characters)
-    one_word_lines = has_no_spaces and len(words) < 2 * sample.num_units("lines")
-    if one_word_lines or len(characters) > (6 if has_no_spaces else 20) * len(words):
-        num_tokens = math.ceil((len(characters) + len(sample.lines)) / sample.share)
+    characters, num_lines = "".join(words), sample.num_units("lines")
+    unspaced = [word for word in words if NO_SPACES.search(word)]
+    num_letters = len(NO_SPACES.findall("".join(unspaced)))
+    is_list = 2 * num_letters > len(characters) and len(words) < 2 * num_lines
+    has_no_spaces = is_list or (
+        num_letters > 0.05 * len(characters) and len("".join(unspaced)) > 6 * len(unspaced)
+    )
+    is_rare = len(words) >= FEW_WORDS and share_once(words) > MOSTLY_RARE
+    if has_no_spaces or is_rare or len(characters) > 20 * len(words):
+        num_spaces = max(0, len(words) - num_lines)
+        num_tokens = math.ceil((len(characters) + num_spaces + len(sample.lines)) / sample.share)
         tokenizer = f"kind: sentencepiece, vocab_size: {PIECES}, byte_fallback: true"
         if sample.num_bytes >= PIECES_BYTES:
             return 2 * num_tokens // 3, PIECES, tokenizer
         num_pieces = 259 + len(set(characters))  # <unk>, <eos>, the space and 256 bytes
         return num_tokens, min(PIECES, num_pieces), f"{tokenizer}, model_type: char"
+    are_items = sum(any(map(str.isdigit, word)) for word in words) > 0.8 * len(words)
     marks = (".", *STOPS)
     attached = sum(len(word) > 1 and word.endswith(marks) for word in words)
     split_punctuation = attached > sum(word in marks for word in words)
-    if split_punctuation:
+    if split_punctuation and not are_items:
         words = separate_words(sample.lines, lowercase=False, split_punctuation=True).split()
-    num_tokens = math.ceil((len(words) + sample.num_units("lines")) / sample.share)
-    min_count = 1 if num_tokens < min(SETTINGS) else 2
+    num_tokens = math.ceil((len(words) + num_lines) / sample.share)
+    min_count = 1 if are_items or num_tokens < min(SETTINGS) else 2
     num_half, num_words = (
         2 + sum(count >= min_count for count in Counter(words[:end]).values())
         for end in (len(words) // 2, len(words))
     )
     exponent = min(1.0, max(0.0, math.log2(num_words / num_half)))
-    num_words = min(MAX_WORDS, round(num_words * (1 / sample.share) ** exponent))
+    num_words = round(num_words * (1 / sample.share) ** exponent)
+    if are_items:
+        return num_tokens, num_words, ITEMS
+    num_words = min(MAX_WORDS, num_words)
     tokenizer = f"kind: words, min_count: {min_count}, vocab_size: {MAX_WORDS}"
     return num_tokens, num_words, f"{tokenizer}, split_punctuation: {json.dumps(split_punctuation)}"
+
+
+def share_once(words: list[str]) -> float:
+    """The share of words that occur once."""
+    return sum(count == 1 for count in Counter(words).values()) / len(words)
 
 
 def repetition(num_tokens: int) -> tuple[int, float]:
@@ -266,7 +337,9 @@ def fit(
         "tokenizer": tokenizer,
         "shortlist": min(1000, num_words // 33),
         "clustered": f", clustered_words: {ALL_CLUSTERED}" if num_words > ALL_CLUSTERED else "",
-        "pieces": f", input_pieces: {pieces}" if "kind: words" in tokenizer else "",
+        "pieces": f", input_pieces: {pieces}"
+        if "kind: words" in tokenizer and tokenizer != ITEMS
+        else "",
         "batch": batch,
         "epochs": epochs,
         "dropout": dropout,

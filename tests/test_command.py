@@ -35,7 +35,7 @@ HEAVY = [
         ("config", set()),
         ("generate RUN --tokens=3", {"torch", "tqdm"}),
         ("evaluate RUN", {"torch", "tqdm"}),
-        ("evaluate RUN --text=TEXT", {"torch", "tqdm", "fsspec"}),
+        ("evaluate RUN --text=TEXT", {"torch", "tqdm"}),
         ("info RUN", {"torch", "tqdm"}),
         ("classes RUN", {"scipy", "tqdm"}),
         ("prepare RUN/config.yaml", {"tqdm"}),  # which has been done

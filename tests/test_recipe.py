@@ -14,13 +14,12 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from data_prep.corpus.split import Sample
 from data_prep.errors import UserError
 from data_prep.prepared import open_prepared
 from lm import recipe
 from lm.cli import main
 from lm.config import Config, OptimConfig, load_config, validate
-from lm.recipe import MAX_WORDS, fit, measure
+from lm.recipe import MAX_WORDS, fit
 from lm.run import Run
 from lm.training.metrics import read_metrics
 from tests.conftest import toy_sentences
@@ -97,6 +96,34 @@ def test_given_splits_are_used_as_they_are() -> None:
     assert files.test == "runs/my/text/test.txt"
     assert Path("runs/my/text/test.txt").read_text() == "the dog\n" * 3
     assert not Path("runs/my/text/valid.txt").exists()
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["splits", "given splits"])
+def test_the_text_of_a_column_is_copied(given: bool) -> None:
+    rows = [{"id": number, "text": f"line {number}\nthe cat"} for number in range(40)]
+    Path("a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    Path("b.csv").write_text("text,n\nthe dog,1\n")
+    options = ["--valid=b.csv", "--test=b.csv"] if given else []
+    assert main(["new", "null.yaml", "--text=a.jsonl", *options]) == 0
+    config = load_config("null.yaml")
+    splits = ("train", "valid", "test")
+    files = [str(getattr(config.data.files, split)) for split in splits]
+    assert files == [f"runs/null/text/{split}.txt" for split in splits]
+    texts = [Path(file).read_text() for file in files]
+    if given:
+        assert texts[1:] == ["the dog\n"] * 2
+    written = "".join(texts[:1] if given else texts).splitlines()
+    assert sorted(written) == sorted([f"line {i}" for i in range(40)] + ["the cat"] * 40)
+    assert main(["prepare", "null.yaml", "--no-progress"]) == 0
+
+
+def test_a_column_is_asked_for_and_given(complaint: Complaint) -> None:
+    Path("a.jsonl").write_text(json.dumps({"title": "the dog", "body": "the cat"}))
+    message = "a.jsonl: name the column of the text, --text-field=NAME, of 'title', 'body'"
+    assert complaint("new", "my.yaml", "--text=a.jsonl") == message
+    assert list(Path().iterdir()) == [Path("a.jsonl")]
+    assert main(["new", "my.yaml", "--text=a.jsonl", "--text-field=body"]) == 0
+    assert Path("runs/my/text/train.txt").read_text() == "the cat\n"
 
 
 def test_documents_are_found_or_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +255,9 @@ def test_the_vocabulary_announced_is_that_of_the_prepared_data(
     monkeypatch.setattr("data_prep.corpus.split.SAMPLE_BYTES", 4096)
     random = Random(1)
     mark = "," if punctuated else ""
-    words = [f"w{int(20_000 * random.random() ** 4)}{mark}" for _ in range(60_000)]
+    letters = str.maketrans("0123456789", "abcdefghij")
+    numbers = [f"{int(20_000 * random.random() ** 4)}{mark}" for _ in range(60_000)]
+    words = [number.translate(letters) for number in numbers]
     new("\n".join(" ".join(words[i : i + 12]) for i in range(0, len(words), 12)))
     printed = r"a vocabulary of ([\d,]+) \(([\d.]+) % of the training tokens are other words"
     ((announced, share),) = re.findall(printed, capsys.readouterr().out)
@@ -321,46 +350,3 @@ def test_the_model_fits_into_the_memory(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Run, "available_bytes", 300 << 20)
     with pytest.raises(UserError, match=r"even the smallest model needs 0\.\d GB of mem"):
         fitted(40_000_000, 150_000)
-
-
-def test_attached_punctuation_becomes_words_of_its_own() -> None:
-    raw = ["The cat sat, and the dog ran.", "It was late."]
-    assert "split_punctuation: true" in measure(Sample(raw, 1.0, 43))[2]
-    hindi = ["लड़का स्कूल गया।", "वह वापस आया।"]
-    assert "split_punctuation: true" in measure(Sample(hindi, 1.0, 80))[2]
-    tokenized = ["The cat sat , and the dog ran .", "It was late ."]
-    assert "split_punctuation: false" in measure(Sample(tokenized, 1.0, 46))[2]
-
-
-def test_the_vocabulary_of_a_sample_is_extrapolated() -> None:
-    lines = [f"word{number} word{number}" for number in range(5_000)]
-    num_tokens, num_words, _ = measure(Sample(lines, 0.1, 10**6))
-    assert num_tokens == 150_000
-    assert num_words == pytest.approx(50_000, rel=0.01)  # every line has a new word
-    same = ["the same words the same words"] * 5_000
-    assert measure(Sample(same, 0.1, 10**6))[1] == 5  # with <unk> and <eos>
-
-
-JAPANESE = "ある日の暮方の事である一人の下人が羅生門の下で雨やみを待っていた"
-
-
-@pytest.mark.parametrize("length", [30, 9, 4], ids=["sentences", "short lines", "words"])
-def test_text_without_spaces_is_cut_into_pieces_or_characters(length: int) -> None:
-    sample = [JAPANESE[:length]] * 9
-    pieces = "kind: sentencepiece, vocab_size: 8000, byte_fallback: true"
-    assert measure(Sample(sample, 0.1, 10**7))[1:] == (8_000, pieces)
-    num_tokens, num_words, tokenizer = measure(Sample(sample, 1.0, 999))
-    assert (num_tokens, tokenizer) == (9 * (length + 1), f"{pieces}, model_type: char")
-    assert num_words == len(set(JAPANESE[:length])) + 259
-    for other in ("ｱﾙﾋﾉｸﾚｶﾞﾀ", "བོད་ཡིག་གི་སྐད", "𠀀𠀁𠀂𠀃𠀄𠀅𠀆𠀇"):
-        assert measure(Sample([other] * 9, 1.0, 999))[2] == f"{pieces}, model_type: char"
-    words = [" ".join(JAPANESE)] * 9
-    assert measure(Sample(words, 1.0, 999))[2].startswith("kind: words")
-
-
-def test_a_short_text_without_spaces_trains_on_characters() -> None:
-    new("".join(f"{JAPANESE[i % 20 :]}{chr(0x4E00 + i)}\n" for i in range(60)))
-    assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=2"]) == 0
-    splits = open_prepared(Path("runs/my/data")).splits
-    assert {split: info.oov for split, info in splits.items()} == dict.fromkeys(splits, 0)
-    assert splits["train"].tokens > 1000

@@ -1,31 +1,24 @@
 """The lines of a corpus: text between LF, CR or CRLF, without byte order mark and NUL, in UTF-8.
 
-Plain text is read here, other formats by `loader`.
+They are those of plain text, or of a column of JSON, CSV, parquet or a dataset on the hub.
 """
 
+import csv
+import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from io import TextIOWrapper
+from collections.abc import Iterable, Iterator
+from io import BufferedReader, TextIOWrapper
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, cast
 
-from data_prep.corpus.loader import (
-    READING_ERRORS,
-    check_zstandard,
-    columns,
-    input_files,
-    one_line,
-    split_files,
-    split_key,
-)
+from data_prep.corpus.formats import decompressed, likely_encoding, reading
+from data_prep.corpus.loader import ROWS_PER_BATCH, hub_rows, input_files, split_files, split_key
 from data_prep.errors import UserError
 from data_prep.settings import BYTE_ORDER_MARK, DataConfig
 from data_prep.storage import open_to_read
 
-if TYPE_CHECKING:
-    from pyarrow import ChunkedArray
+CSV_SEPARATORS = ",\t;|"
 
 
 def read_lines(data: DataConfig, split: str) -> Iterator[str]:
@@ -45,10 +38,12 @@ def read_lines(data: DataConfig, split: str) -> Iterator[str]:
         ['the cat', 'sat']
     """
     lines: Iterator[str]
-    if data.hub is None and data.format == "text":
-        lines = chain.from_iterable(map(text_lines, input_files(data, split)))
+    if data.hub is None:
+        files = input_files(data, split)
+        texts = (TextFile(each, data.format, data.text_field) for each in files)
+        lines = chain.from_iterable(each.lines() for each in texts)
     else:
-        lines = chain.from_iterable(_batches(data, split))
+        lines = _hub_lines(data, split)
     if not data.keep_empty_lines:
         lines = filter(str.strip, lines)
     first = next(lines, None)
@@ -60,39 +55,107 @@ def read_lines(data: DataConfig, split: str) -> Iterator[str]:
     yield from lines
 
 
+def _hub_lines(data: DataConfig, split: str) -> Iterator[str]:
+    name = split_key(data, split)
+    with reading(name):
+        yield from _column_lines(hub_rows(data, split), data.text_field, name)
+
+
 def read_text(name: str) -> Iterator[str]:
     """Yield the lines of one text file, which may be compressed, of a pipe, or of stdin (`-`).
 
     Raises:
-        UserError: the file cannot be read, or a line is not UTF-8 or contains a NUL character.
+        UserError: the file cannot be read or is no text, or a line is not UTF-8 or contains a NUL
+            character.
     """
     file = sys.stdin.buffer if name == "-" else open_to_read(Path(name))
-    if name == "-" or not file.seekable():
-        return _decoded(file, name)
-    file.close()
-    return text_lines(Path(name))
+    with file, reading(name), decompressed(cast(BufferedReader, file), name) as text:
+        yield from _decoded(text, name)
+
+
+class TextFile(NamedTuple):
+    """A file with text: plain, or in a column."""
+
+    path: Path
+    format: str = "text"  # see `data.format`
+    field: str = "text"  # the column
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines; raises as `read_text`."""
+        path, format, field = self
+        if format == "text":
+            yield from read_text(str(path))
+        else:
+            with reading(str(path)):
+                yield from _column_lines(records(path, format, field), field, str(path))
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file, which may be compressed; raises what `read_text` raises."""
-    with open_decompressed(path) as file:
-        yield from _decoded(file, str(path))
+    """Yield the lines of a text file, which may be compressed; raises as `read_text`."""
+    return TextFile(path).lines()
 
 
-@contextmanager
-def open_decompressed(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, which may be compressed; UserError if reading it fails in the `with` block."""
-    import fsspec
+def records(path: Path, format: str, field: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file in any format of `data.format`: column → value.
 
+    Args:
+        path: the file.
+        format: `json` (lines, or one array), `parquet` or `csv` (separated as its first line is).
+        field: the column that is read of parquet; None: all.
+    """
+    if format == "parquet":
+        from pyarrow import parquet
+
+        with parquet.ParquetFile(path) as file:
+            columns = [field] if field in file.schema_arrow.names else None
+            for batch in file.iter_batches(ROWS_PER_BATCH, columns=columns):
+                yield from batch.to_pylist()
+        return
+    lines = read_text(str(path))
+    if format == "csv":
+        csv.field_size_limit(sys.maxsize)
+        header = next(lines, "")
+        separator = max(CSV_SEPARATORS, key=header.count)
+        if field not in (None, header) and separator not in header:
+            expected = "expected a first line of names, separated by a comma, tab, semicolon or |"
+            raise UserError(f"{path}: {expected}, got {header!r:.60}")
+        rows = (f"{line}\n" for line in chain([header], lines))
+        yield from csv.DictReader(rows, delimiter=separator, strict=True)
+        return
+    for number, line in enumerate(lines, 1):
+        if line.lstrip().startswith("["):
+            found = json.loads("\n".join([line, *lines]))
+        else:
+            found = [_json_value(line, number)] if line.strip() else []
+        for record in found:
+            if not isinstance(record, dict):
+                raise UserError(f"{path}, line {number}: expected JSON objects, got {record!r:.40}")
+            yield record
+
+
+def _json_value(line: str, number: int) -> Any:
     try:
-        if path.suffix == ".zst":
-            check_zstandard(path)
-        with fsspec.open(str(path), "rb", compression="infer") as file:
-            yield file
-    except UserError:
-        raise
-    except READING_ERRORS as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number} is not JSON: {error}") from error
+
+
+def _column_lines(rows: Iterable[dict[str, Any]], field: str, name: str) -> Iterator[str]:
+    """Yield the lines of a column of text; UserError names its absence or the first wrong row."""
+    for number, row in enumerate(rows, 1):
+        if number == 1 and field not in row:
+            columns = ", ".join(map(repr, row))
+            raise UserError(f"data.text_field is {field!r}: {name} has only the columns {columns}")
+        text = row.get(field)
+        if not isinstance(text, str) or "\0" in text:
+            mistake = "no text" if text is None else f"{text!r:.40}, not text,"
+            mistake = "a NUL character" if isinstance(text, str) else mistake
+            raise UserError(f"{name}, row {number}: {mistake} in {field!r}")
+        if not text.isascii():
+            text.encode()  # a surrogate in JSON is no character
+        text = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
+        for line in text.split("\n"):
+            yield line.removeprefix(BYTE_ORDER_MARK)
 
 
 def _decoded(file: BinaryIO, name: str) -> Iterator[str]:
@@ -104,53 +167,9 @@ def _decoded(file: BinaryIO, name: str) -> Iterator[str]:
             try:
                 decoded = raw.decode()
             except UnicodeDecodeError as error:
-                place, byte = error.start, raw[error.start]
-                mistake = f"invalid UTF-8 at byte {place + 1} of the line (0x{byte:02x})"
-                if number == 1 and raw.startswith(b"\x1f\x8b"):
-                    mistake = "compressed by gzip: decompress it, or add .gz to its name"
+                place = f"at byte {error.start + 1} of the line (0x{raw[error.start]:02x})"
+                mistake = f"invalid UTF-8 {place}: {likely_encoding(raw)}"
                 raise UserError(f"{name}, line {number}: {mistake}") from error
             if "\0" in decoded:
                 raise UserError(f"{name}, line {number}: a NUL character")
             yield decoded.removeprefix(BYTE_ORDER_MARK)
-
-
-def _batches(data: DataConfig, split: str) -> Iterator[list[str]]:
-    """Yield the lines of a corpus with columns, some rows at a time."""
-    num_rows = 0
-    try:
-        for column in columns(data, split):
-            yield _clean(column, data, split, num_rows)
-            num_rows += len(column)
-    except UserError:
-        raise
-    except READING_ERRORS as error:
-        raise UserError(
-            f"{split_key(data, split)}{split_files(data, split)}: cannot be read after"
-            f" {num_rows} rows: {one_line(error)}"
-        ) from error
-
-
-def _clean(column: "ChunkedArray", data: DataConfig, split: str, first_row: int) -> list[str]:
-    """Check the rows and return their lines."""
-    from pyarrow import compute, types
-
-    if types.is_string_view(column.type):
-        column = column.cast("large_string")
-    if not (types.is_string(column.type) or types.is_large_string(column.type)):
-        raise UserError(
-            f"data.text_field is {data.text_field!r}: that column of {split_key(data, split)} holds"
-            f" {column.type}, not text"
-        )
-    for wrong, mistake in (
-        (column.is_null(), f"no text in {data.text_field!r}"),
-        (compute.match_substring(column, "\0"), "a NUL character"),
-    ):
-        if (row := wrong.index(True).as_py()) >= 0:
-            raise UserError(f"{split_key(data, split)}: row {first_row + row + 1} has {mistake}")
-    lines = chain.from_iterable(map(_lines_of, column.to_pylist()))
-    return [line.removeprefix(BYTE_ORDER_MARK) for line in lines]
-
-
-def _lines_of(row: str) -> list[str]:
-    """Split at LF, CR and CRLF; one at the end of the row starts no further line."""
-    return row.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")

@@ -1,48 +1,27 @@
-"""The files of a corpus, and the text column of those that are not plain text.
+"""The files of a corpus, and the rows of a dataset on the hub.
 
-Columns are streams of `datasets`: nothing is copied into a cache, and only one batch of rows is in
+Rows are streams of `datasets`: nothing is copied into a cache, and only one batch of rows is in
 memory at a time.
 """
 
-import codecs
-import csv
 import glob
-import locale
 import logging
-import lzma
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import zstandard
-
+from data_prep.corpus.formats import READING_ERRORS, one_line
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig
-from data_prep.storage import CHUNK_BYTES, open_to_read
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
-    from pyarrow import ChunkedArray
 
 SPLITS = ("train", "valid", "test")
 HUB_SPLITS = {"train": "train", "valid": "validation", "test": "test"}
 ROWS_PER_BATCH = 256
 """Small, because a row may be a whole book and a batch is in memory several times."""
-COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
-
-READING_ERRORS = (
-    OSError,
-    EOFError,
-    ValueError,
-    TypeError,
-    csv.Error,
-    lzma.LZMAError,
-    zlib.error,
-    zstandard.ZstdError,
-)
-"""What `datasets` raises for a bad file; pyarrow and Unicode raise ValueErrors and TypeErrors."""
 
 
 def splits(data: DataConfig) -> list[str]:
@@ -124,21 +103,20 @@ def _visible_files(folder: Path, paths: Iterable[Path]) -> list[Path]:
     )
 
 
-def columns(data: DataConfig, split: str) -> Iterator["ChunkedArray"]:
-    """Yield the text column of a split, up to `ROWS_PER_BATCH` rows at a time.
+def hub_rows(data: DataConfig, split: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a split of `data.hub`; UserError if it is missing.
 
-    UserError if the split or column is missing; a damaged file raises one of `READING_ERRORS`.
+    A damaged file raises one of `formats.READING_ERRORS`.
     """
-    on_hub = data.hub is not None
-    dataset = _hub_with(data, split)[HUB_SPLITS[split]] if on_hub else _load_files(data, split)
+    dataset = _hub_with(data, split)[HUB_SPLITS[split]]
     tables = iter(dataset.with_format("arrow").iter(batch_size=ROWS_PER_BATCH))
     while True:
         with _silent_datasets():
             table = next(tables, None)
         if table is None:
             return
-        _check_field(table.column_names, data, split)
-        yield table.column(data.text_field)
+        chosen = {data.text_field} & {*table.column_names}
+        yield from (table.select(chosen) if chosen else table).to_pylist()
 
 
 def load_hub(data: DataConfig) -> dict[str, "IterableDataset"]:
@@ -154,12 +132,6 @@ def load_hub(data: DataConfig) -> dict[str, "IterableDataset"]:
         raise UserError(f"data.hub {data.hub} cannot be opened: {one_line(error)}") from error
 
 
-def one_line(error: Exception) -> str:
-    """Return the operating system's reason, or the exception's type and message, on one line."""
-    text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    return " ".join(text.split())
-
-
 def _hub_with(data: DataConfig, split: str) -> dict[str, "IterableDataset"]:
     """The splits of `data.hub`, `split` among them."""
     if HUB_SPLITS[split] not in (offered := load_hub(data)):
@@ -167,72 +139,6 @@ def _hub_with(data: DataConfig, split: str) -> dict[str, "IterableDataset"]:
             f"data.hub {data.hub} has no split {HUB_SPLITS[split]} (it has {', '.join(offered)})"
         )
     return offered
-
-
-def _check_field(names: Iterable[str], data: DataConfig, split: str) -> None:
-    if data.text_field not in names:
-        raise UserError(
-            f"data.text_field is {data.text_field!r}: {split_key(data, split)} has only the columns"
-            f" {', '.join(names)}"
-        )
-
-
-def _load_files(data: DataConfig, split: str) -> "IterableDataset":
-    from datasets import load_dataset
-
-    paths = input_files(data, split)
-    for path in paths:
-        if path.suffix == ".zst":
-            check_zstandard(path)
-    # `datasets` interprets names as globs and silently finds nothing for a name with brackets.
-    names = [glob.escape(str(path.absolute())) for path in paths]
-    options: dict[str, Any] = {}
-    if data.format == "csv":
-        _check_locale(paths)
-        # By default "NA", "null" and the like become missing values, digits become numbers, and
-        # columns that are not read must have one type.
-        for path in paths:
-            _check_field(_csv_columns(path), data, split)
-        name = data.text_field
-        options = {"keep_default_na": False, "usecols": [name], "converters": {name: str}}
-    with _silent_datasets():
-        return load_dataset(
-            data.format, data_files={"train": names}, split="train", streaming=True, **options
-        )
-
-
-def _csv_columns(path: Path) -> list[str]:
-    import fsspec
-
-    with fsspec.open(
-        str(path), "rt", encoding="utf-8-sig", newline="", compression="infer"
-    ) as file:
-        return next(csv.reader(file), [])
-
-
-def check_zstandard(path: Path) -> None:
-    """Decompress the whole file: `datasets` reads a truncated one without an error."""
-    frame = None
-    with open_to_read(path) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            while chunk:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                frame.decompress(chunk)
-                chunk = frame.unused_data
-                frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError(f"{path.name} ends before its end-of-stream marker")
-
-
-def _check_locale(paths: list[Path]) -> None:
-    """Require UTF-8: `datasets` always decodes compressed CSV by the encoding of the locale."""
-    encoding = codecs.lookup(locale.getpreferredencoding(False)).name
-    for path in paths if encoding != "utf-8" else ():
-        if path.suffix in COMPRESSED:
-            raise UserError(
-                f"{path}: compressed CSV is decoded by the locale's encoding, {encoding}: expected"
-                " UTF-8 (set PYTHONUTF8=1)"
-            )
 
 
 @contextmanager

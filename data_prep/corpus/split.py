@@ -8,18 +8,16 @@ large file is like; the file is read once, to write the splits.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from tqdm import tqdm
 
-from data_prep.corpus.lines import open_decompressed, text_lines
-from data_prep.corpus.loader import COMPRESSED
+from data_prep.corpus.formats import is_compressed, open_text
+from data_prep.corpus.lines import TextFile
 from data_prep.errors import UserError
 from data_prep.settings import BYTE_ORDER_MARK
-from data_prep.storage import CHUNK_BYTES
 
 Unit = Literal["lines", "documents"]
 
@@ -65,33 +63,35 @@ Sizes = dict[str, tuple[int, int]]
 """The numbers of units (lines or documents that are not empty) and bytes of each split."""
 
 
-def read_sample(path: Path) -> Sample:
-    """Read a whole text, or `SAMPLE_BYTES` of a large one: of a compressed one the beginning.
-
-    Raises:
-        UserError: the file cannot be read, is not UTF-8, or has no word.
-    """
+def check_file(path: Path) -> None:
+    """UserError unless the path is that of a file, which can be read twice."""
     if not path.is_file():  # a pipe cannot be read twice
         is_read_twice = path.exists() or str(path) == "-"
         problem = "give a file, which is read more than once" if is_read_twice else "no such file"
         raise UserError(f"{path}: {problem}")
-    num_bytes, lines, num_read = path.stat().st_size, list[str](), 0
-    compressed = path.suffix in COMPRESSED
-    if compressed or num_bytes <= SAMPLE_BYTES:
-        for line in text_lines(path):
-            lines.append(line)
-            num_read += len(line.encode()) + 1
-            if compressed and num_read >= SAMPLE_BYTES:
-                with open_decompressed(path) as file:
-                    num_bytes = sum(map(len, iter(partial(file.read, CHUNK_BYTES), b"")))
-                break
-        else:
-            num_bytes = num_read
-    else:
-        lines = [line.removeprefix(BYTE_ORDER_MARK) for line in _spread_lines(path, num_bytes)]
+
+
+def read_sample(text: TextFile) -> Sample:
+    """Read a whole text, or `SAMPLE_BYTES` of a large one: the beginning unless it is plain.
+
+    Raises:
+        UserError: the file cannot be read, is not UTF-8, or has no word.
+    """
+    num_bytes, lines, num_read = text.path.stat().st_size, list[str](), 0
+    if text.format == "text" and num_bytes > SAMPLE_BYTES and not is_compressed(text.path):
+        with open_text(text.path):
+            pass  # which is an error if it is no text
+        lines = [line.removeprefix(BYTE_ORDER_MARK) for line in _spread_lines(text.path, num_bytes)]
         num_read = sum(len(line.encode()) + 1 for line in lines)
+    else:
+        num_bytes = 0
+        for line in text.lines():
+            num_bytes += len(line.encode()) + 1
+            if num_read < SAMPLE_BYTES:
+                lines.append(line)
+                num_read = num_bytes
     if not any(line.strip() for line in lines):
-        raise UserError(f"{path}: the text has no word")
+        raise UserError(f"{text.path}: the text has no word")
     return Sample(lines, min(1.0, num_read / num_bytes), num_bytes)
 
 
@@ -108,7 +108,11 @@ def _spread_lines(path: Path, num_bytes: int) -> Iterator[str]:
 
 
 def split_text(
-    source: Path, folder: Path, sample: Sample, held_out: Sequence[str], unit: Unit | None = None
+    source: TextFile,
+    folder: Path,
+    sample: Sample,
+    held_out: Sequence[str],
+    unit: Unit | None = None,
 ) -> tuple[Unit, Sizes]:
     """Write `train.txt` and the splits `held_out` (of valid, test) to a folder.
 
@@ -132,7 +136,7 @@ def split_text(
 
 
 def write_splits(
-    source: Path, folder: Path, unit: Unit, period: int, held_out: Sequence[str]
+    source: TextFile, folder: Path, unit: Unit, period: int, held_out: Sequence[str]
 ) -> Sizes:
     """Write `train.txt` and the splits `held_out` (of valid, test) to a folder.
 
@@ -150,7 +154,7 @@ def write_splits(
             split: stack.enter_context((folder / f"{split}.txt").open("wb")) for split in num_units
         }
         index, split, after_empty = -1, "train", True
-        for line in tqdm(text_lines(source), desc="splitting", unit=" lines", disable=None):
+        for line in tqdm(source.lines(), desc="splitting", unit=" lines", disable=None):
             empty = not line.strip()
             if not empty and (unit == "lines" or after_empty):
                 index += 1

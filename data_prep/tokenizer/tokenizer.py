@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import chain, compress, islice
+from itertools import chain, compress
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -48,7 +48,9 @@ class AlignedLine(NamedTuple):
 
     words: list[str]
     ids: list[int]  # [n], as `Tokenizer.encode` returns them
-    word_of_id: list[int]  # [n], index in `words`; len(words): the whitespace after the last word
+    word_of_id: Sequence[
+        int
+    ]  # [n], index in `words`; len(words): the whitespace after the last word
 
 
 class Tokenizer(ABC):
@@ -162,7 +164,7 @@ class WordTokenizer(Tokenizer):
         """Encode one line; a word has several ids if punctuation is split."""
         words = line.split()
         if not self.split_punctuation:
-            return AlignedLine(words, self.encode(line), list(range(len(words))))
+            return AlignedLine(words, self.encode(line), range(len(words)))
         num_ids = [len(self._separate([word]).split()) for word in words]
         word_of_id = [place for place, number in enumerate(num_ids) for _ in range(number)]
         return AlignedLine(words, self.encode(line), word_of_id)
@@ -214,7 +216,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     The text is not normalised, so decoding restores every character that has a piece. Words start
     with the space before them, including the first word of a line. A literal `<unk>` and one space
-    before it are encoded as the unknown id; sentencepiece itself would spell it. Consecutive
+    before it are encoded as the unknown id; sentencepiece itself would spell it, and would read a
+    literal U+2581 as a space: it is encoded as bytes, or as unknown if there are none. Consecutive
     unknown characters are one unknown id, and so are consecutive unknown words of
     `model_type: word`.
 
@@ -245,28 +248,32 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_lines(self, lines: Sequence[str]) -> list[list[int]]:
         """Encode several lines without `<eos>`."""
-        texts = list(map(split_at_unk, lines))
-        encoded = iter(self._processor.encode(list(chain.from_iterable(texts)), out_type=int))
+        texts = list(map(split_at_special, lines))
+        segments = list(chain.from_iterable(text[::2] for text in texts))
+        encoded = iter(self._processor.encode(segments, out_type=int))
         joined = []
         for text in texts:
             joined.append(next(encoded))
-            for ids in islice(encoded, len(text) - 1):
-                joined[-1] += [self.unk_id, *ids]
+            for special, ids in zip(text[1::2], encoded, strict=False):
+                joined[-1] += self._special_ids(special) + ids
         return joined
 
-    def align(self, line: str) -> AlignedLine:
-        """Encode one line; a piece belongs to the word of its last character, spaces to the next.
+    def _special_ids(self, special: str) -> list[int]:
+        """The ids of `<unk>`, or of the character that sentencepiece has for a space: its bytes."""
+        if UNK in special or not self.has_bytes:
+            return [self.unk_id]
+        return [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in special.encode()]
 
-        Bytes of a character belong to its word.
-        """
+    def align(self, line: str) -> AlignedLine:
+        """Encode one line; a piece belongs to the word of its last character, or to the next."""
         text = f" {line}" if line else ""
-        separators = re.findall(f" ?{UNK}", text)
         ids: list[int] = []
         ends: list[int] = []  # in `text`
-        for place, segment in enumerate(split_at_unk(line)):
-            if place:
-                ids.append(self.unk_id)
-                ends.append((ends[-1] if ends else 0) + len(separators[place - 1]))
+        for place, segment in enumerate(split_at_special(line)):
+            if place % 2:
+                ids += (special := self._special_ids(segment))
+                ends += [(ends[-1] if ends else 0) + len(segment)] * len(special)
+                continue
             encoded = (self._processor.encode(segment, out_type=kind) for kind in (int, str))
             for id, piece in zip(*encoded, strict=True):
                 ids.append(id)
@@ -321,25 +328,31 @@ class SentencePieceTokenizer(Tokenizer):
 def separate_words(lines: Sequence[str], lowercase: bool, split_punctuation: bool) -> str:
     """Return the lines as a text whose words are separated by whitespace, a newline after each."""
     text = "\n".join(lines) + "\n"
-    text = text.lower() if lowercase else text
+    text = text.replace("\u0130", "i").lower() if lowercase else text  # a Turkish I with a dot
     if not split_punctuation:
         return text
-    find = _punctuation_pattern().findall
-    return "".join(f"{' '.join(find(line))}\n" for line in text[:-1].split("\n"))
+    find, marks = _punctuation_pattern().findall, set(_AFTER)
+    each = (find(line) for line in text[:-1].split("\n"))
+    words = ([" ".join(word) if word[-1] in marks else word for word in line] for line in each)
+    return "".join(f"{' '.join(line)}\n" for line in words)
+
+
+_BOTH = f"{STOPS}\"'\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb\u2039\u203a\u2013\u2014*`"
+_AFTER = f"{_BOTH}.)]}}%"
+"""Marks that are separated from both sides of a word, and from the word before them."""
 
 
 @cache
 def _punctuation_pattern() -> re.Pattern[str]:
-    """Match a word, or a punctuation mark at the beginning or the end of one.
+    """Match a word, a punctuation mark before one, or at once all marks after one.
 
     Marks inside a word belong to it, and so do hyphens, symbols and a single dot at its beginning.
+    The time is proportional to the text.
     """
-    quotes = "\"'\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb\u2039\u203a"
-    both = f"{STOPS}{quotes}\u2013\u2014*`"
-    before = rf"[{both}(\[{{\u00bf\u00a1$\u00a3\u20ac)\]}}]|\.(?=\.)|(?<=\.)\."
-    special = f"{UNK}|{EOS}"
-    last = rf"(?!{special})[^\s{both}.)\]}}%]"
-    return re.compile(rf"{special}|(?!{before})(?:(?!{special})\S)*{last}|\S")
+    before = rf"[{_BOTH}(\[{{\u00bf\u00a1$\u00a3\u20ac)\]}}]|\.(?=\.)|(?<=\.)\."
+    special, marks = f"{UNK}|{EOS}", re.escape(_AFTER)
+    others = rf"(?:[^\s{marks}<]++|(?!{special})<)"
+    return re.compile(rf"{special}|(?!{before})(?:(?:[{marks}]*+{others})++|[{marks}]++)|\S")
 
 
 _QUOTES = {
@@ -375,7 +388,11 @@ class _Spacing:
         return "" if glued else " "
 
 
-def split_at_unk(line: str) -> list[str]:
-    """Split a line, with a space before it, at each literal `<unk>` and the space before that."""
+def split_at_special(line: str) -> list[str]:
+    """Split a line, with a space before it, at what sentencepiece reads as something else.
+
+    Returns texts and, between them, `<unk>` with the space before it, or what a space is there.
+    """
     text = f" {line}" if line else ""
-    return re.split(f" ?{UNK}", text) if UNK in text else [text]
+    is_plain = UNK not in text and SENTENCEPIECE_SPACE not in text
+    return [text] if is_plain else re.split(f"( ?{UNK}|{SENTENCEPIECE_SPACE})", text)

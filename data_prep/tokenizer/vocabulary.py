@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
-from data_prep.tokenizer.tokenizer import EOS, UNK, line_batches, separate_words, split_at_unk
+from data_prep.tokenizer.tokenizer import EOS, UNK, line_batches, separate_words, split_at_special
 from data_prep.tokenizer.word_index import WordIndex
 
 MAX_SENTENCE_CHARACTERS = 4_096
@@ -126,8 +126,8 @@ def reservoir_sample(sentences: Iterable[str], size: int, random: Random) -> lis
 
 
 def _sentences(line: str) -> Iterator[str]:
-    """Split a line at `<unk>` and into texts of at most `MAX_SENTENCE_CHARACTERS`."""
-    for text in split_at_unk(line):
+    """Split a line as its encoding does, and into texts of at most `MAX_SENTENCE_CHARACTERS`."""
+    for text in split_at_special(line)[::2]:
         start = 0
         while len(text) - start > MAX_SENTENCE_CHARACTERS:
             end = start + MAX_SENTENCE_CHARACTERS

@@ -14,6 +14,10 @@ OPTIONS: Options = {
     "--test": _PATH | {"help": "test text (default: taken from the text)"},
     "--model.backbone": {"choices": ("lstm", "transformer"), "default": "lstm", "dest": "backbone"}
     | {"help": "network of the model, with the optimizer that it needs (default: lstm)"},
+    "--text-field": {
+        "metavar": "NAME",
+        "help": "column of the text in JSON, CSV or parquet (default: text, or the only one)",
+    },
     "--split-by": {"choices": ("lines", "documents"), "help": "documents: between empty lines"},
 }
 
@@ -24,4 +28,6 @@ def run(options: argparse.Namespace) -> None:
 
     files = {"valid": options.valid, "test": options.test}
     chosen = {"unit": options.split_by, "backbone": options.backbone}
-    print(new_recipe(options.config, options.text, **files, **chosen))
+    print(
+        new_recipe(options.config, options.text, text_field=options.text_field, **files, **chosen)
+    )

@@ -50,6 +50,7 @@ _log = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> None:
     """Print the scores, line by line."""
     _check(options)
+    from data_prep.corpus.hints import noted
     from data_prep.corpus.lines import read_text
     from data_prep.tokenizer.token_file import counted_literals, log_literals
     from lm.device import return_freed_memory
@@ -86,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
     if options.vocabulary_size is not None:
         counted = counted.replace("counted as <unk>", "by their shares of P(<unk>)")
     literals = dict.fromkeys(run.tokenizer.literals, 0)
-    lines = counted_literals(read_text(options.file or "-"), literals)
+    lines = counted_literals(noted(read_text(options.file or "-"), options.file or "-"), literals)
     for number, row in enumerate(layout.rows(lines, stream=options.stream)):
         if number == 0:  # the text can be read
             if mixture:

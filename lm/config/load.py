@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from data_prep.corpus.formats import convert_from, likely_encoding, wide_encoding
 from data_prep.errors import UserError
 from lm.config.rules import first_problem
 from lm.config.schema import Config
@@ -38,10 +39,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def read_values(path: str | Path, what: str) -> dict[str, Any]:
     """The keys of a YAML file; raises UserError if it cannot be read, naming `what` it is."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        content = Path(path).read_bytes()
+        encoding = wide_encoding(content)
+        reason = f"it is in {encoding}: {convert_from(encoding, str(path))}" if encoding else None
+        text = "" if encoding else content.decode()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UserError(f"{path}: cannot read {what}: {reason}") from error
+        reason = getattr(error, "strerror", None) or f"invalid UTF-8: {likely_encoding(content)}"
+    if reason is not None:
+        raise UserError(f"{path}: cannot read {what}: {reason}")
     values = _parse(text, str(path))
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected sections with keys, got {type(values).__name__}")

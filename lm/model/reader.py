@@ -96,7 +96,7 @@ def _windows(num_tokens: int, context: int) -> Iterator[tuple[Ints, int]]:
 
 @torch.no_grad()
 def read_lines(
-    model: LanguageModel, lines: Sequence[Sequence[int]], eos_id: int
+    model: LanguageModel, lines: Sequence[Sequence[int] | NDArray[Any]], eos_id: int
 ) -> Iterator[tuple[Tensor, Tensor, Ints]]:
     """Read independent lines, each from `<eos>`, in batches of similar length.
 
@@ -127,7 +127,7 @@ def read_lines(
             begin = end
 
 
-def _batches(lines: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+def _batches(lines: Sequence[Sequence[int] | NDArray[Any]]) -> Iterator[list[int]]:
     """The indices of lines of similar length, up to `BATCH_TOKENS` positions together."""
     batch: list[int] = []
     for index in sorted(range(len(lines)), key=lambda index: len(lines[index])):

@@ -1,8 +1,10 @@
 """Unknown words of n-best lists and references: how many they are, and why they may be many."""
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 from data_prep.tokenizer.tokenizer import Tokenizer
@@ -23,7 +25,31 @@ def _bare(word: str) -> str:
     return re.sub(r"^\W+|\W+$", "", word)
 
 
+_TYPEWRITER = str.maketrans("\u2018\u2019\u02bc\u2010\u2011", "'''--")
 _CAUSES = (
+    *(
+        _Cause(
+            f"another form of Unicode than {form}",
+            partial(unicodedata.normalize, form),
+            f"convert the {{what}} to {form}, uconv -x {form.lower()}",
+        )
+        for form in ("NFC", "NFD", "NFKC")
+    ),
+    _Cause(
+        "typographic apostrophes and hyphens",
+        lambda word: word.translate(_TYPEWRITER),
+        "replace \u2019 and \u2018 by ' and \u2010 by - in the {what}",
+    ),
+    _Cause(
+        "typewriter apostrophes",
+        lambda word: word.replace("'", "\u2019"),
+        "replace ' by \u2019 in the {what}",
+    ),
+    _Cause(
+        "characters that are not visible, such as U+200B and U+00AD",
+        lambda word: "".join(each for each in word if unicodedata.category(each) != "Cf"),
+        "remove them from the {what}",
+    ),
     _Cause(
         "upper case",
         str.lower,

@@ -1,5 +1,6 @@
 """`lm score`: layouts whose figures agree and add up; mistakes."""
 
+import copy
 import csv
 import importlib.util
 import io
@@ -14,6 +15,7 @@ import torch
 
 import lm
 from lm.cli import main
+from lm.evaluation import perplexity
 from lm.run import Run
 from lm.scoring import Scorer
 
@@ -36,6 +38,23 @@ def printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Printed:
 
 LINES = ["the cat sees a dog today", "zebra follows", ""]
 UNIT = re.compile(r"(\S+)=(\d+) (\d+) (-?[\d.e-]+)\t")
+
+
+def test_a_perplexity_beyond_a_float_is_printed_with_its_exponent(
+    lstm_run: Path, printed: Printed
+) -> None:
+    options = ("--open-vocabulary", "--level=summary")
+    text, json_text = (
+        printed(lstm_run, ["%" * 8000], *options, *more) for more in ((), ("--format=json",))
+    )
+    log_prob = json.loads(json_text[0])["summary"]["log_prob"]
+    assert json.loads(json_text[0])["summary"]["perplexity"] is None
+    digits, exponent = text[0].removeprefix("Perplexity including OOVs:\t").split("e+")
+    assert math.log10(float(digits)) + int(exponent) == pytest.approx(-log_prob / 2, abs=0.005)
+    assert log_prob < -2000
+    assert f"{perplexity(-log_prob * math.log(10), 2):20.2f}" == f"{digits}e+{exponent}".rjust(20)
+    assert math.isinf(copy.deepcopy(perplexity(1e5, 2)))
+    assert str(perplexity(math.inf, 2)) == "inf"
 
 
 @pytest.mark.parametrize(("options", "rule"), [([], "independent"), (["--stream"], "one stream")])

@@ -201,9 +201,17 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, message: str) 
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    absent, latin = tmp_path / "absent.yaml", tmp_path / "latin.yaml"
-    latin.write_bytes(b"name: caf\xe9\n")
-    for path, reason in ((absent, "No such file"), (tmp_path, "directory"), (latin, "utf-8")):
+    reasons = {tmp_path / "absent.yaml": "No such file", tmp_path: "directory"}
+    for encoding, reason in (
+        ("latin-1", "invalid UTF-8: .* iconv -f WINDOWS-1252"),
+        ("UTF-16", "iconv -f UTF-16 -t UTF-8 .*UTF-16.yaml > NEW$"),
+        ("UTF-16LE", "iconv -f UTF-16LE"),
+        ("UTF-32BE", "iconv -f UTF-32BE"),
+    ):
+        path = tmp_path / f"{encoding}.yaml"
+        path.write_bytes("name: café\n".encode(encoding))
+        reasons[path] = reason
+    for path, reason in reasons.items():
         start = re.escape(f"{path}: cannot read the configuration: ")
         with pytest.raises(UserError, match=f"^{start}.*{reason}"):
             load_config(path)

@@ -378,4 +378,17 @@ def test_a_mistake_in_the_corpus_leaves_no_token_file(corpus: Corpus) -> None:
     corpus.write("valid.txt", "nul \0\n")
     with pytest.raises(UserError, match=r"valid\.txt, line 1: a NUL character$"):
         corpus.prepare()
-    assert set(corpus.written()) == FILES - {"valid.npy", "classes.npy"} | {".lock", "meta.json"}
+    assert set(corpus.written()) == VOCABULARY | {".lock", "meta.json"}
+
+
+def test_what_makes_figures_misleading_is_warned_of(
+    corpus: Corpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [f"<s> the {word} sat </s>\n" for word in ("cat", "dog", "cow")]
+    corpus.write("train.txt", "".join(lines * 9))
+    corpus.write("valid.txt", "".join([*lines, "<s> a new line </s>\n"]))
+    corpus.prepare()
+    warnings = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    starts = ("train: the lines begin with <s>, ", "train: the lines end with </s>, ", "valid: 75")
+    for start, warning in zip(starts, sorted(warnings), strict=True):
+        assert warning.startswith(start)

@@ -10,6 +10,9 @@ from tests.conftest import toy_sentences
 
 WORDS = WordTokenizer(["<eos>", "<unk>", "the", "cat", "sees", "do", "n't", "well", "-", "known"])
 CAPITALS = WordTokenizer(["<eos>", "<unk>", "THE", "CAT", "SEES"])
+FORMS = WordTokenizer(
+    ["<eos>", "<unk>", "été", "e\u0301ta\u0301", "it's", "l\u2019an", "x-y", "ab"]
+)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,18 @@ CAPITALS = WordTokenizer(["<eos>", "<unk>", "THE", "CAT", "SEES"])
         (WORDS, "The, Cat. sees", "likely cause: upper case and attached punctuation"),
         (WORDS, "\u2581the \u2581cat sees", "likely cause: marks of pieces of words"),
         (WORDS, "don't well-known the", "likely cause: another tokenisation of contractions"),
+        (
+            FORMS,
+            "e\u0301te\u0301 ab",
+            "another form of Unicode than NFC, .*: convert .* to NFC, uconv",
+        ),
+        (FORMS, "étá ab", "another form of Unicode than NFD, .*: convert .* to NFD, uconv"),
+        (FORMS, "\uff41\uff42 ab", "another form of Unicode than NFKC, .* to NFKC, uconv -x nfkc"),
+        (FORMS, "it\u2019s ab", "typographic apostrophes and hyphens"),
+        (FORMS, "x\u2010y it\u02bcs", "typographic apostrophes and hyphens"),
+        (FORMS, "l'an ab", "typewriter apostrophes"),
+        (FORMS, "a\u200bb ab", r"not visible, such as U\+200B and U\+00AD, .*: remove them from"),
+        (FORMS, "ab\u00ad \ufeffit's", "characters that are not visible"),
         (WORDS, "un zèbre , the", "neither lower case nor removed punctuation"),
     ],
 )

@@ -3,7 +3,6 @@
 import bz2
 import gzip
 import json
-import locale
 import logging
 import lzma
 import os
@@ -13,7 +12,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import zstandard
-from datasets.utils import logging as loader_logging
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -121,8 +119,20 @@ def test_columns_of_other_formats_are_split_into_lines(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"body": rows}), tmp_path / "x.parquet")
     assert read(tmp_path, "x.jsonl", format="json", text_field="body") == expected
     assert read(tmp_path, "x.parquet", format="parquet", text_field="body") == expected
-    write(tmp_path, b'n,body\n1,"a\nb"\n2,c\n', "x.csv")
-    assert read(tmp_path, "x.csv", format="csv", text_field="body") == ["a", "b", "c"]
+    write(tmp_path, json.dumps([{"body": row} for row in rows], indent=1).encode(), "x.json")
+    assert read(tmp_path, "x.json", format="json", text_field="body") == expected
+    for separator in (b",", b"\t", b";", b"|"):
+        content = b'\xef\xbb\xbfn,body\r\n1,"a\nb"\n\n2,c\n'.replace(b",", separator)
+        write(tmp_path, gzip.compress(content), "x.csv.gz")
+        assert read(tmp_path, "x.csv.gz", format="csv", text_field="body") == ["a", "b", "c"]
+
+
+def test_text_that_looks_like_numbers_or_dates_is_text(tmp_path: Path) -> None:
+    rows = ["2024-05-17", "12", "1e5", "true", "2024-05-17T12:03:00Z", "x" * 200_000]
+    write(tmp_path, "\n".join(json.dumps({"text": row}) for row in rows).encode(), "x.json")
+    write(tmp_path, "\n".join(["text", *rows]).encode(), "x.csv")
+    for format in ("json", "csv"):
+        assert read(tmp_path, f"x.{format}", format=format) == rows
 
 
 def test_no_text_of_a_csv_file_is_a_missing_value(tmp_path: Path) -> None:
@@ -147,9 +157,11 @@ def test_a_folder_in_the_layout_of_the_hub_has_its_visible_files_as_splits(tmp_p
     ("content", "message"),
     [
         (b"", r"^data\.files\.train: the corpus has no line \(.*corpus\.txt\)$"),
-        (b"a\nb\xff\n", r"corpus\.txt, line 2: invalid UTF-8 at byte 2 of the line \(0xff\)$"),
+        (
+            b"a\nb\xff\n",
+            r"corpus\.txt, line 2: invalid UTF-8 at byte 2 of the line \(0xff\): if it is Lat",
+        ),
         (b"a\n\nb \0\n", r"corpus\.txt, line 3: a NUL character$"),
-        (gzip.compress(b"a\n"), r"corpus\.txt, line 1: compressed by gzip: decompress it, or add"),
     ],
 )
 def test_bad_text_is_refused_with_file_and_line(
@@ -167,10 +179,14 @@ ZSTD = zstandard.compress(b"the cat sat\n" * 1000)
 @pytest.mark.parametrize(
     ("suffix", "content", "message"),
     [
-        ("gz", gzip.compress(b"a\n" * 999, mtime=0)[:30], " cannot be read: EOFError: "),
+        (
+            "gz",
+            gzip.compress(b"a\n" * 999, mtime=0)[:30],
+            " cannot be read: it ends before its end-of-stream marker$",
+        ),
         ("xz", lzma.compress(b"a\n\xc3(\n"), ", line 2: invalid UTF-8 at byte 1"),
         ("zst", ZSTD[: len(ZSTD) // 2].ljust(len(ZSTD), b"\xff"), " cannot be read: ZstdError"),
-        ("zst", b"no zstandard at all", " cannot be read: ZstdError"),
+        ("zst", b"no zstandard at all", ": damaged, or not compressed in spite of its name: "),
     ],
 )
 def test_a_damaged_compressed_file_is_refused_with_its_name(
@@ -185,41 +201,32 @@ def test_a_damaged_compressed_file_is_refused_with_its_name(
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([{"n": 1}], r"data\.text_field is 'text': data\.files\.train has only the columns n$"),
-        ([{"text": 1}], r"that column of data\.files\.train holds int64, not text$"),
-        ([{"text": "a"}, {"text": None}], r"data\.files\.train: row 2 has no text in 'text'$"),
-        ([{"text": "a"}, {"text": "\0"}], r"data\.files\.train: row 2 has a NUL character$"),
+        ([{"n": 1}], r"data\.text_field is 'text': .*x\.jsonl has only the columns 'n'$"),
+        ([{"text": 1}], r"x\.jsonl, row 1: 1, not text, in 'text'$"),
+        ([{"text": "a"}, {"text": None}], r"x\.jsonl, row 2: no text in 'text'$"),
+        ([{"text": "a"}, {"text": "\0"}], r"x\.jsonl, row 2: a NUL character in 'text'$"),
+        ([{"text": "a"}, {"n": 1}], r"x\.jsonl, row 2: no text in 'text'$"),
+        ([{"text": "a"}, ["a"]], r"x\.jsonl, line 2: expected JSON objects, got 'a'$"),
+        ([{"text": "\ud800"}], r"x\.jsonl cannot be read: UnicodeEncodeError: .* surrogates not"),
     ],
 )
 def test_bad_columns_are_refused_with_key_and_row(
-    tmp_path: Path, records: list[dict[str, object]], message: str
+    tmp_path: Path, records: list[object], message: str
 ) -> None:
     write(tmp_path, "\n".join(map(json.dumps, records)).encode(), "x.jsonl")
     with pytest.raises(UserError, match=message):
         read(tmp_path, "x.jsonl", format="json")
 
 
-def test_a_file_of_another_format_is_refused_without_log_lines(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     write(tmp_path, b"not json\n")
-    level = loader_logging.get_verbosity()
-    with pytest.raises(UserError, match=r"corpus\.txt\): cannot be read after 0 rows: ArrowInv"):
-        read(tmp_path, "corpus.txt", format="json")
-    assert capfd.readouterr().err == ""
-    assert loader_logging.get_verbosity() == level
-
-
-def test_compressed_text_is_never_decoded_in_another_encoding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, gzip.compress("text\né\n".encode()), "corpus.txt.gz")
-    write(tmp_path, "text\né\n".encode())
-    monkeypatch.setattr(locale, "getpreferredencoding", lambda _: "ISO-8859-1")
-    assert read(tmp_path, "corpus.txt", format="csv") == ["é"]
-    assert read(tmp_path, "corpus.txt.gz") == ["text", "é"]
-    with pytest.raises(UserError, match=r"txt\.gz: compressed CSV is decoded .* iso8859-1: expect"):
-        read(tmp_path, "corpus.txt.gz", format="csv")
+    for format, message in (
+        ("json", "ValueError: line 1 is not JSON: Expecting value"),
+        ("parquet", "ArrowInvalid: Parquet magic bytes not found"),
+        ("csv", "expected a first line of names, separated by a comma, tab, sem"),
+    ):
+        with pytest.raises(UserError, match=rf"corpus\.txt(: | cannot be read: ){message}"):
+            read(tmp_path, "corpus.txt", format=format)
 
 
 def test_missing_files_are_named_with_their_key(tmp_path: Path) -> None:
@@ -249,9 +256,10 @@ def test_a_truncated_zstandard_file_is_refused(tmp_path: Path, share: float) -> 
     text = "".join(f"line {i * i}\n" for i in range(50_000)).encode()
     whole = zstandard.ZstdCompressor().compress(text)
     write(tmp_path, whole[: int(len(whole) * share)], "corpus.txt.zst")
-    for format, message in (("text", "cannot be read"), ("csv", "cannot be read after 0 rows")):
-        with pytest.raises(UserError, match=rf"corpus\.txt\.zst\)?:? {message}: EOFError"):
-            read(tmp_path, "corpus.txt.zst", format=format)
+    for field in ("text", "line 0"):
+        format = "text" if field == "text" else "csv"
+        with pytest.raises(UserError, match=r"corpus\.txt\.zst cannot be read: it ends before its"):
+            read(tmp_path, "corpus.txt.zst", format=format, text_field=field)
     write(tmp_path, whole + zstandard.ZstdCompressor().compress(b"end\n"), "corpus.txt.zst")
     assert read(tmp_path, "corpus.txt.zst")[-2:] == [f"line {49_999**2}", "end"]
 
@@ -261,7 +269,9 @@ def test_columns_that_are_not_read_may_hold_anything(tmp_path: Path) -> None:
     write(tmp_path, "\n".join(["text,year,note", *rows, "ten,n.d.,1"]).encode(), "a.csv")
     found = read(tmp_path, "a.csv", format="csv")
     assert found == [*map(str, range(10_050)), "ten"]
-    with pytest.raises(UserError, match=r"text_field is 'body': .* only the columns text, year, n"):
+    with pytest.raises(
+        UserError, match=r"text_field is 'body': .* only the columns 'text', 'year', 'n"
+    ):
         read(tmp_path, "a.csv", format="csv", text_field="body")
 
 
@@ -269,6 +279,9 @@ def test_text_of_every_arrow_type_of_strings_is_text(tmp_path: Path) -> None:
     for kind in (pa.string(), pa.large_string(), pa.string_view()):
         parquet.write_table(pa.table({"text": pa.array(["a", "é"], kind)}), tmp_path / "a.parquet")
         assert read(tmp_path, "a.parquet", format="parquet") == ["a", "é"]
+    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"the corpus has no line \(.*a\.parquet\)$"):
+        read(tmp_path, "a.parquet", format="parquet")
 
 
 def test_the_text_of_a_pipe_is_read(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.corpus import split as split_module
+from data_prep.corpus.lines import TextFile
 from data_prep.corpus.split import Sample, read_sample, split_text, write_splits
 from data_prep.errors import UserError
 
@@ -21,7 +22,7 @@ def test_lines_are_held_out_at_even_distances(tmp_path: Path) -> None:
     text = [f"line {number}" for number in range(61)]
     (tmp_path / "text.txt").write_bytes("\r\n".join(text).encode())
     (tmp_path / "new").mkdir()
-    sizes = write_splits(tmp_path / "text.txt", tmp_path / "new", "lines", 20, BOTH)
+    sizes = write_splits(TextFile(tmp_path / "text.txt"), tmp_path / "new", "lines", 20, BOTH)
     assert sizes == {"train": (55, 431), "valid": (3, 23), "test": (3, 24)}
     splits = written(tmp_path / "new")
     assert splits["valid"] == ["line 9", "line 29", "line 49"]
@@ -36,7 +37,9 @@ def test_documents_are_never_divided(tmp_path: Path) -> None:
     text = "\n\n\n".join("\n".join(document) for document in documents)
     (tmp_path / "text.txt").write_text(text)
     (tmp_path / "new").mkdir()
-    sizes = write_splits(tmp_path / "text.txt", tmp_path / "new", "documents", 20, ["test"])
+    sizes = write_splits(
+        TextFile(tmp_path / "text.txt"), tmp_path / "new", "documents", 20, ["test"]
+    )
     assert {split: num_units for split, (num_units, _) in sizes.items()} == {"train": 38, "test": 2}
     splits = {
         name: [line for line in lines if line] for name, lines in written(tmp_path / "new").items()
@@ -50,7 +53,7 @@ def split(folder: Path, documents: list[list[str]]) -> tuple[str, dict[str, int]
     path = folder / "text.txt"
     path.write_text("\n\n".join("\n".join(document) for document in documents) + "\n")
     (folder / "new").mkdir(exist_ok=True)
-    unit, sizes = split_text(path, folder / "new", read_sample(path), BOTH)
+    unit, sizes = split_text(TextFile(path), folder / "new", read_sample(TextFile(path)), BOTH)
     return unit, {name: num_units for name, (num_units, _) in sizes.items()}
 
 
@@ -68,9 +71,9 @@ def test_documents_stay_whole_if_the_splits_have_useful_sizes(tmp_path: Path) ->
 
 def test_small_texts_are_read_whole_also_compressed(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes("\ufeffthe cat\nsat\n".encode())
-    assert read_sample(tmp_path / "text.txt") == Sample(["the cat", "sat"], 1.0, 12)
+    assert read_sample(TextFile(tmp_path / "text.txt")) == Sample(["the cat", "sat"], 1.0, 12)
     (tmp_path / "text.txt.gz").write_bytes(gzip.compress(b"the cat\nsat\n"))
-    assert read_sample(tmp_path / "text.txt.gz") == Sample(["the cat", "sat"], 1.0, 12)
+    assert read_sample(TextFile(tmp_path / "text.txt.gz")) == Sample(["the cat", "sat"], 1.0, 12)
 
 
 def test_large_texts_are_sampled_from_beginning_to_end(
@@ -79,7 +82,7 @@ def test_large_texts_are_sampled_from_beginning_to_end(
     monkeypatch.setattr(split_module, "SAMPLE_BYTES", 1600)
     text = [f"line {number:06}" for number in range(10_000)]
     (tmp_path / "text.txt").write_text("\n".join(text) + "\n")
-    sample = read_sample(tmp_path / "text.txt")
+    sample = read_sample(TextFile(tmp_path / "text.txt"))
     assert set(sample.lines) <= set(text)
     assert int(sample.lines[0].split()[1]) < 20
     assert int(sample.lines[-1].split()[1]) > 9980
@@ -94,7 +97,7 @@ def test_the_size_of_a_large_compressed_text_is_exact(
     path = tmp_path / "text.txt.gz"
     path.write_bytes(gzip.compress(b"the same line\n" * 10_000))
     assert path.stat().st_size < 1600
-    sample = read_sample(path)
+    sample = read_sample(TextFile(path))
     assert (sample.num_bytes, len(sample.lines)) == (140_000, 115)
     assert sample.share == 115 / 10_000
 
@@ -116,5 +119,5 @@ def test_large_texts_hold_out_a_size_not_a_share() -> None:
 def test_bad_texts_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "text.txt").write_bytes(content)
     with pytest.raises(UserError) as error:
-        read_sample(tmp_path / "text.txt")
+        read_sample(TextFile(tmp_path / "text.txt"))
     assert message in str(error.value)

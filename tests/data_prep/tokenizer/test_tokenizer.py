@@ -55,6 +55,25 @@ def test_words_of_the_vocabulary_come_back_and_others_are_unknown() -> None:
     assert tokenizer.token(5) == "don't"
 
 
+def test_a_literal_mark_of_spaces_is_no_space(
+    pieces: SentencePieceTokenizer, byte_pieces: SentencePieceTokenizer
+) -> None:
+    marks, spaces = "the ▁▁▂ cat▁", "the   ▂ cat "
+    unknown = pieces.unk_id
+    assert [id for id in pieces.encode(marks) if id == unknown] == [unknown] * 4
+    assert pieces.encode(spaces).count(unknown) == 1
+    assert byte_pieces.decode(byte_pieces.encode(marks)) == marks
+    assert byte_pieces.decode(byte_pieces.encode(spaces)) == spaces
+    for tokenizer in (pieces, byte_pieces):
+        aligned = tokenizer.align(marks)
+        assert aligned.ids == tokenizer.encode(marks)
+        assert (aligned.words, aligned.word_of_id[0], aligned.word_of_id[-1]) == (
+            marks.split(),
+            0,
+            2,
+        )
+
+
 def test_num_words_counts_whitespace_words_whatever_the_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.num_words(" the cat's, mat\u00a0is ") == 4
     assert WordTokenizer(WORDS, split_punctuation=True).num_words("the cat's, mat") == 3
@@ -62,6 +81,11 @@ def test_num_words_counts_whitespace_words_whatever_the_tokens(tokenizer: Tokeni
 
 def test_lowercase_folds_special_words_and_others() -> None:
     assert WordTokenizer(WORDS, lowercase=True).encode("The CAT <UNK>") == [2, 3, 1]
+
+
+@pytest.mark.parametrize("line", ["İSTANBUL", "İstanbul", "istanbul", "ISTANBUL"])
+def test_capital_letters_i_with_and_without_dot_are_the_same_in_lower_case(line: str) -> None:
+    assert separate_words([line], lowercase=True, split_punctuation=False) == "istanbul\n"
 
 
 @pytest.mark.parametrize(
@@ -73,6 +97,9 @@ def test_lowercase_folds_special_words_and_others() -> None:
         ("'tis the dogs' bowl", ["'", "tis", "the", "dogs", "'", "bowl"]),
         ("§:n EU:n, maa- ja", ["§:n", "EU:n", ",", "maa-", "ja"]),
         ("`--max-size=5` 24.12.2026.", ["`", "--max-size=5", "`", "24.12.2026", "."]),
+        ("%%a%, b.% %%,a .%…", ["%%a", "%", ",", "b", ".", "%", "%%,a", ".", "%", "…"]),
+        ("x%<unk>%.%<eos>.,", ["x", "%", "<unk>", "%", ".", "%", "<eos>", ".", ","]),
+        (',%a%] "%.', [",", "%a", "%", "]", '"', "%", "."]),
         ("...so U.S., %5", [".", ".", ".", "so", "U.S", ".", ",", "%5"]),
         ("a <unk>, b<eos>", ["a", "<unk>", ",", "b", "<eos>"]),
         ("हिन्दी में", ["हिन्दी", "में"]),
@@ -85,6 +112,16 @@ def test_punctuation_is_split_but_not_inside_words_and_numbers(line: str, words:
     vocabulary = list(dict.fromkeys(["<eos>", "<unk>", *words]))
     tokenizer = WordTokenizer(vocabulary, split_punctuation=True)
     assert tokenizer.encode(line) == [vocabulary.index(word) for word in words]
+
+
+@pytest.mark.parametrize(
+    "run", ["%", "%,", ".,", ")%", "'.", "a%", "%a", "<unk>%", "<un", "%…", "!"]
+)
+def test_the_steps_of_separation_are_proportional_to_the_text(run: str) -> None:
+    """A million characters: seconds here, hours if each mark looked at all after it."""
+    text = run * (1_000_000 // len(run))
+    separated = separate_words([text], lowercase=False, split_punctuation=True)
+    assert separated.replace(" ", "") == f"{text}\n"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +163,7 @@ def test_pieces_keep_every_space(pieces: SentencePieceTokenizer) -> None:
         assert pieces.decode(pieces.encode(line)) == line
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\n\r▁<")))
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\n\r<")))
 def test_byte_fallback_restores_every_text(byte_pieces: SentencePieceTokenizer, line: str) -> None:
     ids = byte_pieces.encode(line)
     assert byte_pieces.unk_id not in ids

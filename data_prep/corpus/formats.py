@@ -1,0 +1,220 @@
+"""What a file is, by its first bytes: text, perhaps compressed or in another encoding, or none.
+
+Names do not decide. A file of one compressed text is read as that text; archives, documents and
+other encodings than UTF-8 are refused with what to do.
+"""
+
+import bz2
+import csv
+import lzma
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BufferedReader, RawIOBase
+from pathlib import Path
+from typing import IO, Any, cast
+
+import zstandard
+
+from data_prep.errors import UserError
+from data_prep.storage import open_to_read
+
+CHUNK_BYTES = 1 << 16
+HEAD_BYTES = 1 << 12
+"""The first bytes, which decide."""
+COMPRESSIONS: dict[re.Pattern[bytes], Callable[[], Any]] = {
+    re.compile(b"\x1f\x8b"): lambda: zlib.decompressobj(31),
+    re.compile(b"BZh[1-9](1AY&SY|\x17rE8P\x90)"): bz2.BZ2Decompressor,
+    re.compile(b"\xfd7zXZ\0|]\0\0"): lzma.LZMADecompressor,
+    re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"): lambda: (
+        zstandard.ZstdDecompressor().decompressobj()
+    ),
+}
+ZIP = re.compile(b"PK(\3\4|\5\6|\7\x08)")
+COMPRESSED_NAME = re.compile(r"\.(gz|bz2|xz|lzma|zst|zip)$", re.IGNORECASE)
+PARQUET = re.compile(rb"PAR1\x15")
+READING_ERRORS = (
+    *(OSError, EOFError, ValueError, TypeError, RecursionError, csv.Error, lzma.LZMAError),
+    *(zipfile.BadZipFile, zlib.error, zstandard.ZstdError),
+)
+"""What reading a damaged file raises; pyarrow, JSON and Unicode raise ValueErrors."""
+_UNPACK = "unpack it and give the file of text"
+_EXPORT = "export its text as UTF-8"
+NO_TEXT = {
+    rb".{257}ustar": f"a tar archive: {_UNPACK}",
+    rb"7z\xbc\xaf'\x1c|Rar!\x1a\x07": f"an archive: {_UNPACK}",
+    rb"\x1f[\x8b\x9d\xa0]|BZh[1-9]1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|\x04\"M\x18|PK[\x03\x05]": (
+        "compressed, in a way that is not read here: decompress it"
+    ),
+    PARQUET.pattern: "a parquet file: its text is read by data.format: parquet",
+    rb"ARROW1\0": "an Arrow file: save it as parquet, which data.format: parquet reads",
+    rb"%PDF-\d": f"a PDF document: {_EXPORT}, for instance by pdftotext",
+    rb"%!PS-Adobe|\{\\rtf\d|\xd0\xcf\x11\xe0": f"a document: {_EXPORT}",
+    rb"\x89PNG\r|\xff\xd8\xff|GIF8[79]a|RIFF.{4}W|OggS\0|ID3[\x02-\x04]|fLaC\0": "no text",
+    rb"\x7fELF|SQLite format 3\0|\x93NUMPY|\x89HDF\r|\x80[\x02-\x05][\x8c\x95}](?!\n)": "no text",
+}
+"""First bytes of files that are read as text by mistake, and what is said of them."""
+_NO_TEXT = {re.compile(start, re.DOTALL): problem for start, problem in NO_TEXT.items()}
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[BufferedReader]:
+    """Open a file of text, which may be compressed, for `with`, in which UserError names it.
+
+    Raises:
+        UserError: the file cannot be read to its end, is damaged or is no text.
+    """
+    with open_to_read(path) as file, reading(str(path)), decompressed(file, str(path)) as text:
+        yield text
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """UserError that names what is read, in place of any of `READING_ERRORS`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except READING_ERRORS as error:
+        raise UserError(f"{name} cannot be read: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """Return the operating system's reason, or the exception's type and message, on one line."""
+    text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    return " ".join(text.split())
+
+
+@contextmanager
+def decompressed(file: BufferedReader, name: str) -> Iterator[BufferedReader]:
+    """Yield the text of an open file, a pipe or stdin, decompressed; raises as `open_text`."""
+    head, member = file.peek(HEAD_BYTES), None
+    compression = next((new for start, new in COMPRESSIONS.items() if start.match(head)), None)
+    if ZIP.match(head) and file.seekable():
+        member = _only_member(file, name)
+    elif compression is None and head and COMPRESSED_NAME.search(name):
+        raise UserError(
+            f"{name}: damaged, or not compressed in spite of its name: restore or rename it"
+        )
+    if member is not None:
+        file = BufferedReader(cast(RawIOBase, member), CHUNK_BYTES)
+    elif compression is not None:
+        file = BufferedReader(_Stream(_decompress(file, compression, name)), CHUNK_BYTES)
+    head = file.peek(HEAD_BYTES)
+    problem = next((problem for start, problem in _NO_TEXT.items() if start.match(head)), None)
+    if encoding := wide_encoding(head):
+        is_plain = compression is None and member is None
+        problem = f"in {encoding}: {convert_from(encoding, name if is_plain else 'FILE')}"
+    if problem is not None:
+        raise UserError(f"{name}: the file is {problem}")
+    yield file
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file is one of the compressed files that `open_text` reads."""
+    with open_to_read(path) as file:
+        head = file.read(HEAD_BYTES)
+    return any(start.match(head) for start in (ZIP, *COMPRESSIONS))
+
+
+def _only_member(file: BufferedReader, name: str) -> IO[bytes]:
+    """The file in a zip archive; UserError unless it is one, and without a password."""
+    try:
+        archive = zipfile.ZipFile(file)
+        members = [each for each in archive.infolist() if not each.is_dir()]
+        if len(members) != 1:
+            names = [each.filename for each in members[:3]] + ["…"] * (len(members) > 3)
+            found = f"{len(members)} files ({', '.join(names)})" if members else "no file"
+            problem = f"a zip archive with {found}: {_UNPACK}"
+            if names[:1] in (["[Content_Types].xml"], ["mimetype"]):
+                problem = f"an office document or an e-book: {_EXPORT}"
+            raise UserError(f"{name}: the file is {problem}")
+        return archive.open(members[0])
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{name}: the zip archive cannot be read: {reason}") from error
+
+
+class _Stream(RawIOBase):
+    """Chunks of bytes as a file."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest = chunks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            if (chunk := next(self._chunks, None)) is None:
+                return 0
+            self._rest = memoryview(chunk)
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
+def _decompress(file: BufferedReader, new: Callable[[], Any], name: str) -> Iterator[bytes]:
+    """The content of compressed streams, one after another, which zeros may separate.
+
+    Unlike the modules of Python's library, refuses what follows them, and a truncated one.
+    """
+    decompressor = None
+    while chunk := file.read(CHUNK_BYTES):
+        while chunk:
+            if decompressor is None and not (chunk := chunk.lstrip(b"\0")):
+                break
+            decompressor = decompressor or new()
+            yield decompressor.decompress(chunk)
+            chunk, is_complete = decompressor.unused_data, decompressor.eof
+            decompressor = None if is_complete else decompressor
+    if decompressor is not None:
+        raise UserError(f"{name} cannot be read: it ends before its end-of-stream marker")
+
+
+def wide_encoding(head: bytes) -> str | None:
+    """UTF-16 or UTF-32 with the order of its bytes, if a text begins so, with or without a mark."""
+    for mark, encoding in (
+        (b"\xff\xfe\0\0|\0\0\xfe\xff", "UTF-32"),
+        (b"\xff\xfe|\xfe\xff", "UTF-16"),
+    ):
+        if re.match(mark, head):
+            return encoding
+    # Most letters, and spaces, have zeros in all bytes but one.
+    counts = [head[place::4].count(0) for place in range(4)]
+    most = 0.6 * (len(head) // 4)
+    zeros = [count > most for count in counts]
+    found = {
+        (False, True, True, True): "UTF-32LE",
+        (False, False, True, True): "UTF-32LE",
+        (True, True, True, False): "UTF-32BE",
+        (True, True, False, False): "UTF-32BE",
+        (False, True, False, True): "UTF-16LE",
+        (True, False, True, False): "UTF-16BE",
+    }
+    if len(head) >= 8 and (likely := found.get((zeros[0], zeros[1], zeros[2], zeros[3]))):
+        return likely
+    for newline, encoding in ((b"\n\0", "UTF-16LE"), (b"\0\n", "UTF-16BE")):  # Chinese
+        if 0 < head[:-1].count(b"\n") <= head.count(newline):
+            return encoding
+    return None
+
+
+def likely_encoding(line: bytes) -> str:
+    """What to do with a line that is not UTF-8, for a message."""
+    characters = line.decode(errors="replace")
+    others = [each for each in characters if not each.isascii()]
+    if len(others) >= 2 * others.count("\N{REPLACEMENT CHARACTER}"):
+        return "the other characters of the line are UTF-8, so it is damaged"
+    if re.search(rb"[\x80-\xff]{3}", line):
+        return "if the text is in GB18030, SHIFT_JIS, WINDOWS-1251 or another encoding, " + (
+            convert_from("THAT")
+        )
+    return f"if it is Latin-1 or Windows text, {convert_from('WINDOWS-1252')}"
+
+
+def convert_from(encoding: str, name: str = "FILE") -> str:
+    """The command that converts a text, for a message."""
+    return f"convert it, iconv -f {encoding} -t UTF-8 {name} > NEW"

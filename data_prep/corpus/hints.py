@@ -1,0 +1,152 @@
+"""What the lines of a file look like: columns of another format, markup, markers of sentences.
+
+Decides what `lm new` reads of a file, and warns of what is read as words by mistake.
+"""
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from data_prep.corpus.formats import COMPRESSED_NAME, HEAD_BYTES, PARQUET, reading
+from data_prep.corpus.lines import TextFile, read_text, records
+from data_prep.errors import UserError
+from data_prep.storage import open_to_read
+
+NUM_LINES = 100
+"""Lines and rows that decide."""
+MANY_REPEATED = 0.2
+"""Share of a split's characters, so that short lines that all texts have are few."""
+_FORMAT_OF_SUFFIX = {
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
+}
+_MARKER = re.compile(r"<\|?/?\w+\|?>|\[/?[A-Z_]+\]")
+_CLOSING_TAG = re.compile(r"</(?!s>)[\w:.-]+>|\S</s>|<\?xml |<!doctype ", re.IGNORECASE)
+
+logger = logging.getLogger("data_prep")
+
+
+def find_text(path: Path, field: str | None) -> TextFile:
+    """Find the text of a file: its lines, or a column of text.
+
+    Args:
+        path: the file, which is parquet or JSON by its content, or CSV by its name.
+        field: the column; None: `text`, or else the only one of text.
+
+    Raises:
+        UserError: the file cannot be read, or it is not clear which column is meant.
+    """
+    format = _format(path)
+    if format == "text":
+        if field is not None:
+            raise UserError(f"{path}: plain text has no column {field}: leave out --text-field")
+        return TextFile(path)
+    with reading(str(path)):
+        rows = list(islice(records(path, format), NUM_LINES))
+    if not rows:
+        raise UserError(f"{path}: the file has no row")
+    names = [str(name) for name in rows[0]]
+    texts = [name for name in names if all(_is_text(row.get(name)) for row in rows)]
+    sentences = [name for name in texts if all(" " in row[name] for row in rows)]
+    likely = (["text"] if "text" in names else texts, sentences)
+    found = [field] if field in names else [each[0] for each in likely if len(each) == 1]
+    if not found or field not in (None, found[0]):
+        columns = ", ".join(map(repr, names))
+        raise UserError(f"{path}: name the column of the text, --text-field=NAME, of {columns}")
+    return TextFile(path, format, found[0])
+
+
+def _format(path: Path) -> str:
+    with open_to_read(path) as file:
+        if PARQUET.match(file.read(HEAD_BYTES)):
+            return "parquet"
+    suffix = Path(COMPRESSED_NAME.sub("", path.name)).suffix.lower()
+    lines = list(islice(filter(str.strip, read_text(str(path))), NUM_LINES))
+    if re.match(r"\s*\[\s*\{", "\n".join(lines[:2])) or _are_json(lines):
+        return "json"
+    return _FORMAT_OF_SUFFIX.get(suffix, "text")
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is a string, and no number."""
+    return isinstance(value, str) and not re.fullmatch(r"[-+\d.,:eE ]*", value)
+
+
+def _are_json(lines: Sequence[str]) -> bool:
+    """Whether there are lines and each is a JSON object."""
+    try:
+        return bool(lines) and all(isinstance(json.loads(line), dict) for line in lines)
+    except (ValueError, RecursionError):
+        return False
+
+
+def noted(lines: Iterable[str], name: str) -> Iterator[str]:
+    """The same lines; warns of what the first ones look like, without waiting for them."""
+    first: list[str] = []
+    for line in lines:
+        if len(first) < NUM_LINES:
+            first.append(line)
+            if len(first) == NUM_LINES:
+                warn_of(first, name)
+        yield line
+    if len(first) < NUM_LINES:
+        warn_of(first, name)
+
+
+def warn_of(lines: Iterable[str], name: str) -> None:
+    """Warn if lines of the text `name` are JSON, XML or HTML, or have markers of sentences."""
+    filled = [line for line in lines if line.strip()]
+    most = 0.9 * len(filled)
+    if _are_json(filled):
+        logger.warning(
+            "%s: the lines are JSON, whose keys and brackets count as words: data.format: json"
+            " reads the column data.text_field",
+            name,
+        )
+    elif sum(bool(_CLOSING_TAG.search(line)) for line in filled) > len(filled) / 2:
+        logger.warning("%s: the text is XML or HTML, whose tags count as words: remove them", name)
+    for place, where in ((0, "begin"), (-1, "end")):
+        words = Counter(line.split()[place] for line in filled)
+        marker, count = next(iter(words.most_common(1)), ("", 0))
+        if len(filled) > 1 and count >= most and _MARKER.fullmatch(marker):
+            logger.warning(
+                "%s: the lines %s with %s, which counts as a word that is always right: remove it,"
+                " the ends of lines are known",
+                name,
+                where,
+                marker,
+            )
+
+
+def compared(lines: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """The same training lines; warns of held-out splits of which they contain a large part."""
+    unseen: dict[str, dict[int, tuple[int, int]]] = {split: {} for split in held_out}
+    for split, others in held_out.items():
+        for line in map(str.strip, others):
+            if line:
+                count, size = unseen[split].get(hash(line), (0, 0))
+                unseen[split][hash(line)] = count + 1, size + len(line)
+    before = {split: _totals(found) for split, found in unseen.items()}
+    for line in lines:
+        for found in unseen.values():
+            found.pop(hash(line.strip()), None)
+        yield line
+    for split, (num_lines, size) in before.items():
+        num_unseen, unseen_size = _totals(unseen[split])
+        if size - unseen_size > MANY_REPEATED * size:
+            logger.warning(
+                "%s: %.0f %% of its lines are lines of the training text too, so its perplexity is"
+                " lower than that of new text: remove repeated lines before the text is split",
+                split,
+                100 * (num_lines - num_unseen) / num_lines,
+            )
+
+
+def _totals(found: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """The sums over lines of their counts and of their sizes."""
+    return sum(count for count, _ in found.values()), sum(size for _, size in found.values())

@@ -1,0 +1,152 @@
+"""The column of text is found, and what is read as words by mistake is warned of."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from data_prep.corpus.hints import NUM_LINES, compared, find_text, noted
+from data_prep.errors import UserError
+
+ROWS = [{"id": number, "title": f"t{number}", "text": "the cat sat"} for number in range(3)]
+ONE = [{"id": number, "sentence": "the cat sat"} for number in range(3)]
+TWO = [{"key": f"k{number}", "sentence": "the cat sat"} for number in range(3)]
+UNCLEAR = [{"title": "the dog", "body": "the cat sat"}] * 3
+
+
+def lines(rows: Sequence[Mapping[str, object]]) -> str:
+    return "\n".join(map(json.dumps, rows))
+
+
+def table(rows: Sequence[Mapping[str, object]], separator: str = ",") -> str:
+    return "\n".join(
+        separator.join(map(str, row)) for row in (rows[0], *(r.values() for r in rows))
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("a.txt", "the cat sat", ("text", "text")),
+        ("a.txt", '{"the cat"} sat\n{}', ("text", "text")),
+        ("a.txt", "[1] the cat\n{sat}", ("text", "text")),
+        ("a.txt", "a, b\n1, 2", ("text", "text")),
+        ("a.jsonl", lines(ROWS), ("json", "text")),
+        ("a.txt", f"\n{lines(ONE)}", ("json", "sentence")),
+        ("a.ndjson", lines(TWO), ("json", "sentence")),
+        ("a.json", json.dumps(ROWS), ("json", "text")),
+        ("a", json.dumps(TWO, indent=2), ("json", "sentence")),
+        ("a.json", lines([{"text": "2024-05-17"}]), ("json", "text")),
+        ("A.CSV", table(ROWS), ("csv", "text")),
+        ("a.csv", table(ONE, ";"), ("csv", "sentence")),
+        ("a.tsv", table(TWO, "\t"), ("csv", "sentence")),
+    ],
+)
+def test_the_column_of_text_is_found(
+    tmp_path: Path, name: str, content: str, found: tuple[str, str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    text = find_text(tmp_path / name, None)
+    assert (text.format, text.field) == found
+    expected = content.split("\n") if found[0] == "text" else ["the cat sat"] * 3
+    assert [*text.lines()] == (["2024-05-17"] if "05-17" in content else expected)
+
+
+def test_the_column_of_parquet_is_found_in_a_file_of_any_name(tmp_path: Path) -> None:
+    parquet.write_table(pa.Table.from_pylist(TWO), tmp_path / "null")
+    text = find_text(tmp_path / "null", None)
+    assert (text.format, [*text.lines()]) == ("parquet", ["the cat sat"] * 3)
+    parquet.write_table(pa.Table.from_pylist(TWO)[:0], tmp_path / "null")
+    with pytest.raises(UserError, match=r"null: the file has no row$"):
+        find_text(tmp_path / "null", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "field", "message"),
+    [
+        (
+            "a.jsonl",
+            lines(UNCLEAR),
+            None,
+            "name the column .*--text-field=NAME, of 'title', 'body'$",
+        ),
+        ("a.csv", table(ROWS), "body", "name the column .*, of 'id', 'title', 'text'$"),
+        ("a.json", lines([{"n": 1}]), None, "name the column .*, of 'n'$"),
+        ("a.txt", "the cat", "text", "plain text has no column text: leave out --text-field$"),
+        (
+            "a.json",
+            "the cat",
+            None,
+            "cannot be read: ValueError: line 1 is not JSON: Expecting value",
+        ),
+        ("a.json", '[{"text": "a"},', None, "cannot be read: JSONDecodeError: "),
+        ("a.json", "[" * 100_000, None, "cannot be read: RecursionError: "),
+        ("a.csv", 'text\n"a', None, "cannot be read: Error: unexpected end of data$"),
+    ],
+)
+def test_a_column_that_is_not_clear_is_asked_for(
+    tmp_path: Path, name: str, content: str, field: str | None, message: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=rf"{name}:? {message}"):
+        find_text(tmp_path / name, field)
+    if "title" in content:
+        assert next(find_text(tmp_path / name, "title").lines()) in ("the dog", "t0")
+
+
+@pytest.mark.parametrize(
+    ("line", "warnings"),
+    [
+        ('{"text": "a"}', ["a: the lines are JSON, .* data.format: json reads the column"]),
+        ("<p>the cat</p>", ["a: the text is XML or HTML, whose tags count as words: remove them$"]),
+        ("<s>the cat</s>", ["a: the text is XML or HTML"]),
+        ("<s> the cat </s>", ["a: the lines begin with <s>, ", "a: the lines end with </s>, "]),
+        (
+            "[CLS] the cat [SEP]",
+            [r"a: the lines begin with \[CLS\], ", r"a: the lines end with \[S"],
+        ),
+        ("[INST] the cat [/INST]", ["a: the lines begin", r"a: the lines end with \[/INST\], "]),
+        ("the cat <|endoftext|>", [r"a: the lines end with <\|endoftext\|>, "]),
+        ("- the <unk> </s> cat .", []),
+        ("[1] the cat", []),
+        ("", []),
+    ],
+)
+@pytest.mark.parametrize("num_lines", [2, NUM_LINES + 1])
+def test_what_is_no_word_is_warned_of_without_delay(
+    caplog: pytest.LogCaptureFixture, line: str, warnings: list[str], num_lines: int
+) -> None:
+    seen = noted(iter([line] * num_lines), "a")
+    assert [*islice(seen, num_lines)] == [line] * num_lines
+    assert len(caplog.messages) == (len(warnings) if num_lines > NUM_LINES else 0)
+    assert [*seen] == []
+    for message, warning in zip(caplog.messages, warnings, strict=True):
+        assert re.match(warning, message)
+
+
+def test_a_single_line_is_not_all_lines_that_begin_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert [*noted(["<s> the cat </s>"], "a")] == ["<s> the cat </s>"]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("held_out", "share"),
+    [
+        (["the cat sat", " the dog ran ", "", "new words here"], 67),
+        (["the cat sat", "some other words, new, that are far more of the text than it"], None),
+        (["the cat sat"] * 3 + ["one of few new lines"], 75),
+        (["", ""], None),
+    ],
+)
+def test_lines_of_a_split_that_are_training_text_are_warned_of(
+    caplog: pytest.LogCaptureFixture, held_out: list[str], share: int | None
+) -> None:
+    train = ["the cat sat", "the dog ran", "", "it is late", "the cat sat"]
+    assert [*compared(train, {"valid": held_out, "test": ["unseen"]})] == train
+    expected = [] if share is None else [f"valid: {share} % of its lines are lines of the training"]
+    assert [message[: len(expected[0])] for message in caplog.messages] == expected
