@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
 from lm.output.rowwise.eager import ONCE, differentiable_once, not_compiled
-from lm.output.tree.class_tree import TreeArrays
+from lm.output.tree.arrays import TreeArrays
 
 Op = Callable[..., Any]
 """A registered custom op: fields of a `Problem` and `Needs` → nll [P] and the tensors saved."""
