@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lm.output.rowwise.eager import is_recorded
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tree.arrays import Shard, TreeArrays
 from lm.output.tree.class_tree import ClassTree
@@ -101,6 +102,25 @@ class Needs(NamedTuple):
     weight: bool
     bias: bool
     row_wise: bool = False  # gradients of weight and bias are `RowGradient`s instead of dense
+
+    @classmethod
+    def of(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, row_wise: bool = False
+    ) -> "Needs":
+        """What these inputs need; dense gradients of all of them where the call is recorded.
+
+        It may be repeated with other inputs. `torch.jit.trace` compares it to one without gradient.
+        """
+        enabled = torch.is_grad_enabled()
+        if is_recorded():
+            every = enabled or not torch.compiler.is_compiling()
+            return cls(every, every, every and bias is not None)
+        return cls(
+            hidden=enabled and hidden.requires_grad,
+            weight=enabled and weight.requires_grad,
+            bias=enabled and bias is not None and bias.requires_grad,
+            row_wise=enabled and row_wise,
+        )
 
     @property
     def any(self) -> bool:

@@ -105,13 +105,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
         problem = self._problem(hidden, target)
-        enabled, bias = torch.is_grad_enabled(), self.bias
-        needs = Needs(
-            hidden=enabled and hidden.requires_grad,
-            weight=enabled and self.weight.requires_grad,
-            bias=enabled and bias is not None and bias.requires_grad,
-            row_wise=enabled and self.row_wise,
-        )
+        needs = Needs.of(hidden, self.weight, self.bias, row_wise=self.row_wise)
         nll = sharded_nll(self.backend, problem, *self._exchanged(problem), needs, self.dealt.group)
         if reduction == "none":
             return nll.view(target.shape)
