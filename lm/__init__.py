@@ -35,7 +35,8 @@ def load(
             computer that has other work, 1 is fastest.
         vocabulary_size: V, the number of words that exist, `<eos>` included and `<unk>` not: each
             of the V - (N - 1) words that the model of N words lacks has an equal share of
-            P(`<unk>`). None: each has all of it, as V = N.
+            P(`<unk>`). None: each has all of it, as V = N, so that an unknown word may be more
+            probable than a known one; see `lm.loaded`.
         open_vocabulary: whether each of these words has the probability of its spelling instead,
             so that those of all strings add up to 1.
 
@@ -43,6 +44,7 @@ def load(
         UserError: if there is no model, a file is damaged, the tokenizer is not the one that the
             model was trained with, there is no such device, V is less than N, V or an open
             vocabulary is asked of a model of pieces of words, or there is no speller.
+        ValueError: if `threads` is not an integer ≥ 1.
     """
     import sys
     from pathlib import Path

@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 from pathlib import Path
+from typing import SupportsIndex
 
 import torch
 
@@ -55,6 +56,8 @@ def set_num_threads(num_threads: int | None) -> None:
     """Set torch's CPU threads, at most one for each processor; None leaves torch's choice."""
     if num_threads is None:
         return
+    if not isinstance(num_threads, SupportsIndex) or num_threads < 1:
+        raise ValueError(f"threads must be an integer ≥ 1, got {num_threads!r}")
     has_affinity = hasattr(os, "sched_getaffinity")
     processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     if num_threads > processors:

@@ -1,9 +1,12 @@
 """A trained model in a program of the user's: probabilities, scores, states for search, text.
 
-Words are strings, or token ids of the model's tokenizer. A word that the vocabulary lacks is
-`<unk>`: `LoadedModel.unknown_words` lists such words of a text, and `State.num_unknown` counts them
-on the way to a state. A word that the tokenizer splits has the probability of its tokens one after
-another: with SentencePiece, this is the probability of all words that begin with it.
+Words are strings, or token ids of the model's tokenizer; `LoadedModel.id` and `LoadedModel.word`
+convert them. A word that the vocabulary lacks is `<unk>`, and by default has the probability of all
+such words together, which may exceed that of a known one: the first such step or candidate warns.
+Sums include it, as KenLM's do; to leave it out, as SRILM does, see `LineScore.is_oov`,
+`LoadedModel.unknown_words` and `State.num_unknown`. A word that the tokenizer splits has the
+probability of its tokens one after another: with SentencePiece, this is the probability of all
+words that begin with it.
 
 With `vocabulary_size` V, the V - (N - 1) words that the vocabulary of N lacks share P(`<unk>`)
 equally. In `score`, `step`, `step_many`, `candidate_log_prob`, `candidate_log_probs` and
@@ -13,10 +16,11 @@ V - (N - 1) times this one.
 
 With `open_vocabulary` every string has a probability: that of a word w outside the vocabulary is
 P(`<unk>`) P(w | `<unk>`), by the model's speller (`data_prep.tokenizer.speller`), in all of these
-and in `evaluate` and `perplexity`. The token id of `<unk>` has P(`<unk>`), that of all such words.
+and in `evaluate` and `perplexity`. The token id of `<unk>` has P(`<unk>`), and warns.
 """
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -83,7 +87,12 @@ class LoadedModel:
     """
 
     def __init__(
-        self, run: Run, *, vocabulary_size: int | None = None, open_vocabulary: bool = False
+        self,
+        run: Run,
+        *,
+        vocabulary_size: int | None = None,
+        open_vocabulary: bool = False,
+        warn_of_unknown: bool = True,
     ) -> None:
         self._run = run
         self.model, self.description, self.tokenizer = run.model, run.description, run.tokenizer
@@ -94,7 +103,7 @@ class LoadedModel:
             vocabulary_size=vocabulary_size,
             speller=run.open_speller if open_vocabulary else None,
         )
-        self._open_vocabulary = open_vocabulary
+        self._open_vocabulary, self._warns = open_vocabulary, warn_of_unknown
         self.num_unseen = self._scorer.num_unseen
         self.vocab_size = self.model.vocab_size
         self.eos_id, self.unk_id = self.description.eos_id, self.description.unk_id
@@ -106,6 +115,17 @@ class LoadedModel:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, `<eos>` between its lines (after the last one if it ends in LF)."""
         return encode_prompt(self.tokenizer, text)[1:]
+
+    def id(self, word: str) -> int:
+        """The token id of a word, `<unk>`'s if it is unknown; see `encode` for one of several."""
+        ids = self.encode(word)
+        if len(ids) != 1:
+            raise ValueError(f"{word!r} has {len(ids)} tokens, not one")
+        return ids[0]
+
+    def word(self, id: int) -> str:
+        """The word, or piece of one, of a token id."""
+        return self.tokenizer.token(*self._ids([id]))
 
     def unknown_words(self, text: str) -> list[str]:
         """The distinct words of a text that contain something unknown, in their order."""
@@ -184,7 +204,8 @@ class LoadedModel:
     def topk(self, prefix: Prefix = "", k: int = 10) -> list[tuple[str, float]]:
         """The k most probable next tokens but `<unk>`, with their log-probabilities, best first.
 
-        They are exact; a tree computes only the classes that may hold one of them.
+        They are exact; a tree computes only the classes that may hold one of them. `id` has the
+        token id of each.
 
         Raises:
             ValueError: if k is not within 1 … N - 1.
@@ -194,22 +215,13 @@ class LoadedModel:
         texts = map(self.tokenizer.token, word.tolist())
         return list(zip(texts, log_prob.tolist(), strict=True))
 
-    @torch.no_grad()
     def candidate_log_prob(self, prefix: Prefix, words: Sequence[Word]) -> Tensor:
         """Log-probabilities [K] of some next words, at the cost of their paths in the tree.
 
         Words of several tokens, and phrases, cost a step for each token as well; all their tokens
         come next, one after another.
         """
-        words = _listed("words", words)
-        state, (tokens, of_unknown) = self._state(prefix), self._tokens_of_all(words)
-        if any(len(word_tokens) > 1 for word_tokens in tokens):
-            steps = self.step_many([state] * len(words), words)
-            return state.hidden.new_tensor([step.log_prob for step in steps])
-        word = torch.tensor(tokens, dtype=torch.int64, device=state.hidden.device)
-        word = word.flatten()
-        log_prob = self.model.output.candidate_log_prob(state.hidden, word)
-        return log_prob + log_prob.new_tensor(of_unknown)
+        return self.candidate_log_probs([self._state(prefix)], words)[0]
 
     @torch.no_grad()
     def candidate_log_probs(self, states: Sequence[State], words: Sequence[Word]) -> Tensor:
@@ -348,15 +360,24 @@ class LoadedModel:
                 raise ValueError(f"{word!r} has no token")
         tokens = list(map(self._ids, encoded))
         texts = [word for word in words if isinstance(word, str)]
-        num_unknown = [
-            sum(token == self.unk_id for token in each)
-            if isinstance(word, str) or not self._open_vocabulary
-            else 0
-            for word, each in zip(words, tokens, strict=True)
-        ]
+        num_unknown = [sum(token == self.unk_id for token in each) for each in tokens]
+        for i, word in enumerate(words):
+            has_no_spelling = self._open_vocabulary and not isinstance(word, str)
+            if num_unknown[i] and (has_no_spelling or not self._scorer.tells_unknown_apart):
+                self._warn_of(word)
+            num_unknown[i] *= not has_no_spelling
         log_prob = self._scorer.unknown_log_prob(texts, sum(num_unknown))
         word_of = np.repeat(np.arange(len(words)), num_unknown)
         return tokens, np.bincount(word_of, log_prob, len(words)).tolist()
+
+    def _warn_of(self, word: Word) -> None:
+        if self._warns:
+            warnings.warn(
+                f"{word!r} is given the probability of all unknown words together, which may exceed"
+                " that of a known one: see open_vocabulary and vocabulary_size of lm.load",
+                stacklevel=4,
+            )
+        self._warns = False
 
     def _ids(self, tokens: Iterable[int]) -> list[int]:
         """Token ids, checked."""

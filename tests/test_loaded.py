@@ -20,6 +20,7 @@ from lm.loaded import LoadedModel, Word
 from lm.run import Run
 from tests.conftest import main
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* the probability of all unknown words")
 SENTENCE = "the old cat sees a zebra today\na dog finds the horse again"  # zebra is unknown
 
 

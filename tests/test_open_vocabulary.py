@@ -74,6 +74,7 @@ def test_known_words_and_all_spellings_add_up_to_1(loaded: LoadedModel) -> None:
         assert total == pytest.approx(1, abs=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:.* the probability of all unknown words")
 def test_all_ways_to_score_agree(loaded: LoadedModel) -> None:
     plain = lm.load(loaded._run.folder)
     plain.model.double()

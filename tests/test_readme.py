@@ -42,6 +42,7 @@ def test_the_scripts_exist() -> None:
     assert all((TOP / command).stat().st_mode & 0o111 for command in commands(block))
 
 
+@pytest.mark.filterwarnings("ignore:.* the probability of all unknown words")
 def test_the_example_of_training_on_your_own_text_and_all_commands_run(
     corpus: Path,
     tmp_path: Path,

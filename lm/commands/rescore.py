@@ -193,7 +193,10 @@ def _with_states(
 
     loaded = [
         LoadedModel(
-            each.run, vocabulary_size=each.vocabulary_size, open_vocabulary=each.open_vocabulary
+            each.run,
+            vocabulary_size=each.vocabulary_size,
+            open_vocabulary=each.open_vocabulary,
+            warn_of_unknown=False,  # all unknown words of the lists are reported at once
         )
         for each in runs
     ]

@@ -21,7 +21,7 @@ _CHOICES = {
     "--level": (("sentence", "summary", "word"), "what to print"),
     "--format": (
         ("kenlm", "tsv", "json"),
-        "layout of KenLM's query, TSV quoted as CSV (pandas: keep_default_na=False), or JSON lines",
+        "layout of KenLM's query, TSV quoted as CSV (lm/scoring/README.md: pandas), or JSON lines",
     ),
     "--unit": (("log10", "nats", "bits"), "unit of log-probabilities"),
 }

@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from lm.output.backends import BACKENDS, OPS, choose_backend
@@ -77,13 +76,7 @@ def hierarchical_cross_entropy(
         raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
     refuse_transforms(*(each for each in (hidden, weight, bias) if isinstance(each, Tensor)))
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
-    enabled = torch.is_grad_enabled()
-    needs = Needs(
-        hidden=enabled and hidden.requires_grad,
-        weight=enabled and weight.requires_grad,
-        bias=enabled and bias is not None and bias.requires_grad,
-        row_wise=enabled and row_wise,
-    )
+    needs = Needs.of(hidden, weight, bias, row_wise=row_wise)
     name = choose_backend(backend, problem, hidden.device, has_gradient=needs.any)
     problem = problem._replace(mean=reduction == "mean")
     if needs.row_wise:

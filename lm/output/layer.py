@@ -15,7 +15,7 @@ from lm.output.decoding import distribution
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.search import TopK
 from lm.output.functional import BackendName, Reduction, hierarchical_cross_entropy
-from lm.output.rowwise.eager import not_compiled
+from lm.output.tracing import not_compiled, refuse_recording
 from lm.output.tree.class_tree import ClassTree
 
 _P_ITSELF = Sampling()
@@ -154,6 +154,7 @@ class HierarchicalSoftmax(nn.Module):
             [depth, ...], 0 where ignored and below the end of a path; the sum over dimension 0 is
             `loss(hidden, target, "none")`.
         """
+        refuse_recording("nll_by_level")
         problem = self._problem(hidden, target)
         backend = BACKENDS[choose_backend(self.backend, problem, hidden.device, has_gradient=False)]
         return backend.nll_by_level(problem).view(self.tree.depth, *target.shape)
@@ -178,6 +179,7 @@ class HierarchicalSoftmax(nn.Module):
 
         Source: z-loss: Chowdhery et al. 2022, section 5.
         """
+        refuse_recording("lse_by_level")
         lse = lse_by_level(self._problem(hidden, target))
         return lse.view(self.tree.depth, *target.shape)
 

@@ -2,7 +2,8 @@ r"""Layouts of scores: that of KenLM's `query`, tab-separated, and JSON lines.
 
 In the tab-separated layout a word with a quotation mark is quoted as in CSV, so that `csv` (dialect
 `excel-tab`) and `pandas.read_csv(sep="\t")` read every row; the latter reads words such as NA as
-missing values unless it is given `keep_default_na=False`.
+missing values unless it is given `keep_default_na=False`. The surprisal of a word out of vocabulary
+is missing (null in JSON) unless unknown words are told apart.
 
 In KenLM's layout a unit is `word=id length log-probability` and a tab. `id` is 0 for a word out of
 vocabulary, otherwise 1 + the id of its first token. `length`, in KenLM that of the n-gram that was
@@ -146,7 +147,7 @@ class Layout:
         titles = {"log_prob": self.unit, "entropy": f"entropy_{self.unit}"}
         rows = [[titles.get(name, name) for name in records[0]]] if has_header else []
         for record in records:
-            rows.append(list(map(str, record.values())))
+            rows.append(list(record.values()))
         text = io.StringIO()
         csv.writer(text, "excel-tab", lineterminator="\n").writerows(rows)
         return text.getvalue().removesuffix("\n")
@@ -155,11 +156,13 @@ class Layout:
         """The figures of each unit, by name: sums over its tokens."""
         units, num_tokens = [], np.bincount(score.unit_of_token, minlength=len(score.words) + 1)
         for place, word in enumerate([*score.words, EOS]):
+            is_known = self.scorer.tells_unknown_apart or not score.is_oov[place]
+            surprisal = self._number(-score.log_prob[place], "bits") if is_known else None
             values: dict[str, Any] = {
                 "position": place + 1,
                 "word": word,
                 "log_prob": self._number(score.log_prob[place]),
-                "surprisal": self._number(-score.log_prob[place], "bits"),
+                "surprisal": surprisal,
                 "oov": int(score.is_oov[place]),
                 "tokens": int(num_tokens[place]),
                 "context": int(score.context[place]),

@@ -42,17 +42,33 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LineScore:
-    """Figures of a line with n units: its words and `<eos>`."""
+    """Figures of a line with n units, its words and `<eos>`, and t tokens.
 
-    words: list[str]  # [n - 1], separated by whitespace
-    log_prob: Floats  # [n] nats, sums over the tokens of each unit
-    is_oov: NDArray[np.bool_]  # [n], whether a token of the unit is `<unk>`
-    is_unk: NDArray[np.bool_]  # [t], whether each token is `<unk>`
-    context: Ints  # [n], how many tokens predict the unit's first, `<eos>` at the start included
-    word_id: Ints  # [n], the first token of each unit; -1 for a word without a token of its own
-    unit_of_token: Ints  # [t], the unit of each token
-    tokens: TokenScores  # figures of the t tokens
-    unmixed: Floats | None = None  # [2, t] nats, by the model and the n-gram model of a mixture
+    Leave out units with `is_oov` unless unknown words are told apart, by `vocabulary_size` or
+    `open_vocabulary`: their log-probability is that of *any* unknown word, which is often above
+    that of a known one.
+
+    Attributes:
+        words: [n - 1], separated by whitespace.
+        log_prob: [n] nats, sums over the tokens of each unit.
+        is_oov: [n], whether a token of the unit is `<unk>`.
+        is_unk: [t], whether each token is `<unk>`.
+        context: [n], how many tokens predict the unit's first, `<eos>` at the start included.
+        word_id: [n], the first token of each unit; -1 for a word without a token of its own.
+        unit_of_token: [t], the unit of each token.
+        tokens: figures of the t tokens: log_prob [t] in nats; rank and entropy if asked for.
+        unmixed: [2, t] nats, by the model and the n-gram model of a mixture; else None.
+    """
+
+    words: list[str]
+    log_prob: Floats
+    is_oov: NDArray[np.bool_]
+    is_unk: NDArray[np.bool_]
+    context: Ints
+    word_id: Ints
+    unit_of_token: Ints
+    tokens: TokenScores
+    unmixed: Floats | None = None
 
 
 class Scorer:
@@ -68,6 +84,11 @@ class Scorer:
         speller: has the probability of each unknown word given `<unk>`, in place of V.
         details: whether to compute rank and entropy.
         mixture: a mixture with an n-gram model, whose log-probabilities are then the scores.
+
+    Attributes:
+        num_unseen: number of words that share P(`<unk>`), V - (N - 1); 1 without V.
+        tells_unknown_apart: whether an unknown word has a probability of its own, by V or a
+            speller; else it has that of all unknown words together.
 
     Raises:
         UserError: if V is out of range, or given for pieces of words or with a speller.
@@ -89,6 +110,7 @@ class Scorer:
         self.model, self.tokenizer, self.context, self.details = model, tokenizer, context, details
         self.mixture, self._speller = mixture, speller
         self.num_unseen = 1
+        self.tells_unknown_apart = speller is not None or vocabulary_size is not None
         if vocabulary_size is None:
             return
         if speller is not None:

@@ -58,14 +58,14 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         "adam": 2 * table * max(element, 4),
     }[word_table.optimizer]
     gradients = others * element + (0 if word_table.row_wise else table * table_element)
-    constants = run.tree, run.input_tree, model.input_pieces
-    buffers = [buffer for each in constants if each is not None for buffer in each.buffers()]
+    trees = [tree for tree in (run.tree, run.input_tree) if tree is not None]
+    constants = [array for tree in trees for array in tree.arrays] + list(model.buffers())
     parts = {
         "weights": table * table_element + others * element,
         "gradients": gradients if run.num_devices == 1 else 2 * gradients,  # a copy is summed
         "optimizer": num_moments * others * element + table_state,
         "batch": _batch_bytes(run),
-        "other": LIBRARY_BYTES + sum(buffer.nbytes for buffer in buffers) + 12 * model.vocab_size,
+        "other": LIBRARY_BYTES + sum(array.nbytes for array in constants) + 12 * model.vocab_size,
     }
     num_processes = 1 if run.on_gpu else run.num_devices
     parts = {name: num_processes * size for name, size in parts.items()}

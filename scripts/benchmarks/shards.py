@@ -219,7 +219,7 @@ def _memory(rank: int, world_size: int, options: argparse.Namespace, table: Tabl
                 "dtype": str(dtype).removeprefix("torch."),
                 "rows_and_state_gb": round(shard / 1e9, 2),
                 "measured_gb": round(float(taken.max()) / 1e9, 2),
-                "tree_gb": round(sum(each.nbytes for each in tree.buffers()) / 1e9, 2),
+                "tree_gb": round(sum(each.nbytes for each in tree.arrays) / 1e9, 2),
             }
         )
 

@@ -27,7 +27,7 @@ from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
 from lm.output.backends.triton.tile_shapes import Tiles
 from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowSGD
-from lm.output.tree.class_tree import TreeArrays
+from lm.output.tree.arrays import TreeArrays
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import benchmark_parser, problem_size

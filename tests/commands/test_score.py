@@ -147,9 +147,15 @@ def test_units_layouts_and_ids_agree(lstm_run: Path, printed: Printed) -> None:
     for sentence in sentences:
         for place, word in enumerate(sentence["words"], 1):
             assert word["position"] == place
-            assert word["surprisal"] == pytest.approx(-word["log_prob"] / math.log(2), rel=1e-6)
+            bits = None if word["oov"] else pytest.approx(-word["log_prob"] / math.log(2), rel=1e-6)
+            assert word["surprisal"] == bits
     flat = [(each["id"], *word.values()) for each in sentences for word in each["words"]]
-    assert [tuple(map(str, row)) for row in flat] == [tuple(row.split("\t")) for row in words]
+    cells = [["" if cell is None else str(cell) for cell in row] for row in flat]
+    assert cells == [row.split("\t") for row in words]
+    assert {row[4] for row in cells if row[5] == "1"} == {""}
+    for option in ("--open-vocabulary", "--vocabulary-size=1000"):
+        rows = printed(lstm_run, with_ids, *options[:-1], "--format=tsv", option)
+        assert all(float(row.split("\t")[4]) > 0 for row in rows[1:])
     for total, sentence in zip(totals, sentences, strict=True):
         assert sentence["log_prob"] == pytest.approx(total * math.log(10), rel=1e-6)
 
@@ -166,9 +172,11 @@ def test_csv_readers_read_every_row_of_a_table(lstm_run: Path, printed: Printed)
     import pandas
 
     text = io.StringIO("\n".join(rows))
-    frame = pandas.read_csv(text, sep="\t", keep_default_na=False)  # as the page says
+    missing = {"surprisal": ""}
+    frame = pandas.read_csv(text, sep="\t", keep_default_na=False, na_values=missing)  # as the page
     assert frame["word"].tolist() == words
-    assert frame["surprisal"].tolist() == [float(row[4]) for row in table]
+    surprisal = [float(row[4] or "nan") for row in table]
+    assert frame["surprisal"].tolist() == pytest.approx(surprisal, nan_ok=True)
     assert frame["position"].tolist() == [1, 2, 3, 4, 1, 2, 1, 2, 3, 4, 5, 6]
 
 

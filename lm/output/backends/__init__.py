@@ -9,7 +9,7 @@ from lm.output.backends.base import Backend, Needs, Problem
 from lm.output.backends.compiled.backend import CompiledBackend
 from lm.output.backends.reference.backend import ReferenceBackend
 from lm.output.backends.triton.backend import TritonBackend
-from lm.output.rowwise.eager import constant_when_compiled
+from lm.output.tracing import constant_when_compiled
 
 BACKENDS: dict[str, Backend] = {
     "triton": TritonBackend(),

@@ -1,9 +1,9 @@
 """The nll of any backend as a differentiable function.
 
 In eager mode it is a function of autograd, which takes the host less time than a registered custom
-op. Within `torch.compile`, dispatch modes and for subclasses of tensors it is a custom op, which
-cannot return row-wise gradients. Only this module turns a `Problem` into the flat arguments of
-PyTorch's interfaces.
+op. Within `torch.compile`, `torch.jit.trace`, dispatch modes and for subclasses of tensors it is a
+custom op, which cannot return row-wise gradients. Only this module turns a `Problem` into the flat
+arguments of PyTorch's interfaces.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
-from lm.output.rowwise.eager import ONCE, differentiable_once, not_compiled
-from lm.output.tree.class_tree import TreeArrays
+from lm.output.tracing import ONCE, differentiable_once, is_recorded, not_compiled
+from lm.output.tree.arrays import TreeArrays
 
 Op = Callable[..., Any]
 """A registered custom op: fields of a `Problem` and `Needs` → nll [P] and the tensors saved."""
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor target, Tensor[] tree, Tensor? bias, SymInt depth,"
-    " SymInt max_path_columns, SymInt ignore_index, bool mean, bool[] needs"
+    " SymInt max_path_columns, SymInt ignore_index, bool mean, int[] needs"
 )
 _NUM_ARRAYS = len(TreeArrays._fields)
 
@@ -86,7 +86,7 @@ def register_op(backend: Backend) -> Op:
         return nll, backend.new_saved(problem, needs)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        hidden, weight, target, tree, bias, *ctx.sizes, _ = inputs
+        hidden, weight, target, tree, bias, *ctx.sizes, ctx.saved_for = inputs
         ctx.mark_non_differentiable(*output[1])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, target, bias, *tree, *output[1])
@@ -95,6 +95,8 @@ def register_op(backend: Backend) -> Op:
         of_hidden, of_weight, _, tree, of_bias, *rest = ctx.needs_input_grad
         needs = Needs(of_hidden, of_weight, of_bias)
         d_hidden = d_weight = d_bias = None
+        if any(need > saved for need, saved in zip(needs, ctx.saved_for, strict=True)):
+            raise RuntimeError("the loss was exported without gradients, under torch.no_grad()")
         if d_nll is not None:
             hidden, weight, target, bias, *others = ctx.saved_tensors
             arrays, saved = others[:_NUM_ARRAYS], others[_NUM_ARRAYS:]
@@ -110,7 +112,7 @@ def register_op(backend: Backend) -> Op:
 def _unpack(inputs: tuple[Any, ...]) -> tuple[Problem, Needs]:
     """The arguments of an op, whose tree and needs are lists."""
     hidden, weight, target, tree, *rest, needs = inputs
-    return Problem(hidden, weight, target, TreeArrays(*tree), *rest), Needs(*needs)
+    return Problem(hidden, weight, target, TreeArrays(*tree), *rest), Needs(*map(bool, needs))
 
 
 class _EagerNll(torch.autograd.Function):
@@ -143,7 +145,7 @@ row_wise_nll: Callable[..., Tensor] = not_compiled(_EagerNll.apply)
 
 def eager(*tensors: Tensor | None) -> bool:
     """Whether PyTorch itself executes the operations of these tensors as they are called."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or is_recorded():
         return False
     present = [tensor for tensor in tensors if tensor is not None]
     return all(type(each) in (Tensor, Parameter) and not each.is_meta for each in present)

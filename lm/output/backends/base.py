@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output.rowwise.row_gradient import RowGradient
-from lm.output.tree.class_tree import ClassTree, Shard, TreeArrays
+from lm.output.tracing import is_recorded
+from lm.output.tree.arrays import Shard, TreeArrays
+from lm.output.tree.class_tree import ClassTree
 
 
 class Problem(NamedTuple):
@@ -100,6 +102,25 @@ class Needs(NamedTuple):
     weight: bool
     bias: bool
     row_wise: bool = False  # gradients of weight and bias are `RowGradient`s instead of dense
+
+    @classmethod
+    def of(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, row_wise: bool = False
+    ) -> "Needs":
+        """What these inputs need; dense gradients of all of them where the call is recorded.
+
+        It may be repeated with other inputs. `torch.jit.trace` compares it to one without gradient.
+        """
+        enabled = torch.is_grad_enabled()
+        if is_recorded():
+            every = enabled or not torch.compiler.is_compiling()
+            return cls(every, every, every and bias is not None)
+        return cls(
+            hidden=enabled and hidden.requires_grad,
+            weight=enabled and weight.requires_grad,
+            bias=enabled and bias is not None and bias.requires_grad,
+            row_wise=enabled and row_wise,
+        )
 
     @property
     def any(self) -> bool:
@@ -190,11 +211,16 @@ def check_parameters(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tens
         )
     if bias is not None and list(bias.shape) != [num_rows]:
         raise ValueError(f"bias must be [R] = {[num_rows]}, got {list(bias.shape)}")
+    if hasattr(weight, "full_tensor"):
+        raise ValueError(
+            "weight is a DTensor: after fully_shard(layer), call the layer itself, or first"
+            " torch.distributed.fsdp.register_fsdp_forward_method(layer, NAME) for a method"
+        )
     parameters = [weight] if bias is None else [weight, bias]
     if not all(tensor.is_floating_point() for tensor in parameters):
         dtypes = ", ".join(str(tensor.dtype) for tensor in parameters)
         raise ValueError(f"weight and bias must be floating point, got {dtypes}")
-    others = parameters if hidden.is_meta else [*parameters, tree.row_of_word]
+    others = parameters if hidden.is_meta else [*parameters, tree.arrays.row_of_word]
     if any(tensor.device != hidden.device for tensor in others):
         raise ValueError(f"weight, bias and tree must be on the device of hidden, {hidden.device}")
 

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from lm.output.backends.base import Problem, compute_dtype, followed_by_zeros
 from lm.output.backends.visits import check_words, route
-from lm.output.rowwise.eager import not_compiled
-from lm.output.tree.class_tree import ClassTree, TreeArrays
+from lm.output.tracing import not_compiled
+from lm.output.tree.arrays import TreeArrays
+from lm.output.tree.class_tree import ClassTree
 
 BLOCK_ELEMENTS = 1 << 20
 """Most logits in memory at once where they are not saved: 4 MB in fp32, for a CPU's cache."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm.output.tree.class_tree import Shard, TreeArrays
+from lm.output.tree.arrays import Shard, TreeArrays
 
 
 class Visits(NamedTuple):

@@ -151,7 +151,8 @@ def _layer(expander: Expander, start: int, num: int) -> "Layer":
     tree, bias, penalty = expander.tree, expander.bias, expander.penalty
     hidden = expander.hidden.detach()
     if (of_tree := _of_tree.get(tree)) is None:
-        tensors = tree.first_row, tree.num_children, tree.item_of_row, tree.num_words_below
+        first_row, num_children = tree.arrays.first_row, tree.arrays.num_children
+        tensors = first_row, num_children, tree.item_of_row, tree.num_words_below
         of_tree = _of_tree[tree] = (tuple(map(as_array, tensors)), expander.num_node_rows)
     arrays, num_node_rows = of_tree
     no_rows, excluded, penalized = arrays[0][:0], expander.excluded, arrays[0][None, :0]

@@ -14,6 +14,7 @@ from lm.output.backends.visits import check_words
 from lm.output.decoding import search
 from lm.output.decoding.draws import Sampling, sample_words, word_ids
 from lm.output.decoding.expansion import Expander, Penalty, checked_hidden, word_log_prob
+from lm.output.tracing import refuse_recording
 from lm.output.tree.class_tree import ClassTree
 
 _BLOCK_ELEMENTS = 1 << 23
@@ -36,6 +37,7 @@ def candidate_log_prob(
     Candidates of one position often share nodes, at least the root. Each distinct (position, node)
     pair is evaluated once, in one matrix product per distinct node.
     """
+    refuse_recording("candidate_log_prob")
     flat = checked_hidden(hidden, weight, tree, bias)
     if word.dim() < 1 or word.shape[:-1] != hidden.shape[:-1]:
         raise ValueError(
@@ -142,6 +144,7 @@ def _expanders(
     hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None, excluded: Sequence[int]
 ) -> list[Expander]:
     """Blocks of positions, at least one, small enough for the logits of a whole path."""
+    refuse_recording("topk, predict or sample")
     step, rows = max(1, _BLOCK_ELEMENTS // tree.max_path_columns), None
     flat = checked_hidden(hidden, weight, tree, bias)
     blocks = torch.split(flat, step) if len(flat) > step else (flat,)

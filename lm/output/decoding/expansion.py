@@ -34,7 +34,7 @@ def checked_hidden(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor
 def word_log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None) -> Tensor:
     """Log-probabilities [P, N] of all words: all logits in one product, log-softmaxes summed."""
     logits = torch.split(node_logits(hidden, weight, bias), tree.num_children.tolist(), dim=1)
-    zero = hidden.new_zeros(len(hidden), 1)  # row -1 is the root, which adds 0
+    zero = hidden.new_zeros(hidden.shape[0], 1)  # row -1 is the root, which adds 0
     log_q = torch.cat([*(node.log_softmax(dim=1) for node in logits), zero], dim=1)
     row, *above = tree.rows_on_path(torch.arange(tree.vocab_size, device=hidden.device)).T
     total = log_q[:, row]

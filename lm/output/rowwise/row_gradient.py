@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lm.output.rowwise.blocks import (
     Block,
@@ -21,14 +22,15 @@ from lm.output.rowwise.blocks import (
     blocks_of,
     scaled,
 )
-from lm.output.rowwise.eager import differentiable_once, not_compiled
+from lm.output.tracing import differentiable_once, not_compiled
 
 
 class RowGradient(Tensor):
     """The gradient of a table [R, H] or a vector [R] that is zero except for some rows.
 
     A tensor of that shape whose values `to_dense` and `blocks` give. It supports the operations of
-    autograd and of clipping: addition, multiplication by a number, and the 2-norm.
+    autograd and of clipping: addition, multiplication by a number, and the 2-norm. Any other one
+    that changes no tensor is computed from `to_dense()`, which takes memory of the table's size.
 
     Args:
         like: the table; gives shape, dtype and device.
@@ -120,14 +122,19 @@ class RowGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        handler = _HANDLERS.get(func)
-        if handler is None:
+        handler, kwargs = _HANDLERS.get(func), kwargs or {}
+        result = NotImplemented if handler is None else handler(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if func._schema.is_mutable or func is _aten._to_copy.default:
             raise NotImplementedError(
-                f"a RowGradient does not support {func}: it can be added, scaled, clipped and used"
-                " by the optimizers of lm.output.rowwise; to_dense() converts it to an ordinary"
-                " tensor, and zero_grad() before moving a layer removes it"
+                f"a RowGradient does not support {func}: it can be added, scaled, clipped by"
+                " clip_grad_norm_ and used by the optimizers of lm.output.rowwise; to_dense()"
+                " converts it to an ordinary tensor, and zero_grad() before moving a layer removes"
+                " it"
             )
-        return handler(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(cls, cls.to_dense, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _add(one: Tensor, other: Tensor, alpha: float = 1) -> Tensor:
@@ -138,31 +145,47 @@ def _add(one: Tensor, other: Tensor, alpha: float = 1) -> Tensor:
     return RowGradient(one, [*one.parts, *more.parts])
 
 
-def _add_(one: Tensor, other: Tensor, alpha: float = 1) -> Tensor:
+def _add_(one: Tensor, other: Tensor, alpha: float = 1) -> Any:
     if isinstance(one, RowGradient) and isinstance(other, RowGradient):
         one.parts = _add(one, other, alpha).parts  # type: ignore[attr-defined]
         return one
     if isinstance(one, RowGradient):
-        raise NotImplementedError("an ordinary gradient cannot be added to a RowGradient in place")
+        return NotImplemented
     return one.add_(other.to_dense(), alpha=alpha)
 
 
-def _mul(one: Any, number: Any) -> RowGradient:
+def _mul(one: Any, number: Any) -> Any:
     one, number = (one, number) if isinstance(one, RowGradient) else (number, one)
     if isinstance(number, Tensor) and number.dim():
-        raise NotImplementedError("a RowGradient can be multiplied by numbers only")
+        return NotImplemented
     return RowGradient(one, [scaled(part, number) for part in one.parts])
 
 
-def _mul_(one: RowGradient, number: Tensor | float) -> Tensor:
-    one.parts = _mul(one, number).parts
+def _mul_(one: RowGradient, number: Tensor | float) -> Any:
+    product = _mul(one, number)
+    if product is NotImplemented:
+        return NotImplemented
+    one.parts = product.parts
     return one
 
 
-def _norm(one: RowGradient, ord: float = 2, dim: Any = None, *_: Any, **__: Any) -> Tensor:
+def _norm(one: RowGradient, ord: float = 2, dim: Any = None, *_: Any, **__: Any) -> Any:
     if ord != 2 or dim is not None:
-        raise NotImplementedError("a RowGradient supports only the 2-norm over all elements")
+        return NotImplemented
     return one.square_norm().sqrt()
+
+
+def _new(one: RowGradient, size: Sequence[int], *_: Any, **options: Any) -> Tensor:
+    """Memory for the copy that autograd makes of a gradient which a hook has kept."""
+    if list(size) == list(one.shape):
+        return RowGradient(one, [])
+    return torch.empty(size, **options)
+
+
+def _copy_(one: Tensor, other: Tensor, *_: Any) -> Any:
+    if not isinstance(other, RowGradient):
+        return NotImplemented
+    return _add_(one.zero_(), other)
 
 
 def _same(one: RowGradient, **_: Any) -> RowGradient:
@@ -182,6 +205,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.mul_.Tensor: _mul_,
     _aten.mul.Scalar: _mul,
     _aten.mul_.Scalar: _mul_,
+    _aten.div.Tensor: lambda one, number: _mul(one, 1 / number),
+    _aten.div_.Tensor: lambda one, number: _mul_(one, 1 / number),
+    _aten.new_empty_strided.default: _new,
+    _aten.copy_.default: _copy_,
     _aten.linalg_vector_norm.default: _norm,
     _aten.detach.default: _same,
     _aten.clone.default: _same,

@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from lm.output.backends import BACKENDS, choose_backend
 from lm.output.backends.base import Backend, Gradients, Needs, Problem
 from lm.output.rowwise.blocks import Rows
-from lm.output.rowwise.eager import differentiable_once, not_compiled
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.sharded.placement import Part
 from lm.output.sharded.rows import gathered, sum_of_shares
+from lm.output.tracing import differentiable_once, not_compiled
 
 
 class Route(NamedTuple):

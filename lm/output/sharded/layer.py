@@ -1,11 +1,11 @@
 """ShardedSoftmax: a HierarchicalSoftmax whose rows are split over processes."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lm.output.backends.base import Needs, Problem, autocast
 from lm.output.backends.visits import check_words
@@ -14,7 +14,8 @@ from lm.output.layer import HierarchicalSoftmax
 from lm.output.sharded.exchange import Gathered, forward, sharded_nll
 from lm.output.sharded.placement import Part, PlacementName, Plan, place, recipients_of
 from lm.output.sharded.rows import gathered
-from lm.output.tree.class_tree import ClassTree, Shard
+from lm.output.tree.arrays import Shard
+from lm.output.tree.class_tree import ClassTree
 
 _OF_PART = ("num_children", "first_row", "node_of_row", "column")
 
@@ -87,8 +88,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
         held, of_gathered, self._num_gathered = place(tree, plan, self.dealt)
         self._held = _Arrays(held)
         self._gathered = None if of_gathered is None else _Arrays(of_gathered)
-        self._owner: Tensor
-        self.register_buffer("_owner", plan.owner, persistent=False)
+        self._owner = _Constants(plan.owner)
 
     def _num_held_rows(self, tree: ClassTree) -> int:
         return self.dealt.num_held
@@ -105,13 +105,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
         problem = self._problem(hidden, target)
-        enabled, bias = torch.is_grad_enabled(), self.bias
-        needs = Needs(
-            hidden=enabled and hidden.requires_grad,
-            weight=enabled and self.weight.requires_grad,
-            bias=enabled and bias is not None and bias.requires_grad,
-            row_wise=enabled and self.row_wise,
-        )
+        needs = Needs.of(hidden, self.weight, self.bias, row_wise=self.row_wise)
         nll = sharded_nll(self.backend, problem, *self._exchanged(problem), needs, self.dealt.group)
         if reduction == "none":
             return nll.view(target.shape)
@@ -162,7 +156,8 @@ class ShardedSoftmax(HierarchicalSoftmax):
         """What is gathered for a problem, and which process gets which position, [W, P]."""
         target, sizes = problem.target, (self.dealt.world_size, self.ignore_index)
         check_words("target", target, self.vocab_size, self.ignore_index)
-        recipients = recipients_of(target, self.tree, self._owner, *sizes)
+        (owner,) = self._owner.on(target.device)
+        recipients = recipients_of(target, self.tree, owner, *sizes)
         if self._gathered is None:
             return None, recipients
         return Gathered(self._gathered.part(self.tree), self._num_gathered), recipients
@@ -195,18 +190,31 @@ class ShardedSoftmax(HierarchicalSoftmax):
         )
 
 
-class _Arrays(nn.Module):
-    """The arrays of a `Part` that are not those of the whole tree, as buffers."""
+class _Constants:
+    """Arrays that follow from the layer's arguments. No loader of weights replaces them."""
+
+    def __init__(self, *arrays: Tensor) -> None:
+        self._arrays = arrays
+
+    def on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The arrays, moved to a device."""
+        if self._arrays[0].device != device:
+            self._arrays = tuple(array.to(device) for array in self._arrays)
+        return self._arrays
+
+
+class _Arrays:
+    """The arrays of a `Part` that are not those of the whole tree."""
 
     def __init__(self, part: Part) -> None:
-        super().__init__()
-        for name in _OF_PART:
-            self.register_buffer(name, getattr(part.tree, name), persistent=False)
-        self.register_buffer("local_row", part.shard.local_row, persistent=False)
+        of_tree = (getattr(part.tree, name) for name in _OF_PART)
+        self._own = _Constants(part.shard.local_row, *of_tree)
         self.max_path_columns = part.max_path_columns
 
     def part(self, tree: ClassTree) -> Part:
         """The part of the tree that it is of."""
-        arrays = {name: cast(Tensor, getattr(self, name)) for name in _OF_PART}
-        shard = Shard(tree.node_of_row, cast(Tensor, self.local_row))
-        return Part(tree.arrays._replace(**arrays), shard, self.max_path_columns)
+        arrays = tree.arrays
+        local_row, *own = self._own.on(arrays.row_of_word.device)
+        shard = Shard(arrays.node_of_row, local_row)
+        own_arrays = dict(zip(_OF_PART, own, strict=True))
+        return Part(arrays._replace(**own_arrays), shard, self.max_path_columns)

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from lm.output.sharded.rows import DealtRows
 from lm.output.tree import shapes
-from lm.output.tree.class_tree import ClassTree, Shard, TreeArrays
+from lm.output.tree.arrays import Shard, TreeArrays
+from lm.output.tree.class_tree import ClassTree
 
 PlacementName = Literal["word", "class"]
 SPLIT, GATHERED = -1, -2

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output.rowwise import lookup
-from lm.output.rowwise.eager import differentiable_once, not_compiled
+from lm.output.tracing import differentiable_once, not_compiled
 
 BLOCK_ROWS = 1 << 16
 """Rows of a whole table that are drawn or gathered at a time."""

@@ -14,53 +14,35 @@ for the root) and `row_of_word` [N].
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lm.output.tracing import constant_when_compiled
 from lm.output.tree import shapes
+from lm.output.tree.arrays import TreeArrays, is_tree, tree_arrays
 
-
-class TreeArrays(NamedTuple):
-    """A tree as flat int64 arrays, in the order in which custom ops take them."""
-
-    num_children: Tensor  # [I], number of children of each node
-    first_row: Tensor  # [I], row of each node's first child
-    row_of_node: Tensor  # [I], row of each node among its siblings; -1 for the root
-    node_of_row: Tensor  # [R], node whose child owns the row
-    row_of_word: Tensor  # [N], row of each word
-    level: Tensor  # [I], number of ancestors of each node; 0 for the root
-    preorder: Tensor  # [I], rank of each node depth first: descendants follow without a gap
-    preorder_stop: Tensor  # [I], rank after each node's last descendant
-    column: Tensor  # [I], number of children of each node's ancestors, summed
-
-
-class Shard(NamedTuple):
-    """How a target's path in the whole tree leads to the rows of one shard of the weight.
-
-    The `TreeArrays` of such a problem have `num_children`, `first_row`, `node_of_row` and `column`
-    of the shard's rows, and 0 children for nodes with a single child in the whole tree.
-    """
-
-    node_of_row: Tensor  # [R] of the whole tree
-    local_row: Tensor  # [R] int64, a row's number within the shard; -1 if it is in another one
-
-
+Stamp = tuple[list[tuple[int, int]], list[int]]
 _SAVED = ("num_children", "row_of_node", "row_of_word")
+
+
+def _array(name: str) -> Any:
+    """A property: one of the arrays that are no buffers."""
+    return property(lambda tree: getattr(tree._arrays, name), doc=f"See `TreeArrays.{name}`.")
 
 
 class ClassTree(nn.Module):
     """A tree of softmaxes over N words.
 
-    It is a module whose arrays are buffers, so that they move with the layer that uses the tree and
-    are saved with it. They never change: neither the meta device nor `to_empty` takes their values,
-    and only the state of the same tree can be loaded. Build one with `full`, `two_level`,
-    `from_levels`, `from_clusters`, `balanced`, `huffman`, `from_paths` or `from_file`; sizes and
-    arrays that make no tree raise a ValueError.
+    It is a module that moves with the layer that uses it. The three arrays that define it are
+    buffers, which are saved with the layer and compared with those of the constructor, which are
+    what is computed with: whatever a loader writes into buffers, the tree remains the same, and
+    another tree's weights are refused. Build one with `full`, `two_level`, `from_levels`,
+    `from_clusters`, `balanced`, `huffman`, `from_paths` or `from_file`; sizes and arrays that make
+    no tree raise a ValueError.
 
     Example:
         >>> tree = ClassTree.two_level([0, 1, 0, 1, 1])
@@ -75,50 +57,35 @@ class ClassTree(nn.Module):
         num_nodes: I, number of internal nodes, including the root.
         depth: largest number of nodes on a word's path (1 for the full softmax).
         max_path_columns: largest number of children of the nodes on a word's path, summed.
-        arrays: the buffers, as backends take them; each is also an attribute.
+        arrays: the `TreeArrays`, as backends take them; each is also an attribute.
     """
 
     num_children: Tensor
-    first_row: Tensor
     row_of_node: Tensor
-    node_of_row: Tensor
     row_of_word: Tensor
-    level: Tensor
-    preorder: Tensor
-    preorder_stop: Tensor
-    column: Tensor
+    first_row: Tensor = _array("first_row")
+    node_of_row: Tensor = _array("node_of_row")
+    level: Tensor = _array("level")
+    preorder: Tensor = _array("preorder")
+    preorder_stop: Tensor = _array("preorder_stop")
+    column: Tensor = _array("column")
 
     def __init__(self, num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> None:
         """Builds a tree from the three arrays that define it, see `TreeArrays`."""
         super().__init__()
         with torch.device("cpu"):  # under any default device
             given = (num_children, row_of_node, row_of_word)
-            num_children, row_of_node, row_of_word = (array.to(torch.int64) for array in given)
-            _check(num_children, row_of_node, row_of_word)
+            num_children, row_of_node, row_of_word = (x.to(torch.int64).clone() for x in given)
+            self._arrays = arrays = tree_arrays(num_children, row_of_node, row_of_word)
             self.vocab_size = row_of_word.numel()
             self.num_nodes = num_children.numel()
             self.num_rows = self.vocab_size + self.num_nodes - 1
-            node_of_row = torch.repeat_interleave(torch.arange(self.num_nodes), num_children)
-            parent = torch.cat([torch.tensor([0]), node_of_row[row_of_node[1:]]])
-            not_root = (row_of_node >= 0).to(torch.int64)
-            level = shapes.sum_over_ancestors(parent, not_root)
-            column = shapes.sum_over_ancestors(parent, num_children[parent] * not_root)
-            preorder, num_descendants = _depth_first(level, parent)
-            arrays = TreeArrays(
-                num_children=num_children,
-                first_row=num_children.cumsum(0) - num_children,
-                row_of_node=row_of_node,
-                node_of_row=node_of_row,
-                row_of_word=row_of_word,
-                level=level,
-                preorder=preorder,
-                preorder_stop=preorder + 1 + num_descendants,
-                column=column,
-            )
-            for name, array in arrays._asdict().items():
-                self.register_buffer(name, array, persistent=name in _SAVED)
-            self.max_path_columns = int((column + num_children).max())
-            self.depth = int(level[-1]) + 1
+            self.max_path_columns = int((arrays.column + num_children).max())
+            self.depth = int(arrays.level[-1]) + 1
+            self._stamp: Stamp | None = None  # when the buffers were compared with the arrays
+            for name in _SAVED:
+                self.register_buffer(name, None)
+            self._set_buffers()
 
     @classmethod
     def full(cls, vocab_size: int) -> "ClassTree":
@@ -278,38 +245,95 @@ class ClassTree(nn.Module):
         return cls(*(state[name] for name in _SAVED))
 
     def copy(self) -> "ClassTree":
-        """Another module with this tree, which moves by itself. The arrays share their memory."""
-        return copy.deepcopy(self, {id(array): array.detach() for array in self.arrays})
+        """Another module with this tree, which moves by itself. What both compute with is shared.
+
+        The buffers are not, so that each module can be saved.
+        """
+        return copy.deepcopy(self, {id(self._arrays): self._arrays})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state to copy or to pickle, whose arrays are compared anew."""
+        return vars(self) | {"_stamp": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ClassTree":
-        """Moves the arrays to the device that `fn` takes tensors to; see the class."""
-        device = fn(self.num_children[:0]).device
-        if device.type != "meta":
-            for name in TreeArrays._fields:
-                setattr(self, name, getattr(self, name).to(device))
+        """Moves the arrays to the device that `fn` takes tensors to; never takes values from it."""
+        (device,) = {fn(buffer).device for buffer in self.buffers()}
+        if device not in (self.num_children.device, torch.device("meta")):
+            self._move(device)
+            self._set_buffers()
+        return self
+
+    def _move(self, device: torch.device) -> None:
+        """Moves what is computed with."""
+        if device != self._arrays.row_of_word.device:
+            self._arrays = TreeArrays(*(array.to(device) for array in self._arrays))
             for name in ("item_of_row", "num_words_below"):
                 vars(self).pop(name, None)
-        return self
+
+    def _set_buffers(self) -> None:
+        for name in _SAVED:
+            setattr(self, name, getattr(self._arrays, name).clone())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Refuses another tree's weights, whose rows would silently belong to other words."""
-        for name in _SAVED:
-            loaded, current = state_dict.get(prefix + name), getattr(self, name)
-            if loaded is not None and not torch.equal(loaded.to(current.device), current):
-                raise ValueError(f"the weights belong to another tree: {prefix}{name} differs")
+        if differing := self._differing([state_dict.get(prefix + name) for name in _SAVED]):
+            raise ValueError(f"the weights belong to another tree: {prefix}{differing} differs")
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _differing(self, saved: Iterable[Tensor | None]) -> str | None:
+        """The first of the saved arrays, if they are there, that differs from the tree's own."""
+        for name, array in zip(_SAVED, saved, strict=True):
+            own = getattr(self._arrays, name)
+            if array is not None and not torch.equal(array.to(own), own):
+                return name
+        return None
 
     @property
     def arrays(self) -> TreeArrays:
-        """The buffers, as backends take them."""
-        return TreeArrays(*(getattr(self, name) for name in TreeArrays._fields))
+        """The arrays, as backends take them.
+
+        Raises:
+            ValueError: if another tree was loaded into the buffers, or an array was written to.
+        """
+        is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+        if torch.compiler.is_dynamo_compiling() or not is_traced:
+            self._compare()
+        return self._arrays
+
+    @constant_when_compiled
+    def _compare(self) -> None:
+        """Compares the buffers with the arrays, once after every change of either.
+
+        Loaders that do not call `load_state_dict` replace buffers or write into them. Another tree
+        is refused; what is no tree, such as uninitialised memory for arrays that were not saved, is
+        replaced. Writing into a buffer on CUDA is not noticed.
+        """
+        before, stamp = self._stamp, self._current_stamp()
+        if before == stamp or self.num_children.is_meta:
+            return
+        if before is not None and before[1] != stamp[1]:
+            raise ValueError("an array of a tree was written to: build the tree again")
+        saved = list(self.buffers())
+        self._move(saved[0].device)
+        if differing := self._differing(saved):
+            if is_tree(*saved):
+                raise ValueError(f"the weights belong to another tree: {differing} differs")
+            self._set_buffers()
+        self._stamp = self._current_stamp()
+
+    def _current_stamp(self) -> Stamp:
+        """The memory of the buffers and the numbers of writes: equal as long as nothing changes."""
+        buffers = self.num_children, self.row_of_node, self.row_of_word
+        memory = [(x.data_ptr(), x.is_cuda or _num_writes(x)) for x in buffers]
+        return memory, [_num_writes(array) for array in self._arrays]
 
     @cached_property
     def item_of_row(self) -> Tensor:
         """The word w, or ~n for a node n, that owns each row, [R]."""
-        item = torch.empty_like(self.node_of_row)
-        item[self.row_of_word] = torch.arange(self.vocab_size, device=item.device)
-        item[self.row_of_node[1:]] = ~torch.arange(1, self.num_nodes, device=item.device)
+        arrays = self.arrays
+        item = torch.empty_like(arrays.node_of_row)
+        item[arrays.row_of_word] = torch.arange(self.vocab_size, device=item.device)
+        item[arrays.row_of_node[1:]] = ~torch.arange(1, self.num_nodes, device=item.device)
         return item
 
     @cached_property
@@ -320,7 +344,7 @@ class ClassTree(nn.Module):
     def sum_below(self, value: Tensor) -> Tensor:
         """The sum of the values [N] of the words below each node, [I]."""
         own = value.new_zeros(self.num_nodes)
-        own.index_add_(0, self.node_of_row[self.row_of_word], value)
+        own.index_add_(0, self.node_of_row[self.arrays.row_of_word], value)
         before = F.pad(own[self.preorder.argsort()].cumsum(0), (1, 0))
         return before[self.preorder_stop] - before[self.preorder]
 
@@ -348,38 +372,5 @@ class ClassTree(nn.Module):
         return [(int(self.node_of_row[row]), row) for row in reversed(rows) if row >= 0]
 
 
-def _check(num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> None:
-    """Raises a ValueError unless the arrays define a tree numbered breadth first."""
-    num_nodes, num_words = num_children.numel(), row_of_word.numel()
-    num_rows = num_words + num_nodes - 1
-    if num_words < 1 or num_nodes < 1 or row_of_node.numel() != num_nodes:
-        raise ValueError(
-            f"not a tree: {num_words} words, {num_nodes} nodes, {row_of_node.numel()} rows of nodes"
-        )
-    if bool((num_children < 1).any()) or int(num_children.sum()) != num_rows:
-        raise ValueError(f"not a tree: {int(num_children.sum())} children in all, {num_rows} rows")
-    owned = torch.cat([row_of_node[1:], row_of_word])
-    if int(row_of_node[0]) != -1 or bool(((owned < 0) | (owned >= num_rows)).any()):
-        raise ValueError("not a tree: rows out of range")
-    if bool((torch.bincount(owned, minlength=num_rows) != 1).any()):
-        raise ValueError("not a tree: a row has several owners")
-    first_row = num_children.cumsum(0) - num_children
-    if bool((row_of_node >= first_row)[1:].any()):
-        raise ValueError("not a tree: the parent of a node does not come before it")
-    if bool((row_of_node[1:].diff() <= 0).any()):
-        raise ValueError("not a tree: its nodes are not numbered breadth first")
-
-
-def _depth_first(level: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
-    """Depth-first rank and number of descendants of each node, both [I]."""
-    bounds = [0, *torch.bincount(level).cumsum(0).tolist()]
-    levels = [slice(*bound) for bound in pairwise(bounds)][1:]
-    size = torch.ones_like(parent)  # of the subtree
-    for nodes in reversed(levels):
-        size.index_add_(0, parent[nodes], size[nodes].clone())
-    rank = torch.zeros_like(parent)
-    for nodes in levels:
-        before = size[nodes].cumsum(0) - size[nodes]  # nodes in the subtrees to the left
-        first_sibling = torch.searchsorted(parent[nodes], parent[nodes])
-        rank[nodes] = rank[parent[nodes]] + 1 + before - before[first_sibling]
-    return rank, size - 1
+def _num_writes(array: Tensor) -> int:
+    return 0 if array.is_inference() else array._version

@@ -1,6 +1,7 @@
 """RowGradient: equal to the dense gradient, and only of the rows visited."""
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lm.output.backends.reference import backend as reference
 from lm.output.functional import BackendName
 from lm.output.rowwise import Product, RowAdagrad, RowGradient, Rows, lookup
 
-from .tables import SHORTLIST, H, N, P, Table, accumulate, batch, in_blocks, table
+from .tables import SHORTLIST, H, N, P, Table, W, accumulate, batch, in_blocks, table
 
 TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 9)
 TREES = {
@@ -123,17 +124,59 @@ def test_a_dense_gradient_may_be_added() -> None:
     assert torch.equal(ones + grad, grad.to_dense() + 1)
 
 
+READING: list[Callable[[Tensor], Tensor]] = [
+    torch.exp,
+    lambda grad: grad.isfinite().all(),
+    lambda grad: grad.abs().max(),
+    lambda grad: grad.flatten()[:20].histc(5),
+    lambda grad: grad * torch.arange(W),
+    lambda grad: grad / 3,
+    lambda grad: torch.linalg.vector_norm(grad, torch.inf),
+    lambda grad: torch.stack([grad, grad]).std(1),
+]
+
+
+@pytest.mark.parametrize("operation", READING)
+def test_operations_that_read_a_gradient_are_those_of_the_dense_one(
+    operation: Callable[[Tensor], Tensor],
+) -> None:
+    grad = row_wise()
+    actual, expected = operation(grad), operation(grad.to_dense())
+    actual = actual.to_dense() if isinstance(actual, RowGradient) else actual
+    torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_hooks_and_anomaly_detection_see_the_gradient() -> None:
+    dense, rows = dense_and_row_wise(SHORTLIST)
+    found: list[list[Tensor]] = []
+    for params, is_row_wise in ((dense, False), (rows, True)):
+        params[0].grad = None
+        kept: list[Tensor] = []
+        params[0].register_hook(kept.append)  # type: ignore[no-untyped-call]
+        with torch.autograd.set_detect_anomaly(True):
+            accumulate(SHORTLIST, params, 0, rows=is_row_wise)
+        assert isinstance(params[0].grad, RowGradient) == is_row_wise
+        found.append([*kept, cast(Tensor, params[0].grad).div_(2)])
+    for one, other in zip(*found, strict=True):
+        other = other.to_dense() if isinstance(other, RowGradient) else other
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize(
     ("operation", "message"),
     [
-        (torch.exp, r"to_dense\(\) converts it"),
+        (lambda grad: grad.exp_(), r"to_dense\(\) converts it"),
         (lambda grad: grad.to("meta"), r"zero_grad\(\) before moving a layer"),
-        (lambda grad: grad * torch.ones(H, dtype=torch.float64), "by numbers only"),
-        (lambda grad: torch.linalg.vector_norm(grad, 1), "only the 2-norm"),
-        (lambda grad: grad.add_(torch.ones(grad.shape, dtype=torch.float64)), "in place"),
+        (lambda grad: grad.mul_(torch.ones(W)), "does not support aten.mul_"),
+        (lambda grad: grad.add_(torch.ones(grad.shape)), "does not support aten.add_"),
+        (lambda grad: grad.clamp_(-1, 1), "clipped by clip_grad_norm_"),
+        (lambda grad: torch.zeros(grad.shape).lerp_(grad, 0.5), "does not support aten.lerp_"),
     ],
 )
-def test_other_operations_raise(operation: Callable[[Tensor], Tensor], message: str) -> None:
+def test_operations_that_change_a_tensor_raise(
+    operation: Callable[[Tensor], Tensor], message: str
+) -> None:
     with pytest.raises(NotImplementedError, match=message):
         operation(row_wise())
 

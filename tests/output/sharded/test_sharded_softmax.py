@@ -58,6 +58,8 @@ def _check_equal(
             layer = ShardedSoftmax(
                 H, tree, backend=backend, row_wise=row_wise, dtype=dtype, placement=placement
             )
+            for name, buffer in layer.named_buffers():  # loaders replace all others
+                assert torch.equal(buffer, layer.state_dict()[name])
             nn.init.normal_(cast(Tensor, layer.bias))
             whole = _whole(layer, dtype)
             torch.manual_seed(2)

@@ -26,8 +26,8 @@ from lm.output.backends.reference.gradient_memory import zeros_except
 from lm.output.backends.verify import Kind, verified, was_verified
 from lm.output.backends.visits import check_words
 from lm.output.rowwise.blocks import Factored
-from lm.output.rowwise.eager import constant_when_compiled
 from lm.output.rowwise.row_gradient import RowGradient
+from lm.output.tracing import constant_when_compiled
 
 DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 ALIGN = 32

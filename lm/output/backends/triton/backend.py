@@ -19,7 +19,7 @@ from lm.output.backends.triton.routing import MOST_RUNS, RUN_SIZES
 from lm.output.backends.triton.tile_shapes import Tile, tf32, triton_version
 from lm.output.backends.verify import Failures, Kind, verified
 from lm.output.backends.visits import check_words
-from lm.output.rowwise.eager import constant_when_compiled
+from lm.output.tracing import constant_when_compiled
 
 MAX_SAVED_BYTES = 1 << 31
 """Most memory for `Saved.exp_logits`, positions × columns on a path. A batch that needs more saves

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lm.output.backends.triton.tile_shapes import Tile, Tiles, compiler_options
-from lm.output.rowwise.eager import constant_when_compiled
+from lm.output.tracing import constant_when_compiled
 
 SLOT = 16
 """The children of a node begin at multiples of so many in `plan.Saved.exp_logits`."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from lm.output.rowwise.eager import constant_when_compiled
+from lm.output.tracing import constant_when_compiled
 
 MAX_REGISTERS = 255
 """Registers of a thread; without it the assembler spills to fit more programs on a processor."""

@@ -1,4 +1,4 @@
-"""Decorators: functions outside of `torch.compile`, or differentiable only once."""
+"""Functions outside of `torch.compile` and of traces, or differentiable only once."""
 
 import sys
 from collections.abc import Callable
@@ -23,6 +23,22 @@ def not_compiled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
         return run(*args, **kwargs)
 
     return call
+
+
+def is_recorded() -> bool:
+    """Whether `torch.jit.trace` or `torch.export` records what is called."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return torch._C._get_tracing_state() is not None
+
+
+def refuse_recording(what: str) -> None:
+    """Raise a RuntimeError if a call is recorded: it evaluates other nodes for other inputs."""
+    if is_recorded():
+        raise RuntimeError(
+            f"{what} cannot be traced or exported, because the nodes that it evaluates depend on"
+            " its input: loss, forward and log_prob can"
+        )
 
 
 def constant_when_compiled(function: Callable[P, R]) -> Callable[P, R]:

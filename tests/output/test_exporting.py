@@ -1,0 +1,108 @@
+"""`torch.export` and `torch.jit.trace` of the layer: what they take computes the same numbers."""
+
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lm.output import HierarchicalSoftmax
+from lm.output.functional import BackendName
+
+from .definition import TREES, H, N
+
+Method = Callable[[HierarchicalSoftmax, Tensor, Tensor], Any]
+EXPORTED: dict[str, Method] = {
+    "loss": lambda layer, hidden, target: layer.loss(hidden, target),
+    "nll": lambda layer, hidden, target: layer.loss(hidden, target, "none"),
+    "forward": lambda layer, hidden, target: tuple(layer(hidden, target)),
+    "log_prob": lambda layer, hidden, target: layer.log_prob(hidden),
+}
+REFUSED: dict[str, Method] = {
+    "nll_by_level": lambda layer, hidden, target: layer.nll_by_level(hidden, target),
+    "lse_by_level": lambda layer, hidden, target: layer.lse_by_level(hidden, target),
+    "candidate_log_prob": lambda layer, hidden, target: layer.candidate_log_prob(
+        hidden, target[:, None]
+    ),
+    "topk": lambda layer, hidden, target: layer.topk(hidden, 2).word,
+    "predict": lambda layer, hidden, target: layer.predict(hidden),
+    "sample": lambda layer, hidden, target: layer.sample(hidden),
+}
+
+
+class Called(nn.Module):
+    """A module whose forward is a method of a layer."""
+
+    def __init__(self, layer: HierarchicalSoftmax, method: Method) -> None:
+        super().__init__()
+        self.layer, self.method = layer, method
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Any:
+        return self.method(self.layer, hidden, target)
+
+
+def inputs(num_positions: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(num_positions, H), torch.randint(0, N, (num_positions,))
+
+
+def exported(module: Called) -> Any:
+    return torch.export.export(module, inputs(4)).module()
+
+
+def exported_for_any_size(module: Called) -> Any:
+    size = torch.export.Dim("num_positions", min=2)
+    dynamic = {"hidden": {0: size}, "target": {0: size}}
+    if module.method is EXPORTED["log_prob"]:
+        dynamic["target"] = {0: torch.export.Dim("num_targets", min=2)}
+    with torch.no_grad():
+        return torch.export.export(module, inputs(4), dynamic_shapes=dynamic).module()
+
+
+def traced(module: Called) -> Any:
+    with warnings.catch_warnings(action="ignore"):
+        trace = torch.jit.trace(module, inputs(4))  # type: ignore[no-untyped-call]
+        torch.jit.save(trace, file := io.BytesIO())
+        file.seek(0)
+        return torch.jit.load(file)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("way", [exported, exported_for_any_size, traced])
+@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("backend", ["reference", "compiled"])
+@pytest.mark.parametrize("shape", ["full", "huffman"])
+def test_losses_and_distributions_are_exported_with_their_gradients(
+    shape: str, backend: BackendName, name: str, way: Callable[[Called], Any]
+) -> None:
+    row_wise = shape == "huffman" and way is traced
+    layer = HierarchicalSoftmax(H, TREES[shape], backend=backend, row_wise=row_wise)
+    module = Called(layer, EXPORTED[name])
+    function = way(module)
+    hidden, target = inputs(4 if way is exported else 9)
+    results = []
+    for call in (function, module):
+        own = hidden.clone().requires_grad_(way is not exported_for_any_size)
+        outputs = call(own, target)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if own.requires_grad:
+            outputs += torch.autograd.grad(outputs[-1].sum(), own)
+        results.append(outputs)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("way", [exported, traced])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_on_values_is_refused(name: str, way: Callable[[Called], Any]) -> None:
+    module = Called(HierarchicalSoftmax(H, TREES["paths"]), REFUSED[name])
+    with pytest.raises(RuntimeError, match=rf"{name}.* cannot be traced or exported"):
+        way(module)
+
+
+def test_gradients_that_were_not_exported_are_refused() -> None:
+    module = Called(HierarchicalSoftmax(H, TREES["paths"]), EXPORTED["loss"])
+    loss = exported_for_any_size(module)(*inputs(4))
+    with pytest.raises(RuntimeError, match="exported without gradients"):
+        loss.backward()

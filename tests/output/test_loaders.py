@@ -1,0 +1,208 @@
+"""The layer loaded, saved, copied and wrapped by programs that do not know its tree."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+from torch._dynamo.exc import InternalTorchDynamoError
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
+
+from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output.functional import BackendName
+from lm.output.tree.arrays import TreeArrays
+from scripts.benchmarks.shards import in_processes
+
+from .definition import TREES, TWO_LEVEL, H, N
+
+OTHER = ClassTree.two_level((torch.arange(N) * 7 % 5).roll(1))
+"""A tree of the sizes of `TWO_LEVEL`."""
+
+
+def layer_of(tree: ClassTree, backend: BackendName = "auto") -> HierarchicalSoftmax:
+    torch.manual_seed(3)
+    return HierarchicalSoftmax(H, tree, backend=backend)
+
+
+def figures(layer: HierarchicalSoftmax) -> list[Tensor]:
+    """The nll of all words by definition of the tree, by the layer, and what it decodes."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, target = torch.randn(N, H, generator=generator), torch.arange(N)
+    with torch.no_grad():
+        word, nll = layer.topk(hidden, 4).word, layer.loss(hidden, target, "none")
+        return [nll, layer.log_prob(hidden), word, layer.nll_by_level(hidden, target)]
+
+
+def assert_same(layer: HierarchicalSoftmax, expected: list[Tensor]) -> None:
+    assert all(map(torch.equal, figures(layer), expected))
+
+
+def from_pretrained(
+    layer: HierarchicalSoftmax, state: dict[str, Tensor], fill: Callable[[Tensor], Tensor]
+) -> HierarchicalSoftmax:
+    """As `from_pretrained` of Hugging Face's transformers 5 loads a module.
+
+    Parameters and buffers are replaced one by one: by those of the state, or by uninitialised ones
+    where they are not in it.
+    """
+    with torch.device("meta"):
+        loaded = HierarchicalSoftmax(H, layer.tree, backend=layer.backend)
+    for prefix, module in loaded.named_modules():
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in tensors:
+            value = state.get(f"{prefix}.{name}".removeprefix("."))
+            value = fill(torch.empty_like(tensor, device="cpu")) if value is None else value
+            is_parameter = isinstance(tensor, nn.Parameter)
+            setattr(module, name, nn.Parameter(value) if is_parameter else value)
+    return loaded
+
+
+@pytest.mark.parametrize("fill", [torch.zero_, lambda x: x.random_(-(2**62), 2**62)])
+@pytest.mark.parametrize("saved", ["all", "parameters"])
+@pytest.mark.parametrize("backend", ["reference", "compiled"])
+@pytest.mark.parametrize("shape", TREES)
+def test_loaders_that_replace_every_buffer_leave_the_tree_as_it_is(
+    shape: str, backend: BackendName, saved: str, fill: Callable[[Tensor], Tensor]
+) -> None:
+    layer = layer_of(TREES[shape], backend)
+    state: dict[str, Tensor] = (
+        layer.state_dict() if saved == "all" else {**dict(layer.named_parameters())}
+    )
+    loaded = from_pretrained(layer, state, fill)
+    assert_same(loaded, figures(layer))
+    torch.testing.assert_close(loaded.state_dict(), layer.state_dict(), rtol=0, atol=0)
+
+
+def replaced(layer: HierarchicalSoftmax, name: str, value: Tensor) -> None:
+    setattr(layer.tree, name, value.clone())
+
+
+def moved(layer: HierarchicalSoftmax, name: str, value: Tensor) -> None:
+    layer.tree.get_buffer(name).data = value.clone()
+
+
+def written(layer: HierarchicalSoftmax, name: str, value: Tensor) -> None:
+    layer.tree.get_buffer(name).copy_(value)
+
+
+HIDDEN, WORD = torch.zeros(2, H), torch.tensor([1, 2])
+METHODS: dict[str, Callable[[HierarchicalSoftmax], object]] = {
+    "loss": lambda layer: layer.loss(HIDDEN, WORD),
+    "nll_by_level": lambda layer: layer.nll_by_level(HIDDEN, WORD),
+    "lse_by_level": lambda layer: layer.lse_by_level(HIDDEN, WORD),
+    "log_prob": lambda layer: layer.log_prob(HIDDEN),
+    "candidate_log_prob": lambda layer: layer.candidate_log_prob(HIDDEN, WORD[:, None]),
+    "topk": lambda layer: layer.topk(HIDDEN, 2),
+    "sample": lambda layer: layer.sample(HIDDEN),
+    "compiled": lambda layer: torch.compile(layer, backend="eager")(HIDDEN, WORD),
+}
+
+REFUSED = (ValueError, InternalTorchDynamoError)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("load", [replaced, moved, written])
+def test_the_arrays_of_another_tree_are_refused_however_they_are_loaded(
+    load: Callable[[HierarchicalSoftmax, str, Tensor], None], method: str
+) -> None:
+    layer = layer_of(TWO_LEVEL)
+    METHODS[method](layer)
+    torch.compiler.reset()
+    for name, value in OTHER.named_buffers():
+        load(layer, name, value)
+    for _ in range(2):
+        with pytest.raises(REFUSED, match="the weights belong to another tree: row_of_word"):
+            METHODS[method](layer)
+
+
+@pytest.mark.parametrize(
+    "name", set(TreeArrays._fields) - {name for name, _ in OTHER.named_buffers()}
+)
+def test_writing_to_other_arrays_is_an_error(name: str) -> None:
+    layer = layer_of(ClassTree.from_paths([[0, 0], [0, 1], [1]]))
+    layer.loss(HIDDEN, WORD)
+    getattr(layer.tree, name).fill_(1 << 40)
+    for method in METHODS.values():
+        with pytest.raises(REFUSED, match="an array of a tree was written to"):
+            method(layer)
+
+
+def reloaded(layer: HierarchicalSoftmax, source: HierarchicalSoftmax) -> HierarchicalSoftmax:
+    layer.load_state_dict(source.state_dict())
+    return layer
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        lambda layer: pickle.loads(pickle.dumps(layer)),
+        lambda layer: layer.share_memory(),
+        lambda layer: layer.double().float(),
+        lambda layer: reloaded(copy.deepcopy(layer).to_empty(device="cpu"), layer),
+        lambda layer: torch.inference_mode()(copy.deepcopy)(layer),
+    ],
+)
+def test_copies_have_the_same_tree(
+    copied: Callable[[HierarchicalSoftmax], HierarchicalSoftmax],
+) -> None:
+    layer = layer_of(TREES["huffman"])
+    expected = figures(layer)
+    assert_same(copied(layer), expected)
+
+
+@pytest.mark.parametrize("shape", TREES)
+def test_saved_layers_hold_every_number_once(shape: str, tmp_path: Path) -> None:
+    tree = TREES[shape]
+    one, other = HierarchicalSoftmax(H, tree), HierarchicalSoftmax(H, tree)
+    layers = nn.ModuleList([one, other])
+    save_model(layers, str(tmp_path / "layers.safetensors"))
+    loaded = copy.deepcopy(layers)
+    for parameter in loaded.parameters():
+        nn.init.zeros_(parameter)
+    load_model(loaded, str(tmp_path / "layers.safetensors"))
+    torch.testing.assert_close(loaded.state_dict(), layers.state_dict(), rtol=0, atol=0)
+    num_bytes = sum(each.nbytes for each in layers.state_dict().values())
+    assert num_bytes <= (tmp_path / "layers.safetensors").stat().st_size < num_bytes + 1500
+    for name, each in layers.state_dict().items():
+        assert each.untyped_storage().nbytes() == each.nbytes, name
+    trees = one.tree, other.tree, tree
+    assert len({each.arrays.row_of_word.data_ptr() for each in trees}) == 1
+
+
+def _check_wrapped(rank: int, world_size: int) -> None:
+    """DDP, and FSDP2 of a layer that is made without memory, as in one process."""
+    whole, share = layer_of(TWO_LEVEL), slice(rank, None, world_size)
+    hidden, target = torch.randn(6, H), torch.arange(6)
+    expected = whole.loss(hidden, target)
+    (gradient,) = torch.autograd.grad(expected, whole.weight)
+    replica = nn.parallel.DistributedDataParallel(layer_of(TWO_LEVEL))
+    for num_steps in (1, 2):  # buffers are sent before each
+        replica(hidden[share], target[share]).loss.backward()
+        torch.testing.assert_close(replica.module.weight.grad, num_steps * gradient)
+
+    with torch.device("meta"):
+        layer = HierarchicalSoftmax(H, TWO_LEVEL)
+    fsdp.fully_shard(layer)
+    layer.to_empty(device="cpu")
+    for name, parameter in layer.named_parameters():
+        local = cast(DTensor, parameter.detach()).to_local()
+        first = rank * -(-TWO_LEVEL.num_rows // world_size)
+        local.copy_(whole.state_dict()[name][first:][: len(local)])
+    with pytest.raises(ValueError, match="register_fsdp_forward_method"):
+        layer.loss(hidden, target)
+    with pytest.raises(ValueError, match="register_fsdp_forward_method"):
+        layer.topk(hidden, 1)
+    torch.testing.assert_close(layer(hidden, target).loss, expected)
+    fsdp.register_fsdp_forward_method(layer, "loss")
+    torch.testing.assert_close(layer.loss(hidden, target), expected)
+
+
+def test_ddp_and_fsdp_wrap_the_layer() -> None:
+    in_processes(2, _check_wrapped)
