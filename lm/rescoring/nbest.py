@@ -87,11 +87,7 @@ def read_nbest(
     num_scores = numbered[0][1].count("\t") - 1
     rows: dict[str, list[tuple[str, list[float]]]] = {}
     kaldi_keys: set[str] = set()
-    if is_kaldi and all(re.match(r"\S+\s+-?\d+\.\d+(e[+-]?\d+)?(\s|$)", t) for _, t in numbered):
-        raise UserError(
-            f"{name}: a number comes before the words of each line: scores of Kaldi's layout are in"
-            " files of costs (--acoustic-costs, --lm-costs)"
-        )
+    _check_layout(name, [line for _, line in numbered], is_kaldi)
     for number, line in numbered:
         place = f"{name}, line {number}"
         if is_kaldi:
@@ -109,11 +105,8 @@ def read_nbest(
             id, *columns = line.split("\t")
             text = columns.pop() if columns else ""
             if not len(columns) == num_scores <= MAX_SCORES:
-                expected = min(max(num_scores, 0), MAX_SCORES)
-                raise UserError(
-                    f"{place}: expected an id, {expected} scores and a hypothesis, got"
-                    f" {len(columns)} scores"
-                )
+                expected = f"an id, {min(max(num_scores, 0), MAX_SCORES)} scores and a hypothesis"
+                raise UserError(f"{place}: expected {expected}, got {len(columns)} scores")
             scores = [finite_number(column, place) for column in columns]
         if id.split() != [id] and id:
             raise UserError(
@@ -124,9 +117,6 @@ def read_nbest(
             raise UserError(f"{place}: expected {missing}")
         rows.setdefault(id, []).append((non_words.without(text), scores))
     flat = [row for group in rows.values() for row in group]
-    is_number = re.compile(rf"\s*(?=.*[-+.e]){NUMBER}\s*").fullmatch
-    if not is_kaldi and all(is_number(text) for text, _ in flat):
-        raise UserError(f"{name}: the last column has numbers alone, {_COLUMNS}")
     non_words.log(name)
     nbest = NBest(
         name=name,
@@ -138,6 +128,18 @@ def read_nbest(
     )
     _check_signs(nbest)
     return nbest
+
+
+def _check_layout(name: str, lines: Sequence[str], is_kaldi: bool) -> None:
+    """Refuse scores where hypotheses should be."""
+    if is_kaldi and all(re.match(r"\S+\s+-?\d+\.\d+(e[+-]?\d+)?(\s|$)", line) for line in lines):
+        raise UserError(
+            f"{name}: a number comes before the words of each line: scores of Kaldi's layout are in"
+            " files of costs (--acoustic-costs, --lm-costs)"
+        )
+    is_score = re.compile(rf".*\t\s*(?=.*[-+.e]){NUMBER}\s*").fullmatch
+    if all(map(is_score, lines)):
+        raise UserError(f"{name}: the last column has numbers alone, {_COLUMNS}")
 
 
 def _check_signs(nbest: NBest) -> None:
