@@ -21,6 +21,7 @@ from lm.commands.arguments import (
     VOCABULARY_SIZE,
     Options,
 )
+from lm.rescoring.formats import NON_WORDS
 from lm.run import Run
 
 if TYPE_CHECKING:
@@ -47,7 +48,16 @@ OPTIONS: Options = (
         "--insertion-penalty": NUMBER | {"help": "penalty subtracted for each word (default 0)"},
         "--first-pass-share": NUMBER | {"help": "share of the first pass's model (default 0)"},
         "--mixture": NUMBER | {"help": "share of RUN in each word's probability (default 0.5)"},
+        "--second-weight": NUMBER
+        | {"help": "weight of the second model's log-probability, not mixed; negative: subtracted"},
+        "--subtract": SWITCH | {"help": "with --tune: subtract the second model, not mixed"},
         "--references": FILE | {"help": "id and words of each utterance, for word error rates"},
+        "--non-words": {
+            "metavar": "REGEX",
+            "default": NON_WORDS,
+            "help": "labels that are no words, which are neither scored nor printed; '' none"
+            " (default: silence, noise, ends, all labels in brackets: %(default)s)",
+        },
         "--acoustic-costs": FILE | {"help": "lines `utterance-N cost` of all Kaldi hypotheses"},
         "--lm-costs": FILE | {"help": "likewise, of the first pass's language model"},
         "--tune-acoustic-costs": FILE
@@ -72,7 +82,7 @@ OPTIONS: Options = (
     | JSON
 )
 EXCLUSIVE = ("--with", "--arpa")
-_WEIGHTS = ("lm_weight", "insertion_penalty", "first_pass_share", "mixture")
+_WEIGHTS = ("lm_weight", "insertion_penalty", "first_pass_share", "mixture", "second_weight")
 _log = logging.getLogger(__name__)
 
 
@@ -87,7 +97,8 @@ def run(options: argparse.Namespace) -> None:
     second = options.second_run or options.arpa
     weights = None
     if not options.tune:
-        weights = Weights(**{"mixture": 0.5 if second else 1.0} | given)
+        mixed = second and "second_weight" not in given
+        weights = Weights(**{"mixture": 0.5 if mixed else 1.0} | given)
     utterances, tuned = _read(options)
     nbest = utterances.nbest
     if options.first_pass_share and nbest.scores.shape[1] < 2:
@@ -98,7 +109,7 @@ def run(options: argparse.Namespace) -> None:
     figures: dict[str, Any] = {"development": None, "unused": None}
     if tuned is not None and tuned.errors is not None:
         scored = ScoredList(tuned.nbest, models)
-        weights = tune(scored, tuned.errors)
+        weights = tune(scored, tuned.errors, subtract=options.subtract)
         best = scored.choose(scored.totals(weights))
         figures["development"] = tuned.errors.report(tuned.nbest, best)
         figures["unused"] = weights.unused(
@@ -127,12 +138,14 @@ def run(options: argparse.Namespace) -> None:
 
 def _read(options: argparse.Namespace) -> "tuple[Utterances, Utterances | None]":
     """The utterances to choose from, and those to tune on."""
+    from lm.rescoring.formats import NonWords
     from lm.rescoring.nbest import read_costs
     from lm.rescoring.utterances import Utterances
 
     names = [options.acoustic_costs, options.lm_costs]
     costs = [read_costs(name) for name in names if name]
-    utterances = Utterances.read(options.nbest, options.references, costs)
+    non_words = NonWords(options.non_words)
+    utterances = Utterances.read(options.nbest, options.references, costs, non_words=non_words)
     if options.beam and not utterances.lattices:
         raise UserError(f"--beam applies to lattices: {options.nbest} is an n-best list")
     if not options.tune:
@@ -145,7 +158,7 @@ def _read(options: argparse.Namespace) -> "tuple[Utterances, Utterances | None]"
     ]
     hint = ": give those of this list by --tune-acoustic-costs and --tune-lm-costs"
     name, references = options.tune
-    return utterances, Utterances.read(name, references, tune_costs, hint=hint)
+    return utterances, Utterances.read(name, references, tune_costs, hint=hint, non_words=non_words)
 
 
 def _models(
@@ -226,11 +239,21 @@ def _check(options: argparse.Namespace, given: dict[str, float]) -> None:
     files = [options.nbest, options.references, options.acoustic_costs, options.lm_costs]
     tune_costs = [options.tune_acoustic_costs, options.tune_lm_costs]
     files += tune_costs
+    has_second = options.second_run or options.arpa
     problems = {
         "--tune finds the weights: give none of them with it": options.tune and given,
         "give --tune LIST REFERENCES, or --lm-weight": not (options.tune or "lm_weight" in given),
         "--mixture requires a second model: --with or --arpa": (
-            "mixture" in given and not (options.second_run or options.arpa)
+            "mixture" in given and not has_second
+        ),
+        "--second-weight and --subtract require a second model: --with or --arpa": (
+            ("second_weight" in given or options.subtract) and not has_second
+        ),
+        "--second-weight excludes --mixture: the second model is weighted apart, or mixed": (
+            given.keys() >= {"mixture", "second_weight"}
+        ),
+        "--subtract requires --tune; without it, give --second-weight": (
+            options.subtract and not options.tune
         ),
         "--tune-acoustic-costs and --tune-lm-costs require --tune": (
             any(tune_costs) and not options.tune

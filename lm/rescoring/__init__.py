@@ -1,5 +1,6 @@
 """Rescoring of n-best lists and lattices.
 
-`nbest` and `lattice` read them, `models` score their words, `unknown` counts those that a model
-does not know, `weights` chooses from lists, and `lattice_search` searches lattices.
+`formats` tells files apart, `nbest`, `lattice` and `references` read them, `models` score their
+words, `unknown` counts those that a model does not know, `weights` chooses from lists, and
+`lattice_search` searches lattices.
 """

@@ -6,14 +6,17 @@
   links. Scores are logarithms in the base of the header (by default natural).
 - Kaldi: one file with, for each utterance, its id on a line, lines `from to word costs`, lines
   `final-state costs`, and an empty line; costs are `graph,acoustic,transitions`. Lattices that are
-  not compact have `from to input-label word costs`. Costs are negative natural log-probabilities.
+  not compact have `from to input-label word costs`, without transitions. Costs are negative natural
+  log-probabilities; those that are missing are 0. Words are symbols, not numbers.
 
 Sources: Young et al. 2006, The HTK Book, chapter 20; Povey et al. 2012, "Generating exact lattices
 in the WFST framework".
 """
 
+import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,11 +26,17 @@ from typing import NamedTuple
 
 from data_prep.corpus.lines import read_text
 from data_prep.errors import UserError
+from lm.rescoring.formats import NUMBER, NonWords, format_of
 from lm.rescoring.nbest import finite_number
 
-NO_WORD = re.compile(r"!NULL|!SENT_START|!SENT_END|</?s>|<eps>|<sil>|\+\+.*\+\+|\[.*\]")
-"""Labels of arcs that are no words: silence, noise, ends."""
+_log = logging.getLogger(__name__)
+
 SLF_NAME = re.compile(r"(.+)\.(slf|lat|htk)(\.\w+)?")
+_SLF_FIELD = re.compile(
+    r"""(\w+)\s*=\s*("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?:\\.|[^\s\\])*)(?=\s|$)"""
+)
+_COSTS = re.compile(rf"{NUMBER},{NUMBER}(?:,[\d_]*)?$")
+_IS_NUMBER = re.compile(NUMBER).fullmatch
 _UTTERANCE = re.compile(r"(?:.*/)?(.+?)(?:\.(?:mfc|plp|fbank|fea|wav|sph|slf|lat|htk))?")
 KALDI_LM_SCALE = 10.0
 """Kaldi writes acoustic scores without the scale of the decoder, which is usually 0.1."""
@@ -71,43 +80,70 @@ class Lattice:
         return leaving
 
 
-def is_lattice(lines: Sequence[str]) -> bool:
-    """Whether lines are lattices of either format, in contrast to an n-best list."""
-    first, *rest = [line for line in lines if line.strip()][:2] or [""]
-    if re.match(r"#|[A-Za-z]+=", first):
-        return True
-    return bool(rest) and len(first.split()) == 1 and rest[0].split()[0].isdecimal()
-
-
-def read_lattices(name: str, lines: Iterable[str] = ()) -> list[Lattice]:
+def read_lattices(
+    name: str, lines: Sequence[str] = (), non_words: NonWords | None = None
+) -> list[Lattice]:
     """Read a folder of SLF files, or lines of one SLF file or of Kaldi's lattices.
 
     Args:
         name: the folder, or the name of the file that the lines are from.
-        lines: lines; `is_lattice` is true.
+        lines: lines of a format of lattices.
+        non_words: labels that are no words.
 
     Raises:
         UserError: if there is none, or one is damaged: a line that has not the format, a cycle, an
             unknown node, no path from a start to an end.
     """
+    non_words = NonWords() if non_words is None else non_words
+    files = {name: lines}
     if Path(name).is_dir():
-        files = [path for path in sorted(Path(name).iterdir()) if SLF_NAME.fullmatch(path.name)]
+        paths = [path for path in sorted(Path(name).iterdir()) if SLF_NAME.fullmatch(path.name)]
+        files = {str(path): list(read_text(str(path))) for path in paths}
         if not files:
             raise UserError(f"{name}: no lattice here (expected *.slf, *.lat or *.htk)")
-        lattices = [_read_slf(str(path), list(read_text(str(path)))) for path in files]
-    elif "=" in next((line for line in lines if not re.match(r"#|\s*$", line)), ""):
-        lattices = [_read_slf(name, lines)]
-    else:
-        lattices = list(_read_kaldi(name, lines))
+    lattices: list[Lattice] = []
+    for path, content in files.items():
+        if (format := format_of(path, content)) == "list":
+            raise UserError(f"{path} is no lattice in HTK's or Kaldi's format")
+        if format == "slf":
+            lattices.append(_read_slf(path, content, non_words))
+        else:
+            lattices += _read_kaldi(path, content, non_words)
+    non_words.log(name)
     ids = [lattice.id for lattice in lattices]
-    if repeated := [id for id in ids if ids.count(id) > 1]:
+    if (repeated := Counter(ids).most_common(1)[0])[1] > 1:
         raise UserError(f"{name}: utterance {repeated[0]} has two lattices")
     if len({lattice.has_first_pass for lattice in lattices}) > 1:
         raise UserError(f"{name}: some lattices have scores of a language model, others have not")
     return lattices
 
 
-def _read_slf(name: str, lines: Iterable[str]) -> Lattice:
+def _slf_fields(line: str, place: str) -> dict[str, str]:
+    """The fields NAME=VALUE of a line; quotes and escapes as in The HTK Book, section 4.6."""
+    fields, rest = {}, line.strip()
+    while rest:
+        if not (match := _SLF_FIELD.match(rest)):
+            raise UserError(f"{place}: expected fields NAME=VALUE, got {line[:60]!r}")
+        key, value = match[1], match[2]
+        if value[:1] in ("'", '"') and value[-1] == value[0] and len(value) > 1:
+            value = value[1:-1]
+        if "\\" in value:
+            parts = (_unescaped(part) for part in re.split(r"(\\[0-7]{3}|\\.)", value))
+            try:
+                value = b"".join(parts).decode()
+            except (UnicodeDecodeError, ValueError) as error:
+                raise UserError(f"{place}: the bytes of {value} are not UTF-8") from error
+        fields[key], rest = value, rest[match.end() :].lstrip()
+    return fields
+
+
+def _unescaped(part: str) -> bytes:
+    if re.fullmatch(r"\\[0-7]{3}", part):
+        return bytes([int(part[1:], 8)])
+    return part.removeprefix("\\").encode() if len(part) == 2 else part.encode()
+
+
+def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
     header: dict[str, str] = {}
     nodes: dict[str, str | None] = {}
     links: list[tuple[str, dict[str, str]]] = []
@@ -115,10 +151,7 @@ def _read_slf(name: str, lines: Iterable[str]) -> Lattice:
         if line.startswith("#") or not line.strip():
             continue
         place = f"{name}, line {number}"
-        pairs = [field.partition("=") for field in line.split()]
-        if not all(equals for _, equals, _ in pairs):
-            raise UserError(f"{place}: expected fields NAME=VALUE, got {line[:60]!r}")
-        fields = {key: value.strip('"') for key, _, value in pairs}
+        fields = _slf_fields(line, place)
         if "I" in fields or "J" in fields:
             if "L" in fields:
                 raise UserError(f"{place}: a lattice in a lattice is not supported: expand it")
@@ -165,38 +198,84 @@ def _read_slf(name: str, lines: Iterable[str]) -> Lattice:
         has_first_pass=any("l" in fields or "language" in fields for _, fields in links),
         lm_scale=finite_number(header.get("lmscale", "1"), name),
         word_penalty=-finite_number(header.get("wdpenalty", "0"), name) * scale,
+        non_words=non_words,
     )
 
 
-def _read_kaldi(name: str, lines: Iterable[str]) -> Iterator[Lattice]:
-    blocks: dict[int, list[tuple[str, list[str]]]] = {}
+_Row = tuple[str, list[str]]
+"""Place and columns of a line."""
+
+
+def _is_compact(rows: Sequence[_Row]) -> bool:
+    """Whether arcs of Kaldi's format have no input labels, which are numbers, before words."""
+    arcs = [fields for _, fields in rows if len(fields) > 2]
+    lengths = {len(fields) for fields in arcs}
+    if lengths != {4}:
+        return 5 not in lengths
+    are_labels = all(fields[2].isdecimal() for fields in arcs)
+    ends = [fields[3] for fields in arcs]
+    return not are_labels or any(map(_COSTS.match, ends)) or all(map(_IS_NUMBER, ends))
+
+
+def _kaldi_costs(text: str, row: str) -> tuple[float, float]:
+    """Acoustic and first-pass score of costs."""
+    first_pass, *others = text.split(",")
+    if not others:
+        raise UserError(
+            f"{row}: expected two states, a word and costs graph,acoustic, or a final state and its"
+            f" costs, got {text!r} for costs (OpenFst's single weights are of no use: which cost?)"
+        )
+    return -finite_number(others[0], row), -finite_number(first_pass, row)
+
+
+def _check_symbols(name: str, blocks: dict[int, list[_Row]], word_column: dict[int, int]) -> None:
+    """Refuse numbers for words, and warn of some utterances with numbers alone."""
+    suspects: list[str] = []
+    for column in sorted(set(word_column.values())):
+        labels = [
+            (title[0], fields[column])
+            for block, ((_, title), *rows) in blocks.items()
+            if word_column[block] == column
+            for _, fields in rows
+            if len(fields) > column
+        ]
+        with_symbols = {id for id, label in labels if not label.isdecimal()}
+        if labels and not with_symbols:
+            script = f"int2sym.pl -f {column + 1} words.txt"
+            raise UserError(f"{name}: the words are numbers: replace them ({script}) first")
+        suspects += sorted({id for id, _ in labels} - with_symbols)
+    if suspects:
+        others = f" and {len(suspects) - 1:,} others" if len(suspects) > 1 else ""
+        which = f"the words of utterance {suspects[0]}{others} are numbers alone"
+        _log.warning("%s: %s: replace them if they are those of words.txt", name, which)
+
+
+def _read_kaldi(name: str, lines: Iterable[str], non_words: NonWords) -> Iterator[Lattice]:
+    blocks: dict[int, list[_Row]] = {}
     block = 0
     for number, line in enumerate(lines, 1):
         if fields := line.split():
             blocks.setdefault(block, []).append((f"{name}, line {number}", fields))
         else:
             block = number
-    labels = [fields[2] for (_, *rows) in blocks.values() for _, fields in rows if len(fields) > 2]
-    if labels and all(map(str.isdecimal, labels)):
-        raise UserError(
-            f"{name}: the words are numbers: replace them (int2sym.pl -f 3 words.txt) first"
-        )
-    for (place, title), *rows in blocks.values():
+    word_column = {block: 2 if _is_compact(rows) else 3 for block, (_, *rows) in blocks.items()}
+    _check_symbols(name, blocks, word_column)
+    for block, ((place, title), *rows) in blocks.items():
         if len(title) != 1:
             raise UserError(f"{place}: expected the id of an utterance, got {' '.join(title)!r}")
-        arcs, finals = [], []
+        arcs: list[tuple[str, str, str | None, float, float]] = []
+        finals, word = [], word_column[block]
         for row, fields in rows:
-            *states, costs = fields if "," in fields[-1] else [*fields, "0,0"]
-            first_pass, acoustic, *_ = [*costs.split(","), "0"]
-            scores = -finite_number(acoustic, row), -finite_number(first_pass, row)
-            if not all(map(str.isdecimal, states[:2])) or not 1 <= len(states) <= 4:
+            num_labels = word + 1 if len(fields) > 2 else 1
+            labels, costs = fields[:num_labels], [*fields[num_labels:], "0,0"]
+            is_whole = len(labels) == num_labels and len(costs) <= 2
+            if not all(map(str.isdecimal, labels[:2])) or not is_whole:
                 raise UserError(f"{row}: expected two states, a word and costs")
-            if len(states) == 1:
-                finals.append((states[0], *scores))
-            elif len(states) > 2:
-                arcs.append((states[0], states[1], states[-1], *scores))
+            acoustic, first_pass = _kaldi_costs(costs[0], row)
+            if num_labels > 1:
+                arcs.append((labels[0], labels[1], labels[word], acoustic, first_pass))
             else:
-                raise UserError(f"{row}: expected two states, a word and costs")
+                finals.append((labels[0], acoustic, first_pass))
         yield _ordered(
             arcs,
             place=f"{place}: utterance {title[0]}",
@@ -206,6 +285,7 @@ def _read_kaldi(name: str, lines: Iterable[str]) -> Iterator[Lattice]:
             has_first_pass=True,
             lm_scale=KALDI_LM_SCALE,
             word_penalty=0.0,
+            non_words=non_words,
         )
 
 
@@ -219,6 +299,7 @@ def _ordered(
     has_first_pass: bool,
     lm_scale: float,
     word_penalty: float,
+    non_words: NonWords,
     first_word: str | None = None,
 ) -> Lattice:
     """A lattice with its nodes in order, one end, and without nodes that are on no whole path."""
@@ -244,8 +325,8 @@ def _ordered(
         raise UserError(f"{place}: no path leads from the start to an end node")
     number = {node: k for k, node in enumerate(node for node in order if node in kept)}
     numbered = [
-        Arc(number[s], number[t], None if NO_WORD.fullmatch(word or "!NULL") else word, *scores)
-        for s, t, word, *scores in every
+        Arc(number[s], number[t], non_words.word(label), *scores)
+        for s, t, label, *scores in every
         if s in number and t in number
     ]
     return Lattice(

@@ -4,16 +4,15 @@ The search is exact for its beam: it keeps, at each node, the hypotheses with th
 one for each sequence of words. With a beam as large as the number of paths it finds the best path.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from lm.rescoring.lattice import Lattice
 from lm.rescoring.nbest import Floats, NBest
-from lm.rescoring.weights import Weights
-from lm.scoring.mixture import mixed
+from lm.rescoring.weights import Weights, combined
 
 Words = tuple[str, ...]
 NUM_FIRST_PASS = 100
@@ -44,47 +43,94 @@ class Path(NamedTuple):
     first_pass: float
 
 
-class PrefixScores:
-    """Equation (2) of `weights` for the begins of lines, each computed once.
+class Prefix:
+    """The begin of a line; equal ones are one object as long as a beam has it.
 
-    Args:
-        models: one or two models.
-        mixture: λ, the share of the first one.
+    It does not hold longer ones, and a shorter one only until its own states are known: what no
+    beam has any more is freed.
     """
 
-    def __init__(self, models: Sequence[WordModel], mixture: float) -> None:
-        self._models, self._mixture = models, mixture
-        self._states: dict[Words, list[Any]] = {(): [model.start() for model in models]}
-        self._log_prob: dict[Words, dict[str | None, float]] = defaultdict(dict)
+    __slots__ = ("__weakref__", "before", "log_prob", "longer", "spelled", "states")
 
-    def extend(self, prefixes: Sequence[Words], words: Sequence[str | None]) -> Floats:
-        """Log-probabilities [P, W] of words after prefixes; None is the end of the line.
+    def __init__(self, before: "Prefix | None" = None, word: str = "") -> None:
+        self.before = before
+        self.spelled: Any = None if before is None else (before.spelled, word)
+        self.states: list[Any] | None = None  # of each model
+        self.log_prob: dict[str | None, float] = {}
+        self.longer: WeakValueDictionary[str, Prefix] | None = None
+
+    def extended(self, word: str) -> "Prefix":
+        """The prefix with a word more."""
+        if self.longer is None:
+            self.longer = WeakValueDictionary()
+        longer = self.longer.get(word)
+        if longer is None:
+            self.longer[word] = longer = Prefix(self, word)
+        return longer
+
+    @property
+    def words(self) -> Words:
+        """The words."""
+        words, rest = [], self.spelled
+        while rest is not None:
+            rest, word = rest
+            words.append(word)
+        return tuple(reversed(words))
+
+
+class PrefixScores:
+    """The part of language models in equation (1) of `weights`, computed once for each prefix.
+
+    Args:
+        models: up to two models; none: this part is 0.
+        weights: their weights.
+        lm_weight: the weight of equation (2).
+    """
+
+    def __init__(self, models: Sequence[WordModel], weights: Weights, lm_weight: float) -> None:
+        self._models, self._weights, self._lm_weight = models, weights, lm_weight
+
+    def extend(self, prefixes: Sequence[Prefix], words: Sequence[str | None]) -> Floats:
+        """Weighted log-probabilities [P, W] of words after prefixes; None is the end of the line.
 
         A prefix is empty, or a word longer than one of an earlier call.
         """
-        known = self._log_prob
-        needed = [p for p in prefixes if not known[p].keys() >= set(words)]
+        if not self._models:
+            for prefix in prefixes:
+                prefix.before = None
+            return np.zeros((len(prefixes), len(words)))
+        every = set(words)
+        needed = [prefix for prefix in prefixes if not prefix.log_prob.keys() >= every]
         if needed and words:
-            self._add_states([prefix for prefix in needed if prefix not in self._states])
+            self._add_states([prefix for prefix in needed if prefix.states is None])
             each = []
             for k, model in enumerate(self._models):
-                states = [self._states[prefix][k] for prefix in needed]
+                states = [prefix.states[k] for prefix in needed if prefix.states]
                 tokens = [model.eos_id if word is None else word for word in words]
                 each.append(np.array(model.candidate_log_probs(states, tokens).tolist()))
-            rows = mixed(each[0], each[1], self._mixture) if len(each) > 1 else each[0]
+            rows = self._lm_weight * combined(each, self._weights.mixture)
+            if self._weights.second_weight:
+                rows += self._weights.second_weight * each[1]
             for prefix, row in zip(needed, rows.tolist(), strict=True):
-                known[prefix].update(zip(words, row, strict=True))
-        return np.array([[known[p][word] for word in words] for p in prefixes])
+                prefix.log_prob.update(zip(words, row, strict=True))
+        return np.array([[prefix.log_prob[word] for word in words] for prefix in prefixes])
 
-    def _add_states(self, prefixes: Sequence[Words]) -> None:
-        if not prefixes:
+    def _add_states(self, prefixes: Sequence[Prefix]) -> None:
+        longer: list[tuple[Prefix, Prefix]] = []
+        for prefix in prefixes:
+            if prefix.before is None:
+                prefix.states = [model.start() for model in self._models]
+            else:
+                longer.append((prefix, prefix.before))
+        if not longer:
             return
+        words = [prefix.spelled[1] for prefix, _ in longer]
         steps = [
-            model.step_many([self._states[p[:-1]][k] for p in prefixes], [p[-1] for p in prefixes])
+            model.step_many([before.states[k] for _, before in longer if before.states], words)
             for k, model in enumerate(self._models)
         ]
-        for prefix, *each in zip(prefixes, *steps, strict=True):
-            self._states[prefix] = [step.state for step in each]
+        for (prefix, _), *each in zip(longer, *steps, strict=True):
+            prefix.states, prefix.before = [step.state for step in each], None
 
 
 def search(
@@ -98,12 +144,14 @@ def search(
         num_beams: largest number of hypotheses at a node.
         models: one or two models; none: the first pass has the whole weight.
     """
-    scores = PrefixScores(models, weights.mixture) if models else None
     share = weights.first_pass_share if lattice.has_first_pass else 0.0
     first_pass_weight = weights.lm_weight * share if models else weights.lm_weight
-    lm_weight, penalty = weights.lm_weight * (1 - share), weights.insertion_penalty
-    beams: list[dict[Words, tuple[float, float, float]]] = [{} for _ in lattice.leaving]
-    beams[0][()] = (0.0, 0.0, 0.0)  # total, acoustic, first pass
+    scores, penalty = (
+        PrefixScores(models, weights, weights.lm_weight * (1 - share)),
+        weights.insertion_penalty,
+    )
+    beams: list[dict[Prefix, tuple[float, float, float]]] = [{} for _ in lattice.leaving]
+    beams[0][Prefix()] = (0.0, 0.0, 0.0)  # total, acoustic, first pass
     for node, arcs in enumerate(lattice.leaving):
         beam = sorted(beams[node].items(), key=lambda item: -item[1][0])[:num_beams]
         beams[node].clear()
@@ -111,32 +159,30 @@ def search(
         leaving: list[str | None] = [None]
         if not is_end:
             leaving = list(dict.fromkeys(arc.word for arc in arcs if arc.word is not None))
-        added = np.zeros((len(beam), len(leaving)))
-        if scores is not None:
-            added = lm_weight * scores.extend([words for words, _ in beam], leaving)
+        added = scores.extend([prefix for prefix, _ in beam], leaving)
         if is_end:
             break
         column = {word: k for k, word in enumerate(leaving)}
         steps = [
             (
                 arc,
-                (arc.word,) if arc.word is not None else (),
                 column.get(arc.word, -1),
                 arc.acoustic + first_pass_weight * arc.first_pass - (penalty if arc.word else 0.0),
             )
             for arc in arcs
         ]
-        for (words, (total, acoustic, first_pass)), row in zip(beam, added.tolist(), strict=True):
+        for (prefix, (total, acoustic, first_pass)), row in zip(beam, added.tolist(), strict=True):
             row.append(0.0)  # of arcs without a word
-            for arc, word, place, score in steps:
-                after, value = words + word, total + score + row[place]
+            for arc, place, score in steps:
+                after = prefix if arc.word is None else prefix.extended(arc.word)
+                value = total + score + row[place]
                 known = beams[arc.target].get(after)
                 if known is None or known[0] < value:
                     new = (value, acoustic + arc.acoustic, first_pass + arc.first_pass)
                     beams[arc.target][after] = new
     ends = zip(beam, added[:, 0].tolist(), strict=True)
-    totals = [(total + end, words, Path(*path)) for (words, (total, *path)), end in ends]
-    return [(words, path) for _, words, path in sorted(totals, key=lambda each: -each[0])]
+    totals = [(total + end, prefix, Path(*path)) for (prefix, (total, *path)), end in ends]
+    return [(prefix.words, path) for _, prefix, path in sorted(totals, key=lambda each: -each[0])]
 
 
 def first_pass_paths(lattice: Lattice) -> list[tuple[Words, Path]]:

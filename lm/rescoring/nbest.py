@@ -11,9 +11,10 @@ There are two layouts; only the first has tabs:
 An utterance's hypotheses are in the order of the file; the first is that of the first pass.
 """
 
+import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,8 +25,12 @@ from numpy.typing import NDArray
 from data_prep.corpus.lines import read_text
 from data_prep.errors import UserError
 from lm.rescoring.edit_distance import edit_distance
+from lm.rescoring.formats import NUMBER, NonWords
+from lm.rescoring.references import References, first_columns, keyed_lines
 
 MAX_SCORES = 2
+_COLUMNS = "expected lines id TAB scores TAB words: reorder the columns"
+_log = logging.getLogger(__name__)
 NUM_SAMPLES = 1000
 """Samples of utterances for the interval of a word error rate."""
 
@@ -56,6 +61,7 @@ def read_nbest(
     *,
     lines: Iterable[str] | None = None,
     hint: str = "",
+    non_words: NonWords | None = None,
 ) -> NBest:
     """Read an n-best list; empty lines are skipped.
 
@@ -64,12 +70,14 @@ def read_nbest(
         lines: its lines, if they are read already.
         costs: scores of Kaldi's layout, from `read_costs`: acoustic, first pass.
         hint: what to add to the message that a cost is missing.
+        non_words: labels that are left out of hypotheses.
 
     Raises:
         UserError: if a line does not have the layout of the first one, a score is missing, or
             a key of Kaldi's layout is repeated.
     """
     lines = read_text(name) if lines is None else lines
+    non_words = NonWords() if non_words is None else non_words
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise UserError(f"{name}: the n-best list is empty")
@@ -79,11 +87,7 @@ def read_nbest(
     num_scores = numbered[0][1].count("\t") - 1
     rows: dict[str, list[tuple[str, list[float]]]] = {}
     kaldi_keys: set[str] = set()
-    if is_kaldi and all(re.match(r"\S+\s+-?\d+\.\d+(e[+-]?\d+)?(\s|$)", t) for _, t in numbered):
-        raise UserError(
-            f"{name}: a number comes before the words of each line: scores of Kaldi's layout are in"
-            " files of costs (--acoustic-costs, --lm-costs)"
-        )
+    _check_layout(name, [line for _, line in numbered], is_kaldi)
     for number, line in numbered:
         place = f"{name}, line {number}"
         if is_kaldi:
@@ -101,20 +105,20 @@ def read_nbest(
             id, *columns = line.split("\t")
             text = columns.pop() if columns else ""
             if not len(columns) == num_scores <= MAX_SCORES:
-                expected = min(max(num_scores, 0), MAX_SCORES)
-                raise UserError(
-                    f"{place}: expected an id, {expected} scores and a hypothesis, got"
-                    f" {len(columns)} scores"
-                )
+                expected = f"an id, {min(max(num_scores, 0), MAX_SCORES)} scores and a hypothesis"
+                raise UserError(f"{place}: expected {expected}, got {len(columns)} scores")
             scores = [finite_number(column, place) for column in columns]
         if id.split() != [id] and id:
-            raise UserError(f"{place}: expected a tab after an id without spaces, got {id!r}")
+            raise UserError(
+                f"{place}: expected a tab after an id without spaces, got {id!r}; {_COLUMNS}"
+            )
         if "\t" in text or not id:
             missing = "no tab" if is_kaldi else "an id before the first tab"
             raise UserError(f"{place}: expected {missing}")
-        rows.setdefault(id, []).append((text, scores))
+        rows.setdefault(id, []).append((non_words.without(text), scores))
     flat = [row for group in rows.values() for row in group]
-    return NBest(
+    non_words.log(name)
+    nbest = NBest(
         name=name,
         separator=" " if is_kaldi else "\t",
         ids=list(rows),
@@ -122,6 +126,44 @@ def read_nbest(
         texts=[text for text, _ in flat],
         scores=np.array([scores for _, scores in flat], dtype=np.float64),
     )
+    _check_signs(nbest)
+    return nbest
+
+
+def _check_layout(name: str, lines: Sequence[str], is_kaldi: bool) -> None:
+    """Refuse scores where hypotheses should be."""
+    if is_kaldi and all(re.match(r"\S+\s+-?\d+\.\d+(e[+-]?\d+)?(\s|$)", line) for line in lines):
+        raise UserError(
+            f"{name}: a number comes before the words of each line: scores of Kaldi's layout are in"
+            " files of costs (--acoustic-costs, --lm-costs)"
+        )
+    is_score = re.compile(rf".*\t\s*(?=.*[-+.e]){NUMBER}\s*").fullmatch
+    if all(map(is_score, lines)):
+        raise UserError(f"{name}: the last column has numbers alone, {_COLUMNS}")
+
+
+def _check_signs(nbest: NBest) -> None:
+    """Warn of scores that are rather costs: the higher, the later in their lists."""
+    if not nbest.scores.shape[1]:
+        return
+    totals = nbest.scores.sum(1)
+    lowest, highest = (each.reduceat(totals, nbest.first) for each in (np.minimum, np.maximum))
+    is_list = lowest < highest
+    num_lists, num_lowest = is_list.sum(), (is_list & (totals[nbest.first] == lowest)).sum()
+    if 2 * num_lowest > num_lists:
+        _log.warning(
+            "%s: the first hypothesis has the lowest score of %s of %s lists: scores are"
+            " log-probabilities, the higher the better; change the signs of costs",
+            nbest.name,
+            num_lowest,
+            num_lists,
+        )
+    elif nbest.scores.shape[1] > 1 and (nbest.scores[:, 1] > 0).any():
+        _log.warning(
+            "%s: scores of the first pass's language model are above 0, which no log-probability"
+            " is; change the signs of costs",
+            nbest.name,
+        )
 
 
 def finite_number(text: str, place: str) -> float:
@@ -135,18 +177,6 @@ def finite_number(text: str, place: str) -> float:
     return value
 
 
-def _keyed_lines(name: str, what: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Place, key and words of each line of a file that is not empty; no key has two of `what`."""
-    keys = set()
-    for number, line in enumerate(read_text(name), 1):
-        place, (key, *words) = f"{name}, line {number}", line.split() or [""]
-        if key in keys:
-            raise UserError(f"{place}: {key} has a {what} already")
-        if key:
-            keys.add(key)
-            yield place, key, words
-
-
 def read_costs(name: str) -> dict[str, float]:
     """Read lines `utterance-N cost`, with a tab or spaces between; empty lines are skipped.
 
@@ -154,7 +184,7 @@ def read_costs(name: str) -> dict[str, float]:
         UserError: if a line does not have this form or repeats a key.
     """
     costs: dict[str, float] = {}
-    for place, key, words in _keyed_lines(name, "cost"):
+    for place, key, words in keyed_lines(first_columns(name), "cost"):
         if len(words) != 1:
             line = " ".join([key, *words])
             raise UserError(f"{place}: expected utterance-N and a cost, got {line!r}")
@@ -191,25 +221,12 @@ def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> ErrorCou
 
 
 @dataclass(frozen=True, kw_only=True)
-class References:
-    """The words that were said in each utterance."""
-
-    name: str  # of the file
-    words: Mapping[str, list[str]]
-
-    @classmethod
-    def read(cls, name: str) -> "References":
-        """Read lines `id words`, in any order; UserError if an utterance has two."""
-        lines = _keyed_lines(name, "reference")
-        return cls(name=name, words={id: words for _, id, words in lines})
-
-
-@dataclass(frozen=True, kw_only=True)
 class WordErrors:
     """Word errors of the hypotheses of a list, and its references."""
 
     counts: Ints  # [M, 3], substitutions, insertions and deletions
     references: list[str]  # [U]
+    characters: bool = False  # whether characters are counted, of references without spaces
 
     @cached_property
     def errors(self) -> Ints:
@@ -219,12 +236,17 @@ class WordErrors:
 
     @property
     def num_words(self) -> int:
-        """Number of words of the references."""
-        return sum(len(each.split()) for each in self.references)
+        """Number of words or characters of the references."""
+        return int(self._lengths.sum())
+
+    @property
+    def _lengths(self) -> Ints:
+        texts = (each.split() for each in self.references)
+        return np.array([len("".join(each) if self.characters else each) for each in texts])
 
     @classmethod
     def compare(cls, references: "References", nbest: NBest) -> "WordErrors":
-        """Compare each hypothesis with its reference.
+        """Compare each hypothesis with its reference, by characters if these have no spaces.
 
         Raises:
             UserError: if an utterance has no reference, or all references are empty.
@@ -234,10 +256,17 @@ class WordErrors:
             raise UserError(f"{name}: no reference for utterance {missing[0]} of {nbest.name}")
         if not any(words[id] for id in nbest.ids):
             raise UserError(f"{name}: the references have no words")
+        characters = references.has_no_spaces(nbest.ids)
         ids = np.repeat(nbest.ids, nbest.num_hypotheses).tolist()
-        pairs = zip(ids, nbest.texts, strict=True)
-        counts = [word_errors(words[id], text.split()) for id, text in pairs]
-        return cls(counts=np.array(counts), references=[" ".join(words[id]) for id in nbest.ids])
+        counts = []
+        for id, text in zip(ids, nbest.texts, strict=True):
+            pair = words[id], text.split()
+            counts.append(word_errors(*(map("".join, pair) if characters else pair)))
+        return cls(
+            counts=np.array(counts),
+            references=[" ".join(words[id]) for id in nbest.ids],
+            characters=characters,
+        )
 
     def report(self, nbest: NBest, chosen: Ints) -> dict[str, float | int | None]:
         """Word error rates in percent.
@@ -253,6 +282,7 @@ class WordErrors:
             between before and oracle that rescoring avoids, None if there are none. `_low` and
             `_high` are the ends of 95 % intervals, of `wer_after` and of its difference from
             `wer_before`: percentiles over `NUM_SAMPLES` samples of utterances with replacement.
+            Of characters, `characters` and `cer` are in place of `words` and `wer`.
 
         Source: intervals: Bisani & Ney 2004.
         """
@@ -260,11 +290,10 @@ class WordErrors:
         after = int(self.errors[chosen].sum())
         oracle = int(np.minimum.reduceat(self.errors, nbest.first).sum())
         rate = 100 / self.num_words
-        num_words = np.array([len(each.split()) for each in self.references])
         errors = np.stack([self.errors[chosen], self.errors[chosen] - self.errors[nbest.first]])
-        (low, low_change), (high, high_change) = _interval(errors, num_words)
+        (low, low_change), (high, high_change) = _interval(errors, self._lengths)
         kinds = dict(zip(ErrorCounts._fields, self.counts[chosen].sum(0).tolist(), strict=True))
-        return {
+        figures = {
             "utterances": len(nbest.ids),
             "hypotheses": len(nbest.texts),
             "words": self.num_words,
@@ -278,6 +307,10 @@ class WordErrors:
             "wer_oracle": oracle * rate,
             "recovered": (before - after) / (before - oracle) if before > oracle else None,
         }
+        if not self.characters:
+            return figures
+        named = {"words": "characters"}
+        return {named.get(name, name.replace("wer", "cer")): figures[name] for name in figures}
 
 
 def _interval(errors: Ints, num_words: Ints) -> Floats:

@@ -1,15 +1,17 @@
 """The utterances of a file: an n-best list or lattices, and their references."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_prep.corpus.lines import read_text
 from data_prep.errors import UserError
-from lm.rescoring.lattice import Lattice, is_lattice, read_lattices
+from lm.rescoring.formats import NonWords, format_of
+from lm.rescoring.lattice import Lattice, read_lattices
 from lm.rescoring.lattice_search import WordModel, to_nbest
-from lm.rescoring.nbest import NBest, References, WordErrors, read_nbest
+from lm.rescoring.nbest import NBest, WordErrors, read_nbest
+from lm.rescoring.references import References
 from lm.rescoring.weights import Weights
 
 _log = logging.getLogger(__name__)
@@ -32,22 +34,25 @@ class Utterances:
         costs: Sequence[dict[str, float]] = (),
         *,
         hint: str = "",
+        non_words: NonWords | None = None,
     ) -> "Utterances":
         """Read an n-best list, a file or folder of lattices, and a file of references.
 
         `costs` and `hint` are those of `read_nbest`, whose errors are raised, as are those of
-        `read_lattices`, `References.read` and `WordErrors.compare`.
+        `format_of`, `read_lattices`, `References.read` and `WordErrors.compare`. `non_words` are
+        labels that are left out of all of them.
         """
         lattices: list[Lattice] = []
-        lines = [] if (is_folder := Path(name).is_dir()) else list(read_text(name))
-        if is_folder or is_lattice(lines):
+        non_words = NonWords() if non_words is None else non_words
+        lines = [] if (is_folder := Path(name).is_dir()) else list(_read(name))
+        if is_folder or format_of(name, lines) != "list":
             if costs:
                 raise UserError(f"{name}: files of costs belong to n-best lists in Kaldi's layout")
-            lattices = read_lattices(name, lines)
+            lattices = read_lattices(name, lines, non_words)
             nbest = to_nbest(name, lattices)
         else:
-            nbest = read_nbest(name, costs, lines=lines, hint=hint)
-        said = References.read(references) if references else None
+            nbest = read_nbest(name, costs, lines=lines, hint=hint, non_words=non_words)
+        said = References.read(references, nbest.ids, non_words) if references else None
         errors = WordErrors.compare(said, nbest) if said else None
         if said and (num_unused := len(said.words) - len(nbest.ids)):
             others = (
@@ -69,3 +74,14 @@ class Utterances:
         nbest = to_nbest(self.nbest.name, self.lattices, weights, models, num_beams)
         errors = WordErrors.compare(self.references, nbest) if self.references else None
         return replace(self, nbest=nbest, errors=errors)
+
+
+def _read(name: str) -> Iterator[str]:
+    """The lines of a file, which must be text."""
+    try:
+        yield from read_text(name)
+    except UserError as error:
+        if str(error).endswith("a NUL character"):
+            command = "lattice-copy ark:FILE ark,t:-"
+            raise UserError(f"{error}: Kaldi's binary lattices as text: {command}") from error
+        raise

@@ -5,6 +5,7 @@ A line has log10 P, the n words, and perhaps a log10 back-off weight, with space
 Source: Stolcke 2002, SRILM, ngram-format(5).
 """
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +21,20 @@ from data_prep.errors import UserError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 NATS_PER_LOG10 = math.log(10)
+TOLERANCE = 0.1
+"""Largest error of a sum of probabilities."""
+_log = logging.getLogger(__name__)
 BLOCK = 1 << 16
 """Lines that are converted at once."""
-_HEADING = re.compile(r"ngram +(\d+) *= *(\d+)|\\(\d+)-grams:|\\end\\")
+_HEADING = re.compile(r"ngram[ \t]+(\d+)[ \t]*=[ \t]*(\d+)|\\(\d+)-grams:|\\end\\", re.IGNORECASE)
+_OTHERS = (
+    ("mmap lm http", "a binary file of KenLM: give the ARPA file"),
+    ("iARPA", "a file in IRSTLM's own format: convert it by compile-lm --text=yes {} FILE.arpa"),
+    ("qARPA", "a quantized file of IRSTLM: give the ARPA file that it was made from"),
+    ("blmt", "a binary file of IRSTLM: convert it by compile-lm --text=yes {} FILE.arpa"),
+    ("Qblmt", "a quantized file of IRSTLM: give the ARPA file that it was made from"),
+)
+"""Beginnings of files that are no ARPA files, and what they are."""
 _NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|-inf"
 
 
@@ -41,6 +53,8 @@ def read_arpa(path: Path, id_of: Callable[[str], int | None]) -> list[NGrams]:
         path: the file.
         id_of: the id of a word that is a unigram of the file; None: n-grams with it are left out.
 
+    Probabilities of the unigrams that do not add up to 1 are logged as a warning.
+
     Raises:
         UserError: if the file cannot be read or is no complete ARPA file.
     """
@@ -48,10 +62,13 @@ def read_arpa(path: Path, id_of: Callable[[str], int | None]) -> list[NGrams]:
     from pyarrow import compute
 
     parts: dict[int, list[NGrams]] = {}
+    total = 0.0
     words, ids = pyarrow.array([], "string"), np.zeros(0, dtype=np.int64)
     for order, first, lines in _blocks(path):
         log_prob, backoff, columns = _columns(lines, order, f"{path}, line", first)
         if order == 1:
+            is_word = compute.not_equal(columns[0], "<s>").to_numpy(zero_copy_only=False)
+            total += float(np.exp(log_prob[is_word]).sum())
             given = map(id_of, columns[0].to_pylist())
             words = pyarrow.concat_arrays([words, columns[0]])
             ids = np.append(ids, [-1 if id is None else id for id in given])
@@ -60,9 +77,17 @@ def read_arpa(path: Path, id_of: Callable[[str], int | None]) -> list[NGrams]:
         rows = table[np.column_stack(places)]
         known = (rows >= 0).all(1)
         parts.setdefault(order, []).append(NGrams(rows[known], log_prob[known], backoff[known]))
+    if parts and abs(total - 1) > TOLERANCE:
+        warn_of_sum(path, 1, total)
     empty = NGrams(np.zeros((0, 0), np.int64), np.zeros(0), np.zeros(0))
     columns_of = [parts.get(n, [empty]) for n in range(1, max(parts, default=1) + 1)]
     return [NGrams(*map(np.concatenate, zip(*each, strict=True))) for each in columns_of]
+
+
+def warn_of_sum(path: Path, order: int, total: float, after: str = "") -> None:
+    """Log that the probabilities of n-grams do not add up to 1."""
+    sums = f"the probabilities of its {order}-grams add up to {total:.3g}{after}, not to 1"
+    _log.warning("%s: %s: estimate the model again, with logarithms of base 10", path, sums)
 
 
 def _blocks(path: Path) -> Iterator[tuple[int, int, list[str]]]:
@@ -72,7 +97,7 @@ def _blocks(path: Path) -> Iterator[tuple[int, int, list[str]]]:
     order, block, has_begun, is_complete = 0, list[str](), False, False
     for number, line in enumerate(read_text(str(path)), 1):
         line = line.strip(" \t\r")
-        is_ngram = has_begun and bool(line) and line[0] not in "\\n"
+        is_ngram = has_begun and bool(line) and line[0] not in "\\nN"
         if is_ngram:
             block.append(line)
         if block and not (is_ngram and len(block) < BLOCK):
@@ -80,18 +105,25 @@ def _blocks(path: Path) -> Iterator[tuple[int, int, list[str]]]:
             yield order, number - len(block) + is_ngram, block
             block = []
         if not has_begun:
-            if line.startswith("mmap lm http"):
-                raise UserError(f"{path} is a binary file of KenLM: give the ARPA file")
-            has_begun = line == "\\data\\"
+            for begin, what in _OTHERS:
+                if line.startswith(begin):
+                    raise UserError(f"{path} is {what.format(path)}")
+            has_begun = line.lower() == "\\data\\"
         elif not is_ngram and (match := _HEADING.fullmatch(line)):
             if match[1]:
                 expected[int(match[1])] = int(match[2])
             order = int(match[3] or 0)
-            is_complete = line == "\\end\\"
+            is_complete = line.lower() == "\\end\\"
     if not has_begun:
         raise UserError(f"{path} is not an ARPA file: it has no line \\data\\")
-    if not is_complete or found != {n: count for n, count in expected.items() if count}:
-        raise UserError(f"{path} is not complete: it has fewer n-grams than it states")
+    if not is_complete:
+        raise UserError(f"{path} is not complete: it has no line \\end\\")
+    for n in sorted(expected | found):
+        if expected.get(n, 0) != found.get(n, 0):
+            raise UserError(
+                f"{path} is damaged: its head states {expected.get(n, 0):,} {n}-grams, and"
+                f" {found.get(n, 0):,} follow"
+            )
 
 
 def _columns(
@@ -111,4 +143,8 @@ def _columns(
     log_prob, *columns, backoff = fields.flatten()
     backoff = compute.if_else(compute.equal(backoff, ""), "0", backoff)
     values = [compute.cast(each, "float64").to_numpy() for each in (log_prob, backoff)]
+    if (values[0] > 0).any():
+        number = int((values[0] > 0).argmax())
+        problem = f"log10 P is {values[0][number]:g}, above 0: no probability"
+        raise UserError(f"{place} {first + number}: {problem}; estimate the model again")
     return values[0] * NATS_PER_LOG10, values[1] * NATS_PER_LOG10, columns

@@ -14,6 +14,7 @@ included. `</s>` is the end of the line.
 import csv
 import io
 import json
+import logging
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,7 @@ from data_prep.tokenizer.tokenizer import EOS
 from lm.evaluation import perplexity
 from lm.scoring.scorer import LineScore, Scorer
 
+_log = logging.getLogger(__name__)
 UNITS = {"log10": math.log(10), "nats": 1.0, "bits": math.log(2)}
 """Nats per unit."""
 
@@ -104,10 +106,14 @@ class Layout:
         self, lines: Iterable[str], ids: deque[str], *, keep_empty: bool
     ) -> Iterator[str]:
         """The lines without their ids, which are appended to `ids`."""
+        seen, num_repeated = set(), 0
         for number, line in enumerate(lines, 1):
             id, rest = str(number), [line]
             if self.has_ids:
                 id, *rest = line.split("\t" if "\t" in line else " ", maxsplit=1)
+                if "\t" not in line:
+                    num_repeated += id in seen
+                    seen.add(id)
             if not id:
                 expected = "expected an id, a tab or space, and a sentence"
                 raise UserError(f"line {number}: {expected}")
@@ -115,6 +121,12 @@ class Layout:
             if keep_empty or sentence.strip():
                 ids.append(id)
                 yield sentence
+        if num_repeated:
+            _log.warning(
+                "--ids: the first words of %s lines without a tab are ids of earlier lines: leave"
+                " out --ids if lines begin with no id",
+                f"{num_repeated:,}",
+            )
 
     def _line(self, id: str, score: LineScore, *, is_first: bool) -> str:
         """What is printed of a line."""

@@ -364,7 +364,7 @@ def test_models_whose_tuned_weight_is_0_are_named(
     options = ["--with", transformer_run, "--tune", lists / "dev.nbest", lists / "dev.ref"]
     for mixture, unused in ((0.0, lstm_run), (1.0, transformer_run)):
         tuned = Weights(lm_weight=1.0, mixture=mixture)
-        monkeypatch.setattr("lm.rescoring.weights.tune", lambda *_, tuned=tuned: tuned)
+        monkeypatch.setattr("lm.rescoring.weights.tune", lambda *_, tuned=tuned, **__: tuned)
         arguments = [lstm_run, lists / "test.nbest", *options]
         assert rescored(*arguments)[1]["unused"] == [str(unused)]
         caplog.clear()
@@ -391,6 +391,6 @@ def test_special_words_of_hypotheses_are_reported(
 ) -> None:
     (tmp_path / "list").write_text("u\t-1\tthe <unk> dog\nu\t-2\tthe <eos> dog\n")
     caplog.set_level("INFO")
-    rescored(lstm_run, tmp_path / "list", "--lm-weight=1")
+    rescored(lstm_run, tmp_path / "list", "--lm-weight=1", "--non-words=")
     expected = "hypotheses: the text contains <eos> (1) and <unk> (1), counted as special words"
     assert expected in caplog.messages

@@ -257,3 +257,23 @@ def test_threads_are_those_of_the_run_unless_given(
     printed(lstm_run, LINES)
     printed(lstm_run, LINES, "--threads=2")
     assert counts == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_repeated"),
+    [
+        ("the cat\nthe dog\nthe cow\n", "2"),
+        ("u\tthe cat\nu\tthe dog\n", ""),
+        ("u1 the\nu2 the\n", ""),
+    ],
+)
+def test_first_words_that_are_repeated_as_ids_are_reported(
+    text: str, num_repeated: str, lstm_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "text").write_text(text)
+    assert main(["score", str(lstm_run), str(tmp_path / "text"), "--ids"]) == 0
+    warning = (
+        f"--ids: the first words of {num_repeated} lines without a tab are ids of earlier lines"
+    )
+    assert (warning in caplog.text) == bool(num_repeated)
+    assert ("--ids" in caplog.text) == bool(num_repeated)

@@ -74,6 +74,39 @@ def test_a_tuned_mixture_has_no_more_errors_than_either_model_alone() -> None:
         assert fewest(models) <= min(fewest(models[:1]), fewest(models[1:]))
 
 
+def test_a_second_model_with_a_weight_of_its_own_is_added_or_subtracted() -> None:
+    first, second = [[-1.0, -2.0], [-4.0, -1.0]], [[-0.5, -0.25], [-3.0, -2.0]]
+    scored = scored_list(np.array([[-1.0, -7.0], [-2.0, -3.0]]), ["a", "b"], [first, second])
+    for alpha, share in ((2.0, 0.0), (0.0, 0.25), (2.0, 1.0), (-0.5, 0.25)):
+        weights = Weights(lm_weight=alpha, first_pass_share=share, second_weight=-0.3)
+        language = [(1 - share) * -3 + share * -7, (1 - share) * -5 + share * -3]
+        expected = [-1 + alpha * language[0] + 0.3 * 0.75, -2 + alpha * language[1] + 0.3 * 5]
+        assert scored.totals(weights) == pytest.approx(expected, rel=1e-12)
+
+
+def test_tuning_finds_the_weight_of_a_subtracted_model() -> None:
+    rng = np.random.default_rng(5)
+    texts, scores = ["a", "b"] * 200, rng.normal(size=(3, 400))
+    first, second = ([[value, 0.0] for value in each] for each in scores[1:])
+    scored = scored_list(scores[:1].T, texts, [first, second])
+    total = (scores[0] + 2 * scores[1] - 1.2 * scores[2]).reshape(-1, 2)
+    counts = np.zeros(400, dtype=np.int64)
+    counts[2 * np.arange(200) + total.argmin(1)] = 1
+    errors = WordErrors(counts=counts[:, None], references=["a"] * 200)
+    weights = tune(scored, errors, subtract=True)
+    assert weights.mixture == 1
+    assert weights.second_weight == pytest.approx(-1.2, rel=0.25)
+    assert weights.lm_weight == pytest.approx(2, rel=0.25)
+    found, mixed = (
+        errors.errors[scored.choose(scored.totals(each))].sum()
+        for each in (weights, tune(scored, errors))
+    )
+    assert found <= 4
+    assert found < mixed
+    alone = scored_list(scores[:1].T, texts, [first, first])
+    assert tune(alone, errors, subtract=True).second_weight <= 0
+
+
 EVERY = ["run", "arpa", "the first pass"]
 
 
@@ -84,6 +117,8 @@ EVERY = ["run", "arpa", "the first pass"]
         (Weights(lm_weight=1.0, mixture=0.0, first_pass_share=0.5), ["run"]),
         (Weights(lm_weight=1.0, mixture=1.0, first_pass_share=0.0), ["arpa", "the first pass"]),
         (Weights(lm_weight=1.0, mixture=0.5, first_pass_share=1.0), ["run", "arpa"]),
+        (Weights(lm_weight=1.0, second_weight=-0.5), ["the first pass"]),
+        (Weights(lm_weight=0.0, second_weight=-0.5), ["run", "the first pass"]),
         (
             Weights(lm_weight=0.0, mixture=0.5, first_pass_share=0.5),
             ["run", "arpa", "the first pass"],

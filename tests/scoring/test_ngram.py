@@ -79,20 +79,98 @@ def test_scores_are_those_of_the_definition(order: int, has_unk: bool, tmp_path:
         assert total == pytest.approx(expected.sum(), rel=1e-12)
 
 
-def test_files_that_are_not_arpa_files_are_refused_in_one_line(tmp_path: Path) -> None:
+def edited(tmp_path: Path, *edits: tuple[str, str]) -> Path:
+    """A file of bigrams with some of its text replaced."""
     path = tmp_path / "model.arpa"
     write(path, random_ngrams(2, has_unk=True), 2)
     text = path.read_text()
-    (tmp_path / "binary").write_bytes(b"mmap lm http://kheafield.com/code format version 5\n\0")
-    for content, error in (
-        (text.replace("\\end\\", ""), "is not complete"),
-        (text.replace("ngram 2=", "ngram 2=1"), "is not complete"),
-        (text.replace("\\2-grams:\n", "\\2-grams:\n-1 a\n"), "expected log10 P, 2 words and"),
-        (text.replace("\\2-grams:\n", "\\2-grams:\nx\ta b\n"), r"line \d+: expected log10 P"),
-        ("the cat\n", "is not an ARPA file"),
-    ):
-        path.write_text(content)
-        with pytest.raises(UserError, match=error):
-            NGramModel(path)
-    with pytest.raises(UserError, match="is a binary file of KenLM: give the ARPA file"):
-        NGramModel(tmp_path / "binary")
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("edits", "error"),
+    [
+        ([("\\end\\", "")], r"is not complete: it has no line \\end\\"),
+        ([("ngram 2=", "ngram 2=1")], r"its head states 1\d+ 2-grams, and \d+ follow"),
+        ([("ngram 1=7", "ngram 1=6")], "its head states 6 1-grams, and 7 follow"),
+        ([("ngram 2=", "ngram 3=")], r"its head states 0 2-grams, and \d+ follow"),
+        ([("\\2-grams:\n", "\\2-grams:\n-1 a\n")], "expected log10 P, 2 words and"),
+        ([("\\2-grams:\n", "\\2-grams:\nx\ta b\n")], r"line \d+: expected log10 P"),
+        ([("\\2-grams:\n", "\\2-grams:\n0.48\ta b\n")], "line 16: log10 P is 0.48, above 0"),
+        ([("\\1-grams:\n", "\\1-grams:\n1e-3\tx\n")], "line 7: log10 P is 0.001, above 0"),
+        ([("a comment", "iARPA")], "own format: convert it by compile-lm --text=yes .*model.arpa"),
+        ([("a comment", "qARPA 256")], "is a quantized file of IRSTLM"),
+        ([("a comment", "blmt 2 7 9")], "is a binary file of IRSTLM: .*compile-lm --text=yes"),
+        ([("a comment", "mmap lm http://k")], "is a binary file of KenLM: give the ARPA file"),
+        ([("\\data\\", "")], "is not an ARPA file"),
+    ],
+)
+def test_files_that_are_not_arpa_files_are_refused_in_one_line(
+    edits: list[tuple[str, str]], error: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=error) as raised:
+        NGramModel(edited(tmp_path, *edits))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [("ngram 1=", "ngram  1=\t"), ("ngram 2=", "ngram\t2 = ")],
+        [("ngram", "NGRAM"), ("data", "Data"), ("-grams:", "-Grams:"), ("end", "END")],
+        [("a comment\n", "a comment\n\n\n"), ("\\2-grams:\n", "\\2-grams: \n\n")],
+    ],
+)
+def test_heads_of_other_programs_are_read(edits: list[tuple[str, str]], tmp_path: Path) -> None:
+    expected = ArpaScores(NGramModel(edited(tmp_path)))(["a b d c"])[0]
+    assert ArpaScores(NGramModel(edited(tmp_path, *edits)))(["a b d c"])[0].tolist() == (
+        expected.tolist()
+    )
+
+
+def proper_ngrams(order: int) -> NGrams:
+    """N-grams whose probabilities add up to 1 after each history; log10 P and b."""
+    rng, words = np.random.default_rng(order), ["a", "b", "c", "d", "</s>"]
+    ngrams: NGrams = {("<s>",): (-99.0, 0.0)}
+    shares = rng.dirichlet(np.ones(5))
+    ngrams |= {(w,): (math.log10(p), 0.0) for w, p in zip(words, shares, strict=True)}
+    for n in range(1, order):
+        for history in [each for each in ngrams if len(each) == n and each[-1] != "</s>"]:
+            if "<s>" in history[1:]:
+                continue
+            seen = rng.permutation(words)[:3].tolist()
+            rest = 1 - sum(probability(ngrams, history[1:], word) for word in seen)
+            *probabilities, left = rng.dirichlet(np.ones(4))
+            ngrams[history] = (ngrams[history][0], math.log10(left / rest))
+            for word, p in zip(seen, probabilities, strict=True):
+                ngrams[*history, word] = (math.log10(p), 0.0)
+    return ngrams
+
+
+def probability(ngrams: NGrams, history: tuple[str, ...], word: str) -> float:
+    """P(word | history)."""
+    if (*history, word) in ngrams:
+        return float(10 ** ngrams[*history, word][0])
+    backoff = ngrams.get(history, (0.0, 0.0))[1]
+    return float(10**backoff) * probability(ngrams, history[1:], word)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+def test_orders_whose_probabilities_do_not_add_up_to_1_are_named(
+    order: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, ngrams = tmp_path / "model.arpa", proper_ngrams(order)
+    for wrong in range(order + 1):
+        changed = {
+            words: (value - 0.5 * (len(words) == wrong), backoff)
+            for words, (value, backoff) in ngrams.items()
+        }
+        write(path, changed, order)
+        caplog.clear()
+        NGramModel(path)
+        named = [k for k in range(1, order + 1) if f"of its {k}-grams add up to" in caplog.text]
+        assert named[:1] == ([wrong] if wrong else [])

@@ -1,0 +1,132 @@
+"""The words that were said in each utterance, in the layouts of Kaldi and of SCTK.
+
+- Kaldi's text: lines `id words`.
+- TRN: lines `words (id)`.
+- STM: lines `recording channel speaker begin end <label> words`, where the label may be missing.
+  The recording is the id of the utterance; its lines are one after another by their beginnings.
+  Lines of `IGNORE_TIME_SEGMENT_IN_SCORING` are left out.
+
+In the latter two `;;` begins a comment. SCTK's optional words `(uh)` and alternatives
+`{ w1 / w2 }` are counted as the words that they are written with; a warning says so.
+"""
+
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from data_prep.corpus.lines import read_text
+from data_prep.errors import UserError
+from lm.rescoring.formats import NonWords
+
+_TRN = re.compile(r"(.*?)\s*\((\S+)\)\s*")
+_STM = re.compile(r"(\S+)\s+(\S+)\s+\S+\s+(\d+\.?\d*)\s+\d+\.?\d*(?:\s+<[^>\s]*>)?(?:\s+(.*))?")
+_IGNORED = "IGNORE_TIME_SEGMENT_IN_SCORING"
+_SCTK = re.compile(r"(?:^|\s)(?:\(\S+\)|\{ .* / .* \})(?:\s|$)")
+_UNSPACED = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uff66-\uff9f\U00020000-\U0003ffff]"
+)
+"""Letters of Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese."""
+_log = logging.getLogger(__name__)
+
+
+def keyed_lines(
+    lines: Iterator[tuple[str, str, str]], what: str
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Place, key and words of lines, if no key has two of `what`; lines without a key are left out.
+
+    Args:
+        lines: place, key and text of each.
+        what: what a key has.
+
+    Raises:
+        UserError: if a key has two.
+    """
+    keys = set()
+    for place, key, text in lines:
+        if key in keys:
+            raise UserError(f"{place}: {key} has a {what} already")
+        if key:
+            keys.add(key)
+            yield place, key, text.split()
+
+
+def first_columns(name: str) -> Iterator[tuple[str, str, str]]:
+    """Place, first word and the rest of each line of a file."""
+    for number, line in enumerate(read_text(name), 1):
+        key, *rest = line.split(maxsplit=1) or [""]
+        yield f"{name}, line {number}", key, "".join(rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class References:
+    """The words that were said in each utterance."""
+
+    name: str  # of the file
+    words: Mapping[str, list[str]]
+
+    @classmethod
+    def read(
+        cls, name: str, ids: Collection[str] = (), non_words: NonWords | None = None
+    ) -> "References":
+        """Read a file in one of the layouts, its utterances in any order.
+
+        Args:
+            name: the file.
+            ids: those of the utterances: lines that begin with them are not TRN.
+            non_words: labels that are left out.
+
+        Raises:
+            UserError: if an utterance has two references, or a recording of an STM file several
+                channels.
+        """
+        non_words = NonWords() if non_words is None else non_words
+        rows = [row for row in first_columns(name) if row[1]]
+        texts = [(place, f"{key} {text}") for place, key, text in rows]
+        commented = [(place, text) for place, text in texts if not text.startswith(";;")]
+        if commented and commented[0][1].startswith("#!MLF!#"):
+            raise UserError(f"{name} is an HTK master label file: write lines id words")
+        known = set(ids)
+        if commented and all(_STM.fullmatch(text) for _, text in commented):
+            rows = list(_of_stm(commented))
+        elif not all(key in known for _, key, _ in rows):
+            matches = [(place, _TRN.fullmatch(text)) for place, text in commented]
+            if all(match for _, match in matches):
+                rows = [(place, match[2], match[1]) for place, match in matches if match]
+        if noted := sum(_SCTK.search(text) is not None for *_, text in rows):
+            what = "optional words (uh) or alternatives { w1 / w2 }"
+            _log.warning("%s: %s lines have %s, counted as words: expand them", name, noted, what)
+        rows = [(place, key, non_words.without(text)) for place, key, text in rows]
+        non_words.log(name)
+        return cls(
+            name=name, words={id: words for _, id, words in keyed_lines(iter(rows), "reference")}
+        )
+
+    def has_no_spaces(self, ids: Collection[str]) -> bool:
+        """Whether the words of utterances are whole lines or clauses, as in Chinese or Japanese."""
+        words = [word for id in ids for word in self.words[id]]
+        characters = "".join(words)
+        are_long = len(words) < 2 * len(ids) or len(characters) > 6 * len(words)
+        return are_long and 2 * len(_UNSPACED.findall(characters)) > len(characters)
+
+
+def _of_stm(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:
+    """Place, recording and text of the segments of each recording."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    channels: dict[str, tuple[str, str]] = {}
+    for place, line in lines:
+        match = _STM.fullmatch(line)
+        assert match is not None
+        recording, channel, begin, text = match.groups(default="")
+        if text.strip().upper() == _IGNORED:
+            continue
+        place, first = channels.setdefault(recording, (place, channel))
+        if first != channel:
+            raise UserError(
+                f"{place}: {recording} has several channels, {first} and {channel}: give each an id"
+                " of its own in the first column"
+            )
+        found.setdefault(recording, []).append((float(begin), text))
+    for recording, segments in found.items():
+        text = " ".join(text for _, text in sorted(segments, key=lambda segment: segment[0]))
+        yield channels[recording][0], recording, text

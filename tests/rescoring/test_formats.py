@@ -1,0 +1,221 @@
+"""Files of recognisers: what is read, what is named instead, labels that are no words."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from data_prep.errors import UserError
+from lm.rescoring.formats import NonWords
+from lm.rescoring.utterances import Utterances
+
+SLF = "N=3 L=2\nI=0\nI=1\nI=2\nJ=0 S=0 E=1 {}\nJ=1 S=1 E=2 {}\n"
+
+
+def read(folder: Path, text: str, references: str = "", non_words: str | None = None) -> Utterances:
+    (folder / "x").write_text(text, encoding="utf-8")
+    (folder / "said").write_text(references, encoding="utf-8")
+    said = str(folder / "said") if references else None
+    labels = None if non_words is None else NonWords(non_words)
+    return Utterances.read(str(folder / "x"), said, non_words=labels)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("u\n0 1 33 w1 1.5,20\n1 2 0 <eps> 0,3\n2 3 7 w2 2,1\n3 0,0\n\n", ["w1 w2"]),
+        ("u\n0 1 33 w1\n1 2 34 7\n2\n", ["w1 7"]),
+        ("u\n0 1 a,b\n1 2 w2 1,2\n2\n", ["a,b w2"]),
+        ("u \n0\t1\tw1\n1\t2\t7\t1,2,3_4\n2\t0,3,\n\n", ["w1 7"]),
+        ("u\n0 1 w1 1,2\n1\n\nv\n0 1 9 w2 1,2\n1\n", ["w1", "w2"]),
+        (SLF.format("W=\\303\\251t\\303\\251", 'W="w1"'), ["été w1"]),
+        (SLF.format("W='café'", 'W="new york"'), ["café new york"]),
+        (SLF.format("W='em", "W=don't"), ["'em don't"]),
+        (SLF.format("W=\\'em", 'W="say \\"so\\""'), ['\'em say "so"']),
+        (SLF.format("W=\\042w1", "W=a\\\\b"), ['"w1 a\\b']),
+        (SLF.format("W=w1\ta=-1", "\tW=w2").replace(" ", "\t"), ["w1 w2"]),
+        ("# of SRILM\n" + SLF.format("W=w1", "W=w2"), ["w1 w2"]),
+        ("1001\t\n1001\tw1 w2\n", ["", "w1 w2"]),
+        ("#1\tw1 w2\n#1\tw3\n", ["w1 w2", "w3"]),
+        ("u\t7\nu\t8\n", ["7", "8"]),
+        ("0\t1\tone\n0\t0.5\ttwo\n", ["one", "two"]),
+    ],
+)
+def test_words_are_those_that_the_format_says(
+    text: str, expected: list[str], tmp_path: Path
+) -> None:
+    assert read(tmp_path, text).nbest.texts == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("u\n0 1 33 101 1.5,20\n1 2 7 102 2,1\n2 0,0\n", r"the words are numbers: .*-f 4 words"),
+        ("u\n0 1 33 1.5,20,4_5\n1\n", r"the words are numbers: .*-f 3 words"),
+        ("u\n0 1 w1 1,2\n1\n\nv\n0 1 9 101 1,2\n1\n", r"the words are numbers: .*-f 4 words"),
+        ("u\n0 1 w1 0.5\n1 2 w3 1.25\n2\n", "line 2: expected .* costs graph,acoustic.*'0.5'"),
+        ("u\n0 1 w1 w1 0.5\n1\n", "line 2: expected two states, a word and costs.*'0.5'"),
+        ("u\n0 1 w1\n1 2 w3 1.25\n2 0.5\n", "line 3: expected two states, a word and costs"),
+        ("u\n0 1 9 w1 1,2\n1 2 w2\n2\n", "line 3: expected two states, a word and costs"),
+        ("u\n0 1 the 1,2 3 4\n1\n", "line 2: expected two states, a word and costs"),
+        ("0 1 w1 0.5\n1 2 w3 1.25\n2\n", "is a transducer without the id of its utterance"),
+        (SLF.format("W=\\351", "W=w1"), r"line 5: the bytes of \\351 are not UTF-8"),
+        (SLF.format("W=new york", "W=w1"), "line 5: expected fields NAME=VALUE"),
+        ("w1\t-1.2\nw2\t-3.4\n", "the last column has numbers alone, expected lines id TAB"),
+        ("u\tw1 w2\t-3.5\n", "the last column has numbers alone"),
+        ("u\tw1\t-3.5\nu\tw1\tw2\n", "line 1: expected a finite score, got 'w1'"),
+        ("w1 w2\t7\n", "id without spaces, got 'w1 w2'; expected lines id TAB scores TAB"),
+        ("u 1 0.00 0.30 w1 0.9\nu 1 0.30 0.30 w2\n", "is a CTM file"),
+        (";; made\nu\tA\t1\t0.3\tw1\t1.0\tlex\n", "is a CTM file"),
+        ("name u\nnumaligns 2\nposterior 1\nalign 0 w1 1\n", "is a confusion network of SRILM"),
+        ("numaligns 1\nalign 0 w1 0.6 *DELETE* 0.4\n", "is a confusion network of SRILM"),
+        ("u [ w1 0.6 w2 0.4 ] [ w3 1 ]\n", "is a confusion network of Kaldi"),
+        ("name u\nnodes 3 NULL w1 NULL\n", "is a word graph of SRILM"),
+        (
+            "-1200.5 -30.2 2 w1 w2\n-1300 -31 1 w1\n",
+            "is an n-best list of SRILM .*: write tabs: awk",
+        ),
+        ("-12 -3 3 <s> w1 </s>\n", "is an n-best list of SRILM"),
+        ("NBestList2.0\n(-200) w1\n", "is an n-best list of Decipher"),
+        (
+            "# getcwd: /x\n# -logbase 1.0001\nFrames 9\n",
+            "is a lattice of Sphinx: write it in HTK's",
+        ),
+        ('#!MLF!#\n"*/u.lab"\nw1\n.\n', "is an HTK master label file"),
+        ('{"id": "u", "text": "w1"}\n', "is JSON: write lines id TAB scores TAB words"),
+        ("w1 w2 (u)\nw1 (v)\n", r"in SCTK's format \(trn\)"),
+        ("u \0B1234", "a NUL character: Kaldi's binary lattices as text: lattice-copy"),
+    ],
+)
+def test_what_cannot_be_rescored_is_named(text: str, error: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=error) as raised:
+        read(tmp_path, text)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_utterance_with_numbers_alone_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = read(tmp_path, "u\n0 1 w1 1,2\n1\n\nv\n0 1 101 1,2\n1\n")
+    assert found.nbest.texts == ["w1", "101"]
+    assert "the words of utterance v are numbers alone" in caplog.text
+
+
+LABELS = "sil SIL !SIL !NULL !SENT_START <SPOKEN_NOISE> <noise> [noise] {breath} #0 <eps> <s> </s>"
+LABELS += " <unk> <UNK> ++um++ <v-noise> [laughter] #12 <sil>"
+
+
+@pytest.mark.parametrize("label", LABELS.split())
+def test_labels_that_are_no_words_are_left_out_of_every_format(
+    label: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    nbest = f"x\tw1 {label} w2\n"
+    for text in (
+        SLF.replace("N=3 L=2", "N=4 L=3").format("W=w1", f"W={label}") + "I=3\nJ=2 S=2 E=3 W=w2\n",
+        f"x\n0 1 w1 1,2\n1 2 {label} 1,2\n2 3 w2\n3\n",
+        nbest,
+    ):
+        found = read(tmp_path, text, f"x {label} w1 w2\n")
+        assert found.nbest.texts == ["w1 w2"]
+        assert found.errors is not None
+        assert (found.errors.num_words, found.errors.errors.tolist()) == (2, [0])
+    assert f"labels that are no words are left out: {label} (1)" in caplog.text
+    assert read(tmp_path, nbest, non_words="").nbest.texts == [f"w1 {label} w2"]
+    assert read(tmp_path, nbest, non_words="w.").nbest.texts == [label]
+
+
+def test_non_words_are_a_regular_expression() -> None:
+    with pytest.raises(UserError, match=r"--non-words '\(': no regular expression: missing \)"):
+        NonWords("(")
+
+
+@pytest.mark.parametrize(
+    ("references", "num_words", "errors"),
+    [
+        ("u1 w1 w2\nu2 w3\n", 3, [0, 1, 0]),
+        ("w1 w2 (u1)\nw3 (u2)\n", 3, [0, 1, 0]),
+        (";; of SCTK\n(u2)\nw1  w2\t(u1)\n", 2, [0, 1, 1]),
+        ("u1 w1 (w2)\nu2 (w3)\n", 3, [1, 1, 1]),
+        (";; c\nu1 1 s 0.0 1.5 <o,f0,male> w1 w2\nu2 A s 0 1 w3\n", 3, [0, 1, 0]),
+        ("u1 1 s 2.5 3 w2\nu1 1 s 0 2.5 w1\nu2 1 s 0 1\n", 2, [0, 1, 1]),
+        (
+            "u2 1 s 0 9 w3\nu1 1 s 0 1 w1 w2\nu1 1 x 1 2 ignore_time_segment_in_scoring\n",
+            3,
+            [0, 1, 0],
+        ),
+    ],
+)
+def test_references_are_read_in_the_layouts_of_kaldi_and_sctk(
+    references: str, num_words: int, errors: list[int], tmp_path: Path
+) -> None:
+    found = read(tmp_path, "u1\tw1 w2\nu1\tw1\nu2\tw3\n", references).errors
+    assert found is not None
+    assert (found.num_words, found.errors.tolist()) == (num_words, errors)
+
+
+@pytest.mark.parametrize(
+    ("references", "error"),
+    [
+        ("u1 A s 0 1 w1\nu1 B s 0 1 w2\n", "u1 has several channels, A and B"),
+        ("w1 (u1)\nw2 (u1)\n", "line 2: u1 has a reference already"),
+        ("w1 w2 (u7)\n", "no reference for utterance u1"),
+        ('#!MLF!#\n"*/u1.lab"\nw1\n.\n', "is an HTK master label file: write lines id words"),
+    ],
+)
+def test_references_that_cannot_be_used_are_named(
+    references: str, error: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=error):
+        read(tmp_path, "u1\tw1 w2\n", references)
+
+
+@pytest.mark.parametrize("reference", ["u1 w1 (uh) w2", "u1 w1 { w2 / w3 }", "w1 (uh) w2 (u1)"])
+def test_optional_words_and_alternatives_of_sctk_are_reported(
+    reference: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    read(tmp_path, "u1\tw1 w2\n", f"{reference}\nu2 w1\n" if reference[0] == "u" else reference)
+    assert "1 lines have optional words (uh) or alternatives { w1 / w2 }" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("hypothesis", "reference", "unit", "errors"),
+    [
+        ("天地人水火山木日月星", "天地人水火山木日月风", "cer", 1 / 10),
+        ("天 地 人", "天地人", "cer", 0),
+        ("すし たべる", "すしをたべる", "cer", 1 / 6),
+        ("天地 人", "天 地 人 水", "wer", 3 / 4),
+        ("new york", "new work", "wer", 1 / 2),
+        ("옛날 옛적", "옛날 옛날", "wer", 1 / 2),
+    ],
+)
+def test_error_rates_of_references_without_spaces_are_of_characters(
+    hypothesis: str, reference: str, unit: str, errors: float, tmp_path: Path
+) -> None:
+    found = read(tmp_path, f"u\t-1\t{hypothesis}\n", f"u {reference}\n")
+    assert found.errors is not None
+    report = found.errors.report(found.nbest, found.nbest.first)
+    assert report[f"{unit}_before"] == pytest.approx(100 * errors)
+    units = reference.replace(" ", "") if unit == "cer" else reference.split()
+    assert report["characters" if unit == "cer" else "words"] == len(units)
+    assert ("wer_before" in report) == (unit == "wer")
+
+
+@pytest.mark.parametrize(
+    ("rows", "warning"),
+    [
+        ("u1\t100.5\tw1\nu1\t180.2\tw2\n", "has the lowest score of 1 of 1 lists"),
+        ("u1\t1\t-7\tw1\nu1\t20\t-8\tw2\nu2\t3\t-1\tw2\n", "lowest score of 1 of 1 lists"),
+        ("u1\t-9\t3\tw1\nu1\t-20\t9\tw2\n", "first pass's language model are above 0"),
+        ("u1\t-1\tw1\nu1\t-2\tw2\n", ""),
+        ("u1\t-2\tw1\nu1\t-1\tw2\nu2\t-1\tw1\nu2\t-2\tw2\n", ""),
+        ("u1\t-2\tw1\nu1\t-2\tw2\n", ""),
+        ("u1\tw1\nu1\tw2\n", ""),
+    ],
+)
+def test_scores_that_are_rather_costs_are_reported(
+    rows: str, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    read(tmp_path, rows)
+    assert warning in caplog.text
+    assert bool(warning) == bool(caplog.text)
