@@ -36,6 +36,13 @@ OLDEST_WITH_FENCES = (3, 7, 1)
 """The first version of Triton that puts a fence between asynchronous copies and the asynchronous
 products that read them, on devices of compute capability 9.0 and above.
 """
+NEWER_TRITON = (
+    "`pip install --no-deps triton==3.9.0` installs one that works with PyTorch 2.11; on an H100 a"
+    " step of the layer takes 26 to 76 times as long with the reference"
+)
+"""What to do about an older version; times of scripts.benchmarks.output_layer at 33,278 to 800,000
+words.
+"""
 TIMING_ONLY = "SQRTLM_UNSAFE_TRITON"
 """The environment variable that, as "1", accepts older versions. For timing only: their results may
 be wrong.
@@ -86,7 +93,7 @@ class TritonBackend:
             return (
                 f"requires Triton {'.'.join(map(str, OLDEST_WITH_FENCES))} on devices of compute"
                 f" capability 9.0 and above, got {'.'.join(map(str, version))}: its matrix products"
-                " may read shared memory before copies to it are visible"
+                f" may read shared memory before copies to it are visible. {NEWER_TRITON}"
             )
         if hidden.dtype == torch.float64 and not interpreted:
             return "does not support fp64"

@@ -247,4 +247,5 @@ def test_versions_of_triton_without_fences_are_refused_unless_for_timing(
         )
     assert (found is not None) == refused
     assert found is None or found.startswith("requires Triton 3.7.1 on devices")
+    assert found is None or "`pip install --no-deps triton==3.9.0`" in found
     assert for_timing is None
