@@ -74,7 +74,7 @@ def training_seconds(config: Config, vocab_size: int, num_tokens: Mapping[str, f
     if config.model.input_pieces is not None:
         run.pieces = torch.randint(config.model.input_pieces, (vocab_size, 3), dtype=torch.int32)
     fabric, batches = build_fabric(run), training_batches(config, run.prepared)
-    with launched(fabric, config.train):
+    with launched(fabric, run):
         state = TrainingState(fabric, run, batches, None)
         state.clock.start()
         while (seconds := state.clock.seconds_left(0)) is None:
