@@ -5,9 +5,30 @@ functions that it calls belong in the same file.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numba
+
+
+def _tolerate_damage(function: Any) -> None:
+    """Let numba's cache of a function take a file that is damaged, or a full disk's, for none."""
+    cache = function._cache
+    load, save = cache.load_overload, cache.save_overload
+
+    def load_overload(*key: object) -> Any:
+        try:
+            return load(*key)
+        except Exception:  # any, by what damaged bytes are unpickled to
+            with suppress(OSError):
+                cache.flush()
+            return None
+
+    def save_overload(*code: object) -> None:
+        with suppress(OSError):
+            save(*code)
+
+    cache.load_overload, cache.save_overload = load_overload, save_overload
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -16,4 +37,5 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         decorated: Callable[..., Any] = numba.njit(cache=True)(function)
     except RuntimeError:  # neither the package's folder nor the user's cache can be written
         decorated = numba.njit(function)
+    _tolerate_damage(decorated)
     return decorated

@@ -3,9 +3,11 @@
 Knows nothing of what the files contain.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +26,11 @@ from data_prep.errors import UserError
 from data_prep.settings import NonNegative, Strict
 
 CHUNK_BYTES = 1 << 24
+LONGEST_NAME = 128
+"""Bytes of a file name that its temporary one is made of: file systems allow 143 to 255."""
+UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""Errors of file systems that have no locks, or cannot write a folder to the disk."""
+_log = logging.getLogger(__name__)
 
 ArrayType = Literal["uint16", "uint32", "int32", "int64"]
 Result = TypeVar("Result")
@@ -154,20 +161,36 @@ def write_atomically(
         UserError: the file system refuses (full, read-only, no permission).
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}{f'.{os.getpid()}' if shared else ''}.tmp")
+    temporary = temporary_name(path, os.getpid() if shared else None)
     try:
-        with open(temporary, "wb") as file:
-            result = writer(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync(path.parent)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+        with writing(path):
+            with open(temporary, "wb") as file:
+                result = writer(file)
+                file.flush()
+                _sync(file.fileno())
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
     finally:
         with suppress(OSError):  # of a read-only file system
             temporary.unlink(missing_ok=True)
     return result
+
+
+def temporary_name(path: Path, process: int | None = None) -> Path:
+    """Where a file is written before it has its name, by one process or any; not much longer."""
+    name = path.name
+    if len(os.fsencode(name)) > LONGEST_NAME:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+    return path.with_name(f".{name}{'' if process is None else f'.{process}'}.tmp")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A `with` block that writes a file; a UserError names the file if the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def make_folder(path: Path) -> None:
@@ -208,16 +231,16 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     if path.exists():
         raise UserError(f"{path} already exists: delete it, or choose another name")
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = temporary_name(path)
     with folder_to_fill(path.parent):
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             yield temporary
             for each in [*temporary.iterdir(), temporary]:
-                _sync(each)
+                _sync_folder(each)
             os.replace(temporary, path)
-            _sync(path.parent)
+            _sync_folder(path.parent)
         except FileNotFoundError as error:
             raise UserError(f"{path} is written by another process at the same time") from error
         except OSError as error:
@@ -270,6 +293,8 @@ def read_json(path: Path, kind: type[Any], format_version: int) -> Any:
 def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
     """Hold a lock that one process has at a time, and which ends with the process.
 
+    On a file system without locks there is none, which a warning says.
+
     Args:
         path: the lock file, created if necessary and never deleted; its folder exists.
         busy: message if another process has the lock; None waits for it.
@@ -289,6 +314,10 @@ def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
         except BlockingIOError as error:
             raise UserError(str(busy)) from error
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise UserError(f"{path} cannot be locked: {error.strerror}") from error
+            _log.warning("%s: %s: two processes must not write here", path, error.strerror)
         yield
     finally:
         os.close(lock)
@@ -302,10 +331,23 @@ def open_to_read(path: Path) -> BufferedReader:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _sync(descriptor: int) -> None:
+    """Write a file or folder to the disk, where the file system can."""
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+
+
+def _sync_folder(path: Path) -> None:
+    """Write the names in a folder, or a file, to the disk, if they may be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return
+    try:
+        _sync(descriptor)
     finally:
         os.close(descriptor)
 

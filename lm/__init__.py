@@ -51,21 +51,36 @@ def load(
 
     from lm.openmp import limit_spinning
 
+    check_packages()
     if "torch" not in sys.modules:
         limit_spinning()
     from lm.device import set_num_threads
     from lm.loaded import LoadedModel
     from lm.run import Run
 
-    set_num_threads(threads)
+    if threads is not None:
+        set_num_threads(threads)
     run = Run(Path(path), device=str(device))
     return LoadedModel(run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary)
+
+
+def check_packages() -> None:
+    """Raise an ImportError if a file of the user's hides our package `data_prep`."""
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    found = find_spec("data_prep")
+    file = Path((found and found.origin) or "").resolve()
+    if file != Path(__file__).resolve().parents[1] / "data_prep" / "__init__.py":
+        hiding = file if file.name != "__init__.py" else file.parent
+        raise ImportError(f"{hiding} hides the package data_prep of sqrtlm: rename it")
 
 
 def __getattr__(name: str) -> Any:
     """The classes of `lm.loaded`, imported when they are first used: torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_packages()
     from lm import loaded
 
     return getattr(loaded, name)

@@ -4,19 +4,28 @@
 def command() -> None:
     """Run the command line of the process and exit with its code.
 
-    SIGTERM ends it as Ctrl-C does: unfinished files are deleted.
+    Other signals that end a process do so as Ctrl-C does: unfinished files are deleted.
     """
     import signal
     import sys
 
-    def terminate(*_: object) -> None:
+    def terminate(number: int, _: object) -> None:
         sys.stderr.write("lm: terminated\n")
-        sys.exit(143)
+        sys.exit(128 + number)
 
     try:
-        signal.signal(signal.SIGTERM, terminate)
+        for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
+            number = getattr(signal, name)
+            if signal.getsignal(number) == signal.SIG_DFL:  # not ignored, as under `nohup`
+                signal.signal(number, terminate)
+        from lm import check_packages
         from lm.openmp import limit_spinning
 
+        try:
+            check_packages()
+        except ImportError as error:
+            sys.stderr.write(f"lm: {error}\n")
+            sys.exit(2)
         limit_spinning()  # before anything imports numpy or torch
         from lm.cli import run_process
 
@@ -24,6 +33,11 @@ def command() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("lm: interrupted\n")
         code = 130
+    except ImportError as error:
+        if "map segment" not in str(error):
+            raise
+        sys.stderr.write(f"lm: too little memory (ulimit -v) to load a library: {error}\n")
+        code = 2
     sys.exit(code)
 
 

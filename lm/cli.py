@@ -2,6 +2,7 @@
 
 import argparse
 import codecs
+import io
 import json
 import logging
 import os
@@ -60,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("LM_TRACEBACK"):
             raise
         text = str(error)
-        if isinstance(error, OSError) and error.strerror:  # without a file it is stdout
-            text = f"{error.filename or 'stdout cannot be written'}: {error.strerror}"
+        if isinstance(error, OSError) and error.strerror:
+            text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         print("lm: " + " ".join(text.split()), file=sys.stderr)
         return 2
     return 0
@@ -77,7 +78,12 @@ def run_process() -> int:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     codecs.register_error("json", _escape)
-    sys.stdout.reconfigure(errors="json")  # type: ignore[union-attr]
+    stdout: Any = sys.stdout
+    if isinstance(stdout.buffer, io.FileIO):  # under `python -u`
+        # What a full disk refuses stays in the buffer, so that `_flush` reports it.
+        buffer = io.BufferedWriter(stdout.detach())
+        sys.stdout = stdout = io.TextIOWrapper(buffer, stdout.encoding, line_buffering=True)
+    stdout.reconfigure(errors="json")
     try:
         code = main()
     except SystemExit as ended:

@@ -4,16 +4,17 @@ import ctypes
 import logging
 import os
 from pathlib import Path
-from typing import SupportsIndex
+from typing import NamedTuple
 
 import torch
 
 from data_prep.errors import UserError
 
-PROC = Path("/proc")
-CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.high", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 """Memory of cgroups 2 and 1: files of limit and usage, and which usage is released on demand."""
 GPU_SHARE = 0.8
@@ -52,17 +53,95 @@ def choose_device(name: str, num_bytes: int) -> torch.device:
     return torch.device(name)
 
 
-def set_num_threads(num_threads: int | None) -> None:
-    """Set torch's CPU threads, at most one for each processor; None leaves torch's choice."""
+class Launch(NamedTuple):
+    """Processes of a run that a launcher has started."""
+
+    launcher: str
+    per_machine: int
+    machines: int
+    rank: int  # of this process
+
+
+def launch() -> Launch | None:
+    """What torchrun or SLURM's srun has started this process with; None without either.
+
+    The script of a SLURM job and its only task are processes as any other.
+
+    Raises:
+        UserError: if the machines have different numbers of processes.
+    """
+    given = os.environ
+    if given.keys() >= {"TORCHELASTIC_RUN_ID", "WORLD_SIZE", "RANK"}:
+        name = "torchrun"
+        numbers = "WORLD_SIZE", "GROUP_WORLD_SIZE", "RANK"
+    elif given.keys() >= {"SLURM_NTASKS", "SLURM_PROCID"}:
+        name = "SLURM"
+        numbers = "SLURM_NTASKS", "SLURM_NNODES", "SLURM_PROCID"
+        is_script = "SLURM_STEP_ID" not in given and given.get("ENVIRONMENT") == "BATCH"
+        is_shell = given.get("SLURM_JOB_NAME") in ("bash", "interactive")
+        if is_script or is_shell or given["SLURM_NTASKS"] == "1":
+            return None
+    else:
+        return None
+    processes, machines, rank = (int(given.get(each, "1")) for each in numbers)
+    if processes % machines:
+        problem = f"{name} has started {processes} processes on {machines} machines"
+        raise UserError(f"{problem}: expected the same number on each")
+    return Launch(name, processes // machines, machines, rank)
+
+
+def set_num_threads(num_threads: int | None, num_processes: int = 1) -> None:
+    """Set torch's CPU threads, at most one for each processor.
+
+    Args:
+        num_threads: of this process; None leaves torch's choice, within the share of a process.
+        num_processes: processes that share the processors, if `num_threads` is None.
+
+    Raises:
+        UserError: if it is not a positive integer.
+    """
+    processors = num_processors()
     if num_threads is None:
-        return
-    if not isinstance(num_threads, SupportsIndex) or num_threads < 1:
-        raise ValueError(f"threads must be an integer ≥ 1, got {num_threads!r}")
+        num_threads = min(torch.get_num_threads(), max(1, processors // num_processes))
+    if type(num_threads) is not int or num_threads < 1:
+        raise UserError(f"threads: expected a positive integer, got {num_threads!r}")
+    if num_threads > processors:
+        plural = "s" if processors > 1 else ""
+        message = "%d threads on %d processor%s: using %d"
+        _log.warning(message, num_threads, processors, plural, processors)
+    torch.set_num_threads(min(num_threads, processors))
+
+
+def num_processors() -> int:
+    """Processors that this process may use, by its affinity and the quotas of its cgroups."""
     has_affinity = hasattr(os, "sched_getaffinity")
     processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    if num_threads > processors:
-        _log.warning("%d threads on %d processors: using %d", num_threads, processors, processors)
-    torch.set_num_threads(min(num_threads, processors))
+    for group in _cgroups("cpu"):
+        quota = _read(group / "cpu.max").split() or [_read(group / "cpu.cfs_quota_us")]
+        period = quota[-1] if len(quota) > 1 else _read(group / "cpu.cfs_period_us")
+        if quota[0].isdigit() and period.isdigit():
+            processors = min(processors, int(int(quota[0]) / int(period) + 0.5))
+    return max(processors, 1)
+
+
+def _cgroups(controller: str) -> list[Path]:
+    """The folders of the cgroups, of versions 1 and 2, that limit this process: nested ones."""
+    found = []
+    for line in _read(PROC / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            # In a container, the path may be that outside of it, and its cgroup the root here.
+            group = (CGROUPS / (controller if controllers else "")) / path.lstrip("/")
+            found += [each for each in (group, *group.parents) if each.is_relative_to(CGROUPS)]
+    return found
+
+
+def _read(path: Path) -> str:
+    """The content of a file, without the line end; empty if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def keep_freed_memory() -> None:
@@ -99,7 +178,7 @@ def available_bytes(device: torch.device) -> int | None:
     """Memory that this process can have on a device; None where it is unknown.
 
     On a GPU it is the free memory. On a CPU it is what Linux can provide without swapping, within
-    the limit of the cgroup, and what this process has already.
+    the limits of the cgroups, and what this process has already.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -107,17 +186,17 @@ def available_bytes(device: torch.device) -> int | None:
         return None
     resident = int((PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     free = _read_fields(PROC / "meminfo")["MemAvailable:"] * 1024
-    for limit_file, usage_file, reclaimable in CGROUPS:
-        path = Path(limit_file)
-        limit = path.read_text().strip() if path.exists() else "max"
-        if limit.isdigit():
-            usage = int(path.with_name(usage_file).read_text())
-            usage -= _read_fields(path.with_name("memory.stat")).get(reclaimable, 0)
-            free = min(free, int(limit) - usage)
+    for group in _cgroups("memory"):
+        for limit_file, usage_file, reclaimable in MEMORY_FILES:
+            limit, usage = _read(group / limit_file), _read(group / usage_file)
+            if limit.isdigit():
+                used = int(usage or resident)
+                used -= _read_fields(group / "memory.stat").get(reclaimable, 0)
+                free = min(free, int(limit) - used)
     return max(free, 0) + resident
 
 
 def _read_fields(path: Path) -> dict[str, int]:
     """The numbers of a file of lines `name number …`."""
-    lines = [line.split() for line in path.read_text().splitlines()]
+    lines = [line.split() for line in _read(path).splitlines()]
     return {line[0]: int(line[1]) for line in lines}

@@ -196,12 +196,30 @@ class Run:
 
     @cached_property
     def num_devices(self) -> int:
-        """The number of devices that it trains on here."""
+        """The number of devices that it trains on here.
+
+        With torchrun or SLURM it is that of the processes which they have started on this machine.
+
+        Raises:
+            UserError: if `train.devices` is another number.
+        """
         import torch
 
-        if self.config.train.devices != "auto":
-            return self.config.train.devices
-        return torch.cuda.device_count() if self.on_gpu else 1
+        from lm.device import launch
+
+        devices, found = self.config.train.devices, launch()
+        if found is None:
+            if devices == "auto":
+                return torch.cuda.device_count() if self.on_gpu else 1
+            return devices or 1
+        if devices not in (None, "auto", found.per_machine):
+            if found.rank:  # the first process reports
+                raise SystemExit(2)
+            raise UserError(
+                f"train.devices: {devices}, but {found.launcher} started {found.per_machine} on"
+                " each machine: omit train.devices, or set it to auto"
+            )
+        return found.per_machine
 
     @cached_property
     def available_bytes(self) -> int | None:

@@ -186,3 +186,36 @@ def test_libraries_log_errors_only() -> None:
         assert not logging.getLogger(name).isEnabledFor(logging.INFO)
     assert not logging.getLogger("matplotlib.font_manager").isEnabledFor(logging.WARNING)
     assert logging.getLogger("lm.training").isEnabledFor(logging.INFO)
+
+
+@pytest.mark.parametrize(
+    ("hiding", "name"),
+    [
+        ("data_prep/__init__.py", "data_prep"),
+        ("data_prep.py", "data_prep.py"),
+        ("data_prep/x", None),
+    ],
+)
+def test_a_file_of_the_user_that_hides_a_package_is_named(
+    tmp_path: Path, lstm_run: Path, hiding: str, name: str | None
+) -> None:
+    (tmp_path / hiding).parent.mkdir(exist_ok=True)
+    (tmp_path / hiding).touch()
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
+    message = f"{tmp_path}/{name} hides the package data_prep of sqrtlm: rename it"
+    load = f"import lm; lm.load({str(lstm_run)!r})"
+    for command in (["-c", load], ["-c", "from lm import State"], ["-m", "lm", "config", "seed"]):
+        done = subprocess.run(
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=tmp_path,
+        )
+        last = (done.stderr.splitlines() or [""])[-1]
+        if name is None:  # without a file, a folder is no package that hides another
+            assert (done.returncode, last) == (0, "")
+        elif command[0] == "-m":
+            assert (done.returncode, done.stderr) == (2, f"lm: {message}\n")
+        else:
+            assert last == f"ImportError: {message}"

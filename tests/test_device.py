@@ -92,6 +92,98 @@ def test_there_are_at_most_as_many_threads_as_processors(
     assert "1024 threads on 2 processors: using 2" in caplog.messages
 
 
+V1, V2 = "7:x:/a\n4:cpuacct,cpu:/a/b\n3:memory:/a/b\n", "0::/a/b\n"
+STAT = "anon 700\ninactive_file 5\ntotal_inactive_file 7\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "processors", "limit"),
+    [
+        (None, {}, 8, None),
+        (V2, {}, 8, None),
+        (V2, {"a/b/cpu.max": "max 100000"}, 8, None),
+        (V2, {"a/b/cpu.max": "200000 100000"}, 2, None),
+        (V2, {"a/cpu.max": "100000 100000", "a/b/cpu.max": "max 100000"}, 1, None),
+        (V2, {"cpu.max": "50000 100000"}, 1, None),
+        (V2, {"a/b/cpu.max": "150000 100000", "a/cpu.max": "400000 50000"}, 2, None),
+        (V2, {"a/b/cpu.max": "140000 100000"}, 1, None),
+        (V2, {"a/b/cpu.max": "9900000 100000"}, 8, None),
+        (V2, {"other/cpu.max": "1000 100000", "other/memory.max": "10"}, 8, None),
+        ("0::/../../x\n", {"cpu.max": "300000 100000"}, 3, None),
+        (V1, {"cpu/a/b/cpu.cfs_quota_us": "-1", "cpu/a/b/cpu.cfs_period_us": "100000"}, 8, None),
+        (V1, {"cpu/a/cpu.cfs_quota_us": "300000", "cpu/a/cpu.cfs_period_us": "100000"}, 3, None),
+        (V1, {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1, None),
+        (V2, {"a/b/memory.max": "max", "a/memory.max": "max"}, 8, None),
+        (V2, {"a/b/memory.max": "3000", "a/b/memory.current": "900"}, 8, 3000 - 900),
+        (V2, {"a/memory.max": "3000", "a/memory.current": "900"}, 8, 3000 - 900),
+        (V2, {"a/memory.max": "3000", "a/memory.current": "900", "a/memory.stat": STAT}, 8, 2105),
+        (V2, {"memory.high": "4000", "memory.current": "900", "memory.max": "max"}, 8, 3100),
+        (V2, {"a/b/memory.max": "100000"}, 8, 100000 - 10),  # what the process has
+        (V2, {"a/b/memory.max": "3000", "a/b/memory.current": "4000"}, 8, 0),
+        (
+            V1,
+            {
+                "memory/a/memory.limit_in_bytes": "3000",
+                "memory/a/memory.usage_in_bytes": "900",
+                "memory/a/memory.stat": STAT,
+            },
+            8,
+            3000 - 900 + 7,
+        ),
+    ],
+)
+def test_processors_and_memory_are_those_that_the_cgroups_allow(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cgroup: str | None,
+    files: dict[str, str],
+    processors: int,
+    limit: int | None,
+) -> None:
+    """Of both versions: of the process and of those that contain it, as a container sees them."""
+    files = {f"cgroup/{name}": text for name, text in files.items()}
+    files |= {"meminfo": "MemTotal: 9000 kB\nMemAvailable: 5000 kB", "self/statm": "900 10 3 1"}
+    for name, text in (files | ({} if cgroup is None else {"self/cgroup": cgroup})).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(module, "PROC", tmp_path)
+    monkeypatch.setattr(module, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "sysconf", lambda _: 1)  # the size of a page
+    assert module.num_processors() == processors
+    free = 5000 * 1024 if limit is None else limit
+    assert module.available_bytes(torch.device("cpu")) == free + 10
+
+
+@pytest.mark.parametrize(
+    ("asked", "processes", "torchs", "expected"),
+    [
+        (None, 1, 8, 3),
+        (None, 1, 2, 2),
+        (None, 2, 8, 1),
+        (None, 9, 8, 1),
+        (2, 2, 8, 2),
+        (8, 1, 8, 3),
+    ],
+)
+def test_threads_are_as_many_as_the_processors_of_a_process(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, processes: int, torchs: int, expected: int
+) -> None:
+    counts = list[int]()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: torchs)
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.setattr(module, "num_processors", lambda: 3)
+    module.set_num_threads(asked, processes)
+    assert counts == [expected]
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
+def test_a_wrong_number_of_threads_is_refused(lstm_run: Path, threads: object) -> None:
+    message = rf"^threads: expected a positive integer, got {threads!r}$"
+    with pytest.raises(ValueError, match=message):
+        lm.load(lstm_run, threads=threads)  # type: ignore[arg-type]
+
+
 def test_a_loaded_model_changes_the_number_of_threads_only_if_asked(
     lstm_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

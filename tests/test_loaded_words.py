@@ -71,12 +71,6 @@ def test_ids_and_words_are_converted(lstm_run: Path) -> None:
         loaded.word(loaded.vocab_size)
 
 
-@pytest.mark.parametrize("threads", [0, -1, 1.5, "2"])
-def test_threads_are_a_positive_integer(lstm_run: Path, threads: Any) -> None:
-    with pytest.raises(ValueError, match=f"threads must be an integer ≥ 1, got {threads!r}"):
-        lm.load(lstm_run, threads=threads)
-
-
 def test_help_explains_every_figure() -> None:
     for figures in (Evaluation, lm.LineScore):
         text = pydoc.render_doc(figures, renderer=pydoc.plaintext)  # type: ignore[attr-defined]

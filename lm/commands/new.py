@@ -24,8 +24,10 @@ OPTIONS: Options = {
 
 def run(options: argparse.Namespace) -> None:
     """Write the recipe and the splits; print what was chosen."""
+    from lm.device import set_num_threads
     from lm.recipe import new_recipe
 
+    set_num_threads(None)  # as training will have them
     files = {"valid": options.valid, "test": options.test}
     chosen = {"unit": options.split_by, "backbone": options.backbone}
     print(

@@ -50,6 +50,7 @@ _log = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> None:
     """Print the scores, line by line."""
     _check(options)
+    from data_prep.corpus.arriving import ArrivingLines
     from data_prep.corpus.hints import noted
     from data_prep.corpus.lines import read_text
     from data_prep.tokenizer.token_file import counted_literals, log_literals
@@ -87,8 +88,12 @@ def run(options: argparse.Namespace) -> None:
     if options.vocabulary_size is not None:
         counted = counted.replace("counted as <unk>", "by their shares of P(<unk>)")
     literals = dict.fromkeys(run.tokenizer.literals, 0)
-    lines = counted_literals(noted(read_text(options.file or "-"), options.file or "-"), literals)
-    for number, row in enumerate(layout.rows(lines, stream=options.stream)):
+    file = options.file or "-"
+    arriving = ArrivingLines.of_stdin() if file == "-" else None
+    lines = counted_literals(noted(read_text(file), file), literals)
+    is_waiting = None if arriving is None else arriving.is_waiting
+    rows = layout.rows(lines, stream=options.stream, is_waiting=is_waiting)
+    for number, row in enumerate(rows):
         if number == 0:  # the text can be read
             if mixture:
                 _log.info("mixture: %s", mixture.describe(run))
@@ -98,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
                 options.unit,
                 counted,
             )
-        print(row)
+        print(row, flush=arriving is not None)
     log_literals("text", literals)
 
 

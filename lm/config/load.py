@@ -2,13 +2,15 @@
 
 import difflib
 import json
+import os
 import re
 import reprlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -25,19 +27,24 @@ MAX_VALUES = 100_000
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file and apply overrides `--section.key=value` in YAML, of which later ones win.
 
+    Where a key is text, so is a number or a date: `name: 007`, `--name=2024-05-01`.
+
     Raises:
         UserError: if the file cannot be read or is not YAML, if a key is unknown (the message names
             the nearest valid one) or given twice, if a value has the wrong type or is out
             of range, or if keys are in conflict. The message names the file and the key.
     """
-    values = read_values(path, "the configuration")
+    values = read_values(path, "the configuration", Config)
     for override in overrides:
         _apply(values, override)
     return validate(values, str(path))
 
 
-def read_values(path: str | Path, what: str) -> dict[str, Any]:
-    """The keys of a YAML file; raises UserError if it cannot be read, naming `what` it is."""
+def read_values(path: str | Path, what: str, section: Any = None) -> dict[str, Any]:
+    """The keys of a YAML file; raises UserError if it cannot be read, naming `what` it is.
+
+    `section` is the dataclass that tells which keys are text, if any.
+    """
     try:
         content = Path(path).read_bytes()
         encoding = wide_encoding(content)
@@ -47,15 +54,24 @@ def read_values(path: str | Path, what: str) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or f"invalid UTF-8: {likely_encoding(content)}"
     if reason is not None:
         raise UserError(f"{path}: cannot read {what}: {reason}")
-    values = _parse(text, str(path))
+    values = _parse(text, str(path), section)
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected sections with keys, got {type(values).__name__}")
     return values
 
 
 def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
-    """`load_config` of the run in a folder, which becomes `run_dir`."""
-    return replace(load_config(folder / "config.yaml", overrides), run_dir=str(folder))
+    """`load_config` of the run in a folder, which becomes `run_dir`.
+
+    An override of `run_dir` is obeyed; one of `name` is that of another folder next to it.
+    """
+    config = load_config(folder / "config.yaml", overrides)
+    keys = {override.partition("=")[0] for override in overrides}
+    if "--run_dir" in keys:
+        return config
+    if "--name" in keys:
+        folder = Path(os.path.normpath(folder / ".." / config.name))
+    return replace(config, run_dir=str(folder))
 
 
 def validate(values: dict[str, Any], source: str) -> Config:
@@ -105,14 +121,45 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number and a key given twice is an error."""
+    """YAML in which 1e-3 is a number, a date is text and a key given twice is an error.
+
+    Attributes:
+        section: dataclass of the values, whose fields of type str are text; None if there is none.
+    """
+
+    section: Any = None
 
     def get_single_node(self) -> yaml.Node | None:
         """The document, unless it is very large once its aliases are replaced by their values."""
         node = super().get_single_node()
         if node is not None and _expanded_size(node, {}) > MAX_VALUES:
             raise yaml.YAMLError(f"with its aliases replaced, it has more than {MAX_VALUES} values")
+        _mark_text(node, self.section)
         return node
+
+
+def _mark_text(node: yaml.Node | None, kind: Any) -> None:
+    """Make the values of a node text where their type is text, whatever they look like."""
+    if isinstance(node, yaml.MappingNode) and is_dataclass(kind):
+        for key, value in node.value:
+            _mark_text(value, _field_type(kind, key.value))
+    elif isinstance(node, yaml.SequenceNode) and _is_text(kind):
+        for value in node.value:
+            _mark_text(value, str)
+    elif isinstance(node, yaml.ScalarNode) and _is_text(kind) and node.tag in _NUMBERS:
+        node.tag = _TAG + "str"
+
+
+def _field_type(section: Any, name: object) -> Any:
+    """The type of a key of a section; None if there is no such key."""
+    return next((field.type for field in fields(section) if field.name == name), None)
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether values of a type are text: str, names to choose from, lists of these, or null."""
+    if get_origin(kind) is Literal:
+        return all(isinstance(choice, str) for choice in get_args(kind))
+    return str in (get_args(kind) or (kind,))
 
 
 def _expanded_size(node: yaml.Node, known: dict[int, int]) -> int:
@@ -139,6 +186,12 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     return loader.construct_mapping(node, deep=True)
 
 
+_TAG = "tag:yaml.org,2002:"
+_NUMBERS = {_TAG + name for name in ("int", "float", "bool")}
+_Loader.yaml_implicit_resolvers = {
+    first: [each for each in resolvers if each[0] != _TAG + "timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -151,9 +204,11 @@ _UNION_BRANCHES = {"str", "list[str]", "int", "float", "constrained-int", "const
 }
 
 
-def _parse(text: str, source: str) -> Any:
+def _parse(text: str, source: str, section: Any = None) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        loader.section = section
+        return loader.get_single_data()
     except yaml.YAMLError as error:
         raise UserError(f"{source}: not valid YAML: {_yaml_problem(error)}") from error
     except RecursionError as error:
@@ -176,14 +231,22 @@ def _apply(values: dict[str, Any], override: str) -> None:
     name, equals, text = override.removeprefix("--").partition("=")
     if not override.startswith("--") or not equals or not name:
         raise UserError(f"expected an override --section.key=value, got {override!r}")
+    if not text.isascii() and text != text.encode(errors="replace").decode():
+        raise UserError(f"--{name}={text!r}: not UTF-8")
     *sections, key = name.split(".")
+    kind: Any = Config
+    for each in (*sections, key):
+        kind = _field_type(kind, each) if is_dataclass(kind) else None
     for section in sections:
         inner = values.get(section)
         values[section] = inner = {} if inner is None else inner
         if not isinstance(inner, dict):
             raise UserError(f"--{name}: {section} is not a section")
         values = inner
-    values[key] = _parse(text, f"--{name}")
+    # Text need not be valid YAML, but may be a quoted string of it, or a list.
+    is_plain = _is_text(kind) and not text.startswith(("'", '"', "["))
+    can_be_null = NoneType in get_args(kind) and text in ("", "~", "null")
+    values[key] = text if is_plain and not can_be_null else _parse(text, f"--{name}", kind)
 
 
 def first_error(error: ValidationError, known: Sequence[str]) -> str:

@@ -1,5 +1,7 @@
 """Rules that span several keys of the configuration."""
 
+import re
+
 from data_prep.settings import SplitFiles
 from lm.config.schema import Config
 from lm.config.word_table import conflict_with_row_wise, skips_unvisited_rows
@@ -118,6 +120,6 @@ def _run_problems(config: Config) -> dict[str, bool]:
         "train.max_minutes requires a schedule that ends with the time: set optim.schedule: cosine,"
         f" got {schedule}": by_time and schedule in ("plateau", "step"),
         f"name must be a plain file name, got {config.name!r}": (
-            "/" in config.name or config.name[:1] in ("", ".")
+            config.name[:1] in ("", ".") or bool(re.search("[/\x00-\x1f\x7f-\x9f]", config.name))
         ),
     }

@@ -186,8 +186,9 @@ class TrainConfig(Strict):
     medium allows bf16 products with fp32 sums (on CPUs as well, faster with AMX)."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Kind of device; auto is the GPU if there is one."""
-    devices: Positive | Literal["auto"] = 1
-    """Number of devices of each machine; auto is all of them."""
+    devices: Positive | Literal["auto"] | None = None
+    """Number of devices of each machine. Default: as many as torchrun or SLURM has started
+    processes there, without them 1. auto: without them all devices."""
     strategy: Literal["auto", "ddp", "shard_output"] = "auto"
     """How several devices share the work; auto is ddp for more than one device. ddp: every device
     has the whole model. shard_output: the rows of the table of words are dealt to the devices, each

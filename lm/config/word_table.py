@@ -68,7 +68,7 @@ def conflict_with_row_wise(config: Config) -> str | None:
     train = config.train
     sharded = train.strategy == "shard_output"
     conflicts = {
-        f"train.devices: {train.devices}": not sharded and train.devices not in (1, "auto"),
+        f"train.devices: {train.devices}": not sharded and train.devices not in (1, "auto", None),
         f"train.strategy: {train.strategy}": train.strategy == "ddp",
         "train.precision: 16-mixed": train.precision == "16-mixed",
         "output.tree: adaptive": config.output.tree == "adaptive",

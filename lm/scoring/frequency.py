@@ -138,6 +138,6 @@ def draw_report(report: FrequencyReport, title: str, path: Path) -> None:
         axes.grid(True, axis="y", alpha=0.3)
         axes.tick_params(axis="x", labelsize=8)
     figure.axes[0].set_ylabel("nats per token")
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     name = path.suffix[1:].lower()
     write_atomically(path, lambda file: figure.savefig(file, format=name, dpi=120), shared=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from data_prep.errors import UserError
-from data_prep.storage import make_folder, write_atomically
+from data_prep.storage import make_folder, temporary_name, write_atomically
 
 FORMAT_VERSION = 2
 LAST, BEST = "last.ckpt", "best.ckpt"
@@ -37,7 +37,7 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path, *copies: Path) -> No
             raise
         raise UserError(f"{path}: the disk is full; {what_remains(path)}") from error
     for copy in copies:
-        link = copy.with_name(f".{copy.name}.tmp")
+        link = temporary_name(copy)
         link.unlink(missing_ok=True)
         try:
             os.link(path, link)

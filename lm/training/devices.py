@@ -7,11 +7,12 @@ from contextlib import contextmanager
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.strategies.ddp import DDPStrategy
 
 from data_prep.errors import UserError
-from lm.config import TrainConfig
-from lm.device import set_num_threads
+from lm.device import launch, set_num_threads
 from lm.run import Run
 
 
@@ -26,21 +27,26 @@ def build_fabric(run: Run) -> Fabric:
             broadcast_buffers=False,  # the class tree is constant
             find_unused_parameters=config.output.tree == "adaptive",  # clusters without a target
         )
+    found = launch()
+    alone = found is None and SLURMEnvironment.detect()  # as a job's script, which has no tasks
+    if found is not None and found.launcher == "SLURM":  # Lightning requires the variable
+        os.environ["SLURM_NTASKS_PER_NODE"] = str(found.per_machine)
     return Fabric(
         accelerator="cuda" if run.on_gpu else "cpu",
         devices=run.num_devices,
-        # Machines, each with as many devices, as torchrun and SLURM count them.
-        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1),
+        num_nodes=1 if found is None else found.machines,
+        plugins=LightningEnvironment() if alone else None,
         strategy=strategy,
         precision=config.train.precision,
     )
 
 
 @contextmanager
-def launched(fabric: Fabric, train: TrainConfig) -> Iterator[None]:
+def launched(fabric: Fabric, run: Run) -> Iterator[None]:
     """Launch the processes; inside the `with` block, matrix products have their precision."""
+    train = run.config.train
     fabric.launch()
-    set_num_threads(train.threads)
+    set_num_threads(train.threads, run.num_devices)
     previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(train.matmul_precision)
     try:
@@ -76,12 +82,12 @@ def check_devices(run: Run) -> None:
     Raises:
         UserError: if they do not.
     """
-    train, num_gpus = run.config.train, torch.cuda.device_count()
+    train, num_devices, num_gpus = run.config.train, run.num_devices, torch.cuda.device_count()
     if run.on_gpu or train.accelerator == "gpu":
-        if not 0 < run.num_devices <= num_gpus:
+        if not 0 < num_devices <= num_gpus:
             raise UserError(
-                f"train.accelerator: {train.accelerator}, train.devices: {train.devices}: expected"
-                f" at most {num_gpus} CUDA devices, which is how many there are"
+                f"train.accelerator: {train.accelerator}, train.devices: {num_devices}:"
+                f" expected at most {num_gpus} CUDA devices, which is how many there are"
             )
         return
     if train.precision == "16-mixed":

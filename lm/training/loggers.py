@@ -7,17 +7,18 @@ memory and sorts the columns; it has no logger for wandb. Both are therefore our
 import csv
 import io
 import logging
+import os
 import time
 import uuid
 from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tqdm import tqdm
 
 from data_prep.errors import UserError
-from data_prep.storage import write_atomically
+from data_prep.storage import write_atomically, writing
 from lm.config import Config, to_dict
 from lm.training.clock import Clock, in_words
 from lm.training.metrics import Metrics, read_metrics
@@ -25,6 +26,7 @@ from lm.training.state import TrainingState
 
 _log = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 30.0
+WandbMode = Literal["disabled", "offline", "online", "shared"]
 _NAMES = [field.name for field in fields(Metrics)]
 
 
@@ -57,8 +59,23 @@ class MetricsFile(Logger):
 
     def log(self, metrics: Metrics) -> None:
         """Append one line."""
-        with open(self.path, "a", newline="") as file:
+        with writing(self.path), open(self.path, "a", newline="") as file:
             csv.DictWriter(file, _NAMES).writerow(asdict(metrics))
+
+
+def wandb_mode(config: Config) -> WandbMode:
+    """The mode of Weights & Biases: `log.wandb`, unless that is on and `WANDB_MODE` is set.
+
+    Raises:
+        UserError: if `WANDB_MODE` is no mode.
+    """
+    mode = os.environ.get("WANDB_MODE", "")
+    if config.log.wandb == "disabled" or not mode:
+        return config.log.wandb
+    known: WandbMode | None = next((each for each in get_args(WandbMode) if each == mode), None)
+    if known is None:
+        raise UserError(f"WANDB_MODE={mode}: expected disabled, offline or online")
+    return known
 
 
 class WandbLogger(Logger):
@@ -77,7 +94,7 @@ class WandbLogger(Logger):
                 id=run_id,
                 resume="allow",
                 dir=config.run_path,
-                mode=config.log.wandb,
+                mode=wandb_mode(config),
                 config=to_dict(config),
             )
         except wandb.Error as error:
@@ -94,21 +111,25 @@ class WandbLogger(Logger):
 
 
 def check_wandb(config: Config) -> None:
-    """Check that there is a key for `log.wandb: online`; in a terminal, wandb asks for one.
+    """Check that wandb can be used online, if it is; in a terminal, wandb asks for a key.
 
     Raises:
-        UserError: if there is none.
+        UserError: with the reason of wandb, if it cannot.
     """
-    if config.log.wandb == "online":
+    if (mode := wandb_mode(config)) != config.log.wandb:
+        _log.info("log.wandb: %s, as WANDB_MODE says", mode)
+    if mode in ("online", "shared"):
         import wandb  # takes a second
 
         try:
             wandb.login()
-        except wandb.Error as error:
+        except wandb.errors.UsageError as error:  # there is no key
             raise UserError(
                 "log.wandb: online requires a key: run `wandb login`, set WANDB_API_KEY, or use"
-                " --log.wandb=offline"
+                f" --log.wandb=offline ({error})"
             ) from error
+        except wandb.Error as error:
+            raise UserError(f"log.wandb: {mode}: {error} (or use --log.wandb=offline)") from error
 
 
 class ProgressBar(Logger):
@@ -208,6 +229,6 @@ def open_loggers(config: Config, state: TrainingState, *, progress: bool) -> lis
     if progress:
         epoch_steps = state.batches.per_epoch / config.train.accumulate
         loggers.append(ProgressBar(state.step, state.clock, epoch_steps))
-    if config.log.wandb != "disabled":
+    if wandb_mode(config) != "disabled":
         loggers.append(WandbLogger(config))
     return [MetricsFile(config.run_path / "metrics.csv", state.step), *loggers]

@@ -27,7 +27,13 @@ from lm.training.environment import peak_memory
 from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
 from lm.training.metrics import draw_curves
-from lm.training.run_folder import LOCK, check_folder, check_tokenizer, write_run_metadata
+from lm.training.run_folder import (
+    LOCK,
+    check_folder,
+    check_tokenizer,
+    report_new_length,
+    write_run_metadata,
+)
 from lm.training.shards import clip_gradients
 from lm.training.signals import Interrupted, StopSignals
 from lm.training.state import TrainingState
@@ -59,7 +65,7 @@ def train(
         UserError: if the folder already contains a run, the checkpoint does not fit the
             configuration, the memory does not suffice, the loss diverged, or another process of
             the run has ended.
-        Interrupted: if SIGTERM, SIGHUP or SIGINT ended the run, after its checkpoint was written.
+        Interrupted: if one of `SIGNALS` ended the run, after its checkpoint was written.
     """
     config, folder = run.config, run.folder
     fabric = build_fabric(run)
@@ -81,10 +87,12 @@ def train(
             with (
                 StopSignals() as signals,
                 reporting_lost_processes(fabric),
-                launched(fabric, config.train),
+                launched(fabric, run),
             ):
                 state = TrainingState(fabric, run, batches, saved)
                 if is_main:
+                    if saved is not None:
+                        report_new_length(state)
                     write_run_metadata(run)
                 loggers = open_loggers(config, state, progress=progress) if is_main else []
                 keep_freed_memory()  # of the steps, not of the initialization

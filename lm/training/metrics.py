@@ -2,11 +2,13 @@
 
 import csv
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from data_prep.errors import UserError
+from data_prep.storage import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +68,12 @@ def draw_curves(folder: Path, title: str) -> None:
     if validated:
         best = f"validation, best {min(validated.values()):.1f}"
         axes.plot(list(validated), list(validated.values()), "o-", label=best)
-    axes.set(xlabel="tokens trained on", ylabel="perplexity", yscale="log", title=title)
+    axes.set(xlabel="tokens trained on", ylabel="perplexity", yscale="log")
+    axes.set_title(title, parse_math=False)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.yaxis.set_minor_formatter("{x:.0f}")
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
-    figure.savefig(folder / "curves.png", dpi=120)
+    save = partial(figure.savefig, format="png", dpi=120)
+    write_atomically(folder / "curves.png", save)

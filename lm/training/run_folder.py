@@ -1,5 +1,6 @@
 """The folder of a run: who may write to it, and what it contains before the first step."""
 
+import logging
 from pathlib import Path
 
 from data_prep.errors import UserError
@@ -10,7 +11,9 @@ from lm.config import Config, differences, load_config, to_yaml
 from lm.run import Run
 from lm.training.checkpoint import BEST, LAST
 from lm.training.environment import describe_environment
+from lm.training.state import TrainingState
 
+_log = logging.getLogger(__name__)
 LOCK = ".lock"
 """File that the one process which trains a run holds a lock on."""
 _FREE_ON_RESUME = (
@@ -52,18 +55,35 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
         return None
     if resume != "auto" and not written.exists():
         written = checkpoint.parent.parent / "config.yaml"
-    if written.exists():
-        changes = [
-            f"{key}: {old} → {new}"
-            for key, (old, new) in differences(load_config(written), config).items()
-            if not key.startswith(_FREE_ON_RESUME)
-        ]
-        if changes:
-            raise UserError(
-                f"{written.parent} was started with another configuration ({', '.join(changes)}):"
-                " set these back to continue it, or start a new run in another folder"
-            )
+    changes = _changes(written, config)
+    if refused := [
+        change for key, change in changes.items() if not key.startswith(_FREE_ON_RESUME)
+    ]:
+        raise UserError(
+            f"{written.parent} was started with another configuration ({', '.join(refused)}):"
+            " set these back to continue it, or start a new run in another folder"
+        )
     return checkpoint
+
+
+def report_new_length(state: TrainingState) -> None:
+    """Log the learning rates before and after, if a run goes on with another length.
+
+    To be called before the new configuration is written.
+    """
+    changes = _changes(state.run.folder / "config.yaml", state.config)
+    length = [change for key, change in changes.items() if key.startswith("train.max_")]
+    group = state.optimizer.param_groups[0]
+    before, after = group["lr"] / group["scale"], state.learning_rate
+    if length and before != after:
+        text = "%s: the learning rate was %.3g at step %d, and continues with %.3g"
+        _log.info(text, ", ".join(length), before, state.step, after)
+
+
+def _changes(written: Path, config: Config) -> dict[str, str]:
+    """Key → `key: old → new` of what differs from the configuration that a run has written."""
+    found = differences(load_config(written), config) if written.exists() else {}
+    return {key: f"{key}: {old} → {new}" for key, (old, new) in found.items()}
 
 
 def check_tokenizer(folder: Path, prepared: Prepared) -> None:

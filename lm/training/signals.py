@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C in training: recorded, so that the loop writes a checkpoint first."""
+"""Signals that stop training: recorded, so that the loop writes a checkpoint first."""
 
 import signal
 import threading
@@ -7,7 +7,14 @@ from typing import Any, Self
 
 import torch
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,  # Ctrl-C
+    signal.SIGHUP,  # a closed terminal; ignored under `nohup`
+    signal.SIGUSR1,  # these, before the end of a job's time, are sent by batch systems
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
 
 
 class Interrupted(SystemExit):
@@ -20,8 +27,8 @@ class Interrupted(SystemExit):
 class StopSignals:
     """Records the first of `SIGNALS` inside a `with` block; a second one raises `Interrupted`.
 
-    SIGHUP, which a closed terminal sends, stays ignored under `nohup`. Outside the main thread,
-    where Python delivers no signals, nothing is recorded.
+    A signal that is ignored stays so, except SIGINT, which shells ignore in the background. Outside
+    the main thread, where Python delivers no signals, nothing is recorded.
     """
 
     def __init__(self) -> None:
@@ -31,9 +38,11 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            numbers = SIGNALS[:-1] if ignored else SIGNALS
-            self._previous = {number: signal.signal(number, self._record) for number in numbers}
+            self._previous = {
+                number: signal.signal(number, self._record)
+                for number in SIGNALS
+                if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
+            }
         return self
 
     def __exit__(self, *_: object) -> None:

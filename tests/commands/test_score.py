@@ -7,6 +7,9 @@ import io
 import json
 import math
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -277,3 +280,23 @@ def test_first_words_that_are_repeated_as_ids_are_reported(
     )
     assert (warning in caplog.text) == bool(num_repeated)
     assert ("--ids" in caplog.text) == bool(num_repeated)
+
+
+def test_a_program_that_waits_gets_each_answer_at_once(lstm_run: Path) -> None:
+    """A line that arrives in parts is one line; the rest is scored at the end."""
+    command = [sys.executable, "-m", "lm", "score", str(lstm_run), "-"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for parts in (["the cat\n"], ["a ", "dog sees\n"], ["\n"], ["a\na\n"]):
+            for part in parts:
+                process.stdin.write(part)
+                process.stdin.flush()
+                time.sleep(0.1)
+            for _ in range(parts[-1].count("\n")):
+                assert process.stdout.readline().startswith("Total: -")
+        printed, _ = process.communicate("the old dog")
+    assert process.returncode == 0
+    assert printed.startswith("Total: -")
+    assert printed.endswith("Tokens:\t16\n")

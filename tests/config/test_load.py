@@ -1,5 +1,6 @@
 """Reading configurations: valid ones round-trip; mistakes are one line that names the key."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from lm.config import (
     OutputConfig,
     differences,
     load_config,
+    load_run_config,
     to_dict,
     to_yaml,
     validate,
@@ -71,6 +73,51 @@ def test_overrides_are_yaml_and_the_last_one_wins(tmp_path: Path) -> None:
     assert config.word_table.tied
 
 
+LOOKS_ELSE = ["2024-05-01", "2024-05-01 12:00:00", "007", "1_000", "0x1F", "12:30", "1e5", ".5"]
+LOOKS_ELSE += ["no", "yes", "true", ".inf", "a$_$b", "é"]
+"""Text that YAML takes for a date, a number or a truth value, or that a picture takes for math."""
+NOT_YAML = ["a: b", "a #b", "{a}", "*a", "&a b", "!b", "%a", "@a", "- a", "it's", "=", "null", "~"]
+
+
+@pytest.mark.parametrize("text", LOOKS_ELSE + NOT_YAML)
+def test_an_override_of_text_is_taken_as_it_is_written(tmp_path: Path, text: str) -> None:
+    path = written(tmp_path, MINIMAL)
+    config = load_config(path, [f"--data.dir={text}", f"--data.hub={text}"])
+    assert config.data.dir == text
+    assert config.data.hub == (None if text in ("null", "~") else text)
+    quoted = load_config(path, [f"--data.dir={json.dumps(text)}"])
+    assert quoted.data.dir == text
+    assert load_config(written(tmp_path, to_yaml(config))) == config
+
+
+@pytest.mark.parametrize("text", LOOKS_ELSE)
+def test_text_in_a_file_needs_no_quotes(tmp_path: Path, text: str) -> None:
+    files = f"data: {{dir: {text}, files: {{train: {text}, valid: [{text}, b]}}}}\n"
+    for overrides in ([], [f"--data.files={{train: {text}, valid: [{text}, b]}}"]):
+        data = load_config(written(tmp_path, MINIMAL + files), overrides).data
+        assert (data.dir, data.files.train, data.files.valid) == (text, text, [text, "b"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "folder"),
+    [
+        ([], "runs/old"),
+        (["--seed=2"], "runs/old"),
+        (["--name=new"], "runs/new"),
+        (["--run_dir=elsewhere"], "elsewhere"),
+        (["--run_dir=elsewhere", "--name=new"], "elsewhere"),
+    ],
+)
+def test_a_run_keeps_its_folder_unless_another_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/old").mkdir(parents=True)
+    for run_dir in ("", "run_dir: before\n"):
+        Path("runs/old/config.yaml").write_text(MINIMAL + run_dir)
+        assert load_run_config(Path("runs/old"), overrides).run_path == Path(folder)
+
+
 @pytest.mark.parametrize("number", ["1e-3", "1E-3", ".001", "0.001", "1.e-3", "+1e-3"])
 def test_all_spellings_of_a_number_are_numbers(tmp_path: Path, number: str) -> None:
     text = MINIMAL + f"optim: {{lr: {number}}}\n"
@@ -123,9 +170,17 @@ def test_differences_name_the_keys_and_both_values() -> None:
         ("optim: {lr: -1}", "optim.lr: Input should be greater than 0, got -1"),
         ("optim: {optimizer: adam}", "optim.optimizer: Input should be 'sgd' or 'adamw', got 'ad"),
         ("optim: {betas: [0.9]}", "optim.betas"),
-        ("train: {max_steps: 2021-01-01}", "a value is neither a number nor text: "),
+        (
+            "train: {max_steps: 2021-01-01}",
+            "train.max_steps: Input should be a valid integer, got '2",
+        ),
+        ("train: {max_steps: !!timestamp 2021-01-01}", "a value is neither a number nor text: "),
         ("train: {devices: some}", "train.devices: "),
-        ("data: {files: {train: 3}}", "data.files.train: "),
+        ("data: {files: {train: {a: 3}}}", "data.files.train: "),
+        (
+            "optim: {schedule: no}",
+            "optim.schedule: Input should be 'constant', 'cosine', 'step' or",
+        ),
         (
             "model: {hidden: 1000000000}",
             "model.hidden: Input should be less than or equal to",
@@ -190,9 +245,17 @@ def test_an_incomplete_or_invalid_file_is_an_error(tmp_path: Path, text: str, me
         ("--model.hiden=3", "unknown key model.hiden; did you mean model.hidden?"),
         ("--optim.lr=[", "--optim.lr: not valid YAML: "),
         (
-            "--name=a\1",
-            "--name: not valid YAML: unacceptable character #x0001: special characters are not"
+            "--seed=a\1",
+            "--seed: not valid YAML: unacceptable character #x0001: special characters are not"
             " allowed at position 1",
+        ),
+        ("--name=a\1", r"name must be a plain file name, got 'a\x01'"),
+        ("--name=a/b", "name must be a plain file name, got 'a/b'"),
+        ("--name=", "name must be a plain file name, got ''"),
+        ("--name=caf\udce9", r"--name='caf\udce9': not UTF-8"),
+        (
+            "--optim.schedule=no",
+            "optim.schedule: Input should be 'constant', 'cosine', 'step' or 'plateau', got 'no'",
         ),
     ],
 )

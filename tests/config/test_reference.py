@@ -28,7 +28,7 @@ def test_every_key_has_a_meaning_and_the_default_of_the_configuration() -> None:
         ("name", "name: str (required)", 1),
         ("model.dropout", "model.dropout: float ≥ 0, < 1 = 0.0", 1),
         ("optim.betas", "optim.betas: tuple of float ≥ 0, < 1 = [0.9, 0.95]", 1),
-        ("train.devices", "train.devices: int > 0 | auto = 1", 1),
+        ("train.devices", "train.devices: int > 0 | auto | null = null", 1),
         ("data.files", "data.files.train: str | list of str | null = null", 3),
         ("log", "[log] What is logged while training. metrics.csv is always written.", 3),
     ],

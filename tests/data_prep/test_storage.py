@@ -247,3 +247,50 @@ def test_two_processes_write_one_file_at_once(
     write_json_atomically(path, [2])
     assert path.read_text() == "[\n  2\n]\n"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
+def test_file_systems_without_locks_and_folders_to_sync_are_written_to(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
+    with locked(tmp_path / ".lock", busy="taken"):
+        write_atomically(tmp_path / "x", lambda file: file.write(b"abc"))
+    assert (tmp_path / "x").read_bytes() == b"abc"
+    reason = f"{tmp_path}/.lock: {os.strerror(number)}: two processes must not write here"
+    assert caplog.messages == [reason]
+    with new_folder(tmp_path / "new") as unfinished:
+        (unfinished / "a").touch()
+    assert (tmp_path / "new" / "a").exists()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_other_errors_of_locks_and_the_disk_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(UserError, match=rf"/\.lock cannot be locked: {os.strerror(number)}$"):
+        locked(tmp_path / ".lock").__enter__()
+    with pytest.raises(UserError, match=rf"/x cannot be written: {os.strerror(number)}$"):
+        write_atomically(tmp_path / "x", lambda file: file.write(b"abc"))
+
+
+@pytest.mark.parametrize("name", ["c" * 255, "c" * 248 + ".yaml", "é" * 127, "日" * 85])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_longest_names_of_files_can_be_written(tmp_path: Path, name: str, shared: bool) -> None:
+    write_atomically(tmp_path / name, lambda file: file.write(b"abc"), shared=shared)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    with new_folder(tmp_path / "folder" / name) as unfinished:
+        assert len(os.fsencode(unfinished.name)) < 143
+    assert (tmp_path / "folder" / name).is_dir()

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_prep.errors import UserError
+from lm.cli import main
+from lm.device import launch
 from lm.model.files import load_model
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
@@ -33,6 +36,29 @@ def two(arguments: list[str]) -> Two:
         return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
 
     return begin
+
+
+def launched(launcher: str, *options: str) -> list[subprocess.Popen[str]]:
+    """The processes of torchrun, or of two tasks of SLURM, with options for `lm train`."""
+    command = [sys.executable, "-m"]
+    environments = [{"OMP_NUM_THREADS": "1"}]
+    if launcher == "torchrun":
+        command += ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
+    else:
+        given = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(os.getpid())}
+        given |= {"SLURM_STEP_ID": "0", "SLURM_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
+        ranks = [{"SLURM_PROCID": each, "SLURM_LOCALID": each} for each in "01"]
+        environments = [given | each | environments[0] for each in ranks]
+    return [
+        subprocess.Popen(
+            [*command, "lm", *options, "--train.accelerator=cpu"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | each,
+        )
+        for each in environments
+    ]
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
@@ -69,6 +95,70 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
         assert ours.tokens == truth.tokens
         assert ours.train_perplexity == pytest.approx(truth.train_perplexity, rel=1e-5)
     assert both[-1].valid_perplexity == pytest.approx(one[-1].valid_perplexity, rel=1e-5)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "SLURM"])
+@pytest.mark.parametrize("devices", [[], ["--train.devices=auto"], ["--train.devices=3"]])
+def test_devices_are_the_processes_that_a_launcher_has_started(
+    arguments: list[str], tmp_path: Path, launcher: str, devices: list[str]
+) -> None:
+    options = [*arguments, "--train.max_steps=2", *devices]
+    processes = launched(launcher, *options)
+    code = 0 if "--train.devices=3" not in devices else 1 if launcher == "torchrun" else 2
+    printed, message = map("".join, zip(*(finish(each, code) for each in processes), strict=True))
+    if code == 0:
+        assert printed == f"{tmp_path / 'run'}\n"  # once
+        assert len(load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["devices"]) == 2
+    else:
+        expected = f"lm: train.devices: 3, but {launcher} started 2 on each machine: omit"
+        assert message.count("lm: ") == message.count(expected) == 1
+        assert not (tmp_path / "run").exists()
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "RANK": "5"}
+SLURM = {"SLURM_NTASKS": "6", "SLURM_NNODES": "3", "SLURM_PROCID": "4", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (TORCHRUN, ("torchrun", 4, 2, 5)),
+        (TORCHRUN | SLURM, ("torchrun", 4, 2, 5)),
+        ({"WORLD_SIZE": "8", "RANK": "1"}, None),  # of no launcher that Fabric knows
+        (SLURM, ("SLURM", 2, 3, 4)),
+        (SLURM | {"ENVIRONMENT": "BATCH"}, ("SLURM", 2, 3, 4)),  # srun in a script
+        ({**SLURM, "SLURM_JOB_NAME": "bash"}, None),
+        (SLURM | {"SLURM_NTASKS": "1", "SLURM_NNODES": "1"}, None),
+        ({k: SLURM[k] for k in SLURM if k != "SLURM_STEP_ID"} | {"ENVIRONMENT": "BATCH"}, None),
+        ({k: SLURM[k] for k in SLURM if k != "SLURM_PROCID"}, None),  # a shell of salloc
+        (TORCHRUN | {"WORLD_SIZE": "7"}, "torchrun has started 7 processes on 2 machines: expecte"),
+        (SLURM | {"SLURM_NTASKS": "4"}, "SLURM has started 4 processes on 3 machines: expected"),
+    ],
+)
+def test_launchers_are_known_by_their_variables(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: object
+) -> None:
+    for name in [*TORCHRUN, *SLURM, "SLURM_JOB_NAME", "ENVIRONMENT"]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            launch()
+    else:
+        assert launch() == expected
+
+
+def test_the_script_of_a_job_trains_alone(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM counts the tasks that srun would start."""
+    for name, value in ({**SLURM, "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_STEP_ID")
+    assert main([*arguments, "--train.max_steps=1"]) == 0
+    assert len(load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["devices"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,14 @@ import pytest
 from lightning.fabric import Fabric
 from matplotlib.axes import Axes
 
+from data_prep.errors import UserError
 from lm.cli import main
+from lm.config import validate
 from lm.model.language_model import LanguageModel
 from lm.training import state
 from lm.training.batches import Batches
 from lm.training.clock import Clock, Progress
-from lm.training.loggers import MetricsFile, ProgressBar
+from lm.training.loggers import MetricsFile, ProgressBar, check_wandb, wandb_mode
 from lm.training.metrics import Metrics, draw_curves, read_metrics
 
 Train = Callable[..., Path]
@@ -242,3 +244,51 @@ def test_the_curve_leaves_out_perplexities_of_few_steps(
     training, validation = drawn
     assert training == ([1_000_000, 2_000_000, 3_000_000], [123.45] * 3)
     assert validation == ([2_020_000, 3_020_000], [60.0] * 2)
+
+
+@pytest.mark.parametrize("title", ["a$_$b", "$", "a_b^c", "\\frac", "$x"])
+def test_titles_are_no_math(tmp_path: Path, title: str) -> None:
+    draw_curves(tmp_path, title)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "expected"),
+    [
+        ("disabled", "online", "disabled"),
+        ("offline", None, "offline"),
+        ("offline", "disabled", "disabled"),
+        ("online", "offline", "offline"),
+        ("offline", "", "offline"),
+    ],
+)
+def test_the_variable_of_wandb_is_respected_where_wandb_is_used(
+    monkeypatch: pytest.MonkeyPatch, given: str, variable: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    config = validate({"name": "a", "train": {"max_steps": 1}, "log": {"wandb": given}}, "c")
+    assert wandb_mode(config) == expected
+    check_wandb(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "mode", "message"),
+    [
+        ("short", None, "log.wandb: online: .*40.* characters"),
+        (None, None, "log.wandb: online requires a key: run `wandb login`, set WANDB_API_KEY"),
+        (None, "bogus", "WANDB_MODE=bogus: expected disabled, offline or online"),
+    ],
+)
+def test_the_reason_why_wandb_is_not_online_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None, mode: str | None, message: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in (("WANDB_API_KEY", key), ("WANDB_MODE", mode)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    config = validate({"name": "a", "train": {"max_steps": 1}, "log": {"wandb": "online"}}, "c")
+    with pytest.raises(UserError, match=message):
+        check_wandb(config)

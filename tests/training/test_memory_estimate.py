@@ -161,25 +161,6 @@ def test_unknown_memory_refuses_nothing(
     check_memory(config())
 
 
-def test_available_memory_is_what_is_free_within_the_cgroup_and_what_the_process_has(
-    config: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "PROC", tmp_path)
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(device, "CGROUPS", ((limit, "memory.current", "inactive_file"),))
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "statm").write_text("900 10 3 1 0 5 0\n")
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
-    resident = 10 * os.sysconf("SC_PAGE_SIZE")
-    assert device.available_bytes(CPU) == 5000 * 1024 + resident
-    limit.write_text("max\n")
-    assert device.available_bytes(CPU) == 5000 * 1024 + resident
-    limit.write_text("3000000\n")
-    (tmp_path / "memory.current").write_text("900000\n")
-    (tmp_path / "memory.stat").write_text("anon 700000\ninactive_file 100000\n")
-    assert device.available_bytes(CPU) == 3000000 - 900000 + 100000 + resident
-
-
 def test_available_memory_of_this_computer_is_less_than_all_of_it(config: Configured) -> None:
     available = device.available_bytes(CPU)
     if available is not None:

@@ -164,6 +164,30 @@ def test_a_longer_training_continues_where_the_shorter_ended(
     assert load_config(tmp_path / "run" / "config.yaml").train.max_steps == 12
 
 
+@pytest.mark.parametrize(
+    ("schedule", "steps", "expected"),
+    [
+        ("cosine", 16, ["train.max_steps: 8 → 16: the learning rate was 0.00134 at step 8, and"]),
+        ("cosine", 8, []),
+        ("constant", 16, []),
+    ],
+)
+def test_a_longer_training_says_how_its_learning_rate_changes(
+    arguments: list[str],
+    caplog: pytest.LogCaptureFixture,
+    schedule: str,
+    steps: int,
+    expected: list[str],
+) -> None:
+    caplog.set_level("INFO")
+    options = [*arguments, f"--optim.schedule={schedule}"]
+    assert main([*options, "--train.max_steps=8"]) == 0
+    caplog.clear()
+    assert main([*options, f"--train.max_steps={steps}", "--resume", "auto"]) == 0
+    lines = [line for line in caplog.messages if "the learning rate was" in line]
+    assert [line.partition(" continues")[0] for line in lines] == expected
+
+
 def test_the_best_checkpoint_is_continued_where_the_last_one_was_deleted(
     train: Train, arguments: list[str], tmp_path: Path, assert_same: AssertSame
 ) -> None:

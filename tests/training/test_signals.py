@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP, Ctrl-C, kill -9: exit code, checkpoint, and the same result once continued."""
+"""Signals, Ctrl-C, kill -9: exit code, checkpoint, and the same result once continued."""
 
 import os
 import re
@@ -21,6 +21,7 @@ AssertSame = Callable[[Path, Path], None]
 
 
 FATAL = {signal.SIGTERM: 143, signal.SIGKILL: -9, signal.SIGHUP: 129, signal.SIGINT: 130}
+FATAL |= {signal.SIGUSR1: 138, signal.SIGUSR2: 140}
 NUM_STEPS = 300
 LONG = [f"--train.max_steps={NUM_STEPS}", "--train.checkpoint_every_steps=3"]
 LONG += ["--train.val_every_steps=50"]

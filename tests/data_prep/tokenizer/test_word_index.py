@@ -1,8 +1,10 @@
 """Word ids and counts equal those of `str.split` and a dictionary."""
 
+import runpy
 import sys
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -97,3 +99,22 @@ def test_loops_are_compiled_if_the_cache_cannot_be_written(monkeypatch: pytest.M
 
     monkeypatch.setattr(numba, "njit", njit)
     assert compiled(lambda x: x + 1)(2) == 3
+
+
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+def test_damaged_files_of_the_cache_are_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """Cut, empty or of zeros, as after a crash; and then the cache serves again."""
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    path = tmp_path / f"loops_{ending}.py"
+    path.write_text("def add(x):\n    return x + 1\n")
+    add = runpy.run_path(str(path), run_name=path.stem)["add"]
+    for content in (None, b"", b"half", bytes(5000)):
+        for kept in (False, True):
+            if content is not None and not kept:
+                (file,) = tmp_path.rglob(f"*.{ending}")
+                file.write_bytes(content)
+            loops: Any = compiled(add)
+            assert loops(2) == 3
+            assert (content, sum(loops.stats.cache_hits.values())) == (content, kept)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,26 @@ EMITTED = hashlib.sha256(
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+def _tolerate_damage(function: Any) -> None:
+    """Let numba's cache of a function take a file that is damaged, or a full disk's, for none."""
+    cache = function._cache
+    load, save = cache.load_overload, cache.save_overload
+
+    def load_overload(*key: object) -> Any:
+        try:
+            return load(*key)
+        except Exception:  # any, by what damaged bytes are unpickled to
+            with suppress(OSError):
+                cache.flush()
+            return None
+
+    def save_overload(*code: object) -> None:
+        with suppress(OSError):
+            save(*code)
+
+    cache.load_overload, cache.save_overload = load_overload, save_overload
+
+
 def compiler(emitted: str) -> Decorator:
     """A decorator: compile a function when it is first called; it does not hold Python's lock.
 
@@ -48,6 +69,7 @@ def compiler(emitted: str) -> Decorator:
             found: Callable[..., Any] = numba.njit(nogil=True, cache=emitted == EMITTED)(function)
         except RuntimeError:  # no folder for a cache can be written
             found = numba.njit(nogil=True)(function)
+        _tolerate_damage(found)
         return found
 
     return compiled
