@@ -38,7 +38,7 @@ import torch
 
 from lm.output.backends.base import Problem
 from lm.output.backends.triton.launch import Launch
-from lm.output.backends.triton.tile_shapes import Tiles
+from lm.output.backends.triton.tile_shapes import Tiles, triton_version
 from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size
 from scripts.kernels.compilation import Classes, compiled_launch, launches, make_problem, moved
 from scripts.kernels.compilation_matrix import resources
@@ -63,6 +63,10 @@ from scripts.kernels.work import Counts, Work, count
 
 SIZES = [(33_278, 650), (267_735, 1024), (800_000, 1024), (10_000_000, 300)]
 CAPABILITY = 90
+WRITES_CALLS = (3, 9, 0)
+"""The first version of Triton that is known to write the calls around each instruction into the
+machine code: 3.7.1 does not, so that loops in called functions have no names.
+"""
 _resources: dict[str, dict[str, Any]] = {}  # by hash of the binary
 ROWS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Dtypes of the weight."""
@@ -284,6 +288,8 @@ def main() -> None:
     kinds = get_args(Classes)
     add("--classes", nargs="+", choices=kinds, default=kinds, help="of one size, or unequal")
     options = parser.parse_args()
+    if (triton_version() or WRITES_CALLS) < WRITES_CALLS:
+        sys.exit("performance_model: requires Triton 3.9, whose code names calls")
     print("A model of an H200; nothing is measured on it.", file=sys.stderr)
     table = Table(COLUMNS, log=options.json)
     host = logged_seconds(options.host) if options.host else host_seconds(CAPABILITY)
