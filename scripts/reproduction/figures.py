@@ -52,7 +52,7 @@ def draw_vocabularies(results: Path, path: Path) -> None:
     steps = read_log(results, "scale", {"method": "layer", "outcome": "done"})
     dashed: dict[str, Any] = {"fmt": "o--", "color": "C0", "mfc": "white"}
     dashed["label"] = "ours, with update"
-    _line(left, steps, "vocab_size", "seconds", **dashed)
+    _line(left, steps, "vocab_size", "cpu_seconds", **dashed)
     _line(right, steps, "vocab_size", "peak_bytes", 1e9, **dashed)
     for axes, title in ((left, "seconds per step"), (right, "memory, GB")):
         axes.set(xscale="log", yscale="log", title=title, xlabel="words in the vocabulary, N")

@@ -123,7 +123,13 @@ def test_the_first_figure_has_the_points_of_the_tables(
             {"method": "random", "vocab_size": n, "seconds_median": s} | both for n, s in layer
         ],
         "scale": [
-            {"method": "layer", "outcome": "done", "vocab_size": n, "seconds": s, "peak_bytes": 1e9}
+            {
+                "method": "layer",
+                "outcome": "done",
+                "vocab_size": n,
+                "cpu_seconds": s,
+                "peak_bytes": 1e9,
+            }
             for n, s in step
         ],
     }
@@ -134,7 +140,7 @@ def test_the_first_figure_has_the_points_of_the_tables(
     drawn = {line.get_label(): line for line in left.lines}
     for label, log, field in (
         ("class-based softmax (ours)", "output_layer", "seconds_median"),
-        ("ours, with update", "scale", "seconds"),
+        ("ours, with update", "scale", "cpu_seconds"),
     ):
         columns = {"N": "{vocab_size}", "s": f"{{{field}}}"}
         table = table_of_log(tmp_path, log=log, key=["vocab_size"], columns=columns)
