@@ -5,12 +5,15 @@ import errno
 import math
 import resource
 import shutil
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,11 +23,17 @@ from lm.output import ClassTree
 from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.visits import route
 from scripts.benchmarks.methods import Method, Problem
+from scripts.benchmarks.reporting import Row
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest relative difference of two losses that should be equal."""
 PROCESS = Path("/proc/self")
+Result = TypeVar("Result")
+FIGURES = ("seconds_median", "seconds_min", "ratio_to_floor", "peak_bytes", "page_faults", "loss")
+"""Fields of a row that a refused method does not have."""
+KERNELS = ("_forward", "_errors", "_heavy", "_rows")
+"""Prefixes of the names of this project's kernels, except routing kernels."""
 Clock = Callable[[Callable[[], object]], Callable[[], float]]
 """Runs a step and returns a function that waits for the step and returns its seconds."""
 
@@ -119,6 +128,30 @@ def memory_limit(num_bytes: float, device: torch.device) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
 
 
+def in_new_process(function: Callable[..., Result], *arguments: Any) -> tuple[Result | None, int]:
+    """Call a function in a new process.
+
+    Returns:
+        Its result, None if the process ended without one, and the exit code. Errors are printed to
+        stderr.
+    """
+    context = get_context("forkserver")  # has imported torch, has computed nothing
+    context.set_forkserver_preload([__name__])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(sender, function, arguments))
+    process.start()
+    sender.close()
+    result: Result | None = None
+    with receiver, suppress(EOFError):  # raised if the process ends without a result
+        result = receiver.recv()
+    process.join()
+    return result, process.exitcode or 0
+
+
+def _send_result(results: Connection, function: Callable[..., object], arguments: Any) -> None:
+    results.send(function(*arguments))
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, as reported by torch, numpy or the operating system."""
     if isinstance(error, OSError):
@@ -203,3 +236,48 @@ def _interpreted(half: Callable[[], object]) -> list[str]:
     with instrumented(run=record):
         half()
     return names
+
+
+def describe_launches(row: Row) -> str:
+    """This project's kernels by name and, on a GPU, the number of other launches."""
+    halves = []
+    for half, names in row["launches"].items():
+        fused = [name for name in names if name.startswith(KERNELS)]
+        moves = sum(name.startswith(("Memcpy", "Memset")) for name in names)
+        kernels = f"{len(fused)} hierarchical kernel{'s' * (len(fused) != 1)} ({', '.join(fused)})"
+        others = len(names) - len(fused) - moves
+        halves.append(f"{half}: {kernels} + {others} other kernels + {moves} copies and fills")
+    return f"launches of {row['label']}: {'; '.join(halves)}"
+
+
+def make_row(method: Method, peak: Work) -> Row:
+    """The figures of a method, as the log has them."""
+    seconds, problem = method.seconds(), method.problem
+    floor = method.tree and least_work(problem, method.tree)
+    median = statistics.median(seconds) if seconds else None
+    floor_seconds = floor and max(floor.bytes / peak.bytes, floor.flops / peak.flops)
+    trees = [name for name, tree in problem.trees.items() if tree is method.tree and method.exact]
+    return {
+        "vocab_size": problem.vocab_size,
+        "hidden": problem.hidden_size,
+        "positions": problem.num_positions,
+        "method": method.name,
+        "backend": method.backend,
+        "label": method.label,
+        "tree": trees[0] if trees else None,
+        "refused": method.refused,
+        "seconds_median": median,
+        "seconds_min": min(seconds, default=None),
+        "rounds": len(seconds),
+        "timed_positions": method.num_positions,
+        "ratio_to_floor": median / floor_seconds if median and floor_seconds else None,
+        "loss": None if method.refused else float(method.last_loss),
+        "peak_bytes": method.peak_bytes,
+        "page_faults": statistics.median(method.page_faults) if method.page_faults else None,
+        "gradient_bytes": None if method.refused else method.gradient_bytes,
+        "floor_bytes": floor and floor.bytes,
+        "floor_flops": floor and floor.flops,
+        "bytes_per_second": peak.bytes,
+        "flops_per_second": peak.flops,
+        "cutoffs": problem.cutoffs if method.name == "adaptive" else None,
+    }

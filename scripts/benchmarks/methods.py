@@ -65,6 +65,7 @@ class Method:
     refused: str | None = None  # why there is no figure
     last_loss: float | Tensor = float("nan")
     timings: list[Callable[[], float]] = field(default_factory=list)  # called after the last round
+    page_faults: list[int] = field(default_factory=list)  # of each timed step
     peak_bytes: int | None = None  # what one step holds in addition to what was held before
 
     def __post_init__(self) -> None:
@@ -94,6 +95,12 @@ class Method:
         loss = self.loss(self.hidden, self.target)
         torch.autograd.backward(loss)
         self.last_loss = loss.detach()
+
+    def find_loss(self) -> None:
+        """Compute the loss of all positions if the steps have fewer."""
+        if self.num_positions < self.problem.num_positions:
+            with torch.no_grad():
+                self.last_loss = self.loss(self.problem.hidden, self.problem.target)
 
     def seconds(self) -> list[float]:
         """Seconds of each timed step, scaled to all positions of the problem."""

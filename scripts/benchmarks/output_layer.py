@@ -1,8 +1,11 @@
 """Time and memory of the output layer and its peers, forward and backward, and their lower bound.
 
-All methods run in one process, in turn, on the same hidden vectors and targets (Zipf: P(w) ∝ 1 /
-rank). A figure is the median over the rounds; compare ratios, not times. Our methods run with each
-of --backends, by default the one that users get, `auto`, and the reference. The methods:
+All methods have the same hidden vectors and targets (Zipf: P(w) ∝ 1 / rank). On a CPU each runs
+in a process of its own, one after the other, as in a program that has one output layer: next to
+others, a method has to map again the memory that they have returned to the system. On a GPU, whose
+allocator keeps freed memory, they take turns in one process. A figure is the median over the
+rounds; compare ratios, not times. Our methods run with each of --backends, by default the one that
+users get, `auto`, and the reference. The methods:
 
   random     ours, two levels, √N classes of √N words assigned at random: nearly every class is
              visited, as with classes by meaning. "÷ ours" is relative to the first line: to this
@@ -27,9 +30,10 @@ of --backends, by default the one that users get, `auto`, and the reference. The
              scaled
 
 Methods that compute the same probabilities must have the same loss: a peer that has another one is
-refused, and if one of ours has, nothing is timed. A method that does not fit into the free memory
+refused, and if one of ours has, nothing is logged. A method that does not fit into the free memory
 is refused. Slow methods are timed in every third round. On a GPU every step begins with an idle
-device and unrelated data in the L2 cache, so launch overhead counts.
+device and unrelated data in the L2 cache, so launch overhead counts; on a CPU it begins with the
+caches as the step before has left them. Page faults are those of a step, the median.
 
 The lower bound (column "÷ floor") is the larger of bytes / bandwidth (each visited row and each
 hidden vector read twice, their gradients written once) and multiply–adds / matrix rate (three
@@ -40,7 +44,7 @@ import argparse
 import importlib.util
 import math
 import os
-import statistics
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -92,10 +96,9 @@ COLUMNS = {
     "peak MiB": "{peak_bytes:.1f/1048576}",
     "gradient MiB": "{gradient_bytes:.1f/1048576}",
     "positions timed": "{timed_positions:,}",
+    "page faults": "{page_faults:,.0f}",
     "refused": "{refused}",
 }
-KERNELS = ("_forward", "_errors", "_heavy", "_rows")
-"""Prefixes of the names of this project's kernels, except routing kernels."""
 
 
 def rank_blocks(vocab_size: int, num_shortlist: int = 0) -> ClassTree:
@@ -210,41 +213,36 @@ def warm_up(method: Method) -> None:
     method.free()
 
 
-def check_losses(methods: list[Method]) -> None:
-    """Compare the losses of methods with the same tree; a peer that differs is refused.
+def check_losses(rows: list[Row]) -> None:
+    """Compare the losses of rows with the same tree; a peer that differs is refused.
 
     Raises SystemExit if one of ours differs, unless figures are for timing only.
     """
-    firsts: dict[ClassTree, Method] = {}
+    firsts: dict[str, Row] = {}
     is_tf32 = torch.get_float32_matmul_precision() != "highest"
-    for method in methods:
-        if method.tree is not None and method.exact and not method.refused:
-            first = firsts.setdefault(method.tree, method)
-            truth, value = _loss_of(first, method), float(method.last_loss)
-            dtype = first.hidden.dtype
+    for row in rows:
+        if row["tree"] and not row["refused"]:
+            first = firsts.setdefault(row["tree"], row)
+            dtype = measure.DTYPES[row["dtype"]]
             dtype = torch.float16 if is_tf32 and dtype == torch.float32 else dtype  # as many digits
-            if not abs(value - truth) <= measure.TOLERANCE[dtype] * abs(truth):
-                found = f"loss of {method.label} is {value}, of {first.label} {truth}"
-                if method.backend == "torch":
-                    method.refuse(found)
+            if not abs(row["loss"] - first["loss"]) <= measure.TOLERANCE[dtype] * first["loss"]:
+                found = (
+                    f"loss of {row['label']} is {row['loss']}, of {first['label']} {first['loss']}"
+                )
+                if row["backend"] == "torch":
+                    row |= dict.fromkeys(measure.FIGURES) | {"refused": found}
                 elif os.environ.get(TIMING_ONLY) != "1":
                     raise SystemExit(found)
                 print(found)
-
-
-def _loss_of(method: Method, other: Method) -> float:
-    """The method's loss on the positions that the other one is timed on."""
-    if method.num_positions == other.num_positions:
-        return float(method.last_loss)
-    with torch.no_grad():
-        return float(method.loss(other.hidden, other.target))
 
 
 def time_rounds(methods: list[Method], num_rounds: int, clock: Clock) -> None:
     """Time one step of each method in turn, the slow ones in every third round."""
 
     def time_step(method: Method) -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         method.timings.append(clock(method.step))
+        method.page_faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         method.free()
 
     for turn in range(num_rounds):
@@ -257,6 +255,46 @@ def compare(
     size: tuple[int, int], peak: Work, clock: Clock, options: argparse.Namespace
 ) -> list[Row]:
     """A row for each method on one problem of `size` (N, H); the results are also printed."""
+    if options.device.type == "cpu":
+        each = [(name, backend) for backend in options.backends for name in TREES]
+        each += [(name, options.backends[0]) for name in PEERS]
+        rows = [alone(size, peak, *pair, options) for pair in each if pair[0] in options.methods]
+    else:
+        rows = measured(size, peak, clock, options)
+    check_losses(rows)
+    own = next((row for row in rows if row["backend"] != "torch" and not row["refused"]), None)
+    print(f"\nN = {size[0]:,}, H = {size[1]}, {options.positions:,} positions")
+    printed = Table(COLUMNS, options.json, options.device.type)
+    for row in rows:
+        ratio = own and row["seconds_median"] and row["seconds_median"] / own["seconds_median"]
+        printed.add(row | {"ours": own and own["label"], "ratio_to_ours": ratio})
+    for row in printed.rows:
+        if "launches" in row:
+            print(measure.describe_launches(row))
+    return printed.rows
+
+
+def alone(
+    size: tuple[int, int], peak: Work, name: str, backend: str, options: argparse.Namespace
+) -> Row:
+    """The row of one method, measured in a new process."""
+    one = argparse.Namespace(**vars(options) | {"methods": [name], "backends": [backend]})
+    row, exit_code = measure.in_new_process(_measured_alone, size, peak, one)
+    if row is None:
+        raise SystemExit(f"output_layer: {name} ended with exit code {exit_code}")
+    return row
+
+
+def _measured_alone(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> Row:
+    prepare_process(options)
+    (row,) = measured(size, peak, measure.cpu_clock, options)
+    return row
+
+
+def measured(
+    size: tuple[int, int], peak: Work, clock: Clock, options: argparse.Namespace
+) -> list[Row]:
+    """A row for each method, measured in this process."""
     on_gpu = options.device.type == "cuda"
     available = math.inf if on_gpu else available_bytes(options.device) or math.inf
     with measure.memory_limit(min(options.memory_limit, available), options.device):
@@ -264,73 +302,18 @@ def compare(
         methods = make_methods(problem, options)
         for method in methods:
             attempt(method, warm_up)
-        check_losses(methods)
         time_rounds(methods, options.rounds, clock)
+        for method in methods:
+            attempt(method, Method.find_loss)
     rows_dtype = options.rows_dtype or options.dtype
     shared = {"dtype": options.dtype, "rows_dtype": rows_dtype, "seed": options.seed}
     shared |= {"tf32": True} if options.tf32 else {}
     shared |= {"clocks_mhz": measure.gpu_clocks(options.device)} if on_gpu else {}
-    print(f"\nN = {size[0]:,}, H = {size[1]}, {options.positions:,} positions")
-    printed = Table(COLUMNS, options.json, options.device.type)
-    for method, row in zip(methods, make_rows(methods, peak), strict=True):
+    rows = [measure.make_row(method, peak) | shared for method in methods]
+    for method, row in zip(methods, rows, strict=True):
         if method.backend == "triton" and not (method.refused or isinstance(method, GraphMethod)):
             row["launches"] = measure.launches(method)
-        printed.add(row | shared)
-    for row in printed.rows:
-        if "launches" in row:
-            print(describe_launches(row))
-    return printed.rows
-
-
-def make_rows(methods: list[Method], peak: Work) -> list[Row]:
-    """The figures of each method, as the log has them."""
-    own = next((m for m in methods if m.backend != "torch" and not m.refused), None)
-    own_seconds = own and statistics.median(own.seconds())
-    rows = []
-    for method in methods:
-        seconds = method.seconds()
-        floor = method.tree and measure.least_work(method.problem, method.tree)
-        median = statistics.median(seconds) if seconds else None
-        floor_seconds = floor and max(floor.bytes / peak.bytes, floor.flops / peak.flops)
-        rows.append(
-            {
-                "vocab_size": method.problem.vocab_size,
-                "hidden": method.problem.hidden_size,
-                "positions": method.problem.num_positions,
-                "method": method.name,
-                "backend": method.backend,
-                "label": method.label,
-                "refused": method.refused,
-                "seconds_median": median,
-                "seconds_min": min(seconds, default=None),
-                "rounds": len(seconds),
-                "timed_positions": method.num_positions,
-                "ours": own and own.label,
-                "ratio_to_ours": median / own_seconds if median and own_seconds else None,
-                "ratio_to_floor": median / floor_seconds if median and floor_seconds else None,
-                "loss": None if method.refused else float(method.last_loss),
-                "peak_bytes": method.peak_bytes,
-                "gradient_bytes": None if method.refused else method.gradient_bytes,
-                "floor_bytes": floor and floor.bytes,
-                "floor_flops": floor and floor.flops,
-                "bytes_per_second": peak.bytes,
-                "flops_per_second": peak.flops,
-                "cutoffs": method.problem.cutoffs if method.name == "adaptive" else None,
-            }
-        )
     return rows
-
-
-def describe_launches(row: Row) -> str:
-    """This project's kernels by name and, on a GPU, the number of other launches."""
-    halves = []
-    for half, names in row["launches"].items():
-        fused = [name for name in names if name.startswith(KERNELS)]
-        moves = sum(name.startswith(("Memcpy", "Memset")) for name in names)
-        kernels = f"{len(fused)} hierarchical kernel{'s' * (len(fused) != 1)} ({', '.join(fused)})"
-        others = len(names) - len(fused) - moves
-        halves.append(f"{half}: {kernels} + {others} other kernels + {moves} copies and fills")
-    return f"launches of {row['label']}: {'; '.join(halves)}"
 
 
 def parse_options() -> argparse.Namespace:
@@ -366,13 +349,18 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
+def prepare_process(options: argparse.Namespace) -> None:
+    """Set threads, precision and the allocator as training does."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
+
+
 def main() -> None:
     """Print a table for each problem, and write a log if asked."""
     options = parse_options()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    keep_freed_memory()  # as in training
-    torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
+    prepare_process(options)
     clock: Clock = measure.cold_clock() if options.device.type == "cuda" else measure.cpu_clock
     peak = measure.best_rates(clock, options.device, measure.DTYPES[options.dtype])
     print(

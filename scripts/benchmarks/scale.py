@@ -15,6 +15,9 @@ the rows that a batch visits, not of all N rows. The methods:
   loop     one position after the other, every class a separate parameter, SGD; run on a few
            positions, its time scaled to all (its peak memory is that of the few)
 
+On a GPU, and with --dtype bf16, the forward runs under autocast to bf16, as with `train.precision:
+bf16-mixed`: hidden vectors are bf16.
+
 Words are drawn by inverse rank (Zipf) for each step, outside the timed region; √N classes have
 equal sums of √count. Every measurement is a process whose memory the operating system limits, so a
 method that does not fit fails alone; it is not tried at larger N. The outcome is `done`, `memory`
@@ -31,15 +34,18 @@ import argparse
 import os
 import signal
 import sys
-from contextlib import suppress
 from itertools import product
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 
 import torch
 
 from scripts.benchmarks import reporting
-from scripts.benchmarks.measure import DTYPES, TOLERANCE, is_out_of_memory, memory_limit
+from scripts.benchmarks.measure import (
+    DTYPES,
+    TOLERANCE,
+    in_new_process,
+    is_out_of_memory,
+    memory_limit,
+)
 from scripts.benchmarks.reporting import Row, Table
 from scripts.benchmarks.scale_methods import METHODS, NUM_SEQUENCES, measure
 
@@ -60,19 +66,16 @@ COLUMNS = {
 }
 
 
-def measure_limited(
-    results: Connection, name: str, vocab_size: int, dtype: str, options: argparse.Namespace
-) -> None:
-    """Send the figures of one method, measured in this process with limited memory."""
+def measure_limited(name: str, vocab_size: int, dtype: str, options: argparse.Namespace) -> Row:
+    """The figures of one method, measured in this process with limited memory."""
     torch.set_num_threads(options.threads)
     try:
         with memory_limit(options.memory_limit_gb * 1e9, options.device):
-            row = measure(name, vocab_size, dtype, options)
+            return measure(name, vocab_size, dtype, options)
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        row = {"outcome": "memory"}
-    results.send(row)
+        return {"outcome": "memory"}
 
 
 def measure_alone(name: str, vocab_size: int, dtype: str, options: argparse.Namespace) -> Row:
@@ -83,19 +86,9 @@ def measure_alone(name: str, vocab_size: int, dtype: str, options: argparse.Name
     row |= {"time_limit_seconds": options.time_limit, "cpus": os.cpu_count()}
     if name == "host" and dtype == "bf16":
         return row | {"outcome": "refused: numpy has no bf16"}
-    context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    measurement = (sender, name, vocab_size, dtype, options)
-    process = context.Process(target=measure_limited, args=measurement)
-    process.start()
-    sender.close()
-    figures: Row = {}
-    with receiver, suppress(EOFError):  # raised if the process ends without figures
-        figures = receiver.recv()
-    process.join()
+    figures, code = in_new_process(measure_limited, name, vocab_size, dtype, options)
     ended = {-signal.SIGALRM: "time", -signal.SIGKILL: "memory"}  # the latter by the system
-    code = process.exitcode or 0
-    return row | (figures if code == 0 else {"outcome": ended.get(code, f"failed: {code}")})
+    return row | (figures if figures else {"outcome": ended.get(code, f"failed: {code}")})
 
 
 def measure_all(options: argparse.Namespace) -> list[Row]:

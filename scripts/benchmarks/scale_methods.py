@@ -47,12 +47,18 @@ class Task:
         full = name == "full"
         tree = ClassTree.full(vocab_size) if full else ClassTree.two_level(rank_classes(counts))
         self.dtype = dtype  # the table's
+        self.is_mixed = is_mixed(options.device, dtype)
         self.table_device = torch.device("cpu") if name == "host" else options.device
         self.tree = tree.to(self.table_device)
         # [steps, 2, P]: input words and target words of each step
         self.words = words.view(num_steps, 2, num_positions).to(options.device)
         hidden = torch.randn(num_positions, options.hidden)
         self.hidden = hidden.to(options.device).requires_grad_()  # [P, H] fp32
+
+    def loss(self, method: "Method", words: Tensor) -> Tensor:
+        """The method's loss, under autocast to bf16 where users train so."""
+        with torch.autocast(self.hidden.device.type, torch.bfloat16, enabled=self.is_mixed):
+            return method.loss(words)
 
     @cached_property
     def table(self) -> tuple[Tensor, Tensor]:
@@ -64,6 +70,11 @@ class Task:
             for rows in torch.split(tensor, ROWS_AT_ONCE):
                 rows.copy_(torch.empty(rows.shape).uniform_(-INIT_RANGE, INIT_RANGE))
         return weight, bias
+
+
+def is_mixed(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a step is one of `train.precision: bf16-mixed`: on a GPU, and with a bf16 table."""
+    return device.type == "cuda" or dtype == torch.bfloat16
 
 
 class Method(NamedTuple):
@@ -231,7 +242,7 @@ def timed(task: Task, method: Method, words: Tensor, limit: float) -> Timing:
     signal.setitimer(signal.ITIMER_REAL, limit)
     task.hidden.grad = None
     start = time.perf_counter(), time.process_time()
-    loss = method.loss(words)
+    loss = task.loss(method, words)
     torch.autograd.backward(loss)
     method.update()
     value = float(loss.detach())
@@ -249,7 +260,7 @@ def measure(name: str, vocab_size: int, dtype: str, options: argparse.Namespace)
     method = METHODS[name](task)
     num_run = min(LOOP_POSITIONS, num_positions) if name == "loop" else num_positions
     with torch.no_grad():
-        first_loss = None if num_run == num_positions else float(method.loss(task.words[0]))
+        first_loss = None if num_run == num_positions else float(task.loss(method, task.words[0]))
     times = [timed(task, method, words[:, :num_run], options.time_limit) for words in task.words]
     scale = num_positions / num_run
     seconds = scale * statistics.median(timing.wall for timing in times[1:])
@@ -258,6 +269,7 @@ def measure(name: str, vocab_size: int, dtype: str, options: argparse.Namespace)
     peak = torch.cuda.max_memory_allocated() if task.hidden.is_cuda else None
     return {
         "outcome": "time" if seconds > options.time_limit else "done",
+        "precision": "bf16-mixed" if task.is_mixed else "32-true",
         "seconds": seconds,
         "cpu_seconds": scale * statistics.median(timing.cpu for timing in times[1:]),
         "run_positions": num_run,

@@ -15,7 +15,7 @@ from scripts.reproduction.search_tables import (
     frequency_differences,
     trial_logs,
 )
-from scripts.reproduction.tables import Row, read_log
+from scripts.reproduction.tables import Row, last_rows, read_log
 
 PARTS = ("data", "embedding", "backbone", "layer", "clipping", "optimizer", "loop")
 """Parts of a training step, fields of the log `step`."""
@@ -47,12 +47,13 @@ def draw_vocabularies(results: Path, path: Path) -> None:
         for row in rows:
             # Weights take as much memory as their gradients.
             row["memory"] = row["gradient_bytes"] + row["peak_bytes"]
-        _line(left, rows, "seconds_median", color=color, label=label)
-        _line(right, rows, "memory", 1e9, color=color, label=label)
+        _line(left, rows, "vocab_size", "seconds_median", color=color, label=label)
+        _line(right, rows, "vocab_size", "memory", 1e9, color=color, label=label)
     steps = read_log(results, "scale", {"method": "layer", "outcome": "done"})
-    label = "ours, with update"
-    _line(left, steps, "cpu_seconds", color="C0", ls="--", mfc="white", label=label)
-    _line(right, steps, "peak_bytes", 1e9, color="C0", ls="--", mfc="white", label=label)
+    dashed: dict[str, Any] = {"fmt": "o--", "color": "C0", "mfc": "white"}
+    dashed["label"] = "ours, with update"
+    _line(left, steps, "vocab_size", "cpu_seconds", **dashed)
+    _line(right, steps, "vocab_size", "peak_bytes", 1e9, **dashed)
     for axes, title in ((left, "seconds per step"), (right, "memory, GB")):
         axes.set(xscale="log", yscale="log", title=title, xlabel="words in the vocabulary, N")
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -64,7 +65,7 @@ def draw_vocabularies(results: Path, path: Path) -> None:
 
 def draw_steps(results: Path, path: Path) -> None:
     """Draw the parts of training steps as bars, each with the plain loop's time, from `step`."""
-    rows = {(row["config"], row["tree"]): row for row in read_log(results, "step")}
+    rows = last_rows(read_log(results, "step"), lambda row: (row["config"], row["tree"]))
     figure = Figure(figsize=(9, 1.4 + 0.6 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     for place, row in enumerate(rows.values()):
@@ -74,8 +75,8 @@ def draw_steps(results: Path, path: Path) -> None:
             axes.barh(place, width, left=begin, color=f"C{number}", label=label)
             begin += width
         plain = 1e3 * row["seconds"] / (1 + row["overhead"])
-        label = "plain loop" if place == 0 else None
-        axes.plot([plain, plain], [place - 0.4, place + 0.4], color="k", label=label)
+        label = "plain loop" if place == 0 else "_"  # not in the legend
+        axes.vlines(plain, place - 0.4, place + 0.4, color="k", label=label)
     labels = [f"{config.removesuffix('.yaml')}\n{tree.split(',')[0]}" for config, tree in rows]
     axes.set_yticks(range(len(rows)), labels)
     axes.set(xlabel="milliseconds per step")
@@ -191,16 +192,15 @@ def draw_trees(results: Path, path: Path) -> None:
             for order, style in (("clustered", "o-"), ("random", "x--")):
                 names = {"full", "two_level" if order == "clustered" else "two_level, random"}
                 names |= {f"{shape}, {order}" for shape in DEPTHS}
-                ratio = {
-                    row["depth"]: row["ratio"]
+                drawn = [
+                    row
                     for row in rows
                     if row["vocab_size"] == size
                     and row["tree"] in names
                     and row["kind"] in ("dense", "gpu")
-                }
+                ]
                 label = f"N = {size:,}" if order == "clustered" else None
-                points = sorted(ratio.items())
-                axes.plot(*zip(*points, strict=True), style, color=f"C{i}", label=label)
+                _line(axes, drawn, "depth", "ratio", fmt=style, color=f"C{i}", label=label)
         title = "CPU, one thread" if log == "trees" else "H200, a model"
         axes.set(xscale="log", yscale="log", title=title, xlabel="depth of the tree")
         axes.set_xticks([1, 2, 3, 4, 8, 16], minor=False)
@@ -213,6 +213,9 @@ def draw_trees(results: Path, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _line(axes: Axes, rows: list[Row], field: str, unit: float = 1, **style: Any) -> None:
-    sizes = [row["vocab_size"] for row in rows]
-    axes.plot(sizes, [row[field] / unit for row in rows], marker="o", **style)
+def _line(
+    axes: Axes, rows: list[Row], x: str, y: str, unit: float = 1, fmt: str = "o-", **style: Any
+) -> None:
+    """Draw the field `y` against `x`, of the last row for each `x`."""
+    points = sorted(last_rows(rows, lambda row: row[x]).items())
+    axes.plot([at for at, _ in points], [row[y] / unit for _, row in points], fmt, **style)

@@ -101,17 +101,22 @@ def write_pages() -> None:
     tables = all_tables()
     for page in pages():
         page.write_text(update(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
-    draw_vocabularies(RESULTS, RESULTS / "vocabularies.png")
-    draw_steps(RESULTS, RESULTS / "step.png")
-    draw_curves("ptb_time", RESULTS, RESULTS / "ptb_time" / "perplexity_over_time.png")
-    draw_trees(RESULTS, RESULTS / "trees.png")
-    draw_tree_curves(RESULTS, RESULTS / "tree_curves.png")
-    for corpus, path in PROTOCOLS.items():
-        name, protocol = f"{SEARCH.name}{corpus}", Protocol.read(path)
-        draw_trials(protocol, RESULTS / name, RESULTS / f"{name}_trials.png")
-        draw_frequencies(protocol, RESULTS / name, RESULTS / f"{name}.png")
+    draw_figures(RESULTS)
     for path in RESULTS.glob("**/*.png"):
         shrink(path)
+
+
+def draw_figures(folder: Path) -> None:
+    """Draw the figures of all pages; those of a table or comparison without logs are left out."""
+    draw_vocabularies(RESULTS, folder / "vocabularies.png")
+    draw_steps(RESULTS, folder / "step.png")
+    draw_curves("ptb_time", RESULTS, folder / "ptb_time" / "perplexity_over_time.png")
+    draw_trees(RESULTS, folder / "trees.png")
+    draw_tree_curves(RESULTS, folder / "tree_curves.png")
+    for corpus, path in PROTOCOLS.items():
+        name, protocol = f"{SEARCH.name}{corpus}", Protocol.read(path)
+        draw_trials(protocol, RESULTS / name, folder / f"{name}_trials.png")
+        draw_frequencies(protocol, RESULTS / name, folder / f"{name}.png")
 
 
 def shrink(path: Path, num_colors: int = 256) -> None:

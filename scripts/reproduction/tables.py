@@ -3,9 +3,9 @@
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -20,6 +20,7 @@ from scripts.reproduction.search_tables import (
 )
 
 Row = dict[str, Any]
+Key = TypeVar("Key", bound=Hashable)
 LOG_TABLES = Path(__file__).with_name("log_tables.yaml")
 SUMMARY = {
     "corpus, model": "{corpus}",
@@ -59,6 +60,23 @@ VOCABULARIES = {
     "classes, perplexity": "{perplexity:.1f}",
 }
 """Title of a column → template of its cells."""
+GPU_COLUMNS = {
+    "random": "ours, eager",
+    "graph": "ours, CUDA graph",
+    "full": "full softmax, torch",
+    "cce": "cut-cross-entropy",
+    "liger": "Liger",
+    "published": "full softmax, fastest published",
+    "floor": "floor",
+    "adaptive": "adaptive softmax",
+    "grouped": "`grouped_mm`",
+}
+"""Methods in the log of a GPU → titles of columns."""
+GPU_OVERVIEW = 6
+"""How many of them the overview has."""
+PUBLISHED_FLOPS = 745e12
+"""Operations per second, six for each position, feature and word, published for QuACK 0.6 and
+Liger's kernels for sm_90 on Hopper: the fastest full softmax."""
 
 
 def generate_tables(results: Path) -> dict[str, str]:
@@ -73,6 +91,8 @@ def generate_tables(results: Path) -> dict[str, str]:
     generated["comparisons"] = markdown.table_of_rows(COMPARISONS, comparisons(results))
     for corpus, path in PROTOCOLS.items():
         generated |= search_tables(Protocol.read(path), results / f"{SEARCH.name}{corpus}")
+    for name, num_columns in (("gpu_layer", None), ("gpu_overview", GPU_OVERVIEW)):
+        generated[name] = gpu_layer(results, num_columns)
     generated["vocabularies"] = markdown.table_of_rows(VOCABULARIES, vocabularies(results))
     return generated
 
@@ -84,6 +104,11 @@ def read_log(results: Path, name: str, where: Mapping[str, Any] | None = None) -
     return [row for row in map(json.loads, lines) if (where or {}).items() <= row.items()]
 
 
+def last_rows(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, Row]:
+    """The row of each key that tables and figures take: the last one, from the newest run."""
+    return {key(row): row for row in rows}
+
+
 def table_of_log(
     results: Path, *, log: str, where: Mapping[str, Any] | None = None, **layout: Any
 ) -> str:
@@ -91,7 +116,7 @@ def table_of_log(
     rows = read_log(results, log, where)
     if "columns" not in layout:
         return pivot(rows, **layout)
-    last = {tuple(row[name] for name in layout["key"]): row for row in rows}
+    last = last_rows(rows, lambda row: tuple(row[name] for name in layout["key"]))
     return markdown.table_of_rows(layout["columns"], last.values())
 
 
@@ -108,9 +133,9 @@ def pivot(
 ) -> str:
     """A table with a cell for each pair of names, as log_tables.yaml describes it."""
     cells: dict[tuple[str, str], str] = {}
-    for each in rows:
+    last = last_rows(rows, lambda each: (markdown.cell(row, each), markdown.cell(column, each)))
+    for names, each in last.items():
         text = markdown.cell(cell, each)
-        names = markdown.cell(row, each), markdown.cell(column, each)
         cells[names] = markdown.cell(otherwise, each) if otherwise and "–" in text else text
     lines = _titles(row_titles, [name for name, _ in cells])
     columns = _titles(column_titles, [name for _, name in cells])
@@ -154,6 +179,26 @@ def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
             }
             found.append((speeds or [{}])[-1] | figures)
     return found
+
+
+def gpu_layer(results: Path, num_columns: int | None) -> str:
+    """Milliseconds of the output layer on a GPU, with its floor and the fastest published rate."""
+    rows = read_log(results, "h100", {"what": "layer"})
+    for row in [row for row in rows if row["method"] == "random"]:
+        size = {name: row[name] for name in ("vocab_size", "hidden", "positions")}
+        if row.get("ratio_to_floor"):
+            floor = row["seconds_median"] / row["ratio_to_floor"]
+            seconds = 6 * math.prod(size.values()) / PUBLISHED_FLOPS
+            rows.append(size | {"method": "floor", "seconds_median": floor})
+            rows.append(size | {"method": "published", "seconds_median": seconds})
+    return pivot(
+        rows,
+        corner="N × H",
+        row="{vocab_size:,} × {hidden}",
+        column="{method}",
+        column_titles=dict(list(GPU_COLUMNS.items())[:num_columns]),
+        cell="{seconds_median:,.2f/1e-3}",
+    )
 
 
 def vocabularies(results: Path) -> list[Row]:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from scripts.benchmarks import scale, scale_methods
-from scripts.benchmarks.measure import is_out_of_memory
+from scripts.benchmarks.measure import DTYPES, is_out_of_memory
 from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.scale_methods import (
     METHODS,
@@ -62,6 +62,26 @@ def test_methods_over_classes_agree_and_every_row_has_its_figures(
         assert row["peak_bytes"] > 50e6
         assert row["run_positions"] == (16 if name == "loop" else 64)
         assert 0 < row["rows_visited"] <= row["num_rows"]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "mixed"),
+    [("cpu", "fp32", False), ("cpu", "bf16", True), ("cuda", "fp32", True), ("cuda", "bf16", True)],
+)
+def test_a_gpu_and_a_bf16_table_have_bf16_hidden_vectors(
+    parse: Parse, device: str, dtype: str, mixed: bool
+) -> None:
+    options, kind = parse(), DTYPES[dtype]
+    options.device = torch.device(device)
+    assert scale_methods.is_mixed(options.device, kind) == mixed
+    options.device = torch.device("cpu")
+    task = Task("layer", 131, kind, options)
+    task.is_mixed = mixed  # autocast of a CPU follows the same rules
+    (weight, bias), target = task.table, task.words[0, 1]
+    hidden = task.hidden.detach().to(torch.bfloat16 if mixed else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        exact = float(hierarchical_cross_entropy(hidden, weight, target, task.tree, bias))
+    assert timed(task, METHODS["layer"](task), task.words[0], 60.0).loss == exact
 
 
 def test_one_step_of_every_dense_way_leaves_the_same_table(parse: Parse) -> None:

@@ -3,15 +3,13 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from data_prep.errors import UserError
-from scripts.reproduction.figures import (
-    draw_curves,
-    draw_tree_curves,
-    draw_vocabularies,
-)
-from scripts.reproduction.pages import all_tables, pages, recipe_table, update
+from scripts.reproduction.figures import draw_vocabularies
+from scripts.reproduction.pages import all_tables, draw_figures, pages, recipe_table, update
 from scripts.reproduction.runs import RESULTS, TOP
 from scripts.reproduction.tables import table_of_log
 
@@ -87,8 +85,66 @@ def test_speeds_are_relative_to_the_full_softmax_of_the_corpus() -> None:
     assert sizes[0][5:] == [of_layer["full softmax"], of_layer["exchange classes"]]
 
 
-def test_figures_are_drawn_from_the_logs(tmp_path: Path) -> None:
-    draw_vocabularies(RESULTS, tmp_path / "vocabularies.png")
-    draw_curves("ptb_time", RESULTS, tmp_path / "curves.png")
-    draw_tree_curves(RESULTS, tmp_path / "tree_curves.png")
-    assert min(path.stat().st_size for path in tmp_path.iterdir()) > 10_000
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
+    """The figures that are saved, by the name of their file."""
+    found: dict[str, Figure] = {}
+
+    def note(self: Figure, path: Path, **options: int) -> None:
+        found[path.name] = self
+
+    monkeypatch.setattr(Figure, "savefig", note)
+    return found
+
+
+def test_every_line_of_every_figure_goes_from_left_to_right(
+    saved: dict[str, Figure], tmp_path: Path
+) -> None:
+    draw_figures(tmp_path)
+    assert {path.name for path in RESULTS.rglob("*.png")} == set(saved)
+    for name, figure in saved.items():
+        lines = [line for axes in figure.axes for line in axes.lines]
+        assert lines or name == "step.png"  # of bars
+        for line in lines:
+            places, heights = (np.asarray(each, float) for each in line.get_data())
+            assert np.diff(places).min(initial=1) > 0, (name, line.get_label(), places)
+            assert len(places) > 0, (name, line.get_label())
+            assert np.isfinite(heights).all(), (name, line.get_label())
+
+
+def test_the_first_figure_has_the_points_of_the_tables(
+    saved: dict[str, Figure], tmp_path: Path
+) -> None:
+    both = {"dtype": "fp32", "refused": None, "gradient_bytes": 2e9, "peak_bytes": 3e9}
+    layer = [(300, 9.0), (30, 7.0), (300, 0.25), (30, 0.125), (3000, 2.5)]
+    step = [(3000, 4.0), (30, 5.0), (3000, 0.75)]
+    logs = {
+        "output_layer": [
+            {"method": "random", "vocab_size": n, "seconds_median": s} | both for n, s in layer
+        ],
+        "scale": [
+            {
+                "method": "layer",
+                "outcome": "done",
+                "vocab_size": n,
+                "cpu_seconds": s,
+                "peak_bytes": 1e9,
+            }
+            for n, s in step
+        ],
+    }
+    for name, rows in logs.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    draw_vocabularies(tmp_path, tmp_path / "vocabularies.png")
+    left, right = saved["vocabularies.png"].axes
+    drawn = {line.get_label(): line for line in left.lines}
+    for label, log, field in (
+        ("class-based softmax (ours)", "output_layer", "seconds_median"),
+        ("ours, with update", "scale", "cpu_seconds"),
+    ):
+        columns = {"N": "{vocab_size}", "s": f"{{{field}}}"}
+        table = table_of_log(tmp_path, log=log, key=["vocab_size"], columns=columns)
+        points = sorted((float(n), float(s)) for n, s in cells(table))
+        assert np.array_equal(drawn[label].get_xydata(), points)
+    memory = [set(np.unique(line.get_ydata())) for line in right.lines]
+    assert memory == [set(), set(), {5.0}, {1.0}]

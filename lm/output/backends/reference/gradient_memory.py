@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 LARGE_BYTES = 1 << 20
 """From this size on a gradient is mapped; malloc reuses smaller blocks."""
 REUSED_BYTES = 1 << 31
-"""Most memory that is held for the next gradient."""
+"""Most memory that is held for the next gradients."""
 REUSED_SHARE = 0.25
 """Least share of written rows; gradients with a smaller one are freshly mapped."""
 ROWS_PER_CALL = 16
@@ -29,7 +30,7 @@ _MAPPING: dict[str, Any] = (
 """Private pages where the system has them: touching one first is cheaper than a shared one."""
 
 _free: list[mmap.mmap] = []
-"""Memory of a gradient that no longer exists, one at most."""
+"""Memory of gradients that no longer exist, the oldest first: one for each layer of a model."""
 
 
 def zero_between(out: Tensor, first: Tensor, num: Tensor) -> None:
@@ -65,12 +66,9 @@ def zeros_except(
     if is_mapped(num_bytes, share):
         fresh = mmap.mmap(-1, num_bytes, **_MAPPING)
         return torch.frombuffer(fresh, dtype=dtype).resize_(like.shape)
-    try:
-        memory = _free.pop()
-    except IndexError:
-        memory = None
-    is_used = memory is not None and len(memory) == num_bytes
-    if memory is None or not is_used:
+    memory = _take(num_bytes)
+    is_used = memory is not None
+    if memory is None:
         memory = mmap.mmap(-1, num_bytes, **_MAPPING)
     lease = (ctypes.c_char * num_bytes).from_buffer(memory)
     weakref.finalize(lease, _give_back, memory).atexit = False
@@ -87,9 +85,22 @@ def is_mapped(num_bytes: float, share: float) -> bool:
 
 
 def release() -> None:
-    """Unmap the memory that is held for the next gradient."""
+    """Unmap the memory that is held for the next gradients."""
     _free.clear()
 
 
+def _take(num_bytes: int) -> mmap.mmap | None:
+    """Held memory of this size, the newest, if there is any; another thread may take it first."""
+    for memory in reversed(tuple(_free)):
+        if len(memory) == num_bytes:
+            with suppress(ValueError):
+                _free.remove(memory)
+                return memory
+    return None
+
+
 def _give_back(memory: mmap.mmap) -> None:
-    _free[:] = [memory]
+    kept = [*_free, memory]
+    while sum(map(len, kept)) > REUSED_BYTES:
+        del kept[0]
+    _free[:] = kept
