@@ -14,6 +14,7 @@ pieces. White space is not spelled. Bits per byte are known if all words of a li
 single spaces, without others at its ends, and no line has the word `<eos>`.
 """
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,8 +28,9 @@ from tqdm import tqdm
 from data_prep.corpus.lines import read_lines
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
+from data_prep.tokenizer.punctuation import EOS, UNK
 from data_prep.tokenizer.token_file import SplitInfo, counted_literals, log_literals
-from data_prep.tokenizer.tokenizer import EOS, UNK, Tokenizer, WordTokenizer
+from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_text
 from lm.run import Run
@@ -43,15 +45,8 @@ WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out"
 
 def as_json(figures: Any) -> dict[str, Any]:
     """The fields of a dataclass for JSON, which has no infinity and no NaN: these are None."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: finite(each) for name, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [finite(each) for each in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    found: dict[str, Any] = finite(asdict(figures))
+    text = json.dumps(asdict(figures))
+    found: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
     return found
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 import yaml
 
-from data_prep.corpus.hints import NUM_LINES, find_text, warn_of
+from data_prep.corpus.hints import NUM_LINES, UNSPACED, find_text, warn_of
 from data_prep.corpus.lines import TextFile, text_lines
 from data_prep.corpus.split import (
     MIN_UNITS,
@@ -33,7 +33,7 @@ from data_prep.corpus.split import (
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
 from data_prep.storage import folder_to_fill, new_folder, write_hashed
-from data_prep.tokenizer.tokenizer import STOPS, UNK, separate_words
+from data_prep.tokenizer.punctuation import STOPS, UNK, separate_words
 from lm.config import Config, validate
 from lm.output import ClassTree
 from lm.run import Run
@@ -101,10 +101,6 @@ perplexity of English and of Hungarian (scripts/reproduction/PROTOCOL.md)."""
 PIECES, PIECES_BYTES = 8_000, 1_000_000
 """Texts without spaces have SentencePiece units from this size on, and else characters."""
 CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-NO_SPACES = re.compile(
-    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uff66-\uff9f\U00020000-\U0003ffff]"
-)
-"""Letters of Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese."""
 ITEMS = "kind: words, min_count: 1, split_punctuation: false"
 """The tokenizer of item ids, which have digits: all are words, and they have no stems."""
 MANY_RARE, MOSTLY_RARE = 0.2, 0.4
@@ -112,7 +108,7 @@ MANY_RARE, MOSTLY_RARE = 0.2, 0.4
 
 About the same share of new text is unknown (Good & Turing 1953)."""
 FEW_WORDS = 1_000
-"""Of fewer words these shares say little."""
+"""Least number of words from which these shares mean something."""
 
 logger = logging.getLogger(__name__)
 
@@ -245,8 +241,8 @@ def measure(sample: Sample) -> tuple[int, int, str]:
     """
     words = [word for line in sample.lines for word in line.split()]
     characters, num_lines = "".join(words), sample.num_units("lines")
-    unspaced = [word for word in words if NO_SPACES.search(word)]
-    num_letters = len(NO_SPACES.findall("".join(unspaced)))
+    unspaced = [word for word in words if UNSPACED.search(word)]
+    num_letters = len(UNSPACED.findall("".join(unspaced)))
     is_list = 2 * num_letters > len(characters) and len(words) < 2 * num_lines
     has_no_spaces = is_list or (
         num_letters > 0.05 * len(characters) and len("".join(unspaced)) > 6 * len(unspaced)

@@ -140,7 +140,7 @@ def test_processors_and_memory_are_those_that_the_cgroups_allow(
     processors: int,
     limit: int | None,
 ) -> None:
-    """Of both versions: of the process and of those that contain it, as a container sees them."""
+    """Both versions count, of the process and of what contains it, as a container sees them."""
     files = {f"cgroup/{name}": text for name, text in files.items()}
     files |= {"meminfo": "MemTotal: 9000 kB\nMemAvailable: 5000 kB", "self/statm": "900 10 3 1"}
     for name, text in (files | ({} if cgroup is None else {"self/cgroup": cgroup})).items():

@@ -21,6 +21,10 @@ NUM_LINES = 100
 """Lines and rows that decide."""
 MANY_REPEATED = 0.2
 """Share of a split's characters, so that short lines that all texts have are few."""
+UNSPACED = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uff66-\uff9f\U00020000-\U0003ffff]"
+)
+"""Letters of Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese, written without spaces."""
 _FORMAT_OF_SUFFIX = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
@@ -86,7 +90,7 @@ def _are_json(lines: Sequence[str]) -> bool:
 
 
 def noted(lines: Iterable[str], name: str) -> Iterator[str]:
-    """The same lines; warns of what the first ones look like, without waiting for them."""
+    """Pass lines on; warn of what the first ones look like, without waiting for them."""
     first: list[str] = []
     for line in lines:
         if len(first) < NUM_LINES:
@@ -124,7 +128,7 @@ def warn_of(lines: Iterable[str], name: str) -> None:
 
 
 def compared(lines: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> Iterator[str]:
-    """The same training lines; warns of held-out splits of which they contain a large part."""
+    """Pass training lines on; warn of held-out splits of which they contain a large part."""
     unseen: dict[str, dict[int, tuple[int, int]]] = {split: {} for split in held_out}
     for split, others in held_out.items():
         for line in map(str.strip, others):

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from data_prep.errors import UserError
 from data_prep.storage import open_to_read, write_hashed
-from data_prep.tokenizer.tokenizer import EOS, UNK
+from data_prep.tokenizer.punctuation import EOS, UNK
 from data_prep.tokenizer.word_index import WORDS_PER_CHUNK, WordIndex
 
 SPELLER = "speller.npz"

@@ -9,23 +9,16 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from itertools import chain, compress
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.tokenizer.punctuation import EOS, UNK, Spacing, separate_words
 from data_prep.tokenizer.word_index import WordIndex
 
-UNK = "<unk>"
-EOS = "<eos>"
 SENTENCEPIECE_SPACE = "\u2581"
-STOPS = (
-    ",;:!?\u2026\u3001\u3002\uff0c\uff01\uff1f\uff1b\uff1a"  # of Latin, Chinese and Japanese text
-    "\u0964\u0965\u060c\u061b\u061f\u06d4\u0589\u1362\u1363"  # Indic, Arabic, Armenian, Ethiopic
-)
-"""Marks that end a word or a part of a sentence, besides the full stop."""
 LINES_PER_BATCH = 16_384
 CHARACTERS_PER_BATCH = 1 << 25
 
@@ -54,9 +47,7 @@ class AlignedLine(NamedTuple):
 
     words: list[str]
     ids: list[int]  # [n], as `Tokenizer.encode` returns them
-    word_of_id: Sequence[
-        int
-    ]  # [n], index in `words`; len(words): the whitespace after the last word
+    word_of_id: Sequence[int]  # [n], index in `words`; len(words): the whitespace after the last
 
 
 class Tokenizer(ABC):
@@ -207,11 +198,11 @@ class WordTokenizer(Tokenizer):
 
     def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
         """Yield words with the space before them, and newlines."""
-        spacing = _Spacing(self.split_punctuation)
+        spacing = Spacing(self.split_punctuation)
         for id in ids:
             word = self.token(id)
             if id == self.eos_id:
-                spacing = _Spacing(self.split_punctuation)
+                spacing = Spacing(self.split_punctuation)
                 yield "\n"
             else:
                 yield spacing.before(word) + word
@@ -329,69 +320,6 @@ class SentencePieceTokenizer(Tokenizer):
         if id == self.unk_id:
             return UNK if after_space else f" {UNK}"
         return piece.replace(SENTENCEPIECE_SPACE, " ")
-
-
-def separate_words(lines: Sequence[str], lowercase: bool, split_punctuation: bool) -> str:
-    """Return the lines as a text whose words are separated by whitespace, a newline after each."""
-    text = "\n".join(lines) + "\n"
-    text = text.replace("\u0130", "i").lower() if lowercase else text  # a Turkish I with a dot
-    if not split_punctuation:
-        return text
-    find, marks = _punctuation_pattern().findall, set(_AFTER)
-    each = (find(line) for line in text[:-1].split("\n"))
-    words = ([" ".join(word) if word[-1] in marks else word for word in line] for line in each)
-    return "".join(f"{' '.join(line)}\n" for line in words)
-
-
-_BOTH = f"{STOPS}\"'\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb\u2039\u203a\u2013\u2014*`"
-_AFTER = f"{_BOTH}.)]}}%"
-"""Marks that are separated from both sides of a word, and from the word before them."""
-
-
-@cache
-def _punctuation_pattern() -> re.Pattern[str]:
-    """Match a word, a punctuation mark before one, or at once all marks after one.
-
-    Marks inside a word belong to it, and so do hyphens, symbols and a single dot at its beginning.
-    The time is proportional to the text.
-    """
-    before = rf"[{_BOTH}(\[{{\u00bf\u00a1$\u00a3\u20ac)\]}}]|\.(?=\.)|(?<=\.)\."
-    special, marks = f"{UNK}|{EOS}", re.escape(_AFTER)
-    others = rf"(?:[^\s{marks}<]++|(?!{special})<)"
-    return re.compile(rf"{special}|(?!{before})(?:(?:[{marks}]*+{others})++|[{marks}]++)|\S")
-
-
-_QUOTES = {
-    '"': '"',
-    "'": "'",
-    "`": "`",
-    **dict.fromkeys("\u201c\u201d\u201e", "\u201d"),
-    **dict.fromkeys("\u00ab\u00bb", "\u00bb"),
-    **dict.fromkeys("\u2039\u203a", "\u203a"),
-}
-"""Quotation mark → kind; any of a kind opens, and the next one closes, as languages differ."""
-
-
-class _Spacing:
-    """The text before each word of a line: a space, or nothing next to attached punctuation."""
-
-    def __init__(self, attach_punctuation: bool) -> None:
-        self._attach_punctuation = attach_punctuation
-        self._open_quotes: set[str] = set()
-        self._glued = True
-
-    def before(self, word: str) -> str:
-        glued, self._glued = self._glued, False
-        if self._attach_punctuation:
-            if kind := _QUOTES.get(word):
-                closing = kind in self._open_quotes
-                self._open_quotes ^= {kind}
-                self._glued = not closing
-                glued |= closing
-            else:
-                glued |= word in set(f"{STOPS}.)]}}%\u2019")
-                self._glued = word in set("([{\u2018\u201a\u00bf\u00a1$\u00a3\u20ac")
-        return "" if glued else " "
 
 
 def split_at_special(line: str) -> list[str]:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
-from data_prep.tokenizer.tokenizer import EOS, UNK, line_batches, separate_words, split_at_special
+from data_prep.tokenizer.punctuation import EOS, UNK, separate_words
+from data_prep.tokenizer.tokenizer import line_batches, split_at_special
 from data_prep.tokenizer.word_index import WordIndex
 
 MAX_SENTENCE_CHARACTERS = 4_096

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from data_prep.errors import UserError
+from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.speller import Speller
-from data_prep.tokenizer.tokenizer import UNK, Tokenizer, WordTokenizer
+from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.device import available_bytes
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines, read_prefix

@@ -25,8 +25,9 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.errors import UserError
+from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.speller import Speller
-from data_prep.tokenizer.tokenizer import UNK, WordTokenizer
+from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.rescoring.nbest import Floats, Ints, NBest, WordErrors
 from lm.rescoring.unknown import UnknownWords
 from lm.run import Run

@@ -15,6 +15,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from data_prep.corpus.hints import UNSPACED
 from data_prep.corpus.lines import read_text
 from data_prep.errors import UserError
 from lm.rescoring.formats import NonWords
@@ -23,10 +24,6 @@ _TRN = re.compile(r"(.*?)\s*\((\S+)\)\s*")
 _STM = re.compile(r"(\S+)\s+(\S+)\s+\S+\s+(\d+\.?\d*)\s+\d+\.?\d*(?:\s+<[^>\s]*>)?(?:\s+(.*))?")
 _IGNORED = "IGNORE_TIME_SEGMENT_IN_SCORING"
 _SCTK = re.compile(r"(?:^|\s)(?:\(\S+\)|\{ .* / .* \})(?:\s|$)")
-_UNSPACED = re.compile(
-    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uff66-\uff9f\U00020000-\U0003ffff]"
-)
-"""Letters of Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese."""
 _log = logging.getLogger(__name__)
 
 
@@ -107,7 +104,7 @@ class References:
         words = [word for id in ids for word in self.words[id]]
         characters = "".join(words)
         are_long = len(words) < 2 * len(ids) or len(characters) > 6 * len(words)
-        return are_long and 2 * len(_UNSPACED.findall(characters)) > len(characters)
+        return are_long and 2 * len(UNSPACED.findall(characters)) > len(characters)
 
 
 def _of_stm(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.errors import UserError
-from data_prep.tokenizer.tokenizer import EOS
+from data_prep.tokenizer.punctuation import EOS
 from lm.evaluation import perplexity
 from lm.scoring.scorer import LineScore, Scorer
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep.settings import TokenizerConfig
+from data_prep.tokenizer.punctuation import separate_words
 from data_prep.tokenizer.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     WordTokenizer,
-    separate_words,
 )
 from data_prep.tokenizer.vocabulary import train_sentencepiece
 
