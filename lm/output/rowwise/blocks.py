@@ -23,6 +23,15 @@ ROWS_ELEMENTS = 1 << 26
 """Most elements of single rows in a block: 256 MB in fp32, of which an optimizer makes copies."""
 
 
+def on_host(tensor: Tensor) -> bool:
+    """Whether the host reads a tensor's values without waiting.
+
+    Elsewhere numbers that differ between steps remain tensors, and sizes do not depend on values: a
+    CUDA graph would have them from the step that was recorded.
+    """
+    return tensor.is_cpu
+
+
 class Product(NamedTuple):
     """The gradient coefficientsᵀ vectors of neighbouring rows."""
 
@@ -41,7 +50,7 @@ class Rows(NamedTuple):
 class Rule(NamedTuple):
     """How an optimizer changes the rows with a gradient."""
 
-    numbers: tuple[float, ...]  # SGD: lr; Adagrad: lr, eps; Adam: those of `RowAdam`
+    numbers: tuple[float | Tensor, ...]  # SGD: lr; Adagrad: lr, eps; Adam: those of `RowAdam`
     state: dict[str, Tensor]  # {}; "total"; "mean" and "square"
 
 
@@ -134,6 +143,8 @@ class Block:
 
     def add_into(self, out: Tensor, factor: float | Tensor) -> None:
         """Add factor · gradient to `out` [K, H], of one dtype; one factor for all rows, or [K]."""
+        if isinstance(factor, Tensor):
+            factor = factor.expand(len(out))
         if self.formed is not None or self.factors is None:
             if isinstance(factor, Tensor):
                 out.addcmul_(self.values(), factor[:, None])

@@ -123,7 +123,7 @@ class Factors:
         squares = self._norms[0] if "total" in rule.state else None
         special: dict[str, Any] = {"table": table, "squares": squares, **rule.state}
         if table.dtype == torch.bfloat16:
-            special["seed"] = int(torch.randint(1 << 31, ()))
+            special["seed"] = torch.randint(1 << 31, (), device=device)
         self._launch(numbers=numbers, **special)
 
     @cached_property
@@ -144,8 +144,7 @@ class Factors:
             each._replace(h=min(each.h, most)) for each in (self.shape.light, self.shape.heavy)
         )
         special = {
-            **dict.fromkeys(("table", "total", "mean", "square", "squares", "sums"), None),
-            "seed": 0,
+            **dict.fromkeys(("table", "total", "mean", "square", "squares", "sums", "seed"), None),
             **special,
             "errors": self.saved.exp_logits,
             "scale": self.scale,
