@@ -74,8 +74,8 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             if part is not None and rule is not None and part.batch.can_update(table):
                 part.batch.update(table, rule, part.factor)
                 return
-        noise = None
-        if table.dtype == torch.bfloat16:
+        is_rounded, noise = table.dtype == torch.bfloat16, None
+        if is_rounded and on_host(table):
             size, device = (NOISE_ELEMENTS,), table.device
             noise = torch.randint(1 << 16, size, dtype=torch.int32, device=device)
         if isinstance(grad, RowGradient):
@@ -86,12 +86,12 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             stored = table[block.rows]  # a view, if the rows are a slice
             rows = stored.to(wide)
             self._change(rows, block, param, group)
-            if noise is not None:
+            if is_rounded:
                 _round_into(stored, rows, noise)
             elif rows is not stored:
                 stored.copy_(rows)
             if not isinstance(block.rows, slice):
-                table[block.rows] = stored
+                table[block.rows] = stored if block.source is None else stored[block.source]
 
     def _begin(self, param: Tensor, table: Tensor, dtype: torch.dtype) -> None:
         """Prepare the state, of a dtype, before the first block of a step."""
@@ -201,18 +201,22 @@ class RowAdam(RowOptimizer):
             rows.addcdiv_(mean, root, value=-step_size)
 
 
-def _round_into(out: Tensor, rows: Tensor, noise: Tensor) -> None:
+def _round_into(out: Tensor, rows: Tensor, noise: Tensor | None) -> None:
     """Round rows [K, H] fp32, which are overwritten, into `out` bf16; non-finite remains so.
 
-    `noise` is uniform below the last place, and used from a random place on.
+    `noise` is uniform below the last place, and used from a random place on; None draws it for each
+    element, without a number from the host.
     """
     rows.masked_fill_(rows.isnan(), torch.nan)  # one whose bits do not overflow
     bits = rows.view(torch.int32)
     flat = bits.view(-1)
-    start = int(torch.randint(NOISE_ELEMENTS, ()))
-    for begin in range(0, flat.numel(), NOISE_ELEMENTS):
-        portion = flat[begin : begin + NOISE_ELEMENTS]
-        first = noise[start : start + portion.numel()]
-        portion[: first.numel()] += first
-        portion[first.numel() :] += noise[: portion.numel() - first.numel()]
+    if noise is None:
+        flat += torch.randint(1 << 16, flat.shape, dtype=torch.int32, device=flat.device)
+    else:
+        start = int(torch.randint(NOISE_ELEMENTS, ()))
+        for begin in range(0, flat.numel(), NOISE_ELEMENTS):
+            portion = flat[begin : begin + NOISE_ELEMENTS]
+            first = noise[start : start + portion.numel()]
+            portion[: first.numel()] += first
+            portion[first.numel() :] += noise[: portion.numel() - first.numel()]
     out.view(torch.int16).copy_(bits.view(torch.int16)[:, _UPPER_HALF::2])

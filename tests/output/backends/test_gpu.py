@@ -2,8 +2,11 @@
 which the interpreter cannot show.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS
 from lm.output.backends.base import Problem
-from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD
+from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD, lookup
 
 from ..definition import assert_errors_are_small, gradients
 
@@ -20,6 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+PAGE = Path(__file__).parents[3] / "lm" / "output" / "README.md"
 TREES: dict[str, Callable[[], ClassTree]] = {
     "two_level": lambda: ClassTree.two_level(torch.arange(3000) // 55),
     "classes dealt at random": lambda: ClassTree.two_level(torch.randperm(3000) % 55),
@@ -192,6 +196,84 @@ def test_a_captured_graph_follows_new_targets() -> None:
         graph.replay()
         eager = gradients(inputs, static, tree, upstream, "triton")
         assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
+
+
+@pytest.mark.parametrize("row_wise", [True, False])
+def test_the_recorded_step_of_the_page_trains_as_one_that_is_not_recorded(row_wise: bool) -> None:
+    (block,) = re.findall(r"```python\n([^`]*CUDAGraph.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    block = block.replace("row_wise=True", f"row_wise={row_wise}")
+    plain = block.replace("with torch.cuda.graph(graph, stream=stream):\n    loss = step()\n", "")
+    trained: list[dict[str, Any]] = []
+    for text in (block, plain.replace("graph.replay()", "loss = step()")):
+        torch.manual_seed(0)
+        trained.append({})
+        exec(text, trained[-1])
+    recorded, eager = trained
+    assert torch.equal(recorded["loss"], eager["loss"])
+    assert torch.equal(recorded["layer"].weight, eager["layer"].weight)
+
+
+@pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, RowAdam])
+@pytest.mark.parametrize("row_wise", [True, False])
+def test_a_graphed_layer_trains_as_an_eager_one(
+    row_wise: bool, kind: Callable[..., RowOptimizer]
+) -> None:
+    layers: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        tree = TREES["two_level"]()
+        layers.append(HierarchicalSoftmax(64, tree, row_wise=row_wise, device="cuda"))
+    optimizers = [kind(layer.parameters(), lr=0.1) for layer in layers]
+    weights = [layer.weight for layer in layers]
+    hidden = torch.randn(700, 64, device="cuda", requires_grad=True)
+    target = torch.randint(3000, (700,), device="cuda")
+    layers[1] = torch.cuda.make_graphed_callables(layers[1], (hidden, target))
+    for _ in range(5):
+        with torch.no_grad():
+            hidden.normal_()
+        target.random_(3000)
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            layer(hidden, target).loss.backward()
+            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(*weights)
+
+
+def after_lookups(kind: Callable[..., RowOptimizer], dtype: torch.dtype, record: bool) -> Tensor:
+    """A table after steps in which rows repeat, and some are absent; then with other rates."""
+    torch.manual_seed(0)
+    index, lr = torch.randint(-1, 40, (700,), device="cuda"), torch.tensor(0.1, device="cuda")
+    upstream = torch.randn(700, 64, device="cuda")
+    table = torch.randn(3000, 64, device="cuda").to(dtype).requires_grad_()
+    optimizer = kind([table], lr=lr)
+
+    def step() -> None:
+        torch.autograd.backward((lookup(table, index).float() * upstream).sum())
+        torch.nn.utils.clip_grad_norm_([table], 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    graph, replay = torch.cuda.CUDAGraph(), step
+    if record:
+        with torch.cuda.graph(graph):
+            step()
+        replay = graph.replay
+    for number in range(1, 6):
+        index.random_(-1, 40 * number)
+        lr.fill_(0.1 / number)
+        replay()
+    return table.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, RowAdam])
+def test_a_recorded_update_of_looked_up_rows_is_the_eager_one(
+    kind: Callable[..., RowOptimizer], dtype: torch.dtype
+) -> None:
+    assert torch.equal(*(after_lookups(kind, dtype, record) for record in (False, True)))
 
 
 def test_compiled_with_fullgraph_equals_eager() -> None:

@@ -71,7 +71,7 @@ class Factors:
     """The gradient of a batch for the weight as its factors; of the bias without `partial_rows`.
 
     See `lm.output.rowwise.blocks.Unformed`. The factors are independent of the rows. Squared norms
-    are formed once.
+    are formed once, until an update: a CUDA graph of the backward alone writes new factors here.
     """
 
     problem: Problem  # without autograd's history
@@ -125,6 +125,7 @@ class Factors:
         if table.dtype == torch.bfloat16:
             special["seed"] = torch.randint(1 << 31, (), device=device)
         self._launch(numbers=numbers, **special)
+        vars(self).pop("_norms", None)
 
     @cached_property
     def _norms(self) -> tuple[Tensor, Tensor]:
