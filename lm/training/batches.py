@@ -86,6 +86,10 @@ class Batches:
                 f"train.max_epochs = {self.max_epochs} has fewer batches than"
                 f" train.accumulate = {self.accumulate}"
             )
+        # What all batches read by; a plain array is indexed faster than a mapped one.
+        self._text = np.asarray(self.tokens) if isinstance(self.tokens, np.ndarray) else self.tokens
+        self._streams = np.arange(batch_size) * self.stream_len
+        self._places = np.arange(-1, seq_len)[:, None]
         # Of the run, by the optimizer; None: as many as the time allows.
         self.num_steps: int | None = min(limits, default=None)
 
@@ -98,11 +102,11 @@ class Batches:
             starts = starts[index * self.batch_size : (index + 1) * self.batch_size]
         else:
             begin = index * length
-            starts = np.arange(self.batch_size) * self.stream_len + begin
+            starts = self._streams + begin
             length = min(length, self.stream_len - begin)
         # The input of the first target comes before the text, and is replaced.
-        places = starts[self.rank :: self.world_size] + np.arange(-1, length)[:, None]
-        words = self.tokens[places].astype(np.int64)
+        places = starts[self.rank :: self.world_size] + self._places[: length + 1]
+        words = self._text[places].astype(np.int64)
         words[0, places[0] < 0] = self.eos_id
         tokens = torch.from_numpy(words)
         return Batch(tokens[:-1], tokens[1:], continues=index > 0 and not self.shuffle)
