@@ -15,7 +15,7 @@ from torch import Tensor
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS
 from lm.output.backends.base import Problem
-from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD, lookup
+from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD
 
 from ..definition import assert_errors_are_small, gradients
 
@@ -238,42 +238,6 @@ def test_a_graphed_layer_trains_as_an_eager_one(
             optimizer.step()
             optimizer.zero_grad()
         assert torch.equal(*weights)
-
-
-def after_lookups(kind: Callable[..., RowOptimizer], dtype: torch.dtype, record: bool) -> Tensor:
-    """A table after steps in which rows repeat, and some are absent; then with other rates."""
-    torch.manual_seed(0)
-    index, lr = torch.randint(-1, 40, (700,), device="cuda"), torch.tensor(0.1, device="cuda")
-    upstream = torch.randn(700, 64, device="cuda")
-    table = torch.randn(3000, 64, device="cuda").to(dtype).requires_grad_()
-    optimizer = kind([table], lr=lr)
-
-    def step() -> None:
-        torch.autograd.backward((lookup(table, index).float() * upstream).sum())
-        torch.nn.utils.clip_grad_norm_([table], 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(3):
-        step()
-    graph, replay = torch.cuda.CUDAGraph(), step
-    if record:
-        with torch.cuda.graph(graph):
-            step()
-        replay = graph.replay
-    for number in range(1, 6):
-        index.random_(-1, 40 * number)
-        lr.fill_(0.1 / number)
-        replay()
-    return table.detach()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, RowAdam])
-def test_a_recorded_update_of_looked_up_rows_is_the_eager_one(
-    kind: Callable[..., RowOptimizer], dtype: torch.dtype
-) -> None:
-    assert torch.equal(*(after_lookups(kind, dtype, record) for record in (False, True)))
 
 
 def test_compiled_with_fullgraph_equals_eager() -> None:
