@@ -113,11 +113,11 @@ def _type(annotation: Any) -> str:
         limits = [
             f"{symbol} {getattr(limit, name)}"
             for constraint in parts[1:]
-            for limit in constraint.metadata
+            for limit in getattr(constraint, "metadata", ())
             for name, symbol in _BOUNDS.items()
             if hasattr(limit, name)
         ]
-        return f"{_type(parts[0])} {', '.join(limits)}"
+        return f"{_type(parts[0])} {', '.join(limits)}".strip()
     if origin is Literal:
         return " | ".join(map(str, parts))
     if origin in (Union, UnionType):

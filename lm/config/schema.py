@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from data_prep.settings import (
     ALL_LEVELS,
@@ -22,6 +22,10 @@ MAX_THREADS = 1024
 Size = Annotated[int, Field(gt=0, le=2**20)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+AutoOrOff = Annotated[
+    Literal["auto", "off"], BeforeValidator(lambda value: "off" if value is False else value)
+]
+"""In YAML, `off` is false."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +190,10 @@ class TrainConfig(Strict):
     medium allows bf16 products with fp32 sums (on CPUs as well, faster with AMX)."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Kind of device; auto is the GPU if there is one."""
+    cuda_graph: AutoOrOff = "auto"
+    """auto: on one GPU, record the work of a training step once, and then launch it as a whole (a
+    CUDA graph), so that the GPU does not wait for the host. Steps that cannot be recorded run as
+    without it; the log says so. off: never."""
     devices: Positive | Literal["auto"] | None = None
     """Number of devices of each machine. Default: as many as torchrun or SLURM has started
     processes there, without them 1. auto: without them all devices."""

@@ -5,6 +5,7 @@ Their order is a pure function of (seed, epoch, index) and does not depend on th
 Each token of the split is a target; its input is the token before it, `<eos>` for the first one.
 """
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -85,6 +86,10 @@ class Batches:
                 f"train.max_epochs = {self.max_epochs} has fewer batches than"
                 f" train.accumulate = {self.accumulate}"
             )
+        # What all batches read by; a plain array is indexed faster than a mapped one.
+        self._text = np.asarray(self.tokens) if isinstance(self.tokens, np.ndarray) else self.tokens
+        self._streams = np.arange(batch_size) * self.stream_len
+        self._places = np.arange(-1, seq_len)[:, None]
         # Of the run, by the optimizer; None: as many as the time allows.
         self.num_steps: int | None = min(limits, default=None)
 
@@ -97,14 +102,54 @@ class Batches:
             starts = starts[index * self.batch_size : (index + 1) * self.batch_size]
         else:
             begin = index * length
-            starts = np.arange(self.batch_size) * self.stream_len + begin
+            starts = self._streams + begin
             length = min(length, self.stream_len - begin)
-        places = starts[self.rank :: self.world_size][None, :] + np.arange(length)[:, None]
-        targets = self.tokens[places].astype(np.int64)
-        inputs = self.tokens[places - 1].astype(np.int64)
-        inputs[places == 0] = self.eos_id
-        continues = index > 0 and not self.shuffle
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), continues)
+        # The input of the first target comes before the text, and is replaced.
+        places = starts[self.rank :: self.world_size] + self._places[: length + 1]
+        words = self._text[places].astype(np.int64)
+        words[0, places[0] < 0] = self.eos_id
+        tokens = torch.from_numpy(words)
+        return Batch(tokens[:-1], tokens[1:], continues=index > 0 and not self.shuffle)
+
+
+class InputBuffers:
+    """The batches of an optimizer step on a device, at the same addresses in every step.
+
+    On a GPU the host writes pinned memory and goes on while it is copied. It waits only before it
+    writes memory that is still being copied, so that it is at most two steps ahead of the device.
+
+    Args:
+        num_batches: those of a step.
+        shape: T and B of a batch on this device.
+        device: where the model is.
+    """
+
+    def __init__(self, num_batches: int, shape: tuple[int, int], device: torch.device) -> None:
+        self.shape = shape
+        self.tokens = torch.empty((num_batches, 2, *shape), dtype=torch.int64, device=device)
+        self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
+        if device.type == "cuda":
+            for _ in range(2):
+                host = torch.empty(self.tokens.shape, dtype=torch.int64, pin_memory=True)
+                self._pinned.append((host, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+
+    def load(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The batches, with their tokens in the buffers."""
+        host = self.tokens
+        if self._pinned:
+            host, copied = self._pinned.pop(0)
+            copied.synchronize()  # at once, unless the device is two steps behind
+        for tokens, batch in zip(host, batches, strict=True):
+            tokens[0].copy_(batch.inputs)
+            tokens[1].copy_(batch.targets)
+        if host is not self.tokens:
+            self.tokens.copy_(host, non_blocking=True)
+            copied.record()
+            self._pinned.append((host, copied))
+        return [
+            Batch(tokens[0], tokens[1], batch.continues)
+            for tokens, batch in zip(self.tokens, batches, strict=True)
+        ]
 
 
 @lru_cache(maxsize=1)  # all batches of an epoch need the same

@@ -156,8 +156,9 @@ class ProgressBar(Logger):
     def step(self, step: int) -> None:
         """Show the step and, once it is known, how long the run takes."""
         left = self._clock.seconds_left(step)
-        self.bar.bar_format = self._format(step, left)
-        self.bar.update(step - self.bar.n)
+        if not self.bar.disable:
+            self.bar.bar_format = self._format(step, left)
+            self.bar.update(step - self.bar.n)
         if left is not None and not self._announced:
             self._announced = True
             self.bar.clear()

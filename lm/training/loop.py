@@ -1,8 +1,9 @@
 """The training loop, from a configuration to the folder of a trained run.
 
 One step sets the learning rate, runs forward and backward on every accumulated batch, clips the
-gradients and updates the parameters. After the step, what is due happens in this order: validation,
-logging, saving, stopping on a signal.
+gradients and updates the parameters. On a GPU the device's part of it, `update`, is recorded as a
+CUDA graph. After the step, what is due happens in this order: validation, logging, saving, stopping
+on a signal.
 """
 
 import logging
@@ -10,6 +11,7 @@ import math
 import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from data_prep.errors import UserError
@@ -19,7 +21,7 @@ from lm.device import keep_freed_memory
 from lm.evaluation import perplexity_rule, token_unit
 from lm.model.files import DESCRIPTION
 from lm.run import Run
-from lm.training.batches import Batches, training_batches
+from lm.training.batches import Batch, Batches, training_batches
 from lm.training.checkpoint import load_checkpoint
 from lm.training.clock import Progress
 from lm.training.devices import build_fabric, launched, reporting_lost_processes
@@ -27,6 +29,7 @@ from lm.training.environment import peak_memory
 from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
 from lm.training.metrics import draw_curves
+from lm.training.optimizers import set_learning_rate
 from lm.training.run_folder import (
     LOCK,
     check_folder,
@@ -178,21 +181,29 @@ def _fit(
 
 def train_step(state: TrainingState) -> float:
     """Train on `train.accumulate` batches, update the parameters; returns the learning rate."""
-    fabric, optimizer, clip = state.fabric, state.optimizer, state.config.optim.clip
     learning_rate = state.learning_rate
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group["scale"]
-    for remaining in reversed(range(state.config.train.accumulate)):
-        batch = fabric.to_device(state.batches[state.progress.batches_done])
-        with fabric.no_backward_sync(state.loss, enabled=remaining > 0):
+    set_learning_rate(state.optimizer, learning_rate)
+    batches, is_usual = state.next_batches()
+    step = partial(update, state, batches)
+    if is_usual:
+        state.graph.run(step)  # recorded once, then launched as a whole
+    else:
+        step()
+    return learning_rate
+
+
+def update(state: TrainingState, batches: Sequence[Batch]) -> None:
+    """The device's part of a step, which reads nothing from the host but tensors."""
+    fabric, optimizer, clip = state.fabric, state.optimizer, state.config.optim.clip
+    for number, batch in enumerate(batches, start=1):
+        with fabric.no_backward_sync(state.loss, enabled=number < len(batches)):
             fabric.backward(state.loss(batch))
-        state.progress.batches_done += 1
-        state.progress.tokens_done += batch.targets.numel() * state.batches.world_size
     if clip:
         # Not `fabric.clip_gradients`, which sums the norms in the order of the optimizer's groups:
         # the result must not depend on how parameters are grouped.
         fabric.strategy.precision.unscale_gradients(optimizer.optimizer)
-        clip_gradients(state.model, clip)
+        clip_gradients(state.model, state.parameters, clip)
     optimizer.step()
-    optimizer.zero_grad()
-    return learning_rate
+    for parameter in state.parameters:
+        parameter.grad = None
+    state.carried_loss.keep()

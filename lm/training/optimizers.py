@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lm.config import OptimConfig, WordTable
 from lm.model.language_model import LanguageModel
@@ -69,6 +70,15 @@ def build_optimizer(
     if word_table.optimizer == "sgd":
         return CombinedOptimizer(dense, RowSGD(rows, word_table.lr))
     return dense
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of every group; where it is a tensor, in place."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate * group["scale"])
+        else:
+            group["lr"] = rate * group["scale"]
 
 
 def learning_rate(

@@ -22,6 +22,7 @@ _FREE_ON_RESUME = (
     "run_dir",
     "data.dir",
     "data.prepared_dir",
+    "train.cuda_graph",
     "train.devices",
     "train.threads",
     "train.checkpoint_every_steps",

@@ -3,7 +3,7 @@
 A checkpoint contains whole tables, as of one process, so that any number of processes continues it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +88,9 @@ def _converted(
         }
         for number, values in state["state"].items()
     }
-    return state | {"state": of_params}
+    # Rates are tensors where a CUDA graph reads them, and numbers in a checkpoint.
+    groups = [group | {"lr": float(group["lr"])} for group in state["param_groups"]]
+    return {"state": of_params, "param_groups": groups}
 
 
 def columns_of(states: list[tuple[Tensor, ...]], rank: int, world_size: int) -> tuple[Tensor, ...]:
@@ -104,14 +106,15 @@ def columns_of(states: list[tuple[Tensor, ...]], rank: int, world_size: int) -> 
     return tuple(part[:, rank::world_size].contiguous() for part in whole())
 
 
-def clip_gradients(model: LanguageModel, largest: float) -> None:
+def clip_gradients(model: LanguageModel, parameters: Sequence[Tensor], largest: float) -> None:
     """Scale the gradients of all processes so that their norm as one vector is at most `largest`.
 
-    Like `torch.nn.utils.clip_grad_norm_`, with the tables of all processes in the norm.
+    Like `torch.nn.utils.clip_grad_norm_` of all parameters of the model, with the tables of all
+    processes in the norm.
     """
     dealt = model.dealt_tables
     if not dealt:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
+        torch.nn.utils.clip_grad_norm_(parameters, largest)
         return
     grads: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
@@ -121,4 +124,4 @@ def clip_gradients(model: LanguageModel, largest: float) -> None:
     squares = norms[True].square().to(model.device)
     dist.all_reduce(squares)
     total = (norms[False].square() + squares).sqrt()
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), largest, total)
+    torch.nn.utils.clip_grads_with_norm_(parameters, largest, total)

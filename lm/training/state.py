@@ -15,9 +15,10 @@ from lm.model.files import Description, save_model
 from lm.model.input_pieces import PIECES
 from lm.model.language_model import LanguageModel, State
 from lm.run import Run
-from lm.training.batches import Batch, Batches
+from lm.training.batches import Batch, Batches, InputBuffers
 from lm.training.checkpoint import BEST, FORMAT_VERSION, LAST, save_checkpoint, what_remains
 from lm.training.clock import Clock, Progress
+from lm.training.cuda_graph import StepGraph
 from lm.training.metrics import Metrics
 from lm.training.optimizers import build_optimizer, learning_rate
 from lm.training.shards import (
@@ -43,14 +44,19 @@ class CarriedLoss(nn.Module):
     This is the module that Fabric sets up, because DDP synchronizes the gradients of a module's
     `forward`. Carried state and losses stay inside it: Fabric casts the floating-point arguments
     and results of a module, which would round them.
+
+    Attributes:
+        carried: the state after the last batch; None before the first one, and if there is none.
+        nll: sum over the tokens since it was last set to zero; fp64, on the device.
     """
 
-    def __init__(self, model: LanguageModel, num_batches: int) -> None:
+    def __init__(self, model: LanguageModel, num_batches: int, device: torch.device) -> None:
         super().__init__()
         self.model = model
         self.num_batches = num_batches  # per optimizer step
-        self.carried: State | None = None  # after the last batch; None before the first one
-        self.losses: list[tuple[Tensor, int]] = []  # mean nll and tokens of each batch
+        self.carried: State | None = None
+        self._kept: State | None = None
+        self.nll = torch.zeros((), dtype=torch.float64, device=device)
 
     def forward(self, batch: Batch) -> Tensor:
         """The mean nll of a batch, divided by `num_batches`."""
@@ -58,8 +64,15 @@ class CarriedLoss(nn.Module):
         loss, state = self.model.loss(batch.inputs, batch.targets, carried)
         if self.model.backbone.carries_state and state is not None:
             self.carried = tuple(part.detach() for part in state)
-        self.losses.append((loss.detach(), batch.targets.numel()))
+        self.nll += loss.detach().double() * batch.targets.numel()
         return loss / self.num_batches
+
+    def keep(self) -> None:
+        """Put the carried state where it was before the step: a CUDA graph reads it there."""
+        if self.carried is not None and self._kept is not None:
+            torch._foreach_copy_(self._kept, self.carried)
+            self.carried = self._kept
+        self._kept = self.carried
 
 
 class TrainingState:
@@ -108,7 +121,7 @@ class TrainingState:
             torch.manual_seed(config.seed + fabric.global_rank)
         if saved is not None:
             _load_weights(self.model, saved["model"], config.train.precision)
-        self.carried_loss = CarriedLoss(self.model, config.train.accumulate)
+        self.carried_loss = CarriedLoss(self.model, config.train.accumulate, fabric.device)
         # DDP neither averages these gradients nor compares the tables.
         ignored = [f"model.{name}" for name in self.model.dealt_tables]
         ignored += [name for name, _ in self.carried_loss.named_buffers()] if ignored else []
@@ -118,8 +131,14 @@ class TrainingState:
         fused = config.train.precision != "16-mixed"
         optimizer = build_optimizer(self.model, config.optim, run.word_table, fused=fused)
         self.optimizer: Any = fabric.setup_optimizers(optimizer)
+        self.parameters = list(self.model.parameters())
         if saved is not None:
             self.restore(saved)
+        self.num_tokens = 0  # of this process, in `CarriedLoss.nll`
+        self.graph = StepGraph(fabric, config.train, optimizer)
+        columns = batches.batch_size // batches.world_size
+        shape = (batches.seq_len, columns)
+        self.inputs = InputBuffers(config.train.accumulate, shape, fabric.device)
         self.clock = self._new_clock()
 
     def _new_clock(self) -> Clock:
@@ -170,17 +189,40 @@ class TrainingState:
         per_epoch, before = self.batches.per_epoch, done - self.config.train.accumulate
         return done // per_epoch > before // per_epoch or self.is_finished
 
+    def next_batches(self) -> tuple[list[Batch], bool]:
+        """The batches of the next step on the device, and whether the step is like most others.
+
+        That is in shape, and in where the carried state begins: with the first batch at most. Then
+        they are in `inputs`.
+        """
+        first, model = self.progress.batches_done, self.model
+        batches = [self.batches[first + k] for k in range(self.config.train.accumulate)]
+        self.progress.batches_done += len(batches)
+        num_tokens = sum(batch.targets.numel() for batch in batches)
+        self.progress.tokens_done += num_tokens * self.batches.world_size
+        self.num_tokens += num_tokens
+        is_usual = all(batch.targets.shape == self.inputs.shape for batch in batches)
+        is_usual &= not model.backbone.carries_state or all(each.continues for each in batches[1:])
+        if not is_usual:
+            return self.fabric.to_device(batches), False
+        batches = self.inputs.load(batches)
+        carried = self.carried_loss.carried
+        if self.graph.records and carried is not None:
+            if not batches[0].continues:
+                torch._foreach_zero_(carried)
+            batches[0] = batches[0]._replace(continues=True)
+        return batches, True
+
     def gather_losses(self) -> None:
         """Add the losses since the last call, of all devices, to the progress.
 
         Raises:
             UserError: if the loss diverged.
         """
-        losses = self.carried_loss.losses
-        nll = sum(float(loss) * num_tokens for loss, num_tokens in losses)
-        num_tokens = sum(num_tokens for _, num_tokens in losses)
-        losses.clear()
-        sums = torch.tensor([nll, num_tokens], dtype=torch.float64, device=self.fabric.device)
+        total = self.carried_loss.nll
+        sums = torch.stack([total, total.new_tensor(self.num_tokens)])
+        total.zero_()
+        self.num_tokens = 0
         self.fabric.all_reduce(sums, reduce_op="sum")
         nll, num_tokens = sums.tolist()
         if num_tokens:

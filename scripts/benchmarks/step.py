@@ -104,7 +104,7 @@ def mark_parts(state: TrainingState, watch: Stopwatch) -> list[Any]:
     model.backbone.register_forward_pre_hook(embedded)  # type: ignore[attr-defined]
     model.backbone.register_forward_hook(hidden)  # type: ignore[attr-defined]
     model.output.loss = after(model.output.loss, marking("layer"))  # type: ignore[method-assign]
-    fabric.to_device = after(fabric.to_device, marking("data"))  # type: ignore[method-assign]
+    state.next_batches = after(state.next_batches, marking("data"))  # type: ignore[method-assign]
     fabric.backward = after(fabric.backward, marking("embedding"))  # type: ignore[method-assign]
     state.optimizer.step = after(state.optimizer.step, marking("optimizer"))
     clip = after(clip_gradients, marking("clipping"))

@@ -16,11 +16,21 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 PRODUCT_ELEMENTS = 1 << 19
 """Most elements of a product formed at once: 2 MB in fp32."""
 ROWS_ELEMENTS = 1 << 26
 """Most elements of single rows in a block: 256 MB in fp32, of which an optimizer makes copies."""
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether the host reads a tensor's values without waiting.
+
+    Elsewhere numbers that differ between steps remain tensors, and sizes do not depend on values: a
+    CUDA graph would have them from the step that was recorded.
+    """
+    return tensor.is_cpu
 
 
 class Product(NamedTuple):
@@ -41,7 +51,7 @@ class Rows(NamedTuple):
 class Rule(NamedTuple):
     """How an optimizer changes the rows with a gradient."""
 
-    numbers: tuple[float, ...]  # SGD: lr; Adagrad: lr, eps; Adam: those of `RowAdam`
+    numbers: tuple[float | Tensor, ...]  # SGD: lr; Adagrad: lr, eps; Adam: those of `RowAdam`
     state: dict[str, Tensor]  # {}; "total"; "mean" and "square"
 
 
@@ -98,12 +108,15 @@ class Block:
 
     The values [K, H] are given, or formed as coefficientsᵀ vectors ([visits, K] and [visits, H])
     when they are first used, with `more` added to a few of the rows, counted from the first one.
+    With `source` [K], a row may be in several places, with equal values: those of the place that
+    `source` is.
     """
 
     rows: slice | Tensor  # neighbouring rows, or an index [K]
     formed: Tensor | None = None
     factors: tuple[Tensor, Tensor] | None = None
     more: Rows | None = None
+    source: Tensor | None = None
 
     def values(self) -> Tensor:
         """The gradient of the rows, [K, H]."""
@@ -132,8 +145,20 @@ class Block:
             squares[row] = (coefficients[0, row, None] * vector + values).square().sum(1)
         return squares
 
+    def is_first(self) -> Tensor:
+        """Which of the places of a block with `source` are the first of their row, [K]."""
+        assert self.source is not None
+        return self.source == torch.arange(len(self.source), device=self.source.device)
+
+    def square_norm(self) -> Tensor:
+        """The sum of the squares."""
+        squares = self.square_norms()
+        return (squares if self.source is None else squares.where(self.is_first(), 0)).sum()
+
     def add_into(self, out: Tensor, factor: float | Tensor) -> None:
         """Add factor · gradient to `out` [K, H], of one dtype; one factor for all rows, or [K]."""
+        if isinstance(factor, Tensor):
+            factor = factor.expand(len(out))
         if self.formed is not None or self.factors is None:
             if isinstance(factor, Tensor):
                 out.addcmul_(self.values(), factor[:, None])
@@ -165,6 +190,10 @@ def blocks_of(parts: Sequence[Part]) -> Iterator[Block]:
         nodes.append(Product(first, coefficients, vectors))
     of_nodes: list[Rows | None] = [None] * len(nodes)
     single = [part for part in parts if isinstance(part, Rows)]
+    num_elements = sum(part.values.numel() for part in single)
+    if 0 < num_elements <= ROWS_ELEMENTS and not nodes and not on_host(single[0].row):
+        yield _summed_by_row(single)
+        return
     if single:
         of_nodes, rest = _split_by_node(single, nodes)
     yield from chain.from_iterable(map(_portions, nodes, of_nodes))
@@ -176,9 +205,29 @@ def blocks_of(parts: Sequence[Part]) -> Iterator[Block]:
 
 def as_one_block(blocks: Sequence[Block]) -> Iterator[Block]:
     """The blocks of a vector as a single one, because each has few elements."""
-    if blocks:
+    if len(blocks) == 1 and blocks[0].source is not None:
+        yield blocks[0]
+    elif blocks:
         values = torch.cat([block.values() for block in blocks])
         yield Block(torch.cat([block.index(values.device) for block in blocks]), values)
+
+
+def _summed_by_row(single: Sequence[Rows]) -> Block:
+    """Sums of the gradients of each row, of as many places as there are gradients.
+
+    Hence nothing waits for the number of different rows; the places beyond it repeat the first. The
+    sums of a row are formed in the order of its gradients.
+    """
+    row, order = torch.cat([part.row for part in single]).sort(stable=True)
+    is_new = torch.ones_like(row, dtype=torch.bool)
+    is_new[1:] = row[1:] != row[:-1]
+    number = is_new.cumsum(0) - 1  # of its row, ascending
+    place = torch.arange(len(row), device=row.device)
+    begin = torch.searchsorted(number, place)  # of each number; beyond the last one, the end
+    source = place.where(place <= number[-1], 0)
+    values = torch.cat([part.values for part in single])
+    summed = F.embedding_bag(order, values, begin, mode="sum")
+    return Block(row[begin[source]], summed[source], source=source)
 
 
 def _split_by_node(

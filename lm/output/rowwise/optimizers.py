@@ -5,6 +5,9 @@ single batch by the fused kernels is formed and applied within one of them. Rows
 updated as by the dense optimizer; rows without one retain their values and their state. There is no
 weight decay, which would touch every row.
 
+Where `lr` is a tensor on the device of a table, a step reads it there: a CUDA graph that contains
+the step follows what is written to it.
+
 Rows in bf16 are rounded up or down at random in proportion to the distance, so that updates smaller
 than half the last place are applied correctly on average (Gupta et al. 2015). State is in fp32.
 """
@@ -17,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.output.rowwise.blocks import Block, Rule
+from lm.output.rowwise.blocks import Block, Rule, on_host
 from lm.output.rowwise.row_gradient import RowGradient
 
 NOISE_ELEMENTS = 1 << 20
@@ -30,7 +33,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer that works block by block; a subclass defines the update of a block.
 
     Its `params` are tables [R, H] and vectors [R], whose gradients are `RowGradient` or ordinary;
-    `defaults` are its settings, `lr` among them, the step size.
+    `defaults` are its settings, `lr` among them, the step size: a number or a tensor.
     """
 
     def __init__(self, params: Iterable[Tensor], defaults: dict[str, Any]) -> None:
@@ -46,6 +49,8 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            if isinstance(group["lr"], Tensor) and on_host(group["lr"]):
+                group = group | {"lr": float(group["lr"])}
             for param in group["params"]:
                 if param.grad is not None:
                     self._update(param, param.grad, group)
@@ -58,8 +63,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         for number, state in state_dict["state"].items():
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    device = params[number].device if value.dim() else value.device
-                    self.state[params[number]][name] = value.to(device)
+                    self.state[params[number]][name] = value.to(params[number].device)
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         table = param.view(param.shape[0], -1)
@@ -70,8 +74,8 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             if part is not None and rule is not None and part.batch.can_update(table):
                 part.batch.update(table, rule, part.factor)
                 return
-        noise = None
-        if table.dtype == torch.bfloat16:
+        is_rounded, noise = table.dtype == torch.bfloat16, None
+        if is_rounded and on_host(table):
             size, device = (NOISE_ELEMENTS,), table.device
             noise = torch.randint(1 << 16, size, dtype=torch.int32, device=device)
         if isinstance(grad, RowGradient):
@@ -82,12 +86,12 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             stored = table[block.rows]  # a view, if the rows are a slice
             rows = stored.to(wide)
             self._change(rows, block, param, group)
-            if noise is not None:
+            if is_rounded:
                 _round_into(stored, rows, noise)
             elif rows is not stored:
                 stored.copy_(rows)
             if not isinstance(block.rows, slice):
-                table[block.rows] = stored
+                table[block.rows] = stored if block.source is None else stored[block.source]
 
     def _begin(self, param: Tensor, table: Tensor, dtype: torch.dtype) -> None:
         """Prepare the state, of a dtype, before the first block of a step."""
@@ -104,7 +108,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
 class RowSGD(RowOptimizer):
     """Gradient descent, row -= lr · gradient: `torch.optim.SGD` without momentum and decay."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+    def __init__(self, params: Iterable[Tensor], lr: float | Tensor) -> None:
         super().__init__(params, {"lr": lr})
 
     def _rule(self, param: Tensor, group: dict[str, Any]) -> Rule:
@@ -127,7 +131,7 @@ class RowAdagrad(RowOptimizer):
     Source: Duchi et al. 2011; row-wise: Mudigere et al. 2022, section 4.1.4.
     """
 
-    def __init__(self, params: Iterable[Tensor], lr: float, eps: float = 1e-8) -> None:
+    def __init__(self, params: Iterable[Tensor], lr: float | Tensor, eps: float = 1e-8) -> None:
         super().__init__(params, {"lr": lr, "eps": eps})
 
     def _begin(self, param: Tensor, table: Tensor, dtype: torch.dtype) -> None:
@@ -156,7 +160,7 @@ class RowAdam(RowOptimizer):
     def __init__(
         self,
         params: Iterable[Tensor],
-        lr: float,
+        lr: float | Tensor,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
@@ -168,6 +172,10 @@ class RowAdam(RowOptimizer):
             state["step"] = 0
             state["mean"] = table.new_zeros(table.shape, dtype=dtype)
             state["square"] = table.new_zeros(table.shape, dtype=dtype)
+        step, counts_here = state["step"], on_host(table)
+        if counts_here == isinstance(step, Tensor):  # a new or loaded state
+            double = torch.float64
+            state["step"] = int(step) if counts_here else table.new_full((), step, dtype=double)
         state["step"] += 1
 
     def _rule(self, param: Tensor, group: dict[str, Any]) -> Rule:
@@ -186,21 +194,29 @@ class RowAdam(RowOptimizer):
         state["mean"][block.rows], state["square"][block.rows] = mean, square
         correction1, correction2 = (1 - beta ** state["step"] for beta in (beta1, beta2))
         root = square.sqrt_().div_(correction2**0.5).add_(group["eps"])
-        rows.addcdiv_(mean, root, value=-group["lr"] / correction1)
+        step_size = group["lr"] / correction1
+        if isinstance(step_size, Tensor):
+            rows.sub_(mean.mul_(step_size).div_(root))
+        else:
+            rows.addcdiv_(mean, root, value=-step_size)
 
 
-def _round_into(out: Tensor, rows: Tensor, noise: Tensor) -> None:
+def _round_into(out: Tensor, rows: Tensor, noise: Tensor | None) -> None:
     """Round rows [K, H] fp32, which are overwritten, into `out` bf16; non-finite remains so.
 
-    `noise` is uniform below the last place, and used from a random place on.
+    `noise` is uniform below the last place, and used from a random place on; None draws it for each
+    element, without a number from the host.
     """
     rows.masked_fill_(rows.isnan(), torch.nan)  # one whose bits do not overflow
     bits = rows.view(torch.int32)
     flat = bits.view(-1)
-    start = int(torch.randint(NOISE_ELEMENTS, ()))
-    for begin in range(0, flat.numel(), NOISE_ELEMENTS):
-        portion = flat[begin : begin + NOISE_ELEMENTS]
-        first = noise[start : start + portion.numel()]
-        portion[: first.numel()] += first
-        portion[first.numel() :] += noise[: portion.numel() - first.numel()]
+    if noise is None:
+        flat += torch.randint(1 << 16, flat.shape, dtype=torch.int32, device=flat.device)
+    else:
+        start = int(torch.randint(NOISE_ELEMENTS, ()))
+        for begin in range(0, flat.numel(), NOISE_ELEMENTS):
+            portion = flat[begin : begin + NOISE_ELEMENTS]
+            first = noise[start : start + portion.numel()]
+            portion[: first.numel()] += first
+            portion[first.numel() :] += noise[: portion.numel() - first.numel()]
     out.view(torch.int16).copy_(bits.view(torch.int16)[:, _UPPER_HALF::2])

@@ -20,6 +20,7 @@ from lm.output.rowwise.blocks import (
     Rows,
     as_one_block,
     blocks_of,
+    on_host,
     scaled,
 )
 from lm.output.tracing import differentiable_once, not_compiled
@@ -99,7 +100,7 @@ class RowGradient(Tensor):
         """The sum of the squares, a scalar."""
         if (part := self.factored()) is not None:
             return part.batch.square_norm() * part.factor**2
-        sums = [block.square_norms().sum() for block in self.blocks()]
+        sums = [block.square_norm() for block in self.blocks()]
         return torch.stack(sums).sum() if sums else torch.zeros((), device=self.device)
 
     def to_dense(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -114,8 +115,11 @@ class RowGradient(Tensor):
         rows = torch.empty(0, dtype=torch.int64, device=self.device)
         values = torch.empty(0, *self.shape[1:], dtype=self.dtype, device=self.device)
         for block in as_one_block(list(self.blocks())):
-            rows, order = block.index(self.device).sort()
-            values = block.values()[order].to(self.dtype).view(-1, *self.shape[1:])
+            rows, values = block.index(self.device), block.values()
+            if block.source is not None:
+                rows, values = rows[block.is_first()], values[block.is_first()]
+            rows, order = rows.sort()
+            values = values[order].to(self.dtype).view(-1, *self.shape[1:])
         return torch.sparse_coo_tensor(
             rows[None], values, self.shape, is_coalesced=True, check_invariants=False
         )
@@ -232,9 +236,13 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *d_rows: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         table = ctx.table_like
-        values = d_rows[0].reshape(index.numel(), -1)
-        read = index.flatten() >= 0
-        return RowGradient(table, [Rows(index.flatten()[read], values[read])]), None
+        values, rows = d_rows[0].reshape(index.numel(), -1), index.flatten()
+        read = rows >= 0
+        if on_host(rows) or not len(rows):
+            return RowGradient(table, [Rows(rows[read], values[read])]), None
+        # Without waiting for how many are read: the others add zeros to one that is, or to row 0.
+        values = values.where(read[:, None], 0)
+        return RowGradient(table, [Rows(rows.where(read, rows.max().clamp(min=0)), values)]), None
 
 
 @not_compiled

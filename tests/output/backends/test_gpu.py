@@ -2,8 +2,11 @@
 which the interpreter cannot show.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+PAGE = Path(__file__).parents[3] / "lm" / "output" / "README.md"
 TREES: dict[str, Callable[[], ClassTree]] = {
     "two_level": lambda: ClassTree.two_level(torch.arange(3000) // 55),
     "classes dealt at random": lambda: ClassTree.two_level(torch.randperm(3000) % 55),
@@ -192,6 +196,48 @@ def test_a_captured_graph_follows_new_targets() -> None:
         graph.replay()
         eager = gradients(inputs, static, tree, upstream, "triton")
         assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
+
+
+@pytest.mark.parametrize("row_wise", [True, False])
+def test_the_recorded_step_of_the_page_trains_as_one_that_is_not_recorded(row_wise: bool) -> None:
+    (block,) = re.findall(r"```python\n([^`]*CUDAGraph.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    block = block.replace("row_wise=True", f"row_wise={row_wise}")
+    plain = block.replace("with torch.cuda.graph(graph, stream=stream):\n    loss = step()\n", "")
+    trained: list[dict[str, Any]] = []
+    for text in (block, plain.replace("graph.replay()", "loss = step()")):
+        torch.manual_seed(0)
+        trained.append({})
+        exec(text, trained[-1])
+    recorded, eager = trained
+    assert torch.equal(recorded["loss"], eager["loss"])
+    assert torch.equal(recorded["layer"].weight, eager["layer"].weight)
+
+
+@pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, RowAdam])
+@pytest.mark.parametrize("row_wise", [True, False])
+def test_a_graphed_layer_trains_as_an_eager_one(
+    row_wise: bool, kind: Callable[..., RowOptimizer]
+) -> None:
+    layers: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        tree = TREES["two_level"]()
+        layers.append(HierarchicalSoftmax(64, tree, row_wise=row_wise, device="cuda"))
+    optimizers = [kind(layer.parameters(), lr=0.1) for layer in layers]
+    weights = [layer.weight for layer in layers]
+    hidden = torch.randn(700, 64, device="cuda", requires_grad=True)
+    target = torch.randint(3000, (700,), device="cuda")
+    layers[1] = torch.cuda.make_graphed_callables(layers[1], (hidden, target))
+    for _ in range(5):
+        with torch.no_grad():
+            hidden.normal_()
+        target.random_(3000)
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            layer(hidden, target).loss.backward()
+            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(*weights)
 
 
 def test_compiled_with_fullgraph_equals_eager() -> None:

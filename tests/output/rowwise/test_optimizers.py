@@ -16,6 +16,7 @@ from lm.output.rowwise import (
     RowGradient,
     RowOptimizer,
     RowSGD,
+    lookup,
     optimizers,
 )
 
@@ -188,3 +189,50 @@ def test_a_learning_rate_must_be_positive() -> None:
     for lr in (0.0, math.nan):
         with pytest.raises(ValueError, match=f"lr must be positive, got {lr}"):
             RowSGD(table(SHORTLIST), lr=lr)
+
+
+@pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, RowAdam])
+@pytest.mark.parametrize("shape", [(9, 5), (9,)])
+def test_rates_and_numbers_of_rows_that_stay_on_a_device_change_nothing(
+    kind: Kind, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device is a CPU whose values the host does not read."""
+    found: list[list[Tensor]] = []
+    for is_host in (True, False):
+        for module in ("blocks", "row_gradient", "optimizers"):
+            monkeypatch.setattr(f"lm.output.rowwise.{module}.on_host", lambda _, is_=is_host: is_)
+        torch.manual_seed(0)
+        param = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        rate = torch.tensor(0.3, dtype=torch.float64)
+        optimizer = kind([param], lr=0.3 if is_host else rate)
+        found.append([])
+        for words in ([3, -1, 3, 8, 0, 3], [5, 5], [-1, 7], [2]):
+            for more in ([], [3, 3]):
+                rows = lookup(param, torch.tensor(words + more))
+                torch.autograd.backward((rows * torch.randn_like(rows)).sum())
+            assert isinstance(param.grad, RowGradient)
+            found[-1] += [param.grad.to_dense(), param.grad.to_sparse().to_dense()]
+            found[-1].append(torch.nn.utils.clip_grad_norm_([param], 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+            found[-1].append(param.detach().clone())
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+
+
+def test_adam_counts_its_steps_where_a_checkpoint_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = []
+    state: object = None
+    for is_host in (True, False, True):
+        monkeypatch.setattr("lm.output.rowwise.optimizers.on_host", lambda _, is_=is_host: is_)
+        param = torch.ones(3, 2, requires_grad=True)
+        optimizer = RowAdam([param], lr=0.1)
+        if state is not None:
+            optimizer.load_state_dict(copy.deepcopy(state))  # type: ignore[arg-type]
+        param.grad = torch.ones(3, 2)
+        optimizer.step()
+        state = optimizer.state_dict()
+        steps.append(optimizer.state[param]["step"])
+    assert steps == [1, torch.tensor(2.0, dtype=torch.float64), 3]
+    assert [type(step) for step in steps] == [int, Tensor, int]

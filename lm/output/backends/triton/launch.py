@@ -24,7 +24,7 @@ SLOT = 16
 VARYING = [
     "P", "mean", "num_runs", "run_size", "steps", "chunk", "num_plans", "num_splits", "max_heavy",
     "row_programs", "max_groups", "max_split_tiles", "d_nll_stride",
-    "max_nodes", "seed",
+    "max_nodes",
 ]  # fmt: skip
 """Arguments that differ between batches; no kernel is compiled again for 1 or multiples of 16."""
 

@@ -67,7 +67,7 @@ class Factors:
     """The gradient of a batch for the weight as its factors; of the bias without `partial_rows`.
 
     See `lm.output.rowwise.blocks.Unformed`. The factors are independent of the rows. Squared norms
-    are formed once.
+    are formed once, until an update: a CUDA graph of the backward alone writes new factors here.
     """
 
     problem: Problem  # without autograd's history
@@ -114,8 +114,9 @@ class Factors:
         squares = self._norms[0] if "total" in rule.state else None
         special: dict[str, Any] = {"table": table, "squares": squares, **rule.state}
         if table.dtype == torch.bfloat16:
-            special["seed"] = int(torch.randint(1 << 31, ()))
+            special["seed"] = torch.randint(1 << 31, (), device=device)
         self._launch(numbers=numbers, **special)
+        vars(self).pop("_norms", None)
 
     @cached_property
     def _norms(self) -> tuple[Tensor, Tensor]:
@@ -142,8 +143,7 @@ class Factors:
             for each in (self.plan.tiles.light, self.plan.tiles.heavy)
         )
         special = {
-            **dict.fromkeys(("table", "total", "mean", "square", "squares", "sums"), None),
-            "seed": 0,
+            **dict.fromkeys(("table", "total", "mean", "square", "squares", "sums", "seed"), None),
             **special,
             "partial": self.partial_rows if self.partial_bias is None else self.partial_bias,
             "row_programs": row_programs,

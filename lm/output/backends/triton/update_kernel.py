@@ -28,10 +28,10 @@ from lm.output.backends.triton.row_kernel import _chunk_bias_sums, _chunk_sums
 
 @triton.jit(do_not_specialize=VARYING)
 def _update(
-    numbers, scale, sorted_hidden, table, total, mean, square, squares, sums,
+    numbers, seed, scale, sorted_hidden, table, total, mean, square, squares, sums,
     node, row_tiles, light_nodes, split_tiles, num_entries,
     first_row, num_children, column, errors, partial,
-    P, row_programs, max_nodes, seed, path_slots, sorted_units, weight_units,
+    P, row_programs, max_nodes, path_slots, sorted_units, weight_units,
     LIGHT: tl.constexpr, LIGHT_C: tl.constexpr, LIGHT_H: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
@@ -149,7 +149,7 @@ def _update_block(tile, gradient, factor, rule):
         root = tl.sqrt(q) / tl.load(numbers + 5) + tl.load(numbers + 6)
         rows -= tl.load(numbers + 4) * m / root
     if table.dtype.element_ty == tl.bfloat16:
-        rows = _rounded(rows, place, seed)
+        rows = _rounded(rows, place, tl.load(seed))
     if h.shape[0] == 1:
         tl.debug_barrier()  # several threads load each number of a vector, and one stores it
     if mean is not None:

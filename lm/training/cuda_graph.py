@@ -1,0 +1,136 @@
+"""The training step as a CUDA graph: the device's work, recorded once and launched as a whole.
+
+Small kernels take the host longer to launch than the device to run. The first `WARM_UP` steps run
+as they are, and allocate and compile what is kept. The next one is recorded and from then on
+replayed, at the same addresses and with the same numbers from the host. Hence
+
+    inside    forward and backward of all batches of a step, the sum of the losses, clipping, the
+              update, the copy of the carried state; gradients, which are None before and after a
+              step, so that they have a place in the graph's memory, and nothing sets it to zero
+    outside   before each step, on the same stream: the copy of the tokens into `InputBuffers`, the
+              learning rates, zeros for the carried state where streams begin; after it, counts
+    eager     steps with another shape (the short last batch of an epoch), validation; all steps
+              of runs that `why_eager` names, and of those that wait for the device
+
+A number that the host reads or draws within a step would be the same in every replay. So learning
+rates are tensors, as are the counts of steps of AdamW and `RowAdam`; dropout, word dropout and
+the rounding of rows in bf16 draw from the device's generator, which CUDA graphs advance by as many
+numbers as an eager step does: checkpoints, and steps after them, are the same.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from lightning.fabric import Fabric
+
+from data_prep.errors import UserError
+from lm.config import TrainConfig
+
+WARM_UP = 3
+"""Steps of a process before one is recorded; the last of them is watched."""
+_WAITS = "called a synchronizing CUDA operation"
+_log = logging.getLogger(__name__)
+
+
+def why_eager(fabric: Fabric, train: TrainConfig) -> str | None:
+    """Why no step may be recorded: None if one may be, empty if nobody expects it."""
+    if fabric.device.type != "cuda" or train.cuda_graph == "off":
+        return ""
+    if fabric.world_size > 1 or train.strategy != "auto":
+        return "several devices communicate"
+    if train.precision == "16-mixed":
+        return "the host reads whether gradients in fp16 are finite"
+    return None
+
+
+class StepGraph:
+    """Runs the steps of a process: eagerly, and once warmed up as a graph.
+
+    Attributes:
+        records: whether steps may be recorded. Then the learning rates of the optimizer are
+            tensors, and a step must be a function of tensors at the same addresses.
+    """
+
+    def __init__(
+        self, fabric: Fabric, train: TrainConfig, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._device, self._groups = fabric.device, optimizer.param_groups
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._num_steps = 0
+        reason = why_eager(fabric, train)
+        self.records = reason is None
+        if self.records:
+            # fused optimizers read fp32 on CUDA, and any type on a CPU
+            dtype = torch.float32 if self._device.type == "cuda" else torch.float64
+            for group in self._groups:
+                group["lr"] = torch.tensor(float(group["lr"]), dtype=dtype, device=self._device)
+        elif reason and fabric.is_global_zero:
+            _report(reason)
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def run(self, step: Callable[[], None]) -> None:
+        """Run a step, in every call the same function of the same tensors."""
+        if self._graph is not None:
+            self._graph.replay()
+        elif not self.records:
+            step()
+        elif self._num_steps < WARM_UP:
+            self._warm_up(step)
+        else:
+            self._record(step)
+            self.run(step)
+
+    def _warm_up(self, step: Callable[[], None]) -> None:
+        """Run a step on the stream of the recording; in the last one, waiting is a warning."""
+        self._num_steps += 1
+        is_watched = self._num_steps == WARM_UP
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn" if is_watched else "default")
+            try:
+                step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        current.wait_stream(self._stream)
+        for each in caught:
+            if _WAITS not in str(each.message):
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+            elif self.records:
+                self.records = False
+                _report(f"the host waits for the device ({each.filename}:{each.lineno})")
+
+    def _record(self, step: Callable[[], None]) -> None:
+        """Record a step, without running it."""
+        graph = torch.cuda.CUDAGraph()
+        groups = [group for group in self._groups if "capturable" in group]
+        for group in groups:  # what AdamW asks for, though fused steps are the same
+            group["capturable"] = True
+        try:
+            with torch.cuda.graph(graph, stream=self._stream):
+                step()
+        except RuntimeError as error:
+            problem = " ".join(str(error).split())
+            raise UserError(
+                "the training step cannot be recorded as a CUDA graph; train.cuda_graph: off trains"
+                f" without: {problem}"
+            ) from error
+        finally:
+            for group in groups:
+                group["capturable"] = False
+        self._graph = graph
+        _log.info(
+            "training steps are launched as a CUDA graph from now on, except for those with a"
+            " shorter batch; validation runs without"
+        )
+
+
+def _report(reason: str) -> None:
+    _log.info("training steps run without a CUDA graph: %s", reason)

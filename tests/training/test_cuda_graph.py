@@ -1,0 +1,331 @@
+"""Steps as a CUDA graph. On a CPU they read the same buffers and tensors, but are not recorded."""
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from data_prep.prepared import Prepared
+from lm.config import TrainConfig, load_config
+from lm.output import ClassTree
+from lm.output.backends.triton.launch import instrumented
+from lm.output.rowwise import RowGradient
+from lm.run import Run
+from lm.training import cuda_graph
+from lm.training.batches import Batch, InputBuffers, training_batches
+from lm.training.checkpoint import load_checkpoint
+from lm.training.cuda_graph import StepGraph, why_eager
+from lm.training.devices import build_fabric
+from lm.training.loop import train_step
+from lm.training.optimizers import learning_rate
+from lm.training.state import TrainingState
+
+N, STEPS, STOP = 60, 200, 97
+CONFIG = """\
+name: steps
+model: {hidden: 16, layers: 2, heads: 2, dropout: 0.2}
+optim: {lr: 0.01}
+train: {max_steps: 200, batch_size: 4, seq_len: 8, threads: 1}
+"""
+ROW_WISE = ["--word_table.gradients=row_wise", "--word_table.lr=0.05"]
+WORD_DROPOUT = ["--model.input_embedding=path_sum", "--model.count_word_dropout=9"]
+RECIPES = {
+    "lstm": ["--model.dropout_weight=0.3", "--model.dropout_variational=true", *WORD_DROPOUT],
+    "lstm, sgd, accumulate": [
+        *("--optim.optimizer=sgd", "--optim.lr=0.5", "--optim.momentum=0.9"),
+        *("--train.accumulate=3", "--optim.schedule=step", "--optim.decay=0.9"),
+    ],
+    "transformer": [
+        *("--model.backbone=transformer", "--optim.schedule=cosine", "--optim.warmup_steps=5"),
+        *("--word_table.tied=true", *WORD_DROPOUT, "--optim.weight_decay=0.1"),
+    ],
+    "row-wise adagrad, bf16": [
+        *(*ROW_WISE, "--word_table.optimizer=adagrad", "--word_table.dtype=bf16"),
+        "--train.precision=bf16-mixed",
+    ],
+    "row-wise sgd": [*ROW_WISE, "--word_table.optimizer=sgd", "--optim.schedule=cosine"],
+    "row-wise adagrad": [*ROW_WISE, "--word_table.optimizer=adagrad", *WORD_DROPOUT],
+    "row-wise adam": [*ROW_WISE, "--word_table.optimizer=adam", "--optim.warmup_steps=50"],
+}
+WAITING = {
+    "adaptive": ["--output.tree=adaptive"],
+    "one table for both": [*ROW_WISE, "--word_table.optimizer=adam", "--word_table.tied=true"],
+    "row-wise, accumulate": [*ROW_WISE, "--word_table.optimizer=sgd", "--train.accumulate=2"],
+}
+BF16 = ["--train.precision=bf16-mixed"]
+ON_GPU = RECIPES | {
+    "lstm, bf16": [*RECIPES["lstm"], *BF16],
+    "transformer, bf16": [*RECIPES["transformer"], *BF16],
+}
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Text:
+    """What training reads of `Prepared`: random words, whose streams end with a shorter batch."""
+
+    eos_id, vocab_size = 0, N
+
+    def __init__(self) -> None:
+        self.words = (N ** np.random.default_rng(1).random(4 * 155)).astype(np.uint16) - 1
+        self.splits = {"train": SimpleNamespace(tokens=len(self.words), sha256="")}
+
+    def tokens(self, split: str) -> Any:
+        return self.words
+
+    def counts(self) -> Any:
+        return np.bincount(self.words, minlength=N)
+
+
+def start(folder: Path, options: list[str], saved: Any = None, gpu: bool = False) -> TrainingState:
+    """The state of a new run or of a continued one."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(CONFIG)
+    device = "--train.accelerator=gpu" if gpu else "--train.accelerator=cpu"
+    config = load_config(folder / "config.yaml", [f"--run_dir={folder}", device, *options])
+    run = Run(folder, config)
+    run.prepared = cast(Prepared, Text())
+    adaptive = config.output.tree == "adaptive"
+    run.tree = None if adaptive else ClassTree.two_level(torch.arange(N) % 7)
+    fabric = build_fabric(run)
+    fabric.launch()
+    return TrainingState(fabric, run, training_batches(config, run.prepared), saved)
+
+
+def after(state: TrainingState, nll: float) -> dict[str, Any]:
+    """What a checkpoint contains of training, and the sum of all losses, which is passed."""
+    state.save(None, is_best=False)
+    checkpoint = load_checkpoint(state.run.folder / "checkpoints" / "last.ckpt")
+    kept = {name: checkpoint[name] for name in ("model", "optimizer", "devices")}
+    return kept | {"nll": nll}
+
+
+def trained(folder: Path, options: list[str], steps: int, stop: int, gpu: bool = False) -> Any:
+    """The outcome of steps of the loop, which stops after some of them and is continued."""
+    state = start(folder, options, gpu=gpu)
+    for step in range(steps):
+        if step == stop:
+            state.gather_losses()
+            state.save(None, is_best=False)
+            saved = load_checkpoint(folder / "checkpoints" / "last.ckpt")
+            state = start(folder, options, saved, gpu)
+        train_step(state)
+    state.gather_losses()
+    assert state.graph.records == isinstance(state.optimizer.param_groups[0]["lr"], torch.Tensor)
+    return after(state, state.progress.nll)
+
+
+def trained_plainly(folder: Path, options: list[str]) -> dict[str, Any]:
+    """The outcome of the same steps in plain PyTorch."""
+    state = start(folder, options)
+    model, config, optimizer = state.model, state.config, state.optimizer.optimizer
+    carried, sums = None, [0.0, 0.0]
+    per_step, settings = config.train.accumulate, {"total_steps": STEPS, "num_bad_validations": 0}
+    for step in range(STEPS):
+        numbers = range(step * per_step, (step + 1) * per_step)
+        epoch = numbers[-1] // state.batches.per_epoch
+        for group in optimizer.param_groups:
+            rate = learning_rate(config.optim, step=step, epoch=epoch, **settings)
+            group["lr"] = rate * group["scale"]
+        for number in numbers:
+            inputs, targets, continues = state.batches[number]
+            with state.fabric.autocast():
+                loss, new = model.loss(inputs, targets, carried if continues else None)
+            carried = None if new is None else tuple(part.detach() for part in new)
+            torch.autograd.backward(loss / per_step)
+            sums[step >= STOP] += loss.item() * targets.numel()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    state.carried_loss.carried = carried
+    return after(state, sum(sums))
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """`records(True)`: from now on, steps are prepared as on a GPU, but run as they are."""
+
+    def set_reason(value: bool) -> None:
+        monkeypatch.setattr(cuda_graph, "why_eager", lambda *_: None if value else "")
+
+    monkeypatch.setattr(StepGraph, "run", lambda _, step: step())
+    set_reason(True)
+    return set_reason
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps_from_fixed_buffers_with_a_stop_equal_plain_ones_bit_for_bit(
+    recipe: str, tmp_path: Path, records: Callable[[bool], None]
+) -> None:
+    options = RECIPES[recipe]
+    ours = trained(tmp_path / "fixed", options, STEPS, STOP)
+    records(False)
+    as_usual = trained(tmp_path / "usual", options, STEPS, STOP)
+    truth = trained_plainly(tmp_path / "plain", options)
+    torch.testing.assert_close(ours, truth, rtol=0, atol=0)
+    torch.testing.assert_close(as_usual, truth, rtol=0, atol=0)
+
+
+def test_steps_of_the_streams_have_several_shapes(tmp_path: Path) -> None:
+    batches = start(tmp_path, []).batches
+    shapes = [batches[number].targets.shape[0] for number in range(2 * batches.per_epoch)]
+    assert shapes == 2 * ([8] * 19 + [3])
+
+
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations for which the host waits: those whose results depend on values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, RowGradient) for kind in types):
+            return NotImplemented  # its operations on ordinary tensors follow
+        tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+        name = func._schema.name.removeprefix("aten::")
+        if name.startswith("index"):  # dynamic with masks only
+            tags = {each for each in args[1] or () if each is not None and each.dtype == torch.bool}
+        if tags or name == "equal":
+            raise RuntimeError(f"the host reads: {name}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", RECIPES | WAITING)
+def test_a_step_of_the_fused_kernels_reads_nothing_from_the_device(
+    recipe: str, tmp_path: Path, records: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are not launched. What depends on the device is set as on a GPU."""
+    for module in ("blocks", "row_gradient", "optimizers"):
+        monkeypatch.setattr(f"lm.output.rowwise.{module}.on_host", lambda _: False)
+    monkeypatch.setattr("lm.output.backends.triton.backend.check_words", lambda *_: None)
+    monkeypatch.setattr("lm.output.functional.eager", lambda *_: True)
+    backend = "auto" if recipe == "adaptive" else "triton"
+    options = [*(RECIPES | WAITING)[recipe], f"--output.backend={backend}"]
+    state = start(tmp_path, options)
+    launches: list[object] = []
+    waits = pytest.raises(RuntimeError, match="host reads: nonzero")
+    with instrumented(run=launches.append), waits if recipe in WAITING else nullcontext():
+        train_step(state)
+        before = len(launches)
+        with HostReads():  # type: ignore[no-untyped-call]
+            train_step(state)
+        assert len(launches) == 2 * before >= 14
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "options", "reason"),
+    [
+        ("cpu", 1, {}, ""),
+        ("cuda", 1, {}, None),
+        ("cuda", 1, {"cuda_graph": "off"}, ""),
+        ("cuda", 2, {}, "several devices communicate"),
+        ("cuda", 1, {"strategy": "ddp"}, "several devices communicate"),
+        (
+            "cuda",
+            1,
+            {"precision": "16-mixed"},
+            "the host reads whether gradients in fp16 are finite",
+        ),
+    ],
+)
+def test_runs_that_record_no_step_say_why(
+    device: str, processes: int, options: dict[str, Any], reason: str | None
+) -> None:
+    fabric: Any = SimpleNamespace(device=torch.device(device), world_size=processes)
+    assert why_eager(fabric, TrainConfig(**options)) == reason
+
+
+@pytest.mark.parametrize("value", ["off", "'off'", "auto"])
+def test_off_in_yaml_is_off(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.replace("threads", f"cuda_graph: {value}, threads"))
+    assert load_config(path).train.cuda_graph == value.strip("'")
+
+
+def test_pinned_memory_is_written_after_it_was_copied() -> None:
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def synchronize(self) -> None:
+            done.append(f"wait {self.name}")
+
+        def record(self) -> None:
+            done.append(f"copy {self.name}")
+
+    inputs = InputBuffers(2, (3, 4), torch.device("cpu"))
+    pinned = [(torch.zeros_like(inputs.tokens), Event(name)) for name in "ab"]
+    inputs._pinned = cast(Any, list(pinned))
+    for step in range(3):
+        one, two = (torch.full((3, 4), 10 * step + k) for k in range(2))
+        loaded = inputs.load([Batch(one, -one, True), Batch(two, -two, False)])
+        assert torch.equal(inputs.tokens, torch.stack([one, -one, two, -two]).view(2, 2, 3, 4))
+        assert [batch.continues for batch in loaded] == [True, False]
+        assert loaded[1].targets.data_ptr() == inputs.tokens[1, 1].data_ptr()
+    assert done == ["wait a", "copy a", "wait b", "copy b", "wait a", "copy a"]
+
+
+def assert_equal_as_far_as_runs_repeat(actual: Any, first: Any, second: Any) -> None:
+    """Bit for bit where two runs are: cuDNN does not always repeat its results. Else, the error is
+    at most twice the difference of these runs, and some roundings of each step.
+    """
+    for ours, one, two in zip(*map(tree_leaves, (actual, first, second)), strict=True):
+        ours, one, two = map(torch.as_tensor, (ours, one, two))
+        if not one.is_floating_point() or torch.equal(one, two):
+            assert torch.equal(ours, one)
+            continue
+        usual, rounding = (one - two).abs().max(), 60 * torch.finfo(one.dtype).eps * one.abs().max()
+        assert (ours - one).abs().max() <= 2 * usual + 8 * rounding
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("recipe", ON_GPU)
+def test_recorded_steps_with_a_stop_equal_those_that_run_as_they_are(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Random numbers too: dropout, word dropout, and the rounding of rows in bf16."""
+    caplog.set_level(logging.INFO)
+    options, stop = ON_GPU[recipe], 31
+    recorded = trained(tmp_path / "recorded", options, 60, stop, gpu=True)
+    assert caplog.text.count("launched as a CUDA graph") == 2
+    monkeypatch.setattr(StepGraph, "run", lambda _, step: step())
+    eager = [trained(tmp_path / name, options, 60, stop, gpu=True) for name in ("one", "two")]
+    assert_equal_as_far_as_runs_repeat(recorded, *eager)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("recipe", ["lstm", "transformer, bf16", "row-wise adagrad"])
+def test_the_host_never_waits_in_recorded_steps(recipe: str, tmp_path: Path) -> None:
+    state = start(tmp_path, ON_GPU[recipe], gpu=True)
+    for _ in range(5):
+        train_step(state)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):  # before the short batch
+            train_step(state)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.graph.records
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("recipe", WAITING)
+def test_steps_that_wait_are_found_and_run_as_they_are(
+    recipe: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    state = start(tmp_path, WAITING[recipe], gpu=True)
+    before = state.parameters[0].detach().clone()
+    for _ in range(6):
+        train_step(state)
+    assert caplog.text.count("without a CUDA graph: the host waits for the device") == 1
+    assert not torch.equal(state.parameters[0], before)
