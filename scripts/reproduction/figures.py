@@ -49,7 +49,7 @@ def draw_vocabularies(results: Path, path: Path) -> None:
             row["memory"] = row["gradient_bytes"] + row["peak_bytes"]
         _line(left, rows, "vocab_size", "seconds_median", color=color, label=label)
         _line(right, rows, "vocab_size", "memory", 1e9, color=color, label=label)
-    steps = read_log(results, "scale", {"method": "layer", "outcome": "done"})
+    steps = read_log(results, "scale", {"method": "layer", "outcome": "done", "dtype": "fp32"})
     dashed: dict[str, Any] = {"fmt": "o--", "color": "C0", "mfc": "white"}
     dashed["label"] = "ours, with update"
     _line(left, steps, "vocab_size", "cpu_seconds", **dashed)

@@ -218,8 +218,9 @@ def vocabularies(results: Path) -> list[Row]:
             ours["perplexity"] = _mean_perplexity(finals[chosen["method"]])
             ours["full_perplexity"] = _mean_perplexity(finals["full"]) if "full" in finals else None
             found.append(ours)
-    (large,) = read_log(results, "ten_million", {"what": "steps 1 to 100", "table": "fp32"})
-    speed = {"tokens_per_second_median": large["tokens_per_second"]}
+    where = {"method": "step", "vocab_size": 10_000_000, "dtype": "fp32"}
+    large = read_log(results, "scale", where)[-1]
+    speed = {"tokens_per_second_median": large["run_positions"] / large["cpu_seconds"]}
     return [*found, {"words": 10_000_000, "text": "synthetic", **speed}]
 
 

@@ -126,6 +126,7 @@ def test_the_first_figure_has_the_points_of_the_tables(
             {
                 "method": "layer",
                 "outcome": "done",
+                "dtype": "fp32",
                 "vocab_size": n,
                 "cpu_seconds": s,
                 "peak_bytes": 1e9,
