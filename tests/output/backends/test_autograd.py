@@ -37,6 +37,7 @@ def test_gradients_through_the_kernels_pass_gradcheck() -> None:
     [*(("reference", tree) for tree in TREES), ("triton", "shortlist")],
     indirect=["tree"],
 )
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")  # by opcheck
 def test_registered_ops_pass_opcheck(
     name: str, tree: ClassTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
