@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lm.model.language_model import LanguageModel
 from lm.output.sharded import DealtRows, PlacementName
-from lm.output.sharded.cost import CPU, GPUS, Sizes, choose_placement
+from lm.output.sharded.cost import CPU, GPU, Sizes, choose_placement
 from lm.run import Run
 
 Convert = Callable[[DealtRows, Tensor], Tensor | None]
@@ -31,7 +31,7 @@ def placement_of(run: Run) -> tuple[PlacementName, str]:
         hidden_bytes={"32-true": 4, "64-true": 8}.get(train.precision, 2),
         weight_bytes=2 if run.word_table.dtype == "bf16" else 4,
     )
-    machine = GPUS[0] if run.on_gpu else CPU
+    machine = GPU if run.on_gpu else CPU
     return choose_placement(run.tree, run.num_devices, sizes, machine, counts)
 
 

@@ -9,11 +9,9 @@ What Triton does for a launch is measured up to the call of the driver, whose ti
 prints both, and their sum, for fp32 and bf16.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,12 +23,14 @@ from lm.output.backends.triton.launch import Launch, instrumented
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.reporting import Row, Table, benchmark_parser
 from scripts.kernels.compilation import compiled_launch
-from scripts.kernels.rates import DRIVER_LAUNCH, Range
+from scripts.kernels.performance_model import Range
 
 PYTHON = "Python"
 """Name of the path without its launches."""
 SUMS, RANGE = ("python", "launching", "host"), Range._fields
 """Names of times in rows."""
+DRIVER_LAUNCH = Range(2e-6, 5e-6)
+"""Seconds of a launch in the driver. An assumption."""
 _POSITIONS, _SIZE, _WORDS = 64, 64, 300
 """Small: the operations of torch on the CPU take no time of their own."""
 
@@ -60,7 +60,7 @@ def host_seconds(
         seconds = {PYTHON: timed(step, rounds)}
     for launch in found:
         compiled_launch(launch, capability)
-        seconds[launch.kernel.__name__] = timed(_launching(launch), rounds).plus(DRIVER_LAUNCH)
+        seconds[launch.kernel.__name__] = added(timed(_launching(launch), rounds), DRIVER_LAUNCH)
     return seconds
 
 
@@ -83,19 +83,18 @@ def timed(step: Callable[[], object], rounds: int) -> Range:
     return Range(statistics.quantiles(seconds, n=10)[0], statistics.median(seconds))
 
 
+def added(*ranges: Range) -> Range:
+    """The sum of some ranges."""
+    return Range(*map(sum, zip(*ranges, strict=True)))
+
+
 def row_of(seconds: dict[str, Range]) -> Row:
     """The Python path, all launches and their sum in µs, and each in seconds."""
     launches = [value for name, value in seconds.items() if name != PYTHON]
-    each = seconds[PYTHON], Range(*map(sum, zip(*launches, strict=True)))
-    sums = dict(zip(SUMS, [*each, each[0].plus(each[1])], strict=True))
+    each = seconds[PYTHON], added(*launches)
+    sums = dict(zip(SUMS, [*each, added(*each)], strict=True))
     ends = {f"{name}_{end}_us": 1e6 * getattr(sums[name], end) for name in SUMS for end in RANGE}
     return {"launches": len(launches), **ends, "seconds": seconds}
-
-
-def logged_seconds(log: Path) -> dict[str, Range]:
-    """`host_seconds` of the last row of a log."""
-    seconds = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])["seconds"]
-    return {name: Range(*ends) for name, ends in seconds.items()}
 
 
 def main() -> None:

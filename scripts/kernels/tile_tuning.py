@@ -5,9 +5,8 @@ every shape that compiles and fits, the others unchanged; the launches that it s
 events on the device, the median of the rounds. A shape's score is the geometric mean over the sizes
 of their time relative to the starting shape.
 
-`--model` takes the least times of `scripts.kernels.performance_model` instead, on any computer, and
-leaves out shapes that spill registers or have hazards. Its log, or that of a GPU, is what
-`--candidates FILE` reads: only its best shapes of each kernel are tried, the best first. Lines are
+Its log is what `--candidates FILE` reads: only its best shapes of each kernel are tried, the best
+first. Lines are
 
   {"kernel": "heavy", "v": 128, "c": 128, "h": 64, "warps": 8, "stages": 3, "step": 64, "score": 1}
 
@@ -147,30 +146,6 @@ def compile_candidates(problems: list[Problem], start: Tiles, tried: list[Candid
     compile_all(jobs)
 
 
-def modelled(
-    sizes: list[tuple[int, int, int]], start: Tiles, tried: list[Candidate]
-) -> list[Clock]:
-    """A clock by the model for each size: of the launches that a candidate shapes."""
-    from triton.errors import TritonError
-
-    from scripts.kernels.performance_model import fused_work, launch_row
-
-    shapes = {one.of(start): set(KERNELS[one.kernel]) for one in tried}
-    shapes |= {start: set().union(*shapes.values())}
-
-    def seconds(work: dict[Tiles, list[tuple[Launch, Any]]], tiles: Tiles) -> Seconds | None:
-        pairs = [pair for pair in work[tiles] if pair[0].kernel.__name__ in shapes[tiles]]
-        try:
-            rows = [launch_row(*pair) for pair in pairs]
-        except (TritonError, RuntimeError):
-            return None
-        good = tiles == start or all(row["good"] for row in rows)
-        return {row["launch"]: row["low_us"] * 1e-6 for row in rows} if good else None
-
-    works = [dict(zip(shapes, fused_work(size, list(shapes)), strict=True)) for size in sizes]
-    return [partial(seconds, work) for work in works]
-
-
 def tune(
     clocks: list[Clock], start: Tiles, tried: list[Candidate], seconds: float
 ) -> Iterator[dict[str, Any]]:
@@ -207,33 +182,26 @@ def main() -> None:
     add("--rounds", type=int, default=10)
     add("--candidates", type=Path, metavar="FILE", help="log of shapes to try; default: many")
     add("--best", type=int, default=8, help="shapes of each kernel in it; default: %(default)s")
-    add("--model", action="store_true", help="model an H200 instead of timing")
     add("--seconds", type=float, default=math.inf, help="begin no shape after them")
     add("--dry-run", action="store_true", help="without a GPU, tiny, interpreted")
     options = parser.parse_args()
-    device = "cpu" if options.dry_run or options.model else "cuda"
+    device = "cpu" if options.dry_run else "cuda"
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
         vars(options).update(DRY_RUN)
-    elif device == "cuda" and not torch.cuda.is_available():
-        sys.exit("tile_tuning: no CUDA device; --dry-run and --model run without one")
-    elif options.model and options.dtype != "bf16":
-        sys.exit("tile_tuning: the model knows bf16 only")
+    elif not torch.cuda.is_available():
+        sys.exit("tile_tuning: no CUDA device; --dry-run runs without one")
     sizes = [(*size, options.positions) for size in options.sizes]
-    on, dtype = "meta" if options.model else device, DTYPES[options.dtype]
-    problems = [problem_on(on, dtype, size) for size in sizes]
+    problems = [problem_on(device, DTYPES[options.dtype], size) for size in sizes]
     start = tiles_for(problems[0])
     tried = candidates(start, dry=options.dry_run)
     if options.candidates:
         tried = candidates_in(options.candidates, options.best)
-    if device == "cuda":  # the model does not know such loops
+    if not options.dry_run:
         forward = start.forward._replace(flatten=not start.forward.flatten)
         tried.insert(0, Candidate("forward", forward))
-    if not options.dry_run:
         compile_candidates(problems, start, tried)
     clocks: list[Clock] = [partial(seconds_of, problem, options.rounds) for problem in problems]
-    if options.model:
-        clocks = modelled(sizes, start, tried)
     rows = []
     for row in tune(clocks, start, tried, options.seconds):
         append_row(options.json, row, device)

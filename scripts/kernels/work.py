@@ -6,8 +6,7 @@ the counts with those of the emulator.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +15,7 @@ from numpy.typing import NDArray
 
 from lm.output.backends.base import Problem
 from lm.output.backends.triton.launch import SLOT, Launch
-from lm.output.backends.triton.tile_shapes import Tiles
-from scripts.kernels.compilation import Classes, launches, make_problem
+from scripts.kernels.compilation import launches
 from scripts.kernels.routed import KERNELS, TILES, write_routing
 
 Counts = NDArray[Any]
@@ -36,35 +34,18 @@ class Work(NamedTuple):
     memory: float = 0  # bytes from and to memory, every element once
 
 
-def count(
-    problem_size: tuple[int, int, int],
-    capability: int,
-    shapes: Sequence[Tiles | None] = (None,),
-    rows: Sequence[torch.dtype] = (torch.bfloat16,),
-    classes: Classes = "equal",
-) -> list[list[Work]]:
-    """The work of each launch, for each dtype of the weight and choice of tile shapes.
-
-    Sizes and classes are those of `make_problem`. Nothing is executed.
-    """
-    return [
-        work_of(make_problem(*problem_size, weight_dtype=dtype, classes=classes), capability, tiles)
-        for dtype, tiles in product(rows, shapes)
-    ]
-
-
-def work_of(problem: Problem, capability: int, tiles: Tiles | None = None) -> list[Work]:
-    """The work of each launch of a forward and backward."""
+def work_of(problem: Problem, capability: int) -> list[tuple[Launch, Work]]:
+    """The launches of a forward and backward, with their work. Nothing is executed."""
     found: list[Launch] = []
-    done: list[Work] = []
+    done: list[tuple[Launch, Work]] = []
 
     def run(launch: Launch) -> None:
         found.append(launch)
         if launch.kernel.__name__ == KERNELS[-1]:
             write_routing(found)
-        done.append(work(launch))
+        done.append((launch, work(launch)))
 
-    launches(problem, capability, tiles, run=run)
+    launches(problem, capability, run=run)
     return done
 
 

@@ -181,35 +181,27 @@ def draw_tree_curves(results: Path, path: Path) -> None:
 def draw_trees(results: Path, path: Path) -> None:
     """Draw the time of a step against the depth of the tree, relative to two levels.
 
-    Logs `trees` (a CPU) and `trees_gpu` (a model). Nodes of a tree have nearly equal numbers of
-    children on all levels; words are sorted by frequency, or with dashes, shuffled.
+    Nodes of a tree have nearly equal numbers of children on all levels; words are sorted by
+    frequency, or with dashes, shuffled.
     """
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    panels = zip(figure.subplots(1, 2, sharey=True), ("trees", "trees_gpu"), strict=True)
-    for axes, log in panels:
-        rows = read_log(results, log, {"hidden_size": 300, "role": "fit"})
-        for i, size in enumerate(sorted({row["vocab_size"] for row in rows})):
-            for order, style in (("clustered", "o-"), ("random", "x--")):
-                names = {"full", "two_level" if order == "clustered" else "two_level, random"}
-                names |= {f"{shape}, {order}" for shape in DEPTHS}
-                drawn = [
-                    row
-                    for row in rows
-                    if row["vocab_size"] == size
-                    and row["tree"] in names
-                    and row["kind"] in ("dense", "gpu")
-                ]
-                label = f"N = {size:,}" if order == "clustered" else None
-                _line(axes, drawn, "depth", "ratio", fmt=style, color=f"C{i}", label=label)
-        title = "CPU, one thread" if log == "trees" else "H200, a model"
-        axes.set(xscale="log", yscale="log", title=title, xlabel="depth of the tree")
-        axes.set_xticks([1, 2, 3, 4, 8, 16], minor=False)
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.minorticks_off()
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.grid(True, alpha=0.3)
+    figure = Figure(figsize=(6, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    rows = read_log(results, "trees", {"hidden_size": 300, "role": "fit", "kind": "dense"})
+    for i, size in enumerate(sorted({row["vocab_size"] for row in rows})):
+        for order, style in (("clustered", "o-"), ("random", "x--")):
+            names = {"full", "two_level" if order == "clustered" else "two_level, random"}
+            names |= {f"{shape}, {order}" for shape in DEPTHS}
+            drawn = [row for row in rows if row["vocab_size"] == size and row["tree"] in names]
+            label = f"N = {size:,}" if order == "clustered" else None
+            _line(axes, drawn, "depth", "ratio", fmt=style, color=f"C{i}", label=label)
+    axes.set(xscale="log", yscale="log", title="CPU, one thread", xlabel="depth of the tree")
+    axes.set_xticks([1, 2, 3, 4, 8, 16], minor=False)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(True, alpha=0.3)
     axes.legend()
-    figure.supylabel("forward and backward ÷ two levels")
+    axes.set_ylabel("forward and backward ÷ two levels")
     figure.savefig(path, dpi=120)
 
 

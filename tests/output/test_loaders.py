@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.functional import BackendName
 from lm.output.tree.arrays import TreeArrays
-from scripts.benchmarks.shards import in_processes
 
 from .definition import TREES, TWO_LEVEL, H, N
+from .sharded.processes import in_processes
 
 OTHER = ClassTree.two_level((torch.arange(N) * 7 % 5).roll(1))
 """A tree of the sizes of `TWO_LEVEL`."""

@@ -38,10 +38,7 @@ class Machine(NamedTuple):
 
 
 CPU = Machine("CPU cores, 1 GB/s", 5e10, 1e10, 1e9, 1e-4)
-GPUS = (
-    Machine("H200, NVLink at 340 of 450 GB/s", 4e14, 3.8e12, 3.4e11, 3e-5),
-    Machine("H200, PCIe 5 at 40 of 63 GB/s", 4e14, 3.8e12, 4e10, 3e-5),
-)
+GPU = Machine("H200, NVLink at 340 of 450 GB/s", 4e14, 3.8e12, 3.4e11, 3e-5)
 
 
 class Sizes(NamedTuple):
@@ -58,9 +55,6 @@ class StepCost(NamedTuple):
 
     placement: PlacementName
     load: float  # the most columns of a process divided by the mean
-    columns: float
-    visited_rows: float
-    held_rows: int  # of the process with the most
     sent_bytes: float
     num_exchanges: int
     flops: float
@@ -110,9 +104,6 @@ def step_cost(
     return StepCost(
         placement,
         load=most / float(columns.mean()),
-        columns=most,
-        visited_rows=rows,
-        held_rows=int(torch.bincount(process, minlength=world_size).max()),
         sent_bytes=sent,
         num_exchanges=6 + 4 * (gathered > 0),
         flops=6.0 * sizes.hidden_size * most,

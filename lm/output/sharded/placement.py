@@ -77,16 +77,6 @@ class Plan(NamedTuple):
                 heapq.heappush(processes, each)
         return cls(owner, world_size)
 
-    @classmethod
-    def contiguous(cls, tree: ClassTree, world_size: int) -> "Plan":
-        """Blocks of neighbouring classes with equally many rows, to compare with."""
-        size = tree.num_children.cpu()
-        lower = torch.ones_like(size, dtype=torch.bool)
-        lower[_parents(tree)] = False
-        before = torch.where(lower, size, 0).cumsum(0) - torch.where(lower, size, 0)
-        owner = before * world_size // max(1, int(size[lower].sum()))
-        return cls(torch.where(lower, owner, GATHERED), world_size)
-
     def is_by_word(self) -> bool:
         """Whether all nodes are split."""
         return bool((self.owner == SPLIT).all())

@@ -47,7 +47,7 @@ BENCHMARKS = {
 }
 COUNTED = ["33278:650", "267735:1024"]
 CANDIDATES = TOP / "scripts/results/tile_tuning.jsonl"
-"""Written by `python -m scripts.kernels.tile_tuning --model`."""
+"""Tile shapes by their time in a model: see `scripts.kernels.tile_tuning`."""
 LOGS = ("output_layer.jsonl", "counters.jsonl", "tuning.jsonl")
 """JSON lines that steps write."""
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.rowwise import RowAdagrad, RowGradient
 from lm.output.sharded import ShardedSoftmax
-from lm.output.sharded.placement import PlacementName, Plan, columns_per_process, place
-from scripts.benchmarks.shards import in_processes
+from lm.output.sharded.placement import GATHERED, PlacementName, Plan, columns_per_process, place
 from tests.output.definition import TREES, H, N
+
+from .processes import in_processes
 
 
 def _positions(shares: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,7 +192,9 @@ def test_work_is_balanced_if_all_targets_are_in_one_class(world_size: int) -> No
     assert _load(Plan.by_word(TREE, world_size), target) <= 1.05
     counts = torch.bincount(target, minlength=TREE.vocab_size)
     assert _load(Plan.by_class(TREE, world_size, counts), target) <= 1.2
-    assert _load(Plan.contiguous(TREE, world_size), target) > (world_size + 1) / 2.1
+    owner = torch.arange(TREE.num_nodes) * world_size // TREE.num_nodes
+    owner[0] = GATHERED
+    assert _load(Plan(owner, world_size), target) > (world_size + 1) / 2.1
 
 
 @pytest.mark.parametrize("world_size", [2, 8, 64])
