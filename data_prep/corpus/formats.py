@@ -51,6 +51,7 @@ NO_TEXT = {
     ),
     PARQUET.pattern: "a parquet file: its text is read by data.format: parquet",
     rb"ARROW1\0": "an Arrow file: save it as parquet, which data.format: parquet reads",
+    rb"mmap lm http": "a binary file of KenLM: give the ARPA file",
     rb"%PDF-\d": f"a PDF document: {_EXPORT}, for instance by pdftotext",
     rb"%!PS-Adobe|\{\\rtf\d|\xd0\xcf\x11\xe0": f"a document: {_EXPORT}",
     rb"\x89PNG\r|\xff\xd8\xff|GIF8[79]a|RIFF.{4}W|OggS\0|ID3[\x02-\x04]|fLaC\0": "no text",
@@ -105,7 +106,7 @@ def decompressed(file: BufferedReader, name: str) -> Iterator[BufferedReader]:
         file = BufferedReader(_Stream(_decompress(file, compression, name)), CHUNK_BYTES)
     head = file.peek(HEAD_BYTES)
     problem = next((problem for start, problem in _NO_TEXT.items() if start.match(head)), None)
-    if encoding := wide_encoding(head):
+    if problem is None and (encoding := wide_encoding(head)):
         is_plain = compression is None and member is None
         problem = f"in {encoding}: {convert_from(encoding, name if is_plain else 'FILE')}"
     if problem is not None:

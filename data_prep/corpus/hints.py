@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -96,19 +96,6 @@ def _are_json(lines: Sequence[str]) -> bool:
         return False
 
 
-def noted(lines: Iterable[str], name: str) -> Iterator[str]:
-    """Pass lines on; warn of what the first ones look like, without waiting for them."""
-    first: list[str] = []
-    for line in lines:
-        if len(first) < NUM_LINES:
-            first.append(line)
-            if len(first) == NUM_LINES:
-                warn_of(first, name)
-        yield line
-    if len(first) < NUM_LINES:
-        warn_of(first, name)
-
-
 def warn_of(lines: Iterable[str], name: str) -> None:
     """Warn if lines of the text `name` are columns, XML or HTML, or have markers of sentences."""
     filled = [line for line in lines if line.strip()]
@@ -134,6 +121,21 @@ def warn_of(lines: Iterable[str], name: str) -> None:
                 where,
                 marker,
             )
+
+
+def noted(
+    lines: Iterable[str], name: str, warn: Callable[[list[str], str], None] = warn_of
+) -> Iterator[str]:
+    """Pass lines on; warn of what the first ones look like, without waiting for them."""
+    first: list[str] = []
+    for line in lines:
+        if len(first) < NUM_LINES:
+            first.append(line)
+            if len(first) == NUM_LINES:
+                warn(first, name)
+        yield line
+    if len(first) < NUM_LINES:
+        warn(first, name)
 
 
 def compared(lines: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> Iterator[str]:

@@ -52,11 +52,11 @@ def run(options: argparse.Namespace) -> None:
     """Print the scores, line by line."""
     _check(options)
     from data_prep.corpus.arriving import ArrivingLines
-    from data_prep.corpus.hints import noted
     from data_prep.corpus.lines import read_text
     from data_prep.tokenizer.token_file import counted_literals, log_literals
     from lm.device import return_freed_memory
     from lm.evaluation import perplexity_rule, token_unit
+    from lm.rescoring.unknown import noted_words
     from lm.scoring import Scorer
     from lm.scoring.layouts import Layout
     from lm.scoring.mixture import Mixture
@@ -91,7 +91,9 @@ def run(options: argparse.Namespace) -> None:
     literals = dict.fromkeys(run.tokenizer.literals, 0)
     file = options.file or "-"
     arriving = ArrivingLines.of_stdin() if file == "-" else None
-    lines = read_text(file) if options.ids else noted(read_text(file), file)
+    lines = read_text(file)
+    if not options.ids:
+        lines = noted_words(run.tokenizer, lines, file)
     lines = counted_literals(lines, literals)
     is_waiting = None if arriving is None else arriving.is_waiting
     rows = layout.rows(lines, stream=options.stream, is_waiting=is_waiting)
