@@ -146,7 +146,8 @@ def new_recipe(
     samples = {split: read_sample(each) for split, each in texts.items()}
     last_change = text.stat().st_mtime_ns
     sample = samples["train"]
-    warn_of(sample.lines[:NUM_LINES], str(text))
+    column = "" if texts["train"].format == "text" else f", column {texts['train'].field}"
+    warn_of(sample.lines[:NUM_LINES], f"{text}{column}")
     num_tokens, num_words, tokenizer = measure(sample)
     held_out = [split for split in ("valid", "test") if split not in files]
     cut = "the given files"

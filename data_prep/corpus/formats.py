@@ -45,11 +45,13 @@ _EXPORT = "export its text as UTF-8"
 NO_TEXT = {
     rb".{257}ustar": f"a tar archive: {_UNPACK}",
     rb"7z\xbc\xaf'\x1c|Rar!\x1a\x07": f"an archive: {_UNPACK}",
-    rb"\x1f[\x8b\x9d\xa0]|BZh[1-9]1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|\x04\"M\x18|PK[\x03\x05]": (
+    rb"PK[\x03\x05]": f"a zip archive in a pipe or in another file: {_UNPACK}",
+    rb"\x1f[\x8b\x9d\xa0]|BZh[1-9]1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|\x04\"M\x18": (
         "compressed, in a way that is not read here: decompress it"
     ),
     PARQUET.pattern: "a parquet file: its text is read by data.format: parquet",
     rb"ARROW1\0": "an Arrow file: save it as parquet, which data.format: parquet reads",
+    rb"mmap lm http": "a binary file of KenLM: give the ARPA file",
     rb"%PDF-\d": f"a PDF document: {_EXPORT}, for instance by pdftotext",
     rb"%!PS-Adobe|\{\\rtf\d|\xd0\xcf\x11\xe0": f"a document: {_EXPORT}",
     rb"\x89PNG\r|\xff\xd8\xff|GIF8[79]a|RIFF.{4}W|OggS\0|ID3[\x02-\x04]|fLaC\0": "no text",
@@ -104,7 +106,7 @@ def decompressed(file: BufferedReader, name: str) -> Iterator[BufferedReader]:
         file = BufferedReader(_Stream(_decompress(file, compression, name)), CHUNK_BYTES)
     head = file.peek(HEAD_BYTES)
     problem = next((problem for start, problem in _NO_TEXT.items() if start.match(head)), None)
-    if encoding := wide_encoding(head):
+    if problem is None and (encoding := wide_encoding(head)):
         is_plain = compression is None and member is None
         problem = f"in {encoding}: {convert_from(encoding, name if is_plain else 'FILE')}"
     if problem is not None:
@@ -124,9 +126,11 @@ def _only_member(file: BufferedReader, name: str) -> IO[bytes]:
     try:
         archive = zipfile.ZipFile(file)
         members = [each for each in archive.infolist() if not each.is_dir()]
-        if len(members) != 1:
+        is_encrypted = any(each.flag_bits & 1 for each in members)
+        if len(members) != 1 or is_encrypted:
             names = [each.filename for each in members[:3]] + ["…"] * (len(members) > 3)
             found = f"{len(members)} files ({', '.join(names)})" if members else "no file"
+            found = "a password" if is_encrypted else found
             problem = f"a zip archive with {found}: {_UNPACK}"
             if names[:1] in (["[Content_Types].xml"], ["mimetype"]):
                 problem = f"an office document or an e-book: {_EXPORT}"

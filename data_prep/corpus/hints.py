@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,15 @@ def _format(path: Path) -> str:
     with open_to_read(path) as file:
         if PARQUET.match(file.read(HEAD_BYTES)):
             return "parquet"
-    suffix = Path(COMPRESSED_NAME.sub("", path.name)).suffix.lower()
     lines = list(islice(filter(str.strip, read_text(str(path))), NUM_LINES))
-    if re.match(r"\s*\[\s*\{", "\n".join(lines[:2])) or _are_json(lines):
+    return _format_of_lines(lines, path.name)
+
+
+def _format_of_lines(lines: Sequence[str], name: str) -> str:
+    """The format of a file that is no parquet, by its first lines, of which none is empty."""
+    if _are_json(lines):
         return "json"
+    suffix = Path(COMPRESSED_NAME.sub("", name)).suffix.lower()
     return _FORMAT_OF_SUFFIX.get(suffix, "text")
 
 
@@ -82,35 +87,26 @@ def _is_text(value: Any) -> bool:
 
 
 def _are_json(lines: Sequence[str]) -> bool:
-    """Whether there are lines and each is a JSON object."""
+    """Whether lines begin an array of JSON objects or strings, or each is a JSON object."""
+    if re.match(r'\s*\[\s*(?:\{|"[^"]*"\s*,)', "\n".join(lines[:2])):
+        return True
     try:
         return bool(lines) and all(isinstance(json.loads(line), dict) for line in lines)
     except (ValueError, RecursionError):
         return False
 
 
-def noted(lines: Iterable[str], name: str) -> Iterator[str]:
-    """Pass lines on; warn of what the first ones look like, without waiting for them."""
-    first: list[str] = []
-    for line in lines:
-        if len(first) < NUM_LINES:
-            first.append(line)
-            if len(first) == NUM_LINES:
-                warn_of(first, name)
-        yield line
-    if len(first) < NUM_LINES:
-        warn_of(first, name)
-
-
 def warn_of(lines: Iterable[str], name: str) -> None:
-    """Warn if lines of the text `name` are JSON, XML or HTML, or have markers of sentences."""
+    """Warn if lines of the text `name` are columns, XML or HTML, or have markers of sentences."""
     filled = [line for line in lines if line.strip()]
     most = 0.9 * len(filled)
-    if _are_json(filled):
+    if (format := _format_of_lines(filled, name)) != "text":
         logger.warning(
-            "%s: the lines are JSON, whose keys and brackets count as words: data.format: json"
-            " reads the column data.text_field",
+            "%s: the lines are %s, of which all columns, names and marks count as words: give the"
+            " column of text alone; a configuration reads it by data.format: %s",
             name,
+            format.upper(),
+            format,
         )
     elif sum(bool(_CLOSING_TAG.search(line)) for line in filled) > len(filled) / 2:
         logger.warning("%s: the text is XML or HTML, whose tags count as words: remove them", name)
@@ -125,6 +121,21 @@ def warn_of(lines: Iterable[str], name: str) -> None:
                 where,
                 marker,
             )
+
+
+def noted(
+    lines: Iterable[str], name: str, warn: Callable[[list[str], str], None] = warn_of
+) -> Iterator[str]:
+    """Pass lines on; warn of what the first ones look like, without waiting for them."""
+    first: list[str] = []
+    for line in lines:
+        if len(first) < NUM_LINES:
+            first.append(line)
+            if len(first) == NUM_LINES:
+                warn(first, name)
+        yield line
+    if len(first) < NUM_LINES:
+        warn(first, name)
 
 
 def compared(lines: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> Iterator[str]:

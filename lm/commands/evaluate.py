@@ -53,10 +53,10 @@ _log = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> None:
     """Print the figures, and write those of a split to `evaluate-<split>[-open].json`."""
     _check(options)
-    from data_prep.corpus.hints import noted
     from data_prep.corpus.lines import read_lines, read_text
     from data_prep.storage import write_json_atomically
     from lm.evaluation import encode_text, evaluate_split, evaluate_text
+    from lm.rescoring.unknown import noted_words
     from lm.scoring.comparison import TextLosses, check_comparable, compare
     from lm.scoring.frequency import draw_report
     from lm.scoring.mixture import Mixture, evaluate_mixture
@@ -64,7 +64,9 @@ def run(options: argparse.Namespace) -> None:
     is_open = options.open_vocabulary
     run = Run.open(options.run_dir, device=options.device, threads=options.threads)
     others = [Run(Path(each), device=options.device) for each in options.compare]
-    lines = None if options.text is None else list(noted(read_text(options.text), options.text))
+    lines = None
+    if options.text is not None:
+        lines = list(noted_words(run.tokenizer, read_text(options.text), options.text))
     check_comparable(run, others, open_vocabulary=is_open, lines=lines)
     settings = {"progress": not options.no_progress, "open_vocabulary": is_open}
     mixture = options.arpa and Mixture.open(run, Path(options.arpa), options.mixture)

@@ -29,12 +29,13 @@ OPTIONS: Options = (
     RUN
     | {"file": {"metavar": "FILE|-", "nargs": "?", "help": "one sentence per line (default stdin)"}}
     | {
-        name: {"choices": choices, "default": choices[0], "help": f"{text} (default: {choices[0]})"}
+        name: {"choices": choices, "help": f"{text} (default: {choices[0]})"}
         for name, (choices, text) in _CHOICES.items()
     }
     | {
         "--stream": SWITCH | {"help": "all lines are one text (default: independent sentences)"},
-        "--details": SWITCH | {"help": "rank of each word, entropy of its distribution"},
+        "--details": SWITCH
+        | {"help": "rank of each word, entropy of its distribution; as words, TSV"},
         "--ids": SWITCH
         | {"help": "each line begins with an id and a tab, or a space if there is no tab"},
     }
@@ -51,11 +52,11 @@ def run(options: argparse.Namespace) -> None:
     """Print the scores, line by line."""
     _check(options)
     from data_prep.corpus.arriving import ArrivingLines
-    from data_prep.corpus.hints import noted
     from data_prep.corpus.lines import read_text
     from data_prep.tokenizer.token_file import counted_literals, log_literals
     from lm.device import return_freed_memory
     from lm.evaluation import perplexity_rule, token_unit
+    from lm.rescoring.unknown import noted_words
     from lm.scoring import Scorer
     from lm.scoring.layouts import Layout
     from lm.scoring.mixture import Mixture
@@ -90,7 +91,10 @@ def run(options: argparse.Namespace) -> None:
     literals = dict.fromkeys(run.tokenizer.literals, 0)
     file = options.file or "-"
     arriving = ArrivingLines.of_stdin() if file == "-" else None
-    lines = counted_literals(noted(read_text(file), file), literals)
+    lines = read_text(file)
+    if not options.ids:
+        lines = noted_words(run.tokenizer, lines, file)
+    lines = counted_literals(lines, literals)
     is_waiting = None if arriving is None else arriving.is_waiting
     rows = layout.rows(lines, stream=options.stream, is_waiting=is_waiting)
     for number, row in enumerate(rows):
@@ -108,7 +112,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse options that exclude each other."""
+    """Fill in options that are not given; refuse those that exclude each other."""
+    defaults = {"level": "word", "format": "tsv"} if options.details else {}
+    for name, (choices, _) in _CHOICES.items():
+        if getattr(options, name[2:]) is None:
+            setattr(options, name[2:], defaults.get(name[2:], choices[0]))
     if options.details and (options.format == "kenlm" or options.level != "word"):
         raise UserError("--details requires --level word and --format tsv or json")
     if options.mixture is not None and options.arpa is None:

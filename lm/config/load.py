@@ -5,7 +5,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -35,7 +35,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             of range, or if keys are in conflict. The message names the file and the key.
     """
     values = read_values(path, "the configuration", Config)
-    for override in overrides:
+    given = dict(override.removeprefix("--").partition("=")[::2] for override in overrides)
+    for override in (*_implied(given), *overrides):
         _apply(values, override)
     return validate(values, str(path))
 
@@ -77,9 +78,17 @@ def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
 def validate(values: dict[str, Any], source: str) -> Config:
     """Convert plain values, section → key → value, to a `Config`, without coercion.
 
+    A key that is left out has the only value that the others can be combined with, if there is one:
+    `classes.method` is file where `classes.file` is given.
+
     Errors are those of `load_config`; `source` names the file in their messages.
     """
     try:
+        values = json.loads(json.dumps(values))
+        flat = _flatten(values)
+        for override in _implied(flat):
+            if override[2:].partition("=")[0] not in flat:
+                _apply(values, override)
         config = _ADAPTER.validate_json(json.dumps(values))
     except ValidationError as error:
         blank = to_dict(Config(name="name"))
@@ -202,6 +211,24 @@ _ADAPTER = TypeAdapter(Config)
 _UNION_BRANCHES = {"str", "list[str]", "int", "float", "constrained-int", "constrained-float"} | {
     "literal['auto']"
 }
+
+
+_IMPLIED = {
+    "classes.file": "classes.method=file",
+    "classes.depth": "output.tree=multi_level",
+    "model.input_tree": "model.input_embedding=path_sum",
+    "output.num_samples": "output.tree=full",
+    "output.tail_dropout": "output.tree=adaptive",
+    "train.shard_by": "train.strategy=shard_output",
+}
+"""Keys, and the only value of another that they can be combined with."""
+_UNSET = {"", "~", "null", "None", "auto", "output", "0", "0.0"}
+"""Values of these keys that imply nothing."""
+
+
+def _implied(given: Mapping[str, Any]) -> list[str]:
+    """The overrides that given keys imply."""
+    return [f"--{only}" for key, only in _IMPLIED.items() if str(given.get(key)) not in _UNSET]
 
 
 def _parse(text: str, source: str, section: Any = None) -> Any:

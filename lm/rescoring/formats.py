@@ -97,8 +97,22 @@ class _Foreign(NamedTuple):
 _ONE_WAY = "give the n-best list or the lattice that it was made from"
 _TIMES = r"(?:\d*\.\d+\s+\d*\.?\d+|\d+\s+\d*\.\d+)"
 """Beginning and length in seconds, one of them with a decimal point."""
-_FOREIGN = (
+_TRANSCRIPTS = (
     _Foreign(_first("#!MLF!#"), "an HTK master label file", "give one SLF lattice per utterance"),
+    _Foreign(
+        _every(rf";;.*|\S+\s+\w\s+{_TIMES}\s+\S+(?:\s+{NUMBER})?(?:\s+\S+){{0,2}}\s*"),
+        "a CTM file, the words of one hypothesis with times",
+        "give n-best lists or lattices",
+    ),
+    _Foreign(
+        _first(r"[\[{]\s*(?:\"|\{|$)"),
+        "JSON",
+        "write lines id TAB scores TAB words, for instance by jq -r '[.id, .score, .text] | @tsv'",
+    ),
+)
+"""Formats that references may have too."""
+_FOREIGN = (
+    *_TRANSCRIPTS,
     _Foreign(
         lambda lines: any(re.match(r"# getcwd:|Frames \d+$", line) for line in lines[:20]),
         "a lattice of Sphinx",
@@ -116,11 +130,6 @@ _FOREIGN = (
     ),
     _Foreign(_every(r"\S+\s+\[ .*\]\s*"), "a confusion network of Kaldi (sausage)", _ONE_WAY),
     _Foreign(
-        _every(rf";;.*|\S+\s+\w\s+{_TIMES}\s+\S+(?:\s+{NUMBER})?(?:\s+\S+){{0,2}}\s*"),
-        "a CTM file, the words of one hypothesis with times",
-        "give n-best lists or lattices",
-    ),
-    _Foreign(
         _first(r"NBestList\d"), "an n-best list of Decipher", "write lines id TAB scores TAB words"
     ),
     _Foreign(
@@ -135,16 +144,18 @@ _FOREIGN = (
         "put the id on a line before it, as Kaldi's archives of lattices do",
     ),
     _Foreign(
-        _first(r"[\[{]\s*(?:\"|\{|$)"),
-        "JSON",
-        "write lines id TAB scores TAB words, for instance by jq -r '[.id, .score, .text] | @tsv'",
-    ),
-    _Foreign(
         _every(r"[^\t]*\(\S+\)\s*"),
         "a file of references or hypotheses in SCTK's format (trn)",
         "write lines id TAB scores TAB words",
     ),
 )
+
+
+def refuse_transcripts(name: str, lines: Sequence[str]) -> None:
+    """Raise a UserError if a file of references, of which no line is empty, has a known format."""
+    for foreign in _TRANSCRIPTS:
+        if lines and foreign.applies(lines):
+            raise UserError(f"{name} is {foreign.name}: write lines id words")
 
 
 def format_of(name: str, lines: Iterable[str]) -> Format:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from data_prep.corpus.hints import UNSPACED
 from data_prep.corpus.lines import read_text
 from data_prep.errors import UserError
-from lm.rescoring.formats import NonWords
+from lm.rescoring.formats import NonWords, refuse_transcripts
 
 _TRN = re.compile(r"(.*?)\s*\((\S+)\)\s*")
 _STM = re.compile(r"(\S+)\s+(\S+)\s+\S+\s+(\d+\.?\d*)\s+\d+\.?\d*(?:\s+<[^>\s]*>)?(?:\s+(.*))?")
@@ -81,8 +81,7 @@ class References:
         rows = [row for row in first_columns(name) if row[1]]
         texts = [(place, f"{key} {text}") for place, key, text in rows]
         commented = [(place, text) for place, text in texts if not text.startswith(";;")]
-        if commented and commented[0][1].startswith("#!MLF!#"):
-            raise UserError(f"{name} is an HTK master label file: write lines id words")
+        refuse_transcripts(name, [text for _, text in commented])
         known = set(ids)
         if commented and all(_STM.fullmatch(text) for _, text in commented):
             rows = list(_of_stm(commented))

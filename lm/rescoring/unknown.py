@@ -1,14 +1,17 @@
-"""Unknown words of n-best lists and references: how many they are, and why they may be many."""
+"""Unknown words of texts, n-best lists and references: how many they are, and why so many."""
 
+import logging
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from data_prep.corpus.hints import noted, warn_of
 from data_prep.tokenizer.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
 MANY = 0.2
 """Share of unknown words above which a cause is looked for."""
 
@@ -131,3 +134,14 @@ class UnknownWords:
         changed = [change(word) for word in self._counts]
         pairs = zip(changed, self._counts.values(), self._are_unknown(changed), strict=True)
         return sum(count for text, count, unknown in pairs if text.strip() and not unknown)
+
+
+def noted_words(tokenizer: Tokenizer, lines: Iterable[str], name: str) -> Iterator[str]:
+    """Pass lines on; warn of what the first ones look like, and if many words are unknown."""
+
+    def warn(first: list[str], name: str) -> None:
+        warn_of(first, name)
+        if warning := UnknownWords(tokenizer, first).warning("text"):
+            _log.warning("%s, first lines: %s", name, warning)
+
+    return noted(lines, name, warn)

@@ -28,7 +28,6 @@ BLOCK = 1 << 16
 """Lines that are converted at once."""
 _HEADING = re.compile(r"ngram[ \t]+(\d+)[ \t]*=[ \t]*(\d+)|\\(\d+)-grams:|\\end\\", re.IGNORECASE)
 _OTHERS = (
-    ("mmap lm http", "a binary file of KenLM: give the ARPA file"),
     ("iARPA", "a file in IRSTLM's own format: convert it by compile-lm --text=yes {} FILE.arpa"),
     ("qARPA", "a quantized file of IRSTLM: give the ARPA file that it was made from"),
     ("blmt", "a binary file of IRSTLM: convert it by compile-lm --text=yes {} FILE.arpa"),

@@ -12,6 +12,7 @@ the suffixes of k + 1 words, sorted by the key (node of the last k words) · bas
 them), so that one search in a sorted array finds the next level of many histories at once.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from pathlib import Path
@@ -25,6 +26,7 @@ from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.evaluation import token_unit
 from lm.scoring.arpa import NATS_PER_LOG10, TOLERANCE, Floats, Ints, NGrams, read_arpa, warn_of_sum
 
+_log = logging.getLogger(__name__)
 MAX_SUMS = 1_000
 """Histories of each order after which the sum of probabilities is checked."""
 _FACTORS = np.random.default_rng(1).integers(1, 1 << 62, 100) | 1
@@ -77,6 +79,8 @@ class NGramModel:
             nonlocal is_whole
             if self._spaced is None and word.split() != [word]:
                 self._spaced = word
+                if tokenizer is None:
+                    _log.warning("%s: %s", path, self._spaced_problem)
             id = id_of(word)
             is_whole = is_whole and id is not None
             return id
@@ -210,6 +214,16 @@ class NGramModel:
             raise UserError(self._absent(token))
         return values
 
+    @property
+    def _spaced_problem(self) -> str:
+        """What is wrong with a word of the file that has a space of another kind."""
+        assert self._spaced is not None
+        names = [f"U+{ord(each):04X}" for each in self._spaced if each.isspace()]
+        return (
+            f"it has {self._spaced!a}, where words are separated at {names[0]}: replace this"
+            " character by a space in the text that the n-gram model is estimated on"
+        )
+
     def _absent(self, token: int) -> str:
         """Why a token cannot be scored."""
         if token == self.eos_id:
@@ -219,12 +233,8 @@ class NGramModel:
             return f"{self.path} has no {UNK}, and the text has a word outside the vocabulary"
         unit = token_unit(self._tokenizer)
         if self._spaced is not None:
-            names = [f"U+{ord(each):04X}" for each in self._spaced if each.isspace()]
-            return (
-                f"{self.path} has no unigram {self._tokenizer.token(token)!r}; it has"
-                f" {self._spaced!a}, where the model separates words at {names[0]}: replace this"
-                " character by a space in the text that the n-gram model is estimated on"
-            )
+            word = self._tokenizer.token(token)
+            return f"{self.path} has no unigram {word!r}; {self._spaced_problem}"
         return (
             f"{self.path} has no unigram {self._tokenizer.token(token)!r}, a {unit} that the model"
             f" has: estimate the n-gram model on the model's own training text, a token for each"

@@ -190,7 +190,7 @@ def test_figures_of_words_of_several_pieces_are_sums(
     run = tmp_path / "run"
     assert main(["train", str(tiny), "--no-progress", f"--run_dir={run}", *options]) == 0
     lines = ["the cat sees a horse"]
-    table = ["--level=word", "--details", "--format=tsv", "--unit=nats"]
+    table = ["--details", "--unit=nats"]  # implies --level=word --format=tsv
     rows = list(csv.DictReader(printed(run, lines, *table), delimiter="\t"))
     opened = Run(run, device="cpu")
     scorer = Scorer(opened.model, opened.tokenizer, context=8, details=True)
@@ -230,8 +230,8 @@ def test_mistakes_are_single_lines(
     text.write_text("a\tthe cat\n\tthe dog\n")
     empty.touch()
     assert complaint("score", lstm_run, empty).endswith("the text to score is empty")
-    assert "--details requires" in complaint("score", lstm_run, text, "--details")
-    assert "--details requires" in complaint("score", lstm_run, "--details", text)
+    for given in ("--format=kenlm", "--level=sentence", "--level=summary"):
+        assert "--details requires" in complaint("score", lstm_run, text, "--details", given)
     assert complaint("score", lstm_run, "--ids", text, "more") == "unknown option more"
     for size in (3, 1 << 61):
         message = complaint("score", lstm_run, text, f"--vocabulary-size={size}")

@@ -1,10 +1,13 @@
 """Keys that conflict are a single-line error that names them."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import yaml
 
 from data_prep.errors import UserError
-from lm.config import validate
+from lm.config import load_config, validate
 
 CONFLICTS = """\
 train: {}
@@ -19,7 +22,7 @@ word_table.tied: false
 {model: {input_embedding: path_sum}, output: {tree: full}}
 model.input_embedding: path_sum cannot be combined with output.tree: full, which has no classes: \
 set model.input_embedding: word, or model.input_tree: two_level
-model: {input_tree: two_level}
+model: {input_tree: two_level, input_embedding: word}
 model.input_tree: two_level requires model.input_embedding: path_sum
 {model: {input_embedding: path_sum, input_tree: two_level}, output: {tree: full}, \
 train: {max_steps: 5, strategy: shard_output}}
@@ -40,7 +43,7 @@ classes: {method: file}
 classes.method: file requires classes.file
 {classes: {method: file, file: c.txt}, output: {tree: multi_level}}
 output.tree: multi_level requires classes.file_format: brown or taxonomy, got mkcls
-classes: {depth: 4}
+{classes: {depth: 4}, output: {tree: two_level}}
 classes.depth requires output.tree: multi_level, got two_level
 classes: {method: random, file: c.txt}
 classes.file requires classes.method: file, got random
@@ -89,3 +92,35 @@ def test_conflicting_keys_are_an_error(keys: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         validate({"name": "run", "train": {"max_steps": 5}} | yaml.safe_load(keys), "c.yaml")
     assert str(caught.value) == f"c.yaml: {message}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "other", "only"),
+    [
+        ("classes.file", "c.txt", "classes.method", "file"),
+        ("classes.depth", 4, "output.tree", "multi_level"),
+        ("model.input_tree", "two_level", "model.input_embedding", "path_sum"),
+        ("output.num_samples", 9, "output.tree", "full"),
+        ("output.tail_dropout", 0.1, "output.tree", "adaptive"),
+        ("train.shard_by", "word", "train.strategy", "shard_output"),
+    ],
+)
+def test_a_key_with_one_possible_value_is_found(
+    tmp_path: Path, key: str, value: str | float, other: str, only: str
+) -> None:
+    path, (section, name), (other_section, other_name) = (
+        tmp_path / "c.yaml",
+        *(each.split(".") for each in (key, other)),
+    )
+    values: dict[str, Any] = {"name": "run", "train": {"max_steps": 5}}
+    default = getattr(getattr(validate(values, "c"), other_section), other_name)
+    values.setdefault(section, {})[name] = value
+    assert getattr(getattr(validate(values, "c"), other_section), other_name) == only != default
+    # An override's is found too, whatever the file says, unless it is given as well.
+    values[section].pop(name)
+    values.setdefault(other_section, {})[other_name] = default
+    path.write_text(yaml.safe_dump(values))
+    config = load_config(path, [f"--{key}={value}"])
+    assert getattr(getattr(config, other_section), other_name) == only
+    with pytest.raises(UserError, match=f"{name}.* requires {other}"):
+        load_config(path, [f"--{key}={value}", f"--{other}={default}"])

@@ -161,6 +161,8 @@ def test_references_are_read_in_the_layouts_of_kaldi_and_sctk(
         ("w1 (u1)\nw2 (u1)\n", "line 2: u1 has a reference already"),
         ("w1 w2 (u7)\n", "no reference for utterance u1"),
         ('#!MLF!#\n"*/u1.lab"\nw1\n.\n', "is an HTK master label file: write lines id words"),
+        ("u1 1 0.0 0.5 w1\nu1 1 0.5 0.3 w2 0.9\n", "is a CTM file, .*: write lines id words"),
+        ('{"id": "u1", "text": "w1 w2"}\n', "is JSON: write lines id words"),
     ],
 )
 def test_references_that_cannot_be_used_are_named(

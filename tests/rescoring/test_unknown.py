@@ -5,7 +5,7 @@ import pytest
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, WordTokenizer
 from data_prep.tokenizer.vocabulary import train_sentencepiece
-from lm.rescoring.unknown import UnknownWords
+from lm.rescoring.unknown import UnknownWords, noted_words
 from tests.conftest import toy_sentences
 
 WORDS = WordTokenizer(["<eos>", "<unk>", "the", "cat", "sees", "do", "n't", "well", "-", "known"])
@@ -51,6 +51,17 @@ def test_the_cause_of_many_unknown_words_is_named(
     assert "of the words of the references are unknown" in warning
     with pytest.raises(ValueError, match=cause):
         raise ValueError(warning)
+
+
+def test_many_unknown_words_at_the_beginning_of_a_text_are_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lines = ["e\u0301te\u0301 ab"] * 300
+    assert list(noted_words(FORMS, lines, "a.txt")) == lines
+    (message,) = caplog.messages
+    assert message.startswith("a.txt, first lines: 50 % of the words of the text are unknown;")
+    assert list(noted_words(FORMS, ["ab été"] * 300, "a.txt")) == ["ab été"] * 300
+    assert len(caplog.messages) == 1
 
 
 def test_up_to_a_fifth_of_unknown_words_is_no_reason_for_a_warning() -> None:

@@ -214,6 +214,14 @@ def test_a_model_of_pieces_is_mixed_with_ngrams_of_its_pieces_only(
     assert values["mixture"]["tokens"] == values["tokens"] > 6
 
 
+def test_a_word_with_a_space_in_it_is_warned_of_without_a_tokenizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_arpa(tmp_path / "model.arpa", ["</s>", "<unk>", "cat\u00a0!"])
+    NGramModel(path)  # as in lm rescore
+    assert caplog.messages[0].startswith(f"{path}: it has 'cat\\xa0!', where words are separated")
+
+
 def test_mistakes_are_single_lines(
     lstm_run: Path, corpus: Path, tmp_path: Path, complaint: Callable[..., str]
 ) -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from data_prep.corpus.hints import NUM_LINES, compared, find_text, noted
+from data_prep.corpus.hints import NUM_LINES, compared, find_text, noted, warn_of
 from data_prep.errors import UserError
 
 ROWS = [{"id": number, "title": f"t{number}", "text": "the cat sat"} for number in range(3)]
@@ -102,7 +102,13 @@ def test_a_column_that_is_not_clear_is_asked_for(
 @pytest.mark.parametrize(
     ("line", "warnings"),
     [
-        ('{"text": "a"}', ["a: the lines are JSON, .* data.format: json reads the column"]),
+        (
+            '{"text": "a"}',
+            ["a: the lines are JSON, .* configuration reads it by data.format: json$"],
+        ),
+        ('[{"text": "a"}, {"text": "b"}]', ["a: the lines are JSON, "]),
+        ('["the cat", "a dog"]', ["a: the lines are JSON, "]),
+        ('["the cat" he said]', []),
         ("<p>the cat</p>", ["a: the text is XML or HTML, whose tags count as words: remove them$"]),
         ("<s>the cat</s>", ["a: the text is XML or HTML"]),
         ("<s> the cat </s>", ["a: the lines begin with <s>, ", "a: the lines end with </s>, "]),
@@ -127,6 +133,13 @@ def test_what_is_no_word_is_warned_of_without_delay(
     assert [*seen] == []
     for message, warning in zip(caplog.messages, warnings, strict=True):
         assert re.match(warning, message)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "b/A.TSV.gz"])
+def test_the_name_of_a_table_is_warned_of(caplog: pytest.LogCaptureFixture, name: str) -> None:
+    warn_of(["1,the cat"], name)
+    (message,) = caplog.messages
+    assert re.match(f"{name}: the lines are CSV, .* data.format: csv$", message)
 
 
 def test_a_single_line_is_not_all_lines_that_begin_so(caplog: pytest.LogCaptureFixture) -> None:
