@@ -90,7 +90,7 @@ def chunk_size(problem: Problem, tiles: Tiles) -> int:
 
     A program that added up all visits of the root would be the last to finish, by far. Its chunks
     fill the device, with as few programs as that takes: the best choice, or level with it, of those
-    timed on an H100 for 33k to 10M words (`constants-h100`).
+    timed on an H100 for 33k to 10M words (scripts/results/h100.jsonl).
     """
     tile = tiles.heavy
     programs = -(-problem.max_path_columns // tile.c) * -(-problem.weight.shape[1] // tile.h)
