@@ -88,23 +88,6 @@ def test_no_state_is_zero_state() -> None:
     torch.testing.assert_close(model(embedded), model(embedded, zeros), rtol=0, atol=0)
 
 
-def test_state_carried_over_two_halves_equals_one_window() -> None:
-    model, (embedded, state) = make(), inputs()
-    whole, end = model(embedded, state)
-    first, middle = model(embedded[:2], state)
-    second, last = model(embedded[2:], middle)
-    torch.testing.assert_close(torch.cat([first, second]), whole, rtol=0, atol=1e-14)
-    torch.testing.assert_close(last, end, rtol=0, atol=1e-14)
-
-
-def test_selected_state_continues_as_its_sequence() -> None:
-    model, (embedded, state) = make(), inputs()
-    index = torch.tensor([2, 0, 0, 1])
-    expected, _ = model(embedded[:, index], (state[0][:, index], state[1][:, index]))
-    hidden, _ = model(embedded[:, index], model.select_state(state, index))
-    torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
-
-
 def test_weight_dropout_runs_the_equations_with_dropped_weights() -> None:
     """The masks are redrawn from the same seed, so that the definition gets the same W_hh."""
     model, (embedded, state) = make(dropout_weight=0.5), inputs()

@@ -125,16 +125,6 @@ def test_fp32_error_is_a_few_roundings() -> None:
     torch.testing.assert_close(single.double(), truth, rtol=0, atol=200 * 2**-24)
 
 
-def test_a_later_input_changes_no_earlier_hidden() -> None:
-    model, embedded = make(), inputs()
-    before, _ = model(embedded)
-    changed = embedded.clone()
-    changed[4] += 1
-    after, _ = model(changed)
-    torch.testing.assert_close(after[:4], before[:4], rtol=0, atol=0)
-    assert ((after[4:] - before[4:]).abs().amax(dim=(1, 2)) > 1e-3).all()
-
-
 def test_sequences_of_a_batch_are_independent() -> None:
     model, embedded = make(), inputs()
     whole, _ = model(embedded)
@@ -161,22 +151,6 @@ def test_hidden_depends_on_distances_only() -> None:
     keys, values, position = model.init_state(B)
     late, _ = model(embedded, (keys, values, position + 1000))
     torch.testing.assert_close(late, model(embedded)[0], rtol=0, atol=1e-10)
-
-
-def test_selected_cache_continues_as_its_sequence() -> None:
-    model, embedded = make(), inputs()
-    index = torch.tensor([1, 0, 1])
-    whole, _ = model(embedded)
-    _, state = in_chunks(model, embedded[:4], [4])
-    hidden, _ = model(embedded[4:, index], model.select_state(state, index))
-    torch.testing.assert_close(hidden, whole[4:, index], rtol=0, atol=1e-12)
-
-
-def test_dropout_acts_in_training_only() -> None:
-    plain, model, embedded = make(), make(dropout=0.5), inputs()
-    assert not torch.equal(model(embedded)[0], model(embedded)[0])
-    expected, _ = plain(embedded)
-    torch.testing.assert_close(model.eval()(embedded)[0], expected, rtol=0, atol=0)
 
 
 def test_dropout_acts_on_the_outputs_of_sublayers_only() -> None:
