@@ -13,7 +13,16 @@ def command() -> None:
         sys.stderr.write("lm: terminated\n")
         sys.exit(128 + number)
 
+    was_interrupted = False
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal was_interrupted
+        was_interrupted = True
+        raise KeyboardInterrupt
+
     try:
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, interrupt)
         for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
             number = getattr(signal, name)
             if signal.getsignal(number) == signal.SIG_DFL:  # not ignored, as under `nohup`
@@ -34,10 +43,12 @@ def command() -> None:
         sys.stderr.write("lm: interrupted\n")
         code = 130
     except ImportError as error:
-        if "map segment" not in str(error):
+        message, code = f"too little memory (ulimit -v) to load a library: {error}", 2
+        if was_interrupted:  # NumPy's import replaces a KeyboardInterrupt by an ImportError
+            message, code = "interrupted", 130
+        elif "map segment" not in str(error):
             raise
-        sys.stderr.write(f"lm: too little memory (ulimit -v) to load a library: {error}\n")
-        code = 2
+        sys.stderr.write(f"lm: {message}\n")
     sys.exit(code)
 
 

@@ -138,13 +138,16 @@ def test_nothing_is_imported_before_an_interruption_is_handled() -> None:
     assert done.stdout == "__future__ lm lm.__main__\n"
 
 
-def test_an_interruption_while_libraries_are_imported_is_no_traceback() -> None:
+@pytest.mark.parametrize("becomes", ["raise", "raise ImportError from None"])
+def test_an_interruption_while_libraries_are_imported_is_no_traceback(becomes: str) -> None:
     code = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "class Interrupting:\n"
         "    def find_spec(name, *_):\n"
-        "        if name == 'yaml': os.kill(os.getpid(), signal.SIGINT)\n"
+        "        try:\n"
+        "            if name == 'yaml': os.kill(os.getpid(), signal.SIGINT)\n"
+        f"        except KeyboardInterrupt: {becomes}\n"
         "sys.meta_path.insert(0, Interrupting)\n"
         "from lm.__main__ import command\n"
         "command()\n"
