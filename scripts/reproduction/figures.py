@@ -28,7 +28,7 @@ LAYERS = {
 
 TREE_TABLES = ("ptb_trees", "wikitext2_trees")
 DEPTHS = ("depth 3", "depth 4", "depth 8", "branching 2")
-"""Trees of `scripts.benchmarks.trees` between the full softmax and the deepest one."""
+"""Trees in the log `trees` between the full softmax and the deepest one."""
 
 
 def draw_vocabularies(results: Path, path: Path) -> None:

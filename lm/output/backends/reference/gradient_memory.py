@@ -84,11 +84,6 @@ def is_mapped(num_bytes: float, share: float) -> bool:
     return num_bytes >= LARGE_BYTES and is_rare
 
 
-def release() -> None:
-    """Unmap the memory that is held for the next gradients."""
-    _free.clear()
-
-
 def _take(num_bytes: int) -> mmap.mmap | None:
     """Held memory of this size, the newest, if there is any; another thread may take it first."""
     for memory in reversed(tuple(_free)):
