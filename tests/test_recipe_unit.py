@@ -9,7 +9,6 @@ import pytest
 
 from data_prep.corpus.split import Sample
 from data_prep.prepared import open_prepared
-from lm import recipe
 from lm.cli import main
 from lm.config import Config, load_config
 from lm.recipe import measure
@@ -18,7 +17,6 @@ from lm.recipe import measure
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipe, "training_seconds", lambda *_: 100.0)
 
 
 def new(text: str) -> Config:
