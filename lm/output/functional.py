@@ -66,6 +66,7 @@ def hierarchical_cross_entropy(
             `torch.func`.
 
     Example:
+        >>> import torch
         >>> tree = ClassTree.two_level([0, 0, 1, 1])
         >>> hidden, weight = torch.zeros(3, 5), torch.zeros(tree.num_rows, 5)
         >>> loss = hierarchical_cross_entropy(hidden, weight, torch.tensor([0, 3, 2]), tree)

@@ -9,6 +9,7 @@ import pytest
 import lm
 from scripts.ctc_decoder_lm import decoder_lm
 
+pytestmark = pytest.mark.filterwarnings("ignore:'zebra' is given")
 WORDS = ["the", "cat", "dog", "zebra", "sees"]
 
 

@@ -9,6 +9,7 @@ import lm
 from lm.loaded import LoadedModel
 from scripts.lattice_search import Arc, search
 
+pytestmark = pytest.mark.filterwarnings("ignore:'zebra' is given")
 ARCS: dict[int, list[Arc]] = {
     0: [("the", 1, -1.0), ("a", 1, -0.8), ("the", 2, -2.5)],
     1: [("old", 2, -1.0), ("cat", 3, -1.5), ("zebra", 3, -0.5)],

@@ -107,6 +107,8 @@ def test_damaged_files_of_the_cache_are_compiled_again(
 ) -> None:
     """Cut, empty or of zeros, as after a crash; and then the cache serves again."""
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    config: Any = numba.config
+    config.reload_config()  # which numba does when it compiles, after it chose the folder
     path = tmp_path / f"loops_{ending}.py"
     path.write_text("def add(x):\n    return x + 1\n")
     add = runpy.run_path(str(path), run_name=path.stem)["add"]
