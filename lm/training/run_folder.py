@@ -68,7 +68,7 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
 
 
 def report_new_length(state: TrainingState) -> None:
-    """Log the learning rates before and after, if a run goes on with another length.
+    """Log the learning rates before and after, if a run continues with another length.
 
     To be called before the new configuration is written.
     """
