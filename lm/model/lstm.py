@@ -9,12 +9,15 @@ layers are as fast as one call for all of them. Dropout on the input vectors and
 layer's output is the language model's.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
+
+WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+"""What `torch.lstm` takes of a layer, in this order."""
 
 
 class Dropout(nn.Module):
@@ -120,14 +123,30 @@ class LSTM(nn.Module):
         for k, layer in enumerate(self.layers):
             start = None if state is None else (state[0][k : k + 1], state[1][k : k + 1])
             if self.training and self.dropout_weight:
-                dropped = F.dropout(layer.get_parameter("weight_hh_l0"), self.dropout_weight)
-                outputs, end = functional_call(layer, {"weight_hh_l0": dropped}, (outputs, start))
+                outputs, end = self._with_dropped_weights(layer, outputs, start)
             else:
                 outputs, end = layer(outputs, start)
             ends.append(end)
             if k + 1 < len(self.layers):
                 outputs = self.dropout(outputs)
         return outputs, (torch.cat([h for h, _ in ends]), torch.cat([c for _, c in ends]))
+
+    def _with_dropped_weights(
+        self, layer: nn.Module, inputs: Tensor, start: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """A layer's output and end with a mask on W_hh.
+
+        `functional_call` would do the same, but moves all weights to new memory in every call on a
+        GPU, where a recorded step reads them at their old addresses.
+        """
+        weights: list[Tensor] = [layer.get_parameter(f"{name}_l0") for name in WEIGHTS]
+        weights[1] = F.dropout(weights[1], self.dropout_weight)
+        zeros = inputs.new_zeros(1, inputs.shape[1], self.hidden_size)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
+            options = (True, 1, 0.0, True, False, False)  # biases, one layer, no dropout, training
+            output, h, c = torch.lstm(inputs, start or (zeros, zeros), weights, *options)
+        return output, (h, c)
 
     @staticmethod
     def select_state(state: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:

@@ -115,14 +115,17 @@ def test_weight_dropout_zeroes_its_share_of_the_gradient() -> None:
     assert zero_fraction == pytest.approx(0.3, abs=5 * standard_error)
 
 
-def test_weight_dropout_leaves_parameters_as_they_were() -> None:
+def test_weight_dropout_leaves_parameters_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model = make(), make(dropout_weight=0.5)
+    moved: list[object] = []  # to one piece of memory, on a GPU
+    monkeypatch.setattr(nn.LSTM, "_init_flat_weights", lambda layer: moved.append(layer))
     embedded, state = inputs()
     model(embedded, state)
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
     torch.testing.assert_close(
         model.eval()(embedded, state), plain(embedded, state), rtol=0, atol=0
     )
+    assert not moved
 
 
 def test_evaluation_mode_is_deterministic_and_undropped() -> None:
