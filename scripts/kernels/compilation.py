@@ -115,8 +115,10 @@ def launches(
 
 def _use(table: Tensor, gradient: RowGradient) -> None:
     """The norm, a step of every optimizer, and the rows in memory."""
-    gradient.square_norm()
-    for optimizer in (RowSGD, RowAdagrad, RowAdam):
+    for optimizer in (RowSGD, RowAdagrad, RowAdam, None, RowAdagrad):
+        if optimizer is None:
+            gradient.square_norm()
+            continue
         parameter = table.detach().requires_grad_()
         parameter.grad = gradient
         optimizer([parameter], lr=0.1).step()

@@ -298,35 +298,43 @@ def _rows(a: _Arguments) -> Work:
 def _update(a: _Arguments) -> Work:
     """Bytes, not in whole sectors, of the norm or of a rule for rows; nothing for those of a bias.
 
-    Rows, their state and sums of chunks are loaded once, hidden vectors once for each block of
-    children, errors once for each block of columns. What is updated is written once.
+    Rows and their state are loaded once. What a gradient is formed from is loaded in each pass over
+    the columns, of which there are two if a rule needs norms that are not given: sums of chunks,
+    hidden vectors for each block of children, and errors for each block of columns, except of few
+    visits. What is updated is written once.
     """
     if a.arguments["sorted_hidden"] is None:
         return Work({})
-    heavy, split, flat = a.entries("row_tiles", 3), a.entries("split_tiles", 5), a["light_nodes"]
-    flat = flat[: a["num_entries"][1]]
+    heavy, split, light = a.entries("row_tiles", 3), a.entries("split_tiles", 5), a["light_nodes"]
+    light, nodes, tile = light[: a["num_entries"][1]], a.node.ravel(), a["TILE_C"]
     columns, single = a["weight_units"] * a["WEIGHT_ALIGN"], a.arguments["numbers"].element_size()
-    _, loaded, errors = _heavy_rows(a, heavy, columns)
-    node, visits = a.node.ravel()[flat], a.stop().ravel()[flat] - flat % a.P
-    saved = float((visits * a.slots[node]).sum()) * a.item
-    loaded += float((visits * -(-a.width[node] // a["LIGHT_C"])).sum()) * a.vector_bytes
-    loaded += saved * -(-columns // a["LIGHT_H"])
-    split_rows = np.minimum(a.tile.c, a.width[a.node.ravel()[split[:, 0]]] - split[:, 2] * a.tile.c)
+    is_norm = a.arguments["table"] is None
+    has_norms = a.arguments["total"] is None or a.arguments["squares"] is not None
+    passes = 1 if is_norm or has_norms else 2
+    flat, c0 = np.append(heavy[:, 0], light), np.append(heavy[:, 2] * tile, light * 0)
+    end = np.append(heavy[:, 1], a.stop().ravel()[light])
+    most = np.where(np.arange(len(flat)) < len(heavy), tile, a.width.max(initial=0) + SLOT)
+    visits, inside = end - flat % a.P, np.minimum(a.slots[nodes[flat]] - c0, most)
+    rows = np.minimum(a.width[nodes[flat]] - c0, most)
+    split_rows = np.minimum(tile, a.width[nodes[split[:, 0]]] - split[:, 2] * tile)
+    times = passes * -(-columns // a.tile.h) + (a.arguments["bias_sums"] is not None)
+    loaded = passes * float((visits * -(-rows // a.tile.c)).sum()) * a.vector_bytes
+    loaded += float((visits * inside * np.where(visits <= a.tile.step, 1, times)).sum()) * a.item
     sums = float((split[:, 1] * split_rows).sum()) * a.padded * single
-    num_rows = _tile_rows(a, heavy) + float(a.width[node].sum()) + float(split_rows.sum())
-    positions = a.in_tiles(heavy)
-    for begin, count in zip(flat % a.P, visits, strict=True):
-        positions[begin : begin + count] = True
+    positions = np.zeros(a.P, bool)
+    for begin, stop in zip(flat % a.P, end, strict=True):
+        positions[begin:stop] = True
+    once = float(positions.sum()) * a.vector_bytes + float((visits * inside).sum()) * a.item
+    num_rows = float(rows.sum()) + float(split_rows.sum())
     per_row = columns * sum(a.item_size(name) for name in ("table", "mean", "square"))
-    read = num_rows * (per_row + a.item_size("total")) + sums
-    if a.arguments["table"] is None:
-        num_tiles = len(heavy) + len(split) + int((-(-a.width[node] // a["LIGHT_C"])).sum())
-        once = (num_rows + num_tiles) * single
+    read = num_rows * (per_row + a.item_size("total"))
+    if is_norm:
+        num_tiles = int((-(-rows // a.tile.c)).sum()) + int((-(-split_rows // a.tile.c)).sum())
+        once += (num_rows + num_tiles) * single
     else:
-        once = num_rows * (per_row + a.item_size("total") + a.item_size("squares"))
+        once += read + num_rows * a.item_size("squares")
         loaded += num_rows * a.item_size("squares")
-    once += float(positions.sum()) * a.vector_bytes + errors + saved
-    return Work({}, loaded + read, once + read)
+    return Work({}, loaded + read + passes * sums, once + read + sums)
 
 
 def _zeros(a: _Arguments, first: int, num_h: int) -> tuple[dict[str, Counts], float]:

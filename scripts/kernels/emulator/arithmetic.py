@@ -66,7 +66,7 @@ def _pairs(kind: str, function: Function) -> Function:
 
 FUNCTIONS: dict[str, Function] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
-    "fma": lambda x, y, z: x * y + z, "mad": lambda x, y, z: x * y + z,
+    "rem": np.fmod, "fma": lambda x, y, z: x * y + z, "mad": lambda x, y, z: x * y + z,
     "min": np.fmin, "max": np.fmax, "neg": np.negative, "abs": np.abs,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "rcp": np.reciprocal,
@@ -85,6 +85,8 @@ def _function(decoder: Decoder, by: Instruction) -> Action:
         function = {"min": np.minimum, "max": np.maximum}[name]
     if name == "div" and kind[0] != "f":
         function = _quotient
+    if name == "rem":
+        function = _remainder
     if name == "fma" and kind == "f32":
         function = _fma32
     if kind in {"bf16x2", "f16x2"}:
@@ -98,6 +100,10 @@ def _function(decoder: Decoder, by: Instruction) -> Action:
 def _quotient(x: Array, y: Array) -> Array:
     y = np.where(y == 0, 1, y).astype(x.dtype)
     return ((x - np.fmod(x, y)) // y).astype(x.dtype)
+
+
+def _remainder(x: Array, y: Array) -> Array:
+    return np.asarray(np.fmod(x, np.where(y == 0, 1, y).astype(x.dtype)))
 
 
 def _wide(decoder: Decoder, by: Instruction) -> Action:

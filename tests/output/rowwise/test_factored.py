@@ -1,5 +1,6 @@
 """Gradients that kernels or loops form when they use them: norms and steps are the reference's."""
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -68,6 +69,7 @@ def trained(
     dtype: torch.dtype,
     *,
     steps: int = 2,
+    clip: float = 2.0,
     **options: Any,
 ) -> list[Tensor]:
     """The table, the optimizer's state, and each step's norm and d_hidden."""
@@ -76,7 +78,8 @@ def trained(
     for step in range(steps):
         optimizer.zero_grad()
         found.append(accumulate(params, tree, step, backend, **options))
-        found.append(torch.nn.utils.clip_grad_norm_(params, 2.0))
+        if clip < math.inf:
+            found.append(torch.nn.utils.clip_grad_norm_(params, clip))
         optimizer.step()
     state = [v for param in params for v in optimizer.state[param].values() if torch.is_tensor(v)]
     return [*(param.detach() for param in params), *state, *found]
@@ -107,6 +110,14 @@ def test_clipped_steps_are_those_of_the_reference(
         found = trained(name, TREES[tree], backend, dtype)
     near = 1e-10 if dtype == torch.float64 else 2e-4
     torch.testing.assert_close(found, expected, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("tree", ["two levels", "classes of one word", "three levels"])
+def test_adagrad_forms_the_norms_that_clipping_has_not(tree: str) -> None:
+    expected = trained("adagrad", TREES[tree], "reference", torch.float64, clip=math.inf)
+    with not_in_memory():
+        found = trained("adagrad", TREES[tree], "triton", torch.float64, clip=math.inf)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("visits", [1, 5, 100])
@@ -206,11 +217,11 @@ def test_norms_do_not_depend_on_the_order_in_which_lists_are_written() -> None:
         assert isinstance(param.grad, RowGradient)
         part = param.grad.factored()
         assert part is not None
-        first, batch = part.batch.square_norm(), part.batch
-        del vars(batch)["_norms"]
+        first, batch = part.batch.square_norm(), part.batch.factors  # type: ignore[attr-defined]
+        del vars(batch)["norms"]
         for place, name in ((1, "light_nodes"), (3, "row_tiles"), (5, "split_tiles")):
-            entries = getattr(batch.saved.routing, name)  # type: ignore[attr-defined]
-            num_entries = int(batch.saved.routing.num_entries[place])  # type: ignore[attr-defined]
+            entries = getattr(batch.saved.routing, name)
+            num_entries = int(batch.saved.routing.num_entries[place])
             entries = entries.view(-1, 4 if name.endswith("tiles") else 1)
             entries[:num_entries] = entries[:num_entries].flip(0)
         with instrumented(tiles=SMALL_TILES):

@@ -1,7 +1,6 @@
 """The backward of the Triton backend: three launches; row-wise gradients remain factors."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
 from lm.output.backends.triton.launch import launch
 from lm.output.backends.triton.plan import Plan, Saved, arguments
 from lm.output.backends.triton.routing import NUM_LISTS
-from lm.output.backends.triton.rows import ROW_PROGRAMS, Factors, write_rows
+from lm.output.backends.triton.rows import ROW_PROGRAMS, Factors, Unwritten, write_rows
 from lm.output.rowwise.blocks import Factored
 from lm.output.rowwise.row_gradient import RowGradient
 
@@ -34,20 +33,19 @@ def gradients(d_nll: Tensor, plan: Plan, problem: Problem, saved: Saved, needs: 
     if d_hidden is not None:
         write_rows(plan, known, d_hidden=d_hidden)
     tables = {name: getattr(problem, name).detach() for name in ("hidden", "weight")}
-    held = Factors(
+    factors = Factors(
         problem=problem._replace(**tables, bias=None),
         saved=saved._replace(exp_logits=sums["errors"]),
         plan=plan,
         scale=sums["scale"],
         partial_rows=sums["partial_rows"],
-        partial_bias=None,
+        partial_bias=sums["partial_bias"],
     )
-    of_bias = replace(held, partial_rows=None, partial_bias=sums["partial_bias"])
-    return Gradients(
-        d_hidden,
-        RowGradient(problem.weight, [Factored(held, 1)]) if needs.weight else None,
-        None if bias is None else RowGradient(bias, [Factored(of_bias, 1)]),
+    weight, bias = (
+        None if table is None else RowGradient(table, [Factored(Unwritten(factors, of_bias), 1)])
+        for table, of_bias in ((problem.weight if needs.weight else None, False), (bias, True))
     )
+    return Gradients(d_hidden, weight, bias)
 
 
 def summed(parts: Iterable[Gradients], problem: Problem) -> Gradients:

@@ -23,8 +23,7 @@ SLOT = 16
 
 VARYING = [
     "P", "mean", "num_runs", "run_size", "steps", "chunk", "num_plans", "num_splits", "max_heavy",
-    "row_programs", "max_groups", "max_split_tiles", "d_nll_stride",
-    "max_nodes",
+    "row_programs", "max_groups", "max_split_tiles", "d_nll_stride", "num_shares",
 ]  # fmt: skip
 """Arguments that differ between batches; no kernel is compiled again for 1 or multiples of 16."""
 
@@ -108,7 +107,8 @@ def launch(
         known: arguments of the kernels of a batch, to which those of this launch are added.
         special: the latter.
     """
-    known["BLOCK_V"], known["BLOCK_C"], known["BLOCK_H"], *_, known["STEP"], known["FLATTEN"] = tile
+    known |= {"BLOCK_V": tile.v, "BLOCK_C": tile.c, "BLOCK_H": tile.h}
+    known |= {"STEP": tile.step, "FLATTEN": tile.flatten}
     known.update(special)
     given = dict(zip(kernel.arg_names, _values(kernel.fn)(known), strict=True))
     (_instruments.run or execute)(Launch(kernel, num_programs, tile, given))

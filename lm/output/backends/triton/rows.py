@@ -10,14 +10,18 @@ from torch import Tensor
 from lm.output.backends.base import Problem, compute_dtype
 from lm.output.backends.triton.launch import SLOT, launch
 from lm.output.backends.triton.plan import Plan, Saved, arguments
+from lm.output.backends.triton.tile_shapes import Tile
 from lm.output.rowwise.blocks import Part, Rows, Rule
 
 ROW_PROGRAMS = 2048
 """Most programs for tiles of heavy nodes' rows: they step through a list that may be short."""
 _ZEROING_PROGRAMS = 512
 """Most programs that write zeros for rows of nodes without visits."""
-_COLUMNS, _ADAM_COLUMNS = 64, 32
-"""Most columns of a tile of an update, whose rows and state take registers besides the gradient."""
+UPDATE_PROGRAMS, SHARED_BLOCKS = 32_768, 8
+"""Most programs of an update, and the blocks of children of a light node that one of them takes."""
+_OF_UPDATES = (
+    "table", "total", "mean", "square", "squares", "sums", "bias_sums", "seed"
+)  # fmt: skip
 
 
 def write_rows(
@@ -64,31 +68,87 @@ def write_rows(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Factors:
-    """The gradient of a batch for the weight as its factors; of the bias without `partial_rows`.
+    """The gradients of a batch for weight and bias as their factors, which need no rows.
 
-    See `lm.output.rowwise.blocks.Unformed`. The factors are independent of the rows. Squared norms
-    are formed once, until an update: a CUDA graph of the backward alone writes new factors here.
+    Squared norms are formed once, of weight and bias together, until an update: a CUDA graph of the
+    backward alone writes new factors here.
     """
 
     problem: Problem  # without autograd's history
     saved: Saved  # `exp_logits` are the errors
     plan: Plan
     scale: Tensor | None
-    partial_rows: Tensor | None  # sums of chunks
+    partial_rows: Tensor | None  # sums of chunks; None if the weight has no gradient
     partial_bias: Tensor | None
+
+    @cached_property
+    def norms(self) -> tuple[Tensor | None, Tensor]:
+        """Squared norms [R] of rows, undefined where there is no gradient, and sums of them.
+
+        The sums are those of the weight, then those of the bias.
+        """
+        num_rows, num_nodes = self.problem.weight.shape[0], self.saved.routing.visited.numel()
+        sums = self._new(2, num_rows // SLOT + num_nodes).zero_()
+        special: dict[str, Any] = {"numbers": self._new(1).fill_(1)}
+        if self.partial_rows is not None:
+            special |= {"squares": self._new(num_rows), "sums": sums[0]}
+        if self.partial_bias is not None:
+            special["bias_sums"] = sums[1]
+        self.launch(self.plan.tiles.norm, of_bias=self.partial_rows is None, **special)
+        return special.get("squares"), sums.sum(1)
+
+    @cached_property
+    def known(self) -> dict[str, Any]:
+        """The arguments of kernels that all launches share."""
+        known = arguments(self.plan, self.problem, self.saved)
+        partial = {"partial_rows": self.partial_rows, "partial_bias": self.partial_bias}
+        return known | {"errors": self.saved.exp_logits, "scale": self.scale, **partial}
+
+    def launch(self, tile: Tile, *, of_bias: bool, **special: Any) -> None:
+        """Launch the kernel for tables, state and norms that are given."""
+        from lm.output.backends.triton import update_kernel
+
+        lists, rows = self.plan.sizes, self.plan.tiles.heavy.c
+        block = min(tile.c, rows)
+        num_shares = -(-self.problem.max_path_columns // (block * SHARED_BLOCKS))
+        num_shares = max(1, min(num_shares, UPDATE_PROGRAMS // max(lists.light_nodes, 1)))
+        num_items = (lists.row_tiles + lists.split_tiles) * (rows // block)
+        num_items += lists.light_nodes * num_shares
+        special = {
+            **dict.fromkeys(_OF_UPDATES),
+            **special,
+            "num_shares": num_shares,
+            "TILE_C": rows,
+            "STAGES": tile.stages,
+        }
+        if of_bias:
+            special["sorted_hidden"] = None
+        tile = tile._replace(c=block)
+        num_programs = min(num_items, UPDATE_PROGRAMS)
+        launch(update_kernel._update, num_programs, tile, {**self.known}, **special)
+
+    def _new(self, *shape: int) -> Tensor:
+        return self.saved.lse.new_empty(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Unwritten:
+    """The gradient of the weight or of the bias, see `lm.output.rowwise.blocks.Unformed`."""
+
+    factors: Factors
+    of_bias: bool
 
     def parts(self) -> list[Part]:
         """See `Unformed.parts`: one, of rows. The host waits for their number."""
-        tree, routing = self.problem.tree, self.saved.routing
-        visited = routing.visited.bool()
+        problem, routing = self.factors.problem, self.factors.saved.routing
+        tree, visited = problem.tree, routing.visited.bool()
         width = torch.where(visited, tree.num_children, 0)
         index = visited[tree.node_of_row].nonzero().squeeze(1)
-        columns = self.problem.weight.shape[1] if self.partial_bias is None else 1
-        values = self._new(index.numel(), columns)
-        output = {"d_weight": values} if self.partial_bias is None else {"d_bias": values.view(-1)}
-        sums = {"partial_hidden": None, "partial_rows": self.partial_rows}
-        known = self._known | sums | {"partial_bias": self.partial_bias}
-        write_rows(self.plan, known, **output, written_row=width.cumsum(0) - width)
+        columns = 1 if self.of_bias else problem.weight.shape[1]
+        values = self.factors.saved.lse.new_empty(index.numel(), columns)
+        output = {"d_bias": values.view(-1)} if self.of_bias else {"d_weight": values}
+        known = {**self.factors.known, "partial_hidden": None}
+        write_rows(self.factors.plan, known, **output, written_row=width.cumsum(0) - width)
         return [Rows(index, values)]
 
     def plus(self, rows: Rows) -> None:
@@ -100,7 +160,7 @@ class Factors:
 
     def square_norm(self) -> Tensor:
         """See `Unformed.square_norm`."""
-        return self._norms[1].sum()
+        return self.factors.norms[1][int(self.of_bias)]
 
     def update(self, table: Tensor, rule: Rule, factor: float | Tensor) -> None:
         """See `Unformed.update`."""
@@ -111,52 +171,12 @@ class Factors:
         for number, value in zip(each, values, strict=True):
             if isinstance(value, Tensor):
                 number.mul_(value)
-        squares = self._norms[0] if "total" in rule.state else None
-        special: dict[str, Any] = {"table": table, "squares": squares, **rule.state}
+        special: dict[str, Any] = {"table": table, "numbers": numbers, **rule.state}
+        if "total" in rule.state and not self.of_bias:
+            special["squares"] = vars(self.factors).get("norms", [None])[0]
         if table.dtype == torch.bfloat16:
             special["seed"] = torch.randint(1 << 31, (), device=device)
-        self._launch(numbers=numbers, **special)
-        vars(self).pop("_norms", None)
-
-    @cached_property
-    def _norms(self) -> tuple[Tensor, Tensor]:
-        """Squared norms [R] of rows, undefined where there is no gradient, and sums of them."""
-        num_rows, num_nodes = self.problem.weight.shape[0], self.saved.routing.visited.numel()
-        squares, sums = self._new(num_rows), self._new(num_rows // SLOT + num_nodes).zero_()
-        self._launch(numbers=self._new(1).fill_(1), squares=squares, sums=sums)
-        return squares, sums
-
-    @cached_property
-    def _known(self) -> dict[str, Any]:
-        """The arguments of kernels that all launches share."""
-        known = arguments(self.plan, self.problem, self.saved)
-        return known | {"errors": self.saved.exp_logits, "scale": self.scale}
-
-    def _launch(self, **special: Any) -> None:
-        from lm.output.backends.triton import update_kernel
-
-        lists = self.plan.sizes
-        row_programs = min(lists.row_tiles, ROW_PROGRAMS)
-        most = _COLUMNS if special.get("mean") is None else _ADAM_COLUMNS
-        light, tile = (
-            each._replace(h=min(each.h, most))
-            for each in (self.plan.tiles.light, self.plan.tiles.heavy)
-        )
-        special = {
-            **dict.fromkeys(("table", "total", "mean", "square", "squares", "sums", "seed"), None),
-            **special,
-            "partial": self.partial_rows if self.partial_bias is None else self.partial_bias,
-            "row_programs": row_programs,
-            "max_nodes": lists.light_nodes,
-            "LIGHT": light.v,
-            "LIGHT_C": light.c,
-            "LIGHT_H": light.h,
-        }
-        if self.partial_bias is not None:
-            special["sorted_hidden"] = None
-        num_programs = row_programs + lists.light_nodes + lists.split_tiles
-        kernel = update_kernel._update
-        launch(kernel, num_programs, tile, {**self._known}, **special)
-
-    def _new(self, *shape: int) -> Tensor:
-        return self.saved.lse.new_empty(shape)
+        tiles = self.factors.plan.tiles
+        tile = tiles.adam if "mean" in rule.state else tiles.update
+        self.factors.launch(tile, of_bias=self.of_bias, **special)
+        vars(self.factors).pop("norms", None)

@@ -33,6 +33,7 @@ class Tile(NamedTuple):
     stages: int  # loads in flight ahead of the product
     step: int = 0  # visits or children added at a time, where that is not v or c
     flatten: bool = False  # of the forward: one loop over blocks of children and of H
+    registers: int = MAX_REGISTERS
 
 
 class Tiles(NamedTuple):
@@ -43,6 +44,9 @@ class Tiles(NamedTuple):
     heavy: Tile  # `v` x `h` of d_hidden, in two halves, and `c` x `h` of d_weight
     light: Tile  # its `v` is the most visits of a light node, its warps those of rows of heavy ones
     chunk: int = 512  # least number of visits per program where several share the rows of a node
+    norm: Tile = Tile(16, 64, 64, 4, 3, 16)  # of `_update`, whose `step` visits are few
+    update: Tile = Tile(16, 32, 64, 4, 3, 16)
+    adam: Tile = Tile(16, 32, 32, 4, 3, 16)
 
 
 _HALF_ERRORS, _SINGLE_ERRORS = Tile(16, 128, 0, 4, 1), Tile(16, 64, 0, 4, 1)
@@ -52,6 +56,7 @@ _FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 128, 128, 8, 3, 6
 weight, or 2 those of d_hidden: addresses of so few columns at a time take registers. Rows in fp32,
 which pass through registers, also need such heavy tiles.
 """
+_EXACT_UPDATE = Tile(16, 32, 32, 4, 1, 16)
 _TILES = {
     # Without wgmma all operands pass through registers.
     ("half", 80): Tiles(
@@ -78,7 +83,7 @@ _TILES = {
     # others.
     ("exact", 80): Tiles(
         Tile(32, 32, 32, 8, 2), _SINGLE_ERRORS._replace(c=32), Tile(32, 32, 32, 8, 2, 32),
-        Tile(16, 32, 16, 8, 3),
+        Tile(16, 32, 16, 8, 3), norm=_EXACT_UPDATE, update=_EXACT_UPDATE, adam=_EXACT_UPDATE,
     ),
 }  # fmt: skip
 """By kind of product and least architecture; the largest tried that spill no register."""
@@ -145,4 +150,4 @@ def _parsed(version: str) -> tuple[int, int, int]:
 def compiler_options(tile: Tile) -> dict[str, int]:
     """Options of the compiler for the kernel of a tile."""
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
-    return options if torch.version.hip else options | {"maxnreg": MAX_REGISTERS}
+    return options if torch.version.hip else options | {"maxnreg": tile.registers}

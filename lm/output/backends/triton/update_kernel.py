@@ -1,10 +1,8 @@
 """The Triton kernel of row-wise training: norms of rows' gradients, and updates of visited rows.
 
 Letters and equations are those of `backward_kernels`. A program forms (6) for tiles of rows in
-registers and uses them there, so that no gradient is in memory. The tiles are those of `_rows`:
-blocks of a heavy node's children, all blocks of a light node, and sums of chunks. One program owns
-all columns of a tile, one block after another. With g the gradient of a row r, f its factor and W
-the columns,
+registers and uses them there, so that no gradient is in memory. With g the gradient of a row r, f
+its factor and W the columns,
 
     norm     ‖g‖² of every row, and their sum over the tile                        (10)
     SGD      r -= lr f g                                                           (11)
@@ -13,161 +11,251 @@ the columns,
              r -= lr' m / (√q / c + eps), lr' and c with the corrections of bias   (13)
 
 as in `lm.output.rowwise.optimizers`. Which one it is follows from the pointers that are not None: s
-is `total`, m `mean`, q `square`; (10) has no table. Without `sorted_hidden`, the table is a vector,
-and g the gradient of a bias. Rows in bf16 are rounded at random in proportion to the distance.
+is `total`, m `mean`, q `square`; (10) has no table. Where `squares` has not got the ‖g‖² of (12), a
+program forms them before it updates a tile. (10) takes weight and bias together, an update one of
+them: without `sorted_hidden`, the table is a vector, and g the gradient of a bias. Rows in bf16 are
+rounded at random in proportion to the distance.
+
+An item of a program is a block of a tile of `_rows` or of a sum of chunks, or a share of a light
+node's children. A program walks the columns of one block of children after another. Most light
+nodes have few visits, whose errors it then keeps for all columns. Rows and state are loaded before
+the product, and many small programs run at a time, because the kernel is limited by memory.
 """
 
 import triton
 import triton.language as tl
 
-from lm.output.backends.triton.backward_kernels import _bias_sums, _row_sums, _scaled
-from lm.output.backends.triton.forward_kernel import _first_slot
+from lm.output.backends.triton.backward_kernels import _bias_sums, _load_errors, _row_sums, _scaled
+from lm.output.backends.triton.forward_kernel import _block, _first_slot
 from lm.output.backends.triton.launch import VARYING
 from lm.output.backends.triton.row_kernel import _chunk_bias_sums, _chunk_sums
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _update(
-    numbers, seed, scale, sorted_hidden, table, total, mean, square, squares, sums,
+    numbers, seed, scale, sorted_hidden, table, total, mean, square, squares, sums, bias_sums,
     node, row_tiles, light_nodes, split_tiles, num_entries,
-    first_row, num_children, column, errors, partial,
-    P, row_programs, max_nodes, path_slots, sorted_units, weight_units,
-    LIGHT: tl.constexpr, LIGHT_C: tl.constexpr, LIGHT_H: tl.constexpr,
+    first_row, num_children, column, errors, partial_rows, partial_bias,
+    P, num_shares, path_slots, sorted_units, weight_units,
+    LIGHT: tl.constexpr, TILE_C: tl.constexpr, STAGES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One of (10) to (13) for all rows of visited nodes; `numbers` are f and those of the rule."""
-    num_slots = path_slots * 16
+    num_slots, padded = path_slots * 16, sorted_units * 16
     columns = 1 if sorted_hidden is None else weight_units * WEIGHT_ALIGN
-    inputs = (sorted_hidden, partial, sorted_units * 16, scale)
-    rule = (numbers, table, total, mean, square, squares, sums, seed, columns)
-    program = tl.program_id(0)
-    i = program - row_programs
-    if i < 0:
-        for tile in range(program, tl.load(num_entries + 3), row_programs):
-            entry = row_tiles + tile * 4
-            flat, end, c0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) * BLOCK_C
+    inputs = (sorted_hidden, padded, errors, num_slots, partial_rows, partial_bias, scale)
+    rule = (numbers, table, total, mean, square, squares, sums, bias_sums, seed, columns)
+    blocks: tl.constexpr = TILE_C // BLOCK_C
+    heavy = tl.load(num_entries + 3) * blocks
+    split = heavy + tl.load(num_entries + 5) * blocks
+    for item in range(
+        tl.program_id(0), split + tl.load(num_entries + 1) * num_shares, tl.num_programs(0)
+    ):
+        if item < heavy:
+            entry = row_tiles + item // blocks * 4
+            flat, end = tl.load(entry), tl.load(entry + 1)
             n = tl.load(node + flat)
-            width, slot = tl.load(num_children + n).to(tl.int32), _first_slot(column, n, flat // P)
-            visits = (flat % P, end, slot, c0 + tl.arange(0, BLOCK_C), width, errors, num_slots)
-            _update_tile(
-                n, tl.load(first_row + n) + c0, width - c0, visits, None, inputs, rule,
-                ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
-            )  # fmt: skip
-    elif i < max_nodes:
-        if i < tl.load(num_entries + 1):
-            flat = tl.load(light_nodes + i)
-            n, begin = tl.load(node + flat), flat % P
-            lane = tl.arange(0, LIGHT)
+            width = tl.load(num_children + n).to(tl.int32)
+            c0 = tl.load(entry + 2) * TILE_C + item % blocks * BLOCK_C
+            stop = tl.minimum(c0 + BLOCK_C, width)
+        elif item < split:
+            entry = split_tiles + (item - heavy) // blocks * 4
+            flat, end = tl.load(entry), 0
+            n = tl.load(node + flat)
+            width = tl.load(num_children + n).to(tl.int32)
+            c0 = tl.load(entry + 2) * TILE_C + (item - heavy) % blocks * BLOCK_C
+            stop = tl.minimum(c0 + BLOCK_C, width)
+            if c0 < stop:
+                child = tl.arange(0, BLOCK_C)
+                inside, num_chunks = c0 + child < width, tl.load(entry + 1)
+                chunks = (tl.load(entry + 3) + c0, num_chunks, child, inside, width)
+                _update_tile(
+                    n, tl.load(first_row + n) + c0, width - c0, None, None, chunks, inputs, rule,
+                    ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
+                    STAGES=1,
+                )  # fmt: skip
+                stop = c0
+        else:
+            flat = tl.load(light_nodes + (item - split) // num_shares)
+            n, lane, begin = tl.load(node + flat), tl.arange(0, LIGHT), flat % P
             nodes = tl.load(node + flat + lane, mask=begin + lane < P, other=-1)
             end = begin + tl.sum((nodes == n).to(tl.int32), axis=0)
-            width, slot = tl.load(num_children + n).to(tl.int32), _first_slot(column, n, flat // P)
-            for c0 in range(0, width, LIGHT_C):
-                visits = (begin, end, slot, c0 + tl.arange(0, LIGHT_C), width, errors, num_slots)
-                _update_tile(
-                    n, tl.load(first_row + n) + c0, width - c0, visits, None, inputs, rule,
-                    ACC=ACC, PRECISION=PRECISION, BLOCK_C=LIGHT_C, BLOCK_H=LIGHT_H, STEP=LIGHT,
+            width = tl.load(num_children + n).to(tl.int32)
+            size = tl.cdiv(tl.cdiv(width, BLOCK_C), num_shares) * BLOCK_C
+            c0 = (item - split) % num_shares * size
+            stop = tl.minimum(c0 + size, width)
+        begin, slot = flat % P, _first_slot(column, n, flat // P)
+        first = tl.load(first_row + n)
+        if end - begin <= STEP:
+            for c in range(c0, stop, BLOCK_C):
+                row = tl.arange(0, STEP)
+                error = _load_errors(
+                    errors, begin, row, begin + row < end, slot, c + tl.arange(0, BLOCK_C), width,
+                    num_slots,
                 )  # fmt: skip
-    elif i - max_nodes < tl.load(num_entries + 5):
-        entry = split_tiles + (i - max_nodes) * 4
-        n, c0 = tl.load(node + tl.load(entry)), tl.load(entry + 2) * BLOCK_C
-        width, child = tl.load(num_children + n).to(tl.int32), tl.arange(0, BLOCK_C)
-        chunks = (tl.load(entry + 3) + c0, tl.load(entry + 1), child, c0 + child < width, width)
-        _update_tile(
-            n, tl.load(first_row + n) + c0, width - c0, None, chunks, inputs, rule,
-            ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=LIGHT_H, STEP=STEP,
-        )  # fmt: skip
+                _update_tile(
+                    n, first + c, width - c, (error, begin, end), None, None, inputs, rule,
+                    ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
+                    STAGES=STAGES,
+                )  # fmt: skip
+        else:
+            for c in range(c0, stop, BLOCK_C):
+                visits = (begin, end, slot, c + tl.arange(0, BLOCK_C), width)
+                _update_tile(
+                    n, first + c, width - c, None, visits, None, inputs, rule,
+                    ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=BLOCK_V,
+                    STAGES=1,
+                )  # fmt: skip
 
 
 @triton.jit
 def _update_tile(
-    n, first, num_rows, visits, chunks, inputs, rule,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
+    n, first, num_rows, few, many, chunks, inputs, rule,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The rows of node n from `first` on, whose gradients are sums of visits or of chunks."""
-    hidden, partial, padded, scale = inputs
-    numbers, table, total, mean, _, squares, sums, _, columns = rule
+    """The rows of node n from `first` on, of gradients that are sums of visits or of chunks."""
+    hidden, _, _, _, _, _, _ = inputs
+    numbers, table, total, mean, square, squares, sums, bias_sums, seed, columns = rule
     child = tl.arange(0, BLOCK_C)
     inside = child < num_rows
     factor = tl.load(numbers)
+    source = (few, many, chunks)
     if total is not None:
-        square = factor * factor * tl.load(squares + first + child, mask=inside, other=0.0)
-        new = tl.load(total + first + child, mask=inside, other=0.0) + square / columns
-        tl.debug_barrier()  # other threads have loaded the old sums
-        tl.store(total + first + child, new, mask=inside)
-        root = tl.sqrt(new).to(factor.dtype) + tl.load(numbers + 2)
-        factor = (factor * tl.load(numbers + 1) / root)[:, None]
-    elif table is not None and mean is None:
-        factor = factor * tl.load(numbers + 1)
+        old = tl.load(total + first + child, mask=inside, other=0.0)
     if hidden is None:
-        if chunks is None:
-            gradient = _bias_sums(visits, ACC, STEP)
-        else:
-            gradient = _chunk_bias_sums(partial, chunks, ACC)
-        gradient = _scaled(gradient, scale)
+        gradient = _bias_gradient(source, inputs, ACC, STEP)
         norms = gradient * gradient
-        if table is not None:
-            tile = (first, child, inside, tl.arange(0, 1))
-            _update_block(tile, gradient[:, None], factor, rule)
-    else:
+    elif total is not None and squares is not None:
+        norms = tl.load(squares + first + child, mask=inside, other=0.0)
+    elif table is None or total is not None:
         norms = tl.zeros([BLOCK_C], ACC)
-        for h0 in range(0, columns, BLOCK_H):
+        for h0 in tl.range(0, columns, BLOCK_H, num_stages=STAGES):
             h = h0 + tl.arange(0, BLOCK_H)
-            if chunks is None:
-                gradient = _row_sums(visits, (hidden, padded), h, ACC, PRECISION, STEP)
-            else:
-                gradient = _chunk_sums(partial, chunks, h, padded, ACC)
-            gradient = _scaled(gradient, scale)
-            if table is None:
-                norms += tl.sum(gradient * gradient, axis=1)
-            else:
-                _update_block((first, child, inside, h), gradient, factor, rule)
-    if table is None:
+            gradient = _gradient(source, inputs, h, ACC, PRECISION, STEP)
+            norms += tl.sum(gradient * gradient, axis=1)
+    # a place for each tile, whatever the order of items: a tile has 16 rows or ends its node
+    place = first // 16 + n
+    if bias_sums is not None:
+        if hidden is not None:
+            gradient = _bias_gradient(source, inputs, ACC, STEP)
+        tl.store(bias_sums + place, tl.sum(tl.where(inside, gradient * gradient, 0.0), axis=0))
+    if sums is not None:
         tl.store(squares + first + child, norms, mask=inside)
-        # a place for each tile, whatever the order of entries: a tile has 16 rows or ends its node
-        tl.store(sums + first // 16 + n, tl.sum(tl.where(inside, norms, 0.0), axis=0))
+        tl.store(sums + place, tl.sum(tl.where(inside, norms, 0.0), axis=0))
+    if table is not None:
+        if total is not None:
+            new = old + factor * factor * norms / columns
+            root = tl.sqrt(new).to(factor.dtype) + tl.load(numbers + 2)
+            factor = (factor * tl.load(numbers + 1) / root)[:, None]
+        elif mean is None:
+            factor = factor * tl.load(numbers + 1)
+        else:
+            factor = (
+                factor, tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3),
+                tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6),
+            )  # fmt: skip
+        noise_seed = 0 if seed is None else tl.load(seed)
+        state = (table, mean, square, columns)
+        if hidden is None:
+            tile = (first, child, inside, tl.arange(0, 1))
+            _update_block(
+                tile, gradient[:, None], source, inputs, factor, noise_seed, state,
+                ACC, PRECISION, STEP,
+            )  # fmt: skip
+        else:
+            for h0 in tl.range(0, columns, BLOCK_H, num_stages=STAGES):
+                tile = (first, child, inside, h0 + tl.arange(0, BLOCK_H))
+                _update_block(
+                    tile, None, source, inputs, factor, noise_seed, state, ACC, PRECISION, STEP
+                )  # fmt: skip
+        if total is not None:
+            tl.debug_barrier()  # other threads have loaded the old sums
+            tl.store(total + first + child, new, mask=inside)
 
 
 @triton.jit
-def _update_block(tile, gradient, factor, rule):
-    """(11) to (13) for some columns h of rows."""
-    first, child, inside, h = tile
-    numbers, table, _, mean, square, _, _, seed, columns = rule
-    offset = child[:, None] * columns + h[None, :]
-    place = tl.full((), first, tl.int64) * columns + offset
-    mask = inside[:, None] & (h < columns)[None, :]
-    gradient = gradient.to(numbers.dtype.element_ty) * factor
-    rows = tl.load(table + place, mask=mask, other=0.0).to(numbers.dtype.element_ty)
-    if mean is None:
-        rows -= gradient
+def _gradient(source, inputs, h, ACC: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr):
+    """(6) for the children of a tile and columns h."""
+    few, many, chunks = source
+    hidden, padded, errors, num_slots, partial_rows, _, scale = inputs
+    if chunks is not None:
+        gradient = _chunk_sums(partial_rows, chunks, h, padded, ACC)
+    elif few is not None:
+        error, begin, end = few
+        row = tl.arange(0, STEP)
+        x = _block(hidden, begin, row, begin + row < end, h, h < padded, padded)
+        gradient = tl.dot(tl.trans(error), x, input_precision=PRECISION, out_dtype=ACC)
     else:
-        m = tl.load(mean + place, mask=mask, other=0.0)
-        m += tl.load(numbers + 1) * (gradient - m)
-        q = tl.load(square + place, mask=mask, other=0.0) * tl.load(numbers + 2)
-        q += tl.load(numbers + 3) * gradient * gradient
-        root = tl.sqrt(q) / tl.load(numbers + 5) + tl.load(numbers + 6)
-        rows -= tl.load(numbers + 4) * m / root
+        begin, end, slot, c, width = many
+        visits = (begin, end, slot, c, width, errors, num_slots)
+        gradient = _row_sums(visits, (hidden, padded), h, ACC, PRECISION, STEP)
+    return _scaled(gradient, scale)
+
+
+@triton.jit
+def _bias_gradient(source, inputs, ACC: tl.constexpr, STEP: tl.constexpr):
+    few, many, chunks = source
+    _, _, errors, num_slots, _, partial_bias, scale = inputs
+    if chunks is not None:
+        gradient = _chunk_bias_sums(partial_bias, chunks, ACC)
+    elif few is not None:
+        gradient = tl.sum(few[0].to(ACC), axis=0)
+    else:
+        begin, end, slot, c, width = many
+        gradient = _bias_sums((begin, end, slot, c, width, errors, num_slots), ACC, STEP)
+    return _scaled(gradient, scale)
+
+
+@triton.jit
+def _update_block(
+    tile, gradient, source, inputs, factor, seed, state,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """(11) to (13) for some columns h of rows; without a gradient, that of the tile's source."""
+    first, child, inside, h = tile
+    table, mean, square, columns = state
+    start = tl.full((), first, tl.int64) * columns
+    place = child[:, None] * columns + h[None, :]
+    mask = inside[:, None] & (h < columns)[None, :]
+    rows = tl.load(table + start + place, mask=mask, other=0.0)
+    if mean is not None:
+        m = tl.load(mean + start + place, mask=mask, other=0.0)
+        q = tl.load(square + start + place, mask=mask, other=0.0)
+    if gradient is None:
+        gradient = _gradient(source, inputs, h, ACC, PRECISION, STEP)
+    if mean is None:
+        rows = rows.to(factor.dtype) - gradient.to(factor.dtype) * factor
+    else:
+        f, one, two, three, rate, correction, eps = factor
+        gradient = gradient.to(f.dtype) * f
+        m += one * (gradient - m)
+        q = q * two + three * gradient * gradient
+        rows = rows.to(f.dtype) - rate * m / (tl.sqrt(q) / correction + eps)
     if table.dtype.element_ty == tl.bfloat16:
-        rows = _rounded(rows, place, tl.load(seed))
+        pair = start.to(tl.uint32) + (child[:, None] * columns + h[None, :] // 2).to(tl.uint32)
+        rows = _rounded(rows, pair, (h % 2)[None, :], seed)
     if h.shape[0] == 1:
         tl.debug_barrier()  # several threads load each number of a vector, and one stores it
     if mean is not None:
-        tl.store(mean + place, m, mask=mask)
-        tl.store(square + place, q, mask=mask)
-    tl.store(table + place, rows.to(table.dtype.element_ty), mask=mask)
+        tl.store(mean + start + place, m, mask=mask)
+        tl.store(square + start + place, q, mask=mask)
+    tl.store(table + start + place, rows.to(table.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _rounded(rows, place, seed):
+def _rounded(rows, pair, half, seed):
     """fp32 as bf16, up or down in proportion to the distance; non-finite remains so.
 
-    The numbers at random are a hash of places and a seed: the finalizer of MurmurHash3.
+    The numbers at random are halves of hashes of a seed and of pairs of neighbouring columns: the
+    finalizer of MurmurHash3.
     """
-    x = place.to(tl.uint32) ^ seed.to(tl.uint32)
+    x = pair ^ seed.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
-    noise = (x >> 16).to(tl.int32)
+    x = x ^ (x >> 16)
+    noise = tl.where(half == 0, x & 0xFFFF, x >> 16).to(tl.int32)
     rows = tl.where(rows == rows, rows, float("nan"))  # of bits that do not overflow
     bits = (rows.to(tl.int32, bitcast=True) + noise) >> 16
     return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
