@@ -1,6 +1,6 @@
 """The LSTM backbone against its equations, written out step by step in fp64."""
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -102,6 +102,40 @@ def test_weight_dropout_runs_the_equations_with_dropped_weights() -> None:
     actual_grads = torch.autograd.grad(actual[0].sum(), parameters)
     expected_grads = torch.autograd.grad(expected[0].sum(), parameters)
     torch.testing.assert_close(actual_grads, expected_grads, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.4, "dropout_weight": 0.5}])
+def test_scaled_gradients_are_those_without_scale(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16, after which gradients of powers of two are the same; also those of states."""
+    found = []
+    for scale in (1.0, 64.0):
+        monkeypatch.setattr("lm.model.lstm._gradient_scale", lambda _, scale=scale: scale)
+        model, (embedded, state) = make(**options), inputs()
+        model, leaves = model.bfloat16(), [embedded.bfloat16(), *(x.bfloat16() for x in state)]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        torch.manual_seed(4)
+        output, end = model(leaves[0], tuple(leaves[1:]))
+        loss = (output.sum() + sum(part.square().sum() for part in end)) / 1000
+        found.append([output, *end, *torch.autograd.grad(loss, [*leaves, *model.parameters()])])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_autocast_on_a_gpu_has_gradients_of_a_mean_over_many_tokens() -> None:
+    torch.manual_seed(0)
+    model = LSTM(64, 64, 2).cuda()
+    inputs, weights = torch.randn(2, 64, 128, 64, device="cuda")
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cuda", torch.bfloat16, enabled=enabled):
+            output = model(inputs)[0]
+        loss = (output.float() * weights).mean()  # gradients of 1e-6
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    for truth, ours in zip(*found, strict=True):
+        assert float((ours - truth).norm() / truth.norm()) < 0.02
 
 
 def test_weight_dropout_zeroes_its_share_of_the_gradient() -> None:
