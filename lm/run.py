@@ -182,7 +182,7 @@ class Run:
         from lm.config import resolve_word_table
 
         num_rows = self.prepared.vocab_size if self.tree is None else self.tree.num_rows
-        return resolve_word_table(self.config, num_rows, self.num_devices)
+        return resolve_word_table(self.config, num_rows, self.num_devices, on_gpu=self.on_gpu)
 
     @cached_property
     def on_gpu(self) -> bool:

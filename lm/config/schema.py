@@ -123,7 +123,8 @@ class WordTableConfig(Strict):
     """row_wise: gradients hold only the rows that a batch visits, so that the cost of a step does
     not depend on N. dense: gradients have the size of the table. auto: row_wise if the optimizer
     skips rows without a gradient (`word_table.optimizer`, or sgd without momentum and weight
-    decay), there is one device, and the table has at least 2^22 elements."""
+    decay), there is one device, and the table has at least 2^22 elements (with such an sgd on a
+    GPU, 2^28)."""
     optimizer: Literal["sgd", "adagrad", "adam"] | None = None
     """Row-wise optimizer of the table: sgd, adagrad (one number of state per row) or adam (updates
     rows with a gradient only). Default: `optim.optimizer`, which with row-wise gradients is plain

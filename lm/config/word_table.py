@@ -6,8 +6,10 @@ from typing import Literal
 from data_prep.errors import UserError
 from lm.config.schema import Config
 
-ROW_WISE_ELEMENTS = 1 << 22
-"""Size from which gradients are row-wise by default: a smaller dense one is faster."""
+ROW_WISE_ELEMENTS, ROW_WISE_ELEMENTS_ON_GPU = 1 << 22, 1 << 28
+"""Sizes from which gradients are row-wise by default, the latter with plain SGD on a GPU: a
+smaller dense one is faster.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,9 @@ class WordTable:
     lr: float = 1e-3
 
 
-def resolve_word_table(config: Config, num_rows: int, num_devices: int) -> WordTable:
+def resolve_word_table(
+    config: Config, num_rows: int, num_devices: int, *, on_gpu: bool = False
+) -> WordTable:
     """Resolve the defaults of the section `word_table` for an output layer of `num_rows` rows.
 
     Raises:
@@ -40,7 +44,9 @@ def resolve_word_table(config: Config, num_rows: int, num_devices: int) -> WordT
         row_wise = False
     else:
         can = num_devices == 1 or config.train.strategy == "shard_output"
-        large = can and num_rows * config.model.hidden >= ROW_WISE_ELEMENTS
+        plain = on_gpu and table.optimizer is None
+        least = ROW_WISE_ELEMENTS_ON_GPU if plain else ROW_WISE_ELEMENTS
+        large = can and num_rows * config.model.hidden >= least
         row_wise = large and skips_unvisited_rows(config) and conflict_with_row_wise(config) is None
     if row_wise and num_devices > 1 and config.train.strategy != "shard_output":
         raise UserError(

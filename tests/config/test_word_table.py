@@ -10,10 +10,13 @@ from lm.config import WordTable, resolve_word_table, validate
 SGD = {"optimizer": "sgd"}
 
 
-def resolved(num_rows: int = 1 << 14, *, num_devices: int = 1, **sections: Any) -> WordTable:
+def resolved(
+    num_rows: int = 1 << 14, *, num_devices: int = 1, on_gpu: bool = False, **sections: Any
+) -> WordTable:
     """The table of `num_rows` rows of 256 elements."""
     minimal = {"name": "run", "train": {"max_steps": 5}, "model": {"hidden": 256}}
-    return resolve_word_table(validate(minimal | sections, "c"), num_rows, num_devices)
+    config = validate(minimal | sections, "c")
+    return resolve_word_table(config, num_rows, num_devices, on_gpu=on_gpu)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,12 @@ def test_large_tables_have_row_wise_gradients_where_the_optimizer_allows_it(
     row_wise: bool, num_rows: int, sections: dict[str, Any]
 ) -> None:
     assert resolved(num_rows, **sections).row_wise == row_wise
+
+
+def test_on_a_gpu_tables_of_plain_sgd_have_dense_gradients_up_to_a_larger_size() -> None:
+    sizes = ((1 << 14), (1 << 20) - 1, 1 << 20)
+    assert [resolved(n, on_gpu=True, optim=SGD).row_wise for n in sizes] == [False, False, True]
+    assert resolved(on_gpu=True, word_table={"optimizer": "adagrad"}).row_wise
 
 
 def test_optimizer_and_rate_of_the_table_default_to_those_of_the_model() -> None:
