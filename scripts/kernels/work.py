@@ -107,6 +107,11 @@ class _Arguments:
         found: Counts = np.minimum.accumulate(stop[:, ::-1], 1)[:, ::-1]
         return found
 
+    def by_visits(self, light: Counts) -> list[tuple[int, Counts]]:
+        """Sizes of the tiles of light nodes, and which of the nodes have such a tile."""
+        few: Counts = self.stop().ravel()[light] - light % self.P <= SLOT
+        return [(SLOT, few), (self["LIGHT"], ~few)][: 1 + (self["LIGHT"] > SLOT)]
+
     def in_tiles(self, entry: Counts) -> Counts:
         """Whether a position is in a tile of rows, [P]."""
         found = np.zeros(self.P, bool)
@@ -167,12 +172,14 @@ def _plan(a: _Arguments) -> Work:
 def _forward(a: _Arguments) -> Work:
     splits, stop = a["num_splits"], a.stop().ravel()
     heavy, light = a.entries("heavy_tiles", 0), a.entries("light_nodes", 1)
-    parts = ((heavy, 0, a.tile.v), (light, a["max_heavy"], a["LIGHT"]))
+    units = np.arange(len(light)) + a["max_heavy"]
+    parts = [(heavy, np.arange(len(heavy)), a.tile.v)]
+    parts += [(light[chosen], units[chosen], v) for v, chosen in a.by_visits(light)]
     names = "_forward_tile", "_forward_tile:c0", "_logits:h0", "_finish:d", "_finish:split"
     loops: dict[str, list[Counts]] = {name: [] for name in names}
     loaded = rows = saved = 0.0
-    for flat, before, most in parts:
-        node, unit = a.node.ravel()[flat], before + np.arange(len(flat))
+    for flat, unit, most in parts:
+        node = a.node.ravel()[flat]
         visits, width = np.minimum(stop[flat] - flat % a.P, most), a.width[node]
         num_blocks = -(-width // a.tile.c)
         share = -(-num_blocks // splits)
@@ -186,7 +193,7 @@ def _forward(a: _Arguments) -> Work:
         for name, found in zip(names, counts, strict=True):
             loops[name].append(found)
         loaded += float((num_blocks * visits).sum()) * a.vector_bytes
-        loaded += float(width.sum()) * a.row_bytes * a.sectors(a.tile.h)
+        loaded += float(width.sum()) * a.row_bytes * a.sectors(a.tile.h, halves=a.tile.warps > 4)
         rows += float(a.width[np.unique(node)].sum())
         saved += float((visits * (a.slots[node] * a.item + num_blocks * SINGLE)).sum())
     memory = rows * a.row_bytes + (a.node >= 0).any(0).sum() * a.vector_bytes
@@ -273,11 +280,20 @@ def _rows(a: _Arguments) -> Work:
     zeros, zero_rows = _zeros(a, before + a["max_split_tiles"] * num_h, num_h)
     added = a.sums(np.arange(len(split)), chunks, first=before, repeat=num_h)
     groups = np.arange(len(flat))
+    counted: dict[str, tuple[Counts, Any]] = {
+        "_light_group": (groups, 1),
+        "_light_group:d": (groups, a["D"] - top),
+        "_light_group:while": (unit, 1),
+        "_light_group:c0": (unit, blocks),
+    }
+    of_groups = {
+        name: [
+            a.sums(index, np.where(chosen[index], count, 0), first=first, repeat=num_h)
+            for _, chosen in a.by_visits(flat)
+        ]
+        for name, (index, count) in counted.items()
+    }
     loops |= {
-        "_light_group": a.sums(groups, 1, first=first, repeat=num_h),
-        "_light_group:d": a.sums(groups, a["D"] - top, first=first, repeat=num_h),
-        "_light_group:while": a.sums(unit, 1, first=first, repeat=num_h),
-        "_light_group:c0": a.sums(unit, blocks, first=first, repeat=num_h),
         "_add_chunks": np.sign(added),
         "_chunk_sums:chunk": added,
         **zeros,
@@ -292,7 +308,7 @@ def _rows(a: _Arguments) -> Work:
     owners = a["R"] * 8.0
     once += float((a.in_tiles(entry) & (group < 0)).sum()) * a.vector_bytes + errors
     memory = once + saved + sums + written + positions * a.hidden_bytes + owners
-    return Work({k: [v] for k, v in loops.items()}, loaded + owners, memory)
+    return Work({k: [v] for k, v in loops.items()} | of_groups, loaded + owners, memory)
 
 
 def _update(a: _Arguments) -> Work:

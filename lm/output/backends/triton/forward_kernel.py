@@ -49,6 +49,14 @@ def _first_block(column, n, d, BLOCK_C: tl.constexpr, mask=None):
 
 
 @triton.jit
+def _has_few_visits(node, flat, P, LIGHT: tl.constexpr):
+    """Whether a light node, first visited at `flat`, has at most 16 visits: then tiles have 16."""
+    lane = tl.arange(0, LIGHT)
+    nodes = tl.load(node + flat + lane, mask=flat % P + lane < P, other=-1)
+    return tl.sum((nodes == tl.load(node + flat)).to(tl.int32), axis=0) <= 16
+
+
+@triton.jit
 def _divisor(num_entries, ACC: tl.constexpr):
     """What nll are divided by: 1, or the number of targets for their mean."""
     return tl.maximum(tl.load(num_entries + 7), 1).to(ACC)
@@ -85,11 +93,17 @@ def _forward(
                 saved, results, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
                 BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, FLATTEN=FLATTEN,
             )  # fmt: skip
-    else:
-        if tile - max_heavy < tl.load(num_entries + 1):
+    elif tile - max_heavy < tl.load(num_entries + 1):
+        flat = tl.load(light_nodes + tile - max_heavy)
+        if _has_few_visits(node, flat, P, LIGHT):
             _forward_tile(
-                tl.load(light_nodes + tile - max_heavy), (split, num_splits), inputs,
-                (position, node, child, P, D), tree,
+                flat, (split, num_splits), inputs, (position, node, child, P, D), tree,
+                saved, results, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
+                BLOCK_V=16, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, FLATTEN=FLATTEN,
+            )  # fmt: skip
+        elif LIGHT > 16:
+            _forward_tile(
+                flat, (split, num_splits), inputs, (position, node, child, P, D), tree,
                 saved, results, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
                 BLOCK_V=LIGHT, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, FLATTEN=FLATTEN,
             )  # fmt: skip

@@ -19,7 +19,7 @@ from lm.output.backends.triton.backward_kernels import (
     _store_block,
     _store_rows,
 )
-from lm.output.backends.triton.forward_kernel import _block, _first_slot
+from lm.output.backends.triton.forward_kernel import _block, _first_slot, _has_few_visits
 from lm.output.backends.triton.launch import VARYING
 
 
@@ -55,13 +55,23 @@ def _rows(
             )  # fmt: skip
     elif tile < max_groups:
         if tile < tl.load(num_entries + 2):
-            _light_group(
-                tl.load(light_groups + tile), h0, (sorted_hidden, weight, H, columns, padded),
-                (position, node, P, D), written, (first_row, num_children, column),
-                (errors, num_slots, scale), (partial_hidden, d_hidden, d_weight, d_bias),
-                LIGHT=LIGHT, STAGES=LIGHT_STAGES, ACC=ACC, PRECISION=PRECISION, BLOCK_C=LIGHT_C,
-                BLOCK_H=LIGHT_H,
-            )  # fmt: skip
+            flat = tl.load(light_groups + tile)
+            if _has_few_visits(node, flat, P, LIGHT):
+                _light_group(
+                    flat, h0, (sorted_hidden, weight, H, columns, padded),
+                    (position, node, P, D), written, (first_row, num_children, column),
+                    (errors, num_slots, scale), (partial_hidden, d_hidden, d_weight, d_bias),
+                    LIGHT=16, STAGES=LIGHT_STAGES, ACC=ACC, PRECISION=PRECISION, BLOCK_C=LIGHT_C,
+                    BLOCK_H=LIGHT_H,
+                )  # fmt: skip
+            elif LIGHT > 16:
+                _light_group(
+                    flat, h0, (sorted_hidden, weight, H, columns, padded),
+                    (position, node, P, D), written, (first_row, num_children, column),
+                    (errors, num_slots, scale), (partial_hidden, d_hidden, d_weight, d_bias),
+                    LIGHT=LIGHT, STAGES=LIGHT_STAGES, ACC=ACC, PRECISION=PRECISION,
+                    BLOCK_C=LIGHT_C, BLOCK_H=LIGHT_H,
+                )  # fmt: skip
     elif tile < max_groups + max_split_tiles:
         if tile - max_groups < tl.load(num_entries + 5):
             _add_chunks(

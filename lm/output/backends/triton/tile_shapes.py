@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
 
 _HALF_ERRORS, _SINGLE_ERRORS = Tile(16, 128, 0, 4, 1), Tile(16, 64, 0, 4, 1)
 _NARROW_FORWARD = Tile(128, 64, 64, 8, 3)
-_FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 128, 128, 8, 3, 64)
+_FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 64, 64, 8, 3, 64)
 """Forward and heavy tiles for half precision on sm_90, where 8 does not divide the columns of the
 weight, or 2 those of d_hidden: addresses of so few columns at a time take registers. Rows in fp32,
 which pass through registers, also need such heavy tiles.
@@ -62,10 +62,11 @@ _TILES = {
     ("half", 80): Tiles(
         Tile(64, 128, 32, 8, 3), _HALF_ERRORS, Tile(128, 128, 64, 8, 3, 32), Tile(64, 32, 64, 8, 2)
     ),
-    # 128 x 128 for nodes whose products are limited by what the second-level cache delivers.
+    # The best on an H100 for 33k to 10M words, or level with it: several programs of 4 warps on a
+    # processor hide each other's waits.
     ("half", 90): Tiles(
-        Tile(128, 128, 64, 8, 3), _HALF_ERRORS, Tile(128, 128, 256, 8, 3, 32),
-        Tile(64, 64, 128, 8, 3),
+        Tile(64, 128, 64, 4, 4, flatten=True), _HALF_ERRORS, Tile(128, 64, 128, 8, 3, 64),
+        Tile(64, 64, 64, 4, 3),
     ),
     # The logits of a block pass from tensor memory through registers.
     ("half", 100): Tiles(
@@ -109,6 +110,9 @@ def tiles(
     least = 4 if (triton_version() or SPILLS_LESS) < SPILLS_LESS else 2
     if kind == "half" and 90 <= capability < 100 and (hidden_align < least or rows.itemsize > 2):
         found = found._replace(heavy=_FEW_HEAVY)
+    if kind == "half" and 90 <= capability < 100 and rows.itemsize > 2:  # twice the bytes
+        light = found.light._replace(h=32) if hidden_align == 1 else found.light
+        found = found._replace(forward=found.forward._replace(stages=3), light=light)
     if kind == "half" and capability >= 100 and hidden_align <= 2 and rows.itemsize > 2:
         found = found._replace(heavy=found.heavy._replace(step=32))  # addresses take registers
     if kind == "half" and weight_align < 8:
@@ -117,8 +121,9 @@ def tiles(
             found = found._replace(forward=narrow)
         elif capability >= 90:
             found = found._replace(forward=_FEW_FORWARD, heavy=_FEW_HEAVY)
+        light = found.light
         if capability >= 90 and weight_align <= 2:
-            found = found._replace(light=found.light._replace(h=32 * weight_align))
+            found = found._replace(light=light._replace(h=4 * light.warps * weight_align))
     return found
 
 
