@@ -47,6 +47,7 @@ class Tiles(NamedTuple):
     norm: Tile = Tile(16, 64, 64, 4, 3, 16)  # of `_update`, whose `step` visits are few
     update: Tile = Tile(16, 32, 64, 4, 3, 16)
     adam: Tile = Tile(16, 32, 32, 4, 3, 16)
+    bias: Tile = Tile(16, 128, 16, 4, 1, 16)
 
 
 _HALF_ERRORS, _SINGLE_ERRORS = Tile(16, 128, 0, 4, 1), Tile(16, 64, 0, 4, 1)
