@@ -17,6 +17,9 @@ from lm.output.tracing import constant_when_compiled
 MAX_REGISTERS = 255
 """Registers of a thread; without it the assembler spills to fit more programs on a processor."""
 
+THREE_PROGRAMS = 168
+"""Registers of a thread with which three programs of four warps fit on a processor."""
+
 SPILLS_LESS = (3, 9, 0)
 """The first version of Triton that needs no registers beyond a thread's for wide tiles of d_hidden
 in half precision on sm_90, where 2 divides its columns and 4 does not.
@@ -57,7 +60,7 @@ _FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 128, 128, 8, 3, 6
 weight, or 2 those of d_hidden: addresses of so few columns at a time take registers. Rows in fp32,
 which pass through registers, also need such heavy tiles.
 """
-_EXACT_UPDATE = Tile(16, 32, 32, 4, 1, 16)
+_SINGLE_UPDATE, _EXACT_UPDATE = Tile(16, 32, 32, 4, 3, 16), Tile(16, 32, 32, 4, 1, 16)
 _TILES = {
     # Without wgmma all operands pass through registers.
     ("half", 80): Tiles(
@@ -66,7 +69,8 @@ _TILES = {
     # 128 x 128 for nodes whose products are limited by what the second-level cache delivers.
     ("half", 90): Tiles(
         Tile(128, 128, 64, 8, 3), _HALF_ERRORS, Tile(128, 128, 256, 8, 3, 32),
-        Tile(64, 64, 128, 8, 3),
+        Tile(64, 64, 128, 8, 3), norm=Tile(16, 64, 64, 4, 3, 16, registers=THREE_PROGRAMS),
+        update=Tile(16, 32, 64, 4, 3, 16, registers=THREE_PROGRAMS),
     ),
     # The logits of a block pass from tensor memory through registers.
     ("half", 100): Tiles(
@@ -74,11 +78,13 @@ _TILES = {
     ),
     # Twice the bytes.
     ("single", 80): Tiles(
-        Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 2)
+        Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 2),
+        norm=_SINGLE_UPDATE, update=_SINGLE_UPDATE,
     ),
     # With a second stage, the light loop loads into the operands of a wgmma that still runs.
     ("single", 90): Tiles(
-        Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 1)
+        Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 1),
+        norm=_SINGLE_UPDATE, update=_SINGLE_UPDATE,
     ),
     # No tensor cores: products by threads, so that positions without a visit cost as much as
     # others.
@@ -118,6 +124,7 @@ def tiles(
             found = found._replace(forward=narrow)
         elif capability >= 90:
             found = found._replace(forward=_FEW_FORWARD, heavy=_FEW_HEAVY)
+        found = found._replace(update=found.update._replace(h=32))
         if capability >= 90 and weight_align <= 2:
             found = found._replace(light=found.light._replace(h=32 * weight_align))
     return found
