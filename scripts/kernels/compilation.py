@@ -114,14 +114,12 @@ def launches(
 
 
 def _use(table: Tensor, gradient: RowGradient) -> None:
-    """The norm, a step of every optimizer, and the rows in memory."""
-    for optimizer in (RowSGD, RowAdagrad, RowAdam, None, RowAdagrad):
-        if optimizer is None:
-            gradient.square_norm()
-            continue
+    """A step of every optimizer, of Adagrad also after the norm, and the rows in memory."""
+    for optimizer in (RowSGD, RowAdam, RowAdagrad, RowAdagrad):
         parameter = table.detach().requires_grad_()
         parameter.grad = gradient
         optimizer([parameter], lr=0.1).step()
+        gradient.square_norm()
     if not table.is_meta:
         gradient.to_sparse()
 

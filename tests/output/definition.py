@@ -15,8 +15,9 @@ Test = Callable[..., None]
 N, H = 23, 6
 SMALL_TILE = Tile(v=16, c=16, h=16, warps=4, stages=1, step=16)
 SMALL_TILES = Tiles(
-    SMALL_TILE, SMALL_TILE, SMALL_TILE._replace(h=2 * SMALL_TILE.h), SMALL_TILE, chunk=48
-)
+    SMALL_TILE, SMALL_TILE, SMALL_TILE._replace(h=2 * SMALL_TILE.h), SMALL_TILE, chunk=48,
+    norm=SMALL_TILE, update=SMALL_TILE, adam=SMALL_TILE, bias=SMALL_TILE,
+)  # fmt: skip
 TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 5)
 TREES = {
     "full": ClassTree.full(N),

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.compiled import division, factors
-from lm.output.backends.triton.launch import instrumented
+from lm.output.backends.triton import rows
+from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.functional import BackendName
 from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowOptimizer, RowSGD, lookup
 from lm.output.rowwise.blocks import Factored
@@ -226,6 +227,28 @@ def test_norms_do_not_depend_on_the_order_in_which_lists_are_written() -> None:
             entries[:num_entries] = entries[:num_entries].flip(0)
         with instrumented(tiles=SMALL_TILES):
             assert torch.equal(part.batch.square_norm(), first)
+
+
+@pytest.mark.parametrize(("shared_blocks", "most_programs"), [(1, 1000), (2, 1000), (1, 3)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_programs_that_share_a_node_make_the_same_step(
+    name: str, shared_blocks: int, most_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A root of 70 rows with few visits, of which programs take 16, 32 or all; bit for bit."""
+    of_one_program = trained(name, TREES["full"], "triton", torch.float32, positions=9)
+    monkeypatch.setattr(rows, "SHARED_BLOCKS", shared_blocks)
+    monkeypatch.setattr(rows, "UPDATE_PROGRAMS", most_programs)
+    sizes = set()
+
+    def run(launch: Launch) -> None:
+        if launch.kernel.__name__ == "_update":
+            sizes.add(launch.num_programs)
+        execute(launch)
+
+    with instrumented(run=run):
+        found = trained(name, TREES["full"], "triton", torch.float32, positions=9)
+    assert sizes == {min(most_programs, -(-70 // (16 * shared_blocks)))}
+    assert all(map(torch.equal, found, of_one_program))
 
 
 def test_rows_in_bf16_are_rounded_at_random_in_proportion_to_the_distance() -> None:

@@ -22,8 +22,10 @@ NUM_LISTS = 8
 """The fields of `Sizes` and one more, a power of two."""
 FILLING_PROGRAMS = 256
 """Programs from which on more of them would not make d_weight faster."""
-MAX_CHUNKS = 12
-"""Most programs among which the visits of a split node are shared."""
+MAX_CHUNKS, LEAST_CHUNKS, CHUNKED_COLUMNS = 12, 4, 1 << 16
+"""Programs among which the visits of a node with all visits are shared; fewer than the least number
+where the sums of that many would have more rows than `CHUNKED_COLUMNS`.
+"""
 
 
 class Routing(NamedTuple):
@@ -90,11 +92,13 @@ def chunk_size(problem: Problem, tiles: Tiles) -> int:
 
     A program that added up all visits of the root would be the last to finish, by far. Its chunks
     fill the device, with as few programs as that takes: the best choice, or level with it, of those
-    timed on an H100 for 33k to 10M words (scripts/results/h100.jsonl).
+    timed on an H100 for 33k to 10M words (scripts/results/h100.jsonl). A program of an update walks
+    all columns, so that there are at least a few chunks.
     """
     tile = tiles.heavy
     programs = -(-problem.max_path_columns // tile.c) * -(-problem.weight.shape[1] // tile.h)
-    chunks = max(1, min(FILLING_PROGRAMS // max(programs, 1), MAX_CHUNKS))
+    least = min(LEAST_CHUNKS, CHUNKED_COLUMNS // max(problem.max_path_columns, 1))
+    chunks = max(1, least, min(FILLING_PROGRAMS // max(programs, 1), MAX_CHUNKS))
     return at_least(tiles.chunk, -(-problem.num_positions // chunks))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lm.output.backends.base import Problem, compute_dtype
 from lm.output.backends.triton.launch import SLOT, launch
-from lm.output.backends.triton.plan import Plan, Saved, arguments
+from lm.output.backends.triton.plan import ALIGNED, Plan, Saved, arguments
 from lm.output.backends.triton.tile_shapes import Tile
 from lm.output.rowwise.blocks import Part, Rows, Rule
 
@@ -88,7 +88,8 @@ class Factors:
         The sums are those of the weight, then those of the bias.
         """
         num_rows, num_nodes = self.problem.weight.shape[0], self.saved.routing.visited.numel()
-        sums = self._new(2, num_rows // SLOT + num_nodes).zero_()
+        num_places = -(-(num_rows // SLOT + num_nodes) // ALIGNED) * ALIGNED
+        sums = self._new(2, num_places).zero_()
         special: dict[str, Any] = {"numbers": self._new(1).fill_(1)}
         if self.partial_rows is not None:
             special |= {"squares": self._new(num_rows), "sums": sums[0]}
@@ -109,6 +110,7 @@ class Factors:
         from lm.output.backends.triton import update_kernel
 
         lists, rows = self.plan.sizes, self.plan.tiles.heavy.c
+        tile = self.plan.tiles.bias if of_bias else tile
         block = min(tile.c, rows)
         num_shares = -(-self.problem.max_path_columns // (block * SHARED_BLOCKS))
         num_shares = max(1, min(num_shares, UPDATE_PROGRAMS // max(lists.light_nodes, 1)))
@@ -119,7 +121,6 @@ class Factors:
             **special,
             "num_shares": num_shares,
             "TILE_C": rows,
-            "STAGES": tile.stages,
         }
         if of_bias:
             special["sorted_hidden"] = None

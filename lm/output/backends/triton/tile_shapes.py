@@ -1,6 +1,7 @@
 """Tile shapes of the fused kernels, and how they are compiled.
 
-Chosen by what the compiler reports for sm_80, sm_90 and sm_100; not yet timed on a GPU.
+Those for half precision on sm_90 are the best of the shapes timed on an H100; the others are chosen
+by what the compiler reports.
 """
 
 import importlib
@@ -47,6 +48,7 @@ class Tiles(NamedTuple):
     norm: Tile = Tile(16, 64, 64, 4, 3, 16)  # of `_update`, whose `step` visits are few
     update: Tile = Tile(16, 32, 64, 4, 3, 16)
     adam: Tile = Tile(16, 32, 32, 4, 3, 16)
+    bias: Tile = Tile(16, 128, 16, 4, 1, 16)
 
 
 _HALF_ERRORS, _SINGLE_ERRORS = Tile(16, 128, 0, 4, 1), Tile(16, 64, 0, 4, 1)
@@ -56,7 +58,7 @@ _FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 64, 64, 8, 3, 64)
 weight, or 2 those of d_hidden: addresses of so few columns at a time take registers. Rows in fp32,
 which pass through registers, also need such heavy tiles.
 """
-_EXACT_UPDATE = Tile(16, 32, 32, 4, 1, 16)
+_SINGLE_UPDATE, _EXACT_UPDATE = Tile(16, 32, 32, 4, 3, 16), Tile(16, 32, 32, 4, 1, 16)
 _TILES = {
     # Without wgmma all operands pass through registers.
     ("half", 80): Tiles(
@@ -66,7 +68,8 @@ _TILES = {
     # processor hide each other's waits.
     ("half", 90): Tiles(
         Tile(64, 128, 64, 4, 4, flatten=True), _HALF_ERRORS, Tile(128, 64, 128, 8, 3, 64),
-        Tile(64, 64, 64, 4, 3),
+        Tile(64, 64, 64, 4, 3), norm=Tile(16, 64, 64, 4, 3, 16, registers=128),
+        update=Tile(16, 16, 64, 1, 3, 16, registers=168),
     ),
     # The logits of a block pass from tensor memory through registers.
     ("half", 100): Tiles(
@@ -74,11 +77,13 @@ _TILES = {
     ),
     # Twice the bytes.
     ("single", 80): Tiles(
-        Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 2)
+        Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 2),
+        norm=_SINGLE_UPDATE, update=_SINGLE_UPDATE,
     ),
     # With a second stage, the light loop loads into the operands of a wgmma that still runs.
     ("single", 90): Tiles(
-        Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 1)
+        Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 1),
+        norm=_SINGLE_UPDATE, update=_SINGLE_UPDATE,
     ),
     # No tensor cores: products by threads, so that positions without a visit cost as much as
     # others.
@@ -122,6 +127,7 @@ def tiles(
         elif capability >= 90:
             found = found._replace(forward=_FEW_FORWARD, heavy=_FEW_HEAVY)
         light = found.light
+        found = found._replace(update=found.update._replace(h=32))
         if capability >= 90 and weight_align <= 2:
             found = found._replace(light=light._replace(h=4 * light.warps * weight_align))
     return found

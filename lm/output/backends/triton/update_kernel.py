@@ -37,7 +37,7 @@ def _update(
     node, row_tiles, light_nodes, split_tiles, num_entries,
     first_row, num_children, column, errors, partial_rows, partial_bias,
     P, num_shares, path_slots, sorted_units, weight_units,
-    LIGHT: tl.constexpr, TILE_C: tl.constexpr, STAGES: tl.constexpr,
+    LIGHT: tl.constexpr, TILE_C: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -48,64 +48,54 @@ def _update(
     rule = (numbers, table, total, mean, square, squares, sums, bias_sums, seed, columns)
     blocks: tl.constexpr = TILE_C // BLOCK_C
     heavy = tl.load(num_entries + 3) * blocks
-    split = heavy + tl.load(num_entries + 5) * blocks
-    for item in range(
-        tl.program_id(0), split + tl.load(num_entries + 1) * num_shares, tl.num_programs(0)
-    ):
-        if item < heavy:
-            entry = row_tiles + item // blocks * 4
+    tiled = heavy + tl.load(num_entries + 5) * blocks
+    num_items = tiled + tl.load(num_entries + 1) * num_shares
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        if item < tiled:
+            if item < heavy:
+                entry = row_tiles + item // blocks * 4
+            else:
+                entry = split_tiles + (item - heavy) // blocks * 4
             flat, end = tl.load(entry), tl.load(entry + 1)
             n = tl.load(node + flat)
             width = tl.load(num_children + n).to(tl.int32)
             c0 = tl.load(entry + 2) * TILE_C + item % blocks * BLOCK_C
             stop = tl.minimum(c0 + BLOCK_C, width)
-        elif item < split:
-            entry = split_tiles + (item - heavy) // blocks * 4
-            flat, end = tl.load(entry), 0
-            n = tl.load(node + flat)
-            width = tl.load(num_children + n).to(tl.int32)
-            c0 = tl.load(entry + 2) * TILE_C + (item - heavy) % blocks * BLOCK_C
-            stop = tl.minimum(c0 + BLOCK_C, width)
-            if c0 < stop:
+            if item >= heavy and c0 < stop:
                 child = tl.arange(0, BLOCK_C)
-                inside, num_chunks = c0 + child < width, tl.load(entry + 1)
-                chunks = (tl.load(entry + 3) + c0, num_chunks, child, inside, width)
+                chunks = (tl.load(entry + 3) + c0, end, child, c0 + child < width, width)
                 _update_tile(
                     n, tl.load(first_row + n) + c0, width - c0, None, None, chunks, inputs, rule,
                     ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
-                    STAGES=1,
                 )  # fmt: skip
                 stop = c0
         else:
-            flat = tl.load(light_nodes + (item - split) // num_shares)
-            n, lane, begin = tl.load(node + flat), tl.arange(0, LIGHT), flat % P
-            nodes = tl.load(node + flat + lane, mask=begin + lane < P, other=-1)
-            end = begin + tl.sum((nodes == n).to(tl.int32), axis=0)
+            flat = tl.load(light_nodes + (item - tiled) // num_shares)
+            n, v = tl.load(node + flat), flat % P + tl.arange(0, LIGHT)
+            nodes = tl.load(node + flat // P * P + v, mask=v < P, other=-1)
+            end = flat % P + tl.sum((nodes == n).to(tl.int32), axis=0)
             width = tl.load(num_children + n).to(tl.int32)
             size = tl.cdiv(tl.cdiv(width, BLOCK_C), num_shares) * BLOCK_C
-            c0 = (item - split) % num_shares * size
+            c0 = (item - tiled) % num_shares * size
             stop = tl.minimum(c0 + size, width)
         begin, slot = flat % P, _first_slot(column, n, flat // P)
-        first = tl.load(first_row + n)
-        if end - begin <= STEP:
-            for c in range(c0, stop, BLOCK_C):
-                row = tl.arange(0, STEP)
+        first, row = tl.load(first_row + n), tl.arange(0, STEP)
+        start = c0
+        for c0 in range(start, stop, BLOCK_C):
+            c = c0 + tl.arange(0, BLOCK_C)
+            if end - begin <= STEP:
                 error = _load_errors(
-                    errors, begin, row, begin + row < end, slot, c + tl.arange(0, BLOCK_C), width,
-                    num_slots,
+                    errors, begin, row, begin + row < end, slot, c, width, num_slots
                 )  # fmt: skip
                 _update_tile(
-                    n, first + c, width - c, (error, begin, end), None, None, inputs, rule,
+                    n, first + c0, width - c0, (error, begin, end), None, None, inputs, rule,
                     ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
-                    STAGES=STAGES,
                 )  # fmt: skip
-        else:
-            for c in range(c0, stop, BLOCK_C):
-                visits = (begin, end, slot, c + tl.arange(0, BLOCK_C), width)
+            else:
+                visits = (begin, end, slot, c, width)
                 _update_tile(
-                    n, first + c, width - c, None, visits, None, inputs, rule,
+                    n, first + c0, width - c0, None, visits, None, inputs, rule,
                     ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=BLOCK_V,
-                    STAGES=1,
                 )  # fmt: skip
 
 
@@ -113,7 +103,7 @@ def _update(
 def _update_tile(
     n, first, num_rows, few, many, chunks, inputs, rule,
     ACC: tl.constexpr, PRECISION: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
-    STEP: tl.constexpr, STAGES: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """The rows of node n from `first` on, of gradients that are sums of visits or of chunks."""
     hidden, _, _, _, _, _, _ = inputs
@@ -131,7 +121,7 @@ def _update_tile(
         norms = tl.load(squares + first + child, mask=inside, other=0.0)
     elif table is None or total is not None:
         norms = tl.zeros([BLOCK_C], ACC)
-        for h0 in tl.range(0, columns, BLOCK_H, num_stages=STAGES):
+        for h0 in tl.range(0, columns, BLOCK_H, num_stages=1):
             h = h0 + tl.arange(0, BLOCK_H)
             gradient = _gradient(source, inputs, h, ACC, PRECISION, STEP)
             norms += tl.sum(gradient * gradient, axis=1)
@@ -165,7 +155,7 @@ def _update_tile(
                 ACC, PRECISION, STEP,
             )  # fmt: skip
         else:
-            for h0 in tl.range(0, columns, BLOCK_H, num_stages=STAGES):
+            for h0 in tl.range(0, columns, BLOCK_H, num_stages=1):
                 tile = (first, child, inside, h0 + tl.arange(0, BLOCK_H))
                 _update_block(
                     tile, None, source, inputs, factor, noise_seed, state, ACC, PRECISION, STEP
