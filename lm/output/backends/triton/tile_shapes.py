@@ -69,7 +69,7 @@ _TILES = {
     ("half", 90): Tiles(
         Tile(64, 128, 64, 4, 4, flatten=True), _HALF_ERRORS, Tile(128, 64, 128, 8, 3, 64),
         Tile(64, 64, 64, 4, 3), norm=Tile(16, 64, 64, 4, 3, 16, registers=128),
-        update=Tile(16, 16, 64, 1, 3, 16, registers=168),
+        update=Tile(16, 16, 64, 1, 3, 16, registers=192),
     ),
     # The logits of a block pass from tensor memory through registers.
     ("half", 100): Tiles(
