@@ -121,17 +121,16 @@ def untrained(problem: tuple[int, int], options: argparse.Namespace) -> Iterator
     vocab_size, size = problem
     torch.manual_seed(0)
     tree = ClassTree.two_level(num_words=vocab_size)
-    weight = torch.zeros(tree.num_rows, row_size(size))
+    device = torch.device(options.device)
+    weight = torch.zeros(tree.num_rows, row_size(size), device=device)
     weight[:, :size].normal_(std=0.02)
-    full = torch.zeros(vocab_size, size).normal_(std=0.02)
+    full = torch.zeros(vocab_size, size, device=device).normal_(std=0.02)
     path = [row for _, row in tree.path(vocab_size // 3)]
     near = [weight[row : row + 20, :size].mean(dim=0, keepdim=True) for row in path]
     peak = torch.cat(near).sum(dim=0, keepdim=True)
     peak = options.sharpness * len(path) * peak / (weight[path, :size] @ peak.T).sum()
-    table = weight.to(options.device), tree.to(options.device)
-    for name, hidden in (("flat", torch.randn(1, size) / 50), ("peaked", peak)):
-        hidden = hidden.to(options.device).expand(options.rounds, -1)
-        yield Case(name, hidden, *table, None, full.to(options.device))
+    for name, hidden in (("flat", torch.randn(1, size, device=device) / 50), ("peaked", peak)):
+        yield Case(name, hidden.expand(options.rounds, -1), weight, tree.to(device), None, full)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -89,18 +90,12 @@ def test_a_recorded_step_is_replayed_with_the_words_of_each_step(
     parse: Parse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recording is a function here, which runs the step."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     replayed: list[torch.Tensor] = []
-
-    def recording(step: Callable[[], object], free: Callable[[], object]) -> SimpleNamespace:
-        return SimpleNamespace(replay=lambda: (step(), free()))
-
-    def make_step(task: Task, method: object, words: torch.Tensor) -> torch.Tensor:
-        replayed.append(words.clone())
-        return words
-
-    monkeypatch.setattr(scale_methods, "captured", recording)
-    monkeypatch.setattr(scale_methods, "make_step", make_step)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    recording: dict[str, Any] = {"captured": lambda step, _: SimpleNamespace(replay=step)}
+    recording["make_step"] = lambda *arguments: replayed.append(arguments[-1].clone())
+    for name, action in recording.items():
+        monkeypatch.setattr(scale_methods, name, action)
     task = Task("layer", 131, torch.float32, parse())
     method = METHODS["layer"](task)
     figures = scale_methods.on_the_device(task, method, records=True)
