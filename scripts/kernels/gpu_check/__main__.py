@@ -118,8 +118,9 @@ def main() -> None:
     """Run the check so that no process outlives it."""
     began = time.monotonic() - processes.age_seconds()
     options = parse_options()
-    if options.list:
+    if options.list or options.dry_run:
         print_plan()
+    if options.list:
         return
     with tempfile.TemporaryDirectory(prefix="gpu_check-", ignore_cleanup_errors=True) as work:
         code = processes.guarded(lambda: check(options, began, Path(work)))
