@@ -31,13 +31,13 @@ def acceptance(rows: dict[str, list[Row]]) -> list[str]:
     lines = [
         _line(
             f"forward + backward at {size:,} words, captured",
-            find("output_layer", "ratio_to_floor", vocab_size=size, **OURS),
+            find("layer", "ratio_to_floor", vocab_size=size, **OURS),
             "≤", most, " × floor",
         )
         for size, most in FLOORS.items()
     ]  # fmt: skip
     cce, ours = (
-        find("output_layer", "seconds_median", vocab_size=800_000, label=label)
+        find("layer", "seconds_median", vocab_size=800_000, label=label)
         for label in ("cce", OURS["label"])
     )
     peer = times(cce, ours)

@@ -55,7 +55,7 @@ Gradients of classes are row-wise by default.
 """
 CALL_SECONDS, RESERVED_SECONDS = 300, 3
 """Seconds of one call of the check, and those for its last files."""
-LOGS = ("output_layer", "training", "scale", "commands", "decode", "counters")
+LOGS = ("layer", "training", "scale", "commands", "decode", "counters")
 """Rows that steps write, as files of JSON lines."""
 
 
@@ -199,7 +199,7 @@ def _benchmark(work: Path, name: str) -> Step:
     size = BENCHMARKS[name]
     options = ["--device", "cuda", "--rows", size.rows, "--methods", *size.methods]
     options += ["--backends", "triton"]  # also where auto would not take the kernels
-    command = logged(work, "output_layer", "output_layer", *options)
+    command = logged(work, "layer", "output_layer", *options)
     return Step(name, [command], size.expected, 3 * size.expected)
 
 
@@ -235,7 +235,7 @@ def dry_steps(work: Path, capability: int, chosen: Collection[str] | None = None
     tiny = ["--rows", "97:8", "--positions", "32"]
     options = [*tiny, "--rounds", "1", "--backends", "triton", "reference", "--methods", *METHODS]
     interpreted = {"TRITON_INTERPRET": "1"}
-    benchmark = logged(work, "output_layer", "output_layer", *options)
+    benchmark = logged(work, "layer", "output_layer", *options)
     counters = module("kernels.gpu_check.counters", *tiny)
     found = [
         Step("compile", [module("kernels.compilation", "--sm", str(capability), *tiny)], 30, 900),

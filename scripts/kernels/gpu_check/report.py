@@ -29,7 +29,7 @@ ENDED = ("passed", "failed", "timed out", "skipped")
 """States of steps that a continuation does not run again."""
 Row = dict[str, Any]
 COLUMNS: dict[str, markdown.Columns] = {
-    "output_layer": {
+    "layer": {
         "N:H": "{vocab_size}:{hidden}",
         "method": "{label}",
         "milliseconds": "{seconds_median:.3f/1e-3}",
@@ -112,7 +112,9 @@ class Report:
             (self.work / f"{name}.jsonl").write_text("".join(map(_line, logged)), encoding="utf-8")
         if (self.out / "logs.tar.gz").exists():
             with tarfile.open(self.out / "logs.tar.gz") as archive:
-                archive.extractall(self.work, filter="data")
+                names = {row["step"] for row in self.steps}
+                kept = [log for log in archive.getmembers() if log.name.split(".")[0] in names]
+                archive.extractall(self.work, kept, filter="data")
 
     @property
     def mark(self) -> str | None:

@@ -82,7 +82,7 @@ def test_the_check_for_a_gpu_runs_all_steps_without_one(tmp_path: Path) -> None:
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
     logged = [{"what": name, **row} for name, found in rows.items() for row in found]
     assert [json.loads(line) for line in lines] == logged
-    (random_tree,) = (row for row in rows["output_layer"] if row["backend"] == "triton")
+    (random_tree,) = (row for row in rows["layer"] if row["backend"] == "triton")
     launches = random_tree["launches"]
     assert launches["forward"] == ["_sort", "_merge", "_plan", "_forward"]
     assert launches["backward"] == ["_errors", "_heavy", "_rows"]
@@ -115,6 +115,9 @@ def test_the_check_for_a_gpu_runs_all_steps_without_one(tmp_path: Path) -> None:
     assert (tmp_path / "rows.jsonl").read_text().splitlines() == lines
     with tarfile.open(tmp_path / "logs.tar.gz") as archive:
         assert {f"{name}.0.log" for name in STEPS} <= set(archive.getnames())
+        log = archive.extractfile("counters.0.log")
+        assert log is not None
+        assert log.read().count(b"run without ncu") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -259,10 +262,10 @@ def test_every_row_of_an_unsafe_version_of_triton_is_marked(tmp_path: Path) -> N
     row = {"vocab_size": 800_000, "label": "graph/triton", "seconds_median": 1.0}
     row |= {"ratio_to_floor": 1.25, "refused": None}
     lines = [json.dumps(row), json.dumps(row), json.dumps(row)[:20]]  # the last is being written
-    (report.work / "output_layer.jsonl").write_text("\n".join(lines))
+    (report.work / "layer.jsonl").write_text("\n".join(lines))
     summary = report.finish()
     logged = (report.out / "rows.jsonl").read_text().splitlines()
-    expected = {"what": "output_layer", **row, "timing_only": UNSAFE}
+    expected = {"what": "layer", **row, "timing_only": UNSAFE}
     assert [json.loads(line) for line in logged] == [expected] * 2
     assert summary.count(UNSAFE) == 1 + len(report.content["acceptance"])
     claim = "forward + backward at 800,000 words, captured ≤ 1.5 × floor"
@@ -350,7 +353,7 @@ def test_acceptance_is_computed_from_the_rows_of_the_benchmarks() -> None:
     layers += [layer(10_000_000, "graph/triton", 1.5), layer(800_000, "cce", None, 19.0)]
     layers.append(layer(267_735, "random/triton", 1.0))
     speeds = (("two_level", 7e5, 35), ("two_level", 1, 32), ("two_level,x=off", 1, 35))
-    rows: dict[str, list[dict[str, Any]]] = {"output_layer": layers}
+    rows: dict[str, list[dict[str, Any]]] = {"layer": layers}
     rows["training"] = [
         {"tree": tree, "tokens_per_second_median": rate, "batch_size": 20, "seq_len": length}
         for tree, rate, length in (*speeds, ("torch", 5e5, 35))
