@@ -223,7 +223,7 @@ def test_a_step_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path:
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     done = [sys.executable, "-c", "print('done')"]
     report = report_in(tmp_path)
-    run = Run(report, time.monotonic() + 60)
+    run = Run(report, time.monotonic() + 600)
     short = run.step(Step("short", [done, done], 1, 60, parallel=True))
     assert (short["status"], short["exit_code"]) == ("passed", 0)
     assert short["last_lines"] == ["done", "done"]
