@@ -8,15 +8,15 @@ import bz2
 import csv
 import lzma
 import re
+import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import IO, Any, cast
-
-import zstandard
 
 from data_prep.errors import UserError
 from data_prep.storage import open_to_read
@@ -29,17 +29,12 @@ COMPRESSIONS: dict[re.Pattern[bytes], Callable[[], Any]] = {
     re.compile(b"BZh[1-9](1AY&SY|\x17rE8P\x90)"): bz2.BZ2Decompressor,
     re.compile(b"\xfd7zXZ\0|]\0\0"): lzma.LZMADecompressor,
     re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"): lambda: (
-        zstandard.ZstdDecompressor().decompressobj()
+        import_module("zstandard").ZstdDecompressor().decompressobj()  # not needed by other files
     ),
 }
 ZIP = re.compile(b"PK(\3\4|\5\6|\7\x08)")
 COMPRESSED_NAME = re.compile(r"\.(gz|bz2|xz|lzma|zst|zip)$", re.IGNORECASE)
 PARQUET = re.compile(rb"PAR1\x15")
-READING_ERRORS = (
-    *(OSError, EOFError, ValueError, TypeError, RecursionError, csv.Error, lzma.LZMAError),
-    *(zipfile.BadZipFile, zlib.error, zstandard.ZstdError),
-)
-"""What reading a damaged file raises; pyarrow, JSON and Unicode raise ValueErrors."""
 _UNPACK = "unpack it and give the file of text"
 _EXPORT = "export its text as UTF-8"
 NO_TEXT = {
@@ -74,13 +69,21 @@ def open_text(path: Path) -> Iterator[BufferedReader]:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """UserError that names what is read, in place of any of `READING_ERRORS`."""
+    """UserError that names what is read, in place of any of `reading_errors`."""
     try:
         yield
     except UserError:
         raise
-    except READING_ERRORS as error:
+    except reading_errors() as error:
         raise UserError(f"{name} cannot be read: {one_line(error)}") from error
+
+
+def reading_errors() -> tuple[type[Exception], ...]:
+    """What reading a damaged file raises; pyarrow, JSON and Unicode raise ValueErrors."""
+    found = [OSError, EOFError, ValueError, TypeError, RecursionError, csv.Error, lzma.LZMAError]
+    zstandard = sys.modules.get("zstandard")  # if a file of it was opened
+    found += [zipfile.BadZipFile, zlib.error, *([zstandard.ZstdError] if zstandard else [])]
+    return tuple(found)
 
 
 def one_line(error: Exception) -> str:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep.corpus.formats import READING_ERRORS, one_line
+from data_prep.corpus.formats import one_line, reading_errors
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig
 
@@ -106,7 +106,7 @@ def _visible_files(folder: Path, paths: Iterable[Path]) -> list[Path]:
 def hub_rows(data: DataConfig, split: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a split of `data.hub`; UserError if it is missing.
 
-    A damaged file raises one of `formats.READING_ERRORS`.
+    A damaged file raises one of `formats.reading_errors`.
     """
     dataset = _hub_with(data, split)[HUB_SPLITS[split]]
     tables = iter(dataset.with_format("arrow").iter(batch_size=ROWS_PER_BATCH))
@@ -128,7 +128,7 @@ def load_hub(data: DataConfig) -> dict[str, "IterableDataset"]:
     try:
         with _silent_datasets():
             return dict(load_dataset(name, data.hub_config, streaming=True))
-    except READING_ERRORS as error:
+    except reading_errors() as error:
         raise UserError(f"data.hub {data.hub} cannot be opened: {one_line(error)}") from error
 
 

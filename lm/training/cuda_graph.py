@@ -70,6 +70,11 @@ class StepGraph:
         elif reason and fabric.is_global_zero:
             _report(reason)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a step has been recorded."""
+        return self._graph is not None
+
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

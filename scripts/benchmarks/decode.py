@@ -121,27 +121,28 @@ def untrained(problem: tuple[int, int], options: argparse.Namespace) -> Iterator
     vocab_size, size = problem
     torch.manual_seed(0)
     tree = ClassTree.two_level(num_words=vocab_size)
-    weight = torch.zeros(tree.num_rows, row_size(size))
+    device = torch.device(options.device)
+    weight = torch.zeros(tree.num_rows, row_size(size), device=device)
     weight[:, :size].normal_(std=0.02)
-    full = torch.zeros(vocab_size, size).normal_(std=0.02)
+    full = torch.zeros(vocab_size, size, device=device).normal_(std=0.02)
     path = [row for _, row in tree.path(vocab_size // 3)]
     near = [weight[row : row + 20, :size].mean(dim=0, keepdim=True) for row in path]
     peak = torch.cat(near).sum(dim=0, keepdim=True)
     peak = options.sharpness * len(path) * peak / (weight[path, :size] @ peak.T).sum()
-    for name, hidden in (("flat", torch.randn(1, size) / 50), ("peaked", peak)):
-        yield Case(name, hidden.expand(options.rounds, -1), weight, tree, None, full)
+    for name, hidden in (("flat", torch.randn(1, size, device=device) / 50), ("peaked", peak)):
+        yield Case(name, hidden.expand(options.rounds, -1), weight, tree.to(device), None, full)
 
 
 @torch.no_grad()
 def trained(folder: str, options: argparse.Namespace) -> Case:
     """Hidden vectors of a run's model at evenly spaced positions of the validation text."""
-    opened = Run.open(folder)
+    opened = Run.open(folder, device=options.device)
     layer = opened.model.output
     assert isinstance(layer, HierarchicalSoftmax)
     split = opened.prepared.tokens("valid")[: 100 * options.rounds]
-    tokens = torch.from_numpy(split.astype("int64"))
+    tokens = torch.from_numpy(split.astype("int64")).to(options.device)
     hidden = opened.model(tokens[:, None])[0][50::100, 0].float()
-    full = torch.zeros(layer.tree.vocab_size, hidden.shape[1]).normal_(std=0.02)
+    full = hidden.new_zeros(layer.tree.vocab_size, hidden.shape[1]).normal_(std=0.02)
     return Case("trained", hidden, layer.weight, layer.tree, layer.bias, full)
 
 
@@ -157,6 +158,8 @@ def measure(case: Case, way: str, rounds: int) -> dict[str, Any]:
             for _ in range(CALLS if turn >= 0 else 1):
                 start = time.perf_counter()
                 words = finder()
+                if words.is_cuda:
+                    torch.cuda.synchronize()
                 each += [time.perf_counter() - start] * (turn >= 0)
             found.append(words)
         same &= way in DRAWS or torch.equal(found[0], defined(case, hidden, way))
@@ -184,11 +187,12 @@ def main() -> None:
     add("--rounds", type=int, default=15)
     add("--sharpness", type=float, default=12.0, help="of the peaked distribution, in nats")
     add("--threads", type=int, default=1)
+    add("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     compiled.FREE_SECONDS = 0.0  # the loops are loaded at once
     require_positive(parser, options, ["rounds", "threads"])
     torch.set_num_threads(options.threads)
-    table = Table(COLUMNS, options.json)
+    table = Table(COLUMNS, options.json, options.device)
     sizes = options.rows or [(33_278, 512), (267_735, 512), (1_000_000, 300)]
     cases: Iterable[Case] = chain.from_iterable(untrained(size, options) for size in sizes)
     if options.runs:

@@ -8,6 +8,7 @@ import shutil
 import statistics
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
@@ -34,6 +35,10 @@ FIGURES = ("seconds_median", "seconds_min", "ratio_to_floor", "peak_bytes", "pag
 """Fields of a row that a refused method does not have."""
 KERNELS = ("_forward", "_errors", "_heavy", "_rows")
 """Prefixes of the names of this project's kernels, except routing kernels."""
+PROFILED = 3
+"""Steps whose mean the times of kernels are."""
+NAME_CHARACTERS = 60
+"""Characters of the name of a kernel in a log: those of PyTorch are long."""
 Clock = Callable[[Callable[[], object]], Callable[[], float]]
 """Runs a step and returns a function that waits for the step and returns its seconds."""
 
@@ -75,6 +80,11 @@ def cold_clock() -> Clock:
         return event_clock(step)
 
     return clock
+
+
+def clock_of(device: torch.device) -> Clock:
+    """How steps are timed on a device."""
+    return cold_clock() if device.type == "cuda" else cpu_clock
 
 
 def gpu_clocks(device: torch.device) -> list[int] | None:
@@ -211,36 +221,61 @@ def least_work(problem: Problem, tree: ClassTree) -> Work:
     return Work(num_bytes, 6 * columns * size)
 
 
-def launches(method: Method) -> dict[str, list[str]]:
-    """Names of what the forward and the backward of a step launch.
-
-    On a GPU all kernels, copies and fills; on a CPU the interpreted kernels.
-    """
-    launched = _launched_on_gpu if method.hidden.is_cuda else _interpreted
+def launches(method: Method) -> Row:
+    """What the forward and the backward of a step launch, and the `kernels` of a step."""
+    on_gpu = method.hidden.is_cuda
     losses: list[Tensor] = []
-    forward = launched(lambda: losses.append(method.loss(method.hidden, method.target)))
-    backward = launched(lambda: torch.autograd.backward(losses[0]))
+    halves = {
+        "forward": lambda: losses.append(method.loss(method.hidden, method.target)),
+        "backward": lambda: torch.autograd.backward(losses[0]),
+    }
+    found = {name: launched(half, on_gpu=on_gpu) for name, half in halves.items()}
     method.free()
-    return {"forward": forward, "backward": backward}
+    names = {half: [name for name, _ in each] for half, each in found.items()}
+
+    def step() -> None:
+        method.step()
+        method.free()
+
+    return {"launches": names, "kernels": kernels(step, on_gpu=on_gpu)}
 
 
-def _launched_on_gpu(half: Callable[[], object]) -> list[str]:
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        half()
-        torch.cuda.synchronize()
-    return [event.name for event in profiler.events() if event.device_type.name == "CUDA"]
+def kernels(step: Callable[[], object], *, on_gpu: bool) -> list[Row]:
+    """The kernels of a step, the longest first: number of launches and seconds of all of them.
+
+    The mean of a few steps. A CUDA graph is not profiled: pass a step that runs as it is.
+    """
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for name, duration in launched(lambda: [step() for _ in range(PROFILED)], on_gpu=on_gpu):
+        seconds[name[:NAME_CHARACTERS]].append(duration)
+    rows = [
+        {"kernel": name, "launches": len(each) / PROFILED, "seconds": sum(each) / PROFILED}
+        for name, each in seconds.items()
+    ]
+    return sorted(rows, key=lambda row: -row["seconds"])
 
 
-def _interpreted(half: Callable[[], object]) -> list[str]:
-    names: list[str] = []
+def launched(action: Callable[[], object], *, on_gpu: bool) -> list[tuple[str, float]]:
+    """Name and seconds of each launch of an action.
+
+    On a GPU of all kernels, copies and fills; on a CPU of the interpreted kernels.
+    """
+    found: list[tuple[str, float]] = []
+    if on_gpu:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            action()
+            torch.cuda.synchronize()
+        events = (event for event in profiler.events() or () if event.device_type.name == "CUDA")
+        return [(event.name, event.time_range.elapsed_us() / 1e6) for event in events]
 
     def record(launch: Launch) -> None:
-        names.append(launch.kernel.__name__)
+        start = time.perf_counter()
         execute(launch)
+        found.append((launch.kernel.__name__, time.perf_counter() - start))
 
     with instrumented(run=record):
-        half()
-    return names
+        action()
+    return found
 
 
 def describe_launches(row: Row) -> str:

@@ -128,7 +128,7 @@ class GraphMethod(Method):
     def step(self) -> None:
         """Replay; the gradients belong to the graph."""
         if self.graph is None:
-            self.graph = self._capture()
+            self.graph = captured(super().step, super().free)
         self.graph.replay()
 
     def free(self) -> None:
@@ -141,18 +141,20 @@ class GraphMethod(Method):
         self.graph = None
         super().refuse(reason)
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                super().step()
-                super().free()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            super().step()
-        return graph
+
+def captured(step: Callable[[], object], free: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A step as a CUDA graph; before, it runs three times, each time followed by `free`."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+            free()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
 
 
 def parameter(tensor: Tensor) -> Tensor:

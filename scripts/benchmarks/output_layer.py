@@ -3,8 +3,9 @@
 All methods have the same hidden vectors and targets (Zipf: P(w) ∝ 1 / rank). On a CPU each runs
 in a process of its own, one after the other, as in a program that has one output layer: next to
 others, a method has to map again the memory that they have returned to the system. On a GPU, whose
-allocator keeps freed memory, they take turns in one process. A figure is the median over the
-rounds; compare ratios, not times. Our methods run with each of --backends, by default the one that
+allocator keeps freed memory, they take turns in one process, except for the peers of other
+packages, a fault of which may end the process. A figure is the median over the rounds; compare
+ratios, not times. Our methods run with each of --backends, by default the one that
 users get, `auto`, and the reference. The methods:
 
   random     ours, two levels, √N classes of √N words assigned at random: nearly every class is
@@ -21,7 +22,10 @@ users get, `auto`, and the reference. The methods:
   full       torch: linear + cross_entropy
   chunked    torch: linear_cross_entropy, which holds few logits at once
   cce        Apple's cut-cross-entropy, on CUDA, if installed
-  liger      Liger's fused linear cross-entropy, on CUDA, if installed
+  liger      Liger's fused linear cross-entropy, on CUDA, if installed; liger_sm90 with its kernels
+             for compute capability 9.0, if CUTLASS's Python package is installed too
+  quack      QuACK's chunked linear cross-entropy without biases, for N and H up to multiples of 128
+             and 8, on CUDA, if installed
   adaptive   torch: AdaptiveLogSoftmaxWithLoss with the cutoffs of --cutoffs, projections divided
              by 4 from one cluster to the next
   gather     the classes of `random`, the rows of each position's class copied
@@ -41,6 +45,7 @@ products for each position and child on its path); both rates are measured in th
 """
 
 import argparse
+import gc
 import importlib.util
 import math
 import os
@@ -59,7 +64,7 @@ from lm.output.functional import BackendName
 from scripts.benchmarks import measure, reporting
 from scripts.benchmarks.measure import Clock, Work
 from scripts.benchmarks.methods import GraphMethod, Layer, Method, Problem, split_rows, zipf
-from scripts.benchmarks.peers import PEERS, usual_cutoffs
+from scripts.benchmarks.peers import PEERS, installed, usual_cutoffs
 from scripts.benchmarks.reporting import Row, Table
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -219,12 +224,10 @@ def check_losses(rows: list[Row]) -> None:
     Raises SystemExit if one of ours differs, unless figures are for timing only.
     """
     firsts: dict[str, Row] = {}
-    is_tf32 = torch.get_float32_matmul_precision() != "highest"
     for row in rows:
         if row["tree"] and not row["refused"]:
             first = firsts.setdefault(row["tree"], row)
             dtype = measure.DTYPES[row["dtype"]]
-            dtype = torch.float16 if is_tf32 and dtype == torch.float32 else dtype  # as many digits
             if not abs(row["loss"] - first["loss"]) <= measure.TOLERANCE[dtype] * first["loss"]:
                 found = (
                     f"loss of {row['label']} is {row['loss']}, of {first['label']} {first['loss']}"
@@ -255,19 +258,32 @@ def compare(
     size: tuple[int, int], peak: Work, clock: Clock, options: argparse.Namespace
 ) -> list[Row]:
     """A row for each method on one problem of `size` (N, H); the results are also printed."""
-    if options.device.type == "cpu":
-        each = [(name, backend) for backend in options.backends for name in TREES]
-        each += [(name, options.backends[0]) for name in PEERS]
-        rows = [alone(size, peak, *pair, options) for pair in each if pair[0] in options.methods]
+    chosen = options.methods
+    if options.device.type == "cuda":
+        separate = [name for name in chosen if installed(name)]
+        together = [name for name in chosen if name not in separate]
+        rows = measured(size, peak, clock, with_options(options, methods=together))
+        gc.collect()  # the problem, for the memory of the other processes
+        torch.cuda.empty_cache()
     else:
-        rows = measured(size, peak, clock, options)
+        separate = [name for name in PEERS if name in chosen]
+        each = [(name, backend) for backend in options.backends for name in TREES]
+        rows = [alone(size, peak, *pair, options) for pair in each if pair[0] in chosen]
     check_losses(rows)
     own = next((row for row in rows if row["backend"] != "torch" and not row["refused"]), None)
     print(f"\nN = {size[0]:,}, H = {size[1]}, {options.positions:,} positions")
     printed = Table(COLUMNS, options.json, options.device.type)
-    for row in rows:
+
+    def add(row: Row) -> None:
         ratio = own and row["seconds_median"] and row["seconds_median"] / own["seconds_median"]
         printed.add(row | {"ours": own and own["label"], "ratio_to_ours": ratio})
+
+    for row in rows:
+        add(row)
+    for name in separate:
+        rows.append(alone(size, peak, name, options.backends[0], options))
+        check_losses(rows)
+        add(rows[-1])
     for row in printed.rows:
         if "launches" in row:
             print(measure.describe_launches(row))
@@ -277,17 +293,25 @@ def compare(
 def alone(
     size: tuple[int, int], peak: Work, name: str, backend: str, options: argparse.Namespace
 ) -> Row:
-    """The row of one method, measured in a new process."""
-    one = argparse.Namespace(**vars(options) | {"methods": [name], "backends": [backend]})
+    """The row of one method, measured in a new process; a peer that ends it is refused."""
+    one = with_options(options, methods=[name], backends=[backend])
     row, exit_code = measure.in_new_process(_measured_alone, size, peak, one)
-    if row is None:
+    if row is None and name in TREES:
         raise SystemExit(f"output_layer: {name} ended with exit code {exit_code}")
-    return row
+    sizes = {"vocab_size": size[0], "hidden": size[1], "positions": options.positions}
+    refused = {"refused": f"its process ended with exit code {exit_code}", "tree": None}
+    names = {"method": name, "backend": "torch", "label": name, "dtype": options.dtype}
+    return row or sizes | names | refused | dict.fromkeys(measure.FIGURES)
+
+
+def with_options(options: argparse.Namespace, **changed: Any) -> argparse.Namespace:
+    """The options with other values."""
+    return argparse.Namespace(**vars(options) | changed)
 
 
 def _measured_alone(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> Row:
     prepare_process(options)
-    (row,) = measured(size, peak, measure.cpu_clock, options)
+    (row,) = measured(size, peak, measure.clock_of(options.device), options)
     return row
 
 
@@ -307,12 +331,11 @@ def measured(
             attempt(method, Method.find_loss)
     rows_dtype = options.rows_dtype or options.dtype
     shared = {"dtype": options.dtype, "rows_dtype": rows_dtype, "seed": options.seed}
-    shared |= {"tf32": True} if options.tf32 else {}
     shared |= {"clocks_mhz": measure.gpu_clocks(options.device)} if on_gpu else {}
     rows = [measure.make_row(method, peak) | shared for method in methods]
     for method, row in zip(methods, rows, strict=True):
         if method.backend == "triton" and not (method.refused or isinstance(method, GraphMethod)):
-            row["launches"] = measure.launches(method)
+            row |= measure.launches(method)
     return rows
 
 
@@ -326,7 +349,6 @@ def parse_options() -> argparse.Namespace:
     add("--dtype", choices=measure.DTYPES, help="fp32 on a CPU, bf16 on a GPU")
     rows_dtype = "of weights, if not --dtype: the methods then run under autocast to --dtype"
     add("--rows-dtype", choices=measure.DTYPES, help=rows_dtype)
-    add("--tf32", action="store_true", help="fp32 products in TF32, on a GPU")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     add(
@@ -350,18 +372,17 @@ def parse_options() -> argparse.Namespace:
 
 
 def prepare_process(options: argparse.Namespace) -> None:
-    """Set threads, precision and the allocator as training does."""
+    """Set threads and the allocator as training does."""
     if options.threads:
         torch.set_num_threads(options.threads)
     keep_freed_memory()
-    torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
 
 
 def main() -> None:
     """Print a table for each problem, and write a log if asked."""
     options = parse_options()
     prepare_process(options)
-    clock: Clock = measure.cold_clock() if options.device.type == "cuda" else measure.cpu_clock
+    clock = measure.clock_of(options.device)
     peak = measure.best_rates(clock, options.device, measure.DTYPES[options.dtype])
     print(
         f"{reporting.environment(options.device.type)['device']}, {options.dtype}: copy"

@@ -8,6 +8,7 @@ biases except `adaptive`, which has none by default.
 import importlib
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lm.output.backends.base import followed_by_zeros
 from scripts.benchmarks import methods
 from scripts.benchmarks.methods import Layer, Method, Problem
 
@@ -45,13 +47,11 @@ def full_softmax(
     name: str,
     load: Callable[[], CrossEntropy],
     *,
-    package: str | None = None,
     refused: str | None = None,
     exact: bool = True,
 ) -> Method:
-    """A full softmax by the function that `load` returns, on CUDA only if it is of a package."""
-    if package and not (problem.hidden.is_cuda and importlib.util.find_spec(package)):
-        refused = "not installed" if problem.hidden.is_cuda else "CUDA only"
+    """A full softmax by the function that `load` returns."""
+    refused = refused or missing_package(problem, name)
 
     def build() -> Layer:
         table = problem.weight, problem.bias
@@ -88,9 +88,9 @@ def cce(problem: Problem) -> Method:
 
     A version that takes no bias, as 25.1.1, has another loss.
     """
-    package, takes_bias = "cut_cross_entropy", True
-    if problem.hidden.is_cuda and importlib.util.find_spec(package):
-        function = importlib.import_module(package).linear_cross_entropy
+    takes_bias = True
+    if problem.hidden.is_cuda and installed("cce"):
+        function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
         takes_bias = "bias" in inspect.signature(function).parameters
 
     def load() -> CrossEntropy:
@@ -100,11 +100,38 @@ def cce(problem: Problem) -> Method:
 
         return loss
 
-    return full_softmax(problem, "cce", load, package=package, exact=takes_bias)
+    return full_softmax(problem, "cce", load, exact=takes_bias)
 
 
-def liger() -> CrossEntropy:
-    """Liger's fused linear cross-entropy: the full softmax in chunks of positions."""
+def quack(problem: Problem) -> Method:
+    """QuACK's chunked linear cross-entropy: without biases, and with rows of words that are none.
+
+    It requires a multiple of 8 for N and H, and is fastest where N is one of 128.
+    """
+    rows = problem.rows[: -(-problem.vocab_size // 128) * 128]
+
+    def build() -> Layer:
+        package = importlib.import_module("quack.linear_cross_entropy")
+        weight = methods.parameter(rows)
+
+        def loss(hidden: Tensor, target: Tensor) -> Tensor:
+            hidden = followed_by_zeros(hidden, weight.shape[1])
+            found: Tensor = package.chunked_linear_cross_entropy(hidden, weight, target)
+            return found
+
+        return loss, [weight]
+
+    refused = missing_package(problem, "quack")
+    return Method("quack", problem, build, exact=False, slow=True, refused=refused)
+
+
+def liger(kernels: str | None = None) -> CrossEntropy:
+    """Liger's fused linear cross-entropy: the full softmax in chunks of positions.
+
+    Its kernels are chosen for the process.
+    """
+    if kernels:
+        os.environ["LIGER_KERNEL_IMPL"] = kernels
     layer = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
     return lambda hidden, weight, bias, target: layer(weight, hidden, target, bias)
 
@@ -202,10 +229,32 @@ PEERS: dict[str, Callable[[Problem], Method]] = {
     "full": partial(full_softmax, name="full", load=lambda: methods.full_loss),
     "chunked": chunked,
     "cce": cce,
-    "liger": partial(full_softmax, name="liger", load=liger, package="liger_kernel"),
+    "liger": partial(full_softmax, name="liger", load=liger),
+    "liger_sm90": partial(full_softmax, name="liger_sm90", load=partial(liger, "cutedsl")),
+    "quack": quack,
     "adaptive": adaptive,
     "gather": gather,
     "grouped": grouped,
     "loop": loop,
 }
 """Peers by name in `--methods`."""
+PACKAGES = {
+    "cce": ("cut_cross_entropy",),
+    "liger": ("liger_kernel",),
+    "liger_sm90": ("liger_kernel", "cutlass"),
+    "quack": ("quack", "cutlass"),
+}
+"""Packages of peers that run on CUDA only."""
+
+
+def missing_package(problem: Problem, name: str) -> str | None:
+    """Why a peer of `PACKAGES` cannot run; None if it can, and for others."""
+    if name not in PACKAGES or (problem.hidden.is_cuda and installed(name)):
+        return None
+    return "not installed" if problem.hidden.is_cuda else "CUDA only"
+
+
+def installed(name: str) -> bool:
+    """Whether a peer belongs to packages, which are installed."""
+    packages = PACKAGES.get(name, ())
+    return bool(packages) and all(map(importlib.util.find_spec, packages))

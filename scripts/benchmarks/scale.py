@@ -16,7 +16,8 @@ the rows that a batch visits, not of all N rows. The methods:
            positions, its time scaled to all (its peak memory is that of the few)
 
 On a GPU, and with --dtype bf16, the forward runs under autocast to bf16, as with `train.precision:
-bf16-mixed`: hidden vectors are bf16.
+bf16-mixed`: hidden vectors are bf16. On a GPU, `layer` is also timed as a CUDA graph, and rows have
+the seconds of each kernel.
 
 Words are drawn by inverse rank (Zipf) for each step, outside the timed region; √N classes have
 equal sums of √count. Every measurement is a process whose memory the operating system limits, so a
@@ -57,11 +58,13 @@ COLUMNS = {
     "dtype": "{dtype}",
     "outcome": "{outcome}",
     "s/step": "{seconds:.4f}",
+    "CUDA graph": "{graph_seconds:.4f}",
     "CPU s": "{cpu_seconds:.4f}",
     "µs/position": "{microseconds_per_position:.1f}",
     "positions run": "{run_positions:,}",
     "rows visited": "{rows_visited:,.0f}",
     "peak GB": "{peak_bytes:.2f/1e9}",
+    "GPU peak GB": "{device_peak_bytes:.2f/1e9}",
     "table GB": "{table_bytes:.3f/1e9}",
 }
 

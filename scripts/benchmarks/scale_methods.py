@@ -6,6 +6,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -14,11 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends.base import row_size
 from lm.output.backends.visits import route
 from lm.output.rowwise import RowAdagrad
 from scripts.benchmarks import methods
-from scripts.benchmarks.measure import DTYPES, PROCESS, proc_bytes
-from scripts.benchmarks.methods import parameter, zipf
+from scripts.benchmarks.measure import DTYPES, PROCESS, kernels, proc_bytes
+from scripts.benchmarks.methods import captured, parameter, zipf
 
 if TYPE_CHECKING:  # `step` alone needs more than torch
     from lm.config import WordTable
@@ -44,8 +46,7 @@ class Task:
         torch.manual_seed(options.seed)
         num_steps, num_positions = options.steps + 1, options.positions
         words, counts = zipf(vocab_size, num_steps * 2 * num_positions)
-        full = name == "full"
-        tree = ClassTree.full(vocab_size) if full else ClassTree.two_level(rank_classes(counts))
+        tree = ClassTree.full(vocab_size) if name == "full" else rank_tree(counts)
         self.dtype = dtype  # the table's
         self.is_mixed = is_mixed(options.device, dtype)
         self.table_device = torch.device("cpu") if name == "host" else options.device
@@ -62,14 +63,22 @@ class Task:
 
     @cached_property
     def table(self) -> tuple[Tensor, Tensor]:
-        """Rows [R, H] and biases [R], with the same numbers on every device."""
+        """Rows [R, W] and biases [R], with the same numbers for every method; zeros from H on."""
+        size = self.hidden.shape[1]
         like: dict[str, Any] = {"dtype": self.dtype, "device": self.table_device}
-        weight = torch.empty(self.tree.num_rows, self.hidden.shape[1], **like)
+        weight = torch.zeros(self.tree.num_rows, row_size(size), **like)
         bias = torch.empty(self.tree.num_rows, **like)
-        for tensor in (weight, bias):
+        for tensor in (weight[:, :size], bias):
             for rows in torch.split(tensor, ROWS_AT_ONCE):
-                rows.copy_(torch.empty(rows.shape).uniform_(-INIT_RANGE, INIT_RANGE))
+                drawn = torch.empty(rows.shape, device=self.hidden.device)
+                rows.copy_(drawn.uniform_(-INIT_RANGE, INIT_RANGE))
         return weight, bias
+
+    @property
+    def peer_table(self) -> tuple[Tensor, Tensor]:
+        """Rows [R, H] and biases [R]."""
+        weight, bias = self.table
+        return weight[:, : self.hidden.shape[1]], bias
 
 
 def is_mixed(device: torch.device, dtype: torch.dtype) -> bool:
@@ -89,6 +98,16 @@ def rank_classes(counts: Tensor) -> Tensor:
     mass = counts.double().sqrt()
     middle = mass.cumsum(0) - mass / 2
     return (middle * (round(math.sqrt(len(counts))) / mass.sum())).long()
+
+
+def rank_tree(counts: Tensor) -> ClassTree:
+    """The tree of two levels with `rank_classes`, whose rows are in the order of the words."""
+    sizes = torch.bincount(rank_classes(counts))
+    sizes = sizes[sizes > 0]
+    num_classes = len(sizes)
+    num_children = torch.cat([torch.tensor([num_classes]), sizes])
+    row_of_word = num_classes + torch.arange(len(counts))
+    return ClassTree(num_children, torch.arange(-1, num_classes), row_of_word)
 
 
 def ours(task: Task, optimizer: Callable[..., torch.optim.Optimizer], *, row_wise: bool) -> Method:
@@ -145,7 +164,7 @@ def _word_table(task: Task) -> "WordTable":
 
 def peer(task: Task, build: Callable[[ClassTree, Tensor, Tensor], methods.Layer]) -> Method:
     """A layer of `methods`, with dense gradients."""
-    compute, parameters = build(task.tree, *task.table)
+    compute, parameters = build(task.tree, *task.peer_table)
 
     def loss(words: Tensor) -> Tensor:
         return compute(task.hidden[: words.shape[1]].to(task.dtype), words[1])
@@ -156,7 +175,7 @@ def peer(task: Task, build: Callable[[ClassTree, Tensor, Tensor], methods.Layer]
 def host(task: Task) -> Method:
     """Two levels with the table on the host: each class is a product with rows copied over."""
     device, tree = task.hidden.device, task.tree
-    table = [tensor.numpy() for tensor in task.table]
+    table = [tensor.numpy() for tensor in task.peer_table]
     first, width = tree.first_row.tolist(), tree.num_children.tolist()
     spans: list[slice] = []
     copies: list[Tensor] = []
@@ -237,20 +256,52 @@ class Timing(NamedTuple):
     loss: float
 
 
-def timed(task: Task, method: Method, words: Tensor, limit: float) -> Timing:
-    """Make a step; the operating system ends the process after `limit` seconds."""
-    signal.setitimer(signal.ITIMER_REAL, limit)
+def make_step(task: Task, method: Method, words: Tensor) -> Tensor:
+    """Make a step; returns its loss."""
     task.hidden.grad = None
-    start = time.perf_counter(), time.process_time()
     loss = task.loss(method, words)
     torch.autograd.backward(loss)
     method.update()
-    value = float(loss.detach())
+    return loss.detach()
+
+
+def timed(task: Task, method: Method, words: Tensor, limit: float) -> Timing:
+    """Make a step; the operating system ends the process after `limit` seconds."""
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    start = time.perf_counter(), time.process_time()
+    value = float(make_step(task, method, words))
     if task.hidden.is_cuda:
         torch.cuda.synchronize()
     stop = time.perf_counter(), time.process_time()
     signal.setitimer(signal.ITIMER_REAL, 0)
     return Timing(stop[0] - start[0], stop[1] - start[1], value)
+
+
+def on_the_device(task: Task, method: Method, *, records: bool) -> dict[str, Any]:
+    """Seconds of a step as a CUDA graph if it `records`, and the kernels of one that runs as it is.
+
+    A graph that does not fit into memory has no seconds.
+    """
+    words, seconds = task.words[0].clone(), list[float]()
+
+    def step() -> None:
+        make_step(task, method, words)
+
+    if records:
+        torch.cuda.empty_cache()
+        with suppress(torch.OutOfMemoryError):
+            graph = captured(step, torch.cuda.synchronize)
+            for each in task.words[1:]:
+                words.copy_(each)
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                graph.replay()
+                torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - start)
+    return {
+        "graph_seconds": statistics.median(seconds) if seconds else None,
+        "kernels": kernels(step, on_gpu=task.hidden.is_cuda),
+    }
 
 
 def measure(name: str, vocab_size: int, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -267,7 +318,9 @@ def measure(name: str, vocab_size: int, dtype: str, options: argparse.Namespace)
     reads_inputs = name == "step"
     visited = [visited_rows(task, words, reads_inputs=reads_inputs) for words in task.words[1:]]
     peak = torch.cuda.max_memory_allocated() if task.hidden.is_cuda else None
+    figures = on_the_device(task, method, records=name == "layer") if task.hidden.is_cuda else {}
     return {
+        **figures,
         "outcome": "time" if seconds > options.time_limit else "done",
         "precision": "bf16-mixed" if task.is_mixed else "32-true",
         "seconds": seconds,

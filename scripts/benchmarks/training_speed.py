@@ -6,6 +6,9 @@ over the rounds, and the ratio is relative to the last output layer. Compare rat
 figures. An output layer is a value of `output.tree`, `torch` for the full softmax written with
 torch.nn.functional, or `none` for a step without an output layer, the upper bound for all of them.
 Overrides of one layer follow its name after commas: two_level torch,train.matmul_precision=medium.
+
+On a GPU, steps are recorded as a CUDA graph unless train.cuda_graph is off; the column "graph" says
+whether they were. Those that were not are profiled: seconds of each kernel, and of all ("device").
 """
 
 import statistics
@@ -28,7 +31,8 @@ from lm.training.devices import build_fabric
 from lm.training.loop import train_step
 from lm.training.state import TrainingState
 from scripts import run
-from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive
+from scripts.benchmarks.measure import kernels
+from scripts.benchmarks.reporting import Row, Table, benchmark_parser, require_positive
 
 
 def torch_loss(output: HierarchicalSoftmax, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -94,6 +98,14 @@ def time_in_turn(
     return rates
 
 
+def profiled(state: TrainingState) -> Row:
+    """The kernels of a step on a GPU, unless it is recorded, and their seconds."""
+    if state.fabric.device.type != "cuda" or state.graph.is_recorded:
+        return {}
+    found = kernels(partial(train_step, state), on_gpu=True)
+    return {"device_seconds": sum(row["seconds"] for row in found), "kernels": found}
+
+
 def main() -> None:
     """Print a table, and write a log if asked."""
     parser = benchmark_parser(__doc__, takes_config=True)
@@ -115,20 +127,31 @@ def main() -> None:
     reference = options.trees[-1]
     columns = {
         "tree": "{tree}",
+        "graph": "{graph}",
         "tokens/s": "{tokens_per_second_median:,.0f}",
         f"÷ {reference}": "{ratio:.2f}",
+        "ms a step": "{step_seconds:.3f/1e-3}",
+        "device": "{device_seconds:.3f/1e-3}",
     }
     table = Table(columns, options.json, states[reference].fabric.device.type)
     for layer, values in rates.items():
+        state, rate = states[layer], statistics.median(values)
+        train = state.config.train
         table.add(
             {
                 "config": Path(options.config).name,
-                "precision": states[layer].config.train.precision,
+                "precision": train.precision,
                 "tree": layer,
-                "tokens_per_second_median": statistics.median(values),
-                "ratio": statistics.median(values) / statistics.median(rates[reference]),
+                "vocab_size": state.model.vocab_size,
+                "batch_size": train.batch_size,
+                "seq_len": train.seq_len,
+                "graph": state.graph.is_recorded,
+                "tokens_per_second_median": rate,
+                "step_seconds": train.accumulate * train.batch_size * train.seq_len / rate,
+                "ratio": rate / statistics.median(rates[reference]),
                 "ratio_to": reference,
                 "rounds": options.rounds,
+                **profiled(state),
             }
         )
 

@@ -5,28 +5,28 @@ The steps, in this order, each alone with --steps:
   preflight         versions, device, compiler; a tiny forward and backward against the reference.
                     Always runs; if something is missing, one sentence says so: exit code 2
   compile           kernels of the chosen benchmarks, in parallel, for Triton's cache
-  correctness       a few tests in bf16; the comparison of the preflight in all dtypes
-  benchmark-33k     scripts.benchmarks.output_layer: floors, launches, memory, every peer that is
+  tests             all GPU tests, in parallel parts: bf16, fp16, fp32 and tf32 against fp64, no
+                    host synchronisation, recorded steps, torch.compile, 1,000 steps bit for bit
+  training          whole steps of the loop of `lm train`: classes, full softmaxes of this project
+                    and of torch, and no output layer, each captured and not, in two batches
+  benchmark-33k     scripts.benchmarks.output_layer: floors, kernels, memory, every peer that is
   benchmark-268k    installed
-  benchmark-mixed   the same with fp32 rows under autocast, also with classes of uneven sizes
-  counters          hardware counters of the three largest kernels by ncu
-  tests             all GPU tests but those of `repeat`, in parallel parts: bf16, fp16, fp32 and
-                    tf32 against fp64, no host synchronisation, CUDA graphs, torch.compile
-  repeat            1,000 steps bit for bit
-  sanitizer         compute-sanitizer: memory and race checks of a few tests
-  benchmark-tf32    fp32 with products in TF32
-  benchmark-few     1,024 positions
-  benchmark-800k    larger vocabularies; 1m with full softmaxes only
-  benchmark-1m
+  row-wise          scripts.benchmarks.scale: steps at 10M × 300 and 100M × 300, captured and not
+  commands          tokens per second of lm train, evaluate, score and generate; sampling and top-k
+  benchmark-800k    larger vocabularies
   benchmark-10m
-  tuning            on compute capability 9.0: scripts.kernels.tile_tuning with the tile shapes that
-                    the performance model finds best
+  counters          hardware counters of the three largest kernels by ncu
+  sanitizer         compute-sanitizer: memory and race checks of a few tests
 
-Requires torch, triton, numpy and pytest, nothing else; no network. Replaces the files of an earlier
-run in --out, at most seven, which are complete at any moment: gpu_check.json with all rows,
-summary.txt, which is also printed last, logs.tar.gz and JSON lines. A step ends at its limit, and
-all at --seconds from the start. No process remains, even if this one is killed. The exit code is 1
-if a step failed or had no time. `--dry-run` runs steps without a GPU, tiny and interpreted.
+A step is begun if the expected time is left of --seconds; `--continue` runs, in a further call with
+the same --out, the steps that have not ended. `--list` shows what two calls do.
+
+Requires torch, triton, numpy and pytest, and `training`, `commands` and a part of `tests` what
+`lm train` imports; no network and no data. Leaves four files in --out, which are complete at any
+moment: gpu_check.json with all rows, summary.txt, which is also printed last, rows.jsonl and
+logs.tar.gz. A step ends at its limit, and all at --seconds from the start. No process remains, even
+if this one is killed. The exit code is 1 if a step failed or had no time. `--dry-run` runs steps
+without a GPU, tiny and interpreted.
 """
 
 import argparse
@@ -42,8 +42,6 @@ from scripts.kernels.gpu_check import plan, processes
 from scripts.kernels.gpu_check.report import Report
 from scripts.kernels.gpu_check.run import Run
 
-RESERVED_SECONDS = 3
-"""For the last files."""
 MISSING = 2
 """The exit code if something is missing."""
 
@@ -57,9 +55,14 @@ def parse_options() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--steps", nargs="+", metavar="NAME", help="default: all")
+    again = (
+        "keep what an earlier call left in --out, and run the steps that have not ended; those of"
+    )
+    add("--continue", action="store_true", dest="continues", help=f"{again} --steps in any case")
     add("--list", action="store_true", help="print the steps with their expected seconds")
     add("--out", type=Path, default=Path("runs/gpu_check"), metavar="DIR")
-    add("--seconds", type=float, default=570, help="for all steps; default: %(default)s")
+    seconds = "for all steps; default: %(default)s"
+    add("--seconds", type=float, default=plan.CALL_SECONDS, help=seconds)
     unsafe = "accept a version of Triton that the backend refuses, or kernels whose results differ"
     unsafe += " from the reference; all figures are marked unsafe"
     add("--timing-only", action="store_true", help=unsafe)
@@ -73,25 +76,31 @@ def parse_options() -> argparse.Namespace:
 
 
 def print_plan() -> None:
-    """Print the steps on a GPU with the seconds expected of each."""
-    print("expected with 16 cores and one H200 (estimated, not measured), in seconds:")
-    for step in [plan.preflight(Path()), *plan.steps(Path(), 90)]:
-        print(f"  {step.name:<15} {step.expected:4d}   limit {step.limit:4d}")
+    """Print the steps of each call on a GPU with the seconds expected of each."""
+    print("expected with 16 cores and one H100, in seconds:")
+    for number, steps in enumerate(plan.calls()):
+        print("scripts/gpu_check" + " --continue" * (number > 0))
+        for step in steps:
+            print(f"  {step.name:<15} {step.expected:4d}   limit {step.limit:4d}")
+        print(f"  {'all':<15} {sum(step.expected for step in steps):4d}")
 
 
 def check(options: argparse.Namespace, began: float, work: Path) -> int:
     """Run the steps and write the files; returns the exit code. Deletes `work` at the end."""
     command = shlex.join(["scripts/gpu_check", *sys.argv[1:]])
     facts = {"dry_run": options.dry_run, "command": command}
-    report = Report(options.out.resolve(), work, facts)
-    run = Run(report, began + options.seconds - RESERVED_SECONDS)
+    repeated = (options.steps or []) if options.continues else None
+    report = Report(options.out.resolve(), work, facts, repeated)
+    ended = {row["step"] for row in report.steps}
+    run = Run(report, began + options.seconds - plan.RESERVED_SECONDS)
     missing = None
     try:
         missing = run.preflight(dry=options.dry_run, timing_only=options.timing_only)
         if missing is None:
             chosen = plan.dry_steps if options.dry_run else plan.steps
             capability = report.content["capability"]
-            for step in chosen(report.work, capability, options.steps):
+            names = options.steps or {*plan.names(dry=options.dry_run)} - ended
+            for step in chosen(report.work, capability, names):
                 run.step(step)
     finally:
         report.content["seconds"] = round(time.monotonic() - began, 1)
@@ -109,8 +118,9 @@ def main() -> None:
     """Run the check so that no process outlives it."""
     began = time.monotonic() - processes.age_seconds()
     options = parse_options()
-    if options.list:
+    if options.list or options.dry_run:
         print_plan()
+    if options.list:
         return
     with tempfile.TemporaryDirectory(prefix="gpu_check-", ignore_cleanup_errors=True) as work:
         code = processes.guarded(lambda: check(options, began, Path(work)))

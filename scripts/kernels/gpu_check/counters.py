@@ -35,11 +35,12 @@ def workload(size: tuple[int, int], num_positions: int, device: str) -> None:
     import torch
 
     from lm.output.backends.triton.launch import execute
-    from scripts.kernels.compilation import launches
-    from scripts.kernels.tile_tuning import problem_on
+    from scripts.kernels.compilation import launches, make_problem, moved
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    problem = problem_on(device, dtype, (*size, num_positions))
+    problem = moved(make_problem(*size, num_positions, dtype), device)
+    problem.hidden.normal_()
+    problem.weight.normal_(std=size[1] ** -0.5)
     for _ in range(2):
         launches(problem, run=execute)
     if device == "cuda":

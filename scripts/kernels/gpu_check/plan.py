@@ -3,27 +3,29 @@
 import os
 import shutil
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 TOP = Path(__file__).resolve().parents[3]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider"]
 PYTEST += ["-o", "filterwarnings=default", "-p", "scripts.kernels.pytest_shard"]
-GPU_TESTS = "tests/output/backends/test_gpu.py"
-FIRST = "bfloat16 and errors and (two_level or shortlist or huffman) and (300 or 1024)"
-FIRST += " or three_kernels or nothing_to_predict"
-REPEATED = "repeat_bit_for_bit or thousand_steps"
+GPU_TESTS = (
+    "tests/output/backends/test_gpu.py",
+    "tests/output/rowwise/test_recorded_lookups.py",
+    "tests/training/test_cuda_graph.py",
+    "tests/scripts/benchmarks/test_output_layer.py",
+)
 SANITIZED = "repeat_bit_for_bit and (17 or 700)"
 MEMCHECK = ["memcheck", "--report-api-errors", "no"]
 """Failing calls of the driver are no errors of kernels: libraries try what a driver may lack."""
 DRY_TESTS = "tests/output/backends/triton/test_kernels.py"
 DRY_CHOICE = "empty_batch or nan_in_the_weight"
-METHODS = ["random", "graph", "full", "chunked", "cce", "liger", "adaptive", "grouped"]
-FULL_SOFTMAX = ["random", "graph", "chunked", "cce"]
+METHODS = ["random", "graph", "full", "chunked", "cce", "liger", "liger_sm90", "quack"]
+METHODS += ["adaptive", "grouped"]
 LARGEST = ["random", "graph", "cce", "adaptive", "grouped"]
 """Without full softmaxes that hold logits, or that go through all rows for few positions at a time.
 """
-MIXED = ["random", "clustered", "graph", "full", "adaptive"]
 
 
 class Size(NamedTuple):
@@ -32,35 +34,79 @@ class Size(NamedTuple):
     rows: str  # N:H
     expected: int  # seconds
     methods: list[str] = METHODS
-    options: tuple[str, ...] = ()
 
 
 BENCHMARKS = {
-    "benchmark-33k": Size("33278:650", 30),
-    "benchmark-268k": Size("267735:1024", 35),
-    "benchmark-mixed": Size("33278:650", 25, MIXED, ("--rows-dtype", "fp32")),
-    "benchmark-tf32": Size("33278:650", 40, MIXED, ("--dtype", "fp32", "--tf32")),
-    "benchmark-few": Size("33278:650", 25, MIXED, ("--positions", "1024")),
-    "benchmark-800k": Size("800000:1024", 35),
-    "benchmark-1m": Size("1000000:1024", 30, FULL_SOFTMAX),
-    "benchmark-10m": Size("10000000:300", 75, LARGEST),
+    "benchmark-33k": Size("33278:650", 42),
+    "benchmark-268k": Size("267735:1024", 48),
+    "benchmark-800k": Size("800000:1024", 42),
+    "benchmark-10m": Size("10000000:300", 30, LARGEST),
 }
-COUNTED = ["33278:650", "267735:1024"]
-CANDIDATES = TOP / "scripts/results/tile_tuning.jsonl"
-"""Tile shapes by their time in a model: see `scripts.kernels.tile_tuning`."""
-LOGS = ("output_layer.jsonl", "counters.jsonl", "tuning.jsonl")
-"""JSON lines that steps write."""
+COUNTED = ["267735:1024"]
+RECIPE = str(TOP / "configs/wikitext2_lstm.yaml")
+PLAIN = ["--model.input_embedding=word", "--model.count_word_dropout=0"]
+AS_IT_IS = "two_level,model.input_embedding=path_sum,model.count_word_dropout=5"
+DENSE = "two_level,word_table.gradients=dense"
+LAYERS = ("two_level", DENSE, "full", "torch", "none", AS_IT_IS)
+"""Output layers of whole steps, each captured and not: see `scripts.benchmarks.training_speed`.
+
+All have the `PLAIN` input vectors, which a full softmax requires, but the last one, of the recipe.
+Gradients of classes are row-wise by default.
+"""
+CALL_SECONDS, RESERVED_SECONDS = 300, 3
+"""Seconds of one call of the check, and those for its last files."""
+LOGS = ("layer", "training", "scale", "commands", "decode", "counters")
+"""Rows that steps write, as files of JSON lines."""
 
 
 class Step(NamedTuple):
     """One step of the check."""
 
     name: str
-    commands: list[list[str]]  # run at the same time
-    expected: int  # seconds, with 16 cores and an H200; an estimate until it has been run there
+    commands: list[list[str]]  # run one after the other
+    expected: int  # seconds, with 16 cores and an H100
     limit: int  # seconds
     variables: dict[str, str] = {}  # noqa: RUF012 (never written)
     skipped: str | None = None  # why it cannot run here
+    parallel: bool = False  # whether the commands run at the same time instead
+
+
+class Extent(NamedTuple):
+    """How much the steps on whole programs do."""
+
+    device: str
+    corpus: list[str]  # options of `scripts.synthetic_corpus`
+    overrides: list[str]  # of the recipe
+    speed: list[str]  # options of `training_speed`
+    batches: list[list[str]]  # overrides of each call
+    scale: list[list[str]]  # options of each call of `scale`
+    commands: list[str]
+    decode: list[str]
+
+
+ON_GPU = Extent(
+    device="cuda",
+    corpus=["--types", "34000", "--tokens", "2000000"],
+    overrides=["--train.precision=bf16-mixed"],
+    speed=["--rounds", "5", "--steps", "20"],
+    batches=[[], ["--train.batch_size=512", "--train.seq_len=32"]],
+    scale=[
+        ["--positions=16384", "--threads=8", "--sizes=10000000", "--methods", "layer", "step"],
+        ["--positions=16384", "--threads=8", "--sizes=100000000", "--methods", "layer"],
+    ],
+    commands=["--steps", "1000", "--tokens", "400"],
+    decode=["--rows", "33278:512", "1000000:300", "--rounds", "3"],
+)
+TINY = Extent(
+    device="cpu",
+    corpus=["--types", "60", "--tokens", "3000", "--held-out-tokens", "300"],
+    overrides=["--classes.shortlist=4", "--model.hidden=8", "--train.threads=1"],
+    speed=["--rounds", "1", "--steps", "5"],
+    batches=[["--train.batch_size=4", "--train.seq_len=5"]],
+    scale=[["--positions=64", "--sizes=97", "--methods", "layer", "step"]],
+    commands=["--steps", "20", "--tokens", "60"],
+    decode=["--rows", "97:8", "--rounds", "1"],
+)
 
 
 def module(name: str, *arguments: str) -> list[str]:
@@ -68,17 +114,16 @@ def module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"scripts.{name}", *arguments]
 
 
-def benchmark(work: Path, methods: list[str], *options: str) -> list[str]:
-    """The command of the benchmark of the layer and its peers."""
-    log = ["--json", str(work / "output_layer.jsonl")]
-    return module("benchmarks.output_layer", *options, "--methods", *methods, *log)
+def logged(work: Path, log: str, name: str, *arguments: str) -> list[str]:
+    """The command of a benchmark that writes rows."""
+    return module(f"benchmarks.{name}", "--json", str(work / f"{log}.jsonl"), *arguments)
 
 
 def preflight(work: Path, *, dry: bool = False, timing_only: bool = False) -> Step:
     """The step before all others."""
     options = ["--dry-run"] * dry + ["--timing-only"] * timing_only
     options += ["--json", str(work / "preflight.json")]
-    return Step("preflight", [module("kernels.gpu_check.preflight", *options)], 8, 90)
+    return Step("preflight", [module("kernels.gpu_check.preflight", *options)], 18, 90)
 
 
 def names(*, dry: bool) -> list[str]:
@@ -87,12 +132,36 @@ def names(*, dry: bool) -> list[str]:
     return ["preflight", *(step.name for step in found)]
 
 
-def steps(work: Path, capability: int, chosen: list[str] | None = None) -> list[Step]:
+def calls() -> list[list[Step]]:
+    """The steps of each call of the check, as far as they take the expected time."""
+    remaining, found = steps(Path(), 90), list[list[Step]]()
+    while remaining:
+        found.append([preflight(Path())])
+        for step in remaining:
+            if sum(each.expected for each in [*found[-1], step]) <= CALL_SECONDS - RESERVED_SECONDS:
+                found[-1].append(step)
+        remaining = [step for step in remaining if step not in found[-1]]
+    return found
+
+
+def steps(work: Path, capability: int, chosen: Collection[str] | None = None) -> list[Step]:
     """The chosen steps on a GPU, all by default, in their order; `work` is for files that they add.
 
     The first one compiles for those that follow.
     """
-    found = [*_first_steps(work), *_longer_steps(work, capability)]
+    whole = _whole_programs(work, ON_GPU)
+    benchmarks = [_benchmark(work, name) for name in BENCHMARKS]
+    log = ["--json", str(work / "counters.jsonl")]
+    counters = module("kernels.gpu_check.counters", "--rows", *COUNTED, *log)
+    found = [
+        *_tests(),
+        whole[0],
+        *benchmarks[:2],
+        *whole[1:],
+        *benchmarks[2:],
+        Step("counters", [counters], 20, 90),
+        _sanitizer(),
+    ]
     found = [step for step in found if chosen is None or step.name in chosen]
     if chosen is None or "compile" in chosen:
         names = {step.name for step in found}
@@ -100,83 +169,79 @@ def steps(work: Path, capability: int, chosen: list[str] | None = None) -> list[
         sizes += COUNTED if "counters" in names else []
         sizes = list(dict.fromkeys(sizes or COUNTED))
         command = module("kernels.compilation", "--sm", str(capability), "--rows", *sizes)
-        command += ["--rows-dtypes", "bf16", "fp32"] * ("benchmark-mixed" in names)
-        found.insert(0, Step("compile", [command], 45, 90))
+        found.insert(0, Step("compile", [command], 11, 90))
     return found
 
 
-def _first_steps(work: Path) -> list[Step]:
-    names = ("benchmark-33k", "benchmark-268k", "benchmark-mixed")
-    sizes = [_benchmark_step(work, name) for name in names]
-    log = ["--json", str(work / "counters.jsonl")]
-    counters = module("kernels.gpu_check.counters", "--rows", *COUNTED, *log)
-    return [
-        Step(
-            "correctness",
-            [
-                [*PYTEST, "-m", "gpu", GPU_TESTS, "-k", FIRST],
-                module("kernels.gpu_check.preflight", "--dtypes", "bf16", "fp16", "fp32"),
-            ],
-            40,
-            90,
-        ),
-        *sizes,
-        Step("counters", [counters], 60, 120),
-    ]
-
-
-def _longer_steps(work: Path, capability: int) -> list[Step]:
+def _tests() -> list[Step]:
     num_parts = max(1, min(12, (os.cpu_count() or 1) - 2))
-    tests = [*PYTEST, "-m", "gpu", GPU_TESTS, "-k", f"not ({REPEATED})", "--shard"]
-    sanitizer = shutil.which("compute-sanitizer") or ""
-    check = [sanitizer, "--error-exitcode", "7", "--tool"]
-    some = [*PYTEST, "-m", "gpu", GPU_TESTS, "-k", SANITIZED]
-    tuning = ["--candidates", str(CANDIDATES), "--seconds", "60"]
-    tuning += ["--json", str(work / "tuning.jsonl")]
-    return [
-        Step("tests", [[*tests, f"{i}/{num_parts}"] for i in range(num_parts)], 155, 260),
-        Step("repeat", [[*PYTEST, "-m", "gpu", GPU_TESTS, "-k", REPEATED]], 45, 90),
-        Step(
-            "sanitizer",
-            [[*check, *tool, *some] for tool in (MEMCHECK, ["racecheck"])],
-            60,
-            120,
-            {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # whose blocks hide accesses between tensors
-            skipped=None if sanitizer else "compute-sanitizer is not installed",
-        ),
-        *(
-            _benchmark_step(work, f"benchmark-{name}")
-            for name in ("tf32", "few", "800k", "1m", "10m")
-        ),
-        Step(
-            "tuning",
-            [module("kernels.tile_tuning", *tuning)],
-            100,
-            120,
-            skipped=None if capability == 90 else "candidates are for compute capability 9.0",
-        ),
-    ]
+    tests = [*PYTEST, "-m", "gpu", *GPU_TESTS, "--shard"]
+    parts = [[*tests, f"{i}/{num_parts}"] for i in range(num_parts)]
+    return [Step("tests", parts, 105, 170, parallel=True)]
 
 
-def _benchmark_step(work: Path, name: str) -> Step:
+def _sanitizer() -> Step:
+    program = shutil.which("compute-sanitizer") or ""
+    check = [program, "--error-exitcode", "7", "--tool"]
+    some = [*PYTEST, "-m", "gpu", GPU_TESTS[0], "-k", SANITIZED]
+    return Step(
+        "sanitizer",
+        [[*check, *tool, *some] for tool in (MEMCHECK, ["racecheck"])],
+        30,
+        90,
+        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # whose blocks hide accesses between tensors
+        skipped=None if program else "compute-sanitizer is not installed",
+        parallel=True,
+    )
+
+
+def _benchmark(work: Path, name: str) -> Step:
     size = BENCHMARKS[name]
-    options = ["--device", "cuda", "--rows", size.rows, *size.options]
-    options += ["--backends", "triton", "reference"]  # also where auto would not take the kernels
-    command = benchmark(work, size.methods, *options)
+    options = ["--device", "cuda", "--rows", size.rows, "--methods", *size.methods]
+    options += ["--backends", "triton"]  # also where auto would not take the kernels
+    command = logged(work, "layer", "output_layer", *options)
     return Step(name, [command], size.expected, 3 * size.expected)
 
 
-def dry_steps(work: Path, capability: int, chosen: list[str] | None = None) -> list[Step]:
+def _whole_programs(work: Path, extent: Extent) -> list[Step]:
+    """Whole training steps, row-wise steps of the largest tables, and the commands."""
+    corpus = module(
+        "synthetic_corpus", *extent.corpus, "--out", str(work / "corpus"), "--no-progress"
+    )
+    recipe = [RECIPE, f"--data.dir={work / 'corpus'}", "--classes.method=random"]
+    recipe += extent.overrides
+    layers = [each for layer in LAYERS for each in (layer, f"{layer},train.cuda_graph=off")]
+    speed = [*recipe, f"--run_dir={work / 'run'}", f"--data.prepared_dir={work / 'prepared'}"]
+    speed += [*PLAIN, *extent.speed, "--trees", *layers]
+    scale = ["--device", extent.device, "--dtype", "bf16", "--memory-limit-gb", "120"]
+    training = [
+        logged(work, "training", "training_speed", *speed, *each) for each in extent.batches
+    ]
+    tables = [logged(work, "scale", "scale", *scale, *each) for each in extent.scale]
+    commands = [
+        logged(work, "commands", "commands", *recipe, *extent.commands),
+        logged(work, "decode", "decode", "--device", extent.device, *extent.decode),
+    ]
+    return [
+        Step("training", [corpus, *training], 65, 150),
+        Step("row-wise", tables, 65, 150),
+        Step("commands", [corpus, *commands], 65, 150),
+    ]
+
+
+def dry_steps(work: Path, capability: int, chosen: Collection[str] | None = None) -> list[Step]:
     """The steps without a GPU, tiny and interpreted; arguments are those of `steps`."""
     tests = [*PYTEST, DRY_TESTS, "-k", DRY_CHOICE, "--shard", "0/1"]
     tiny = ["--rows", "97:8", "--positions", "32"]
-    options = [*tiny, "--rounds", "1", "--backends", "triton", "reference"]
+    options = [*tiny, "--rounds", "1", "--backends", "triton", "reference", "--methods", *METHODS]
     interpreted = {"TRITON_INTERPRET": "1"}
-    log = ["--json", str(work / "counters.jsonl")]
+    benchmark = logged(work, "layer", "output_layer", *options)
+    counters = module("kernels.gpu_check.counters", *tiny)
     found = [
         Step("compile", [module("kernels.compilation", "--sm", str(capability), *tiny)], 30, 900),
-        Step("correctness", [tests], 45, 900, interpreted),
-        Step("benchmark-97", [benchmark(work, METHODS, *options)], 25, 900, interpreted),
-        Step("counters", [module("kernels.gpu_check.counters", *tiny, *log)], 15, 900, interpreted),
+        Step("tests", [tests], 45, 900, interpreted, parallel=True),
+        Step("benchmark-97", [benchmark], 25, 900, interpreted),
+        *_whole_programs(work, TINY),
+        Step("counters", [counters], 15, 900, interpreted),
     ]
     return [step for step in found if chosen is None or step.name in chosen]

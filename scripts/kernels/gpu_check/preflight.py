@@ -26,7 +26,7 @@ from typing import Any
 
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 10)
 PACKAGES = ("torch", "triton", "numpy", "pytest")
-PEERS = ("cut_cross_entropy", "liger_kernel")
+PEERS = ("cut_cross_entropy", "liger_kernel", "quack")
 MISSING = 2
 """The exit code if something is missing."""
 

@@ -1,9 +1,9 @@
-"""What the check leaves in its folder: at most seven files, each complete at any moment.
+"""What the check leaves in its folder: four files, each complete at any moment.
 
   gpu_check.json      environment, state of each step, acceptance, rows of all logs
   summary.txt         the same in short; also printed last
+  rows.jsonl          the rows, a line each, with the name of their log as "what"
   logs.tar.gz         the outputs of the steps that have ended, at most 16 MB
-  output_layer.jsonl, counters.jsonl, tuning.jsonl   rows as steps wrote them, with their mark
 
 A row that was measured with a version of Triton that the backend refuses by default is marked.
 """
@@ -12,7 +12,7 @@ import io
 import json
 import os
 import tarfile
-from itertools import groupby, islice
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,51 @@ from scripts.kernels.gpu_check.plan import LOGS
 ARCHIVE_BYTES = 16_000_000
 LOG_BYTES = 1_000_000
 """Bytes of the beginning, and of the end, of each log."""
-SUMMARY_CHARACTERS = 9_500
-FILES = ("gpu_check.json", "summary.txt", "logs.tar.gz", *LOGS)
+SUMMARY_CHARACTERS = 11_000
+FILES = ("gpu_check.json", "summary.txt", "rows.jsonl", "logs.tar.gz")
+ENDED = ("passed", "failed", "timed out", "skipped")
+"""States of steps that a continuation does not run again."""
 Row = dict[str, Any]
 COLUMNS: dict[str, markdown.Columns] = {
-    "output_layer.jsonl": {
+    "layer": {
         "N:H": "{vocab_size}:{hidden}",
         "method": "{label}",
-        "rows": "{rows_dtype}",
         "milliseconds": "{seconds_median:.3f/1e-3}",
         "÷ ours": "{ratio_to_ours:.2f}",
         "÷ floor": "{ratio_to_floor:.2f}",
         "peak MiB": "{peak_bytes:.0f/1048576}",
         "refused": "{refused}",
     },
-    "counters.jsonl": {
+    "training": {
+        "batch": "{batch_size} × {seq_len}",
+        "output layer": "{tree:.24}",
+        "graph": "{graph}",
+        "tokens/s": "{tokens_per_second_median:,.0f}",
+        "ms a step": "{step_seconds:.3f/1e-3}",
+        "kernels, ms": "{device_seconds:.3f/1e-3}",
+    },
+    "scale": {
+        "N": "{vocab_size}",
+        "row-wise": "{method}",
+        "outcome": "{outcome}",
+        "ms a step": "{seconds:.2f/1e-3}",
+        "captured": "{graph_seconds:.2f/1e-3}",
+        "peak GB": "{device_peak_bytes:.1f/1e9}",
+    },
+    "commands": {
+        "lm": "{command}",
+        "graph": "{cuda_graph}",
+        "tokens/s": "{tokens_per_second:,.0f}",
+    },
+    "decode": {
+        "N": "{vocab_size}",
+        "distribution": "{distribution}",
+        "way": "{way}",
+        "ms": "{seconds:.2f/1e-3}",
+        "÷ all": "{ratio_to_all:.2f}",
+        "same": "{same}",
+    },
+    "counters": {
         "N:H": "{vocab_size}:{hidden}",
         "kernel": "{kernel}",
         "microseconds": "{seconds:.1f/1e-6}",
@@ -45,11 +75,6 @@ COLUMNS: dict[str, markdown.Columns] = {
         "L2 MB": "{l2_bytes:.1f/1e6}",
         "issue active %": "{issue_active_percent:.1f}",
         "stalls": "{stalls}",
-    },
-    "tuning.jsonl": {
-        "kernel": "{kernel}",
-        **{name: f"{{{name}}}" for name in ("v", "c", "h", "warps", "stages", "step")},
-        "time ÷ the table's": "{score:.3f}",
     },
 }
 """Tables of the summary."""
@@ -62,16 +87,34 @@ class Report:
         out: the folder of the files; those of an earlier run are replaced.
         work: the folder where steps write their logs.
         facts: fields of the report that are known before the first step.
+        repeated: None, or the steps that run again, if the earlier run is continued: its other
+            steps that have ended, and its rows and logs, remain.
     """
 
-    def __init__(self, out: Path, work: Path, facts: dict[str, Any]) -> None:
+    def __init__(
+        self, out: Path, work: Path, facts: dict[str, Any], repeated: Collection[str] | None = None
+    ) -> None:
         self.out, self.work = out, work
         self.steps: list[Row] = []
         self.content: dict[str, Any] = {**facts, "steps": self.steps}
         out.mkdir(parents=True, exist_ok=True)
+        if repeated is not None and (out / "gpu_check.json").exists():
+            self._continue(("preflight", *repeated))
         for name in FILES:
             (out / name).unlink(missing_ok=True)
         self.write()
+
+    def _continue(self, repeated: Collection[str]) -> None:
+        earlier = json.loads((self.out / "gpu_check.json").read_text(encoding="utf-8"))
+        rows = (row for row in earlier["steps"] if row["status"] in ENDED)
+        self.steps += [row for row in rows if row["step"] not in repeated]
+        for name, logged in earlier["rows"].items():
+            (self.work / f"{name}.jsonl").write_text("".join(map(_line, logged)), encoding="utf-8")
+        if (self.out / "logs.tar.gz").exists():
+            with tarfile.open(self.out / "logs.tar.gz") as archive:
+                names = {row["step"] for row in self.steps}
+                kept = [log for log in archive.getmembers() if log.name.split(".")[0] in names]
+                archive.extractall(self.work, kept, filter="data")
 
     @property
     def mark(self) -> str | None:
@@ -80,11 +123,10 @@ class Report:
 
     def write(self) -> None:
         """Write the JSON, and the rows that steps have logged so far."""
-        self.content["rows"] = {name.removesuffix(".jsonl"): self._rows(name) for name in LOGS}
-        self.content["acceptance"] = acceptance(self.content["rows"]["output_layer"])
-        for name in LOGS:
-            if rows := self.content["rows"][name.removesuffix(".jsonl")]:
-                _replace(self.out / name, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        self.content["rows"] = rows = {name: self._rows(name) for name in LOGS}
+        self.content["acceptance"] = acceptance(rows)
+        lines = (_line({"what": name, **row}) for name, logged in rows.items() for row in logged)
+        _replace(self.out / "rows.jsonl", "".join(lines).encode())
         _replace(self.out / "gpu_check.json", (json.dumps(self.content, indent=1) + "\n").encode())
 
     def archive(self) -> None:
@@ -117,7 +159,7 @@ class Report:
         suffix = f" ({self.mark})" if self.mark else ""
         lines += [f"acceptance: {line}{suffix}" for line in known["acceptance"]]
         for name, columns in COLUMNS.items():
-            lines += _table(columns, known["rows"][name.removesuffix(".jsonl")])
+            lines += _table(columns, known["rows"][name])
         for step in self.steps:
             if step["exit_code"] and step["end_of_output"].strip():
                 lines += ["", f"{step['step']}:", step["end_of_output"][:3000].strip()]
@@ -125,7 +167,7 @@ class Report:
 
     def _rows(self, name: str) -> list[Row]:
         """Complete rows of a log, each with the mark."""
-        path, rows = self.work / name, []
+        path, rows = self.work / f"{name}.jsonl", []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             try:
                 rows.append(json.loads(line))
@@ -134,12 +176,12 @@ class Report:
         return [{**row, "timing_only": self.mark} if self.mark else row for row in rows]
 
 
+def _line(row: Row) -> str:
+    return json.dumps(row) + "\n"
+
+
 def _table(columns: markdown.Columns, rows: list[Row]) -> list[str]:
-    """Lines of a table; of tile shapes the three best of each kernel."""
-    if rows and "score" in rows[0]:
-        rows = sorted(rows, key=lambda row: (row["kernel"], row["score"]))
-        kernels = groupby(rows, key=lambda row: row["kernel"])
-        rows = [row for _, group in kernels for row in islice(group, 3)]
+    """Lines of a table."""
     if not rows:
         return []
     cells = [list(columns), *([markdown.cell(c, row) for c in columns.values()] for row in rows)]

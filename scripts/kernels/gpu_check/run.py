@@ -12,8 +12,6 @@ from scripts.kernels.gpu_check import plan, processes
 from scripts.kernels.gpu_check.plan import Step
 from scripts.kernels.gpu_check.report import Report
 
-MIN_SECONDS = 5
-"""A step is not begun with less time."""
 WRITE_SECONDS = 5
 """How often the report is written while a step runs."""
 Row = dict[str, Any]
@@ -53,9 +51,9 @@ class Run:
         }  # fmt: skip
         self.report.steps.append(row)
         begin = time.monotonic()
-        seconds = min(step.limit, self.deadline - begin)
-        if step.skipped or seconds < MIN_SECONDS:
-            reason = step.skipped or "not begun: no time is left"
+        remaining = self.deadline - begin
+        if step.skipped or remaining < step.expected:
+            reason = step.skipped or f"not begun: {remaining:.0f} s are left, see --continue"
             row |= {"status": "skipped" if step.skipped else "no time", "last_lines": [reason]}
             row |= {"exit_code": 0 if step.skipped else processes.TIMED_OUT}
             print(f"== {step.name}: {reason}", flush=True)
@@ -82,7 +80,7 @@ class Run:
                 self.written = time.monotonic()
 
         try:
-            codes[:] = self._run(step, logs, begin + seconds, tick)
+            codes[:] = self._run(step, logs, begin + min(step.limit, remaining), tick)
             row["exit_code"] = next((code for code in codes if code), 0)
             states = {0: "passed", processes.TIMED_OUT: "timed out"}
             row["status"] = states.get(row["exit_code"], "failed")
@@ -98,9 +96,13 @@ class Run:
     def _run(
         self, step: Step, logs: list[Path], deadline: float, tick: Callable[[], None]
     ) -> list[int]:
-        variables, others, running = self.variables | step.variables, processes.descendants(), []
+        variables, others = self.variables | step.variables, processes.descendants()
+        running, codes = [], list[int]()
         for command, log in zip(step.commands, logs, strict=True):
             if self.report.mark:
                 log.write_text(f"** {self.report.mark} **\n")
             running.append(processes.start(command, log, cwd=plan.TOP, env=variables))
-        return processes.wait_all(running, deadline, tick, others)
+            if not step.parallel or len(running) == len(logs):
+                codes += processes.wait_all(running, deadline, tick, others)
+                running.clear()
+        return codes

@@ -10,6 +10,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from scripts.benchmarks.measure import (
 from scripts.benchmarks.methods import Method, Problem, zipf
 from scripts.benchmarks.output_layer import attempt, warm_up
 
-GPU_ONLY = ["cce", "liger"]
+GPU_ONLY = ["cce", "liger", "liger_sm90", "quack"]
 SAME_TREE = {"random": ["gather", "grouped", "loop"], "tree_full": ["full", "chunked"]}
 Parse = Callable[..., argparse.Namespace]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -233,6 +234,23 @@ def test_each_method_on_a_cpu_has_a_process_of_its_own(
     assert in_new_process(os._exit, 3) == (None, 3)
 
 
+def test_on_a_gpu_a_peer_of_a_package_has_a_process_whose_end_is_reported(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = parse("--methods", "random", "full", "cce")
+    options.device = torch.device("cuda")
+    together, separate = Mock(return_value=[]), Mock(return_value=(None, -6))
+    monkeypatch.setattr(output_layer, "installed", lambda name: name == "cce")
+    monkeypatch.setattr(measure, "in_new_process", separate)
+    monkeypatch.setattr(output_layer, "measured", together)
+    (row,) = output_layer.compare((97, 8), Work(1e10, 1e11), cpu_clock, options)
+    assert (row["label"], row["refused"]) == ("cce", "its process ended with exit code -6")
+    chosen = [call.call_args.args[-1].methods for call in (together, separate)]
+    assert chosen == [["random", "full"], ["cce"]]
+    with pytest.raises(SystemExit, match="random ended with exit code -6"):
+        output_layer.alone((97, 8), Work(1e10, 1e11), "random", "reference", options)
+
+
 def test_running_out_of_memory_and_a_peer_that_fails_are_reported(stepped: list[Method]) -> None:
     methods = by_name(stepped)
 
@@ -275,6 +293,21 @@ def test_cut_cross_entropy_that_takes_no_bias_has_another_loss(
     method.prepare()
     method.step()
     assert float(method.last_loss) == pytest.approx(float(by_name(stepped)["full"].last_loss), 0.1)
+
+
+def test_quack_has_rows_of_a_multiple_of_128_words_and_no_biases(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = Mock()
+    package.chunked_linear_cross_entropy = lambda x, w, target: F.cross_entropy(x @ w.T, target)
+    monkeypatch.setattr("scripts.benchmarks.peers.importlib.import_module", lambda _: package)
+    problem = output_layer.make_problem(250, 9, parse("--methods", "quack"))
+    method = peers.quack(problem)
+    method.prepare()
+    method.step()
+    assert method.parameters[0].shape == (256, 16)
+    truth = F.cross_entropy(problem.hidden @ problem.rows[:256, :9].T, problem.target)
+    torch.testing.assert_close(method.last_loss, truth)
 
 
 def test_zipf_draws_words_by_inverse_rank() -> None:

@@ -8,6 +8,8 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +84,31 @@ def test_a_gpu_and_a_bf16_table_have_bf16_hidden_vectors(
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         exact = float(hierarchical_cross_entropy(hidden, weight, target, task.tree, bias))
     assert timed(task, METHODS["layer"](task), task.words[0], 60.0).loss == exact
+
+
+def test_a_recorded_step_is_replayed_with_the_words_of_each_step(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recording is a function here, which runs the step."""
+    replayed: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    recording: dict[str, Any] = {"captured": lambda step, _: SimpleNamespace(replay=step)}
+    recording["make_step"] = lambda *arguments: replayed.append(arguments[-1].clone())
+    for name, action in recording.items():
+        monkeypatch.setattr(scale_methods, name, action)
+    task = Task("layer", 131, torch.float32, parse())
+    method = METHODS["layer"](task)
+    figures = scale_methods.on_the_device(task, method, records=True)
+    assert figures["graph_seconds"] > 0
+    assert all(map(torch.equal, replayed[:2], task.words[1:]))
+    assert len(replayed) == 2 + 3  # those that are profiled
+    assert scale_methods.on_the_device(task, method, records=False)["graph_seconds"] is None
+
+
+def test_the_tree_is_that_of_the_classes() -> None:
+    counts = zipf(10_000, 1)[1]
+    expected = ClassTree.two_level(rank_classes(counts))
+    assert all(map(torch.equal, scale_methods.rank_tree(counts).arrays, expected.arrays))
 
 
 def test_one_step_of_every_dense_way_leaves_the_same_table(parse: Parse) -> None:

@@ -12,6 +12,7 @@ from lm.output import HierarchicalSoftmax
 from lm.output.rowwise import RowAdagrad
 from lm.training.loop import train_step
 from lm.training.optimizers import CombinedOptimizer
+from scripts.benchmarks import measure, training_speed
 from scripts.benchmarks.training_speed import start_training, torch_loss
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -31,6 +32,8 @@ def test_training_steps_are_timed_side_by_side(
     ratio = two_level["tokens_per_second_median"] / full["tokens_per_second_median"]
     assert two_level["ratio"] == pytest.approx(ratio)
     assert [peer["tree"] for peer in peers] == ["torch", "none"]
+    assert (full["batch_size"], full["seq_len"], full["graph"]) == (4, 8, False)
+    assert full["step_seconds"] == pytest.approx(32 / full["tokens_per_second_median"])
     assert all(peer["tokens_per_second_median"] > 0 for peer in peers)
     assert str(tmp_path) not in full["command"]
 
@@ -50,6 +53,22 @@ def test_steps_use_the_gradients_and_optimizers_of_a_training_run(
     assert not state.model.row_wise
     assert isinstance(state.optimizer.optimizer, torch.optim.AdamW)
     assert train_step(state) == pytest.approx(state.config.optim.lr)
+
+
+def test_steps_on_a_gpu_are_profiled_unless_they_are_recorded(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = start_training(str(tiny), [f"--run_dir={tmp_path}"], "two_level", num_steps=9)
+    assert training_speed.profiled(state) == {}
+    launches = [("_rows", 0.5), ("copy", 0.25), ("_rows", 1.0)]
+    monkeypatch.setattr(measure, "launched", lambda action, on_gpu: action() and 3 * launches)
+    monkeypatch.setattr(type(state.fabric), "device", torch.device("cuda"))
+    found = training_speed.profiled(state)
+    kernels = [tuple(row.values()) for row in found["kernels"]]
+    assert (state.step, found["device_seconds"]) == (3, 1.75)
+    assert kernels == [("_rows", 2, 1.5), ("copy", 1, 0.25)]
+    vars(state.graph)["_graph"] = object()
+    assert training_speed.profiled(state) == {}
 
 
 def test_the_peer_of_training_steps_has_the_same_loss(tiny: Path, tmp_path: Path) -> None:
