@@ -23,6 +23,7 @@ from lm.recipe import MAX_WORDS, fit
 from lm.run import Run
 from lm.training.metrics import read_metrics
 from tests.conftest import toy_sentences
+from tests.data_prep.conftest import write_table
 
 Complaint = Callable[..., str]
 
@@ -114,7 +115,39 @@ def test_the_text_of_a_column_is_copied(given: bool) -> None:
         assert texts[1:] == ["the dog\n"] * 2
     written = "".join(texts[:1] if given else texts).splitlines()
     assert sorted(written) == sorted([f"line {i}" for i in range(40)] + ["the cat"] * 40)
+    if not given:
+        assert texts[1:] == [
+            "line 9\nthe cat\nline 29\nthe cat\n",
+            "line 19\nthe cat\nline 39\nthe cat\n",
+        ]
     assert main(["prepare", "null.yaml", "--no-progress"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_lines", "options", "split"),
+    [
+        (40, 3, [], "by rows, train 38 rows (about"),
+        (40, 3, ["--split-by=documents"], "by rows, train 38 rows (about"),
+        (40, 3, ["--split-by=lines"], "by lines, train 114 lines (about"),
+        (19, 3, [], "none, the text has fewer than 20 rows: no valid and no test, unless --split-"),
+        (19, 1, [], "none, the text has fewer than 20 rows: no valid and no test\n"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
+def test_rows_of_a_table_stay_whole(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    num_rows: int,
+    num_lines: int,
+    options: list[str],
+    split: str,
+) -> None:
+    monkeypatch.setattr("data_prep.corpus.split.HELD_OUT_BYTES", 4)  # of a few long rows
+    cell = "\n".join(["the cat"] * num_lines)
+    write_table(Path(name), [{"n": row, "text": cell} for row in range(num_rows)])
+    assert main(["new", "my.yaml", f"--text={name}", *options]) == 0
+    assert f"split: {split}" in capsys.readouterr().out
 
 
 def test_a_column_is_asked_for_and_given(complaint: Complaint) -> None:
