@@ -122,7 +122,13 @@ def test_what_cannot_be_trained_is_named_before_the_run_begins(
         (["fly"], "argument COMMAND: invalid choice: 'fly'"),
         (["evaluate"], "the following arguments are required: RUN"),
         (["evaluate", "r", "--split", "all"], "argument --split: invalid choice: 'all'"),
-        (["evaluate", "r", "--splitt=test"], "unknown option --splitt=test"),
+        (["evaluate", "r", "--splitt=test"], "unknown option --splitt=test; did you mean --split?"),
+        (["generate", "r", "--topk", "5"], "unknown option --topk; did you mean --top-k?"),
+        (
+            ["train", "r", "--no-progres"],
+            "unknown option --no-progres; did you mean --no-progress?",
+        ),
+        (["train", "r", "--resme=auto"], "unknown option --resme; did you mean --resume?"),
         (["evaluate", "r", "--split=test", "--text=t"], "argument --text: not allowed with"),
         (["generate", "r", "--tokens=0"], "argument --tokens: must be at least 1, got 0"),
         (["evaluate", "r", "--threads=-2"], "argument --threads: must be at least 1, got -2"),
@@ -154,8 +160,12 @@ def test_a_folder_without_a_model_or_prepared_data_is_named(
     for folder in (tmp_path / "empty", tmp_path / "absent"):
         if verb in ("evaluate", "generate"):
             expected = f"{folder}: no trained model here (model.json is missing)"
+            expected += "; `lm train CONFIG` trains one" * folder.exists()
             assert untouched(verb, folder) == expected
         else:
+            if folder.exists():
+                expected = f"{folder}: no run here (config.yaml is missing): lm train CONFIG begins"
+                assert untouched(verb, folder).startswith(expected)
             message = untouched(verb, tiny, f"--run_dir={folder}")
             assert message.startswith(
                 f"{folder}/data is not a prepared folder: it has no meta.json"

@@ -66,6 +66,9 @@ def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
 
     An override of `run_dir` is obeyed; one of `name` is that of another folder next to it.
     """
+    if folder.is_dir() and not (folder / "config.yaml").exists():
+        first = f"lm train CONFIG begins one, for instance lm train {folder.name}.yaml"
+        raise UserError(f"{folder}: no run here (config.yaml is missing): {first}")
     config = load_config(folder / "config.yaml", overrides)
     keys = {override.partition("=")[0] for override in overrides}
     if "--run_dir" in keys:
