@@ -1,7 +1,6 @@
 """`lm new` writes recipes that train at once, on texts of every size."""
 
 import errno
-import gzip
 import json
 import os
 import re
@@ -127,7 +126,7 @@ def test_the_text_of_a_column_is_copied(given: bool) -> None:
     ("num_rows", "num_lines", "options", "split"),
     [
         (40, 3, [], "by rows, train 38 rows (about"),
-        (40, 3, ["--split-by=documents"], "by rows, train 38 rows (about"),
+        (40, 3, ["--split-by=documents", "--text-field=text"], "by rows, train 38 rows (about"),
         (40, 3, ["--split-by=lines"], "by lines, train 114 lines (about"),
         (19, 3, [], "none, the text has fewer than 20 rows: no valid and no test, unless --split-"),
         (19, 1, [], "none, the text has fewer than 20 rows: no valid and no test\n"),
@@ -148,15 +147,6 @@ def test_rows_of_a_table_stay_whole(
     write_table(Path(name), [{"n": row, "text": cell} for row in range(num_rows)])
     assert main(["new", "my.yaml", f"--text={name}", *options]) == 0
     assert f"split: {split}" in capsys.readouterr().out
-
-
-def test_a_column_is_asked_for_and_given(complaint: Complaint) -> None:
-    Path("a.jsonl").write_text(json.dumps({"title": "the dog", "body": "the cat"}))
-    message = "a.jsonl: name the column of the text, --text-field=NAME, of 'title', 'body'"
-    assert complaint("new", "my.yaml", "--text=a.jsonl") == message
-    assert list(Path().iterdir()) == [Path("a.jsonl")]
-    assert main(["new", "my.yaml", "--text=a.jsonl", "--text-field=body"]) == 0
-    assert Path("runs/my/text/train.txt").read_text() == "the cat\n"
 
 
 def test_documents_are_found_or_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,15 +249,6 @@ def test_names_of_files_with_special_characters_are_quoted(
     assert load_config("my dog.yaml").data.files.train == name
     then = "then: lm train 'my dog.yaml'\n      lm generate 'runs/my dog'\n"
     assert capsys.readouterr().out.endswith(then)
-
-
-def test_the_size_of_a_compressed_text_is_that_of_its_content(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    Path("my.txt.gz").write_bytes(gzip.compress(b"the dog sat on the mat\n" * 250_000))
-    assert main(["new", "my.yaml", "--text=my.txt.gz"]) == 0
-    assert "5,750,000 bytes, about 1,750,00" in capsys.readouterr().out
-    assert load_config("my.yaml").train.max_epochs == 12
 
 
 @pytest.mark.parametrize("space", [" ", "\n"], ids=["one line", "lines"])

@@ -110,14 +110,18 @@ def decompressed(
         file = BufferedReader(cast(RawIOBase, member), CHUNK_BYTES)
     elif compression is not None:
         file = BufferedReader(_Stream(_decompress(file, compression, name)), CHUNK_BYTES)
-    head = file.peek(HEAD_BYTES)
+    is_plain = compression is None and member is None
+    if problem := no_text(file.peek(HEAD_BYTES), name if is_plain else "FILE", table):
+        raise UserError(f"{name}: the file is {problem}")
+    yield file
+
+
+def no_text(head: bytes, name: str, table: str = COLUMN_ALONE) -> str | None:
+    """What a file with these first bytes is, with what to do, if it is not text in UTF-8."""
     problem = next((each for start, each in _NO_TEXT.items() if start.match(head)), None)
     if problem is None and (encoding := wide_encoding(head)):
-        is_plain = compression is None and member is None
-        problem = f"in {encoding}: {convert_from(encoding, name if is_plain else 'FILE')}"
-    if problem is not None:
-        raise UserError(f"{name}: the file is {problem.replace('TABLE', table)}")
-    yield file
+        problem = f"in {encoding}: {convert_from(encoding, name)}"
+    return problem and problem.replace("TABLE", table)
 
 
 def is_compressed(path: Path) -> bool:

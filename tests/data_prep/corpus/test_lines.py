@@ -3,19 +3,17 @@
 import gzip
 import json
 import logging
-import lzma
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
 from data_prep.corpus.lines import read_lines
-from data_prep.corpus.loader import ROWS_PER_BATCH, input_files, splits
+from data_prep.corpus.loader import input_files, splits
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig, Files, SplitFiles
 from tests.data_prep.conftest import write_table
@@ -55,13 +53,6 @@ def test_lines_end_at_newlines_only(tmp_path: Path, content: bytes, lines: list[
 def test_text_comes_back_line_by_line(tmp_path: Path, lines: list[str]) -> None:
     write(tmp_path, "".join(f"{line}\n" for line in [*lines, "end"]).encode())
     assert read(tmp_path, "corpus.txt") == [*lines, "end"]
-
-
-@pytest.mark.parametrize("size", [1, 3_000_000], ids=["many lines", "one giant line"])
-def test_lines_do_not_depend_on_batches(tmp_path: Path, size: int) -> None:
-    lines = [f"{i} line" * size for i in range(2 * ROWS_PER_BATCH + 3 if size == 1 else 1)]
-    write(tmp_path, "\n".join(lines).encode())
-    assert read(tmp_path, "corpus.txt") == lines
 
 
 def test_a_hub_that_cannot_be_reached_is_named_without_its_retries(
@@ -175,31 +166,6 @@ def test_bad_text_is_refused_with_file_and_line(
         read(tmp_path, ["corpus.txt"] if not content else ["a.txt", "corpus.txt"])
 
 
-ZSTD = zstandard.compress(b"the cat sat\n" * 1000)
-
-
-@pytest.mark.parametrize(
-    ("suffix", "content", "message"),
-    [
-        (
-            "gz",
-            gzip.compress(b"a\n" * 999, mtime=0)[:30],
-            " cannot be read: it ends before its end-of-stream marker$",
-        ),
-        ("xz", lzma.compress(b"a\n\xc3(\n"), ", line 2: invalid UTF-8 at byte 1"),
-        ("zst", ZSTD[: len(ZSTD) // 2].ljust(len(ZSTD), b"\xff"), " cannot be read: ZstdError"),
-        ("zst", b"no zstandard at all", ": damaged, or not compressed in spite of its name: "),
-    ],
-)
-def test_a_damaged_compressed_file_is_refused_with_its_name(
-    tmp_path: Path, suffix: str, content: bytes, message: str
-) -> None:
-    write(tmp_path, b"fine\n", "a.txt")
-    write(tmp_path, content, f"corpus.txt.{suffix}")
-    with pytest.raises(UserError, match=rf"corpus\.txt\.{suffix}{message}"):
-        read(tmp_path, ["a.txt", f"corpus.txt.{suffix}"])
-
-
 @pytest.mark.parametrize(
     ("records", "message"),
     [
@@ -256,19 +222,6 @@ def test_the_splits_given_are_those_with_files() -> None:
     assert splits(DataConfig(files=SplitFiles(test="c", train="a"))) == ["train", "test"]
     with pytest.raises(UserError, match=r"^data\.files\.train is not set: expected the files"):
         splits(DataConfig(files=SplitFiles(valid="x")))
-
-
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.97])
-def test_a_truncated_zstandard_file_is_refused(tmp_path: Path, share: float) -> None:
-    text = "".join(f"line {i * i}\n" for i in range(50_000)).encode()
-    whole = zstandard.ZstdCompressor().compress(text)
-    write(tmp_path, whole[: int(len(whole) * share)], "corpus.txt.zst")
-    for field in ("text", "line 0"):
-        format = "text" if field == "text" else "csv"
-        with pytest.raises(UserError, match=r"corpus\.txt\.zst cannot be read: it ends before its"):
-            read(tmp_path, "corpus.txt.zst", format=format, text_field=field)
-    write(tmp_path, whole + zstandard.ZstdCompressor().compress(b"end\n"), "corpus.txt.zst")
-    assert read(tmp_path, "corpus.txt.zst")[-2:] == [f"line {49_999**2}", "end"]
 
 
 def test_columns_that_are_not_read_may_hold_anything(tmp_path: Path) -> None:
