@@ -120,7 +120,7 @@ def read_lattices(
 
 def _slf_fields(line: str, place: str) -> dict[str, str]:
     """The fields NAME=VALUE of a line; quotes and escapes as in The HTK Book, section 4.6."""
-    fields, rest = {}, line.strip()
+    fields, rest = dict[str, str](), line.strip()
     while rest:
         if not (match := _SLF_FIELD.match(rest)):
             problem = f"expected fields NAME=VALUE, got {line[:60]!r}"
