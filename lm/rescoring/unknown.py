@@ -26,7 +26,8 @@ class _Cause(NamedTuple):
 
 
 def _bare(word: str) -> str:
-    return re.sub(r"^\W+|\W+$", "", word)
+    found = re.search(r"\w(?:.*\w)?", word, re.DOTALL)  # in linear time
+    return found[0] if found else ""
 
 
 _TYPEWRITER = str.maketrans("\u2018\u2019\u02bc\u2010\u2011", "'''--")
