@@ -51,7 +51,7 @@ NO_TEXT = {
         "compressed, in a way that is not read here: decompress it"
     ),
     PARQUET.pattern: "a parquet file: TABLE",
-    rb"ARROW1\0": "an Arrow file: save it as parquet, and then TABLE",
+    rb"ARROW1\0": f"an Arrow file: save it as parquet to train on it, else {COLUMN_ALONE}",
     rb"mmap lm http": "a binary file of KenLM: give the ARPA file",
     rb"%PDF-\d": f"a PDF document: {_EXPORT}, for instance by pdftotext",
     rb"%!PS-Adobe|\{\\rtf\d|\xd0\xcf\x11\xe0": f"a document: {_EXPORT}",

@@ -48,7 +48,7 @@ def read_values(path: str | Path, what: str, section: Any = None) -> dict[str, A
     """
     try:
         content = Path(path).read_bytes()
-        problem = no_text(content, str(path))
+        problem = no_text(content, str(path), "expected YAML")
         reason = problem and f"it is {problem}"
         text = "" if reason else content.decode()
     except (OSError, UnicodeDecodeError) as error:
