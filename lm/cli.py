@@ -156,12 +156,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     # (CPython issue 59317).
     if getattr(options, "file", "") is None and rest and not re.match("-.", rest[0]):
         options.file = rest.pop(0)
+    known = _VERBS[options.verb].OPTIONS
     if "source" in options:
-        options.overrides = _overrides(rest, _VERBS[options.verb].OPTIONS)
+        options.overrides = _overrides(rest, known)
     elif rest:
-        raise UserError(
-            f"unknown option {rest[0]}{_similar(rest[0], _VERBS[options.verb].OPTIONS)}"
-        )
+        raise UserError(f"unknown option {rest[0]}{_similar(rest[0], known)}")
     return options
 
 

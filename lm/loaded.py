@@ -369,9 +369,9 @@ class LoadedModel:
 
     def _warn_of(self, word: Word) -> None:
         if self._warns:
-            frame, level = sys._getframe(), 1  # the level of the caller of this package
-            while frame.f_back and frame.f_globals["__name__"].startswith(("lm.", "torch.")):
-                frame, level = frame.f_back, level + 1
+            call, level = sys._getframe(), 1  # the level of the caller of this package
+            while call.f_back and call.f_globals.get("__name__", "").startswith(("lm.", "torch.")):
+                call, level = call.f_back, level + 1
             warnings.warn(
                 f"{word!r} is given the probability of all unknown words together, which may exceed"
                 " that of a known one: see open_vocabulary and vocabulary_size of lm.load",

@@ -221,14 +221,6 @@ def test_a_folder_with_a_run_is_unchanged(
     assert contents(lstm_run) == before
 
 
-def test_an_adaptive_softmax_does_not_generate(
-    train: Callable[..., Path], tmp_path: Path, untouched: Complaint
-) -> None:
-    train(tmp_path / "run", "--output.tree=adaptive", "--train.max_steps=1")
-    message = untouched("generate", tmp_path / "run")
-    assert message == "generate: output.tree: adaptive does not support sampling"
-
-
 @pytest.mark.parametrize("options", [[], ["--json"]])
 @pytest.mark.parametrize("verb", ["evaluate", "generate"])
 def test_threads_are_those_of_the_run_unless_given(
@@ -264,15 +256,6 @@ def test_a_terminal_shows_progress_bars_unless_they_are_switched_off(
         folder = tmp_path / f"prepared{len(option)}"
         assert main(["prepare", str(tiny), f"--data.prepared_dir={folder}", *option]) == 0
         assert ("lines" in capsys.readouterr().err) == (not option)
-
-
-def test_a_text_of_one_token_has_no_class_report(
-    tiny: Path, tmp_path: Path, untouched: Complaint
-) -> None:
-    options = corpus_of(tmp_path, b"\n")
-    assert main(["prepare", str(tiny), *options]) == 0
-    expected = "a class report needs at least two tokens of training text, got 1"
-    assert untouched("classes", tiny, *options) == expected
 
 
 @pytest.mark.parametrize("tree", ["full", "balanced", "huffman", "adaptive"])

@@ -63,9 +63,8 @@ def read_lines(data: DataConfig, split: str) -> Iterator[str]:
 def _hub_lines(data: DataConfig, split: str) -> Iterator[str]:
     name = split_key(data, split)
     with reading(name):
-        yield from chain.from_iterable(
-            _column_rows(hub_rows(data, split), data.text_field, name, (None,))
-        )
+        rows = _column_rows(hub_rows(data, split), data.text_field, name, (None,))
+        yield from chain.from_iterable(rows)
 
 
 def read_text(name: str, table: str = COLUMN_ALONE) -> Iterator[str]:

@@ -31,8 +31,7 @@ from lm.rescoring.references import References, first_columns, keyed_lines
 MAX_SCORES = 2
 _COLUMNS = "expected lines id TAB scores TAB words: reorder the columns"
 _HEADER = re.compile(
-    r"(utt\w*|\w*id|key|file\w*)\t(\w+\t)*(text|hyp\w*|words?|sentence|transcript\w*)",
-    re.IGNORECASE,
+    r"(utt\w*|\w*id|key|file\w*)\t([\w ]+\t)*[\w ]*(text|hyp|word|sentence|transcript)\w*", re.I
 )
 _log = logging.getLogger(__name__)
 NUM_SAMPLES = 1000

@@ -63,7 +63,7 @@ def test_words_are_those_that_the_format_says(
         (SLF.format("W=new york", "W=w1"), "line 5: expected fields NAME=VALUE"),
         (SLF.format('W="new york', "W=w1"), "line 5: .*: a quotation mark is not closed"),
         ("id\ttext\nu1\tw1\n", r"the first line has names of columns, 'id\\ttext': remove it"),
-        ("utt_id\tam\tlm\thypothesis\nu1\t-1\t-2\tw1\n", "the first line has names of columns"),
+        ("utt_id\tam\tlm\tbest text\nu1\t-1\t-2\tw1\n", "the first line has names of columns"),
         ("w1\t-1.2\nw2\t-3.4\n", "the last column has numbers alone, expected lines id TAB"),
         ("u\tw1 w2\t-3.5\n", "the last column has numbers alone"),
         ("u\tw1\t-3.5\nu\tw1\tw2\n", "line 1: expected a finite score, got 'w1'"),

@@ -224,17 +224,6 @@ def test_the_splits_given_are_those_with_files() -> None:
         splits(DataConfig(files=SplitFiles(valid="x")))
 
 
-def test_columns_that_are_not_read_may_hold_anything(tmp_path: Path) -> None:
-    rows = [f"{i},{2000 + i},{'' if i % 2 else 'é'}" for i in range(10_050)]
-    write(tmp_path, "\n".join(["text,year,note", *rows, "ten,n.d.,1"]).encode(), "a.csv")
-    found = read(tmp_path, "a.csv", format="csv")
-    assert found == [*map(str, range(10_050)), "ten"]
-    with pytest.raises(
-        UserError, match=r"text_field is 'body': .* only the columns 'text', 'year', 'n"
-    ):
-        read(tmp_path, "a.csv", format="csv", text_field="body")
-
-
 def test_text_of_every_arrow_type_of_strings_is_text(tmp_path: Path) -> None:
     for kind in (pa.string(), pa.large_string(), pa.string_view()):
         parquet.write_table(pa.table({"text": pa.array(["a", "é"], kind)}), tmp_path / "a.parquet")
