@@ -2,6 +2,7 @@
 
 import argparse
 import codecs
+import difflib
 import io
 import json
 import logging
@@ -9,7 +10,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -155,17 +156,26 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     # (CPython issue 59317).
     if getattr(options, "file", "") is None and rest and not re.match("-.", rest[0]):
         options.file = rest.pop(0)
+    known = _VERBS[options.verb].OPTIONS
     if "source" in options:
-        options.overrides = _overrides(rest)
+        options.overrides = _overrides(rest, known)
     elif rest:
-        raise UserError(f"unknown option {rest[0]}")
+        raise UserError(f"unknown option {rest[0]}{_similar(rest[0], known)}")
     return options
 
 
-def _overrides(rest: list[str]) -> list[str]:
+def _similar(option: str, known: Iterable[str]) -> str:
+    """A hint at a known option that is much like an unknown one; empty if none is."""
+    found = difflib.get_close_matches(option.partition("=")[0], known, n=1, cutoff=0.75)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _overrides(rest: list[str], known: Iterable[str]) -> list[str]:
     """The overrides of the configuration; `UserError` for `--key value` and for other options."""
     for option, after in pairwise([*rest, "VALUE"]):
         name, _, value = option.partition("=")
+        if hint := _similar(name, known):
+            raise UserError(f"unknown option {name}{hint}")
         key = {"--device": "--train.accelerator", "--threads": "--train.threads"}.get(name, name)
         if key != name or (name == option and name[2:] and name.startswith("--")):
             raise UserError(f"{option}: write {key}={value or after}")

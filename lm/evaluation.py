@@ -132,7 +132,7 @@ class Evaluation:
             "out of vocabulary": oov,
             "negative log-likelihood": f"{self.nll_nats:.1f} nats",
             "perplexity": f"{self.perplexity:.2f}, {perplexity_rule(self.unit, spelled)}",
-            "  without unknown words": f"{self.perplexity_excluding_oov:.2f}",
+            "  without <unk> tokens": f"{self.perplexity_excluding_oov:.2f}",
             "  of classes × within classes": classes,
             "  per word": per_word,
             "bits per byte": bits,

@@ -20,6 +20,7 @@ and in `evaluate` and `perplexity`. The token id of `<unk>` has P(`<unk>`), and 
 """
 
 import math
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -153,8 +154,7 @@ class LoadedModel:
 
         States may repeat. A Transformer computes those with equal `num_tokens` together.
         """
-        tokens, of_unknown = self._tokens_of_all(words)
-        states = self._all(states)
+        (tokens, of_unknown), states = self._tokens_of_all(words), self._all(states)
         if len(states) != len(tokens):
             raise ValueError(f"expected a word for each state, got {len(states)} and {len(tokens)}")
         steps = list(map(Step, of_unknown, states))
@@ -212,8 +212,7 @@ class LoadedModel:
         """
         hidden, excluded = self._state(prefix).hidden, self._excluded(False)
         log_prob, word = self.model.output.topk(hidden, k, excluded=excluded)
-        texts = map(self.tokenizer.token, word.tolist())
-        return list(zip(texts, log_prob.tolist(), strict=True))
+        return list(zip(map(self.tokenizer.token, word.tolist()), log_prob.tolist(), strict=True))
 
     def candidate_log_prob(self, prefix: Prefix, words: Sequence[Word]) -> Tensor:
         """Log-probabilities [K] of some next words, at the cost of their paths in the tree.
@@ -242,8 +241,7 @@ class LoadedModel:
         if any(len(word_tokens) > 1 for word_tokens in tokens):
             pairs = [(state, word) for state in states for word in words]
             steps = self.step_many([state for state, _ in pairs], [word for _, word in pairs])
-            values = hidden.new_tensor([step.log_prob for step in steps])
-            return values.view(len(states), len(words))
+            return hidden.new_tensor([step.log_prob for step in steps]).view(len(states), -1)
         word = torch.tensor(tokens, dtype=torch.int64, device=hidden.device).flatten()
         word = word.repeat(len(states), 1)
         log_prob = self.model.output.candidate_log_prob(hidden, word)
@@ -354,11 +352,10 @@ class LoadedModel:
     def _tokens_of_all(self, words: Sequence[Word]) -> tuple[list[list[int]], list[float]]:
         """The token ids of each word, at least one, and Σ log P(word | `<unk>`) of unknown ones."""
         words = _listed("words", words)
-        encoded = [self.encode(word) if isinstance(word, str) else [word] for word in words]
-        for word, word_tokens in zip(words, encoded, strict=True):
+        tokens = [self._ids(self.encode(w) if isinstance(w, str) else [w]) for w in words]
+        for word, word_tokens in zip(words, tokens, strict=True):
             if not word_tokens:
                 raise ValueError(f"{word!r} has no token")
-        tokens = list(map(self._ids, encoded))
         texts = [word for word in words if isinstance(word, str)]
         num_unknown = [sum(token == self.unk_id for token in each) for each in tokens]
         for i, word in enumerate(words):
@@ -372,10 +369,13 @@ class LoadedModel:
 
     def _warn_of(self, word: Word) -> None:
         if self._warns:
+            call, level = sys._getframe(), 1  # the level of the caller of this package
+            while call.f_back and call.f_globals.get("__name__", "").startswith(("lm.", "torch.")):
+                call, level = call.f_back, level + 1
             warnings.warn(
                 f"{word!r} is given the probability of all unknown words together, which may exceed"
                 " that of a known one: see open_vocabulary and vocabulary_size of lm.load",
-                stacklevel=4,
+                stacklevel=level,
             )
         self._warns = False
 

@@ -133,7 +133,8 @@ def new_recipe(
         path: the recipe to write; its name is that of the run.
         text: the training text, from which missing splits are taken.
         valid, test: text of these splits.
-        unit: what the text is cut into; None: documents if there are enough, else lines.
+        unit: what the text is cut into; None: documents if there are enough, else lines. Of a
+            table, both None and documents are rows.
         backbone: network of the model.
         text_field: column of the text, if the files have columns; None: it is found.
 
@@ -147,13 +148,17 @@ def new_recipe(
     last_change = text.stat().st_mtime_ns
     sample = samples["train"]
     column = "" if texts["train"].format == "text" else f", column {texts['train'].field}"
-    warn_of(sample.lines[:NUM_LINES], f"{text}{column}")
+    warn_of(sample.lines[:NUM_LINES], f"{text}{column}", "--text-field=NAME reads one column")
+    if column and unit != "lines":
+        unit = "rows"
     num_tokens, num_words, tokenizer = measure(sample)
     held_out = [split for split in ("valid", "test") if split not in files]
     cut = "the given files"
     if held_out and sample.num_units(unit or "lines") < MIN_UNITS:
         cut = f"none, the text has fewer than {MIN_UNITS} {unit or 'lines'}: no "
         cut, held_out = cut + " and no ".join(held_out), []
+        if unit == "rows" and sample.num_units("lines") >= MIN_UNITS:
+            cut += ", unless --split-by=lines divides rows"
     density = num_tokens / sample.num_bytes
     copied = [split for split in texts if texts[split].format != "text"]
     written = dict.fromkeys([*copied, *(["train", *held_out] if held_out else [])])

@@ -51,6 +51,7 @@ def test_a_word_with_the_probability_of_all_unknown_ones_warns_once(
         warnings.simplefilter("always")
         ask(loaded, word_or_id)
         ask(loaded, word_or_id)
+    assert {each.filename for each in caught} <= {__file__}
     found = [str(each.message) for each in caught]
     expected = f"{word_or_id!r} is given the probability of all unknown words together"
     assert [message.startswith(expected) for message in found] == [True] * warns

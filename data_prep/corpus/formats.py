@@ -37,6 +37,7 @@ COMPRESSED_NAME = re.compile(r"\.(gz|bz2|xz|lzma|zst|zip)$", re.IGNORECASE)
 PARQUET = re.compile(rb"PAR1\x15")
 _UNPACK = "unpack it and give the file of text"
 _EXPORT = "export its text as UTF-8"
+COLUMN_ALONE = "give the column of text alone, one line each"
 NO_TEXT = {
     rb".{257}ustar": f"a tar archive: {_UNPACK}",
     rb"7z\xbc\xaf'\x1c|Rar!\x1a\x07": f"an archive: {_UNPACK}",
@@ -44,15 +45,15 @@ NO_TEXT = {
     rb"\x1f[\x8b\x9d\xa0]|BZh[1-9]1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|\x04\"M\x18": (
         "compressed, in a way that is not read here: decompress it"
     ),
-    PARQUET.pattern: "a parquet file: its text is read by data.format: parquet",
-    rb"ARROW1\0": "an Arrow file: save it as parquet, which data.format: parquet reads",
+    PARQUET.pattern: "a parquet file: TABLE",
+    rb"ARROW1\0": f"an Arrow file: save it as parquet to train on it, else {COLUMN_ALONE}",
     rb"mmap lm http": "a binary file of KenLM: give the ARPA file",
     rb"%PDF-\d": f"a PDF document: {_EXPORT}, for instance by pdftotext",
     rb"%!PS-Adobe|\{\\rtf\d|\xd0\xcf\x11\xe0": f"a document: {_EXPORT}",
     rb"\x89PNG\r|\xff\xd8\xff|GIF8[79]a|RIFF.{4}W|OggS\0|ID3[\x02-\x04]|fLaC\0": "no text",
     rb"\x7fELF|SQLite format 3\0|\x93NUMPY|\x89HDF\r|\x80[\x02-\x05][\x8c\x95}](?!\n)": "no text",
 }
-"""First bytes of files that are read as text by mistake, and what is said of them."""
+"""First bytes of files that are read as text by mistake, and what is said of them and of TABLEs."""
 _NO_TEXT = {re.compile(start, re.DOTALL): problem for start, problem in NO_TEXT.items()}
 
 
@@ -93,8 +94,13 @@ def one_line(error: Exception) -> str:
 
 
 @contextmanager
-def decompressed(file: BufferedReader, name: str) -> Iterator[BufferedReader]:
-    """Yield the text of an open file, a pipe or stdin, decompressed; raises as `open_text`."""
+def decompressed(
+    file: BufferedReader, name: str, table: str = COLUMN_ALONE
+) -> Iterator[BufferedReader]:
+    """Yield the text of an open file, a pipe or stdin, decompressed; raises as `open_text`.
+
+    `table` is what the message says if the file is a table, such as parquet.
+    """
     head, member = file.peek(HEAD_BYTES), None
     compression = next((new for start, new in COMPRESSIONS.items() if start.match(head)), None)
     if ZIP.match(head) and file.seekable():
@@ -107,14 +113,18 @@ def decompressed(file: BufferedReader, name: str) -> Iterator[BufferedReader]:
         file = BufferedReader(cast(RawIOBase, member), CHUNK_BYTES)
     elif compression is not None:
         file = BufferedReader(_Stream(_decompress(file, compression, name)), CHUNK_BYTES)
-    head = file.peek(HEAD_BYTES)
-    problem = next((problem for start, problem in _NO_TEXT.items() if start.match(head)), None)
-    if problem is None and (encoding := wide_encoding(head)):
-        is_plain = compression is None and member is None
-        problem = f"in {encoding}: {convert_from(encoding, name if is_plain else 'FILE')}"
-    if problem is not None:
+    is_plain = compression is None and member is None
+    if problem := no_text(file.peek(HEAD_BYTES), name if is_plain else "FILE", table):
         raise UserError(f"{name}: the file is {problem}")
     yield file
+
+
+def no_text(head: bytes, name: str, table: str = COLUMN_ALONE) -> str | None:
+    """What a file with these first bytes is, with what to do, if it is not text in UTF-8."""
+    problem = next((each for start, each in _NO_TEXT.items() if start.match(head)), None)
+    if problem is None and (encoding := wide_encoding(head)):
+        problem = f"in {encoding}: {convert_from(encoding, name)}"
+    return problem and problem.replace("TABLE", table)
 
 
 def is_compressed(path: Path) -> bool:

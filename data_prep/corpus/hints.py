@@ -8,12 +8,12 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from data_prep.corpus.formats import COMPRESSED_NAME, HEAD_BYTES, PARQUET, reading
-from data_prep.corpus.lines import TextFile, read_text, records
+from data_prep.corpus.lines import TextFile, csv_rows, read_text, records
 from data_prep.errors import UserError
 from data_prep.storage import open_to_read
 
@@ -29,6 +29,7 @@ _FORMAT_OF_SUFFIX = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
 }
+_NAME = re.compile(r"[^\W\d][\w.-]*")
 _MARKER = re.compile(r"<\|?/?\w+\|?>|\[/?[A-Z_]+\]")
 _CLOSING_TAG = re.compile(r"</(?!s>)[\w:.-]+>|\S</s>|<\?xml |<!doctype ", re.IGNORECASE)
 
@@ -39,29 +40,35 @@ def find_text(path: Path, field: str | None) -> TextFile:
     """Find the text of a file: its lines, or a column of text.
 
     Args:
-        path: the file, which is parquet or JSON by its content, or CSV by its name.
+        path: the file, which is parquet or JSON by its content, or CSV by its name or if the first
+            line has the name `field`.
         field: the column; None: `text`, or else the only one of text.
 
     Raises:
         UserError: the file cannot be read, or it is not clear which column is meant.
     """
     format = _format(path)
-    if format == "text":
-        if field is not None:
+    if format == "text" and field is not None:
+        if field not in next(csv_rows(read_text(str(path)), strict=False), {}):
             raise UserError(f"{path}: plain text has no column {field}: leave out --text-field")
+        format = "csv"
+    if format == "text":
         return TextFile(path)
     with reading(str(path)):
         rows = list(islice(records(path, format), NUM_LINES))
     if not rows:
         raise UserError(f"{path}: the file has no row")
-    names = [str(name) for name in rows[0]]
-    texts = [name for name in names if all(_is_text(row.get(name)) for row in rows)]
-    sentences = [name for name in texts if all(" " in row[name] for row in rows)]
+    names = [str(name) for name in dict.fromkeys(chain.from_iterable(rows))]
+    cells = {name: [row[name] for row in rows if row.get(name)] for name in names}
+    texts = [name for name in names if cells[name] and all(map(_is_text, cells[name]))]
+    sentences = [name for name in texts if all(" " in cell for cell in cells[name])]
     likely = (["text"] if "text" in names else texts, sentences)
-    found = [field] if field in names else [each[0] for each in likely if len(each) == 1]
-    if not found or field not in (None, found[0]):
+    found = [each[0] for each in likely if len(each) == 1] if field is None else [field]
+    if not found or not all(isinstance(cell, str) for cell in cells.get(found[0], [0])):
         columns = ", ".join(map(repr, names))
-        raise UserError(f"{path}: name the column of the text, --text-field=NAME, of {columns}")
+        problem = f"{found[0]!r} is no column of text: " if found else ""
+        problem += f"name the column of the text, --text-field=NAME, of {columns}"
+        raise UserError(f"{path}: {problem}")
     return TextFile(path, format, found[0])
 
 
@@ -96,17 +103,32 @@ def _are_json(lines: Sequence[str]) -> bool:
         return False
 
 
-def warn_of(lines: Iterable[str], name: str) -> None:
-    """Warn if lines of the text `name` are columns, XML or HTML, or have markers of sentences."""
+def _are_table(lines: Sequence[str]) -> bool:
+    """Whether lines are those of CSV: as many columns as the first line has names."""
+    rows = [*csv_rows(iter(lines), strict=False)][:-1]  # without one that may be incomplete
+    if len(rows) < 2 or any(None in (*row, *row.values()) for row in rows):
+        return False
+    return len(rows[0]) > 1 and all(map(_NAME.fullmatch, rows[0]))
+
+
+def warn_of(
+    lines: Iterable[str],
+    name: str,
+    remedy: str = "a configuration reads a column by data.format: {format} and data.text_field",
+) -> None:
+    """Warn if lines of the text `name` are columns, XML or HTML, or have markers of sentences.
+
+    `remedy` is what to do with columns.
+    """
     filled = [line for line in lines if line.strip()]
     most = 0.9 * len(filled)
-    if (format := _format_of_lines(filled, name)) != "text":
+    format = "csv" if _are_table(filled) else _format_of_lines(filled, name)
+    if format != "text":
         logger.warning(
-            "%s: the lines are %s, of which all columns, names and marks count as words: give the"
-            " column of text alone; a configuration reads it by data.format: %s",
+            "%s: the lines are %s, of which all columns, names and marks count as words: %s",
             name,
             format.upper(),
-            format,
+            remedy.format(format=format),
         )
     elif sum(bool(_CLOSING_TAG.search(line)) for line in filled) > len(filled) / 2:
         logger.warning("%s: the text is XML or HTML, whose tags count as words: remove them", name)

@@ -1,24 +1,29 @@
 """The lines of a corpus: text between LF, CR or CRLF, without byte order mark and NUL, in UTF-8.
 
-They are those of plain text, or of a column of JSON, CSV, parquet or a dataset on the hub.
+They are those of plain text, or of a column of JSON, CSV, parquet or a dataset on the hub. Rows
+without text (null; in CSV, which has no null, an empty cell) are left out and counted.
 """
 
 import csv
 import json
+import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
+from functools import cache
 from io import BufferedReader, TextIOWrapper
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from data_prep.corpus.formats import decompressed, likely_encoding, reading
+from data_prep.corpus.formats import COLUMN_ALONE, decompressed, likely_encoding, reading
 from data_prep.corpus.loader import ROWS_PER_BATCH, hub_rows, input_files, split_files, split_key
 from data_prep.errors import UserError
 from data_prep.settings import BYTE_ORDER_MARK, DataConfig
 from data_prep.storage import open_to_read
 
 CSV_SEPARATORS = ",\t;|"
+
+_log = logging.getLogger(__name__)
 
 
 def read_lines(data: DataConfig, split: str) -> Iterator[str]:
@@ -58,18 +63,21 @@ def read_lines(data: DataConfig, split: str) -> Iterator[str]:
 def _hub_lines(data: DataConfig, split: str) -> Iterator[str]:
     name = split_key(data, split)
     with reading(name):
-        yield from _column_lines(hub_rows(data, split), data.text_field, name)
+        rows = _column_rows(hub_rows(data, split), data.text_field, name, (None,))
+        yield from chain.from_iterable(rows)
 
 
-def read_text(name: str) -> Iterator[str]:
+def read_text(name: str, table: str = COLUMN_ALONE) -> Iterator[str]:
     """Yield the lines of one text file, which may be compressed, of a pipe, or of stdin (`-`).
+
+    `table` is what the message says if the file is a table, such as parquet.
 
     Raises:
         UserError: the file cannot be read or is no text, or a line is not UTF-8 or contains a NUL
             character.
     """
     file = sys.stdin.buffer if name == "-" else open_to_read(Path(name))
-    with file, reading(name), decompressed(cast(BufferedReader, file), name) as text:
+    with file, reading(name), decompressed(cast(BufferedReader, file), name, table) as text:
         yield from _decoded(text, name)
 
 
@@ -82,12 +90,18 @@ class TextFile(NamedTuple):
 
     def lines(self) -> Iterator[str]:
         """Yield the lines; raises as `read_text`."""
+        return chain.from_iterable(self.rows())
+
+    def rows(self) -> Iterator[list[str]]:
+        """Yield the lines of each row; a line of plain text is a row."""
         path, format, field = self
         if format == "text":
-            yield from read_text(str(path))
+            table = "data.format: parquet and data.text_field read its text"
+            yield from ([line] for line in read_text(str(path), table))
         else:
+            nulls = (None, "") if format == "csv" else (None,)
             with reading(str(path)):
-                yield from _column_lines(records(path, format, field), field, str(path))
+                yield from _column_rows(records(path, format, field), field, str(path), nulls)
 
 
 def text_lines(path: Path) -> Iterator[str]:
@@ -113,14 +127,11 @@ def records(path: Path, format: str, field: str | None = None) -> Iterator[dict[
         return
     lines = read_text(str(path))
     if format == "csv":
-        csv.field_size_limit(sys.maxsize)
         header = next(lines, "")
-        separator = max(CSV_SEPARATORS, key=header.count)
-        if field not in (None, header) and separator not in header:
+        if field not in (None, header.strip('"')) and not {*CSV_SEPARATORS} & {*header}:
             expected = "expected a first line of names, separated by a comma, tab, semicolon or |"
             raise UserError(f"{path}: {expected}, got {header!r:.60}")
-        rows = (f"{line}\n" for line in chain([header], lines))
-        yield from csv.DictReader(rows, delimiter=separator, strict=True)
+        yield from csv_rows(chain([header], lines))
         return
     for number, line in enumerate(lines, 1):
         if line.lstrip().startswith("["):
@@ -133,6 +144,14 @@ def records(path: Path, format: str, field: str | None = None) -> Iterator[dict[
             yield record
 
 
+def csv_rows(lines: Iterator[str], *, strict: bool = True) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a CSV file; with `strict`, quotes that are not closed are a `csv.Error`."""
+    csv.field_size_limit(sys.maxsize)
+    header = next(lines, "")
+    rows = (f"{line}\n" for line in chain([header], lines))
+    yield from csv.DictReader(rows, delimiter=max(CSV_SEPARATORS, key=header.count), strict=strict)
+
+
 def _json_value(line: str, number: int) -> Any:
     try:
         return json.loads(line)
@@ -140,22 +159,39 @@ def _json_value(line: str, number: int) -> Any:
         raise ValueError(f"line {number} is not JSON: {error}") from error
 
 
-def _column_lines(rows: Iterable[dict[str, Any]], field: str, name: str) -> Iterator[str]:
-    """Yield the lines of a column of text; UserError names its absence or the first wrong row."""
-    for number, row in enumerate(rows, 1):
-        if number == 1 and field not in row:
-            columns = ", ".join(map(repr, row))
-            raise UserError(f"data.text_field is {field!r}: {name} has only the columns {columns}")
-        text = row.get(field)
+def _column_rows(
+    rows: Iterator[dict[str, Any]], field: str, name: str, nulls: Collection[str | None]
+) -> Iterator[list[str]]:
+    """Yield the lines of each row of a column of text, without rows that have one of `nulls`.
+
+    UserError names the absence of the column, or the first wrong row.
+    """
+    first = list(islice(rows, ROWS_PER_BATCH))  # a row of JSON may lack a column
+    if first and not any(field in row for row in first):
+        columns = ", ".join(map(repr, dict.fromkeys(chain.from_iterable(first))))
+        raise UserError(f"data.text_field is {field!r}: {name} has only the columns {columns}")
+    num_rows, num_nulls = 0, 0
+    for num_rows, row in enumerate(chain(first, rows), 1):
+        if (text := row.get(field)) in nulls:
+            num_nulls += 1
+            continue
         if not isinstance(text, str) or "\0" in text:
-            mistake = "no text" if text is None else f"{text!r:.40}, not text,"
-            mistake = "a NUL character" if isinstance(text, str) else mistake
-            raise UserError(f"{name}, row {number}: {mistake} in {field!r}")
+            others = ", ".join(repr(each) for each, value in row.items() if isinstance(value, str))
+            mistake = f"{text!r:.40}, not text," if not isinstance(text, str) else "a NUL character"
+            hint = f"; columns of text: {others}" if others and not isinstance(text, str) else ""
+            raise UserError(f"{name}, row {num_rows}: {mistake} in {field!r}{hint}")
         if not text.isascii():
             text.encode()  # a surrogate in JSON is no character
         text = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
-        for line in text.split("\n"):
-            yield line.removeprefix(BYTE_ORDER_MARK)
+        yield [line.removeprefix(BYTE_ORDER_MARK) for line in text.split("\n")]
+    if num_nulls:
+        _log_once(f"{name}: {num_nulls:,} of {num_rows:,} rows have no {field!r} and are left out")
+
+
+@cache
+def _log_once(message: str) -> None:
+    """Log what every reading of a file finds."""
+    _log.warning("%s", message)
 
 
 def _decoded(file: BinaryIO, name: str) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """One text file, cut into a training, a validation and a test split.
 
-The units that are cut apart are lines, or documents, which empty lines separate. Of every `period`
-units one is validation and one is test text, spread evenly over the file. A sample decides what a
-large file is like; the file is read once, to write the splits.
+The units that are cut apart are lines; documents, which empty lines separate; or rows of a table,
+so that a cell of several lines is in one split. Of every `period` units one is validation and one
+is test text, spread evenly over the file. A sample decides what a large file is like; the file is
+read once, to write the splits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from data_prep.corpus.lines import TextFile
 from data_prep.errors import UserError
 from data_prep.settings import BYTE_ORDER_MARK
 
-Unit = Literal["lines", "documents"]
+Unit = Literal["lines", "documents", "rows"]
 
 SAMPLE_BYTES = 1 << 22
 SAMPLE_BLOCKS = 16
@@ -40,14 +41,18 @@ class Sample:
         lines: whole lines of the text.
         share: size of the sample relative to the text; 1 if it is the whole text.
         num_bytes: size of the text, decompressed.
+        num_rows: number of rows of a whole table that are not empty; 0 of plain text.
     """
 
     lines: list[str]
     share: float
     num_bytes: int
+    num_rows: int = 0
 
     def num_units(self, unit: Unit) -> int:
-        """Number of lines or documents in the sample that are not empty."""
+        """Number of lines or documents in the sample, or of rows in all, that are not empty."""
+        if unit == "rows":
+            return self.num_rows
         filled = [False, *(bool(line.strip()) for line in self.lines)]
         if unit == "lines":
             return sum(filled)
@@ -56,11 +61,12 @@ class Sample:
     @property
     def period(self) -> int:
         """P: of P units, one is validation and one is test text."""
-        return max(MIN_UNITS, self.num_bytes // HELD_OUT_BYTES)
+        most = self.num_rows or self.num_bytes  # of a few long rows, some are held out too
+        return max(MIN_UNITS, min(self.num_bytes // HELD_OUT_BYTES, most))
 
 
 Sizes = dict[str, tuple[int, int]]
-"""The numbers of units (lines or documents that are not empty) and bytes of each split."""
+"""The numbers of units that are not empty and bytes of each split."""
 
 
 def check_file(path: Path) -> None:
@@ -77,7 +83,7 @@ def read_sample(text: TextFile) -> Sample:
     Raises:
         UserError: the file cannot be read, is not UTF-8, or has no word.
     """
-    num_bytes, lines, num_read = text.path.stat().st_size, list[str](), 0
+    num_bytes, num_rows, num_read, lines = text.path.stat().st_size, 0, 0, list[str]()
     if text.format == "text" and num_bytes > SAMPLE_BYTES and not is_compressed(text.path):
         with open_text(text.path):
             pass  # which is an error if it is no text
@@ -85,14 +91,16 @@ def read_sample(text: TextFile) -> Sample:
         num_read = sum(len(line.encode()) + 1 for line in lines)
     else:
         num_bytes = 0
-        for line in text.lines():
-            num_bytes += len(line.encode()) + 1
-            if num_read < SAMPLE_BYTES:
-                lines.append(line)
-                num_read = num_bytes
+        for row in text.rows():
+            num_rows += text.format != "text" and any(map(str.strip, row))
+            for line in row:
+                num_bytes += len(line.encode()) + 1
+                if num_read < SAMPLE_BYTES:
+                    lines.append(line)
+                    num_read = num_bytes
     if not any(line.strip() for line in lines):
         raise UserError(f"{text.path}: the text has no word")
-    return Sample(lines, min(1.0, num_read / num_bytes), num_bytes)
+    return Sample(lines, min(1.0, num_read / num_bytes), num_bytes, num_rows)
 
 
 def _spread_lines(path: Path, num_bytes: int) -> Iterator[str]:
@@ -154,12 +162,13 @@ def write_splits(
             split: stack.enter_context((folder / f"{split}.txt").open("wb")) for split in num_units
         }
         index, split, after_empty = -1, "train", True
-        for line in tqdm(source.lines(), desc="splitting", unit=" lines", disable=None):
-            empty = not line.strip()
-            if not empty and (unit == "lines" or after_empty):
+        rows = ([line] for line in source.lines()) if unit == "lines" else source.rows()
+        for lines in tqdm(rows, desc="splitting", unit=" lines", disable=None):
+            empty = not any(map(str.strip, lines))
+            if not empty and (unit != "documents" or after_empty):
                 index += 1
                 split = split_of.get(index % period, "train")
                 num_units[split] += 1
             after_empty = empty
-            files[split].write(line.encode() + b"\n")
+            files[split].writelines(line.encode() + b"\n" for line in lines)
         return {split: (num_units[split], file.tell()) for split, file in files.items()}

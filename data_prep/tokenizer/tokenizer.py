@@ -46,8 +46,8 @@ class AlignedLine(NamedTuple):
     """The words of a line, separated by whitespace, and the ids that each consists of."""
 
     words: list[str]
-    ids: list[int]  # [n], as `Tokenizer.encode` returns them
-    word_of_id: Sequence[int]  # [n], index in `words`; len(words): the whitespace after the last
+    ids: NDArray[np.integer]  # [n], as `Tokenizer.encode` returns them
+    word_of_id: NDArray[np.int64]  # [n], in `words`; len(words): the whitespace after the last
 
 
 class Tokenizer(ABC):
@@ -159,12 +159,11 @@ class WordTokenizer(Tokenizer):
 
     def align(self, line: str) -> AlignedLine:
         """Encode one line; a word has several ids if punctuation is split."""
-        words = line.split()
+        words, ids = line.split(), self.words.ids(self._separate([line]), self.unk_id)
         if not self.split_punctuation:
-            return AlignedLine(words, self.encode(line), range(len(words)))
+            return AlignedLine(words, ids, np.arange(len(words)))
         num_ids = [len(self._separate([word]).split()) for word in words]
-        word_of_id = [place for place, number in enumerate(num_ids) for _ in range(number)]
-        return AlignedLine(words, self.encode(line), word_of_id)
+        return AlignedLine(words, ids, np.repeat(np.arange(len(words)), num_ids))
 
     def _separate(self, lines: Sequence[str]) -> str:
         return separate_words(lines, self.lowercase, self.split_punctuation)
@@ -284,7 +283,7 @@ class SentencePieceTokenizer(Tokenizer):
             if visible or not covered:  # not covered: a further byte of the character before
                 next_word = bisect_right(starts, begin + len(visible) - 1) - 1
             word_of_id[place] = next_word
-        return AlignedLine(text.split(), ids, word_of_id)
+        return AlignedLine(text.split(), np.array(ids, np.int32), np.array(word_of_id, np.int64))
 
     def _num_characters(self, id: int, piece: str) -> int:
         """Characters of the text that a piece covers; a byte's are counted by its first one."""

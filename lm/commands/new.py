@@ -18,7 +18,10 @@ OPTIONS: Options = {
         "metavar": "NAME",
         "help": "column of the text in JSON, CSV or parquet (default: text, or the only one)",
     },
-    "--split-by": {"choices": ("lines", "documents"), "help": "documents: between empty lines"},
+    "--split-by": {
+        "choices": ("lines", "documents"),
+        "help": "documents are between empty lines; those of a table are its rows (default there)",
+    },
 }
 
 

@@ -18,7 +18,10 @@ from lm.run import Run
 
 HELP = "log-probabilities of sentences and words"
 _CHOICES = {
-    "--level": (("sentence", "summary", "word"), "what to print"),
+    "--level": (
+        ("sentence", "summary", "word"),
+        "what to print; perplexities excluding OOVs leave out words, in TSV and JSON <unk> tokens",
+    ),
     "--format": (
         ("kenlm", "tsv", "json"),
         "layout of KenLM's query, TSV quoted as CSV (lm/scoring/README.md: pandas), or JSON lines",

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from data_prep.corpus.formats import convert_from, likely_encoding, wide_encoding
+from data_prep.corpus.formats import likely_encoding, no_text
 from data_prep.errors import UserError
 from lm.config.rules import first_problem
 from lm.config.schema import Config
@@ -48,9 +48,9 @@ def read_values(path: str | Path, what: str, section: Any = None) -> dict[str, A
     """
     try:
         content = Path(path).read_bytes()
-        encoding = wide_encoding(content)
-        reason = f"it is in {encoding}: {convert_from(encoding, str(path))}" if encoding else None
-        text = "" if encoding else content.decode()
+        problem = no_text(content, str(path), "expected YAML")
+        reason = problem and f"it is {problem}"
+        text = "" if reason else content.decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or f"invalid UTF-8: {likely_encoding(content)}"
     if reason is not None:
@@ -66,6 +66,9 @@ def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
 
     An override of `run_dir` is obeyed; one of `name` is that of another folder next to it.
     """
+    if folder.is_dir() and not (folder / "config.yaml").exists():
+        first = f"lm train CONFIG begins one, for instance lm train {folder.name}.yaml"
+        raise UserError(f"{folder}: no run here (config.yaml is missing): {first}")
     config = load_config(folder / "config.yaml", overrides)
     keys = {override.partition("=")[0] for override in overrides}
     if "--run_dir" in keys:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from data_prep.corpus.formats import HEAD_BYTES, likely_encoding, no_text
 from data_prep.errors import UserError
 from data_prep.prepared import Prepared
+from data_prep.storage import open_to_read
 from lm.config import Config, ModelConfig, OutputConfig, WordTable
 from lm.config.schema import TREES
 from lm.model.adaptive import AdaptiveSoftmax
@@ -54,15 +56,23 @@ def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
     words = [tokenizer.token(word) for word in range(vocab_size)]
     try:
         return ClassTree.from_file(output.tree, words)
+    except UnicodeDecodeError as error:
+        problem = f"{output.tree}: invalid UTF-8: {likely_encoding(error.object)}"
+        raise UserError(f"output.tree: {problem}") from error
     except ValueError as error:
         raise UserError(f"output.tree: {error}") from error
 
 
 def check_tree(output: OutputConfig) -> None:
-    """Raises UserError if `output.tree` is neither the name of a tree nor a file."""
-    if output.tree not in TREES and not Path(output.tree).exists():
+    """Raises UserError if `output.tree` is neither the name of a tree nor a file of text."""
+    if output.tree in TREES:
+        return
+    if not Path(output.tree).exists():
         trees = ", ".join(TREES)
         raise UserError(f"output.tree: {output.tree} is neither a tree ({trees}) nor a file")
+    with open_to_read(Path(output.tree)) as file:
+        if problem := no_text(file.read(HEAD_BYTES), output.tree):
+            raise UserError(f"output.tree: {output.tree} is {problem}")
 
 
 def build_input_tree(prepared: Prepared) -> ClassTree:

@@ -127,6 +127,8 @@ def read_description(folder: Path) -> Description:
         problem = f"{folder}: no trained model here ({DESCRIPTION} is missing)"
         if (folder / "config.yaml").exists():
             problem += f"; `lm train {folder} --resume auto` continues the training"
+        elif folder.exists():
+            problem += "; `lm train CONFIG` trains one"
         raise UserError(problem)
     description: Description = read_json(path, Description, FORMAT_VERSION)
     return description

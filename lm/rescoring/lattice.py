@@ -120,10 +120,13 @@ def read_lattices(
 
 def _slf_fields(line: str, place: str) -> dict[str, str]:
     """The fields NAME=VALUE of a line; quotes and escapes as in The HTK Book, section 4.6."""
-    fields, rest = {}, line.strip()
+    fields, rest = dict[str, str](), line.strip()
     while rest:
         if not (match := _SLF_FIELD.match(rest)):
-            raise UserError(f"{place}: expected fields NAME=VALUE, got {line[:60]!r}")
+            problem = f"expected fields NAME=VALUE, got {line[:60]!r}"
+            if any(value[:1] in ("'", '"') for value in fields.values()):
+                problem += ": a quotation mark is not closed"
+            raise UserError(f"{place}: {problem}")
         key, value = match[1], match[2]
         if value[:1] in ("'", '"') and value[-1] == value[0] and len(value) > 1:
             value = value[1:-1]

@@ -30,6 +30,9 @@ from lm.rescoring.references import References, first_columns, keyed_lines
 
 MAX_SCORES = 2
 _COLUMNS = "expected lines id TAB scores TAB words: reorder the columns"
+_HEADER = re.compile(
+    r"(utt\w*|\w*id|key|file\w*)\t([\w ]+\t)*[\w ]*(text|hyp|word|sentence|transcript)\w*", re.I
+)
 _log = logging.getLogger(__name__)
 NUM_SAMPLES = 1000
 """Samples of utterances for the interval of a word error rate."""
@@ -131,7 +134,9 @@ def read_nbest(
 
 
 def _check_layout(name: str, lines: Sequence[str], is_kaldi: bool) -> None:
-    """Refuse scores where hypotheses should be."""
+    """Refuse scores where hypotheses should be, and names of columns."""
+    if _HEADER.fullmatch(lines[0]):
+        raise UserError(f"{name}: the first line has names of columns, {lines[0]!r}: remove it")
     if is_kaldi and all(re.match(r"\S+\s+-?\d+\.\d+(e[+-]?\d+)?(\s|$)", line) for line in lines):
         raise UserError(
             f"{name}: a number comes before the words of each line: scores of Kaldi's layout are in"

@@ -99,8 +99,12 @@ class References:
         )
 
     def has_no_spaces(self, ids: Collection[str]) -> bool:
-        """Whether the words of utterances are whole lines or clauses, as in Chinese or Japanese."""
-        words = [word for id in ids for word in self.words[id]]
+        """Whether the words of utterances are whole lines or clauses, as in Chinese or Japanese.
+
+        Spaces around words of other scripts do not separate these.
+        """
+        other = rf"(?<!{UNSPACED.pattern}) | (?!{UNSPACED.pattern})"
+        words = [word for id in ids for word in re.sub(other, "", " ".join(self.words[id])).split()]
         characters = "".join(words)
         are_long = len(words) < 2 * len(ids) or len(characters) > 6 * len(words)
         return are_long and 2 * len(UNSPACED.findall(characters)) > len(characters)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from data_prep.corpus.formats import COLUMN_ALONE
 from data_prep.corpus.hints import noted, warn_of
 from data_prep.tokenizer.tokenizer import Tokenizer
 
@@ -25,7 +26,8 @@ class _Cause(NamedTuple):
 
 
 def _bare(word: str) -> str:
-    return re.sub(r"^\W+|\W+$", "", word)
+    found = re.search(r"\w(?:.*\w)?", word, re.DOTALL)  # in linear time
+    return found[0] if found else ""
 
 
 _TYPEWRITER = str.maketrans("\u2018\u2019\u02bc\u2010\u2011", "'''--")
@@ -140,7 +142,7 @@ def noted_words(tokenizer: Tokenizer, lines: Iterable[str], name: str) -> Iterat
     """Pass lines on; warn of what the first ones look like, and if many words are unknown."""
 
     def warn(first: list[str], name: str) -> None:
-        warn_of(first, name)
+        warn_of(first, name, COLUMN_ALONE)
         if warning := UnknownWords(tokenizer, first).warning("text"):
             _log.warning("%s, first lines: %s", name, warning)
 

@@ -142,7 +142,7 @@ class Scorer:
         eos_id, limit = self.tokenizer.eos_id, self.model.backbone.receptive_field
         for batch in line_batches(lines, is_waiting):
             aligned = [self.tokenizer.align(line) for line in batch]
-            ids = [np.array([*line.ids, eos_id], np.int32) for line in aligned]
+            ids = [np.append(line.ids, eos_id).astype(np.int32) for line in aligned]
             figures, index_of_line = [], []
             for hidden, targets, index in read_lines(self.model, ids, eos_id):
                 figures.append(self._figures(hidden, targets))
@@ -160,7 +160,7 @@ class Scorer:
         aligned = [self.tokenizer.align(line) for line in lines]
         if not aligned:
             return
-        ids = np.concatenate([[*line.ids, eos_id] for line in aligned])
+        ids = np.concatenate([np.append(line.ids, eos_id) for line in aligned])
         figures, context = [], []
         for hidden, targets, num_before in read_text(self.model, ids, eos_id, self.context):
             hidden = hidden.transpose(0, 1).flatten(0, 1)  # in the order of the text
@@ -202,14 +202,14 @@ class Scorer:
         """The scores of lines, from figures of their tokens one line after another."""
         begin, eos_id, unk_id = 0, self.tokenizer.eos_id, self.tokenizer.unk_id
         for line in lines:
-            ids, num_units = np.array([*line.ids, eos_id], np.int32), len(line.words) + 1
+            ids, num_units = np.append(line.ids, eos_id).astype(np.int32), len(line.words) + 1
             part = slice(begin, begin + len(ids))
             begin = part.stop
             tokens, unmixed = TokenScores(*(column[part] for column in columns)), None
             if self.mixture is not None:
                 both, ngram = self.mixture.log_prob(tokens.log_prob, ids)
                 tokens, unmixed = tokens._replace(log_prob=both), np.stack([tokens.log_prob, ngram])
-            unit = np.append(np.asarray(line.word_of_id, np.int64), len(line.words))
+            unit = np.append(line.word_of_id, len(line.words))
             first = np.searchsorted(unit, np.arange(num_units))
             yield LineScore(
                 words=line.words,

@@ -11,8 +11,10 @@ from lm.output.backends import choose_backend, saved_bytes
 from lm.output.backends.base import Problem
 from lm.run import Run
 
-LIBRARY_BYTES = 600 << 20
-"""Memory of Python and the libraries."""
+LIBRARY_BYTES = 750 << 20
+"""Memory of Python and the libraries, of which compiling the output layer takes 120 MB."""
+CUDA_LIBRARY_BYTES = 300 << 20
+"""Memory that a build of torch for CUDA needs in addition where it computes on the CPU."""
 TOLERANCE = 0.1
 """A run is refused if its estimate exceeds the available memory by more than this fraction: less is
 within the accuracy of the estimate, and within what other programs take and return.
@@ -60,12 +62,14 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     gradients = others * element + (0 if word_table.row_wise else table * table_element)
     trees = [tree for tree in (run.tree, run.input_tree) if tree is not None]
     constants = [array for tree in trees for array in tree.arrays] + list(model.buffers())
+    cuda = CUDA_LIBRARY_BYTES if torch.version.cuda and not run.on_gpu else 0
+    other = LIBRARY_BYTES + cuda + sum(array.nbytes for array in constants)
     parts = {
         "weights": table * table_element + others * element,
         "gradients": gradients if run.num_devices == 1 else 2 * gradients,  # a copy is summed
         "optimizer": num_moments * others * element + table_state,
         "batch": _batch_bytes(run),
-        "other": LIBRARY_BYTES + sum(array.nbytes for array in constants) + 12 * model.vocab_size,
+        "other": other + 12 * model.vocab_size,
     }
     num_processes = 1 if run.on_gpu else run.num_devices
     parts = {name: num_processes * size for name, size in parts.items()}

@@ -1,5 +1,6 @@
 """Reading configurations: valid ones round-trip; mistakes are one line that names the key."""
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -274,6 +275,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         path = tmp_path / f"{encoding}.yaml"
         path.write_bytes("name: café\n".encode(encoding))
         reasons[path] = reason
+    reasons[tmp_path / "a.yaml.gz"] = "it is compressed, .*: decompress it$"
+    (tmp_path / "a.yaml.gz").write_bytes(gzip.compress(b"name: a\n"))
+    reasons[tmp_path / "a.yaml"] = "it is a parquet file: expected YAML$"
+    (tmp_path / "a.yaml").write_bytes(b"PAR1\x15")
     for path, reason in reasons.items():
         start = re.escape(f"{path}: cannot read the configuration: ")
         with pytest.raises(UserError, match=f"^{start}.*{reason}"):

@@ -1,10 +1,14 @@
 """A small corpus to prepare, shared by the tests of preparation."""
 
+import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import csv, parquet
 
 from data_prep.prepare import prepare
 from data_prep.prepared import Prepared
@@ -54,3 +58,13 @@ class Corpus:
 def corpus(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Corpus:
     caplog.set_level(logging.INFO, "data_prep")
     return Corpus(tmp_path)
+
+
+def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows in the format that the ending of a name says: CSV, parquet or JSON lines."""
+    if path.suffix == ".csv":
+        csv.write_csv(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))

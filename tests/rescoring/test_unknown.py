@@ -26,6 +26,7 @@ FORMS = WordTokenizer(
         (CAPITALS, "the CAT sees", "likely cause: lower case, .*: convert .* to upper case"),
         (WORDS, "the, cat. sees!", "likely cause: attached punctuation, .*split_punctuation=true"),
         (WORDS, "The, Cat. sees", "likely cause: upper case and attached punctuation"),
+        (WORDS, f"a{'%' * 200_000}a", "neither lower case nor"),  # hours, if its square counted
         (WORDS, "\u2581the \u2581cat sees", "likely cause: marks of pieces of words"),
         (WORDS, "don't well-known the", "likely cause: another tokenisation of contractions"),
         (

@@ -189,12 +189,11 @@ def test_pieces_are_aligned_with_the_word_that_they_spell(byte_fallback: bool) -
         "",
     ):
         words, ids, word_of_id = tokenizer.align(line)
-        assert ids == tokenizer.encode(line)
+        assert ids.tolist() == tokenizer.encode(line)
         assert words == line.split()
-        assert word_of_id == sorted(word_of_id)
+        assert (np.diff(word_of_id) >= 0).all()
         for place, word in enumerate(words):
-            mine = [id for id, owner in zip(ids, word_of_id, strict=True) if owner == place]
-            spelled = tokenizer.decode(mine).strip()
+            spelled = tokenizer.decode(ids[word_of_id == place].tolist()).strip()
             pattern = re.escape(spelled.replace(" <unk>", "<unk>")).replace("<unk>", ".+")
             assert re.fullmatch(pattern, word), (spelled, word)
 
@@ -202,4 +201,5 @@ def test_pieces_are_aligned_with_the_word_that_they_spell(byte_fallback: bool) -
 def test_words_with_punctuation_have_several_ids() -> None:
     words = ["<eos>", "<unk>", "no", ",", "it", "'", "."]
     tokenizer = WordTokenizer(words, lowercase=True, split_punctuation=True)
-    assert tokenizer.align("No, it.") == (["No,", "it."], [2, 3, 4, 6], [0, 0, 1, 1])
+    words, ids, word_of_id = tokenizer.align("No, it.")
+    assert (words, [*ids], [*word_of_id]) == (["No,", "it."], [2, 3, 4, 6], [0, 0, 1, 1])

@@ -89,6 +89,19 @@ def test_dense_gradients_need_weights_gradients_and_states(
     assert need.total == (2 + states) * size + need.batch + need.other
 
 
+@pytest.mark.parametrize(("on_gpu", "extra"), [(False, 300), (True, 0)])
+def test_a_build_for_cuda_takes_more_memory_on_a_cpu(
+    config: Configured, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, extra: int
+) -> None:
+    run = run_of(config("output.backend=reference"))
+    run.on_gpu = on_gpu
+    monkeypatch.setattr(torch.version, "cuda", None)
+    without = module.estimate_memory(run).other
+    assert 750 << 20 < without < 760 << 20
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert module.estimate_memory(run).other == without + (extra << 20)
+
+
 def test_a_row_wise_table_has_no_dense_gradient_and_one_number_of_state_per_row(
     config: Configured,
 ) -> None:
@@ -110,7 +123,7 @@ def test_a_run_that_does_not_fit_is_refused_with_the_first_change_that_would(
         check_memory(adam)
     assert str(caught.value) == (
         f"training run needs {need.total / 1e9:.1f} GB of memory (weights 0.0 GB, gradients 0.0 GB,"
-        f" optimizer 0.1 GB, a batch {need.batch / 1e9:.1f} GB, other 0.6 GB),"
+        f" optimizer 0.1 GB, a batch {need.batch / 1e9:.1f} GB, other {need.other / 1e9:.1f} GB),"
         f" {least / 1e9:.1f} GB are available: --word_table.optimizer=adagrad would fit, with"
         f" {estimate(adagrad).total / 1e9:.1f} GB"
     )

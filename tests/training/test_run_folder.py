@@ -102,6 +102,6 @@ def test_a_run_that_does_not_fit_in_memory_is_refused_before_it_has_a_folder(
 ) -> None:
     monkeypatch.setattr(Run, "available_bytes", 1000)
     run = tmp_path / "run"
-    need = r"training tiny needs 0\.\d GB of memory .*, 0\.0 GB are available: use"
+    need = r"training tiny needs \d\.\d GB of memory .*, 0\.0 GB are available: use"
     assert re.match(need, failed(run))
     assert not run.exists()

@@ -92,7 +92,8 @@ def was_verified(name: str) -> bool:
 def compiling(what: str) -> Iterator[None]:
     """Log a line if the block takes longer than it does with code that is in a compiler's cache."""
     text = (
-        "compiling %s for some seconds: once for each precision and size, if the code can be kept"
+        "compiling %s, which takes 10 to 30 seconds: once on this computer for each precision and"
+        " size, unless the folder of the compiler's cache cannot be written"
     )
     timer = threading.Timer(PATIENCE, _log.info, (text, what))
     timer.daemon = True

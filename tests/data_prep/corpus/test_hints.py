@@ -45,6 +45,10 @@ def table(rows: Sequence[Mapping[str, object]], separator: str = ",") -> str:
         ("A.CSV", table(ROWS), ("csv", "text")),
         ("a.csv", table(ONE, ";"), ("csv", "sentence")),
         ("a.tsv", table(TWO, "\t"), ("csv", "sentence")),
+        ("a.jsonl", lines([{"id": 1}, {"text": None}, *ROWS]), ("json", "text")),
+        ("a.jsonl", lines([{"sentence": None}, *ONE, {"sentence": ""}]), ("json", "sentence")),
+        ("a.csv", f"{table(ONE)}\n3,", ("csv", "sentence")),
+        ("a.csv", '"text"\n' + "the cat sat\n" * 3, ("csv", "text")),
     ],
 )
 def test_the_column_of_text_is_found(
@@ -54,7 +58,16 @@ def test_the_column_of_text_is_found(
     text = find_text(tmp_path / name, None)
     assert (text.format, text.field) == found
     expected = content.split("\n") if found[0] == "text" else ["the cat sat"] * 3
-    assert [*text.lines()] == (["2024-05-17"] if "05-17" in content else expected)
+    found_lines = [line for line in text.lines() if line]
+    assert found_lines == (["2024-05-17"] if "05-17" in content else expected)
+
+
+@pytest.mark.parametrize("separator", [",", "\t"])
+def test_the_name_of_a_column_makes_a_file_without_ending_a_table(
+    tmp_path: Path, separator: str
+) -> None:
+    (tmp_path / "a").write_text(table(ROWS, separator).replace("title", '"title"'))
+    assert [*find_text(tmp_path / "a", "title").lines()] == ["t0", "t1", "t2"]
 
 
 def test_the_column_of_parquet_is_found_in_a_file_of_any_name(tmp_path: Path) -> None:
@@ -75,7 +88,13 @@ def test_the_column_of_parquet_is_found_in_a_file_of_any_name(tmp_path: Path) ->
             None,
             "name the column .*--text-field=NAME, of 'title', 'body'$",
         ),
-        ("a.csv", table(ROWS), "body", "name the column .*, of 'id', 'title', 'text'$"),
+        (
+            "a.csv",
+            table(ROWS),
+            "body",
+            "'body' is no column of text: .*, of 'id', 'title', 'text'$",
+        ),
+        ("a.json", lines(ROWS), "id", "'id' is no column of text: .*, of 'id', 'title', 'text'$"),
         ("a.json", lines([{"n": 1}]), None, "name the column .*, of 'n'$"),
         ("a.txt", "the cat", "text", "plain text has no column text: leave out --text-field$"),
         (
@@ -104,7 +123,7 @@ def test_a_column_that_is_not_clear_is_asked_for(
     [
         (
             '{"text": "a"}',
-            ["a: the lines are JSON, .* configuration reads it by data.format: json$"],
+            ["a: the lines are JSON, .* a column by data.format: json and data.text_field$"],
         ),
         ('[{"text": "a"}, {"text": "b"}]', ["a: the lines are JSON, "]),
         ('["the cat", "a dog"]', ["a: the lines are JSON, "]),
@@ -139,7 +158,29 @@ def test_what_is_no_word_is_warned_of_without_delay(
 def test_the_name_of_a_table_is_warned_of(caplog: pytest.LogCaptureFixture, name: str) -> None:
     warn_of(["1,the cat"], name)
     (message,) = caplog.messages
-    assert re.match(f"{name}: the lines are CSV, .* data.format: csv$", message)
+    assert re.match(f"{name}: the lines are CSV, .* by data.format: csv and data", message)
+
+
+@pytest.mark.parametrize(
+    ("content", "is_table"),
+    [
+        (table(TWO), True),
+        (table(ONE, "\t"), True),
+        ('"id";"text"\n1;"the\ncat;"\n2;sat\n3;"a', True),
+        *(
+            (text * 9, False)
+            for text in ("the cat, sat\n", "Hello,world\nit\n", "a,b\n1,2,3\n", "1,2\n", "a\n")
+        ),
+        ("x" * 200_000 + ",y\n", False),
+        ("id,text\n" + f"1,{'x' * 200_000}\n" * 3, True),
+    ],
+)
+def test_a_table_without_a_name_is_known_by_its_columns(
+    caplog: pytest.LogCaptureFixture, content: str, is_table: bool
+) -> None:
+    warn_of(content.split("\n"), "a", "give one column")
+    expected = "a: the lines are CSV, of which all columns, names and marks count as words: give"
+    assert [each[: len(expected)] for each in caplog.messages] == [expected] * is_table
 
 
 def test_a_single_line_is_not_all_lines_that_begin_so(caplog: pytest.LogCaptureFixture) -> None:

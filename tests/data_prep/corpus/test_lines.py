@@ -1,25 +1,22 @@
 """Lines of a corpus: line ends, formats, errors, and how files are found."""
 
-import bz2
 import gzip
 import json
 import logging
-import lzma
-import os
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
-import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data_prep.corpus.lines import read_lines, read_text
-from data_prep.corpus.loader import ROWS_PER_BATCH, input_files, splits
+from data_prep.corpus.lines import read_lines
+from data_prep.corpus.loader import input_files, splits
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig, Files, SplitFiles
+from tests.data_prep.conftest import write_table
 
 
 def read(folder: Path, files: Files, **options: object) -> list[str]:
@@ -58,13 +55,6 @@ def test_text_comes_back_line_by_line(tmp_path: Path, lines: list[str]) -> None:
     assert read(tmp_path, "corpus.txt") == [*lines, "end"]
 
 
-@pytest.mark.parametrize("size", [1, 3_000_000], ids=["many lines", "one giant line"])
-def test_lines_do_not_depend_on_batches(tmp_path: Path, size: int) -> None:
-    lines = [f"{i} line" * size for i in range(2 * ROWS_PER_BATCH + 3 if size == 1 else 1)]
-    write(tmp_path, "\n".join(lines).encode())
-    assert read(tmp_path, "corpus.txt") == lines
-
-
 def test_a_hub_that_cannot_be_reached_is_named_without_its_retries(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,22 +72,6 @@ def test_a_hub_that_cannot_be_reached_is_named_without_its_retries(
 def test_empty_lines_can_be_omitted(tmp_path: Path) -> None:
     write(tmp_path, b"a\n\n \t\nb\n")
     assert read(tmp_path, "corpus.txt", keep_empty_lines=False) == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("suffix", "compress"),
-    [
-        ("gz", gzip.compress),
-        ("bz2", bz2.compress),
-        ("xz", lzma.compress),
-        ("zst", zstandard.compress),
-    ],
-)
-def test_compressed_files_are_read_directly(
-    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
-) -> None:
-    write(tmp_path, compress(b"a\nb\n"), f"corpus.txt.{suffix}")
-    assert read(tmp_path, f"corpus.txt.{suffix}") == ["a", "b"]
 
 
 def test_files_are_found_by_glob_folder_and_list_in_order(tmp_path: Path) -> None:
@@ -135,9 +109,28 @@ def test_text_that_looks_like_numbers_or_dates_is_text(tmp_path: Path) -> None:
         assert read(tmp_path, f"x.{format}", format=format) == rows
 
 
-def test_no_text_of_a_csv_file_is_a_missing_value(tmp_path: Path) -> None:
-    write(tmp_path, b'n,text\n1,NA\n2,None\n3,null\n4,\n5,""\n6,nan\n', "x.csv")
-    assert read(tmp_path, "x.csv", format="csv") == ["NA", "None", "null", "", "", "nan"]
+ROWS: list[Any] = [{"n": 1, "text": text} for text in ("NA", None, "null", "None", *[None] * 300)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "lines"),
+    [
+        *((name, ROWS, ["NA", "null", "None"]) for name in ("x.csv", "x.json", "x.parquet")),
+        *((name, ROWS[::-1], ["None", "null", "NA"]) for name in ("x.csv", "x.parquet")),
+        ("x.json", [{"n": 1}, {"text": ""}, *ROWS], ["", "NA", "null", "None"]),
+        ("x.csv", [{"n": 0, "text": ""}, *ROWS], ["NA", "null", "None"]),  # CSV has no null
+        ("x.parquet", [{"text": ""}, {"text": "a"}], ["", "a"]),
+    ],
+)
+def test_rows_without_text_are_left_out_and_counted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, rows: list[Any], lines: list[str]
+) -> None:
+    write_table(tmp_path / name, rows)
+    for _ in range(2):
+        assert read(tmp_path, name, format=name[2:]) == lines
+    num_nulls = len(rows) - len(lines)
+    expected = f"{name}: {num_nulls} of {len(rows)} rows have no 'text' and are left out"
+    assert [each.rpartition("/")[2] for each in caplog.messages] == [expected] * (num_nulls > 0)
 
 
 def test_a_folder_in_the_layout_of_the_hub_has_its_visible_files_as_splits(tmp_path: Path) -> None:
@@ -173,39 +166,16 @@ def test_bad_text_is_refused_with_file_and_line(
         read(tmp_path, ["corpus.txt"] if not content else ["a.txt", "corpus.txt"])
 
 
-ZSTD = zstandard.compress(b"the cat sat\n" * 1000)
-
-
-@pytest.mark.parametrize(
-    ("suffix", "content", "message"),
-    [
-        (
-            "gz",
-            gzip.compress(b"a\n" * 999, mtime=0)[:30],
-            " cannot be read: it ends before its end-of-stream marker$",
-        ),
-        ("xz", lzma.compress(b"a\n\xc3(\n"), ", line 2: invalid UTF-8 at byte 1"),
-        ("zst", ZSTD[: len(ZSTD) // 2].ljust(len(ZSTD), b"\xff"), " cannot be read: ZstdError"),
-        ("zst", b"no zstandard at all", ": damaged, or not compressed in spite of its name: "),
-    ],
-)
-def test_a_damaged_compressed_file_is_refused_with_its_name(
-    tmp_path: Path, suffix: str, content: bytes, message: str
-) -> None:
-    write(tmp_path, b"fine\n", "a.txt")
-    write(tmp_path, content, f"corpus.txt.{suffix}")
-    with pytest.raises(UserError, match=rf"corpus\.txt\.{suffix}{message}"):
-        read(tmp_path, ["a.txt", f"corpus.txt.{suffix}"])
-
-
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([{"n": 1}], r"data\.text_field is 'text': .*x\.jsonl has only the columns 'n'$"),
+        (
+            [{"n": 1}] * 300 + [{"text": 1}],
+            r"field is 'text': .*x\.jsonl has only the columns 'n'$",
+        ),
         ([{"text": 1}], r"x\.jsonl, row 1: 1, not text, in 'text'$"),
-        ([{"text": "a"}, {"text": None}], r"x\.jsonl, row 2: no text in 'text'$"),
+        ([{"text": 1, "t": "a"}], r"row 1: 1, not text, in 'text'; columns of text: 't'$"),
         ([{"text": "a"}, {"text": "\0"}], r"x\.jsonl, row 2: a NUL character in 'text'$"),
-        ([{"text": "a"}, {"n": 1}], r"x\.jsonl, row 2: no text in 'text'$"),
         ([{"text": "a"}, ["a"]], r"x\.jsonl, line 2: expected JSON objects, got 'a'$"),
         ([{"text": "\ud800"}], r"x\.jsonl cannot be read: UnicodeEncodeError: .* surrogates not"),
     ],
@@ -224,7 +194,10 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
         ("json", "ValueError: line 1 is not JSON: Expecting value"),
         ("parquet", "ArrowInvalid: Parquet magic bytes not found"),
         ("csv", "expected a first line of names, separated by a comma, tab, sem"),
+        ("text", "the file is a parquet file: data.format: parquet and data.text_field read"),
     ):
+        if format == "text":
+            write(tmp_path, b"PAR1\x15")
         with pytest.raises(UserError, match=rf"corpus\.txt(: | cannot be read: ){message}"):
             read(tmp_path, "corpus.txt", format=format)
 
@@ -251,30 +224,6 @@ def test_the_splits_given_are_those_with_files() -> None:
         splits(DataConfig(files=SplitFiles(valid="x")))
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.97])
-def test_a_truncated_zstandard_file_is_refused(tmp_path: Path, share: float) -> None:
-    text = "".join(f"line {i * i}\n" for i in range(50_000)).encode()
-    whole = zstandard.ZstdCompressor().compress(text)
-    write(tmp_path, whole[: int(len(whole) * share)], "corpus.txt.zst")
-    for field in ("text", "line 0"):
-        format = "text" if field == "text" else "csv"
-        with pytest.raises(UserError, match=r"corpus\.txt\.zst cannot be read: it ends before its"):
-            read(tmp_path, "corpus.txt.zst", format=format, text_field=field)
-    write(tmp_path, whole + zstandard.ZstdCompressor().compress(b"end\n"), "corpus.txt.zst")
-    assert read(tmp_path, "corpus.txt.zst")[-2:] == [f"line {49_999**2}", "end"]
-
-
-def test_columns_that_are_not_read_may_hold_anything(tmp_path: Path) -> None:
-    rows = [f"{i},{2000 + i},{'' if i % 2 else 'é'}" for i in range(10_050)]
-    write(tmp_path, "\n".join(["text,year,note", *rows, "ten,n.d.,1"]).encode(), "a.csv")
-    found = read(tmp_path, "a.csv", format="csv")
-    assert found == [*map(str, range(10_050)), "ten"]
-    with pytest.raises(
-        UserError, match=r"text_field is 'body': .* only the columns 'text', 'year', 'n"
-    ):
-        read(tmp_path, "a.csv", format="csv", text_field="body")
-
-
 def test_text_of_every_arrow_type_of_strings_is_text(tmp_path: Path) -> None:
     for kind in (pa.string(), pa.large_string(), pa.string_view()):
         parquet.write_table(pa.table({"text": pa.array(["a", "é"], kind)}), tmp_path / "a.parquet")
@@ -282,11 +231,3 @@ def test_text_of_every_arrow_type_of_strings_is_text(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"the corpus has no line \(.*a\.parquet\)$"):
         read(tmp_path, "a.parquet", format="parquet")
-
-
-def test_the_text_of_a_pipe_is_read(tmp_path: Path) -> None:
-    read_end, write_end = os.pipe()
-    os.write(write_end, "the cat\r\nsat é\n".encode())
-    os.close(write_end)
-    assert list(read_text(f"/dev/fd/{read_end}")) == ["the cat", "sat é"]
-    os.close(read_end)

@@ -9,7 +9,6 @@ import pytest
 from data_prep.corpus import split as split_module
 from data_prep.corpus.lines import TextFile
 from data_prep.corpus.split import Sample, read_sample, split_text, write_splits
-from data_prep.errors import UserError
 
 BOTH = ["valid", "test"]
 
@@ -105,19 +104,3 @@ def test_the_size_of_a_large_compressed_text_is_exact(
 def test_large_texts_hold_out_a_size_not_a_share() -> None:
     assert Sample(["a"], 1.0, 1_000_000).period == 20
     assert Sample(["a"], 0.02, 200_000_000).period == 200
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "the text has no word"),
-        (b" \n\n", "the text has no word"),
-        (b"ok\nna\xffme\n", "line 2: invalid UTF-8 at byte 3 of the line (0xff)"),
-        (b"ok\nna\0me\n", "line 2: a NUL character"),
-    ],
-)
-def test_bad_texts_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "text.txt").write_bytes(content)
-    with pytest.raises(UserError) as error:
-        read_sample(TextFile(tmp_path / "text.txt"))
-    assert message in str(error.value)
