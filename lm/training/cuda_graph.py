@@ -99,6 +99,7 @@ class StepGraph:
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            warnings.filterwarnings("ignore", message="Synchronization debug mode")
             torch.cuda.set_sync_debug_mode("warn" if is_watched else "default")
             try:
                 step()

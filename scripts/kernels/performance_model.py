@@ -178,11 +178,10 @@ def makespan(seconds: Counts, resident: int) -> float:
 
 
 def measured_us() -> dict[tuple[int, int], dict[str, float]]:
-    """(N, H) → µs of each kernel, of rows as the layer has them and without changed constants."""
+    """(N, H) → µs of each kernel with the tile shapes that were chosen."""
     rows = [json.loads(line) for line in MEASURED.read_text(encoding="utf-8").splitlines()]
-    changed = ("BYTES_PER_VISIT", "FILLING_PROGRAMS", "splits")
-    plain = [row for row in rows if row["what"] == "constants" and not set(changed) & set(row)]
-    return {(row["N"], row["H"]): row["kernels"] for row in plain}
+    chosen = [row for row in rows if row.get("chosen")]
+    return {(row["vocab_size"], row["hidden"]): row["microseconds"] for row in chosen}
 
 
 def main() -> None:

@@ -61,17 +61,19 @@ VOCABULARIES = {
 }
 """Title of a column → template of its cells."""
 GPU_COLUMNS = {
-    "random": "ours, eager",
-    "graph": "ours, CUDA graph",
+    "h200_graph": "ours, H200",
+    "kernels": "ours, H100",
     "full": "full softmax, torch",
     "cce": "cut-cross-entropy",
     "liger": "Liger",
     "published": "full softmax, fastest published",
-    "floor": "floor",
+    "h200_floor": "floor, H200",
+    "floor": "floor, H100",
+    "h200_eager": "ours, H200, eager",
     "adaptive": "adaptive softmax",
     "grouped": "`grouped_mm`",
 }
-"""Methods in the log of a GPU → titles of columns."""
+"""Methods in the logs of GPUs → titles of columns."""
 GPU_OVERVIEW = 6
 """How many of them the overview has."""
 PUBLISHED_FLOPS = 745e12
@@ -110,10 +112,11 @@ def last_rows(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, Row]:
 
 
 def table_of_log(
-    results: Path, *, log: str, where: Mapping[str, Any] | None = None, **layout: Any
+    results: Path, *, log: str | list[str], where: Mapping[str, Any] | None = None, **layout: Any
 ) -> str:
     """A table as log_tables.yaml describes it."""
-    rows = read_log(results, log, where)
+    logs = [log] if isinstance(log, str) else log
+    rows = [row for name in logs for row in read_log(results, name, where)]
     if "columns" not in layout:
         return pivot(rows, **layout)
     last = last_rows(rows, lambda row: tuple(row[name] for name in layout["key"]))
@@ -182,15 +185,17 @@ def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
 
 
 def gpu_layer(results: Path, num_columns: int | None) -> str:
-    """Milliseconds of the output layer on a GPU, with its floor and the fastest published rate."""
+    """Milliseconds of the output layer on GPUs, with their floors and the fastest published rate."""
     rows = read_log(results, "h100", {"what": "layer"})
-    for row in [row for row in rows if row["method"] == "random"]:
-        size = {name: row[name] for name in ("vocab_size", "hidden", "positions")}
-        if row.get("ratio_to_floor"):
-            floor = row["seconds_median"] / row["ratio_to_floor"]
-            seconds = 6 * math.prod(size.values()) / PUBLISHED_FLOPS
-            rows.append(size | {"method": "floor", "seconds_median": floor})
-            rows.append(size | {"method": "published", "seconds_median": seconds})
+    h100 = next(row for row in rows if "bytes_per_second" in row)
+    for row in read_log(results, "h200", {"what": "layer"}):
+        rows.append(row)
+        if row["method"] == "h200_graph":
+            size = {name: row[name] for name in ("vocab_size", "hidden", "positions")}
+            published = 6 * math.prod(size.values()) / PUBLISHED_FLOPS
+            times = {"published": published, "h200_floor": _floor(row, row)}
+            times["floor"] = _floor(row, h100)
+            rows += [size | {"method": k, "seconds_median": v} for k, v in times.items()]
     return pivot(
         rows,
         corner="N × H",
@@ -199,6 +204,12 @@ def gpu_layer(results: Path, num_columns: int | None) -> str:
         column_titles=dict(list(GPU_COLUMNS.items())[:num_columns]),
         cell="{seconds_median:,.2f/1e-3}",
     )
+
+
+def _floor(work: Row, device: Row) -> float:
+    """Seconds that a device needs at least for the work of a row, by its rates in another one."""
+    parts = ("bytes", "flops")
+    return float(max(work[f"floor_{part}"] / device[f"{part}_per_second"] for part in parts))
 
 
 def vocabularies(results: Path) -> list[Row]:
