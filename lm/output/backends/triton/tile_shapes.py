@@ -118,13 +118,14 @@ def tiles(
         found = found._replace(heavy=_FEW_HEAVY)
     if kind == "half" and capability >= 100 and hidden_align <= 2 and rows.itemsize > 2:
         found = found._replace(heavy=found.heavy._replace(step=32))  # addresses take registers
+    if kind == "half" and (weight_align < 8 or rows.itemsize > 2):
+        found = found._replace(update=found.update._replace(h=32))
     if kind == "half" and weight_align < 8:
         if capability >= 100:
             narrow = _NARROW_FORWARD._replace(h=64 if weight_align == 4 else 32)
             found = found._replace(forward=narrow)
         elif capability >= 90:
             found = found._replace(forward=_FEW_FORWARD, heavy=_FEW_HEAVY)
-        found = found._replace(update=found.update._replace(h=32))
         if capability >= 90 and weight_align <= 2:
             found = found._replace(light=found.light._replace(h=32 * weight_align))
     return found
