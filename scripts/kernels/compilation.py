@@ -115,11 +115,12 @@ def launches(
 
 def _use(table: Tensor, gradient: RowGradient) -> None:
     """A step of every optimizer, of Adagrad also after the norm, and the rows in memory."""
-    for optimizer in (RowSGD, RowAdam, RowAdagrad, RowAdagrad):
+    for i, optimizer in enumerate((RowSGD, RowAdagrad, RowAdagrad, RowAdam)):
+        if i == 2:
+            gradient.square_norm()
         parameter = table.detach().requires_grad_()
         parameter.grad = gradient
         optimizer([parameter], lr=0.1).step()
-        gradient.square_norm()
     if not table.is_meta:
         gradient.to_sparse()
 

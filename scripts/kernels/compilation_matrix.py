@@ -111,6 +111,7 @@ def _described(launch: Launch, seen: set[str]) -> str:
     given = {key for key, value in launch.arguments.items() if value is not None}
     rules = {"total": "Adagrad", "mean": "Adam", "table": "SGD"}
     rule = next((rule for key, rule in rules.items() if key in given), "norm")
+    rule += ", norms given" * (rule == "Adagrad" and "squares" in given)
     return f"{name}, {rule}" + " of a bias" * ("sorted_hidden" not in given)
 
 

@@ -13,7 +13,8 @@ import pytest
 from .processes import run_python
 
 MATRIX_KERNELS = {"_forward", "_heavy", "_rows", "_update"}
-UPDATES = {f"_update, {rule}" for rule in ("norm", "SGD", "Adagrad", "Adam")}
+RULES = ("norm", "SGD", "Adagrad", "Adagrad, norms given", "Adam")
+UPDATES = {f"_update, {rule}" for rule in RULES}
 pytest.importorskip("triton.backends.nvidia")
 
 

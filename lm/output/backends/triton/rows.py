@@ -1,6 +1,6 @@
 """Gradients of rows: the launch that writes them, and the factors that optimizers use instead."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -70,8 +70,8 @@ def write_rows(
 class Factors:
     """The gradients of a batch for weight and bias as their factors, which need no rows.
 
-    Squared norms are formed once, of weight and bias together, until an update: a CUDA graph of the
-    backward alone writes new factors here.
+    Squared norms are formed for weight and bias together and kept until the update of each: a CUDA
+    graph of the backward alone writes new factors here.
     """
 
     problem: Problem  # without autograd's history
@@ -80,23 +80,27 @@ class Factors:
     scale: Tensor | None
     partial_rows: Tensor | None  # sums of chunks; None if the weight has no gradient
     partial_bias: Tensor | None
+    formed: dict[bool, tuple[Tensor | None, Tensor]] = field(default_factory=dict)  # norms
 
-    @cached_property
-    def norms(self) -> tuple[Tensor | None, Tensor]:
-        """Squared norms [R] of rows, undefined where there is no gradient, and sums of them.
+    def norms(self, *, of_bias: bool) -> tuple[Tensor | None, Tensor]:
+        """Squared norms of rows [R], undefined where there is no gradient, and their sum.
 
-        The sums are those of the weight, then those of the bias.
+        Those of the numbers of the bias are not kept.
         """
-        num_rows, num_nodes = self.problem.weight.shape[0], self.saved.routing.visited.numel()
-        num_places = -(-(num_rows // SLOT + num_nodes) // ALIGNED) * ALIGNED
-        sums = self._new(2, num_places).zero_()
-        special: dict[str, Any] = {"numbers": self._new(1).fill_(1)}
-        if self.partial_rows is not None:
-            special |= {"squares": self._new(num_rows), "sums": sums[0]}
-        if self.partial_bias is not None:
-            special["bias_sums"] = sums[1]
-        self.launch(self.plan.tiles.norm, of_bias=self.partial_rows is None, **special)
-        return special.get("squares"), sums.sum(1)
+        if of_bias not in self.formed:
+            num_rows, num_nodes = self.problem.weight.shape[0], self.saved.routing.visited.numel()
+            num_places = -(-(num_rows // SLOT + num_nodes) // ALIGNED) * ALIGNED
+            sums = self._new(2, num_places).zero_()
+            special: dict[str, Any] = {"numbers": self._new(1).fill_(1)}
+            if self.partial_rows is not None:
+                special |= {"squares": self._new(num_rows), "sums": sums[0]}
+            if self.partial_bias is not None:
+                special["bias_sums"] = sums[1]
+            self.launch(self.plan.tiles.norm, of_bias=self.partial_rows is None, **special)
+            totals = sums.sum(1)
+            self.formed[False] = special.get("squares"), totals[0]
+            self.formed[True] = None, totals[1]
+        return self.formed[of_bias]
 
     @cached_property
     def known(self) -> dict[str, Any]:
@@ -161,7 +165,7 @@ class Unwritten:
 
     def square_norm(self) -> Tensor:
         """See `Unformed.square_norm`."""
-        return self.factors.norms[1][int(self.of_bias)]
+        return self.factors.norms(of_bias=self.of_bias)[1]
 
     def update(self, table: Tensor, rule: Rule, factor: float | Tensor) -> None:
         """See `Unformed.update`."""
@@ -173,11 +177,11 @@ class Unwritten:
             if isinstance(value, Tensor):
                 number.mul_(value)
         special: dict[str, Any] = {"table": table, "numbers": numbers, **rule.state}
-        if "total" in rule.state and not self.of_bias:
-            special["squares"] = vars(self.factors).get("norms", [None])[0]
+        squares, _ = self.factors.formed.pop(self.of_bias, (None, None))
+        if "total" in rule.state:
+            special["squares"] = squares
         if table.dtype == torch.bfloat16:
             special["seed"] = torch.randint(1 << 31, (), device=device)
         tiles = self.factors.plan.tiles
         tile = tiles.adam if "mean" in rule.state else tiles.update
         self.factors.launch(tile, of_bias=self.of_bias, **special)
-        vars(self.factors).pop("norms", None)

@@ -120,6 +120,8 @@ def tiles(
         found = found._replace(forward=found.forward._replace(stages=3), light=light)
     if kind == "half" and capability >= 100 and hidden_align <= 2 and rows.itemsize > 2:
         found = found._replace(heavy=found.heavy._replace(step=32))  # addresses take registers
+    if kind == "half" and (weight_align < 8 or rows.itemsize > 2):
+        found = found._replace(update=found.update._replace(h=32))
     if kind == "half" and weight_align < 8:
         if capability >= 100:
             narrow = _NARROW_FORWARD._replace(h=64 if weight_align == 4 else 32)
@@ -127,7 +129,6 @@ def tiles(
         elif capability >= 90:
             found = found._replace(forward=_FEW_FORWARD, heavy=_FEW_HEAVY)
         light = found.light
-        found = found._replace(update=found.update._replace(h=32))
         if capability >= 90 and weight_align <= 2:
             found = found._replace(light=light._replace(h=4 * light.warps * weight_align))
     return found

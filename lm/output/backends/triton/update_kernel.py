@@ -80,21 +80,20 @@ def _update(
             stop = tl.minimum(c0 + size, width)
         begin, slot = flat % P, _first_slot(column, n, flat // P)
         first, row = tl.load(first_row + n), tl.arange(0, STEP)
-        start = c0
-        for c0 in range(start, stop, BLOCK_C):
-            c = c0 + tl.arange(0, BLOCK_C)
+        for block in range(c0, stop, BLOCK_C):
+            c = block + tl.arange(0, BLOCK_C)
             if end - begin <= STEP:
                 error = _load_errors(
                     errors, begin, row, begin + row < end, slot, c, width, num_slots
                 )  # fmt: skip
                 _update_tile(
-                    n, first + c0, width - c0, (error, begin, end), None, None, inputs, rule,
+                    n, first + block, width - block, (error, begin, end), None, None, inputs, rule,
                     ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
                 )  # fmt: skip
             else:
                 visits = (begin, end, slot, c, width)
                 _update_tile(
-                    n, first + c0, width - c0, None, visits, None, inputs, rule,
+                    n, first + block, width - block, None, visits, None, inputs, rule,
                     ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=BLOCK_V,
                 )  # fmt: skip
 
