@@ -185,7 +185,7 @@ def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
 
 
 def gpu_layer(results: Path, num_columns: int | None) -> str:
-    """Milliseconds of the output layer on GPUs, with their floors and the fastest published rate."""
+    """Milliseconds of the output layer on GPUs, with floors and the fastest published rate."""
     rows = read_log(results, "h100", {"what": "layer"})
     h100 = next(row for row in rows if "bytes_per_second" in row)
     for row in read_log(results, "h200", {"what": "layer"}):
