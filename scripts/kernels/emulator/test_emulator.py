@@ -312,7 +312,8 @@ def test_the_example_of_the_page_prints_what_the_page_says(tmp_path: Path) -> No
     )
     (tmp_path / "softmax.py").write_text(example)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(FOLDER.parents[2])
+    top = FOLDER.parents[2]
+    environment["PYTHONPATH"] = f"{top}{os.pathsep}{environment.get('PYTHONPATH', top)}"
     command = [sys.executable, "softmax.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     changing = re.compile(r"at #.* (?=\()|:\d+(?=\)$)", re.MULTILINE)
