@@ -79,22 +79,19 @@ def _update(
             c0 = (item - tiled) % num_shares * size
             stop = tl.minimum(c0 + size, width)
         begin, slot = flat % P, _first_slot(column, n, flat // P)
-        first, row = tl.load(first_row + n), tl.arange(0, STEP)
+        first, i = tl.load(first_row + n), tl.arange(0, STEP)
         for block in range(c0, stop, BLOCK_C):
             c = block + tl.arange(0, BLOCK_C)
             if end - begin <= STEP:
-                error = _load_errors(
-                    errors, begin, row, begin + row < end, slot, c, width, num_slots
-                )  # fmt: skip
+                error = _load_errors(errors, begin, i, begin + i < end, slot, c, width, num_slots)
                 _update_tile(
                     n, first + block, width - block, (error, begin, end), None, None, inputs, rule,
                     ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
                 )  # fmt: skip
             else:
-                visits = (begin, end, slot, c, width)
                 _update_tile(
-                    n, first + block, width - block, None, visits, None, inputs, rule,
-                    ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=BLOCK_V,
+                    n, first + block, width - block, None, (begin, end, slot, c, width), None,
+                    inputs, rule, ACC, PRECISION, BLOCK_C, BLOCK_H, STEP=BLOCK_V,
                 )  # fmt: skip
 
 
@@ -107,10 +104,8 @@ def _update_tile(
     """The rows of node n from `first` on, of gradients that are sums of visits or of chunks."""
     hidden, _, _, _, _, _, _ = inputs
     numbers, table, total, mean, square, squares, sums, bias_sums, seed, columns = rule
-    child = tl.arange(0, BLOCK_C)
+    child, factor, source = tl.arange(0, BLOCK_C), tl.load(numbers), (few, many, chunks)
     inside = child < num_rows
-    factor = tl.load(numbers)
-    source = (few, many, chunks)
     if total is not None:
         old = tl.load(total + first + child, mask=inside, other=0.0)
     if hidden is None:
