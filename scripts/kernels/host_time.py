@@ -12,7 +12,7 @@ prints both, and their sum, for fp32 and bf16.
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -23,7 +23,14 @@ from lm.output.backends.triton.launch import Launch, instrumented
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.reporting import Row, Table, benchmark_parser
 from scripts.kernels.compilation import compiled_launch
-from scripts.kernels.performance_model import Range
+
+
+class Range(NamedTuple):
+    """The least and the most of a number."""
+
+    low: float
+    high: float
+
 
 PYTHON = "Python"
 """Name of the path without its launches."""

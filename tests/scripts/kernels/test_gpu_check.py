@@ -67,6 +67,7 @@ def ends(mark: str, seconds: float = 20) -> bool:
     return not processes_with(mark)
 
 
+@pytest.mark.long
 def test_the_check_for_a_gpu_runs_all_steps_without_one(tmp_path: Path) -> None:
     code, printed, errors = check("--dry-run", "--seconds", "3600", "--out", str(tmp_path))
     assert code == 0, printed + errors

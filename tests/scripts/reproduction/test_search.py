@@ -128,7 +128,7 @@ def test_logs_are_of_declared_runs(corpus: str) -> None:
     protocol, results = Protocol.read(PROTOCOLS[corpus]), SEARCH.with_name(f"search{corpus}")
     runs = [*protocol.trials(results), *protocol.finals(results)]
     declared = {(run.row, run.seed): run.command for run in runs}
-    logs = read_logs(results)
+    logs = dict(read_logs(results))
     ngrams = logs.pop(NGRAMS, None)
     assert logs
     for key, log in logs.items():

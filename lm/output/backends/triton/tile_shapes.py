@@ -19,8 +19,8 @@ MAX_REGISTERS = 255
 """Registers of a thread; without it the assembler spills to fit more programs on a processor."""
 
 SPILLS_LESS = (3, 9, 0)
-"""The first version of Triton that needs no registers beyond a thread's for wide tiles of d_hidden
-in half precision on sm_90, where 2 divides its columns and 4 does not.
+"""The first version of Triton that needs no registers beyond a thread's in half precision on sm_90:
+for wide tiles of d_hidden, where 2 divides its columns and 4 does not, and for 128 of norms.
 """
 
 
@@ -69,7 +69,7 @@ _TILES = {
     ("half", 90): Tiles(
         Tile(64, 128, 64, 4, 4, flatten=True), _HALF_ERRORS, Tile(128, 64, 128, 8, 3, 64),
         Tile(64, 64, 64, 4, 3), norm=Tile(16, 64, 64, 4, 3, 16, registers=128),
-        update=Tile(16, 16, 64, 1, 3, 16, registers=192),
+        update=Tile(16, 16, 64, 1, 3, 16, registers=224),
     ),
     # The logits of a block pass from tensor memory through registers.
     ("half", 100): Tiles(
@@ -112,7 +112,10 @@ def tiles(
     kind = "half" if dtype.itemsize == 2 else "single" if tensor_cores else "exact"
     fitting = [sm for of, sm in _TILES if of == kind and sm <= max(capability, 80)]
     found = _TILES[kind, max(fitting)]
-    least = 4 if (triton_version() or SPILLS_LESS) < SPILLS_LESS else 2
+    spills = (triton_version() or SPILLS_LESS) < SPILLS_LESS
+    least = 4 if spills else 2
+    if spills and found.norm.registers < 168:
+        found = found._replace(norm=found.norm._replace(registers=168))
     if kind == "half" and 90 <= capability < 100 and (hidden_align < least or rows.itemsize > 2):
         found = found._replace(heavy=_FEW_HEAVY)
     if kind == "half" and 90 <= capability < 100 and rows.itemsize > 2:  # twice the bytes

@@ -24,14 +24,11 @@ from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import SLOT, Launch, execute, instrumented
 from lm.output.backends.triton.plan import tiles_for
-from lm.output.backends.triton.tile_shapes import triton_version
 from lm.output.rowwise import RowGradient
 from scripts.benchmarks import measure
-from scripts.kernels.compilation import compiled_launch
 from scripts.kernels.emulator import Emulator
 from scripts.kernels.emulator.execution import Run
 from scripts.kernels.emulator.judge import Judge
-from scripts.kernels.performance_model import WRITES_CALLS, per_program
 from scripts.kernels.work import work
 
 from ...definition import assert_errors_are_small, gradients, two_level, zipf_targets
@@ -247,9 +244,7 @@ def check_autocast(backbone: str) -> None:
 def check_counts(case: Case) -> None:
     """Execute a case and raise unless the launches do what `scripts.kernels.work` counts.
 
-    Of `node_of_row`, the compiler loads what it needs in two layouts twice. In a tree of one level
-    it merges two loops, which the model then counts as one. Operations are counted by the calls
-    around each instruction, which versions before `WRITES_CALLS` do not write: bytes alone, then.
+    Of `node_of_row`, the compiler loads what it needs in two layouts twice.
     """
     emulator = Emulator(case.capability, counting=True, recording=True)
 
@@ -257,11 +252,6 @@ def check_counts(case: Case) -> None:
         execute(launch)
         found, model, kernel = emulator.history[-1], work(launch), launch.kernel.__name__
         memory, once = found.memory, found.memory.once()
-        readable = (triton_version() or WRITES_CALLS) >= WRITES_CALLS
-        if model.memory and case.tree != "root only" and readable:
-            binary = compiled_launch(launch, case.capability)
-            *_, flops = per_program(launch, binary, model)
-            assert 2 * found.num_products == flops, f"{kernel}: {flops} operations"
         if model.memory:
             loaded = sum(memory.loaded[name] for name in (*LOADED, "hidden")) + once["node_of_row"]
             loaded += sum(memory.sectors[name] - memory.loaded[name] for name in SECTORS)
