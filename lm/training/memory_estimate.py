@@ -116,6 +116,8 @@ def _batch_bytes(run: Run) -> int:
     if backend == "auto":
         device = torch.device("cuda" if run.on_gpu else "cpu")
         backend = choose_backend(backend, problem, device, verify=False)
+    if backend == "reference" and run.word_table.row_wise:  # gradients hold errors or rows
+        vectors += element * min(problem.num_columns, problem.weight.numel())
     return vectors + 2 * saved_bytes(backend, problem, row_wise=run.word_table.row_wise)
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from lm.output import ClassTree
 from lm.output.backends import BACKENDS, nodes
-from lm.output.backends.reference import backend as reference
 from lm.output.backends.triton.launch import instrumented
 
 from .definition import SMALL_TILES, TREES
@@ -44,23 +43,19 @@ def _language_is_replaced_once_a_launch() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["saved", "computed again", "compiled", "triton"])
+@pytest.fixture(params=["reference", "compiled", "triton"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """What "auto" chooses: the reference backend with saved log-probabilities, or computing them
-    again in blocks of few children; the compiled loops; or the fused kernels, in tiles so small
-    that a node has several.
+    """What "auto" chooses: the reference backend in blocks of few children, the compiled loops, or
+    the fused kernels in tiles so small that a node has several.
     """
     kind = str(request.param)
     if kind == "compiled":
         yield kind
         return
     monkeypatch.setattr(BACKENDS["compiled"], "automatic_on", frozenset())
-    if kind == "computed again":
-        monkeypatch.setattr(reference, "SAVED_ELEMENTS", 0)
-        monkeypatch.setattr(reference, "SAVED_ELEMENTS_OF_ONE_NODE", 0)
+    if kind == "reference":
         monkeypatch.setattr(nodes, "CAST_ELEMENTS", 37)
         monkeypatch.setattr(nodes, "BLOCK_ELEMENTS", 37)
-    if kind != "triton":
         yield kind
         return
     pytest.importorskip("triton")

@@ -41,7 +41,7 @@ def on(*backends: str) -> Callable[[Test], Test]:
     return decorate
 
 
-both_backends = on("saved", "compiled", "triton")
+both_backends = on("reference", "compiled", "triton")
 
 
 def two_level(num_words: int, num_classes: int) -> ClassTree:

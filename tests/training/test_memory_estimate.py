@@ -222,6 +222,8 @@ def test_a_batch_counts_what_the_backend_saves_with_its_gradient(
     num_positions, row_wise = sequences * 1024, gradients == "row_wise"
     problem = Problem.without_values(num_positions, 300, TREE, torch.float32)
     saved = saved_bytes(backend, problem, row_wise=row_wise)
+    if backend == "reference" and row_wise:  # errors, or rows if these are fewer numbers
+        saved += 2 * min(
+            num_positions * TREE.max_path_columns, TREE.num_rows * problem.weight.shape[1]
+        )
     assert need.batch == 4 * num_positions * 300 * (12 + 4) + 2 * saved
-    if backend == "reference" and row_wise:  # the columns of all paths, however many they are
-        assert saved >= 4 * num_positions * TREE.max_path_columns

@@ -7,7 +7,7 @@ import torch
 from lm.output.backends.autograd import Op, register_op
 from lm.output.backends.base import Backend, Needs, Problem
 from lm.output.backends.compiled.backend import CompiledBackend
-from lm.output.backends.reference.backend import ReferenceBackend
+from lm.output.backends.reference import ReferenceBackend
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.tracing import constant_when_compiled
 

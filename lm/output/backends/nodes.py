@@ -1,6 +1,5 @@
 """Nodes of the tree that a batch visits, and the softmax of one node over its children."""
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,27 +27,21 @@ class Node(NamedTuple):
     level: int
     visits: slice
     rows: slice  # of its children
-    offset: int  # of its columns among those of all visits
-
-    def columns(self, flat: Tensor) -> Tensor:
-        """The node's columns [visits, children] in the flat columns of all visits, a view."""
-        shape = (self.visits.stop - self.visits.start, self.rows.stop - self.rows.start)
-        return flat[self.offset :][: math.prod(shape)].view(shape)
 
     def blocks(self, weight: Tensor, dtype: torch.dtype, *, whole: bool) -> list[slice]:
-        """The children in blocks, whose logits (if not `whole`) and cast rows fit in memory."""
-        num_children = self.rows.stop - self.rows.start
+        """The rows in blocks, whose logits (if not `whole`) and cast rows fit in memory."""
+        start, stop = self.rows.start, self.rows.stop
         limit = CUDA_BLOCK_ELEMENTS if weight.is_cuda else BLOCK_ELEMENTS
-        step = num_children if whole else limit // (self.visits.stop - self.visits.start)
+        step = stop - start if whole else limit // (self.visits.stop - self.visits.start)
         if weight.dtype != dtype:
             step = min(step, CAST_ELEMENTS // weight.shape[1])
-        begins = range(0, num_children, max(1, step))
-        return [slice(begin, min(begin + begins.step, num_children)) for begin in begins]
+        begins = range(start, stop, max(1, step))
+        return [slice(begin, min(begin + begins.step, stop)) for begin in begins]
 
 
 def visited_nodes(node: Tensor, tree: TreeArrays | ClassTree) -> list[Node]:
     """The nodes `node` [D, P] that sorted positions visit on each level, -1 for none, by row."""
-    nodes, offset = [], 0
+    nodes = []
     for level, node_of_position in enumerate(node):
         index, count = torch.unique_consecutive(node_of_position, return_counts=True)
         stop = count.cumsum(0)
@@ -57,8 +50,7 @@ def visited_nodes(node: Tensor, tree: TreeArrays | ClassTree) -> list[Node]:
         first, width = tree.first_row[index], tree.num_children[index]
         arrays = (array.tolist() for array in (stop - count, stop, first, first + width))
         for start, end, row, end_row in zip(*arrays, strict=True):
-            nodes.append(Node(level, slice(start, end), slice(row, end_row), offset))
-            offset += (end - start) * (end_row - row)
+            nodes.append(Node(level, slice(start, end), slice(row, end_row)))
     return nodes
 
 
@@ -105,11 +97,9 @@ def node_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat([F.linear(hidden, r.to(dtype), b) for r, b in blocks], dim=1)
 
 
-def node_log_softmax(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
-) -> Tensor:
+def node_log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The log-probabilities [V, children] of a node's children; arguments as of `node_logits`."""
-    return torch.log_softmax(node_logits(hidden, weight, bias), dim=1, out=out)
+    return torch.log_softmax(node_logits(hidden, weight, bias), dim=1)
 
 
 @not_compiled

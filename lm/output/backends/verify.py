@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
-from lm.output.backends.reference.backend import ReferenceBackend
+from lm.output.backends.reference import ReferenceBackend
 from lm.output.rowwise.blocks import Rule
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tree.class_tree import ClassTree

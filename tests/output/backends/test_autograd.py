@@ -14,7 +14,7 @@ from lm.output.functional import BackendName
 from ..definition import TREES, TWO_LEVEL, both_backends, nll, on, problem
 
 
-@on("saved", "computed again")
+@on("reference")
 def test_gradients_pass_gradcheck(tree: ClassTree) -> None:
     *inputs, target = problem(tree, 5)
     assert torch.autograd.gradcheck(lambda *inputs: nll([*inputs, target], tree), inputs)
@@ -103,7 +103,7 @@ def test_autocast_takes_half_precision_hidden_with_full_precision_weights(
         assert (grad.float() - true).abs().max() <= (error + rounding) * true.abs().max()
 
 
-@on("saved", "computed again")
+@on("reference")
 @pytest.mark.parametrize(
     ("tree", "row_wise"), [("two levels", False), ("full", True)], indirect=["tree"]
 )

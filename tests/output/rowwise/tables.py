@@ -21,10 +21,8 @@ def in_blocks(test: Test) -> Test:
     """Decorator of tests of all backends, whose gradients are formed in whole nodes and in blocks
     of two rows; those of the kernels, which the interpreter computes slowly, in the latter only.
     """
-    ways = [(way, size) for way in ("saved", "computed again") for size in (WHOLE_NODES, TWO_ROWS)]
-    chosen = pytest.mark.parametrize(
-        ("backend", "portion"), [*ways, ("triton", TWO_ROWS)], indirect=True
-    )
+    ways = [("reference", WHOLE_NODES), ("reference", TWO_ROWS), ("triton", TWO_ROWS)]
+    chosen = pytest.mark.parametrize(("backend", "portion"), ways, indirect=True)
     return pytest.mark.usefixtures("backend", "portion")(chosen(test))
 
 

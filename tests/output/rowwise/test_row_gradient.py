@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from lm.output.backends import nodes
 from lm.output.backends.compiled import factors
-from lm.output.backends.reference import backend as reference
 from lm.output.functional import BackendName
 from lm.output.rowwise import Product, RowAdagrad, RowGradient, Rows, lookup
 
@@ -258,18 +257,17 @@ def test_casting_bf16_rows_a_few_at_a_time_changes_nothing(
 
 
 @pytest.mark.parametrize("backend", ["reference", "compiled"])
-def test_gradients_of_classes_are_products(
+def test_gradients_of_nodes_with_few_visits_are_products(
     backend: BackendName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As rows they would be larger than the visited rows, for any number of columns.
+    """As rows they would be larger: W numbers for each child instead of one for each visit.
 
-    Except for nodes that are narrow or have many visits in the compiled backend.
+    Except for narrow nodes in the compiled backend.
     """
-    monkeypatch.setattr(reference, "SAVED_ELEMENTS", 0)
+    monkeypatch.setattr(nodes, "BLOCK_ELEMENTS", 1)
     monkeypatch.setattr(factors, "NARROW", 0)
-    monkeypatch.setattr(factors, "FORMED_VISITS", P + 1)
     weight, bias = table(TWO_LEVEL)
-    hidden, target = torch.randn(P, H, dtype=torch.float64), torch.randint(0, N, (P,))
+    hidden, target = torch.randn(W - 1, H, dtype=torch.float64), torch.randint(0, N, (W - 1,))
     nll = hierarchical_cross_entropy(
         hidden, weight, target, TWO_LEVEL, bias, row_wise=True, backend=backend
     )
@@ -277,5 +275,6 @@ def test_gradients_of_classes_are_products(
     assert isinstance(d_weight, RowGradient)
     of_batch = d_weight.factored()
     parts = d_weight.parts if of_batch is None else of_batch.parts()
-    assert parts
+    visited_classes = torch.unique(TWO_LEVEL.node_of_row[TWO_LEVEL.row_of_word[target]])
+    assert len(parts) == 1 + len(visited_classes)
     assert all(isinstance(part, Product) for part in parts)

@@ -23,7 +23,7 @@ from ..definition import H, definition, gradients, nll, on, problem
 
 Law = Callable[[ClassTree], None]
 few_and_many = pytest.mark.parametrize("examples", [4, pytest.param(200, marks=pytest.mark.long)])
-every_backend = on("saved", "computed again", "compiled", "triton")
+every_backend = on("reference", "compiled", "triton")
 
 
 @st.composite
@@ -121,7 +121,7 @@ def test_loss_and_gradients_are_those_of_the_definition(examples: int) -> None:
 
 
 @few_and_many
-@on("saved", "compiled", "triton")
+@on("reference", "compiled", "triton")
 def test_row_wise_gradients_are_those_of_the_definition(examples: int) -> None:
     holds(row_wise_law, examples)
 
@@ -151,7 +151,7 @@ def chain_log_prob(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "num_nodes", [40, pytest.param(1000, marks=pytest.mark.long)], ids=lambda n: f"{n} nodes"
 )
-@on("saved", "compiled", "triton")
+@on("reference", "compiled", "triton")
 def test_a_chain_of_nodes_is_a_tree_like_any_other(num_nodes: int) -> None:
     tree = chain(num_nodes)
     assert (tree.depth, tree.num_nodes) == (num_nodes, num_nodes)

@@ -1,7 +1,7 @@
 """The backend for CPUs: the loops of the reference backend over nodes, compiled by numba.
 
-It computes what the reference backend computes, from the same equations, and saves the same. A
-visit costs no call of PyTorch, rows are read where they are, and they are still in the cache when
+It computes what the reference backend computes, from the same equations, and saves the errors (4).
+A visit costs no call of PyTorch, rows are read where they are, and they are still in the cache when
 (5) follows (1). Work is divided among PyTorch's number of threads, forward by positions and
 backward by rows; the results are the same bit for bit for any number.
 
@@ -13,6 +13,7 @@ best left to PyTorch) and shards to the reference backend.
 import sys
 from functools import partial
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from lm.output.backends.base import Gradients, Needs, Problem
 from lm.output.backends.compiled.arrays import Array, as_array, own
 from lm.output.backends.compiled.division import bounds_of, divide
 from lm.output.backends.compiled.factors import Factors
-from lm.output.backends.reference.backend import ReferenceBackend, Saved
-from lm.output.backends.reference.gradient_memory import zeros_except
+from lm.output.backends.compiled.gradient_memory import zeros_except
+from lm.output.backends.reference import ReferenceBackend
 from lm.output.backends.verify import Kind, verified, was_verified
 from lm.output.backends.visits import check_words
 from lm.output.rowwise.blocks import Factored
@@ -32,15 +33,32 @@ from lm.output.tracing import constant_when_compiled
 DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 ALIGN = 32
 """Hidden vectors are followed by zeros up to a multiple of so many numbers."""
+SAVED_ELEMENTS = 1 << 26
+"""Most errors saved: 256 MB in fp32; for row-wise gradients of classes, whose factors they are, as
+many as there are."""
+SAVED_ELEMENTS_OF_ONE_NODE = 1 << 20
+"""Most errors saved of a tree of one node, the full softmax."""
 FULL_SAVED_ELEMENTS = 1 << 28
 """Most errors saved of a full softmax whose products are of bf16 numbers: 1 GB, a third
-of what PyTorch's `cross_entropy` of as many logits takes."""
+of what PyTorch's `cross_entropy` of as many logits takes. It takes half to two thirds of the time
+of computing logits again in PyTorch's products."""
 LEAST_ZEROS = 1 << 18
 """Numbers from which on threads divide the rows that are set to zero."""
 FREE_COLUMNS = 150_000_000
 """Columns without a gradient that the reference backend computes before the loops are loaded, which
 takes a second and 140 MB of memory, and tens of seconds to compile once. The loops save 5 to 12 ns
 of each column (10,000 to 200,000 words on an AMD EPYC with AVX-512)."""
+
+
+class Saved(NamedTuple):
+    """What the forward saves, by sorted position; without elements if it is not needed."""
+
+    position: Tensor  # [P], node and child [D, P]: see `Visits`
+    node: Tensor
+    child: Tensor
+    error: Tensor  # [P · max_path_columns], (4) of all visits, node by node; the rest undefined
+    d_hidden_unscaled: Tensor  # [P, W], Σ W_nᵀ e_v of (5)
+    hidden: Tensor  # [P, …], where they are read again
 
 
 class CompiledBackend(ReferenceBackend):
@@ -58,16 +76,6 @@ class CompiledBackend(ReferenceBackend):
             return True
         self._num_columns += problem.num_columns
         return self._num_columns > FREE_COLUMNS
-
-    def saves_errors(self, problem: Problem, *, row_wise: bool) -> bool:
-        """Also those of a full softmax, as of other trees, where products of bf16 numbers are fast.
-
-        There it takes half to two thirds of the time of computing logits again in PyTorch's
-        products.
-        """
-        if problem.depth == 1 and _multiplies_bf16(problem):
-            return problem.num_columns <= FULL_SAVED_ELEMENTS
-        return super().saves_errors(problem, row_wise=row_wise)
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""
@@ -97,22 +105,85 @@ class CompiledBackend(ReferenceBackend):
         failures = (NumbaError, RuntimeError, OSError)
         return verified(self, device, Kind(*dtypes), failures)
 
+    def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
+        """See `Backend.forward`."""
+        if not _saves_errors(problem, needs):
+            return super().forward(problem, needs)
+        from lm.output.backends.compiled.routing import nll_of
+
+        log_prob, saved = self._target_log_prob(problem, needs)
+        nll = log_prob.new_empty(problem.num_positions)
+        nll_of(own(saved.position), own(log_prob), *_targets(problem), own(nll))
+        return nll, list(saved) if needs.any else super().new_saved(problem, needs)
+
+    def nll_by_level(self, problem: Problem) -> Tensor:
+        """See `Backend.nll_by_level`."""
+        needs = Needs(hidden=False, weight=False, bias=False)
+        if not _saves_errors(problem, needs):
+            return super().nll_by_level(problem)
+        log_prob, saved = self._target_log_prob(problem, needs)
+        return torch.empty_like(log_prob).index_copy_(1, saved.position, 0 - log_prob)
+
+    def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
+        """See `Backend.new_saved`."""
+        if needs.any and _saves_errors(problem, needs):
+            return list(self._new_saved(problem, needs))
+        return super().new_saved(problem, needs)
+
+    def _new_saved(self, problem: Problem, needs: Needs) -> Saved:
+        *visits, none = super().new_saved(problem, needs)
+        size = problem.num_positions if needs.hidden else 0, problem.weight.shape[1]
+        is_read = (needs.weight or needs.bias) and _multiplies_bf16(problem)
+        error = none.new_empty(problem.num_columns if needs.any else 0)
+        hidden = _new_sorted(problem, none, is_bf16=True) if is_read else none.new_empty(0)
+        return Saved._make([*visits, error, none.new_empty(size), hidden])
+
+    def backward(
+        self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
+    ) -> Gradients:
+        """See `Backend.backward`."""
+        if not _saves_errors(problem, needs):
+            return super().backward(d_nll, problem, saved, needs)
+        from lm.output.backends.compiled import node_loops
+
+        found = Saved(*saved)
+        weight, bias, position = problem.weight, problem.bias, found.position
+        d_nll = _sorted_d_nll(d_nll, problem, position)
+        nodes = _nodes(found.node, problem)
+        d_hidden = None
+        if needs.hidden:
+            d_hidden = problem.hidden.new_empty(problem.hidden.shape)
+            unsorted = map(own, (position, found.d_hidden_unscaled, d_nll))
+            bounds = bounds_of(nodes, len(d_hidden), by_rows=False)
+            divide(bounds, node_loops.unsort_rows, *unsorted, as_array(d_hidden))
+        if needs.row_wise:
+            return Gradients(d_hidden, *_row_gradients(nodes, problem, found, needs, d_nll))
+        d_weight, d_bias = weight.new_empty(0, weight.shape[1]), d_nll.new_empty(0)
+        if needs.weight:
+            d_weight = zeros_except(int(nodes[:, 3].sum()), weight, partial(_zero_gaps, nodes))
+        if bias is not None and needs.bias:
+            d_bias = d_nll.new_zeros(bias.shape)
+        if needs.weight or needs.bias:
+            _form(problem, found, d_nll, nodes, d_weight, d_bias)
+        return Gradients(
+            d_hidden,
+            d_weight if needs.weight else None,
+            d_bias.to(bias.dtype) if bias is not None and needs.bias else None,
+        )
+
     def _target_log_prob(self, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
-        if not self.saves_errors(problem, row_wise=needs.row_wise):
-            return super()._target_log_prob(problem, needs)
+        """The log q [D, P] of every visit's target, 0 for none, and what is saved."""
         from lm.output.backends.compiled import node_loops
 
         saved = self._with_visits(problem, needs)
         log_prob = saved.error.new_zeros(saved.node.shape)
         is_bf16, ones = _multiplies_bf16(problem), log_prob[0, :0]
-        hidden = saved.hidden
-        if len(hidden) == 0:
+        if len(hidden := saved.hidden) == 0:
             hidden = _new_sorted(problem, log_prob, is_bf16=is_bf16)
         nodes = _nodes(saved.node, problem)
         bounds = bounds_of(nodes, len(hidden), by_rows=False)
         widest = int(nodes[:, 3].max(initial=0))
-        bias = problem.bias
-        bias = ones.new_zeros(widest) if bias is None else bias.to(ones.dtype)
+        bias = ones.new_zeros(widest) if problem.bias is None else problem.bias.to(ones.dtype)
         bias = bias.contiguous()  # which the loops read by address
         loops = node_loops.forward_bf16 if is_bf16 else node_loops.forward
         results = map(own, (saved.child, log_prob, *saved[3:5]))
@@ -128,66 +199,24 @@ class CompiledBackend(ReferenceBackend):
         )
         return log_prob, saved
 
-    def _nll(self, log_prob: Tensor, position: Tensor, problem: Problem, needs: Needs) -> Tensor:
-        if not self.saves_errors(problem, row_wise=needs.row_wise):
-            return super()._nll(log_prob, position, problem, needs)
-        from lm.output.backends.compiled.routing import nll_of
-
-        nll = log_prob.new_empty(problem.num_positions)
-        nll_of(own(position), own(log_prob), *_targets(problem), own(nll))
-        return nll
-
-    def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
-        """See `Backend.new_saved`; of bf16 numbers the sorted hidden vectors too, read again."""
-        *saved, none = super().new_saved(problem, needs)
-        errors = self.saves_errors(problem, row_wise=needs.row_wise)
-        if (needs.weight or needs.bias) and errors and _multiplies_bf16(problem):
-            return [*saved, _new_sorted(problem, saved[0], is_bf16=True)]
-        return [*saved, none]
-
     def _with_visits(self, problem: Problem, needs: Needs) -> Saved:
         """What is saved, with its visits."""
         from lm.output.backends.compiled.routing import route
 
-        saved = Saved(*self.new_saved(problem, needs))
+        saved = self._new_saved(problem, needs)
         target, ignored, _ = _targets(problem)
         arrays = tuple(map(own, problem.tree[:7]))
         if not route(target, ignored, arrays, *map(own, saved[:3])):
             check_words("target", problem.target, problem.vocab_size, ignored)
         return saved
 
-    def _backward(
-        self, d_nll: Tensor, lse: Tensor | None, problem: Problem, saved: Saved, needs: Needs
-    ) -> Gradients:
-        errors = self.saves_errors(problem, row_wise=needs.row_wise)
-        if lse is not None or not errors:
-            return super()._backward(d_nll, lse, problem, saved, needs)
-        from lm.output.backends.compiled import node_loops
 
-        weight, bias, position = problem.weight, problem.bias, saved.position
-        d_nll = _sorted_d_nll(d_nll, problem, position)
-        nodes = _nodes(saved.node, problem)
-        d_hidden = None
-        if needs.hidden:
-            d_hidden = problem.hidden.new_empty(problem.hidden.shape)
-            unsorted = map(own, (position, saved.d_hidden_unscaled, d_nll))
-            bounds = bounds_of(nodes, len(d_hidden), by_rows=False)
-            divide(bounds, node_loops.unsort_rows, *unsorted, as_array(d_hidden))
-        if needs.row_wise:
-            return Gradients(d_hidden, *_row_gradients(nodes, problem, saved, needs, d_nll))
-        d_weight, d_bias = weight.new_empty(0, weight.shape[1]), d_nll.new_empty(0)
-        if needs.weight:
-            first, num = torch.from_numpy(nodes[:, 2:4]).unbind(1)
-            d_weight = zeros_except(first, num, weight, partial(_zero_gaps, nodes))
-        if bias is not None and needs.bias:
-            d_bias = d_nll.new_zeros(bias.shape)
-        if needs.weight or needs.bias:
-            _form(problem, saved, d_nll, nodes, d_weight, d_bias)
-        return Gradients(
-            d_hidden,
-            d_weight if needs.weight else None,
-            d_bias.to(bias.dtype) if bias is not None and needs.bias else None,
-        )
+def _saves_errors(problem: Problem, needs: Needs) -> bool:
+    """Whether the loops compute, which save the errors of all visits, and not PyTorch."""
+    if problem.depth > 1:
+        return needs.row_wise or problem.num_columns <= SAVED_ELEMENTS
+    is_bf16 = _multiplies_bf16(problem)
+    return problem.num_columns <= (FULL_SAVED_ELEMENTS if is_bf16 else SAVED_ELEMENTS_OF_ONE_NODE)
 
 
 def _targets(problem: Problem) -> tuple[Array, int, bool]:
@@ -196,16 +225,15 @@ def _targets(problem: Problem) -> tuple[Array, int, bool]:
 
 
 def _sorted_d_nll(d_nll: Tensor, problem: Problem, position: Tensor) -> Tensor:
-    """See `lm.output.backends.reference.backend.sorted_d_nll`."""
+    """The d nll [P] of the sorted positions; 0 where the target is ignored, divided for a mean."""
     from lm.output.backends.compiled.routing import sort_d_nll
 
     sorted_ = torch.empty_like(d_nll, memory_format=torch.contiguous_format)
-    arrays = map(own, (position, d_nll.contiguous()))
-    sort_d_nll(*arrays, *_targets(problem), own(sorted_))
+    sort_d_nll(own(position), own(d_nll.contiguous()), *_targets(problem), own(sorted_))
     return sorted_
 
 
-def _zero_gaps(nodes: Array, out: Tensor, *_: Tensor) -> None:
+def _zero_gaps(nodes: Array, out: Tensor) -> None:
     """See `zeros_except`."""
     from lm.output.backends.compiled import node_loops
 

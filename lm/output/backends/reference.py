@@ -1,0 +1,198 @@
+"""The reference backend, the definition of correct: node by node, in PyTorch, for any device.
+
+With visits v = (position p, node n), rows W_n and biases b_n of the node's children, and y_v the
+child on the target's path:
+
+    z_v = W_n h_p + b_n                            (1)
+    log q_v = z_v - lse_v,  lse_v = log Σ exp z_v  (2)
+    nll_p = - Σ_{v of p} log q_v[y_v]              (3)
+    e_v = q_v - onehot(y_v)                        (4)
+    d h_p = d nll_p · Σ_{v of p} W_nᵀ e_v          (5)
+    d W_n = Σ_{v of n} e_v (d nll_p h_p)ᵀ,   d b_n = Σ_{v of n} d nll_p e_v   (6)
+
+Each node is one small matrix product, so a position costs O(H · columns on its path). A node with
+many visits or children is computed in blocks of children that fit in a cache. The forward saves
+log-sum-exps, and the backward computes the logits again. No weight is copied, and each row's
+gradient is complete when it is written, once.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype, num_targets
+from lm.output.backends.nodes import sorted_hidden, visited_nodes
+from lm.output.backends.visits import Visits, check_words, route
+from lm.output.rowwise.blocks import Product, Rows
+from lm.output.rowwise.row_gradient import RowGradient
+
+
+class ReferenceBackend:
+    """`Backend` for any device and dtype, which saves visits and log-sum-exps."""
+
+    name = "reference"
+    automatic_on: frozenset[str] = frozenset()
+
+    def obstacle(self, problem: Problem, device: torch.device) -> str | None:
+        """None: it solves every problem."""
+        return None
+
+    def is_worth_loading(self, problem: Problem, *, has_gradient: bool) -> bool:
+        """Always: there is nothing to load."""
+        return True
+
+    def verified(self, problem: Problem, device: torch.device) -> bool:
+        """Always: the reference is the definition."""
+        return True
+
+    def part_size(self, problem: Problem) -> int:
+        """All of them."""
+        return problem.num_positions
+
+    def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
+        """See `Backend.new_saved`."""
+        hidden, size = problem.hidden, (problem.depth, problem.num_positions)
+        lse_size = 2, problem.depth if needs.any else 0, problem.num_positions
+        visits = [problem.target.new_empty(each) for each in (size[1:], size, size)]
+        return [*visits, hidden.new_empty(lse_size, dtype=compute_dtype(hidden.dtype))]
+
+    def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
+        """See `Backend.forward`."""
+        visits, lse, target_logit = _softmaxes(problem)
+        nll = _nll_by_level(visits, lse, target_logit).sum(0)
+        lse = lse if needs.any else nll.new_empty(2, 0, len(nll))
+        return nll / num_targets(problem) if problem.mean else nll, [*visits, lse]
+
+    def nll_by_level(self, problem: Problem) -> Tensor:
+        """See `Backend.nll_by_level`."""
+        return _nll_by_level(*_softmaxes(problem))
+
+    def partial(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """See `Backend.partial`. Nothing but the visits is saved."""
+        visits, lse, logit = _softmaxes(problem)
+        return _unsorted(visits, lse.sum(0)), _unsorted(visits, logit), [*visits]
+
+    def partial_backward(
+        self, d_nll: Tensor, lse: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
+    ) -> Gradients:
+        """See `Backend.partial_backward`."""
+        lse = lse.index_select(1, saved[0])
+        lse = torch.stack([lse, torch.zeros_like(lse)])
+        return ReferenceBackend.backward(self, d_nll, problem, [*saved, lse], needs)
+
+    def backward(
+        self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
+    ) -> Gradients:
+        """See `Backend.backward`."""
+        visits, (largest, log_total) = Visits(*saved[:3]), saved[3]
+        hidden = sorted_hidden(problem.hidden, visits.position, problem.weight.shape[1])
+        d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
+        if problem.mean:
+            d_nll = d_nll / num_targets(problem)
+        d_nll = d_nll.to(hidden.dtype).index_select(0, visits.position)[:, None]
+        scaled, d_hidden = d_nll * hidden, torch.zeros_like(hidden)
+        tables = problem.weight if needs.weight else None, problem.bias if needs.bias else None
+        d_weight, d_bias = (
+            None if t is None else RowGradient(t, []) if needs.row_wise else t.new_zeros(t.shape)
+            for t in tables
+        )
+        with torch.autocast(hidden.device.type, enabled=False):
+            for block in _blocks(problem, hidden, visits, row_wise=needs.row_wise):
+                at = block.visits
+                error = block.logits.sub_(largest[at][:, None]).sub_(log_total[at][:, None])
+                target = error.gather(1, block.child)  # so far log q
+                target = torch.where(block.is_inside, target.expm1(), target.exp())
+                error.exp_().scatter_(1, block.child, target)
+                if needs.hidden:
+                    d_hidden[at[1]].addmm_(error, block.weight)
+                for gradient, vectors in ((d_weight, scaled), (d_bias, d_nll)):
+                    if gradient is not None:
+                        _add_product(gradient, block, error, vectors[at[1]])
+        if not needs.hidden:
+            return Gradients(None, d_weight, d_bias)
+        d_hidden = d_nll * d_hidden[:, : problem.hidden.shape[1]]
+        d_hidden = torch.empty_like(d_hidden).index_copy_(0, visits.position, d_hidden)
+        return Gradients(d_hidden.to(problem.hidden.dtype), d_weight, d_bias)
+
+
+class _Block(NamedTuple):
+    """Some children of a node, and the logits of its visits V."""
+
+    visits: tuple[int, slice]  # their place in tensors [D, P] of the sorted positions
+    rows: slice
+    weight: Tensor  # [children, W], in the dtype that sums are formed in
+    logits: Tensor  # [V, children]
+    child: Tensor  # [V, 1], the target's if `is_inside`
+    is_inside: Tensor  # [V, 1]
+    is_held: bool  # by a row-wise gradient
+
+
+def _blocks(
+    problem: Problem, hidden: Tensor, visits: Visits, *, row_wise: bool = False
+) -> Iterator[_Block]:
+    """The nodes that hidden vectors [P, W] visit, in blocks whose logits fit in a cache.
+
+    Row-wise gradients hold the errors of a node's visits, of all children at once, where these are
+    fewer numbers than the gradients of its rows.
+    """
+    weight, bias, dtype = problem.weight, problem.bias, hidden.dtype
+    for node in visited_nodes(visits.node, problem.tree):
+        at = node.level, node.visits
+        is_held = row_wise and node.visits.stop - node.visits.start < weight.shape[1]
+        for rows in node.blocks(weight, dtype, whole=is_held):
+            block_weight = weight[rows].to(dtype)
+            block_bias = None if bias is None else bias[rows].to(dtype)
+            logits = F.linear(hidden[node.visits], block_weight, block_bias)
+            child = visits.child[at][:, None] + (node.rows.start - rows.start)
+            is_inside = (child >= 0) & (child < logits.shape[1])
+            child = child.clamp(0, logits.shape[1] - 1)
+            yield _Block(at, rows, block_weight, logits, child, is_inside, is_held)
+
+
+def _softmaxes(problem: Problem) -> tuple[Visits, Tensor, Tensor]:
+    """Visits, and by sorted position for each of them the lse of (2) and the target's logit.
+
+    The lse [2, D, P] are the largest logit and log Σ exp(z - largest), whose sum is -inf where
+    there is no visit; the logits [D, P] are 0 there and for targets in another shard.
+    """
+    tree, ignore_index = problem.tree, problem.ignore_index
+    check_words("target", problem.target, problem.vocab_size, ignore_index)
+    visits = route(problem.target, tree, problem.depth, ignore_index, problem.shard)
+    hidden = sorted_hidden(problem.hidden, visits.position, problem.weight.shape[1])
+    largest = hidden.new_full(visits.node.shape, torch.finfo(hidden.dtype).min)
+    total, target_logit = torch.zeros_like(largest), torch.zeros_like(largest)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for block in _blocks(problem, hidden, visits):
+            at, logits = block.visits, block.logits
+            target_logit[at] += logits.gather(1, block.child).where(block.is_inside, 0).squeeze(1)
+            before, after = largest[at], torch.maximum(largest[at], logits.amax(1))
+            total[at] *= (before - after).exp_()  # sums are rounded relative to 1, not to the lse
+            total[at] += logits.sub_(after[:, None]).exp_().sum(1)
+            largest[at] = after
+    return visits, torch.stack([largest, total.log_()]), target_logit
+
+
+def _nll_by_level(visits: Visits, lse: Tensor, target_logit: Tensor) -> Tensor:
+    """Terms [D, P] of (3), 0 for no visit."""
+    nll = lse[0] - target_logit + lse[1]
+    return _unsorted(visits, nll.where(visits.node >= 0, 0))
+
+
+def _unsorted(visits: Visits, by_level: Tensor) -> Tensor:
+    """[D, P] of the sorted positions in the order of the positions."""
+    return torch.empty_like(by_level).index_copy_(1, visits.position, by_level)
+
+
+def _add_product(gradient: Tensor, block: _Block, error: Tensor, vectors: Tensor) -> None:
+    """Add errorᵀ vectors to the rows of a block, which nothing else is added to."""
+    rows = block.rows
+    if not isinstance(gradient, RowGradient):
+        gradient[rows] = (error.T @ vectors).view(gradient[rows].shape)  # rounded once
+    elif block.is_held:
+        gradient.append(Product(rows.start, error, vectors))
+    else:
+        index = torch.arange(rows.start, rows.stop, device=error.device)
+        gradient.append(Rows(index, error.T @ vectors))

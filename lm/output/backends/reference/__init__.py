@@ -1,1 +1,0 @@
-"""The reference backend, in torch, for any device."""
