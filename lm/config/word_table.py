@@ -8,7 +8,8 @@ from lm.config.schema import Config
 
 ROW_WISE_ELEMENTS, ROW_WISE_ELEMENTS_ON_GPU = 1 << 22, 1 << 28
 """Sizes from which gradients are row-wise by default, the latter with plain SGD on a GPU: a
-smaller dense one is faster.
+smaller dense one is faster. Timed on a GPU at 7M elements alone: 9 times as fast as with row-wise
+ones of a tied table, for which the host waits 16 ms a step. At 2^28 a dense update moves 6 GB.
 """
 
 

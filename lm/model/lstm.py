@@ -48,7 +48,7 @@ def _gradient_scale(inputs: Tensor) -> float:
 
     PyTorch runs cuDNN's LSTM in fp16 there, below whose range fall gradients of a mean over many
     tokens: relative errors of 1.4 % at 1e-5, 13 % at 1e-6, 70 % at 1e-7. A sixteenth of the number
-    of tokens, a power of two, leaves room for sums over tokens.
+    of tokens, a power of two, keeps sums over tokens in range.
     """
     trains = inputs.is_cuda and torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")
     if not trains or torch.get_autocast_dtype("cuda") != torch.bfloat16:
@@ -166,7 +166,7 @@ class LSTM(nn.Module):
                 outputs = self.dropout(outputs)
         h, c = (torch.cat(parts) for parts in zip(*ends, strict=True))
         if scale != 1:
-            outputs, h, c = (part.bfloat16() for part in (outputs, h, c))
+            outputs, h, c = outputs.bfloat16(), h.float(), c.float()
         outputs, (h, c) = _scaled(scale, outputs, h, c)
         return outputs, (h, c)
 
@@ -175,8 +175,8 @@ class LSTM(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """A layer's output and end, with a mask on W_hh or weights' gradients divided by `scale`.
 
-        `functional_call` would do the same, but moves all weights to new memory in every call on a
-        GPU, where a recorded step reads them at their old addresses.
+        Not by `functional_call`, with which `nn.LSTM` moves all weights to new memory in every call
+        on a GPU, while a recorded step reads them at their old addresses.
         """
         drops = self.training and self.dropout_weight
         if not drops and scale == 1:

@@ -117,6 +117,7 @@ def test_scaled_gradients_are_those_without_scale(
         leaves = [leaf.requires_grad_() for leaf in leaves]
         torch.manual_seed(4)
         output, end = model(leaves[0], tuple(leaves[1:]))
+        end = tuple(part.float() for part in end)
         loss = (output.sum() + sum(part.square().sum() for part in end)) / 1000
         found.append([output, *end, *torch.autograd.grad(loss, [*leaves, *model.parameters()])])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
