@@ -197,6 +197,7 @@ def _after_step(table: Tensor, gradient: RowGradient) -> Tensor:
     part = gradient.factored()
     if part is not None and part.batch.can_update(table):
         total = table.new_zeros(len(table), dtype=compute_dtype(table.dtype))
+        part.batch.square_norm()  # which the update then takes row by row, as after clipping
         part.batch.update(table, Rule((lr, eps), {"total": total}), part.factor)
         return table
     values = gradient.to_dense().to(compute_dtype(table.dtype))

@@ -61,6 +61,7 @@ def test_correct_kernels_are_taken_after_one_comparison() -> None:
         assert choose_backend("auto", HALF, CPU) == "triton"
     assert len(names) == count > 0
     assert num_entries[:7].all()
+    assert names[-2:] == ["_update", "_update"]  # norms, and a step that reads them
     assert torch.equal(torch.get_rng_state(), before)
 
 
