@@ -172,7 +172,10 @@ def test_a_folder_without_a_model_or_prepared_data_is_named(
     for folder in (tmp_path / "empty", tmp_path / "absent"):
         if verb in ("evaluate", "generate"):
             expected = f"{folder}: no trained model here (model.json is missing)"
-            expected += "; `lm train CONFIG` trains one" * folder.exists()
+            is_there = folder.exists()
+            expected += (
+                "; `lm train CONFIG` trains one" if is_there else "; there is no such folder"
+            )
             assert untouched(verb, folder) == expected
         else:
             if folder.exists():

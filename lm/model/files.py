@@ -129,6 +129,8 @@ def read_description(folder: Path) -> Description:
             problem += f"; `lm train {folder} --resume auto` continues the training"
         elif folder.exists():
             problem += "; `lm train CONFIG` trains one"
+        else:
+            problem += "; there is no such folder"
         raise UserError(problem)
     description: Description = read_json(path, Description, FORMAT_VERSION)
     return description

@@ -23,7 +23,7 @@ from lm.model.files import DESCRIPTION
 from lm.run import Run
 from lm.training.batches import Batch, Batches, training_batches
 from lm.training.checkpoint import load_checkpoint
-from lm.training.clock import Progress
+from lm.training.clock import Progress, in_words
 from lm.training.devices import build_fabric, launched, reporting_lost_processes
 from lm.training.environment import peak_memory
 from lm.training.loggers import Logger, open_loggers
@@ -144,6 +144,9 @@ def _fit(
     has_model = (run.folder / DESCRIPTION).exists()
     kept = (run.description.valid_perplexity if has_model else None) or math.inf
     clock.start()
+    if state.is_finished:  # else `_is_complete`
+        text = "%s: train.max_minutes: %g leaves no time for a step: a validation takes about %s"
+        _log.warning(text, run.folder, config.train.max_minutes, in_words(clock.validation_seconds))
     while not state.is_finished:
         learning_rate = train_step(state)
         clock.step()

@@ -76,7 +76,7 @@ def report_new_length(state: TrainingState) -> None:
     length = [change for key, change in changes.items() if key.startswith("train.max_")]
     group = state.optimizer.param_groups[0]
     before, after = group["lr"] / group["scale"], state.learning_rate
-    if length and before != after:
+    if length and before != after and not state.is_finished:
         text = "%s: the learning rate was %.3g at step %d, and continues with %.3g"
         _log.info(text, ", ".join(length), before, state.step, after)
 

@@ -54,6 +54,19 @@ def test_the_rate_reaches_its_end_with_the_time(
     assert (tmp_path / "model.safetensors").exists()
 
 
+def test_a_continuation_without_time_for_a_step_says_so(
+    train: Train, tmp_path: Path, seconds: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a minute, six seconds are left, and a validation takes ten."""
+    options = [*BY_TIME, "--train.val_every_steps=10"]
+    train(tmp_path, *options, "--train.max_minutes=1")
+    caplog.clear()
+    train(tmp_path, *options, "--train.max_minutes=1.1", "--resume=auto")
+    assert "1.1 leaves no time for a step: a validation takes about 10 s" in caplog.text
+    assert "continues with" not in caplog.text
+    assert sum(seconds) == 60
+
+
 def test_a_continued_run_keeps_counting(train: Train, tmp_path: Path, seconds: list[float]) -> None:
     options = [*BY_TIME, "--train.val_every_steps=10"]
     train(tmp_path, *options, "--train.max_minutes=1")
