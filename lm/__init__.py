@@ -56,11 +56,11 @@ def load(
         limit_spinning()
     from lm.device import set_num_threads
     from lm.loaded import LoadedModel
-    from lm.run import Run
+    from lm.run import TrainedRun
 
     if threads is not None:
         set_num_threads(threads)
-    run = Run(Path(path), device=str(device))
+    run = TrainedRun(Path(path), str(device))
     return LoadedModel(run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary)
 
 

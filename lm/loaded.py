@@ -36,7 +36,7 @@ from lm.evaluation import Evaluation, evaluate_text
 from lm.generation import Sample, Sampling, generate_text, search_text
 from lm.generation.text import checked_text, encode_prompt, tokens_without_text, unknown_words
 from lm.model.reader import read_prefix
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring import LineScore, Scorer
 
 Word = str | int
@@ -89,7 +89,7 @@ class LoadedModel:
 
     def __init__(
         self,
-        run: Run,
+        run: TrainedRun,
         *,
         vocabulary_size: int | None = None,
         open_vocabulary: bool = False,

@@ -14,7 +14,7 @@ import torch
 import lm
 from lm import device as module
 from lm.cli import main
-from lm.run import Run
+from lm.run import TrainedRun
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_run_on_a_gpu_moves_the_model_there(
         return model
 
     monkeypatch.setattr(torch.nn.Module, "to", move)
-    assert Run.open(lstm_run).model.training is False
+    assert TrainedRun.open(lstm_run).model.training is False
     assert moved[-1] == torch.device("cuda", 0)
 
 

@@ -22,7 +22,7 @@ from lm.model import reader
 from lm.model.build import build_model
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.training.metrics import read_metrics
 
 N, EOS, UNK = 9, 0, 1
@@ -220,7 +220,7 @@ def test_the_denominator_of_the_word_perplexity_is_printed(
 
 
 def test_text_without_spaces_has_no_perplexity_per_word(lstm_run: Path) -> None:
-    opened = Run(lstm_run, device="cpu")
+    opened = TrainedRun(lstm_run, "cpu")
     malayalam = "നിയന്ത്രണം"  # a long word of 30 bytes
     japanese = "猫が犬を見ている。そして"
     for line, size in ((japanese, 37), ("the cat sees a dog", 0), (malayalam, 0)):

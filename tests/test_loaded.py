@@ -17,7 +17,7 @@ import lm
 from data_prep.errors import UserError
 from lm.evaluation import evaluate_text
 from lm.loaded import LoadedModel, Word
-from lm.run import Run
+from lm.run import TrainedRun
 from tests.conftest import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* the probability of all unknown words")
@@ -123,7 +123,7 @@ def test_many_steps_equal_single_ones(loaded: LoadedModel) -> None:
 
 def test_perplexity_is_that_of_evaluate(run: Path, corpus: Path) -> None:
     text = (corpus / "test.txt").read_text()
-    opened = Run(run, device="cpu")
+    opened = TrainedRun(run, "cpu")
     expected = evaluate_text(opened, text.removesuffix("\n").split("\n"), progress=False)
     assert lm.load(run).evaluate(text) == expected
     assert lm.load(run).perplexity(text) == expected.perplexity

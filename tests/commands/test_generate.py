@@ -18,7 +18,7 @@ from lm.generation.text import encode_prompt
 from lm.model import reader
 from lm.model.language_model import LanguageModel
 from lm.output import HierarchicalSoftmax
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.training.metrics import read_metrics
 
 SONG = [
@@ -226,7 +226,7 @@ def test_table_of_classes_multiplies_to_the_probability_of_each_word(
     values = json.loads(printed(*options, "--json"))
     steps = [step for sample in values["steps"] for step in sample]
     assert [step["word"] for step in steps] == [row[4] for row in rows]
-    opened = Run(run, device="cpu")
+    opened = TrainedRun(run, "cpu")
     model, tokenizer = opened.model, opened.tokenizer
     for sample in values["steps"]:
         tokens = encode_prompt(tokenizer, "the cat\na")

@@ -15,7 +15,7 @@ from lm.cli import main
 from lm.rescoring.models import NUM_UNSEEN, ArpaScores
 from lm.rescoring.nbest import read_nbest
 from lm.rescoring.weights import Weights
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.ngram import NGramModel
 
@@ -46,7 +46,7 @@ def test_the_chosen_hypothesis_has_the_highest_sum(
 ) -> None:
     rows, _ = rescored(lstm_run, lists / "test.nbest", "--lm-weight=3", "--insertion-penalty=-1.5")
     nbest = read_nbest(str(lists / "test.nbest"))
-    run = Run(lstm_run, device="cpu")
+    run = TrainedRun(lstm_run, "cpu")
     scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
     best: dict[str, tuple[float, str]] = {}
     ids = np.repeat(nbest.ids, nbest.num_hypotheses)
@@ -112,7 +112,7 @@ def test_the_list_to_tune_on_may_have_costs_of_its_own(
 def test_a_vocabulary_size_applies_to_both_runs(
     lstm_run: Path, transformer_run: Path, unknown: Path, rescored: Rescored
 ) -> None:
-    size = Run(lstm_run, device="cpu").model.vocab_size + 9
+    size = TrainedRun(lstm_run, "cpu").model.vocab_size + 9
     options = ["--lm-weight=1", "--all", f"--vocabulary-size={size}"]
     mixing = ["--with", transformer_run]
     for share, run in ((1, lstm_run), (0, transformer_run)):
@@ -252,7 +252,7 @@ def test_unknown_words_share_p_unk(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run = Run(lstm_run, device="cpu")
+    run = TrainedRun(lstm_run, "cpu")
     scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
     size = run.model.vocab_size
     (lists / "one.nbest").write_text("c\t0\ta quagga\nc\t-1\ta gnu\n")
@@ -307,7 +307,7 @@ def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
     path.write_text(
         ARPA.replace("ngram 1=5", "ngram 1=6").replace("the\t", "zebra\t0\n-0.5\tthe\t")
     )
-    run = Run(lstm_run, device="cpu")
+    run = TrainedRun(lstm_run, "cpu")
     scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
     size = run.model.vocab_size
     for options, expected_size in (

@@ -19,7 +19,7 @@ import torch
 import lm
 from lm.cli import main
 from lm.evaluation import perplexity
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring import Scorer
 
 Printed = Callable[..., list[str]]
@@ -192,7 +192,7 @@ def test_figures_of_words_of_several_pieces_are_sums(
     lines = ["the cat sees a horse"]
     table = ["--details", "--unit=nats"]  # implies --level=word --format=tsv
     rows = list(csv.DictReader(printed(run, lines, *table), delimiter="\t"))
-    opened = Run(run, device="cpu")
+    opened = TrainedRun(run, "cpu")
     scorer = Scorer(opened.model, opened.tokenizer, context=8, details=True)
     (score,) = scorer.sentences(lines)
     assert len(score.unit_of_token) > len(rows) == 6
