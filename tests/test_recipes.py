@@ -110,8 +110,8 @@ def test_every_recipe_is_valid_and_named_after_its_file(path: Path) -> None:
         ["--output.tree=huffman", "--output.arity=3"],
         ["--output.tree=two_level", "--classes.shortlist=4"],
         ["--output.tree=adaptive"],
-        ["--output.tree=adaptive", "--output.cutoffs=[3, 9]", "--output.bias=false"],
-        ["--word_table.tied=true", "--output.bias=false"],
+        ["--output.tree=adaptive", "--output.cutoffs=[3, 9]"],
+        ["--word_table.tied=true"],
     ],
     ids=lambda options: " ".join(option.split(".")[1] for option in options),
 )

@@ -288,3 +288,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         Config(name="a").seed = 3  # type: ignore[misc]
+
+
+def test_deleted_keys_are_unknown_unless_they_have_their_former_defaults(tmp_path: Path) -> None:
+    """The folders of runs contain all keys, those of earlier versions too."""
+    old = MINIMAL + "classes: {column_cost: 0.0}\noutput: {bias: true}\n"
+    assert load_config(written(tmp_path, old)) == load_config(written(tmp_path, MINIMAL))
+    assert problem(tmp_path, MINIMAL, "--output.bias=false").startswith("unknown key output.bias")
+    assert problem(tmp_path, MINIMAL, "--classes.column_cost=0.1").startswith("unknown key classes.")
