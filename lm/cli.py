@@ -151,7 +151,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         group = verb.add_mutually_exclusive_group() if exclusive else verb
         for option, settings in module.OPTIONS.items():
             (group if option in exclusive else verb).add_argument(option, **settings)
-    options, rest = parser.parse_known_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given and not given[0].startswith("-") and given[0] not in _VERBS:
+        hint = _similar(given[0], _VERBS) or f": the commands are {', '.join(_VERBS)}"
+        raise UserError(f"unknown command {given[0]}{hint}")
+    options, rest = parser.parse_known_args(given)
     # Options before an optional FILE make argparse take it for absent, and then for unknown
     # (CPython issue 59317).
     if getattr(options, "file", "") is None and rest and not re.match("-.", rest[0]):

@@ -131,7 +131,8 @@ def test_what_cannot_be_trained_is_named_before_the_run_begins(
     ("arguments", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["fly"], "argument COMMAND: invalid choice: 'fly'"),
+        (["fly"], "unknown command fly: the commands are new, prepare, train, evaluate, "),
+        (["evalute", "r"], "unknown command evalute; did you mean evaluate?"),
         (["evaluate"], "the following arguments are required: RUN"),
         (["evaluate", "r", "--split", "all"], "argument --split: invalid choice: 'all'"),
         (["evaluate", "r", "--splitt=test"], "unknown option --splitt=test; did you mean --split?"),

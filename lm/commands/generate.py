@@ -51,7 +51,7 @@ _CHOICE: Options = {
     "--allow-unk": SWITCH | {"help": "also draw <unk>, the token of unknown words"},
     "--spell-unk": SWITCH | {"help": "also draw <unk>, and for each a spelling"},
     "--seed": {"type": int, "help": "seed of the random numbers, 64 bits (default 1)"},
-    "--show-classes": SWITCH | {"help": "table of words with P(class) and P(word | class)"},
+    "--show-classes": SWITCH | {"help": "table of words with P(class) and P(word | class), 1 without a class"},
 }
 OPTIONS = RUN | _PROMPTS | _CHOICE | COMPUTING | JSON
 EXCLUSIVE = tuple(_PROMPTS)
@@ -218,6 +218,9 @@ def _print_table(run: TrainedRun, number: int, prompt: str, samples: "list[Sampl
             levels = [f"P(level {level} | above)" for level in range(1, depth + 1)]
             names = {1: ["P(word)"], 2: ["P(class)", "P(word | class)"]}.get(depth, levels)
             print("prompt", "sample", *names, "word", sep="\t")
+            tree = getattr(run.model.output, "tree", None)
+            if depth > 1 and tree is not None and (tree.node_of_row[tree.row_of_word] == 0).any():
+                _log.info("frequent words are in no class: P(class) is theirs, P(word | class) 1")
         for word, probs in steps:
             print(number, index, *(f"{p:.6f}" for p in probs), word, sep="\t")
 

@@ -126,9 +126,15 @@ def test_a_stream_has_the_perplexity_of_evaluate(
     assert summary["log_prob"] == pytest.approx(-expected["nll_nats"], rel=1e-12)
 
 
-def test_ids_end_at_a_tab_or_else_at_a_space(lstm_run: Path, printed: Printed) -> None:
+def test_ids_end_at_a_tab_or_else_at_a_space_which_is_reported_once(
+    lstm_run: Path, printed: Printed, caplog: pytest.LogCaptureFixture
+) -> None:
     lines = [f"item 1\t{LINES[0]}", f"item {LINES[0]}"]
-    _, first, second = printed(lstm_run, lines, "--ids", "--format=tsv")
+    printed(lstm_run, lines[:1], "--ids")
+    assert "--ids" not in caplog.text
+    _, first, second, _ = printed(lstm_run, [*lines, lines[1]], "--ids", "--format=tsv")
+    (notice,) = [message for message in caplog.messages if message.startswith("--ids")]
+    assert "line 2 has no tab, so that its id is its first word, 'item'" in notice
     assert first.split("\t")[0] == "item 1"
     assert second.split("\t")[0] == "item"
     assert first.split("\t")[1:] == second.split("\t")[1:]
@@ -260,26 +266,6 @@ def test_threads_are_those_of_the_run_unless_given(
     printed(lstm_run, LINES)
     printed(lstm_run, LINES, "--threads=2")
     assert counts == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("text", "num_repeated"),
-    [
-        ("the cat\nthe dog\nthe cow\n", "2"),
-        ("u\tthe cat\nu\tthe dog\n", ""),
-        ("u1 the\nu2 the\n", ""),
-    ],
-)
-def test_first_words_that_are_repeated_as_ids_are_reported(
-    text: str, num_repeated: str, lstm_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "text").write_text(text)
-    assert main(["score", str(lstm_run), str(tmp_path / "text"), "--ids"]) == 0
-    warning = (
-        f"--ids: the first words of {num_repeated} lines without a tab are ids of earlier lines"
-    )
-    assert (warning in caplog.text) == bool(num_repeated)
-    assert ("--ids" in caplog.text) == bool(num_repeated)
 
 
 def test_a_program_that_waits_gets_each_answer_at_once(lstm_run: Path) -> None:
