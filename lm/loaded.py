@@ -97,12 +97,8 @@ class LoadedModel:
     ) -> None:
         self._run = run
         self.model, self.description, self.tokenizer = run.model, run.description, run.tokenizer
-        self._scorer = Scorer(
-            self.model,
-            self.tokenizer,
-            context=self.description.context,
-            vocabulary_size=vocabulary_size,
-            speller=run.open_speller if open_vocabulary else None,
+        self._scorer = Scorer.of(
+            run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary
         )
         self._open_vocabulary, self._warns = open_vocabulary, warn_of_unknown
         self.num_unseen = self._scorer.num_unseen

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from lm.openmp import limit_spinning
+from lm import limit_spinning
 
 TINY = """\
 name: tiny

@@ -124,9 +124,8 @@ def test_evaluation_and_stream_add_the_spellings(loaded: LoadedModel, run: Path)
     assert evaluate_text(opened, SENTENCES, progress=False, open_vocabulary=True) == expected
     assert evaluate_split(opened, "test", progress=False, open_vocabulary=True) == expected
     assert lm.load(run, open_vocabulary=True).evaluate(text) == expected
-    context = opened.description.context
-    scorer = Scorer(opened.model, opened.tokenizer, context=context, speller=opened.speller)
-    total = sum(score.log_prob.sum() for score in scorer.stream(SENTENCES))
+    scores = Scorer.of(opened, open_vocabulary=True).stream(SENTENCES)
+    total = sum(score.log_prob.sum() for score in scores)
     assert total == pytest.approx(-nll)
 
 

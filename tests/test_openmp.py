@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from lm import openmp
+import lm
 
 
 @pytest.mark.parametrize("setting", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
 def test_the_users_setting_stays(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setenv(setting, "7")
-    openmp.limit_spinning()
+    lm.limit_spinning()
     assert os.environ[setting] == "7"
     assert setting == "GOMP_SPINCOUNT" or "GOMP_SPINCOUNT" not in os.environ
 
@@ -35,4 +35,4 @@ def test_the_command_sets_the_same_count_whatever_runs_before_torch_is_imported(
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
-    assert done.stdout.strip() == str(openmp.SPIN_COUNT), done.stderr
+    assert done.stdout.strip() == str(lm.SPIN_COUNT), done.stderr

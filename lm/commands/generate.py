@@ -51,7 +51,7 @@ _CHOICE: Options = {
     "--allow-unk": SWITCH | {"help": "also draw <unk>, the token of unknown words"},
     "--spell-unk": SWITCH | {"help": "also draw <unk>, and for each a spelling"},
     "--seed": {"type": int, "help": "seed of the random numbers, 64 bits (default 1)"},
-    "--show-classes": SWITCH | {"help": "table of words with P(class) and P(word | class), 1 without a class"},
+    "--show-classes": SWITCH | {"help": "table of words with P(class) and P(word | class)"},
 }
 OPTIONS = RUN | _PROMPTS | _CHOICE | COMPUTING | JSON
 EXCLUSIVE = tuple(_PROMPTS)

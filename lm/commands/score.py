@@ -67,12 +67,10 @@ def run(options: argparse.Namespace) -> None:
     return_freed_memory()
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     mixture = options.arpa and Mixture.open(run, Path(options.arpa), options.mixture)
-    scorer = Scorer(
-        run.model,
-        run.tokenizer,
-        context=run.description.context,
+    scorer = Scorer.of(
+        run,
         vocabulary_size=options.vocabulary_size,
-        speller=run.open_speller if options.open_vocabulary else None,
+        open_vocabulary=options.open_vocabulary,
         details=options.details,
         mixture=mixture or None,
     )

@@ -91,12 +91,8 @@ class RunScores:
         self.num_unknown_types = None
         if isinstance(tokenizer := run.tokenizer, WordTokenizer):
             self.num_unknown_types = len(tokenizer.unknown_types(texts))
-        self._scorer = Scorer(
-            run.model,
-            run.tokenizer,
-            context=run.description.context,
-            vocabulary_size=vocabulary_size,
-            speller=run.open_speller if open_vocabulary else None,
+        self._scorer = Scorer.of(
+            run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary
         )
 
     def unknown_words(self, texts: Iterable[str]) -> UnknownWords:

@@ -165,8 +165,7 @@ class SharedScores:
 
     def __init__(self, folder: Path, texts: Iterable[str]) -> None:
         opened = TrainedRun.open(folder)
-        context = opened.description.context
-        scorer = Scorer(opened.model, opened.tokenizer, context=context)
+        scorer = Scorer.of(opened)
         distinct = list(dict.fromkeys(texts))
         self.vocab_size = opened.model.vocab_size
         self._scores = dict(zip(distinct, scorer.sentences(distinct), strict=True))

@@ -47,7 +47,7 @@ def test_the_chosen_hypothesis_has_the_highest_sum(
     rows, _ = rescored(lstm_run, lists / "test.nbest", "--lm-weight=3", "--insertion-penalty=-1.5")
     nbest = read_nbest(str(lists / "test.nbest"))
     run = TrainedRun(lstm_run, "cpu")
-    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    scorer = Scorer.of(run)
     best: dict[str, tuple[float, str]] = {}
     ids = np.repeat(nbest.ids, nbest.num_hypotheses)
     for key, text, (acoustic,) in zip(ids, nbest.texts, nbest.scores, strict=True):
@@ -253,7 +253,7 @@ def test_unknown_words_share_p_unk(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = TrainedRun(lstm_run, "cpu")
-    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    scorer = Scorer.of(run)
     size = run.model.vocab_size
     (lists / "one.nbest").write_text("c\t0\ta quagga\nc\t-1\ta gnu\n")
     (lists / "one.ref").write_text("c a gnu\n")
@@ -308,7 +308,7 @@ def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
         ARPA.replace("ngram 1=5", "ngram 1=6").replace("the\t", "zebra\t0\n-0.5\tthe\t")
     )
     run = TrainedRun(lstm_run, "cpu")
-    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    scorer = Scorer.of(run)
     size = run.model.vocab_size
     for options, expected_size in (
         ([], size - 1 + NUM_UNSEEN),

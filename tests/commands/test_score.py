@@ -198,9 +198,7 @@ def test_figures_of_words_of_several_pieces_are_sums(
     lines = ["the cat sees a horse"]
     table = ["--details", "--unit=nats"]  # implies --level=word --format=tsv
     rows = list(csv.DictReader(printed(run, lines, *table), delimiter="\t"))
-    opened = TrainedRun(run, "cpu")
-    scorer = Scorer(opened.model, opened.tokenizer, context=8, details=True)
-    (score,) = scorer.sentences(lines)
+    (score,) = Scorer.of(TrainedRun(run, "cpu"), details=True).sentences(lines)
     assert len(score.unit_of_token) > len(rows) == 6
     for place, row in enumerate(rows):
         tokens = score.unit_of_token == place

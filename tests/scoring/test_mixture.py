@@ -114,7 +114,7 @@ def test_perplexities_of_a_mixture_are_those_of_the_definition(
     run = TrainedRun(folder, "cpu")
     words = words_of(run)
     path = write_arpa(tmp_path / "bigram.arpa", words)
-    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    scorer = Scorer.of(run)
     both: dict[str, list[Any]] = {}
     for split in ("valid", "test"):
         lines = (corpus / f"{split}.txt").read_text().splitlines()
@@ -157,7 +157,7 @@ def test_scores_of_words_are_mixed_and_their_perplexities_printed(
     words = words_of(run)
     path = write_arpa(tmp_path / "bigram.arpa", words)
     lines = text.read_text().splitlines()
-    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    scorer = Scorer.of(run)
     p = np.exp(np.concatenate([score.log_prob for score in scorer.sentences(lines)]))
     q = np.exp(by_hand(words, lines, {*words} - {"zebra"}))
     mixing = [f"--arpa={path}", "--mixture=0.3", "--unit=nats"]
