@@ -60,13 +60,10 @@ def test_every_command_has_help(
     assert all(f"  {key}: " in help_text for key in USUAL_KEYS if verb in {"prepare", "train"})
 
 
-def test_help_all_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--help-all"])
     assert capsys.readouterr().out.endswith(describe_keys() + "\n")
-
-
-def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"sqrtlm {__version__}\n"
@@ -156,15 +153,6 @@ def test_wrong_arguments_are_named_in_one_line(
     assert untouched(*arguments).startswith(message)
 
 
-@pytest.mark.parametrize("option", ["temperature=-1.0", "temperature=nan", "top-p=0", "top-p=1.5"])
-def test_wrong_options_of_generate_are_named(
-    lstm_run: Path, untouched: Complaint, option: str
-) -> None:
-    name, value = option.replace("-p", "_p").split("=")
-    message = untouched("generate", lstm_run, f"--{option}")
-    assert re.fullmatch(rf"generate: {name} must be .*, got {float(value)}", message)
-
-
 @pytest.mark.parametrize("verb", ["evaluate", "generate", "classes", "info"])
 def test_a_folder_without_a_model_or_prepared_data_is_named(
     tiny: Path, tmp_path: Path, untouched: Complaint, verb: str
@@ -225,16 +213,38 @@ def test_a_folder_with_a_run_is_unchanged(
     assert contents(lstm_run) == before
 
 
-@pytest.mark.parametrize("options", [[], ["--json"]])
-@pytest.mark.parametrize("verb", ["evaluate", "generate"])
+@pytest.mark.parametrize("verb", ["evaluate", "generate", "score", "rescore"])
 def test_threads_are_those_of_the_run_unless_given(
-    lstm_run: Path, monkeypatch: pytest.MonkeyPatch, verb: str, options: list[str]
+    lstm_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
+    (tmp_path / "list").write_text("u\t-1\tthe cat\n")
+    more = {"score": [f"{tmp_path}/list"], "rescore": [f"{tmp_path}/list", "--lm-weight=1"]}
     counts: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    assert main([verb, str(lstm_run), *options]) == 0
-    assert main([verb, str(lstm_run), "--threads=2", *options]) == 0
+    for option in ([], ["--threads=2"]):
+        assert main([verb, str(lstm_run), *more.get(verb, []), *option]) == 0
     assert counts == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        ("evaluate RUN --text", "text"),
+        ("score RUN", "text"),
+        ("rescore RUN --lm-weight=1 --non-words=", "hypotheses"),
+    ],
+)
+def test_special_words_of_a_text_are_reported(
+    lstm_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, what: str
+) -> None:
+    counted = f"{what}: the text contains <eos> (1) and <unk> (2), counted as special words"
+    for text, is_reported in (("the <unk> cat <eos>", True), ("the cat", False)):
+        (tmp_path / "list").write_text(f"u\t-1\t{text}\nu\t-2\t{text.replace('eos', 'unk')}\n")
+        caplog.clear()
+        caplog.set_level("INFO")
+        assert main([*command.replace("RUN", str(lstm_run)).split(), f"{tmp_path}/list"]) == 0
+        assert ("special words" in caplog.text) == is_reported
+        assert (counted in caplog.messages) == is_reported
 
 
 def test_evaluating_a_split_that_was_not_prepared_says_which_there_are(

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,11 @@ def test_no_figure_depends_on_the_size_of_the_chunks(
 
 @BACKBONES
 def test_the_figures_follow_from_sums_and_counts(backbone: str) -> None:
-    model, tokens = make(backbone), text(40)
+    model, tokens = make(backbone).train(), text(40)
+    assert measured(model, tokens) == measured(model, tokens)
+    assert model.training
+    with pytest.raises(ValueError, match=r"^no tokens to evaluate$"):
+        measured(model, text(0))
     result, nll = measured(model, tokens), by_hand(model, tokens, 6)
     known = [value for value, word in zip(nll, tokens, strict=True) if word != UNK]
     total = sum(nll)
@@ -146,18 +151,6 @@ def test_without_unknown_words_nothing_is_excluded_and_with_only_them_the_rest_i
     assert known.bits_per_byte == pytest.approx(known.nll_nats / math.log(2) / 40, rel=1e-12)
     assert (known.oov, known.perplexity_excluding_oov) == (0, known.perplexity)
     assert math.isnan(measured(model, np.array([UNK], dtype=np.uint16)).perplexity_excluding_oov)
-
-
-def test_the_mode_of_the_model_is_restored() -> None:
-    model = make("lstm").train()
-    first, second = measured(model, text(9)), measured(model, text(9))
-    assert first == second
-    assert model.training
-
-
-def test_no_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^no tokens to evaluate$"):
-        measured(make("lstm"), text(0))
 
 
 Evaluated = Callable[..., dict[str, Any]]
@@ -206,20 +199,9 @@ def test_json_has_every_field_and_is_saved_in_the_run(
     assert (values["bits_per_byte"], values["unit"]) == (None, "word")
 
 
-def test_the_denominator_of_the_word_perplexity_is_printed(
-    lstm_run: Path, evaluated: Evaluated, capsys: pytest.CaptureFixture[str]
+def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words_in_the_table(
+    lstm_run: Path,
 ) -> None:
-    values = evaluated(lstm_run)
-    assert main(["evaluate", str(lstm_run)]) == 0
-    found = re.search(r"per word .* of (\d+) words \+ (\d+) line ends", capsys.readouterr().out)
-    assert found is not None
-    words, lines = map(int, found.groups())
-    assert (words, lines) == (values["words"], values["lines"])
-    expected = math.exp(values["nll_nats"] / (words + lines))
-    assert values["word_perplexity"] == pytest.approx(expected, rel=1e-12)
-
-
-def test_text_without_spaces_has_no_perplexity_per_word(lstm_run: Path) -> None:
     opened = TrainedRun(lstm_run, "cpu")
     malayalam = "നിയന്ത്രണം"  # a long word of 30 bytes
     japanese = "猫が犬を見ている。そして"
@@ -229,6 +211,12 @@ def test_text_without_spaces_has_no_perplexity_per_word(lstm_run: Path) -> None:
         (row,) = re.findall("per word  +(.*)", result.table("text"))
         expected = f"not printed: the text has a space every {size} bytes, so no words"
         assert (row == expected) == (size > 0)
+        assert (row == f"{result.word_perplexity:.2f}, of {result.words} words + 1 line ends") == (
+            size == 0
+        )
+        assert "within classes" in result.table("text")
+        full = replace(result, within_class_perplexity=1.0)
+        assert "within classes" not in full.table("text")
 
 
 def test_bits_per_byte_are_printed_only_if_every_byte_is_paid_for(
@@ -249,27 +237,6 @@ def test_bits_per_byte_are_printed_only_if_every_byte_is_paid_for(
     options = ["--tokenizer.lowercase=true", "--train.max_steps=1", "--no-progress"]
     assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
     assert row(tmp_path / "run", known).startswith("not known: case or spaces are lost")
-
-
-def test_training_and_evaluation_say_the_same_of_the_perplexity(
-    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--train.max_steps=1", "--no-progress"]
-    caplog.set_level("INFO")
-    assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
-    rule = "per word and line end, unknown words counted as <unk>"
-    assert any(re.search(rf"validation perplexity [\d.]+, {rule}$", m) for m in caplog.messages)
-    assert main(["evaluate", str(tmp_path / "run"), "--split=valid"]) == 0
-    assert re.search(rf"perplexity +[\d.]+, {rule}\n", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
-def test_the_test_text_is_the_test_split(
-    run: str, request: pytest.FixtureRequest, corpus: Path, evaluated: Evaluated
-) -> None:
-    folder: Path = request.getfixturevalue(run)
-    split = evaluated(folder, "--split=test")
-    assert evaluated(folder, "--text", corpus / "test.txt") == split
 
 
 def test_figures_that_cannot_be_written_are_printed(
@@ -295,16 +262,6 @@ def test_the_stated_context_is_that_of_the_windows(context: int) -> None:
     first, *rest = [before for _, _, before in reader.read_text(model, tokens, EOS, context)]
     assert first.flatten().tolist() == list(range(1, few))
     assert {*np.concatenate(rest, axis=None).tolist()} == {*range(few, context + 1)}
-
-
-def test_special_words_in_a_text_are_reported(
-    lstm_run: Path, tmp_path: Path, evaluated: Evaluated, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("the <unk> cat <unk>\nthe <eos> dog\n")
-    assert evaluated(lstm_run, "--text", path)["oov"] == 2
-    message = "text: the text contains <eos> (1) and <unk> (2), counted as special words"
-    assert message in caplog.messages
 
 
 def test_a_compressed_text_is_its_content_without_a_byte_order_mark(
@@ -379,16 +336,3 @@ def test_a_tokenizer_of_another_run_is_refused(
     (run / "tokenizer.json").write_text(text.replace('"lowercase": false', '"lowercase": true'))
     errors = complaint("evaluate", run, "--text", run / "config.yaml")
     assert errors == f"{run}: the tokenizer is not the one that the model was trained with"
-
-
-def test_a_full_softmax_has_no_classes_to_print(
-    lstm_run: Path,
-    train: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    full = train(tmp_path, "--output.tree=full", "--train.max_steps=2")
-    for run, num_lines in ((lstm_run, 1), (full, 0)):
-        capsys.readouterr()
-        assert main(["evaluate", str(run)]) == 0
-        assert capsys.readouterr().out.count("within classes") == num_lines

@@ -294,20 +294,15 @@ def test_a_transformer_has_adamw_with_warm_up() -> None:
     assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=60"]) == 0
 
 
-@pytest.mark.parametrize("tokens", [2_000, 200_000, 5_000_000, 40_000_000])
-def test_every_size_has_a_transformer(tokens: int) -> None:
-    words = min(MAX_WORDS, 1 + tokens // 4)
-    content, line = fit(
-        Path("my.yaml"), {"train": Path("a")}, tokens, words, "kind: words", "transformer"
-    )
+def fitted(
+    num_tokens: int, num_words: int, backbone: Literal["lstm", "transformer"] = "lstm"
+) -> Config:
+    sizes = num_tokens, num_words, "kind: words"
+    content, line = fit(Path("my.yaml"), {"train": Path("a")}, *sizes, backbone)
     config = validate(yaml.safe_load(content), "")
-    assert line.startswith(f"Transformer {config.model.layers} × {config.model.hidden}, ")
-    assert config.classes.clustered_words == (60_000 if words > 60_000 else None)
-
-
-def fitted(num_tokens: int, num_words: int) -> Config:
-    content, _ = fit(Path("my.yaml"), {"train": Path("a")}, num_tokens, num_words, "kind: words")
-    return validate(yaml.safe_load(content), "")
+    name = {"lstm": "LSTM", "transformer": "Transformer"}[backbone]
+    assert line.startswith(f"{name} {config.model.layers} × {config.model.hidden}, ")
+    return config
 
 
 def test_words_of_an_lstm_have_pieces_from_20_000_tokens_on() -> None:
@@ -318,10 +313,14 @@ def test_words_of_an_lstm_have_pieces_from_20_000_tokens_on() -> None:
     assert validate(yaml.safe_load(content), "").model.input_pieces is None
 
 
+@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 @pytest.mark.parametrize("tokens", [1, 300, 20_000, 200_000, 5_000_000, 40_000_000, 10**10])
-def test_every_size_has_valid_settings(tokens: int) -> None:
+def test_every_size_has_valid_settings(
+    tokens: int, backbone: Literal["lstm", "transformer"]
+) -> None:
     words = min(MAX_WORDS, 1 + tokens // 4)
-    config = fitted(tokens, words)
+    config = fitted(tokens, words, backbone)
+    assert config.classes.clustered_words == (60_000 if words > 60_000 else None)
     # Streams of an LSTM require a token for each sequence.
     assert config.train.batch_size <= tokens
     assert config.classes.shortlist < words

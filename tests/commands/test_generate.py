@@ -19,7 +19,6 @@ from lm.model import reader
 from lm.model.language_model import LanguageModel
 from lm.output import HierarchicalSoftmax
 from lm.run import TrainedRun
-from lm.training.metrics import read_metrics
 
 SONG = [
     "one man went to mow",
@@ -69,12 +68,6 @@ log: {{every_steps: 10}}
     )
     assert main(["train", str(config), "--no-progress"]) == 0
     return folder / "run"
-
-
-def test_tiny_model_memorises_a_short_text(song_run: Path) -> None:
-    lines = read_metrics(song_run / "metrics.csv")
-    assert lines[0].train_perplexity > 3
-    assert lines[-1].train_perplexity < 1.5
 
 
 def test_a_line_that_is_logged_is_not_in_the_text(
@@ -271,6 +264,8 @@ def test_unknown_words_are_drawn_on_request_only(run: Path, printed: Printed) ->
         (["--samples=1000000000"], "the texts need 6,400 GB of memory"),
         (["--beams=1000000000"], "the beams need "),
         (["--stop="], "a stop string must not be empty"),
+        (["--temperature=nan"], "generate: temperature must be "),
+        (["--top-p=0"], "generate: top_p must be "),
         *(
             (["--beams=2", f"{option}=1"], f"{option} cannot be combined with --beams")
             for option in ["--temperature", "--top-k", "--top-p", "--min-p", "--stop", "--seed"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from lm.cli import main
 from lm.rescoring.models import NUM_UNSEEN, ArpaScores
@@ -370,27 +369,3 @@ def test_models_whose_tuned_weight_is_0_are_named(
         caplog.clear()
         assert main(["rescore", *map(str, arguments)]) == 0
         assert f"the tuned weight of {unused} is 0: it is not used" in caplog.messages
-
-
-def test_threads_are_those_of_the_run_unless_given(
-    lstm_run: Path, transformer_run: Path, lists: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    for verb in (
-        ["score", str(lstm_run), str(lists / "test.ref")],
-        ["rescore", str(lstm_run), str(lists / "test.nbest"), "--lm-weight=1"],
-    ):
-        assert main(verb) == 0
-        assert main([*verb, "--threads=2"]) == 0
-    assert counts == [1, 2, 1, 2]
-
-
-def test_special_words_of_hypotheses_are_reported(
-    lstm_run: Path, rescored: Rescored, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "list").write_text("u\t-1\tthe <unk> dog\nu\t-2\tthe <eos> dog\n")
-    caplog.set_level("INFO")
-    rescored(lstm_run, tmp_path / "list", "--lm-weight=1", "--non-words=")
-    expected = "hypotheses: the text contains <eos> (1) and <unk> (1), counted as special words"
-    assert expected in caplog.messages

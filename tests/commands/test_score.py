@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import lm
 from lm.cli import main
@@ -60,18 +59,6 @@ def test_a_perplexity_beyond_a_float_is_printed_with_its_exponent(
     assert str(perplexity(math.inf, 2)) == "inf"
 
 
-@pytest.mark.parametrize(("options", "rule"), [([], "independent"), (["--stream"], "one stream")])
-def test_what_a_score_is_conditioned_on_is_reported(
-    lstm_run: Path,
-    printed: Printed,
-    caplog: pytest.LogCaptureFixture,
-    options: list[str],
-    rule: str,
-) -> None:
-    printed(lstm_run, LINES, *options)
-    assert rule in caplog.text
-
-
 def test_the_layout_is_that_of_kenlm_and_its_figures_add_up(
     lstm_run: Path, printed: Printed
 ) -> None:
@@ -100,30 +87,6 @@ def test_the_layout_is_that_of_kenlm_and_its_figures_add_up(
     by_sentence = printed(lstm_run, LINES, "--level=sentence")
     assert by_sentence == [UNIT.sub("", row) for row in sentences] + by_sentence[-4:]
     assert printed(lstm_run, LINES, "--level=summary") == [including, excluding, oov, tokens]
-
-
-@pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
-def test_a_stream_has_the_perplexity_of_evaluate(
-    run: str,
-    request: pytest.FixtureRequest,
-    corpus: Path,
-    printed: Printed,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder: Path = request.getfixturevalue(run)
-    text = str(corpus / "test.txt")
-    capsys.readouterr()
-    assert main(["evaluate", str(folder), "--text", text, "--json"]) == 0
-    expected = json.loads(capsys.readouterr().out)
-    lines = (corpus / "test.txt").read_text().splitlines()
-    rows = printed(folder, lines, "--stream", "--format=json", "--unit=nats")
-    summary = json.loads(rows[-1])["summary"]
-    assert summary["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-12)
-    assert summary["perplexity_excluding_oov"] == pytest.approx(
-        expected["perplexity_excluding_oov"], rel=1e-12
-    )
-    assert (summary["tokens"], summary["oov"]) == (expected["tokens"], expected["oov"])
-    assert summary["log_prob"] == pytest.approx(-expected["nll_nats"], rel=1e-12)
 
 
 def test_ids_end_at_a_tab_or_else_at_a_space_which_is_reported_once(
@@ -241,29 +204,6 @@ def test_mistakes_are_single_lines(
         message = complaint("score", lstm_run, text, f"--vocabulary-size={size}")
         assert message.startswith(f"vocabulary size {size}: expected at least 2")
     assert complaint("score", tmp_path, text).startswith(f"{tmp_path}: no trained model here")
-
-
-def test_special_words_in_a_text_are_reported(
-    lstm_run: Path, printed: Printed, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    printed(lstm_run, ["the <unk> sees", "a <eos> dog <unk>"])
-    assert caplog.messages[-1] == (
-        "text: the text contains <eos> (1) and <unk> (2), counted as special words"
-    )
-    caplog.clear()
-    printed(lstm_run, LINES)
-    assert not any("special" in message for message in caplog.messages)
-
-
-def test_threads_are_those_of_the_run_unless_given(
-    lstm_run: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    printed(lstm_run, LINES)
-    printed(lstm_run, LINES, "--threads=2")
-    assert counts == [1, 2]
 
 
 def test_a_program_that_waits_gets_each_answer_at_once(lstm_run: Path) -> None:

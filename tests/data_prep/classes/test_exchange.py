@@ -135,9 +135,6 @@ def test_the_objective_is_the_likelihood_of_the_class_bigram_model() -> None:
     )
     words = counts @ np.log(np.maximum(counts, 1))
     assert objective(bigrams, counts, word_class) == pytest.approx(nats - words, abs=12)
-    assert objective(bigrams, counts, word_class, 0.5) == pytest.approx(
-        objective(bigrams, counts, word_class) - 0.5 * mass @ np.bincount(word_class)
-    )
 
 
 def test_words_in_wrong_classes_return_to_the_true_ones() -> None:
