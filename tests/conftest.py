@@ -40,6 +40,12 @@ def main(arguments: list[str]) -> int:
     return command(arguments)
 
 
+def corpus_of(folder: Path, text: str) -> list[str]:
+    """Options that train on a text, without a validation split, in `run`."""
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    return [f"--data.dir={folder}", "--data.files={train: text.txt}", f"--run_dir={folder / 'run'}"]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Disable network access and output of libraries, and give them caches of this process alone.
 

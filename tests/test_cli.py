@@ -14,6 +14,7 @@ import torch
 from lm import __version__
 from lm.cli import main
 from lm.config.reference import USUAL_KEYS, describe_keys
+from tests.conftest import corpus_of
 
 Complaint = Callable[..., str]
 TREE_FILES = {
@@ -176,31 +177,6 @@ def test_a_folder_without_a_model_or_prepared_data_is_named(
             )
 
 
-def corpus_of(folder: Path, content: bytes) -> list[str]:
-    """Options that train on a file with these bytes."""
-    path = folder / "text.txt"
-    path.write_bytes(content)
-    return [f"--data.dir={folder}", "--data.files={train: text.txt}", f"--run_dir={folder / 'run'}"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"a b\nc \xff d\n", "UTF-8"),
-        (b"a b\nc \0 d\n", "NUL"),
-        (b"", "the corpus has no line"),
-    ],
-)
-def test_a_corpus_that_is_not_text_is_named_with_the_reason(
-    tiny: Path, tmp_path: Path, complaint: Complaint, content: bytes, message: str
-) -> None:
-    printed = complaint("train", tiny, *corpus_of(tmp_path, content))
-    assert message in printed
-    assert f"{tmp_path}/text.txt" in printed
-    assert (tmp_path / "text.txt").read_bytes() == content
-    assert not (tmp_path / "run" / "config.yaml").exists()
-
-
 def test_a_folder_with_a_run_is_unchanged(
     tiny: Path, lstm_run: Path, complaint: Complaint, contents: Callable[[Path], dict[str, str]]
 ) -> None:
@@ -250,7 +226,7 @@ def test_special_words_of_a_text_are_reported(
 def test_evaluating_a_split_that_was_not_prepared_says_which_there_are(
     tiny: Path, tmp_path: Path, complaint: Complaint
 ) -> None:
-    options = corpus_of(tmp_path, b"the cat sees a dog\n" * 40)
+    options = corpus_of(tmp_path, "the cat sees a dog\n" * 40)
     assert main(["train", str(tiny), "--no-progress", "--train.max_steps=1", *options]) == 0
     message = complaint("evaluate", tmp_path / "run", "--split=valid")
     assert message == (

@@ -13,13 +13,7 @@ from shlex import quote
 import pytest
 
 from lm.cli import main
-
-
-def corpus_of(folder: Path, text: str) -> list[str]:
-    """Options that train on a text, without a validation split."""
-    (folder / "text.txt").write_text(text, encoding="utf-8")
-    return [f"--data.dir={folder}", "--data.files={train: text.txt}", f"--run_dir={folder / 'run'}"]
-
+from tests.conftest import corpus_of
 
 HEAVY = [
     *("torch", "torch._dynamo", "lightning", "matplotlib", "numba", "scipy", "sklearn"),

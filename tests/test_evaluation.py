@@ -1,6 +1,5 @@
 """Evaluation: each token once, from the right context; sums over counts; one function for all."""
 
-import gzip
 import json
 import math
 import re
@@ -132,19 +131,6 @@ def test_the_figures_follow_from_sums_and_counts(backbone: str) -> None:
     assert result.perplexity == pytest.approx(product, rel=1e-12)
 
 
-def test_the_class_perplexity_is_that_of_summed_word_probabilities() -> None:
-    model, tokens = make("lstm"), text(20)
-    inputs = np.concatenate([[EOS], tokens[:-1]]).astype(np.int64)
-    with torch.no_grad():
-        hidden, _ = model.eval()(torch.from_numpy(inputs)[:, None])
-        probability = model.output.log_prob(hidden[:, 0]).exp()
-    same_class = (
-        torch.arange(N)[None, :] % 3 == torch.from_numpy(tokens.astype(np.int64))[:, None] % 3
-    )
-    expected = math.exp(-float((probability * same_class).sum(1).log().mean()))
-    assert measured(model, tokens).class_perplexity == pytest.approx(expected, rel=1e-11)
-
-
 def test_without_unknown_words_nothing_is_excluded_and_with_only_them_the_rest_is_nan() -> None:
     model = make("lstm")
     known = measured(model, np.array([2, 3, 4], dtype=np.uint16))
@@ -264,14 +250,6 @@ def test_the_stated_context_is_that_of_the_windows(context: int) -> None:
     assert {*np.concatenate(rest, axis=None).tolist()} == {*range(few, context + 1)}
 
 
-def test_a_compressed_text_is_its_content_without_a_byte_order_mark(
-    lstm_run: Path, corpus: Path, tmp_path: Path, evaluated: Evaluated
-) -> None:
-    path, plain = tmp_path / "text.txt.gz", (corpus / "test.txt").read_text()
-    path.write_bytes(gzip.compress(plain.encode("utf-8-sig")))
-    assert evaluated(lstm_run, "--text", path) == evaluated(lstm_run, "--text", corpus / "test.txt")
-
-
 def test_the_rule_for_line_ends_is_that_of_the_corpus(
     tiny: Path,
     tmp_path: Path,
@@ -309,23 +287,6 @@ def test_a_progress_bar_is_shown_in_a_terminal_unless_switched_off(
             assert main(["evaluate", str(lstm_run), *source, *option]) == 0
             assert ("evaluate" in capsys.readouterr().err) == (terminal and not option)
     (lstm_run / "evaluate-valid.json").unlink()
-
-
-def test_a_text_that_cannot_be_evaluated_is_named(
-    lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
-) -> None:
-    empty, latin = tmp_path / "empty.txt", tmp_path / "latin.txt"
-    empty.touch()
-    latin.write_bytes(b"caf\xe9\n")
-    absent, nul = tmp_path / "absent.txt", tmp_path / "nul.txt"
-    nul.write_bytes(b"the cat\nthe \0 dog\n")
-    for path, error in (
-        (empty, "the text to evaluate is empty"),
-        (latin, f"{latin}, line 1: invalid UTF-8"),
-        (nul, f"{nul}, line 2: a NUL character"),
-        (absent, f"{absent} cannot be read: No such file or directory"),
-    ):
-        assert complaint("evaluate", lstm_run, "--text", path).startswith(error)
 
 
 def test_a_tokenizer_of_another_run_is_refused(

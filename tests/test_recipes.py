@@ -15,6 +15,7 @@ from lm.cli import main
 from lm.config import Config, load_config
 from lm.model.files import load_model
 from lm.output import ClassTree
+from lm.run import Parts, Run
 from lm.training.metrics import read_metrics
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("**/*.yaml"))
@@ -169,17 +170,9 @@ def test_pieces_train_and_are_measured_by_words_and_bytes(
     assert values["bits_per_byte"] == pytest.approx(bits / len(text.encode()), rel=1e-12)
     per_word = math.exp(values["nll_nats"] / (values["words"] + text.count("\n")))
     assert values["word_perplexity"] == pytest.approx(per_word, rel=1e-12)
-    table = ["--stream", "--format=json", "--level=summary"]
-    assert main(["score", str(tmp_path), str(corpus / "test.txt"), *table]) == 0
-    summary = json.loads(capsys.readouterr().out)["summary"]
-    assert (summary["tokens"], summary["words"]) == (values["tokens"], values["words"])
-    for name in ("perplexity", "word_perplexity"):
-        assert summary[name] == pytest.approx(values[name], rel=1e-6)
 
 
-def test_the_tree_is_the_one_that_its_options_name(
-    train: Callable[..., Path], prepared_dir: Path, tmp_path: Path
-) -> None:
+def test_the_tree_is_the_one_that_its_options_name(tiny: Path, prepared_dir: Path) -> None:
     prepared = open_prepared(prepared_dir)
     num_words, counts = prepared.vocab_size, torch.tensor(prepared.counts())
     word_class = torch.from_numpy(prepared.word_class().astype(np.int64))
@@ -191,12 +184,11 @@ def test_the_tree_is_the_one_that_its_options_name(
         ("huffman", "--output.arity=3"): ClassTree.huffman(counts, 3),
         ("two_level",): ClassTree.two_level(word_class),
     }
-    for number, ((name, *options), tree) in enumerate(expected.items()):
-        options += [f"--output.tree={name}", "--train.max_steps=1"]
-        model: Any = load_model(train(tmp_path / str(number), *options))[0]
-        found = model.output.tree.state_dict()
+    for (name, *options), tree in expected.items():
+        config = load_config(tiny, [f"--output.tree={name}", *options])
+        found: Any = Run(config, Parts(prepared)).tree
         for array, value in tree.state_dict().items():
-            assert torch.equal(found[array], value), (name, options, array)
+            assert torch.equal(found.state_dict()[array], value), (name, options, array)
 
 
 def test_the_shortlist_has_the_most_frequent_pieces_whatever_their_ids(

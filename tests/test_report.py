@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 
 from lm.cli import main
+from tests.conftest import corpus_of
 
 Reported = Callable[..., Any]
 
@@ -110,9 +111,7 @@ def test_classes_whose_words_no_font_has_are_drawn_by_number(
     fonts = [font for font in fontManager.ttflist if font.name == "DejaVu Sans"]
     monkeypatch.setattr(fontManager, "ttflist", fonts)
     lines = [f"\u4e2d{a} \u4e2d the b{b}\n" for a in "aeiou" for b in "aeiou"]
-    (tmp_path / "text.txt").write_text("".join(lines))
-    options = [f"--data.dir={tmp_path}", "--data.files={train: text.txt}"]
-    options += [f"--run_dir={tmp_path / 'run'}", "--classes.num_word_classes=4"]
+    options = [*corpus_of(tmp_path, "".join(lines)), "--classes.num_word_classes=4"]
     assert main(["prepare", str(tiny), *options]) == 0
     caplog.clear()
     picture = tmp_path / "classes.svg"

@@ -10,6 +10,7 @@ from lm.cli import main
 from lm.output import ClassTree
 from lm.tree_picture import Box, boxes_of
 from lm.tree_report import top_words_below, tree_report
+from tests.conftest import corpus_of
 
 from .output.decoding.truth import TREES
 
@@ -86,11 +87,10 @@ def test_a_deep_tree_is_trained_used_reported_and_drawn(
 def test_a_taxonomy_is_a_tree(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "text.txt").write_text("tea milk tea saw tea\n" * 5)
     (tmp_path / "shop").write_text("tea\tfood/drinks\nmilk\tfood/drinks/cold\nsaw\ttools\n")
-    options = [f"--data.dir={tmp_path}", "--data.files={train: text.txt}"]
-    options += ["--output.tree=multi_level", "--classes.method=file", "--classes.file=shop"]
-    options += ["--classes.file_format=taxonomy", f"--run_dir={tmp_path / 'run'}"]
+    options = corpus_of(tmp_path, "tea milk tea saw tea\n" * 5)
+    options += ["--output.tree=multi_level", "--classes.file=shop"]
+    options += ["--classes.file_format=taxonomy"]
     assert main(["prepare", str(tiny), *options]) == 0
     assert main(["classes", str(tiny), *options, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -156,34 +156,16 @@ def test_differences_name_the_keys_and_both_values() -> None:
         ("learning_rate: 3", "unknown key learning_rate; did you mean"),
         ("zzz: 3", "unknown key zzz"),
         ("model: {hidden: '8'}", "model.hidden: Input should be a valid integer, got '8'"),
-        ("model: {hidden: 8.5}", "model.hidden: Input should be a valid integer"),
-        ("model: {hidden: true}", "model.hidden: Input should be a valid integer, got True"),
         ("model: {hidden: 0}", "model.hidden: Input should be greater than 0, got 0"),
         ("word_table: {tied: 1}", "word_table.tied: Input should be a valid boolean, got 1"),
         ("model: {dropout: 1.0}", "model.dropout: Input should be less than 1, got 1.0"),
         ("model: 3", "model: "),
         ("optim: {lr: .nan}", "optim.lr: "),
         ("optim: {lr: .inf}", "optim.lr: "),
-        ("optim: {lr: -1}", "optim.lr: Input should be greater than 0, got -1"),
         ("optim: {optimizer: adam}", "optim.optimizer: Input should be 'sgd' or 'adamw', got 'ad"),
-        ("optim: {betas: [0.9]}", "optim.betas"),
-        (
-            "train: {max_steps: 2021-01-01}",
-            "train.max_steps: Input should be a valid integer, got '2",
-        ),
         ("train: {max_steps: !!timestamp 2021-01-01}", "a value is neither a number nor text: "),
         ("train: {devices: some}", "train.devices: "),
         ("data: {files: {train: {a: 3}}}", "data.files.train: "),
-        (
-            "optim: {schedule: no}",
-            "optim.schedule: Input should be 'constant', 'cosine', 'step' or",
-        ),
-        (
-            "model: {hidden: 1000000000}",
-            "model.hidden: Input should be less than or equal to",
-        ),
-        ("model: {layers: 1000000}", "model.layers: Input should be less than or equal to 10000"),
-        ("model: {init_range: 1e39}", "model.init_range: Input should be less than or equal to 1"),
         ("train: {threads: 100000}", "train.threads: Input should be less than or equal to 1024"),
         ("seed: -1", "seed: Input should be greater than or equal to 0, got -1"),
     ],
@@ -212,7 +194,6 @@ def test_only_the_two_level_tree_needs_classes(tree: str, needed: bool) -> None:
         ("", "expected sections with keys, got NoneType"),
         ("- a\n- b\n", "expected sections with keys, got list"),
         (MINIMAL + "name: other\n", "not valid YAML: .*key 'name' given twice.*"),
-        (MINIMAL + "model: {hidden: 3, hidden: 4}\n", "not valid YAML: .*'hidden' given twice.*"),
         (MINIMAL + "model: {hidden: 3\n", "not valid YAML: .*line 4.*"),
         (
             MINIMAL + "model: {layers: 1}\nseed: 2\nmodel: {}\n",
@@ -247,8 +228,6 @@ def test_an_incomplete_or_invalid_file_is_an_error(tmp_path: Path, text: str, me
             " allowed at position 1",
         ),
         ("--name=a\1", r"name must be a plain file name, got 'a\x01'"),
-        ("--name=a/b", "name must be a plain file name, got 'a/b'"),
-        ("--name=", "name must be a plain file name, got ''"),
         ("--name=caf\udce9", r"--name='caf\udce9': not UTF-8"),
         (
             "--optim.schedule=no",
@@ -279,11 +258,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         start = re.escape(f"{path}: cannot read the configuration: ")
         with pytest.raises(UserError, match=f"^{start}.*{reason}"):
             load_config(path)
-
-
-def test_a_configuration_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError):
-        Config(name="a").seed = 3  # type: ignore[misc]
 
 
 def test_deleted_keys_are_unknown_unless_they_have_their_former_defaults(tmp_path: Path) -> None:
