@@ -159,22 +159,18 @@ def test_a_folder_without_a_model_or_prepared_data_is_named(
     tiny: Path, tmp_path: Path, untouched: Complaint, verb: str
 ) -> None:
     (tmp_path / "empty").mkdir()
-    for folder in (tmp_path / "empty", tmp_path / "absent"):
+    remedies = {"empty": "`lm train CONFIG` trains one", "absent": "there is no such folder"}
+    for name, remedy in remedies.items():
+        folder = tmp_path / name
         if verb in ("evaluate", "generate"):
-            expected = f"{folder}: no trained model here (model.json is missing)"
-            is_there = folder.exists()
-            expected += (
-                "; `lm train CONFIG` trains one" if is_there else "; there is no such folder"
-            )
+            expected = f"{folder}: no trained model here (model.json is missing); {remedy}"
             assert untouched(verb, folder) == expected
-        else:
-            if folder.exists():
-                expected = f"{folder}: no run here (config.yaml is missing): lm train CONFIG begins"
-                assert untouched(verb, folder).startswith(expected)
-            message = untouched(verb, tiny, f"--run_dir={folder}")
-            assert message.startswith(
-                f"{folder}/data is not a prepared folder: it has no meta.json"
-            )
+            continue
+        expected = f"{folder}/data is not a prepared folder: it has no meta.json"
+        assert untouched(verb, tiny, f"--run_dir={folder}").startswith(expected)
+    if verb in ("classes", "info"):
+        expected = f"{tmp_path}/empty: no run here (config.yaml is missing): lm train CONFIG begins"
+        assert untouched(verb, tmp_path / "empty").startswith(expected)
 
 
 def test_a_folder_with_a_run_is_unchanged(

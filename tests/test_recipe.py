@@ -149,21 +149,21 @@ def test_rows_of_a_table_stay_whole(
     assert f"split: {split}" in capsys.readouterr().out
 
 
-def test_documents_are_found_or_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    new(("one two\n" * 700 + "three\n\n") * 40)
-    assert "by documents, train 36 documents (about" in capsys.readouterr().out
-    Path("my.yaml").rename("other.yaml")
-    assert main(["new", "lines.yaml", "--text=my.txt", "--split-by=lines"]) == 0
-    assert "by lines, train 25,236 lines (about" in capsys.readouterr().out
-
-
-def test_documents_that_are_too_short_to_hold_out_are_cut_into_lines(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("text", "found", "unit", "asked_for"),
+    [
+        (("one two\n" * 700 + "three\n\n") * 40, "documents, train 36", "lines", "train 25,236"),
+        ("one two\nthree\n\n" * 40, "lines, train 72", "documents", "train 36"),  # too short
+    ],
+    ids=["long", "short"],
+)
+def test_documents_are_found_if_they_are_long_or_asked_for(
+    capsys: pytest.CaptureFixture[str], text: str, found: str, unit: str, asked_for: str
 ) -> None:
-    new("one two\nthree\n\n" * 40)
-    assert "by lines, train 72 lines (about" in capsys.readouterr().out
-    assert main(["new", "other.yaml", "--text=my.txt", "--split-by=documents"]) == 0
-    assert "by documents, train 36 documents (about" in capsys.readouterr().out
+    new(text)
+    assert f"by {found} {found.split(',')[0]} (about" in capsys.readouterr().out
+    assert main(["new", "other.yaml", "--text=my.txt", f"--split-by={unit}"]) == 0
+    assert f"by {unit}, {asked_for} {unit} (about" in capsys.readouterr().out
 
 
 def test_nothing_is_overwritten(complaint: Complaint) -> None:
