@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import lm
 from lm.cli import main
 from tests.conftest import corpus_of
 
@@ -113,6 +114,24 @@ def test_sigterm_deletes_unfinished_files_and_is_one_line(tmp_path: Path) -> Non
     done = python("-c", code, "new", "my.yaml", "--text=my.txt", **here)
     assert (done.returncode, done.stdout, done.stderr) == (143, "", "lm: terminated\n")
     assert [path.name for path in tmp_path.iterdir()] == ["my.txt"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "count"),
+    [("", str(lm.SPIN_COUNT)), ("GOMP_SPINCOUNT", "7"), ("OMP_WAIT_POLICY", "None")],
+)
+def test_idle_threads_spin_shortly_unless_the_user_has_chosen(setting: str, count: str) -> None:
+    code = (
+        "import os, sys\n"
+        "from lm.__main__ import command\n"
+        "assert not {'torch', 'numpy'} & sys.modules.keys()\n"
+        "try: command()\n"
+        "except SystemExit: print(os.environ.get('GOMP_SPINCOUNT'))\n"
+    )
+    user = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in user}
+    done = python("-c", code, "--version", env=environment | ({setting: "7"} if setting else {}))
+    assert done.stdout.splitlines()[-1:] == [count], done.stderr
 
 
 def test_nothing_is_imported_before_an_interruption_is_handled() -> None:

@@ -155,16 +155,11 @@ def test_options_that_leave_one_word_are_greedy(lstm_run: Path, printed: Printed
         assert printed(lstm_run, option, "--tokens=15", "--seed=3") == greedy
 
 
-def test_prompt_from_stdin_must_be_utf8(
+def test_a_prompt_that_is_not_unicode_is_refused_before_it_is_printed(
     lstm_run: Path, complaint: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the \xff cat"), "utf-8"))
     assert complaint("generate", lstm_run, "--prompt", "-").startswith("--prompt -: invalid UTF-8")
-
-
-def test_a_prompt_that_is_not_unicode_is_refused_before_it_is_printed(
-    lstm_run: Path, complaint: Callable[..., str]
-) -> None:
     message = complaint("generate", lstm_run, "--prompt", "the \udcff cat")
     assert message == r"generate: the text 'the \udcff cat' is not valid Unicode"
 
