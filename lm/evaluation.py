@@ -233,32 +233,11 @@ def perplexity_rule(unit: str, spelled: bool = False) -> str:
     return f"per {unit} and line end, unknown words {rule}"
 
 
-class _Overflow(float):
-    """exp(nats) that is infinite as a float, and in JSON null; its text has the exponent."""
-
-    nats: float
-
-    def __format__(self, spec: str) -> str:
-        exponent, digits = divmod(self.nats / math.log(10), 1)
-        return f"{10**digits:.2f}e+{exponent:.0f}".rjust(int(spec.partition(".")[0] or 0))
-
-    def __str__(self) -> str:
-        return format(self, "")
-
-
 def perplexity(nll: float, count: int) -> float:
-    """exp(nll / count); infinity if it exceeds a float, NaN if nothing is counted.
-
-    >>> f"{perplexity(9624.0, 2):.2f} {perplexity(9624.0, 2)}"
-    '6.68e+2089 6.68e+2089'
-    """
+    """exp(nll / count); infinity if it exceeds a float, NaN if nothing is counted."""
     if count == 0:
         return math.nan
-    if nll / count < 700:
-        return math.exp(nll / count)
-    overflow = _Overflow("inf")
-    overflow.nats = nll / count
-    return overflow if math.isfinite(nll) else math.inf
+    return math.exp(nll / count) if nll / count < 700 else math.inf
 
 
 def evaluate_split(
