@@ -199,6 +199,18 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`printed(*arguments)`: what a command prints on stdout."""
+
+    def run(*arguments: object) -> str:
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
 def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """`complaint(*arguments)` runs a command that must fail with a single-line error, which it
     returns without `lm: `.

@@ -37,12 +37,9 @@ def copied_run(lstm_run: Path, prepared_dir: Path, tmp_path: Path) -> Path:
 
 
 def test_a_run_that_was_moved_is_evaluated_on_the_data_that_moved_with_it(
-    lstm_run: Path, copied_run: Path, capsys: pytest.CaptureFixture[str]
+    lstm_run: Path, copied_run: Path, printed: Callable[..., str]
 ) -> None:
-    results = []
-    for run in (lstm_run, copied_run):
-        assert main(["evaluate", str(run), "--json"]) == 0
-        results.append(json.loads(capsys.readouterr().out))
+    results = [json.loads(printed("evaluate", run, "--json")) for run in (lstm_run, copied_run)]
     assert results[0] == results[1]
     assert json.loads((copied_run / "evaluate-test.json").read_text()) == results[0]
 

@@ -139,19 +139,18 @@ def test_without_unknown_words_nothing_is_excluded_and_with_only_them_the_rest_i
     assert math.isnan(measured(model, np.array([UNK], dtype=np.uint16)).perplexity_excluding_oov)
 
 
+Printed = Callable[..., str]
 Evaluated = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def evaluated(capsys: pytest.CaptureFixture[str]) -> Iterator[Evaluated]:
+def evaluated(printed: Printed) -> Iterator[Evaluated]:
     """`evaluated(run, *options)`: the output of `lm evaluate … --json`; its files are deleted."""
     runs: list[Path] = []
 
     def evaluate_command(run: Path, *options: object) -> dict[str, Any]:
         runs.append(run)
-        capsys.readouterr()
-        assert main(["evaluate", str(run), *map(str, options), "--json"]) == 0
-        values: dict[str, Any] = json.loads(capsys.readouterr().out)
+        values: dict[str, Any] = json.loads(printed("evaluate", run, *options, "--json"))
         return values
 
     yield evaluate_command
@@ -206,23 +205,19 @@ def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words_in_the_t
 
 
 def test_bits_per_byte_are_printed_only_if_every_byte_is_paid_for(
-    lstm_run: Path, corpus: Path, tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+    lstm_run: Path, tmp_path: Path, tiny: Path, printed: Printed
 ) -> None:
-    known, unknown = tmp_path / "known.txt", tmp_path / "unknown.txt"
-    known.write_text("the cat\n")
-    unknown.write_text("the zebra\n")
-
-    def row(run: Path, text: Path) -> str:
-        capsys.readouterr()
-        assert main(["evaluate", str(run), "--text", str(text)]) == 0
-        (found,) = re.findall(r"bits per byte +(.*)", capsys.readouterr().out)
+    def row(run: Path, text: str) -> str:
+        (tmp_path / "text").write_text(text)
+        table = printed("evaluate", run, "--text", tmp_path / "text")
+        (found,) = re.findall(r"bits per byte +(.*)", table)
         return str(found)
 
-    assert float(row(lstm_run, known)) > 0
-    assert row(lstm_run, unknown).startswith("not known: unknown words are not spelled")
+    assert float(row(lstm_run, "the cat\n")) > 0
+    assert row(lstm_run, "the zebra\n").startswith("not known: unknown words are not spelled")
     options = ["--tokenizer.lowercase=true", "--train.max_steps=1", "--no-progress"]
     assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
-    assert row(tmp_path / "run", known).startswith("not known: case or spaces are lost")
+    assert row(tmp_path / "run", "the cat\n").startswith("not known: case or spaces are lost")
 
 
 def test_figures_that_cannot_be_written_are_printed(
@@ -256,7 +251,7 @@ def test_the_rule_for_line_ends_is_that_of_the_corpus(
     evaluated: Evaluated,
     lstm_run: Path,
     corpus: Path,
-    capsys: pytest.CaptureFixture[str],
+    printed: Printed,
 ) -> None:
     options = ["--data.keep_empty_lines=false", "--train.max_steps=1", "--no-progress"]
     assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
@@ -266,8 +261,7 @@ def test_the_rule_for_line_ends_is_that_of_the_corpus(
     for run, split in ((tmp_path / "run", without), (lstm_run, with_them)):
         assert evaluated(run, "--text", text) == split
         stream = ["--stream", "--format=json", "--level=summary", "--unit=nats"]
-        assert main(["score", str(run), str(text), *stream]) == 0
-        summary = json.loads(capsys.readouterr().out)["summary"]
+        summary = json.loads(printed("score", run, text, *stream))["summary"]
         assert summary["tokens"] == split["tokens"]
         for name in ("perplexity", "perplexity_excluding_oov", "word_perplexity"):
             assert summary[name] == pytest.approx(split[name], rel=1e-9)

@@ -23,7 +23,7 @@ from lm.rescoring.utterances import Utterances
 from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.ngram import NGramModel
-from tests.conftest import LETTERS, PIECES, PIECES_WITH_BYTES, main
+from tests.conftest import LETTERS, PIECES, PIECES_WITH_BYTES
 from tests.conftest import OTHER_LETTERS as SENTENCES
 from tests.data_prep.tokenizer.spelling import Definition
 
@@ -171,14 +171,7 @@ def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
         assert one.log_prob.tolist() == other.log_prob.tolist()
 
 
-def test_commands_spell_on_request(
-    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def printed(*arguments: object) -> str:
-        capsys.readouterr()
-        assert main([str(each) for each in arguments]) == 0
-        return capsys.readouterr().out
-
+def test_commands_spell_on_request(run: Path, printed: Callable[..., str], tmp_path: Path) -> None:
     opened = TrainedRun(run)
     expected = evaluate_split(opened, "test", progress=False, open_vocabulary=True)
     found: dict[str, Any] = json.loads(printed("evaluate", run, "--open-vocabulary", "--json"))

@@ -63,15 +63,10 @@ def small(config: Config, corpus: Path) -> list[str]:
 
 
 @pytest.fixture
-def validated(capsys: pytest.CaptureFixture[str]) -> Evaluated:
+def validated(printed: Callable[..., str]) -> Evaluated:
     """`validated(run)`: perplexity of the validation split as `lm evaluate` prints it."""
-
-    def run(folder: Path) -> float:
-        capsys.readouterr()
-        assert main(["evaluate", str(folder), "--split=valid", "--json"]) == 0
-        return float(json.loads(capsys.readouterr().out)["perplexity"])
-
-    return run
+    options = ("--split=valid", "--json")
+    return lambda run: float(json.loads(printed("evaluate", run, *options))["perplexity"])
 
 
 def assert_trained(run: Path, perplexity: float) -> None:
@@ -153,15 +148,13 @@ def test_a_tree_from_a_file_trains_like_the_same_tree_from_name(
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_pieces_train_and_are_measured_by_words_and_bytes(
-    kind: str, tiny: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tiny: Path, corpus: Path, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     sizes = "vocab_size: 290, byte_fallback: true"
     tokenizer = f"--tokenizer={{kind: sentencepiece, {sizes}, model_type: {kind}}}"
     options = ["--train.max_steps=2", f"--run_dir={tmp_path}"]
     assert main(["train", str(tiny), "--no-progress", tokenizer, *options]) == 0
-    capsys.readouterr()
-    assert main(["evaluate", str(tmp_path), "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(printed("evaluate", tmp_path, "--json"))
     text = (corpus / "test.txt").read_text()
     assert values["words"] == len(text.split())
     assert values["tokens"] > values["words"] + text.count("\n")

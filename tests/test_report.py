@@ -19,14 +19,12 @@ Reported = Callable[..., Any]
 
 
 @pytest.fixture
-def reported(lstm_run: Path, capsys: pytest.CaptureFixture[str]) -> Reported:
+def reported(lstm_run: Path, printed: Callable[..., str]) -> Reported:
     """`reported(verb, *options)`: what a command prints as JSON about a run, and as text."""
 
     def run(verb: str, *options: str) -> tuple[dict[str, Any], str]:
-        assert main([verb, str(lstm_run), "--json", *options]) == 0
-        values = json.loads(capsys.readouterr().out)
-        assert main([verb, str(lstm_run), *options]) == 0
-        return values, capsys.readouterr().out
+        values = json.loads(printed(verb, lstm_run, "--json", *options))
+        return values, printed(verb, lstm_run, *options)
 
     return run
 
@@ -66,11 +64,10 @@ def test_the_classes_are_drawn(
     tiny: Path,
     lstm_run: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    printed: Callable[..., str],
     complaint: Callable[..., str],
 ) -> None:
-    assert main(["classes", str(lstm_run), f"--plot={tmp_path / 'classes.svg'}"]) == 0
-    assert "classes of" in capsys.readouterr().out
+    assert "classes of" in printed("classes", lstm_run, f"--plot={tmp_path / 'classes.svg'}")
     picture = (tmp_path / "classes.svg").read_text()
     assert "classes with the most tokens" in picture
     assert "shortlist" not in picture

@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,9 @@ Printed = Callable[..., str]
 
 
 @pytest.fixture
-def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
+def printed(printed: Printed) -> Printed:
     """`printed(*arguments)`: what `lm generate` prints."""
-
-    def run(*arguments: object) -> str:
-        capsys.readouterr()
-        assert main(["generate", *map(str, arguments)]) == 0
-        return capsys.readouterr().out
-
-    return run
+    return partial(printed, "generate")
 
 
 @pytest.fixture(params=["lstm_run", "transformer_run"])

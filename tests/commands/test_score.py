@@ -23,15 +23,13 @@ Printed = Callable[..., list[str]]
 
 
 @pytest.fixture
-def printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Printed:
+def printed(printed: Callable[..., str], tmp_path: Path) -> Printed:
     """`printed(run, lines, *options)`: the lines that `lm score` prints."""
 
     def run(folder: Path, lines: list[str], *options: str) -> list[str]:
         path = tmp_path / "text.txt"
         path.write_text("".join(f"{line}\n" for line in lines))
-        capsys.readouterr()
-        assert main(["score", str(folder), str(path), *options]) == 0
-        return capsys.readouterr().out.splitlines()
+        return printed("score", folder, path, *options).splitlines()
 
     return run
 
