@@ -18,7 +18,6 @@ from data_prep.errors import UserError
 from lm.evaluation import evaluate_text
 from lm.loaded import LoadedModel, Word
 from lm.run import TrainedRun
-from tests.conftest import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* the probability of all unknown words")
 SENTENCE = "the old cat sees a zebra today\na dog finds the horse again"  # zebra is unknown
@@ -78,7 +77,7 @@ def test_a_model_with_pieces_of_words_is_used_without_finding_them_again(
     corpus: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    printed: Callable[..., str],
 ) -> None:
     run = train(tmp_path / "run", "--model.input_pieces=40", "--train.max_steps=8")
     monkeypatch.setattr("data_prep.tokenizer.pieces.find_pieces", None)
@@ -86,9 +85,7 @@ def test_a_model_with_pieces_of_words_is_used_without_finding_them_again(
     text = (corpus / "valid.txt").read_text()
     trained = json.loads((run / "model.json").read_text())["valid_perplexity"]
     assert loaded.perplexity(text) == pytest.approx(trained, rel=1e-6)
-    capsys.readouterr()
-    assert main(["info", str(run), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["input_pieces_parameters"] == 40 * 12
+    assert json.loads(printed("info", run, "--json"))["input_pieces_parameters"] == 40 * 12
     loaded.model.double()
     test_step_by_step_equals_one_pass(loaded)
 
@@ -176,14 +173,10 @@ def test_unknown_words_are_listed(loaded: LoadedModel) -> None:
     assert torch.equal(loaded.log_prob("zebra"), loaded.log_prob("gnu"))
 
 
-def test_generation_equals_that_of_the_command(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generation_equals_that_of_the_command(run: Path, printed: Callable[..., str]) -> None:
     (text,) = lm.load(run).generate("the cat", num_tokens=12, seed=3, temperature=0.7)
-    capsys.readouterr()
     arguments = ["--prompt=the cat", "--tokens=12", "--temperature=0.7", "--seed=3"]
-    assert main(["generate", str(run), *arguments]) == 0
-    assert capsys.readouterr().out == f"the cat{text}\n"
+    assert printed("generate", run, *arguments) == f"the cat{text}\n"
     assert len(set(lm.load(run).generate(num_tokens=9, num_samples=3))) == 3
     sizes: Any = {"num_tokens": np.int64(12), "seed": np.int64(3)}
     assert lm.load(run).generate("the cat", temperature=np.float64(0.7), **sizes) == [text]

@@ -25,6 +25,7 @@ from tests.conftest import toy_sentences
 from tests.data_prep.conftest import write_table
 
 Complaint = Callable[..., str]
+Printed = Callable[..., str]
 
 
 @pytest.fixture(autouse=True)
@@ -41,17 +42,16 @@ def new(text: str, *options: str) -> Config:
 @pytest.mark.parametrize(
     "text", ["word", "the quick brown fox jumps over the lazy dog\n", "a\na\n"]
 )
-def test_the_shortest_texts_train(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    config = new(text)
-    assert config.data.files.train == "my.txt"
-    assert config.data.files.valid is None
-    assert "fewer than 20 lines: no valid and no test" in capsys.readouterr().out
+def test_the_shortest_texts_train(text: str, printed: Printed) -> None:
+    Path("my.txt").write_text(text)
+    summary = printed("new", "my.yaml", "--text=my.txt")
+    assert "fewer than 20 lines: no valid and no test" in summary
+    files = load_config("my.yaml").data.files
+    assert (files.train, files.valid) == ("my.txt", None)
     assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=60"]) == 0
-    capsys.readouterr()
-    prompt, rest = text.split()[0], text.split()[1:]
-    assert main(["generate", "runs/my", "--temperature=0", "--tokens=8", f"--prompt={prompt}"]) == 0
-    if len(rest) == 8:
-        assert capsys.readouterr().out == text
+    prompt, *rest = text.split()
+    options = ["--temperature=0", "--tokens=8", f"--prompt={prompt}"]
+    assert (printed("generate", "runs/my", *options) == text) == (len(rest) == 8)
 
 
 @pytest.mark.parametrize(("text", "length"), [("a\na\n", 2), ("the quick brown fox\n" * 4, 10)])
@@ -61,10 +61,11 @@ def test_the_context_of_a_transformer_fits_a_short_text(text: str, length: int) 
 
 
 def test_a_recipe_with_splits_trains_and_is_better_than_the_unigram_model(
-    capsys: pytest.CaptureFixture[str],
+    printed: Printed,
 ) -> None:
-    config = new("\n".join(toy_sentences(1, 400)) + "\n")
-    out = capsys.readouterr().out
+    Path("my.txt").write_text("\n".join(toy_sentences(1, 400)) + "\n")
+    out = printed("new", "my.yaml", "--text=my.txt")
+    config = load_config("my.yaml")
     assert re.search(
         r"by lines, train 360 lines \(about 2,[67]\d\d tokens\), "
         r"valid 20 lines \(about 1\d\d tokens\), test 20 lines \(about 1\d\d tokens\): "
@@ -77,15 +78,10 @@ def test_a_recipe_with_splits_trains_and_is_better_than_the_unigram_model(
     assert config.train.val_every_steps == 50
     assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=100"]) == 0
     prepared = open_prepared(config.prepared_path)
-    assert {split: info.lines for split, info in prepared.splits.items()} == {
-        "train": 360,
-        "valid": 20,
-        "test": 20,
-    }
-    capsys.readouterr()
-    assert main(["evaluate", "runs/my", "--json"]) == 0
+    sizes = {split: info.lines for split, info in prepared.splits.items()}
+    assert sizes == {"train": 360, "valid": 20, "test": 20}
     # Each sentence draws one of 3 · 8 · 5 · 3 · 8 · 5 combinations: 9.6 nats for 7 to 9 tokens.
-    assert 2 < json.loads(capsys.readouterr().out)["perplexity"] < 6
+    assert 2 < json.loads(printed("evaluate", "runs/my", "--json"))["perplexity"] < 6
 
 
 def test_given_splits_are_used_as_they_are() -> None:
@@ -135,7 +131,7 @@ def test_the_text_of_a_column_is_copied(given: bool) -> None:
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
 def test_rows_of_a_table_stay_whole(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    printed: Printed,
     name: str,
     num_rows: int,
     num_lines: int,
@@ -145,8 +141,7 @@ def test_rows_of_a_table_stay_whole(
     monkeypatch.setattr("data_prep.corpus.split.HELD_OUT_BYTES", 4)  # of a few long rows
     cell = "\n".join(["the cat"] * num_lines)
     write_table(Path(name), [{"n": row, "text": cell} for row in range(num_rows)])
-    assert main(["new", "my.yaml", f"--text={name}", *options]) == 0
-    assert f"split: {split}" in capsys.readouterr().out
+    assert f"split: {split}" in printed("new", "my.yaml", f"--text={name}", *options)
 
 
 @pytest.mark.parametrize(
@@ -158,12 +153,13 @@ def test_rows_of_a_table_stay_whole(
     ids=["long", "short"],
 )
 def test_documents_are_found_if_they_are_long_or_asked_for(
-    capsys: pytest.CaptureFixture[str], text: str, found: str, unit: str, asked_for: str
+    printed: Printed, text: str, found: str, unit: str, asked_for: str
 ) -> None:
-    new(text)
-    assert f"by {found} {found.split(',')[0]} (about" in capsys.readouterr().out
-    assert main(["new", "other.yaml", "--text=my.txt", f"--split-by={unit}"]) == 0
-    assert f"by {unit}, {asked_for} {unit} (about" in capsys.readouterr().out
+    Path("my.txt").write_text(text)
+    summary = printed("new", "my.yaml", "--text=my.txt")
+    assert f"by {found} {found.split(',')[0]} (about" in summary
+    summary = printed("new", "other.yaml", "--text=my.txt", f"--split-by={unit}")
+    assert f"by {unit}, {asked_for} {unit} (about" in summary
 
 
 def test_nothing_is_overwritten(complaint: Complaint) -> None:
@@ -240,15 +236,12 @@ def test_a_text_that_changes_meanwhile_is_refused(
     assert list(Path().iterdir()) == [Path("my.txt")]
 
 
-def test_names_of_files_with_special_characters_are_quoted(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_names_of_files_with_special_characters_are_quoted(printed: Printed) -> None:
     name = "a: {b} # 'c', \"d\" $e é.txt"
     Path(name).write_text("the dog\n")
-    assert main(["new", "my dog.yaml", "--text", name]) == 0
-    assert load_config("my dog.yaml").data.files.train == name
     then = "then: lm train 'my dog.yaml'\n      lm generate 'runs/my dog'\n"
-    assert capsys.readouterr().out.endswith(then)
+    assert printed("new", "my dog.yaml", "--text", name).endswith(then)
+    assert load_config("my dog.yaml").data.files.train == name
 
 
 @pytest.mark.parametrize("space", [" ", "\n"], ids=["one line", "lines"])
