@@ -29,7 +29,7 @@ from lm.commands import (
     train,
 )
 from lm.commands.arguments import OVERRIDES
-from lm.config.reference import describe_keys, describe_usual_keys
+from lm.config.reference import describe_usual_keys
 
 _VERBS = {
     module.__name__.rpartition(".")[2]: module
@@ -120,14 +120,6 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help() + (f"\n{describe_usual_keys()}\n" if lists_keys else "")
 
 
-class _HelpOnAllKeys(argparse.Action):
-    """Prints the help of the verb and every key, and ends the process."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        print(f"{argparse.ArgumentParser.format_help(parser)}\n{describe_keys()}")
-        parser.exit()
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of a verb; `verb` is its name, `overrides` those of the configuration, if any."""
     parser = _Parser(
@@ -144,9 +136,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         verb = verbs.add_parser(
             name, help=module.HELP, description=description, epilog=epilog, allow_abbrev=False
         )
-        if epilog:
-            text = "show this help with every key of the configuration, and exit"
-            verb.add_argument("--help-all", action=_HelpOnAllKeys, nargs=0, help=text)
         exclusive = getattr(module, "EXCLUSIVE", ())
         group = verb.add_mutually_exclusive_group() if exclusive else verb
         for option, settings in module.OPTIONS.items():
