@@ -65,8 +65,12 @@ def small(config: Config, corpus: Path) -> list[str]:
 @pytest.fixture
 def validated(printed: Callable[..., str]) -> Evaluated:
     """`validated(run)`: perplexity of the validation split as `lm evaluate` prints it."""
-    options = ("--split=valid", "--json")
-    return lambda run: float(json.loads(printed("evaluate", run, *options))["perplexity"])
+
+    def run(folder: Path) -> float:
+        values = json.loads(printed("evaluate", folder, "--split=valid", "--json"))
+        return float(values["perplexity"])
+
+    return run
 
 
 def assert_trained(run: Path, perplexity: float) -> None:
