@@ -206,7 +206,7 @@ def test_threads_are_those_of_the_run_unless_given(
 def test_special_words_of_a_text_are_reported(
     lstm_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, what: str
 ) -> None:
-    counted = f"{what}: the text contains <eos> (1) and <unk> (2), counted as special words"
+    counted = f"{what}: the text contains <eos> (1) and <unk> (3), counted as special words"
     for text, is_reported in (("the <unk> cat <eos>", True), ("the cat", False)):
         (tmp_path / "list").write_text(f"u\t-1\t{text}\nu\t-2\t{text.replace('eos', 'unk')}\n")
         caplog.clear()
@@ -249,9 +249,9 @@ def test_a_tree_without_classes_neither_prepares_nor_reports_them(
     printed: Callable[..., str],
     tree: str,
 ) -> None:
-    options = [f"--output.tree={tree}", f"--run_dir={tmp_path}"]
+    options = [f"--output.tree={tree}", f"--run_dir={tmp_path / 'run'}"]
     assert main(["prepare", str(tiny), *options]) == 0
-    assert not (tmp_path / "data" / "classes.npy").exists()
+    assert not (tmp_path / "run" / "data" / "classes.npy").exists()
     if tree in ("full", "adaptive"):
         assert complaint("classes", tiny, *options) == (
             f"output.tree: {tree} has no word classes to report on"
