@@ -58,20 +58,15 @@ def start_training(
     chosen = [f"output.tree={'full' if name in LOSSES else name}"]
     chosen += ["word_table.gradients=dense"] if name == "torch" else []
     run = Run.read(config_file, [*overrides, *(f"--{o}" for o in [*chosen, *others])])
-    state = new_state(run, num_steps)
-    if name in LOSSES:
-        output = cast(HierarchicalSoftmax, state.model.output)
-        output.loss = partial(LOSSES[name], output)  # type: ignore[method-assign]
-    return state
-
-
-def new_state(run: Run, num_steps: int) -> TrainingState:
-    """The state of a new run of this many steps."""
     run.prepare()
     keep_freed_memory()
     fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
     batches.num_steps = num_steps
-    return TrainingState(fabric, run, batches, None)
+    state = TrainingState(fabric, run, batches, None)
+    if name in LOSSES:
+        output = cast(HierarchicalSoftmax, state.model.output)
+        output.loss = partial(LOSSES[name], output)  # type: ignore[method-assign]
+    return state
 
 
 def time_steps(state: TrainingState, num_steps: int) -> float:

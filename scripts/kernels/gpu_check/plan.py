@@ -19,8 +19,7 @@ GPU_TESTS = (
 SANITIZED = "repeat_bit_for_bit and (17 or 700)"
 MEMCHECK = ["memcheck", "--report-api-errors", "no"]
 """Failing calls of the driver are no errors of kernels: libraries try what a driver may lack."""
-METHODS = ["random", "graph", "full", "chunked", "cce", "liger", "liger_sm90", "quack"]
-METHODS += ["adaptive", "grouped"]
+METHODS = ["random", "graph", "full", "chunked", "cce", "liger", "adaptive", "grouped"]
 LARGEST = ["random", "graph", "cce", "adaptive", "grouped"]
 """Without full softmaxes that hold logits, or that go through all rows for few positions at a time.
 """

@@ -22,7 +22,7 @@ from typing import Any
 
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 10)
 PACKAGES = ("torch", "triton", "numpy", "pytest")
-PEERS = ("cut_cross_entropy", "liger_kernel", "quack")
+PEERS = ("cut_cross_entropy", "liger_kernel")
 MISSING = 2
 """The exit code if something is missing."""
 
@@ -165,7 +165,8 @@ def examine(*, dry: bool, timing_only: bool) -> dict[str, Any]:
     add(tools(capability))
     add(support(capability, dry=dry, timing_only=timing_only))
     from lm.output.backends.triton.backend import TIMING_ONLY
-    from scripts.benchmarks.reporting import commit, processor_name
+    from lm.training.environment import processor_name
+    from scripts.benchmarks.reporting import commit
 
     add({"commit": commit(), "processor": processor_name()})
     facts["device"] = facts["device"] or facts["processor"]
