@@ -37,8 +37,8 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
     """`parse(*arguments)`: the options of a tiny problem, also for `main`."""
 
     def options_of(*arguments: str) -> argparse.Namespace:
-        tiny = ["--positions", "64", "--hidden", "6", "--steps", "2", *arguments]
-        monkeypatch.setattr(sys, "argv", ["scale", *tiny])
+        tiny = ["--positions=64", "--hidden=6", "--steps=2", "--time-limit=3600"]
+        monkeypatch.setattr(sys, "argv", ["scale", *tiny, *arguments])
         return scale.parse_options()
 
     return options_of
@@ -82,7 +82,7 @@ def test_a_gpu_and_a_bf16_table_have_bf16_hidden_vectors(
     hidden = task.hidden.detach().to(torch.bfloat16 if mixed else torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         exact = float(hierarchical_cross_entropy(hidden, weight, target, task.tree, bias))
-    assert timed(task, METHODS["layer"](task), task.words[0], 60.0).loss == exact
+    assert timed(task, METHODS["layer"](task), task.words[0], 3600.0).loss == exact
 
 
 def test_a_recorded_step_is_replayed_with_the_words_of_each_step(
@@ -111,7 +111,7 @@ def test_one_step_of_every_dense_way_leaves_the_same_table(parse: Parse) -> None
         task = Task(name, 131, torch.float32, options)
         method = METHODS[name](task)
         before = task.table[0].clone()
-        timed(task, method, task.words[0], 60.0)
+        timed(task, method, task.words[0], 3600.0)
         assert float((task.table[0] - before).abs().max()) > 1e-4
         tables[name] = torch.cat([task.table[0].flatten(), task.table[1]])
     for name, table in tables.items():
@@ -130,7 +130,7 @@ def test_the_whole_step_has_the_loss_of_its_model_and_changes_visited_rows_alone
         log_prob = model.output.log_prob(model(inputs)[0])
     truth = -float(log_prob.gather(2, targets[:, :, None]).mean())
     before = model.output.weight.detach().clone()
-    assert timed(task, method, task.words[0], 60.0).loss == pytest.approx(truth, rel=1e-5)
+    assert timed(task, method, task.words[0], 3600.0).loss == pytest.approx(truth, rel=1e-5)
     changed = int((model.output.weight != before).any(1).sum())
     assert changed == visited_rows(task, task.words[0], reads_inputs=True)
 
