@@ -16,14 +16,18 @@ from numpy.typing import NDArray
 
 from data_prep.classes.class_file import lowest_classes
 from data_prep.errors import UserError
-from data_prep.meta import CLASSES, COUNTS, META, ClassesInfo, Meta, read_meta
-from data_prep.storage import ArrayInfo, map_array, open_to_read, verify_file, write_atomically
-from data_prep.tokenizer.serialization import (
-    MODEL_FILE,
-    TOKENIZER,
-    load_tokenizer,
-    verify_tokenizer,
+from data_prep.meta import (
+    CLASSES,
+    COUNTS,
+    META,
+    ClassesInfo,
+    Meta,
+    read_meta,
+    stored_array,
+    verify_stored,
 )
+from data_prep.storage import open_to_read, write_atomically
+from data_prep.tokenizer.serialization import MODEL_FILE, TOKENIZER, load_tokenizer
 from data_prep.tokenizer.speller import SPELLER, Speller
 from data_prep.tokenizer.token_file import SplitInfo
 from data_prep.tokenizer.tokenizer import Tokenizer
@@ -47,17 +51,11 @@ class Prepared:
 
     def __init__(self, folder: Path, meta: Meta, *, verified: Iterable[str] = ()) -> None:
         assert meta.tokenizer is not None
-        assert meta.counts is not None
-        self.folder = folder
-        self.meta = meta
-        self.splits: dict[str, SplitInfo] = {split: meta.splits[split] for split in meta.splits}
+        self.folder, self.meta, self._verified = folder, meta, set(verified)
+        self.splits: dict[str, SplitInfo] = dict(meta.splits.items())
         self.vocab_size = meta.tokenizer.vocab_size
-        self.eos_id = meta.tokenizer.eos_id
-        self.unk_id = meta.tokenizer.unk_id
-        self.tokenizer_kind = meta.tokenizer.kind
-        self.tokenizer_sha256 = meta.tokenizer.sha256
-        self._counts = meta.counts
-        self._verified = set(verified)
+        self.eos_id, self.unk_id = meta.tokenizer.eos_id, meta.tokenizer.unk_id
+        self.tokenizer_kind, self.tokenizer_sha256 = meta.tokenizer.kind, meta.tokenizer.sha256
 
     @property
     def num_word_classes(self) -> int:
@@ -70,25 +68,21 @@ class Prepared:
         return self._classes.shortlist
 
     def tokens(self, split: str) -> NDArray[np.unsignedinteger[Any]]:
-        """Return all tokens of a split in reading order.
-
-        Returns:
-            [tokens], uint16 or uint32, a read-only map of the file.
+        """Return all tokens of a split in reading order: [tokens], uint16 or uint32, read-only.
 
         Raises:
-            UserError: the split was not prepared; the file is absent, truncated or damaged; an id
-                is out of range.
+            UserError: the split was not prepared; the file is absent or damaged.
         """
         if split not in self.splits:
             raise UserError(
                 f"{self.folder} has no {split} split: give its files as data.files.{split}"
                 f" (prepared: {', '.join(self.splits)})"
             )
-        return self._array(f"{split}.npy", self.splits[split].array, below=self.vocab_size)
+        return self._array(f"{split}.npy")
 
     def counts(self) -> NDArray[np.int64]:
         """Return the occurrences of every id in the training split, int64 [N]."""
-        return self._array(COUNTS, self._counts)
+        return self._array(COUNTS)
 
     def class_levels(self) -> NDArray[np.int32]:
         """Return the classes of every id, each within the one before.
@@ -100,15 +94,11 @@ class Prepared:
         Raises:
             UserError: the folder was prepared without classes; the file is absent or damaged.
         """
-        info = self._classes
-        levels = self._array(CLASSES, info.array, below=info.num_word_classes, least=-1)
-        return levels.reshape(info.num_levels, -1)
+        num_levels = self._classes.num_levels
+        return self._array(CLASSES).reshape(num_levels, -1)
 
     def word_class(self) -> NDArray[np.int32]:
-        """Return the class that contains every id; int32 [N], values in [0, num_word_classes).
-
-        Otherwise as `class_levels`.
-        """
+        """Return the class that contains every id, int32 [N]; otherwise as `class_levels`."""
         return lowest_classes(self.class_levels())
 
     def tokenizer(self) -> Tokenizer:
@@ -117,16 +107,14 @@ class Prepared:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        self._verify_tokenizer()
+        self._verify(TOKENIZER)
         return load_tokenizer(self.folder, verify=False)
 
     def speller(self) -> Speller:
-        """Return the model of the spellings of unknown words.
-
-        Raises:
-            UserError: the folder has none, or its file is damaged.
-        """
-        self._verify_speller()
+        """Return the model of the spellings of unknown words; UserError if there is none."""
+        if self.meta.speller_sha256 is None:
+            raise UserError(f"{self.folder} has no {SPELLER}: run `lm prepare` (models of words)")
+        self._verify(SPELLER)
         return Speller.load(self.folder / SPELLER, self.tokenizer_sha256)
 
     def copy_to(self, folder: Path | str, *, classes: bool = False) -> None:
@@ -135,28 +123,14 @@ class Prepared:
         Raises:
             UserError: a file is absent, damaged or belongs to another tokenizer.
         """
-        if classes:
-            self.class_levels()
-        self._verify_tokenizer()
-        copied = [MODEL_FILE[self.tokenizer_kind], TOKENIZER, *([CLASSES] if classes else ())]
-        if self.meta.speller_sha256 is not None:
-            self._verify_speller()
-            copied.append(SPELLER)
+        copied = [MODEL_FILE[self.tokenizer_kind], TOKENIZER]
+        copied += [CLASSES] if classes and self._classes else []
+        copied += [SPELLER] if self.meta.speller_sha256 else []
+        for name in copied[1:]:
+            self._verify(name)
         for name in copied:
             with open_to_read(self.folder / name) as file:
                 write_atomically(Path(folder) / name, partial(shutil.copyfileobj, file))
-
-    def _verify_tokenizer(self) -> None:
-        if TOKENIZER not in self._verified:
-            verify_tokenizer(self.folder, self.tokenizer_sha256)
-            self._verified.add(TOKENIZER)
-
-    def _verify_speller(self) -> None:
-        if self.meta.speller_sha256 is None:
-            raise UserError(f"{self.folder} has no {SPELLER}: run `lm prepare` (models of words)")
-        if SPELLER not in self._verified:
-            verify_file(self.folder / SPELLER, self.meta.speller_sha256)
-            self._verified.add(SPELLER)
 
     @property
     def _classes(self) -> ClassesInfo:
@@ -167,11 +141,13 @@ class Prepared:
             )
         return self.meta.classes
 
-    def _array(
-        self, name: str, info: ArrayInfo, *, below: int | None = None, least: int = 0
-    ) -> NDArray[Any]:
-        verify = name not in self._verified
-        array = map_array(self.folder / name, info, verify=verify, below=below, least=least)
+    def _verify(self, name: str) -> None:
+        if name not in self._verified:
+            verify_stored(self.folder, self.meta, name)
+            self._verified.add(name)
+
+    def _array(self, name: str) -> NDArray[Any]:
+        array = stored_array(self.folder, self.meta, name, verify=name not in self._verified)
         self._verified.add(name)
         return array
 

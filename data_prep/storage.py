@@ -75,21 +75,12 @@ def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) ->
 
 
 def map_array(
-    path: Path,
-    info: ArrayInfo,
-    *,
-    verify: bool = False,
-    below: int | None = None,
-    least: int = 0,
+    path: Path, info: ArrayInfo, *, verify: bool = False, below: int | None = None, least: int = 0
 ) -> NDArray[Any]:
     """Map a `.npy` file read-only into memory.
 
-    Args:
-        path: the file.
-        info: its record.
-        verify: whether the values are compared with their checksum (about 1 GB/s).
-        below: if they are verified, the values must be in [least, below).
-        least: see `below`.
+    With `verify`, the values are compared with their checksum (about 1 GB/s), and must be in
+    [least, below).
 
     Raises:
         UserError: the size, the header or a verified value is not as recorded.
@@ -148,14 +139,9 @@ def write_atomically(
 ) -> Result:
     """Write a file that is complete or absent; a previous version stays until the new one is whole.
 
-    Args:
-        path: the file; its folder exists.
-        writer: called with a seekable binary file in the same folder, open for writing.
-        shared: whether several processes may write the file at once. The temporary file of a
-            process that is killed is then not overwritten by the next one.
-
-    Returns:
-        What `writer` returns.
+    `writer` is called with a seekable binary file in the same folder, open for writing; returns
+    what it returns. Several processes may write a `shared` file at once; the temporary file of one
+    that is killed is then not overwritten by the next one.
 
     Raises:
         UserError: the file system refuses (full, read-only, no permission).
@@ -220,11 +206,8 @@ def folder_to_fill(path: Path) -> Iterator[None]:
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder of files that is complete or absent: filled under another name, then renamed.
 
-    Args:
-        path: the folder; its parents are made, and removed if that fails.
-
-    Yields:
-        The folder to fill, which is deleted if that fails.
+    Its parents are made. The folder to fill, which is yielded, and new parents are deleted if that
+    fails.
 
     Raises:
         UserError: the folder exists, or the file system refuses (full, read-only, no permission).
@@ -232,7 +215,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     if path.exists():
         raise UserError(f"{path} already exists: delete it, or choose another name")
     temporary = temporary_name(path)
-    with folder_to_fill(path.parent):
+    with folder_to_fill(path.parent), writing(path):
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
@@ -243,8 +226,6 @@ def new_folder(path: Path) -> Iterator[Path]:
             _sync_folder(path.parent)
         except FileNotFoundError as error:
             raise UserError(f"{path} is written by another process at the same time") from error
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -293,11 +274,8 @@ def read_json(path: Path, kind: type[Any], format_version: int) -> Any:
 def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
     """Hold a lock that one process has at a time, and which ends with the process.
 
-    On a file system without locks there is none, which a warning says.
-
-    Args:
-        path: the lock file, created if necessary and never deleted; its folder exists.
-        busy: message if another process has the lock; None waits for it.
+    The lock file is created if necessary and never deleted. On a file system without locks there is
+    none, which a warning says. If another process has the lock, `busy` is the message; None waits.
 
     Raises:
         UserError: another process has the lock, or the file cannot be opened.

@@ -16,7 +16,7 @@ single spaces, without others at its ends, and no line has the word `<eos>`.
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -48,6 +48,12 @@ def as_json(figures: Any) -> dict[str, Any]:
     text = json.dumps(asdict(figures))
     found: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
     return found
+
+
+def table_of(title: str, rows: Mapping[str, str]) -> str:
+    """Figures with their names as lines of text below a title."""
+    width = max(map(len, rows))
+    return "\n".join([title, *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +147,7 @@ class Evaluation:
         }
         if self.within_class_perplexity == 1:
             del rows["  of classes × within classes"]  # there are none
-        width = max(map(len, rows))
-        return "\n".join([title, *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
+        return table_of(title, rows)
 
 
 @torch.no_grad()
@@ -380,7 +385,7 @@ def encode_text(run: Run, lines: Iterable[str]) -> tuple[NDArray[Any], TextCount
     if not text:
         raise UserError("the text to evaluate is empty")
     counts = TextCounts(
-        words=sum(tokenizer.num_words(line) for line in text),
+        words=sum(len(line.split()) for line in text),
         lines=len(text),
         utf8_bytes=sum(len(line.encode()) + 1 for line in text),
     )

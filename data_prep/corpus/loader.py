@@ -144,12 +144,11 @@ def _hub_with(data: DataConfig, split: str) -> dict[str, "IterableDataset"]:
 @contextmanager
 def _silent_datasets() -> Iterator[None]:
     """Suppress log lines of the hub's libraries about an error that they raise as well."""
-    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    levels = {name: logging.getLogger(name).level for name in ("datasets", "huggingface_hub")}
     try:
+        for name in levels:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

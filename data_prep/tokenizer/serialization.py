@@ -87,9 +87,7 @@ def save_tokenizer(
 def load_tokenizer(folder: Path | str, *, verify: bool = True) -> Tokenizer:
     """Load the tokenizer of a prepared folder, a run or an exported model.
 
-    Args:
-        folder: the folder.
-        verify: whether the vocabulary or model is compared with its SHA-256.
+    With `verify`, its vocabulary or model is compared with its SHA-256.
 
     Raises:
         UserError: a file is absent, damaged or does not match the other.

@@ -71,7 +71,7 @@ def encode_split(
             text = "\n".join(batch)
             ids = tokenizer.encode_stream(batch)
             totals["lines"] += len(batch)
-            totals["words"] += len(ids) - len(batch) if is_one_id else tokenizer.num_words(text)
+            totals["words"] += len(ids) - len(batch) if is_one_id else len(text.split())
             totals["utf8_bytes"] += len(text.encode()) + 1
             for word in literals:
                 literals[word] += text.count(word)

@@ -59,13 +59,8 @@ def beam_search(
         >>> softmax = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
         >>> _ = torch.nn.init.zeros_(softmax.weight)  # P = 1/4, 1/4, 1/2
         >>> model = LanguageModel(LSTM(4, 4, 1), softmax, embedding_size=4).eval()
-        >>> for tokens, log_prob, score in beam_search(
-        ...     model, [0], num_tokens=2, num_beams=3, eos_id=0
-        ... ):
-        ...     print(tokens, f"{log_prob:.3f} {score:.3f}")
-        [2, 2] -1.386 -0.693
-        [2, 0] -2.079 -1.040
-        [2, 1] -2.079 -1.040
+        >>> beam_search(model, [0], num_tokens=2, num_beams=1, eos_id=0)[0].tokens
+        [2, 2]
 
     Args:
         model: in evaluation mode.
@@ -80,12 +75,17 @@ def beam_search(
         Up to K continuations, the best first.
 
     Raises:
-        ValueError: if the prompt is empty, a number is below 1, or the length penalty is not within
-            ±10.
+        UserError: if the beams would not fit into memory.
+        ValueError: if a number is below 1, or the length penalty is not within ±10.
     """
-    if not prompt:
-        raise ValueError("the prompt must have at least one token")
-    _check_numbers(num_tokens, num_beams, length_penalty)
+    checked_count("tokens", num_tokens)
+    checked_count("beams", num_beams)
+    penalty: object = length_penalty
+    if not isinstance(penalty, Real) or not abs(float(penalty)) <= MAX_LENGTH_PENALTY:
+        raise ValueError(f"length_penalty must be within ±{MAX_LENGTH_PENALTY:g}, got {penalty!r}")
+    beam_bytes = state_bytes(model, len(prompt) + num_tokens)
+    beam_bytes += 32 * min(num_beams, model.vocab_size)
+    check_memory(num_beams * beam_bytes, "the beams", model.device)
     tokens, state = torch.tensor(prompt, device=model.device)[:, None], model.init_state(1)
     live = _Beams(tokens[0, :1] * 0, tokens[:0].T, torch.zeros_like(tokens[0], dtype=torch.float64))
     results: list[Hypothesis] = []
@@ -98,8 +98,7 @@ def beam_search(
             words = torch.tensor(excluded, device=model.device).expand(len(hidden), -1)
             prob = model.output.candidate_log_prob(hidden, words).double().exp()
             log_prob -= torch.log1p(-prob.sum(dim=1, keepdim=True))
-        log_prob = log_prob.flatten()
-        log_prob, order = log_prob.sort(descending=True, stable=True)
+        log_prob, order = log_prob.flatten().sort(descending=True, stable=True)
         parent = order // best.word.shape[1]
         extended = torch.cat([live.tokens[parent], best.word.flatten()[order, None]], dim=1)
         beams = _Beams(parent, extended, log_prob)
@@ -130,18 +129,8 @@ def search_text(
     length_penalty: float = 1.0,
     excluded: Sequence[int] = (),
 ) -> list[Sample]:
-    """The continuations of a prompt that beam search finds, the best first.
-
-    They end at the end of the line, or have `num_tokens` tokens; see `beam_search`.
-
-    Raises:
-        UserError: if the beams would not fit into memory.
-        ValueError: as for `beam_search`.
-    """
+    """The continuations of a prompt to the end of its line, as `beam_search` finds them."""
     ids = encode_prompt(tokenizer, prompt)
-    _check_numbers(num_tokens, num_beams, length_penalty)
-    beam_bytes = state_bytes(model, len(ids) + num_tokens) + 32 * min(num_beams, model.vocab_size)
-    check_memory(num_beams * beam_bytes, "the beams", model.device)
     found = beam_search(
         model,
         ids,
@@ -153,21 +142,12 @@ def search_text(
     )
     samples = []
     for tokens, log_prob, _ in found:
-        continuation = Continuation(tokenizer, ids, num_tokens=len(tokens))
+        continuation = Continuation(tokenizer, ids, len(tokens))
         for token in tokens:
             continuation.append(token)
         text = "".join(continuation.pieces).removesuffix("\n")
         samples.append(Sample(text, tokens, log_prob))
     return samples
-
-
-def _check_numbers(num_tokens: int, num_beams: int, length_penalty: object) -> None:
-    checked_count("tokens", num_tokens)
-    checked_count("beams", num_beams)
-    if not isinstance(length_penalty, Real) or not abs(float(length_penalty)) <= MAX_LENGTH_PENALTY:
-        raise ValueError(
-            f"length_penalty must be within ±{MAX_LENGTH_PENALTY:g}, got {length_penalty!r}"
-        )
 
 
 class _Beams(NamedTuple):

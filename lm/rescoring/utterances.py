@@ -10,9 +10,10 @@ from data_prep.errors import UserError
 from lm.rescoring.formats import NonWords, format_of
 from lm.rescoring.lattice import Lattice, read_lattices
 from lm.rescoring.lattice_search import WordModel, to_nbest
-from lm.rescoring.nbest import NBest, WordErrors, read_nbest
+from lm.rescoring.nbest import NBest, read_nbest
 from lm.rescoring.references import References
 from lm.rescoring.weights import Weights
+from lm.rescoring.word_errors import WordErrors
 
 _log = logging.getLogger(__name__)
 
