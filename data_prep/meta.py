@@ -26,10 +26,10 @@ from data_prep.settings import (
 )
 from data_prep.storage import (
     ArrayInfo,
+    check_sha256,
     map_array,
     read_json,
     sha256_file,
-    verify_file,
     write_json_atomically,
 )
 from data_prep.tokenizer.serialization import TOKENIZER, TokenizerInfo, verify_tokenizer
@@ -59,8 +59,7 @@ logger = logging.getLogger("data_prep")
 class InputFile(Strict):
     """A file of the corpus as it was when it was read."""
 
-    name: str
-    """Without the folder, so that a corpus can be moved."""
+    name: str  # without the folder, so that a corpus can be moved
     num_bytes: NonNegative
     sha256: str
 
@@ -70,14 +69,10 @@ class ClassesInfo(Strict):
     """What is recorded about the word classes."""
 
     method: str
-    num_word_classes: Positive
-    """C, number of classes that contain words."""
-    num_levels: Positive = 1
-    """Number of classes of a word, each within the one before."""
-    shortlist: NonNegative
-    """Number of most frequent words that are in no class."""
-    array: ArrayInfo
-    """[num_levels · N], the class of each word on the first level, then on the second, …"""
+    num_word_classes: Positive  # C, number of classes that contain words
+    num_levels: Positive = 1  # number of classes of a word, each within the one before
+    shortlist: NonNegative  # number of most frequent words that are in no class
+    array: ArrayInfo  # [num_levels · N], each word's class on the first level, on the second, …
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +80,13 @@ class Meta(Strict):
     """The content of `meta.json`."""
 
     format_version: int = FORMAT_VERSION
-    settings: Settings
-    """Sections `data`, `tokenizer` and, if needed, `classes`: the keys that affect the files."""
-    inputs: dict[str, list[InputFile]]
-    """The corpus files of each split in reading order; under `classes`, the word → class file."""
+    settings: Settings  # sections `data`, `tokenizer`, `classes`: the keys that affect the files
+    inputs: dict[str, list[InputFile]]  # of each split in reading order; `classes`: the class file
     tokenizer: TokenizerInfo | None = None
-    speller_sha256: str | None = None
-    """None with sentencepiece, and in folders of earlier versions."""
+    speller_sha256: str | None = None  # None with sentencepiece, and in folders of earlier versions
     splits: dict[Split, SplitInfo] = field(default_factory=dict)
     counts: ArrayInfo | None = None
-    classes: ClassesInfo | None = None
-    """None in a complete folder: it was prepared without classes."""
+    classes: ClassesInfo | None = None  # None in a complete folder: it was prepared without classes
     complete: bool = False
 
 
@@ -140,7 +131,7 @@ def verify_stored(folder: Path, meta: Meta, name: str) -> None:
     if name == TOKENIZER:
         verify_tokenizer(folder, meta.tokenizer.sha256)
     elif name == SPELLER:
-        verify_file(folder / name, str(meta.speller_sha256))
+        check_sha256(folder / name, sha256_file(folder / name), meta.speller_sha256)
     else:
         stored_array(folder, meta, name)
 

@@ -6,7 +6,6 @@ it stopped; a file that does not match its record is made again.
 
 import logging
 import os
-import shutil
 from collections.abc import Iterable, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from data_prep.meta import (
 )
 from data_prep.prepared import Prepared, open_prepared
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
-from data_prep.storage import locked, make_folder, open_to_read, write_array, write_atomically
+from data_prep.storage import copy_atomically, locked, make_folder, write_array
 from data_prep.tokenizer.serialization import (
     MODEL_FILE,
     TOKENIZER,
@@ -188,9 +187,14 @@ def _take_over(
             changed = find_changes(found, requested)
             if changed.keys() - {"classes"}:
                 continue
+            # Files are replaced and never changed in place, so that both of their names stay valid.
             for name in FILES:
                 if name != META and (other / name).exists():
-                    _link(other / name, folder / name)
+                    (folder / name).unlink(missing_ok=True)
+                    try:
+                        os.link(other / name, folder / name)
+                    except OSError:  # a file system without links
+                        copy_atomically(other / name, folder / name)
             write_meta(folder, found)
         except (UserError, OSError) as error:
             logger.warning("%s is not used: %s", other, error)
@@ -198,19 +202,6 @@ def _take_over(
         logger.info("the prepared data of %s are used: the same text and settings", other)
         return found, changed
     return None, {}
-
-
-def _link(source: Path, target: Path) -> None:
-    """Make a second name of a file, or a copy where the file system has no links.
-
-    Prepared files are replaced and never changed in place, so both names stay valid.
-    """
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        with open_to_read(source) as file:
-            write_atomically(target, partial(shutil.copyfileobj, file))
 
 
 def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Set[str]) -> Meta:
@@ -280,15 +271,15 @@ class _Stages:
 
     def run(self, meta: Meta) -> Meta:
         """Do the stages that are missing from a record; return the complete record."""
-        tokenizer, found = None, None
+        tokenizer, found, has_words = None, None, self.tokenizer.kind == "words"
         if meta.tokenizer is None:
             logger.info("building the vocabulary from the training split")
-            if self.tokenizer.kind == "words":
+            if has_words:
                 found = count_words(read_lines(self.data, "train"), self.tokenizer)
             tokenizer, info = self._build_tokenizer(found)
             meta = replace(meta, tokenizer=info)
             write_meta(self.folder, meta)
-        if self.tokenizer.kind == "words" and meta.speller_sha256 is None:
+        if has_words and meta.speller_sha256 is None:
             meta = replace(meta, speller_sha256=self._build_speller(meta, found))
             write_meta(self.folder, meta)
         del found  # large

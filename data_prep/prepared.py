@@ -5,9 +5,8 @@ A prepared folder contains `meta.json`, the tokenizer (`tokenizer.json`, and `vo
 and, if classes were needed, `classes.npy`. Every file is complete or absent.
 """
 
-import shutil
 from collections.abc import Iterable
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from data_prep.meta import (
     stored_array,
     verify_stored,
 )
-from data_prep.storage import open_to_read, write_atomically
+from data_prep.storage import copy_atomically
 from data_prep.tokenizer.serialization import MODEL_FILE, TOKENIZER, load_tokenizer
 from data_prep.tokenizer.speller import SPELLER, Speller
 from data_prep.tokenizer.token_file import SplitInfo
@@ -85,14 +84,10 @@ class Prepared:
         return self._array(COUNTS)
 
     def class_levels(self) -> NDArray[np.int32]:
-        """Return the classes of every id, each within the one before.
+        """Return the classes of every id, int32 [levels, N], each within the one before.
 
-        Returns:
-            int32 [levels, N], from the root down; -1 below a word's last class. The values of the
-            `shortlist` most frequent words have no meaning.
-
-        Raises:
-            UserError: the folder was prepared without classes; the file is absent or damaged.
+        They are -1 below a word's last class; those of the `shortlist` most frequent words have no
+        meaning. UserError if the folder was prepared without classes, or the file is damaged.
         """
         num_levels = self._classes.num_levels
         return self._array(CLASSES).reshape(num_levels, -1)
@@ -118,19 +113,14 @@ class Prepared:
         return Speller.load(self.folder / SPELLER, self.tokenizer_sha256)
 
     def copy_to(self, folder: Path | str, *, classes: bool = False) -> None:
-        """Copy the tokenizer, its speller, and the classes if asked for, to the folder of a run.
-
-        Raises:
-            UserError: a file is absent, damaged or belongs to another tokenizer.
-        """
+        """Copy the tokenizer, its speller, and the classes if asked for, to the folder of a run."""
         copied = [MODEL_FILE[self.tokenizer_kind], TOKENIZER]
         copied += [CLASSES] if classes and self._classes else []
         copied += [SPELLER] if self.meta.speller_sha256 else []
         for name in copied[1:]:
             self._verify(name)
         for name in copied:
-            with open_to_read(self.folder / name) as file:
-                write_atomically(Path(folder) / name, partial(shutil.copyfileobj, file))
+            copy_atomically(self.folder / name, Path(folder) / name)
 
     @property
     def _classes(self) -> ClassesInfo:
@@ -153,11 +143,7 @@ class Prepared:
 
 
 def open_prepared(folder: Path | str) -> Prepared:
-    """Open a folder that `prepare` has completed.
-
-    Raises:
-        UserError: the folder is absent, incomplete, damaged or has another format version.
-    """
+    """Open a folder that `prepare` has completed; UserError if it is not complete and intact."""
     folder = Path(folder)
     meta = read_meta(folder)
     if meta is None:

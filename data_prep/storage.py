@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
@@ -42,8 +43,7 @@ class ArrayInfo(Strict):
 
     dtype: ArrayType
     length: NonNegative
-    sha256: str
-    """Checksum of the values; the header follows from `dtype` and `length`."""
+    sha256: str  # checksum of the values; the header follows from `dtype` and `length`
 
 
 def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) -> ArrayInfo:
@@ -115,23 +115,22 @@ def _verify_values(
         digest.update(raw)
         chunk = np.frombuffer(raw, np.dtype(info.dtype).newbyteorder("<"))
         lowest, highest = min(lowest, int(chunk.min())), max(highest, int(chunk.max()))
-    if digest.hexdigest() != info.sha256:
-        raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one")
+    check_sha256(path, digest.hexdigest(), info.sha256)
     if below is not None and not least <= lowest <= highest < below:
         worst = lowest if lowest < least else highest
         raise UserError(f"{path} holds the value {worst}: expected {least} to {below - 1}")
+
+
+def check_sha256(path: Path, found: str, expected: str | None) -> None:
+    """UserError if the checksum of a file is not the recorded one."""
+    if found != expected:
+        raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one")
 
 
 def sha256_file(path: Path | str) -> str:
     """Return the SHA-256 of a file's bytes in hexadecimal; UserError if it cannot be read."""
     with open_to_read(Path(path)) as file:
         return hashlib.file_digest(file, hashlib.sha256).hexdigest()
-
-
-def verify_file(path: Path, sha256: str) -> None:
-    """Compare a file with its checksum; UserError if it differs or cannot be read."""
-    if sha256_file(path) != sha256:
-        raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one")
 
 
 def write_atomically(
@@ -160,6 +159,12 @@ def write_atomically(
         with suppress(OSError):  # of a read-only file system
             temporary.unlink(missing_ok=True)
     return result
+
+
+def copy_atomically(source: Path, target: Path) -> None:
+    """Copy a file with `write_atomically`; UserError also if it cannot be read."""
+    with open_to_read(source) as file:
+        write_atomically(target, partial(shutil.copyfileobj, file))
 
 
 def temporary_name(path: Path, process: int | None = None) -> Path:

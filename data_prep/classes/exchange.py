@@ -9,8 +9,7 @@ occurrences of the words of class c, s(c) their number. The objective is
     F = Σ_{c,d} N(c, d) ln N(c, d) - 2 Σ_c N(c) ln N(c) - λ Σ_c N(c) s(c)         (1)
 
 The first two terms are the log-likelihood of the text without the terms that no assignment changes;
-the third is λ times the number of columns that the words' level of the softmax computes for all
-tokens.
+the third is λ times the number of columns that the words' level computes for all tokens.
 """
 
 from collections.abc import Sequence

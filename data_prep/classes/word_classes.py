@@ -95,15 +95,20 @@ class _Classes(NamedTuple):
             case "frequency":
                 return frequency_classes(counts, self.num_word_classes)
             case "uniform":
-                return uniform_classes(counts, self.num_word_classes)
+                return self._equal_sizes(np.argsort(-counts, kind="stable"))
             case "random":
-                return random_classes(vocab_size, self.num_word_classes, self.settings.seed)
+                generator = np.random.default_rng(self.settings.seed)
+                return self._equal_sizes(generator.permutation(vocab_size))
         num_clustered = min(self.settings.clustered_words or vocab_size, vocab_size)
         if num_clustered == vocab_size:
             bigrams = count_bigrams(tokens, vocab_size, progress=self.progress)
             return self._clusters(_Pairs(bigrams, counts))
         order = np.argsort(-counts, kind="stable")
         return self._clusters_of_frequent(counts, tokens, *np.split(order, [num_clustered]))
+
+    def _equal_sizes(self, order: IntArray) -> WordClass:
+        """Blocks of equal numbers of words, ± 1, in an order."""
+        return _by_rank(order, np.arange(len(order)) * self.num_word_classes // len(order))
 
     def _clusters_of_frequent(
         self, counts: IntArray, tokens: Tokens, frequent: IntArray, rare: IntArray
@@ -218,20 +223,6 @@ def frequency_classes(counts: IntArray, num_word_classes: int) -> WordClass:
     first = np.maximum.accumulate(first - rank) + rank
     first = np.minimum(first, len(counts) - num_word_classes + rank)
     return _by_rank(order, np.repeat(rank, np.diff(first, append=len(counts))))
-
-
-def uniform_classes(counts: IntArray, num_word_classes: int) -> WordClass:
-    """Divide words by descending count into classes of equal numbers of words, ± 1."""
-    return _equal_sizes(np.argsort(-counts, kind="stable"), num_word_classes)
-
-
-def random_classes(vocab_size: int, num_word_classes: int, seed: int) -> WordClass:
-    """Divide words at random into classes of equal numbers of words, ± 1."""
-    return _equal_sizes(np.random.default_rng(seed).permutation(vocab_size), num_word_classes)
-
-
-def _equal_sizes(order: IntArray, num_word_classes: int) -> WordClass:
-    return _by_rank(order, np.arange(len(order)) * num_word_classes // len(order))
 
 
 def _by_rank(order: IntArray, class_of_rank: IntArray) -> WordClass:

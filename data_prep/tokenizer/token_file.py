@@ -22,17 +22,12 @@ class SplitInfo(Strict):
     """What is recorded about a token file."""
 
     dtype: Literal["uint16", "uint32"]
-    tokens: Positive
-    """`<eos>` after every line included."""
+    tokens: Positive  # `<eos>` after every line included
     lines: Positive
-    words: NonNegative
-    """Whitespace-separated words of the text, without `<eos>`."""
-    utf8_bytes: Positive
-    """Size of the text with one newline after each line."""
-    oov: NonNegative
-    """Tokens that are `<unk>`, literal in the text or not in the vocabulary."""
-    sha256: str
-    """Checksum of the tokens, without the header of the file."""
+    words: NonNegative  # whitespace-separated words of the text, without `<eos>`
+    utf8_bytes: Positive  # size of the text with one newline after each line
+    oov: NonNegative  # tokens that are `<unk>`, literal in the text or not in the vocabulary
+    sha256: str  # checksum of the tokens, without the header of the file
 
     @property
     def array(self) -> ArrayInfo:

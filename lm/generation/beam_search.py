@@ -15,7 +15,6 @@ from numbers import Real
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.generation.text import (
@@ -87,35 +86,36 @@ def beam_search(
     beam_bytes += 32 * min(num_beams, model.vocab_size)
     check_memory(num_beams * beam_bytes, "the beams", model.device)
     tokens, state = torch.tensor(prompt, device=model.device)[:, None], model.init_state(1)
-    live = _Beams(tokens[0, :1] * 0, tokens[:0].T, torch.zeros_like(tokens[0], dtype=torch.float64))
+    live, live_log_prob = tokens[:0].T, torch.zeros_like(tokens[0], dtype=torch.float64)
     results: list[Hypothesis] = []
     num_candidates = min(num_beams + 1, model.vocab_size - len(set(excluded)))
     for length in range(1, num_tokens + 1):
         hidden, state = read_prefix(model, tokens, state)
         best = model.output.topk(hidden, num_candidates, excluded=excluded)  # [K, M]
-        log_prob = live.log_prob[:, None] + best.log_prob.double()
+        log_prob = live_log_prob[:, None] + best.log_prob.double()
         if excluded:
             words = torch.tensor(excluded, device=model.device).expand(len(hidden), -1)
             prob = model.output.candidate_log_prob(hidden, words).double().exp()
             log_prob -= torch.log1p(-prob.sum(dim=1, keepdim=True))
         log_prob, order = log_prob.flatten().sort(descending=True, stable=True)
         parent = order // best.word.shape[1]
-        extended = torch.cat([live.tokens[parent], best.word.flatten()[order, None]], dim=1)
-        beams = _Beams(parent, extended, log_prob)
-        ended = beams.tokens[:, -1] == (-1 if eos_id is None else eos_id)
-        live = beams.select((~ended).nonzero().squeeze(1)[:num_beams])
-        if length < num_tokens:
-            beams = beams.select(ended[:num_beams].nonzero().squeeze(1))
-        found = zip(beams.tokens[:num_beams].tolist(), beams.log_prob.tolist(), strict=False)
-        results += [Hypothesis(*each, each[1] / length**length_penalty) for each in found]
+        extended = torch.cat([live[parent], best.word.flatten()[order, None]], dim=1)  # [K M, L]
+        ended = extended[:, -1] == (-1 if eos_id is None else eos_id)
+        going = (~ended).nonzero().squeeze(1)[:num_beams]
+        done = ended[:num_beams] | (length == num_tokens)
+        found = zip(extended[:num_beams][done].tolist(), log_prob[:num_beams][done], strict=True)
+        results += [
+            Hypothesis(ids, float(p), float(p) / length**length_penalty) for ids, p in found
+        ]
         results = sorted(results, key=lambda each: -each.score)[:num_beams]
-        if not len(live.log_prob):
+        live, live_log_prob = extended[going], log_prob[going]
+        if not len(live):
             break
         largest = max((length + 1) ** length_penalty, num_tokens**length_penalty)
-        if len(results) == num_beams and results[-1].score >= float(live.log_prob[0]) / largest:
+        if len(results) == num_beams and results[-1].score >= float(live_log_prob[0]) / largest:
             break
-        state = model.backbone.select_state(state, live.parent)
-        tokens = live.tokens[:, -1:].T
+        state = model.backbone.select_state(state, parent[going])
+        tokens = live[:, -1:].T
     return results
 
 
@@ -148,14 +148,3 @@ def search_text(
         text = "".join(continuation.pieces).removesuffix("\n")
         samples.append(Sample(text, tokens, log_prob))
     return samples
-
-
-class _Beams(NamedTuple):
-    """Continuations of equal length, the most probable first."""
-
-    parent: Tensor  # [K] int64, index of the continuation without the last token
-    tokens: Tensor  # [K, L] int64
-    log_prob: Tensor  # [K] fp64
-
-    def select(self, index: Tensor) -> "_Beams":
-        return _Beams(*(tensor[index] for tensor in self))

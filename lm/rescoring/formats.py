@@ -21,11 +21,7 @@ Format = Literal["slf", "kaldi", "list"]
 
 
 class NonWords:
-    """Labels that are no words: what matches a regular expression. It counts them.
-
-    Raises:
-        UserError: if it is no regular expression.
-    """
+    """Labels that are no words: what matches a regular expression. It counts them."""
 
     def __init__(self, pattern: str = NON_WORDS) -> None:
         try:
@@ -161,12 +157,7 @@ def refuse_transcripts(name: str, lines: Sequence[str]) -> None:
 def format_of(name: str, lines: Iterable[str]) -> Format:
     """The format of a file: HTK's SLF, Kaldi's lattices, or an n-best list.
 
-    Args:
-        name: name of the file.
-        lines: its lines.
-
-    Raises:
-        UserError: if it has another format that is known.
+    UserError if it has another format that is known.
     """
     filled = [line for line in lines if line.strip()]
     for foreign in _FOREIGN:

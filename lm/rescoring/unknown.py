@@ -87,12 +87,7 @@ _CAUSES = (
 
 
 class UnknownWords:
-    """The words of texts, separated by whitespace, that a tokenizer reads as `<unk>` or in part.
-
-    Attributes:
-        num_words: number of words.
-        num_unknown: number of unknown words.
-    """
+    """The words of texts, separated by whitespace, that a tokenizer reads as `<unk>` or in part."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
         self._tokenizer = tokenizer
@@ -107,12 +102,9 @@ class UnknownWords:
         return [self._tokenizer.unk_id in ids for ids in self._tokenizer.encode_lines(words)]
 
     def warning(self, what: str) -> str | None:
-        """A sentence with a likely cause if more than `MANY` of the words are unknown.
+        """A sentence with a likely cause if more than `MANY` of the words of `what` are unknown.
 
         The cause is the change that makes most of the unknown words known, half of them at least.
-
-        Args:
-            what: the texts, for instance `hypotheses`.
         """
         if self.num_unknown <= MANY * self.num_words:
             return None

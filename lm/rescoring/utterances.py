@@ -39,9 +39,7 @@ class Utterances:
     ) -> "Utterances":
         """Read an n-best list, a file or folder of lattices, and a file of references.
 
-        `costs` and `hint` are those of `read_nbest`, whose errors are raised, as are those of
-        `format_of`, `read_lattices`, `References.read` and `WordErrors.compare`. `non_words` are
-        labels that are left out of all of them.
+        `costs` and `hint` are those of `read_nbest`; `non_words` are left out of all files.
         """
         lattices: list[Lattice] = []
         non_words = NonWords() if non_words is None else non_words

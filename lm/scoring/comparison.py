@@ -26,30 +26,19 @@ SAMPLED_NUMBERS = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class TextLosses:
-    """The losses of a run on a text.
-
-    Attributes:
-        run: the run.
-        tokens: [n] ids.
-        nats: [n], of each token, an unknown word being `<unk>`.
-        spelling: nats of the spelling of each unknown word; None if the vocabulary is not open.
-        lines: the text, to count bytes; None if the vocabulary is not open.
-    """
+    """The losses of a run on a text."""
 
     run: Run
-    tokens: NDArray[Any]
-    nats: NDArray[np.float64]
-    spelling: NDArray[np.float64] | None = None
-    lines: list[str] | None = None
+    tokens: NDArray[Any]  # [n] ids
+    nats: NDArray[np.float64]  # [n], an unknown word being `<unk>`
+    spelling: NDArray[np.float64] | None = None  # nats of each unknown word if spelled
+    lines: list[str] | None = None  # the text, if the vocabulary is open
 
     @classmethod
     def of(cls, run: Run, tokens: NDArray[Any], lines: list[str] | None = None) -> "TextLosses":
         """The losses of a run on the tokens [n] of a text, whose unknown words `lines` spell.
 
         Empty lines that the run leaves out may be among `lines`.
-
-        Raises:
-            UserError: as `spelling_nats`.
         """
         nats, spelling = -token_log_probs(run, tokens), None
         if lines is not None:

@@ -23,8 +23,6 @@ from data_prep.classes.word_classes import (
     WordClass,
     build_class_levels,
     frequency_classes,
-    random_classes,
-    uniform_classes,
 )
 from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
@@ -94,8 +92,8 @@ def test_every_method_puts_each_word_into_one_of_c_nonempty_classes(
     counts = counts_of(tokens, vocab_size)
     for word_class in (
         frequency_classes(counts, num_word_classes),
-        uniform_classes(counts, num_word_classes),
-        random_classes(vocab_size, num_word_classes, seed=3),
+        data_prep.word_classes(tokens, vocab_size, num_word_classes, method="uniform"),
+        data_prep.word_classes(tokens, vocab_size, num_word_classes, method="random"),
         embedded(counts, tokens, num_word_classes, dimensions=8),
     ):
         assert_partition(word_class, vocab_size, num_word_classes)
@@ -112,10 +110,15 @@ def test_classes_of_words_that_rarely_occur_are_a_partition(num_tokens: int) -> 
 
 
 def test_uniform_and_random_classes_have_equal_sizes_and_uniform_ones_are_blocks() -> None:
-    counts = np.arange(103)
-    for word_class in (uniform_classes(counts, 10), random_classes(103, 10, seed=1)):
-        assert sorted(np.bincount(word_class).tolist()) == [10] * 7 + [11] * 3
-    assert uniform_classes(np.array([5, 0, 9, 7, 1, 3]), 3).tolist() == [1, 2, 0, 0, 2, 1]
+    counts = np.array([5, 0, 9, 7, 1, 3])
+    uniform, random = (
+        built(np.resize(counts, 102), np.empty(0, np.uint16), ClassesConfig(method=method))
+        for method in ("uniform", "random")
+    )
+    for word_class in (uniform, random):
+        assert sorted(np.bincount(word_class).tolist()) == [10] * 8 + [11] * 2
+    settings = ClassesConfig(method="uniform", num_word_classes=3)
+    assert built(counts, np.empty(0, np.uint16), settings).tolist() == [1, 2, 0, 0, 2, 1]
 
 
 def test_frequency_classes_have_equal_sums_of_sqrt_count_to_within_one_word() -> None:
@@ -168,7 +171,7 @@ def test_refinement_raises_the_likelihood(monkeypatch: pytest.MonkeyPatch) -> No
     refined = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
     monkeypatch.setattr(embedding_module, "REFINEMENT_PASSES", 0)
     plain = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
-    arbitrary = class_report(counts, random_classes(160, 8, seed=1), tokens)
+    arbitrary = class_report(counts, np.arange(160) * 7 % 8, tokens)
     assert refined.log_likelihood > plain.log_likelihood > arbitrary.log_likelihood
 
 
