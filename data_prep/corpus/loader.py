@@ -39,8 +39,8 @@ def splits(data: DataConfig) -> list[str]:
 def input_files(data: DataConfig, split: str) -> list[Path]:
     """List the local files of a split in reading order.
 
-    Files of a glob or a folder are sorted by name; lists keep their order. A hub name has no local
-    files; a local folder given as `data.hub` has the same files for every split: all of its files.
+    Files of a glob or a folder are sorted by name; lists keep their order. A local folder given as
+    `data.hub` has all of its files for every split.
     """
     if data.hub is not None:
         folder = hub_folder(data)
@@ -104,10 +104,7 @@ def _visible_files(folder: Path, paths: Iterable[Path]) -> list[Path]:
 
 
 def hub_rows(data: DataConfig, split: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a split of `data.hub`; UserError if it is missing.
-
-    A damaged file raises one of `formats.reading_errors`.
-    """
+    """Yield the rows of a split of `data.hub`; UserError if it is missing."""
     dataset = _hub_with(data, split)[HUB_SPLITS[split]]
     tables = iter(dataset.with_format("arrow").iter(batch_size=ROWS_PER_BATCH))
     while True:

@@ -79,9 +79,9 @@ def beam_search(
     """
     checked_count("tokens", num_tokens)
     checked_count("beams", num_beams)
-    penalty: object = length_penalty
-    if not isinstance(penalty, Real) or not abs(float(penalty)) <= MAX_LENGTH_PENALTY:
-        raise ValueError(f"length_penalty must be within ±{MAX_LENGTH_PENALTY:g}, got {penalty!r}")
+    given: object = length_penalty
+    if not isinstance(given, Real) or not abs(float(given)) <= MAX_LENGTH_PENALTY:
+        raise ValueError(f"length_penalty must be within ±{MAX_LENGTH_PENALTY:g}, got {given!r}")
     beam_bytes = state_bytes(model, len(prompt) + num_tokens)
     beam_bytes += 32 * min(num_beams, model.vocab_size)
     check_memory(num_beams * beam_bytes, "the beams", model.device)
@@ -102,11 +102,10 @@ def beam_search(
         extended = torch.cat([live[parent], best.word.flatten()[order, None]], dim=1)  # [K M, L]
         ended = extended[:, -1] == (-1 if eos_id is None else eos_id)
         going = (~ended).nonzero().squeeze(1)[:num_beams]
-        done = ended[:num_beams] | (length == num_tokens)
-        found = zip(extended[:num_beams][done].tolist(), log_prob[:num_beams][done], strict=True)
-        results += [
-            Hypothesis(ids, float(p), float(p) / length**length_penalty) for ids, p in found
-        ]
+        is_result = ended[:num_beams] | (length == num_tokens)
+        ids, nats = (each[:num_beams][is_result].tolist() for each in (extended, log_prob))
+        found = zip(ids, nats, strict=True)
+        results += [Hypothesis(*each, each[1] / length**length_penalty) for each in found]
         results = sorted(results, key=lambda each: -each.score)[:num_beams]
         live, live_log_prob = extended[going], log_prob[going]
         if not len(live):
