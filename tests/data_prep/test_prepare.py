@@ -261,12 +261,6 @@ def test_a_corpus_in_the_prepared_folder_is_refused(corpus: Corpus, pattern: str
         corpus.prepare()
 
 
-def test_a_folder_that_cannot_be_made_is_refused(corpus: Corpus) -> None:
-    corpus.write("prepared", "a file in the way")
-    with pytest.raises(UserError, match=r"prepared is a file, not a folder$"):
-        corpus.prepare()
-
-
 def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,20 +69,21 @@ def test_words_and_pieces_are_compared_in_bits_per_byte(
     assert main([*command, str(bytes_run), str(other), "--by-frequency", "--json"]) == 0
     *compared, ours = (found := json.loads(capsys.readouterr().out))["compared"], found
     (pieces, words) = compared[0]
-    for each, folder in ((pieces, bytes_run), (words, other)):
-        theirs = evaluate_text(Run(folder), lines, progress=False, open_vocabulary=True)
+    theirs = [
+        evaluate_text(Run(folder), lines, progress=False, open_vocabulary=True)
+        for folder in (bytes_run, other)
+    ]
+    for each, evaluation in zip((pieces, words), theirs, strict=True):
         assert each["unit"] == "bits/byte"
-        assert each["bits_per_byte"] == pytest.approx(theirs.bits_per_byte, rel=1e-6)
+        assert each["bits_per_byte"] == pytest.approx(evaluation.bits_per_byte, rel=1e-6)
         difference = ours["bits_per_byte"] - each["bits_per_byte"]
         assert each["difference"] == pytest.approx(difference, abs=1e-6)
-        assert each["perplexity"] == pytest.approx(theirs.perplexity, rel=1e-6)
+        assert each["perplexity"] == pytest.approx(evaluation.perplexity, rel=1e-6)
         low, high = each["interval"]
         assert low <= each["difference"] <= high
     assert pieces["by_frequency"] is None
-    nats = [part["nll_nats"] for part in words["by_frequency"]]
-    theirs = evaluate_text(Run(other), lines, progress=False, open_vocabulary=True)
-    assert theirs.spelling_nats is not None
-    assert sum(nats) == pytest.approx(theirs.nll_nats - theirs.spelling_nats)
+    nats = sum(part["nll_nats"] for part in words["by_frequency"])
+    assert nats == pytest.approx(theirs[1].nll_nats - (theirs[1].spelling_nats or math.nan))
     assert main([*command, str(bytes_run), str(other), "--by-frequency"]) == 0
     tables = capsys.readouterr().out.split("compared with ")[1:]
     assert all("bits per byte of the other" in table for table in tables)
