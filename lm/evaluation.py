@@ -234,8 +234,7 @@ def perplexity_rule(unit: str, spelled: bool = False) -> str:
     """What *the* perplexity counts, in words; `unit` is what a token is."""
     if unit == "piece":
         return "per piece and line end"
-    rule = "spelled" if spelled else "counted as <unk>"
-    return f"per {unit} and line end, unknown words {rule}"
+    return f"per {unit} and line end, unknown words {'spelled' if spelled else 'counted as <unk>'}"
 
 
 class _Overflow(float):
@@ -307,13 +306,11 @@ def evaluate_text(
 ) -> Evaluation:
     """Evaluate the model of a run on the lines of a text, given without line ends.
 
-    Empty lines count only if they did in the corpus of the model: the figures of a split and of
-    its text are equal.
+    Empty lines count only if they did in the corpus of the model.
 
     Raises:
         UserError: if there is no model, its tokenizer is not the one that it was trained with, or
-            the text has no line; with an open vocabulary also if there is no speller, or a piece
-            is unknown.
+            the text has no line; with an open vocabulary also as `spelling_nats`.
     """
     literals = dict.fromkeys(run.tokenizer.literals, 0)
     text = list(counted_literals(lines, literals))
@@ -351,9 +348,8 @@ def _spelled(result: Evaluation, run: Run, lines: list[str]) -> Evaluation:
 def spelling_nats(run: Run, lines: Sequence[str], oov: int) -> NDArray[np.float64]:
     """-log P(word | `<unk>`) of each unknown word of lines, in order; none of a model of pieces.
 
-    Raises:
-        UserError: if there is no speller; or if `oov`, the number of tokens `<unk>`, shows that a
-            model of pieces does not know one, which has no spelling.
+    UserError if there is no speller, or if `oov`, the number of tokens `<unk>`, shows that a model
+    of pieces does not know one.
     """
     if isinstance(run.tokenizer, WordTokenizer):
         return -run.speller.log_prob(run.tokenizer.unknown_occurrences(lines))

@@ -16,7 +16,7 @@ model its spellings are those outside the words of the ARPA file.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
@@ -88,10 +88,6 @@ class RunScores:
             speller=run.open_speller if open_vocabulary else None,
         )
 
-    def unknown_words(self, texts: Iterable[str]) -> UnknownWords:
-        """The words of texts that the run does not know."""
-        return UnknownWords(self.run.tokenizer, texts)
-
     def unknown(
         self, nbest: NBest, chosen: Ints, errors: WordErrors | None
     ) -> dict[str, str | int | None]:
@@ -103,13 +99,13 @@ class RunScores:
         }
         if errors is not None:
             texts["references"] = errors.references
-        counts = {name: self.unknown_words(each).num_unknown for name, each in texts.items()}
+        unknown = {name: UnknownWords(self.run.tokenizer, each) for name, each in texts.items()}
         return {
             "run": str(self.run.folder),
             "vocabulary_size": self.vocabulary_size,
             "types": self._num_types,
             "references": None,
-            **counts,
+            **{name: each.num_unknown for name, each in unknown.items()},
         }
 
     def __call__(self, texts: Sequence[str]) -> list[Floats]:
