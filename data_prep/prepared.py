@@ -69,8 +69,7 @@ class Prepared:
     def tokens(self, split: str) -> NDArray[np.unsignedinteger[Any]]:
         """Return all tokens of a split in reading order: [tokens], uint16 or uint32, read-only.
 
-        Raises:
-            UserError: the split was not prepared; the file is absent or damaged.
+        UserError if the split was not prepared, or the file is absent or damaged.
         """
         if split not in self.splits:
             raise UserError(

@@ -73,8 +73,7 @@ def check_file(path: Path) -> None:
 def read_sample(text: TextFile) -> Sample:
     """Read a whole text, or `SAMPLE_BYTES` of a large one: the beginning unless it is plain.
 
-    Raises:
-        UserError: the file cannot be read, is not UTF-8, or has no word.
+    UserError if the file cannot be read, is not UTF-8, or has no word.
     """
     num_bytes, num_rows, num_read, lines = text.path.stat().st_size, 0, 0, list[str]()
     if text.format == "text" and num_bytes > SAMPLE_BYTES and not is_compressed(text.path):

@@ -51,27 +51,16 @@ class AlignedLine(NamedTuple):
 
 
 class Tokenizer(ABC):
-    """Converts a line into ids in [0, vocab_size) and ids into text.
+    """Converts a line into ids in [0, vocab_size) and ids into text."""
 
-    Attributes:
-        kind: name of the tokenizer in the configuration.
-        vocab_size: N, number of ids.
-        eos_id: id of the end of a line.
-        unk_id: id of everything outside the vocabulary, and of the literal text `<unk>`.
-        literals: special words that are recognized in a text.
-        lowercase: whether letters are converted to lower case.
-        split_punctuation: whether punctuation marks are tokens of their own.
-        has_bytes: whether every byte is a token, so that nothing is outside the vocabulary.
-    """
-
-    kind: ClassVar[Literal["words", "sentencepiece"]]
-    literals: ClassVar[tuple[str, ...]] = (UNK,)
-    lowercase: bool = False
-    split_punctuation: bool = False
-    has_bytes: bool = False
-    vocab_size: int
-    eos_id: int
-    unk_id: int
+    kind: ClassVar[Literal["words", "sentencepiece"]]  # name in the configuration
+    literals: ClassVar[tuple[str, ...]] = (UNK,)  # special words that are recognized in a text
+    lowercase: bool = False  # whether letters are converted to lower case
+    split_punctuation: bool = False  # whether punctuation marks are tokens of their own
+    has_bytes: bool = False  # whether every byte is a token, so that nothing is unknown
+    vocab_size: int  # N, number of ids
+    eos_id: int  # the end of a line
+    unk_id: int  # everything outside the vocabulary, and the literal text `<unk>`
 
     def encode(self, line: str) -> list[int]:
         """Return the ids of one line, without `<eos>`."""
