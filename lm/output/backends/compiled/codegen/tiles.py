@@ -1,4 +1,4 @@
-"""Products of tiles: code of LLVM that the loops over nodes are made of.
+"""Products of tiles: code of LLVM, and the loops over tiles that products of matrices consist of.
 
 A *tile* is a small part of a matrix whose numbers are in registers. Where it exceeds the matrix,
 the matrix's last rows are computed and stored again, and columns are masked: one piece of code
@@ -9,12 +9,22 @@ Factors in bf16 are multiplied two at a time, by an instruction that adds both p
 in fp32 (`vectors.HAS_BF16`). A *pair* of them is next to each other in memory.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-from numba import types
-from numba.extending import intrinsic
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
 
-from lm.output.backends.compiled.vectors import HAS_AVX512, INT, Vectors
+from lm.output.backends.compiled.codegen.compilation import emitted
+from lm.output.backends.compiled.codegen.vectors import (
+    AHEAD_BYTES,
+    HAS_AVX512,
+    INT,
+    VECTOR_BYTES,
+    Vectors,
+    addresses,
+)
 
 TILE = (4, 4) if HAS_AVX512 else (4, 3)
 """Rows and vectors of a tile; processors have 32 or 16 registers for vectors."""
@@ -24,10 +34,14 @@ ROW_TILE = (6, 4) if HAS_AVX512 else TILE
 """Tile of sums of products of bf16 numbers for a node's rows."""
 ROWS = 8
 """Rows that one hidden vector is multiplied with at a time."""
-AHEAD_BYTES = 12 << 10
-"""How far rows are read ahead that are read in the order of addresses."""
 ADDED_AHEAD_BYTES = 128 << 10
 """How far rows that sums are added to are read ahead, some for each tile of columns."""
+LINE_BYTES = 64
+"""A line of a cache."""
+TERMS = 64
+"""Rows that are summed up at a time, and stay in the first cache meanwhile."""
+STREAMED_BYTES = 16 << 10
+"""Rows that stay in the first cache before they go past it."""
 
 
 def sum_dtype(dtype: Any) -> Any:
@@ -35,20 +49,8 @@ def sum_dtype(dtype: Any) -> Any:
     return types.float32 if dtype == types.uint16 else dtype
 
 
-def addresses(builder: Any, first: Any, stride: Any, num: int, last: Any) -> list[Any]:
-    """Addresses of `num` rows; beyond row number `last`, its address again."""
-    inside = [builder.icmp_signed("<", INT(i), last) for i in range(num)]
-    rows = [builder.select(is_inside, INT(i), last) for i, is_inside in enumerate(inside)]
-    return [builder.add(first, builder.mul(row, stride)) for row in rows]
-
-
-def pair_of(builder: Any, value: Any) -> tuple[Any, Any]:
-    """The two members of a tuple."""
-    return builder.extract_value(value, 0), builder.extract_value(value, 1)
-
-
-@intrinsic
-def dot_tile(typing, hidden, weight, num, starts, strides, out, last):
+@emitted
+def dot_tile(builder, hidden, weight, num, starts, strides, out, last):
     """out[i, j] = hidden[i] · weight[j] for rows i and j of a tile.
 
     Args:
@@ -59,41 +61,41 @@ def dot_tile(typing, hidden, weight, num, starts, strides, out, last):
         out: address of out[0, 0], and bytes between its rows.
         last: the last i and the last j there are in the tile.
     """
-    pair = types.UniTuple(types.int64, 2)
-    signature = types.void(hidden, weight, types.int64, pair, pair, pair, pair)
+    emit = Vectors(builder, sum_dtype(hidden))
+    is_bf16 = hidden == types.uint16
+    read = Vectors(builder, hidden) if is_bf16 else emit
+    multiply = emit.dot if is_bf16 else emit.multiply_add
+    h, w = (addresses(builder, *place) for place in zip(starts, strides, TILE, last, strict=True))
 
-    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
-        emit = Vectors(context, builder, sum_dtype(hidden.dtype))
-        is_bf16 = hidden.dtype == types.uint16
-        read = Vectors(context, builder, hidden.dtype) if is_bf16 else emit
-        multiply = emit.dot if is_bf16 else emit.multiply_add
-        num, starts, strides, out, last = values[2], *(pair_of(builder, v) for v in values[3:])
-        h, w = (
-            addresses(builder, *place) for place in zip(starts, strides, TILE, last, strict=True)
-        )
+    def step(index: Any, sums: list[Any], mask: Any) -> None:
+        a = [read.load(emit.pointer(x, hidden, index), hidden, mask) for x in h]
+        for j, row in enumerate(w):
+            b = read.load(emit.pointer(row, weight, index), weight, mask)
+            emit.prefetch(emit.pointer(builder.add(row, INT(AHEAD_BYTES)), weight, index))
+            for i in range(TILE[0]):
+                k = i * TILE[1] + j
+                sums[k] = multiply(a[i], b, sums[k])
 
-        def step(index: Any, sums: list[Any], mask: Any) -> None:
-            a = [read.load(emit.pointer(x, hidden.dtype, index), hidden.dtype, mask) for x in h]
-            for j, row in enumerate(w):
-                b = read.load(emit.pointer(row, weight.dtype, index), weight.dtype, mask)
-                ahead = builder.add(row, INT(AHEAD_BYTES))
-                emit.prefetch(emit.pointer(ahead, weight.dtype, index))
-                for i in range(TILE[0]):
-                    k = i * TILE[1] + j
-                    sums[k] = multiply(a[i], b, sums[k])
-
-        sums = emit.sums(read.row(num, [emit.zero] * (TILE[0] * TILE[1]), step))
-        num_stored = builder.add(last[1], INT(1))
-        for i, row in enumerate(addresses(builder, *out, TILE[0], last[0])):
-            place = builder.inttoptr(row, emit.scalar.as_pointer())
-            emit.store_numbers(sums[i * TILE[1] : (i + 1) * TILE[1]], place, num_stored)
-        return context.get_dummy_value()
-
-    return signature, generate
+    sums = emit.sums(read.row(num, [emit.zero] * (TILE[0] * TILE[1]), step))
+    num_stored = builder.add(last[1], INT(1))
+    for i, row in enumerate(addresses(builder, *out, TILE[0], last[0])):
+        emit.store_numbers(sums[i * TILE[1] : (i + 1) * TILE[1]], row, num_stored)
 
 
-@intrinsic
-def dot_rows(typing, hidden, weight, num, start, row, stride, out, last):
+@njit(nogil=True)
+def dots(hidden, weight, size, num, n, starts, strides, out):
+    """The products of `num` hidden vectors [size] with `n` rows; addresses as of `dot_tile`."""
+    item_bytes = max(hidden.itemsize, 4)
+    for j in range(0, n, TILE[1]):
+        for i in range(0, num, TILE[0]):
+            first = (starts[0] + i * strides[0], starts[1] + j * strides[1])
+            to = (out[0] + i * out[1] + j * item_bytes, out[1])
+            last = (num - 1 - i, n - 1 - j)
+            dot_tile(hidden, weight, size, first, strides, to, last)
+
+
+@emitted
+def dot_rows(builder, hidden, weight, num, start, row, stride, out, last):
     """out[j] = hidden · weight[j] for one hidden vector and `ROWS` rows.
 
     Reading the rows from memory takes all the time: this is fastest in the order of addresses.
@@ -106,37 +108,28 @@ def dot_rows(typing, hidden, weight, num, start, row, stride, out, last):
         out: address of out[0].
         last: the last j there is; it stands for those beyond it, which are not stored.
     """
-    integer = types.int64
-    signature = types.void(hidden, weight, *[integer] * 6)
+    emit = Vectors(builder, hidden)
 
-    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
-        emit = Vectors(context, builder, hidden.dtype)
-        num, start, row, stride, out, last = values[2:]
-        sums = []
-        for each in addresses(builder, row, stride, ROWS, last):
-            ahead = builder.add(each, INT(AHEAD_BYTES))
+    def product(row: Any) -> Any:
+        ahead = builder.add(row, INT(AHEAD_BYTES))
 
-            def step(
-                index: Any, carried: list[Any], mask: Any, each: Any = each, ahead: Any = ahead
-            ) -> None:
-                a = emit.load(emit.pointer(start, hidden.dtype, index), hidden.dtype, mask)
-                b = emit.load(emit.pointer(each, weight.dtype, index), weight.dtype, mask)
-                emit.prefetch(emit.pointer(ahead, weight.dtype, index))
-                carried[0] = emit.multiply_add(a, b, carried[0])
+        def step(index: Any, carried: list[Any], mask: Any) -> None:
+            a = emit.load(emit.pointer(start, hidden, index), hidden, mask)
+            b = emit.load(emit.pointer(row, weight, index), weight, mask)
+            emit.prefetch(emit.pointer(ahead, weight, index))
+            carried[0] = emit.multiply_add(a, b, carried[0])
 
-            sums += emit.row(num, [emit.zero], step)
-        place = builder.inttoptr(out, emit.scalar.as_pointer())
-        emit.store_numbers(emit.sums(sums), place, builder.add(last, INT(1)))
-        return context.get_dummy_value()
+        return emit.row(num, [emit.zero], step)[0]
 
-    return signature, generate
+    sums = [product(each) for each in addresses(builder, row, stride, ROWS, last)]
+    emit.store_numbers(emit.sums(sums), out, builder.add(last, INT(1)))
 
 
 def sum_tile(tile: tuple[int, int]) -> Any:
-    """An intrinsic for a tile of some shape."""
+    """The function for a tile of some shape."""
 
-    @intrinsic
-    def sum_tile(typing, factor, rows, out, num, starts, strides, to, last, left, added, ahead):
+    @emitted
+    def sum_tile(builder, factor, rows, out, num, starts, strides, to, last, left, added, ahead):
         """out[i, k] = Σ_n factor[i, n] · rows[n, k], or += it, for rows i and columns k of a tile.
 
         Factors in bf16 are in pairs, of an n and the next one; of an odd number, the last pair has
@@ -155,60 +148,44 @@ def sum_tile(tile: tuple[int, int]) -> Any:
             added: whether sums are added to `out`, which then has their dtype.
             ahead: bytes from a row to what is read ahead meanwhile, or None.
         """
-        return _sum_tile(tile, factor, rows, out, ahead)
-
-    return sum_tile
-
-
-def _sum_tile(tile: tuple[int, int], factor: Any, rows: Any, out: Any, ahead: Any) -> Any:
-    integer, flag, pair = types.int64, types.boolean, types.UniTuple(types.int64, 2)
-    three = types.UniTuple(integer, 3)
-    sizes = (integer, pair, three, pair, integer, integer, flag)
-    signature = types.void(factor, rows, out, *sizes, ahead)
-
-    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
-        emit = Vectors(context, builder, sum_dtype(factor.dtype))
-        num, starts, strides, to, last, left, added, distance = values[3:]
-        factor_start, row_start = pair_of(builder, starts)
-        stride_i, stride_n, row_stride = (builder.extract_value(strides, i) for i in range(3))
-        factors = addresses(builder, factor_start, stride_i, tile[0], last)
-        outs = addresses(builder, *pair_of(builder, to), tile[0], last)
+        emit = Vectors(builder, sum_dtype(factor))
+        stride_i, stride_n, row_stride = strides
+        factors = addresses(builder, starts[0], stride_i, tile[0], last)
+        outs = addresses(builder, *to, tile[0], last)
         offsets = [INT(j * emit.lanes) for j in range(tile[1])]
-        is_bf16 = factor.dtype == types.uint16
-        terms = (_Pairs if is_bf16 else _Terms)(context, builder, (factor, rows), tile[1])
+        is_bf16 = factor == types.uint16
+        terms = (_Pairs if is_bf16 else _Terms)(builder, factor, rows, tile[1])
 
         def whole_or_part(left: Any = None) -> None:
             masks = [left and emit.mask(builder.sub(left, offset)) for offset in offsets]
-            places = [emit.pointer(row, out.dtype, offset) for row in outs for offset in offsets]
+            places = [emit.pointer(row, out, offset) for row in outs for offset in offsets]
             variables = emit.variables([emit.zero] * len(places))
             with builder.if_then(added):
                 loaded = zip(places, masks * tile[0], strict=True)
-                before = [emit.load(x, out.dtype, mask) for x, mask in loaded]
+                before = [emit.load(x, out, mask) for x, mask in loaded]
                 for row in outs:
                     later = builder.add(row, INT(ADDED_AHEAD_BYTES))
                     for offset in offsets:
-                        emit.prefetch(emit.pointer(later, out.dtype, offset))
+                        emit.prefetch(emit.pointer(later, out, offset))
                 emit.assign(variables, terms.as_summed(before))
             sums = [builder.load(variable) for variable in variables]
             read_masks = terms.masks(left)
             with emit.loop(num, terms.step, sums) as (n, carried):
-                row = builder.add(row_start, builder.mul(n, row_stride))
+                row = builder.add(starts[1], builder.mul(n, row_stride))
                 b = terms.rows(row, row_stride, builder.sub(num, n), read_masks)
-                if not isinstance(ahead, types.NoneType):
-                    terms.read_ahead(builder.add(row, distance), row_stride)
+                if ahead is not None:
+                    terms.read_ahead(builder.add(row, ahead), row_stride)
                 for i, address in enumerate(factors):
                     a = terms.factor(builder.add(address, builder.mul(n, stride_n)))
-                    for j in range(tile[1]):
-                        k = i * tile[1] + j
-                        carried[k] = terms.add(a, b[j], carried[k])
-            if is_bf16 and out.dtype == types.uint16:
+                    for k in range(i * tile[1], (i + 1) * tile[1]):
+                        carried[k] = terms.add(a, b[k - i * tile[1]], carried[k])
+            if is_bf16 and out == types.uint16:
                 for i, row in enumerate(outs):
-                    of_row = sums[i * tile[1] : (i + 1) * tile[1]]
-                    terms.store(of_row, row, read_masks)
+                    terms.store(sums[i * tile[1] : (i + 1) * tile[1]], row, read_masks)
                 return
             stored = zip(terms.in_order(sums), places, masks * tile[0], strict=True)
             for value, place, mask in stored:
-                emit.store(value, place, out.dtype, mask)
+                emit.store(value, place, out, mask)
 
         full = builder.icmp_signed(">=", left, INT(tile[1] * emit.lanes))
         with builder.if_else(full) as (whole, partly):
@@ -216,9 +193,8 @@ def _sum_tile(tile: tuple[int, int], factor: Any, rows: Any, out: Any, ahead: An
                 whole_or_part()
             with partly:
                 whole_or_part(left)
-        return context.get_dummy_value()
 
-    return signature, generate
+    return sum_tile
 
 
 class _Terms:
@@ -226,11 +202,9 @@ class _Terms:
 
     step = 1
 
-    def __init__(self, context: Any, builder: Any, arrays: tuple[Any, Any], width: int) -> None:
-        self.builder = builder
-        self.factor_dtype, self.row_dtype = (array.dtype for array in arrays)
-        self.emit = Vectors(context, builder, sum_dtype(self.factor_dtype))
-        self.read = self.emit
+    def __init__(self, builder: Any, factor: Any, row: Any, width: int) -> None:
+        self.builder, self.factor_dtype, self.row_dtype = builder, factor, row
+        self.emit = self.read = Vectors(builder, sum_dtype(factor))
         self.num_loads = width
 
     def masks(self, left: Any) -> list[Any]:
@@ -280,9 +254,9 @@ class _Pairs(_Terms):
 
     step = 2
 
-    def __init__(self, context: Any, builder: Any, arrays: tuple[Any, Any], width: int) -> None:
-        super().__init__(context, builder, arrays, width)
-        self.read = Vectors(context, builder, self.row_dtype)
+    def __init__(self, builder: Any, factor: Any, row: Any, width: int) -> None:
+        super().__init__(builder, factor, row, width)
+        self.read = Vectors(builder, row)
         self.num_loads = width // 2
 
     def rows(self, row: Any, stride: Any, num_left: Any, masks: list[Any]) -> list[Any]:
@@ -317,3 +291,76 @@ class _Pairs(_Terms):
             place = self.emit.pointer(row, types.uint16, INT(j * self.read.lanes))
             value = self.emit.rounded_halves(a, b)
             self.read.store(value, place, types.uint16, mask)
+
+
+@emitted
+def stream(builder, source, to, num):
+    """Copy `num` bytes past the caches, which then do not read the memory at `to` first.
+
+    Both addresses have the same remainder of `LINE_BYTES`. The lines at both ends, which are not
+    copied as a whole, go through the caches.
+    """
+    line = ir.VectorType(ir.IntType(8), LINE_BYTES)
+    once = builder.module.add_metadata([ir.IntType(32)(1)])
+
+    def pointer(address: Any, kind: Any) -> Any:
+        return builder.inttoptr(address, kind.as_pointer())
+
+    def copy(start: Any, num: Any) -> None:
+        ends = (pointer(builder.add(each, start), ir.IntType(8)) for each in (to, source))
+        cgutils.raw_memcpy(builder, *ends, num, 1)
+
+    head = builder.and_(builder.neg(to), INT(LINE_BYTES - 1))
+    head = builder.select(builder.icmp_signed("<", head, num), head, num)
+    end = builder.add(head, builder.and_(builder.sub(num, head), INT(-LINE_BYTES)))
+    copy(INT(0), head)
+    with cgutils.for_range_slice(builder, head, end, INT(LINE_BYTES), inc=True) as (at, _):
+        value = builder.load(pointer(builder.add(source, at), line), align=LINE_BYTES)
+        store = builder.store(value, pointer(builder.add(to, at), line), align=LINE_BYTES)
+        store.set_metadata("nontemporal", once)
+    copy(end, builder.sub(num, end))
+
+
+def _sums(tile: tuple[int, int]) -> tuple[Callable[..., None], Callable[..., None]]:
+    add, height = sum_tile(tile), tile[0]
+
+    @njit(nogil=True)
+    def sums(factor, rows, out, num, num_terms, starts, strides, to, added, ahead):
+        """`num` rows of sums of `num_terms` rows; the other arguments are as of `sum_tile`.
+
+        What is left of a row is computed again with columns before it, if it is not added to.
+        """
+        num_columns = out.shape[1]
+        columns = tile[1] * (VECTOR_BYTES // max(factor.itemsize, 4))
+        for start in range(0, num_columns, columns):
+            k = start if added else max(0, min(start, num_columns - columns))
+            for i in range(0, num, height):
+                first = (starts[0] + i * strides[0], starts[1] + k * rows.itemsize)
+                place = (to[0] + i * to[1] + k * out.itemsize, to[1])
+                last, left = num - 1 - i, num_columns - k
+                add(factor, rows, out, num_terms, first, strides, place, last, left, added, ahead)
+
+    @njit(nogil=True)
+    def streamed_sums(factor, rows, out, num, num_terms, starts, strides, to, buffer):
+        """`sums` for rows next to each other, stored from the address `to` on, past the caches.
+
+        Args:
+            buffer: [`STREAMED_BYTES` or a row and two lines of a cache, whichever is more] bytes.
+        """
+        row_bytes, first = out.shape[1] * out.itemsize, -buffer.ctypes.data % LINE_BYTES
+        # As many whole tiles as fit; of rows so long that no tile fits, as many rows as do.
+        few = (len(buffer) - 2 * LINE_BYTES) // row_bytes
+        few = max(few - few % height, min(few, height))
+        for i in range(0, num, few):
+            there, n = to + i * row_bytes, min(few, num - i)
+            here = buffer.ctypes.data + first + there % LINE_BYTES
+            of_rows, place = (starts[0] + i * strides[0], starts[1]), (here, row_bytes)
+            sums(factor, rows, out, n, num_terms, of_rows, strides, place, False, None)
+            stream(here, there, n * row_bytes)
+
+    return sums, streamed_sums
+
+
+sums, streamed_sums = _sums(TILE)
+visit_sums, _ = _sums(VISIT_TILE)
+row_sums, streamed_row_sums = _sums(ROW_TILE)
