@@ -72,7 +72,6 @@ def hierarchical_cross_entropy(
         >>> print(f"{loss:.4f}")  # log 2 for the class and log 2 for the word
         1.3863
     """
-    check_reduction(reduction)
     refuse_transforms(*(each for each in (hidden, weight, bias) if isinstance(each, Tensor)))
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
     needs = Needs.of(hidden, weight, bias, row_wise=row_wise)
@@ -89,18 +88,16 @@ def hierarchical_cross_entropy(
 def reduced(nll: Tensor, target: Tensor, reduction: Reduction, ignore_index: int) -> Tensor:
     """The mean, the sum or all of nll [...], which is 0 where the target is ignored.
 
-    The mean is over the targets that are not ignored; 0 if there is none.
+    The mean is over the targets that are not ignored; 0 if there is none. Each nll is divided, so
+    that no sum is large.
+
+    Raises:
+        ValueError: if there is no such reduction.
     """
     if reduction == "none":
         return nll
+    if reduction == "sum":
+        return nll.sum()
     if reduction == "mean":
-        nll = nll / (target != ignore_index).sum().clamp(
-            min=1
-        )  # each term, so that no sum is large
-    return nll.sum()
-
-
-def check_reduction(reduction: str) -> None:
-    """Raise a ValueError unless it is the name of one."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
+        return (nll / (target != ignore_index).sum().clamp(min=1)).sum()
+    raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")

@@ -56,7 +56,8 @@ def topk(expander: Expander, k: int) -> TopK:
     log_prob = expander.hidden.new_empty(len(expander.hidden), k)
     word = torch.empty_like(log_prob, dtype=torch.int64)
     for position, found, unfinished in _sets(expander, k, 1.0, 1.0):
-        log_prob[position], word[position] = found
+        if len(position):
+            log_prob[position], word[position] = found
         for block, words in search.topk_of_all_words(expander, unfinished, k):
             log_prob[block], word[block] = words
     return TopK(log_prob, word)
@@ -81,7 +82,8 @@ def _sets(
     tree, num_positions = expander.tree, len(expander.hidden)
     many = k > 0 and num_positions > FEW
     most_rows = int(MOST_ROWS * tree.num_rows) if many else tree.num_rows
-    goal = search_loops.Goal(k, power, ratio, most_rows, expander.weight.numel() // NODE_COST)
+    most_nodes = expander.weight.numel() // NODE_COST
+    goal = search_loops.Goal(k, float(power), float(ratio), most_rows, most_nodes)
     is_double = expander.hidden.dtype == torch.float64
     bits = own(torch.empty(0, dtype=torch.int64 if is_double else torch.int32))
     block = max(1, BLOCK_ELEMENTS // tree.vocab_size)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lm.output.backends.base import Needs, Problem, autocast
 from lm.output.backends.visits import check_words
-from lm.output.functional import BackendName, Reduction, check_reduction, reduced
+from lm.output.functional import BackendName, Reduction, reduced
 from lm.output.layer import HierarchicalSoftmax
 from lm.output.sharded.exchange import Gathered, forward, sharded_nll
 from lm.output.sharded.placement import Part, PlacementName, Plan, place, recipients_of
@@ -102,7 +102,6 @@ class ShardedSoftmax(HierarchicalSoftmax):
 
         "mean" and "sum" are over the positions of this process.
         """
-        check_reduction(reduction)
         problem = self._problem(hidden, target)
         needs = Needs.of(hidden, self.weight, self.bias, row_wise=self.row_wise)
         nll = sharded_nll(self.backend, problem, *self._exchanged(problem), needs, self.dealt.group)

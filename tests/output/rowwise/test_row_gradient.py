@@ -12,7 +12,7 @@ from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from lm.output.backends import nodes
 from lm.output.backends.compiled import factors
 from lm.output.functional import BackendName
-from lm.output.rowwise import Product, RowAdagrad, RowGradient, Rows, lookup
+from lm.output.rowwise import Product, RowAdagrad, RowGradient, lookup
 
 from .tables import SHORTLIST, H, N, P, Table, W, accumulate, batch, in_blocks, table
 
@@ -226,14 +226,6 @@ def test_the_rest_of_a_model_compiles_around_a_layer_with_row_wise_gradients() -
     torch.testing.assert_close(found, loss(hidden))
     found.backward()  # type: ignore[no-untyped-call]
     assert isinstance(layer.weight.grad, RowGradient)
-
-
-def test_the_representation_counts_rows() -> None:
-    weight = torch.zeros(9, H)
-    parts: list[Product | Rows] = [Product(2, torch.ones(1, 3), torch.ones(1, H))]
-    parts.append(Rows(torch.tensor([8]), weight[:1]))
-    shown = repr(RowGradient(weight, parts))
-    assert shown == "RowGradient([9, 6], 3 rows in products, 1 single rows)"
 
 
 @pytest.mark.parametrize("name", ["shortlist", "full"])
