@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends.base import row_size
-from lm.output.decoding import distribution, search
+from lm.output.decoding import distribution
 from lm.output.decoding.distribution import log_prob, sample
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.expansion import Expander, checked_hidden
@@ -90,12 +90,13 @@ def ways(case: Case, hidden: Tensor, way: str) -> list[Finder]:
         if way in DRAWS:
             return sample(hidden, weight, tree, bias, DRAWS[way])
         expander = Expander(checked_hidden(hidden, weight, tree, bias), weight, tree, bias)
+        finder = distribution.finder(expander)
         if way == "top-k":
-            return distribution.finder(expander).topk(expander, TOP_K).word[0]
+            return finder.topk(expander, TOP_K).word[0]
         sets = (
-            search.nuclei(expander, 1.0, TOP_P)
+            finder.nuclei(expander, 1.0, TOP_P)
             if way == "top-p"
-            else distribution.finder(expander).within_ratio(expander, 1.0, MIN_P)
+            else finder.within_ratio(expander, 1.0, MIN_P)
         )
         ((_, words),) = sets
         return words.word[0]  # of one position: nothing is padded

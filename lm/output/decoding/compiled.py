@@ -1,7 +1,7 @@
 """Search and draws on a CPU in compiled loops, one position after another.
 
 They find and draw what the operations of PyTorch in `search` and `rejection` do, up to the rounding
-of log-probabilities, without a call of PyTorch per node. `search` finds nuclei here too.
+of log-probabilities, without a call of PyTorch per node.
 """
 
 import warnings
@@ -31,6 +31,8 @@ MOST_ROWS = 1 / 8
 NODE_COST = 4096
 """Numbers of the table for each node that is opened in the order of probability: reading them takes
 ten times as long as finding the node."""
+NUCLEUS_WORDS, NUCLEUS_GROWTH = 64, 8
+"""Most probable words among which a nucleus is looked for first, and by how much more then."""
 BLOCK_ELEMENTS = 1 << 23
 """Most words that memory is reserved for at once; only those found take it."""
 
@@ -61,6 +63,25 @@ def topk(expander: Expander, k: int) -> TopK:
         for block, words in search.topk_of_all_words(expander, unfinished, k):
             log_prob[block], word[block] = words
     return TopK(log_prob, word)
+
+
+def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Tensor, TopK]]:
+    """See `search.nuclei`. Where Z is not known to be 1, all words are found."""
+    num_words, is_exact = expander.tree.vocab_size, power == 1 and expander.is_plain
+    left, k = torch.arange(len(expander.hidden)), NUCLEUS_WORDS if is_exact else num_words
+    while len(left):
+        k = min(k, num_words)
+        part = expander.select(left)
+        words = topk(part, k)
+        expander.num_expanded += part.num_expanded
+        log_weight = power * words.log_prob.double()
+        mass = (log_weight if is_exact else log_weight - log_weight[:, :1]).exp().cumsum(dim=1)
+        total = torch.ones_like(mass[:, -1:]) if is_exact else mass[:, -1:]
+        size = (mass < top_p * total).sum(dim=1) + 1
+        done = (size <= k) | (k == num_words)
+        if bool(done.any()):
+            yield left[done], search.first(words.select(done), size[done].clamp(max=k))
+        left, k = left[~done], NUCLEUS_GROWTH * k
 
 
 def within_ratio(expander: Expander, power: float, min_p: float) -> Iterator[tuple[Tensor, TopK]]:

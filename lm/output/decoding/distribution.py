@@ -19,8 +19,14 @@ from lm.output.tree.class_tree import ClassTree
 
 _BLOCK_ELEMENTS = 1 << 23
 """Largest number of logits on one path of the tree, summed over the positions of a block."""
-_OPERATIONS = Finder(search.topk, search.within_ratio, rejection.draw_words)
-_LOOPS = Finder(compiled.topk, compiled.within_ratio, compiled.draw_words, compiled.draw_words)
+_OPERATIONS = Finder(search.topk, search.nuclei, search.within_ratio, rejection.draw_words)
+_LOOPS = Finder(
+    compiled.topk,
+    compiled.nuclei,
+    compiled.within_ratio,
+    compiled.draw_words,
+    draw_in_nuclei=compiled.draw_words,
+)
 
 
 def log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None = None) -> Tensor:

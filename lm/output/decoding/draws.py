@@ -22,21 +22,22 @@ from torch.nn import functional as F
 
 from lm.output.decoding.expansion import Expander
 from lm.output.decoding.rejection import draw
-from lm.output.decoding.search import TopK, nuclei
+from lm.output.decoding.search import TopK
 from lm.output.decoding.uniforms import Uniforms, derive_seeds
 
 _MIN_TEMPERATURE = 1e-200
 """Lower temperatures count as 0: log-probabilities divided by them would overflow fp64."""
 _MAX_TEMPERATURE = 1e25
 """Higher temperatures count as this one, at which all words but those excluded are as probable."""
-NUM_DRAWS = 8
-"""Words drawn at most; for p ≥ 1/2, all are outside with a probability of 0.4 % or less."""
+NUM_DRAWS = 64
+"""Words drawn at most; for p ≥ 1/10, all are outside with a probability of 0.1 % or less."""
 
 
 class Finder(NamedTuple):
     """Functions that find and draw words, by operations of PyTorch or in compiled loops."""
 
     topk: Callable[[Expander, int], TopK]
+    nuclei: Callable[[Expander, float, float], Iterator[tuple[Tensor, TopK]]]
     within_ratio: Callable[[Expander, float, float], Iterator[tuple[Tensor, TopK]]]
     draw_words: Callable[[Expander, Tensor, float], Tensor]
     draw_in_nuclei: Callable[[Expander, Tensor, float, float, int], Tensor] | None = None
@@ -130,8 +131,14 @@ def sample_words(expander: Expander, seeds: Tensor, sampling: Sampling, finder: 
     elif top_p is not None and top_p < 1:
         if finder.draw_in_nuclei is not None and not min_p:
             word = finder.draw_in_nuclei(expander, seeds, power, top_p, NUM_DRAWS)
-            return _redrawn(expander, word, seeds, power, top_p)
-        sets, top_p = nuclei(expander, power, top_p), None
+            left = (word < 0).nonzero().squeeze(1)
+            if len(left):
+                rest = expander.select(left)
+                sets = finder.nuclei(rest, power, top_p)
+                word[left] = _draw_from_sets(sets, derive_seeds(seeds[left], -1), power)
+                expander.num_expanded += rest.num_expanded
+            return word
+        sets, top_p = finder.nuclei(expander, power, top_p), None
     elif min_p:
         sets = finder.within_ratio(expander, power, min_p)
     else:
@@ -158,15 +165,4 @@ def _draw_from_sets(
             log_weight = log_weight.masked_fill(log_weight < cut, -torch.inf)
         column = draw(log_weight, uniforms.draw(position))
         word[position] = words.word.gather(1, column[:, None]).squeeze(1)
-    return word
-
-
-def _redrawn(expander: Expander, word: Tensor, seeds: Tensor, power: float, top_p: float) -> Tensor:
-    """Drawn words [P], where they are -1 replaced by a word of the position's nucleus."""
-    left = (word < 0).nonzero().squeeze(1)
-    if len(left):
-        rest = expander.select(left)
-        sets = nuclei(rest, power, top_p)
-        word[left] = _draw_from_sets(sets, derive_seeds(seeds[left], -1), power)
-        expander.num_expanded += rest.num_expanded
     return word

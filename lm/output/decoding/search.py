@@ -203,7 +203,7 @@ def _sets(
         active = chosen.any(dim=1)
         done = ~active
         if bool(done.any()):
-            yield frontier.position[done], _first(_sorted(words.select(done)), size[done])
+            yield frontier.position[done], first(_sorted(words.select(done)), size[done])
         many = active & (frontier.cost_with(chosen) > most)
         yield from _of_all_words(expander, frontier.position[many], needed, max_words)
         active &= ~many
@@ -229,7 +229,7 @@ def _of_all_words(
         frontier = _Frontier(expander)
         frontier.select(block)
         frontier.log_prob = torch.full_like(frontier.log_prob, -torch.inf)  # no node is left
-        yield block, _first(words, needed(frontier, words.log_prob)[1])
+        yield block, first(words, needed(frontier, words.log_prob)[1])
 
 
 def _log_prob_of_all(expander: Expander, position: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -245,7 +245,7 @@ def _best_of_all(log_prob: Tensor, k: int) -> TopK:
     return _best(TopK(log_prob, every), k)
 
 
-def _first(words: TopK, size: Tensor) -> TopK:
+def first(words: TopK, size: Tensor) -> TopK:
     """The first `size` [A] of some words in order, padded with log_prob -∞."""
     largest = int(size.max())
     log_prob, word = (each[:, :largest] for each in words)

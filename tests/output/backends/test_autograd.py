@@ -71,7 +71,7 @@ def test_any_subset_of_the_gradients_may_be_asked_for(subset: int) -> None:
 @both_backends
 def test_compiled_with_fullgraph_equals_eager() -> None:
     layer = HierarchicalSoftmax(H, TWO_LEVEL, dtype=torch.float64)
-    inputs = [layer.weight, layer.bias]
+    inputs = list(layer.parameters())
 
     def loss(hidden: Tensor, target: Tensor) -> Tensor:
         return layer.loss(hidden.tanh(), target) * 2

@@ -40,7 +40,7 @@ def test_results_are_the_same_if_all_words_are_evaluated_at_once(
     rows = tree.row_of_word[torch.tensor([2, N - 1])]
     searches: list[Callable[[Expander], list[tuple[Tensor, search.TopK]]]] = [
         lambda expander: [(torch.arange(P), finder(expander).topk(expander, 6))],
-        lambda expander: list(search.nuclei(expander, 1.3, 0.8)),
+        lambda expander: list(finder(expander).nuclei(expander, 1.3, 0.8)),
         lambda expander: list(finder(expander).within_ratio(expander, 0.7, 0.2)),
     ]
     for find in searches:
@@ -135,11 +135,14 @@ def test_peaked_distribution_expands_one_class_and_flat_one_all(
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize("top_p", [0.01, 0.6, 0.93, 0.9999])
 def test_nucleus_is_the_smallest_set_that_reaches_top_p(
-    shape: str, temperature: float, top_p: float
+    shape: str, temperature: float, top_p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(compiled, "NUCLEUS_WORDS", 3)
+    monkeypatch.setattr(compiled, "NUCLEUS_GROWTH", 2)
     layer = random_layer(shape)
     found: dict[int, list[int]] = {}
-    for position, nucleus in search.nuclei(Expander(*layer), 1 / temperature, top_p):
+    expander = Expander(*layer)
+    for position, nucleus in finder(expander).nuclei(expander, 1 / temperature, top_p):
         for p, words, values in zip(position.tolist(), nucleus.word, nucleus.log_prob, strict=True):
             found[p] = words[values > -torch.inf].tolist()
     assert sorted(found) == list(range(P))

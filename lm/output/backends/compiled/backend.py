@@ -66,18 +66,21 @@ class CompiledBackend:
 
     def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """See `Backend.new_saved`."""
+        if not needs.any:
+            return []
         if not saves_errors(problem, needs):
             return self._reference.new_saved(problem, needs)
-        return list(new_saved(problem, needs)) if needs.any else []
+        return list(new_saved(problem, needs))
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.forward`."""
-        if not saves_errors(problem, needs):
-            return self._reference.forward(problem, needs)
-        from lm.output.backends.compiled import step
+        if saves_errors(problem, needs):
+            from lm.output.backends.compiled import step
 
-        nll, saved = step.forward(problem, needs)
-        return nll, list(saved) if needs.any else []
+            nll, saved = step.forward(problem, needs)
+        else:
+            nll, saved = self._reference.forward(problem, needs)
+        return nll, saved if needs.any else []
 
     def backward(
         self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs

@@ -23,12 +23,12 @@ LEAST_ZEROS = 1 << 18
 """Numbers from which on threads divide the rows that are set to zero."""
 
 
-def forward(problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
-    """The nll [P], and what is saved."""
+def forward(problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
+    """The nll [P], and the fields of `Saved`."""
     log_prob, saved = target_log_prob(problem, needs)
     nll = log_prob.new_empty(problem.num_positions)
     loops.add_levels(own(saved.position), own(log_prob), own(nll))
-    return nll, saved
+    return nll, list(saved)
 
 
 def target_log_prob(problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:

@@ -126,28 +126,29 @@ def dot_rows(builder, hidden, weight, num, start, row, stride, out, last):
 
 
 def sum_tile(tile: tuple[int, int]) -> Any:
-    """The function for a tile of some shape."""
+    """A function for tiles of some shape: `sum_tile(factor, rows, out, …)`.
+
+    out[i, k] = Σ_n factor[i, n] · rows[n, k], or += it, for rows i and columns k of a tile.
+
+    Factors in bf16 are in pairs, of an n and the next one; of an odd number, the last pair has
+    a 0.
+
+    Args:
+        factor, rows, out: arrays, for their dtypes; sums have that of factor, or are in fp32
+            for factors and rows in bf16.
+        num: how many n there are.
+        starts: addresses of factor[0, 0] and rows[0, 0].
+        strides: bytes of factor from an i to the next, of factor and rows from an n to the
+            next; of pairs half of what is from one to the next.
+        to: address of out[0, 0], and bytes between its rows.
+        last: the last i there is in the tile.
+        left: how many columns there are from the tile's first one on.
+        added: whether sums are added to `out`, which then has their dtype.
+        ahead: bytes from a row to what is read ahead meanwhile, or None.
+    """
 
     @emitted
     def sum_tile(builder, factor, rows, out, num, starts, strides, to, last, left, added, ahead):
-        """out[i, k] = Σ_n factor[i, n] · rows[n, k], or += it, for rows i and columns k of a tile.
-
-        Factors in bf16 are in pairs, of an n and the next one; of an odd number, the last pair has
-        a 0.
-
-        Args:
-            factor, rows, out: arrays, for their dtypes; sums have that of factor, or are in fp32
-                for factors and rows in bf16.
-            num: how many n there are.
-            starts: addresses of factor[0, 0] and rows[0, 0].
-            strides: bytes of factor from an i to the next, of factor and rows from an n to the
-                next; of pairs half of what is from one to the next.
-            to: address of out[0, 0], and bytes between its rows.
-            last: the last i there is in the tile.
-            left: how many columns there are from the tile's first one on.
-            added: whether sums are added to `out`, which then has their dtype.
-            ahead: bytes from a row to what is read ahead meanwhile, or None.
-        """
         emit = Vectors(builder, sum_dtype(factor))
         stride_i, stride_n, row_stride = strides
         factors = addresses(builder, starts[0], stride_i, tile[0], last)
