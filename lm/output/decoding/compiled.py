@@ -31,7 +31,7 @@ MOST_ROWS = 1 / 8
 NODE_COST = 4096
 """Numbers of the table for each node that is opened in the order of probability: reading them takes
 ten times as long as finding the node."""
-NUCLEUS_WORDS, NUCLEUS_GROWTH = 64, 8
+NUCLEUS_WORDS, NUCLEUS_GROWTH = 64, 64
 """Most probable words among which a nucleus is looked for first, and by how much more then."""
 BLOCK_ELEMENTS = 1 << 23
 """Most words that memory is reserved for at once; only those found take it."""

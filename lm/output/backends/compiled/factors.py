@@ -3,10 +3,10 @@
 The letters and equations are those of the reference backend.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import sqrt  # by name: torch.fx replaces those of `math` while it traces
 from typing import Any
 
 import numpy as np
@@ -278,5 +278,5 @@ def _update_row(rule, rows, address, row, table, states, numbers):
     if rule == ADAGRAD:
         sum_of_squares = row_product(rows, address, address, num)
         total[row] += sum_of_squares * numbers[0] * numbers[0] / num
-        change /= math.sqrt(total[row]) + numbers[2]
+        change /= sqrt(total[row]) + numbers[2]
     add_scaled_row(rows, table, address, place, num, rows.dtype.type(change))

@@ -28,7 +28,7 @@ def test_a_gradient_in_reused_memory_is_zero_where_nothing_was_written(
     hidden, weight = torch.randn(300, 80), torch.randn(tree.num_rows, 80, requires_grad=True)
 
     def gradient(target: Tensor) -> Tensor:
-        nll = hierarchical_cross_entropy(hidden, weight, target, tree)
+        nll = hierarchical_cross_entropy(hidden, weight, target, tree, backend="compiled")
         return torch.autograd.grad(nll, weight)[0]
 
     everywhere, nearly, seldom = (torch.arange(300) % size for size in (400, 280, 40))
@@ -71,7 +71,7 @@ def test_each_layer_of_a_process_reuses_its_gradients_memory(
     def train() -> None:
         grads = []
         for tree, weight in zip(trees, weights, strict=True):
-            loss = hierarchical_cross_entropy(hidden, weight, target, tree)
+            loss = hierarchical_cross_entropy(hidden, weight, target, tree, backend="compiled")
             grads.append(torch.autograd.grad(loss, weight)[0])
             if not alive:
                 grads.clear()
@@ -130,7 +130,7 @@ def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made(
     weight = torch.zeros(tree.num_rows, 8, requires_grad=True)
     hidden, target = torch.randn(64, 8, requires_grad=True), torch.arange(64) * 3900
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
-        loss = hierarchical_cross_entropy(hidden, weight, target, tree)
+        loss = hierarchical_cross_entropy(hidden, weight, target, tree, backend="compiled")
         _, d_weight = torch.autograd.grad(loss, (hidden, weight))
     events = profile.events()
     assert events is not None
@@ -157,6 +157,6 @@ def test_autograd_adds_another_gradient_to_the_memory_in_place(
 
         monkeypatch.setattr(step, "zeros_except", noted)
         hidden = torch.nn.functional.embedding(target, weight)
-        hierarchical_cross_entropy(hidden, weight, target, tree).backward()  # type: ignore[no-untyped-call]
+        hierarchical_cross_entropy(hidden, weight, target, tree, backend="compiled").backward()  # type: ignore[no-untyped-call]
         assert weight.grad is not None
         assert places == [weight.grad.data_ptr()]

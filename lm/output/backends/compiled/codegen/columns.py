@@ -5,7 +5,7 @@ reduced to one number. Factors are in bf16, in pairs next to each other in memor
 fp32. A *block* is the numbers of `BLOCK` visits or fewer, those of a child next to each other.
 """
 
-import math
+from math import log  # by name: torch.fx replaces those of `math` while it traces
 from typing import Any
 
 import numpy as np
@@ -284,7 +284,7 @@ def forward_blocks(node, begin, end, hidden, row, bias, child, log_prob, rows, d
             at = address + j * stride
             exp_columns(at, stride, num, few, largest.ctypes.data, totals.ctypes.data)
         for i in range(num):
-            log_prob[v + i] = logit[i] - math.log(totals[i])
+            log_prob[v + i] = logit[i] - log(totals[i])
             rows[place + child[v + i] * width + i] -= totals[i]
             factor[i] = 1 / totals[i]
         if offset >= 0:

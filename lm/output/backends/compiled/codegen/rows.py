@@ -1,7 +1,7 @@
 """Operations along rows: softmaxes, exponentials, sums, and the steps of optimizers."""
 
-import math
 from functools import partial
+from math import inf, log  # by name: torch.fx replaces those of `math` while it traces
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,7 @@ def softmaxes(rows, low, place, low_place, num, n, bias_address, child, log_prob
             rows, low, here, low_here, last, n, bias_address, address, out.ctypes.data, is_kept
         )
         for i in range(min(TILE[0], num - v)):
-            log_prob[v + i] = out[i, 0] - math.log(out[i, 1])
+            log_prob[v + i] = out[i, 0] - log(out[i, 1])
 
 
 class _Logits:
@@ -99,7 +99,7 @@ class _Logits:
 
     def add_bias(self, bias: Any) -> list[Any]:
         """Add the biases from an address on; the largest logit of each visit."""
-        emit, lowest = self.emit, self.emit.constant(-math.inf)
+        emit, lowest = self.emit, self.emit.constant(-inf)
 
         def step(index: Any, largest: list[Any], mask: Any) -> None:
             added = emit.load(emit.pointer(bias, self.dtype, index), self.dtype, mask)
