@@ -148,9 +148,6 @@ class Backend(Protocol):
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""
 
-    def is_worth_loading(self, problem: Problem, *, has_gradient: bool) -> bool:
-        """Whether "auto" loads the code for such problems yet; each call counts as one of them."""
-
     def verified(self, problem: Problem, device: torch.device) -> bool:
         """Whether "auto" may rely on the results for such dtypes and strides on a device."""
 

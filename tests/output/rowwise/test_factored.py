@@ -159,7 +159,7 @@ def test_rows_that_are_input_vectors_too_are_never_formed_on_a_cpu(
         assert all(map(torch.equal, found, results[1]))
 
 
-@pytest.mark.parametrize("backend", ["triton", "compiled"])
+@pytest.mark.parametrize("backend", ["triton", "compiled", "reference"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("positions", [0, 2])
 def test_a_batch_without_targets_changes_nothing(

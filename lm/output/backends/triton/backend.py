@@ -74,10 +74,6 @@ class TritonBackend:
     name = "triton"
     automatic_on: frozenset[str] = frozenset({"cuda"})
 
-    def is_worth_loading(self, problem: Problem, *, has_gradient: bool) -> bool:
-        """Always."""
-        return True
-
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""
         hidden, weight = problem.hidden, problem.weight
