@@ -22,7 +22,7 @@ Op = Callable[..., Any]
 """A registered custom op: fields of a `Problem` and `Needs` → nll [P] and the tensors saved."""
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor target, Tensor[] tree, Tensor? bias, SymInt depth,"
-    " SymInt max_path_columns, SymInt ignore_index, bool mean, int[] needs"
+    " SymInt max_path_columns, SymInt ignore_index, int[] needs"
 )
 _NUM_ARRAYS = len(TreeArrays._fields)
 

@@ -27,7 +27,6 @@ class Problem(NamedTuple):
     depth: int  # D
     max_path_columns: int
     ignore_index: int  # value of the targets that are ignored
-    mean: bool = False  # divide nll, and d_nll, by the number of targets that are not ignored
     shard: Shard | None = None  # None: `weight` has all rows of the tree
 
     @classmethod
@@ -247,11 +246,6 @@ def autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             f" autocast, got hidden, weight, bias: {dtypes}"
         )
     return hidden
-
-
-def num_targets(problem: Problem) -> Tensor:
-    """How many targets are not ignored, a scalar, but at least 1."""
-    return (problem.target != problem.ignore_index).sum().clamp(min=1)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

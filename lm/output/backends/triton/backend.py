@@ -10,7 +10,7 @@ from subprocess import CalledProcessError
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Gradients, Needs, Problem, num_targets
+from lm.output.backends.base import Gradients, Needs, Problem
 from lm.output.backends.triton.backward import gradients, summed
 from lm.output.backends.triton.launch import capability, launch
 from lm.output.backends.triton.plan import (
@@ -182,8 +182,6 @@ class TritonBackend:
         """The gradients, by the log-sum-exps of the forward or by those of all shards."""
         problem = _contiguous(problem)
         if not memory and problem.num_positions:
-            if problem.mean:  # over all parts
-                d_nll, problem = d_nll / num_targets(problem), problem._replace(mean=False)
             size = self.part_size(problem)
             parts = (slice(i, i + size) for i in range(0, problem.num_positions, size))
             each = (self._of_part(d_nll, lse, problem, part, needs) for part in parts)
@@ -275,8 +273,8 @@ def _route(plan: Plan, problem: Problem, memory: Memory, nll: Tensor) -> None:
         "_merge", -(-positions // MERGE.v), MERGE,
         target=target, paths=paths, keys=keys, routing=routing, nll=nll,
         P=positions, N=problem.vocab_size, D=problem.depth, ignore_index=problem.ignore_index,
-        mean=int(problem.mean), run_size=run_size,
-        steps=-(-run_size.bit_length() // MERGE.step), num_splits=plan.num_splits, TILE=MERGE,
+        run_size=run_size, steps=-(-run_size.bit_length() // MERGE.step),
+        num_splits=plan.num_splits, TILE=MERGE,
     )  # fmt: skip
     launch(
         "_plan", -(-positions // PLAN.v) + -(-positions // PLAN.c), PLAN,

@@ -9,7 +9,6 @@ from torch import Tensor
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
 from lm.output.backends.triton.launch import launch
 from lm.output.backends.triton.plan import Inputs, Memory, Plan, Saved
-from lm.output.backends.triton.routing import NUM_LISTS
 from lm.output.backends.triton.rows import (
     ROW_PROGRAMS,
     Errors,
@@ -69,16 +68,13 @@ def summed(parts: Iterable[Gradients], problem: Problem) -> Gradients:
     return Gradients(torch.cat(d_hidden) if d_hidden else None, *totals)
 
 
-def _largest(d_nll: Tensor, problem: Problem, memory: Memory) -> Tensor:
-    """The s of (9), of d_nll divided for the mean."""
+def _largest(d_nll: Tensor, problem: Problem) -> Tensor:
+    """The s of (9)."""
     if d_nll.stride(0) == 0:
-        largest = d_nll[0].abs()
-    else:
-        ignored = problem.target == problem.ignore_index  # their d_nll is not read otherwise
-        largest = torch.linalg.vector_norm(d_nll.masked_fill(ignored, 0), torch.inf)
-    if not problem.mean:
-        return largest
-    return largest / memory.routing[NUM_LISTS - 1].clamp(min=1)
+        return d_nll[0].abs()
+    ignored = problem.target == problem.ignore_index  # their d_nll is not read otherwise
+    largest: Tensor = torch.linalg.vector_norm(d_nll.masked_fill(ignored, 0), torch.inf)
+    return largest
 
 
 def _factors(
@@ -92,7 +88,7 @@ def _factors(
     """Launch the first kernels: errors, sums of chunks and heavy nodes' share of d_hidden."""
     num_positions, tiles, most = plan.num_positions, plan.tiles, plan.most
     is_half = problem.hidden.dtype == torch.float16 and num_positions
-    scale = _largest(d_nll, problem, memory) if is_half else None
+    scale = _largest(d_nll, problem) if is_half else None
     new, padded = memory.visit_lse.new_empty, plan.padded_size
     partial = Partial(
         None if d_hidden is None else new(num_positions, padded),

@@ -20,7 +20,6 @@ import triton.language as tl
 
 from lm.output.backends.triton.forward_kernel import (
     _block,
-    _divisor,
     _first_block,
     _first_slot,
     _padded,
@@ -56,7 +55,6 @@ def _errors(
     v = tl.program_id(0) * TILE.v + tl.arange(0, TILE.v)
     p = tl.load(visits_of.position + v, mask=v < P, other=0).to(tl.int64)
     upstream = tl.load(d_nll + p * d_nll_stride, mask=v < P, other=0.0).to(ACC)
-    upstream = upstream / _divisor(visits_of.num_entries, ACC)
     if errors_of.scale is not None:
         upstream = upstream / _factor(errors_of.scale)
     for d in range(0, D):

@@ -10,8 +10,6 @@ blocks of `BLOCK_C`, with a running log-sum-exp (Milakov & Gimelshein 2018):
     z = W h + b,   m = max_block z,   k = exp(z - m)               (7)
     lse = log Σ_blocks exp(m) Σ k,   log q[y] = z[y] - lse         (8)
 
-The nll of a mean is divided by the number of targets, as is its gradient in the backward.
-
 k, between 0 and 1, is saved for the backward in the dtype of `hidden` together with m:
 `exp_logits` and `block_max`, of the size of positions × columns on a path. `num_splits` programs
 share a tile, and each takes some of the children; they are neighbours and run at the same time, so
@@ -62,12 +60,6 @@ def _has_few_visits(node, flat, P, LIGHT: tl.constexpr):
     lane = tl.arange(0, LIGHT)
     nodes = tl.load(node + flat + lane, mask=flat % P + lane < P, other=-1)
     return tl.sum((nodes == tl.load(node + flat)).to(tl.int32), axis=0) <= 16
-
-
-@triton.jit
-def _divisor(num_entries, ACC: tl.constexpr):
-    """What nll are divided by: 1, or the number of targets for their mean."""
-    return tl.maximum(tl.load(num_entries + 7), 1).to(ACC)
 
 
 @triton.jit
@@ -202,4 +194,4 @@ def _finish(v, p, visits, visits_of, visit_lse, nll, P, D, num_splits, ACC: tl.c
         z_y = tl.load(target_logit + d * P + v, mask=present, other=0.0, cache_modifier=".cg")
         tl.store(lse + d * P + v, combined, mask=present)  # in place of that of the first split
         total_nll += tl.where(present, combined - z_y, 0.0)
-    tl.store(nll + p, total_nll / _divisor(visits_of.num_entries, ACC), mask=last)
+    tl.store(nll + p, total_nll, mask=last)

@@ -18,7 +18,7 @@ from lm.output.tracing import constant_when_compiled
 SLOT = 16
 """The children of a node begin at multiples of so many in `plan.Memory.exp_logits`."""
 VARYING = [
-    "P", "mean", "run_size", "steps", "chunk", "num_splits", "max_heavy",
+    "P", "run_size", "steps", "chunk", "num_splits", "max_heavy",
     "row_programs", "max_groups", "max_split_tiles", "d_nll_stride", "num_shares",
 ]  # fmt: skip
 """Arguments that differ between batches; no kernel is compiled again for 1 or multiples of 16. They

@@ -36,7 +36,7 @@ class Routing(NamedTuple):
     They share memory of int32, in this order. `flat` is d · P + v of a visit. The first three lists
     are columns of a matrix, and so are the others, so that P and D say where each begins. They are
     as long as a batch of this size can require; `num_entries` says how many entries there are, in
-    the order of the fields, and last what each nll is divided by, 0 for nothing.
+    the order of the fields, and then the rows of partial sums.
     """
 
     num_entries: Any  # [8]

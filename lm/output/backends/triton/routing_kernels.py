@@ -82,7 +82,7 @@ def _sort(
 @triton.jit(do_not_specialize=VARYING)
 def _merge(
     target, paths, keys, routing, nll,
-    P, N, D, ignore_index, mean, run_size, steps, num_splits,
+    P, N, D, ignore_index, run_size, steps, num_splits,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """The sorted positions and their paths; `Routing.num_missing` counts programs for each nll.
@@ -107,7 +107,6 @@ def _merge(
     p = (key & 0xFFFFFFFF).to(tl.int32)
     word = tl.load(target + p, mask=in_batch, other=0)
     valid = in_batch & _is_word(word, N, ignore_index)
-    tl.atomic_add(to.num_entries + 7, mean * tl.sum(valid.to(tl.int32), axis=0), sem="relaxed")
     tl.store(to.all_valid + v * 0, 0, mask=in_batch & (valid == 0) & (word != ignore_index))
     tl.store(to.position + v, p, mask=in_batch)
     tl.store(to.rank + v, (key >> 32).to(tl.int32), mask=in_batch)

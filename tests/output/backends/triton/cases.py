@@ -71,7 +71,6 @@ class Case(NamedTuple):
     bias: bool = True
     target: str = "some ignored"
     rows: str = ""  # dtype of weight and bias, by default that of hidden
-    mean: bool = False
     switched: bool = False  # one loop over blocks of children and of H
 
     def __str__(self) -> str:
@@ -80,7 +79,7 @@ class Case(NamedTuple):
         parts = [f"sm_{self.capability}", dtypes, self.tree, sizes]
         parts += ["row-wise" if self.row_wise else "dense", *self.orders]
         parts += ["no bias"] * (not self.bias) + [self.target] * (self.target != "some ignored")
-        parts += ["mean"] * self.mean + ["switched"] * self.switched
+        parts += ["switched"] * self.switched
         return ", ".join(parts)
 
 
@@ -118,7 +117,6 @@ def emulated(
     (hidden, weight, *bias), target, tree, upstream = given
     with torch.autocast("cpu", hidden.dtype, enabled=bool(case.rows)):
         problem = Problem.of(hidden, weight, target, tree, bias[0] if bias else None)
-    problem = problem._replace(mean=case.mean)
     needs = Needs(hidden=True, weight=True, bias=case.bias, row_wise=case.row_wise)
     backend = TritonBackend()
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
@@ -155,9 +153,6 @@ def check(case: Case) -> Counter[str]:
         same = [torch.equal(a, b) for a, b in zip(found, first, strict=True)]
         assert all(same), f"results in order {order} equal those in {case.orders[0]}: {same}"
     assert first is not None
-    if case.mean:
-        count = (target != -100).sum().clamp(min=1)
-        first[0], upstream = first[0] * count, upstream / count
     baseline, truth = (
         gradients([each.to(kind) for each in tensors], target, tree, upstream, "reference")
         for kind in (DTYPES[case.dtype], torch.float64)

@@ -40,7 +40,6 @@ FIRST = [
         further=-size % 8,
         row_wise=i % 2 == 1,
         orders=ORDERS if (i + i // 4) % 2 else ("together",),
-        mean=i % 3 == 0,
         switched=kind == (90, "tf32"),
     )
     for i, (kind, size) in enumerate(zip(KINDS_OF_CODE, SIZES, strict=True))
@@ -113,13 +112,13 @@ COUNTED = [
 THREE_LEVELS = Case(tree="three levels", size=136)
 UNEQUAL = Case(tree="classes of 1 to 300 words", size=136, positions=200)
 WIDE = Case(tree="wide classes", size=136, positions=97)
-MUTATED = [THREE_LEVELS._replace(mean=True), UNEQUAL]
+MUTATED = [THREE_LEVELS, UNEQUAL]
 ALL_MUTATED = [
-    THREE_LEVELS._replace(positions=200, mean=True),
+    THREE_LEVELS._replace(positions=200),
     WIDE,
-    UNEQUAL._replace(size=264, mean=True),
-    WIDE._replace(target="all ignored", mean=True),
-    WIDE._replace(size=160, rows="fp32", mean=True),
+    UNEQUAL._replace(size=264),
+    WIDE._replace(target="all ignored"),
+    WIDE._replace(size=160, rows="fp32"),
     UNEQUAL._replace(size=160, positions=333, rows="fp32"),
     WIDE._replace(size=160, rows="fp32", target="all ignored"),
 ]
