@@ -169,7 +169,7 @@ def write_atomically(
                 file.flush()
                 _sync(file.fileno())
             os.replace(temporary, path)
-            _sync_folder(path.parent)
+            sync(path.parent)
     finally:
         with suppress(OSError):  # of a read-only file system
             temporary.unlink(missing_ok=True)
@@ -194,9 +194,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents if they do not exist; UserError if that fails."""
+    """Make a folder and its parents if they do not exist, durably; UserError if that fails."""
+    new = [each for each in (path, *path.parents) if not each.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
+        for each in new:
+            sync(each.parent)
     except OSError as error:
         file = next((each for each in (path, *path.parents) if each.is_file()), None)
         reason = error.strerror if file is None else f"{file} is a file, not a folder"
@@ -238,9 +241,9 @@ def new_folder(path: Path) -> Iterator[Path]:
             temporary.mkdir()
             yield temporary
             for each in [*temporary.iterdir(), temporary]:
-                _sync_folder(each)
+                sync(each)
             os.replace(temporary, path)
-            _sync_folder(path.parent)
+            sync(path.parent)
         except FileNotFoundError as error:
             raise UserError(f"{path} is written by another process at the same time") from error
         except OSError as error:
@@ -331,6 +334,18 @@ def open_to_read(path: Path) -> BufferedReader:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
+def sync(path: Path) -> None:
+    """Write the names in a folder, or a file, to the disk, if they are there and may be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except (PermissionError, FileNotFoundError):
+        return
+    try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _sync(descriptor: int) -> None:
     """Write a file or folder to the disk, where the file system can."""
     try:
@@ -338,18 +353,6 @@ def _sync(descriptor: int) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-
-
-def _sync_folder(path: Path) -> None:
-    """Write the names in a folder, or a file, to the disk, if they may be read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except PermissionError:
-        return
-    try:
-        _sync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _npy_header(dtype: np.dtype[Any], length: int) -> bytes:

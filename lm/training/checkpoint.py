@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from data_prep.errors import UserError
-from data_prep.storage import make_folder, temporary_name, write_atomically
+from data_prep.storage import make_folder, sync, temporary_name, write_atomically
 
 FORMAT_VERSION = 2
 LAST, BEST = "last.ckpt", "best.ckpt"
@@ -42,6 +42,7 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path, *copies: Path) -> No
         try:
             os.link(path, link)
             os.replace(link, copy)
+            sync(copy.parent)
         except OSError:  # for instance a file system without hard links
             with open(path, "rb") as file:
                 write_atomically(copy, partial(shutil.copyfileobj, file, length=1 << 20))

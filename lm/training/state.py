@@ -9,6 +9,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from data_prep.errors import UserError
+from data_prep.storage import sync
 from lm.evaluation import evaluate
 from lm.model.build import build_model, without_weights
 from lm.model.files import Description, save_model
@@ -294,6 +295,7 @@ class TrainingState:
             )
             save_model(run.folder, checkpoint["model"], run.description)
         if self.fabric.is_global_zero:
+            sync(run.folder / "metrics.csv")  # whose lines a continuation does not repeat
             names = (BEST, LAST) if is_best else (LAST,)
             save_checkpoint(checkpoint, *(folder / name for name in names))
         self.fabric.barrier()  # no process may exit while the first one writes
