@@ -44,7 +44,7 @@ ORDER = 7
 """n; less if the keys of n-grams would not fit into 64 bits."""
 MAX_TYPES = 500_000
 """Most types counted; of more, every k-th in order of frequency."""
-_DAMAGED = (ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+_DAMAGED = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What reading a damaged file raises, `NotImplementedError` included."""
 MAX_CHARACTERS = (1 << 16) - 3
 BEFORE, END, OTHER, FIRST = 0, 1, 2, 3

@@ -21,6 +21,8 @@ from data_prep.storage import make_folder, sync, temporary_name, write_atomicall
 
 FORMAT_VERSION = 2
 LAST, BEST = "last.ckpt", "best.ckpt"
+_DAMAGE = (pickle.UnpicklingError, LookupError, TypeError, ValueError, EOFError, AttributeError)
+"""Errors of torch's unpickler that mean that the bytes are not its own."""
 
 
 def save_checkpoint(checkpoint: dict[str, Any], path: Path, *copies: Path) -> None:
@@ -70,7 +72,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise _damaged(path) from error
     try:
         checkpoint: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
+    except (*_DAMAGE, RuntimeError) as error:
         if "allocate memory" in str(error):
             raise
         raise _damaged(path) from error

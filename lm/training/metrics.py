@@ -42,7 +42,7 @@ def read_metrics(path: Path) -> list[Metrics]:
                 if all(row.get(name) or name == "valid_perplexity" for name in types):
                     values: Any = {n: types[n](row[n]) if row[n] else None for n in types}
                     lines.append(Metrics(**values))
-        except (ValueError, csv.Error) as error:
+        except (ValueError, KeyError, csv.Error) as error:
             raise UserError(
                 f"{path}, line {reader.line_num}, is damaged ({error}): delete it to continue"
             ) from error

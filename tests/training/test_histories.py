@@ -172,9 +172,11 @@ class Histories(RuleBasedStateMachine):
         completed = self._do(fault, self.truth.work.arguments("train", self.run, *options))
         if completed:
             self._repair_model()
-            found, expected = outcome(self.run), self.truth.runs[self.length]
-            names = expected if self.is_whole else ("state",)
-            assert {name: found[name] for name in names} == {n: expected[n] for n in names}
+            found, expected = (
+                outcome(self.run, is_whole=self.is_whole),
+                self.truth.runs[self.length],
+            )
+            assert found == {name: expected[name] for name in found}
         return completed
 
     def _do(self, fault: Fault, arguments: list[str]) -> bool:

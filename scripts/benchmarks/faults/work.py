@@ -119,21 +119,24 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): _sha256(path.read_bytes()) for path in files}
 
 
-def outcome(run: Path) -> dict[str, Any]:
+def outcome(run: Path, *, is_whole: bool = True) -> dict[str, Any]:
     """All of a run that must not depend on interruptions, compared by `==`.
 
-    That is the model, the state of the training, and the lines of `metrics.csv`, without times.
+    That is the state of the training and, unless it was continued in another folder, the model and
+    the lines of `metrics.csv`, without times.
     """
     checkpoint = load_checkpoint(run / LAST)
     for name in [name for name in checkpoint["progress"] if name.endswith("seconds")]:
         del checkpoint["progress"][name]
+    found = {"state": _digest(checkpoint)}
+    if not is_whole:
+        return found
     metrics = [asdict(line) for line in read_metrics(run / "metrics.csv")]
     for line in metrics:
         del line["seconds"], line["tokens_per_second"]
-    return {
+    return found | {
         "model": _sha256((run / "model.safetensors").read_bytes()),
         "description": json.loads((run / "model.json").read_text()),
-        "state": _digest(checkpoint),
         "metrics": metrics,
     }
 
