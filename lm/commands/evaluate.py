@@ -19,7 +19,7 @@ from lm.commands.arguments import (
     Options,
     check_picture,
 )
-from lm.run import Run
+from lm.run import TrainedRun
 
 HELP = "perplexity of a trained model on a text"
 _TEXT: Options = {
@@ -62,8 +62,8 @@ def run(options: argparse.Namespace) -> None:
     from lm.scoring.mixture import Mixture, evaluate_mixture
 
     is_open = options.open_vocabulary
-    run = Run.open(options.run_dir, device=options.device, threads=options.threads)
-    others = [Run(Path(each), device=options.device) for each in options.compare]
+    run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
+    others = [TrainedRun(Path(each), options.device) for each in options.compare]
     lines = None
     if options.text is not None:
         lines = list(noted_words(run.tokenizer, read_text(options.text), options.text))

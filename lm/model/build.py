@@ -186,7 +186,6 @@ def _build_softmax(
                 config.hidden,
                 counts,
                 output.cutoffs,
-                bias=output.bias,
                 tail_dropout=output.tail_dropout,
             )
         except ValueError as error:
@@ -199,7 +198,6 @@ def _build_softmax(
     softmax: OutputLayer = kind(
         config.hidden,
         tree,
-        bias=output.bias,
         backend=output.backend,
         row_wise=word_table.row_wise,
         dtype=torch.bfloat16 if word_table.dtype == "bf16" else None,

@@ -19,7 +19,7 @@ from data_prep.storage import locked, make_folder
 from lm.config import Config
 from lm.device import keep_freed_memory
 from lm.evaluation import perplexity_rule, token_unit
-from lm.model.files import DESCRIPTION
+from lm.model.files import DESCRIPTION, read_description
 from lm.run import Run
 from lm.training.batches import Batch, Batches, training_batches
 from lm.training.checkpoint import load_checkpoint
@@ -113,7 +113,7 @@ def train(
     if is_main:
         draw_curves(folder, config.name)
         split = next(name for name in ("test", "valid", "train") if name in run.prepared.splits)
-        figure, description = "no validation split", run.description
+        figure, description = "no validation split", read_description(folder)
         if description.valid_perplexity is not None:
             rule = perplexity_rule(token_unit(config.tokenizer))
             figure = f"validation perplexity {description.valid_perplexity:.2f}, {rule}"
@@ -142,7 +142,7 @@ def _fit(
     save_every = config.train.checkpoint_every_steps
     validates_at_all = "valid" in run.prepared.splits
     has_model = (run.folder / DESCRIPTION).exists()
-    kept = (run.description.valid_perplexity if has_model else None) or math.inf
+    kept = (read_description(run.folder).valid_perplexity if has_model else None) or math.inf
     clock.start()
     if state.is_finished:  # else `_is_complete`
         text = "%s: train.max_minutes: %g leaves no time for a step: a validation takes about %s"

@@ -100,13 +100,13 @@ class TrainingState:
         self.fabric, self.run, self.batches = fabric, run, batches
         self.config = config = run.config
         self.progress = Progress()
+        self.word_table = run.word_table
         if saved is not None and run.word_table.row_wise and "optimizers" not in saved["optimizer"]:
             # of a version in which `auto` meant dense gradients of a table of this size
-            run.word_table = replace(run.word_table, row_wise=False, optimizer=None)
-        sections = config.model, config.output, run.word_table, run.tree, config.train.seq_len
+            self.word_table = replace(run.word_table, row_wise=False, optimizer=None)
+        sections = config.model, config.output, self.word_table, run.tree, config.train.seq_len
         input_tree, counts = run.input_tree, torch.tensor(run.prepared.counts())
-        if saved is not None and PIECES in saved["model"]:
-            run.pieces = saved["model"][PIECES]
+        pieces = run.pieces if saved is None else saved["model"].get(PIECES)
         placement = placement_of(run)[0] if sharded else None
         torch.manual_seed(config.seed)
         device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
@@ -114,7 +114,7 @@ class TrainingState:
             self.model = build_model(
                 *sections,
                 input_tree=input_tree,
-                pieces=run.pieces,
+                pieces=pieces,
                 counts=counts,
                 placement=placement,
             )
@@ -130,7 +130,7 @@ class TrainingState:
         self.loss: Any = fabric.setup_module(self.carried_loss)
         # With fp16, a fused optimizer would unscale gradients after they have been clipped.
         fused = config.train.precision != "16-mixed"
-        optimizer = build_optimizer(self.model, config.optim, run.word_table, fused=fused)
+        optimizer = build_optimizer(self.model, config.optim, self.word_table, fused=fused)
         self.optimizer: Any = fabric.setup_optimizers(optimizer)
         self.parameters = list(self.model.parameters())
         if saved is not None:
@@ -282,10 +282,10 @@ class TrainingState:
         """
         run, folder, checkpoint = self.run, self.run.folder / "checkpoints", self._to_checkpoint()
         if self.fabric.is_global_zero and is_best:
-            run.description = Description(
+            description = Description(
                 model=self.config.model,
                 output=self.config.output,
-                word_table=run.word_table,
+                word_table=self.word_table,
                 context=self.config.train.seq_len,
                 eos_id=run.prepared.eos_id,
                 unk_id=run.prepared.unk_id,
@@ -293,7 +293,7 @@ class TrainingState:
                 step=self.step,
                 valid_perplexity=valid_perplexity,
             )
-            save_model(run.folder, checkpoint["model"], run.description)
+            save_model(run.folder, checkpoint["model"], description)
         if self.fabric.is_global_zero:
             sync(run.folder / "metrics.csv")  # whose lines a continuation does not repeat
             names = (BEST, LAST) if is_best else (LAST,)

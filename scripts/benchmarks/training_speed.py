@@ -67,7 +67,7 @@ def start_training(
 
 def new_state(run: Run, num_steps: int) -> TrainingState:
     """The state of a new run of this many steps."""
-    run.prepare()
+    run = run.prepare()
     keep_freed_memory()
     fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
     batches.num_steps = num_steps

@@ -14,14 +14,13 @@ N, H, T = 30, 8, 5
 COUNTS = torch.arange(N) ** 2
 
 
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
-def test_the_output_layer_is_that_of_the_configuration(backend: Any, bias: bool) -> None:
-    output = OutputConfig(backend=backend, bias=bias)
+def test_the_output_layer_is_that_of_the_configuration(backend: Any) -> None:
+    output = OutputConfig(backend=backend)
     built: Any = build_model(
         ModelConfig(hidden=H), output, WordTable(row_wise=True), ClassTree.full(N), T
     ).output
-    assert (built.backend, built.bias is not None, built.row_wise) == (backend, bias, True)
+    assert (built.backend, built.bias is not None, built.row_wise) == (backend, True, True)
 
 
 def test_the_lstm_has_the_dropouts_of_the_configuration() -> None:

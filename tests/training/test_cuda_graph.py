@@ -18,7 +18,7 @@ from lm.config import TrainConfig, load_config
 from lm.output import ClassTree
 from lm.output.backends.triton.launch import instrumented
 from lm.output.rowwise import RowGradient
-from lm.run import Run
+from lm.run import Parts, Run
 from lm.training import cuda_graph
 from lm.training.batches import Batch, InputBuffers, training_batches
 from lm.training.checkpoint import load_checkpoint
@@ -90,10 +90,9 @@ def start(folder: Path, options: list[str], saved: Any = None, gpu: bool = False
     (folder / "config.yaml").write_text(CONFIG)
     device = "--train.accelerator=gpu" if gpu else "--train.accelerator=cpu"
     config = load_config(folder / "config.yaml", [f"--run_dir={folder}", device, *options])
-    run = Run(folder, config)
-    run.prepared = cast(Prepared, Text())
     adaptive = config.output.tree == "adaptive"
-    run.tree = None if adaptive else ClassTree.two_level(torch.arange(N) % 7)
+    tree = None if adaptive else ClassTree.two_level(torch.arange(N) % 7)
+    run = Run(config, Parts(cast(Prepared, Text()), tree))
     fabric = build_fabric(run)
     fabric.launch()
     return TrainingState(fabric, run, training_batches(config, run.prepared), saved)

@@ -16,7 +16,7 @@ from lm.config import Config, load_config
 from lm.output import ClassTree
 from lm.output.backends import saved_bytes
 from lm.output.backends.base import Problem
-from lm.run import Run
+from lm.run import Parts, Run
 from lm.training import memory_estimate as module
 from lm.training.memory_estimate import TOLERANCE, MemoryEstimate
 
@@ -33,10 +33,8 @@ BF16 = ("word_table.tied=true", "word_table.dtype=bf16", "train.precision=bf16-m
 Configured = Callable[..., Config]
 
 
-def run_of(config: Config, tree: ClassTree | None = TREE) -> Run:
-    run = Run(config.run_path, config)
-    run.tree = tree
-    return run
+def run_of(config: Config) -> Run:
+    return Run(config, Parts(tree=TREE))
 
 
 def estimate(config: Config) -> MemoryEstimate:
@@ -94,7 +92,7 @@ def test_a_build_for_cuda_takes_more_memory_on_a_cpu(
     config: Configured, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, extra: int
 ) -> None:
     run = run_of(config("output.backend=reference"))
-    run.on_gpu = on_gpu
+    monkeypatch.setattr(Run, "on_gpu", on_gpu)
     monkeypatch.setattr(torch.version, "cuda", None)
     without = module.estimate_memory(run).other
     assert 750 << 20 < without < 760 << 20
@@ -146,10 +144,8 @@ def test_settings_that_would_be_refused_are_not_proposed(
     config: Configured, available: Callable[[int], None]
 ) -> None:
     available(1000)
-    adaptive = run_of(config("output.tree=adaptive"), None)
-    adaptive.prepared = cast(
-        Any, SimpleNamespace(vocab_size=NUM_WORDS, counts=lambda: [1] * NUM_WORDS)
-    )
+    prepared = SimpleNamespace(vocab_size=NUM_WORDS, counts=lambda: [1] * NUM_WORDS)
+    adaptive = Run(config("output.tree=adaptive"), Parts(cast(Any, prepared)))
     with pytest.raises(UserError, match=r": even --word_table\.optimizer=adagrad would need"):
         module.check_memory(adaptive)
     other_size = config("model.embedding=8", "word_table.optimizer=adagrad", "train.devices=2")
