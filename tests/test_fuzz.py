@@ -40,7 +40,7 @@ from lm.training.metrics import read_metrics
 FACTOR = float(os.environ.get("FUZZ", "1"))
 """Times as many executions as in the test suite."""
 HANGS_AFTER = 20.0
-"""Seconds of a reader of a tiny file."""
+"""Processor seconds of a reader of a tiny file."""
 PIECES = (
     *(b"\0", b"\xff", b"\xef\xbb\xbf", b"\n", b"\r", b"\t", b" ", b"\\", b'"', b"'", b"#", b"&"),
     *(b"-", b"-1", b"0", b"1e999", b"nan", b"inf", b"99999999999999999999", b"0x10", b"1_0"),
@@ -245,7 +245,7 @@ def hang(*_: object) -> None:
 def problem(reader: Reader, content: bytes) -> str:
     """How a reader fails on a file; empty if it reads or refuses it as it should."""
     reader.path.write_bytes(reader.change(content))
-    signal.setitimer(signal.ITIMER_REAL, HANGS_AFTER)
+    signal.setitimer(signal.ITIMER_VIRTUAL, HANGS_AFTER)
     try:
         reader.read(reader.path)
     except UserError as error:
@@ -254,15 +254,16 @@ def problem(reader: Reader, content: bytes) -> str:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__} in {frame.filename}:{frame.lineno}: {error}"
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     return ""
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_a_reader_of_a_damaged_file_has_a_result_or_a_message_that_names_the_file(
     readers: dict[str, Reader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_executions, problems = 0, dict[str, bytes]()
-    before = signal.signal(signal.SIGALRM, hang)
+    before = signal.signal(signal.SIGVTALRM, hang)
     try:
         for name, reader in readers.items():
             assert problem(reader, reader.content) == ""
@@ -273,6 +274,6 @@ def test_a_reader_of_a_damaged_file_has_a_result_or_a_message_that_names_the_fil
                     problems[re.sub(r"\d+|'.*'", "", f"{name}: {found}")] = content
                 num_executions += 1
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGVTALRM, before)
     print(f"{num_executions} executions")
     assert not problems, "\n".join(f"{key}\n    {value!r}" for key, value in problems.items())

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 
 NON_WORDS = r"<[^>]*>|\[.*\]|\{.*\}|\+\+.*\+\+|![A-Z_]+|#\d+|sil|SIL"
 """Labels that are no words: in brackets of any kind or `++`, HTK's `!NULL`, Kaldi's `#0`, `sil`."""
@@ -31,7 +31,7 @@ class NonWords:
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
-            raise UserError(f"--non-words {pattern!r}: no regular expression: {error}") from error
+            raise DataError(f"--non-words {pattern!r}: no regular expression: {error}") from error
         self._counts: Counter[str] = Counter()
 
     def __contains__(self, label: str) -> bool:
@@ -155,7 +155,7 @@ def refuse_transcripts(name: str, lines: Sequence[str]) -> None:
     """Raise a UserError if a file of references, of which no line is empty, has a known format."""
     for foreign in _TRANSCRIPTS:
         if lines and foreign.applies(lines):
-            raise UserError(f"{name} is {foreign.name}: write lines id words")
+            raise DataError(f"{name} is {foreign.name}: write lines id words")
 
 
 def format_of(name: str, lines: Iterable[str]) -> Format:
@@ -171,7 +171,7 @@ def format_of(name: str, lines: Iterable[str]) -> Format:
     filled = [line for line in lines if line.strip()]
     for foreign in _FOREIGN:
         if filled and foreign.applies(filled):
-            raise UserError(f"{name} is {foreign.name}: {foreign.remedy}")
+            raise DataError(f"{name} is {foreign.name}: {foreign.remedy}")
     if any(map(_SLF.match, filled)) and re.match(r"\s*(?:#|\w+\s*=)", filled[0]):
         return "slf"
     if len(filled) < 2 or "\t" in filled[0] or len(filled[0].split()) > 1:

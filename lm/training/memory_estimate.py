@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from data_prep.errors import UserError
+from data_prep.errors import OutOfMemoryError, UserError
 from lm.config import to_dict, validate
 from lm.output.backends import choose_backend, saved_bytes
 from lm.output.backends.base import Problem
@@ -87,7 +87,7 @@ def check_memory(run: Run) -> None:
     estimate, available = estimate_memory(run), run.available_bytes
     if available is None or estimate.total <= (limit := (1 + TOLERANCE) * available):
         return
-    raise UserError(
+    raise OutOfMemoryError(
         f"training {run.config.name} needs {_gb(estimate.total)} of memory (weights"
         f" {_gb(estimate.weights)}, gradients {_gb(estimate.gradients)}, optimizer"
         f" {_gb(estimate.optimizer)}, a batch {_gb(estimate.batch)}, other"

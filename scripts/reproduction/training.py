@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.errors import UserError
+from data_prep.errors import NotFiniteError, UserError
 from lm.evaluation import evaluate_split, perplexity
 from lm.run import Run as TrainingRun
 from lm.run import TrainedRun
@@ -22,7 +22,6 @@ from lm.scoring.ngram import NGramModel
 from lm.training.loop import train
 from lm.training.metrics import Metrics, read_metrics
 from lm.training.run_folder import check_folder
-from lm.training.state import Diverged
 from scripts.benchmarks.kneser_ney import write_model
 from scripts.benchmarks.reporting import Table, commit
 from scripts.benchmarks.training_speed import new_state, time_in_turn
@@ -52,7 +51,7 @@ def train_and_validate(run: Run, data_dir: str, runs: Path, *, progress: bool) -
     diverged, start, resumes = None, time.process_time(), (folder / "metrics.csv").exists()
     try:
         _train(run, data_dir, folder, progress=progress)
-    except Diverged as error:
+    except NotFiniteError as error:
         diverged = str(error)
     cpu_seconds = None if resumes else time.process_time() - start
     metrics = read_metrics(folder / "metrics.csv")

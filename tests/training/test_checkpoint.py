@@ -153,4 +153,6 @@ def test_a_checkpoint_of_another_program_or_version_is_refused(tmp_path: Path) -
     torch.save({"state": torch.zeros(3)}, path)
     assert_refused(path)
     torch.save(CHECKPOINT | {"format_version": FORMAT_VERSION - 1}, path)
-    assert_refused(path, "was written by another version of sqrtlm and cannot be continued")
+    message = f"has format {FORMAT_VERSION - 1} of checkpoints, and this version of sqrtlm reads"
+    message += f" {FORMAT_VERSION}: continue with the version that env.json of the run names"
+    assert_refused(path, message)
