@@ -52,11 +52,6 @@ def test_cutoffs_outside_the_vocabulary_are_the_users_mistake() -> None:
         build_model(ModelConfig(hidden=H), output, WordTable(), None, T, counts=COUNTS)
 
 
-def test_a_model_without_a_tree_requires_counts() -> None:
-    with pytest.raises(ValueError, match="one of tree and counts is required"):
-        build_model(ModelConfig(hidden=H), OutputConfig(tree="adaptive"), WordTable(), None, T)
-
-
 @pytest.mark.parametrize(("hidden", "heads"), [(200, 5), (300, 6), (256, 8), (650, 5), (6, 3)])
 def test_the_default_number_of_heads_fits_the_hidden_size(hidden: int, heads: int) -> None:
     """A bare configuration (H = 200) and what `lm new` writes (200, 300) had 8 heads: an error."""

@@ -3,16 +3,22 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from data_prep.errors import NotFiniteError
 from lm.cli import main
+from lm.run import Run
 from lm.training import shards
+from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
+from lm.training.devices import build_fabric
 from lm.training.metrics import read_metrics
+from lm.training.state import TrainingState
 
 SAVES = ["--train.checkpoint_every_steps=1", "--train.val_every_steps=4", "--log.every_steps=1"]
 
@@ -94,18 +100,10 @@ def test_on_a_gpu_steps_that_are_not_finite_are_found_when_losses_are_read(
     lstm_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is before anything is saved; a device of another name takes the place of a GPU."""
-    from types import SimpleNamespace
-
-    from data_prep.errors import NotFiniteError
-    from lm.run import Run
-    from lm.training.batches import training_batches
-    from lm.training.devices import build_fabric
-    from lm.training.state import TrainingState
-
     run = Run.read(lstm_run)
     fabric = build_fabric(run)
     path = lstm_run / "checkpoints" / "last.ckpt"
-    batches = training_batches(run.config, run.prepared)
+    batches = Batches(run.config, run.prepared, 0, 1)
     state = TrainingState(fabric, run, batches, load_checkpoint(path))
     state.gather_losses()
     gpu: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), all_reduce=fabric.all_reduce)
